@@ -1,0 +1,248 @@
+//! Block masks: for each block of queries, the blocks of keys it may see.
+//!
+//! Two lists a row of blocks: *partial* blocks, in which the problem's mask still decides each element, and
+//! *full* blocks, in which everything is visible. Blocks in neither list are skipped. Where the problem has
+//! no mask, partial and full mean the same.
+
+use crate::expr::{Coverage, Domain};
+use crate::inputs::Bound;
+use thiserror::Error;
+
+/// The structure of a block mask, part of the problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockSpec {
+    /// Queries in a block.
+    pub rows: usize,
+    /// Keys in a block.
+    pub cols: usize,
+    /// 1 (shared by all sequences) or the batch size.
+    pub batch: usize,
+    /// 1 (shared by all heads) or the number of query heads.
+    pub heads: usize,
+}
+
+impl Default for BlockSpec {
+    fn default() -> Self {
+        BlockSpec { rows: 128, cols: 128, batch: 1, heads: 1 }
+    }
+}
+
+/// Why block lists were refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum BlockError {
+    /// Counts of the wrong number of rows.
+    #[error("block mask: `{list}` has {got} rows, allowed: {want} (batch x heads x query blocks)")]
+    Rows {
+        /// `partial` or `full`.
+        list: &'static str,
+        /// Rows given.
+        got: usize,
+        /// Rows wanted.
+        want: usize,
+    },
+    /// A block outside the matrix, or lists not ascending.
+    #[error("block mask: `{list}` row {row} has {got:?}, allowed: ascending numbers below {blocks}")]
+    Order {
+        /// `partial` or `full`.
+        list: &'static str,
+        /// The row of blocks.
+        row: usize,
+        /// The list.
+        got: Vec<i32>,
+        /// Number of key blocks.
+        blocks: usize,
+    },
+    /// A block in both lists.
+    #[error("block mask: row {row} lists block {block} as partial and as full; remove one")]
+    Both {
+        /// The row of blocks.
+        row: usize,
+        /// The block.
+        block: i32,
+    },
+    /// Sizes that do not describe blocks.
+    #[error("block mask: {what} is {got}, allowed: {allowed}")]
+    Size {
+        /// Which number.
+        what: &'static str,
+        /// Its value.
+        got: usize,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+}
+
+/// One list of key blocks for each row of blocks, ascending.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Lists {
+    /// Row r is `blocks[starts[r]..starts[r + 1]]`.
+    starts: Vec<usize>,
+    blocks: Vec<i32>,
+}
+
+impl Lists {
+    fn new(rows: impl IntoIterator<Item = Vec<i32>>) -> Lists {
+        let mut lists = Lists { starts: vec![0], blocks: Vec::new() };
+        for row in rows {
+            lists.blocks.extend(row);
+            lists.starts.push(lists.blocks.len());
+        }
+        lists
+    }
+    fn row(&self, row: usize) -> &[i32] {
+        &self.blocks[self.starts[row]..self.starts[row + 1]]
+    }
+}
+
+/// The contents of a block mask. Holding one tells you that its lists are ascending, inside the matrix and
+/// disjoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockMask {
+    spec: BlockSpec,
+    q_blocks: usize,
+    k_blocks: usize,
+    partial: Lists,
+    full: Lists,
+}
+
+impl BlockMask {
+    /// From two lists for each (batch, head, query block), in that order.
+    pub fn new(
+        spec: BlockSpec,
+        [q_blocks, k_blocks]: [usize; 2],
+        partial: Vec<Vec<i32>>,
+        full: Vec<Vec<i32>>,
+    ) -> Result<BlockMask, BlockError> {
+        spec.check()?;
+        let rows = [spec.batch, spec.heads, q_blocks].iter().try_fold(1usize, |n, &m| n.checked_mul(m));
+        let want =
+            rows.ok_or(BlockError::Size { what: "batch x heads x query blocks", got: usize::MAX, allowed: "less" })?;
+        for (list, lists) in [("partial", &partial), ("full", &full)] {
+            if lists.len() != want {
+                return Err(BlockError::Rows { list, got: lists.len(), want });
+            }
+            for (row, blocks) in lists.iter().enumerate() {
+                let ascending = blocks.windows(2).all(|w| w[0] < w[1]);
+                let inside = blocks.iter().all(|&b| b >= 0 && (b as usize) < k_blocks);
+                if !(ascending && inside) {
+                    return Err(BlockError::Order { list, row, got: blocks.clone(), blocks: k_blocks });
+                }
+            }
+        }
+        for (row, (p, f)) in partial.iter().zip(&full).enumerate() {
+            if let Some(&block) = p.iter().find(|b| f.binary_search(b).is_ok()) {
+                return Err(BlockError::Both { row, block });
+            }
+        }
+        Ok(BlockMask { spec, q_blocks, k_blocks, partial: Lists::new(partial), full: Lists::new(full) })
+    }
+
+    /// The blocks that the mask of `bound`'s problem can reach, by interval arithmetic: no element is looked at.
+    pub fn from_mask(bound: &Bound<'_>, spec: BlockSpec) -> Result<BlockMask, BlockError> {
+        spec.check()?;
+        let problem = bound.problem();
+        let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
+        let (mut partial, mut full) = (Vec::new(), Vec::new());
+        for b in 0..spec.batch {
+            for h in 0..spec.heads {
+                for i in 0..q_blocks {
+                    let (mut p, mut f) = (Vec::new(), Vec::new());
+                    for j in 0..k_blocks {
+                        match Self::coverage_of(bound, &spec, [b, h, i, j]) {
+                            Coverage::Empty => {}
+                            Coverage::Partial => p.push(j as i32),
+                            Coverage::Full => f.push(j as i32),
+                        }
+                    }
+                    partial.push(p);
+                    full.push(f);
+                }
+            }
+        }
+        BlockMask::new(spec, [q_blocks, k_blocks], partial, full)
+    }
+
+    fn coverage_of(bound: &Bound<'_>, spec: &BlockSpec, [b, h, i, j]: [usize; 4]) -> Coverage {
+        let problem = bound.problem();
+        let heads = if spec.heads == 1 { 0..problem.q_heads() } else { h..h + 1 };
+        let sequences = if spec.batch == 1 { bound.sequences() } else { &bound.sequences()[b..b + 1] };
+        let (mut any, mut all) = (false, true);
+        for s in sequences {
+            let q = i * spec.rows..((i + 1) * spec.rows).min(s.q_len);
+            let k = j * spec.cols..((j + 1) * spec.cols).min(s.k_len);
+            if q.is_empty() || k.is_empty() {
+                continue; // nothing there that could be seen or hidden
+            }
+            let coverage = problem.mask_program().map_or(Coverage::Full, |program| {
+                program.coverage(&Domain {
+                    batch: s.batch..s.batch + 1,
+                    heads: heads.clone(),
+                    q,
+                    k,
+                    q_len: (s.q_len, s.q_len),
+                    k_len: (s.k_len, s.k_len),
+                    aux: bound.aux(),
+                })
+            });
+            any |= coverage != Coverage::Empty;
+            all &= coverage == Coverage::Full;
+        }
+        match (any, all) {
+            (false, _) => Coverage::Empty,
+            (true, true) => Coverage::Full,
+            (true, false) => Coverage::Partial,
+        }
+    }
+
+    /// Block sizes and how far the lists are shared.
+    pub fn spec(&self) -> BlockSpec {
+        self.spec
+    }
+
+    /// Number of query blocks and of key blocks.
+    pub fn blocks(&self) -> [usize; 2] {
+        [self.q_blocks, self.k_blocks]
+    }
+
+    fn row(&self, batch: usize, head: usize, q_block: usize) -> usize {
+        let b = if self.spec.batch == 1 { 0 } else { batch };
+        let h = if self.spec.heads == 1 { 0 } else { head };
+        (b * self.spec.heads + h) * self.q_blocks + q_block
+    }
+
+    /// The partial and the full blocks of a row of blocks, each ascending.
+    pub fn lists(&self, batch: usize, head: usize, q_block: usize) -> (&[i32], &[i32]) {
+        let row = self.row(batch, head, q_block);
+        (self.partial.row(row), self.full.row(row))
+    }
+
+    /// What the lists say about one element.
+    pub fn coverage(&self, batch: usize, head: usize, q: usize, k: usize) -> Coverage {
+        let (partial, full) = self.lists(batch, head, q / self.spec.rows);
+        let block = (k / self.spec.cols) as i32;
+        if full.binary_search(&block).is_ok() {
+            Coverage::Full
+        } else if partial.binary_search(&block).is_ok() {
+            Coverage::Partial
+        } else {
+            Coverage::Empty
+        }
+    }
+}
+
+impl BlockSpec {
+    /// Number of query and key blocks that cover the given lengths.
+    pub fn blocks(&self, q_len: usize, k_len: usize) -> [usize; 2] {
+        [q_len.div_ceil(self.rows), k_len.div_ceil(self.cols)]
+    }
+
+    pub(crate) fn check(&self) -> Result<(), BlockError> {
+        for (what, got) in [("rows", self.rows), ("cols", self.cols), ("batch", self.batch), ("heads", self.heads)] {
+            if got == 0 || got >= crate::mask::FAR as usize {
+                return Err(BlockError::Size { what, got, allowed: "1 to 2^30 - 1" });
+            }
+        }
+        Ok(())
+    }
+}

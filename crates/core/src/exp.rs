@@ -1,0 +1,305 @@
+//! How the exponential of a score is computed, and how the running maximum is kept.
+
+use thiserror::Error;
+
+/// The exponential that softmax uses.
+///
+/// `Auto`, `Native` and `Poly` all mean e^x and differ only in rounding; `Sas` is another function, and the
+/// oracle evaluates that function.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Exp {
+    /// What measures fastest within the tolerance of the output type.
+    #[default]
+    Auto,
+    /// The most accurate the machine has.
+    Native,
+    /// 2^x by Cody-Waite range reduction and a polynomial (FlashAttention-4) on a share of the elements.
+    Poly {
+        /// 3, 4 or 5.
+        degree: u8,
+        /// Share of the elements, 0 to 1; the others use the native exponential.
+        share: f32,
+    },
+    /// Table of e^-n times a cubic, zero below `threshold` (TurboAttention).
+    Sas {
+        /// Negative, in natural units.
+        threshold: f32,
+    },
+}
+
+/// Why an exponential was refused.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ExpError {
+    /// A degree without coefficients.
+    #[error("`exp`: polynomial degree is {got}, allowed: 3, 4, 5; 3 is enough for bf16, 5 for f32")]
+    Degree {
+        /// The degree given.
+        got: u8,
+    },
+    /// A share that is not a share.
+    #[error("`exp`: share is {got}, allowed: 0 to 1; 1 uses the polynomial everywhere")]
+    Share {
+        /// The share given.
+        got: f32,
+    },
+    /// A threshold outside the table.
+    #[error("`exp`: threshold is {got}, allowed: -{max} to below 0; the usual value is -10", max = SAS_TABLE - 1)]
+    Threshold {
+        /// The threshold given.
+        got: f32,
+    },
+    /// A name nobody knows.
+    #[error("`exp` is {got:?}, allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD")]
+    Name {
+        /// The text given.
+        got: String,
+    },
+}
+
+impl Exp {
+    /// The usual threshold of [`Exp::Sas`].
+    pub const SAS_THRESHOLD: f32 = -10.0;
+
+    /// Checks the parameters.
+    pub fn check(self) -> Result<Exp, ExpError> {
+        match self {
+            Exp::Poly { degree, .. } if !(3..=5).contains(&degree) => Err(ExpError::Degree { got: degree }),
+            Exp::Poly { share, .. } if !(0.0..=1.0).contains(&share) => Err(ExpError::Share { got: share }),
+            Exp::Sas { threshold } if !(threshold < 0.0 && threshold > -(SAS_TABLE as f32)) => {
+                Err(ExpError::Threshold { got: threshold })
+            }
+            _ => Ok(self),
+        }
+    }
+}
+
+impl std::str::FromStr for Exp {
+    type Err = ExpError;
+
+    /// `auto`, `native`, `poly:3`, `poly:3:0.25`, `sas`, `sas:-6`.
+    fn from_str(text: &str) -> Result<Exp, ExpError> {
+        let unknown = || ExpError::Name { got: text.to_string() };
+        let mut parts = text.split(':');
+        let exp = match parts.next().unwrap_or_default() {
+            "auto" => Exp::Auto,
+            "native" => Exp::Native,
+            "poly" => Exp::Poly {
+                degree: parts.next().map_or(Ok(3), str::parse).map_err(|_| unknown())?,
+                share: parts.next().map_or(Ok(1.0), str::parse).map_err(|_| unknown())?,
+            },
+            "sas" => {
+                Exp::Sas { threshold: parts.next().map_or(Ok(Exp::SAS_THRESHOLD), str::parse).map_err(|_| unknown())? }
+            }
+            _ => return Err(unknown()),
+        };
+        if parts.next().is_some() { Err(unknown()) } else { exp.check() }
+    }
+}
+
+impl std::fmt::Display for Exp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Exp::Auto => f.write_str("auto"),
+            Exp::Native => f.write_str("native"),
+            Exp::Poly { degree, share } => write!(f, "poly:{degree}:{share}"),
+            Exp::Sas { threshold } => write!(f, "sas:{threshold}"),
+        }
+    }
+}
+
+/// Coefficients of 2^r on [0, 1) for degrees 3, 4 and 5, lowest first; the first is pinned to 1 so that 2^n is
+/// exact (FlashAttention-4, fpminimax on relative error).
+pub const EXP2_POLY: [[f32; 6]; 3] = [
+    [1.0, 0.695_146_14, 0.227_564_39, 0.077_119_09, 0.0, 0.0],
+    [1.0, 0.693_042_7, 0.241_291_25, 0.052_225_36, 0.013_434_938, 0.0],
+    [1.0, 0.693_151_4, 0.240_163_61, 0.055_802_19, 0.009_014_523, 0.001_868_101_5],
+];
+
+/// 2^x by a polynomial of the given degree: clamped to 0 at -127, infinite above 127.
+///
+/// Panics for a degree that [`Exp::check`] refuses.
+pub fn exp2_poly(degree: u8, x: f32) -> f32 {
+    if x > 127.0 {
+        return f32::INFINITY;
+    }
+    if x.is_nan() {
+        return x;
+    }
+    let x = x.max(-127.0);
+    let floor = x.floor();
+    let r = x - floor;
+    let c = &EXP2_POLY[usize::from(degree) - 3];
+    let p = c[..=usize::from(degree)].iter().rev().fold(0.0f32, |sum, &c| sum.mul_add(r, c));
+    // p is in [1, 2): the exponent can be added as an integer; at -127 the result is 0.
+    f32::from_bits(((floor as i32) << 23).wrapping_add(p.to_bits() as i32) as u32)
+}
+
+/// Entries of the table e^-n: thresholds reach down to minus this.
+pub const SAS_TABLE: usize = 64;
+
+/// Coefficients of e^-f on [0, 1), lowest first (least squares, four digits as published).
+pub const SAS_POLY: [f32; 4] = [0.9996, -0.9922, 0.4626, -0.1025];
+
+/// e^x for x <= 0 as TurboAttention computes it: zero below the threshold, else table times cubic.
+pub fn sas(x: f64, threshold: f32) -> f64 {
+    if x.is_nan() {
+        return x;
+    }
+    if x < f64::from(threshold) {
+        return 0.0;
+    }
+    let n = (-x).floor().max(0.0);
+    let f = -x - n;
+    let cubic = SAS_POLY.iter().rev().fold(0.0, |sum, &c| sum * f + f64::from(c));
+    (-n).exp() * cubic
+}
+
+/// How the running row maximum is kept. All three give the same result up to rounding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rescale {
+    /// Raised, and the accumulator rescaled, whenever a block brings a larger score (the textbook).
+    Always,
+    /// Raised only when the new maximum exceeds the old by more than this many powers of two.
+    Lazy(f32),
+    /// The first block takes its true maximum, later blocks use it unseen; a block whose sum exceeds this
+    /// limit is done again with its own maximum.
+    Optimistic(f32),
+}
+
+impl Rescale {
+    /// The threshold that FlashAttention-4 uses, in powers of two.
+    pub const LAZY_TAU: f32 = 8.0;
+    /// The limit that leaves room in an f32 accumulator, and in bf16 probabilities.
+    pub const OPTIMISTIC_LIMIT: f32 = (1u32 << 30) as f32;
+    /// Thresholds above this could overflow an f32 sum.
+    pub const MAX_TAU: f32 = 60.0;
+
+    /// Checks the parameter.
+    pub fn check(self) -> Result<Rescale, RescaleError> {
+        match self {
+            Rescale::Lazy(tau) if !(0.0..=Rescale::MAX_TAU).contains(&tau) => Err(RescaleError::Tau { got: tau }),
+            Rescale::Optimistic(limit) if !(limit >= 1.0 && limit <= 2f32.powi(60)) => {
+                Err(RescaleError::Limit { got: limit })
+            }
+            _ => Ok(self),
+        }
+    }
+}
+
+impl std::str::FromStr for Rescale {
+    type Err = RescaleError;
+
+    /// `always`, `lazy`, `lazy:8`, `optimistic`, `optimistic:1e9`.
+    fn from_str(text: &str) -> Result<Rescale, RescaleError> {
+        let unknown = || RescaleError::Name { got: text.to_string() };
+        let (name, value) = text.split_once(':').map_or((text, None), |(n, v)| (n, Some(v)));
+        let value = value.map(str::parse::<f32>).transpose().map_err(|_| unknown())?;
+        match (name, value) {
+            ("always", None) => Ok(Rescale::Always),
+            ("lazy", tau) => Rescale::Lazy(tau.unwrap_or(Rescale::LAZY_TAU)).check(),
+            ("optimistic", limit) => Rescale::Optimistic(limit.unwrap_or(Rescale::OPTIMISTIC_LIMIT)).check(),
+            _ => Err(unknown()),
+        }
+    }
+}
+
+impl std::fmt::Display for Rescale {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Rescale::Always => f.write_str("always"),
+            Rescale::Lazy(tau) => write!(f, "lazy:{tau}"),
+            Rescale::Optimistic(limit) => write!(f, "optimistic:{limit}"),
+        }
+    }
+}
+
+/// Why a rescale policy was refused.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum RescaleError {
+    /// A threshold that loses or overflows.
+    #[error("`tau` is {got}, allowed: 0 to {max}; the usual value is 8, 0 rescales always", max = Rescale::MAX_TAU)]
+    Tau {
+        /// The threshold given.
+        got: f32,
+    },
+    /// A limit that loses or overflows.
+    #[error("`limit` is {got}, allowed: 1 to 2^60; the usual value is 2^30")]
+    Limit {
+        /// The limit given.
+        got: f32,
+    },
+    /// A name nobody knows.
+    #[error("`rescale` is {got:?}, allowed: always, lazy, lazy:TAU, optimistic, optimistic:LIMIT")]
+    Name {
+        /// The text given.
+        got: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Largest relative error against f64 over a fine grid of one octave and a coarse one of all.
+    fn worst(f: impl Fn(f32) -> f32) -> f64 {
+        let points = (0..200_000).map(|i| i as f32 * -5e-6).chain((0..1000).map(|i| i as f32 * -0.12));
+        points.fold(0.0, |worst: f64, x| {
+            let want = f64::from(x).exp2();
+            worst.max((f64::from(f(x)) - want).abs() / want)
+        })
+    }
+
+    #[test]
+    fn polynomial_errors_are_as_published() {
+        for (degree, published) in [(3, 8.77e-5), (4, 3.05e-6), (5, 1.44e-7)] {
+            let error = worst(|x| exp2_poly(degree, x));
+            assert!(error <= published * 1.25 && error >= published * 0.5, "degree {degree}: {error:e}");
+        }
+    }
+
+    #[test]
+    fn polynomial_ends() {
+        for degree in 3..=5 {
+            assert_eq!(exp2_poly(degree, f32::NEG_INFINITY), 0.0);
+            assert_eq!(exp2_poly(degree, -127.0), 0.0);
+            assert_eq!(exp2_poly(degree, 0.0), 1.0);
+            assert_eq!(exp2_poly(degree, 8.0), 256.0);
+            assert_eq!(exp2_poly(degree, 128.0), f32::INFINITY);
+            assert!(exp2_poly(degree, f32::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn sas_errors_are_as_published() {
+        let (mut absolute, mut relative) = (0.0f64, 0.0f64);
+        for i in 0..=60_000 {
+            let x = f64::from(i) * -1e-4;
+            let error = (sas(x, -6.0) - x.exp()).abs();
+            absolute = absolute.max(error);
+            relative = relative.max(error / x.exp());
+        }
+        assert!((3.5e-4..=4.1e-4).contains(&absolute), "{absolute:e}");
+        assert!((9e-4..=1.05e-3).contains(&relative), "{relative:e}");
+        assert_eq!(sas(-6.001, -6.0), 0.0);
+        assert_eq!(sas(f64::NEG_INFINITY, -6.0), 0.0);
+    }
+
+    #[test]
+    fn names_round_trip_and_bad_ones_are_explained() {
+        for text in ["auto", "native", "poly:3:0.25", "sas:-10"] {
+            assert_eq!(text.parse::<Exp>().unwrap().to_string(), text);
+        }
+        for text in ["always", "lazy:8", "optimistic:1024"] {
+            assert_eq!(text.parse::<Rescale>().unwrap().to_string(), text);
+        }
+        let refused = |text: &str| text.parse::<Exp>().unwrap_err().to_string();
+        assert!(refused("poly:7").contains("allowed: 3, 4, 5"));
+        assert!(refused("poly:3:NaN").contains("0 to 1"));
+        assert!(refused("sas:3").contains("-63 to below 0"));
+        assert!(refused("fast").contains("\"fast\""));
+        assert!("lazy:NaN".parse::<Rescale>().is_err());
+        assert!("lazy:-1".parse::<Rescale>().is_err());
+    }
+}

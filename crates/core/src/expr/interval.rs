@@ -1,0 +1,325 @@
+//! Bounds of an expression over a block of the score matrix.
+//!
+//! Interval arithmetic on the program answers, for any mask, "can this query block see this key block, and
+//! does it see all of it?" without looking at single elements. The answer never claims too much: a block
+//! called empty has no visible element and a block called full has no hidden one. For conditions in which
+//! the query and the key appear once (causal, windows, documents) it is exact.
+
+use super::program::div_floor;
+use super::{Binary, Program, Step, Type, Unary, Var};
+use crate::tensor::TensorView;
+use std::ops::Range;
+
+/// How much of a block a mask lets through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Coverage {
+    /// No element is visible: the block can be skipped.
+    Empty,
+    /// Some may be visible: the mask must be evaluated.
+    Partial,
+    /// Every element is visible: the mask need not be evaluated.
+    Full,
+}
+
+impl Coverage {
+    /// Visible where both masks let through.
+    pub fn and(self, other: Coverage) -> Coverage {
+        match (self, other) {
+            (Coverage::Empty, _) | (_, Coverage::Empty) => Coverage::Empty,
+            (Coverage::Full, Coverage::Full) => Coverage::Full,
+            _ => Coverage::Partial,
+        }
+    }
+}
+
+/// A block of the score matrix of one sequence. Ranges are not empty.
+#[derive(Debug, Clone)]
+pub struct Domain<'a> {
+    /// Sequences.
+    pub batch: Range<usize>,
+    /// Query heads.
+    pub heads: Range<usize>,
+    /// Query rows.
+    pub q: Range<usize>,
+    /// Keys.
+    pub k: Range<usize>,
+    /// Smallest and largest number of queries (equal for a single sequence).
+    pub q_len: (usize, usize),
+    /// Smallest and largest number of keys.
+    pub k_len: (usize, usize),
+    /// The auxiliary tensors, in the order of the problem.
+    pub aux: &'a [TensorView<'a>],
+}
+
+/// All values a step can take.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Interval {
+    /// Smallest and largest; anything unknown (NaN included) widens to the whole line.
+    Float(f64, f64),
+    /// Smallest and largest.
+    Int(i64, i64),
+    /// Whether it can be false, whether it can be true.
+    Bool(bool, bool),
+}
+
+const ALL: Interval = Interval::Float(f64::NEG_INFINITY, f64::INFINITY);
+
+impl Interval {
+    fn floats(self) -> (f64, f64) {
+        match self {
+            Interval::Float(a, b) => (a, b),
+            Interval::Int(a, b) => (a as f64, b as f64),
+            Interval::Bool(..) => (0.0, 1.0),
+        }
+    }
+    fn ints(self) -> (i64, i64) {
+        match self {
+            Interval::Int(a, b) => (a, b),
+            Interval::Float(a, b) => (a.floor() as i64, b.floor() as i64),
+            Interval::Bool(..) => (0, 1),
+        }
+    }
+    fn bools(self) -> (bool, bool) {
+        match self {
+            Interval::Bool(f, t) => (f, t),
+            _ => (true, true),
+        }
+    }
+    fn join(self, other: Interval) -> Interval {
+        match (self, other) {
+            (Interval::Int(a, b), Interval::Int(c, d)) => Interval::Int(a.min(c), b.max(d)),
+            (Interval::Bool(a, b), Interval::Bool(c, d)) => Interval::Bool(a || c, b || d),
+            (a, b) => {
+                let ((a, b), (c, d)) = (a.floats(), b.floats());
+                Interval::Float(a.min(c), b.max(d))
+            }
+        }
+    }
+}
+
+/// The hull of the given candidates; the whole line if one of them is not a number.
+fn hull(candidates: [f64; 4]) -> Interval {
+    if candidates.iter().any(|x| x.is_nan()) {
+        return ALL;
+    }
+    let low = candidates.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = candidates.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    Interval::Float(low, high)
+}
+
+impl Program {
+    /// Bounds of the result over `domain`.
+    pub fn bounds(&self, domain: &Domain<'_>) -> Interval {
+        let all = self.all_bounds(domain, true);
+        all[all.len() - 1]
+    }
+
+    /// How much of `domain` a condition lets through.
+    pub fn coverage(&self, domain: &Domain<'_>) -> Coverage {
+        match self.bounds(domain) {
+            Interval::Bool(true, false) => Coverage::Empty,
+            Interval::Bool(false, true) => Coverage::Full,
+            _ => Coverage::Partial,
+        }
+    }
+
+    /// The loads whose index may leave the tensor somewhere in `domain`: (tensor, axis, low, high).
+    pub(crate) fn loads_outside(&self, domain: &Domain<'_>) -> Option<(usize, usize, i64, i64)> {
+        // Contents matter only where a load feeds another load's index.
+        let feeds_an_index = self.steps().iter().any(|step| match step {
+            Step::Load(_, at) => at.iter().any(|&i| self.depends_on_load(i)),
+            _ => false,
+        });
+        let all = self.all_bounds(domain, feeds_an_index);
+        for step in self.steps() {
+            let Step::Load(tensor, at) = step else { continue };
+            for (axis, &index) in at.iter().enumerate() {
+                let (low, high) = all[index].ints();
+                if low < 0 || high >= domain.aux[*tensor].shape()[axis] as i64 {
+                    return Some((*tensor, axis, low, high));
+                }
+            }
+        }
+        None
+    }
+
+    fn depends_on_load(&self, step: usize) -> bool {
+        match &self.steps()[step] {
+            Step::Load(..) => true,
+            Step::Unary(_, a) => self.depends_on_load(*a),
+            Step::Binary(_, a, b) => self.depends_on_load(*a) || self.depends_on_load(*b),
+            Step::Select(c, a, b) => [c, a, b].iter().any(|&&i| self.depends_on_load(i)),
+            Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => false,
+        }
+    }
+
+    fn all_bounds(&self, domain: &Domain<'_>, read_contents: bool) -> Vec<Interval> {
+        let range = |r: &Range<usize>| Interval::Int(r.start as i64, r.end as i64 - 1);
+        let mut all: Vec<Interval> = Vec::with_capacity(self.steps().len());
+        for (step, ty) in self.steps().iter().zip(self.types()) {
+            let bounds = match step {
+                Step::Var(v) => match v {
+                    Var::Score => ALL,
+                    Var::Batch => range(&domain.batch),
+                    Var::Head => range(&domain.heads),
+                    Var::Query => range(&domain.q),
+                    Var::Key => range(&domain.k),
+                    Var::QueryLen => Interval::Int(domain.q_len.0 as i64, domain.q_len.1 as i64),
+                    Var::KeyLen => Interval::Int(domain.k_len.0 as i64, domain.k_len.1 as i64),
+                },
+                Step::Float(bits) => {
+                    let x = f64::from(f32::from_bits(*bits));
+                    if x.is_nan() { ALL } else { Interval::Float(x, x) }
+                }
+                Step::Int(x) => Interval::Int(i64::from(*x), i64::from(*x)),
+                Step::Bool(x) => Interval::Bool(!x, *x),
+                Step::Unary(op, a) => unary(*op, all[*a]),
+                Step::Binary(op, a, b) => binary(*op, all[*a], all[*b]),
+                Step::Select(c, a, b) => match all[*c].bools() {
+                    (false, true) => all[*a],
+                    (true, false) => all[*b],
+                    _ => all[*a].join(all[*b]),
+                },
+                Step::Load(tensor, at) if read_contents => {
+                    let view = &domain.aux[*tensor];
+                    let index: Vec<(usize, usize)> = at
+                        .iter()
+                        .zip(view.shape().iter())
+                        .map(|(&i, &n)| {
+                            let last = n.saturating_sub(1) as i64;
+                            let (low, high) = all[i].ints();
+                            (low.clamp(0, last) as usize, high.clamp(0, last) as usize)
+                        })
+                        .collect();
+                    contents(view, &index, *ty)
+                }
+                Step::Load(..) if *ty == Type::Int => Interval::Int(i64::from(i32::MIN), i64::from(i32::MAX)),
+                Step::Load(..) => ALL,
+            };
+            all.push(bounds);
+        }
+        all
+    }
+}
+
+/// Smallest and largest element of a box of a tensor.
+fn contents(view: &TensorView<'_>, index: &[(usize, usize)], ty: Type) -> Interval {
+    let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
+    let mut at: Vec<usize> = index.iter().map(|r| r.0).collect();
+    loop {
+        let offset = at.iter().zip(view.strides().iter()).map(|(i, s)| i * s).sum();
+        let x = view.at(offset);
+        if x.is_nan() {
+            return ALL;
+        }
+        (low, high) = (low.min(x), high.max(x));
+        let Some(axis) = (0..at.len()).rev().find(|&a| at[a] < index[a].1) else { break };
+        at[axis] += 1;
+        for a in axis + 1..at.len() {
+            at[a] = index[a].0;
+        }
+    }
+    if ty == Type::Int { Interval::Int(low as i64, high as i64) } else { Interval::Float(low, high) }
+}
+
+fn unary(op: Unary, a: Interval) -> Interval {
+    let monotone = |f: fn(f64) -> f64| {
+        let (low, high) = a.floats();
+        hull([f(low), f(high), f(low), f(high)])
+    };
+    match op {
+        Unary::Neg => match a {
+            Interval::Int(x, y) => Interval::Int(-y, -x),
+            _ => monotone(|x| -x),
+        },
+        Unary::Abs => match a {
+            Interval::Int(x, y) => {
+                let low = if x <= 0 && y >= 0 { 0 } else { x.abs().min(y.abs()) };
+                Interval::Int(low, x.abs().max(y.abs()))
+            }
+            _ => {
+                let (x, y) = a.floats();
+                let low = if x <= 0.0 && y >= 0.0 { 0.0 } else { x.abs().min(y.abs()) };
+                Interval::Float(low, x.abs().max(y.abs()))
+            }
+        },
+        Unary::Exp => monotone(f64::exp),
+        Unary::Log => monotone(f64::ln),
+        Unary::Sqrt => monotone(f64::sqrt),
+        Unary::Tanh => monotone(f64::tanh),
+        Unary::Not => {
+            let (f, t) = a.bools();
+            Interval::Bool(t, f)
+        }
+        Unary::ToFloat => {
+            let (x, y) = a.floats();
+            Interval::Float(x, y)
+        }
+        Unary::Floor => {
+            let (x, y) = a.ints();
+            Interval::Int(x, y)
+        }
+    }
+}
+
+fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
+    let floats = matches!(a, Interval::Float(..));
+    let ((x, y), (u, v)) = (a.floats(), b.floats());
+    let ((i, j), (m, n)) = (a.ints(), b.ints());
+    let ints = |candidates: [i64; 4]| {
+        let low = candidates.iter().copied().min().unwrap_or(0);
+        let high = candidates.iter().copied().max().unwrap_or(0);
+        Interval::Int(low, high)
+    };
+    match op {
+        Binary::Add if floats => hull([x + u, y + v, x + u, y + v]),
+        Binary::Add => Interval::Int(i + m, j + n),
+        Binary::Sub if floats => hull([x - v, y - u, x - v, y - u]),
+        Binary::Sub => Interval::Int(i - n, j - m),
+        Binary::Mul if floats => hull([x * u, x * v, y * u, y * v]),
+        Binary::Mul => ints([i.saturating_mul(m), i.saturating_mul(n), j.saturating_mul(m), j.saturating_mul(n)]),
+        Binary::Div if floats => {
+            if u <= 0.0 && v >= 0.0 {
+                ALL
+            } else {
+                hull([x / u, x / v, y / u, y / v])
+            }
+        }
+        // A divisor range that contains 0 also contains +-1 or is just 0: |quotient| <= |dividend|.
+        Binary::Div if m <= 0 && n >= 0 => {
+            let most = i.abs().max(j.abs());
+            Interval::Int(-most, most)
+        }
+        Binary::Div => ints([div_floor(i, m), div_floor(i, n), div_floor(j, m), div_floor(j, n)]),
+        Binary::Rem => {
+            if m == n && m > 0 && div_floor(i, m) == div_floor(j, m) {
+                let base = m * div_floor(i, m);
+                Interval::Int(i - base, j - base)
+            } else {
+                Interval::Int(m.saturating_add(1).min(0), n.saturating_sub(1).max(0))
+            }
+        }
+        Binary::Min if floats => Interval::Float(x.min(u), y.min(v)),
+        Binary::Min => Interval::Int(i.min(m), j.min(n)),
+        Binary::Max if floats => Interval::Float(x.max(u), y.max(v)),
+        Binary::Max => Interval::Int(i.max(m), j.max(n)),
+        // Comparisons of floats can be false by NaN, which the whole line stands for; it is never decided.
+        Binary::Eq => {
+            let disjoint = if floats { y < u || v < x } else { j < m || n < i };
+            let same = if floats { x == y && u == v && x == u } else { i == j && m == n && i == m };
+            Interval::Bool(!same, !disjoint)
+        }
+        Binary::Lt if floats => Interval::Bool(y >= u, x < v),
+        Binary::Lt => Interval::Bool(j >= m, i < n),
+        Binary::Le if floats => Interval::Bool(y > u || y == f64::INFINITY, x <= v),
+        Binary::Le => Interval::Bool(j > m, i <= n),
+        Binary::And => {
+            let ((af, at), (bf, bt)) = (a.bools(), b.bools());
+            Interval::Bool(af || bf, at && bt)
+        }
+        Binary::Or => {
+            let ((af, at), (bf, bt)) = (a.bools(), b.bools());
+            Interval::Bool(af && bf, at || bt)
+        }
+    }
+}

@@ -1,0 +1,702 @@
+//! The contents of a call: tensors, and the proof that they fit a problem.
+
+use crate::block::BlockMask;
+use crate::dtype::DType;
+use crate::expr::{Domain, Program};
+use crate::problem::{Layout, OffsetsError, Problem, Side, check_offsets};
+use crate::tensor::{Tensor, TensorError, TensorView, TensorViewMut};
+use std::ops::Range;
+use thiserror::Error;
+
+/// Why tensors do not fit a problem.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum InputError {
+    /// A tensor of the wrong shape.
+    #[error("`{arg}` has shape {got:?}, allowed: {want:?}; check the sizes given to the problem")]
+    Shape {
+        /// The tensor.
+        arg: String,
+        /// Its shape.
+        got: Vec<usize>,
+        /// The shape the problem says.
+        want: Vec<usize>,
+    },
+    /// A tensor of the wrong type.
+    #[error("`{arg}` is {got}, allowed: {want}; convert it or change the problem")]
+    DType {
+        /// The tensor.
+        arg: String,
+        /// Its type.
+        got: DType,
+        /// What is allowed.
+        want: &'static str,
+    },
+    /// A last axis with gaps.
+    #[error("`{arg}` has stride {got} on its last axis, allowed: 1; make it contiguous there")]
+    LastStride {
+        /// The tensor.
+        arg: &'static str,
+        /// The stride.
+        got: usize,
+    },
+    /// A tensor the problem speaks of that was not given.
+    #[error("`{arg}` was not given, the problem needs it; {hint}")]
+    Missing {
+        /// The tensor.
+        arg: String,
+        /// How to give it.
+        hint: &'static str,
+    },
+    /// A tensor the problem does not know.
+    #[error("`{arg}` was given, the problem does not use it; {hint}")]
+    Unused {
+        /// The tensor.
+        arg: String,
+        /// How to declare it.
+        hint: &'static str,
+    },
+    /// Offsets that are not cumulative.
+    #[error(transparent)]
+    Offsets(#[from] OffsetsError),
+    /// Offsets that disagree with the problem.
+    #[error("`{arg}`: {what} is {got}, allowed: {allowed}; rebuild the problem from these offsets")]
+    Total {
+        /// The list.
+        arg: &'static str,
+        /// Total or maximum.
+        what: &'static str,
+        /// Its value.
+        got: usize,
+        /// What the problem says.
+        allowed: String,
+    },
+    /// A used length out of range.
+    #[error("`{arg}`[{at}] is {got}, allowed: 0 to {max}")]
+    Used {
+        /// The list.
+        arg: &'static str,
+        /// The sequence.
+        at: usize,
+        /// The length given.
+        got: i32,
+        /// Room in that sequence.
+        max: usize,
+    },
+    /// A modifier that reads outside an auxiliary tensor.
+    #[error(
+        "`{name}`: axis {axis} is read from {low} to {high}, allowed: 0 to {max}; clamp the index with min and max"
+    )]
+    AuxIndex {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Smallest index.
+        low: i64,
+        /// Largest index.
+        high: i64,
+        /// Largest index allowed.
+        max: i64,
+    },
+    /// A block mask of another structure than the problem says.
+    #[error("block mask has {got}, the problem says {want}")]
+    Blocks {
+        /// What it has.
+        got: String,
+        /// What is wanted.
+        want: String,
+    },
+    /// An output tensor that cannot be made.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+}
+
+/// The tensors of a forward call.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Inputs<'a> {
+    /// Queries.
+    pub q: TensorView<'a>,
+    /// Keys.
+    pub k: TensorView<'a>,
+    /// Values.
+    pub v: TensorView<'a>,
+    /// A logit for each query head.
+    pub sinks: Option<TensorView<'a>>,
+    /// Cumulative offsets of the sequences in q: i32, `[batch + 1]`.
+    pub cu_seqlens_q: Option<TensorView<'a>>,
+    /// Cumulative offsets of the sequences in k and v: i32, `[batch + 1]`.
+    pub cu_seqlens_k: Option<TensorView<'a>>,
+    /// Queries in use in each sequence: i32, `[batch]`.
+    pub used_q: Option<TensorView<'a>>,
+    /// Keys in use in each sequence: i32, `[batch]`.
+    pub used_k: Option<TensorView<'a>>,
+    /// Auxiliary tensors by name.
+    pub aux: Vec<(&'a str, TensorView<'a>)>,
+    /// Lists of visible blocks.
+    pub block_mask: Option<&'a BlockMask>,
+}
+
+impl<'a> Inputs<'a> {
+    /// The three tensors every call has; the others are set with the methods below.
+    pub fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        Inputs {
+            q,
+            k,
+            v,
+            sinks: None,
+            cu_seqlens_q: None,
+            cu_seqlens_k: None,
+            used_q: None,
+            used_k: None,
+            aux: Vec::new(),
+            block_mask: None,
+        }
+    }
+    /// Gives the sinks.
+    pub fn sinks(mut self, sinks: TensorView<'a>) -> Self {
+        self.sinks = Some(sinks);
+        self
+    }
+    /// Gives the offsets of packed sequences.
+    pub fn cu_seqlens(mut self, q: TensorView<'a>, k: TensorView<'a>) -> Self {
+        (self.cu_seqlens_q, self.cu_seqlens_k) = (Some(q), Some(k));
+        self
+    }
+    /// Gives used lengths.
+    pub fn used_lengths(mut self, q: Option<TensorView<'a>>, k: Option<TensorView<'a>>) -> Self {
+        (self.used_q, self.used_k) = (q, k);
+        self
+    }
+    /// Gives an auxiliary tensor.
+    pub fn aux(mut self, name: &'a str, view: TensorView<'a>) -> Self {
+        self.aux.push((name, view));
+        self
+    }
+    /// Gives the block lists.
+    pub fn block_mask(mut self, mask: &'a BlockMask) -> Self {
+        self.block_mask = Some(mask);
+        self
+    }
+
+    /// Checks that these tensors fit `problem`.
+    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
+        self.bind(problem).map(|_| ())
+    }
+
+    /// Checks that these tensors fit `problem` and binds the two together.
+    pub fn bind(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
+    where
+        Self: 'a,
+    {
+        bind(self, problem)
+    }
+}
+
+/// Where one sequence of the batch lies. Lengths are those in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sequence {
+    /// Its number.
+    pub batch: usize,
+    /// First row of a packed q, 0 in a dense one.
+    pub q_start: usize,
+    /// Queries in use.
+    pub q_len: usize,
+    /// First row of packed k and v, 0 in dense ones.
+    pub k_start: usize,
+    /// Keys in use.
+    pub k_len: usize,
+}
+
+/// The rows of one sequence inside a tensor: row i of head h begins at offset + i * row + h * head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rows {
+    /// Offset of row 0 of head 0, in elements.
+    pub offset: usize,
+    /// Distance between rows.
+    pub row: usize,
+    /// Distance between heads.
+    pub head: usize,
+}
+
+impl Rows {
+    /// Where row `i` of head `h` begins.
+    pub fn at(&self, i: usize, h: usize) -> usize {
+        self.offset + i * self.row + h * self.head
+    }
+}
+
+/// Tensors that fit a problem. Holding one tells you that every check has happened.
+#[derive(Debug, Clone)]
+pub struct Bound<'a> {
+    problem: &'a Problem,
+    q: TensorView<'a>,
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+    sinks: Option<TensorView<'a>>,
+    aux: Vec<TensorView<'a>>,
+    block_mask: Option<&'a BlockMask>,
+    sequences: Vec<Sequence>,
+}
+
+impl<'a> Bound<'a> {
+    /// The problem.
+    pub fn problem(&self) -> &'a Problem {
+        self.problem
+    }
+    /// Queries.
+    pub fn q(&self) -> &TensorView<'a> {
+        &self.q
+    }
+    /// Keys.
+    pub fn k(&self) -> &TensorView<'a> {
+        &self.k
+    }
+    /// Values.
+    pub fn v(&self) -> &TensorView<'a> {
+        &self.v
+    }
+    /// A logit for each query head.
+    pub fn sinks(&self) -> Option<&TensorView<'a>> {
+        self.sinks.as_ref()
+    }
+    /// The sink of one head, if there are sinks.
+    pub fn sink(&self, head: usize) -> Option<f64> {
+        self.sinks.as_ref().map(|s| s.get(&[head]))
+    }
+    /// Auxiliary tensors in the order of the problem.
+    pub fn aux(&self) -> &[TensorView<'a>] {
+        &self.aux
+    }
+    /// Lists of visible blocks.
+    pub fn block_mask(&self) -> Option<&'a BlockMask> {
+        self.block_mask
+    }
+    /// The sequences of the batch.
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Whether every row of the outputs belongs to a query in use; if not, the others are zero (LSE -inf).
+    pub fn all_queries_used(&self) -> bool {
+        self.rows_used(Side::Query)
+    }
+    /// Whether every row of k and v is a key in use; if not, the gradients of the others are zero.
+    pub fn all_keys_used(&self) -> bool {
+        self.rows_used(Side::Key)
+    }
+
+    fn rows_used(&self, side: Side) -> bool {
+        let used: usize = self.sequences.iter().map(|s| if side == Side::Query { s.q_len } else { s.k_len }).sum();
+        let rows = match (self.problem.layout(), side) {
+            (Layout::Dense { batch, q_len, .. }, Side::Query) => batch * q_len,
+            (Layout::Dense { batch, k_len, .. }, Side::Key) => batch * k_len,
+            (Layout::Packed(p), Side::Query) => p.total_q,
+            (Layout::Packed(p), Side::Key) => p.total_k,
+        };
+        used == rows
+    }
+
+    /// Where the rows of a sequence lie in a tensor of the shape of q, o (queries) or k, v (keys).
+    pub fn rows(&self, strides: &[usize], sequence: &Sequence, side: Side) -> Rows {
+        let start = if side == Side::Query { sequence.q_start } else { sequence.k_start };
+        match self.problem.layout() {
+            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[1], head: strides[2] },
+            Layout::Packed(_) => Rows { offset: start * strides[0], row: strides[0], head: strides[1] },
+        }
+    }
+
+    /// Where the rows of a sequence lie in a tensor of the shape of the LSE.
+    pub fn lse_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
+        match self.problem.layout() {
+            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] },
+            Layout::Packed(_) => Rows { offset: sequence.q_start * strides[1], row: strides[1], head: strides[0] },
+        }
+    }
+}
+
+fn shape_is(arg: &str, got: &[usize], want: &[usize]) -> Result<(), InputError> {
+    if got == want {
+        return Ok(());
+    }
+    Err(InputError::Shape { arg: arg.into(), got: got.to_vec(), want: want.to_vec() })
+}
+
+fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputError> {
+    if got == want { Ok(()) } else { Err(InputError::DType { arg: arg.into(), got, want: want.name() }) }
+}
+
+/// Shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
+fn rows_fit(
+    arg: &'static str,
+    shape: &[usize],
+    strides: &[usize],
+    dtype: DType,
+    want: &[usize],
+    problem: &Problem,
+) -> Result<(), InputError> {
+    shape_is(arg, shape, want)?;
+    dtype_is(arg, dtype, problem.dtype())?;
+    let (last, size) = (strides[strides.len() - 1], shape[shape.len() - 1]);
+    if last != 1 && size > 1 {
+        return Err(InputError::LastStride { arg, got: last });
+    }
+    Ok(())
+}
+
+/// The integers of a rank-one i32 tensor.
+fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) -> Result<Vec<i32>, InputError> {
+    dtype_is(arg, view.dtype(), DType::I32)?;
+    shape_is(arg, view.shape(), &[want])?;
+    Ok(view.to_f64().into_iter().map(|x| x as i32).collect())
+}
+
+fn asked<'a>(
+    arg: &'static str,
+    wanted: bool,
+    given: Option<TensorView<'a>>,
+    hint: [&'static str; 2],
+) -> Result<Option<TensorView<'a>>, InputError> {
+    match (wanted, given) {
+        (true, None) => Err(InputError::Missing { arg: arg.into(), hint: hint[0] }),
+        (false, Some(_)) => Err(InputError::Unused { arg: arg.into(), hint: hint[1] }),
+        (_, given) => Ok(given),
+    }
+}
+
+fn sequences(inputs: &Inputs<'_>, problem: &Problem) -> Result<Vec<Sequence>, InputError> {
+    let packed = matches!(problem.layout(), Layout::Packed(_));
+    let hint = ["call Inputs::cu_seqlens", "build the problem with ProblemBuilder::packed"];
+    let cu_q = asked("cu_seqlens_q", packed, inputs.cu_seqlens_q, hint)?;
+    let cu_k = asked("cu_seqlens_k", packed, inputs.cu_seqlens_k, hint)?;
+    let batch = problem.batch();
+    let mut all = Vec::with_capacity(batch);
+    match (problem.layout(), cu_q, cu_k) {
+        (Layout::Packed(p), Some(cu_q), Some(cu_k)) => {
+            let lists = [
+                ("cu_seqlens_q", integers("cu_seqlens_q", &cu_q, batch + 1)?, p.total_q, p.max_q),
+                ("cu_seqlens_k", integers("cu_seqlens_k", &cu_k, batch + 1)?, p.total_k, p.max_k),
+            ];
+            for (arg, offsets, total, max) in &lists {
+                let (sum, longest) = check_offsets(arg, offsets)?;
+                if sum > *total {
+                    let allowed = format!("at most {total}, the rows of the tensor");
+                    return Err(InputError::Total { arg, what: "the last offset", got: sum, allowed });
+                }
+                if longest > *max {
+                    let allowed = format!("at most {max}, the problem's maximum");
+                    return Err(InputError::Total { arg, what: "the longest sequence", got: longest, allowed });
+                }
+            }
+            let [(_, q, ..), (_, k, ..)] = &lists;
+            for b in 0..batch {
+                let (q_start, k_start) = (q[b] as usize, k[b] as usize);
+                let (q_len, k_len) = (q[b + 1] as usize - q_start, k[b + 1] as usize - k_start);
+                all.push(Sequence { batch: b, q_start, q_len, k_start, k_len });
+            }
+        }
+        _ => {
+            let (q_len, k_len) = (problem.max_q_len(), problem.max_k_len());
+            all.extend((0..batch).map(|b| Sequence { batch: b, q_start: 0, q_len, k_start: 0, k_len }));
+        }
+    }
+    let hint = ["call Inputs::used_lengths", "say so with ProblemBuilder::used_lengths"];
+    if let Some(view) = asked("used_q", problem.has_used_q(), inputs.used_q, hint)? {
+        for (s, got) in all.iter_mut().zip(integers("used_q", &view, batch)?) {
+            s.q_len = used("used_q", s.batch, got, s.q_len)?;
+        }
+    }
+    if let Some(view) = asked("used_k", problem.has_used_k(), inputs.used_k, hint)? {
+        for (s, got) in all.iter_mut().zip(integers("used_k", &view, batch)?) {
+            s.k_len = used("used_k", s.batch, got, s.k_len)?;
+        }
+    }
+    Ok(all)
+}
+
+fn used(arg: &'static str, at: usize, got: i32, max: usize) -> Result<usize, InputError> {
+    usize::try_from(got).ok().filter(|&n| n <= max).ok_or(InputError::Used { arg, at, got, max })
+}
+
+fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, InputError> {
+    for (arg, view, want) in
+        [("q", &inputs.q, problem.q_shape()), ("k", &inputs.k, problem.k_shape()), ("v", &inputs.v, problem.v_shape())]
+    {
+        rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, problem)?;
+    }
+    let hint = ["call Inputs::sinks", "say so with ProblemBuilder::sinks"];
+    let sinks = asked("sinks", problem.has_sinks(), inputs.sinks, hint)?;
+    if let Some(sinks) = &sinks {
+        shape_is("sinks", sinks.shape(), &[problem.q_heads()])?;
+        if !sinks.dtype().is_float() {
+            return Err(InputError::DType { arg: "sinks".into(), got: sinks.dtype(), want: "f32, f16 or bf16" });
+        }
+    }
+    let mut aux = Vec::with_capacity(problem.aux().len());
+    for spec in problem.aux() {
+        let (_, view) = inputs.aux.iter().find(|(name, _)| **name == *spec.name).ok_or_else(|| {
+            InputError::Missing { arg: spec.name.to_string(), hint: "call Inputs::aux with that name" }
+        })?;
+        shape_is(&spec.name, view.shape(), &spec.shape)?;
+        dtype_is(&spec.name, view.dtype(), spec.dtype)?;
+        aux.push(*view);
+    }
+    if let Some((name, _)) = inputs.aux.iter().find(|(name, _)| !problem.aux().iter().any(|spec| *spec.name == **name))
+    {
+        return Err(InputError::Unused { arg: name.to_string(), hint: "declare it with ProblemBuilder::aux" });
+    }
+    match (problem.blocks(), inputs.block_mask) {
+        (None, None) => {}
+        (Some(_), None) => {
+            return Err(InputError::Missing { arg: "block_mask".into(), hint: "call Inputs::block_mask" });
+        }
+        (None, Some(_)) => {
+            let hint = "say so with ProblemBuilder::block_mask";
+            return Err(InputError::Unused { arg: "block_mask".into(), hint });
+        }
+        (Some(spec), Some(mask)) => {
+            let blocks = spec.blocks(problem.max_q_len(), problem.max_k_len());
+            if spec != mask.spec() || blocks != mask.blocks() {
+                let say = |spec, [q, k]: [usize; 2]| format!("{spec:?} with {q} x {k} blocks");
+                return Err(InputError::Blocks { got: say(mask.spec(), mask.blocks()), want: say(spec, blocks) });
+            }
+            for (what, got, full) in [("batch", spec.batch, problem.batch()), ("heads", spec.heads, problem.q_heads())]
+            {
+                if got != 1 && got != full {
+                    return Err(InputError::Blocks { got: format!("{what} {got}"), want: format!("1 or {full}") });
+                }
+            }
+        }
+    }
+    let bound = Bound {
+        problem,
+        q: inputs.q,
+        k: inputs.k,
+        v: inputs.v,
+        sinks,
+        aux,
+        block_mask: inputs.block_mask,
+        sequences: sequences(inputs, problem)?,
+    };
+    bound.loads_inside()?;
+    Ok(bound)
+}
+
+impl Bound<'_> {
+    /// Proves by interval arithmetic that no modifier reads outside an auxiliary tensor.
+    fn loads_inside(&self) -> Result<(), InputError> {
+        let range = |f: fn(&Sequence) -> usize| {
+            let lengths = || self.sequences.iter().filter(|s| s.q_len > 0 && s.k_len > 0).map(f);
+            Some((lengths().min()?, lengths().max()?))
+        };
+        // Where no query meets a key, nothing is read.
+        let (Some(q_len), Some(k_len)) = (range(|s| s.q_len), range(|s| s.k_len)) else { return Ok(()) };
+        let domain = Domain {
+            batch: 0..self.problem.batch(),
+            heads: 0..self.problem.q_heads(),
+            q: 0..q_len.1,
+            k: 0..k_len.1,
+            q_len,
+            k_len,
+            aux: &self.aux,
+        };
+        let programs = [self.problem.score_program(), self.problem.mask_program()];
+        for program in programs.into_iter().flatten() {
+            if let Some((tensor, axis, low, high)) = Program::loads_outside(program, &domain) {
+                let spec = &self.problem.aux()[tensor];
+                let max = spec.shape[axis] as i64 - 1;
+                return Err(InputError::AuxIndex { name: spec.name.to_string(), axis, low, high, max });
+            }
+        }
+        Ok(())
+    }
+
+    /// The elements a row range of keys would cover, cut to the keys in use.
+    pub fn clip_keys(&self, sequence: &Sequence, keys: Range<usize>) -> Range<usize> {
+        let end = keys.end.min(sequence.k_len);
+        keys.start.min(end)..end
+    }
+}
+
+/// Where a forward call writes.
+#[derive(Debug)]
+pub struct Outputs<'a> {
+    /// The result, shaped like q with the value dimension.
+    pub o: TensorViewMut<'a>,
+    /// Log of the softmax denominator, f32.
+    pub lse: TensorViewMut<'a>,
+}
+
+impl Outputs<'_> {
+    /// Checks that these tensors fit `problem`.
+    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
+        rows_fit("o", self.o.shape(), self.o.strides(), self.o.dtype(), &problem.o_shape(), problem)?;
+        shape_is("lse", self.lse.shape(), &problem.lse_shape())?;
+        dtype_is("lse", self.lse.dtype(), DType::F32)
+    }
+}
+
+/// The result of a forward call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Forward {
+    /// `[batch, q_len, heads, value_dim]`, packed `[total_q, heads, value_dim]`.
+    pub o: Tensor,
+    /// `[batch, heads, q_len]`, packed `[heads, total_q]`; natural logarithm, f32.
+    pub lse: Tensor,
+}
+
+impl Forward {
+    /// Zeros of the right shapes.
+    pub fn zeros(problem: &Problem) -> Result<Forward, TensorError> {
+        Ok(Forward {
+            o: Tensor::zeros(problem.dtype(), &problem.o_shape())?,
+            lse: Tensor::zeros(DType::F32, &problem.lse_shape())?,
+        })
+    }
+
+    /// Borrows for writing.
+    pub fn outputs(&mut self) -> Outputs<'_> {
+        Outputs { o: self.o.view_mut(), lse: self.lse.view_mut() }
+    }
+
+    /// What backward needs of this result, with the gradient of o.
+    pub fn saved<'a>(&'a self, d_o: TensorView<'a>) -> Saved<'a> {
+        Saved { o: self.o.view(), lse: self.lse.view(), d_o, d_lse: None }
+    }
+}
+
+/// What backward needs besides the inputs of forward.
+#[derive(Debug, Clone, Copy)]
+pub struct Saved<'a> {
+    /// Output of forward.
+    pub o: TensorView<'a>,
+    /// LSE of forward.
+    pub lse: TensorView<'a>,
+    /// Gradient of o.
+    pub d_o: TensorView<'a>,
+    /// Gradient of the LSE (f32), if it was used.
+    pub d_lse: Option<TensorView<'a>>,
+}
+
+impl Saved<'_> {
+    /// Checks that these tensors fit `problem`.
+    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
+        for (arg, view) in [("o", &self.o), ("d_o", &self.d_o)] {
+            shape_is(arg, view.shape(), &problem.o_shape())?;
+            dtype_is(arg, view.dtype(), problem.dtype())?;
+        }
+        // d_o may be a broadcast (the gradient of a sum has stride 0 everywhere); o comes from forward.
+        rows_fit("o", self.o.shape(), self.o.strides(), self.o.dtype(), &problem.o_shape(), problem)?;
+        for (arg, view) in [("lse", Some(self.lse)), ("d_lse", self.d_lse)] {
+            if let Some(view) = view {
+                shape_is(arg, view.shape(), &problem.lse_shape())?;
+                dtype_is(arg, view.dtype(), DType::F32)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The result of a backward call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gradients {
+    /// Shaped like q.
+    pub d_q: Tensor,
+    /// Shaped like k.
+    pub d_k: Tensor,
+    /// Shaped like v.
+    pub d_v: Tensor,
+    /// f32, `[q_heads]`, where the problem has sinks.
+    pub d_sinks: Option<Tensor>,
+    /// f32, one for each auxiliary tensor of the problem that asked for a gradient.
+    pub d_aux: Vec<Option<Tensor>>,
+}
+
+impl Gradients {
+    /// Zeros of the right shapes.
+    pub fn zeros(problem: &Problem) -> Result<Gradients, TensorError> {
+        let aux = |spec: &crate::expr::AuxSpec| spec.grad.then(|| Tensor::zeros(DType::F32, &spec.shape)).transpose();
+        Ok(Gradients {
+            d_q: Tensor::zeros(problem.dtype(), &problem.q_shape())?,
+            d_k: Tensor::zeros(problem.dtype(), &problem.k_shape())?,
+            d_v: Tensor::zeros(problem.dtype(), &problem.v_shape())?,
+            d_sinks: problem.has_sinks().then(|| Tensor::zeros(DType::F32, &[problem.q_heads()])).transpose()?,
+            d_aux: problem.aux().iter().map(aux).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Borrows for writing.
+    pub fn outputs(&mut self) -> GradientOutputs<'_> {
+        GradientOutputs {
+            d_q: self.d_q.view_mut(),
+            d_k: self.d_k.view_mut(),
+            d_v: self.d_v.view_mut(),
+            d_sinks: self.d_sinks.as_mut().map(Tensor::view_mut),
+            d_aux: self.d_aux.iter_mut().map(|t| t.as_mut().map(Tensor::view_mut)).collect(),
+        }
+    }
+}
+
+/// Where a backward call writes.
+#[derive(Debug)]
+pub struct GradientOutputs<'a> {
+    /// Shaped like q.
+    pub d_q: TensorViewMut<'a>,
+    /// Shaped like k.
+    pub d_k: TensorViewMut<'a>,
+    /// Shaped like v.
+    pub d_v: TensorViewMut<'a>,
+    /// f32, `[q_heads]`, where the problem has sinks.
+    pub d_sinks: Option<TensorViewMut<'a>>,
+    /// f32, one entry for each auxiliary tensor of the problem.
+    pub d_aux: Vec<Option<TensorViewMut<'a>>>,
+}
+
+impl GradientOutputs<'_> {
+    /// Checks that these tensors fit `problem`.
+    pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
+        for (arg, view, want) in [
+            ("d_q", &self.d_q, problem.q_shape()),
+            ("d_k", &self.d_k, problem.k_shape()),
+            ("d_v", &self.d_v, problem.v_shape()),
+        ] {
+            rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, problem)?;
+        }
+        match (&self.d_sinks, problem.has_sinks()) {
+            (Some(d), true) => {
+                shape_is("d_sinks", d.shape(), &[problem.q_heads()])?;
+                dtype_is("d_sinks", d.dtype(), DType::F32)?;
+            }
+            (None, false) => {}
+            (None, true) => {
+                return Err(InputError::Missing {
+                    arg: "d_sinks".into(),
+                    hint: "give room for it, the problem has sinks",
+                });
+            }
+            (Some(_), false) => {
+                return Err(InputError::Unused { arg: "d_sinks".into(), hint: "the problem has no sinks" });
+            }
+        }
+        shape_is("d_aux", &[self.d_aux.len()], &[problem.aux().len()])?;
+        for (spec, given) in problem.aux().iter().zip(&self.d_aux) {
+            match (spec.grad, given) {
+                (true, Some(d)) => {
+                    shape_is(&format!("d_{}", spec.name), d.shape(), &spec.shape)?;
+                    dtype_is(&format!("d_{}", spec.name), d.dtype(), DType::F32)?;
+                }
+                (false, None) => {}
+                (true, None) => {
+                    let hint = "give room for it, or declare it with ProblemBuilder::aux";
+                    return Err(InputError::Missing { arg: format!("d_{}", spec.name), hint });
+                }
+                (false, Some(_)) => {
+                    let hint = "declare it with ProblemBuilder::aux_with_grad";
+                    return Err(InputError::Unused { arg: format!("d_{}", spec.name), hint });
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,25 @@
+//! The attention problem: what is to be computed, what that means, and how right is right enough.
+//!
+//! This crate knows no engine. [`Problem`] describes a computation and cannot be built wrong; [`Inputs`] bound
+//! to it carry the proof that they fit. Nothing here is fast.
+
+#![forbid(unsafe_code)]
+
+pub mod block;
+pub mod dtype;
+pub mod exp;
+pub mod expr;
+pub mod inputs;
+pub mod mask;
+pub mod problem;
+pub mod tensor;
+
+pub use block::{BlockError, BlockMask, BlockSpec};
+pub use dtype::{DType, Element};
+pub use exp::{Exp, ExpError, Rescale, RescaleError};
+pub use expr::Expr;
+pub use half::{bf16, f16};
+pub use inputs::{Bound, Forward, GradientOutputs, Gradients, InputError, Inputs, Outputs, Rows, Saved, Sequence};
+pub use mask::{Mask, Span};
+pub use problem::{Layout, OffsetsError, Packed, Problem, ProblemBuilder, ProblemError, Side};
+pub use tensor::{Data, DataMut, Storable, Tensor, TensorError, TensorView, TensorViewMut};

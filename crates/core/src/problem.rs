@@ -1,0 +1,763 @@
+//! What is to be computed, as one validated value.
+
+use crate::block::{BlockError, BlockSpec};
+use crate::dtype::DType;
+use crate::exp::{Exp, ExpError};
+use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
+use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
+use thiserror::Error;
+
+/// Auxiliary tensor of [`ProblemBuilder::alibi`]: f32, `[q_heads]`.
+pub const ALIBI_SLOPES: &str = "alibi_slopes";
+/// Auxiliary tensor of [`ProblemBuilder::bias`].
+pub const BIAS: &str = "bias";
+
+/// Largest head dimension.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// How sequences lie in the tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// `[batch, sequence, heads, head_dim]`: every sequence has the same room.
+    Dense {
+        /// Number of sequences.
+        batch: usize,
+        /// Room for queries in each.
+        q_len: usize,
+        /// Room for keys in each.
+        k_len: usize,
+    },
+    /// `[total, heads, head_dim]`: sequences one after the other, bounds in `cu_seqlens`.
+    Packed(Packed),
+}
+
+/// Sizes of a packed batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Packed {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Rows of q.
+    pub total_q: usize,
+    /// Rows of k and v.
+    pub total_k: usize,
+    /// No sequence has more queries.
+    pub max_q: usize,
+    /// No sequence has more keys.
+    pub max_k: usize,
+}
+
+/// Why a problem was refused; the caller can repair the call from the message alone.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ProblemError {
+    /// Something that must be said was not.
+    #[error("`{arg}` was not given; call ProblemBuilder::{arg}")]
+    Missing {
+        /// The builder's method.
+        arg: &'static str,
+    },
+    /// A head dimension out of range.
+    #[error("`{arg}` is {got}, allowed: 1 to {MAX_HEAD_DIM}; split wider heads")]
+    HeadDim {
+        /// `head_dim` or `value_dim`.
+        arg: &'static str,
+        /// The value given.
+        got: usize,
+    },
+    /// Head counts that do not divide.
+    #[error(
+        "`heads`: {q} query heads over {kv} key/value heads, allowed: at least 1 each, query heads a multiple of key/value heads; repeat or drop heads of q"
+    )]
+    Heads {
+        /// Query heads.
+        q: usize,
+        /// Key/value heads.
+        kv: usize,
+    },
+    /// A scale that is no scale.
+    #[error("`scale` is {got}, allowed: finite and above 0; leave it out for 1/sqrt(head_dim)")]
+    Scale {
+        /// The value given.
+        got: f32,
+    },
+    /// q, k and v of a type that is not floating point.
+    #[error("`dtype` is {got}, allowed: f32, f16, bf16; convert q, k and v")]
+    DType {
+        /// The type given.
+        got: DType,
+    },
+    /// A length beyond what indices can count.
+    #[error("`{arg}` is {got}, allowed: below 2^30; split the sequence or the batch")]
+    Length {
+        /// Which length.
+        arg: &'static str,
+        /// Its value.
+        got: usize,
+    },
+    /// A tensor too large to exist.
+    #[error("`{arg}` of shape {shape:?} overflows the address space; check the sizes")]
+    Overflow {
+        /// Which tensor.
+        arg: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A softcap that is no cap.
+    #[error("`softcap` is {got}, allowed: finite and above 0; leave it out for none")]
+    Softcap {
+        /// The value given.
+        got: f32,
+    },
+    /// The same tensor declared twice.
+    #[error("`aux`: {name:?} is declared twice; give each auxiliary tensor its own name")]
+    AuxTwice {
+        /// The name.
+        name: String,
+    },
+    /// A gradient that cannot be.
+    #[error("`aux`: {name:?} is {got} and cannot have a gradient; allowed: f32, f16, bf16")]
+    AuxGrad {
+        /// The name.
+        name: String,
+        /// Its type.
+        got: DType,
+    },
+    /// A bias axis that does not broadcast.
+    #[error("`bias`: axis {axis} is {got}, allowed: 1 or {want}; bias is [batch, heads, q_len, k_len]")]
+    BiasShape {
+        /// The axis.
+        axis: usize,
+        /// Its size.
+        got: usize,
+        /// The size that does not broadcast.
+        want: usize,
+    },
+    /// Offsets of packed sequences that do not describe any.
+    #[error(transparent)]
+    Offsets(#[from] OffsetsError),
+    /// A block mask of impossible structure.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+    /// A bad modifier or mask.
+    #[error(transparent)]
+    Expr(#[from] ExprError),
+    /// A bad exponential.
+    #[error(transparent)]
+    Exp(#[from] ExpError),
+}
+
+/// Why offsets of packed sequences were refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum OffsetsError {
+    /// The list is empty or does not begin with 0.
+    #[error("`{arg}` begins with {got:?}, allowed: 0; offsets are cumulative, batch + 1 of them")]
+    Begin {
+        /// The list.
+        arg: &'static str,
+        /// Its first element.
+        got: Option<i32>,
+    },
+    /// A step backwards.
+    #[error("`{arg}`[{at}] is {got} after {before}, allowed: not smaller; offsets are cumulative")]
+    NotMonotonic {
+        /// The list.
+        arg: &'static str,
+        /// The position.
+        at: usize,
+        /// The value there.
+        got: i32,
+        /// The value before it.
+        before: i32,
+    },
+    /// Lists of different lengths.
+    #[error("`cu_seqlens_q` has {q} offsets, `cu_seqlens_k` has {k}; allowed: batch + 1 each")]
+    Batch {
+        /// Offsets for q.
+        q: usize,
+        /// Offsets for k.
+        k: usize,
+    },
+}
+
+/// Checks cumulative offsets and gives (total, longest).
+pub(crate) fn check_offsets(arg: &'static str, offsets: &[i32]) -> Result<(usize, usize), OffsetsError> {
+    if offsets.first() != Some(&0) {
+        return Err(OffsetsError::Begin { arg, got: offsets.first().copied() });
+    }
+    let mut longest = 0;
+    for (i, pair) in offsets.windows(2).enumerate() {
+        if pair[1] < pair[0] {
+            return Err(OffsetsError::NotMonotonic { arg, at: i + 1, got: pair[1], before: pair[0] });
+        }
+        longest = longest.max((pair[1] - pair[0]) as usize);
+    }
+    Ok((offsets[offsets.len() - 1] as usize, longest))
+}
+
+/// The gradient of one element that a score modifier loads.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AuxGradient {
+    /// Number of the auxiliary tensor.
+    pub aux: usize,
+    /// One program for each index of the load.
+    pub at: Vec<Program>,
+    /// Derivative of the modified score with respect to the element.
+    pub derivative: Program,
+}
+
+/// A validated attention problem: structure only, contents come with the [`Inputs`](crate::Inputs).
+///
+/// ```
+/// use fulgurite_core::{DType, Mask, Problem};
+///
+/// let problem = Problem::builder()
+///     .dense(2, 128, 128)
+///     .heads(8, 2)
+///     .head_dim(64)
+///     .dtype(DType::Bf16)
+///     .mask(Mask::causal())
+///     .build()?;
+/// assert_eq!(problem.q_shape(), [2, 128, 8, 64]);
+///
+/// let refused = Problem::builder().dense(2, 128, 128).heads(8, 3).head_dim(64).build();
+/// assert!(refused.unwrap_err().to_string().contains("8 query heads over 3"));
+/// # Ok::<(), fulgurite_core::ProblemError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Problem {
+    layout: Layout,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    value_dim: usize,
+    dtype: DType,
+    scale: f32,
+    mask: Mask,
+    score_mod: Option<Expr>,
+    has_softcap: bool,
+    aux: Vec<AuxSpec>,
+    sinks: bool,
+    used_q: bool,
+    used_k: bool,
+    blocks: Option<BlockSpec>,
+    exp: Exp,
+    programs: Programs,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Programs {
+    score: Option<Program>,
+    score_derivative: Option<Program>,
+    mask: Option<Program>,
+    mask_rest: Option<Program>,
+    aux_gradients: Vec<AuxGradient>,
+}
+
+impl Problem {
+    /// Starts a description.
+    pub fn builder() -> ProblemBuilder {
+        ProblemBuilder::default()
+    }
+
+    /// How sequences lie in the tensors.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+    /// Number of sequences.
+    pub fn batch(&self) -> usize {
+        match self.layout {
+            Layout::Dense { batch, .. } => batch,
+            Layout::Packed(p) => p.batch,
+        }
+    }
+    /// No sequence has more queries.
+    pub fn max_q_len(&self) -> usize {
+        match self.layout {
+            Layout::Dense { q_len, .. } => q_len,
+            Layout::Packed(p) => p.max_q,
+        }
+    }
+    /// No sequence has more keys.
+    pub fn max_k_len(&self) -> usize {
+        match self.layout {
+            Layout::Dense { k_len, .. } => k_len,
+            Layout::Packed(p) => p.max_k,
+        }
+    }
+    /// Query heads.
+    pub fn q_heads(&self) -> usize {
+        self.q_heads
+    }
+    /// Key/value heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+    /// Query heads that share a key/value head: query head h uses key/value head h / group.
+    pub fn group(&self) -> usize {
+        self.q_heads / self.kv_heads
+    }
+    /// Dimension of q and k.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+    /// Dimension of v and o.
+    pub fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+    /// Type of q, k, v and o.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// What q . k is multiplied with.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+    /// Which keys a query may see.
+    pub fn mask(&self) -> &Mask {
+        &self.mask
+    }
+    /// All score modifiers as one expression.
+    pub fn score_mod(&self) -> Option<&Expr> {
+        self.score_mod.as_ref()
+    }
+    /// Whether a softcap bends the scores (the tolerance rule asks).
+    pub fn has_softcap(&self) -> bool {
+        self.has_softcap
+    }
+    /// The auxiliary tensors that expressions read; their order gives them their numbers.
+    pub fn aux(&self) -> &[AuxSpec] {
+        &self.aux
+    }
+    /// Whether a learnable sink per head joins the denominator.
+    pub fn has_sinks(&self) -> bool {
+        self.sinks
+    }
+    /// Whether used lengths of q are given.
+    pub fn has_used_q(&self) -> bool {
+        self.used_q
+    }
+    /// Whether used lengths of k are given.
+    pub fn has_used_k(&self) -> bool {
+        self.used_k
+    }
+    /// The structure of the block mask, if there is one.
+    pub fn blocks(&self) -> Option<BlockSpec> {
+        self.blocks
+    }
+    /// The exponential.
+    pub fn exp(&self) -> Exp {
+        self.exp
+    }
+
+    /// The modified score, as a function of the scaled score.
+    pub fn score_program(&self) -> Option<&Program> {
+        self.programs.score.as_ref()
+    }
+    /// Its derivative with respect to the scaled score.
+    pub fn score_derivative(&self) -> Option<&Program> {
+        self.programs.score_derivative.as_ref()
+    }
+    /// The whole mask; `None` when everything is visible.
+    pub fn mask_program(&self) -> Option<&Program> {
+        self.programs.mask.as_ref()
+    }
+    /// The part of the mask that is not a span.
+    pub fn mask_rest(&self) -> Option<&Program> {
+        self.programs.mask_rest.as_ref()
+    }
+    /// Where gradients of auxiliary tensors come from.
+    pub fn aux_gradients(&self) -> &[AuxGradient] {
+        &self.programs.aux_gradients
+    }
+
+    fn shape(&self, side: Side, heads: usize, dim: usize) -> Vec<usize> {
+        match self.layout {
+            Layout::Dense { batch, q_len, k_len } => {
+                vec![batch, if side == Side::Query { q_len } else { k_len }, heads, dim]
+            }
+            Layout::Packed(p) => vec![if side == Side::Query { p.total_q } else { p.total_k }, heads, dim],
+        }
+    }
+    /// Shape of q.
+    pub fn q_shape(&self) -> Vec<usize> {
+        self.shape(Side::Query, self.q_heads, self.head_dim)
+    }
+    /// Shape of k.
+    pub fn k_shape(&self) -> Vec<usize> {
+        self.shape(Side::Key, self.kv_heads, self.head_dim)
+    }
+    /// Shape of v.
+    pub fn v_shape(&self) -> Vec<usize> {
+        self.shape(Side::Key, self.kv_heads, self.value_dim)
+    }
+    /// Shape of o.
+    pub fn o_shape(&self) -> Vec<usize> {
+        self.shape(Side::Query, self.q_heads, self.value_dim)
+    }
+    /// Shape of the LSE: `[batch, heads, q_len]`, packed `[heads, total_q]`.
+    pub fn lse_shape(&self) -> Vec<usize> {
+        match self.layout {
+            Layout::Dense { batch, q_len, .. } => vec![batch, self.q_heads, q_len],
+            Layout::Packed(p) => vec![self.q_heads, p.total_q],
+        }
+    }
+}
+
+/// Queries or keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// q, o and their gradients.
+    Query,
+    /// k, v and their gradients.
+    Key,
+}
+
+/// Describes a problem step by step; [`build`](ProblemBuilder::build) is the only place where one is refused.
+#[derive(Debug, Clone, Default)]
+pub struct ProblemBuilder {
+    layout: Option<Layout>,
+    offsets_error: Option<OffsetsError>,
+    heads: Option<(usize, usize)>,
+    head_dims: Option<(usize, usize)>,
+    dtype: Option<DType>,
+    scale: Option<f32>,
+    mask: Mask,
+    softcap: Option<f32>,
+    alibi: bool,
+    bias: Option<([usize; 4], DType, bool)>,
+    score_mods: Vec<Expr>,
+    aux: Vec<AuxSpec>,
+    sinks: bool,
+    used_q: bool,
+    used_k: bool,
+    blocks: Option<BlockSpec>,
+    exp: Exp,
+}
+
+impl ProblemBuilder {
+    /// Sequences of equal room: `[batch, sequence, heads, head_dim]`.
+    pub fn dense(mut self, batch: usize, q_len: usize, k_len: usize) -> Self {
+        self.layout = Some(Layout::Dense { batch, q_len, k_len });
+        self
+    }
+    /// Sequences one after the other, from their cumulative offsets.
+    pub fn packed(mut self, cu_seqlens_q: &[i32], cu_seqlens_k: &[i32]) -> Self {
+        let sizes = || -> Result<Packed, OffsetsError> {
+            let (total_q, max_q) = check_offsets("cu_seqlens_q", cu_seqlens_q)?;
+            let (total_k, max_k) = check_offsets("cu_seqlens_k", cu_seqlens_k)?;
+            if cu_seqlens_q.len() != cu_seqlens_k.len() {
+                return Err(OffsetsError::Batch { q: cu_seqlens_q.len(), k: cu_seqlens_k.len() });
+            }
+            Ok(Packed { batch: cu_seqlens_q.len() - 1, total_q, total_k, max_q, max_k })
+        };
+        match sizes() {
+            Ok(packed) => self.layout = Some(Layout::Packed(packed)),
+            Err(e) => self.offsets_error = Some(e),
+        }
+        self
+    }
+    /// Sequences one after the other, from their sizes alone (the offsets may be in device memory).
+    pub fn packed_sizes(mut self, packed: Packed) -> Self {
+        self.layout = Some(Layout::Packed(packed));
+        self
+    }
+    /// Query heads over key/value heads.
+    pub fn heads(mut self, q_heads: usize, kv_heads: usize) -> Self {
+        self.heads = Some((q_heads, kv_heads));
+        self
+    }
+    /// One dimension for q, k and v.
+    pub fn head_dim(self, dim: usize) -> Self {
+        self.head_dims(dim, dim)
+    }
+    /// Dimension of q and k, and that of v.
+    pub fn head_dims(mut self, head_dim: usize, value_dim: usize) -> Self {
+        self.head_dims = Some((head_dim, value_dim));
+        self
+    }
+    /// Type of q, k, v and o; f32 if not said.
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+    /// What q . k is multiplied with; 1/sqrt(head_dim) if not said.
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+    /// Which keys a query may see; several calls add up with `and`.
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.mask = self.mask.and(mask);
+        self
+    }
+    /// cap * tanh(score / cap), before every other modifier.
+    pub fn softcap(mut self, cap: f32) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+    /// score - alibi_slopes\[head\] * |q + k_len - q_len - k|, after softcap.
+    pub fn alibi(mut self) -> Self {
+        self.alibi = true;
+        self
+    }
+    /// score + bias, after ALiBi. `shape` is `[batch, heads, q_len, k_len]`, each 1 or the full size.
+    pub fn bias(mut self, shape: [usize; 4], dtype: DType, grad: bool) -> Self {
+        self.bias = Some((shape, dtype, grad));
+        self
+    }
+    /// A score modifier of your own, after the built-in ones; several apply in the order given.
+    pub fn score_mod(mut self, modifier: Expr) -> Self {
+        self.score_mods.push(modifier);
+        self
+    }
+    /// Declares an auxiliary tensor for expressions.
+    pub fn aux(mut self, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        self.aux.push(AuxSpec { name: name.into(), dtype, shape: shape.to_vec(), grad: false });
+        self
+    }
+    /// Declares an auxiliary tensor whose gradient backward computes.
+    pub fn aux_with_grad(mut self, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        self.aux.push(AuxSpec { name: name.into(), dtype, shape: shape.to_vec(), grad: true });
+        self
+    }
+    /// A learnable logit for each query head joins the denominator.
+    pub fn sinks(mut self) -> Self {
+        self.sinks = true;
+        self
+    }
+    /// Used lengths are given for queries, for keys.
+    pub fn used_lengths(mut self, queries: bool, keys: bool) -> Self {
+        (self.used_q, self.used_k) = (queries, keys);
+        self
+    }
+    /// Only listed blocks are visible.
+    pub fn block_mask(mut self, spec: BlockSpec) -> Self {
+        self.blocks = Some(spec);
+        self
+    }
+    /// The exponential.
+    pub fn exp(mut self, exp: Exp) -> Self {
+        self.exp = exp;
+        self
+    }
+
+    /// Checks everything and builds the problem.
+    pub fn build(self) -> Result<Problem, ProblemError> {
+        if let Some(e) = self.offsets_error {
+            return Err(e.into());
+        }
+        let layout = self.layout.ok_or(ProblemError::Missing { arg: "dense" })?;
+        let (q_heads, kv_heads) = self.heads.ok_or(ProblemError::Missing { arg: "heads" })?;
+        let (head_dim, value_dim) = self.head_dims.ok_or(ProblemError::Missing { arg: "head_dim" })?;
+        if q_heads == 0 || kv_heads == 0 || q_heads % kv_heads != 0 {
+            return Err(ProblemError::Heads { q: q_heads, kv: kv_heads });
+        }
+        for (arg, got) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if !(1..=MAX_HEAD_DIM).contains(&got) {
+                return Err(ProblemError::HeadDim { arg, got });
+            }
+        }
+        let dtype = self.dtype.unwrap_or(DType::F32);
+        if !dtype.is_float() {
+            return Err(ProblemError::DType { got: dtype });
+        }
+        let scale = self.scale.unwrap_or_else(|| (1.0 / (head_dim as f64).sqrt()) as f32);
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(ProblemError::Scale { got: scale });
+        }
+        let lengths = match layout {
+            Layout::Dense { batch, q_len, k_len } => {
+                [("batch", batch), ("q_len", q_len), ("k_len", k_len), ("heads", q_heads)]
+            }
+            Layout::Packed(p) => [
+                ("batch", p.batch),
+                ("total_q", p.total_q.max(p.max_q)),
+                ("total_k", p.total_k.max(p.max_k)),
+                ("heads", q_heads),
+            ],
+        };
+        for (arg, got) in lengths {
+            if got >= FAR as usize {
+                return Err(ProblemError::Length { arg, got });
+            }
+        }
+        if let Some(spec) = self.blocks {
+            spec.check()?;
+        }
+        let mut problem = Problem {
+            layout,
+            q_heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            dtype,
+            scale,
+            mask: self.mask,
+            score_mod: None,
+            has_softcap: self.softcap.is_some(),
+            aux: self.aux,
+            sinks: self.sinks,
+            used_q: self.used_q,
+            used_k: self.used_k,
+            blocks: self.blocks,
+            exp: self.exp.check()?,
+            programs: Programs {
+                score: None,
+                score_derivative: None,
+                mask: None,
+                mask_rest: None,
+                aux_gradients: Vec::new(),
+            },
+        };
+        let shapes =
+            [("q", problem.q_shape()), ("k", problem.k_shape()), ("v", problem.v_shape()), ("o", problem.o_shape())];
+        for (arg, shape) in shapes {
+            let bytes = shape.iter().try_fold(4usize, |n, &m| n.checked_mul(m.max(1)));
+            if bytes.is_none_or(|b| b > isize::MAX as usize) {
+                return Err(ProblemError::Overflow { arg, shape });
+            }
+        }
+        let mut mods = Vec::new();
+        if let Some(cap) = self.softcap {
+            if !(cap.is_finite() && cap > 0.0) {
+                return Err(ProblemError::Softcap { got: cap });
+            }
+            mods.push(cap * (score() / cap).tanh());
+        }
+        if self.alibi {
+            problem.declare(ALIBI_SLOPES, DType::F32, vec![q_heads]);
+            let distance = (q() + k_len() - q_len() - k()).abs();
+            mods.push(score() - load(ALIBI_SLOPES, [head()]) * distance);
+        }
+        if let Some((shape, dtype, grad)) = self.bias {
+            let full = [problem.batch(), q_heads, problem.max_q_len(), problem.max_k_len()];
+            for (axis, (&got, &want)) in shape.iter().zip(&full).enumerate() {
+                if got != 1 && got != want {
+                    return Err(ProblemError::BiasShape { axis, got, want });
+                }
+            }
+            problem.aux.push(AuxSpec { name: BIAS.into(), dtype, shape: shape.to_vec(), grad });
+            let index = |axis: usize, e: Expr| if shape[axis] == 1 { Expr::from(0) } else { e };
+            mods.push(score() + load(BIAS, [index(0, batch()), index(1, head()), index(2, q()), index(3, k())]));
+        }
+        mods.extend(self.score_mods);
+        problem.score_mod = mods.into_iter().reduce(|inner, outer| outer.after(&inner));
+        problem.compile()?;
+        Ok(problem)
+    }
+}
+
+impl Problem {
+    /// Adds an auxiliary tensor that a built-in needs, unless the caller declared it.
+    fn declare(&mut self, name: &str, dtype: DType, shape: Vec<usize>) {
+        if !self.aux.iter().any(|spec| &*spec.name == name) {
+            self.aux.push(AuxSpec { name: name.into(), dtype, shape, grad: false });
+        }
+    }
+
+    fn compile(&mut self) -> Result<(), ProblemError> {
+        let whole_mask = self.mask.expr();
+        let reads: Vec<_> = whole_mask.iter().flat_map(Expr::aux_names).collect();
+        for name in reads {
+            let (batch, q_len, k_len) = (self.batch(), self.max_q_len(), self.max_k_len());
+            match &*name {
+                PREFIX_LENGTHS => self.declare(PREFIX_LENGTHS, DType::I32, vec![batch]),
+                DOCUMENTS_Q => self.declare(DOCUMENTS_Q, DType::I32, vec![batch, q_len]),
+                DOCUMENTS_K => self.declare(DOCUMENTS_K, DType::I32, vec![batch, k_len]),
+                _ => {}
+            }
+        }
+        for (i, spec) in self.aux.iter().enumerate() {
+            if self.aux[..i].iter().any(|other| other.name == spec.name) {
+                return Err(ProblemError::AuxTwice { name: spec.name.to_string() });
+            }
+            if spec.grad && !spec.dtype.is_float() {
+                return Err(ProblemError::AuxGrad { name: spec.name.to_string(), got: spec.dtype });
+            }
+        }
+        let aux = &self.aux;
+        let condition = |e: &Expr| -> Result<Program, ExprError> {
+            let program = Program::compile(e, aux, Type::Bool)?;
+            if program.reads(Var::Score) { Err(ExprError::ScoreInMask { expr: e.to_string() }) } else { Ok(program) }
+        };
+        self.programs.mask = whole_mask.as_ref().map(condition).transpose()?;
+        self.programs.mask_rest = self.mask.rest().map(condition).transpose()?;
+        let Some(modifier) = &self.score_mod else { return Ok(()) };
+        self.programs.score = Some(Program::compile(modifier, aux, Type::Float)?);
+        self.programs.score_derivative = Some(Program::compile(&modifier.derivative(), aux, Type::Float)?);
+        for (number, spec) in aux.iter().enumerate().filter(|(_, spec)| spec.grad) {
+            for (at, derivative) in modifier.load_derivatives(&spec.name) {
+                let at = at.iter().map(|e| Program::compile(e, aux, Type::Int)).collect::<Result<_, _>>()?;
+                let derivative = Program::compile(&derivative, aux, Type::Float)?;
+                self.programs.aux_gradients.push(AuxGradient { aux: number, at, derivative });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn base() -> ProblemBuilder {
+        Problem::builder().dense(1, 4, 4).heads(2, 1).head_dim(8)
+    }
+
+    fn refused(builder: ProblemBuilder) -> String {
+        builder.build().expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn bad_problems_say_what_is_allowed() {
+        assert_eq!(
+            refused(base().heads(3, 2)),
+            "`heads`: 3 query heads over 2 key/value heads, allowed: at least 1 each, query heads a multiple of key/value heads; repeat or drop heads of q"
+        );
+        assert_eq!(refused(base().head_dim(513)), "`head_dim` is 513, allowed: 1 to 512; split wider heads");
+        assert_eq!(refused(base().head_dims(8, 0)), "`value_dim` is 0, allowed: 1 to 512; split wider heads");
+        for scale in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
+            assert!(refused(base().scale(scale)).starts_with("`scale` is"));
+            assert!(refused(base().softcap(scale)).starts_with("`softcap` is"));
+        }
+        assert!(refused(base().dtype(DType::I32)).contains("allowed: f32, f16, bf16"));
+        assert!(refused(base().dense(1, 1 << 30, 4)).contains("`q_len` is 1073741824"));
+        assert!(refused(base().dense(1 << 29, 1 << 29, 4)).contains("overflows the address space"));
+        assert!(refused(Problem::builder().heads(1, 1).head_dim(8)).contains("`dense` was not given"));
+        assert!(refused(base().packed(&[0, 5, 3], &[0, 5, 6])).contains("`cu_seqlens_q`[2] is 3 after 5"));
+        assert!(refused(base().packed(&[0, 5], &[0, 5, 6])).contains("has 2 offsets"));
+        assert!(refused(base().packed(&[], &[])).contains("begins with None"));
+        assert!(refused(base().bias([1, 3, 4, 4], DType::F32, false)).contains("axis 1 is 3, allowed: 1 or 2"));
+        assert!(refused(base().aux("x", DType::F32, &[1]).aux("x", DType::F32, &[1])).contains("declared twice"));
+        assert!(refused(base().aux_with_grad("x", DType::I32, &[1])).contains("cannot have a gradient"));
+    }
+
+    #[test]
+    fn bad_expressions_are_refused() {
+        assert!(refused(base().score_mod(score().less(1.0))).contains("is a boolean, allowed: a float"));
+        assert!(refused(base().mask(Mask::custom(score().less(1.0)))).contains("reads the score"));
+        assert!(refused(base().mask(Mask::custom(k()))).contains("is an integer, allowed: a boolean"));
+        assert!(refused(base().score_mod(score() + load("w", [k()]))).contains("reads `w`, declared: []"));
+        assert!(
+            refused(base().aux("w", DType::F32, &[4, 4]).score_mod(score() + load("w", [k()])))
+                .contains("has 1 indices")
+        );
+        assert!(refused(base().score_mod(score() + k().less(2))).contains("is a boolean, allowed: a number"));
+        let long = (0..1_000_000).fold(score(), |e, i| e + i as f32);
+        assert!(refused(base().score_mod(long)).contains("more than 1024"));
+        let doubled = (0..200).fold(score(), |e, _| e.clone() * e);
+        assert!(refused(base().score_mod(doubled)).contains("more than 1024"));
+        let steps = (0..1500).fold(score(), |e, i| e + i as f32);
+        assert!(refused(base().score_mod(steps)).contains("more than 1024"));
+    }
+
+    #[test]
+    fn modifiers_compose_in_the_published_order() {
+        let problem = base().alibi().softcap(2.0).score_mod(score() * 3.0).build().unwrap();
+        assert_eq!(
+            problem.score_mod().unwrap().to_string(),
+            "(((2.0 * tanh((score / 2.0))) - (alibi_slopes[head] * abs((((q + k_len) - q_len) - k)))) * 3.0)"
+        );
+    }
+}

@@ -1,0 +1,587 @@
+//! Tensors in host memory: owned, borrowed and borrowed for writing.
+//!
+//! A view is a typed slice, a shape and strides counted in elements. Holding one tells you that every
+//! index inside the shape lies inside the slice; holding a [`TensorViewMut`] also tells you that no two
+//! indices share an element.
+
+use crate::dtype::{DType, Element};
+use half::{bf16, f16};
+use std::fmt;
+use std::ops::Deref;
+use thiserror::Error;
+
+/// The largest number of axes a tensor may have.
+pub const MAX_RANK: usize = 6;
+
+/// Sizes or strides, one for each axis.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Dims {
+    rank: u8,
+    axes: [usize; MAX_RANK],
+}
+
+impl Dims {
+    /// Copies up to [`MAX_RANK`] numbers; `None` when there are more.
+    pub fn new(axes: &[usize]) -> Option<Dims> {
+        let mut all = [0; MAX_RANK];
+        all.get_mut(..axes.len())?.copy_from_slice(axes);
+        Some(Dims { rank: axes.len() as u8, axes: all })
+    }
+
+    /// Row-major strides for this shape; `None` when the element count overflows.
+    pub fn contiguous_strides(&self) -> Option<Dims> {
+        let mut strides = *self;
+        let mut step: usize = 1;
+        for axis in (0..self.len()).rev() {
+            strides.axes[axis] = step;
+            // An empty axis must not hide an overflow of the others: they are sizes the caller means.
+            step = step.checked_mul(self[axis].max(1))?;
+        }
+        (step <= isize::MAX as usize / 8).then_some(strides)
+    }
+
+    /// The number of elements. Views check at construction that it does not overflow.
+    pub fn count(&self) -> usize {
+        self.iter().product()
+    }
+}
+
+impl Deref for Dims {
+    type Target = [usize];
+    fn deref(&self) -> &[usize] {
+        &self.axes[..self.rank as usize]
+    }
+}
+
+impl fmt::Debug for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self[..], f)
+    }
+}
+
+/// Why a tensor or view was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// More axes than [`MAX_RANK`].
+    #[error("shape has {got} axes, allowed: at most {MAX_RANK}; merge axes before the call")]
+    Rank {
+        /// The number of axes given.
+        got: usize,
+    },
+    /// Strides of another rank than the shape.
+    #[error("{strides} strides for {shape} axes; give one stride for each axis, in elements")]
+    StrideRank {
+        /// Axes of the shape.
+        shape: usize,
+        /// Number of strides.
+        strides: usize,
+    },
+    /// The shape or the strides reach beyond what memory can hold.
+    #[error("shape {shape:?} with strides {strides:?} overflows the address space; check the sizes")]
+    Overflow {
+        /// The shape given.
+        shape: Vec<usize>,
+        /// The strides given.
+        strides: Vec<usize>,
+    },
+    /// The slice is shorter than the shape and strides need.
+    #[error(
+        "data has {got} elements, shape {shape:?} with strides {strides:?} needs {need}; pass the whole buffer or a smaller shape"
+    )]
+    TooShort {
+        /// Elements in the slice.
+        got: usize,
+        /// Elements needed.
+        need: usize,
+        /// The shape given.
+        shape: Vec<usize>,
+        /// The strides given.
+        strides: Vec<usize>,
+    },
+    /// A view for writing in which two indices would share an element.
+    #[error("strides {strides:?} make elements of shape {shape:?} overlap; write into a tensor without broadcast axes")]
+    Overlap {
+        /// The shape given.
+        shape: Vec<usize>,
+        /// The strides given.
+        strides: Vec<usize>,
+    },
+}
+
+macro_rules! per_dtype {
+    ($value:expr, $slice:ident => $body:expr, $kind:ident) => {
+        match $value {
+            $kind::F32($slice) => $body,
+            $kind::F16($slice) => $body,
+            $kind::Bf16($slice) => $body,
+            $kind::I32($slice) => $body,
+        }
+    };
+}
+
+/// A borrowed slice of one of the element types.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+#[allow(missing_docs)] // each variant is named after its element type
+pub enum Data<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+    I32(&'a [i32]),
+}
+
+/// A mutably borrowed slice of one of the element types.
+#[derive(Debug)]
+#[non_exhaustive]
+#[allow(missing_docs)] // each variant is named after its element type
+pub enum DataMut<'a> {
+    F32(&'a mut [f32]),
+    F16(&'a mut [f16]),
+    Bf16(&'a mut [bf16]),
+    I32(&'a mut [i32]),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Owned {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    I32(Vec<i32>),
+}
+
+macro_rules! conversions {
+    ($($t:ty, $variant:ident;)*) => {$(
+        impl<'a> From<&'a [$t]> for Data<'a> {
+            fn from(slice: &'a [$t]) -> Self {
+                Data::$variant(slice)
+            }
+        }
+        impl<'a> From<&'a Vec<$t>> for Data<'a> {
+            fn from(vec: &'a Vec<$t>) -> Self {
+                Data::$variant(vec)
+            }
+        }
+        impl<'a> From<&'a mut [$t]> for DataMut<'a> {
+            fn from(slice: &'a mut [$t]) -> Self {
+                DataMut::$variant(slice)
+            }
+        }
+        impl<'a> From<&'a mut Vec<$t>> for DataMut<'a> {
+            fn from(vec: &'a mut Vec<$t>) -> Self {
+                DataMut::$variant(vec)
+            }
+        }
+        impl From<Vec<$t>> for Owned {
+            fn from(vec: Vec<$t>) -> Self {
+                Owned::$variant(vec)
+            }
+        }
+        impl Storable for $t {
+            fn slice<'a>(data: &Data<'a>) -> Option<&'a [Self]> {
+                match data {
+                    Data::$variant(slice) => Some(slice),
+                    _ => None,
+                }
+            }
+            fn own(vec: Vec<Self>) -> Tensor {
+                let dims = Dims::new(&[vec.len()]).expect("rank 1");
+                Tensor { data: Owned::$variant(vec), shape: dims }
+            }
+        }
+    )*};
+}
+
+/// An [`Element`] that the tensor types can hand out as a slice.
+pub trait Storable: Element {
+    /// The slice inside `data` if it holds this type.
+    fn slice<'a>(data: &Data<'a>) -> Option<&'a [Self]>;
+    /// A tensor of rank one around `vec`.
+    fn own(vec: Vec<Self>) -> Tensor;
+}
+
+conversions! {
+    f32, F32;
+    f16, F16;
+    bf16, Bf16;
+    i32, I32;
+}
+
+impl Data<'_> {
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Data::F32(_) => DType::F32,
+            Data::F16(_) => DType::F16,
+            Data::Bf16(_) => DType::Bf16,
+            Data::I32(_) => DType::I32,
+        }
+    }
+
+    /// Elements in the slice.
+    #[allow(clippy::len_without_is_empty)] // emptiness is a property of the shape, not of the buffer
+    pub fn len(&self) -> usize {
+        per_dtype!(self, s => s.len(), Data)
+    }
+}
+
+impl DataMut<'_> {
+    /// The same memory, for reading.
+    pub fn as_data(&self) -> Data<'_> {
+        match self {
+            DataMut::F32(s) => Data::F32(s),
+            DataMut::F16(s) => Data::F16(s),
+            DataMut::Bf16(s) => Data::Bf16(s),
+            DataMut::I32(s) => Data::I32(s),
+        }
+    }
+}
+
+/// Checks shape and strides against the number of elements in the buffer.
+fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dims, Dims), TensorError> {
+    let dims = Dims::new(shape).ok_or(TensorError::Rank { got: shape.len() })?;
+    let overflow = |strides: &[usize]| TensorError::Overflow { shape: shape.to_vec(), strides: strides.to_vec() };
+    let contiguous = dims.contiguous_strides().ok_or_else(|| overflow(strides.unwrap_or(&[])))?;
+    let strides = match strides {
+        None => contiguous,
+        Some(s) if s.len() != shape.len() => {
+            return Err(TensorError::StrideRank { shape: shape.len(), strides: s.len() });
+        }
+        Some(s) => Dims::new(s).ok_or(TensorError::Rank { got: s.len() })?,
+    };
+    let need = if dims.contains(&0) {
+        0
+    } else {
+        let last =
+            dims.iter().zip(strides.iter()).try_fold(0usize, |sum, (&n, &s)| sum.checked_add((n - 1).checked_mul(s)?));
+        last.and_then(|l| l.checked_add(1)).ok_or_else(|| overflow(&strides))?
+    };
+    if need > len {
+        return Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides.to_vec() });
+    }
+    Ok((dims, strides))
+}
+
+/// A tensor borrowed for reading. Strides may repeat elements (broadcast axes have stride 0).
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    data: Data<'a>,
+    shape: Dims,
+    strides: Dims,
+}
+
+impl<'a> TensorView<'a> {
+    /// A row-major view of `data`.
+    ///
+    /// ```
+    /// # use fulgurite_core::TensorView;
+    /// let x = vec![0.0f32; 6];
+    /// assert!(TensorView::new(&x, &[2, 3]).is_ok());
+    /// assert!(TensorView::new(&x, &[2, 4]).is_err());
+    /// ```
+    pub fn new(data: impl Into<Data<'a>>, shape: &[usize]) -> Result<Self, TensorError> {
+        let data = data.into();
+        let (shape, strides) = layout(data.len(), shape, None)?;
+        Ok(TensorView { data, shape, strides })
+    }
+
+    /// A view with strides in elements; `data` begins at index (0, .., 0).
+    pub fn strided(data: impl Into<Data<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
+        let data = data.into();
+        let (shape, strides) = layout(data.len(), shape, Some(strides))?;
+        Ok(TensorView { data, shape, strides })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.data.dtype()
+    }
+
+    /// The size of each axis.
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// The distance between neighbours along each axis, in elements.
+    pub fn strides(&self) -> &Dims {
+        &self.strides
+    }
+
+    /// The memory, beginning at index (0, .., 0).
+    pub fn data(&self) -> Data<'a> {
+        self.data
+    }
+
+    /// The memory as a typed slice, if the type is `T`.
+    pub fn slice<T: Storable>(&self) -> Option<&'a [T]> {
+        T::slice(&self.data)
+    }
+
+    /// The element at a position in memory, counted from the beginning of [`data`](Self::data).
+    pub fn at(&self, offset: usize) -> f64 {
+        per_dtype!(self.data, s => Element::to_f64(s[offset]), Data)
+    }
+
+    /// The element at `index`. Panics outside the shape, as indexing a slice does.
+    pub fn get(&self, index: &[usize]) -> f64 {
+        assert_eq!(index.len(), self.shape.len(), "index rank");
+        let inside = index.iter().zip(self.shape.iter()).all(|(i, n)| i < n);
+        assert!(inside, "index {index:?} outside shape {:?}", self.shape);
+        self.at(index.iter().zip(self.strides.iter()).map(|(i, s)| i * s).sum())
+    }
+
+    /// All elements in row-major order, as f64.
+    pub fn to_f64(&self) -> Vec<f64> {
+        let mut out = Vec::with_capacity(self.shape.count());
+        for_each_offset(&self.shape, &self.strides, |offset| out.push(self.at(offset)));
+        out
+    }
+
+    /// A contiguous copy.
+    pub fn to_tensor(&self) -> Tensor {
+        fn gather<T: Copy>(from: &[T], shape: &Dims, strides: &Dims) -> Vec<T> {
+            let mut out = Vec::with_capacity(shape.count());
+            for_each_offset(shape, strides, |offset| out.push(from[offset]));
+            out
+        }
+        let data = per_dtype!(self.data, s => Owned::from(gather(s, &self.shape, &self.strides)), Data);
+        Tensor { data, shape: self.shape }
+    }
+}
+
+/// Calls `visit` with the memory offset of every index, in row-major order.
+fn for_each_offset(shape: &Dims, strides: &Dims, mut visit: impl FnMut(usize)) {
+    if shape.contains(&0) {
+        return;
+    }
+    let mut index = [0usize; MAX_RANK];
+    let mut offset = 0;
+    loop {
+        visit(offset);
+        let mut axis = shape.len();
+        loop {
+            if axis == 0 {
+                return;
+            }
+            axis -= 1;
+            index[axis] += 1;
+            offset += strides[axis];
+            if index[axis] < shape[axis] {
+                break;
+            }
+            offset -= strides[axis] * shape[axis];
+            index[axis] = 0;
+        }
+    }
+}
+
+/// A tensor borrowed for writing; no two indices share an element.
+#[derive(Debug)]
+pub struct TensorViewMut<'a> {
+    data: DataMut<'a>,
+    shape: Dims,
+    strides: Dims,
+}
+
+impl<'a> TensorViewMut<'a> {
+    /// A row-major view of `data`.
+    pub fn new(data: impl Into<DataMut<'a>>, shape: &[usize]) -> Result<Self, TensorError> {
+        let data = data.into();
+        let (shape, strides) = layout(data.as_data().len(), shape, None)?;
+        Ok(TensorViewMut { data, shape, strides })
+    }
+
+    /// A view with strides in elements; `data` begins at index (0, .., 0).
+    pub fn strided(data: impl Into<DataMut<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
+        let data = data.into();
+        let (shape, strides) = layout(data.as_data().len(), shape, Some(strides))?;
+        // Sorted by stride, each axis must step over everything the smaller ones can reach.
+        let mut axes: Vec<(usize, usize)> =
+            shape.iter().zip(strides.iter()).map(|(&n, &s)| (s, n)).filter(|&(_, n)| n > 1).collect();
+        axes.sort_unstable();
+        let mut reach = 0;
+        for (stride, size) in axes {
+            if stride <= reach && !shape.contains(&0) {
+                return Err(TensorError::Overlap { shape: shape.to_vec(), strides: strides.to_vec() });
+            }
+            reach += stride * (size - 1);
+        }
+        Ok(TensorViewMut { data, shape, strides })
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.data.as_data().dtype()
+    }
+
+    /// The size of each axis.
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// The distance between neighbours along each axis, in elements.
+    pub fn strides(&self) -> &Dims {
+        &self.strides
+    }
+
+    /// The memory, beginning at index (0, .., 0).
+    pub fn data_mut(&mut self) -> &mut DataMut<'a> {
+        &mut self.data
+    }
+
+    /// The same tensor, for reading.
+    pub fn as_view(&self) -> TensorView<'_> {
+        TensorView { data: self.data.as_data(), shape: self.shape, strides: self.strides }
+    }
+
+    /// Writes the nearest representable value at a position in memory.
+    pub fn set_at(&mut self, offset: usize, x: f64) {
+        per_dtype!(&mut self.data, s => s[offset] = Element::from_f64(x), DataMut)
+    }
+
+    /// Writes `x` everywhere.
+    pub fn fill(&mut self, x: f64) {
+        let (shape, strides) = (self.shape, self.strides);
+        for_each_offset(&shape, &strides, |offset| self.set_at(offset, x));
+    }
+
+    /// Writes all elements in row-major order, each rounded to the element type.
+    ///
+    /// Panics if there are not as many values as elements.
+    pub fn write_f64(&mut self, values: &[f64]) {
+        assert_eq!(values.len(), self.shape.count(), "number of values");
+        let (shape, strides) = (self.shape, self.strides);
+        let mut values = values.iter();
+        for_each_offset(&shape, &strides, |offset| {
+            if let Some(&x) = values.next() {
+                self.set_at(offset, x);
+            }
+        });
+    }
+}
+
+/// An owned, row-major tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    data: Owned,
+    shape: Dims,
+}
+
+impl Tensor {
+    /// Takes the elements in row-major order.
+    ///
+    /// ```
+    /// # use fulgurite_core::Tensor;
+    /// let x = Tensor::new(vec![1.0f32, 2.0], &[1, 2])?;
+    /// assert_eq!(x.view().get(&[0, 1]), 2.0);
+    /// # Ok::<(), fulgurite_core::TensorError>(())
+    /// ```
+    pub fn new<T: Storable>(data: Vec<T>, shape: &[usize]) -> Result<Self, TensorError> {
+        let (dims, _) = layout(data.len(), shape, None)?;
+        let mut tensor = T::own(data);
+        tensor.shape = dims;
+        Ok(tensor)
+    }
+
+    /// Zeros.
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self, TensorError> {
+        let (dims, _) = layout(usize::MAX, shape, None)?;
+        let n = dims.count();
+        let data = match dtype {
+            DType::F32 => Owned::F32(vec![0.0; n]),
+            DType::F16 => Owned::F16(vec![f16::ZERO; n]),
+            DType::Bf16 => Owned::Bf16(vec![bf16::ZERO; n]),
+            DType::I32 => Owned::I32(vec![0; n]),
+        };
+        Ok(Tensor { data, shape: dims })
+    }
+
+    /// The given values in row-major order, each rounded to `dtype`.
+    pub fn from_f64(dtype: DType, values: &[f64], shape: &[usize]) -> Result<Self, TensorError> {
+        layout(values.len(), shape, None)?;
+        let mut tensor = Tensor::zeros(dtype, shape)?;
+        let count = tensor.shape.count();
+        tensor.view_mut().write_f64(&values[..count]);
+        Ok(tensor)
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.view().dtype()
+    }
+
+    /// The size of each axis.
+    pub fn shape(&self) -> &Dims {
+        &self.shape
+    }
+
+    /// Borrows for reading.
+    pub fn view(&self) -> TensorView<'_> {
+        let data = match &self.data {
+            Owned::F32(v) => Data::F32(v),
+            Owned::F16(v) => Data::F16(v),
+            Owned::Bf16(v) => Data::Bf16(v),
+            Owned::I32(v) => Data::I32(v),
+        };
+        TensorView { data, shape: self.shape, strides: self.contiguous() }
+    }
+
+    /// Borrows for writing.
+    pub fn view_mut(&mut self) -> TensorViewMut<'_> {
+        let strides = self.contiguous();
+        let data = match &mut self.data {
+            Owned::F32(v) => DataMut::F32(v),
+            Owned::F16(v) => DataMut::F16(v),
+            Owned::Bf16(v) => DataMut::Bf16(v),
+            Owned::I32(v) => DataMut::I32(v),
+        };
+        TensorViewMut { data, shape: self.shape, strides }
+    }
+
+    /// The elements as a typed slice in row-major order, if the type is `T`.
+    pub fn as_slice<T: Storable>(&self) -> Option<&[T]> {
+        self.view().slice()
+    }
+
+    fn contiguous(&self) -> Dims {
+        self.shape.contiguous_strides().expect("checked when the tensor was made")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_check_the_span() {
+        let x = vec![0.0f32; 10];
+        assert!(TensorView::strided(&x, &[2, 3], &[5, 2]).is_ok()); // last element 5 + 4 = 9
+        let refused = TensorView::strided(&x, &[2, 3], &[6, 2]).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "data has 10 elements, shape [2, 3] with strides [6, 2] needs 11; pass the whole buffer or a smaller shape"
+        );
+        assert!(matches!(TensorView::new(&x, &[usize::MAX, 2]), Err(TensorError::Overflow { .. })));
+        assert!(matches!(TensorView::new(&x, &[0, usize::MAX, usize::MAX]), Err(TensorError::Overflow { .. })));
+        assert!(TensorView::new(&x, &[0, 7]).is_ok());
+        assert!(matches!(TensorView::strided(&x, &[2, 2], &[usize::MAX, 1]), Err(TensorError::Overflow { .. })));
+    }
+
+    #[test]
+    fn writing_refuses_overlap() {
+        let mut x = vec![0.0f32; 100];
+        assert!(matches!(TensorViewMut::strided(&mut x, &[2, 3], &[0, 1]), Err(TensorError::Overlap { .. })));
+        assert!(matches!(TensorViewMut::strided(&mut x, &[2, 3], &[2, 1]), Err(TensorError::Overlap { .. })));
+        assert!(TensorViewMut::strided(&mut x, &[2, 3], &[1, 2]).is_ok());
+        assert!(TensorViewMut::strided(&mut x, &[1, 3], &[0, 1]).is_ok());
+    }
+
+    #[test]
+    fn strided_reading_follows_the_index() {
+        let x: Vec<i32> = (0..24).collect();
+        let v = TensorView::strided(&x, &[3, 2, 2], &[2, 12, 1]).unwrap();
+        assert_eq!(v.get(&[2, 1, 1]), 17.0);
+        assert_eq!(v.to_f64()[..4], [0.0, 1.0, 12.0, 13.0]);
+        assert_eq!(v.to_tensor().view().to_f64(), v.to_f64());
+    }
+}
