@@ -11,8 +11,12 @@ pub mod exp;
 pub mod expr;
 pub mod inputs;
 pub mod mask;
+pub mod oracle;
+pub mod plain;
 pub mod problem;
+pub mod random;
 pub mod tensor;
+mod walk;
 
 pub use block::{BlockError, BlockMask, BlockSpec};
 pub use dtype::{DType, Element};
