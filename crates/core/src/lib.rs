@@ -6,6 +6,8 @@
 #![forbid(unsafe_code)]
 
 pub mod block;
+pub mod cases;
+pub mod compare;
 pub mod dtype;
 pub mod exp;
 pub mod expr;
