@@ -32,7 +32,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5, help="at least this many turns for each contender")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--seqs", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--isa", help="force an instruction set of ours")
+    parser.add_argument("--engine", help="one of ours by name, such as cpu:avx2")
     parser.add_argument("--no-peers", action="store_true", help="only ours and the matrix product")
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
     parser.add_argument("--json", type=Path)
@@ -71,7 +71,7 @@ from race import (  # noqa: E402
 )  # fmt: skip
 
 torch.set_num_threads(args.threads)
-HOW = {"threads": args.threads, "isa": args.isa}
+HOW = {"threads": args.threads, "engine": args.engine}
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 problems = []  # what makes the exit status 1
 
