@@ -79,7 +79,11 @@ fn main() {
                     shares.push(rate / (0.5 * (before + gemm_gflops(&options, 0.02))));
                 }
                 let mask = if causal { "causal" } else { "full" };
-                println!("d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of the micro-kernel", median(rates), median(shares));
+                println!(
+                    "d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of the micro-kernel",
+                    median(rates),
+                    median(shares)
+                );
             }
         }
     }

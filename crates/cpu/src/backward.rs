@@ -7,7 +7,7 @@
 use crate::evaluate::Evaluator;
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
-use crate::simd::{ExpKind, GradArgs, Matrix, Sum};
+use crate::simd::{Ahead, ExpKind, GradArgs, Matrix, MatrixMut, Sum};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use fulgurite_core::{GradientOutputs, Saved, Sequence, Tensor};
 use std::ops::Range;
@@ -353,8 +353,9 @@ impl Work<'_> {
                 for seg in step.segments() {
                     let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
                     let ds = Matrix::new(space.dp, stride).at(key, lane);
-                    let d_q = &mut space.d_q[lane * cx.d_pad..];
-                    cx.kernels.gemm_transposed(d_q, cx.d_pad, ds, seen.at(key, 0), [lanes, cx.d_pad, keys], Sum::Onto);
+                    let d_q = MatrixMut::at(space.d_q, cx.d_pad, lane, 0);
+                    let size = [lanes, cx.d_pad, keys];
+                    cx.kernels.gemm_transposed(d_q, ds, seen.at(key, 0), size, Sum::Onto, &mut Ahead::default());
                 }
             }
         }
@@ -377,11 +378,12 @@ impl Work<'_> {
         let (d, dv) = (cx.d_pad, cx.dv_pad);
         for seg in step.segments() {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
-            let at = key * stride + lane;
-            let (q, d_o) =
-                (Matrix::new(space.q_turned, stride).at(0, lane), Matrix::new(space.d_o_turned, stride).at(0, lane));
-            cx.kernels.gemm(&mut space.s[at..], stride, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh);
-            cx.kernels.gemm(&mut space.dp[at..], stride, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh);
+            let turned = |data| Matrix::new(data, stride).at(0, lane);
+            let (q, d_o) = (turned(space.q_turned), turned(space.d_o_turned));
+            let s = MatrixMut::at(space.s, stride, key, lane);
+            cx.kernels.gemm(s, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh, &mut Ahead::default());
+            let dp = MatrixMut::at(space.dp, stride, key, lane);
+            cx.kernels.gemm(dp, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh, &mut Ahead::default());
         }
         let modified = cx.problem.score_program().is_some();
         if step.rest || modified {
@@ -410,8 +412,10 @@ impl Work<'_> {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
             let (d_o, q) = (Matrix::new(space.d_o, dv).at(lane, 0), Matrix::new(space.q, d).at(lane, 0));
-            cx.kernels.gemm(&mut space.d_v[(first + key) * dv..], dv, p, d_o, [keys, dv, lanes], Sum::Onto);
-            cx.kernels.gemm(&mut space.d_k[(first + key) * d..], d, ds, q, [keys, d, lanes], Sum::Onto);
+            let d_v = MatrixMut::at(space.d_v, dv, first + key, 0);
+            cx.kernels.gemm(d_v, p, d_o, [keys, dv, lanes], Sum::Onto, &mut Ahead::default());
+            let d_k = MatrixMut::at(space.d_k, d, first + key, 0);
+            cx.kernels.gemm(d_k, ds, q, [keys, d, lanes], Sum::Onto, &mut Ahead::default());
         }
     }
 

@@ -2,29 +2,32 @@
 //!
 //! Keys are split into fixed parts (their number depends on the sequence's own length alone), each part gives
 //! a maximum, a sum and an unnormalised output for every row, and the parts are merged in order. All
-//! key/value heads of a part are walked together, block by block, so that memory is read nearly in sequence.
+//! key/value heads of a part are walked together, a few keys at a time, so that memory is read nearly in
+//! sequence: only then the hardware fetches ahead.
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
-use crate::tiles::{Context, Lanes, MAX_LANES, Tile};
+use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::{Rescale, Sequence};
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// Rows of a group that still count as few: their scores fill one narrow tile.
 const FEW: usize = 16;
 /// Keys in a part.
 const PART: usize = 512;
-/// Keys in a block: those of all heads stay in the second-level cache, one block ahead is prefetched.
+/// Keys in a block of scores.
 const BLOCK: usize = 64;
+/// Keys of which all heads are read before the next: as many pages as the hardware follows at once.
+const STRIP: usize = 16;
 
 /// Whether a sequence is served better by this path.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     let rows = s.q_len * cx.problem.group();
-    let one_row_of_blocks = cx.problem.blocks().is_none_or(|spec| s.q_len <= spec.rows);
     let one_pass = !matches!(cx.exp, ExpKind::Sas(_));
-    (1..=FEW).contains(&rows) && cx.pack == cx.problem.group() && one_row_of_blocks && one_pass
+    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass
 }
 
 /// One part of one sequence.
@@ -83,6 +86,9 @@ fn record(cx: &Context<'_>, s: &Sequence) -> usize {
 struct Head<'w> {
     tile: Tile,
     lanes: Lanes,
+    /// What this head sees of the current block, and its scores, `[key][lane]`.
+    step: Option<Step>,
+    s: &'w mut [f32],
     q: &'w mut [f32],
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
@@ -93,73 +99,89 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
     let sequence = &cx.bound.sequences()[part.sequence];
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
-    let block_room = Arena::room(BLOCK * FEW);
-    let clean_room = 2 * Arena::room(BLOCK * cx.dv_pad);
-    let head_room = Arena::room(rows * cx.d_pad) + Arena::room(rows * cx.dv_pad);
-    with_workspace(block_room + clean_room + heads * head_room, |workspace| {
+    let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
+    let head_room: usize = sizes.iter().map(|&n| Arena::room(n)).sum();
+    let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
+    with_workspace(heads * head_room + copy_room, |workspace| {
         let mut arena = Arena::new(workspace);
-        let s = arena.take(BLOCK * FEW);
-        let [clean, copy] = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
+        let dtype = cx.problem.dtype();
+        let (q_order, o_order) = (cx.kernels.pair_order(dtype, cx.d), cx.kernels.pair_order(dtype, cx.dv));
         let mut walk: Vec<Head<'_>> = (0..heads)
             .map(|h| {
                 let tile = tile(cx, part.sequence, h);
-                let (q, o) = (arena.take(rows * cx.d_pad), arena.take(rows * cx.dv_pad));
+                let [s, q, o] = sizes.map(|n| arena.take(n));
                 cx.gather(&tile, &cx.bound.q().data(), &q_rows, cx.d, q, cx.d_pad);
-                q.iter_mut().for_each(|x| *x *= cx.problem.scale());
+                for row in q.chunks_exact_mut(cx.d_pad) {
+                    let natural = row.to_vec();
+                    for (x, &i) in row.iter_mut().zip(&q_order) {
+                        *x = natural[i] * cx.problem.scale();
+                    }
+                }
                 o.fill(0.0);
-                Head { tile, lanes: cx.lanes(&tile), q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
+                let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l }
             })
             .collect();
+        let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let mut counters = Counters::default();
         let end = ((part.number + 1) * PART).min(sequence.k_len);
         for start in (part.number * PART..end).step_by(BLOCK) {
-            for (h, head) in walk.iter_mut().enumerate() {
-                fold(cx, sequence, h, head, start..(start + BLOCK).min(end), s, clean, copy, rescale, &mut counters);
+            let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
+            for head in &mut walk {
+                head.step = cx.step(&head.tile, &head.lanes, &piece, start);
+            }
+            for strip in (0..BLOCK).step_by(STRIP) {
+                walk.iter_mut().enumerate().for_each(|(h, head)| head.scores(cx, sequence, h, start, strip));
+            }
+            for head in &mut walk {
+                head.softmax(cx, start, rescale, &mut counters);
+            }
+            for strip in (0..BLOCK).step_by(STRIP) {
+                walk.iter_mut()
+                    .enumerate()
+                    .for_each(|(h, head)| head.output(cx, sequence, h, start, strip, &mut copies));
             }
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence))) {
             record[..FEW].copy_from_slice(&head.m[..FEW]);
             record[FEW..2 * FEW].copy_from_slice(&head.l[..FEW]);
             for (to, from) in record[2 * FEW..].chunks_exact_mut(cx.dv).zip(head.o.chunks_exact(cx.dv_pad)) {
-                to.copy_from_slice(&from[..cx.dv]);
+                o_order.iter().zip(from).for_each(|(&i, &x)| to[i] = x);
             }
         }
         counters
     })
 }
 
-/// One block of keys folded into the rows of one key/value head.
-#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-fn fold(
-    cx: &Context<'_>,
-    sequence: &Sequence,
-    kv_head: usize,
-    head: &mut Head<'_>,
-    keys: std::ops::Range<usize>,
-    s: &mut [f32],
-    clean: &mut [f32],
-    copy: &mut [f32],
-    rescale: Rescale,
-    counters: &mut Counters,
-) {
-    let (k, v) = (cx.bound.k(), cx.bound.v());
-    let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
-    let stride = head.lanes.stride;
-    for piece in cx.pieces(&head.tile, keys.clone()) {
-        let Some(step) = cx.step(&head.tile, &head.lanes, &piece, keys.start) else { continue };
-        let seen = step.hull();
-        let (first, n) = (keys.start + seen.start, seen.len());
-        let scores = &mut s[seen.start * stride..];
-        let rows = head.tile.rows;
-        let view = Strided { data: k.data(), offset: k_rows.at(first, kv_head), row: k_rows.row };
-        cx.kernels.dots(scores, stride, head.q, cx.d_pad, &view, [rows, n, cx.d], BLOCK);
-        // Lanes past the last row hold what the last block left: make it harmless.
-        for row in scores[..n * stride].chunks_exact_mut(stride) {
-            row[rows..].fill(0.0);
+impl Head<'_> {
+    /// The keys of a strip that this head sees.
+    fn seen(&self, strip: usize) -> Range<usize> {
+        let hull = self.step.as_ref().map_or(0..0, Step::hull);
+        let (start, end) = (hull.start.max(strip), hull.end.min(strip + STRIP));
+        start..end.max(start)
+    }
+
+    fn scores(&mut self, cx: &Context<'_>, sequence: &Sequence, kv_head: usize, start: usize, strip: usize) {
+        let seen = self.seen(strip);
+        let k = cx.bound.k();
+        let rows = cx.key_rows(k.strides(), sequence);
+        if seen.is_empty() {
+            return;
         }
+        let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.d]);
+        let keys = Strided { data: k.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
+        let s = &mut self.s[seen.start * stride..seen.end * stride];
+        // Lanes past the last row hold what the last block left: make it harmless.
+        s.fill(0.0);
+        cx.kernels.dots(s, stride, self.q, cx.d_pad, &keys, size, STRIP);
+    }
+
+    fn softmax(&mut self, cx: &Context<'_>, start: usize, rescale: Rescale, counters: &mut Counters) {
+        let Some(step) = &self.step else { return };
+        let stride = self.lanes.stride;
         if step.rest || cx.problem.score_program().is_some() {
-            cx.modify(&head.tile, &head.lanes, &step, keys.start, s, None);
+            cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
         let mut alpha = [1.0; MAX_LANES];
         let tau = match rescale {
@@ -168,14 +190,14 @@ fn fold(
             Rescale::Always | Rescale::Optimistic(_) => 0.0,
         };
         let stats = cx.kernels.softmax(&mut SoftmaxArgs {
-            s,
+            s: self.s,
             stride,
             ranges: step.ranges,
             edges: step.edges,
             lo: &step.lo,
             hi: &step.hi,
-            m: &mut head.m,
-            l: &mut head.l,
+            m: &mut self.m,
+            l: &mut self.l,
             alpha: &mut alpha,
             exp: cx.exp,
             policy: Policy::Raise(tau),
@@ -183,30 +205,50 @@ fn fold(
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);
         if stats.rescaled > 0 {
-            for (row, &factor) in head.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
+            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
                 row.iter_mut().for_each(|x| *x *= factor);
             }
         }
-        // Where vectors see different keys, what none computed is not a probability.
-        for (z, &(a, b)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {
-            let of = z * cx.kernels.lanes..(z + 1) * cx.kernels.lanes;
-            for key in seen.clone().filter(|key| !(a..b).contains(key)) {
-                s[key * stride + of.start..key * stride + of.end].fill(0.0);
+        // Where vectors see different keys, what was not computed is not a probability.
+        let width = cx.kernels.lanes;
+        for (z, &(a, b)) in step.ranges[..stride / width].iter().enumerate() {
+            for key in step.hull().filter(|key| !(a..b).contains(key)) {
+                self.s[key * stride + z * width..key * stride + (z + 1) * width].fill(0.0);
             }
         }
-        let p = &s[seen.start * stride..];
-        let mut view = Strided { data: v.data(), offset: v_rows.at(first, kv_head), row: v_rows.row };
+    }
+
+    fn output(
+        &mut self,
+        cx: &Context<'_>,
+        sequence: &Sequence,
+        kv_head: usize,
+        start: usize,
+        strip: usize,
+        copies: &mut [&mut [f32]; 2],
+    ) {
+        let seen = self.seen(strip);
+        let (Some(step), false) = (&self.step, seen.is_empty()) else { return };
+        let v = cx.bound.v();
+        let rows = cx.key_rows(v.strides(), sequence);
+        let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.dv]);
+        let p = &self.s[seen.start * stride..];
+        let mut values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         if step.hides() {
             // A key that nobody sees may hold NaN, and NaN times 0 would show.
-            let found =
-                cx.keys(v, sequence, kv_head, first..first + n, [cx.dv, cx.dv_pad], &mut clean[..n * cx.dv_pad]);
+            let [buffer, copy] = copies;
+            let keys = start + seen.start..start + seen.end;
+            let found = cx.keys(v, sequence, kv_head, keys, [cx.dv, cx.dv_pad], buffer);
             if !found.finite {
-                let own = step.shifted(seen.start);
-                let rows = cx.only_seen(found, cx.dv, p, &own, stride, copy);
-                view = Strided { data: rows.rows.data.into(), offset: 0, row: rows.rows.stride };
+                let clean = cx.only_seen(found, cx.dv, p, &step.part(&seen), stride, copy).rows;
+                let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
+                let rows = (0..seen.len()).flat_map(|key| order.iter().map(move |&i| clean.at(key, i).data[0]));
+                let rows: Vec<f32> = rows.collect();
+                values = Strided { data: (&rows).into(), offset: 0, row: cx.dv };
+                return cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, 0);
             }
         }
-        cx.kernels.combine(head.o, cx.dv_pad, p, stride, &view, [head.tile.rows, n, cx.dv], BLOCK);
+        cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, STRIP);
     }
 }
 

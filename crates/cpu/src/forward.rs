@@ -4,10 +4,10 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{ExpKind, Matrix, Policy, SoftmaxArgs, Sum};
+use crate::simd::{Ahead, ExpKind, Matrix, MatrixMut, Policy, SoftmaxArgs, Sum};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use crate::{Counters, decode, pool};
-use fulgurite_core::{Outputs, Rescale, Sequence};
+use fulgurite_core::{Outputs, Rescale};
 use std::cell::LazyCell;
 use std::sync::Mutex;
 
@@ -43,7 +43,11 @@ pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> C
         add(decode::run(cx, &few, &out, plan));
     }
     let items = items(cx, &many, plan.threads);
-    pool::run(plan.threads, items.len(), &|i| add(item(cx, &items[i], &out, plan.rescale)));
+    pool::run(plan.threads, items.len(), &|i| {
+        // Items are handed out in order: this thread's next one is about as many ahead as there are threads.
+        add(item(cx, &items[i], items.get(i + plan.threads), &out, plan.rescale));
+        cx.kernels.fence();
+    });
     total.into_inner().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -91,7 +95,7 @@ struct Row<'w> {
     l: [f32; MAX_LANES],
 }
 
-fn item(cx: &Context<'_>, item: &Item, out: &Out<'_>, rescale: Rescale) -> Counters {
+fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, rescale: Rescale) -> Counters {
     // TurboAttention's function is taken against the final maximum: find that first.
     let passes: &[Policy] = match (cx.exp, rescale) {
         (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
@@ -99,7 +103,7 @@ fn item(cx: &Context<'_>, item: &Item, out: &Out<'_>, rescale: Rescale) -> Count
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
     };
-    walk(cx, item, passes, |row, rows| finish(cx, row, rows, out))
+    walk(cx, item, next, passes, |row, rows| finish(cx, row, rows, out))
 }
 
 /// Calls `take` with the maximum of every row of every tile.
@@ -107,14 +111,20 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], &[Policy::MaxOnly], |row, _| {
+        walk(cx, &items[i], None, &[Policy::MaxOnly], |row, _| {
             (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, row.m[lane]));
         });
     });
 }
 
 /// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
-fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&mut Row<'_>, &mut [f32])) -> Counters {
+fn walk(
+    cx: &Context<'_>,
+    item: &Item,
+    next: Option<&Item>,
+    passes: &[Policy],
+    mut end: impl FnMut(&mut Row<'_>, &mut [f32]),
+) -> Counters {
     let tile = cx.kernels.tile;
     let wide = cx.d_pad.max(cx.dv_pad);
     let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide];
@@ -138,8 +148,14 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
             })
             .collect();
         let mut counters = Counters::default();
+        // Past the last key that some lane sees, there is nothing to do.
+        let last = if cx.problem.blocks().is_some() {
+            sequence.k_len
+        } else {
+            walk.iter().map(|r| r.lanes.end()).max().unwrap_or(0)
+        };
         for &policy in passes {
-            for start in (0..sequence.k_len).step_by(BLOCK) {
+            for start in (0..last).step_by(BLOCK) {
                 let keys = start..(start + BLOCK).min(sequence.k_len);
                 // Converted when the first tile asks.
                 let block = LazyCell::new(|| {
@@ -147,12 +163,19 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
                     let k = cx.keys(cx.bound.k(), sequence, h, keys.clone(), [cx.d, cx.d_pad], k_buffer);
                     [k, cx.keys(cx.bound.v(), sequence, h, keys.clone(), [cx.dv, cx.dv_pad], v_buffer)]
                 });
-                let tiles = walk.len();
-                for (i, row) in walk.iter_mut().enumerate() {
-                    prefetch(cx, item, sequence, keys.end, (i, tiles));
+                let mut ahead = [Ahead::default(); 2];
+                match next {
+                    _ if keys.end < last => ask(cx, item, keys.end, &mut ahead),
+                    Some(next) => {
+                        ask(cx, next, 0, &mut ahead);
+                        ask_queries(cx, next, &mut ahead[0]);
+                    }
+                    None => {}
+                }
+                for row in &mut walk {
                     for piece in cx.pieces(&row.tile, keys.clone()) {
                         let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                        fold(cx, row, &step, start, *block, s, v_copy, policy, &mut counters);
+                        fold(cx, row, &step, start, *block, [s, v_copy], policy, &mut ahead, &mut counters);
                     }
                 }
             }
@@ -164,14 +187,24 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
     })
 }
 
-/// Asks for this tile's share of the next block of keys, so that it is near when all tiles are through.
-fn prefetch(cx: &Context<'_>, item: &Item, sequence: &Sequence, start: usize, (i, of): (usize, usize)) {
-    let next = |x: usize| (start + BLOCK * x / of).min(sequence.k_len);
-    for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
-        let rows = cx.key_rows(view.strides(), sequence);
-        for key in next(i)..next(i + 1) {
-            cx.kernels.prefetch(&view.data(), rows.at(key, item.kv_head), n);
-        }
+/// Asks for a block of keys and values that will be read next.
+fn ask(cx: &Context<'_>, item: &Item, start: usize, ahead: &mut [Ahead; 2]) {
+    let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
+    let rows = BLOCK.min(sequence.k_len - start.min(sequence.k_len));
+    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
+        let at = cx.key_rows(view.strides(), sequence);
+        ahead.push_rows(&view.data(), at.at(start, item.kv_head), at.row, n, rows);
+    }
+}
+
+/// Asks for the queries of an item.
+fn ask_queries(cx: &Context<'_>, item: &Item, ahead: &mut Ahead) {
+    let (q, sequence) = (cx.bound.q(), &cx.bound.sequences()[item.tiles[0].sequence]);
+    let rows = cx.query_rows(q.strides(), sequence);
+    let first = cx.queries(&item.tiles[0]).start;
+    let last = cx.queries(&item.tiles[item.tiles.len() - 1]).end;
+    if cx.pack == 1 && first < last {
+        ahead.push_rows(&q.data(), rows.at(first, item.tiles[0].head), rows.row, cx.d, last - first);
     }
 }
 
@@ -183,12 +216,12 @@ fn fold(
     step: &Step,
     start: usize,
     [k, v]: [KeyRows<'_>; 2],
-    s: &mut [f32],
-    v_copy: &mut [f32],
+    [s, v_copy]: [&mut [f32]; 2],
     policy: Policy,
+    ahead: &mut [Ahead; 2],
     counters: &mut Counters,
 ) {
-    scores(cx, row, step, start, k.rows, s);
+    scores(cx, row, step, start, k.rows, s, &mut ahead[0]);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
     let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
@@ -196,7 +229,7 @@ fn fold(
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
-        scores(cx, row, step, start, k.rows, s);
+        scores(cx, row, step, start, k.rows, s, &mut ahead[0]);
         stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
@@ -212,16 +245,18 @@ fn fold(
     for seg in step.segments() {
         let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
         let p = Matrix::new(s, stride).at(key, lane);
-        cx.kernels.gemm_transposed(&mut row.o[lane..], stride, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto);
+        let o = MatrixMut::at(row.o, stride, 0, lane);
+        cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, &mut ahead[1]);
     }
 }
 
-fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, k: Matrix<'_>, s: &mut [f32]) {
+fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, k: Matrix<'_>, s: &mut [f32], ahead: &mut Ahead) {
     let stride = row.lanes.stride;
     for seg in step.segments() {
         let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
         let q = Matrix::new(row.q, stride).at(0, lane);
-        cx.kernels.gemm(&mut s[key * stride + lane..], stride, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh);
+        let to = MatrixMut::at(s, stride, key, lane);
+        cx.kernels.gemm(to, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh, ahead);
     }
     if step.rest || cx.problem.score_program().is_some() {
         cx.modify(&row.tile, &row.lanes, step, start, s, None);

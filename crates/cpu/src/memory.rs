@@ -9,6 +9,10 @@ use std::marker::PhantomData;
 /// Bytes of a cache line; loads that cross one take twice as long.
 const LINE: usize = 64;
 
+/// Bytes of an f32 output beyond which rows are written past the caches: reading lines only to overwrite them
+/// would cost more than reading the result from memory later.
+const LARGE: usize = 8 << 20;
+
 thread_local! {
     static WORKSPACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
@@ -63,6 +67,8 @@ enum Start {
 pub(crate) struct SharedRows<'a> {
     start: Start,
     len: usize,
+    /// Whether the tensor is too large to stay in a cache until somebody reads it.
+    large: bool,
     borrowed: PhantomData<&'a mut f32>,
 }
 
@@ -77,15 +83,15 @@ impl<'a> SharedRows<'a> {
             DataMut::Bf16(s) => (Start::Bf16(s.as_mut_ptr()), s.len()),
             _ => unreachable!("bug in fulgurite: an output of a type that Problem refuses"),
         };
-        SharedRows { start, len, borrowed: PhantomData }
+        SharedRows { start, len, large: len * 4 > LARGE, borrowed: PhantomData }
     }
 
     /// Over a plain slice.
     pub fn over(slice: &'a mut [f32]) -> Self {
-        SharedRows { start: Start::F32(slice.as_mut_ptr()), len: slice.len(), borrowed: PhantomData }
+        SharedRows { start: Start::F32(slice.as_mut_ptr()), len: slice.len(), large: false, borrowed: PhantomData }
     }
 
-    /// Rounds a row to the element type and writes it.
+    /// Rounds a row to the element type and writes it. Before other threads read it, [`Kernels::fence`].
     ///
     /// # Safety
     /// No other thread may touch these elements at the same time.
@@ -94,7 +100,10 @@ impl<'a> SharedRows<'a> {
         // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
         unsafe {
             match self.start {
-                Start::F32(p) => std::slice::from_raw_parts_mut(p.add(offset), row.len()).copy_from_slice(row),
+                Start::F32(p) => {
+                    let to = std::slice::from_raw_parts_mut(p.add(offset), row.len());
+                    if self.large { kernels.stream(row, to) } else { to.copy_from_slice(row) }
+                }
                 Start::F16(p) => kernels.narrow_f16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
                 Start::Bf16(p) => kernels.narrow_bf16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
             }

@@ -384,6 +384,13 @@ pub(crate) struct Lanes {
     some: [(usize, usize); MAX_VECTORS],
 }
 
+impl Lanes {
+    /// Past the last key that some lane sees.
+    pub fn end(&self) -> usize {
+        self.some.iter().map(|keys| keys.1).max().unwrap_or(0)
+    }
+}
+
 /// A run of keys in which the mask decides, or not.
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
@@ -429,10 +436,13 @@ impl Step {
         seen().map(|r| r.0).min().unwrap_or(0)..seen().map(|r| r.1).max().unwrap_or(0)
     }
 
-    /// The same step for a block of scores that begins this many keys later.
-    pub fn shifted(&self, keys: usize) -> Step {
-        let ranges = self.ranges.map(|(a, b)| if a < b { (a - keys, b - keys) } else { (0, 0) });
-        Step { ranges, edges: self.edges, lo: self.lo, hi: self.hi, rest: self.rest }
+    /// The part of this step inside a range of keys, counted from its first.
+    pub fn part(&self, keys: &Range<usize>) -> Step {
+        let inside = |(a, b): (usize, usize)| {
+            let (a, b) = (a.max(keys.start), b.min(keys.end));
+            if a < b { (a - keys.start, b - keys.start) } else { (0, 0) }
+        };
+        Step { ranges: self.ranges.map(inside), edges: self.edges, lo: self.lo, hi: self.hi, rest: self.rest }
     }
 
     /// Whether some lane sees less than its vector's range.

@@ -2,6 +2,7 @@
 
 use super::Simd;
 use super::kernels::MAX_VECTORS;
+use fulgurite_core::Data;
 use fulgurite_core::exp::{EXP2_POLY, SAS_POLY};
 
 /// Coefficients of 2^r on [0, 1), lowest first; relative error 5e-9, far below one f32 rounding.
@@ -170,6 +171,65 @@ unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: boo
     }
 }
 
+/// Rows that will be read soon: a product asks for a few after each of its blocks, so that memory works while the
+/// multipliers do, and no burst of requests stops them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Ahead {
+    streams: [Stream; 3],
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Stream {
+    start: *const u8,
+    row_bytes: usize,
+    bytes: usize,
+    rows: usize,
+}
+
+impl Default for Stream {
+    fn default() -> Self {
+        Stream { start: std::ptr::null(), row_bytes: 0, bytes: 0, rows: 0 }
+    }
+}
+
+impl Ahead {
+    /// Rows asked for after each block.
+    const ROWS: usize = 2;
+
+    /// Adds `rows` rows of `n` elements, `row` apart, from `offset` on. Nothing is read: any address will do.
+    pub fn push_rows(&mut self, data: &Data<'_>, offset: usize, row: usize, n: usize, rows: usize) {
+        let (start, size) = match data {
+            Data::F32(s) => (s.as_ptr().cast::<u8>(), 4),
+            Data::F16(s) => (s.as_ptr().cast(), 2),
+            Data::Bf16(s) => (s.as_ptr().cast(), 2),
+            _ => return,
+        };
+        if let Some(free) = self.streams.iter_mut().find(|s| s.rows == 0) {
+            *free = Stream { start: start.wrapping_add(offset * size), row_bytes: row * size, bytes: n * size, rows };
+        }
+    }
+
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self) {
+        for stream in &mut self.streams {
+            if stream.rows == 0 {
+                continue;
+            }
+            for _ in 0..Self::ROWS.min(stream.rows) {
+                for line in (0..stream.bytes).step_by(64) {
+                    // SAFETY: passed on; a prefetch may name any address.
+                    unsafe { S::prefetch(stream.start.wrapping_add(line)) };
+                }
+                stream.start = stream.start.wrapping_add(stream.row_bytes);
+            }
+            stream.rows = stream.rows.saturating_sub(Self::ROWS);
+            return;
+        }
+    }
+}
+
 /// NV vectors wide, any number of rows: blocks of MR, then of 4, 2 and 1.
 ///
 /// # Safety
@@ -186,6 +246,7 @@ pub(super) unsafe fn block<S: Simd, const MR: usize, const NV: usize, const TRAN
     m: usize,
     k: usize,
     add: bool,
+    ahead: &mut Ahead,
 ) {
     // A remainder of 2 after sixes is better taken as 4 + 4: both keep the multipliers busy.
     let blocks = if MR == 6 && m % MR == 2 && m > MR { m / MR - 1 } else { m / MR };
@@ -194,6 +255,7 @@ pub(super) unsafe fn block<S: Simd, const MR: usize, const NV: usize, const TRAN
         let row = |i: usize| if TRANSPOSED { a.add(i) } else { a.add(i * lda) };
         let mut i = 0;
         for _ in 0..blocks {
+            ahead.ask::<S>();
             micro::<S, MR, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
             i += MR;
         }
@@ -452,6 +514,18 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
     }
 }
 
+/// Copies past the caches.
+///
+/// # Safety
+/// As for [`Simd`], with `n` elements on both sides, a multiple of the lanes, and `dst` aligned to a vector.
+#[inline(always)]
+pub(super) unsafe fn stream<S: Simd>(src: *const f32, dst: *mut f32, n: usize) {
+    for i in (0..n).step_by(S::LANES) {
+        // SAFETY: inside the extents.
+        unsafe { S::stream(dst.add(i), S::load(src.add(i))) };
+    }
+}
+
 /// `rows[i][lane] *= factor[lane]`.
 ///
 /// # Safety
@@ -517,7 +591,21 @@ pub(crate) trait Row: Copy {
     /// # Safety
     /// As for [`Simd`], with LANES elements at `p`.
     unsafe fn vector<S: Simd>(p: *const Self) -> S::V;
+    /// The next two vectors, in pair order.
+    ///
+    /// # Safety
+    /// As for [`Simd`], with 2 LANES elements at `p`.
+    #[inline(always)]
+    unsafe fn pair<S: Simd>(p: *const Self) -> (S::V, S::V) {
+        // SAFETY: passed on.
+        unsafe { (Self::vector::<S>(p), Self::vector::<S>(p.add(S::LANES))) }
+    }
     fn one(self) -> f32;
+}
+
+/// Elements that [`dots`] and [`combine`] read in pair order: whole groups of four vectors.
+pub(super) const fn paired(d: usize, lanes: usize) -> usize {
+    d / (4 * lanes) * (4 * lanes)
 }
 
 impl Row for f32 {
@@ -549,6 +637,11 @@ impl Row for half::bf16 {
     unsafe fn vector<S: Simd>(p: *const half::bf16) -> S::V {
         // SAFETY: passed on; bf16 is a transparent u16.
         unsafe { S::load_bf16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn pair<S: Simd>(p: *const half::bf16) -> (S::V, S::V) {
+        // SAFETY: passed on; bf16 is a transparent u16.
+        unsafe { S::load_bf16_pairs(p.cast()) }
     }
     #[inline(always)]
     fn one(self) -> f32 {
@@ -617,7 +710,7 @@ pub(super) fn narrow_bf16(src: &[f32], dst: &mut [half::bf16]) {
 }
 
 /// Scores of R rows against K keys, read where they lie: `s[j * stride + r] = q[r] . k[j]`. Vectors run along
-/// the head dimension; R * K is the number of lanes, so that one transpose turns all partial sums.
+/// the head dimension, q in pair order; R * K is the number of lanes, or K is 1.
 ///
 /// # Safety
 /// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; R rows of `d`, `ldq` apart, at `q`.
@@ -637,43 +730,44 @@ pub(super) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
     unsafe {
         let mut sums = [[S::splat(0.0); R]; K];
         let mut i = 0;
-        while i + S::LANES <= d {
-            let mut rows = [S::splat(0.0); R];
+        while i < paired(d, S::LANES) {
+            let mut rows = [(S::splat(0.0), S::splat(0.0)); R];
             for (r, x) in rows.iter_mut().enumerate() {
-                *x = S::load(q.add(r * ldq + i));
+                let at = q.add(r * ldq + i);
+                *x = (S::load(at), S::load(at.add(S::LANES)));
             }
             for (j, sum) in sums.iter_mut().enumerate() {
                 let at = k.add(j * row + i);
                 S::prefetch(at.wrapping_add(ahead).cast());
-                let key = T::vector::<S>(at);
+                let (a, b) = T::pair::<S>(at);
                 for r in 0..R {
-                    sum[r] = S::fma(key, rows[r], sum[r]);
+                    sum[r] = S::fma(b, rows[r].1, S::fma(a, rows[r].0, sum[r]));
+                }
+            }
+            i += 2 * S::LANES;
+        }
+        while i + S::LANES <= d {
+            for (j, sum) in sums.iter_mut().enumerate() {
+                let key = T::vector::<S>(k.add(j * row + i));
+                for (r, sum) in sum.iter_mut().enumerate() {
+                    *sum = S::fma(key, S::load(q.add(r * ldq + i)), *sum);
                 }
             }
             i += S::LANES;
         }
-        let mut partial = [0.0f32; 256];
-        let mut turned = [0.0f32; 256];
-        for (j, sum) in sums.iter().enumerate() {
-            for (r, &vector) in sum.iter().enumerate() {
-                S::store(partial.as_mut_ptr().add((j * R + r) * S::LANES), vector);
-            }
-        }
-        let mut total = S::splat(0.0);
+        let mut totals = [0.0f32; 16];
         if R * K == S::LANES {
-            S::transpose(partial.as_ptr(), S::LANES, turned.as_mut_ptr(), S::LANES);
-            for x in 0..S::LANES {
-                total = S::add(total, S::load(turned.as_ptr().add(x * S::LANES)));
-            }
-            S::store(partial.as_mut_ptr(), total);
+            S::store(totals.as_mut_ptr(), S::sums(sums.as_flattened()));
         } else {
-            for x in 0..R * K {
-                partial[x] = partial[x * S::LANES..(x + 1) * S::LANES].iter().sum();
+            let mut lanes = [0.0f32; 16];
+            for (total, &vector) in totals.iter_mut().zip(sums.as_flattened()) {
+                S::store(lanes.as_mut_ptr(), vector);
+                *total = lanes[..S::LANES].iter().sum();
             }
         }
         for j in 0..K {
             for r in 0..R {
-                let mut score = partial[j * R + r];
+                let mut score = totals[j * R + r];
                 for x in i..d {
                     score += *q.add(r * ldq + x) * (*k.add(j * row + x)).one();
                 }
@@ -683,7 +777,8 @@ pub(super) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
     }
 }
 
-/// `o[r][..] += sum_j p[j * stride + r] v[j][..]` for R rows, V vectors of columns at a time.
+/// `o[r][..] += sum_j p[j * stride + r] v[j][..]` for R rows and V vectors of columns: one, or an even number
+/// in pair order.
 ///
 /// # Safety
 /// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
@@ -709,10 +804,14 @@ pub(super) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
         }
         for j in 0..keys {
             let mut values = [S::splat(0.0); V];
-            for (z, x) in values.iter_mut().enumerate() {
-                let at = v.add(j * row + z * S::LANES);
-                S::prefetch(at.wrapping_add(ahead).cast());
-                *x = T::vector::<S>(at);
+            if V == 1 {
+                values[0] = T::vector::<S>(v.add(j * row));
+            } else {
+                for z in 0..V / 2 {
+                    let at = v.add(j * row + 2 * z * S::LANES);
+                    S::prefetch(at.wrapping_add(ahead).cast());
+                    (values[2 * z], values[2 * z + 1]) = T::pair::<S>(at);
+                }
             }
             for (r, sum) in sums.iter_mut().enumerate() {
                 let weight = S::splat(*p.add(j * stride + r));

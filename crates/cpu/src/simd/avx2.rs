@@ -30,6 +30,16 @@ unsafe impl Simd for Avx2 {
         unsafe { _mm256_storeu_ps(p, v) }
     }
     #[inline(always)]
+    unsafe fn stream(p: *mut f32, v: __m256) {
+        // SAFETY: `p` is valid for 8 elements and aligned (trait contract); `fence` orders the store.
+        unsafe { _mm256_stream_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: SSE is part of x86-64.
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         // SAFETY: as in `splat`.
         unsafe { _mm256_add_ps(a, b) }
@@ -117,6 +127,24 @@ unsafe impl Simd for Avx2 {
     unsafe fn store_f16(p: *mut u16, v: __m256) {
         // SAFETY: `p` is valid for 8 elements (trait contract).
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(p: *const u16) -> (__m256, __m256) {
+        // SAFETY: `p` is valid for 16 elements (trait contract).
+        unsafe {
+            let both = _mm256_loadu_si256(p.cast());
+            let second = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000u32 as i32));
+            (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(second))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sums(v: &[__m256]) -> __m256 {
+        // SAFETY: as in `splat`.
+        unsafe {
+            let pairs = |i: usize| _mm256_hadd_ps(v[2 * i], v[2 * i + 1]);
+            let (low, high) = (_mm256_hadd_ps(pairs(0), pairs(1)), _mm256_hadd_ps(pairs(2), pairs(3)));
+            _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
+        }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {

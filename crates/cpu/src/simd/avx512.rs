@@ -31,6 +31,16 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm512_storeu_ps(p, v) }
     }
     #[inline(always)]
+    unsafe fn stream(p: *mut f32, v: __m512) {
+        // SAFETY: `p` is valid for 16 elements and aligned (trait contract); `fence` orders the store.
+        unsafe { _mm512_stream_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: SSE is part of x86-64.
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
         // SAFETY: as in `splat`.
         unsafe { _mm512_add_ps(a, b) }
@@ -107,6 +117,36 @@ unsafe impl Simd for Avx512 {
     unsafe fn store_f16(p: *mut u16, v: __m512) {
         // SAFETY: `p` is valid for 16 elements (trait contract).
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(p: *const u16) -> (__m512, __m512) {
+        // SAFETY: `p` is valid for 32 elements (trait contract).
+        unsafe {
+            let both = _mm512_loadu_si512(p.cast());
+            let second = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)), _mm512_castsi512_ps(second))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sums(v: &[__m512]) -> __m512 {
+        // SAFETY: as in `splat`.
+        unsafe {
+            let pd = |v| _mm512_castps_pd(v);
+            let ps = |v| _mm512_castpd_ps(v);
+            // Two, then four vectors to a 128-bit block, then the four blocks.
+            let mut t = [_mm512_setzero_ps(); 8];
+            for i in 0..8 {
+                let (a, b) = (v[2 * i], v[2 * i + 1]);
+                t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            let mut u = [_mm512_setzero_ps(); 4];
+            for i in 0..4 {
+                let (a, b) = (pd(t[2 * i]), pd(t[2 * i + 1]));
+                u[i] = _mm512_add_ps(ps(_mm512_unpacklo_pd(a, b)), ps(_mm512_unpackhi_pd(a, b)));
+            }
+            let fold = |a, b| _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+            fold(fold(u[0], u[1]), fold(u[2], u[3]))
+        }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {

@@ -1,9 +1,9 @@
 //! The table of entry points of an instruction set, and its safe face.
 
-use super::algorithms::{GradArgs, SoftmaxArgs, SoftmaxStats};
+use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
-use fulgurite_core::Data;
+use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 
 /// No instruction set has wider tiles, in vectors.
@@ -16,7 +16,7 @@ pub(crate) enum Sum {
     Onto,
 }
 
-type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool);
+type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
 type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
 type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
@@ -39,13 +39,14 @@ pub(crate) struct Kernels {
     pub(super) widen_bf16: Widen<bf16>,
     pub(super) narrow_f16: unsafe fn(*const f32, *mut f16, usize),
     pub(super) narrow_bf16: unsafe fn(&[f32], &mut [bf16]),
+    pub(super) stream: unsafe fn(*const f32, *mut f32, usize),
+    pub(super) fence: unsafe fn(),
     pub(super) dots_f32: Dots<f32>,
     pub(super) dots_f16: Dots<f16>,
     pub(super) dots_bf16: Dots<bf16>,
     pub(super) combine_f32: Combine<f32>,
     pub(super) combine_f16: Combine<f16>,
     pub(super) combine_bf16: Combine<bf16>,
-    pub(super) prefetch: unsafe fn(*const u8, usize),
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]),
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
@@ -99,6 +100,19 @@ impl<'a> Matrix<'a> {
     }
 }
 
+/// The result of a product: rows `stride` apart.
+pub(crate) struct MatrixMut<'a> {
+    pub data: &'a mut [f32],
+    pub stride: usize,
+}
+
+impl<'a> MatrixMut<'a> {
+    /// The part of a matrix from a row and a column on.
+    pub fn at(data: &'a mut [f32], stride: usize, row: usize, column: usize) -> Self {
+        MatrixMut { data: &mut data[row * stride + column..], stride }
+    }
+}
+
 /// Rows inside a tensor: the first begins at `offset`, they are `row` apart.
 pub(crate) struct Strided<'a> {
     pub data: Data<'a>,
@@ -114,31 +128,49 @@ impl Strided<'_> {
 
 impl Kernels {
     /// C (+)= A B for `[m, n, k]`: C is m x n, A m x k, B k x n; n is a multiple of the lanes.
-    pub fn gemm(&self, c: &mut [f32], c_stride: usize, a: Matrix<'_>, b: Matrix<'_>, [m, n, k]: [usize; 3], sum: Sum) {
-        assert!(n % self.lanes == 0 && c.len() >= extent(m, c_stride, n), "C too small");
-        assert!(a.data.len() >= extent(m, a.stride, k) && b.data.len() >= extent(k, b.stride, n), "A or B too small");
-        let (c, add) = (c.as_mut_ptr(), sum == Sum::Onto);
-        // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.gemm)(c, c_stride, a.data.as_ptr(), a.stride, b.data.as_ptr(), b.stride, [m, n, k], add) }
+    pub fn gemm(
+        &self,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        [m, n, k]: [usize; 3],
+        sum: Sum,
+        ahead: &mut Ahead,
+    ) {
+        assert!(a.data.len() >= extent(m, a.stride, k), "A too small");
+        self.product(self.gemm, c, a, b, [m, n, k], sum, ahead);
     }
 
     /// C (+)= A^T B for `[m, n, k]`: C is m x n, A k x m, B k x n; n is a multiple of the lanes.
     pub fn gemm_transposed(
         &self,
-        c: &mut [f32],
-        c_stride: usize,
+        c: MatrixMut<'_>,
         a: Matrix<'_>,
         b: Matrix<'_>,
         [m, n, k]: [usize; 3],
         sum: Sum,
+        ahead: &mut Ahead,
     ) {
-        assert!(n % self.lanes == 0 && c.len() >= extent(m, c_stride, n), "C too small");
-        assert!(a.data.len() >= extent(k, a.stride, m) && b.data.len() >= extent(k, b.stride, n), "A or B too small");
-        let (c, add) = (c.as_mut_ptr(), sum == Sum::Onto);
-        // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe {
-            (self.gemm_transposed)(c, c_stride, a.data.as_ptr(), a.stride, b.data.as_ptr(), b.stride, [m, n, k], add)
-        }
+        assert!(a.data.len() >= extent(k, a.stride, m), "A too small");
+        self.product(self.gemm_transposed, c, a, b, [m, n, k], sum, ahead);
+    }
+
+    #[allow(clippy::too_many_arguments)] // the operands of a matrix product
+    fn product(
+        &self,
+        gemm: Gemm,
+        c: MatrixMut<'_>,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
+        [m, n, k]: [usize; 3],
+        sum: Sum,
+        ahead: &mut Ahead,
+    ) {
+        assert!(n % self.lanes == 0 && c.data.len() >= extent(m, c.stride, n), "C too small");
+        assert!(b.data.len() >= extent(k, b.stride, n), "B too small");
+        let (to, a_at, b_at) = (c.data.as_mut_ptr(), a.data.as_ptr(), b.data.as_ptr());
+        // SAFETY: the machine has the instruction set, and the extents were just checked (A by the caller).
+        unsafe { gemm(to, c.stride, a_at, a.stride, b_at, b.stride, [m, n, k], sum == Sum::Onto, ahead) }
     }
 
     fn check_tile(&self, len: usize, stride: usize, ranges: &[(usize, usize)]) {
@@ -213,6 +245,23 @@ impl Kernels {
         unsafe { (self.narrow_f16)(src.as_ptr(), dst.as_mut_ptr(), src.len()) }
     }
 
+    /// Copies past the caches where the target is aligned; [`fence`](Self::fence) must follow before others read it.
+    pub fn stream(&self, src: &[f32], dst: &mut [f32]) {
+        assert_eq!(src.len(), dst.len());
+        let aligned = dst.as_ptr().addr() % (4 * self.lanes) == 0 && dst.len() % self.lanes == 0;
+        if !aligned {
+            return dst.copy_from_slice(src);
+        }
+        // SAFETY: the machine has the instruction set; extents and alignment were just checked.
+        unsafe { (self.stream)(src.as_ptr(), dst.as_mut_ptr(), src.len()) }
+    }
+
+    /// Orders streamed stores before whatever follows.
+    pub fn fence(&self) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.fence)() }
+    }
+
     /// Rounds to bf16.
     pub fn narrow_bf16(&self, src: &[f32], dst: &mut [bf16]) {
         // SAFETY: the machine has the instruction set.
@@ -271,16 +320,13 @@ impl Kernels {
         }
     }
 
-    /// Asks for a row that will be read soon; nothing is read.
-    pub fn prefetch(&self, data: &Data<'_>, offset: usize, n: usize) {
-        let (start, size) = match data {
-            Data::F32(s) => (s.as_ptr().cast::<u8>(), 4),
-            Data::F16(s) => (s.as_ptr().cast(), 2),
-            Data::Bf16(s) => (s.as_ptr().cast(), 2),
-            _ => return,
-        };
-        // SAFETY: the machine has the instruction set; a prefetch may name any address.
-        unsafe { (self.prefetch)(start.wrapping_add(offset * size), n * size) }
+    /// The elements of a row of q or o as [`dots`](Self::dots) and [`combine`](Self::combine) want it: `order[i]` is the
+    /// element at place i. Vectors of bf16 come apart into firsts and seconds of pairs, which is cheaper than to widen.
+    pub fn pair_order(&self, dtype: DType, d: usize) -> Vec<usize> {
+        let lanes = self.lanes;
+        let whole = if dtype == DType::Bf16 { paired(d, lanes) } else { 0 };
+        let element = |i: usize| i / (2 * lanes) * (2 * lanes) + 2 * (i % lanes) + i / lanes % 2;
+        (0..d).map(|i| if i < whole { element(i) } else { i }).collect()
     }
 
     /// Evaluates an expression on one row of lanes; the result is in the evaluator.
@@ -315,7 +361,7 @@ macro_rules! define_kernels {
 
             #[inline(always)]
             unsafe fn product<const TRANSPOSED: bool>(
-                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, [m, n, k]: [usize; 3], add: bool,
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, [m, n, k]: [usize; 3], add: bool, ahead: &mut alg::Ahead,
             ) {
                 let mut at = 0;
                 while at < n {
@@ -324,7 +370,7 @@ macro_rules! define_kernels {
                     unsafe {
                         let (c, b) = (c.add(at), b.add(at));
                         match vectors {
-                            $($vectors => alg::block::<$simd, $rows, $vectors, TRANSPOSED>(c, ldc, a, lda, b, ldb, m, k, add),)*
+                            $($vectors => alg::block::<$simd, $rows, $vectors, TRANSPOSED>(c, ldc, a, lda, b, ldb, m, k, add, ahead),)*
                             _ => unreachable!("bug in fulgurite: a block of no width"),
                         }
                     }
@@ -334,17 +380,17 @@ macro_rules! define_kernels {
 
             $(#[$feature])?
             unsafe fn gemm(
-                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool,
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool, ahead: &mut alg::Ahead,
             ) {
                 // SAFETY: passed on.
-                unsafe { product::<false>(c, ldc, a, lda, b, ldb, size, add) }
+                unsafe { product::<false>(c, ldc, a, lda, b, ldb, size, add, ahead) }
             }
             $(#[$feature])?
             unsafe fn gemm_transposed(
-                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool,
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool, ahead: &mut alg::Ahead,
             ) {
                 // SAFETY: passed on.
-                unsafe { product::<true>(c, ldc, a, lda, b, ldb, size, add) }
+                unsafe { product::<true>(c, ldc, a, lda, b, ldb, size, add, ahead) }
             }
             $(#[$feature])?
             unsafe fn softmax(args: &mut alg::SoftmaxArgs<'_>) -> alg::SoftmaxStats {
@@ -379,6 +425,16 @@ macro_rules! define_kernels {
             $(#[$feature])?
             unsafe fn narrow_bf16(src: &[f32], dst: &mut [bf16]) {
                 alg::narrow_bf16(src, dst)
+            }
+            $(#[$feature])?
+            unsafe fn stream(src: *const f32, dst: *mut f32, n: usize) {
+                // SAFETY: passed on.
+                unsafe { alg::stream::<$simd>(src, dst, n) }
+            }
+            $(#[$feature])?
+            unsafe fn fence() {
+                // SAFETY: passed on.
+                unsafe { $simd::fence() }
             }
             /// Rows four at a time (else one by one), keys as many as one transpose can take.
             $(#[$feature])?
@@ -448,13 +504,6 @@ macro_rules! define_kernels {
                 }
             }
             $(#[$feature])?
-            unsafe fn prefetch(start: *const u8, bytes: usize) {
-                for line in (0..bytes).step_by(64) {
-                    // SAFETY: a prefetch may name any address.
-                    unsafe { $simd::prefetch(start.wrapping_add(line)) }
-                }
-            }
-            $(#[$feature])?
             unsafe fn evaluate(evaluator: &mut crate::evaluate::Evaluator<'_>, key: i32, scores: &[f32]) {
                 evaluator.row(key, scores)
             }
@@ -482,13 +531,14 @@ macro_rules! define_kernels {
                 widen_bf16: widen::<bf16>,
                 narrow_f16,
                 narrow_bf16,
+                stream,
+                fence,
                 dots_f32: dots::<f32>,
                 dots_f16: dots::<f16>,
                 dots_bf16: dots::<bf16>,
                 combine_f32: combine::<f32>,
                 combine_f16: combine::<f16>,
                 combine_bf16: combine::<bf16>,
-                prefetch,
                 evaluate,
                 finish,
                 lane_dots,

@@ -15,8 +15,8 @@ mod kernels;
 mod neon;
 mod portable;
 
-pub(crate) use algorithms::{ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, Strided, Sum, kernels};
+pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
+pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 
 /// A vector of f32 and what the kernels do with it.
 ///
@@ -37,6 +37,10 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn store(p: *mut f32, v: Self::V);
+    /// Stores past the caches; `p` is aligned to the vector.
+    unsafe fn stream(p: *mut f32, v: Self::V);
+    /// Orders streamed stores before whatever follows.
+    unsafe fn fence();
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
@@ -57,6 +61,10 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn store_f16(p: *mut u16, v: Self::V);
+    /// `LANES` consecutive pairs of bf16: the first of each pair, and the second.
+    unsafe fn load_bf16_pairs(p: *const u16) -> (Self::V, Self::V);
+    /// The sum of the lanes of each of `LANES` vectors.
+    unsafe fn sums(vectors: &[Self::V]) -> Self::V;
     /// dst\[c\]\[r\] = src\[r\]\[c\] for a square of `LANES`.
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize);
     /// Brings the line at `p` near; any address is allowed.

@@ -33,6 +33,13 @@ unsafe impl Simd for Neon {
         unsafe { vst1q_f32(p, v) }
     }
     #[inline(always)]
+    unsafe fn stream(p: *mut f32, v: float32x4_t) {
+        // SAFETY: passed on.
+        unsafe { Self::store(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {}
+    #[inline(always)]
     unsafe fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t {
         // SAFETY: as in `splat`.
         unsafe { vaddq_f32(a, b) }
@@ -124,6 +131,20 @@ unsafe impl Simd for Neon {
             vst1q_f32(lanes.as_mut_ptr(), v);
             p.cast::<[u16; LANES]>().write(lanes.map(|x| f16::from_f32(x).to_bits()));
         }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(p: *const u16) -> (float32x4_t, float32x4_t) {
+        // SAFETY: `p` is valid for 8 elements (trait contract).
+        unsafe {
+            let both = vreinterpretq_u32_u16(vld1q_u16(p));
+            let second = vandq_u32(both, vdupq_n_u32(0xffff_0000));
+            (vreinterpretq_f32_u32(vshlq_n_u32::<16>(both)), vreinterpretq_f32_u32(second))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sums(v: &[float32x4_t]) -> float32x4_t {
+        // SAFETY: as in `splat`.
+        unsafe { vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {

@@ -40,6 +40,13 @@ unsafe impl Simd for Portable {
         unsafe { p.cast::<[f32; LANES]>().write(v.0) }
     }
     #[inline(always)]
+    unsafe fn stream(p: *mut f32, v: V) {
+        // SAFETY: passed on.
+        unsafe { Self::store(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {}
+    #[inline(always)]
     unsafe fn add(a: V, b: V) -> V {
         zip(a, b, |a, b| a + b)
     }
@@ -98,6 +105,17 @@ unsafe impl Simd for Portable {
     unsafe fn store_f16(p: *mut u16, v: V) {
         // SAFETY: `p` is valid for 8 elements (trait contract).
         unsafe { p.cast::<[u16; LANES]>().write(v.0.map(|x| f16::from_f32(x).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(p: *const u16) -> (V, V) {
+        // SAFETY: `p` is valid for 16 elements (trait contract).
+        let both = unsafe { p.cast::<[u16; 2 * LANES]>().read() };
+        let widen = |i: usize| f32::from_bits(u32::from(both[i]) << 16);
+        (V(std::array::from_fn(|i| widen(2 * i))), V(std::array::from_fn(|i| widen(2 * i + 1))))
+    }
+    #[inline(always)]
+    unsafe fn sums(v: &[V]) -> V {
+        V(std::array::from_fn(|i| v[i].0.iter().sum()))
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
