@@ -1,6 +1,6 @@
 //! Forward or backward over a grid, as a share of what the micro-kernel reaches at the same time.
 //!
-//! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype]`
+//! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype] [full|causal|both] [dims]`
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::*;
@@ -22,10 +22,16 @@ fn main() {
     let heads_outside = arg(4, "bhsd") == "bhsd";
     let rescale: Rescale = arg(5, "lazy").parse().expect("rescale");
     let dtype = DType::FLOATS.into_iter().find(|d| d.name() == arg(6, "f32")).expect("dtype");
+    let masks: &[bool] = match arg(7, "both").as_str() {
+        "full" => &[false],
+        "causal" => &[true],
+        _ => &[false, true],
+    };
+    let dims: Vec<usize> = arg(8, "64,128").split(',').map(|x| x.parse().expect("dim")).collect();
     let options = Options { threads: Some(threads), rescale: Some(rescale), ..Options::default() };
-    for d in [64usize, 128] {
+    for &d in &dims {
         for &s in &lens {
-            for causal in [false, true] {
+            for &causal in masks {
                 let (b, h) = (8192 / s, 1024 / d);
                 let mut rng = Rng::new(1);
                 let n = b * s * h * d;
