@@ -111,7 +111,7 @@ impl std::fmt::Display for Exp {
 /// Coefficients of 2^r on [0, 1) for degrees 3, 4 and 5, lowest first; the first is pinned to 1 so that 2^n is
 /// exact (FlashAttention-4, fpminimax on relative error).
 pub const EXP2_POLY: [[f32; 6]; 3] = [
-    [1.0, 0.695_146_14, 0.227_564_39, 0.077_119_09, 0.0, 0.0],
+    [1.0, 0.695_146_14, 0.227_564_4, 0.077_119_09, 0.0, 0.0],
     [1.0, 0.693_042_7, 0.241_291_25, 0.052_225_36, 0.013_434_938, 0.0],
     [1.0, 0.693_151_4, 0.240_163_61, 0.055_802_19, 0.009_014_523, 0.001_868_101_5],
 ];

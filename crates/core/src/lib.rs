@@ -6,13 +6,19 @@
 #![forbid(unsafe_code)]
 
 pub mod block;
+pub mod cases;
+pub mod compare;
 pub mod dtype;
 pub mod exp;
 pub mod expr;
 pub mod inputs;
 pub mod mask;
+pub mod oracle;
+pub mod plain;
 pub mod problem;
+pub mod random;
 pub mod tensor;
+mod walk;
 
 pub use block::{BlockError, BlockMask, BlockSpec};
 pub use dtype::{DType, Element};

@@ -1,0 +1,410 @@
+//! How right is right enough: the one tolerance rule, used by every test, `check` and `tune`.
+//!
+//! With `want` from the f64 oracle and `plain` from honest code of the same type:
+//! `max|got - want| <= rtol * max|plain - want| + atol`. rtol is 2, or 3 with softcap. For 16-bit results atol
+//! is twice the largest |(r + 0.3 - 0.3) - r| with r = want rounded to the type and every operation in it, plus
+//! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. NaN and infinities must sit in the same places.
+
+use crate::dtype::DType;
+use crate::exp::Exp;
+use crate::inputs::{Bound, Forward, Gradients, Rows, Saved, Sequence};
+use crate::oracle::{self, At};
+use crate::plain;
+use crate::problem::{Problem, Side};
+use crate::random::Rng;
+use crate::tensor::{Tensor, TensorView};
+use crate::walk;
+use std::fmt;
+
+/// Beyond this many scores a head, checks look at [`SAMPLE`] rows and keys instead of all.
+pub const MAX_SCORES: usize = 1 << 22;
+/// Rows and keys that such a check looks at.
+pub const SAMPLE: usize = 64;
+
+/// The outcome of one comparison, told by its worst element.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Verdict {
+    /// |got - want| at the worst element; infinite if a NaN or infinity is out of place.
+    pub worst: f64,
+    /// What the rule allows there.
+    pub allowed: f64,
+    /// Its flat index in the row-major tensor.
+    pub at: usize,
+    /// The value there.
+    pub got: f64,
+    /// The oracle's value there.
+    pub want: f64,
+    /// Root mean square of the finite differences.
+    pub rms: f64,
+    /// Elements where only one side is NaN or infinite, or the infinities differ in sign.
+    pub misplaced: usize,
+    /// Elements compared.
+    pub count: usize,
+}
+
+impl Verdict {
+    /// Whether the result is right enough. An allowance that is not finite allows nothing.
+    pub fn ok(&self) -> bool {
+        self.misplaced == 0 && self.allowed.is_finite() && self.worst <= self.allowed
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Verdict { worst, allowed, at, got, want, rms, misplaced, count } = self;
+        let word = if self.ok() { "ok" } else { "WRONG" };
+        write!(f, "{word}: worst {worst:.3e} of {allowed:.3e} allowed, rms {rms:.1e}, at {at} of {count}: {got:e}")?;
+        write!(f, ", want {want:e}")?;
+        if *misplaced > 0 { write!(f, "; {misplaced} NaN or inf out of place") } else { Ok(()) }
+    }
+}
+
+/// The rule for one tensor.
+///
+/// ```
+/// use fulgurite_core::compare::Rule;
+/// use fulgurite_core::DType;
+///
+/// let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+/// let (want, plain) = ([1.0, 2.0], [1.0, 2.000001]);
+/// assert!(rule.judge(&[1.0, 2.000002], &want, &plain).ok());
+/// assert!(!rule.judge(&[1.0, 2.1], &want, &plain).ok());
+/// assert!(!rule.judge(&[f64::NAN, 2.0], &want, &plain).ok());
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rule {
+    /// Type of the tensor.
+    pub dtype: DType,
+    /// Whether a softcap bends the scores.
+    pub softcap: bool,
+    /// Whether the tensor is a gradient.
+    pub gradient: bool,
+}
+
+impl Rule {
+    /// The rule for `o`.
+    pub fn output(problem: &Problem) -> Rule {
+        Rule { dtype: problem.dtype(), softcap: problem.has_softcap(), gradient: false }
+    }
+    /// The rule for `d_q`, `d_k` and `d_v`.
+    pub fn gradient(problem: &Problem) -> Rule {
+        Rule { gradient: true, ..Rule::output(problem) }
+    }
+    /// The rule for the f32 gradients of sinks and auxiliary tensors.
+    pub fn sums(problem: &Problem) -> Rule {
+        Rule { dtype: DType::F32, ..Rule::gradient(problem) }
+    }
+
+    /// The largest difference allowed.
+    pub fn allowed(&self, want: &[f64], plain: &[f64]) -> f64 {
+        let rtol = if self.softcap { 3.0 } else { 2.0 };
+        let atol = match self.dtype {
+            DType::F32 => 1e-6 * largest(want.iter().copied()),
+            dtype => {
+                let step = |&x: &f64| {
+                    let r = dtype.round(x);
+                    dtype.round(dtype.round(r + 0.3) - 0.3) - r
+                };
+                2.0 * largest(want.iter().map(step)) + if self.softcap && self.gradient { 3e-4 } else { 0.0 }
+            }
+        };
+        rtol * largest(want.iter().zip(plain).map(|(w, p)| p - w)) + atol
+    }
+
+    /// Compares `got` with the oracle's `want`; `plain` sets the allowance. Panics if the lengths differ.
+    pub fn judge(&self, got: &[f64], want: &[f64], plain: &[f64]) -> Verdict {
+        assert_eq!(want.len(), plain.len(), "elements of `plain`");
+        let allowed = self.allowed(want, plain);
+        compare(got, want, self.dtype, |_| allowed)
+    }
+}
+
+/// The rule for the LSE: 1e-3 (1e-5 where q, k and v are f32) plus 4 * 2^-23 * max(1, |want|) at each element.
+/// `extra` is what a forced polynomial may add.
+pub fn judge_lse(got: &[f64], want: &[f64], dtype: DType, extra: f64) -> Verdict {
+    let base = if dtype == DType::F32 { 1e-5 } else { 1e-3 };
+    compare(got, want, DType::F32, |want| base + extra + 4.0 * f64::from(f32::EPSILON) * want.abs().max(1.0))
+}
+
+/// The largest finite magnitude. What is not finite is left out: it would allow everything.
+fn largest(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(f64::abs).filter(|x| x.is_finite()).fold(0.0, f64::max)
+}
+
+/// Finds the element that exceeds its allowance most. `dtype` decides where `want` overflows to an infinity.
+fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(f64) -> f64) -> Verdict {
+    assert_eq!(got.len(), want.len(), "elements of `got`");
+    let none = Verdict {
+        worst: 0.0,
+        allowed: allowed(0.0),
+        at: 0,
+        got: 0.0,
+        want: 0.0,
+        rms: 0.0,
+        misplaced: 0,
+        count: got.len(),
+    };
+    let (mut verdict, mut squares, mut excess) = (none, 0.0, f64::NEG_INFINITY);
+    for (at, (&got, &want)) in got.iter().zip(want).enumerate() {
+        let rounded = dtype.round(want);
+        let same = got.is_nan() && rounded.is_nan() || got == rounded;
+        let finite = got.is_finite() && rounded.is_finite();
+        let worst = if finite {
+            (got - want).abs()
+        } else if same {
+            0.0
+        } else {
+            f64::INFINITY
+        };
+        if finite {
+            squares += worst * worst;
+        }
+        verdict.misplaced += usize::from(!finite && !same);
+        let limit = if finite { allowed(want) } else { allowed(0.0) };
+        // A NaN excess (infinite allowance) must be reported, not passed over.
+        let over = worst - limit;
+        if over > excess || over.is_nan() {
+            excess = over;
+            verdict = Verdict { worst, allowed: limit, at, got, want, ..verdict };
+        }
+    }
+    verdict.rms = (squares / got.len().max(1) as f64).sqrt();
+    verdict
+}
+
+/// One tensor under comparison: what an engine gave, what it should be, what honest code gives.
+struct Sides {
+    rule: Option<Rule>,
+    name: String,
+    got: Vec<f64>,
+    want: Vec<f64>,
+    plain: Vec<f64>,
+    /// Flat index in the tensor of each element compared.
+    index: Vec<usize>,
+}
+
+impl Sides {
+    fn whole(name: &str, rule: Option<Rule>, got: &Tensor, want: Vec<f64>, plain: Vec<f64>) -> Sides {
+        let index = (0..want.len()).collect();
+        Sides { rule, name: name.into(), got: got.view().to_f64(), want, plain, index }
+    }
+
+    /// Some rows of a tensor; `starts` is where each begins.
+    fn rows(
+        name: &str,
+        rule: Option<Rule>,
+        got: &Tensor,
+        starts: &[usize],
+        want: Vec<Vec<f64>>,
+        plain: Vec<Vec<f64>>,
+    ) -> Sides {
+        let index: Vec<usize> = starts.iter().zip(&want).flat_map(|(&start, row)| start..start + row.len()).collect();
+        let view = got.view();
+        let got = index.iter().map(|&i| view.at(i)).collect();
+        Sides { rule, name: name.into(), got, want: want.concat(), plain: plain.concat(), index }
+    }
+
+    /// Lets NaN pass where a non-finite key or value that some row sees may reach.
+    fn excuse(&mut self, reached: impl Fn(usize) -> bool) {
+        for (i, want) in self.want.iter_mut().enumerate() {
+            if self.got[i].is_nan() && reached(self.index[i]) {
+                (*want, self.plain[i]) = (f64::NAN, f64::NAN);
+            }
+        }
+    }
+
+    fn judge(&self, problem: &Problem) -> (String, Verdict) {
+        let verdict = match self.rule {
+            Some(rule) => rule.judge(&self.got, &self.want, &self.plain),
+            None => {
+                // Only a forced polynomial is another exponential than the oracle's.
+                let forced = matches!(problem.exp(), Exp::Poly { .. });
+                let extra = 2.0 * largest(self.want.iter().zip(&self.plain).map(|(w, p)| p - w));
+                judge_lse(&self.got, &self.want, problem.dtype(), if forced { extra } else { 0.0 })
+            }
+        };
+        let at = self.index.get(verdict.at).copied().unwrap_or(0);
+        (self.name.clone(), Verdict { at, ..verdict })
+    }
+}
+
+/// Whether checks of this problem look at a sample only.
+pub fn is_sampled(problem: &Problem) -> bool {
+    problem.max_q_len().saturating_mul(problem.max_k_len()) > MAX_SCORES
+}
+
+/// Random query rows: of any sequence with room for one and any head.
+fn sample_rows(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
+    let problem = bound.problem();
+    let filled: Vec<&Sequence> = bound.sequences().iter().filter(|s| s.q_len > 0).collect();
+    if filled.is_empty() {
+        return Vec::new();
+    }
+    let mut rows: Vec<At> = (0..SAMPLE)
+        .map(|_| {
+            let sequence = rng.pick(&filled);
+            At { batch: sequence.batch, head: rng.range(0..problem.q_heads()), row: rng.range(0..sequence.q_len) }
+        })
+        .collect();
+    rows.sort_unstable_by_key(|at| (at.batch, at.head, at.row)); // rows of one head share its keys
+    rows
+}
+
+/// Random keys of one random head: each head costs a whole backward of it.
+fn sample_keys(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
+    let filled: Vec<&Sequence> = bound.sequences().iter().filter(|s| s.k_len > 0).collect();
+    if filled.is_empty() {
+        return Vec::new();
+    }
+    let sequence = rng.pick(&filled);
+    let head = rng.range(0..bound.problem().kv_heads());
+    (0..SAMPLE).map(|_| At { batch: sequence.batch, head, row: rng.range(0..sequence.k_len) }).collect()
+}
+
+/// Where chosen rows begin in a row-major tensor.
+fn starts(bound: &Bound<'_>, shape: &[usize], side: Side, rows: &[At]) -> Vec<usize> {
+    let start = |at: &At| walk::packed_rows(bound, shape, &bound.sequences()[at.batch], side).at(at.row, at.head);
+    rows.iter().map(start).collect()
+}
+
+/// Judges a forward result: `o`, then `lse`. Beyond [`MAX_SCORES`] a head, `seed` picks the rows.
+///
+/// Panics if the tensors do not have the shapes of the problem.
+pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String, Verdict)> {
+    let problem = bound.problem();
+    let rule = Some(Rule::output(problem));
+    let mut sides = if is_sampled(problem) {
+        let rows = sample_rows(bound, &mut Rng::new(seed));
+        let (want, plain) = (oracle::forward_rows(bound, &rows), plain::forward_rows(bound, &rows));
+        let lse = |rows: &[oracle::Row]| rows.iter().map(|r| vec![r.lse]).collect();
+        let lse_starts: Vec<usize> =
+            rows.iter().map(|at| walk::packed_lse(bound, &bound.sequences()[at.batch]).at(at.row, at.head)).collect();
+        let lse = Sides::rows("lse", None, &got.lse, &lse_starts, lse(&want), lse(&plain));
+        let o = |rows: Vec<oracle::Row>| rows.into_iter().map(|r| r.o).collect();
+        let o_starts = starts(bound, &problem.o_shape(), Side::Query, &rows);
+        [Sides::rows("o", rule, &got.o, &o_starts, o(want), o(plain)), lse]
+    } else {
+        let (want, plain) = (oracle::forward(bound), plain::forward(bound));
+        [Sides::whole("o", rule, &got.o, want.o, plain.o), Sides::whole("lse", None, &got.lse, want.lse, plain.lse)]
+    };
+    let reach = Reach::new(bound);
+    sides[0].excuse(|i| reach.rows(&problem.o_shape(), Side::Query, i));
+    sides[1].excuse(|i| reach.lse(i));
+    sides.iter().map(|s| s.judge(problem)).collect()
+}
+
+/// Judges gradients: `d_q`, `d_k`, `d_v`, then `d_sinks` and `d_` with the name of each auxiliary tensor that has
+/// one. Beyond [`MAX_SCORES`] a head, `seed` picks rows and keys, and the sums over all rows are not judged.
+///
+/// Panics if the tensors do not have the shapes of the problem.
+pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, seed: u64) -> Vec<(String, Verdict)> {
+    let problem = bound.problem();
+    let (d_o, d_lse): (&TensorView<'_>, _) = (&saved.d_o, saved.d_lse.as_ref());
+    let (rule, sums) = (Some(Rule::gradient(problem)), Some(Rule::sums(problem)));
+    let reach = Reach::new(bound);
+    let mut sides = if is_sampled(problem) {
+        let mut rng = Rng::new(seed);
+        let (rows, keys) = (sample_rows(bound, &mut rng), sample_keys(bound, &mut rng));
+        let want = oracle::backward_rows(bound, d_o, d_lse, &rows);
+        let plain = plain::backward_rows(bound, d_o, d_lse, &rows);
+        let q_starts = starts(bound, &problem.q_shape(), Side::Query, &rows);
+        let d_q = Sides::rows("d_q", rule, &got.d_q, &q_starts, want, plain);
+        let split = |keys: Vec<oracle::KeyGradient>| -> (Vec<_>, Vec<_>) {
+            keys.into_iter().map(|key| (key.d_k, key.d_v)).unzip()
+        };
+        let (want_k, want_v) = split(oracle::backward_keys(bound, d_o, d_lse, &keys));
+        let (plain_k, plain_v) = split(plain::backward_keys(bound, d_o, d_lse, &keys));
+        let (k_starts, v_starts) =
+            (starts(bound, &problem.k_shape(), Side::Key, &keys), starts(bound, &problem.v_shape(), Side::Key, &keys));
+        let d_k = Sides::rows("d_k", rule, &got.d_k, &k_starts, want_k, plain_k);
+        vec![d_q, d_k, Sides::rows("d_v", rule, &got.d_v, &v_starts, want_v, plain_v)]
+    } else {
+        let (want, plain) = (oracle::backward(bound, d_o, d_lse), plain::backward(bound, d_o, d_lse));
+        let mut all = vec![
+            Sides::whole("d_q", rule, &got.d_q, want.d_q, plain.d_q),
+            Sides::whole("d_k", rule, &got.d_k, want.d_k, plain.d_k),
+            Sides::whole("d_v", rule, &got.d_v, want.d_v, plain.d_v),
+        ];
+        if let (Some(got), Some(want), Some(plain)) = (&got.d_sinks, want.d_sinks, plain.d_sinks) {
+            all.push(Sides::whole("d_sinks", sums, got, want, plain));
+        }
+        let wanted = want.d_aux.into_iter().zip(plain.d_aux);
+        for ((spec, got), (want, plain)) in problem.aux().iter().zip(&got.d_aux).zip(wanted) {
+            if let (Some(got), Some(want), Some(plain)) = (got, want, plain) {
+                all.push(Sides::whole(&format!("d_{}", spec.name), sums, got, want, plain));
+            }
+        }
+        all
+    };
+    sides[0].excuse(|i| reach.rows(&problem.q_shape(), Side::Query, i));
+    sides[1].excuse(|i| reach.rows(&problem.k_shape(), Side::Key, i));
+    sides[2].excuse(|i| reach.rows(&problem.v_shape(), Side::Key, i));
+    for side in &mut sides[3..] {
+        side.excuse(|_| reach.anything());
+    }
+    sides.iter().map(|s| s.judge(problem)).collect()
+}
+
+/// How far non-finite keys and values that some row sees may spread: to the rows of their sequence and head.
+/// A kernel may multiply them with a probability of 0 for rows that do not see them.
+struct Reach<'a> {
+    bound: &'a Bound<'a>,
+    /// (sequence, key/value head), almost always none.
+    heads: Vec<(Sequence, usize)>,
+}
+
+impl<'a> Reach<'a> {
+    fn new(bound: &'a Bound<'a>) -> Reach<'a> {
+        let problem = bound.problem();
+        let mut heads = Vec::new();
+        for sequence in bound.sequences() {
+            for head in 0..problem.kv_heads() {
+                let broken = |view: &TensorView<'_>, dim: usize| {
+                    let rows = bound.rows(view.strides(), sequence, Side::Key);
+                    let finite = |k: usize| (0..dim).all(|i| view.at(rows.at(k, head) + i).is_finite());
+                    (0..sequence.k_len).filter(|&k| !finite(k)).collect::<Vec<usize>>()
+                };
+                let keys = [broken(bound.k(), problem.head_dim()), broken(bound.v(), problem.value_dim())].concat();
+                let group = head * problem.group()..(head + 1) * problem.group();
+                let seen = |h: usize| {
+                    (0..sequence.q_len).any(|q| {
+                        let visible = walk::visible(bound, sequence, h, q);
+                        keys.iter().any(|k| visible.binary_search(k).is_ok())
+                    })
+                };
+                if !keys.is_empty() && group.into_iter().any(seen) {
+                    heads.push((*sequence, head));
+                }
+            }
+        }
+        Reach { bound, heads }
+    }
+
+    fn anything(&self) -> bool {
+        !self.heads.is_empty()
+    }
+
+    /// Whether the element at a flat index of a tensor of rows is within reach.
+    fn rows(&self, shape: &[usize], side: Side, index: usize) -> bool {
+        let (dim, group) = (shape[shape.len() - 1], if side == Side::Query { self.bound.problem().group() } else { 1 });
+        self.heads.iter().any(|(sequence, head)| {
+            let rows = walk::packed_rows(self.bound, shape, sequence, side);
+            let len = if side == Side::Query { sequence.q_len } else { sequence.k_len };
+            (head * group..(head + 1) * group).any(|h| inside(&rows, len, h, dim, index))
+        })
+    }
+
+    fn lse(&self, index: usize) -> bool {
+        let group = self.bound.problem().group();
+        self.heads.iter().any(|(sequence, head)| {
+            let rows = walk::packed_lse(self.bound, sequence);
+            (head * group..(head + 1) * group).any(|h| inside(&rows, sequence.q_len, h, 1, index))
+        })
+    }
+}
+
+/// Whether a flat index lies in one of the first `len` rows of a head.
+fn inside(rows: &Rows, len: usize, head: usize, dim: usize, index: usize) -> bool {
+    let start = rows.at(0, head);
+    index >= start && (index - start) / rows.row < len && (index - start) % rows.row < dim
+}

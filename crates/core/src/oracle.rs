@@ -1,0 +1,201 @@
+//! The definition of attention: f64, plain loops, no tiles, no tricks.
+//!
+//! For each row, in this order: scale; score modifiers; mask; the sink joins the denominator; softmax; times V.
+//! A masked key takes no part in any arithmetic, so nothing that it holds can leak. A row without visible
+//! keys has o = 0 and LSE = -inf, or the value of its sink. NaN propagates.
+
+use crate::exp::{self, Exp};
+use crate::inputs::Bound;
+use crate::problem::Problem;
+use crate::tensor::TensorView;
+pub use crate::walk::At;
+use crate::walk::{self, Arithmetic, Cotangent, Head};
+
+/// What forward means.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// Row-major in the shape of o.
+    pub o: Vec<f64>,
+    /// Row-major in the shape of the LSE.
+    pub lse: Vec<f64>,
+}
+
+/// What backward means.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradientAnswer {
+    /// Row-major in the shape of q.
+    pub d_q: Vec<f64>,
+    /// Row-major in the shape of k.
+    pub d_k: Vec<f64>,
+    /// Row-major in the shape of v.
+    pub d_v: Vec<f64>,
+    /// `[q_heads]`, where the problem has sinks.
+    pub d_sinks: Option<Vec<f64>>,
+    /// One entry for each auxiliary tensor of the problem, where a gradient was asked for.
+    pub d_aux: Vec<Option<Vec<f64>>>,
+}
+
+/// The answer for one query row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    /// `[value_dim]`.
+    pub o: Vec<f64>,
+    /// Natural logarithm of the softmax denominator.
+    pub lse: f64,
+}
+
+/// The gradients of one key.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KeyGradient {
+    /// `[head_dim]`.
+    pub d_k: Vec<f64>,
+    /// `[value_dim]`.
+    pub d_v: Vec<f64>,
+}
+
+/// The whole forward result.
+///
+/// ```
+/// use fulgurite_core::{Inputs, Problem, Tensor, oracle};
+///
+/// let problem = Problem::builder().dense(1, 1, 2).heads(1, 1).head_dim(1).build()?;
+/// let q = Tensor::new(vec![0.0f32], &[1, 1, 1, 1])?;
+/// let (k, v) = (Tensor::new(vec![1.0f32, 2.0], &[1, 2, 1, 1])?, Tensor::new(vec![3.0f32, 5.0], &[1, 2, 1, 1])?);
+/// let bound = Inputs::new(q.view(), k.view(), v.view()).bind(&problem)?;
+/// let answer = oracle::forward(&bound);
+/// assert_eq!((answer.o[0], answer.lse[0]), (4.0, 2f64.ln())); // equal scores: the mean of v
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn forward(bound: &Bound<'_>) -> Answer {
+    let (o, lse) = walk::forward::<Exact>(bound);
+    Answer { o, lse }
+}
+
+/// The forward result of chosen query rows.
+pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
+    walk::forward_rows::<Exact>(bound, rows).into_iter().map(|(o, lse)| Row { o, lse }).collect()
+}
+
+/// All gradients, from a forward of its own.
+pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> GradientAnswer {
+    GradientAnswer::new(bound.problem(), walk::backward::<Exact>(bound, d_o, d_lse))
+}
+
+/// d_q of chosen query rows.
+pub fn backward_rows(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    rows: &[At],
+) -> Vec<Vec<f64>> {
+    walk::backward_rows::<Exact>(bound, d_o, d_lse, rows)
+}
+
+/// d_k and d_v of chosen keys; `At::head` counts key/value heads. Costs a whole backward of each head chosen,
+/// because every row that sees a key needs its LSE.
+pub fn backward_keys(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    keys: &[At],
+) -> Vec<KeyGradient> {
+    let found = walk::backward_keys::<Exact>(bound, d_o, d_lse, keys);
+    found.into_iter().map(|(d_k, d_v)| KeyGradient { d_k, d_v }).collect()
+}
+
+impl GradientAnswer {
+    pub(crate) fn new(problem: &Problem, sums: walk::Sums) -> GradientAnswer {
+        GradientAnswer {
+            d_q: sums.d_q,
+            d_k: sums.d_k,
+            d_v: sums.d_v,
+            d_sinks: problem.has_sinks().then_some(sums.d_sinks),
+            d_aux: sums.d_aux,
+        }
+    }
+}
+
+struct Exact;
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// ln(e^a + e^b).
+fn log_add(a: f64, b: f64) -> f64 {
+    let (low, high) = if a < b { (a, b) } else { (b, a) };
+    if low == f64::NEG_INFINITY { high } else { high + (low - high).exp().ln_1p() }
+}
+
+impl Arithmetic for Exact {
+    type Number = f64;
+
+    fn key(_: &Problem, x: f64) -> f64 {
+        x
+    }
+
+    fn value(x: f64) -> f64 {
+        x
+    }
+
+    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
+        let problem = head.problem();
+        let query = head.query(q);
+        let (mut keys, mut scaled, mut scores) = (Vec::new(), Vec::new(), Vec::new());
+        for k in head.visible(q) {
+            let s = f64::from(problem.scale()) * dot(&query, head.key(k));
+            let modified = head.modified(s, q, k);
+            if modified != f64::NEG_INFINITY {
+                keys.push(k);
+                scaled.push(s);
+                scores.push(modified);
+            }
+        }
+        // A NaN becomes the maximum and stays it.
+        let max = scores.iter().fold(f64::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
+        let exp = |x: f64| match problem.exp() {
+            Exp::Sas { threshold } => exp::sas(x, threshold),
+            Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
+        };
+        let mut p: Vec<f64> = scores.iter().map(|s| exp(s - max)).collect();
+        let lse = log_add(max + p.iter().sum::<f64>().ln(), head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY));
+        let mut o = vec![0.0; problem.value_dim()];
+        for (p, &k) in p.iter_mut().zip(&keys) {
+            *p *= (max - lse).exp();
+            for (o, v) in o.iter_mut().zip(head.value(k)) {
+                *o += *p * v;
+            }
+        }
+        walk::Row { keys, scaled, p, o, lse }
+    }
+
+    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+        let scale = f64::from(head.problem().scale());
+        let delta = dot(&given.d_o, &row.o) - given.d_lse;
+        let mut d_q = vec![0.0; head.problem().head_dim()];
+        let (mut d_modified, mut d_scaled) = (Vec::new(), Vec::new());
+        for (j, &k) in row.keys.iter().enumerate() {
+            let d_p = dot(&given.d_o, head.value(k));
+            let d_s = row.p[j] * (d_p - delta);
+            let d_x = d_s * head.derivative(row.scaled[j], q, k);
+            for (d, k) in d_q.iter_mut().zip(head.key(k)) {
+                *d += scale * d_x * k;
+            }
+            d_modified.push(d_s);
+            d_scaled.push(d_x);
+        }
+        let d_sink = match head.bound.sink(head.head) {
+            Some(sink) if row.lse != f64::NEG_INFINITY => -(sink - row.lse).exp() * delta,
+            _ => 0.0,
+        };
+        walk::RowGradient { d_q, d_modified, d_scaled, d_sink }
+    }
+
+    fn add(sum: f64, x: f64, y: f64) -> f64 {
+        sum + x * y
+    }
+
+    fn store(_: &Problem, x: f64) -> f64 {
+        x
+    }
+}

@@ -1,0 +1,188 @@
+//! Honest attention in the type of the inputs: what its error against the oracle is sets the allowance.
+//!
+//! As a careful user of 16-bit tensors would write it, without tiles: the scale is folded into K; scores,
+//! probabilities and their gradients are rounded to the type; sums are f32; results are rounded. For f32 it is
+//! plain f32. Where the problem forces an exponential, this uses the same. Which keys are visible is not
+//! decided here.
+
+use crate::exp::{self, Exp};
+use crate::inputs::{Bound, Forward, Gradients};
+use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, Row};
+use crate::problem::Problem;
+use crate::tensor::{Tensor, TensorError, TensorView};
+use crate::walk::{self, Arithmetic, Cotangent, Head};
+
+/// The whole forward result, in values of the problem's type (LSE f32).
+pub fn forward(bound: &Bound<'_>) -> Answer {
+    let (o, lse) = walk::forward::<Rounded>(bound);
+    Answer { o, lse }
+}
+
+/// The forward result of chosen query rows.
+pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
+    walk::forward_rows::<Rounded>(bound, rows).into_iter().map(|(o, lse)| Row { o, lse }).collect()
+}
+
+/// All gradients, in values of the problem's type (those of sinks and auxiliary tensors f32).
+pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> GradientAnswer {
+    GradientAnswer::new(bound.problem(), walk::backward::<Rounded>(bound, d_o, d_lse))
+}
+
+/// d_q of chosen query rows.
+pub fn backward_rows(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    rows: &[At],
+) -> Vec<Vec<f64>> {
+    walk::backward_rows::<Rounded>(bound, d_o, d_lse, rows)
+}
+
+/// d_k and d_v of chosen keys; `At::head` counts key/value heads.
+pub fn backward_keys(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    keys: &[At],
+) -> Vec<KeyGradient> {
+    let found = walk::backward_keys::<Rounded>(bound, d_o, d_lse, keys);
+    found.into_iter().map(|(d_k, d_v)| KeyGradient { d_k, d_v }).collect()
+}
+
+impl Answer {
+    /// The tensors that an engine would give, each value rounded to its type.
+    pub fn to_forward(&self, problem: &Problem) -> Result<Forward, TensorError> {
+        let mut forward = Forward::zeros(problem)?;
+        forward.o.view_mut().write_f64(&self.o);
+        forward.lse.view_mut().write_f64(&self.lse);
+        Ok(forward)
+    }
+}
+
+impl GradientAnswer {
+    /// The tensors that an engine would give, each value rounded to its type.
+    pub fn to_gradients(&self, problem: &Problem) -> Result<Gradients, TensorError> {
+        let mut gradients = Gradients::zeros(problem)?;
+        gradients.d_q.view_mut().write_f64(&self.d_q);
+        gradients.d_k.view_mut().write_f64(&self.d_k);
+        gradients.d_v.view_mut().write_f64(&self.d_v);
+        let write = |tensor: &mut Option<Tensor>, values: &Option<Vec<f64>>| {
+            if let (Some(tensor), Some(values)) = (tensor, values) {
+                tensor.view_mut().write_f64(values);
+            }
+        };
+        write(&mut gradients.d_sinks, &self.d_sinks);
+        for (tensor, values) in gradients.d_aux.iter_mut().zip(&self.d_aux) {
+            write(tensor, values);
+        }
+        Ok(gradients)
+    }
+}
+
+struct Rounded;
+
+/// Rounded to the problem's type.
+fn round(problem: &Problem, x: f32) -> f32 {
+    problem.dtype().round(f64::from(x)) as f32
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+fn narrow(x: &[f64]) -> Vec<f32> {
+    x.iter().map(|&x| x as f32).collect()
+}
+
+/// e^x for x <= 0 at key `k`, by the function the problem asks for.
+fn exponential(problem: &Problem, k: usize, x: f32) -> f32 {
+    match problem.exp() {
+        Exp::Sas { threshold } => exp::sas(f64::from(x), threshold) as f32,
+        // Which elements the share falls on is the engine's choice; here it is spread evenly.
+        Exp::Poly { degree, share } if ((k + 1) as f32 * share).floor() > (k as f32 * share).floor() => {
+            exp::exp2_poly(degree, x * std::f32::consts::LOG2_E)
+        }
+        Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
+    }
+}
+
+impl Arithmetic for Rounded {
+    type Number = f32;
+
+    fn key(problem: &Problem, x: f64) -> f32 {
+        round(problem, x as f32 * problem.scale())
+    }
+
+    fn value(x: f64) -> f32 {
+        x as f32
+    }
+
+    fn row(head: &Head<'_, f32>, q: usize) -> walk::Row {
+        let problem = head.problem();
+        let query = narrow(&head.query(q));
+        let (mut keys, mut scaled, mut scores) = (Vec::new(), Vec::new(), Vec::new());
+        for k in head.visible(q) {
+            let s = f64::from(round(problem, dot(&query, head.key(k))));
+            let modified = round(problem, head.modified(s, q, k) as f32);
+            if modified != f32::NEG_INFINITY {
+                keys.push(k);
+                scaled.push(s);
+                scores.push(modified);
+            }
+        }
+        // A NaN becomes the maximum and stays it.
+        let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
+        let mut p: Vec<f32> = scores.iter().zip(&keys).map(|(s, &k)| exponential(problem, k, s - max)).collect();
+        let sum: f32 = p.iter().sum();
+        let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
+        // The sink may exceed every score: whichever is larger is taken out of the sum.
+        let top = if sink > max { sink } else { max };
+        let (share, lse) = if top == f32::NEG_INFINITY {
+            (0.0, top)
+        } else {
+            let total = sum * (max - top).exp() + (sink - top).exp();
+            ((max - top).exp() / total, top + total.ln())
+        };
+        let mut o = vec![0.0f32; problem.value_dim()];
+        for (p, &k) in p.iter_mut().zip(&keys) {
+            *p = round(problem, *p * share);
+            for (o, v) in o.iter_mut().zip(head.value(k)) {
+                *o += *p * v;
+            }
+        }
+        let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();
+        let o = o.into_iter().map(|x| round(problem, x)).collect();
+        walk::Row { keys, scaled, p: wide(p), o: wide(o), lse: f64::from(lse) }
+    }
+
+    fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+        let problem = head.problem();
+        let d_o = narrow(&given.d_o);
+        let delta = dot(&d_o, &narrow(&row.o)) - given.d_lse as f32;
+        let mut d_q = vec![0.0f32; problem.head_dim()];
+        let (mut d_modified, mut d_scaled) = (Vec::new(), Vec::new());
+        for (j, &k) in row.keys.iter().enumerate() {
+            let d_s = row.p[j] as f32 * (dot(&d_o, head.value(k)) - delta);
+            let d_x = round(problem, d_s * head.derivative(row.scaled[j], q, k) as f32);
+            for (d, k) in d_q.iter_mut().zip(head.key(k)) {
+                *d += d_x * k;
+            }
+            d_modified.push(f64::from(round(problem, d_s)));
+            d_scaled.push(f64::from(d_x));
+        }
+        let d_sink = match head.bound.sink(head.head) {
+            Some(sink) if row.lse != f64::NEG_INFINITY => -((sink - row.lse) as f32).exp() * delta,
+            _ => 0.0,
+        };
+        let d_q = d_q.into_iter().map(f64::from).collect();
+        walk::RowGradient { d_q, d_modified, d_scaled, d_sink: f64::from(d_sink) }
+    }
+
+    fn add(sum: f64, x: f64, y: f64) -> f64 {
+        f64::from(sum as f32 + x as f32 * y as f32)
+    }
+
+    fn store(problem: &Problem, x: f64) -> f64 {
+        problem.dtype().round(x)
+    }
+}

@@ -1,0 +1,397 @@
+//! The walk over sequences, heads and rows that the oracle and the plain implementation share.
+//!
+//! Which keys a row sees, what its modifiers say and where results go is written here, once. What happens
+//! inside a row is an [`Arithmetic`].
+
+use crate::expr::{Coverage, Env};
+use crate::inputs::{Bound, Rows, Sequence};
+use crate::problem::{Problem, Side};
+use crate::tensor::{Dims, TensorView};
+
+/// One row of a head: a query where queries are meant, a key where keys are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct At {
+    /// Number of the sequence.
+    pub batch: usize,
+    /// Query head for queries, key/value head for keys.
+    pub head: usize,
+    /// Index inside the sequence.
+    pub row: usize,
+}
+
+/// What one row computes in forward, and what its backward needs.
+pub(crate) struct Row {
+    /// The visible keys, ascending. A key whose modified score is -inf is not among them.
+    pub keys: Vec<usize>,
+    /// For each visible key the score before the modifiers.
+    pub scaled: Vec<f64>,
+    /// For each visible key its share of the softmax.
+    pub p: Vec<f64>,
+    pub o: Vec<f64>,
+    pub lse: f64,
+}
+
+/// What one row computes in backward, besides its part of the sums over rows.
+pub(crate) struct RowGradient {
+    pub d_q: Vec<f64>,
+    /// For each visible key the gradient of the modified score.
+    pub d_modified: Vec<f64>,
+    /// For each visible key the gradient of the score before the modifiers.
+    pub d_scaled: Vec<f64>,
+    /// This row's part of the sink's gradient.
+    pub d_sink: f64,
+}
+
+/// The gradients that reach one row.
+pub(crate) struct Cotangent {
+    pub d_o: Vec<f64>,
+    pub d_lse: f64,
+}
+
+/// How a row is computed: exactly, or as honest code of some precision would.
+pub(crate) trait Arithmetic {
+    /// What the products of a row read.
+    type Number: Copy;
+    /// An element of k.
+    fn key(problem: &Problem, x: f64) -> Self::Number;
+    /// An element of v.
+    fn value(x: f64) -> Self::Number;
+    fn row(head: &Head<'_, Self::Number>, q: usize) -> Row;
+    fn row_gradient(head: &Head<'_, Self::Number>, q: usize, row: &Row, given: &Cotangent) -> RowGradient;
+    /// sum + x * y, as sums over rows keep it.
+    fn add(sum: f64, x: f64, y: f64) -> f64;
+    /// The value that a tensor of the problem's type ends up with.
+    fn store(problem: &Problem, x: f64) -> f64;
+}
+
+/// One query head of one sequence.
+pub(crate) struct Head<'a, T> {
+    pub bound: &'a Bound<'a>,
+    pub sequence: Sequence,
+    pub head: usize,
+    k: Vec<T>,
+    v: Vec<T>,
+}
+
+/// `n` elements of a row that begins at `offset`.
+fn read<'a>(view: &'a TensorView<'_>, offset: usize, n: usize) -> impl Iterator<Item = f64> + 'a {
+    // The last axis of d_o may be a broadcast, that of a single element may have any stride.
+    let step = view.strides()[view.strides().len() - 1];
+    (0..n).map(move |i| view.at(offset + i * step))
+}
+
+impl<'a, T: Copy> Head<'a, T> {
+    fn new<A: Arithmetic<Number = T>>(bound: &'a Bound<'a>, sequence: Sequence, head: usize) -> Head<'a, T> {
+        let problem = bound.problem();
+        let kv_head = head / problem.group();
+        let (k_rows, v_rows) = (
+            bound.rows(bound.k().strides(), &sequence, Side::Key),
+            bound.rows(bound.v().strides(), &sequence, Side::Key),
+        );
+        let (mut k, mut v) = (Vec::new(), Vec::new());
+        for j in 0..sequence.k_len {
+            let key = read(bound.k(), k_rows.at(j, kv_head), problem.head_dim());
+            k.extend(key.map(|x| A::key(problem, x)));
+            v.extend(read(bound.v(), v_rows.at(j, kv_head), problem.value_dim()).map(A::value));
+        }
+        Head { bound, sequence, head, k, v }
+    }
+
+    pub fn problem(&self) -> &'a Problem {
+        self.bound.problem()
+    }
+
+    pub fn query(&self, q: usize) -> Vec<f64> {
+        let rows = self.bound.rows(self.bound.q().strides(), &self.sequence, Side::Query);
+        read(self.bound.q(), rows.at(q, self.head), self.problem().head_dim()).collect()
+    }
+
+    pub fn key(&self, k: usize) -> &[T] {
+        let dim = self.problem().head_dim();
+        &self.k[k * dim..(k + 1) * dim]
+    }
+
+    pub fn value(&self, k: usize) -> &[T] {
+        let dim = self.problem().value_dim();
+        &self.v[k * dim..(k + 1) * dim]
+    }
+
+    fn env(&self, score: f64, q: usize, k: usize) -> Env<'_> {
+        let Sequence { batch, q_len, k_len, .. } = self.sequence;
+        Env { score, batch, head: self.head, q, k, q_len, k_len, aux: self.bound.aux() }
+    }
+
+    /// The score that softmax sees.
+    pub fn modified(&self, scaled: f64, q: usize, k: usize) -> f64 {
+        self.problem().score_program().map_or(scaled, |program| program.eval(&self.env(scaled, q, k)).float())
+    }
+
+    /// Its derivative with respect to the scaled score.
+    pub fn derivative(&self, scaled: f64, q: usize, k: usize) -> f64 {
+        self.problem().score_derivative().map_or(1.0, |program| program.eval(&self.env(scaled, q, k)).float())
+    }
+
+    /// The keys that block lists and mask let query `q` see, ascending.
+    pub fn visible(&self, q: usize) -> Vec<usize> {
+        visible(self.bound, &self.sequence, self.head, q)
+    }
+
+    fn cotangent(&self, q: usize, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Cotangent {
+        let rows = self.bound.rows(d_o.strides(), &self.sequence, Side::Query);
+        let d_lse = d_lse.map_or(0.0, |d| {
+            let rows = self.bound.lse_rows(d.strides(), &self.sequence);
+            d.at(rows.at(q, self.head))
+        });
+        Cotangent { d_o: read(d_o, rows.at(q, self.head), self.problem().value_dim()).collect(), d_lse }
+    }
+}
+
+/// The keys that block lists and mask let query `q` of `head` see, ascending.
+pub(crate) fn visible(bound: &Bound<'_>, sequence: &Sequence, head: usize, q: usize) -> Vec<usize> {
+    let problem = bound.problem();
+    let Sequence { batch, q_len, k_len, .. } = *sequence;
+    let span = problem.mask().keys(q, q_len, k_len);
+    let by_mask = |k: usize| {
+        span.contains(&k)
+            && problem.mask_rest().is_none_or(|program| {
+                program.eval(&Env { score: 0.0, batch, head, q, k, q_len, k_len, aux: bound.aux() }).bool()
+            })
+    };
+    let sees = |k: usize| match bound.block_mask().map(|blocks| blocks.coverage(batch, head, q, k)) {
+        Some(Coverage::Empty) => false,
+        Some(Coverage::Full) => true,
+        Some(Coverage::Partial) | None => by_mask(k),
+    };
+    (0..k_len).filter(|&k| sees(k)).collect()
+}
+
+/// The rows of a sequence in a row-major tensor of the given shape.
+pub(crate) fn packed_rows(bound: &Bound<'_>, shape: &[usize], sequence: &Sequence, side: Side) -> Rows {
+    bound.rows(&strides(shape), sequence, side)
+}
+
+/// The rows of a sequence in a row-major tensor of the shape of the LSE.
+pub(crate) fn packed_lse(bound: &Bound<'_>, sequence: &Sequence) -> Rows {
+    bound.lse_rows(&strides(&bound.problem().lse_shape()), sequence)
+}
+
+fn strides(shape: &[usize]) -> Dims {
+    Dims::new(shape).and_then(|dims| dims.contiguous_strides()).expect("a shape of the problem")
+}
+
+/// (o, lse) of all rows, row-major.
+pub(crate) fn forward<A: Arithmetic>(bound: &Bound<'_>) -> (Vec<f64>, Vec<f64>) {
+    let problem = bound.problem();
+    let shape = problem.o_shape();
+    let mut o = vec![0.0; shape.iter().product()];
+    let mut lse = vec![f64::NEG_INFINITY; problem.lse_shape().iter().product()];
+    for sequence in bound.sequences() {
+        let (o_rows, lse_rows) = (packed_rows(bound, &shape, sequence, Side::Query), packed_lse(bound, sequence));
+        for h in 0..problem.q_heads() {
+            let head = Head::new::<A>(bound, *sequence, h);
+            for q in 0..sequence.q_len {
+                let row = A::row(&head, q);
+                for (i, x) in row.o.into_iter().enumerate() {
+                    o[o_rows.at(q, h) + i] = A::store(problem, x);
+                }
+                lse[lse_rows.at(q, h)] = row.lse;
+            }
+        }
+    }
+    (o, lse)
+}
+
+/// Calls `visit` for each chosen row with its head; rows past the used length get `None`.
+fn chosen<A: Arithmetic, R>(
+    bound: &Bound<'_>,
+    rows: &[At],
+    mut visit: impl FnMut(Option<(&Head<'_, A::Number>, usize)>) -> R,
+) -> Vec<R> {
+    let mut last: Option<Head<'_, A::Number>> = None;
+    let mut results = Vec::with_capacity(rows.len());
+    for at in rows {
+        let sequence = bound.sequences()[at.batch];
+        if at.row >= sequence.q_len {
+            results.push(visit(None));
+            continue;
+        }
+        let head = match last.take() {
+            Some(head) if (head.sequence.batch, head.head) == (at.batch, at.head) => head,
+            _ => Head::new::<A>(bound, sequence, at.head),
+        };
+        results.push(visit(Some((&head, at.row))));
+        last = Some(head);
+    }
+    results
+}
+
+/// (o, lse) of chosen rows.
+pub(crate) fn forward_rows<A: Arithmetic>(bound: &Bound<'_>, rows: &[At]) -> Vec<(Vec<f64>, f64)> {
+    let problem = bound.problem();
+    chosen::<A, _>(bound, rows, |found| match found {
+        None => (vec![0.0; problem.value_dim()], f64::NEG_INFINITY),
+        Some((head, q)) => {
+            let row = A::row(head, q);
+            (row.o.into_iter().map(|x| A::store(problem, x)).collect(), row.lse)
+        }
+    })
+}
+
+/// All gradients, row-major in the shapes of the problem.
+pub(crate) struct Sums {
+    pub d_q: Vec<f64>,
+    pub d_k: Vec<f64>,
+    pub d_v: Vec<f64>,
+    pub d_sinks: Vec<f64>,
+    pub d_aux: Vec<Option<Vec<f64>>>,
+}
+
+impl Sums {
+    fn zeros(problem: &Problem) -> Sums {
+        let zeros = |shape: &[usize]| vec![0.0; shape.iter().product()];
+        Sums {
+            d_q: zeros(&problem.q_shape()),
+            d_k: zeros(&problem.k_shape()),
+            d_v: zeros(&problem.v_shape()),
+            d_sinks: zeros(&[problem.q_heads()]),
+            d_aux: problem.aux().iter().map(|spec| spec.grad.then(|| zeros(&spec.shape))).collect(),
+        }
+    }
+}
+
+/// d_k (before the scale) and d_v of one key/value head, `[k_len, dim]` each.
+struct KeySums {
+    d_k: Vec<f64>,
+    d_v: Vec<f64>,
+}
+
+impl KeySums {
+    fn zeros(problem: &Problem, k_len: usize) -> KeySums {
+        KeySums { d_k: vec![0.0; k_len * problem.head_dim()], d_v: vec![0.0; k_len * problem.value_dim()] }
+    }
+
+    fn add<A: Arithmetic>(&mut self, q: &[f64], row: &Row, gradient: &RowGradient, given: &Cotangent) {
+        for (j, &k) in row.keys.iter().enumerate() {
+            for (sum, x) in self.d_k[k * q.len()..].iter_mut().zip(q) {
+                *sum = A::add(*sum, gradient.d_scaled[j], *x);
+            }
+            for (sum, x) in self.d_v[k * given.d_o.len()..].iter_mut().zip(&given.d_o) {
+                *sum = A::add(*sum, row.p[j], *x);
+            }
+        }
+    }
+
+    /// The finished gradients of key `k`.
+    fn key<A: Arithmetic>(&self, problem: &Problem, k: usize) -> (Vec<f64>, Vec<f64>) {
+        let scale = f64::from(problem.scale());
+        let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
+        let d_k = self.d_k[k * dim..(k + 1) * dim].iter().map(|&x| A::store(problem, A::add(0.0, x, scale)));
+        let d_v = self.d_v[k * value_dim..(k + 1) * value_dim].iter().map(|&x| A::store(problem, x));
+        (d_k.collect(), d_v.collect())
+    }
+}
+
+/// Adds a row's part of the gradients of auxiliary tensors.
+fn add_aux<A: Arithmetic>(
+    head: &Head<'_, A::Number>,
+    q: usize,
+    row: &Row,
+    gradient: &RowGradient,
+    d_aux: &mut [Option<Vec<f64>>],
+) {
+    for load in head.problem().aux_gradients() {
+        let shape = &head.problem().aux()[load.aux].shape;
+        let Some(sums) = &mut d_aux[load.aux] else { continue };
+        for (j, &k) in row.keys.iter().enumerate() {
+            let env = head.env(row.scaled[j], q, k);
+            let position =
+                load.at.iter().zip(shape).fold(0, |position, (index, &n)| {
+                    position * n + index.eval(&env).int().clamp(0, n as i64 - 1) as usize
+                });
+            sums[position] = A::add(sums[position], gradient.d_modified[j], load.derivative.eval(&env).float());
+        }
+    }
+}
+
+/// All gradients.
+pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Sums {
+    let problem = bound.problem();
+    let mut sums = Sums::zeros(problem);
+    for sequence in bound.sequences() {
+        let rows = |shape: &[usize], side| packed_rows(bound, shape, sequence, side);
+        let q_rows = rows(&problem.q_shape(), Side::Query);
+        let (k_rows, v_rows) = (rows(&problem.k_shape(), Side::Key), rows(&problem.v_shape(), Side::Key));
+        for kv_head in 0..problem.kv_heads() {
+            let mut keys = KeySums::zeros(problem, sequence.k_len);
+            for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
+                let head = Head::new::<A>(bound, *sequence, h);
+                for q in 0..sequence.q_len {
+                    let (row, given) = (A::row(&head, q), head.cotangent(q, d_o, d_lse));
+                    let gradient = A::row_gradient(&head, q, &row, &given);
+                    keys.add::<A>(&head.query(q), &row, &gradient, &given);
+                    add_aux::<A>(&head, q, &row, &gradient, &mut sums.d_aux);
+                    sums.d_sinks[h] = A::add(sums.d_sinks[h], gradient.d_sink, 1.0);
+                    for (i, &x) in gradient.d_q.iter().enumerate() {
+                        sums.d_q[q_rows.at(q, h) + i] = A::store(problem, x);
+                    }
+                }
+            }
+            for k in 0..sequence.k_len {
+                let (d_k, d_v) = keys.key::<A>(problem, k);
+                sums.d_k[k_rows.at(k, kv_head)..][..d_k.len()].copy_from_slice(&d_k);
+                sums.d_v[v_rows.at(k, kv_head)..][..d_v.len()].copy_from_slice(&d_v);
+            }
+        }
+    }
+    sums
+}
+
+/// d_q of chosen rows.
+pub(crate) fn backward_rows<A: Arithmetic>(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    rows: &[At],
+) -> Vec<Vec<f64>> {
+    let problem = bound.problem();
+    chosen::<A, _>(bound, rows, |found| match found {
+        None => vec![0.0; problem.head_dim()],
+        Some((head, q)) => {
+            let (row, given) = (A::row(head, q), head.cotangent(q, d_o, d_lse));
+            let d_q = A::row_gradient(head, q, &row, &given).d_q;
+            d_q.into_iter().map(|x| A::store(problem, x)).collect()
+        }
+    })
+}
+
+/// (d_k, d_v) of chosen keys. Every row of a head that shares the key is computed once.
+pub(crate) fn backward_keys<A: Arithmetic>(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+    keys: &[At],
+) -> Vec<(Vec<f64>, Vec<f64>)> {
+    let problem = bound.problem();
+    let mut results = vec![(vec![0.0; problem.head_dim()], vec![0.0; problem.value_dim()]); keys.len()];
+    let mut heads: Vec<(usize, usize)> = keys.iter().map(|at| (at.batch, at.head)).collect();
+    heads.sort_unstable();
+    heads.dedup();
+    for (batch, kv_head) in heads {
+        let sequence = bound.sequences()[batch];
+        let mut sums = KeySums::zeros(problem, sequence.k_len);
+        for h in kv_head * problem.group()..(kv_head + 1) * problem.group() {
+            let head = Head::new::<A>(bound, sequence, h);
+            for q in 0..sequence.q_len {
+                let (row, given) = (A::row(&head, q), head.cotangent(q, d_o, d_lse));
+                let gradient = A::row_gradient(&head, q, &row, &given);
+                sums.add::<A>(&head.query(q), &row, &gradient, &given);
+            }
+        }
+        for (at, result) in keys.iter().zip(&mut results) {
+            if (at.batch, at.head) == (batch, kv_head) && at.row < sequence.k_len {
+                *result = sums.key::<A>(problem, at.row);
+            }
+        }
+    }
+    results
+}

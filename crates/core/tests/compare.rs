@@ -1,0 +1,225 @@
+//! The tolerance rule with planted errors, and the table of cases under the plain implementation.
+
+use fulgurite_core::cases::{self, Case, FEATURES};
+use fulgurite_core::compare::{self, Rule, Verdict, check_backward, check_forward, judge_lse};
+use fulgurite_core::random::Rng;
+use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, plain};
+
+/// The plain implementation as if it were an engine.
+fn honest(case: &Case) -> (Forward, Gradients) {
+    let bound = case.bound();
+    let forward = plain::forward(&bound).to_forward(case.problem()).unwrap();
+    let gradients = plain::backward(&bound, &case.d_o(), case.d_lse().as_ref());
+    (forward, gradients.to_gradients(case.problem()).unwrap())
+}
+
+fn verdicts(case: &Case, forward: &Forward, gradients: &Gradients) -> Vec<(String, Verdict)> {
+    let bound = case.bound();
+    let saved = Saved { d_lse: case.d_lse(), ..forward.saved(case.d_o()) };
+    let mut all = check_forward(&bound, forward, 1);
+    all.extend(check_backward(&bound, &saved, gradients, 1));
+    all
+}
+
+fn everything_passes(case: &Case) {
+    let (forward, gradients) = honest(case);
+    for (name, verdict) in verdicts(case, &forward, &gradients) {
+        // The plain LSE comes from rounded scores and is not bound by the LSE's own rule.
+        let passes = if name == "lse" && case.dtype() != DType::F32 { verdict.misplaced == 0 } else { verdict.ok() };
+        assert!(passes, "{case}: {name}: {verdict}");
+    }
+}
+
+#[test]
+fn plain_passes_the_table_in_f32() {
+    cases::cases(DType::F32).iter().for_each(everything_passes);
+}
+
+#[test]
+fn plain_passes_the_table_in_bf16() {
+    cases::cases(DType::Bf16).iter().for_each(everything_passes);
+}
+
+#[test]
+fn plain_passes_the_table_in_f16() {
+    cases::cases(DType::F16).iter().for_each(everything_passes);
+}
+
+#[test]
+fn plain_passes_random_cases() {
+    for seed in 0..12 {
+        everything_passes(&cases::random(seed, DType::FLOATS[seed as usize % 3]));
+    }
+}
+
+#[test]
+fn random_cases_can_all_be_built() {
+    for seed in 100..160 {
+        let case = cases::random(seed, DType::Bf16);
+        case.bound();
+        assert!(case.features.iter().all(|f| FEATURES.contains(f)), "{case}: {:?}", case.features);
+    }
+}
+
+#[test]
+fn the_table_covers_every_feature() {
+    let table = cases::cases(DType::Bf16);
+    for feature in FEATURES {
+        assert!(table.iter().any(|case| case.features.contains(feature)), "no case for {feature}");
+    }
+    for (i, case) in table.iter().enumerate() {
+        assert!(!case.features.is_empty() && case.features.iter().all(|f| FEATURES.contains(f)), "{case}");
+        assert!(table[..i].iter().all(|other| other.name != case.name), "{case} occurs twice");
+        case.bound();
+    }
+}
+
+/// Moves one element of a tensor.
+fn plant(tensor: &mut Tensor, at: usize, change: impl Fn(f64) -> f64) {
+    let x = tensor.view().at(at);
+    tensor.view_mut().set_at(at, change(x));
+}
+
+fn named<'a>(all: &'a [(String, Verdict)], name: &str) -> &'a Verdict {
+    &all.iter().find(|(n, _)| n == name).unwrap_or_else(|| panic!("{name} was not judged")).1
+}
+
+#[test]
+fn planted_errors_are_found_where_they_are() {
+    for dtype in DType::FLOATS {
+        let table = cases::cases(dtype);
+        let case = table.iter().find(|c| c.name == "documents, causal").unwrap();
+        let (forward, gradients) = honest(case);
+        let changes: [fn(f64) -> f64; 4] = [|x| x + 0.1, |_| f64::NAN, |_| f64::INFINITY, |x| -x - 0.1];
+        for change in changes {
+            let (mut f, mut g) = (forward.clone(), gradients.clone());
+            plant(&mut f.o, 777, change);
+            plant(&mut f.lse, 33, change);
+            plant(&mut g.d_q, 5, change);
+            plant(&mut g.d_k, 1234, change);
+            plant(&mut g.d_v, 0, change);
+            let all = verdicts(case, &f, &g);
+            for (name, at) in [("o", 777), ("lse", 33), ("d_q", 5), ("d_k", 1234), ("d_v", 0)] {
+                let verdict = named(&all, name);
+                assert!(!verdict.ok() && (verdict.at == at || name == "lse"), "{dtype} {name}: {verdict}");
+            }
+        }
+    }
+}
+
+#[test]
+fn planted_errors_in_sums_are_found() {
+    let table = cases::cases(DType::Bf16);
+    let case = table.iter().find(|c| c.name == "packed, window, alibi, sinks").unwrap();
+    let (forward, mut gradients) = honest(case);
+    plant(gradients.d_sinks.as_mut().unwrap(), 1, |x| x * 1.5 + 0.5);
+    assert!(!named(&verdicts(case, &forward, &gradients), "d_sinks").ok());
+    let case = table.iter().find(|c| c.name == "relative position").unwrap();
+    let (forward, mut gradients) = honest(case);
+    plant(gradients.d_aux[0].as_mut().unwrap(), 4, |x| x + 1.0);
+    assert!(!named(&verdicts(case, &forward, &gradients), "d_relative").ok());
+}
+
+#[test]
+fn an_empty_row_must_have_its_infinity() {
+    let table = cases::cases(DType::F32);
+    let case = table.iter().find(|c| c.name == "causal, more queries").unwrap();
+    let (mut forward, gradients) = honest(case);
+    plant(&mut forward.lse, 0, |_| -1e30);
+    let verdict = *named(&verdicts(case, &forward, &gradients), "lse");
+    assert!(!verdict.ok() && verdict.at == 0 && verdict.misplaced == 1, "{verdict}");
+    plant(&mut forward.lse, 0, |_| f64::INFINITY); // the wrong infinity
+    assert!(!named(&verdicts(case, &forward, &gradients), "lse").ok());
+}
+
+#[test]
+fn nothing_infinite_passes() {
+    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+    // A plain implementation that broke down must not allow everything.
+    for broken in [f64::NAN, f64::INFINITY] {
+        assert!(!rule.judge(&[5.0, 0.0], &[1.0, 0.0], &[broken, 0.0]).ok());
+        assert!(rule.judge(&[1.0, 0.0], &[1.0, 0.0], &[broken, 0.0]).ok());
+    }
+    let verdict = Verdict { worst: 1.0, allowed: f64::INFINITY, ..rule.judge(&[1.0], &[1.0], &[1.0]) };
+    assert!(!verdict.ok());
+    assert!(
+        !Verdict { allowed: f64::NAN, ..verdict }.ok() && !Verdict { worst: f64::NAN, allowed: 1.0, ..verdict }.ok()
+    );
+    assert!(!rule.judge(&[f64::NAN], &[1.0], &[1.0]).ok() && !rule.judge(&[1.0], &[f64::NAN], &[1.0]).ok());
+    assert!(rule.judge(&[f64::NAN], &[f64::NAN], &[1.0]).ok());
+    assert!(!rule.judge(&[f64::INFINITY], &[f64::NEG_INFINITY], &[1.0]).ok());
+    assert!(!judge_lse(&[f64::NAN], &[0.0], DType::F32, 0.0).ok());
+    assert!(rule.judge(&[], &[], &[]).ok());
+}
+
+#[test]
+fn the_rule_is_as_published() {
+    let rule = |dtype, softcap, gradient| Rule { dtype, softcap, gradient };
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-12;
+    // f32: 2 x 1e-3 + 1e-6 x 4
+    assert!(close(rule(DType::F32, false, false).allowed(&[4.0, 0.0], &[4.0, 1e-3]), 2e-3 + 4e-6));
+    assert!(close(rule(DType::F32, true, true).allowed(&[4.0, 0.0], &[4.0, 1e-3]), 3e-3 + 4e-6));
+    // bf16 at 1/1024: 0.30098 rounds to 0.30078, minus 0.3 is 0.00078 (rounded), off by 0.0002.
+    let step = {
+        let r = 1.0 / 1024.0;
+        (DType::Bf16.round(DType::Bf16.round(r + 0.3) - 0.3) - r).abs()
+    };
+    assert!(step > 1e-4);
+    assert!(close(rule(DType::Bf16, false, false).allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step));
+    assert!(close(rule(DType::Bf16, true, true).allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step + 3e-4));
+    assert!(
+        judge_lse(&[0.99e-3], &[0.0], DType::Bf16, 0.0).ok() && !judge_lse(&[1.01e-3], &[0.0], DType::Bf16, 0.0).ok()
+    );
+    assert!(judge_lse(&[0.99e-5], &[0.0], DType::F32, 0.0).ok() && !judge_lse(&[1.1e-5], &[0.0], DType::F32, 0.0).ok());
+    assert!(judge_lse(&[1000.0004], &[1000.0], DType::F32, 0.0).ok());
+}
+
+#[test]
+fn a_visible_nan_excuses_its_own_head_only() {
+    let problem = Problem::builder().dense(2, 3, 3).heads(2, 2).head_dim(2).mask(Mask::causal()).build().unwrap();
+    let mut rng = Rng::new(5);
+    let mut draw = || Tensor::from_f64(DType::F32, &rng.normals(24, 1.0), &[2, 3, 2, 2]).unwrap();
+    let (q, k, mut v) = (draw(), draw(), draw());
+    v.view_mut().set_at(2 * 4, f64::NAN); // key 2 of sequence 0, head 0: only query 2 sees it
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let bound = inputs.bind(&problem).unwrap();
+    let mut forward = plain::forward(&bound).to_forward(&problem).unwrap();
+    assert!(check_forward(&bound, &forward, 0).iter().all(|(_, v)| v.ok()));
+    forward.o.view_mut().set_at(0, f64::NAN); // query 0, head 0: a kernel may have multiplied 0 by NaN
+    assert!(check_forward(&bound, &forward, 0).iter().all(|(_, v)| v.ok()));
+    forward.o.view_mut().set_at(2, f64::NAN); // query 0, head 1: nothing there is NaN
+    assert!(!check_forward(&bound, &forward, 0)[0].1.ok());
+}
+
+#[test]
+fn large_problems_are_sampled() {
+    let problem = Problem::builder().dense(1, 2100, 2100).heads(1, 1).head_dim(4).mask(Mask::causal()).build().unwrap();
+    assert!(compare::is_sampled(&problem));
+    let mut rng = Rng::new(6);
+    let mut draw = || Tensor::from_f64(DType::F32, &rng.normals(8400, 1.0), &[1, 2100, 1, 4]).unwrap();
+    let (q, k, v, d_o) = (draw(), draw(), draw(), draw());
+    let bound = Inputs::new(q.view(), k.view(), v.view()).bind(&problem).unwrap();
+    let mut forward = plain::forward(&bound).to_forward(&problem).unwrap();
+    let mut gradients = plain::backward(&bound, &d_o.view(), None).to_gradients(&problem).unwrap();
+    let judged = |f: &Forward, g: &Gradients| {
+        let mut all = check_forward(&bound, f, 3);
+        all.extend(check_backward(&bound, &f.saved(d_o.view()), g, 3));
+        all
+    };
+    let all = judged(&forward, &gradients);
+    assert!(all.iter().all(|(_, v)| v.ok()) && all.len() == 5 && all[0].1.count == 4 * compare::SAMPLE, "{all:?}");
+    for tensor in [&mut forward.o, &mut gradients.d_q, &mut gradients.d_k, &mut gradients.d_v] {
+        (0..8400).for_each(|i| plant(tensor, i, |x| x * 1.01 + 0.01));
+    }
+    let all = judged(&forward, &gradients);
+    assert!(["o", "d_q", "d_k", "d_v"].iter().all(|name| !named(&all, name).ok()), "{all:?}");
+}
+
+#[test]
+fn a_verdict_is_one_readable_line() {
+    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+    let text = rule.judge(&[1.0, 2.5], &[1.0, 2.0], &[1.0, 2.0]).to_string();
+    assert_eq!(text, "WRONG: worst 5.000e-1 of 2.000e-6 allowed, rms 3.5e-1, at 1 of 2: 2.5e0, want 2e0");
+    let text = rule.judge(&[f64::NAN, 2.0], &[1.0, 2.0], &[1.0, 2.0]).to_string();
+    assert!(text.ends_with("at 0 of 2: NaN, want 1e0; 1 NaN or inf out of place"), "{text}");
+}
