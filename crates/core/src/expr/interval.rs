@@ -367,6 +367,8 @@ mod tests {
             (min().abs(), i32::MIN),
             (min() / -1, i32::MIN),
             (min() % -1, 0),
+            (k() % 0, 0),
+            (k() / 0, 0),
             (load("w", [k() - 3]) - q(), i32::MAX - 1),
             ((q().to_float() * 1e30).floor(), i32::MAX),
             ((q().to_float() * -1e30).floor(), i32::MIN),

@@ -444,7 +444,7 @@ fn binary(op: Binary, a: Value, b: Value) -> Value {
         Binary::Sub => number(x - y, i - j),
         Binary::Mul => number(x * y, i * j),
         Binary::Div => number(x / y, div_floor(i, j)),
-        Binary::Rem => Value::Int(i - j * div_floor(i, j)),
+        Binary::Rem => Value::Int(if j == 0 { 0 } else { i - j * div_floor(i, j) }),
         // NaN on either side stays: a NaN score must not vanish in a clamp.
         Binary::Min => number(if x.is_nan() || x <= y { x } else { y }, i.min(j)),
         Binary::Max => number(if x.is_nan() || x >= y { x } else { y }, i.max(j)),
