@@ -1,0 +1,162 @@
+//! Slices from pointers: the only unsafe code of this crate.
+//!
+//! The contract of the whole extension, which no line here can check: a pointer that comes with a dtype, a shape
+//! and strides points to memory of which every element so described may be accessed, until the call returns, and
+//! nobody writes to it meanwhile. The Python half takes all four from one array and holds on to it.
+
+use fulgurite_core::{DType, Data, DataMut, bf16, f16};
+use std::fmt;
+use std::marker::PhantomData;
+use std::slice::{from_raw_parts, from_raw_parts_mut};
+
+/// A run of elements in memory. Holding one tells you that it is not null, aligned for its type, and ends
+/// inside the address space.
+#[derive(Debug, Clone, Copy)]
+pub struct Span {
+    address: usize,
+    dtype: DType,
+    len: usize,
+}
+
+/// Why an address was refused.
+#[derive(Debug, Clone, PartialEq)]
+pub enum SpanError {
+    /// Elements at address 0.
+    Null,
+    /// An address that the type cannot have.
+    Unaligned {
+        /// The address.
+        address: usize,
+        /// What it must be a multiple of.
+        align: usize,
+    },
+    /// More bytes than there are addresses.
+    TooLong {
+        /// Elements.
+        len: usize,
+    },
+}
+
+impl fmt::Display for SpanError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SpanError::Null => write!(f, "has a null pointer, allowed: only where it has no elements"),
+            SpanError::Unaligned { address, align } => {
+                write!(f, "begins at address {address:#x}, allowed: multiples of {align}; copy it")
+            }
+            SpanError::TooLong { len } => write!(f, "reaches over {len} elements, which overflows the address space"),
+        }
+    }
+}
+
+impl Span {
+    /// `len` elements of `dtype` from `address` on.
+    pub fn new(address: usize, dtype: DType, len: usize) -> Result<Span, SpanError> {
+        let align = dtype.size_bytes(); // as large as the alignment of each of these types
+        let bytes = len.checked_mul(align).filter(|&bytes| bytes <= isize::MAX as usize);
+        let end = bytes.and_then(|bytes| address.checked_add(bytes));
+        match (len, address) {
+            (0, _) => Ok(Span { address: align, dtype, len }), // dangling, as an empty slice is
+            (_, 0) => Err(SpanError::Null),
+            _ if end.is_none() => Err(SpanError::TooLong { len }),
+            _ if !address.is_multiple_of(align) => Err(SpanError::Unaligned { address, align }),
+            _ => Ok(Span { address, dtype, len }),
+        }
+    }
+
+    /// Whether the two share a byte.
+    pub fn overlaps(&self, other: &Span) -> bool {
+        let end = |s: &Span| s.address + s.len * s.dtype.size_bytes();
+        self.len > 0 && other.len > 0 && self.address < end(other) && other.address < end(self)
+    }
+
+    /// The memory, for reading.
+    ///
+    /// # Safety
+    /// The contract of this module holds for the span until `'a` ends.
+    pub unsafe fn read<'a>(self) -> Data<'a> {
+        let (address, len) = (self.address, self.len);
+        // SAFETY: `Span::new` checked null, alignment and size; every bit pattern is a value of these types; that
+        // the memory is there and unchanging is the caller's promise.
+        unsafe {
+            match self.dtype {
+                DType::F32 => from_raw_parts(address as *const f32, len).into(),
+                DType::F16 => from_raw_parts(address as *const f16, len).into(),
+                DType::Bf16 => from_raw_parts(address as *const bf16, len).into(),
+                DType::I32 => from_raw_parts(address as *const i32, len).into(),
+                other => unreachable!("{other} is not among the names that dtypes are parsed from"),
+            }
+        }
+    }
+
+    /// The memory, for writing.
+    ///
+    /// # Safety
+    /// The contract of this module holds for the span until `'a` ends, and nothing else refers to its memory.
+    pub unsafe fn write<'a>(self) -> DataMut<'a> {
+        let (address, len) = (self.address, self.len);
+        // SAFETY: as for `read`; that nothing else refers to this memory is the caller's promise.
+        unsafe {
+            match self.dtype {
+                DType::F32 => from_raw_parts_mut(address as *mut f32, len).into(),
+                DType::F16 => from_raw_parts_mut(address as *mut f16, len).into(),
+                DType::Bf16 => from_raw_parts_mut(address as *mut bf16, len).into(),
+                DType::I32 => from_raw_parts_mut(address as *mut i32, len).into(),
+                other => unreachable!("{other} is not among the names that dtypes are parsed from"),
+            }
+        }
+    }
+}
+
+/// Bytes to be read at full speed: the whole 8-byte words among them.
+#[derive(Debug)]
+pub struct Buffer<'a> {
+    address: usize,
+    words: usize,
+    lifetime: PhantomData<&'a [u64]>,
+}
+
+impl Buffer<'_> {
+    /// `bytes` bytes from `address` on.
+    pub fn new(address: usize, bytes: usize) -> Result<Self, SpanError> {
+        let (align, words) = (align_of::<u64>(), bytes / size_of::<u64>());
+        if words == 0 {
+            return Ok(Buffer { address: align, words, lifetime: PhantomData });
+        }
+        Span::new(address, DType::F32, words.saturating_mul(2))?;
+        if !address.is_multiple_of(align) {
+            return Err(SpanError::Unaligned { address, align });
+        }
+        Ok(Buffer { address, words, lifetime: PhantomData })
+    }
+
+    /// The words.
+    pub fn words(&self) -> &[u64] {
+        // SAFETY: checked for null, alignment and size above; that the memory is there is the module's contract.
+        unsafe { from_raw_parts(self.address as *const u64, self.words) }
+    }
+}
+
+/// Sums words with the widest vectors that `words` can be read with.
+pub fn sum_words(words: &[u64]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f")]
+        fn avx512(words: &[u64]) -> u64 {
+            crate::read::sum(words)
+        }
+        #[target_feature(enable = "avx2")]
+        fn avx2(words: &[u64]) -> u64 {
+            crate::read::sum(words)
+        }
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the line above found the feature.
+            return unsafe { avx512(words) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the line above found the feature.
+            return unsafe { avx2(words) };
+        }
+    }
+    crate::read::sum(words)
+}

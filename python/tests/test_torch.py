@@ -1,0 +1,74 @@
+"""CPU torch tensors in and out, against torch's own attention."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fulgurite  # noqa: E402  (after the skip)
+
+DTYPES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def tensors(*shapes, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def sdpa(q, k, v, **options):
+    """torch's attention in float64, on our layout."""
+    q, k, v = (x.to(torch.float64).transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_forward(heads, dtype, causal):
+    q, k, v = tensors((2, 77, heads[0], 64), (2, 77, heads[1], 64), (2, 77, heads[1], 64), dtype=dtype)
+    o = fulgurite.attention(q, k, v, causal=causal)
+    assert isinstance(o, torch.Tensor) and o.dtype == dtype and o.shape == q.shape
+    torch.testing.assert_close(
+        o.double(), sdpa(q, k, v, is_causal=causal, enable_gqa=True), atol=DTYPES[dtype], rtol=0
+    )
+
+
+def test_causal_top_left_is_is_causal():
+    q, k, v = tensors((1, 20, 2, 16), (1, 50, 2, 16), (1, 50, 2, 16), dtype=torch.float32)
+    o = fulgurite.attention(q, k, v, causal="top-left")
+    torch.testing.assert_close(o.double(), sdpa(q, k, v, is_causal=True), atol=2e-5, rtol=0)
+
+
+def test_transposed_tensors_are_read_in_place():
+    q, k, v = (x.transpose(1, 2) for x in tensors((2, 3, 40, 16), (2, 3, 40, 16), (2, 3, 40, 16), dtype=torch.float32))
+    torch.testing.assert_close(fulgurite.attention(q, k, v).double(), sdpa(q, k, v), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward(dtype, causal):
+    shapes = (2, 45, 4, 32), (2, 45, 2, 32), (2, 45, 2, 32), (2, 45, 4, 32)
+    *qkv, d_o = tensors(*shapes, dtype=dtype)
+    o, lse = fulgurite.attention(*qkv, causal=causal, return_lse=True)
+    got = fulgurite.attention_backward(d_o, *qkv, o, lse, causal=causal)
+    exact = [x.double().requires_grad_() for x in qkv]
+    want = torch.autograd.grad(sdpa(*exact, is_causal=causal, enable_gqa=True), exact, d_o.double())
+    for gradient, expected in zip(got, want):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), expected, atol=4 * DTYPES[dtype], rtol=0.05)
+
+
+def test_broadcast_gradient():
+    q, k, v = tensors((1, 9, 2, 16), (1, 9, 2, 16), (1, 9, 2, 16), dtype=torch.float32)
+    o, lse = fulgurite.attention(q, k, v, return_lse=True)
+    ones = torch.ones(()).expand(o.shape)
+    for a, b in zip(
+        fulgurite.attention_backward(ones, q, k, v, o, lse),
+        fulgurite.attention_backward(ones.contiguous(), q, k, v, o, lse),
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_other_devices_are_refused():
+    q = torch.empty((1, 4, 2, 8), device="meta")
+    with pytest.raises(ValueError, match="`q` is on meta, allowed: cpu"):
+        fulgurite.attention(q, q, q)
