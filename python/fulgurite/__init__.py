@@ -10,9 +10,9 @@ with a message that says what is allowed. torch's autograd is not involved: `att
 """
 
 from . import _fulgurite
-from ._fulgurite import __version__, isas
+from ._fulgurite import __version__, engines
 
-__all__ = ["attention", "attention_backward", "isas", "__version__"]
+__all__ = ["attention", "attention_backward", "engines", "__version__"]
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32"}
 
@@ -109,12 +109,12 @@ class _Call:
         return (q[1], q[0]) if self.packed else (q[0], q[2], q[1])
 
 
-def _how(exp, rescale, tau, isa, threads):
+def _how(exp, rescale, tau, engine, threads):
     if tau is not None:
         if rescale is not None:
             raise ValueError(f"`tau` is {tau} and `rescale` is {rescale!r}; tau=T means rescale='lazy:T', give one")
         rescale = f"lazy:{tau}"
-    return {"exp": exp, "rescale": rescale, "isa": isa, "threads": threads}
+    return {"exp": exp, "rescale": rescale, "engine": engine, "threads": threads}
 
 
 def _rows(name, array, packed):
@@ -141,7 +141,7 @@ def attention(
     exp=None,
     rescale=None,
     tau=None,
-    isa=None,
+    engine=None,
     threads=None,
     return_lse=False,
     out=None,
@@ -158,8 +158,9 @@ def attention(
     alibi_slopes  float32 `[heads]`: the score falls with the distance from the diagonal
     cu_seqlens    (for q, for k): cumulative offsets, batch + 1 each
     used_lengths  (for q, for k): how much of each sequence is in use; either may be None
-    exp, rescale, tau, isa, threads
-                  how it is computed: the exponential, the running maximum, the instruction set, the threads
+    exp, rescale, tau, engine, threads
+                  how it is computed: the exponential, the running maximum (tau=T is rescale="lazy:T"), one of
+                  `fulgurite.engines()`, the number of threads
     return_lse    also return log of the softmax denominator, float32 `[batch, heads, sequence]`
     out           write the result here
 
@@ -167,7 +168,7 @@ def attention(
     """
     call = _Call(
         causal, window, scale, softcap, sinks, alibi_slopes, cu_seqlens, used_lengths,
-        _how(exp, rescale, tau, isa, threads),
+        _how(exp, rescale, tau, engine, threads),
     )  # fmt: skip
     q_shape, v_shape = _rows("q", q, call.packed), _rows("v", v, call.packed)
     raw = _raw("q", q), _raw("k", k), _raw("v", v)
@@ -197,7 +198,7 @@ def attention_backward(
     exp=None,
     rescale=None,
     tau=None,
-    isa=None,
+    engine=None,
     threads=None,
 ):
     """The gradients of `attention`, given what it was called with, what it returned, and the gradient of o.
@@ -206,7 +207,7 @@ def attention_backward(
     """
     call = _Call(
         causal, window, scale, softcap, sinks, alibi_slopes, cu_seqlens, used_lengths,
-        _how(exp, rescale, tau, isa, threads),
+        _how(exp, rescale, tau, engine, threads),
     )  # fmt: skip
     shapes = [_rows(name, array, call.packed) for name, array in (("q", q), ("k", k), ("v", v))]
     d_q, d_k, d_v = (_empty(q, shape) for shape in shapes)

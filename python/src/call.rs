@@ -1,12 +1,16 @@
 //! Everything of a call that is not q, k, v or a result.
 
 use crate::tensor::{Claims, Raw};
+use fulgurite::{Choice, Engine, Exp, Inputs, Mask, Problem, Rescale, Settings, TensorView};
+use fulgurite_core::Packed;
 use fulgurite_core::problem::ALIBI_SLOPES;
-use fulgurite_core::{Exp, Inputs, Mask, Packed, Problem, Rescale, TensorView};
-use fulgurite_cpu::{Isa, Options};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::fmt::Display;
+use std::sync::LazyLock;
+
+/// Asked once: the system reads files to answer.
+static CORES: LazyLock<usize> = LazyLock::new(|| std::thread::available_parallelism().map_or(1, usize::from));
 
 /// A refusal as Python sees it.
 pub fn refuse(error: impl Display) -> PyErr {
@@ -45,7 +49,7 @@ pub struct Call {
     #[pyo3(default)]
     exp: Option<String>,
     #[pyo3(default)]
-    isa: Option<String>,
+    engine: Option<String>,
     #[pyo3(default)]
     threads: Option<usize>,
     #[pyo3(default)]
@@ -130,24 +134,14 @@ impl Call {
         Ok(inputs)
     }
 
-    /// How the call runs.
-    pub fn options(&self) -> PyResult<Options> {
-        if self.threads == Some(0) {
-            return Err(refuse("`threads` is 0, allowed: 1 or more; leave it out for all cores"));
+    /// Who computes.
+    pub fn engine(&self) -> PyResult<Box<dyn Engine>> {
+        let choice = self.engine.as_deref().map_or(Ok(Choice::Best), str::parse).map_err(refuse)?;
+        let mut settings = Settings::default().threads(self.threads.unwrap_or(*CORES));
+        if let Some(rescale) = &self.rescale {
+            settings = settings.rescale(rescale.parse::<Rescale>().map_err(refuse)?);
         }
-        let isa = |name: &String| {
-            let available = Isa::available();
-            available.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
-                let names: Vec<_> = available.iter().map(|isa| isa.name()).collect();
-                refuse(format!("`isa` is {name:?}, allowed on this machine: {}", names.join(", ")))
-            })
-        };
-        let rescale = |text: &String| text.parse::<Rescale>().map_err(refuse);
-        Ok(Options {
-            isa: self.isa.as_ref().map(isa).transpose()?,
-            threads: self.threads,
-            rescale: self.rescale.as_ref().map(rescale).transpose()?,
-        })
+        fulgurite::engine_with(choice, &settings).map_err(refuse)
     }
 }
 

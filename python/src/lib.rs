@@ -24,8 +24,7 @@ mod _fulgurite {
     use crate::memory::Buffer;
     use crate::read;
     use crate::tensor::{Claims, Raw};
-    use fulgurite_core::{GradientOutputs, Outputs, Saved};
-    use fulgurite_cpu::Isa;
+    use fulgurite::{GradientOutputs, Outputs, Run, Saved, Tally};
     use pyo3::prelude::*;
 
     #[pymodule_init]
@@ -41,12 +40,12 @@ mod _fulgurite {
         py.detach(|| {
             let mut claims = Claims::default();
             let problem = call.problem(&q, &k, &v)?;
+            let engine = call.engine()?;
             let inputs = call.inputs(&mut claims, &q, &k, &v)?;
-            let bound = inputs.bind(&problem).map_err(refuse)?;
-            let options = call.options()?;
             let mut outputs = Outputs { o: o.view_mut("o", &mut claims)?, lse: lse.view_mut("lse", &mut claims)? };
-            outputs.check(&problem).map_err(refuse)?;
-            let counters = fulgurite_cpu::forward(&bound, &mut outputs, &options);
+            let tally = Tally::default();
+            engine.forward_into(&problem, &inputs, &mut outputs, &Run::default().tally(&tally)).map_err(refuse)?;
+            let counters = tally.counters();
             Ok((counters.rescales_possible, counters.rescales_done, counters.blocks_redone))
         })
     }
@@ -67,16 +66,14 @@ mod _fulgurite {
         py.detach(|| {
             let mut claims = Claims::default();
             let problem = call.problem(&q, &k, &v)?;
+            let engine = call.engine()?;
             let inputs = call.inputs(&mut claims, &q, &k, &v)?;
-            let bound = inputs.bind(&problem).map_err(refuse)?;
-            let options = call.options()?;
             let saved = Saved {
                 o: o.view("o", &mut claims)?,
                 lse: lse.view("lse", &mut claims)?,
                 d_o: d_o.view("d_o", &mut claims)?,
                 d_lse: d_lse.as_ref().map(|raw| raw.view("d_lse", &mut claims)).transpose()?,
             };
-            saved.check(&problem).map_err(refuse)?;
             let mut gradients = GradientOutputs {
                 d_q: d_q.view_mut("d_q", &mut claims)?,
                 d_k: d_k.view_mut("d_k", &mut claims)?,
@@ -84,16 +81,14 @@ mod _fulgurite {
                 d_sinks: d_sinks.as_ref().map(|raw| raw.view_mut("d_sinks", &mut claims)).transpose()?,
                 d_aux: problem.aux().iter().map(|_| None).collect(),
             };
-            gradients.check(&problem).map_err(refuse)?;
-            fulgurite_cpu::backward(&bound, &saved, &mut gradients, &options);
-            Ok(())
+            engine.backward_into(&problem, &inputs, &saved, &mut gradients, &Run::default()).map_err(refuse)
         })
     }
 
-    /// The instruction sets this machine can run, fastest first.
+    /// The engines this machine can run, fastest first; the last is the f64 oracle.
     #[pyfunction]
-    fn isas() -> Vec<&'static str> {
-        Isa::available().into_iter().map(Isa::name).collect()
+    fn engines() -> Vec<String> {
+        fulgurite::engines().iter().map(ToString::to_string).collect()
     }
 
     /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of

@@ -37,22 +37,21 @@ impl Raw {
                 strides.len()
             )));
         }
+        if shape.contains(&0) {
+            // Without elements nothing is ever stepped over, and libraries put anything there.
+            return Ok((vec![1; shape.len()], Span::new(0, dtype, 0).map_err(refuse)?));
+        }
         let mut positive = Vec::with_capacity(strides.len());
         for (axis, (&stride, &size)) in strides.iter().zip(shape).enumerate() {
-            // The stride of an axis of one element is never used; libraries put anything there.
-            let stride = if size <= 1 { 0 } else { stride };
+            // The same holds for an axis of one element.
+            let stride = if size == 1 { 0 } else { stride };
             positive.push(usize::try_from(stride).map_err(|_| {
                 refuse(format!("`{arg}` has stride {stride} on axis {axis}, allowed: 0 or more; copy it"))
             })?);
         }
-        let len = if shape.contains(&0) {
-            Some(0)
-        } else {
-            let steps = shape.iter().zip(&positive);
-            let last = steps.into_iter().try_fold(0usize, |sum, (&n, &s)| sum.checked_add((n - 1).checked_mul(s)?));
-            last.and_then(|last| last.checked_add(1))
-        };
-        let len = len.ok_or_else(|| {
+        let steps = shape.iter().zip(&positive);
+        let last = steps.into_iter().try_fold(0usize, |sum, (&n, &s)| sum.checked_add((n - 1).checked_mul(s)?));
+        let len = last.and_then(|last| last.checked_add(1)).ok_or_else(|| {
             refuse(format!("`{arg}` of shape {shape:?} with strides {strides:?} overflows the address space"))
         })?;
         let span = Span::new(*address, dtype, len).map_err(|e| refuse(format!("`{arg}` {e}")))?;

@@ -77,11 +77,11 @@ def test_how(how):
     close(fulgurite.attention(q, k, v, **how), reference(q, k, v)[0])
 
 
-def test_every_instruction_set():
+def test_every_engine():
     q, k, v = tensors((1, 90, 2, 40))
     want = reference(q, k, v, causal=True)[0]
-    for isa in fulgurite.isas():
-        close(fulgurite.attention(q, k, v, causal=True, isa=isa), want)
+    for engine in fulgurite.engines():
+        close(fulgurite.attention(q, k, v, causal=True, engine=engine), want)
 
 
 def test_strides_are_read_in_place():
@@ -180,8 +180,9 @@ def test_refusals_say_what_is_allowed():
     assert refused(rescale="never").startswith('`rescale` is "never", allowed:')
     assert refused(tau=-1.0).startswith("`tau` is -1, allowed:")
     assert "give one" in refused(tau=1.0, rescale="always")
-    assert refused(isa="mmx").startswith('`isa` is "mmx", allowed on this machine:')
-    assert refused(threads=0).startswith("`threads` is 0, allowed: 1 or more;")
+    assert refused(engine="mmx").startswith('`engine` is "mmx", allowed: best, cpu,')
+    assert refused(threads=0).startswith("`threads` is 0, allowed: 1 to")
+    assert "does not have exp sas:-10 with rescale lazy:8" in refused(exp="sas", tau=8)
     assert refused([1.0], k, v).startswith("`q` has shape []")
     assert refused(sinks=np.zeros(3, np.float32)).startswith("`sinks` has shape [3], allowed: [4];")
     assert refused(alibi_slopes=np.zeros(4, np.float16)).startswith("`alibi_slopes` is f16, allowed: f32;")

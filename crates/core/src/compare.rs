@@ -3,7 +3,8 @@
 //! With `want` from the f64 oracle and `plain` from honest code of the same type:
 //! `max|got - want| <= rtol * max|plain - want| + atol`. rtol is 2, or 3 with softcap. For 16-bit results atol
 //! is twice the largest |(r + 0.3 - 0.3) - r| with r = want rounded to the type and every operation in it, plus
-//! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. NaN and infinities must sit in the same places.
+//! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. The f32 gradients of sinks and auxiliary tensors
+//! are sums over terms in the inputs' type and get both. NaN and infinities must sit in the same places.
 
 use crate::dtype::DType;
 use crate::exp::Exp;
@@ -65,7 +66,7 @@ impl fmt::Display for Verdict {
 /// use fulgurite_core::compare::Rule;
 /// use fulgurite_core::DType;
 ///
-/// let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+/// let rule = Rule { dtype: DType::F32, softcap: false, gradient: false, terms: None };
 /// let (want, plain) = ([1.0, 2.0], [1.0, 2.000001]);
 /// assert!(rule.judge(&[1.0, 2.000002], &want, &plain).ok());
 /// assert!(!rule.judge(&[1.0, 2.1], &want, &plain).ok());
@@ -79,12 +80,14 @@ pub struct Rule {
     pub softcap: bool,
     /// Whether the tensor is a gradient.
     pub gradient: bool,
+    /// For an f32 sum of many terms, the type that the terms were computed in.
+    pub terms: Option<DType>,
 }
 
 impl Rule {
     /// The rule for `o`.
     pub fn output(problem: &Problem) -> Rule {
-        Rule { dtype: problem.dtype(), softcap: problem.has_softcap(), gradient: false }
+        Rule { dtype: problem.dtype(), softcap: problem.has_softcap(), gradient: false, terms: None }
     }
     /// The rule for `d_q`, `d_k` and `d_v`.
     pub fn gradient(problem: &Problem) -> Rule {
@@ -92,21 +95,22 @@ impl Rule {
     }
     /// The rule for the f32 gradients of sinks and auxiliary tensors.
     pub fn sums(problem: &Problem) -> Rule {
-        Rule { dtype: DType::F32, ..Rule::gradient(problem) }
+        Rule { dtype: DType::F32, terms: Some(problem.dtype()), ..Rule::gradient(problem) }
     }
 
     /// The largest difference allowed.
     pub fn allowed(&self, want: &[f64], plain: &[f64]) -> f64 {
         let rtol = if self.softcap { 3.0 } else { 2.0 };
+        let steps = |dtype: DType| {
+            let step = |&x: &f64| {
+                let r = dtype.round(x);
+                dtype.round(dtype.round(r + 0.3) - 0.3) - r
+            };
+            2.0 * largest(want.iter().map(step))
+        };
         let atol = match self.dtype {
-            DType::F32 => 1e-6 * largest(want.iter().copied()),
-            dtype => {
-                let step = |&x: &f64| {
-                    let r = dtype.round(x);
-                    dtype.round(dtype.round(r + 0.3) - 0.3) - r
-                };
-                2.0 * largest(want.iter().map(step)) + if self.softcap && self.gradient { 3e-4 } else { 0.0 }
-            }
+            DType::F32 => 1e-6 * largest(want.iter().copied()) + self.terms.map_or(0.0, steps),
+            dtype => steps(dtype) + if self.softcap && self.gradient { 3e-4 } else { 0.0 },
         };
         rtol * largest(want.iter().zip(plain).map(|(w, p)| p - w)) + atol
     }

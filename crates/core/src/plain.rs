@@ -94,14 +94,12 @@ fn narrow(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
 }
 
-/// e^x for x <= 0 at key `k`, by the function the problem asks for.
-fn exponential(problem: &Problem, k: usize, x: f32) -> f32 {
+/// e^x, by the function the problem asks for.
+fn exponential(problem: &Problem, x: f32) -> f32 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(f64::from(x), threshold) as f32,
-        // Which elements the share falls on is the engine's choice; here it is spread evenly.
-        Exp::Poly { degree, share } if ((k + 1) as f32 * share).floor() > (k as f32 * share).floor() => {
-            exp::exp2_poly(degree, x * std::f32::consts::LOG2_E)
-        }
+        // Which elements the share falls on is the engine's choice: any may be off by the polynomial's error.
+        Exp::Poly { degree, share } if share > 0.0 => exp::exp2_poly(degree, x * std::f32::consts::LOG2_E),
         Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
     }
 }
@@ -132,7 +130,7 @@ impl Arithmetic for Rounded {
         }
         // A NaN becomes the maximum and stays it.
         let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
-        let mut p: Vec<f32> = scores.iter().zip(&keys).map(|(s, &k)| exponential(problem, k, s - max)).collect();
+        let mut p: Vec<f32> = scores.iter().map(|s| exponential(problem, s - max)).collect();
         let sum: f32 = p.iter().sum();
         let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
         // The sink may exceed every score: whichever is larger is taken out of the sum.
@@ -149,6 +147,11 @@ impl Arithmetic for Rounded {
             for (o, v) in o.iter_mut().zip(head.value(k)) {
                 *o += *p * v;
             }
+        }
+        // Backward has only the f32 LSE, and its P is off by the LSE's rounding. Sas needs the maximum itself.
+        if !matches!(problem.exp(), Exp::Sas { .. }) {
+            let again = |s: &f32| round(problem, exponential(problem, s - lse));
+            p = scores.iter().map(again).collect();
         }
         let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();
         let o = o.into_iter().map(|x| round(problem, x)).collect();

@@ -134,7 +134,7 @@ fn an_empty_row_must_have_its_infinity() {
 
 #[test]
 fn nothing_infinite_passes() {
-    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false, terms: None };
     // A plain implementation that broke down must not allow everything.
     for broken in [f64::NAN, f64::INFINITY] {
         assert!(!rule.judge(&[5.0, 0.0], &[1.0, 0.0], &[broken, 0.0]).ok());
@@ -154,7 +154,7 @@ fn nothing_infinite_passes() {
 
 #[test]
 fn the_rule_is_as_published() {
-    let rule = |dtype, softcap, gradient| Rule { dtype, softcap, gradient };
+    let rule = |dtype, softcap, gradient| Rule { dtype, softcap, gradient, terms: None };
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-12;
     // f32: 2 x 1e-3 + 1e-6 x 4
     assert!(close(rule(DType::F32, false, false).allowed(&[4.0, 0.0], &[4.0, 1e-3]), 2e-3 + 4e-6));
@@ -171,6 +171,9 @@ fn the_rule_is_as_published() {
         judge_lse(&[0.99e-3], &[0.0], DType::Bf16, 0.0).ok() && !judge_lse(&[1.01e-3], &[0.0], DType::Bf16, 0.0).ok()
     );
     assert!(judge_lse(&[0.99e-5], &[0.0], DType::F32, 0.0).ok() && !judge_lse(&[1.1e-5], &[0.0], DType::F32, 0.0).ok());
+    // A sum of bf16 terms: both allowances.
+    let sum = Rule { terms: Some(DType::Bf16), ..rule(DType::F32, false, true) };
+    assert!(close(sum.allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step + 1e-6 / 1024.0));
     assert!(judge_lse(&[1000.0004], &[1000.0], DType::F32, 0.0).ok());
 }
 
@@ -217,7 +220,7 @@ fn large_problems_are_sampled() {
 
 #[test]
 fn a_verdict_is_one_readable_line() {
-    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false };
+    let rule = Rule { dtype: DType::F32, softcap: false, gradient: false, terms: None };
     let text = rule.judge(&[1.0, 2.5], &[1.0, 2.0], &[1.0, 2.0]).to_string();
     assert_eq!(text, "WRONG: worst 5.000e-1 of 2.000e-6 allowed, rms 3.5e-1, at 1 of 2: 2.5e0, want 2e0");
     let text = rule.judge(&[f64::NAN, 2.0], &[1.0, 2.0], &[1.0, 2.0]).to_string();

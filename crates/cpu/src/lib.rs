@@ -1,4 +1,17 @@
-//! Attention on the CPU.
+//! Attention on the CPU: register-blocked SIMD kernels under one tile loop.
+//!
+//! Every function takes a [`Bound`]: tensors already proven to fit their problem. Results depend neither on
+//! the number of threads nor on what else is in the batch, and never on the run.
+
+mod backward;
+mod decode;
+mod evaluate;
+mod forward;
+mod memory;
+mod pool;
+pub mod probe;
+mod simd;
+mod tiles;
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 
@@ -17,10 +30,14 @@ pub enum Isa {
 }
 
 impl Isa {
+    /// All that exist, fastest first.
+    pub const ALL: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+
     /// What this machine can run, fastest first. Never empty.
     pub fn available() -> Vec<Isa> {
-        vec![Isa::Portable]
+        Isa::ALL.into_iter().filter(|&isa| simd::kernels(isa).is_some()).collect()
     }
+
     /// The lower-case name: `avx512`, `avx2`, `neon`, `portable`.
     pub fn name(self) -> &'static str {
         match self {
@@ -43,24 +60,46 @@ pub struct Options {
     pub rescale: Option<Rescale>,
 }
 
-/// What a forward call did, to show that rescales are rare.
+impl Options {
+    fn kernels(&self) -> &'static simd::Kernels {
+        let chosen = self.isa.and_then(simd::kernels);
+        let best = || Isa::ALL.into_iter().find_map(simd::kernels);
+        chosen.or_else(best).expect("bug in fulgurite: portable kernels exist everywhere")
+    }
+    fn threads(&self) -> usize {
+        self.threads.unwrap_or_else(pool::default_threads).max(1)
+    }
+}
+
+/// What a forward call did, to show that rescales are rare. Counted once for each row and block of keys.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Blocks of scores whose maximum could have raised a row's, counted once for each row.
+    /// Blocks whose maximum exceeded that of the row so far.
     pub rescales_possible: u64,
     /// Of these, rescales that happened.
     pub rescales_done: u64,
-    /// Blocks that an optimistic maximum made necessary to do again.
+    /// Blocks of a tile that an optimistic maximum made necessary to do again.
     pub blocks_redone: u64,
 }
 
-/// Forward: fills `outputs`.
-pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
-    let _ = (bound, outputs, options);
-    Counters::default()
+impl Counters {
+    fn add(&mut self, other: &Counters) {
+        self.rescales_possible += other.rescales_possible;
+        self.rescales_done += other.rescales_done;
+        self.blocks_redone += other.blocks_redone;
+    }
 }
 
-/// Backward: fills `gradients`.
+/// Forward: fills `outputs`, which must fit the problem ([`Outputs::check`]).
+pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
+    let cx = tiles::Context::new(bound, options.kernels());
+    let rescale = options.rescale.unwrap_or(Rescale::Lazy(Rescale::LAZY_TAU));
+    forward::run(&cx, outputs, &forward::Plan { rescale, threads: options.threads() })
+}
+
+/// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],
+/// [`GradientOutputs::check`]).
 pub fn backward(bound: &Bound<'_>, saved: &Saved<'_>, gradients: &mut GradientOutputs<'_>, options: &Options) {
-    let _ = (bound, saved, gradients, options);
+    let cx = tiles::Context::new(bound, options.kernels());
+    backward::run(&cx, saved, gradients, options.threads());
 }

@@ -1,1 +1,53 @@
-//! x
+//! Attention at the speed of the machine.
+//!
+//! Three ways in, each a layer above the next:
+//!
+//! 1. [`attention`]: tensors in, tensors out. The problem is read off the shapes.
+//! 2. [`engine`]: a [`Problem`] built once, run many times on an [`Engine`] that was chosen once.
+//! 3. [`Engine::forward_into`]: the same without allocation; the caller owns the outputs.
+//!
+//! ```
+//! use fulgurite::{Tensor, attention};
+//!
+//! let [batch, sequence, heads, head_dim] = [1, 4, 2, 8];
+//! let x = |seed: u32| {
+//!     let n = batch * sequence * heads * head_dim;
+//!     let data: Vec<f32> = (0..n as u32).map(|i| ((i * 7 + seed) % 13) as f32 / 13.0).collect();
+//!     Tensor::new(data, &[batch, sequence, heads, head_dim])
+//! };
+//! let (q, k, v) = (x(1)?, x(2)?, x(3)?);
+//! let result = attention(&q, &k, &v).causal().forward()?;
+//! assert_eq!(result.o.shape()[..], [1, 4, 2, 8]);
+//! assert_eq!(result.lse.shape()[..], [1, 2, 4]);
+//! # Ok::<(), fulgurite::Error>(())
+//! ```
+//!
+//! What is computed is defined by `fulgurite-core` and its f64 oracle; this crate has no mathematics of its own.
+//! It chooses who computes, and says why ([`explain`]).
+//!
+//! The feature `ndarray` (off by default) lets `ndarray` arrays be passed wherever a tensor is read.
+
+#![forbid(unsafe_code)]
+
+mod attention;
+mod choice;
+mod cpu;
+mod engine;
+mod error;
+mod oracle;
+mod view;
+
+pub use attention::{Attention, attention};
+pub use choice::{Choice, ChoiceError, Settings, engine, engine_with, engines, explain};
+pub use cpu::Cpu;
+pub use engine::{Engine, Run, Tally, Unsupported};
+pub use error::Error;
+pub use oracle::Oracle;
+pub use view::{AsView, ViewError};
+
+pub use fulgurite_core::expr;
+pub use fulgurite_core::{
+    BlockMask, BlockSpec, DType, Exp, Expr, Forward, GradientOutputs, Gradients, Inputs, Mask, Outputs, Problem,
+    Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
+};
+pub use fulgurite_cpu::{Counters, Isa};

@@ -1,0 +1,246 @@
+//! The arguments of the command.
+
+use clap::{Parser, Subcommand};
+use fulgurite::{Choice, DType, Exp, Rescale, Settings};
+use std::path::PathBuf;
+
+/// Attention at the speed of the machine.
+#[derive(Debug, Parser)]
+#[command(name = "fulgurite", version, max_term_width = 100)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Measure attention over a grid, check every result, write a report
+    Bench(BenchArgs),
+    /// Compare every engine with the f64 oracle: each feature, each dtype
+    Check(CheckArgs),
+    /// Compute attention of the tensors in a file
+    Run(RunArgs),
+    /// Say what was found on this machine and which engine is chosen
+    Doctor(DoctorArgs),
+}
+
+/// Who computes.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EngineArgs {
+    /// best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable or oracle
+    #[arg(long, default_value = "best", value_name = "NAME")]
+    pub engine: Choice,
+    /// Threads; one a core if not given
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+impl EngineArgs {
+    /// The settings these arguments ask for.
+    pub fn settings(&self) -> Settings {
+        let mut settings = Settings::default();
+        settings.threads = self.threads;
+        settings
+    }
+}
+
+/// Arguments of `bench`.
+#[derive(Debug, clap::Args)]
+pub struct BenchArgs {
+    /// Head dimensions [default: 64,128]
+    #[arg(long, value_delimiter = ',', value_name = "D,..")]
+    pub dims: Option<Vec<usize>>,
+    /// Sequence lengths [default: 512,1024,2048,4096]
+    #[arg(long, value_delimiter = ',', value_name = "N,..")]
+    pub lens: Option<Vec<usize>>,
+    /// Types: f32, f16, bf16 [default: f32,bf16]
+    #[arg(long, value_delimiter = ',', value_name = "T,..", value_parser = dtype)]
+    pub dtypes: Option<Vec<DType>>,
+    /// Tokens in all sequences together [default: 4096]
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
+    /// Heads times head dimension [default: 1024]
+    #[arg(long, value_name = "N")]
+    pub width: Option<usize>,
+    /// Timed runs of each cell; the median counts
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub repeats: usize,
+    /// Leave the backward pass out
+    #[arg(long)]
+    pub forward_only: bool,
+    /// A small grid that takes a second or two
+    #[arg(long)]
+    pub quick: bool,
+    /// Seed of the random tensors
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub seed: u64,
+    /// Folder for bench.html, bench.svg and bench.json
+    #[arg(long, default_value = "out", value_name = "DIR")]
+    pub out: PathBuf,
+    /// Who computes.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `check`.
+#[derive(Debug, clap::Args)]
+pub struct CheckArgs {
+    /// Add N random cases for each dtype
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub long: usize,
+    /// Seed of the first random case [default: from the clock]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Only this engine; every one this machine can run if not given
+    #[arg(long, value_name = "NAME")]
+    pub engine: Option<Choice>,
+    /// Threads; one a core if not given
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Types: f32, f16, bf16
+    #[arg(long, value_delimiter = ',', value_name = "T,..", value_parser = dtype, default_value = "f32,f16,bf16")]
+    pub dtypes: Vec<DType>,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `run`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = RUN_HELP)]
+pub struct RunArgs {
+    /// FILE.safetensors, or a folder of .npy files
+    #[arg(value_name = "IN")]
+    pub input: PathBuf,
+    /// FILE.safetensors, or a folder for .npy files
+    #[arg(short, long, value_name = "OUT")]
+    pub output: PathBuf,
+    /// A query sees keys up to its own position, counted from the end
+    #[arg(long)]
+    pub causal: bool,
+    /// A query sees L keys before and R keys after its own position; an empty side is unbounded
+    #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
+    pub window: Option<Window>,
+    /// What q . k is multiplied with [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub scale: Option<f32>,
+    /// X * tanh(score / X)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub softcap: Option<f32>,
+    /// ALiBi; slopes 2^(-8(h+1)/heads) unless IN has alibi_slopes
+    #[arg(long)]
+    pub alibi: bool,
+    /// auto, native, poly:DEGREE[:SHARE] or sas[:THRESHOLD]
+    #[arg(long, default_value = "auto", value_name = "NAME")]
+    pub exp: Exp,
+    /// Rescale lazily with this threshold, in powers of two; the same as --rescale lazy:T
+    #[arg(long, value_name = "T", conflicts_with = "rescale", allow_hyphen_values = true)]
+    pub tau: Option<f32>,
+    /// always, lazy[:TAU] or optimistic[:LIMIT]
+    #[arg(long, value_name = "POLICY")]
+    pub rescale: Option<Rescale>,
+    /// Who computes.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print what was done as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+const RUN_HELP: &str = "\
+Tensors read from IN:
+  q, k, v          [batch, sequence, heads, head_dim] (packed: [total, heads, head_dim]); f32, f16, bf16
+  d_o, d_lse       gradients of o and lse: the backward pass runs too
+  sink             [heads]: a logit for each head that joins the denominator
+  cu_seqlens       [batch + 1]: offsets of packed sequences; or cu_seqlens_q and cu_seqlens_k
+  used_q, used_k   [batch]: queries and keys in use
+  alibi_slopes     [heads]: ALiBi, with or without --alibi
+  bias             [batch, heads, q_len, k_len], each full or 1: added to the scores
+  documents_q, documents_k   [batch, len]: queries see keys of their own document
+  prefix_lengths   [batch]: keys before it are visible to all queries, the others causally
+Tensors written to OUT:
+  o, lse (f32, [batch, heads, sequence]) and, with d_o: d_q, d_k, d_v, d_sink, d_bias";
+
+/// Arguments of `doctor`.
+#[derive(Debug, clap::Args)]
+pub struct DoctorArgs {
+    /// Who computes.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print what was found as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The two sides of a window; `None` is unbounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Keys before the query's position.
+    pub left: Option<i64>,
+    /// Keys after it.
+    pub right: Option<i64>,
+}
+
+fn window(text: &str) -> Result<Window, String> {
+    let side = |text: &str| match text.trim() {
+        "" => Ok(None),
+        number => number.parse().map(Some).map_err(|_| ()),
+    };
+    let sides = text.split_once(',').ok_or(()).and_then(|(l, r)| Ok(Window { left: side(l)?, right: side(r)? }));
+    sides.map_err(|()| "allowed: L,R in whole numbers, such as 128,0; an empty side is unbounded".into())
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    let found = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
+    found.ok_or_else(|| "allowed: f32, f16, bf16".into())
+}
+
+/// A message of the argument parser in one line, with the way to help.
+pub fn one_line(error: &clap::Error) -> String {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+    let text = error.render().to_string();
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "no command given; allowed: bench, check, run, doctor; try `fulgurite --help`".into();
+    }
+    let message: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"))
+        .filter(|line| !line.is_empty())
+        .collect();
+    let message = message.join(" ");
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    let usage = match error.get(ContextKind::Usage) {
+        Some(ContextValue::StyledStr(usage)) => usage.to_string(),
+        _ => String::new(),
+    };
+    let known = ["bench", "check", "run", "doctor"];
+    let command = usage.split_whitespace().find(|word| known.contains(word)).map(|c| format!(" {c}"));
+    format!("{message}; try `fulgurite{} --help`", command.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn definitions_are_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn windows() {
+        assert_eq!(window("128,0"), Ok(Window { left: Some(128), right: Some(0) }));
+        assert_eq!(window(",-1"), Ok(Window { left: None, right: Some(-1) }));
+        assert_eq!(window(","), Ok(Window { left: None, right: None }));
+        assert!(window("128").is_err());
+        assert!(window("a,b").is_err());
+        assert!(window("99999999999999999999,0").is_err());
+    }
+}

@@ -1,0 +1,4 @@
+//! Pictures and pages.
+
+pub mod html;
+pub mod svg;

@@ -1,0 +1,302 @@
+//! `run`: attention of the tensors in a file.
+
+use crate::args::RunArgs;
+use crate::io::{self, Format, Stored, Tensors};
+use crate::{Failure, json, say};
+use fulgurite::{
+    Counters, DType, Forward, Gradients, Inputs, Problem, Rescale, Run, Tally, Tensor, attention, engine_with, explain,
+};
+use serde::Serialize;
+use std::time::Instant;
+
+/// The names that are read; others are left alone and named.
+const KNOWN: [&str; 17] = [
+    "q",
+    "k",
+    "v",
+    "d_o",
+    "d_lse",
+    "sink",
+    "sinks",
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "used_q",
+    "used_k",
+    "alibi_slopes",
+    "bias",
+    "documents_q",
+    "documents_k",
+    "prefix_lengths",
+];
+
+/// An empty q may claim any number of heads; slopes are made only for a believable one.
+const MAX_ALIBI_HEADS: usize = 1 << 16;
+
+#[derive(Serialize)]
+struct Summary {
+    engine: String,
+    explain: Vec<String>,
+    input: Vec<Shape>,
+    ignored: Vec<String>,
+    output: Vec<Shape>,
+    written_to: String,
+    forward_seconds: f64,
+    backward_seconds: Option<f64>,
+    rescales_possible: u64,
+    rescales_done: u64,
+    blocks_redone: u64,
+}
+
+#[derive(Serialize)]
+struct Shape {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+}
+
+/// Runs `run`.
+pub fn main(args: &RunArgs) -> Result<(), Failure> {
+    let format = Format::of(&args.output)?;
+    let tensors = io::read(&args.input)?;
+    let given = Given::new(&tensors, args)?;
+    format.holds(given.q.dtype())?;
+    let mut settings = args.engine.settings();
+    settings.rescale = args.tau.map(Rescale::Lazy).or(args.rescale);
+    let engine = engine_with(args.engine.engine, &settings)?;
+    let (problem, inputs) = given.call(args)?;
+
+    let tally = Tally::default();
+    let run = Run::default().tally(&tally);
+    let start = Instant::now();
+    let forward = engine.forward(&problem, &inputs, &run)?;
+    let forward_seconds = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let gradients = match given.d_o {
+        Some(d_o) => {
+            let mut saved = forward.saved(d_o.view());
+            saved.d_lse = given.d_lse.map(Tensor::view);
+            Some(engine.backward(&problem, &inputs, &saved, &Run::default())?)
+        }
+        None => None,
+    };
+    let backward_seconds = gradients.as_ref().map(|_| start.elapsed().as_secs_f64());
+
+    let results = results(&problem, &forward, gradients.as_ref());
+    io::write(&args.output, format, &results)?;
+    let Counters { rescales_possible, rescales_done, blocks_redone } = tally.counters();
+    report(
+        args,
+        &Summary {
+            engine: engine.describe(),
+            explain: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
+            input: given.shapes(&tensors),
+            ignored: tensors.keys().filter(|name| !KNOWN.contains(&name.as_str())).cloned().collect(),
+            output: results.iter().map(|(name, tensor)| shape(name, tensor)).collect(),
+            written_to: args.output.display().to_string(),
+            forward_seconds,
+            backward_seconds,
+            rescales_possible,
+            rescales_done,
+            blocks_redone,
+        },
+    )
+}
+
+fn report(args: &RunArgs, summary: &Summary) -> Result<(), Failure> {
+    if args.json {
+        return json::print(summary);
+    }
+    let mut lines = Vec::new();
+    if !summary.ignored.is_empty() {
+        lines.push(format!("not read: {}; `fulgurite run --help` lists what is", summary.ignored.join(", ")));
+    }
+    lines.push(format!("engine {}", summary.engine));
+    lines.push(format!("forward {:.3} ms", summary.forward_seconds * 1e3));
+    if let Some(seconds) = summary.backward_seconds {
+        lines.push(format!("backward {:.3} ms", seconds * 1e3));
+    }
+    if summary.rescales_possible > 0 {
+        let Summary { rescales_possible, rescales_done, blocks_redone, .. } = summary;
+        lines.push(format!("rescales {rescales_done} of {rescales_possible} possible, {blocks_redone} blocks redone"));
+    }
+    for Shape { name, dtype, shape } in &summary.output {
+        lines.push(format!("{name} {dtype} {shape:?}"));
+    }
+    lines.push(format!("written to {}", summary.written_to));
+    say(&lines.join("\n"))
+}
+
+fn shape(name: &str, tensor: &Tensor) -> Shape {
+    Shape { name: name.into(), dtype: tensor.dtype().to_string(), shape: tensor.shape().to_vec() }
+}
+
+fn results<'a>(problem: &Problem, forward: &'a Forward, gradients: Option<&'a Gradients>) -> Vec<(String, &'a Tensor)> {
+    let mut all = vec![("o".to_string(), &forward.o), ("lse".to_string(), &forward.lse)];
+    if let Some(g) = gradients {
+        all.extend([("d_q".to_string(), &g.d_q), ("d_k".to_string(), &g.d_k), ("d_v".to_string(), &g.d_v)]);
+        all.extend(g.d_sinks.as_ref().map(|d| ("d_sink".to_string(), d)));
+        let aux = problem.aux().iter().zip(&g.d_aux);
+        all.extend(aux.filter_map(|(spec, d)| d.as_ref().map(|d| (format!("d_{}", spec.name), d))));
+    }
+    all
+}
+
+/// The tensors of the file by their roles.
+struct Given<'a> {
+    q: &'a Tensor,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    d_o: Option<&'a Tensor>,
+    d_lse: Option<&'a Tensor>,
+    sinks: Option<&'a Tensor>,
+    cu_seqlens: Option<[&'a Tensor; 2]>,
+    used_q: Option<&'a Tensor>,
+    used_k: Option<&'a Tensor>,
+    alibi_slopes: Option<Tensor>,
+    bias: Option<&'a Tensor>,
+    documents: Option<[&'a Tensor; 2]>,
+    prefix_lengths: Option<&'a Tensor>,
+}
+
+impl<'a> Given<'a> {
+    fn new(tensors: &'a Tensors, args: &RunArgs) -> Result<Given<'a>, Failure> {
+        let file = args.input.display();
+        let float = |name: &str| get(tensors, name, "f32, f16, bf16", DType::is_float);
+        let integer = |name: &str| get(tensors, name, "i32, i64", |dtype| dtype == DType::I32);
+        let needed = |name: &'static str| {
+            float(name)?.ok_or_else(|| {
+                let has = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+                Failure::input(format_args!("{file} has no tensor `{name}`, it has: {has}; q, k and v are needed"))
+            })
+        };
+        let both = |names: [&'static str; 2]| match (integer(names[0])?, integer(names[1])?) {
+            (Some(q), Some(k)) => Ok(Some([q, k])),
+            (None, None) => Ok(None),
+            (q, _) => {
+                let (has, misses) = if q.is_some() { (names[0], names[1]) } else { (names[1], names[0]) };
+                Err(Failure::input(format_args!("{file} has `{has}` without `{misses}`; give both or none")))
+            }
+        };
+        let (q, k, v) = (needed("q")?, needed("k")?, needed("v")?);
+        let cu_seqlens = match (both(["cu_seqlens_q", "cu_seqlens_k"])?, integer("cu_seqlens")?) {
+            (Some(_), Some(_)) => {
+                let text = format_args!("{file} has `cu_seqlens` and `cu_seqlens_q`; give one or the other");
+                return Err(Failure::input(text));
+            }
+            (two, one) => two.or(one.map(|both| [both, both])),
+        };
+        let (d_o, d_lse) = (float("d_o")?, float("d_lse")?);
+        if d_lse.is_some() && d_o.is_none() {
+            return Err(Failure::input(format_args!("{file} has `d_lse` without `d_o`; give zeros for `d_o`")));
+        }
+        let sinks = match (float("sink")?, float("sinks")?) {
+            (Some(_), Some(_)) => {
+                return Err(Failure::input(format_args!("{file} has `sink` and `sinks`; give one or the other")));
+            }
+            (one, other) => one.or(other),
+        };
+        let alibi_slopes = match float("alibi_slopes")? {
+            Some(slopes) => Some(in_f32(slopes)?),
+            None if args.alibi => Some(usual_slopes(q)?),
+            None => None,
+        };
+        Ok(Given {
+            q,
+            k,
+            v,
+            d_o,
+            d_lse,
+            sinks,
+            cu_seqlens,
+            used_q: integer("used_q")?,
+            used_k: integer("used_k")?,
+            alibi_slopes,
+            bias: float("bias")?,
+            documents: both(["documents_q", "documents_k"])?,
+            prefix_lengths: integer("prefix_lengths")?,
+        })
+    }
+
+    /// The problem that the file and the flags describe together.
+    fn call(&'a self, args: &RunArgs) -> Result<(Problem, Inputs<'a>), Failure> {
+        let mut call = attention(self.q, self.k, self.v).exp(args.exp);
+        if let Some(lengths) = self.prefix_lengths {
+            call = call.prefix(lengths); // causal after the prefix, with or without the flag
+        } else if args.causal {
+            call = call.causal();
+        }
+        if let Some(window) = args.window {
+            call = call.window(window.left, window.right);
+        }
+        if let Some([q, k]) = self.documents {
+            call = call.documents(q, k);
+        }
+        if let Some(scale) = args.scale {
+            call = call.scale(scale);
+        }
+        if let Some(cap) = args.softcap {
+            call = call.softcap(cap);
+        }
+        if let Some(slopes) = &self.alibi_slopes {
+            call = call.alibi(slopes);
+        }
+        if let Some(bias) = self.bias {
+            call = if self.d_o.is_some() { call.bias_with_grad(bias) } else { call.bias(bias) };
+        }
+        if let Some(sinks) = self.sinks {
+            call = call.sinks(sinks);
+        }
+        if let Some([q, k]) = self.cu_seqlens {
+            call = call.cu_seqlens(q, k);
+        }
+        if let Some(lengths) = self.used_q {
+            call = call.used_q(lengths);
+        }
+        if let Some(lengths) = self.used_k {
+            call = call.used_k(lengths);
+        }
+        Ok((call.problem()?, call.inputs()?))
+    }
+
+    fn shapes(&self, tensors: &Tensors) -> Vec<Shape> {
+        let read = tensors.iter().filter(|(name, _)| KNOWN.contains(&name.as_str()));
+        read.filter_map(|(name, stored)| match stored {
+            Stored::Tensor(tensor) => Some(shape(name, tensor)),
+            Stored::Other(_) => None,
+        })
+        .collect()
+    }
+}
+
+/// A tensor of the file, if it is there, of an allowed type.
+fn get<'a>(
+    tensors: &'a Tensors,
+    name: &str,
+    allowed: &str,
+    fits: impl Fn(DType) -> bool,
+) -> Result<Option<&'a Tensor>, Failure> {
+    let wrong = |got: &str| Failure::input(format_args!("`{name}` is {got}, allowed: {allowed}; convert it"));
+    match tensors.get(name) {
+        None => Ok(None),
+        Some(Stored::Other(dtype)) => Err(wrong(dtype)),
+        Some(Stored::Tensor(tensor)) if fits(tensor.dtype()) => Ok(Some(tensor)),
+        Some(Stored::Tensor(tensor)) => Err(wrong(tensor.dtype().name())),
+    }
+}
+
+fn in_f32(tensor: &Tensor) -> Result<Tensor, Failure> {
+    let values = tensor.view().to_f64();
+    Ok(Tensor::from_f64(DType::F32, &values, tensor.shape()).map_err(fulgurite::Error::from)?)
+}
+
+/// 2^(-8 (h + 1) / heads), the slopes of the ALiBi paper. What is no q is refused later.
+fn usual_slopes(q: &Tensor) -> Result<Tensor, Failure> {
+    let heads = q.shape().len().checked_sub(2).map_or(0, |axis| q.shape()[axis]);
+    if heads > MAX_ALIBI_HEADS {
+        let text = format_args!("`q` has {heads} heads, allowed with --alibi: {MAX_ALIBI_HEADS}; give `alibi_slopes`");
+        return Err(Failure::input(text));
+    }
+    let slopes: Vec<f32> = (0..heads).map(|h| (-8.0 * (h + 1) as f32 / heads as f32).exp2()).collect();
+    Ok(Tensor::new(slopes, &[heads]).map_err(fulgurite::Error::from)?)
+}

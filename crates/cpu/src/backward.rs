@@ -1,0 +1,525 @@
+//! Backward: five products for each block of scores, gradients of keys and values gathered on the way.
+//!
+//! Letters as in forward, and D = sum(dO O) - dLSE of each row, dP = dO V^T, dS = P (dP - D). An item owns a
+//! run of keys of one key/value head: it keeps their dK and dV and walks all tiles of queries. dQ is summed
+//! over the runs of keys in ascending order, whatever thread gets there first: each tile has a turn.
+
+use crate::evaluate::Evaluator;
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::pool;
+use crate::simd::{ExpKind, GradArgs, Sum};
+use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile, clear_unseen};
+use fulgurite_core::{Data, GradientOutputs, Rows, Saved, Sequence, Side, Tensor};
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Keys in a block of scores.
+const BLOCK: usize = 128;
+/// Elements of K (and as many of V, dK and dV) that an item keeps in the second-level cache.
+const ITEM_ELEMENTS: usize = 64 * 1024;
+
+/// Fills `gradients`.
+pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientOutputs<'_>, threads: usize) {
+    // The gradient of a sum has stride 0 everywhere; rows are wanted in one piece.
+    let dense: Tensor;
+    let mut saved = *saved;
+    if saved.d_o.strides().last() != Some(&1) {
+        dense = saved.d_o.to_tensor();
+        saved.d_o = dense.view();
+    }
+    let rows = RowTable::new(cx);
+    let mut stats = Stats { lse: vec![0.0; rows.len], delta: vec![0.0; rows.len], max: vec![0.0; rows.len] };
+    stats.fill(cx, &saved, &rows, threads);
+    if let Some(d_sinks) = &mut gradients.d_sinks {
+        d_sinks.write_f64(&sink_gradients(cx, &stats, &rows));
+    }
+    if !cx.bound.all_keys_used() {
+        gradients.d_k.fill(0.0);
+        gradients.d_v.fill(0.0);
+    }
+
+    // In f32 the output itself is the accumulator; narrower types need one beside it.
+    let in_place = cx.problem.dtype() == fulgurite_core::DType::F32;
+    let q_strides = *gradients.d_q.strides();
+    gradients.d_q.fill(0.0);
+    let mut wide = if in_place { Vec::new() } else { vec![0.0f32; rows.len * cx.d] };
+    let aux: Mutex<Vec<Vec<f64>>> =
+        Mutex::new(cx.problem.aux().iter().map(|spec| vec![0.0; if spec.grad { spec.shape.iter().product() } else { 0 }]).collect());
+    {
+        let (k_strides, v_strides) = (*gradients.d_k.strides(), *gradients.d_v.strides());
+        let d_q = if in_place { SharedRows::new(&mut gradients.d_q) } else { SharedRows::over(&mut wide) };
+        let items = items(cx);
+        let tiles: Vec<Vec<Tile>> = pairs(cx).map(|(s, h)| cx.tiles(s, h).collect()).collect();
+        let work = Work {
+            cx,
+            saved: &saved,
+            rows: &rows,
+            stats: &stats,
+            turns: tiles.iter().map(|t| t.iter().map(|_| AtomicUsize::new(0)).collect()).collect(),
+            tiles,
+            d_q,
+            q_strides: in_place.then_some(&q_strides),
+            d_k: SharedRows::new(&mut gradients.d_k),
+            k_strides: &k_strides,
+            d_v: SharedRows::new(&mut gradients.d_v),
+            v_strides: &v_strides,
+            aux: &aux,
+        };
+        // Many elements of the scores may add to one of an auxiliary tensor: one thread keeps their order.
+        let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
+        pool::run(threads, items.len(), &|i| work.item(&items[i]));
+    }
+    if !in_place {
+        narrow(cx, &rows, &wide, gradients, &q_strides, threads);
+    }
+    let aux = aux.into_inner().unwrap_or_else(|e| e.into_inner());
+    for (out, sums) in gradients.d_aux.iter_mut().zip(aux) {
+        if let Some(out) = out {
+            out.write_f64(&sums);
+        }
+    }
+}
+
+fn pairs(cx: &Context<'_>) -> impl Iterator<Item = (usize, usize)> {
+    let heads = cx.problem.kv_heads();
+    (0..cx.bound.sequences().len()).flat_map(move |s| (0..heads).map(move |h| (s, h)))
+}
+
+/// Where a number for each (sequence, head, query) lies.
+struct RowTable {
+    starts: Vec<usize>,
+    len: usize,
+}
+
+impl RowTable {
+    fn new(cx: &Context<'_>) -> Self {
+        let mut len = 0;
+        let mut start = |s: &Sequence| {
+            let at = len;
+            len += cx.problem.q_heads() * s.q_len;
+            at
+        };
+        let starts = cx.bound.sequences().iter().map(&mut start).collect();
+        RowTable { starts, len }
+    }
+    fn at(&self, cx: &Context<'_>, sequence: usize, head: usize, q: usize) -> usize {
+        self.starts[sequence] + head * cx.bound.sequences()[sequence].q_len + q
+    }
+}
+
+/// A number for each row: LSE and maximum in log2 units, and D.
+struct Stats {
+    lse: Vec<f32>,
+    delta: Vec<f32>,
+    max: Vec<f32>,
+}
+
+impl Stats {
+    fn fill(&mut self, cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) {
+        let heads = cx.problem.q_heads();
+        let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
+        pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
+            let (sequence, head) = (i / heads, i % heads);
+            let s = &cx.bound.sequences()[sequence];
+            let (o_rows, d_rows) = (cx.query_rows(saved.o.strides(), s), cx.query_rows(saved.d_o.strides(), s));
+            let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
+            let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
+            let (mut o, mut d_o) = (vec![0.0; cx.dv], vec![0.0; cx.dv]);
+            let at = table.at(cx, sequence, head, 0);
+            // SAFETY: each (sequence, head) has its own rows.
+            let (lse, delta) = unsafe { (lse_out.row(at, s.q_len), delta_out.row(at, s.q_len)) };
+            for q in 0..s.q_len {
+                cx.kernels.widen(&saved.o.data(), o_rows.at(q, head), &mut o);
+                cx.kernels.widen(&saved.d_o.data(), d_rows.at(q, head), &mut d_o);
+                let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
+                delta[q] = cx.kernels.dot(&o, &d_o) - d_lse;
+                let natural = saved.lse.at(lse_rows.at(q, head)) as f32;
+                // A row without keys has probabilities of 0: 2^(s - inf).
+                lse[q] = if natural == f32::NEG_INFINITY { f32::INFINITY } else { natural * LOG2_E };
+            }
+        });
+        if matches!(cx.exp, ExpKind::Sas(_)) {
+            let max = SharedRows::over(&mut self.max);
+            crate::forward::maxima(cx, threads, &|tile, lane, m| {
+                let (q, head) = cx.row(tile, lane);
+                // SAFETY: each row belongs to one tile.
+                unsafe { max.row(table.at(cx, tile.sequence, head, q), 1)[0] = m };
+            });
+        }
+    }
+}
+
+/// d_sink = -sum over rows of exp(sink - LSE) D.
+fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) -> Vec<f64> {
+    let gradient = |head: usize| {
+        let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
+        let mut sum = 0.0;
+        for (i, s) in cx.bound.sequences().iter().enumerate() {
+            let at = table.at(cx, i, head, 0);
+            for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
+                // +inf marks a row that saw nothing, not even a sink.
+                if lse != f32::INFINITY && sink != f64::NEG_INFINITY {
+                    sum -= (sink - f64::from(lse) * std::f64::consts::LN_2).exp() * f64::from(delta);
+                }
+            }
+        }
+        sum
+    };
+    (0..cx.problem.q_heads()).map(gradient).collect()
+}
+
+/// A run of keys of one sequence and key/value head.
+struct Item {
+    pair: usize,
+    sequence: usize,
+    kv_head: usize,
+    /// Number of the run in its sequence.
+    number: usize,
+}
+
+fn run_len(cx: &Context<'_>) -> usize {
+    (ITEM_ELEMENTS / cx.d_pad.max(cx.dv_pad) / BLOCK).max(1) * BLOCK
+}
+
+fn items(cx: &Context<'_>) -> Vec<Item> {
+    let len = run_len(cx);
+    let runs = |s: usize| cx.bound.sequences()[s].k_len.div_ceil(len);
+    let most = (0..cx.bound.sequences().len()).map(runs).max().unwrap_or(0);
+    // Runs outermost: by the time a run needs its predecessor's dQ, that one is long done. Under a causal mask
+    // this also puts the long items first.
+    let mut items = Vec::new();
+    for number in 0..most {
+        for (pair, (sequence, kv_head)) in pairs(cx).enumerate() {
+            if number < runs(sequence) {
+                items.push(Item { pair, sequence, kv_head, number });
+            }
+        }
+    }
+    items
+}
+
+struct Work<'a> {
+    cx: &'a Context<'a>,
+    saved: &'a Saved<'a>,
+    rows: &'a RowTable,
+    stats: &'a Stats,
+    /// For each (sequence, key/value head), and for each of their tiles the number of runs of keys done.
+    tiles: Vec<Vec<Tile>>,
+    turns: Vec<Vec<AtomicUsize>>,
+    d_q: SharedRows<'a>,
+    /// Strides of d_q where it is summed in place.
+    q_strides: Option<&'a [usize]>,
+    d_k: SharedRows<'a>,
+    k_strides: &'a [usize],
+    d_v: SharedRows<'a>,
+    v_strides: &'a [usize],
+    aux: &'a Mutex<Vec<Vec<f64>>>,
+}
+
+/// The workspace of an item.
+struct Space<'w> {
+    k: &'w mut [f32],
+    v: &'w mut [f32],
+    d_k: &'w mut [f32],
+    d_v: &'w mut [f32],
+    s: &'w mut [f32],
+    dp: &'w mut [f32],
+    derivative: &'w mut [f32],
+    /// Rows of Q and dO `[lane][width]`, and both turned `[width][lane]`.
+    q: &'w mut [f32],
+    d_o: &'w mut [f32],
+    q_turned: &'w mut [f32],
+    d_o_turned: &'w mut [f32],
+    d_q: &'w mut [f32],
+}
+
+/// A tile with its row statistics.
+struct Row {
+    tile: Tile,
+    lanes: Lanes,
+    lse: [f32; MAX_LANES],
+    delta: [f32; MAX_LANES],
+    max: [f32; MAX_LANES],
+}
+
+impl Work<'_> {
+    fn keys(&self, item: &Item, number: usize) -> Range<usize> {
+        let len = run_len(self.cx);
+        number * len..((number + 1) * len).min(self.cx.bound.sequences()[item.sequence].k_len)
+    }
+
+    fn item(&self, item: &Item) {
+        let cx = self.cx;
+        let keys = self.keys(item, item.number);
+        let (n, lanes) = (keys.len(), cx.kernels.tile);
+        let sizes = [
+            n * cx.d_pad,
+            n * cx.dv_pad,
+            n * cx.d_pad,
+            n * cx.dv_pad,
+            BLOCK * lanes,
+            BLOCK * lanes,
+            if cx.problem.score_derivative().is_some() { BLOCK * lanes } else { 0 },
+            lanes * cx.d_pad,
+            lanes * cx.dv_pad,
+            lanes * cx.d_pad,
+            lanes * cx.dv_pad,
+            lanes * cx.d_pad,
+        ];
+        with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
+            let mut arena = Arena::new(workspace);
+            let [k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q] = sizes.map(|n| arena.take(n));
+            let mut space = Space { k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q };
+            space.d_k.fill(0.0);
+            space.d_v.fill(0.0);
+            let sequence = &cx.bound.sequences()[item.sequence];
+            let (k, v) = (cx.bound.k(), cx.bound.v());
+            let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
+            let finite = cx.gather_keys(&k.data(), &k_rows, item.kv_head, keys.clone(), cx.d, space.k, cx.d_pad);
+            cx.gather_keys(&v.data(), &v_rows, item.kv_head, keys.clone(), cx.dv, space.v, cx.dv_pad);
+            for (number, tile) in self.tiles[item.pair].iter().enumerate() {
+                let row = self.row(tile);
+                if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
+                    continue;
+                }
+                self.tile(&row, keys.clone(), &mut space, finite, item.kv_head);
+                self.add_to_d_q(item, number, &row, space.d_q);
+            }
+            let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
+            for (i, key) in keys.enumerate() {
+                // SAFETY: each key of each key/value head belongs to one item.
+                unsafe {
+                    self.d_k.store(cx.kernels, dk_rows.at(key, item.kv_head), &space.d_k[i * cx.d_pad..][..cx.d]);
+                    self.d_v.store(cx.kernels, dv_rows.at(key, item.kv_head), &space.d_v[i * cx.dv_pad..][..cx.dv]);
+                }
+            }
+        });
+    }
+
+    fn row(&self, tile: &Tile) -> Row {
+        let cx = self.cx;
+        // Lanes past the last row: probabilities of 0.
+        let (mut lse, mut delta, mut max) = ([f32::INFINITY; MAX_LANES], [0.0; MAX_LANES], [0.0; MAX_LANES]);
+        let scale = if cx.problem.score_program().is_some() { 1.0 } else { cx.problem.scale() };
+        for lane in 0..tile.rows {
+            let (q, head) = cx.row(tile, lane);
+            let at = self.rows.at(cx, tile.sequence, head, q);
+            lse[lane] = self.stats.lse[at];
+            delta[lane] = self.stats.delta[at] * scale;
+            max[lane] = self.stats.max[at];
+        }
+        Row { tile: *tile, lanes: cx.lanes(tile), lse, delta, max }
+    }
+
+    /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
+    fn tile(&self, row: &Row, keys: Range<usize>, space: &mut Space<'_>, finite: bool, kv_head: usize) {
+        let cx = self.cx;
+        let stride = row.lanes.stride;
+        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let load = |data: Data<'_>, rows: Rows, n: usize, width: usize, out: &mut [f32], turned: &mut [f32]| {
+            cx.gather(&row.tile, &data, &rows, n, &mut out[..stride * width], width);
+            cx.kernels.transpose(out, width, turned, stride, stride, width);
+        };
+        let (q, d_o) = (cx.bound.q(), &self.saved.d_o);
+        load(q.data(), cx.query_rows(q.strides(), sequence), cx.d, cx.d_pad, space.q, space.q_turned);
+        load(d_o.data(), cx.bound.rows(d_o.strides(), sequence, Side::Query), cx.dv, cx.dv_pad, space.d_o, space.d_o_turned);
+        space.d_q[..stride * cx.d_pad].fill(0.0);
+        for start in keys.clone().step_by(BLOCK) {
+            let block = start..(start + BLOCK).min(keys.end);
+            for piece in cx.pieces(&row.tile, block) {
+                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                self.block(row, &step, start, start - keys.start, space);
+                let clear = !finite && step.hides();
+                let own = (start - keys.start) * cx.d_pad;
+                if clear {
+                    clear_unseen(&mut space.k[own..], cx.d_pad, space.dp, &step, stride, cx.kernels.lanes);
+                }
+                self.d_q(row, &step, own, space);
+                if clear {
+                    let k = cx.bound.k();
+                    let again = start..(start + BLOCK).min(keys.end);
+                    cx.gather_keys(&k.data(), &cx.key_rows(k.strides(), sequence), kv_head, again, cx.d, &mut space.k[own..], cx.d_pad);
+                }
+            }
+        }
+    }
+
+    /// S, dP, P, dS, and the gradients of keys and values. `first` is the block's place in the run of keys.
+    fn block(&self, row: &Row, step: &Step, start: usize, first: usize, space: &mut Space<'_>) {
+        let cx = self.cx;
+        let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
+        let (d, dv) = (cx.d_pad, cx.dv_pad);
+        for seg in step.segments() {
+            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
+            let (k, v) = (&space.k[(first + k0) * d..], &space.v[(first + k0) * dv..]);
+            let at = k0 * stride + z0;
+            cx.kernels.gemm(&mut space.s[at..], stride, k, d, &space.q_turned[z0..], stride, [k1 - k0, z1 - z0, cx.d], Sum::Fresh);
+            cx.kernels.gemm(&mut space.dp[at..], stride, v, dv, &space.d_o_turned[z0..], stride, [k1 - k0, z1 - z0, cx.dv], Sum::Fresh);
+        }
+        let modified = cx.problem.score_program().is_some();
+        if step.rest || modified {
+            let derivative = modified.then_some(&mut *space.derivative);
+            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+        }
+        cx.kernels.grad(&mut GradArgs {
+            s: space.s,
+            dp: space.dp,
+            stride,
+            ranges: step.ranges,
+            edges: step.edges,
+            lo: &step.lo,
+            hi: &step.hi,
+            hidden: step.rest || modified,
+            lse: &row.lse,
+            max: &row.max,
+            delta: &row.delta,
+            scale_log2: cx.scale_log2(),
+            scale: if modified { 1.0 } else { cx.problem.scale() },
+            exp: cx.exp,
+        });
+        if modified {
+            self.through_modifier(row, step, start, space);
+        }
+        for seg in step.segments() {
+            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
+            let at = k0 * stride + z0;
+            let (m, k) = (k1 - k0, z1 - z0);
+            cx.kernels.gemm(&mut space.d_v[(first + k0) * dv..], dv, &space.s[at..], stride, &space.d_o[z0 * dv..], dv, [m, dv, k], Sum::Onto);
+            cx.kernels.gemm(&mut space.d_k[(first + k0) * d..], d, &space.dp[at..], stride, &space.q[z0 * d..], d, [m, d, k], Sum::Onto);
+        }
+    }
+
+    fn d_q(&self, row: &Row, step: &Step, own: usize, space: &mut Space<'_>) {
+        let cx = self.cx;
+        let (stride, width, d) = (row.lanes.stride, cx.kernels.lanes, cx.d_pad);
+        for seg in step.segments() {
+            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
+            let ds = &space.dp[k0 * stride + z0..];
+            cx.kernels.gemm_transposed(&mut space.d_q[z0 * d..], d, ds, stride, &space.k[own + k0 * d..], d, [z1 - z0, d, k1 - k0], Sum::Onto);
+        }
+    }
+
+    /// From dS of the modified score to that of the product of q and k; gradients of auxiliary tensors.
+    fn through_modifier(&self, row: &Row, step: &Step, start: usize, space: &mut Space<'_>) {
+        let cx = self.cx;
+        let stride = row.lanes.stride;
+        let width = cx.kernels.lanes;
+        if !cx.problem.aux_gradients().is_empty() {
+            self.aux_gradients(row, step, start, space);
+        }
+        let scale = cx.problem.scale();
+        for (z, &(a, b)) in step.ranges.iter().enumerate() {
+            for key in a..b {
+                let at = key * stride + z * width;
+                for (ds, &f) in space.dp[at..at + width].iter_mut().zip(&space.derivative[at..at + width]) {
+                    // A hidden key has dS = 0, and its derivative may be anything.
+                    *ds = if *ds == 0.0 { 0.0 } else { *ds * f * scale };
+                }
+            }
+        }
+    }
+
+    fn aux_gradients(&self, row: &Row, step: &Step, start: usize, space: &Space<'_>) {
+        let cx = self.cx;
+        let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
+        let env = cx.env(&row.tile, &row.lanes);
+        let mut sums = self.aux.lock().unwrap_or_else(|e| e.into_inner());
+        for gradient in cx.problem.aux_gradients() {
+            let shape = &cx.problem.aux()[gradient.aux].shape;
+            let mut at: Vec<Evaluator<'_>> = gradient.at.iter().map(|p| Evaluator::new(p, env)).collect();
+            let mut derivative = Evaluator::new(&gradient.derivative, env);
+            // The derivative may read the score, which P has replaced: take it back from P and the LSE is not
+            // possible after a modifier, so the scores are computed again.
+            let needs_score = gradient.derivative.reads(fulgurite_core::expr::Var::Score);
+            let mut scores = vec![0.0f32; stride];
+            for key in step.hull() {
+                let number = (start + key) as i32;
+                if needs_score {
+                    self.scores_again(row, key, start, space, &mut scores);
+                }
+                for index in &mut at {
+                    cx.kernels.evaluate(index, number, &scores);
+                }
+                cx.kernels.evaluate(&mut derivative, number, &scores);
+                let mut offsets = vec![0usize; stride];
+                for (index, &size) in at.iter().zip(shape) {
+                    for (offset, i) in offsets.iter_mut().zip(index.ints()) {
+                        *offset = *offset * size + (i.max(0) as usize).min(size - 1);
+                    }
+                }
+                for (lane, (offset, f)) in offsets.into_iter().zip(derivative.floats()).enumerate().take(row.tile.rows) {
+                    let (a, b) = step.ranges[lane / width];
+                    let ds = space.dp[key * stride + lane];
+                    if (a..b).contains(&key) && ds != 0.0 {
+                        sums[gradient.aux][offset] += f64::from(ds) * f64::from(f);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The scaled scores of one key, before any modifier.
+    fn scores_again(&self, row: &Row, key: usize, start: usize, space: &Space<'_>, out: &mut [f32]) {
+        let cx = self.cx;
+        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let k = cx.bound.k();
+        let mut values = vec![0.0f32; cx.d];
+        let rows = cx.key_rows(k.strides(), sequence);
+        cx.kernels.widen(&k.data(), rows.at(start + key, row.tile.head / cx.problem.group()), &mut values);
+        for (lane, score) in out.iter_mut().enumerate() {
+            *score = cx.kernels.dot(&space.q[lane * cx.d_pad..][..cx.d], &values) * cx.problem.scale();
+        }
+    }
+
+    /// Adds a run's dQ when it is its turn.
+    fn add_to_d_q(&self, item: &Item, number: usize, row: &Row, d_q: &[f32]) {
+        let cx = self.cx;
+        let turn = &self.turns[item.pair][number];
+        let before = (0..item.number).rev().find(|&run| cx.sees_any(&row.tile, &row.lanes, self.keys(item, run), BLOCK));
+        let need = before.map_or(0, |run| run + 1);
+        let mut spins = 0u32;
+        while turn.load(Ordering::Acquire) < need {
+            spins += 1;
+            // The predecessor was handed out earlier, so it runs or is done: this ends.
+            if spins % 1024 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let in_place = self.q_strides.map(|strides| cx.query_rows(strides, sequence));
+        for lane in 0..row.tile.rows {
+            let (q, head) = cx.row(&row.tile, lane);
+            let at = in_place.map_or_else(|| self.rows.at(cx, row.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
+            // SAFETY: runs take turns on a tile's rows, and each row belongs to one tile.
+            let sum = unsafe { self.d_q.row(at, cx.d) };
+            sum.iter_mut().zip(&d_q[lane * cx.d_pad..]).for_each(|(sum, x)| *sum += x);
+        }
+        turn.store(item.number + 1, Ordering::Release);
+    }
+}
+
+/// Rounds the f32 sums of dQ to the output type.
+fn narrow(cx: &Context<'_>, table: &RowTable, wide: &[f32], gradients: &mut GradientOutputs<'_>, strides: &[usize], threads: usize) {
+    let out = SharedRows::new(&mut gradients.d_q);
+    let heads = cx.problem.q_heads();
+    pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
+        let (sequence, head) = (i / heads, i % heads);
+        let s = &cx.bound.sequences()[sequence];
+        let rows = cx.query_rows(strides, s);
+        for q in 0..s.q_len {
+            let at = table.at(cx, sequence, head, q) * cx.d;
+            // SAFETY: each (sequence, head, query) is written once.
+            unsafe { out.store(cx.kernels, rows.at(q, head), &wide[at..at + cx.d]) };
+        }
+    });
+}
+
+/// The pieces of a run of keys, cut at blocks.
+impl Context<'_> {
+    fn sees_any(&self, tile: &Tile, lanes: &Lanes, keys: Range<usize>, block: usize) -> bool {
+        keys.clone().step_by(block).any(|start| {
+            let own = start..(start + block).min(keys.end);
+            self.pieces(tile, own).iter().any(|piece: &Piece| self.step(tile, lanes, piece, start).is_some())
+        })
+    }
+}

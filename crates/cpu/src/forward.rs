@@ -1,0 +1,281 @@
+//! Forward: one walk over the keys for a few tiles of queries at a time.
+//!
+//! Letters: S = scale Q K^T as `[key][lane]`, m = running maximum (log2 units), P = 2^(S - m), l = running sum
+//! of P, O = running P V as `[column][lane]`.
+
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::simd::{ExpKind, Policy, SoftmaxArgs, Sum};
+use crate::tiles::{Context, KeyBlock, Lanes, MAX_LANES, Step, Tile, clear_unseen};
+use crate::{Counters, decode, pool};
+use fulgurite_core::{Outputs, Rescale};
+use std::sync::Mutex;
+
+/// Keys in a block of scores. With 64 lanes a block of S (32 KiB) stays in the first-level cache.
+pub(crate) const BLOCK: usize = 128;
+/// Elements of Q that the tiles of one item may hold: they share each block of keys, and stay in the
+/// second-level cache with their O.
+const ITEM_ELEMENTS: usize = 64 * 1024;
+
+pub(crate) struct Plan {
+    pub rescale: Rescale,
+    pub threads: usize,
+}
+
+/// Fills `outputs`.
+pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> Counters {
+    if !cx.bound.all_queries_used() {
+        outputs.o.fill(0.0);
+        outputs.lse.fill(f64::NEG_INFINITY);
+    }
+    let (o_strides, lse_strides) = (*outputs.o.strides(), *outputs.lse.strides());
+    let out = Out {
+        o: SharedRows::new(&mut outputs.o),
+        o_strides: &o_strides,
+        lse: SharedRows::new(&mut outputs.lse),
+        lse_strides: &lse_strides,
+    };
+    let (few, many): (Vec<usize>, Vec<usize>) =
+        (0..cx.bound.sequences().len()).partition(|&s| decode::suits(cx, &cx.bound.sequences()[s]));
+    let total = Mutex::new(Counters::default());
+    let add = |counters: Counters| total.lock().unwrap_or_else(|e| e.into_inner()).add(&counters);
+    if !few.is_empty() {
+        add(decode::run(cx, &few, &out, plan));
+    }
+    let items = items(cx, &many, plan.threads);
+    pool::run(plan.threads, items.len(), &|i| add(item(cx, &items[i], &out, plan.rescale)));
+    total.into_inner().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Where results go.
+pub(crate) struct Out<'a> {
+    pub o: SharedRows<'a>,
+    pub o_strides: &'a [usize],
+    pub lse: SharedRows<'a>,
+    pub lse_strides: &'a [usize],
+}
+
+/// Tiles of one sequence and key/value head that share each block of keys.
+struct Item {
+    kv_head: usize,
+    tiles: Vec<Tile>,
+}
+
+fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
+    let per_tile = cx.kernels.tile * cx.d.max(cx.dv);
+    let most = (ITEM_ELEMENTS / per_tile).clamp(1, 16);
+    let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
+    let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
+    // Enough items that the threads finish together; how many tiles share an item changes no bits.
+    let tiles: usize = all.iter().map(|(_, tiles)| tiles.len()).sum();
+    let share = (tiles / (8 * threads)).clamp(1, most);
+    let mut items = Vec::new();
+    for (kv_head, tiles) in &mut all {
+        // Long rows (under a causal mask, the last ones) go first, so that no long item is left to the end.
+        for group in tiles.chunks(share).rev() {
+            items.push(Item { kv_head: *kv_head, tiles: group.to_vec() });
+        }
+    }
+    items
+}
+
+/// A tile on its way over the keys.
+struct Row<'w> {
+    tile: Tile,
+    lanes: Lanes,
+    /// Q^T, `[d][lanes]`.
+    q: &'w mut [f32],
+    /// O^T, `[dv][lanes]`.
+    o: &'w mut [f32],
+    m: [f32; MAX_LANES],
+    l: [f32; MAX_LANES],
+}
+
+fn item(cx: &Context<'_>, item: &Item, out: &Out<'_>, rescale: Rescale) -> Counters {
+    // TurboAttention's function is taken against the final maximum: find that first.
+    let passes: &[Policy] = match (cx.exp, rescale) {
+        (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
+        (_, Rescale::Always) => &[Policy::Raise(0.0)],
+        (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
+        (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
+    };
+    walk(cx, item, passes, |row, rows, turned| finish(cx, row, rows, turned, out))
+}
+
+/// Calls `take` with the maximum (log2 units) of every row of every tile.
+pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize, f32) + Sync)) {
+    let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
+    let items = items(cx, &sequences, threads);
+    pool::run(threads, items.len(), &|i| {
+        walk(cx, &items[i], &[Policy::MaxOnly], |row, _, _| {
+            (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, row.m[lane]));
+        });
+    });
+}
+
+/// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
+fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&mut Row<'_>, &mut [f32], &mut [f32])) -> Counters {
+    let tile = cx.kernels.tile;
+    let wide = cx.d_pad.max(cx.dv_pad);
+    let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide, wide * tile];
+    let per_row = Arena::room(cx.d_pad * tile) + Arena::room(cx.dv * tile);
+    let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + item.tiles.len() * per_row;
+    with_workspace(room, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let [k, v, s, rows, turned] = sizes.map(|n| arena.take(n));
+        let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
+        let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
+        let mut walk: Vec<Row<'_>> = item
+            .tiles
+            .iter()
+            .map(|&t| {
+                let lanes = cx.lanes(&t);
+                let stride = lanes.stride;
+                let q = arena.take(cx.d_pad * stride);
+                cx.gather(&t, &cx.bound.q().data(), &q_rows, cx.d, &mut rows[..stride * cx.d_pad], cx.d_pad);
+                cx.kernels.transpose(rows, cx.d_pad, q, stride, stride, cx.d_pad);
+                let o = arena.take(cx.dv * stride);
+                o.fill(0.0);
+                Row { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
+            })
+            .collect();
+        let mut block = KeyBlock { k, v, k_finite: true, v_finite: true };
+        let mut counters = Counters::default();
+        for &policy in passes {
+            for start in (0..sequence.k_len).step_by(BLOCK) {
+                let keys = start..(start + BLOCK).min(sequence.k_len);
+                let mut loaded = false;
+                for row in &mut walk {
+                    for piece in cx.pieces(&row.tile, keys.clone()) {
+                        let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                        if !loaded {
+                            load(cx, item, sequence, keys.clone(), &mut block);
+                        }
+                        // A block with rows cleared for this tile is loaded again for the next.
+                        loaded = !fold(cx, row, &step, start, &mut block, s, policy, &mut counters);
+                    }
+                }
+            }
+        }
+        for row in &mut walk {
+            end(row, rows, turned);
+        }
+        counters
+    })
+}
+
+fn load(cx: &Context<'_>, item: &Item, sequence: &fulgurite_core::Sequence, keys: std::ops::Range<usize>, block: &mut KeyBlock<'_>) {
+    let (k, v) = (cx.bound.k(), cx.bound.v());
+    let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
+    block.k_finite = cx.gather_keys(&k.data(), &k_rows, item.kv_head, keys.clone(), cx.d, block.k, cx.d_pad);
+    block.v_finite = cx.gather_keys(&v.data(), &v_rows, item.kv_head, keys, cx.dv, block.v, cx.dv_pad);
+}
+
+/// S, then P, then O: one block of keys folded into a tile's running summary. True if rows of V were cleared.
+#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
+fn fold(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, start: usize, block: &mut KeyBlock<'_>, s: &mut [f32], policy: Policy, counters: &mut Counters) -> bool {
+    scores(cx, row, step, start, block, s);
+    let before = (row.m, row.l);
+    let mut alpha = [1.0; MAX_LANES];
+    let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
+    if stats.distrusted > 0 {
+        // The cold path: the trusted maximum was too low. Again, with the true one.
+        counters.blocks_redone += 1;
+        (row.m, row.l) = before;
+        scores(cx, row, step, start, block, s);
+        stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
+    }
+    if policy == Policy::MaxOnly {
+        return false;
+    }
+    counters.rescales_possible += u64::from(stats.possible);
+    counters.rescales_done += u64::from(stats.rescaled);
+    let stride = row.lanes.stride;
+    if stats.rescaled > 0 {
+        cx.kernels.scale_lanes(row.o, &alpha[..stride]);
+    }
+    let clear = !block.v_finite && step.hides();
+    if clear {
+        clear_unseen(block.v, cx.dv_pad, s, step, stride, cx.kernels.lanes);
+    }
+    for seg in step.segments() {
+        let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
+        let p = &s[k0 * stride + z0..];
+        let size = [cx.dv, z1 - z0, k1 - k0];
+        cx.kernels.gemm_transposed(&mut row.o[z0..], stride, &block.v[k0 * cx.dv_pad..], cx.dv_pad, p, stride, size, Sum::Onto);
+    }
+    clear
+}
+
+fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, block: &KeyBlock<'_>, s: &mut [f32]) {
+    let stride = row.lanes.stride;
+    for seg in step.segments() {
+        let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
+        let size = [k1 - k0, z1 - z0, cx.d];
+        cx.kernels.gemm(&mut s[k0 * stride + z0..], stride, &block.k[k0 * cx.d_pad..], cx.d_pad, &row.q[z0..], stride, size, Sum::Fresh);
+    }
+    if step.rest || cx.problem.score_program().is_some() {
+        cx.modify(&row.tile, &row.lanes, step, start, s, None);
+    }
+}
+
+fn softmax(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, s: &mut [f32], alpha: &mut [f32; MAX_LANES], policy: Policy) -> crate::simd::SoftmaxStats {
+    cx.kernels.softmax(&mut SoftmaxArgs {
+        s,
+        stride: row.lanes.stride,
+        ranges: step.ranges,
+        edges: step.edges,
+        lo: &step.lo,
+        hi: &step.hi,
+        m: &mut row.m,
+        l: &mut row.l,
+        alpha,
+        scale: cx.scale_log2(),
+        exp: cx.exp,
+        policy,
+    })
+}
+
+/// O / l and the LSE, written to the outputs.
+fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], turned: &mut [f32], out: &Out<'_>) {
+    let stride = row.lanes.stride;
+    let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+    cx.kernels.finish(&row.m, &row.l, &mut inverse, &mut lse);
+    for lane in 0..row.tile.rows {
+        if let Some(sink) = cx.bound.sink(row.lanes.head[lane] as usize) {
+            (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
+        }
+    }
+    cx.kernels.scale_lanes(row.o, &inverse[..stride]);
+    // Whole vectors of columns, so that the transpose has squares only; the padding is not stored.
+    let columns = &mut turned[..cx.dv_pad * stride];
+    columns[..cx.dv * stride].copy_from_slice(row.o);
+    columns[cx.dv * stride..].fill(0.0);
+    cx.kernels.transpose(columns, stride, rows, cx.dv_pad, cx.dv_pad, stride);
+    let sequence = &cx.bound.sequences()[row.tile.sequence];
+    let o_rows = cx.query_rows(out.o_strides, sequence);
+    let lse_rows = cx.bound.lse_rows(out.lse_strides, sequence);
+    for lane in 0..row.tile.rows {
+        let (q, head) = cx.row(&row.tile, lane);
+        // A row without keys: 0 / 0 left a zero in O, whatever l was.
+        let o = &mut rows[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
+        if row.m[lane] == f32::NEG_INFINITY {
+            o.fill(0.0);
+        }
+        // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
+        unsafe {
+            out.o.store(cx.kernels, o_rows.at(q, head), o);
+            out.lse.store(cx.kernels, lse_rows.at(q, head), &lse[lane..lane + 1]);
+        }
+    }
+}
+
+/// The sink joins the denominator: new factor for O, new LSE.
+pub(crate) fn with_sink(inverse: f32, lse: f32, sink: f64) -> (f32, f32) {
+    let old = f64::from(lse);
+    let top = old.max(sink);
+    if top == f64::NEG_INFINITY {
+        return (inverse, lse);
+    }
+    let new = top + ((old - top).exp() + (sink - top).exp()).ln();
+    ((f64::from(inverse) * (old - new).exp()) as f32, new as f32)
+}

@@ -1,0 +1,117 @@
+//! Workspaces, and writing to one output from many threads.
+
+use crate::simd::Kernels;
+use fulgurite_core::{DataMut, TensorViewMut};
+use half::{bf16, f16};
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+/// Bytes of a cache line; loads that cross one take twice as long.
+const LINE: usize = 64;
+
+thread_local! {
+    static WORKSPACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` with this thread's workspace of at least `len` elements, aligned to a cache line. Contents are
+/// whatever the last call left. It is kept for the next call: O(threads x tile).
+pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    WORKSPACE.with(|cell| {
+        // A call inside a call (an item that panicked and was caught) gets memory of its own.
+        let mut own = Vec::new();
+        let mut kept = cell.try_borrow_mut();
+        let buffer = match &mut kept {
+            Ok(kept) => &mut **kept,
+            Err(_) => &mut own,
+        };
+        let want = len + LINE / 4;
+        if buffer.len() < want {
+            *buffer = vec![0.0; want];
+        }
+        let start = buffer.as_ptr().align_offset(LINE).min(LINE / 4);
+        f(&mut buffer[start..start + len])
+    })
+}
+
+/// Cuts a workspace into parts that begin on cache lines.
+pub(crate) struct Arena<'a>(&'a mut [f32]);
+
+impl<'a> Arena<'a> {
+    pub fn new(workspace: &'a mut [f32]) -> Self {
+        Arena(workspace)
+    }
+    /// The room `take(len)` needs.
+    pub fn room(len: usize) -> usize {
+        len.next_multiple_of(LINE / 4)
+    }
+    pub fn take(&mut self, len: usize) -> &'a mut [f32] {
+        let all = std::mem::take(&mut self.0);
+        let (part, rest) = all.split_at_mut(Self::room(len));
+        self.0 = rest;
+        &mut part[..len]
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Start {
+    F32(*mut f32),
+    F16(*mut f16),
+    Bf16(*mut bf16),
+}
+
+/// An output tensor that several threads write, each its own rows.
+pub(crate) struct SharedRows<'a> {
+    start: Start,
+    len: usize,
+    borrowed: PhantomData<&'a mut f32>,
+}
+
+// SAFETY: all access goes through unsafe methods whose callers promise disjoint rows.
+unsafe impl Sync for SharedRows<'_> {}
+
+impl<'a> SharedRows<'a> {
+    pub fn new(view: &'a mut TensorViewMut<'_>) -> Self {
+        let (start, len) = match view.data_mut() {
+            DataMut::F32(s) => (Start::F32(s.as_mut_ptr()), s.len()),
+            DataMut::F16(s) => (Start::F16(s.as_mut_ptr()), s.len()),
+            DataMut::Bf16(s) => (Start::Bf16(s.as_mut_ptr()), s.len()),
+            _ => unreachable!("bug in fulgurite: an output of a type that Problem refuses"),
+        };
+        SharedRows { start, len, borrowed: PhantomData }
+    }
+
+    /// Over a plain slice.
+    pub fn over(slice: &'a mut [f32]) -> Self {
+        SharedRows { start: Start::F32(slice.as_mut_ptr()), len: slice.len(), borrowed: PhantomData }
+    }
+
+    /// Rounds a row to the element type and writes it.
+    ///
+    /// # Safety
+    /// No other thread may touch these elements at the same time.
+    pub unsafe fn store(&self, kernels: &Kernels, offset: usize, row: &[f32]) {
+        assert!(offset.checked_add(row.len()).is_some_and(|end| end <= self.len), "row outside the tensor");
+        // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+        unsafe {
+            match self.start {
+                Start::F32(p) => std::slice::from_raw_parts_mut(p.add(offset), row.len()).copy_from_slice(row),
+                Start::F16(p) => kernels.narrow_f16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
+                Start::Bf16(p) => kernels.narrow_bf16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
+            }
+        }
+    }
+
+    /// A row of an f32 tensor, for reading and writing.
+    ///
+    /// # Safety
+    /// No other thread may touch these elements while the result lives.
+    #[allow(clippy::mut_from_ref)] // disjoint by the caller's promise
+    pub unsafe fn row(&self, offset: usize, len: usize) -> &mut [f32] {
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "row outside the tensor");
+        match self.start {
+            // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+            Start::F32(p) => unsafe { std::slice::from_raw_parts_mut(p.add(offset), len) },
+            _ => unreachable!("bug in fulgurite: rows in place are f32"),
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! The table of entry points of an instruction set, and its safe face.
+
+use super::algorithms::{GradArgs, SoftmaxArgs, SoftmaxStats};
+use crate::Isa;
+use crate::evaluate::Evaluator;
+use fulgurite_core::Data;
+use half::{bf16, f16};
+
+/// No instruction set has wider tiles, in vectors.
+pub(crate) const MAX_VECTORS: usize = 4;
+
+/// Whether a product replaces or adds to what is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sum {
+    Fresh,
+    Onto,
+}
+
+type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool);
+type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
+type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
+type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
+
+/// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
+/// that instruction set: [`kernels`] checks before it hands one out.
+pub(crate) struct Kernels {
+    pub isa: Isa,
+    /// Lanes of a vector.
+    pub lanes: usize,
+    /// Lanes of a tile.
+    pub tile: usize,
+    pub(super) gemm: Gemm,
+    pub(super) gemm_transposed: Gemm,
+    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>) -> SoftmaxStats,
+    pub(super) grad: unsafe fn(&mut GradArgs<'_>),
+    pub(super) scale_lanes: unsafe fn(*mut f32, usize, usize, *const f32),
+    pub(super) transpose: unsafe fn(*const f32, usize, *mut f32, usize, usize, usize),
+    pub(super) widen_f32: Widen<f32>,
+    pub(super) widen_f16: Widen<f16>,
+    pub(super) widen_bf16: Widen<bf16>,
+    pub(super) narrow_f16: unsafe fn(*const f32, *mut f16, usize),
+    pub(super) narrow_bf16: unsafe fn(&[f32], &mut [bf16]),
+    pub(super) dots_f32: Dots<f32>,
+    pub(super) dots_f16: Dots<f16>,
+    pub(super) dots_bf16: Dots<bf16>,
+    pub(super) combine_f32: Combine<f32>,
+    pub(super) combine_f16: Combine<f16>,
+    pub(super) combine_bf16: Combine<bf16>,
+    pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
+    pub(super) finish: unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]),
+    pub(super) dot_rows: unsafe fn(&[f32], &[f32]) -> f32,
+}
+
+/// The kernels of an instruction set, if this machine has it.
+pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => {
+            let has = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            has.then_some(&super::avx512::KERNELS)
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => {
+            let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+            has.then_some(&super::avx2::KERNELS)
+        }
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => Some(&super::neon::KERNELS),
+        Isa::Portable => Some(&super::portable::KERNELS),
+        _ => None,
+    }
+}
+
+/// Elements from the first to the last of `rows` rows of `cols`, `stride` apart.
+fn extent(rows: usize, stride: usize, cols: usize) -> usize {
+    if rows == 0 || cols == 0 { 0 } else { (rows - 1) * stride + cols }
+}
+
+/// Rows inside a tensor: the first begins at `offset`, they are `row` apart.
+pub(crate) struct Strided<'a> {
+    pub data: Data<'a>,
+    pub offset: usize,
+    pub row: usize,
+}
+
+impl Strided<'_> {
+    fn range(&self, rows: usize, cols: usize) -> std::ops::Range<usize> {
+        self.offset..self.offset + extent(rows, self.row, cols)
+    }
+}
+
+impl Kernels {
+    /// C (+)= A B with C `[m][ldc]`, A `[m][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
+    #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
+    pub fn gemm(&self, c: &mut [f32], ldc: usize, a: &[f32], lda: usize, b: &[f32], ldb: usize, [m, n, k]: [usize; 3], sum: Sum) {
+        assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
+        assert!(a.len() >= extent(m, lda, k) && b.len() >= extent(k, ldb, n), "A or B too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.gemm)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto) }
+    }
+
+    /// C (+)= A^T B with C `[m][ldc]`, A `[k][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
+    #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
+    pub fn gemm_transposed(&self, c: &mut [f32], ldc: usize, a: &[f32], lda: usize, b: &[f32], ldb: usize, [m, n, k]: [usize; 3], sum: Sum) {
+        assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
+        assert!(a.len() >= extent(k, lda, m) && b.len() >= extent(k, ldb, n), "A or B too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.gemm_transposed)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto) }
+    }
+
+    fn check_tile(&self, len: usize, stride: usize, ranges: &[(usize, usize)]) {
+        let vectors = stride / self.lanes;
+        assert!(stride % self.lanes == 0 && stride <= self.tile, "lanes of the tile");
+        assert!(ranges[..vectors].iter().all(|&(start, end)| start >= end || end * stride <= len), "keys of the tile");
+    }
+
+    /// One step of the online softmax.
+    pub fn softmax(&self, args: &mut SoftmaxArgs<'_>) -> SoftmaxStats {
+        self.check_tile(args.s.len(), args.stride, &args.ranges);
+        let lanes = [args.m.len(), args.l.len(), args.alpha.len(), args.lo.len(), args.hi.len()];
+        assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.softmax)(args) }
+    }
+
+    /// The element-wise part of backward.
+    pub fn grad(&self, args: &mut GradArgs<'_>) {
+        self.check_tile(args.s.len().min(args.dp.len()), args.stride, &args.ranges);
+        let lanes = [args.lse.len(), args.max.len(), args.delta.len(), args.lo.len(), args.hi.len()];
+        assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.grad)(args) }
+    }
+
+    /// Multiplies every row of `x` lane by lane with `factor`.
+    pub fn scale_lanes(&self, x: &mut [f32], factor: &[f32]) {
+        let stride = factor.len();
+        assert!(stride % self.lanes == 0 && x.len() % stride == 0, "rows of lanes");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.scale_lanes)(x.as_mut_ptr(), x.len() / stride, stride, factor.as_ptr()) }
+    }
+
+    /// `dst[c][r] = src[r][c]`; `rows` and `cols` are multiples of the lanes.
+    pub fn transpose(&self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize, rows: usize, cols: usize) {
+        assert!(rows % self.lanes == 0 && cols % self.lanes == 0, "multiples of the lanes");
+        assert!(src.len() >= extent(rows, src_stride, cols) && dst.len() >= extent(cols, dst_stride, rows), "too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.transpose)(src.as_ptr(), src_stride, dst.as_mut_ptr(), dst_stride, rows, cols) }
+    }
+
+    /// Converts the elements of `src` from `offset` on; true if all are finite.
+    pub fn widen(&self, src: &Data<'_>, offset: usize, dst: &mut [f32]) -> bool {
+        let n = dst.len();
+        // SAFETY: the machine has the instruction set, and slicing checks the extents.
+        unsafe {
+            match src {
+                Data::F32(s) => (self.widen_f32)(s[offset..offset + n].as_ptr(), dst.as_mut_ptr(), n),
+                Data::F16(s) => (self.widen_f16)(s[offset..offset + n].as_ptr(), dst.as_mut_ptr(), n),
+                Data::Bf16(s) => (self.widen_bf16)(s[offset..offset + n].as_ptr(), dst.as_mut_ptr(), n),
+                _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
+            }
+        }
+    }
+
+    /// Rounds to f16.
+    pub fn narrow_f16(&self, src: &[f32], dst: &mut [f16]) {
+        assert_eq!(src.len(), dst.len());
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.narrow_f16)(src.as_ptr(), dst.as_mut_ptr(), src.len()) }
+    }
+
+    /// Rounds to bf16.
+    pub fn narrow_bf16(&self, src: &[f32], dst: &mut [bf16]) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.narrow_bf16)(src, dst) }
+    }
+
+    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. Keys `ahead` of each are prefetched.
+    pub fn dots(&self, s: &mut [f32], stride: usize, q: &[f32], ldq: usize, k: &Strided<'_>, [rows, keys, d]: [usize; 3], ahead: usize) {
+        assert!(rows <= stride && s.len() >= extent(keys, stride, rows), "scores too small");
+        assert!(q.len() >= extent(rows, ldq, d), "queries too small");
+        let (range, row, size) = (k.range(keys, d), k.row, [rows, keys, d]);
+        let (s, q, ahead) = (s.as_mut_ptr(), q.as_ptr(), ahead * row);
+        // SAFETY: the machine has the instruction set, and the extents were just checked (keys by slicing).
+        unsafe {
+            match k.data {
+                Data::F32(k) => (self.dots_f32)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
+                Data::F16(k) => (self.dots_f16)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
+                Data::Bf16(k) => (self.dots_bf16)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
+                _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
+            }
+        }
+    }
+
+    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. Values `ahead` are prefetched.
+    pub fn combine(&self, o: &mut [f32], ldo: usize, p: &[f32], stride: usize, v: &Strided<'_>, [rows, keys, d]: [usize; 3], ahead: usize) {
+        assert!(rows <= stride && p.len() >= extent(keys, stride, rows), "probabilities too small");
+        assert!(o.len() >= extent(rows, ldo, d), "output too small");
+        let (range, row, size) = (v.range(keys, d), v.row, [rows, keys, d]);
+        let (o, p, ahead) = (o.as_mut_ptr(), p.as_ptr(), ahead * row);
+        // SAFETY: the machine has the instruction set, and the extents were just checked (values by slicing).
+        unsafe {
+            match v.data {
+                Data::F32(v) => (self.combine_f32)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
+                Data::F16(v) => (self.combine_f16)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
+                Data::Bf16(v) => (self.combine_bf16)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
+                _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
+            }
+        }
+    }
+
+    /// Evaluates an expression on one row of lanes; the result is in the evaluator.
+    pub fn evaluate(&self, evaluator: &mut Evaluator<'_>, key: i32, scores: &[f32]) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.evaluate)(evaluator, key, scores) }
+    }
+
+    /// From running maximum (log2) and sum: 1 / sum (0 where there was no key) and the natural LSE.
+    pub fn finish(&self, m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.finish)(m, l, inverse, lse) }
+    }
+
+    /// Sum of products, in a fixed order.
+    pub fn dot(&self, a: &[f32], b: &[f32]) -> f32 {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.dot_rows)(a, b) }
+    }
+}
+
+/// Compiles the generic kernels for one instruction set. The list gives, for each width of a block in
+/// vectors, the rows whose accumulators fill the register file.
+macro_rules! define_kernels {
+    ($simd:ident, [$($feature:meta)?], [$(($vectors:literal, $rows:literal)),*]) => {
+        pub(super) static KERNELS: super::Kernels = {
+            use crate::simd::algorithms as alg;
+            use crate::simd::algorithms::Row;
+            use half::{bf16, f16};
+
+            #[inline(always)]
+            unsafe fn product<const TRANSPOSED: bool>(
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, [m, n, k]: [usize; 3], add: bool,
+            ) {
+                let mut at = 0;
+                while at < n {
+                    let vectors = ((n - at) / $simd::LANES).min($simd::VECTORS);
+                    // SAFETY: the caller's extents cover columns at .. at + vectors.
+                    unsafe {
+                        let (c, b) = (c.add(at), b.add(at));
+                        match vectors {
+                            $($vectors => alg::block::<$simd, $rows, $vectors, TRANSPOSED>(c, ldc, a, lda, b, ldb, m, k, add),)*
+                            _ => unreachable!("bug in fulgurite: a block of no width"),
+                        }
+                    }
+                    at += vectors * $simd::LANES;
+                }
+            }
+
+            $(#[$feature])?
+            unsafe fn gemm(
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool,
+            ) {
+                // SAFETY: passed on.
+                unsafe { product::<false>(c, ldc, a, lda, b, ldb, size, add) }
+            }
+            $(#[$feature])?
+            unsafe fn gemm_transposed(
+                c: *mut f32, ldc: usize, a: *const f32, lda: usize, b: *const f32, ldb: usize, size: [usize; 3], add: bool,
+            ) {
+                // SAFETY: passed on.
+                unsafe { product::<true>(c, ldc, a, lda, b, ldb, size, add) }
+            }
+            $(#[$feature])?
+            unsafe fn softmax(args: &mut alg::SoftmaxArgs<'_>) -> alg::SoftmaxStats {
+                // SAFETY: passed on.
+                unsafe { alg::softmax::<$simd>(args) }
+            }
+            $(#[$feature])?
+            unsafe fn grad(args: &mut alg::GradArgs<'_>) {
+                // SAFETY: passed on.
+                unsafe { alg::grad::<$simd>(args) }
+            }
+            $(#[$feature])?
+            unsafe fn scale_lanes(x: *mut f32, rows: usize, stride: usize, factor: *const f32) {
+                // SAFETY: passed on.
+                unsafe { alg::scale_lanes::<$simd>(x, rows, stride, factor) }
+            }
+            $(#[$feature])?
+            unsafe fn transpose(src: *const f32, ss: usize, dst: *mut f32, ds: usize, rows: usize, cols: usize) {
+                // SAFETY: passed on.
+                unsafe { alg::transpose::<$simd>(src, ss, dst, ds, rows, cols) }
+            }
+            $(#[$feature])?
+            unsafe fn widen<T: Row>(src: *const T, dst: *mut f32, n: usize) -> bool {
+                // SAFETY: passed on.
+                unsafe { alg::widen::<$simd, T>(src, dst, n) }
+            }
+            $(#[$feature])?
+            unsafe fn narrow_f16(src: *const f32, dst: *mut f16, n: usize) {
+                // SAFETY: passed on.
+                unsafe { alg::narrow_f16::<$simd>(src, dst, n) }
+            }
+            $(#[$feature])?
+            unsafe fn narrow_bf16(src: &[f32], dst: &mut [bf16]) {
+                alg::narrow_bf16(src, dst)
+            }
+            /// Rows four at a time (else one by one), keys as many as one transpose can take.
+            $(#[$feature])?
+            unsafe fn dots<T: Row>(
+                s: *mut f32, stride: usize, q: *const f32, ldq: usize, k: *const T, row: usize, [rows, keys, d]: [usize; 3], ahead: usize,
+            ) {
+                const BY_FOUR: usize = $simd::LANES / 4;
+                const BY_ONE: usize = $simd::LANES;
+                let mut r = 0;
+                while r < rows {
+                    let four = rows - r >= 4;
+                    let most = if four { BY_FOUR } else { BY_ONE };
+                    let mut j = 0;
+                    while j < keys {
+                        let many = keys - j >= most;
+                        // SAFETY: rows r .. r + 4 or r + 1 and keys j .. j + most or j + 1 are inside.
+                        unsafe {
+                            let (s, q, k) = (s.add(j * stride + r), q.add(r * ldq), k.add(j * row));
+                            match (four, many) {
+                                (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s, stride, q, ldq, k, row, d, ahead),
+                                (true, false) => alg::dots::<$simd, T, 4, 1>(s, stride, q, ldq, k, row, d, ahead),
+                                (false, true) => alg::dots::<$simd, T, 1, BY_ONE>(s, stride, q, ldq, k, row, d, ahead),
+                                (false, false) => alg::dots::<$simd, T, 1, 1>(s, stride, q, ldq, k, row, d, ahead),
+                            }
+                        }
+                        j += if many { most } else { 1 };
+                    }
+                    r += if four { 4 } else { 1 };
+                }
+            }
+            /// Rows four at a time, columns four vectors at a time, the last columns one by one.
+            $(#[$feature])?
+            unsafe fn combine<T: Row>(
+                o: *mut f32, ldo: usize, p: *const f32, stride: usize, v: *const T, row: usize, [rows, keys, d]: [usize; 3], ahead: usize,
+            ) {
+                let mut r = 0;
+                while r < rows {
+                    let four = rows - r >= 4;
+                    let mut c = 0;
+                    while c < d {
+                        let wide = d - c >= 4 * $simd::LANES;
+                        // SAFETY: rows r .. r + 4 or r + 1 and the columns of each arm are inside.
+                        unsafe {
+                            let (o, p, v) = (o.add(r * ldo + c), p.add(r), v.add(c));
+                            if d - c < $simd::LANES {
+                                for i in 0..if four { 4 } else { 1 } {
+                                    for x in 0..d - c {
+                                        let mut sum = *o.add(i * ldo + x);
+                                        for j in 0..keys {
+                                            sum += *p.add(j * stride + i) * (*v.add(j * row + x)).one();
+                                        }
+                                        *o.add(i * ldo + x) = sum;
+                                    }
+                                }
+                                break;
+                            }
+                            match (four, wide) {
+                                (true, true) => alg::combine::<$simd, T, 4, 4>(o, ldo, p, stride, v, row, keys, ahead),
+                                (true, false) => alg::combine::<$simd, T, 4, 1>(o, ldo, p, stride, v, row, keys, ahead),
+                                (false, true) => alg::combine::<$simd, T, 1, 4>(o, ldo, p, stride, v, row, keys, ahead),
+                                (false, false) => alg::combine::<$simd, T, 1, 1>(o, ldo, p, stride, v, row, keys, ahead),
+                            }
+                        }
+                        c += if wide { 4 * $simd::LANES } else { $simd::LANES };
+                    }
+                    r += if four { 4 } else { 1 };
+                }
+            }
+            $(#[$feature])?
+            unsafe fn evaluate(evaluator: &mut crate::evaluate::Evaluator<'_>, key: i32, scores: &[f32]) {
+                evaluator.row(key, scores)
+            }
+            $(#[$feature])?
+            unsafe fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
+                crate::evaluate::finish(m, l, inverse, lse)
+            }
+            $(#[$feature])?
+            unsafe fn dot_rows(a: &[f32], b: &[f32]) -> f32 {
+                crate::evaluate::dot(a, b)
+            }
+
+            super::Kernels {
+                isa: crate::Isa::$simd,
+                lanes: $simd::LANES,
+                tile: $simd::LANES * $simd::VECTORS,
+                gemm,
+                gemm_transposed,
+                softmax,
+                grad,
+                scale_lanes,
+                transpose,
+                widen_f32: widen::<f32>,
+                widen_f16: widen::<f16>,
+                widen_bf16: widen::<bf16>,
+                narrow_f16,
+                narrow_bf16,
+                dots_f32: dots::<f32>,
+                dots_f16: dots::<f16>,
+                dots_bf16: dots::<bf16>,
+                combine_f32: combine::<f32>,
+                combine_f16: combine::<f16>,
+                combine_bf16: combine::<bf16>,
+                evaluate,
+                finish,
+                dot_rows,
+            }
+        };
+    };
+}
+pub(super) use define_kernels;

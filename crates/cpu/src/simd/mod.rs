@@ -1,0 +1,64 @@
+//! Instruction sets are leaves: one trait of vector primitives, four implementations, and the kernels above
+//! them written once.
+//!
+//! Nothing here knows attention's shapes. A kernel is generic over [`Simd`] and inlined into an entry point
+//! that enables the instruction set; [`Kernels`] is the table of these entry points, and its safe methods
+//! check every extent before they pass a pointer on.
+
+mod algorithms;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod kernels;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+pub(crate) use algorithms::{ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
+pub(crate) use kernels::{Kernels, MAX_VECTORS, Strided, Sum, kernels};
+
+/// A vector of f32 and what the kernels do with it.
+///
+/// # Safety
+/// Every method may only be called where the CPU has the instruction set of the implementing type, and with
+/// pointers that are valid for [`LANES`](Simd::LANES) elements. The kernel tables see to both: they are
+/// handed out after detection, and their safe methods check extents.
+pub(crate) unsafe trait Simd: Copy {
+    /// The register.
+    type V: Copy;
+    /// A truth value for each lane.
+    type M: Copy;
+    /// Lanes of a register.
+    const LANES: usize;
+    /// Registers side by side in a tile: a tile is `LANES * VECTORS` queries wide.
+    const VECTORS: usize;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// a * b + c
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger; the second operand where one is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn floor(a: Self::V) -> Self::V;
+    /// a < b, false where one is NaN.
+    unsafe fn lt(a: Self::V, b: Self::V) -> Self::M;
+    unsafe fn and(a: Self::M, b: Self::M) -> Self::M;
+    /// Lanes where the mask holds.
+    unsafe fn count(m: Self::M) -> u32;
+    /// a where the mask holds, else b.
+    unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
+    /// 2^t with the given coefficients of 2^r on [0, 1), lowest first: 0 below -126, infinite above 128.
+    unsafe fn exp2<const N: usize>(t: Self::V, coefficients: &[f32; N]) -> Self::V;
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    unsafe fn store_f16(p: *mut u16, v: Self::V);
+    /// dst\[c\]\[r\] = src\[r\]\[c\] for a square of `LANES`.
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize);
+    /// Brings the line at `p` near; any address is allowed.
+    unsafe fn prefetch(p: *const u8);
+}

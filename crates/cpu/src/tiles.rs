@@ -1,0 +1,422 @@
+//! The walk that forward and backward share: which queries form a tile, which keys a tile sees, and which
+//! parts of a block of scores need computing.
+//!
+//! Scores live as `[key][lane]`: a lane is a query, so row maxima and sums are plain vertical operations. The
+//! query heads of one key/value head are packed into one list of rows, q-major (row p is query p / pack, head
+//! p % pack), so that a group reads each key once. A lane's result never depends on its neighbours: skipping
+//! what nobody sees changes no bits.
+
+use crate::evaluate::{Evaluator, LaneEnv};
+use crate::simd::{ExpKind, Kernels, MAX_VECTORS};
+use fulgurite_core::expr::{Coverage, Domain, Program};
+use fulgurite_core::{Bound, DType, Data, Exp, Problem, Rows, Sequence, Side};
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// Keys whose visibility differs inside a vector are computed in steps of this many.
+const GRAIN: usize = 8;
+/// No tile has more lanes.
+pub(crate) const MAX_LANES: usize = 64;
+
+/// What every step of a call needs to know.
+pub(crate) struct Context<'a> {
+    pub bound: &'a Bound<'a>,
+    pub problem: &'a Problem,
+    pub kernels: &'static Kernels,
+    /// Dimensions of k and v, and the same rounded up to whole vectors.
+    pub d: usize,
+    pub dv: usize,
+    pub d_pad: usize,
+    pub dv_pad: usize,
+    /// Query heads packed into one tile: the group, or 1 where heads see different blocks.
+    pub pack: usize,
+    pub exp: ExpKind,
+}
+
+impl<'a> Context<'a> {
+    pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
+        let problem = bound.problem();
+        let own_blocks = problem.blocks().is_some_and(|spec| spec.heads > 1);
+        let exp = match problem.exp() {
+            // The error of the polynomial stays below the rounding of the output.
+            Exp::Auto => ExpKind::Poly(match problem.dtype() {
+                DType::Bf16 => 3,
+                DType::F16 => 4,
+                _ => 5,
+            }),
+            Exp::Native => ExpKind::Native,
+            Exp::Poly { degree, share } if share >= 1.0 => ExpKind::Poly(degree),
+            Exp::Poly { degree, share } => ExpKind::Mixed(degree, (share * 16.0).round() as u8),
+            Exp::Sas { threshold } => ExpKind::Sas(threshold),
+        };
+        let (d, dv) = (problem.head_dim(), problem.value_dim());
+        Context {
+            bound,
+            problem,
+            kernels,
+            d,
+            dv,
+            d_pad: d.next_multiple_of(kernels.lanes),
+            dv_pad: dv.next_multiple_of(kernels.lanes),
+            pack: if own_blocks { 1 } else { problem.group() },
+            exp,
+        }
+    }
+
+    /// From the units in which scores stand in a tile to log2: modifiers want natural units.
+    pub fn scale_log2(&self) -> f32 {
+        if self.problem.score_program().is_some() { LOG2_E } else { self.problem.scale() * LOG2_E }
+    }
+
+    /// All tiles of one sequence and key/value head.
+    pub fn tiles(&self, sequence: usize, kv_head: usize) -> impl Iterator<Item = Tile> + use<'_> {
+        let s = self.bound.sequences()[sequence];
+        let group = self.problem.group();
+        let lanes = self.kernels.tile;
+        // A tile must not straddle two rows of blocks.
+        let unit = self.problem.blocks().map_or(s.q_len * self.pack, |spec| spec.rows * self.pack).max(1);
+        (0..group / self.pack).flat_map(move |h| {
+            let total = s.q_len * self.pack;
+            (0..total).step_by(unit).flat_map(move |start| {
+                let end = (start + unit).min(total);
+                (start..end).step_by(lanes).map(move |first| Tile {
+                    sequence,
+                    head: kv_head * group + h * self.pack,
+                    first,
+                    rows: lanes.min(end - first),
+                })
+            })
+        })
+    }
+
+    /// What each lane of a tile is.
+    pub fn lanes(&self, tile: &Tile) -> Lanes {
+        let s = &self.bound.sequences()[tile.sequence];
+        let stride = tile.rows.next_multiple_of(self.kernels.lanes);
+        let mut lanes = Lanes {
+            stride,
+            q: [0; MAX_LANES],
+            head: [0; MAX_LANES],
+            lo: [0; MAX_LANES],
+            hi: [0; MAX_LANES],
+        };
+        for lane in 0..stride {
+            // Lanes past the last row repeat it: their results are dropped.
+            let (q, head) = self.row(tile, lane.min(tile.rows - 1));
+            let keys = self.problem.mask().keys(q, s.q_len, s.k_len);
+            (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);
+            (lanes.lo[lane], lanes.hi[lane]) = (keys.start as i32, keys.end as i32);
+        }
+        lanes
+    }
+
+    /// Query and head of a lane.
+    pub fn row(&self, tile: &Tile, lane: usize) -> (usize, usize) {
+        let p = tile.first + lane;
+        (p / self.pack, tile.head + p % self.pack)
+    }
+
+    /// Queries of a tile.
+    pub fn queries(&self, tile: &Tile) -> Range<usize> {
+        tile.first / self.pack..(tile.first + tile.rows - 1) / self.pack + 1
+    }
+
+    /// The parts of a block of keys that a tile may see, by the block mask: ascending, and whether the mask
+    /// still decides there.
+    pub fn pieces(&self, tile: &Tile, keys: Range<usize>) -> Vec<Piece> {
+        let Some(mask) = self.bound.block_mask() else {
+            return vec![Piece { keys, masked: true }];
+        };
+        let s = &self.bound.sequences()[tile.sequence];
+        let spec = mask.spec();
+        let (partial, full) = mask.lists(s.batch, tile.head, tile.first / self.pack / spec.rows);
+        let mut pieces: Vec<Piece> = Vec::new();
+        for block in keys.start / spec.cols..keys.end.div_ceil(spec.cols) {
+            let id = block as i32;
+            let masked = partial.binary_search(&id).is_ok();
+            if !masked && full.binary_search(&id).is_err() {
+                continue;
+            }
+            let own = (block * spec.cols).max(keys.start)..((block + 1) * spec.cols).min(keys.end);
+            match pieces.last_mut() {
+                Some(last) if last.keys.end == own.start && last.masked == masked => last.keys.end = own.end,
+                _ => pieces.push(Piece { keys: own, masked }),
+            }
+        }
+        pieces
+    }
+
+    /// What has to be computed of a piece; `None` if no lane sees any of it. `origin` is the key of row 0 of
+    /// the block of scores.
+    pub fn step(&self, tile: &Tile, lanes: &Lanes, piece: &Piece, origin: usize) -> Option<Step> {
+        let width = self.kernels.lanes;
+        let (first, last) = (piece.keys.start - origin, piece.keys.end - origin);
+        let mut step = Step {
+            ranges: [(0, 0); MAX_VECTORS],
+            edges: [false; MAX_VECTORS],
+            lo: [0.0; MAX_LANES],
+            hi: [0.0; MAX_LANES],
+            rest: false,
+        };
+        let relative = |key: i32| (key as usize).clamp(piece.keys.start, piece.keys.end) - origin;
+        for z in 0..lanes.stride / width {
+            let of = z * width..(z + 1) * width;
+            let (mut start, mut end) = (first, last);
+            if piece.masked {
+                let lo = lanes.lo[of.clone()].iter().map(|&k| relative(k));
+                let hi = lanes.hi[of.clone()].iter().map(|&k| relative(k));
+                // Lanes that see nothing have an empty interval somewhere; it must not widen the hull.
+                let seen = lo.clone().zip(hi.clone()).filter(|(a, b)| a < b);
+                let hull = seen.fold(None, |hull: Option<(usize, usize)>, (a, b)| {
+                    Some(hull.map_or((a, b), |(x, y)| (x.min(a), y.max(b))))
+                });
+                let Some((a, b)) = hull else { continue };
+                start = (a - a % GRAIN).max(first);
+                end = b.next_multiple_of(GRAIN).min(last);
+                step.edges[z] = lo.clone().any(|k| k > start) || hi.clone().any(|k| k < end);
+                for (lane, (a, b)) in of.zip(lo.zip(hi)) {
+                    (step.lo[lane], step.hi[lane]) = (a as f32, b as f32);
+                }
+            }
+            step.ranges[z] = (start, end);
+        }
+        if step.ranges.iter().all(|(a, b)| a >= b) {
+            return None;
+        }
+        if piece.masked
+            && let Some(rest) = self.problem.mask_rest()
+        {
+            match self.coverage(rest, tile, &piece.keys) {
+                Coverage::Empty => return None,
+                Coverage::Partial => step.rest = true,
+                Coverage::Full => {}
+            }
+        }
+        Some(step)
+    }
+
+    fn coverage(&self, rest: &Program, tile: &Tile, keys: &Range<usize>) -> Coverage {
+        let s = &self.bound.sequences()[tile.sequence];
+        rest.coverage(&Domain {
+            batch: s.batch..s.batch + 1,
+            heads: tile.head..tile.head + self.pack,
+            q: self.queries(tile),
+            k: keys.clone(),
+            q_len: (s.q_len, s.q_len),
+            k_len: (s.k_len, s.k_len),
+            aux: self.bound.aux(),
+        })
+    }
+
+    /// The environment of an expression on a tile.
+    pub fn env<'b>(&'b self, tile: &Tile, lanes: &'b Lanes) -> LaneEnv<'b> {
+        let s = &self.bound.sequences()[tile.sequence];
+        LaneEnv {
+            batch: s.batch,
+            q_len: s.q_len,
+            k_len: s.k_len,
+            q: &lanes.q[..lanes.stride],
+            head: &lanes.head[..lanes.stride],
+            aux: self.bound.aux(),
+        }
+    }
+
+    /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). With `derivative`,
+    /// that of the modifiers is written there first.
+    pub fn modify(&self, tile: &Tile, lanes: &Lanes, step: &Step, origin: usize, s: &mut [f32], derivative: Option<&mut [f32]>) {
+        let keys = step.hull();
+        let stride = lanes.stride;
+        let row = |key: usize| key * stride..(key + 1) * stride;
+        if let (Some(program), Some(out)) = (self.problem.score_derivative(), derivative) {
+            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
+            for key in keys.clone() {
+                let scores = &mut s[row(key)];
+                scores.iter_mut().for_each(|x| *x *= self.problem.scale());
+                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
+                scores.iter_mut().for_each(|x| *x /= self.problem.scale());
+                out[row(key)].iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
+            }
+        }
+        if let Some(program) = self.problem.score_program() {
+            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
+            for key in keys.clone() {
+                let scores = &mut s[row(key)];
+                scores.iter_mut().for_each(|x| *x *= self.problem.scale());
+                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
+                scores.iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
+            }
+        }
+        if step.rest
+            && let Some(program) = self.problem.mask_rest()
+        {
+            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
+            for key in keys {
+                let scores = &mut s[row(key)];
+                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
+                for (score, seen) in scores.iter_mut().zip(evaluator.bools()) {
+                    *score = if seen { *score } else { f32::NEG_INFINITY };
+                }
+            }
+        }
+    }
+
+    /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded.
+    pub fn gather(&self, tile: &Tile, data: &Data<'_>, rows: &Rows, n: usize, out: &mut [f32], width: usize) {
+        for (lane, row) in out.chunks_exact_mut(width).enumerate() {
+            if lane < tile.rows {
+                let (q, head) = self.row(tile, lane);
+                self.kernels.widen(data, rows.at(q, head), &mut row[..n]);
+                row[n..].fill(0.0);
+            } else {
+                row.fill(0.0);
+            }
+        }
+    }
+
+    /// Converts rows of keys or values to f32, `[key][width]`, zero padded; true if all are finite.
+    pub fn gather_keys(&self, data: &Data<'_>, rows: &Rows, head: usize, keys: Range<usize>, n: usize, out: &mut [f32], width: usize) -> bool {
+        let mut finite = true;
+        for (key, row) in keys.zip(out.chunks_exact_mut(width)) {
+            finite &= self.kernels.widen(data, rows.at(key, head), &mut row[..n]);
+            row[n..].fill(0.0);
+        }
+        finite
+    }
+
+    pub fn key_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
+        self.bound.rows(strides, sequence, Side::Key)
+    }
+    pub fn query_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
+        self.bound.rows(strides, sequence, Side::Query)
+    }
+}
+
+/// Up to a tile's lanes of packed rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tile {
+    /// Number of the sequence.
+    pub sequence: usize,
+    /// First query head.
+    pub head: usize,
+    /// First packed row, and how many.
+    pub first: usize,
+    pub rows: usize,
+}
+
+/// Query, head and visible interval of each lane.
+pub(crate) struct Lanes {
+    /// Lanes in use, in whole vectors.
+    pub stride: usize,
+    pub q: [i32; MAX_LANES],
+    pub head: [i32; MAX_LANES],
+    pub lo: [i32; MAX_LANES],
+    pub hi: [i32; MAX_LANES],
+}
+
+/// A run of keys in which the mask decides, or not.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    pub keys: Range<usize>,
+    pub masked: bool,
+}
+
+/// What to compute of a block of scores, relative to its first key.
+pub(crate) struct Step {
+    /// Keys each vector of lanes sees.
+    pub ranges: [(usize, usize); MAX_VECTORS],
+    /// Vectors where single lanes see less.
+    pub edges: [bool; MAX_VECTORS],
+    /// Interval of each lane.
+    pub lo: [f32; MAX_LANES],
+    pub hi: [f32; MAX_LANES],
+    /// Whether the rest of the mask must be evaluated.
+    pub rest: bool,
+}
+
+/// Keys that a run of vectors sees: a rectangle to multiply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub keys: (usize, usize),
+    pub vectors: (usize, usize),
+}
+
+impl Step {
+    /// All keys that some vector sees.
+    pub fn hull(&self) -> Range<usize> {
+        let seen = || self.ranges.iter().filter(|(a, b)| a < b);
+        seen().map(|r| r.0).min().unwrap_or(0)..seen().map(|r| r.1).max().unwrap_or(0)
+    }
+
+    /// Whether some lane sees less than its vector's range.
+    pub fn hides(&self) -> bool {
+        self.rest || self.edges.contains(&true)
+    }
+
+    /// The rectangles that make up the ranges, in ascending order of keys.
+    pub fn segments(&self) -> impl Iterator<Item = Segment> + use<> {
+        let mut cuts = [0usize; 2 * MAX_VECTORS];
+        for (z, &(a, b)) in self.ranges.iter().enumerate() {
+            (cuts[2 * z], cuts[2 * z + 1]) = (a, b);
+        }
+        cuts.sort_unstable();
+        let ranges = self.ranges;
+        (1..cuts.len()).filter(move |&i| cuts[i - 1] < cuts[i]).flat_map(move |i| {
+            let keys = (cuts[i - 1], cuts[i]);
+            let active = move |z: usize| z < MAX_VECTORS && ranges[z].0 <= keys.0 && keys.1 <= ranges[z].1;
+            (0..MAX_VECTORS).filter(move |&z| active(z) && (z == 0 || !active(z - 1))).map(move |z| {
+                let end = (z..=MAX_VECTORS).find(|&e| !active(e)).unwrap_or(MAX_VECTORS);
+                Segment { keys, vectors: (z, end) }
+            })
+        })
+    }
+}
+
+/// A block of keys and values as f32, and whether they are finite.
+pub(crate) struct KeyBlock<'a> {
+    pub k: &'a mut [f32],
+    pub v: &'a mut [f32],
+    pub k_finite: bool,
+    pub v_finite: bool,
+}
+
+/// Zeroes the rows of keys that no lane sees: times a weight of 0, a NaN that nobody may see would show.
+pub(crate) fn clear_unseen(rows: &mut [f32], width: usize, weights: &[f32], step: &Step, stride: usize, lanes_per_vector: usize) {
+    for key in step.hull() {
+        let seen = step.ranges.iter().enumerate().any(|(z, &(a, b))| {
+            (a..b).contains(&key)
+                && weights[key * stride + z * lanes_per_vector..key * stride + (z + 1) * lanes_per_vector].iter().any(|&w| w != 0.0)
+        });
+        if !seen {
+            rows[key * width..(key + 1) * width].fill(0.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_tile_the_ranges() {
+        let step = |ranges| Step { ranges, edges: [false; 4], lo: [0.0; 64], hi: [0.0; 64], rest: false };
+        for ranges in [
+            [(0, 64), (0, 64), (0, 64), (0, 64)],
+            [(0, 16), (0, 32), (0, 48), (0, 64)],
+            [(8, 40), (24, 56), (40, 64), (0, 0)],
+            [(0, 8), (0, 0), (0, 8), (8, 16)],
+            [(0, 0); 4],
+        ] {
+            let mut covered = [[0; 64]; 4];
+            for s in step(ranges).segments() {
+                for row in &mut covered[s.vectors.0..s.vectors.1] {
+                    row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
+                }
+            }
+            for (z, &(a, b)) in ranges.iter().enumerate() {
+                for (key, &n) in covered[z].iter().enumerate() {
+                    assert_eq!(n, i32::from((a..b).contains(&key)), "{ranges:?} vector {z} key {key}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! Which engine runs a problem, and why.
+
+use crate::Error;
+use crate::cpu::Cpu;
+use crate::engine::{Engine, Run, Unsupported};
+use crate::oracle::Oracle;
+use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
+use fulgurite_cpu::Isa;
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// Which engine to use.
+///
+/// ```
+/// use fulgurite::{Choice, Isa};
+/// assert_eq!("best".parse(), Ok(Choice::Best));
+/// assert_eq!("cpu:avx2".parse(), Ok(Choice::CpuIsa(Isa::Avx2)));
+/// assert_eq!(Choice::Oracle.to_string(), "oracle");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Choice {
+    /// For each problem the fastest engine that runs it.
+    #[default]
+    Best,
+    /// The CPU with the fastest instruction set it has.
+    Cpu,
+    /// The CPU with this instruction set.
+    CpuIsa(Isa),
+    /// The f64 definition: exact and slow. Never chosen unless asked for.
+    Oracle,
+}
+
+/// Why there is no such engine.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ChoiceError {
+    /// A name nobody has.
+    #[error("`engine` is {got:?}, allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle")]
+    Name {
+        /// The text given.
+        got: String,
+    },
+    /// An instruction set this machine does not have.
+    #[error("`engine` is cpu:{got}, this machine has: {has}; leave the instruction set out for the fastest")]
+    Isa {
+        /// The instruction set asked for.
+        got: &'static str,
+        /// Those that are there.
+        has: String,
+    },
+    /// A number of threads that cannot be.
+    #[error("`threads` is {got}, allowed: 1 to {max}; leave it out for one a core", max = Settings::MAX_THREADS)]
+    Threads {
+        /// The number given.
+        got: usize,
+    },
+    /// A bad rescale policy.
+    #[error(transparent)]
+    Rescale(#[from] RescaleError),
+}
+
+const ISAS: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+
+impl FromStr for Choice {
+    type Err = ChoiceError;
+
+    fn from_str(text: &str) -> Result<Choice, ChoiceError> {
+        let isa = |name: &str| ISAS.into_iter().find(|isa| isa.name() == name).map(Choice::CpuIsa);
+        match text {
+            "best" => Some(Choice::Best),
+            "cpu" => Some(Choice::Cpu),
+            "oracle" => Some(Choice::Oracle),
+            _ => text.strip_prefix("cpu:").and_then(isa),
+        }
+        .ok_or_else(|| ChoiceError::Name { got: text.to_string() })
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Choice::Best => f.write_str("best"),
+            Choice::Cpu => f.write_str("cpu"),
+            Choice::CpuIsa(isa) => write!(f, "cpu:{}", isa.name()),
+            Choice::Oracle => f.write_str("oracle"),
+        }
+    }
+}
+
+/// What an engine is set up with. Results do not depend on it beyond rounding.
+///
+/// ```
+/// use fulgurite::{Choice, Engine, Rescale, Settings, engine_with};
+/// let settings = Settings::default().threads(1).rescale(Rescale::Always);
+/// let engine = engine_with(Choice::Cpu, &settings)?;
+/// assert!(engine.describe().ends_with("1 thread, rescale always"));
+/// # Ok::<(), fulgurite::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Settings {
+    /// Threads; `None` is one a core.
+    pub threads: Option<usize>,
+    /// How the running maximum is kept; `None` is what measures fastest.
+    pub rescale: Option<Rescale>,
+}
+
+impl Settings {
+    /// More threads than this are refused.
+    pub const MAX_THREADS: usize = 4096;
+
+    /// Sets the number of threads.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Forces a rescale policy.
+    pub fn rescale(mut self, rescale: Rescale) -> Self {
+        self.rescale = Some(rescale);
+        self
+    }
+}
+
+/// The engine of a choice, with the usual settings.
+///
+/// ```
+/// use fulgurite::{Choice, Engine, engine};
+/// assert_eq!(engine(Choice::Oracle)?.name(), "oracle");
+/// # Ok::<(), fulgurite::Error>(())
+/// ```
+pub fn engine(choice: Choice) -> Result<Box<dyn Engine>, Error> {
+    engine_with(choice, &Settings::default())
+}
+
+/// The engine of a choice, with settings of your own.
+///
+/// ```
+/// use fulgurite::{Choice, Settings, engine_with};
+/// let refused = engine_with(Choice::Cpu, &Settings::default().threads(0)).err().unwrap();
+/// assert_eq!(refused.to_string(), "`threads` is 0, allowed: 1 to 4096; leave it out for one a core");
+/// ```
+pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine>, Error> {
+    Ok(match choice {
+        Choice::Best => Box::new(Best::new(settings)?),
+        Choice::Cpu => Box::new(Cpu::new(None, settings)?),
+        Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
+        Choice::Oracle => Box::new(Oracle),
+    })
+}
+
+/// Every engine that this machine can run, fastest first; the oracle is last.
+///
+/// ```
+/// use fulgurite::{Choice, engine, engines};
+/// for choice in engines() {
+///     println!("{}", engine(choice)?.describe());
+/// }
+/// assert_eq!(engines().last(), Some(&Choice::Oracle));
+/// # Ok::<(), fulgurite::Error>(())
+/// ```
+pub fn engines() -> Vec<Choice> {
+    Isa::available().into_iter().map(Choice::CpuIsa).chain([Choice::Oracle]).collect()
+}
+
+/// Which engine would run the problem, and why the others would not: one line each.
+///
+/// ```
+/// use fulgurite::{Choice, Problem, explain};
+/// let problem = Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(4).build()?;
+/// let text = explain(&problem, Choice::Best);
+/// assert!(text.starts_with("cpu:"));
+/// assert!(text.contains("runs it"));
+/// assert!(text.ends_with("oracle: not used, it runs only when asked for by name"));
+/// # Ok::<(), fulgurite::Error>(())
+/// ```
+pub fn explain(problem: &Problem, choice: Choice) -> String {
+    explain_with(problem, choice, &Settings::default())
+}
+
+fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> String {
+    let asked = match choice {
+        Choice::Cpu => Isa::available().first().copied().map(Choice::CpuIsa),
+        Choice::CpuIsa(_) | Choice::Oracle => Some(choice),
+        Choice::Best => None,
+    };
+    let mut lines = Vec::new();
+    if let Some(Err(e)) = asked.map(|asked| engine_with(asked, settings).map(|_| ())) {
+        lines.push(format!("{choice}: cannot run, {e}"));
+    }
+    let mut runs = false;
+    for candidate in engines() {
+        let refusal = match engine_with(candidate, settings) {
+            Ok(engine) => engine.supports(problem).err().map(|e| e.to_string()),
+            Err(e) => Some(e.to_string()),
+        };
+        let verdict = match (refusal, asked) {
+            (Some(refusal), _) => format!("cannot run it, {refusal}"),
+            (None, Some(asked)) if asked == candidate => "runs it, it was asked for".into(),
+            (None, Some(asked)) => format!("not used, {asked} was asked for"),
+            (None, None) if candidate == Choice::Oracle => "not used, it runs only when asked for by name".into(),
+            (None, None) if runs => "not used, slower".into(),
+            (None, None) => {
+                runs = true;
+                "runs it, the fastest on this machine that can".into()
+            }
+        };
+        lines.push(format!("{candidate}: {verdict}"));
+    }
+    lines.join("\n")
+}
+
+/// Picks for each problem the fastest engine that runs it.
+struct Best {
+    /// Fastest first. The oracle is not among them: it would be a silent fall to a crawl.
+    engines: Vec<Box<dyn Engine>>,
+}
+
+impl Best {
+    fn new(settings: &Settings) -> Result<Best, Error> {
+        Ok(Best { engines: vec![Box::new(Cpu::new(None, settings)?)] })
+    }
+
+    fn pick(&self, problem: &Problem) -> Result<&dyn Engine, Unsupported> {
+        let mut refusal = None;
+        for engine in &self.engines {
+            match engine.supports(problem) {
+                Ok(()) => return Ok(engine.as_ref()),
+                Err(e) => refusal = refusal.or(Some(e)),
+            }
+        }
+        Err(refusal.expect("bug in fulgurite: `best` has no engines"))
+    }
+}
+
+impl Engine for Best {
+    fn name(&self) -> &str {
+        "best"
+    }
+
+    fn describe(&self) -> String {
+        let all: Vec<String> = self.engines.iter().map(|engine| engine.describe()).collect();
+        format!("best of: {}", all.join("; "))
+    }
+
+    fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        self.pick(problem).map(|_| ())
+    }
+
+    fn forward_into(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        self.pick(problem)?.forward_into(problem, inputs, outputs, run)
+    }
+
+    fn backward_into(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        saved: &Saved<'_>,
+        gradients: &mut GradientOutputs<'_>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        self.pick(problem)?.backward_into(problem, inputs, saved, gradients, run)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::Exp;
+
+    #[test]
+    fn names_round_trip() {
+        for name in ["best", "cpu", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "oracle"] {
+            assert_eq!(name.parse::<Choice>().unwrap().to_string(), name);
+        }
+    }
+
+    #[test]
+    fn bad_choices_say_what_is_allowed() {
+        assert_eq!(
+            "gpu".parse::<Choice>().unwrap_err().to_string(),
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle"
+        );
+        assert!("cpu:".parse::<Choice>().is_err());
+        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        let has = Isa::available().iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
+        assert_eq!(
+            engine(Choice::CpuIsa(missing)).err().unwrap().to_string(),
+            format!(
+                "`engine` is cpu:{}, this machine has: {has}; leave the instruction set out for the fastest",
+                missing.name()
+            )
+        );
+        assert_eq!(
+            engine_with(Choice::Best, &Settings::default().rescale(Rescale::Lazy(99.0))).err().unwrap().to_string(),
+            "`tau` is 99, allowed: 0 to 60; the usual value is 8, 0 rescales always"
+        );
+        assert_eq!(
+            engine_with(Choice::Best, &Settings::default().threads(0)).err().unwrap().to_string(),
+            "`threads` is 0, allowed: 1 to 4096; leave it out for one a core"
+        );
+    }
+
+    #[test]
+    fn sas_goes_with_always_only() {
+        let problem = || Problem::builder().dense(1, 1, 1).heads(1, 1).head_dim(4);
+        let sas = problem().exp(Exp::Sas { threshold: -10.0 }).build().unwrap();
+        let lazy = Settings::default().rescale(Rescale::Lazy(8.0));
+        let portable = engine_with(Choice::CpuIsa(Isa::Portable), &lazy).unwrap();
+        assert_eq!(
+            portable.supports(&sas).unwrap_err().to_string(),
+            "engine cpu:portable does not have exp sas:-10 with rescale lazy:8; leave rescale out, or use always; the engine `oracle` takes any"
+        );
+        assert_eq!(portable.supports(&problem().build().unwrap()), Ok(()));
+        for rescale in [None, Some(Rescale::Always)] {
+            let settings = Settings { rescale, ..Settings::default() };
+            assert_eq!(engine_with(Choice::Best, &settings).unwrap().supports(&sas), Ok(()));
+        }
+        let text = explain_with(&sas, Choice::Best, &lazy);
+        assert!(text.lines().rev().skip(1).all(|line| line.contains("cannot run it")), "{text}");
+    }
+
+    #[test]
+    fn explanations_name_every_engine() {
+        let problem = Problem::builder().dense(1, 1, 1).heads(1, 1).head_dim(4).build().unwrap();
+        let lines = |choice| explain(&problem, choice).lines().map(String::from).collect::<Vec<_>>();
+        let oracle = lines(Choice::Oracle);
+        assert_eq!(oracle.len(), engines().len());
+        assert_eq!(oracle.last().unwrap(), "oracle: runs it, it was asked for");
+        assert!(oracle[0].ends_with("not used, oracle was asked for"));
+        assert!(lines(Choice::Cpu)[0].ends_with("runs it, it was asked for"));
+        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        assert!(lines(Choice::CpuIsa(missing))[0].contains("cannot run, `engine` is"));
+    }
+}
