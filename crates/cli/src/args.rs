@@ -49,19 +49,19 @@ impl EngineArgs {
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
 pub struct BenchArgs {
-    /// Head dimensions [default: 64,128]
+    /// Head dimensions; default 64,128
     #[arg(long, value_delimiter = ',', value_name = "D,..")]
     pub dims: Option<Vec<usize>>,
-    /// Sequence lengths [default: 512,1024,2048,4096]
+    /// Sequence lengths; default 512,1024,2048,4096
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub lens: Option<Vec<usize>>,
-    /// Types: f32, f16, bf16 [default: f32,bf16]
+    /// Types: f32, f16, bf16; default f32,bf16
     #[arg(long, value_delimiter = ',', value_name = "T,..", value_parser = dtype)]
     pub dtypes: Option<Vec<DType>>,
-    /// Tokens in all sequences together [default: 4096]
+    /// Tokens in all sequences together; default 4096
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
-    /// Heads times head dimension [default: 1024]
+    /// Heads times head dimension; default 1024
     #[arg(long, value_name = "N")]
     pub width: Option<usize>,
     /// Timed runs of each cell; the median counts
@@ -93,7 +93,7 @@ pub struct CheckArgs {
     /// Add N random cases for each dtype
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub long: usize,
-    /// Seed of the first random case [default: from the clock]
+    /// Seed of the first random case; default from the clock
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Only this engine; every one this machine can run if not given
@@ -126,7 +126,7 @@ pub struct RunArgs {
     /// A query sees L keys before and R keys after its own position; an empty side is unbounded
     #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
     pub window: Option<Window>,
-    /// What q . k is multiplied with [default: 1/sqrt(head_dim)]
+    /// What q . k is multiplied with; default 1/sqrt(head_dim)
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub scale: Option<f32>,
     /// X * tanh(score / X)
@@ -135,13 +135,13 @@ pub struct RunArgs {
     /// ALiBi; slopes 2^(-8(h+1)/heads) unless IN has alibi_slopes
     #[arg(long)]
     pub alibi: bool,
-    /// auto, native, poly:DEGREE[:SHARE] or sas[:THRESHOLD]
+    /// auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas or sas:THRESHOLD
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub exp: Exp,
     /// Rescale lazily with this threshold, in powers of two; the same as --rescale lazy:T
     #[arg(long, value_name = "T", conflicts_with = "rescale", allow_hyphen_values = true)]
     pub tau: Option<f32>,
-    /// always, lazy[:TAU] or optimistic[:LIMIT]
+    /// always, lazy, lazy:TAU, optimistic or optimistic:LIMIT
     #[arg(long, value_name = "POLICY")]
     pub rescale: Option<Rescale>,
     /// Who computes.
@@ -200,28 +200,20 @@ fn dtype(text: &str) -> Result<DType, String> {
     found.ok_or_else(|| "allowed: f32, f16, bf16".into())
 }
 
-/// A message of the argument parser in one line, with the way to help.
-pub fn one_line(error: &clap::Error) -> String {
-    use clap::error::{ContextKind, ContextValue, ErrorKind};
-    let text = error.render().to_string();
+/// A message of the argument parser in one line, with the way to help for the command that was named first.
+pub fn one_line(error: &clap::Error, named: Option<&str>) -> String {
+    use clap::error::ErrorKind;
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return "no command given; allowed: bench, check, run, doctor; try `fulgurite --help`".into();
     }
-    let message: Vec<&str> = text
-        .lines()
-        .map(str::trim)
-        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"))
-        .filter(|line| !line.is_empty())
-        .collect();
+    let text = error.render().to_string();
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let message: Vec<&str> =
+        lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more")).collect();
     let message = message.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
-    let usage = match error.get(ContextKind::Usage) {
-        Some(ContextValue::StyledStr(usage)) => usage.to_string(),
-        _ => String::new(),
-    };
-    let known = ["bench", "check", "run", "doctor"];
-    let command = usage.split_whitespace().find(|word| known.contains(word)).map(|c| format!(" {c}"));
-    format!("{message}; try `fulgurite{} --help`", command.unwrap_or_default())
+    let command = named.filter(|name| ["bench", "check", "run", "doctor"].contains(name));
+    format!("{message}; try `fulgurite{} --help`", command.map(|c| format!(" {c}")).unwrap_or_default())
 }
 
 #[cfg(test)]

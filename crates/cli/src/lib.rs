@@ -64,14 +64,16 @@ impl From<fulgurite::Error> for Failure {
 
 /// Runs the command with the given arguments, the program's name first.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let done = match Args::try_parse_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let named = args.get(1).and_then(|arg| arg.to_str());
+    let done = match Args::try_parse_from(&args) {
         Ok(args) => match &args.command {
             Command::Bench(args) => bench::main(args),
             Command::Check(args) => check::main(args),
             Command::Run(args) => run::main(args),
             Command::Doctor(args) => doctor::main(args),
         },
-        Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e))),
+        Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, named))),
         Err(help) => say(&help.render().to_string()),
     };
     match done {

@@ -30,7 +30,8 @@ const KNOWN: [&str; 17] = [
     "prefix_lengths",
 ];
 
-/// An empty q may claim any number of heads; slopes are made only for a believable one.
+/// A tensor without elements may claim any shape; work and memory are spent only on believable ones.
+const MAX_HEADS: usize = 1 << 24;
 const MAX_ALIBI_HEADS: usize = 1 << 16;
 
 #[derive(Serialize)]
@@ -256,7 +257,15 @@ impl<'a> Given<'a> {
         if let Some(lengths) = self.used_k {
             call = call.used_k(lengths);
         }
-        Ok((call.problem()?, call.inputs()?))
+        let problem = call.problem()?;
+        let work = problem.batch().saturating_mul(problem.q_heads());
+        if work > MAX_HEADS {
+            let (batch, heads) = (problem.batch(), problem.q_heads());
+            let text =
+                format_args!("`q` has {batch} sequences of {heads} heads, allowed: {MAX_HEADS} heads in all; split it");
+            return Err(Failure::input(text));
+        }
+        Ok((problem, call.inputs()?))
     }
 
     fn shapes(&self, tensors: &Tensors) -> Vec<Shape> {

@@ -23,15 +23,15 @@ fn wrong_usage() {
         ),
         (
             &["run", "x", "-o", "y", "--window", "3"],
-            "invalid value '3' for '--window <L,R>': allowed: L,R in whole numbers, such as 128,0; an empty side is unbounded; try `fulgurite --help`",
+            "invalid value '3' for '--window <L,R>': allowed: L,R in whole numbers, such as 128,0; an empty side is unbounded; try `fulgurite run --help`",
         ),
         (
             &["run", "x", "-o", "y", "--exp", "fast"],
-            "invalid value 'fast' for '--exp <NAME>': `exp` is \"fast\", allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD; try `fulgurite --help`",
+            "invalid value 'fast' for '--exp <NAME>': `exp` is \"fast\", allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD; try `fulgurite run --help`",
         ),
         (
             &["bench", "--dtypes", "f64"],
-            "invalid value 'f64' for '--dtypes <T,..>': allowed: f32, f16, bf16; try `fulgurite --help`",
+            "invalid value 'f64' for '--dtypes <T,..>': allowed: f32, f16, bf16; try `fulgurite bench --help`",
         ),
         (&["bench", "--lens", "0"], "`--lens` has 0, allowed: 1 to 1048576"),
         (&["bench", "--repeats", "0"], "`--repeats` has 0, allowed: 1 to 1000"),
@@ -162,6 +162,17 @@ fn wrong_tensors() {
         "`d_o` has shape [1, 4, 2, 4], allowed: [1, 4, 2, 8]; check the sizes given to the problem",
     );
     run(&[&good[..], &[("used_k", &cu(&[5]))]].concat(), &[], "`used_k`[0] is 5, allowed: 0 to 4");
+    let vast = zeros(&[1 << 20, 0, 1 << 20, 1]);
+    run(
+        &[("q", &vast), ("k", &vast), ("v", &vast)],
+        &[],
+        "`q` has 1048576 sequences of 1048576 heads, allowed: 16777216 heads in all; split it",
+    );
+    run(
+        &[("q", &vast), ("k", &vast), ("v", &vast)],
+        &["--alibi"],
+        "`q` has 1048576 heads, allowed with --alibi: 65536; give `alibi_slopes`",
+    );
     let bf = Tensor::zeros(DType::Bf16, &[1, 4, 2, 8]).unwrap();
     write(&folder, file, &[("q", &bf), ("k", &bf), ("v", &bf)]);
     refuses(

@@ -242,7 +242,7 @@ impl Engine for Best {
 
     fn describe(&self) -> String {
         let all: Vec<String> = self.engines.iter().map(|engine| engine.describe()).collect();
-        format!("best of: {}", all.join("; "))
+        all.join("; or ")
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {

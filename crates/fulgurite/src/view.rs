@@ -41,6 +41,17 @@ pub enum ViewError {
 /// assert_eq!(x.as_view()?.shape()[..], [2, 3]);
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
+#[cfg_attr(
+    feature = "ndarray",
+    doc = "
+```
+use ndarray::Array4;
+let x = Array4::<f32>::ones((1, 4, 2, 8));
+let result = fulgurite::attention(&x, &x, &x).causal().forward()?;
+assert_eq!(result.o.shape()[..], [1, 4, 2, 8]);
+# Ok::<(), fulgurite::Error>(())
+```"
+)]
 pub trait AsView {
     /// The tensor, for reading.
     fn as_view(&self) -> Result<TensorView<'_>, ViewError>;

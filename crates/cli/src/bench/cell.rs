@@ -117,9 +117,10 @@ impl Cell {
     }
 }
 
-/// Error as a share of what is allowed; what is out of the rule comes last.
+/// Error as a share of what is allowed; above 1 for what is out of the rule.
 fn share(worst: &Worst) -> f64 {
-    if !worst.ok { f64::INFINITY } else { worst.error / worst.allowed.max(f64::MIN_POSITIVE) }
+    let share = worst.error / worst.allowed.max(f64::MIN_POSITIVE);
+    if worst.ok { share.min(1.0) } else { share.max(1.0 + f64::EPSILON) }
 }
 
 /// What one cell computes.
