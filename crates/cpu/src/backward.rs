@@ -9,8 +9,7 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{ExpKind, GradArgs, Sum};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile, clear_unseen};
-use fulgurite_core::{Data, GradientOutputs, Rows, Saved, Sequence, Side, Tensor};
-use std::f32::consts::LOG2_E;
+use fulgurite_core::{GradientOutputs, Saved, Sequence, Tensor};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,8 +44,13 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
     let q_strides = *gradients.d_q.strides();
     gradients.d_q.fill(0.0);
     let mut wide = if in_place { Vec::new() } else { vec![0.0f32; rows.len * cx.d] };
-    let aux: Mutex<Vec<Vec<f64>>> =
-        Mutex::new(cx.problem.aux().iter().map(|spec| vec![0.0; if spec.grad { spec.shape.iter().product() } else { 0 }]).collect());
+    let aux: Mutex<Vec<Vec<f64>>> = Mutex::new(
+        cx.problem
+            .aux()
+            .iter()
+            .map(|spec| vec![0.0; if spec.grad { spec.shape.iter().product() } else { 0 }])
+            .collect(),
+    );
     {
         let (k_strides, v_strides) = (*gradients.d_k.strides(), *gradients.d_v.strides());
         let d_q = if in_place { SharedRows::new(&mut gradients.d_q) } else { SharedRows::over(&mut wide) };
@@ -109,7 +113,7 @@ impl RowTable {
     }
 }
 
-/// A number for each row: LSE and maximum in log2 units, and D.
+/// A number for each row: LSE, D, and (for TurboAttention's function) the maximum.
 struct Stats {
     lse: Vec<f32>,
     delta: Vec<f32>,
@@ -118,27 +122,37 @@ struct Stats {
 
 impl Stats {
     fn fill(&mut self, cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) {
-        let heads = cx.problem.q_heads();
         let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
-        pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
-            let (sequence, head) = (i / heads, i % heads);
-            let s = &cx.bound.sequences()[sequence];
-            let (o_rows, d_rows) = (cx.query_rows(saved.o.strides(), s), cx.query_rows(saved.d_o.strides(), s));
-            let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
-            let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
-            let (mut o, mut d_o) = (vec![0.0; cx.dv], vec![0.0; cx.dv]);
-            let at = table.at(cx, sequence, head, 0);
-            // SAFETY: each (sequence, head) has its own rows.
-            let (lse, delta) = unsafe { (lse_out.row(at, s.q_len), delta_out.row(at, s.q_len)) };
-            for q in 0..s.q_len {
-                cx.kernels.widen(&saved.o.data(), o_rows.at(q, head), &mut o);
-                cx.kernels.widen(&saved.d_o.data(), d_rows.at(q, head), &mut d_o);
-                let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
-                delta[q] = cx.kernels.dot(&o, &d_o) - d_lse;
-                let natural = saved.lse.at(lse_rows.at(q, head)) as f32;
-                // A row without keys has probabilities of 0: 2^(s - inf).
-                lse[q] = if natural == f32::NEG_INFINITY { f32::INFINITY } else { natural * LOG2_E };
-            }
+        let pairs: Vec<(usize, usize)> = pairs(cx).collect();
+        let size = cx.kernels.tile * cx.dv_pad;
+        pool::run(threads, pairs.len(), &|i| {
+            with_workspace(3 * Arena::room(size), |workspace| {
+                let mut arena = Arena::new(workspace);
+                let [rows, o, d_o] = [size; 3].map(|n| arena.take(n));
+                let s = &cx.bound.sequences()[pairs[i].0];
+                let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
+                let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
+                for tile in cx.tiles(pairs[i].0, pairs[i].1) {
+                    let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
+                    for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
+                        let own = &mut rows[..stride * cx.dv_pad];
+                        cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
+                        cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
+                    }
+                    let mut dots = [0.0; MAX_LANES];
+                    cx.kernels.lane_dots(&o[..cx.dv * stride], &d_o[..cx.dv * stride], &mut dots[..stride]);
+                    for (lane, dot) in dots[..tile.rows].iter().enumerate() {
+                        let (q, head) = cx.row(&tile, lane);
+                        let at = table.at(cx, tile.sequence, head, q);
+                        let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
+                        // SAFETY: each row belongs to one tile.
+                        unsafe {
+                            delta_out.row(at, 1)[0] = dot - d_lse;
+                            lse_out.row(at, 1)[0] = saved.lse.at(lse_rows.at(q, head)) as f32;
+                        }
+                    }
+                }
+            });
         });
         if matches!(cx.exp, ExpKind::Sas(_)) {
             let max = SharedRows::over(&mut self.max);
@@ -159,9 +173,9 @@ fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) -> Vec<f64>
         for (i, s) in cx.bound.sequences().iter().enumerate() {
             let at = table.at(cx, i, head, 0);
             for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
-                // +inf marks a row that saw nothing, not even a sink.
-                if lse != f32::INFINITY && sink != f64::NEG_INFINITY {
-                    sum -= (sink - f64::from(lse) * std::f64::consts::LN_2).exp() * f64::from(delta);
+                // A row that saw nothing has no sink either.
+                if lse != f32::NEG_INFINITY && sink != f64::NEG_INFINITY {
+                    sum -= (sink - f64::from(lse)).exp() * f64::from(delta);
                 }
             }
         }
@@ -306,7 +320,9 @@ impl Work<'_> {
         for lane in 0..tile.rows {
             let (q, head) = cx.row(tile, lane);
             let at = self.rows.at(cx, tile.sequence, head, q);
-            lse[lane] = self.stats.lse[at];
+            // A row without keys has probabilities of 0: e^(s - inf).
+            let own = self.stats.lse[at];
+            lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
             delta[lane] = self.stats.delta[at] * scale;
             max[lane] = self.stats.max[at];
         }
@@ -318,13 +334,25 @@ impl Work<'_> {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let sequence = &cx.bound.sequences()[row.tile.sequence];
-        let load = |data: Data<'_>, rows: Rows, n: usize, width: usize, out: &mut [f32], turned: &mut [f32]| {
-            cx.gather(&row.tile, &data, &rows, n, &mut out[..stride * width], width);
-            cx.kernels.transpose(out, width, turned, stride, stride, width);
-        };
         let (q, d_o) = (cx.bound.q(), &self.saved.d_o);
-        load(q.data(), cx.query_rows(q.strides(), sequence), cx.d, cx.d_pad, space.q, space.q_turned);
-        load(d_o.data(), cx.bound.rows(d_o.strides(), sequence, Side::Query), cx.dv, cx.dv_pad, space.d_o, space.d_o_turned);
+        cx.scaled_queries(&row.tile, stride, space.q, space.q_turned);
+        cx.gather(
+            &row.tile,
+            &q.data(),
+            &cx.query_rows(q.strides(), sequence),
+            cx.d,
+            &mut space.q[..stride * cx.d_pad],
+            cx.d_pad,
+        );
+        cx.gather(
+            &row.tile,
+            &d_o.data(),
+            &cx.query_rows(d_o.strides(), sequence),
+            cx.dv,
+            &mut space.d_o[..stride * cx.dv_pad],
+            cx.dv_pad,
+        );
+        cx.kernels.transpose(space.d_o, cx.dv_pad, space.d_o_turned, stride, stride, cx.dv_pad);
         space.d_q[..stride * cx.d_pad].fill(0.0);
         for start in keys.clone().step_by(BLOCK) {
             let block = start..(start + BLOCK).min(keys.end);
@@ -340,7 +368,15 @@ impl Work<'_> {
                 if clear {
                     let k = cx.bound.k();
                     let again = start..(start + BLOCK).min(keys.end);
-                    cx.gather_keys(&k.data(), &cx.key_rows(k.strides(), sequence), kv_head, again, cx.d, &mut space.k[own..], cx.d_pad);
+                    cx.gather_keys(
+                        &k.data(),
+                        &cx.key_rows(k.strides(), sequence),
+                        kv_head,
+                        again,
+                        cx.d,
+                        &mut space.k[own..],
+                        cx.d_pad,
+                    );
                 }
             }
         }
@@ -355,8 +391,26 @@ impl Work<'_> {
             let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
             let (k, v) = (&space.k[(first + k0) * d..], &space.v[(first + k0) * dv..]);
             let at = k0 * stride + z0;
-            cx.kernels.gemm(&mut space.s[at..], stride, k, d, &space.q_turned[z0..], stride, [k1 - k0, z1 - z0, cx.d], Sum::Fresh);
-            cx.kernels.gemm(&mut space.dp[at..], stride, v, dv, &space.d_o_turned[z0..], stride, [k1 - k0, z1 - z0, cx.dv], Sum::Fresh);
+            cx.kernels.gemm(
+                &mut space.s[at..],
+                stride,
+                k,
+                d,
+                &space.q_turned[z0..],
+                stride,
+                [k1 - k0, z1 - z0, cx.d],
+                Sum::Fresh,
+            );
+            cx.kernels.gemm(
+                &mut space.dp[at..],
+                stride,
+                v,
+                dv,
+                &space.d_o_turned[z0..],
+                stride,
+                [k1 - k0, z1 - z0, cx.dv],
+                Sum::Fresh,
+            );
         }
         let modified = cx.problem.score_program().is_some();
         if step.rest || modified {
@@ -375,7 +429,6 @@ impl Work<'_> {
             lse: &row.lse,
             max: &row.max,
             delta: &row.delta,
-            scale_log2: cx.scale_log2(),
             scale: if modified { 1.0 } else { cx.problem.scale() },
             exp: cx.exp,
         });
@@ -386,8 +439,26 @@ impl Work<'_> {
             let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
             let at = k0 * stride + z0;
             let (m, k) = (k1 - k0, z1 - z0);
-            cx.kernels.gemm(&mut space.d_v[(first + k0) * dv..], dv, &space.s[at..], stride, &space.d_o[z0 * dv..], dv, [m, dv, k], Sum::Onto);
-            cx.kernels.gemm(&mut space.d_k[(first + k0) * d..], d, &space.dp[at..], stride, &space.q[z0 * d..], d, [m, d, k], Sum::Onto);
+            cx.kernels.gemm(
+                &mut space.d_v[(first + k0) * dv..],
+                dv,
+                &space.s[at..],
+                stride,
+                &space.d_o[z0 * dv..],
+                dv,
+                [m, dv, k],
+                Sum::Onto,
+            );
+            cx.kernels.gemm(
+                &mut space.d_k[(first + k0) * d..],
+                d,
+                &space.dp[at..],
+                stride,
+                &space.q[z0 * d..],
+                d,
+                [m, d, k],
+                Sum::Onto,
+            );
         }
     }
 
@@ -397,7 +468,16 @@ impl Work<'_> {
         for seg in step.segments() {
             let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
             let ds = &space.dp[k0 * stride + z0..];
-            cx.kernels.gemm_transposed(&mut space.d_q[z0 * d..], d, ds, stride, &space.k[own + k0 * d..], d, [z1 - z0, d, k1 - k0], Sum::Onto);
+            cx.kernels.gemm_transposed(
+                &mut space.d_q[z0 * d..],
+                d,
+                ds,
+                stride,
+                &space.k[own + k0 * d..],
+                d,
+                [z1 - z0, d, k1 - k0],
+                Sum::Onto,
+            );
         }
     }
 
@@ -449,7 +529,8 @@ impl Work<'_> {
                         *offset = *offset * size + (i.max(0) as usize).min(size - 1);
                     }
                 }
-                for (lane, (offset, f)) in offsets.into_iter().zip(derivative.floats()).enumerate().take(row.tile.rows) {
+                for (lane, (offset, f)) in offsets.into_iter().zip(derivative.floats()).enumerate().take(row.tile.rows)
+                {
                     let (a, b) = step.ranges[lane / width];
                     let ds = space.dp[key * stride + lane];
                     if (a..b).contains(&key) && ds != 0.0 {
@@ -469,7 +550,8 @@ impl Work<'_> {
         let rows = cx.key_rows(k.strides(), sequence);
         cx.kernels.widen(&k.data(), rows.at(start + key, row.tile.head / cx.problem.group()), &mut values);
         for (lane, score) in out.iter_mut().enumerate() {
-            *score = cx.kernels.dot(&space.q[lane * cx.d_pad..][..cx.d], &values) * cx.problem.scale();
+            let q = &space.q[lane * cx.d_pad..];
+            *score = q.iter().zip(&values).map(|(q, k)| q * k).sum::<f32>() * cx.problem.scale();
         }
     }
 
@@ -477,7 +559,8 @@ impl Work<'_> {
     fn add_to_d_q(&self, item: &Item, number: usize, row: &Row, d_q: &[f32]) {
         let cx = self.cx;
         let turn = &self.turns[item.pair][number];
-        let before = (0..item.number).rev().find(|&run| cx.sees_any(&row.tile, &row.lanes, self.keys(item, run), BLOCK));
+        let before =
+            (0..item.number).rev().find(|&run| cx.sees_any(&row.tile, &row.lanes, self.keys(item, run), BLOCK));
         let need = before.map_or(0, |run| run + 1);
         let mut spins = 0u32;
         while turn.load(Ordering::Acquire) < need {
@@ -489,7 +572,8 @@ impl Work<'_> {
         let in_place = self.q_strides.map(|strides| cx.query_rows(strides, sequence));
         for lane in 0..row.tile.rows {
             let (q, head) = cx.row(&row.tile, lane);
-            let at = in_place.map_or_else(|| self.rows.at(cx, row.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
+            let at =
+                in_place.map_or_else(|| self.rows.at(cx, row.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
             // SAFETY: runs take turns on a tile's rows, and each row belongs to one tile.
             let sum = unsafe { self.d_q.row(at, cx.d) };
             sum.iter_mut().zip(&d_q[lane * cx.d_pad..]).for_each(|(sum, x)| *sum += x);
@@ -499,7 +583,14 @@ impl Work<'_> {
 }
 
 /// Rounds the f32 sums of dQ to the output type.
-fn narrow(cx: &Context<'_>, table: &RowTable, wide: &[f32], gradients: &mut GradientOutputs<'_>, strides: &[usize], threads: usize) {
+fn narrow(
+    cx: &Context<'_>,
+    table: &RowTable,
+    wide: &[f32],
+    gradients: &mut GradientOutputs<'_>,
+    strides: &[usize],
+    threads: usize,
+) {
     let out = SharedRows::new(&mut gradients.d_q);
     let heads = cx.problem.q_heads();
     pool::run(threads, cx.bound.sequences().len() * heads, &|i| {

@@ -60,7 +60,9 @@ pub(crate) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &P
         });
     }
     let heads = cx.problem.kv_heads();
-    pool::run(plan.threads, sequences.len() * heads, &|i| merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out));
+    pool::run(plan.threads, sequences.len() * heads, &|i| {
+        merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out)
+    });
     total.into_inner().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -104,6 +106,7 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
                 let tile = tile(cx, part.sequence, h);
                 let (q, o) = (arena.take(rows * cx.d_pad), arena.take(rows * cx.dv_pad));
                 cx.gather(&tile, &cx.bound.q().data(), &q_rows, cx.d, q, cx.d_pad);
+                q.iter_mut().for_each(|x| *x *= cx.problem.scale());
                 o.fill(0.0);
                 Head { tile, lanes: cx.lanes(&tile), q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
             })
@@ -128,7 +131,17 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
 
 /// One block of keys folded into the rows of one key/value head.
 #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-fn fold(cx: &Context<'_>, sequence: &Sequence, kv_head: usize, head: &mut Head<'_>, keys: std::ops::Range<usize>, s: &mut [f32], clean: &mut [f32], rescale: Rescale, counters: &mut Counters) {
+fn fold(
+    cx: &Context<'_>,
+    sequence: &Sequence,
+    kv_head: usize,
+    head: &mut Head<'_>,
+    keys: std::ops::Range<usize>,
+    s: &mut [f32],
+    clean: &mut [f32],
+    rescale: Rescale,
+    counters: &mut Counters,
+) {
     let (k, v) = (cx.bound.k(), cx.bound.v());
     let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
     let stride = head.lanes.stride;
@@ -163,7 +176,6 @@ fn fold(cx: &Context<'_>, sequence: &Sequence, kv_head: usize, head: &mut Head<'
             m: &mut head.m,
             l: &mut head.l,
             alpha: &mut alpha,
-            scale: cx.scale_log2(),
             exp: cx.exp,
             policy: Policy::Raise(tau),
         });
@@ -220,7 +232,7 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         let mut sum = 0.0f32;
         o.fill(0.0);
         for part in all.iter().filter(|part| part[lane] != f32::NEG_INFINITY) {
-            let weight = (part[lane] - top).exp2();
+            let weight = (part[lane] - top).exp();
             sum += weight * part[FEW + lane];
             let row = &part[2 * FEW + lane * cx.dv..2 * FEW + (lane + 1) * cx.dv];
             o.iter_mut().zip(row).for_each(|(o, &x)| *o += weight * x);

@@ -38,7 +38,16 @@ pub(crate) fn ln(x: f32) -> f32 {
     f = if low { f + f - 1.0 } else { f - 1.0 };
     e -= i32::from(low) + if small { 23 } else { 0 };
     let mut p = 7.037_683_6e-2f32;
-    for c in [-1.151_461e-1, 1.167_699_9e-1, -1.242_014_1e-1, 1.424_932_3e-1, -1.666_805_8e-1, 2.000_071_5e-1, -2.499_999_4e-1, 3.333_333e-1] {
+    for c in [
+        -1.151_461e-1,
+        1.167_699_9e-1,
+        -1.242_014_1e-1,
+        1.424_932_3e-1,
+        -1.666_805_8e-1,
+        2.000_071_5e-1,
+        -2.499_999_4e-1,
+        3.333_333e-1,
+    ] {
         p = p * f + c;
     }
     let e = e as f32;
@@ -62,29 +71,14 @@ pub(crate) fn tanh(x: f32) -> f32 {
     if x.abs() < 0.625 { near } else { far }
 }
 
-/// From running maximum (log2) and sum: 1 / sum (0 where there was no key) and the natural LSE.
+/// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE.
 #[inline(always)]
 pub(crate) fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
     for (((&m, &l), inverse), lse) in m.iter().zip(l).zip(inverse).zip(lse) {
         let empty = m == f32::NEG_INFINITY;
         *inverse = if empty { 0.0 } else { 1.0 / l };
-        *lse = if empty { f32::NEG_INFINITY } else { m * std::f32::consts::LN_2 + ln(l) };
+        *lse = if empty { f32::NEG_INFINITY } else { m + ln(l) };
     }
-}
-
-/// Sum of products in 16 interleaved sums: the order is the same for every instruction set.
-#[inline(always)]
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; 16];
-    let (a_rows, a_rest) = a.as_chunks::<16>();
-    let (b_rows, b_rest) = b.as_chunks::<16>();
-    for (x, y) in a_rows.iter().zip(b_rows) {
-        for i in 0..16 {
-            sums[i] += x[i] * y[i];
-        }
-    }
-    let rest: f32 = a_rest.iter().zip(b_rest).map(|(x, y)| x * y).sum();
-    sums.iter().sum::<f32>() + rest
 }
 
 /// What an expression is evaluated on: the lanes of one tile of one sequence.
@@ -191,7 +185,9 @@ impl<'a> Evaluator<'a> {
                     Unary::Tanh => map_f(out, a, tanh),
                     Unary::Not => map_i(out, a, |x| i32::from(x == 0)),
                     Unary::ToFloat => out.iter_mut().zip(a).for_each(|(o, &x)| *o = (x as i32 as f32).to_bits()),
-                    Unary::Floor => out.iter_mut().zip(a).for_each(|(o, &x)| *o = f32::from_bits(x).floor() as i32 as u32),
+                    Unary::Floor => {
+                        out.iter_mut().zip(a).for_each(|(o, &x)| *o = f32::from_bits(x).floor() as i32 as u32)
+                    }
                 }
             }
             Step::Binary(op, a, b) => {
@@ -302,7 +298,11 @@ mod tests {
             let y = f32::from_bits(i.unsigned_abs() * 50_000);
             // Near 1 the logarithm vanishes: compare absolutely there.
             let error = (f64::from(ln(y)) - f64::from(y).ln()).abs();
-            assert!(y == 0.0 || !y.is_finite() || error <= 2e-7 * f64::from(y).ln().abs().max(1.0), "ln {y}: {}", ln(y));
+            assert!(
+                y == 0.0 || !y.is_finite() || error <= 2e-7 * f64::from(y).ln().abs().max(1.0),
+                "ln {y}: {}",
+                ln(y)
+            );
         }
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp(200.0), f32::INFINITY);

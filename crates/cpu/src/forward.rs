@@ -1,6 +1,6 @@
 //! Forward: one walk over the keys for a few tiles of queries at a time.
 //!
-//! Letters: S = scale Q K^T as `[key][lane]`, m = running maximum (log2 units), P = 2^(S - m), l = running sum
+//! Letters: S = scale Q K^T as `[key][lane]`, m = running maximum, P = e^(S - m), l = running sum
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
@@ -101,7 +101,7 @@ fn item(cx: &Context<'_>, item: &Item, out: &Out<'_>, rescale: Rescale) -> Count
     walk(cx, item, passes, |row, rows, turned| finish(cx, row, rows, turned, out))
 }
 
-/// Calls `take` with the maximum (log2 units) of every row of every tile.
+/// Calls `take` with the maximum of every row of every tile.
 pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize, f32) + Sync)) {
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
@@ -113,7 +113,12 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
 }
 
 /// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
-fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&mut Row<'_>, &mut [f32], &mut [f32])) -> Counters {
+fn walk(
+    cx: &Context<'_>,
+    item: &Item,
+    passes: &[Policy],
+    mut end: impl FnMut(&mut Row<'_>, &mut [f32], &mut [f32]),
+) -> Counters {
     let tile = cx.kernels.tile;
     let wide = cx.d_pad.max(cx.dv_pad);
     let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide, wide * tile];
@@ -123,7 +128,6 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
         let mut arena = Arena::new(workspace);
         let [k, v, s, rows, turned] = sizes.map(|n| arena.take(n));
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
-        let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         let mut walk: Vec<Row<'_>> = item
             .tiles
             .iter()
@@ -131,8 +135,7 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
                 let lanes = cx.lanes(&t);
                 let stride = lanes.stride;
                 let q = arena.take(cx.d_pad * stride);
-                cx.gather(&t, &cx.bound.q().data(), &q_rows, cx.d, &mut rows[..stride * cx.d_pad], cx.d_pad);
-                cx.kernels.transpose(rows, cx.d_pad, q, stride, stride, cx.d_pad);
+                cx.scaled_queries(&t, stride, rows, q);
                 let o = arena.take(cx.dv * stride);
                 o.fill(0.0);
                 Row { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
@@ -163,7 +166,13 @@ fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&m
     })
 }
 
-fn load(cx: &Context<'_>, item: &Item, sequence: &fulgurite_core::Sequence, keys: std::ops::Range<usize>, block: &mut KeyBlock<'_>) {
+fn load(
+    cx: &Context<'_>,
+    item: &Item,
+    sequence: &fulgurite_core::Sequence,
+    keys: std::ops::Range<usize>,
+    block: &mut KeyBlock<'_>,
+) {
     let (k, v) = (cx.bound.k(), cx.bound.v());
     let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
     block.k_finite = cx.gather_keys(&k.data(), &k_rows, item.kv_head, keys.clone(), cx.d, block.k, cx.d_pad);
@@ -172,7 +181,16 @@ fn load(cx: &Context<'_>, item: &Item, sequence: &fulgurite_core::Sequence, keys
 
 /// S, then P, then O: one block of keys folded into a tile's running summary. True if rows of V were cleared.
 #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-fn fold(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, start: usize, block: &mut KeyBlock<'_>, s: &mut [f32], policy: Policy, counters: &mut Counters) -> bool {
+fn fold(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    step: &Step,
+    start: usize,
+    block: &mut KeyBlock<'_>,
+    s: &mut [f32],
+    policy: Policy,
+    counters: &mut Counters,
+) -> bool {
     scores(cx, row, step, start, block, s);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
@@ -201,7 +219,16 @@ fn fold(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, start: usize, block: &
         let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
         let p = &s[k0 * stride + z0..];
         let size = [cx.dv, z1 - z0, k1 - k0];
-        cx.kernels.gemm_transposed(&mut row.o[z0..], stride, &block.v[k0 * cx.dv_pad..], cx.dv_pad, p, stride, size, Sum::Onto);
+        cx.kernels.gemm_transposed(
+            &mut row.o[z0..],
+            stride,
+            &block.v[k0 * cx.dv_pad..],
+            cx.dv_pad,
+            p,
+            stride,
+            size,
+            Sum::Onto,
+        );
     }
     clear
 }
@@ -211,14 +238,30 @@ fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, block: &Ke
     for seg in step.segments() {
         let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
         let size = [k1 - k0, z1 - z0, cx.d];
-        cx.kernels.gemm(&mut s[k0 * stride + z0..], stride, &block.k[k0 * cx.d_pad..], cx.d_pad, &row.q[z0..], stride, size, Sum::Fresh);
+        cx.kernels.gemm(
+            &mut s[k0 * stride + z0..],
+            stride,
+            &block.k[k0 * cx.d_pad..],
+            cx.d_pad,
+            &row.q[z0..],
+            stride,
+            size,
+            Sum::Fresh,
+        );
     }
     if step.rest || cx.problem.score_program().is_some() {
         cx.modify(&row.tile, &row.lanes, step, start, s, None);
     }
 }
 
-fn softmax(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, s: &mut [f32], alpha: &mut [f32; MAX_LANES], policy: Policy) -> crate::simd::SoftmaxStats {
+fn softmax(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    step: &Step,
+    s: &mut [f32],
+    alpha: &mut [f32; MAX_LANES],
+    policy: Policy,
+) -> crate::simd::SoftmaxStats {
     cx.kernels.softmax(&mut SoftmaxArgs {
         s,
         stride: row.lanes.stride,
@@ -229,7 +272,6 @@ fn softmax(cx: &Context<'_>, row: &mut Row<'_>, step: &Step, s: &mut [f32], alph
         m: &mut row.m,
         l: &mut row.l,
         alpha,
-        scale: cx.scale_log2(),
         exp: cx.exp,
         policy,
     })

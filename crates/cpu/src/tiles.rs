@@ -1,7 +1,7 @@
 //! The walk that forward and backward share: which queries form a tile, which keys a tile sees, and which
 //! parts of a block of scores need computing.
 //!
-//! Scores live as `[key][lane]`: a lane is a query, so row maxima and sums are plain vertical operations. The
+//! Scores live as `[key][lane]`, in natural units (Q carries the scale): a lane is a query, so row maxima and sums are plain vertical operations. The
 //! query heads of one key/value head are packed into one list of rows, q-major (row p is query p / pack, head
 //! p % pack), so that a group reads each key once. A lane's result never depends on its neighbours: skipping
 //! what nobody sees changes no bits.
@@ -10,7 +10,6 @@ use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, Kernels, MAX_VECTORS};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::{Bound, DType, Data, Exp, Problem, Rows, Sequence, Side};
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
@@ -63,11 +62,6 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// From the units in which scores stand in a tile to log2: modifiers want natural units.
-    pub fn scale_log2(&self) -> f32 {
-        if self.problem.score_program().is_some() { LOG2_E } else { self.problem.scale() * LOG2_E }
-    }
-
     /// All tiles of one sequence and key/value head.
     pub fn tiles(&self, sequence: usize, kv_head: usize) -> impl Iterator<Item = Tile> + use<'_> {
         let s = self.bound.sequences()[sequence];
@@ -93,13 +87,8 @@ impl<'a> Context<'a> {
     pub fn lanes(&self, tile: &Tile) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
         let stride = tile.rows.next_multiple_of(self.kernels.lanes);
-        let mut lanes = Lanes {
-            stride,
-            q: [0; MAX_LANES],
-            head: [0; MAX_LANES],
-            lo: [0; MAX_LANES],
-            hi: [0; MAX_LANES],
-        };
+        let mut lanes =
+            Lanes { stride, q: [0; MAX_LANES], head: [0; MAX_LANES], lo: [0; MAX_LANES], hi: [0; MAX_LANES] };
         for lane in 0..stride {
             // Lanes past the last row repeat it: their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
@@ -223,17 +212,22 @@ impl<'a> Context<'a> {
 
     /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). With `derivative`,
     /// that of the modifiers is written there first.
-    pub fn modify(&self, tile: &Tile, lanes: &Lanes, step: &Step, origin: usize, s: &mut [f32], derivative: Option<&mut [f32]>) {
+    pub fn modify(
+        &self,
+        tile: &Tile,
+        lanes: &Lanes,
+        step: &Step,
+        origin: usize,
+        s: &mut [f32],
+        derivative: Option<&mut [f32]>,
+    ) {
         let keys = step.hull();
         let stride = lanes.stride;
         let row = |key: usize| key * stride..(key + 1) * stride;
         if let (Some(program), Some(out)) = (self.problem.score_derivative(), derivative) {
             let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
             for key in keys.clone() {
-                let scores = &mut s[row(key)];
-                scores.iter_mut().for_each(|x| *x *= self.problem.scale());
-                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
-                scores.iter_mut().for_each(|x| *x /= self.problem.scale());
+                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, &s[row(key)]);
                 out[row(key)].iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
             }
         }
@@ -241,7 +235,6 @@ impl<'a> Context<'a> {
             let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
             for key in keys.clone() {
                 let scores = &mut s[row(key)];
-                scores.iter_mut().for_each(|x| *x *= self.problem.scale());
                 self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
                 scores.iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
             }
@@ -273,8 +266,26 @@ impl<'a> Context<'a> {
         }
     }
 
+    /// Q^T of a tile times the scale, `[d][lane]`; `rows` is scratch of the same size.
+    pub fn scaled_queries(&self, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        let (q, s) = (self.bound.q(), &self.bound.sequences()[tile.sequence]);
+        let own = &mut rows[..stride * self.d_pad];
+        self.gather(tile, &q.data(), &self.query_rows(q.strides(), s), self.d, own, self.d_pad);
+        own.iter_mut().for_each(|x| *x *= self.problem.scale());
+        self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
+    }
+
     /// Converts rows of keys or values to f32, `[key][width]`, zero padded; true if all are finite.
-    pub fn gather_keys(&self, data: &Data<'_>, rows: &Rows, head: usize, keys: Range<usize>, n: usize, out: &mut [f32], width: usize) -> bool {
+    pub fn gather_keys(
+        &self,
+        data: &Data<'_>,
+        rows: &Rows,
+        head: usize,
+        keys: Range<usize>,
+        n: usize,
+        out: &mut [f32],
+        width: usize,
+    ) -> bool {
         let mut finite = true;
         for (key, row) in keys.zip(out.chunks_exact_mut(width)) {
             finite &= self.kernels.widen(data, rows.at(key, head), &mut row[..n]);
@@ -380,11 +391,20 @@ pub(crate) struct KeyBlock<'a> {
 }
 
 /// Zeroes the rows of keys that no lane sees: times a weight of 0, a NaN that nobody may see would show.
-pub(crate) fn clear_unseen(rows: &mut [f32], width: usize, weights: &[f32], step: &Step, stride: usize, lanes_per_vector: usize) {
+pub(crate) fn clear_unseen(
+    rows: &mut [f32],
+    width: usize,
+    weights: &[f32],
+    step: &Step,
+    stride: usize,
+    lanes_per_vector: usize,
+) {
     for key in step.hull() {
         let seen = step.ranges.iter().enumerate().any(|(z, &(a, b))| {
             (a..b).contains(&key)
-                && weights[key * stride + z * lanes_per_vector..key * stride + (z + 1) * lanes_per_vector].iter().any(|&w| w != 0.0)
+                && weights[key * stride + z * lanes_per_vector..key * stride + (z + 1) * lanes_per_vector]
+                    .iter()
+                    .any(|&w| w != 0.0)
         });
         if !seen {
             rows[key * width..(key + 1) * width].fill(0.0);

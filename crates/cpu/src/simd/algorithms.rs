@@ -5,21 +5,19 @@ use super::kernels::MAX_VECTORS;
 use fulgurite_core::exp::{EXP2_POLY, SAS_POLY};
 
 /// Coefficients of 2^r on [0, 1), lowest first; relative error 5e-9, far below one f32 rounding.
-const EXP2_NATIVE: [f32; 8] = [
-    1.0,
-    0.693_147_2,
-    0.240_226_5,
-    0.055_504_44,
-    0.009_616_16,
-    0.001_338_905_3,
-    0.000_146_096_32,
-    2.073_186_4e-5,
-];
+const EXP2_NATIVE: [f32; 8] =
+    [1.0, 0.693_147_2, 0.240_226_5, 0.055_504_44, 0.009_616_16, 0.001_338_905_3, 0.000_146_096_32, 2.073_186_4e-5];
 
 /// 2^t for one number, as [`Simd::exp2`] does it for a vector.
 #[inline(always)]
 pub(super) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; N]) -> f32 {
-    let clamped = if t < -127.0 { -127.0 } else if t > 127.999 { 127.999 } else { t };
+    let clamped = if t < -127.0 {
+        -127.0
+    } else if t > 127.999 {
+        127.999
+    } else {
+        t
+    };
     let floor = clamped.floor();
     let r = clamped - floor;
     let mut p = coefficients[N - 1];
@@ -78,7 +76,8 @@ impl<S: Simd> Exponential<S> for Sas {
     unsafe fn eval(&self, t: S::V, _: usize) -> S::V {
         // SAFETY: passed on.
         unsafe {
-            let x = S::mul(t, S::splat(-std::f32::consts::LN_2)); // -x >= 0
+            // The maximum itself may come out a rounding above 0, where the table has no entry.
+            let x = S::max(S::splat(0.0), S::mul(t, S::splat(-std::f32::consts::LN_2)));
             let n = S::floor(x);
             let f = S::sub(x, n);
             let mut cubic = S::splat(SAS_POLY[3]);
@@ -238,12 +237,10 @@ pub(crate) struct SoftmaxArgs<'a> {
     /// Where `edges`: first key of each lane, and the one after the last.
     pub lo: &'a [f32],
     pub hi: &'a [f32],
-    /// Running maximum (log2 units) and sum of each lane, and the factor for what was accumulated before.
+    /// Running maximum and sum of each lane, and the factor for what was accumulated before.
     pub m: &'a mut [f32],
     pub l: &'a mut [f32],
     pub alpha: &'a mut [f32],
-    /// From the scores' units to log2.
-    pub scale: f32,
     pub exp: ExpKind,
     pub policy: Policy,
 }
@@ -274,7 +271,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
     // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
     unsafe {
         let hidden = S::splat(f32::NEG_INFINITY);
-        let scale = S::splat(args.scale);
+        let log2_e = S::splat(std::f32::consts::LOG2_E);
         for z in 0..S::VECTORS {
             let lane = z * S::LANES;
             if lane >= stride {
@@ -327,9 +324,9 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
                 for &high in &highest[1..] {
                     top = S::max(high, top);
                 }
-                let new = S::mul(top, scale);
+                let new = top;
                 let tau = match args.policy {
-                    Policy::Raise(tau) => tau,
+                    Policy::Raise(tau) => tau * std::f32::consts::LN_2,
                     _ => 0.0,
                 };
                 let higher = S::lt(old, new);
@@ -343,14 +340,15 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
                 stats.possible += S::count(S::and(higher, finite));
                 let rescaled = S::and(raise, finite);
                 stats.rescaled += S::count(rescaled);
-                alpha = S::select(rescaled, S::exp2(S::sub(old, m), &EXP2_NATIVE), S::splat(1.0));
+                alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
             }
             // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
-            let shift = S::sub(S::splat(0.0), S::select(S::lt(hidden, m), m, S::splat(0.0)));
+            let shift = S::select(S::lt(hidden, m), m, S::splat(0.0));
             let mut sum = S::splat(0.0);
             for key in start..end {
                 let at = s.add(key * stride);
-                let p = exp.eval(S::fma(S::load(at), scale, shift), key);
+                // Not one fused operation: the maximum must give exactly 1, however large it is.
+                let p = exp.eval(S::mul(S::sub(S::load(at), shift), log2_e), key);
                 S::store(at, p);
                 sum = S::add(sum, p);
             }
@@ -366,7 +364,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
 }
 
 /// The element-wise part of backward over a tile `[keys][lanes]`:
-/// P = 2^(scale_log2 s - lse2), dS = P (scale dP - scale D).
+/// P = e^(s - lse), dS = P (scale dP - scale D).
 pub(crate) struct GradArgs<'a> {
     /// Scores in, probabilities out.
     pub s: &'a mut [f32],
@@ -382,14 +380,12 @@ pub(crate) struct GradArgs<'a> {
     pub hi: &'a [f32],
     /// Whether scores of hidden keys were set to -inf.
     pub hidden: bool,
-    /// LSE of each lane in log2 units; +inf for a row without keys.
+    /// LSE of each lane; +inf for a row without keys.
     pub lse: &'a [f32],
-    /// Maximum of each lane in log2 units, for [`ExpKind::Sas`].
+    /// Maximum of each lane, for [`ExpKind::Sas`].
     pub max: &'a [f32],
     /// `scale` times D of each lane.
     pub delta: &'a [f32],
-    /// From the scores' units to log2.
-    pub scale_log2: f32,
     /// The problem's scale, where no modifier stands between score and dS; else 1.
     pub scale: f32,
     pub exp: ExpKind,
@@ -410,7 +406,7 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
     // SAFETY: the table checked that ranges lie inside the tiles and that lane arrays have `stride` elements.
     unsafe {
         let zero = S::splat(0.0);
-        let (scale_log2, scale) = (S::splat(args.scale_log2), S::splat(args.scale));
+        let (log2_e, scale) = (S::splat(std::f32::consts::LOG2_E), S::splat(args.scale));
         for z in 0..S::VECTORS {
             let lane = z * S::LANES;
             if lane >= stride {
@@ -423,8 +419,7 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
             let delta = S::sub(zero, S::load(args.delta.as_ptr().add(lane)));
             // The function of TurboAttention is taken against the maximum; the sum divides afterwards.
             let top = if sas { S::load(args.max.as_ptr().add(lane)) } else { lse };
-            let factor = if sas { S::exp2(S::sub(top, lse), &EXP2_NATIVE) } else { S::splat(1.0) };
-            let shift = S::sub(zero, top);
+            let factor = if sas { S::exp2(S::mul(S::sub(top, lse), log2_e), &EXP2_NATIVE) } else { S::splat(1.0) };
             let edge = args.edges[z];
             let (lo, hi) = if edge {
                 (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)))
@@ -434,7 +429,7 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
             for key in start..end {
                 let (s_at, dp_at) = (s.add(key * stride), dp.add(key * stride));
                 let score = S::load(s_at);
-                let mut p = exp.eval(S::fma(score, scale_log2, shift), key);
+                let mut p = exp.eval(S::mul(S::sub(score, top), log2_e), key);
                 if sas {
                     p = S::mul(p, factor);
                 }
@@ -470,6 +465,26 @@ pub(super) unsafe fn scale_lanes<S: Simd>(x: *mut f32, rows: usize, stride: usiz
                 let at = x.add(i * stride + lane);
                 S::store(at, S::mul(S::load(at), S::load(factor.add(lane))));
             }
+        }
+    }
+}
+
+/// `out[lane] = sum_i a[i][lane] b[i][lane]`, in the order in which [`micro`] sums a product: where O is a row of
+/// V, D equals dP to the bit.
+///
+/// # Safety
+/// As for [`Simd`], with `rows * stride` elements at `a` and `b` and `stride` at `out`.
+#[inline(always)]
+pub(super) unsafe fn lane_dots<S: Simd>(a: *const f32, b: *const f32, rows: usize, stride: usize, out: *mut f32) {
+    for lane in (0..stride).step_by(S::LANES) {
+        // SAFETY: inside the extents.
+        unsafe {
+            let mut sum = S::splat(0.0);
+            for i in 0..rows {
+                let at = i * stride + lane;
+                sum = S::fma(S::load(a.add(at)), S::load(b.add(at)), sum);
+            }
+            S::store(out.add(lane), sum);
         }
     }
 }

@@ -111,9 +111,7 @@ unsafe impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> __m256 {
         // SAFETY: `p` is valid for 8 elements (trait contract).
-        unsafe {
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
-        }
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
     }
     #[inline(always)]
     unsafe fn store_f16(p: *mut u16, v: __m256) {

@@ -24,7 +24,6 @@ type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize,
 /// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
 /// that instruction set: [`kernels`] checks before it hands one out.
 pub(crate) struct Kernels {
-    pub isa: Isa,
     /// Lanes of a vector.
     pub lanes: usize,
     /// Lanes of a tile.
@@ -48,7 +47,7 @@ pub(crate) struct Kernels {
     pub(super) combine_bf16: Combine<bf16>,
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]),
-    pub(super) dot_rows: unsafe fn(&[f32], &[f32]) -> f32,
+    pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
 }
 
 /// The kernels of an instruction set, if this machine has it.
@@ -66,7 +65,8 @@ pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
-            let has = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+            let has =
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
             has.then_some(&super::avx2::KERNELS)
         }
         #[cfg(target_arch = "aarch64")]
@@ -97,7 +97,17 @@ impl Strided<'_> {
 impl Kernels {
     /// C (+)= A B with C `[m][ldc]`, A `[m][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
     #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
-    pub fn gemm(&self, c: &mut [f32], ldc: usize, a: &[f32], lda: usize, b: &[f32], ldb: usize, [m, n, k]: [usize; 3], sum: Sum) {
+    pub fn gemm(
+        &self,
+        c: &mut [f32],
+        ldc: usize,
+        a: &[f32],
+        lda: usize,
+        b: &[f32],
+        ldb: usize,
+        [m, n, k]: [usize; 3],
+        sum: Sum,
+    ) {
         assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
         assert!(a.len() >= extent(m, lda, k) && b.len() >= extent(k, ldb, n), "A or B too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
@@ -106,11 +116,23 @@ impl Kernels {
 
     /// C (+)= A^T B with C `[m][ldc]`, A `[k][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
     #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
-    pub fn gemm_transposed(&self, c: &mut [f32], ldc: usize, a: &[f32], lda: usize, b: &[f32], ldb: usize, [m, n, k]: [usize; 3], sum: Sum) {
+    pub fn gemm_transposed(
+        &self,
+        c: &mut [f32],
+        ldc: usize,
+        a: &[f32],
+        lda: usize,
+        b: &[f32],
+        ldb: usize,
+        [m, n, k]: [usize; 3],
+        sum: Sum,
+    ) {
         assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
         assert!(a.len() >= extent(k, lda, m) && b.len() >= extent(k, ldb, n), "A or B too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.gemm_transposed)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto) }
+        unsafe {
+            (self.gemm_transposed)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto)
+        }
     }
 
     fn check_tile(&self, len: usize, stride: usize, ranges: &[(usize, usize)]) {
@@ -146,9 +168,20 @@ impl Kernels {
     }
 
     /// `dst[c][r] = src[r][c]`; `rows` and `cols` are multiples of the lanes.
-    pub fn transpose(&self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize, rows: usize, cols: usize) {
+    pub fn transpose(
+        &self,
+        src: &[f32],
+        src_stride: usize,
+        dst: &mut [f32],
+        dst_stride: usize,
+        rows: usize,
+        cols: usize,
+    ) {
         assert!(rows % self.lanes == 0 && cols % self.lanes == 0, "multiples of the lanes");
-        assert!(src.len() >= extent(rows, src_stride, cols) && dst.len() >= extent(cols, dst_stride, rows), "too small");
+        assert!(
+            src.len() >= extent(rows, src_stride, cols) && dst.len() >= extent(cols, dst_stride, rows),
+            "too small"
+        );
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.transpose)(src.as_ptr(), src_stride, dst.as_mut_ptr(), dst_stride, rows, cols) }
     }
@@ -181,7 +214,16 @@ impl Kernels {
     }
 
     /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. Keys `ahead` of each are prefetched.
-    pub fn dots(&self, s: &mut [f32], stride: usize, q: &[f32], ldq: usize, k: &Strided<'_>, [rows, keys, d]: [usize; 3], ahead: usize) {
+    pub fn dots(
+        &self,
+        s: &mut [f32],
+        stride: usize,
+        q: &[f32],
+        ldq: usize,
+        k: &Strided<'_>,
+        [rows, keys, d]: [usize; 3],
+        ahead: usize,
+    ) {
         assert!(rows <= stride && s.len() >= extent(keys, stride, rows), "scores too small");
         assert!(q.len() >= extent(rows, ldq, d), "queries too small");
         let (range, row, size) = (k.range(keys, d), k.row, [rows, keys, d]);
@@ -198,7 +240,16 @@ impl Kernels {
     }
 
     /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. Values `ahead` are prefetched.
-    pub fn combine(&self, o: &mut [f32], ldo: usize, p: &[f32], stride: usize, v: &Strided<'_>, [rows, keys, d]: [usize; 3], ahead: usize) {
+    pub fn combine(
+        &self,
+        o: &mut [f32],
+        ldo: usize,
+        p: &[f32],
+        stride: usize,
+        v: &Strided<'_>,
+        [rows, keys, d]: [usize; 3],
+        ahead: usize,
+    ) {
         assert!(rows <= stride && p.len() >= extent(keys, stride, rows), "probabilities too small");
         assert!(o.len() >= extent(rows, ldo, d), "output too small");
         let (range, row, size) = (v.range(keys, d), v.row, [rows, keys, d]);
@@ -220,16 +271,18 @@ impl Kernels {
         unsafe { (self.evaluate)(evaluator, key, scores) }
     }
 
-    /// From running maximum (log2) and sum: 1 / sum (0 where there was no key) and the natural LSE.
+    /// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE.
     pub fn finish(&self, m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
         // SAFETY: the machine has the instruction set.
         unsafe { (self.finish)(m, l, inverse, lse) }
     }
 
-    /// Sum of products, in a fixed order.
-    pub fn dot(&self, a: &[f32], b: &[f32]) -> f32 {
-        // SAFETY: the machine has the instruction set.
-        unsafe { (self.dot_rows)(a, b) }
+    /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
+    pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
+        let stride = out.len();
+        assert!(stride % self.lanes == 0 && a.len() == b.len() && a.len() % stride == 0, "rows of lanes");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.lane_dots)(a.as_ptr(), b.as_ptr(), a.len() / stride, stride, out.as_mut_ptr()) }
     }
 }
 
@@ -385,12 +438,12 @@ macro_rules! define_kernels {
                 crate::evaluate::finish(m, l, inverse, lse)
             }
             $(#[$feature])?
-            unsafe fn dot_rows(a: &[f32], b: &[f32]) -> f32 {
-                crate::evaluate::dot(a, b)
+            unsafe fn lane_dots(a: *const f32, b: *const f32, rows: usize, stride: usize, out: *mut f32) {
+                // SAFETY: passed on.
+                unsafe { alg::lane_dots::<$simd>(a, b, rows, stride, out) }
             }
 
             super::Kernels {
-                isa: crate::Isa::$simd,
                 lanes: $simd::LANES,
                 tile: $simd::LANES * $simd::VECTORS,
                 gemm,
@@ -412,7 +465,7 @@ macro_rules! define_kernels {
                 combine_bf16: combine::<bf16>,
                 evaluate,
                 finish,
-                dot_rows,
+                lane_dots,
             }
         };
     };
