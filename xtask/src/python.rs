@@ -7,7 +7,7 @@ use std::process::Command;
 
 const FOR_TESTS: &[&str] = &["numpy", "pytest"];
 const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch"];
-const FOR_PEERS: &[&str] = &["numpy", "torch", "onnx", "onnxruntime", "openvino"];
+const FOR_PEERS: &[&str] = &["--requirement", "bench/requirements.txt"];
 
 /// Tests that need nothing large; those that ask for more skip themselves.
 pub fn tests() -> Result<(), Trouble> {
@@ -23,11 +23,9 @@ pub fn torch_tests() -> Result<(), Trouble> {
     must(&mut pytest(&python))
 }
 
-/// A Python with every peer of the comparison, and with our extension.
+/// A Python with every peer of the comparison; the comparison builds our extension itself.
 pub fn with_peers() -> Result<PathBuf, Trouble> {
-    let python = environment("venv-bench", FOR_PEERS)?;
-    extension(&python)?;
-    Ok(python)
+    environment("venv-bench", FOR_PEERS)
 }
 
 /// A command that sees our package.
@@ -59,7 +57,7 @@ fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
         return Ok(python);
     }
     must(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&home))?;
-    must(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(packages))?;
+    must(command(&python).args(["-m", "pip", "install", "--quiet"]).args(packages))?;
     std::fs::write(&stamp, packages.join(" ")).map_err(Trouble::fail)?;
     Ok(python)
 }
