@@ -366,7 +366,7 @@ mod tests {
             (-min(), i32::MIN),
             (min().abs(), i32::MIN),
             (min() / -1, i32::MIN),
-            (min() % -1, 0),
+            (min() % Expr::from(-1), 0),
             (k() % 0, 0),
             (k() / 0, 0),
             (load("w", [k() - 3]) - q(), i32::MAX - 1),
