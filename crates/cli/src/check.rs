@@ -230,5 +230,9 @@ fn text(results: &Results, args: &CheckArgs) -> String {
 }
 
 fn short(share: f64) -> String {
-    if share >= 1000.0 { format!("{share:.0e}") } else { format!("{share:.2}") }
+    match share {
+        f64::MAX => "inf".into(),
+        1000.0.. => format!("{share:.0e}"),
+        _ => format!("{share:.2}"),
+    }
 }

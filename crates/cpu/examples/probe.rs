@@ -1,83 +1,85 @@
-//! Speed of forward over a grid, beside the rate of a plain multiply-add loop.
+//! Forward or backward over a grid, as a share of what the micro-kernel reaches at the same time.
+//!
+//! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype]`
+
+use fulgurite_core::random::Rng;
 use fulgurite_core::*;
+use fulgurite_cpu::{Options, backward, forward, probe::gemm_gflops};
 use std::time::Instant;
 
+fn median(mut x: Vec<f64>) -> f64 {
+    x.sort_by(f64::total_cmp);
+    x[x.len() / 2]
+}
+
 fn main() {
-    let args: Vec<String> = std::env::args().collect();
-    let threads: usize = args.get(1).map_or(2, |s| s.parse().unwrap());
-    let lens: Vec<usize> =
-        args.get(2).map_or(vec![512, 2048, 8192], |s| s.split(',').map(|x| x.parse().unwrap()).collect());
-    let secs: f64 = args.get(3).map_or(0.8, |s| s.parse().unwrap());
-    let rescale: Option<Rescale> = args.get(4).map(|s| s.parse().unwrap());
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let arg = |i: usize, default: &str| args.get(i).cloned().unwrap_or(default.into());
+    let back = arg(0, "forward") == "backward";
+    let threads: usize = arg(1, "2").parse().expect("threads");
+    let lens: Vec<usize> = arg(2, "512,2048,8192").split(',').map(|x| x.parse().expect("length")).collect();
+    let seconds: f64 = arg(3, "0.8").parse().expect("seconds");
+    let heads_outside = arg(4, "bhsd") == "bhsd";
+    let rescale: Rescale = arg(5, "lazy").parse().expect("rescale");
+    let dtype = DType::FLOATS.into_iter().find(|d| d.name() == arg(6, "f32")).expect("dtype");
+    let options = Options { threads: Some(threads), rescale: Some(rescale), ..Options::default() };
     for d in [64usize, 128] {
         for &s in &lens {
             for causal in [false, true] {
                 let (b, h) = (8192 / s, 1024 / d);
-                let mut seed = 1u64;
-                let mut rnd = |n: usize| -> Vec<f32> {
-                    (0..n)
-                        .map(|_| {
-                            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                            ((seed >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
-                        })
-                        .collect()
-                };
-                let (q, k, v) = (rnd(b * s * h * d), rnd(b * s * h * d), rnd(b * s * h * d));
-                let problem = Problem::builder()
-                    .dense(b, s, s)
-                    .heads(h, h)
-                    .head_dim(d)
-                    .mask(if causal { Mask::causal() } else { Mask::none() })
-                    .build()
-                    .unwrap();
+                let mut rng = Rng::new(1);
+                let n = b * s * h * d;
+                let mut random = || Tensor::from_f64(dtype, &rng.normals(n, 1.0), &[n]).expect("tensor");
+                let tensors = [random(), random(), random(), random()];
+                let mask = if causal { Mask::causal() } else { Mask::none() };
+                let problem = Problem::builder().dense(b, s, s).heads(h, h).head_dim(d).dtype(dtype).mask(mask).build();
+                let problem = problem.expect("problem");
                 let shape = problem.q_shape();
-                let inputs = Inputs::new(
-                    TensorView::new(&q, &shape).unwrap(),
-                    TensorView::new(&k, &shape).unwrap(),
-                    TensorView::new(&v, &shape).unwrap(),
-                );
-                let bound = inputs.bind(&problem).unwrap();
-                let mut f = Forward::zeros(&problem).unwrap();
-                let options = fulgurite_cpu::Options { threads: Some(threads), rescale, ..Default::default() };
-                fulgurite_cpu::forward(&bound, &mut f.outputs(), &options);
-                // check one row
-                let (bi, hi, qi) = (b - 1, h / 2, s * 2 / 3);
-                let at = |t: &[f32], i: usize| t[((bi * s + i) * h + hi) * d..][..d].to_vec();
-                let qr = at(&q, qi);
-                let n = if causal { qi + 1 } else { s };
-                let sc: Vec<f64> = (0..n)
-                    .map(|j| {
-                        at(&k, j).iter().zip(&qr).map(|(a, b)| *a as f64 * *b as f64).sum::<f64>()
-                            * problem.scale() as f64
-                    })
-                    .collect();
-                let m = sc.iter().cloned().fold(f64::MIN, f64::max);
-                let z: f64 = sc.iter().map(|x| (x - m).exp()).sum();
-                let mut o = vec![0.0f64; d];
-                for j in 0..n {
-                    for (x, y) in o.iter_mut().zip(at(&v, j)) {
-                        *x += (sc[j] - m).exp() / z * y as f64;
+                let strides = if heads_outside { [h * s * d, d, s * d, 1] } else { [h * s * d, h * d, d, 1] };
+                let [q, k, v, d_o] = [0, 1, 2, 3]
+                    .map(|i: usize| TensorView::strided(tensors[i].view().data(), &shape, &strides).expect("view"));
+                let inputs = Inputs::new(q, k, v);
+                let bound = inputs.bind(&problem).expect("fits");
+                let mut data = [0; 4].map(|_| Tensor::zeros(dtype, &[n]).expect("tensor"));
+                let mut lse = Tensor::zeros(DType::F32, &problem.lse_shape()).expect("tensor");
+                let [o, dq, dk, dv] = &mut data;
+                fn out<'a>(t: &'a mut Tensor, shape: &[usize], strides: &[usize]) -> TensorViewMut<'a> {
+                    let mut flat = t.view_mut();
+                    let data = match std::mem::replace(flat.data_mut(), DataMut::F32(&mut [])) {
+                        DataMut::F32(x) => TensorViewMut::strided(x, shape, strides),
+                        DataMut::F16(x) => TensorViewMut::strided(x, shape, strides),
+                        DataMut::Bf16(x) => TensorViewMut::strided(x, shape, strides),
+                        _ => unreachable!(),
+                    };
+                    data.expect("view")
+                }
+                let flops = if back { 10.0 } else { 4.0 } * (b * h * s * s * d) as f64 / if causal { 2.0 } else { 1.0 };
+                let (mut rates, mut shares) = (vec![], vec![]);
+                let begin = Instant::now();
+                forward(&bound, &mut Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() }, &options);
+                while begin.elapsed().as_secs_f64() < seconds || rates.len() < 3 {
+                    let before = gemm_gflops(&options, 0.02);
+                    let start = Instant::now();
+                    if back {
+                        let o = TensorView::strided(o.view().data(), &shape, &strides).expect("view");
+                        let saved = Saved { o, lse: lse.view(), d_o, d_lse: None };
+                        let mut gradients = GradientOutputs {
+                            d_q: out(dq, &shape, &strides),
+                            d_k: out(dk, &shape, &strides),
+                            d_v: out(dv, &shape, &strides),
+                            d_sinks: None,
+                            d_aux: vec![],
+                        };
+                        backward(&bound, &saved, &mut gradients, &options);
+                    } else {
+                        forward(&bound, &mut Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() }, &options);
                     }
+                    let rate = flops / start.elapsed().as_secs_f64() / 1e9;
+                    rates.push(rate);
+                    shares.push(rate / (0.5 * (before + gemm_gflops(&options, 0.02))));
                 }
-                let got = f.o.view();
-                let err = (0..d).map(|c| (got.get(&[bi, qi, hi, c]) - o[c]).abs()).fold(0.0, f64::max);
-                let mut times = vec![];
-                let mut last = Default::default();
-                let t0 = Instant::now();
-                while t0.elapsed().as_secs_f64() < secs || times.len() < 3 {
-                    let t = Instant::now();
-                    last = fulgurite_cpu::forward(&bound, &mut f.outputs(), &options);
-                    times.push(t.elapsed().as_secs_f64());
-                }
-                times.sort_by(f64::total_cmp);
-                let flops = 4.0 * (b * h * s * s * d) as f64 / if causal { 2.0 } else { 1.0 };
-                println!(
-                    "d{d} s{s} {} median {:.0} best {:.0} GFLOP/s err {err:.1e} {:?}",
-                    if causal { "causal" } else { "full  " },
-                    flops / times[times.len() / 2] / 1e9,
-                    flops / times[0] / 1e9,
-                    last
-                );
+                let mask = if causal { "causal" } else { "full" };
+                println!("d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of the micro-kernel", median(rates), median(shares));
             }
         }
     }

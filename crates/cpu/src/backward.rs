@@ -7,8 +7,8 @@
 use crate::evaluate::Evaluator;
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
-use crate::simd::{ExpKind, GradArgs, Sum};
-use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile, clear_unseen};
+use crate::simd::{ExpKind, GradArgs, Matrix, Sum};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use fulgurite_core::{GradientOutputs, Saved, Sequence, Tensor};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -234,8 +234,6 @@ struct Work<'a> {
 
 /// The workspace of an item.
 struct Space<'w> {
-    k: &'w mut [f32],
-    v: &'w mut [f32],
     d_k: &'w mut [f32],
     d_v: &'w mut [f32],
     s: &'w mut [f32],
@@ -247,6 +245,8 @@ struct Space<'w> {
     q_turned: &'w mut [f32],
     d_o_turned: &'w mut [f32],
     d_q: &'w mut [f32],
+    /// A block of K without the keys that nobody sees.
+    k_copy: &'w mut [f32],
 }
 
 /// A tile with its row statistics.
@@ -281,24 +281,24 @@ impl Work<'_> {
             lanes * cx.d_pad,
             lanes * cx.dv_pad,
             lanes * cx.d_pad,
+            BLOCK * cx.d_pad,
         ];
         with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
-            let [k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q] = sizes.map(|n| arena.take(n));
-            let mut space = Space { k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q };
+            let [k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q, k_copy] =
+                sizes.map(|n| arena.take(n));
+            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q, k_copy };
             space.d_k.fill(0.0);
             space.d_v.fill(0.0);
             let sequence = &cx.bound.sequences()[item.sequence];
-            let (k, v) = (cx.bound.k(), cx.bound.v());
-            let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
-            let finite = cx.gather_keys(&k.data(), &k_rows, item.kv_head, keys.clone(), cx.d, space.k, cx.d_pad);
-            cx.gather_keys(&v.data(), &v_rows, item.kv_head, keys.clone(), cx.dv, space.v, cx.dv_pad);
+            let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
+            let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
                 let row = self.row(tile);
                 if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile(&row, keys.clone(), &mut space, finite, item.kv_head);
+                self.tile(&row, keys.clone(), k, v, &mut space);
                 self.add_to_d_q(item, number, &row, space.d_q);
             }
             let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
@@ -330,87 +330,58 @@ impl Work<'_> {
     }
 
     /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
-    fn tile(&self, row: &Row, keys: Range<usize>, space: &mut Space<'_>, finite: bool, kv_head: usize) {
+    fn tile(&self, row: &Row, keys: Range<usize>, k: KeyRows<'_>, v: Matrix<'_>, space: &mut Space<'_>) {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let sequence = &cx.bound.sequences()[row.tile.sequence];
-        let (q, d_o) = (cx.bound.q(), &self.saved.d_o);
         cx.scaled_queries(&row.tile, stride, space.q, space.q_turned);
-        cx.gather(
-            &row.tile,
-            &q.data(),
-            &cx.query_rows(q.strides(), sequence),
-            cx.d,
-            &mut space.q[..stride * cx.d_pad],
-            cx.d_pad,
-        );
-        cx.gather(
-            &row.tile,
-            &d_o.data(),
-            &cx.query_rows(d_o.strides(), sequence),
-            cx.dv,
-            &mut space.d_o[..stride * cx.dv_pad],
-            cx.dv_pad,
-        );
+        for (view, n, width, out) in
+            [(cx.bound.q(), cx.d, cx.d_pad, &mut *space.q), (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *space.d_o)]
+        {
+            let rows = cx.query_rows(view.strides(), sequence);
+            cx.gather(&row.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
+        }
         cx.kernels.transpose(space.d_o, cx.dv_pad, space.d_o_turned, stride, stride, cx.dv_pad);
         space.d_q[..stride * cx.d_pad].fill(0.0);
         for start in keys.clone().step_by(BLOCK) {
-            let block = start..(start + BLOCK).min(keys.end);
-            for piece in cx.pieces(&row.tile, block) {
+            let first = start - keys.start;
+            let own = KeyRows { rows: k.rows.at(first, 0), ..k };
+            for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                self.block(row, &step, start, start - keys.start, space);
-                let clear = !finite && step.hides();
-                let own = (start - keys.start) * cx.d_pad;
-                if clear {
-                    clear_unseen(&mut space.k[own..], cx.d_pad, space.dp, &step, stride, cx.kernels.lanes);
-                }
-                self.d_q(row, &step, own, space);
-                if clear {
-                    let k = cx.bound.k();
-                    let again = start..(start + BLOCK).min(keys.end);
-                    cx.gather_keys(
-                        &k.data(),
-                        &cx.key_rows(k.strides(), sequence),
-                        kv_head,
-                        again,
-                        cx.d,
-                        &mut space.k[own..],
-                        cx.d_pad,
-                    );
+                self.block(row, &step, start, first, own.rows, v.at(first, 0), space);
+                let seen = cx.only_seen(own, cx.d_pad, space.dp, &step, stride, space.k_copy).rows;
+                for seg in step.segments() {
+                    let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+                    let ds = Matrix::new(space.dp, stride).at(key, lane);
+                    let d_q = &mut space.d_q[lane * cx.d_pad..];
+                    cx.kernels.gemm_transposed(d_q, cx.d_pad, ds, seen.at(key, 0), [lanes, cx.d_pad, keys], Sum::Onto);
                 }
             }
         }
     }
 
     /// S, dP, P, dS, and the gradients of keys and values. `first` is the block's place in the run of keys.
-    fn block(&self, row: &Row, step: &Step, start: usize, first: usize, space: &mut Space<'_>) {
+    #[allow(clippy::too_many_arguments)] // where the block stands, its operands and the workspace
+    fn block(
+        &self,
+        row: &Row,
+        step: &Step,
+        start: usize,
+        first: usize,
+        k: Matrix<'_>,
+        v: Matrix<'_>,
+        space: &mut Space<'_>,
+    ) {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
         for seg in step.segments() {
-            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
-            let (k, v) = (&space.k[(first + k0) * d..], &space.v[(first + k0) * dv..]);
-            let at = k0 * stride + z0;
-            cx.kernels.gemm(
-                &mut space.s[at..],
-                stride,
-                k,
-                d,
-                &space.q_turned[z0..],
-                stride,
-                [k1 - k0, z1 - z0, cx.d],
-                Sum::Fresh,
-            );
-            cx.kernels.gemm(
-                &mut space.dp[at..],
-                stride,
-                v,
-                dv,
-                &space.d_o_turned[z0..],
-                stride,
-                [k1 - k0, z1 - z0, cx.dv],
-                Sum::Fresh,
-            );
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
+            let at = key * stride + lane;
+            let (q, d_o) =
+                (Matrix::new(space.q_turned, stride).at(0, lane), Matrix::new(space.d_o_turned, stride).at(0, lane));
+            cx.kernels.gemm(&mut space.s[at..], stride, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh);
+            cx.kernels.gemm(&mut space.dp[at..], stride, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh);
         }
         let modified = cx.problem.score_program().is_some();
         if step.rest || modified {
@@ -436,48 +407,11 @@ impl Work<'_> {
             self.through_modifier(row, step, start, space);
         }
         for seg in step.segments() {
-            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
-            let at = k0 * stride + z0;
-            let (m, k) = (k1 - k0, z1 - z0);
-            cx.kernels.gemm(
-                &mut space.d_v[(first + k0) * dv..],
-                dv,
-                &space.s[at..],
-                stride,
-                &space.d_o[z0 * dv..],
-                dv,
-                [m, dv, k],
-                Sum::Onto,
-            );
-            cx.kernels.gemm(
-                &mut space.d_k[(first + k0) * d..],
-                d,
-                &space.dp[at..],
-                stride,
-                &space.q[z0 * d..],
-                d,
-                [m, d, k],
-                Sum::Onto,
-            );
-        }
-    }
-
-    fn d_q(&self, row: &Row, step: &Step, own: usize, space: &mut Space<'_>) {
-        let cx = self.cx;
-        let (stride, width, d) = (row.lanes.stride, cx.kernels.lanes, cx.d_pad);
-        for seg in step.segments() {
-            let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * width, seg.vectors.1 * width));
-            let ds = &space.dp[k0 * stride + z0..];
-            cx.kernels.gemm_transposed(
-                &mut space.d_q[z0 * d..],
-                d,
-                ds,
-                stride,
-                &space.k[own + k0 * d..],
-                d,
-                [z1 - z0, d, k1 - k0],
-                Sum::Onto,
-            );
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
+            let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
+            let (d_o, q) = (Matrix::new(space.d_o, dv).at(lane, 0), Matrix::new(space.q, d).at(lane, 0));
+            cx.kernels.gemm(&mut space.d_v[(first + key) * dv..], dv, p, d_o, [keys, dv, lanes], Sum::Onto);
+            cx.kernels.gemm(&mut space.d_k[(first + key) * d..], d, ds, q, [keys, d, lanes], Sum::Onto);
         }
     }
 
@@ -610,7 +544,7 @@ impl Context<'_> {
     fn sees_any(&self, tile: &Tile, lanes: &Lanes, keys: Range<usize>, block: usize) -> bool {
         keys.clone().step_by(block).any(|start| {
             let own = start..(start + block).min(keys.end);
-            self.pieces(tile, own).iter().any(|piece: &Piece| self.step(tile, lanes, piece, start).is_some())
+            self.pieces(tile, own).any(|piece| self.step(tile, lanes, &piece, start).is_some())
         })
     }
 }

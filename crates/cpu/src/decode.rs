@@ -94,12 +94,12 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let block_room = Arena::room(BLOCK * FEW);
-    let clean_room = Arena::room(BLOCK * cx.dv_pad);
+    let clean_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let head_room = Arena::room(rows * cx.d_pad) + Arena::room(rows * cx.dv_pad);
     with_workspace(block_room + clean_room + heads * head_room, |workspace| {
         let mut arena = Arena::new(workspace);
         let s = arena.take(BLOCK * FEW);
-        let clean = arena.take(BLOCK * cx.dv_pad);
+        let [clean, copy] = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         let mut walk: Vec<Head<'_>> = (0..heads)
             .map(|h| {
@@ -115,7 +115,7 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
         let end = ((part.number + 1) * PART).min(sequence.k_len);
         for start in (part.number * PART..end).step_by(BLOCK) {
             for (h, head) in walk.iter_mut().enumerate() {
-                fold(cx, sequence, h, head, start..(start + BLOCK).min(end), s, clean, rescale, &mut counters);
+                fold(cx, sequence, h, head, start..(start + BLOCK).min(end), s, clean, copy, rescale, &mut counters);
             }
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence))) {
@@ -139,6 +139,7 @@ fn fold(
     keys: std::ops::Range<usize>,
     s: &mut [f32],
     clean: &mut [f32],
+    copy: &mut [f32],
     rescale: Rescale,
     counters: &mut Counters,
 ) {
@@ -196,18 +197,13 @@ fn fold(
         let p = &s[seen.start * stride..];
         let mut view = Strided { data: v.data(), offset: v_rows.at(first, kv_head), row: v_rows.row };
         if step.hides() {
-            // A key that nobody sees may hold NaN, and NaN times 0 would show: such blocks are copied.
-            let rows = &mut clean[..n * cx.dv_pad];
-            let finite = cx.gather_keys(&v.data(), &v_rows, kv_head, first..first + n, cx.dv, rows, cx.dv_pad);
-            if !finite {
-                for (row, weights) in rows.chunks_exact_mut(cx.dv_pad).zip(p.chunks_exact(stride)) {
-                    if weights[..head.tile.rows].iter().all(|&w| w == 0.0) {
-                        row.fill(0.0);
-                    }
-                }
-                view = Strided { data: (&rows[..]).into(), offset: 0, row: cx.dv_pad };
-                cx.kernels.combine(head.o, cx.dv_pad, p, stride, &view, [head.tile.rows, n, cx.dv], 0);
-                continue;
+            // A key that nobody sees may hold NaN, and NaN times 0 would show.
+            let found =
+                cx.keys(v, sequence, kv_head, first..first + n, [cx.dv, cx.dv_pad], &mut clean[..n * cx.dv_pad]);
+            if !found.finite {
+                let own = step.shifted(seen.start);
+                let rows = cx.only_seen(found, cx.dv, p, &own, stride, copy);
+                view = Strided { data: rows.rows.data.into(), offset: 0, row: rows.rows.stride };
             }
         }
         cx.kernels.combine(head.o, cx.dv_pad, p, stride, &view, [head.tile.rows, n, cx.dv], BLOCK);

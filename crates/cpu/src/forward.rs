@@ -4,17 +4,18 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{ExpKind, Policy, SoftmaxArgs, Sum};
-use crate::tiles::{Context, KeyBlock, Lanes, MAX_LANES, Step, Tile, clear_unseen};
+use crate::simd::{ExpKind, Matrix, Policy, SoftmaxArgs, Sum};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use crate::{Counters, decode, pool};
-use fulgurite_core::{Outputs, Rescale};
+use fulgurite_core::{Outputs, Rescale, Sequence};
+use std::cell::LazyCell;
 use std::sync::Mutex;
 
 /// Keys in a block of scores. With 64 lanes a block of S (32 KiB) stays in the first-level cache.
 pub(crate) const BLOCK: usize = 128;
 /// Elements of Q that the tiles of one item may hold: they share each block of keys, and stay in the
 /// second-level cache with their O.
-const ITEM_ELEMENTS: usize = 64 * 1024;
+const ITEM_ELEMENTS: usize = 128 * 1024;
 
 pub(crate) struct Plan {
     pub rescale: Rescale,
@@ -62,7 +63,7 @@ struct Item {
 
 fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
     let per_tile = cx.kernels.tile * cx.d.max(cx.dv);
-    let most = (ITEM_ELEMENTS / per_tile).clamp(1, 16);
+    let most = (ITEM_ELEMENTS / per_tile).clamp(1, 32);
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
     // Enough items that the threads finish together; how many tiles share an item changes no bits.
@@ -84,7 +85,7 @@ struct Row<'w> {
     lanes: Lanes,
     /// Q^T, `[d][lanes]`.
     q: &'w mut [f32],
-    /// O^T, `[dv][lanes]`.
+    /// O^T, `[dv][lanes]`, with whole vectors of columns.
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
@@ -98,7 +99,7 @@ fn item(cx: &Context<'_>, item: &Item, out: &Out<'_>, rescale: Rescale) -> Count
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
     };
-    walk(cx, item, passes, |row, rows, turned| finish(cx, row, rows, turned, out))
+    walk(cx, item, passes, |row, rows| finish(cx, row, rows, out))
 }
 
 /// Calls `take` with the maximum of every row of every tile.
@@ -106,27 +107,22 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
     pool::run(threads, items.len(), &|i| {
-        walk(cx, &items[i], &[Policy::MaxOnly], |row, _, _| {
+        walk(cx, &items[i], &[Policy::MaxOnly], |row, _| {
             (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, row.m[lane]));
         });
     });
 }
 
 /// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
-fn walk(
-    cx: &Context<'_>,
-    item: &Item,
-    passes: &[Policy],
-    mut end: impl FnMut(&mut Row<'_>, &mut [f32], &mut [f32]),
-) -> Counters {
+fn walk(cx: &Context<'_>, item: &Item, passes: &[Policy], mut end: impl FnMut(&mut Row<'_>, &mut [f32])) -> Counters {
     let tile = cx.kernels.tile;
     let wide = cx.d_pad.max(cx.dv_pad);
-    let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide, wide * tile];
-    let per_row = Arena::room(cx.d_pad * tile) + Arena::room(cx.dv * tile);
+    let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide];
+    let per_row = Arena::room(cx.d_pad * tile) + Arena::room(cx.dv_pad * tile);
     let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + item.tiles.len() * per_row;
     with_workspace(room, |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k, v, s, rows, turned] = sizes.map(|n| arena.take(n));
+        let [k_buffer, v_buffer, v_copy, s, rows] = sizes.map(|n| arena.take(n));
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
             .tiles
@@ -136,62 +132,63 @@ fn walk(
                 let stride = lanes.stride;
                 let q = arena.take(cx.d_pad * stride);
                 cx.scaled_queries(&t, stride, rows, q);
-                let o = arena.take(cx.dv * stride);
+                let o = arena.take(cx.dv_pad * stride);
                 o.fill(0.0);
                 Row { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
             })
             .collect();
-        let mut block = KeyBlock { k, v, k_finite: true, v_finite: true };
         let mut counters = Counters::default();
         for &policy in passes {
             for start in (0..sequence.k_len).step_by(BLOCK) {
                 let keys = start..(start + BLOCK).min(sequence.k_len);
-                let mut loaded = false;
-                for row in &mut walk {
+                // Converted when the first tile asks.
+                let block = LazyCell::new(|| {
+                    let h = item.kv_head;
+                    let k = cx.keys(cx.bound.k(), sequence, h, keys.clone(), [cx.d, cx.d_pad], k_buffer);
+                    [k, cx.keys(cx.bound.v(), sequence, h, keys.clone(), [cx.dv, cx.dv_pad], v_buffer)]
+                });
+                let tiles = walk.len();
+                for (i, row) in walk.iter_mut().enumerate() {
+                    prefetch(cx, item, sequence, keys.end, (i, tiles));
                     for piece in cx.pieces(&row.tile, keys.clone()) {
                         let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                        if !loaded {
-                            load(cx, item, sequence, keys.clone(), &mut block);
-                        }
-                        // A block with rows cleared for this tile is loaded again for the next.
-                        loaded = !fold(cx, row, &step, start, &mut block, s, policy, &mut counters);
+                        fold(cx, row, &step, start, *block, s, v_copy, policy, &mut counters);
                     }
                 }
             }
         }
         for row in &mut walk {
-            end(row, rows, turned);
+            end(row, rows);
         }
         counters
     })
 }
 
-fn load(
-    cx: &Context<'_>,
-    item: &Item,
-    sequence: &fulgurite_core::Sequence,
-    keys: std::ops::Range<usize>,
-    block: &mut KeyBlock<'_>,
-) {
-    let (k, v) = (cx.bound.k(), cx.bound.v());
-    let (k_rows, v_rows) = (cx.key_rows(k.strides(), sequence), cx.key_rows(v.strides(), sequence));
-    block.k_finite = cx.gather_keys(&k.data(), &k_rows, item.kv_head, keys.clone(), cx.d, block.k, cx.d_pad);
-    block.v_finite = cx.gather_keys(&v.data(), &v_rows, item.kv_head, keys, cx.dv, block.v, cx.dv_pad);
+/// Asks for this tile's share of the next block of keys, so that it is near when all tiles are through.
+fn prefetch(cx: &Context<'_>, item: &Item, sequence: &Sequence, start: usize, (i, of): (usize, usize)) {
+    let next = |x: usize| (start + BLOCK * x / of).min(sequence.k_len);
+    for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
+        let rows = cx.key_rows(view.strides(), sequence);
+        for key in next(i)..next(i + 1) {
+            cx.kernels.prefetch(&view.data(), rows.at(key, item.kv_head), n);
+        }
+    }
 }
 
-/// S, then P, then O: one block of keys folded into a tile's running summary. True if rows of V were cleared.
+/// S, then P, then O: one block of keys folded into a tile's running summary.
 #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
 fn fold(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,
     start: usize,
-    block: &mut KeyBlock<'_>,
+    [k, v]: [KeyRows<'_>; 2],
     s: &mut [f32],
+    v_copy: &mut [f32],
     policy: Policy,
     counters: &mut Counters,
-) -> bool {
-    scores(cx, row, step, start, block, s);
+) {
+    scores(cx, row, step, start, k.rows, s);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
     let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
@@ -199,11 +196,11 @@ fn fold(
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
-        scores(cx, row, step, start, block, s);
+        scores(cx, row, step, start, k.rows, s);
         stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
-        return false;
+        return;
     }
     counters.rescales_possible += u64::from(stats.possible);
     counters.rescales_done += u64::from(stats.rescaled);
@@ -211,43 +208,20 @@ fn fold(
     if stats.rescaled > 0 {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
-    let clear = !block.v_finite && step.hides();
-    if clear {
-        clear_unseen(block.v, cx.dv_pad, s, step, stride, cx.kernels.lanes);
-    }
+    let v = cx.only_seen(v, cx.dv_pad, s, step, stride, v_copy).rows;
     for seg in step.segments() {
-        let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
-        let p = &s[k0 * stride + z0..];
-        let size = [cx.dv, z1 - z0, k1 - k0];
-        cx.kernels.gemm_transposed(
-            &mut row.o[z0..],
-            stride,
-            &block.v[k0 * cx.dv_pad..],
-            cx.dv_pad,
-            p,
-            stride,
-            size,
-            Sum::Onto,
-        );
+        let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+        let p = Matrix::new(s, stride).at(key, lane);
+        cx.kernels.gemm_transposed(&mut row.o[lane..], stride, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto);
     }
-    clear
 }
 
-fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, block: &KeyBlock<'_>, s: &mut [f32]) {
+fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, k: Matrix<'_>, s: &mut [f32]) {
     let stride = row.lanes.stride;
     for seg in step.segments() {
-        let ((k0, k1), (z0, z1)) = (seg.keys, (seg.vectors.0 * cx.kernels.lanes, seg.vectors.1 * cx.kernels.lanes));
-        let size = [k1 - k0, z1 - z0, cx.d];
-        cx.kernels.gemm(
-            &mut s[k0 * stride + z0..],
-            stride,
-            &block.k[k0 * cx.d_pad..],
-            cx.d_pad,
-            &row.q[z0..],
-            stride,
-            size,
-            Sum::Fresh,
-        );
+        let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+        let q = Matrix::new(row.q, stride).at(0, lane);
+        cx.kernels.gemm(&mut s[key * stride + lane..], stride, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh);
     }
     if step.rest || cx.problem.score_program().is_some() {
         cx.modify(&row.tile, &row.lanes, step, start, s, None);
@@ -278,7 +252,7 @@ fn softmax(
 }
 
 /// O / l and the LSE, written to the outputs.
-fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], turned: &mut [f32], out: &Out<'_>) {
+fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
     let stride = row.lanes.stride;
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
     cx.kernels.finish(&row.m, &row.l, &mut inverse, &mut lse);
@@ -288,11 +262,7 @@ fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], turned: &mut [f
         }
     }
     cx.kernels.scale_lanes(row.o, &inverse[..stride]);
-    // Whole vectors of columns, so that the transpose has squares only; the padding is not stored.
-    let columns = &mut turned[..cx.dv_pad * stride];
-    columns[..cx.dv * stride].copy_from_slice(row.o);
-    columns[cx.dv * stride..].fill(0.0);
-    cx.kernels.transpose(columns, stride, rows, cx.dv_pad, cx.dv_pad, stride);
+    cx.kernels.transpose(row.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
     let sequence = &cx.bound.sequences()[row.tile.sequence];
     let o_rows = cx.query_rows(out.o_strides, sequence);
     let lse_rows = cx.bound.lse_rows(out.lse_strides, sequence);

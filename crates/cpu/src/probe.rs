@@ -1,7 +1,7 @@
 //! Rates of the machine, measured with our own kernels: what the others are shares of.
 
 use crate::memory::{Arena, with_workspace};
-use crate::simd::Sum;
+use crate::simd::{Matrix, Sum};
 use crate::{Options, pool};
 use std::time::Instant;
 
@@ -25,7 +25,7 @@ pub fn gemm_gflops(options: &Options, seconds: f64) -> f64 {
             while start.elapsed().as_secs_f64() < seconds {
                 let lap = Instant::now();
                 for _ in 0..64 {
-                    kernels.gemm(c, n, a, k, b, n, [m, n, k], Sum::Fresh);
+                    kernels.gemm(c, n, Matrix::new(a, k), Matrix::new(b, n), [m, n, k], Sum::Fresh);
                 }
                 calls += 64;
                 best = best.max(64.0 * flops_per_call / lap.elapsed().as_secs_f64());

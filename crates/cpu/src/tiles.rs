@@ -7,9 +7,9 @@
 //! what nobody sees changes no bits.
 
 use crate::evaluate::{Evaluator, LaneEnv};
-use crate::simd::{ExpKind, Kernels, MAX_VECTORS};
+use crate::simd::{ExpKind, Kernels, MAX_VECTORS, Matrix};
 use fulgurite_core::expr::{Coverage, Domain, Program};
-use fulgurite_core::{Bound, DType, Data, Exp, Problem, Rows, Sequence, Side};
+use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Problem, Rows, Sequence, Side, TensorView};
 use std::ops::Range;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
@@ -87,14 +87,27 @@ impl<'a> Context<'a> {
     pub fn lanes(&self, tile: &Tile) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
         let stride = tile.rows.next_multiple_of(self.kernels.lanes);
-        let mut lanes =
-            Lanes { stride, q: [0; MAX_LANES], head: [0; MAX_LANES], lo: [0; MAX_LANES], hi: [0; MAX_LANES] };
+        let mut lanes = Lanes {
+            stride,
+            q: [0; MAX_LANES],
+            head: [0; MAX_LANES],
+            lo: [0; MAX_LANES],
+            hi: [0; MAX_LANES],
+            all: [(0, usize::MAX); MAX_VECTORS],
+            some: [(usize::MAX, 0); MAX_VECTORS],
+        };
         for lane in 0..stride {
             // Lanes past the last row repeat it: their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
             let keys = self.problem.mask().keys(q, s.q_len, s.k_len);
             (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);
             (lanes.lo[lane], lanes.hi[lane]) = (keys.start as i32, keys.end as i32);
+            let z = lane / self.kernels.lanes;
+            let ((a, b), (x, y)) = (lanes.all[z], lanes.some[z]);
+            lanes.all[z] = (a.max(keys.start), b.min(keys.end));
+            if !keys.is_empty() {
+                lanes.some[z] = (x.min(keys.start), y.max(keys.end));
+            }
         }
         lanes
     }
@@ -112,10 +125,13 @@ impl<'a> Context<'a> {
 
     /// The parts of a block of keys that a tile may see, by the block mask: ascending, and whether the mask
     /// still decides there.
-    pub fn pieces(&self, tile: &Tile, keys: Range<usize>) -> Vec<Piece> {
-        let Some(mask) = self.bound.block_mask() else {
-            return vec![Piece { keys, masked: true }];
-        };
+    pub fn pieces(&self, tile: &Tile, keys: Range<usize>) -> impl Iterator<Item = Piece> + use<> {
+        let blocks = self.bound.block_mask().map(|mask| self.listed(mask, tile, keys.clone()));
+        let whole = blocks.is_none().then_some(Piece { keys, masked: true });
+        whole.into_iter().chain(blocks.into_iter().flatten())
+    }
+
+    fn listed(&self, mask: &BlockMask, tile: &Tile, keys: Range<usize>) -> Vec<Piece> {
         let s = &self.bound.sequences()[tile.sequence];
         let spec = mask.spec();
         let (partial, full) = mask.lists(s.batch, tile.head, tile.first / self.pack / spec.rows);
@@ -147,27 +163,26 @@ impl<'a> Context<'a> {
             hi: [0.0; MAX_LANES],
             rest: false,
         };
-        let relative = |key: i32| (key as usize).clamp(piece.keys.start, piece.keys.end) - origin;
         for z in 0..lanes.stride / width {
-            let of = z * width..(z + 1) * width;
-            let (mut start, mut end) = (first, last);
-            if piece.masked {
-                let lo = lanes.lo[of.clone()].iter().map(|&k| relative(k));
-                let hi = lanes.hi[of.clone()].iter().map(|&k| relative(k));
-                // Lanes that see nothing have an empty interval somewhere; it must not widen the hull.
-                let seen = lo.clone().zip(hi.clone()).filter(|(a, b)| a < b);
-                let hull = seen.fold(None, |hull: Option<(usize, usize)>, (a, b)| {
-                    Some(hull.map_or((a, b), |(x, y)| (x.min(a), y.max(b))))
-                });
-                let Some((a, b)) = hull else { continue };
-                start = (a - a % GRAIN).max(first);
-                end = b.next_multiple_of(GRAIN).min(last);
-                step.edges[z] = lo.clone().any(|k| k > start) || hi.clone().any(|k| k < end);
-                for (lane, (a, b)) in of.zip(lo.zip(hi)) {
-                    (step.lo[lane], step.hi[lane]) = (a as f32, b as f32);
-                }
+            let (all, some) = (lanes.all[z], lanes.some[z]);
+            if !piece.masked || (all.0 <= piece.keys.start && all.1 >= piece.keys.end) {
+                step.ranges[z] = (first, last);
+                continue;
             }
+            let (start, end) = (some.0.max(piece.keys.start), some.1.min(piece.keys.end));
+            if start >= end {
+                continue;
+            }
+            let (start, end) = (start - origin, end - origin);
+            let (start, end) = ((start - start % GRAIN).max(first), end.next_multiple_of(GRAIN).min(last));
             step.ranges[z] = (start, end);
+            step.edges[z] = all.0 > origin + start || all.1 < origin + end;
+            for lane in z * width..(z + 1) * width {
+                // Small integers, exact in f32.
+                let relative = |key: i32| (key as usize).clamp(piece.keys.start, piece.keys.end) - origin;
+                step.lo[lane] = relative(lanes.lo[lane]) as f32;
+                step.hi[lane] = relative(lanes.hi[lane]) as f32;
+            }
         }
         if step.ranges.iter().all(|(a, b)| a >= b) {
             return None;
@@ -275,23 +290,65 @@ impl<'a> Context<'a> {
         self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
     }
 
-    /// Converts rows of keys or values to f32, `[key][width]`, zero padded; true if all are finite.
-    pub fn gather_keys(
+    /// Rows of keys or values as f32 with their `n` elements, in place where they lie close together in f32, else
+    /// converted into `buffer` (`[key][width]`, zero padded).
+    pub fn keys<'b>(
         &self,
-        data: &Data<'_>,
-        rows: &Rows,
+        view: &TensorView<'b>,
+        sequence: &Sequence,
         head: usize,
         keys: Range<usize>,
-        n: usize,
-        out: &mut [f32],
-        width: usize,
-    ) -> bool {
+        [n, width]: [usize; 2],
+        buffer: &'b mut [f32],
+    ) -> KeyRows<'b> {
+        let rows = self.key_rows(view.strides(), sequence);
+        // Rows far apart cost a page each, every time; a copy pays once for all tiles.
+        if let (Some(all), true) = (view.slice::<f32>(), rows.row <= 2 * width && n == width) {
+            let rows = Matrix::new(&all[rows.at(keys.start, head)..], rows.row);
+            return KeyRows { rows, finite: false };
+        }
         let mut finite = true;
-        for (key, row) in keys.zip(out.chunks_exact_mut(width)) {
-            finite &= self.kernels.widen(data, rows.at(key, head), &mut row[..n]);
+        for (key, row) in keys.zip(buffer.chunks_exact_mut(width)) {
+            finite &= self.kernels.widen(&view.data(), rows.at(key, head), &mut row[..n]);
             row[n..].fill(0.0);
         }
-        finite
+        KeyRows { rows: Matrix::new(buffer, width), finite }
+    }
+
+    /// The same rows where all are finite; else a copy in which keys that no lane sees are 0: times a weight of 0,
+    /// a NaN that nobody may see would show. `weights` is the tile of scores after softmax.
+    pub fn only_seen<'b>(
+        &self,
+        rows: KeyRows<'b>,
+        width: usize,
+        weights: &[f32],
+        step: &Step,
+        stride: usize,
+        copy: &'b mut [f32],
+    ) -> KeyRows<'b> {
+        if rows.finite || !step.hides() {
+            return rows;
+        }
+        let seen = step.hull();
+        let mut finite = true;
+        for key in seen.clone() {
+            let row = Data::F32(&rows.rows.at(key, 0).data[..width]);
+            finite &= self.kernels.widen(&row, 0, &mut copy[key * width..(key + 1) * width]);
+        }
+        if finite {
+            return rows;
+        }
+        let lanes = self.kernels.lanes;
+        for key in seen {
+            let used = step.ranges.iter().enumerate().any(|(z, &(a, b))| {
+                let at = key * stride + z * lanes;
+                (a..b).contains(&key) && weights[at..at + lanes].iter().any(|&w| w != 0.0)
+            });
+            if !used {
+                copy[key * width..(key + 1) * width].fill(0.0);
+            }
+        }
+        KeyRows { rows: Matrix::new(copy, width), finite: true }
     }
 
     pub fn key_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
@@ -322,6 +379,9 @@ pub(crate) struct Lanes {
     pub head: [i32; MAX_LANES],
     pub lo: [i32; MAX_LANES],
     pub hi: [i32; MAX_LANES],
+    /// For each vector: keys that every lane sees, and keys that some lane sees.
+    all: [(usize, usize); MAX_VECTORS],
+    some: [(usize, usize); MAX_VECTORS],
 }
 
 /// A run of keys in which the mask decides, or not.
@@ -351,11 +411,28 @@ pub(crate) struct Segment {
     pub vectors: (usize, usize),
 }
 
+impl Segment {
+    /// First key and number of keys.
+    pub fn keys(&self) -> (usize, usize) {
+        (self.keys.0, self.keys.1 - self.keys.0)
+    }
+    /// First lane and number of lanes, with vectors of `width`.
+    pub fn lanes(&self, width: usize) -> (usize, usize) {
+        (self.vectors.0 * width, (self.vectors.1 - self.vectors.0) * width)
+    }
+}
+
 impl Step {
     /// All keys that some vector sees.
     pub fn hull(&self) -> Range<usize> {
         let seen = || self.ranges.iter().filter(|(a, b)| a < b);
         seen().map(|r| r.0).min().unwrap_or(0)..seen().map(|r| r.1).max().unwrap_or(0)
+    }
+
+    /// The same step for a block of scores that begins this many keys later.
+    pub fn shifted(&self, keys: usize) -> Step {
+        let ranges = self.ranges.map(|(a, b)| if a < b { (a - keys, b - keys) } else { (0, 0) });
+        Step { ranges, edges: self.edges, lo: self.lo, hi: self.hi, rest: self.rest }
     }
 
     /// Whether some lane sees less than its vector's range.
@@ -382,34 +459,12 @@ impl Step {
     }
 }
 
-/// A block of keys and values as f32, and whether they are finite.
-pub(crate) struct KeyBlock<'a> {
-    pub k: &'a mut [f32],
-    pub v: &'a mut [f32],
-    pub k_finite: bool,
-    pub v_finite: bool,
-}
-
-/// Zeroes the rows of keys that no lane sees: times a weight of 0, a NaN that nobody may see would show.
-pub(crate) fn clear_unseen(
-    rows: &mut [f32],
-    width: usize,
-    weights: &[f32],
-    step: &Step,
-    stride: usize,
-    lanes_per_vector: usize,
-) {
-    for key in step.hull() {
-        let seen = step.ranges.iter().enumerate().any(|(z, &(a, b))| {
-            (a..b).contains(&key)
-                && weights[key * stride + z * lanes_per_vector..key * stride + (z + 1) * lanes_per_vector]
-                    .iter()
-                    .any(|&w| w != 0.0)
-        });
-        if !seen {
-            rows[key * width..(key + 1) * width].fill(0.0);
-        }
-    }
+/// Rows of keys or values as f32: where they lie, or converted.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyRows<'a> {
+    pub rows: Matrix<'a>,
+    /// Whether all are known to be finite.
+    pub finite: bool,
 }
 
 #[cfg(test)]

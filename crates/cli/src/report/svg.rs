@@ -131,7 +131,7 @@ fn draw_panel(svg: &mut String, chart: &Chart, panel: &Panel, axes: &Axes) {
                 number(value)
             );
             if bar >= 18.0 {
-                let label = number(value);
+                let label = if value >= 10.0 { format!("{value:.0}") } else { number(value) };
                 let (x, y) = (left + bar / 2.0, bottom - height - 4.0);
                 text(svg, &Text { x, y, anchor: "middle", size: 10.0, color: GREY, ..Text::new(&label) });
             }
@@ -188,11 +188,11 @@ fn largest(panels: &[Panel]) -> f64 {
     values.copied().filter(|v| v.is_finite()).fold(0.0, f64::max)
 }
 
-/// 1, 2 or 5 times a power of ten, for about five lines.
+/// 1, 2, 2.5 or 5 times a power of ten, for about five lines.
 fn tick_step(top: f64) -> f64 {
     let rough = (top / 5.0).max(1e-6);
     let power = 10f64.powf(rough.log10().floor());
-    [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|step| *step >= rough * 0.999).unwrap_or(power)
+    [1.0, 2.0, 2.5, 5.0, 10.0].into_iter().map(|m| m * power).find(|step| *step >= rough * 0.999).unwrap_or(power)
 }
 
 /// Three digits.
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn ticks_are_round() {
-        for (top, step) in [(170.0, 50.0), (100.0, 20.0), (3.0, 1.0), (0.7, 0.2), (0.0, 1e-6)] {
+        for (top, step) in [(170.0, 50.0), (119.0, 25.0), (100.0, 20.0), (3.0, 1.0), (0.7, 0.2), (0.0, 1e-6)] {
             assert!((tick_step(top) / step - 1.0).abs() < 1e-9, "{top}: {}", tick_step(top));
         }
     }

@@ -45,6 +45,7 @@ pub(crate) struct Kernels {
     pub(super) combine_f32: Combine<f32>,
     pub(super) combine_f16: Combine<f16>,
     pub(super) combine_bf16: Combine<bf16>,
+    pub(super) prefetch: unsafe fn(*const u8, usize),
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]),
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
@@ -81,6 +82,23 @@ fn extent(rows: usize, stride: usize, cols: usize) -> usize {
     if rows == 0 || cols == 0 { 0 } else { (rows - 1) * stride + cols }
 }
 
+/// A row-major operand of a product: rows `stride` apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    pub data: &'a [f32],
+    pub stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    pub fn new(data: &'a [f32], stride: usize) -> Self {
+        Matrix { data, stride }
+    }
+    /// The part from a row and a column on.
+    pub fn at(self, row: usize, column: usize) -> Self {
+        Matrix { data: &self.data[row * self.stride + column..], stride: self.stride }
+    }
+}
+
 /// Rows inside a tensor: the first begins at `offset`, they are `row` apart.
 pub(crate) struct Strided<'a> {
     pub data: Data<'a>,
@@ -95,43 +113,31 @@ impl Strided<'_> {
 }
 
 impl Kernels {
-    /// C (+)= A B with C `[m][ldc]`, A `[m][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
-    #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
-    pub fn gemm(
-        &self,
-        c: &mut [f32],
-        ldc: usize,
-        a: &[f32],
-        lda: usize,
-        b: &[f32],
-        ldb: usize,
-        [m, n, k]: [usize; 3],
-        sum: Sum,
-    ) {
-        assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
-        assert!(a.len() >= extent(m, lda, k) && b.len() >= extent(k, ldb, n), "A or B too small");
+    /// C (+)= A B for `[m, n, k]`: C is m x n, A m x k, B k x n; n is a multiple of the lanes.
+    pub fn gemm(&self, c: &mut [f32], c_stride: usize, a: Matrix<'_>, b: Matrix<'_>, [m, n, k]: [usize; 3], sum: Sum) {
+        assert!(n % self.lanes == 0 && c.len() >= extent(m, c_stride, n), "C too small");
+        assert!(a.data.len() >= extent(m, a.stride, k) && b.data.len() >= extent(k, b.stride, n), "A or B too small");
+        let (c, add) = (c.as_mut_ptr(), sum == Sum::Onto);
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.gemm)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto) }
+        unsafe { (self.gemm)(c, c_stride, a.data.as_ptr(), a.stride, b.data.as_ptr(), b.stride, [m, n, k], add) }
     }
 
-    /// C (+)= A^T B with C `[m][ldc]`, A `[k][lda]`, B `[k][ldb]`; `n` is a multiple of the lanes.
-    #[allow(clippy::too_many_arguments)] // the operands of a matrix product, in the order of BLAS
+    /// C (+)= A^T B for `[m, n, k]`: C is m x n, A k x m, B k x n; n is a multiple of the lanes.
     pub fn gemm_transposed(
         &self,
         c: &mut [f32],
-        ldc: usize,
-        a: &[f32],
-        lda: usize,
-        b: &[f32],
-        ldb: usize,
+        c_stride: usize,
+        a: Matrix<'_>,
+        b: Matrix<'_>,
         [m, n, k]: [usize; 3],
         sum: Sum,
     ) {
-        assert!(n % self.lanes == 0 && c.len() >= extent(m, ldc, n), "C too small");
-        assert!(a.len() >= extent(k, lda, m) && b.len() >= extent(k, ldb, n), "A or B too small");
+        assert!(n % self.lanes == 0 && c.len() >= extent(m, c_stride, n), "C too small");
+        assert!(a.data.len() >= extent(k, a.stride, m) && b.data.len() >= extent(k, b.stride, n), "A or B too small");
+        let (c, add) = (c.as_mut_ptr(), sum == Sum::Onto);
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe {
-            (self.gemm_transposed)(c.as_mut_ptr(), ldc, a.as_ptr(), lda, b.as_ptr(), ldb, [m, n, k], sum == Sum::Onto)
+            (self.gemm_transposed)(c, c_stride, a.data.as_ptr(), a.stride, b.data.as_ptr(), b.stride, [m, n, k], add)
         }
     }
 
@@ -263,6 +269,18 @@ impl Kernels {
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
+    }
+
+    /// Asks for a row that will be read soon; nothing is read.
+    pub fn prefetch(&self, data: &Data<'_>, offset: usize, n: usize) {
+        let (start, size) = match data {
+            Data::F32(s) => (s.as_ptr().cast::<u8>(), 4),
+            Data::F16(s) => (s.as_ptr().cast(), 2),
+            Data::Bf16(s) => (s.as_ptr().cast(), 2),
+            _ => return,
+        };
+        // SAFETY: the machine has the instruction set; a prefetch may name any address.
+        unsafe { (self.prefetch)(start.wrapping_add(offset * size), n * size) }
     }
 
     /// Evaluates an expression on one row of lanes; the result is in the evaluator.
@@ -430,6 +448,13 @@ macro_rules! define_kernels {
                 }
             }
             $(#[$feature])?
+            unsafe fn prefetch(start: *const u8, bytes: usize) {
+                for line in (0..bytes).step_by(64) {
+                    // SAFETY: a prefetch may name any address.
+                    unsafe { $simd::prefetch(start.wrapping_add(line)) }
+                }
+            }
+            $(#[$feature])?
             unsafe fn evaluate(evaluator: &mut crate::evaluate::Evaluator<'_>, key: i32, scores: &[f32]) {
                 evaluator.row(key, scores)
             }
@@ -463,6 +488,7 @@ macro_rules! define_kernels {
                 combine_f32: combine::<f32>,
                 combine_f16: combine::<f16>,
                 combine_bf16: combine::<bf16>,
+                prefetch,
                 evaluate,
                 finish,
                 lane_dots,

@@ -16,7 +16,7 @@ mod neon;
 mod portable;
 
 pub(crate) use algorithms::{ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(crate) use kernels::{Kernels, MAX_VECTORS, Strided, Sum, kernels};
+pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, Strided, Sum, kernels};
 
 /// A vector of f32 and what the kernels do with it.
 ///
