@@ -1,7 +1,7 @@
 //! The compiled half of the Python package `fulgurite`: attention on raw pointers.
 //!
 //! Tensors arrive as `(pointer, dtype, shape, strides)`, strides in elements, and options as a dict; see
-//! [`tensor::Raw`] and [`call::Call`]. The Python half (`fulgurite/__init__.py`) takes them from arrays and
+//! `tensor::Raw` and `call::Call`. The Python half (`fulgurite/__init__.py`) takes them from arrays and
 //! keeps those alive. Everything a caller can get wrong is a `ValueError` with the message of the error that
 //! Rust callers see. The GIL is released while computing.
 //!

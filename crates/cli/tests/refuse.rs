@@ -84,6 +84,9 @@ fn wrong_files() {
         "shape [2, 3] of <f4 does not fit 0 bytes of data; save it again, it may be cut off",
     );
     npy(&header(&"(".repeat(4000)), "the header has 4000 brackets, allowed: 16; save a plain array");
+    let deep = "the header's brackets do not pair, or nest more than 4 deep; save a plain array";
+    npy(&header(&"{".repeat(12)), deep);
+    npy(&header("{'}'{'}'{'}'{'}'{"), deep);
     let done = fulgurite(&folder, &["run", "whole.safetensors", "-o", "out.bin"]);
     assert_eq!(
         done.err,

@@ -202,7 +202,7 @@ impl<'a> Evaluator<'a> {
                     (Binary::Mul, false) => zip_i(out, a, b, i32::wrapping_mul),
                     (Binary::Div, true) => zip_f(out, a, b, |x, y| x / y),
                     (Binary::Div, false) => zip_i(out, a, b, div_floor),
-                    (Binary::Rem, _) => zip_i(out, a, b, |x, y| x.wrapping_sub(y.wrapping_mul(div_floor(x, y)))),
+                    (Binary::Rem, _) => zip_i(out, a, b, rem_floor),
                     (Binary::Min, true) => zip_f(out, a, b, |x, y| if x.is_nan() || x <= y { x } else { y }),
                     (Binary::Min, false) => zip_i(out, a, b, i32::min),
                     (Binary::Max, true) => zip_f(out, a, b, |x, y| if x.is_nan() || x >= y { x } else { y }),
@@ -250,6 +250,12 @@ fn div_floor(a: i32, b: i32) -> i32 {
     if a.wrapping_rem(b) != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient }
 }
 
+/// What is left of `a` after [`div_floor`]; 0 where the divisor is 0.
+#[inline(always)]
+fn rem_floor(a: i32, b: i32) -> i32 {
+    if b == 0 { 0 } else { a.wrapping_sub(b.wrapping_mul(div_floor(a, b))) }
+}
+
 #[inline(always)]
 fn map_f(out: &mut [u32], a: &[u32], f: impl Fn(f32) -> f32) {
     for (o, &a) in out.iter_mut().zip(a) {
@@ -284,6 +290,14 @@ fn test_f(out: &mut [u32], a: &[u32], b: &[u32], f: impl Fn(f32, f32) -> bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn integer_division_rounds_down_and_gives_0_over_0() {
+        assert_eq!((div_floor(-7, 2), rem_floor(-7, 2)), (-4, 1));
+        assert_eq!((div_floor(7, -2), rem_floor(7, -2)), (-4, -1));
+        assert_eq!((div_floor(7, 0), rem_floor(7, 0)), (0, 0));
+        assert_eq!((div_floor(i32::MIN, -1), rem_floor(i32::MIN, -1)), (i32::MIN, 0));
+    }
 
     #[test]
     fn elementary_functions_are_within_two_ulps() {

@@ -5,7 +5,7 @@
 //! called empty has no visible element and a block called full has no hidden one. For conditions in which
 //! the query and the key appear once (causal, windows, documents) it is exact.
 
-use super::program::div_floor;
+use super::program::{div_floor, floor};
 use super::{Binary, Program, Step, Type, Unary, Var};
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -62,7 +62,16 @@ pub enum Interval {
     Bool(bool, bool),
 }
 
+/// Any float, and NaN: what is done to it can give NaN again, so only a comparison narrows it.
 const ALL: Interval = Interval::Float(f64::NEG_INFINITY, f64::INFINITY);
+
+const INT_MIN: i64 = i32::MIN as i64;
+const INT_MAX: i64 = i32::MAX as i64;
+
+/// Integers from `low` to `high`; where that leaves an i32, wrapping can give any.
+fn int(low: i64, high: i64) -> Interval {
+    if low < INT_MIN || high > INT_MAX { Interval::Int(INT_MIN, INT_MAX) } else { Interval::Int(low, high) }
+}
 
 impl Interval {
     fn floats(self) -> (f64, f64) {
@@ -75,7 +84,7 @@ impl Interval {
     fn ints(self) -> (i64, i64) {
         match self {
             Interval::Int(a, b) => (a, b),
-            Interval::Float(a, b) => (a.floor() as i64, b.floor() as i64),
+            Interval::Float(a, b) => (floor(a), floor(b)),
             Interval::Bool(..) => (0, 1),
         }
     }
@@ -180,7 +189,7 @@ impl Program {
                     (true, false) => all[*b],
                     _ => all[*a].join(all[*b]),
                 },
-                Step::Load(tensor, at) if read_contents => {
+                Step::Load(tensor, at) if read_contents && !domain.aux[*tensor].shape().contains(&0) => {
                     let view = &domain.aux[*tensor];
                     let index: Vec<(usize, usize)> = at
                         .iter()
@@ -193,7 +202,7 @@ impl Program {
                         .collect();
                     contents(view, &index, *ty)
                 }
-                Step::Load(..) if *ty == Type::Int => Interval::Int(i64::from(i32::MIN), i64::from(i32::MAX)),
+                Step::Load(..) if *ty == Type::Int => Interval::Int(INT_MIN, INT_MAX),
                 Step::Load(..) => ALL,
             };
             all.push(bounds);
@@ -228,14 +237,15 @@ fn unary(op: Unary, a: Interval) -> Interval {
         hull([f(low), f(high), f(low), f(high)])
     };
     match op {
+        Unary::Neg | Unary::Abs | Unary::Exp | Unary::Log | Unary::Sqrt | Unary::Tanh if a == ALL => ALL,
         Unary::Neg => match a {
-            Interval::Int(x, y) => Interval::Int(-y, -x),
+            Interval::Int(x, y) => int(-y, -x),
             _ => monotone(|x| -x),
         },
         Unary::Abs => match a {
             Interval::Int(x, y) => {
                 let low = if x <= 0 && y >= 0 { 0 } else { x.abs().min(y.abs()) };
-                Interval::Int(low, x.abs().max(y.abs()))
+                int(low, x.abs().max(y.abs()))
             }
             _ => {
                 let (x, y) = a.floats();
@@ -269,15 +279,21 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
     let ints = |candidates: [i64; 4]| {
         let low = candidates.iter().copied().min().unwrap_or(0);
         let high = candidates.iter().copied().max().unwrap_or(0);
-        Interval::Int(low, high)
+        int(low, high)
     };
+    if a == ALL || b == ALL {
+        return match op {
+            Binary::Eq | Binary::Lt | Binary::Le => Interval::Bool(true, true),
+            _ => ALL,
+        };
+    }
     match op {
         Binary::Add if floats => hull([x + u, y + v, x + u, y + v]),
-        Binary::Add => Interval::Int(i + m, j + n),
+        Binary::Add => int(i + m, j + n),
         Binary::Sub if floats => hull([x - v, y - u, x - v, y - u]),
-        Binary::Sub => Interval::Int(i - n, j - m),
+        Binary::Sub => int(i - n, j - m),
         Binary::Mul if floats => hull([x * u, x * v, y * u, y * v]),
-        Binary::Mul => ints([i.saturating_mul(m), i.saturating_mul(n), j.saturating_mul(m), j.saturating_mul(n)]),
+        Binary::Mul => ints([i * m, i * n, j * m, j * n]),
         Binary::Div if floats => {
             if u <= 0.0 && v >= 0.0 {
                 ALL
@@ -288,7 +304,7 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
         // A divisor range that contains 0 also contains +-1 or is just 0: |quotient| <= |dividend|.
         Binary::Div if m <= 0 && n >= 0 => {
             let most = i.abs().max(j.abs());
-            Interval::Int(-most, most)
+            int(-most, most)
         }
         Binary::Div => ints([div_floor(i, m), div_floor(i, n), div_floor(j, m), div_floor(j, n)]),
         Binary::Rem => {
@@ -296,14 +312,13 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
                 let base = m * div_floor(i, m);
                 Interval::Int(i - base, j - base)
             } else {
-                Interval::Int(m.saturating_add(1).min(0), n.saturating_sub(1).max(0))
+                Interval::Int((m + 1).min(0), (n - 1).max(0))
             }
         }
         Binary::Min if floats => Interval::Float(x.min(u), y.min(v)),
         Binary::Min => Interval::Int(i.min(m), j.min(n)),
         Binary::Max if floats => Interval::Float(x.max(u), y.max(v)),
         Binary::Max => Interval::Int(i.max(m), j.max(n)),
-        // Comparisons of floats can be false by NaN, which the whole line stands for; it is never decided.
         Binary::Eq => {
             let disjoint = if floats { y < u || v < x } else { j < m || n < i };
             let same = if floats { x == y && u == v && x == u } else { i == j && m == n && i == m };
@@ -311,7 +326,7 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
         }
         Binary::Lt if floats => Interval::Bool(y >= u, x < v),
         Binary::Lt => Interval::Bool(j >= m, i < n),
-        Binary::Le if floats => Interval::Bool(y > u || y == f64::INFINITY, x <= v),
+        Binary::Le if floats => Interval::Bool(y > u, x <= v),
         Binary::Le => Interval::Bool(j > m, i <= n),
         Binary::And => {
             let ((af, at), (bf, bt)) = (a.bools(), b.bools());
@@ -321,5 +336,82 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
             let ((af, at), (bf, bt)) = (a.bools(), b.bools());
             Interval::Bool(af && bf, at || bt)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{AuxSpec, Env, Expr, k, load, q};
+    use super::*;
+    use crate::{DType, Inputs, Mask, Problem, Tensor};
+
+    /// The value at q 2, k 3 and the bounds over a block around it, with one auxiliary tensor `w`.
+    fn both(e: &Expr, want: Type, w: &Tensor) -> (super::super::Value, Interval) {
+        let aux = [AuxSpec { name: "w".into(), dtype: w.dtype(), shape: w.shape().to_vec(), grad: false }];
+        let (program, views) = (Program::compile(e, &aux, want).unwrap(), [w.view()]);
+        let env = Env { score: 0.0, batch: 0, head: 0, q: 2, k: 3, q_len: 4, k_len: 5, aux: &views };
+        let domain = Domain { batch: 0..1, heads: 0..1, q: 0..4, k: 0..5, q_len: (4, 4), k_len: (5, 5), aux: &views };
+        (program.eval(&env), program.bounds(&domain))
+    }
+
+    #[test]
+    fn integers_wrap_like_an_i32() {
+        let w = Tensor::new(vec![i32::MIN, i32::MAX], &[2]).unwrap();
+        let (min, max) = (|| Expr::from(i32::MIN), || Expr::from(i32::MAX));
+        let cases = [
+            (max() + k(), i32::MAX.wrapping_add(3)),
+            (min() - k(), i32::MIN.wrapping_sub(3)),
+            (max() * max(), i32::MAX.wrapping_mul(i32::MAX)),
+            (max() * max() * max() * max() * max() - k(), i32::MAX.wrapping_sub(3)),
+            (-min(), i32::MIN),
+            (min().abs(), i32::MIN),
+            (min() / -1, i32::MIN),
+            (min() % Expr::from(-1), 0),
+            (k() % 0, 0),
+            (k() / 0, 0),
+            (load("w", [k() - 3]) - q(), i32::MAX - 1),
+            ((q().to_float() * 1e30).floor(), i32::MAX),
+            ((q().to_float() * -1e30).floor(), i32::MIN),
+            ((k().to_float() - f32::NAN).floor(), 0),
+        ];
+        for (e, want) in &cases {
+            let (value, bounds) = both(e, Type::Int, &w);
+            assert_eq!(value.int(), i64::from(*want), "{e}");
+            let Interval::Int(low, high) = bounds else { panic!("{e} gives {bounds:?}") };
+            assert!((low..=high).contains(&value.int()), "{e}: {bounds:?}");
+        }
+    }
+
+    #[test]
+    fn a_comparison_with_nan_is_never_decided() {
+        let w = Tensor::new(vec![f32::NAN, 1.0], &[2]).unwrap();
+        let x = || load("w", [(k() - 3).abs().min(1)]);
+        let cases = [
+            x().tanh().less(2.0),
+            x().abs().at_least(-1.0),
+            x().exp().at_least(0.0),
+            x().min(0.0).at_most(0.0),
+            x().max(0.0).more(-1.0),
+            (x() - x()).at_most(f32::INFINITY),
+        ];
+        for e in &cases {
+            let (value, bounds) = both(e, Type::Bool, &w);
+            assert!(!value.bool(), "{e}");
+            assert_eq!(bounds, Interval::Bool(true, true), "{e}");
+        }
+    }
+
+    #[test]
+    fn an_index_from_an_empty_tensor_is_refused() {
+        let mask = Mask::custom(load("a", [load("none", [k()])]).less(1));
+        let problem = Problem::builder().dense(1, 2, 2).heads(1, 1).head_dim(1).mask(mask);
+        let problem = problem.aux("a", DType::I32, &[2]).aux("none", DType::I32, &[0]).build().unwrap();
+        let x = Tensor::new(vec![0.0f32; 2], &[1, 2, 1, 1]).unwrap();
+        let (a, none) = (Tensor::new(vec![0, 1], &[2]).unwrap(), Tensor::new(Vec::<i32>::new(), &[0]).unwrap());
+        let inputs = Inputs::new(x.view(), x.view(), x.view()).aux("a", a.view()).aux("none", none.view());
+        assert_eq!(
+            inputs.check(&problem).unwrap_err().to_string(),
+            "`none`: axis 0 is read from 0 to 1, allowed: 0 to -1; clamp the index with min and max"
+        );
     }
 }

@@ -3,8 +3,8 @@
 //! An [`Expr`] is a tree over the score, the batch, head, query and key indices, the lengths of the own
 //! sequence, and elements of auxiliary tensors. It is a value with four readers: the oracle evaluates it in
 //! f64, the CPU engine evaluates it a tile at a time, GPU kernels lower it to instructions, and backward
-//! differentiates it. Indices count inside the own sequence. Integers promote to floats where the two meet;
-//! booleans never do. Types are checked when the problem is built.
+//! differentiates it. Indices count inside the own sequence. Integers are 32 bits wide and wrap; they promote to
+//! floats where the two meet; booleans never do. Types are checked when the problem is built.
 //!
 //! ```
 //! use fulgurite_core::expr::{k, k_len, q, q_len, score};
@@ -66,7 +66,7 @@ pub enum Unary {
     Not,
     /// Integer to float.
     ToFloat,
-    /// Float to integer, towards minus infinity.
+    /// Float to integer, towards minus infinity; what lies outside an i32 becomes its end, NaN becomes 0.
     Floor,
 }
 

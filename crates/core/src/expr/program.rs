@@ -12,7 +12,7 @@ use thiserror::Error;
 pub enum Type {
     /// A score (f64 in the oracle, f32 in engines).
     Float,
-    /// An index (i32).
+    /// An index: an i32 that wraps.
     Int,
     /// A condition.
     Bool,
@@ -292,8 +292,19 @@ pub struct Env<'a> {
 #[allow(missing_docs)] // the variants are those of `Type`
 pub enum Value {
     Float(f64),
+    /// Always in the range of an i32.
     Int(i64),
     Bool(bool),
+}
+
+/// What an i32 would hold. The results of operations on two i32 fit an i64, so none is lost on the way.
+fn wrap(x: i64) -> i64 {
+    i64::from(x as i32)
+}
+
+/// The largest integer not above `x`, at the ends of the range where it lies outside, 0 for NaN.
+pub(crate) fn floor(x: f64) -> i64 {
+    i64::from(x.floor() as i32)
 }
 
 impl Value {
@@ -323,13 +334,12 @@ impl Value {
     }
 }
 
-/// Integer division towards minus infinity; 0 where the divisor is 0.
+/// Integer division of two i32 towards minus infinity; 0 where the divisor is 0.
 pub(crate) fn div_floor(a: i64, b: i64) -> i64 {
     if b == 0 {
         return 0;
     }
-    let quotient = a.wrapping_div(b);
-    if a.wrapping_rem(b) != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient }
+    if a % b != 0 && (a < 0) != (b < 0) { a / b - 1 } else { a / b }
 }
 
 impl Program {
@@ -410,30 +420,31 @@ impl Program {
 fn unary(op: Unary, a: Value) -> Value {
     match (op, a) {
         (Unary::Neg, Value::Float(x)) => Value::Float(-x),
-        (Unary::Neg, x) => Value::Int(-x.int()),
+        (Unary::Neg, x) => Value::Int(wrap(-x.int())),
         (Unary::Abs, Value::Float(x)) => Value::Float(x.abs()),
-        (Unary::Abs, x) => Value::Int(x.int().abs()),
+        (Unary::Abs, x) => Value::Int(wrap(x.int().abs())),
         (Unary::Exp, x) => Value::Float(x.float().exp()),
         (Unary::Log, x) => Value::Float(x.float().ln()),
         (Unary::Sqrt, x) => Value::Float(x.float().sqrt()),
         (Unary::Tanh, x) => Value::Float(x.float().tanh()),
         (Unary::Not, x) => Value::Bool(!x.bool()),
         (Unary::ToFloat, x) => Value::Float(x.float()),
-        (Unary::Floor, x) => Value::Int(x.float().floor() as i64),
+        (Unary::Floor, x) => Value::Int(floor(x.float())),
     }
 }
 
 fn binary(op: Binary, a: Value, b: Value) -> Value {
     let floats = matches!(a, Value::Float(_));
     let (x, y) = (a.float(), b.float());
-    let (i, j) = (a.int(), b.int());
-    let number = |float: f64, int: i64| if floats { Value::Float(float) } else { Value::Int(int) };
+    // Only where both are integers: a float beyond the range of an i32 has no business in integer arithmetic.
+    let (i, j) = if floats { (0, 0) } else { (a.int(), b.int()) };
+    let number = |float: f64, int: i64| if floats { Value::Float(float) } else { Value::Int(wrap(int)) };
     match op {
         Binary::Add => number(x + y, i + j),
         Binary::Sub => number(x - y, i - j),
-        Binary::Mul => number(x * y, i.wrapping_mul(j)),
+        Binary::Mul => number(x * y, i * j),
         Binary::Div => number(x / y, div_floor(i, j)),
-        Binary::Rem => Value::Int(i - j * div_floor(i, j)),
+        Binary::Rem => Value::Int(if j == 0 { 0 } else { i - j * div_floor(i, j) }),
         // NaN on either side stays: a NaN score must not vanish in a clamp.
         Binary::Min => number(if x.is_nan() || x <= y { x } else { y }, i.min(j)),
         Binary::Max => number(if x.is_nan() || x >= y { x } else { y }, i.max(j)),

@@ -1,0 +1,11 @@
+//! The pages with code in them, so that documentation tests run it.
+
+#![forbid(unsafe_code)]
+
+/// `README.md`.
+#[doc = include_str!("../README.md")]
+pub mod readme {}
+
+/// `docs/guide/first-steps.md`.
+#[doc = include_str!("guide/first-steps.md")]
+pub mod first_steps {}

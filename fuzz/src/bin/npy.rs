@@ -1,0 +1,17 @@
+//! Any bytes as a `.npy` file: read or refused with a reason, and what was read is written and read again.
+
+#![no_main]
+
+use fulgurite_cli::io::{Stored, npy};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| match npy::decode(bytes) {
+    Ok(Stored::Tensor(tensor)) => {
+        // numpy has no bf16, so not everything that was read can be written.
+        if let Ok(again) = npy::encode(&tensor) {
+            npy::decode(&again).expect("what was written can be read");
+        }
+    }
+    Ok(_) => {}
+    Err(refused) => assert!(!refused.is_empty()),
+});

@@ -1,0 +1,71 @@
+//! What people and CI run: `cargo xtask test | ci | bench | fuzz`.
+//!
+//! Everything that a task needs beyond a Rust toolchain is installed under the target folder. A step whose
+//! tool cannot be had is skipped with the reason; a step that runs and fails fails the task.
+
+#![forbid(unsafe_code)]
+
+mod bench;
+mod fuzz;
+mod markers;
+mod python;
+mod steps;
+mod test;
+
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+const USAGE: &str = "\
+usage: cargo xtask <task>
+
+  test [--long]                       all tests; --long adds random grids, fuzzing and the PyTorch comparison
+  ci                                  format, clippy and docs with warnings denied, then test
+  bench [-- ARGS]                     the comparison with peers; rewrites docs/lab/results and the numbers in README
+  fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
+";
+
+/// The root of the repository.
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("xtask lies in the repository")
+}
+
+/// Where cargo builds, and where tools are installed.
+fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+}
+
+/// The cargo that runs this, in the root of the repository.
+fn cargo(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root()).args(args);
+    command
+}
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let mut report = steps::Report::default();
+    match args[..] {
+        ["test"] => test::run(&mut report, test::Extent::Usual),
+        ["test", "--long"] => test::run(&mut report, test::Extent::Long),
+        ["ci"] => test::ci(&mut report),
+        ["bench"] => bench::run(&mut report, &[]),
+        ["bench", "--", ref rest @ ..] => bench::run(&mut report, rest),
+        ["fuzz", ref rest @ ..] => match fuzz::parse(rest) {
+            Ok((target, seconds)) => fuzz::run(&mut report, target, seconds),
+            Err(why) => return usage(&why),
+        },
+        ["help" | "--help" | "-h"] => {
+            print!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        [] => return usage("no task was given"),
+        _ => return usage(&format!("`{}` is no task", args.join(" "))),
+    }
+    report.finish()
+}
+
+fn usage(why: &str) -> ExitCode {
+    eprintln!("xtask: {why}\n\n{USAGE}");
+    ExitCode::from(2)
+}

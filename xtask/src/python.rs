@@ -1,0 +1,68 @@
+//! Python environments under the target folder, the extension built into its package, and its tests.
+
+use crate::steps::{Trouble, must, works};
+use crate::{root, target};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const FOR_TESTS: &[&str] = &["numpy", "pytest"];
+const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch"];
+const FOR_PEERS: &[&str] = &["--requirement", "bench/requirements.txt"];
+
+/// Tests that need nothing large; those that ask for more skip themselves.
+pub fn tests() -> Result<(), Trouble> {
+    let python = environment("venv", FOR_TESTS)?;
+    extension(&python)?;
+    must(&mut pytest(&python))
+}
+
+/// All of them, with PyTorch to compare with.
+pub fn torch_tests() -> Result<(), Trouble> {
+    let python = environment("venv-long", FOR_TORCH)?;
+    extension(&python)?;
+    must(&mut pytest(&python))
+}
+
+/// A Python with every peer of the comparison; the comparison builds our extension itself.
+pub fn with_peers() -> Result<PathBuf, Trouble> {
+    environment("venv-bench", FOR_PEERS)
+}
+
+/// A command that sees our package.
+pub fn command(python: &Path) -> Command {
+    let mut command = Command::new(python);
+    command.current_dir(root()).env("PYTHONPATH", root().join("python"));
+    command
+}
+
+fn pytest(python: &Path) -> Command {
+    let mut command = command(python);
+    command.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "python/tests"]);
+    command
+}
+
+/// The interpreter of a virtual environment that holds `packages`; made and filled the first time.
+fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
+    if !root().join("python").is_dir() {
+        return Err(Trouble::skip("there is no python/ here"));
+    }
+    let supported = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
+    if !works(Command::new("python3").args(["-c", supported])) {
+        return Err(Trouble::skip("`python3` of version 3.10 or later with venv and pip was not found"));
+    }
+    let home = target().join(name);
+    let python = home.join("bin").join("python");
+    let stamp = home.join("installed");
+    if std::fs::read_to_string(&stamp).is_ok_and(|have| have == packages.join(" ")) {
+        return Ok(python);
+    }
+    must(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&home))?;
+    must(command(&python).args(["-m", "pip", "install", "--quiet"]).args(packages))?;
+    std::fs::write(&stamp, packages.join(" ")).map_err(Trouble::fail)?;
+    Ok(python)
+}
+
+/// Builds the extension and puts it where Python finds it.
+fn extension(python: &Path) -> Result<(), Trouble> {
+    must(command(python).arg("python/build.py"))
+}

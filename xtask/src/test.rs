@@ -1,0 +1,72 @@
+//! `cargo xtask test` and `cargo xtask ci`.
+
+use crate::steps::{Report, Trouble, must, works};
+use crate::{cargo, fuzz, python, root};
+use std::process::Command;
+
+/// How much to test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// What every change must pass: minutes.
+    Usual,
+    /// Also what takes long or needs a large download.
+    Long,
+}
+
+/// Only type-checked: the machines that run the tests are x86-64.
+const ARM: &str = "aarch64-unknown-linux-gnu";
+
+/// Seconds for each fuzz target in the long tests.
+const FUZZ_SECONDS: u64 = 60;
+
+/// Examples that the tests run, with arguments that keep them short.
+const EXAMPLES: &[(&str, &[&str])] =
+    &[("attention", &[]), ("score_modifier", &[]), ("train", &["--check-gradients"]), ("train", &["--steps", "60"])];
+
+/// All tests.
+pub fn run(report: &mut Report, extent: Extent) {
+    report.step("unit and integration tests", || {
+        if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
+            must(&mut cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]))
+        } else {
+            must(&mut cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]))
+        }
+    });
+    report.step("documentation tests", || must(&mut cargo(&["test", "--workspace", "--doc", "--no-fail-fast"])));
+    report.step("examples", || {
+        must(&mut cargo(&["build", "--workspace", "--examples"]))?;
+        for (example, args) in EXAMPLES {
+            let run = ["run", "--quiet", "--package", "fulgurite", "--example", example, "--"];
+            must(cargo(&run).args(*args))?;
+        }
+        Ok(())
+    });
+    report.step("dependencies: licences, bans, sources", || {
+        if !works(&mut cargo(&["deny", "--version"])) {
+            return Err(Trouble::skip("cargo-deny is not installed; `cargo install cargo-deny` takes a few minutes"));
+        }
+        must(&mut cargo(&["deny", "--all-features", "check", "bans", "licenses", "sources"]))
+    });
+    report.step("type check for AArch64", || {
+        if !works(Command::new("rustup").current_dir(root()).args(["target", "add", ARM])) {
+            return Err(Trouble::skip(format!("`rustup target add {ARM}` does not work here")));
+        }
+        must(&mut cargo(&["check", "--package", "fulgurite-cpu", "--target", ARM]))
+    });
+    report.step("Python tests", python::tests);
+    if extent == Extent::Long {
+        report.step("engines against the oracle on random problems", || {
+            must(&mut cargo(&["run", "--release", "--package", "fulgurite-cli", "--", "check", "--long", "300"]))
+        });
+        report.step("Python tests against PyTorch", python::torch_tests);
+        fuzz::run(report, None, FUZZ_SECONDS);
+    }
+}
+
+/// What CI runs: style first, because it is quick, then all tests.
+pub fn ci(report: &mut Report) {
+    report.step("format", || must(&mut cargo(&["fmt", "--all", "--check"])));
+    report.step("clippy", || must(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"])));
+    report.step("docs", || must(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "--deny warnings")));
+    run(report, Extent::Usual);
+}

@@ -1,0 +1,220 @@
+//! The house as its manifests tell it: which room may use which, which crates from outside, and where
+//! `unsafe` is forbidden. A new arrow is a decision, and this is the place to write it down.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// What a room may use.
+struct Room {
+    /// The package.
+    name: &'static str,
+    /// Its folder.
+    folder: &'static str,
+    /// Rooms it may use, in code and in tests.
+    uses: &'static [&'static str],
+    /// Rooms that only its tests may use.
+    in_tests: &'static [&'static str],
+    /// Whether `unsafe` is forbidden in it.
+    forbids_unsafe: bool,
+}
+
+const ROOMS: &[Room] = &[
+    Room { name: "fulgurite-core", folder: "crates/core", uses: &[], in_tests: &[], forbids_unsafe: true },
+    Room { name: "fulgurite-ptx", folder: "crates/ptx", uses: &[], in_tests: &[], forbids_unsafe: true },
+    Room {
+        name: "fulgurite-cpu",
+        folder: "crates/cpu",
+        uses: &["fulgurite-core"],
+        in_tests: &[],
+        forbids_unsafe: false,
+    },
+    Room { name: "fulgurite-sim", folder: "crates/sim", uses: &["fulgurite-ptx"], in_tests: &[], forbids_unsafe: true },
+    Room {
+        name: "fulgurite-cuda",
+        folder: "crates/cuda",
+        uses: &["fulgurite-ptx"],
+        in_tests: &[],
+        forbids_unsafe: false,
+    },
+    Room {
+        name: "fulgurite-kernels",
+        folder: "crates/kernels",
+        uses: &["fulgurite-core", "fulgurite-ptx"],
+        in_tests: &["fulgurite-sim"],
+        forbids_unsafe: true,
+    },
+    Room {
+        name: "fulgurite",
+        folder: "crates/fulgurite",
+        uses: &[
+            "fulgurite-core",
+            "fulgurite-ptx",
+            "fulgurite-cpu",
+            "fulgurite-sim",
+            "fulgurite-cuda",
+            "fulgurite-kernels",
+        ],
+        in_tests: &[],
+        forbids_unsafe: true,
+    },
+    Room {
+        name: "fulgurite-cli",
+        folder: "crates/cli",
+        uses: &["fulgurite", "fulgurite-core"],
+        in_tests: &[],
+        forbids_unsafe: true,
+    },
+    Room {
+        name: "fulgurite-python",
+        folder: "python",
+        uses: &["fulgurite", "fulgurite-core"],
+        in_tests: &[],
+        forbids_unsafe: false,
+    },
+    Room { name: "fulgurite-guide", folder: "docs", uses: &["fulgurite"], in_tests: &[], forbids_unsafe: true },
+    Room { name: "xtask", folder: "xtask", uses: &[], in_tests: &[], forbids_unsafe: true },
+];
+
+/// Where core and ptx end: the two ground floors use these and the standard library.
+const GROUND_FLOORS: [&str; 2] = ["fulgurite-core", "fulgurite-ptx"];
+const GROUND_FLOORS_USE: [&str; 2] = ["half", "thiserror"];
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Dependency {
+    name: String,
+    only_in_tests: bool,
+}
+
+/// The dependencies a manifest names. Reads the two forms this workspace uses: `name = ...` lines in a
+/// dependency table and `[dependencies.name]` tables; a rename counts under the package's own name.
+fn dependencies(manifest: &str) -> Vec<Dependency> {
+    let mut found: Vec<Dependency> = Vec::new();
+    let mut table: Option<bool> = None;
+    for line in manifest.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        if let Some(header) = line.strip_prefix('[') {
+            let header = header.trim_matches(['[', ']']);
+            let parts: Vec<&str> = header.split('.').collect();
+            let kind = parts.iter().position(|part| part.ends_with("dependencies"));
+            table = kind.map(|at| parts[at].starts_with("dev"));
+            if let (Some(at), Some(only_in_tests)) = (kind, table)
+                && let Some(name) = parts.get(at + 1)
+            {
+                found.push(Dependency { name: name.to_string(), only_in_tests });
+                table = None;
+            }
+        } else if let (Some(only_in_tests), Some((key, value))) = (table, line.split_once('=')) {
+            let renamed = value.split_once("package = \"").and_then(|(_, rest)| rest.split('"').next());
+            let key = key.trim().split('.').next().unwrap_or_default().trim_matches('"');
+            found.push(Dependency { name: renamed.unwrap_or(key).to_string(), only_in_tests });
+        }
+    }
+    found
+}
+
+/// Everything that is wrong with the arrows of one manifest.
+fn faults(room: &Room, manifest: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    for dependency in dependencies(manifest) {
+        let name = dependency.name.as_str();
+        let known = ROOMS.iter().any(|other| other.name == name);
+        let allowed = room.uses.contains(&name)
+            || dependency.only_in_tests && (room.in_tests.contains(&name) || name == room.name);
+        if (known || name.starts_with("fulgurite")) && !allowed {
+            faults.push(format!("{} uses {name}, allowed: {:?}", room.name, room.uses));
+        }
+        let ground = GROUND_FLOORS.contains(&room.name) && !dependency.only_in_tests;
+        if ground && !known && !GROUND_FLOORS_USE.contains(&name) {
+            faults.push(format!("{} uses {name}, allowed from outside: {GROUND_FLOORS_USE:?}", room.name));
+        }
+    }
+    faults
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The rooms that exist so far.
+fn built() -> impl Iterator<Item = (&'static Room, PathBuf)> {
+    ROOMS.iter().map(|room| (room, root().join(room.folder))).filter(|(_, folder)| folder.join("Cargo.toml").exists())
+}
+
+#[test]
+fn arrows_point_one_way() {
+    let faults: Vec<String> =
+        built().flat_map(|(room, folder)| faults(room, &read(&folder.join("Cargo.toml")))).collect();
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+#[test]
+fn every_crate_is_a_room() {
+    for entry in std::fs::read_dir(root().join("crates")).unwrap() {
+        let manifest = entry.unwrap().path().join("Cargo.toml");
+        if manifest.exists() {
+            let text = read(&manifest);
+            let known = ROOMS.iter().any(|room| text.contains(&format!("name = \"{}\"", room.name)));
+            assert!(known, "{} is no room of the house; add it to ROOMS", manifest.display());
+        }
+    }
+}
+
+#[test]
+fn unsafe_is_forbidden_outside_the_leaves() {
+    for (room, folder) in built().filter(|(room, _)| room.forbids_unsafe) {
+        for source in
+            ["src/lib.rs", "src/main.rs", "lib.rs"].map(|file| folder.join(file)).iter().filter(|file| file.exists())
+        {
+            let forbids = read(source).contains("#![forbid(unsafe_code)]");
+            assert!(forbids, "{} of {} does not forbid unsafe code", source.display(), room.name);
+        }
+    }
+}
+
+#[test]
+fn every_dependency_is_named_with_its_reason() {
+    let architecture = read(&root().join("ARCHITECTURE.md"));
+    let outside: BTreeSet<String> = built()
+        .flat_map(|(_, folder)| dependencies(&read(&folder.join("Cargo.toml"))))
+        .map(|dependency| dependency.name)
+        .filter(|name| !ROOMS.iter().any(|room| room.name == name))
+        .collect();
+    let unnamed: Vec<&String> =
+        outside.iter().filter(|name| !architecture.contains(&format!("| `{name}` |"))).collect();
+    assert!(unnamed.is_empty(), "not in the table of ARCHITECTURE.md: {unnamed:?}");
+}
+
+#[test]
+fn planted_arrows_are_caught() {
+    let room = |name: &str| ROOMS.iter().find(|room| room.name == name).unwrap();
+    let cases = [
+        ("fulgurite-core", "[dependencies]\nhalf.workspace = true\n", 0),
+        ("fulgurite-core", "[dependencies]\nfulgurite-cpu.workspace = true\n", 1),
+        ("fulgurite-core", "[dependencies]\nrayon = \"1\"\n", 1),
+        ("fulgurite-core", "[dev-dependencies]\nproptest.workspace = true\n", 0),
+        ("fulgurite-core", "[dev-dependencies]\nfulgurite-cpu.workspace = true\n", 1),
+        ("fulgurite-cpu", "[dependencies.fulgurite-ptx]\nworkspace = true\n", 1),
+        ("fulgurite-cpu", "[target.'cfg(unix)'.dependencies]\nx = { package = \"fulgurite-sim\", path = \"\" }\n", 1),
+        ("fulgurite-cpu", "[features]\nfulgurite-sim = []\n", 0),
+        ("fulgurite-kernels", "[dev-dependencies]\nfulgurite-sim.workspace = true\n", 0),
+        ("fulgurite-kernels", "[dependencies]\nfulgurite-sim.workspace = true\n", 1),
+        ("fulgurite-cli", "[dependencies]\nfulgurite.workspace = true\nclap.workspace = true\n", 0),
+        ("fulgurite-cli", "[dependencies]\nfulgurite-core.workspace = true\n", 0),
+        ("fulgurite-cli", "[dependencies]\nfulgurite-cpu.workspace = true\n", 1),
+        ("xtask", "[build-dependencies]\nfulgurite-unheard-of = \"1\"\n", 1),
+    ];
+    for (name, manifest, wrong) in cases {
+        let found = faults(room(name), manifest);
+        assert_eq!(found.len(), wrong, "{name}: {manifest}{found:?}");
+    }
+}
+
+#[test]
+fn the_readme_shows_the_example() {
+    let example = read(&root().join("examples/attention.rs"));
+    let (_, code) = example.split_once("\n\n").expect("a header, then code");
+    assert!(read(&root().join("README.md")).contains(code.trim_end()), "README differs from examples/attention.rs");
+}
