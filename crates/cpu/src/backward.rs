@@ -504,7 +504,7 @@ impl Work<'_> {
         while turn.load(Ordering::Acquire) < need {
             spins += 1;
             // The predecessor was handed out earlier, so it runs or is done: this ends.
-            if spins % 1024 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
         let sequence = &cx.bound.sequences()[row.tile.sequence];
         let in_place = self.q_strides.map(|strides| cx.query_rows(strides, sequence));

@@ -63,7 +63,7 @@ pub(crate) fn ln(x: f32) -> f32 {
 pub(crate) fn tanh(x: f32) -> f32 {
     let z = x * x;
     let mut p = -5.704_988_7e-3f32;
-    for c in [2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1] {
+    for c in [2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_4e-1] {
         p = p * z + c;
     }
     let near = p * z * x + x;

@@ -6,19 +6,21 @@ use fulgurite_core::Data;
 use fulgurite_core::exp::{EXP2_POLY, SAS_POLY};
 
 /// Coefficients of 2^r on [0, 1), lowest first; relative error 5e-9, far below one f32 rounding.
-const EXP2_NATIVE: [f32; 8] =
-    [1.0, 0.693_147_2, 0.240_226_5, 0.055_504_44, 0.009_616_16, 0.001_338_905_3, 0.000_146_096_32, 2.073_186_4e-5];
+const EXP2_NATIVE: [f32; 8] = [
+    1.0,
+    std::f32::consts::LN_2,
+    0.240_226_5,
+    0.055_504_44,
+    0.009_616_16,
+    0.001_338_905_3,
+    0.000_146_096_32,
+    2.073_186_4e-5,
+];
 
 /// 2^t for one number, as [`Simd::exp2`] does it for a vector.
 #[inline(always)]
 pub(super) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; N]) -> f32 {
-    let clamped = if t < -127.0 {
-        -127.0
-    } else if t > 127.999 {
-        127.999
-    } else {
-        t
-    };
+    let clamped = t.clamp(-127.0, 127.999); // NaN stays
     let floor = clamped.floor();
     let r = clamped - floor;
     let mut p = coefficients[N - 1];
@@ -131,7 +133,6 @@ macro_rules! with_exp {
 /// # Safety
 /// All extents must be valid, and as for [`Simd`].
 #[inline(always)]
-#[allow(clippy::too_many_arguments)] // the operands of a matrix product
 unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: bool>(
     c: *mut f32,
     ldc: usize,
@@ -235,7 +236,6 @@ impl Ahead {
 /// # Safety
 /// As for [`micro`].
 #[inline(always)]
-#[allow(clippy::too_many_arguments)] // the operands of a matrix product
 pub(super) unsafe fn block<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: bool>(
     c: *mut f32,
     ldc: usize,
@@ -715,7 +715,6 @@ pub(super) fn narrow_bf16(src: &[f32], dst: &mut [half::bf16]) {
 /// # Safety
 /// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; R rows of `d`, `ldq` apart, at `q`.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)] // two matrices with strides
 pub(super) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
     s: *mut f32,
     stride: usize,
@@ -783,7 +782,6 @@ pub(super) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
 /// # Safety
 /// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)] // two matrices with strides
 pub(super) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
     o: *mut f32,
     ldo: usize,

@@ -17,6 +17,7 @@ pub(crate) enum Sum {
 }
 
 type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
+type Finish = unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
 type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
 type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
@@ -48,7 +49,7 @@ pub(crate) struct Kernels {
     pub(super) combine_f16: Combine<f16>,
     pub(super) combine_bf16: Combine<bf16>,
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
-    pub(super) finish: unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]),
+    pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
 }
 
@@ -155,7 +156,6 @@ impl Kernels {
         self.product(self.gemm_transposed, c, a, b, [m, n, k], sum, ahead);
     }
 
-    #[allow(clippy::too_many_arguments)] // the operands of a matrix product
     fn product(
         &self,
         gemm: Gemm,
@@ -175,7 +175,7 @@ impl Kernels {
 
     fn check_tile(&self, len: usize, stride: usize, ranges: &[(usize, usize)]) {
         let vectors = stride / self.lanes;
-        assert!(stride % self.lanes == 0 && stride <= self.tile, "lanes of the tile");
+        assert!(stride.is_multiple_of(self.lanes) && stride <= self.tile, "lanes of the tile");
         assert!(ranges[..vectors].iter().all(|&(start, end)| start >= end || end * stride <= len), "keys of the tile");
     }
 
@@ -200,7 +200,7 @@ impl Kernels {
     /// Multiplies every row of `x` lane by lane with `factor`.
     pub fn scale_lanes(&self, x: &mut [f32], factor: &[f32]) {
         let stride = factor.len();
-        assert!(stride % self.lanes == 0 && x.len() % stride == 0, "rows of lanes");
+        assert!(stride.is_multiple_of(self.lanes) && x.len().is_multiple_of(stride), "rows of lanes");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.scale_lanes)(x.as_mut_ptr(), x.len() / stride, stride, factor.as_ptr()) }
     }
@@ -215,7 +215,7 @@ impl Kernels {
         rows: usize,
         cols: usize,
     ) {
-        assert!(rows % self.lanes == 0 && cols % self.lanes == 0, "multiples of the lanes");
+        assert!(rows.is_multiple_of(self.lanes) && cols.is_multiple_of(self.lanes), "multiples of the lanes");
         assert!(
             src.len() >= extent(rows, src_stride, cols) && dst.len() >= extent(cols, dst_stride, rows),
             "too small"
@@ -248,7 +248,7 @@ impl Kernels {
     /// Copies past the caches where the target is aligned; [`fence`](Self::fence) must follow before others read it.
     pub fn stream(&self, src: &[f32], dst: &mut [f32]) {
         assert_eq!(src.len(), dst.len());
-        let aligned = dst.as_ptr().addr() % (4 * self.lanes) == 0 && dst.len() % self.lanes == 0;
+        let aligned = dst.as_ptr().addr().is_multiple_of(4 * self.lanes) && dst.len().is_multiple_of(self.lanes);
         if !aligned {
             return dst.copy_from_slice(src);
         }
@@ -344,7 +344,10 @@ impl Kernels {
     /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
     pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
         let stride = out.len();
-        assert!(stride % self.lanes == 0 && a.len() == b.len() && a.len() % stride == 0, "rows of lanes");
+        assert!(
+            stride.is_multiple_of(self.lanes) && a.len() == b.len() && a.len().is_multiple_of(stride),
+            "rows of lanes"
+        );
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.lane_dots)(a.as_ptr(), b.as_ptr(), a.len() / stride, stride, out.as_mut_ptr()) }
     }

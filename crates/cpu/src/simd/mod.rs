@@ -5,6 +5,9 @@
 //! that enables the instruction set; [`Kernels`] is the table of these entry points, and its safe methods
 //! check every extent before they pass a pointer on.
 
+// Kernels take pointers, strides and sizes, as BLAS does; a struct would only rename them.
+#![allow(clippy::too_many_arguments)]
+
 mod algorithms;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
