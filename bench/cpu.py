@@ -88,8 +88,13 @@ def as_torch(x, dtype):
     return room.copy_(torch.from_numpy(x))
 
 
+def heads_outside(x):
+    """The same tensor in the memory order of the peers, `[batch, heads, sequence, dim]`: any strides will do for us."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def ours_forward(q, k, v, causal, dtype):
-    q, k, v = (as_torch(x, dtype) for x in (q, k, v))
+    q, k, v = (heads_outside(as_torch(x, dtype)) for x in (q, k, v))
     out = torch.zeros_like(q)
     call = lambda: fulgurite.attention(q, k, v, causal=causal, out=out, **HOW) is None or None
 
@@ -197,16 +202,18 @@ def backward():
         shape = TOKENS // seq, seq, WIDTH // dim, dim
         q, k, v, d_o = (random(*shape, seed=seed) for seed in range(4))
         row = {"part": "backward", "cell": f"d{dim} s{seq} {'causal' if causal else 'full'}", "shape": shape}
-        o, lse = fulgurite.attention(q, k, v, causal=causal, return_lse=True, **HOW)
+        own_q, own_k, own_v, own_d_o = (heads_outside(as_torch(x, "f32")) for x in (q, k, v, d_o))
+        o = torch.zeros_like(own_q)
+        _, lse = fulgurite.attention(own_q, own_k, own_v, causal=causal, out=o, return_lse=True, **HOW)
         raw = fulgurite._raw
-        gradients = [np.zeros_like(x) for x in (q, k, v)]
-        inputs = [raw(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
-        saved = raw("o", o), raw("lse", lse), raw("d_o", d_o), None
+        gradients = [torch.zeros_like(own_q) for _ in range(3)]
+        inputs = [raw(name, x) for name, x in (("q", own_q), ("k", own_k), ("v", own_v))]
+        saved = raw("o", o), raw("lse", lse), raw("d_o", own_d_o), None
         results = (*(raw("gradient", x) for x in gradients), None)
         options = {"causal": "bottom-right" if causal else None, **HOW}
         call = lambda: fulgurite._fulgurite.backward(*inputs, saved, results, options)
         contenders = [
-            Contender("ours", call, lambda: call() or gradients),
+            Contender("ours", call, lambda: call() or [x.numpy() for x in gradients]),
             peers.torch_backward(q, k, v, d_o, causal),
         ]
         check(contenders, "torch", "backward", row)

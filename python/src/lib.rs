@@ -102,4 +102,10 @@ mod _fulgurite {
             Ok(read::read_sum(&slices, threads.max(1)))
         })
     }
+
+    /// GFLOP/s of a large f32 matrix product by our own micro-kernel.
+    #[pyfunction]
+    fn gemm_rate(py: Python<'_>, threads: usize) -> f64 {
+        py.detach(|| fulgurite::matrix_product_gflops(threads.max(1)))
+    }
 }

@@ -1,4 +1,4 @@
-//! Forward or backward over a grid, as a share of what the micro-kernel reaches at the same time.
+//! Forward or backward over a grid, as a share of what a large product by the micro-kernel reaches at the same time.
 //!
 //! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype] [full|causal|both] [dims]`
 
@@ -64,7 +64,7 @@ fn main() {
                 let begin = Instant::now();
                 forward(&bound, &mut Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() }, &options);
                 while begin.elapsed().as_secs_f64() < seconds || rates.len() < 3 {
-                    let before = gemm_gflops(&options, 0.02);
+                    let before = gemm_gflops(&options);
                     let start = Instant::now();
                     if back {
                         let o = TensorView::strided(o.view().data(), &shape, &strides).expect("view");
@@ -82,11 +82,11 @@ fn main() {
                     }
                     let rate = flops / start.elapsed().as_secs_f64() / 1e9;
                     rates.push(rate);
-                    shares.push(rate / (0.5 * (before + gemm_gflops(&options, 0.02))));
+                    shares.push(rate / (0.5 * (before + gemm_gflops(&options))));
                 }
                 let mask = if causal { "causal" } else { "full" };
                 println!(
-                    "d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of the micro-kernel",
+                    "d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of a large product",
                     median(rates),
                     median(shares)
                 );

@@ -395,7 +395,7 @@ impl Work<'_> {
             dp: space.dp,
             stride,
             ranges: step.ranges,
-            edges: step.edges,
+            inner: step.inner,
             lo: &step.lo,
             hi: &step.hi,
             hidden: step.rest || modified,

@@ -193,7 +193,7 @@ impl Head<'_> {
             s: self.s,
             stride,
             ranges: step.ranges,
-            edges: step.edges,
+            inner: step.inner,
             lo: &step.lo,
             hi: &step.hi,
             m: &mut self.m,
@@ -234,7 +234,7 @@ impl Head<'_> {
         let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.dv]);
         let p = &self.s[seen.start * stride..];
         let mut values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
-        if step.hides() {
+        if step.rest {
             // A key that nobody sees may hold NaN, and NaN times 0 would show.
             let [buffer, copy] = copies;
             let keys = start + seen.start..start + seen.end;

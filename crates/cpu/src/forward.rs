@@ -152,8 +152,9 @@ fn walk(
         let last = if cx.problem.blocks().is_some() {
             sequence.k_len
         } else {
-            walk.iter().map(|r| r.lanes.end()).max().unwrap_or(0)
+            walk.iter().map(|r| r.lanes.reach().1).max().unwrap_or(0)
         };
+        let mut ahead = [Ahead::default(); 2];
         for &policy in passes {
             for start in (0..last).step_by(BLOCK) {
                 let keys = start..(start + BLOCK).min(sequence.k_len);
@@ -163,14 +164,13 @@ fn walk(
                     let k = cx.keys(cx.bound.k(), sequence, h, keys.clone(), [cx.d, cx.d_pad], k_buffer);
                     [k, cx.keys(cx.bound.v(), sequence, h, keys.clone(), [cx.dv, cx.dv_pad], v_buffer)]
                 });
-                let mut ahead = [Ahead::default(); 2];
-                match next {
-                    _ if keys.end < last => ask(cx, item, keys.end, &mut ahead),
-                    Some(next) => {
-                        ask(cx, next, 0, &mut ahead);
-                        ask_queries(cx, next, &mut ahead[0]);
-                    }
-                    None => {}
+                if keys.end < last {
+                    ask(cx, item, keys.end, &mut ahead);
+                } else if let Some(next) = next {
+                    ask(cx, next, 0, &mut ahead);
+                }
+                if let (Some(next), 0) = (next, start) {
+                    ask_queries(cx, next, &mut ahead[1]);
                 }
                 for row in &mut walk {
                     for piece in cx.pieces(&row.tile, keys.clone()) {
@@ -275,7 +275,7 @@ fn softmax(
         s,
         stride: row.lanes.stride,
         ranges: step.ranges,
-        edges: step.edges,
+        inner: step.inner,
         lo: &step.lo,
         hi: &step.hi,
         m: &mut row.m,

@@ -93,7 +93,7 @@ impl Counters {
 /// Forward: fills `outputs`, which must fit the problem ([`Outputs::check`]).
 pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
     let cx = tiles::Context::new(bound, options.kernels());
-    let rescale = options.rescale.unwrap_or(Rescale::Lazy(Rescale::LAZY_TAU));
+    let rescale = options.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
     forward::run(&cx, outputs, &forward::Plan { rescale, threads: options.threads() })
 }
 

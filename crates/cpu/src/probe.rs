@@ -1,48 +1,65 @@
-//! Rates of the machine, measured with our own kernels: what the others are shares of.
+//! Rates of the machine, measured with our own kernels: what attention is a share of.
 
-use crate::memory::{Arena, with_workspace};
+use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Matrix, MatrixMut, Sum};
 use crate::{Options, pool};
 use std::time::Instant;
 
-/// GFLOP/s of a large f32 matrix product by the micro-kernel, all threads together, in about `seconds`.
+/// Rows and columns of the product.
+const SIZE: usize = 2048;
+/// Rows of A and depth that are packed at a time: they stay in the second-level cache.
+const ROWS: usize = 192;
+const DEPTH: usize = 256;
+
+/// GFLOP/s of one large f32 matrix product (2048 x 2048 x 2048) by the micro-kernel, operands packed as large
+/// products do.
 ///
-/// Each thread multiplies blocks as large products do: B in the first-level cache, A and C in the second.
-pub fn gemm_gflops(options: &Options, seconds: f64) -> f64 {
+/// ```
+/// let rate = fulgurite_cpu::probe::gemm_gflops(&fulgurite_cpu::Options::default());
+/// assert!(rate > 0.0);
+/// ```
+pub fn gemm_gflops(options: &Options) -> f64 {
     let kernels = options.kernels();
-    let threads = options.threads();
-    let (m, n, k) = (384, kernels.tile, 256);
-    let flops_per_call = (2 * m * n * k) as f64;
-    let rates: Vec<std::sync::Mutex<f64>> = (0..threads).map(|_| std::sync::Mutex::new(0.0)).collect();
-    pool::run(threads, threads, &|thread| {
-        let sizes = [m * k, k * n, m * n];
-        with_workspace(sizes.iter().map(|&s| Arena::room(s)).sum(), |workspace| {
+    let (threads, panel) = (options.threads(), kernels.tile);
+    let a: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 13) as f32 * 0.1).collect();
+    let b: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 17) as f32 * 0.1).collect();
+    let mut c = vec![0.0f32; SIZE * SIZE];
+    let out = SharedRows::over(&mut c);
+    let columns = SIZE / threads.next_power_of_two().min(SIZE / panel);
+    let start = Instant::now();
+    pool::run(threads, SIZE / columns, &|part| {
+        // SAFETY: each part has its own block of columns, stored one behind the other.
+        let c = unsafe { out.row(part * SIZE * columns, SIZE * columns) };
+        let sizes = [ROWS * DEPTH, DEPTH * columns];
+        with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
-            let [a, b, c] = sizes.map(|s| arena.take(s));
-            a.fill(1e-3);
-            b.fill(1e-3);
-            let (start, mut calls, mut best) = (Instant::now(), 0u32, 0.0f64);
-            while start.elapsed().as_secs_f64() < seconds {
-                let lap = Instant::now();
-                for _ in 0..64 {
-                    let to = MatrixMut::at(c, n, 0, 0);
-                    kernels.gemm(
-                        to,
-                        Matrix::new(a, k),
-                        Matrix::new(b, n),
-                        [m, n, k],
-                        Sum::Fresh,
-                        &mut Ahead::default(),
-                    );
+            let [a_packed, b_packed] = sizes.map(|n| arena.take(n));
+            for depth in (0..SIZE).step_by(DEPTH) {
+                // B as panels of a tile's width, one behind the other.
+                for (p, to) in b_packed.chunks_exact_mut(DEPTH * panel).enumerate() {
+                    for (k, row) in to.chunks_exact_mut(panel).enumerate() {
+                        let at = (depth + k) * SIZE + part * columns + p * panel;
+                        row.copy_from_slice(&b[at..at + panel]);
+                    }
                 }
-                calls += 64;
-                best = best.max(64.0 * flops_per_call / lap.elapsed().as_secs_f64());
+                for first in (0..SIZE).step_by(ROWS) {
+                    let rows = ROWS.min(SIZE - first);
+                    for (i, row) in a_packed.chunks_exact_mut(DEPTH).take(rows).enumerate() {
+                        let at = (first + i) * SIZE + depth;
+                        row.copy_from_slice(&a[at..at + DEPTH]);
+                    }
+                    for p in 0..columns / panel {
+                        let own = Matrix::new(&b_packed[p * DEPTH * panel..(p + 1) * DEPTH * panel], panel);
+                        let size = [rows, panel, DEPTH];
+                        let sum = if depth == 0 { Sum::Fresh } else { Sum::Onto };
+                        let to = MatrixMut::at(c, columns, first, p * panel);
+                        kernels.gemm(to, Matrix::new(a_packed, DEPTH), own, size, sum, &mut Ahead::default());
+                    }
+                }
             }
-            std::hint::black_box(&c);
-            let mean = f64::from(calls) * flops_per_call / start.elapsed().as_secs_f64();
-            *rates[thread].lock().unwrap_or_else(|e| e.into_inner()) = mean.max(0.0);
-            let _ = best;
         });
     });
-    rates.iter().map(|r| *r.lock().unwrap_or_else(|e| e.into_inner())).sum::<f64>() / 1e9
+    let seconds = start.elapsed().as_secs_f64();
+    std::hint::black_box(&c);
+    2.0 * (SIZE as f64).powi(3) / seconds / 1e9
 }

@@ -158,7 +158,7 @@ impl<'a> Context<'a> {
         let (first, last) = (piece.keys.start - origin, piece.keys.end - origin);
         let mut step = Step {
             ranges: [(0, 0); MAX_VECTORS],
-            edges: [false; MAX_VECTORS],
+            inner: [(0, 0); MAX_VECTORS],
             lo: [0.0; MAX_LANES],
             hi: [0.0; MAX_LANES],
             rest: false,
@@ -167,6 +167,7 @@ impl<'a> Context<'a> {
             let (all, some) = (lanes.all[z], lanes.some[z]);
             if !piece.masked || (all.0 <= piece.keys.start && all.1 >= piece.keys.end) {
                 step.ranges[z] = (first, last);
+                step.inner[z] = (first, last);
                 continue;
             }
             let (start, end) = (some.0.max(piece.keys.start), some.1.min(piece.keys.end));
@@ -174,9 +175,12 @@ impl<'a> Context<'a> {
                 continue;
             }
             let (start, end) = (start - origin, end - origin);
-            let (start, end) = ((start - start % GRAIN).max(first), end.next_multiple_of(GRAIN).min(last));
+            // Rounded, but never to a key that no lane of the tile sees: such a key may hold anything.
+            let start = (start - start % GRAIN).max(lanes.reach().0.clamp(piece.keys.start, piece.keys.end) - origin);
+            let end = end.next_multiple_of(GRAIN).min(lanes.reach().1.clamp(piece.keys.start, piece.keys.end) - origin);
             step.ranges[z] = (start, end);
-            step.edges[z] = all.0 > origin + start || all.1 < origin + end;
+            let inside = |key: usize| key.clamp(origin + start, origin + end) - origin;
+            step.inner[z] = (inside(all.0), inside(all.1).max(inside(all.0)));
             for lane in z * width..(z + 1) * width {
                 // Small integers, exact in f32.
                 let relative = |key: i32| (key as usize).clamp(piece.keys.start, piece.keys.end) - origin;
@@ -284,10 +288,20 @@ impl<'a> Context<'a> {
     /// Q^T of a tile times the scale, `[d][lane]`; `rows` is scratch of the same size.
     pub fn scaled_queries(&self, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
         let (q, s) = (self.bound.q(), &self.bound.sequences()[tile.sequence]);
-        let own = &mut rows[..stride * self.d_pad];
-        self.gather(tile, &q.data(), &self.query_rows(q.strides(), s), self.d, own, self.d_pad);
-        own.iter_mut().for_each(|x| *x *= self.problem.scale());
-        self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
+        let at = self.query_rows(q.strides(), s);
+        let whole = self.pack == 1 && tile.rows == stride && self.d == self.d_pad;
+        match q.slice::<f32>() {
+            Some(all) if whole => {
+                let own = &all[at.at(tile.first, tile.head)..];
+                self.kernels.transpose(own, at.row, out, stride, stride, self.d);
+            }
+            _ => {
+                let own = &mut rows[..stride * self.d_pad];
+                self.gather(tile, &q.data(), &at, self.d, own, self.d_pad);
+                self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
+            }
+        }
+        out.iter_mut().for_each(|x| *x *= self.problem.scale());
     }
 
     /// Rows of keys or values as f32 with their `n` elements, in place where they lie close together in f32, else
@@ -326,7 +340,8 @@ impl<'a> Context<'a> {
         stride: usize,
         copy: &'b mut [f32],
     ) -> KeyRows<'b> {
-        if rows.finite || !step.hides() {
+        // Spans never take in a key that no lane sees.
+        if rows.finite || !step.rest {
             return rows;
         }
         let seen = step.hull();
@@ -385,9 +400,10 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    /// Past the last key that some lane sees.
-    pub fn end(&self) -> usize {
-        self.some.iter().map(|keys| keys.1).max().unwrap_or(0)
+    /// From the first key that some lane sees to past the last.
+    pub fn reach(&self) -> (usize, usize) {
+        let first = self.some.iter().map(|keys| keys.0).min().unwrap_or(0);
+        (first, self.some.iter().map(|keys| keys.1).max().unwrap_or(0))
     }
 }
 
@@ -402,8 +418,8 @@ pub(crate) struct Piece {
 pub(crate) struct Step {
     /// Keys each vector of lanes sees.
     pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Vectors where single lanes see less.
-    pub edges: [bool; MAX_VECTORS],
+    /// Of these, keys that every lane of the vector sees.
+    pub inner: [(usize, usize); MAX_VECTORS],
     /// Interval of each lane.
     pub lo: [f32; MAX_LANES],
     pub hi: [f32; MAX_LANES],
@@ -442,12 +458,13 @@ impl Step {
             let (a, b) = (a.max(keys.start), b.min(keys.end));
             if a < b { (a - keys.start, b - keys.start) } else { (0, 0) }
         };
-        Step { ranges: self.ranges.map(inside), edges: self.edges, lo: self.lo, hi: self.hi, rest: self.rest }
-    }
-
-    /// Whether some lane sees less than its vector's range.
-    pub fn hides(&self) -> bool {
-        self.rest || self.edges.contains(&true)
+        Step {
+            ranges: self.ranges.map(inside),
+            inner: self.inner.map(inside),
+            lo: self.lo,
+            hi: self.hi,
+            rest: self.rest,
+        }
     }
 
     /// The rectangles that make up the ranges, in ascending order of keys.
@@ -483,7 +500,7 @@ mod tests {
 
     #[test]
     fn segments_tile_the_ranges() {
-        let step = |ranges| Step { ranges, edges: [false; 4], lo: [0.0; 64], hi: [0.0; 64], rest: false };
+        let step = |ranges| Step { ranges, inner: ranges, lo: [0.0; 64], hi: [0.0; 64], rest: false };
         for ranges in [
             [(0, 64), (0, 64), (0, 64), (0, 64)],
             [(0, 16), (0, 32), (0, 48), (0, 64)],

@@ -119,3 +119,12 @@ impl Engine for Cpu {
         Ok(())
     }
 }
+
+/// GFLOP/s of one large f32 matrix product by the CPU engine's own micro-kernel: what its speed is a share of.
+///
+/// ```
+/// assert!(fulgurite::matrix_product_gflops(2) > 0.0);
+/// ```
+pub fn matrix_product_gflops(threads: usize) -> f64 {
+    fulgurite_cpu::probe::gemm_gflops(&fulgurite_cpu::Options { threads: Some(threads), ..Default::default() })
+}

@@ -39,7 +39,7 @@ mod view;
 
 pub use attention::{Attention, attention};
 pub use choice::{Choice, ChoiceError, Settings, engine, engine_with, engines, explain};
-pub use cpu::Cpu;
+pub use cpu::{Cpu, matrix_product_gflops};
 pub use engine::{Engine, Run, Tally, Unsupported};
 pub use error::Error;
 pub use oracle::Oracle;

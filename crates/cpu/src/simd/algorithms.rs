@@ -294,9 +294,9 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub stride: usize,
     /// For each vector of lanes the keys it sees; others are not touched.
     pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Vectors where single lanes see less than the range.
-    pub edges: [bool; MAX_VECTORS],
-    /// Where `edges`: first key of each lane, and the one after the last.
+    /// Of these, keys that every lane of the vector sees.
+    pub inner: [(usize, usize); MAX_VECTORS],
+    /// First key of each lane, and the one after the last, where its vector's `inner` is less than its range.
     pub lo: &'a [f32],
     pub hi: &'a [f32],
     /// Running maximum and sum of each lane, and the factor for what was accumulated before.
@@ -348,9 +348,10 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
             let s = args.s.as_mut_ptr().add(lane);
             let m_at = args.m.as_mut_ptr().add(lane);
             let l_at = args.l.as_mut_ptr().add(lane);
-            if args.edges[z] {
+            let (first, last) = args.inner[z];
+            if (first, last) != (start, end) {
                 let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
-                for key in start..end {
+                for key in (start..first).chain(last..end) {
                     let at = s.add(key * stride);
                     let j = S::splat(key as f32);
                     // lo <= j as lo < j + 1: both are small integers
@@ -436,8 +437,8 @@ pub(crate) struct GradArgs<'a> {
     pub stride: usize,
     /// For each vector of lanes the keys it sees; others are not touched.
     pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Vectors where single lanes see less than the range.
-    pub edges: [bool; MAX_VECTORS],
+    /// Of these, keys that every lane of the vector sees.
+    pub inner: [(usize, usize); MAX_VECTORS],
     pub lo: &'a [f32],
     pub hi: &'a [f32],
     /// Whether scores of hidden keys were set to -inf.
@@ -482,12 +483,8 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
             // The function of TurboAttention is taken against the maximum; the sum divides afterwards.
             let top = if sas { S::load(args.max.as_ptr().add(lane)) } else { lse };
             let factor = if sas { S::exp2(S::mul(S::sub(top, lse), log2_e), &EXP2_NATIVE) } else { S::splat(1.0) };
-            let edge = args.edges[z];
-            let (lo, hi) = if edge {
-                (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)))
-            } else {
-                (zero, zero)
-            };
+            let (first, last) = args.inner[z];
+            let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
             for key in start..end {
                 let (s_at, dp_at) = (s.add(key * stride), dp.add(key * stride));
                 let score = S::load(s_at);
@@ -497,7 +494,7 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
                 }
                 let mut ds = S::mul(p, S::fma(S::load(dp_at), scale, delta));
                 // A hidden key may hold anything: its dP is not multiplied away but replaced.
-                if edge {
+                if key < first || key >= last {
                     let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(S::splat(key as f32), hi));
                     p = S::select(seen, p, zero);
                     ds = S::select(seen, ds, zero);
