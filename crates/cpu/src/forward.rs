@@ -166,11 +166,10 @@ fn walk(
                 });
                 if keys.end < last {
                     ask(cx, item, keys.end, &mut ahead);
-                } else if let Some(next) = next {
-                    ask(cx, next, 0, &mut ahead);
                 }
                 if let (Some(next), 0) = (next, start) {
-                    ask_queries(cx, next, &mut ahead[1]);
+                    ask(cx, next, 0, &mut ahead);
+                    ask_queries(cx, next, &mut ahead[0]);
                 }
                 for row in &mut walk {
                     for piece in cx.pieces(&row.tile, keys.clone()) {

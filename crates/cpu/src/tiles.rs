@@ -96,10 +96,14 @@ impl<'a> Context<'a> {
             all: [(0, usize::MAX); MAX_VECTORS],
             some: [(usize::MAX, 0); MAX_VECTORS],
         };
+        let mut last = (usize::MAX, 0..0);
         for lane in 0..stride {
             // Lanes past the last row repeat it: their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
-            let keys = self.problem.mask().keys(q, s.q_len, s.k_len);
+            if last.0 != q {
+                last = (q, self.problem.mask().keys(q, s.q_len, s.k_len));
+            }
+            let keys = &last.1;
             (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);
             (lanes.lo[lane], lanes.hi[lane]) = (keys.start as i32, keys.end as i32);
             let z = lane / self.kernels.lanes;

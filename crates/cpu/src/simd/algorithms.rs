@@ -195,7 +195,7 @@ impl Default for Stream {
 
 impl Ahead {
     /// Rows asked for after each block.
-    const ROWS: usize = 2;
+    const ROWS: usize = 3;
 
     /// Adds `rows` rows of `n` elements, `row` apart, from `offset` on. Nothing is read: any address will do.
     pub fn push_rows(&mut self, data: &Data<'_>, offset: usize, row: usize, n: usize, rows: usize) {
