@@ -43,7 +43,6 @@ fn bench_prints_json_and_takes_a_grid() {
 }
 
 #[test]
-#[ignore = "the cpu engine is not in this branch yet"]
 fn the_best_engine_passes_bench_and_check() {
     let folder = folder("best");
     succeeds(&folder, &["bench", "--quick"]);

@@ -115,7 +115,6 @@ fn the_oracle_engine_round_trips() {
 }
 
 #[test]
-#[ignore = "the cpu engine is not in this branch yet"]
 fn the_best_engine_round_trips() {
     round_trips("best", &folder("run_best"));
 }

@@ -2,115 +2,11 @@
 
 use crate::block::BlockMask;
 use crate::dtype::DType;
+use crate::error::InputError;
 use crate::expr::{Domain, Program};
-use crate::problem::{Layout, OffsetsError, Problem, Side, check_offsets};
+use crate::problem::{Layout, Problem, Side, check_offsets};
 use crate::tensor::{Tensor, TensorError, TensorView, TensorViewMut};
 use std::ops::Range;
-use thiserror::Error;
-
-/// Why tensors do not fit a problem.
-#[derive(Debug, Clone, PartialEq, Error)]
-#[non_exhaustive]
-pub enum InputError {
-    /// A tensor of the wrong shape.
-    #[error("`{arg}` has shape {got:?}, allowed: {want:?}; check the sizes given to the problem")]
-    Shape {
-        /// The tensor.
-        arg: String,
-        /// Its shape.
-        got: Vec<usize>,
-        /// The shape the problem says.
-        want: Vec<usize>,
-    },
-    /// A tensor of the wrong type.
-    #[error("`{arg}` is {got}, allowed: {want}; convert it or change the problem")]
-    DType {
-        /// The tensor.
-        arg: String,
-        /// Its type.
-        got: DType,
-        /// What is allowed.
-        want: &'static str,
-    },
-    /// A last axis with gaps.
-    #[error("`{arg}` has stride {got} on its last axis, allowed: 1; make it contiguous there")]
-    LastStride {
-        /// The tensor.
-        arg: &'static str,
-        /// The stride.
-        got: usize,
-    },
-    /// A tensor the problem speaks of that was not given.
-    #[error("`{arg}` was not given, the problem needs it; {hint}")]
-    Missing {
-        /// The tensor.
-        arg: String,
-        /// How to give it.
-        hint: &'static str,
-    },
-    /// A tensor the problem does not know.
-    #[error("`{arg}` was given, the problem does not use it; {hint}")]
-    Unused {
-        /// The tensor.
-        arg: String,
-        /// How to declare it.
-        hint: &'static str,
-    },
-    /// Offsets that are not cumulative.
-    #[error(transparent)]
-    Offsets(#[from] OffsetsError),
-    /// Offsets that disagree with the problem.
-    #[error("`{arg}`: {what} is {got}, allowed: {allowed}; rebuild the problem from these offsets")]
-    Total {
-        /// The list.
-        arg: &'static str,
-        /// Total or maximum.
-        what: &'static str,
-        /// Its value.
-        got: usize,
-        /// What the problem says.
-        allowed: String,
-    },
-    /// A used length out of range.
-    #[error("`{arg}`[{at}] is {got}, allowed: 0 to {max}")]
-    Used {
-        /// The list.
-        arg: &'static str,
-        /// The sequence.
-        at: usize,
-        /// The length given.
-        got: i32,
-        /// Room in that sequence.
-        max: usize,
-    },
-    /// A modifier that reads outside an auxiliary tensor.
-    #[error(
-        "`{name}`: axis {axis} is read from {low} to {high}, allowed: 0 to {max}; clamp the index with min and max"
-    )]
-    AuxIndex {
-        /// The tensor.
-        name: String,
-        /// The axis.
-        axis: usize,
-        /// Smallest index.
-        low: i64,
-        /// Largest index.
-        high: i64,
-        /// Largest index allowed.
-        max: i64,
-    },
-    /// A block mask of another structure than the problem says.
-    #[error("block mask has {got}, the problem says {want}")]
-    Blocks {
-        /// What it has.
-        got: String,
-        /// What is wanted.
-        want: String,
-    },
-    /// An output tensor that cannot be made.
-    #[error(transparent)]
-    Tensor(#[from] TensorError),
-}
 
 /// The tensors of a forward call.
 #[derive(Debug, Clone)]

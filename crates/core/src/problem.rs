@@ -1,11 +1,11 @@
 //! What is to be computed, as one validated value.
 
-use crate::block::{BlockError, BlockSpec};
+use crate::block::BlockSpec;
 use crate::dtype::DType;
-use crate::exp::{Exp, ExpError};
+use crate::error::{OffsetsError, ProblemError};
+use crate::exp::Exp;
 use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
-use thiserror::Error;
 
 /// Auxiliary tensor of [`ProblemBuilder::alibi`]: f32, `[q_heads]`.
 pub const ALIBI_SLOPES: &str = "alibi_slopes";
@@ -44,140 +44,6 @@ pub struct Packed {
     pub max_q: usize,
     /// No sequence has more keys.
     pub max_k: usize,
-}
-
-/// Why a problem was refused; the caller can repair the call from the message alone.
-#[derive(Debug, Clone, PartialEq, Error)]
-#[non_exhaustive]
-pub enum ProblemError {
-    /// Something that must be said was not.
-    #[error("`{arg}` was not given; call ProblemBuilder::{arg}")]
-    Missing {
-        /// The builder's method.
-        arg: &'static str,
-    },
-    /// A head dimension out of range.
-    #[error("`{arg}` is {got}, allowed: 1 to {MAX_HEAD_DIM}; split wider heads")]
-    HeadDim {
-        /// `head_dim` or `value_dim`.
-        arg: &'static str,
-        /// The value given.
-        got: usize,
-    },
-    /// Head counts that do not divide.
-    #[error(
-        "`heads`: {q} query heads over {kv} key/value heads, allowed: at least 1 each, query heads a multiple of key/value heads; repeat or drop heads of q"
-    )]
-    Heads {
-        /// Query heads.
-        q: usize,
-        /// Key/value heads.
-        kv: usize,
-    },
-    /// A scale that is no scale.
-    #[error("`scale` is {got}, allowed: finite and above 0; leave it out for 1/sqrt(head_dim)")]
-    Scale {
-        /// The value given.
-        got: f32,
-    },
-    /// q, k and v of a type that is not floating point.
-    #[error("`dtype` is {got}, allowed: f32, f16, bf16; convert q, k and v")]
-    DType {
-        /// The type given.
-        got: DType,
-    },
-    /// A length beyond what indices can count.
-    #[error("`{arg}` is {got}, allowed: below 2^30; split the sequence or the batch")]
-    Length {
-        /// Which length.
-        arg: &'static str,
-        /// Its value.
-        got: usize,
-    },
-    /// A tensor too large to exist.
-    #[error("`{arg}` of shape {shape:?} overflows the address space; check the sizes")]
-    Overflow {
-        /// Which tensor.
-        arg: &'static str,
-        /// Its shape.
-        shape: Vec<usize>,
-    },
-    /// A softcap that is no cap.
-    #[error("`softcap` is {got}, allowed: finite and above 0; leave it out for none")]
-    Softcap {
-        /// The value given.
-        got: f32,
-    },
-    /// The same tensor declared twice.
-    #[error("`aux`: {name:?} is declared twice; give each auxiliary tensor its own name")]
-    AuxTwice {
-        /// The name.
-        name: String,
-    },
-    /// A gradient that cannot be.
-    #[error("`aux`: {name:?} is {got} and cannot have a gradient; allowed: f32, f16, bf16")]
-    AuxGrad {
-        /// The name.
-        name: String,
-        /// Its type.
-        got: DType,
-    },
-    /// A bias axis that does not broadcast.
-    #[error("`bias`: axis {axis} is {got}, allowed: 1 or {want}; bias is [batch, heads, q_len, k_len]")]
-    BiasShape {
-        /// The axis.
-        axis: usize,
-        /// Its size.
-        got: usize,
-        /// The size that does not broadcast.
-        want: usize,
-    },
-    /// Offsets of packed sequences that do not describe any.
-    #[error(transparent)]
-    Offsets(#[from] OffsetsError),
-    /// A block mask of impossible structure.
-    #[error(transparent)]
-    Block(#[from] BlockError),
-    /// A bad modifier or mask.
-    #[error(transparent)]
-    Expr(#[from] ExprError),
-    /// A bad exponential.
-    #[error(transparent)]
-    Exp(#[from] ExpError),
-}
-
-/// Why offsets of packed sequences were refused.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum OffsetsError {
-    /// The list is empty or does not begin with 0.
-    #[error("`{arg}` begins with {got:?}, allowed: 0; offsets are cumulative, batch + 1 of them")]
-    Begin {
-        /// The list.
-        arg: &'static str,
-        /// Its first element.
-        got: Option<i32>,
-    },
-    /// A step backwards.
-    #[error("`{arg}`[{at}] is {got} after {before}, allowed: not smaller; offsets are cumulative")]
-    NotMonotonic {
-        /// The list.
-        arg: &'static str,
-        /// The position.
-        at: usize,
-        /// The value there.
-        got: i32,
-        /// The value before it.
-        before: i32,
-    },
-    /// Lists of different lengths.
-    #[error("`cu_seqlens_q` has {q} offsets, `cu_seqlens_k` has {k}; allowed: batch + 1 each")]
-    Batch {
-        /// Offsets for q.
-        q: usize,
-        /// Offsets for k.
-        k: usize,
-    },
 }
 
 /// Checks cumulative offsets and gives (total, longest).

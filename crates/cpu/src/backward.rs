@@ -448,8 +448,7 @@ impl Work<'_> {
             let shape = &cx.problem.aux()[gradient.aux].shape;
             let mut at: Vec<Evaluator<'_>> = gradient.at.iter().map(|p| Evaluator::new(p, env)).collect();
             let mut derivative = Evaluator::new(&gradient.derivative, env);
-            // The derivative may read the score, which P has replaced: take it back from P and the LSE is not
-            // possible after a modifier, so the scores are computed again.
+            // Where the derivative reads the score: P has taken its place, so it is computed again.
             let needs_score = gradient.derivative.reads(fulgurite_core::expr::Var::Score);
             let mut scores = vec![0.0f32; stride];
             for key in step.hull() {
@@ -543,8 +542,8 @@ fn narrow(
     });
 }
 
-/// The pieces of a run of keys, cut at blocks.
 impl Context<'_> {
+    /// Whether a tile sees any key of a run, cut at blocks.
     fn sees_any(&self, tile: &Tile, lanes: &Lanes, keys: Range<usize>, block: usize) -> bool {
         keys.clone().step_by(block).any(|start| {
             let own = start..(start + block).min(keys.end);

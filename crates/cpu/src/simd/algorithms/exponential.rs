@@ -1,0 +1,127 @@
+//! The exponentials, on vectors: one polynomial evaluator, several functions.
+
+use crate::simd::Simd;
+use fulgurite_core::exp::SAS_POLY;
+
+/// Coefficients of 2^r on [0, 1), lowest first; relative error 5e-9, far below one f32 rounding.
+pub(super) const EXP2_NATIVE: [f32; 8] = [
+    1.0,
+    std::f32::consts::LN_2,
+    0.240_226_5,
+    0.055_504_44,
+    0.009_616_16,
+    0.001_338_905_3,
+    0.000_146_096_32,
+    2.073_186_4e-5,
+];
+
+/// 2^t for one number, as [`Simd::exp2`] does it for a vector.
+#[inline(always)]
+pub(in crate::simd) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; N]) -> f32 {
+    let clamped = t.clamp(-127.0, 127.999); // NaN stays
+    let floor = clamped.floor();
+    let r = clamped - floor;
+    let mut p = coefficients[N - 1];
+    for i in (0..N - 1).rev() {
+        p = p * r + coefficients[i];
+    }
+    let scaled = f32::from_bits(((floor as i32) << 23).wrapping_add(p.to_bits() as i32) as u32);
+    let scaled = if t < -126.0 { 0.0 } else { scaled };
+    let scaled = if t >= 128.0 { f32::INFINITY } else { scaled };
+    if t.is_nan() { t } else { scaled }
+}
+
+/// Which exponential a call uses, in powers of two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum ExpKind {
+    /// A polynomial of degree 3, 4 or 5.
+    Poly(u8),
+    /// The polynomial for this many of 16 keys in a row, the native exponential for the others.
+    Mixed(u8, u8),
+    Native,
+    /// TurboAttention's function; the threshold is in natural units.
+    Sas(f32),
+}
+
+/// One exponential, applied to t = log2(e) x.
+pub(super) trait Exponential<S: Simd> {
+    /// # Safety
+    /// As for the methods of [`Simd`].
+    unsafe fn eval(&self, t: S::V, key: usize) -> S::V;
+}
+
+pub(super) struct Poly<const N: usize>(pub [f32; N]);
+
+impl<S: Simd, const N: usize> Exponential<S> for Poly<N> {
+    #[inline(always)]
+    unsafe fn eval(&self, t: S::V, _: usize) -> S::V {
+        // SAFETY: passed on.
+        unsafe { S::exp2(t, &self.0) }
+    }
+}
+
+pub(super) struct Mixed<const N: usize>(pub [f32; N], pub usize);
+
+impl<S: Simd, const N: usize> Exponential<S> for Mixed<N> {
+    #[inline(always)]
+    unsafe fn eval(&self, t: S::V, key: usize) -> S::V {
+        // SAFETY: passed on.
+        unsafe { if key % 16 < self.1 { S::exp2(t, &self.0) } else { S::exp2(t, &EXP2_NATIVE) } }
+    }
+}
+
+pub(super) struct Sas(pub f32);
+
+impl<S: Simd> Exponential<S> for Sas {
+    #[inline(always)]
+    unsafe fn eval(&self, t: S::V, _: usize) -> S::V {
+        // SAFETY: passed on.
+        unsafe {
+            // The maximum itself may come out a rounding above 0, where the table has no entry.
+            let x = S::max(S::splat(0.0), S::mul(t, S::splat(-std::f32::consts::LN_2)));
+            let n = S::floor(x);
+            let f = S::sub(x, n);
+            let mut cubic = S::splat(SAS_POLY[3]);
+            for c in SAS_POLY[..3].iter().rev() {
+                cubic = S::fma(cubic, f, S::splat(*c));
+            }
+            let table = S::exp2(S::mul(n, S::splat(-std::f32::consts::LOG2_E)), &EXP2_NATIVE);
+            // NaN is not below the threshold and stays.
+            S::select(S::lt(S::splat(-self.0), x), S::splat(0.0), S::mul(table, cubic))
+        }
+    }
+}
+
+/// Runs `$body` with `$exp` bound to the exponential that `$kind` names.
+macro_rules! with_exp {
+    ($kind:expr, $exp:ident => $body:expr) => {
+        match $kind {
+            ExpKind::Poly(3) => {
+                let $exp = Poly::<4>(EXP2_POLY[0][..4].try_into().unwrap());
+                $body
+            }
+            ExpKind::Poly(4) => {
+                let $exp = Poly::<5>(EXP2_POLY[1][..5].try_into().unwrap());
+                $body
+            }
+            ExpKind::Poly(_) => {
+                let $exp = Poly::<6>(EXP2_POLY[2]);
+                $body
+            }
+            ExpKind::Native => {
+                let $exp = Poly::<8>(EXP2_NATIVE);
+                $body
+            }
+            ExpKind::Mixed(degree, share) => {
+                // The unused upper coefficients are zero.
+                let $exp = Mixed::<6>(EXP2_POLY[usize::from(degree) - 3], usize::from(share));
+                $body
+            }
+            ExpKind::Sas(threshold) => {
+                let $exp = Sas(threshold);
+                $body
+            }
+        }
+    };
+}
+pub(super) use with_exp;

@@ -1,0 +1,126 @@
+//! Few queries against many keys, read where they lie: vectors run along the head dimension.
+
+use super::rows::Row;
+use crate::simd::Simd;
+
+/// Elements that [`dots`] and [`combine`] read in pair order: whole groups of four vectors.
+pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
+    d / (4 * lanes) * (4 * lanes)
+}
+
+/// Scores of R rows against K keys, read where they lie: `s[j * stride + r] = q[r] . k[j]`. Vectors run along
+/// the head dimension, q in pair order; R * K is the number of lanes, or K is 1.
+///
+/// # Safety
+/// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; R rows of `d`, `ldq` apart, at `q`.
+#[inline(always)]
+pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
+    s: *mut f32,
+    stride: usize,
+    q: *const f32,
+    ldq: usize,
+    k: *const T,
+    row: usize,
+    d: usize,
+    ahead: usize,
+) {
+    // SAFETY: inside the extents.
+    unsafe {
+        let mut sums = [[S::splat(0.0); R]; K];
+        let mut i = 0;
+        while i < paired(d, S::LANES) {
+            let mut rows = [(S::splat(0.0), S::splat(0.0)); R];
+            for (r, x) in rows.iter_mut().enumerate() {
+                let at = q.add(r * ldq + i);
+                *x = (S::load(at), S::load(at.add(S::LANES)));
+            }
+            for (j, sum) in sums.iter_mut().enumerate() {
+                let at = k.add(j * row + i);
+                S::prefetch(at.wrapping_add(ahead).cast());
+                let (a, b) = T::pair::<S>(at);
+                for r in 0..R {
+                    sum[r] = S::fma(b, rows[r].1, S::fma(a, rows[r].0, sum[r]));
+                }
+            }
+            i += 2 * S::LANES;
+        }
+        while i + S::LANES <= d {
+            for (j, sum) in sums.iter_mut().enumerate() {
+                let key = T::vector::<S>(k.add(j * row + i));
+                for (r, sum) in sum.iter_mut().enumerate() {
+                    *sum = S::fma(key, S::load(q.add(r * ldq + i)), *sum);
+                }
+            }
+            i += S::LANES;
+        }
+        let mut totals = [0.0f32; 16];
+        if R * K == S::LANES {
+            S::store(totals.as_mut_ptr(), S::sums(sums.as_flattened()));
+        } else {
+            let mut lanes = [0.0f32; 16];
+            for (total, &vector) in totals.iter_mut().zip(sums.as_flattened()) {
+                S::store(lanes.as_mut_ptr(), vector);
+                *total = lanes[..S::LANES].iter().sum();
+            }
+        }
+        for j in 0..K {
+            for r in 0..R {
+                let mut score = totals[j * R + r];
+                for x in i..d {
+                    score += *q.add(r * ldq + x) * (*k.add(j * row + x)).one();
+                }
+                *s.add(j * stride + r) = score;
+            }
+        }
+    }
+}
+
+/// `o[r][..] += sum_j p[j * stride + r] v[j][..]` for R rows and V vectors of columns: one, or an even number
+/// in pair order.
+///
+/// # Safety
+/// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
+#[inline(always)]
+pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
+    o: *mut f32,
+    ldo: usize,
+    p: *const f32,
+    stride: usize,
+    v: *const T,
+    row: usize,
+    keys: usize,
+    ahead: usize,
+) {
+    // SAFETY: inside the extents.
+    unsafe {
+        let mut sums = [[S::splat(0.0); V]; R];
+        for (r, sum) in sums.iter_mut().enumerate() {
+            for (z, x) in sum.iter_mut().enumerate() {
+                *x = S::load(o.add(r * ldo + z * S::LANES));
+            }
+        }
+        for j in 0..keys {
+            let mut values = [S::splat(0.0); V];
+            if V == 1 {
+                values[0] = T::vector::<S>(v.add(j * row));
+            } else {
+                for z in 0..V / 2 {
+                    let at = v.add(j * row + 2 * z * S::LANES);
+                    S::prefetch(at.wrapping_add(ahead).cast());
+                    (values[2 * z], values[2 * z + 1]) = T::pair::<S>(at);
+                }
+            }
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let weight = S::splat(*p.add(j * stride + r));
+                for z in 0..V {
+                    sum[z] = S::fma(weight, values[z], sum[z]);
+                }
+            }
+        }
+        for (r, sum) in sums.iter().enumerate() {
+            for (z, &x) in sum.iter().enumerate() {
+                S::store(o.add(r * ldo + z * S::LANES), x);
+            }
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! The matrix product under everything, and asking for memory while it runs.
+
+use crate::simd::Simd;
+use fulgurite_core::Data;
+
+/// One block of MR rows and NV vectors of C (+)= A B. A is read element by element and broadcast:
+/// `a[i * lda + p]`, or `a[p * lda + i]` where it is transposed.
+///
+/// # Safety
+/// All extents must be valid, and as for [`Simd`].
+#[inline(always)]
+unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: bool>(
+    c: *mut f32,
+    ldc: usize,
+    a: *const f32,
+    lda: usize,
+    b: *const f32,
+    ldb: usize,
+    k: usize,
+    add: bool,
+) {
+    // SAFETY: the caller's extents cover MR rows and NV vectors.
+    unsafe {
+        let mut sums = [[S::splat(0.0); NV]; MR];
+        let mut b = b;
+        let mut a = a;
+        let step = if TRANSPOSED { lda } else { 1 };
+        for _ in 0..k {
+            let mut columns = [S::splat(0.0); NV];
+            for (z, column) in columns.iter_mut().enumerate() {
+                *column = S::load(b.add(z * S::LANES));
+            }
+            for (i, row) in sums.iter_mut().enumerate() {
+                let x = S::splat(*a.add(if TRANSPOSED { i } else { i * lda }));
+                for z in 0..NV {
+                    row[z] = S::fma(x, columns[z], row[z]);
+                }
+            }
+            b = b.add(ldb);
+            a = a.add(step);
+        }
+        for (i, row) in sums.iter().enumerate() {
+            for (z, &sum) in row.iter().enumerate() {
+                let at = c.add(i * ldc + z * S::LANES);
+                S::store(at, if add { S::add(S::load(at), sum) } else { sum });
+            }
+        }
+    }
+}
+
+/// Rows that will be read soon: a product asks for a few after each of its blocks, so that memory works while the
+/// multipliers do, and no burst of requests stops them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Ahead {
+    streams: [Stream; 3],
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Stream {
+    start: *const u8,
+    row_bytes: usize,
+    bytes: usize,
+    rows: usize,
+}
+
+impl Default for Stream {
+    fn default() -> Self {
+        Stream { start: std::ptr::null(), row_bytes: 0, bytes: 0, rows: 0 }
+    }
+}
+
+impl Ahead {
+    /// Rows asked for after each block.
+    const ROWS: usize = 3;
+
+    /// Adds `rows` rows of `n` elements, `row` apart, from `offset` on. Nothing is read: any address will do.
+    pub fn push_rows(&mut self, data: &Data<'_>, offset: usize, row: usize, n: usize, rows: usize) {
+        let (start, size) = match data {
+            Data::F32(s) => (s.as_ptr().cast::<u8>(), 4),
+            Data::F16(s) => (s.as_ptr().cast(), 2),
+            Data::Bf16(s) => (s.as_ptr().cast(), 2),
+            _ => return,
+        };
+        if let Some(free) = self.streams.iter_mut().find(|s| s.rows == 0) {
+            *free = Stream { start: start.wrapping_add(offset * size), row_bytes: row * size, bytes: n * size, rows };
+        }
+    }
+
+    /// # Safety
+    /// As for [`Simd`].
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self) {
+        for stream in &mut self.streams {
+            if stream.rows == 0 {
+                continue;
+            }
+            for _ in 0..Self::ROWS.min(stream.rows) {
+                for line in (0..stream.bytes).step_by(64) {
+                    // SAFETY: passed on; a prefetch may name any address.
+                    unsafe { S::prefetch(stream.start.wrapping_add(line)) };
+                }
+                stream.start = stream.start.wrapping_add(stream.row_bytes);
+            }
+            stream.rows = stream.rows.saturating_sub(Self::ROWS);
+            return;
+        }
+    }
+}
+
+/// NV vectors wide, any number of rows: blocks of MR, then of 4, 2 and 1.
+///
+/// # Safety
+/// As for [`micro`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn block<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: bool>(
+    c: *mut f32,
+    ldc: usize,
+    a: *const f32,
+    lda: usize,
+    b: *const f32,
+    ldb: usize,
+    m: usize,
+    k: usize,
+    add: bool,
+    ahead: &mut Ahead,
+) {
+    // A remainder of 2 after sixes is better taken as 4 + 4: both keep the multipliers busy.
+    let blocks = if MR == 6 && m % MR == 2 && m > MR { m / MR - 1 } else { m / MR };
+    // SAFETY: rows 0..m are valid, and each block stays inside.
+    unsafe {
+        let row = |i: usize| if TRANSPOSED { a.add(i) } else { a.add(i * lda) };
+        let mut i = 0;
+        for _ in 0..blocks {
+            ahead.ask::<S>();
+            micro::<S, MR, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
+            i += MR;
+        }
+        while i + 4 <= m {
+            micro::<S, 4, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
+            i += 4;
+        }
+        while i + 2 <= m {
+            micro::<S, 2, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
+            i += 2;
+        }
+        if i < m {
+            micro::<S, 1, NV, TRANSPOSED>(c.add(i * ldc), ldc, row(i), lda, b, ldb, k, add);
+        }
+    }
+}

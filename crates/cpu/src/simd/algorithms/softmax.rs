@@ -1,0 +1,243 @@
+//! What happens to a tile of scores between two products: the online softmax, and its backward.
+
+use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, with_exp};
+use crate::simd::{MAX_VECTORS, Simd};
+use fulgurite_core::exp::EXP2_POLY;
+
+/// What a softmax step does with the running maximum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Policy {
+    /// Raise it where a score exceeds it by more than this many powers of two, and rescale.
+    Raise(f32),
+    /// Use it as it is where it is finite, and say so where the sum exceeds the limit.
+    Trust(f32),
+    /// Raise it and compute nothing else.
+    MaxOnly,
+    /// Use it as it is: it is final.
+    Final,
+}
+
+/// One step of the online softmax over a tile of scores `[keys][lanes]`.
+pub(crate) struct SoftmaxArgs<'a> {
+    /// Scores in, probabilities out.
+    pub s: &'a mut [f32],
+    /// Lanes of the tile: distance between keys.
+    pub stride: usize,
+    /// For each vector of lanes the keys it sees; others are not touched.
+    pub ranges: [(usize, usize); MAX_VECTORS],
+    /// Of these, keys that every lane of the vector sees.
+    pub inner: [(usize, usize); MAX_VECTORS],
+    /// First key of each lane, and the one after the last, where its vector's `inner` is less than its range.
+    pub lo: &'a [f32],
+    pub hi: &'a [f32],
+    /// Running maximum and sum of each lane, and the factor for what was accumulated before.
+    pub m: &'a mut [f32],
+    pub l: &'a mut [f32],
+    pub alpha: &'a mut [f32],
+    pub exp: ExpKind,
+    pub policy: Policy,
+}
+
+/// What a softmax step did, in lanes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct SoftmaxStats {
+    /// Lanes whose maximum could have been raised after their first key.
+    pub possible: u32,
+    /// Lanes that were rescaled.
+    pub rescaled: u32,
+    /// Lanes whose trusted maximum was too low: the scores must be computed again.
+    pub distrusted: u32,
+}
+
+/// # Safety
+/// As for [`Simd`]; the extents of `args` are checked by the table.
+#[inline(always)]
+pub(in crate::simd) unsafe fn softmax<S: Simd>(args: &mut SoftmaxArgs<'_>) -> SoftmaxStats {
+    // SAFETY: passed on.
+    unsafe { with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp)) }
+}
+
+#[inline(always)]
+unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, exp: &E) -> SoftmaxStats {
+    let mut stats = SoftmaxStats::default();
+    let stride = args.stride;
+    // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        let log2_e = S::splat(std::f32::consts::LOG2_E);
+        for z in 0..S::VECTORS {
+            let lane = z * S::LANES;
+            if lane >= stride {
+                break;
+            }
+            let alpha_at = args.alpha.as_mut_ptr().add(lane);
+            let (start, end) = args.ranges[z];
+            if start >= end {
+                S::store(alpha_at, S::splat(1.0));
+                continue;
+            }
+            let s = args.s.as_mut_ptr().add(lane);
+            let m_at = args.m.as_mut_ptr().add(lane);
+            let l_at = args.l.as_mut_ptr().add(lane);
+            let (first, last) = args.inner[z];
+            if (first, last) != (start, end) {
+                let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
+                for key in (start..first).chain(last..end) {
+                    let at = s.add(key * stride);
+                    let j = S::splat(key as f32);
+                    // lo <= j as lo < j + 1: both are small integers
+                    let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(j, hi));
+                    S::store(at, S::select(seen, S::load(at), hidden));
+                }
+            }
+            let old = S::load(m_at);
+            let finite = S::lt(hidden, old);
+            let all_finite = S::count(finite) as usize == S::LANES;
+            let trust = match args.policy {
+                Policy::Final => true,
+                Policy::Trust(_) => all_finite,
+                _ => false,
+            };
+            let mut m = old;
+            let mut alpha = S::splat(1.0);
+            if !trust {
+                // Eight chains cover the latency of the maximum. NaN scores do not raise it.
+                let mut highest = [hidden; 8];
+                let mut key = start;
+                while key + 8 <= end {
+                    for (i, high) in highest.iter_mut().enumerate() {
+                        *high = S::max(S::load(s.add((key + i) * stride)), *high);
+                    }
+                    key += 8;
+                }
+                while key < end {
+                    highest[0] = S::max(S::load(s.add(key * stride)), highest[0]);
+                    key += 1;
+                }
+                let mut top = highest[0];
+                for &high in &highest[1..] {
+                    top = S::max(high, top);
+                }
+                let new = top;
+                let tau = match args.policy {
+                    Policy::Raise(tau) => tau * std::f32::consts::LN_2,
+                    _ => 0.0,
+                };
+                let higher = S::lt(old, new);
+                // Lanes that have seen nothing take any maximum.
+                let raise = S::lt(S::add(old, S::splat(tau)), new);
+                m = S::select(raise, new, old);
+                S::store(m_at, m);
+                if args.policy == Policy::MaxOnly {
+                    continue;
+                }
+                stats.possible += S::count(S::and(higher, finite));
+                let rescaled = S::and(raise, finite);
+                stats.rescaled += S::count(rescaled);
+                alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
+            }
+            // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
+            let shift = S::select(S::lt(hidden, m), m, S::splat(0.0));
+            let mut sum = S::splat(0.0);
+            for key in start..end {
+                let at = s.add(key * stride);
+                // Not one fused operation: the maximum must give exactly 1, however large it is.
+                let p = exp.eval(S::mul(S::sub(S::load(at), shift), log2_e), key);
+                S::store(at, p);
+                sum = S::add(sum, p);
+            }
+            if let Policy::Trust(limit) = args.policy {
+                // NaN counts as within: it would come out of a repetition as well.
+                stats.distrusted += if trust { S::count(S::lt(S::splat(limit), sum)) } else { 0 };
+            }
+            S::store(l_at, S::fma(S::load(l_at), alpha, sum));
+            S::store(alpha_at, alpha);
+        }
+    }
+    stats
+}
+
+/// The element-wise part of backward over a tile `[keys][lanes]`:
+/// P = e^(s - lse), dS = P (scale dP - scale D).
+pub(crate) struct GradArgs<'a> {
+    /// Scores in, probabilities out.
+    pub s: &'a mut [f32],
+    /// dP in, dS out.
+    pub dp: &'a mut [f32],
+    /// Lanes of the tile: distance between keys.
+    pub stride: usize,
+    /// For each vector of lanes the keys it sees; others are not touched.
+    pub ranges: [(usize, usize); MAX_VECTORS],
+    /// Of these, keys that every lane of the vector sees.
+    pub inner: [(usize, usize); MAX_VECTORS],
+    pub lo: &'a [f32],
+    pub hi: &'a [f32],
+    /// Whether scores of hidden keys were set to -inf.
+    pub hidden: bool,
+    /// LSE of each lane; +inf for a row without keys.
+    pub lse: &'a [f32],
+    /// Maximum of each lane, for [`ExpKind::Sas`].
+    pub max: &'a [f32],
+    /// `scale` times D of each lane.
+    pub delta: &'a [f32],
+    /// The problem's scale, where no modifier stands between score and dS; else 1.
+    pub scale: f32,
+    pub exp: ExpKind,
+}
+
+/// # Safety
+/// As for [`Simd`]; the extents of `args` are checked by the table.
+#[inline(always)]
+pub(in crate::simd) unsafe fn grad<S: Simd>(args: &mut GradArgs<'_>) {
+    // SAFETY: passed on.
+    unsafe { with_exp!(args.exp, exp => grad_with::<S, _>(args, &exp)) }
+}
+
+#[inline(always)]
+unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E) {
+    let stride = args.stride;
+    let sas = matches!(args.exp, ExpKind::Sas(_));
+    // SAFETY: the table checked that ranges lie inside the tiles and that lane arrays have `stride` elements.
+    unsafe {
+        let zero = S::splat(0.0);
+        let (log2_e, scale) = (S::splat(std::f32::consts::LOG2_E), S::splat(args.scale));
+        for z in 0..S::VECTORS {
+            let lane = z * S::LANES;
+            if lane >= stride {
+                break;
+            }
+            let (start, end) = args.ranges[z];
+            let s = args.s.as_mut_ptr().add(lane);
+            let dp = args.dp.as_mut_ptr().add(lane);
+            let lse = S::load(args.lse.as_ptr().add(lane));
+            let delta = S::sub(zero, S::load(args.delta.as_ptr().add(lane)));
+            // The function of TurboAttention is taken against the maximum; the sum divides afterwards.
+            let top = if sas { S::load(args.max.as_ptr().add(lane)) } else { lse };
+            let factor = if sas { S::exp2(S::mul(S::sub(top, lse), log2_e), &EXP2_NATIVE) } else { S::splat(1.0) };
+            let (first, last) = args.inner[z];
+            let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
+            for key in start..end {
+                let (s_at, dp_at) = (s.add(key * stride), dp.add(key * stride));
+                let score = S::load(s_at);
+                let mut p = exp.eval(S::mul(S::sub(score, top), log2_e), key);
+                if sas {
+                    p = S::mul(p, factor);
+                }
+                let mut ds = S::mul(p, S::fma(S::load(dp_at), scale, delta));
+                // A hidden key may hold anything: its dP is not multiplied away but replaced.
+                if key < first || key >= last {
+                    let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(S::splat(key as f32), hi));
+                    p = S::select(seen, p, zero);
+                    ds = S::select(seen, ds, zero);
+                }
+                if args.hidden {
+                    let gone = S::lt(score, S::splat(f32::MIN));
+                    p = S::select(gone, zero, p);
+                    ds = S::select(gone, zero, ds);
+                }
+                S::store(s_at, p);
+                S::store(dp_at, ds);
+            }
+        }
+    }
+}
