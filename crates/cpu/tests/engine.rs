@@ -2,7 +2,8 @@
 
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{check_backward, check_forward};
-use fulgurite_core::{DType, Forward, Gradients, Rescale, Saved};
+use fulgurite_core::random::Rng;
+use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Rescale, Saved, Tensor, TensorView};
 use fulgurite_cpu::{Isa, Options, backward, forward};
 
 fn saved<'a>(case: &'a Case, result: &'a Forward) -> Saved<'a> {
@@ -96,4 +97,75 @@ fn every_rescale_policy_agrees_with_the_oracle() {
         }
     }
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// A row of one problem, alone and in company, with rising or falling scores along the keys.
+fn trend(rising: f64) -> [Tensor; 3] {
+    let mut rng = Rng::new(7);
+    let (n, d) = (700, 16);
+    let mut random = || rng.normals(n * d, 1.0);
+    let (q, mut k, v) = (random(), random(), random());
+    let q: Vec<f64> = q.iter().enumerate().map(|(i, x)| if i % d == 0 { 1.0 } else { 0.1 * x }).collect();
+    for (i, row) in k.chunks_exact_mut(d).enumerate() {
+        row[0] = rising * i as f64;
+    }
+    [q, k, v].map(|x| Tensor::from_f64(DType::F32, &x, &[1, n, 1, d]).unwrap())
+}
+
+#[test]
+fn rescales_are_skipped_and_counted() {
+    let problem = Problem::builder().dense(1, 700, 700).heads(1, 1).head_dim(16).scale(1.0).build().unwrap();
+    let count = |tensors: &[Tensor; 3], rescale| {
+        let [q, k, v] = tensors;
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        let bound = inputs.bind(&problem).unwrap();
+        let mut result = Forward::zeros(&problem).unwrap();
+        let counters =
+            forward(&bound, &mut result.outputs(), &Options { rescale: Some(rescale), ..Options::default() });
+        assert!(check_forward(&bound, &result, 1).iter().all(|(_, v)| v.ok()), "{rescale}");
+        counters
+    };
+    // Scores that hardly rise: the maximum grows in most blocks, but never by a factor of 2^8.
+    let slow = trend(0.0005);
+    let always = count(&slow, Rescale::Always);
+    let lazy = count(&slow, Rescale::Lazy(8.0));
+    assert!(always.rescales_done > 0 && always.rescales_done == always.rescales_possible);
+    assert!(lazy.rescales_possible > 0 && lazy.rescales_done == 0, "{lazy:?}");
+    assert_eq!(count(&slow, Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT)).blocks_redone, 0);
+    // Scores that rise by e^25 from block to block: every block but the first takes the cold path.
+    let steep = trend(0.2);
+    assert!(count(&steep, Rescale::Lazy(8.0)).rescales_done > 0);
+    assert!(count(&steep, Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT)).blocks_redone >= 5);
+}
+
+#[test]
+fn bits_do_not_depend_on_the_batch() {
+    let (lengths, d) = ([5usize, 130, 64, 300], 24);
+    let offsets: Vec<i32> = lengths.iter().scan(0, |sum, n| Some(std::mem::replace(sum, *sum + *n as i32))).collect();
+    let offsets: Vec<i32> = offsets.into_iter().chain([lengths.iter().sum::<usize>() as i32]).collect();
+    let total = offsets[4] as usize;
+    let mut rng = Rng::new(3);
+    let mut random =
+        |heads: usize| rng.normals(total * heads * d, 1.0).into_iter().map(|x| x as f32).collect::<Vec<_>>();
+    let (q, k, v) = (random(4), random(2), random(2));
+    let attend = |from: usize, to: usize, offsets: &[i32]| {
+        let problem = Problem::builder().packed(offsets, offsets).heads(4, 2).head_dim(d).mask(Mask::causal()).build();
+        let problem = problem.unwrap();
+        let view = |x: &'_ [f32], heads: usize| -> Tensor {
+            Tensor::new(x[from * heads * d..to * heads * d].to_vec(), &[to - from, heads, d]).unwrap()
+        };
+        let (q, k, v) = (view(&q, 4), view(&k, 2), view(&v, 2));
+        let cu = TensorView::new(offsets, &[offsets.len()]).unwrap();
+        let inputs = Inputs::new(q.view(), k.view(), v.view()).cu_seqlens(cu, cu);
+        let bound = inputs.bind(&problem).unwrap();
+        let mut result = Forward::zeros(&problem).unwrap();
+        forward(&bound, &mut result.outputs(), &Options::default());
+        result.o.as_slice::<f32>().unwrap().iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let together = attend(0, total, &offsets);
+    for (i, &n) in lengths.iter().enumerate() {
+        let (from, to) = (offsets[i] as usize, offsets[i + 1] as usize);
+        let alone = attend(from, to, &[0, n as i32]);
+        assert!(alone == together[from * 4 * d..to * 4 * d], "sequence {i} of length {n}");
+    }
 }
