@@ -89,7 +89,7 @@ def as_torch(x, dtype):
 
 
 def heads_outside(x):
-    """The same tensor in the memory order of the peers, `[batch, heads, sequence, dim]`: any strides will do for us."""
+    """The same tensor in the memory order that torch wants, `[batch, heads, sequence, dim]`: any strides will do for us."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
