@@ -1,0 +1,151 @@
+//! C = A B on Hopper: a persistent kernel whose copy engine runs ahead of its tensor cores.
+//!
+//! One thread fills a ring with tiles of A and B; two warpgroups multiply them, 64 rows each, and write their part
+//! of C while the ring fills up for the next tile. Tiles of C are walked in bands of a few rows of tiles, so that
+//! blocks that run at the same time share tiles of A and B in the second-level cache.
+
+use fulgurite_ptx::{
+    BuildError, Builder, Group, Half, Kernel, Major, Pair, Scope, Sum, Target, TileShape, Val, Warpgroups, Word,
+};
+
+/// How the kernel is cut: measured choices, one place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tuning {
+    /// Rows of C of a tile: 64 for each of the two warpgroups.
+    pub rows: u32,
+    /// Columns of C of a tile.
+    pub cols: u32,
+    /// Stages of the ring.
+    pub depth: u32,
+    /// Blocks of a cluster, which share their tiles of B.
+    pub cluster: u32,
+    /// Rows of tiles in a band.
+    pub band: u32,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning { rows: 128, cols: 256, depth: 4, cluster: 1, band: 16 }
+    }
+}
+
+/// Which way operands lie in memory: for A `[m][k]` ([`Major::Inner`]) or `[k][m]`, for B `[n][k]` or `[k][n]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Layouts {
+    /// Of A.
+    pub a: Major,
+    /// Of B.
+    pub b: Major,
+}
+
+/// Elements of the summed dimension in a tile: a line of 128 bytes.
+const INNER: u32 = 64;
+
+/// The tile of an operand with `outer` rows (A) or columns (B).
+fn tile<T: Half>(major: Major, outer: u32) -> TileShape {
+    match major {
+        Major::Inner => TileShape::new(T::NUMBER, outer, INNER),
+        Major::Outer => TileShape::new(T::NUMBER, INNER, outer),
+    }
+}
+
+/// Coordinates of an operand's tile: `outer` and `inner` elements, in a batch.
+fn place<'k>(major: Major, outer: Val<'k, u32>, inner: Val<'k, u32>, batch: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+    match major {
+        Major::Inner => [inner, outer, batch],
+        Major::Outer => [outer, inner, batch],
+    }
+}
+
+/// Where a tile of C begins, and in which batch.
+#[derive(Clone, Copy)]
+struct Place<'k> {
+    row: Val<'k, u32>,
+    col: Val<'k, u32>,
+    batch: Val<'k, u32>,
+}
+
+/// C = A B for `[batch]` matrices of 16-bit floats, with f32 accumulation.
+pub fn kernel<T: Half>(target: Target, layouts: Layouts, tuning: Tuning) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    Kernel::build("gemm", target, |k| build::<T>(k, layouts, tuning))
+}
+
+fn build<'k, T: Half>(k: &'k Builder, layouts: Layouts, tuning: Tuning)
+where
+    Pair<T>: Word,
+{
+    let Tuning { rows, cols, depth, cluster, band } = tuning;
+    k.cluster(cluster);
+    let (a_tile, b_tile) = (tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols));
+    let c_tile = TileShape::new(T::NUMBER, 64, INNER);
+    let (a, b, c) = (k.tensor("a", a_tile, 3), k.tensor("b", b_tile, 3), k.tensor("c", c_tile, 3));
+    let [m_tiles, n_tiles, steps, tiles] = ["m_tiles", "n_tiles", "k_steps", "tiles"].map(|name| k.param::<u32>(name));
+    let ring = k.pipe("operands", depth, &[a_tile, b_tile]);
+    // C leaves through two small tiles a warpgroup: one is written while the copy engine reads the other.
+    let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
+
+    // Tiles of C in the order in which blocks take them: down a band of `band` rows of tiles, then to the next column.
+    let find = move |t: Val<'k, u32>| {
+        let per_batch = m_tiles * n_tiles;
+        let (batch, t) = (t / per_batch, t % per_batch);
+        let per_band = n_tiles * band;
+        let first = t / per_band * band;
+        let height = (m_tiles - first).min(band);
+        let t = t % per_band;
+        Place { row: (first + t % height) * rows, col: t / height * cols, batch }
+    };
+
+    k.role("load", Warpgroups(1).registers(40), |w| {
+        w.one_thread(|t| {
+            t.each(t.block(), tiles, t.blocks(), |t, tile| {
+                let at = find(tile);
+                t.each(0, steps, 1, |t, step| {
+                    let inner = step * INNER;
+                    ring.put(t, |t, stage| {
+                        stage.load(t, 0, &a, &place(layouts.a, at.row, inner, at.batch));
+                        stage.load(t, 1, &b, &place(layouts.b, at.col, inner, at.batch));
+                    });
+                });
+            });
+        });
+    });
+
+    k.role("multiply", Warpgroups(2).registers(232), |w: &Scope<'k, Group>| {
+        let acc = w.accumulators(cols);
+        let own = w.group();
+        let barrier = w.group_barrier();
+        let multiply = |sum| {
+            let stage = ring.take(w);
+            w.multiply(&acc, stage[0].operand(layouts.a).part(own, 64), stage[1].operand(layouts.b), sum);
+        };
+        w.each(w.block(), tiles, w.blocks(), |w, tile| {
+            // The product of a step runs while the next one is started; a stage goes back when the one after it runs.
+            multiply(Sum::Fresh);
+            w.each(1, steps, 1, |w, _| {
+                multiply(Sum::Onto);
+                w.wait_products(1);
+                ring.release(w);
+            });
+            w.wait_products(0);
+            ring.release(w);
+
+            let at = find(tile);
+            for part in 0..cols / INNER {
+                let tile = staging[part as usize % 2].rows(own, 64);
+                w.one_thread_of_group(|t| t.wait_stores_read(1));
+                w.sync_group(&barrier);
+                w.write::<T>(tile, &acc.part(part, INNER));
+                w.publish_shared();
+                w.sync_group(&barrier);
+                w.one_thread_of_group(|t| {
+                    t.store_tile(&c, &[at.col + part * INNER, at.row + own * 64, at.batch], tile);
+                    t.commit_stores();
+                });
+            }
+        });
+        w.one_thread_of_group(|t| t.wait_stores(0));
+    });
+}

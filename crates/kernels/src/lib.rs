@@ -1,0 +1,6 @@
+//! The GPU kernels of fulgurite: functions that build kernel values, and the launches that run them.
+
+#![forbid(unsafe_code)]
+
+pub mod add;
+pub mod gemm;

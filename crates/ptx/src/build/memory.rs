@@ -1,0 +1,163 @@
+//! Arrays in global and in shared memory.
+
+use super::Builder;
+use super::scope::{Scope, Who};
+use super::value::{IntoVal, Val, Word};
+use crate::inst::{Arg, Base, Class, Inst, Reg};
+use crate::table::memory as rows;
+use std::marker::PhantomData;
+
+/// Bytes of an element.
+pub(crate) const fn bytes<T: Word>() -> u32 {
+    match T::CLASS {
+        Class::Pred => 1,
+        Class::B16 => 2,
+        Class::B32 | Class::F32 => 4,
+        Class::B64 => 8,
+    }
+}
+
+const VECTOR: [&str; 3] = ["", ".v2", ".v4"];
+
+fn vector(n: usize) -> &'static str {
+    match n {
+        1 => VECTOR[0],
+        2 => VECTOR[1],
+        _ => VECTOR[2],
+    }
+}
+
+fn global(class: Class) -> [&'static Inst; 2] {
+    match class {
+        Class::B16 => [&rows::LD_GLOBAL_16, &rows::ST_GLOBAL_16],
+        Class::F32 => [&rows::LD_GLOBAL_F32, &rows::ST_GLOBAL_F32],
+        Class::B64 => [&rows::LD_GLOBAL_64, &rows::ST_GLOBAL_64],
+        Class::B32 | Class::Pred => [&rows::LD_GLOBAL_32, &rows::ST_GLOBAL_32],
+    }
+}
+fn shared(class: Class) -> [&'static Inst; 2] {
+    match class {
+        Class::B16 => [&rows::LD_SHARED_16, &rows::ST_SHARED_16],
+        Class::F32 => [&rows::LD_SHARED_F32, &rows::ST_SHARED_F32],
+        Class::B64 => [&rows::LD_SHARED_64, &rows::ST_SHARED_64],
+        Class::B32 | Class::Pred => [&rows::LD_SHARED_32, &rows::ST_SHARED_32],
+    }
+}
+
+#[track_caller]
+fn load<'k, T: Word, const N: usize>(k: &'k Builder, row: &'static Inst, at: Arg) -> [Val<'k, T>; N] {
+    let regs: [Reg; N] = std::array::from_fn(|_| k.register(T::CLASS));
+    k.emit(row, [Arg::List(regs.into()), at, Arg::Word(vector(N))]);
+    regs.map(|reg| Val::reg(k, reg))
+}
+#[track_caller]
+fn store<T: Word, const N: usize>(k: &Builder, row: &'static Inst, at: Arg, x: [Val<'_, T>; N]) {
+    let regs = x.map(|x| x.in_register());
+    k.emit(row, [at, Arg::List(regs.into()), Arg::Word(vector(N))]);
+}
+
+/// An array in global memory.
+pub struct Pointer<'k, T> {
+    address: Val<'k, u64>,
+    element: PhantomData<T>,
+}
+impl<T> Clone for Pointer<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Pointer<'_, T> {}
+
+impl<'k, T: Word> Pointer<'k, T> {
+    pub(crate) fn new(address: Val<'k, u64>) -> Self {
+        Pointer { address, element: PhantomData }
+    }
+    /// The array from an element on.
+    #[track_caller]
+    pub fn at(self, index: impl IntoVal<'k, u32>) -> Self {
+        let index = index.into_val(self.address.k);
+        Pointer::new(self.address + index.mul_wide(bytes::<T>()))
+    }
+    /// The array from an element on, for arrays of 2^32 elements and more.
+    #[track_caller]
+    pub fn at_wide(self, index: Val<'k, u64>) -> Self {
+        let bytes = Val::<u64>::new(self.address.k, super::Src::Imm(bytes::<T>().into()));
+        Pointer::new(
+            self.address + index.compute::<u64>(&crate::table::integer::MUL_64, &[bytes.arg(), Arg::Word("u64")]),
+        )
+    }
+    #[track_caller]
+    fn place(self, index: impl IntoVal<'k, u32>) -> Arg {
+        let index = index.into_val(self.address.k);
+        match index.constant() {
+            // A small constant fits in the instruction.
+            Some(i) if i < 1 << 20 => {
+                Arg::Address(Base::Reg(self.address.in_register()), (i as u32 * bytes::<T>()) as i32)
+            }
+            _ => Arg::Address(Base::Reg(self.at(index).address.in_register()), 0),
+        }
+    }
+    /// Reads an element.
+    #[track_caller]
+    pub fn load<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>) -> Val<'k, T> {
+        let [x] = load(w.k, global(T::CLASS)[0], self.place(index));
+        x
+    }
+    /// Reads two or four elements that lie together, the first at a multiple of their number.
+    #[track_caller]
+    pub fn load_some<W: Who, const N: usize>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>) -> [Val<'k, T>; N] {
+        load(w.k, global(T::CLASS)[0], self.place(index))
+    }
+    /// Writes an element.
+    #[track_caller]
+    pub fn store<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: impl IntoVal<'k, T>) {
+        let x = x.into_val(w.k);
+        store(w.k, global(T::CLASS)[1], self.place(index), [x]);
+    }
+    /// Writes two or four elements that lie together, the first at a multiple of their number.
+    #[track_caller]
+    pub fn store_some<W: Who, const N: usize>(
+        self,
+        w: &Scope<'k, W>,
+        index: impl IntoVal<'k, u32>,
+        x: [Val<'k, T>; N],
+    ) {
+        store(w.k, global(T::CLASS)[1], self.place(index), x);
+    }
+}
+
+/// An array in shared memory.
+pub struct Shared<'k, T> {
+    k: &'k Builder,
+    offset: u32,
+    element: PhantomData<T>,
+}
+impl<T> Clone for Shared<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Shared<'_, T> {}
+
+impl<'k, T: Word> Shared<'k, T> {
+    pub(crate) fn new(k: &'k Builder, offset: u32) -> Self {
+        Shared { k, offset, element: PhantomData }
+    }
+    #[track_caller]
+    fn place(self, index: impl IntoVal<'k, u32>) -> Arg {
+        let address = index.into_val(self.k).mul_add(bytes::<T>(), self.k.shared_address(self.offset));
+        Arg::Address(Base::Reg(address.in_register()), 0)
+    }
+    /// Reads an element.
+    #[track_caller]
+    pub fn load<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>) -> Val<'k, T> {
+        let [x] = load(w.k, shared(T::CLASS)[0], self.place(index));
+        x
+    }
+    /// Writes an element.
+    #[track_caller]
+    pub fn store<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: impl IntoVal<'k, T>) {
+        let x = x.into_val(w.k);
+        store(w.k, shared(T::CLASS)[1], self.place(index), [x]);
+    }
+}

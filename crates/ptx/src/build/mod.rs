@@ -1,0 +1,465 @@
+//! Building a kernel: a closure is run once, and what it does with values becomes the kernel.
+//!
+//! ```
+//! use fulgurite_ptx::{Kernel, Target};
+//!
+//! let kernel = Kernel::build("double", Target::AMPERE, |k| {
+//!     let (x, n) = (k.pointer::<f32>("x"), k.param::<u32>("n"));
+//!     k.threads(128, |w| {
+//!         let i = w.block().mul_add(128, w.thread());
+//!         w.when(i.lt(n), |w| x.store(w, i, x.load(w, i) * 2.0));
+//!     });
+//! })?;
+//! assert!(kernel.ptx().contains("mul.rn.f32"));
+//! # Ok::<(), fulgurite_ptx::BuildError>(())
+//! ```
+
+mod memory;
+mod scope;
+mod value;
+
+pub use memory::{Pointer, Shared};
+pub use scope::{Block, Group, Scope, Thread, Who};
+pub(crate) use value::Src;
+pub use value::{Half, IntoVal, Pair, Val, Var, Word};
+
+use crate::error::BuildError;
+use crate::inst::{Arg, Class, Inst, Op, Reg};
+use crate::kernel::{BoxShape, Kernel, Param, ParamKind, RoleUse, SharedUse, Stmt, Target};
+use crate::table::{convert, mbarrier, memory as rows, sync, warp};
+use crate::tile::TensorParam;
+use crate::verify;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::panic::Location;
+
+/// Threads of a warpgroup.
+pub(crate) const WARPGROUP: u32 = 128;
+
+/// A kernel under construction.
+pub struct Builder {
+    name: String,
+    target: Target,
+    cluster: Cell<u32>,
+    state: RefCell<State>,
+}
+
+#[derive(Default)]
+struct State {
+    registers: [u32; Class::ALL.len()],
+    /// Open blocks; instructions go into the last.
+    blocks: Vec<Vec<Stmt>>,
+    params: Vec<Param>,
+    shared: Vec<SharedUse>,
+    shared_bytes: u32,
+    /// Named barriers handed out; 0 is the whole block's.
+    barriers: u32,
+    mbarriers: Vec<MbarrierUse>,
+    roles: Vec<(RoleUse, Vec<Stmt>)>,
+    /// Number of the role under construction, and how deep its first block lies.
+    role: Option<(usize, usize)>,
+    /// Registers that hold where a role stands in a ring.
+    cursors: HashMap<(usize, usize, &'static str), [Reg; 2]>,
+    pipes: Vec<PipeUse>,
+    threads: u32,
+    errors: Vec<BuildError>,
+}
+
+/// An mbarrier in shared memory, initialised before anything else happens.
+struct MbarrierUse {
+    offset: u32,
+    /// Arrivals a phase; filled in once all roles are known.
+    count: Count,
+}
+
+/// How many arrivals complete a phase.
+#[derive(Clone, Copy)]
+pub(crate) enum Count {
+    /// So many.
+    Fixed(u32),
+    /// One for each warp that empties the pipe, in each block of the cluster that shares it.
+    Readers(usize),
+}
+
+/// What is known of a ring once all roles are built.
+#[derive(Default)]
+pub(crate) struct PipeUse {
+    name: String,
+    filled: bool,
+    /// Warps that empty it, counted once for each role.
+    readers: HashMap<usize, u32>,
+    /// Blocks whose readers must all be done.
+    blocks: u32,
+}
+
+/// Warps of a role.
+#[derive(Debug, Clone, Copy)]
+pub struct Warpgroups {
+    count: u32,
+    registers: Option<u32>,
+}
+
+/// Groups of four warps.
+#[allow(non_snake_case)] // reads as what it is: `Warpgroups(2).registers(240)`
+pub fn Warpgroups(count: u32) -> Warpgroups {
+    Warpgroups { count, registers: None }
+}
+
+impl Warpgroups {
+    /// Registers that each thread of the role has, taken from or given to the others at its start.
+    pub fn registers(self, count: u32) -> Self {
+        Warpgroups { registers: Some(count), ..self }
+    }
+}
+
+impl Kernel {
+    /// Runs `f` to build a kernel, then checks that it fits its target.
+    pub fn build(name: &str, target: Target, f: impl FnOnce(&Builder)) -> Result<Kernel, BuildError> {
+        let k = Builder {
+            name: name.into(),
+            target,
+            cluster: Cell::new(1),
+            state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
+        };
+        f(&k);
+        k.finish()
+    }
+}
+
+impl Builder {
+    /// What it is built for.
+    pub fn target(&self) -> Target {
+        self.target
+    }
+
+    /// Launched in clusters of this many blocks.
+    pub fn cluster(&self, blocks: u32) {
+        self.cluster.set(blocks);
+    }
+    pub(crate) fn cluster_blocks(&self) -> u32 {
+        self.cluster.get()
+    }
+
+    pub(crate) fn register(&self, class: Class) -> Reg {
+        let count = &mut self.state.borrow_mut().registers[class as usize];
+        *count += 1;
+        Reg { class, index: *count - 1 }
+    }
+
+    /// Appends an instruction.
+    #[track_caller]
+    pub(crate) fn emit(&self, inst: &'static Inst, args: impl Into<Box<[Arg]>>) {
+        let args = args.into();
+        assert_eq!(args.len(), inst.operands.len(), "bug in fulgurite: operands of {}", inst.name);
+        self.push(Stmt::Op(Op { inst, args, at: Location::caller() }));
+    }
+
+    pub(crate) fn push(&self, stmt: Stmt) {
+        self.state.borrow_mut().blocks.last_mut().expect("bug in fulgurite: no open block").push(stmt);
+    }
+
+    /// What `f` builds, as a block of its own.
+    pub(crate) fn block(&self, f: impl FnOnce()) -> Vec<Stmt> {
+        self.state.borrow_mut().blocks.push(Vec::new());
+        f();
+        self.state.borrow_mut().blocks.pop().expect("bug in fulgurite: blocks are nested")
+    }
+
+    /// Builds into the beginning of the current role.
+    fn at_role_start(&self, f: impl FnOnce()) {
+        let built = self.block(f);
+        let mut state = self.state.borrow_mut();
+        let depth = state.role.map_or(0, |(_, depth)| depth);
+        state.blocks[depth].extend(built);
+    }
+
+    /// Remembers what is wrong; the first is reported when the kernel is finished.
+    #[track_caller]
+    pub(crate) fn refuse(&self, what: String) {
+        let at = Location::caller();
+        let at = format!("{}:{}", at.file(), at.line());
+        self.state.borrow_mut().errors.push(BuildError::Shape { kernel: self.name.clone(), at, what });
+    }
+
+    fn add_param(&self, name: &str, kind: ParamKind) -> u32 {
+        let mut state = self.state.borrow_mut();
+        state.params.push(Param { name: name.into(), kind });
+        state.params.len() as u32 - 1
+    }
+
+    /// A number among the parameters.
+    #[track_caller]
+    pub fn param<T: Number>(&self, name: &str) -> Val<'_, T> {
+        let number = self.add_param(name, T::KIND);
+        let (d, value) = Val::fresh(self);
+        self.emit(T::LOAD, [d, Arg::Address(crate::inst::Base::Param(number), 0)]);
+        value
+    }
+
+    /// An array in global memory among the parameters, aligned to 16 bytes.
+    #[track_caller]
+    pub fn pointer<T: Word>(&self, name: &str) -> Pointer<'_, T> {
+        let number = self.add_param(name, ParamKind::Pointer(16));
+        let (d, value) = Val::fresh(self);
+        self.emit(&rows::LD_PARAM_64, [d, Arg::Address(crate::inst::Base::Param(number), 0)]);
+        Pointer::new(value)
+    }
+
+    /// A tensor among the parameters that is moved in boxes.
+    #[track_caller]
+    pub(crate) fn tensor_param(&self, name: &str, shape: BoxShape) -> TensorParam<'_> {
+        let rank = shape.extent.len() as u32;
+        let number = self.add_param(name, ParamKind::Tensor(shape));
+        let (d, map) = Val::fresh(self);
+        self.emit(&convert::PARAM_ADDRESS, [d, Arg::Param(number)]);
+        TensorParam { map, rank }
+    }
+
+    /// Takes a part of shared memory.
+    pub(crate) fn take_shared(&self, name: &str, bytes: u32, align: u32) -> u32 {
+        let mut state = self.state.borrow_mut();
+        let offset = state.shared_bytes.next_multiple_of(align);
+        state.shared.push(SharedUse { name: name.into(), offset, bytes });
+        state.shared_bytes = offset + bytes;
+        offset
+    }
+
+    /// The shared address of an offset.
+    #[track_caller]
+    pub(crate) fn shared_address(&self, offset: u32) -> Val<'_, u32> {
+        let (d, base) = Val::fresh(self);
+        self.emit(&convert::SHARED_BASE, [d]);
+        base + offset
+    }
+
+    /// An array of `count` values in shared memory.
+    pub fn shared<T: Word>(&self, name: &str, count: u32) -> Shared<'_, T> {
+        let offset = self.take_shared(name, count * memory::bytes::<T>(), 16);
+        Shared::new(self, offset)
+    }
+
+    /// Named barriers for some of the block's warps.
+    pub(crate) fn named_barriers(&self, count: u32) -> u32 {
+        let mut state = self.state.borrow_mut();
+        state.barriers += count;
+        state.barriers - count
+    }
+
+    /// `n` mbarriers in a row; the offset of the first.
+    pub(crate) fn mbarriers(&self, name: &str, n: u32, count: Count) -> u32 {
+        let first = self.take_shared(name, 8 * n, 8);
+        let uses = (0..n).map(|i| MbarrierUse { offset: first + 8 * i, count });
+        self.state.borrow_mut().mbarriers.extend(uses);
+        first
+    }
+
+    pub(crate) fn new_pipe(&self, name: &str, blocks: u32) -> usize {
+        let mut state = self.state.borrow_mut();
+        state.pipes.push(PipeUse { name: name.into(), blocks, ..PipeUse::default() });
+        state.pipes.len() - 1
+    }
+
+    pub(crate) fn pipe_filled(&self, pipe: usize) {
+        self.state.borrow_mut().pipes[pipe].filled = true;
+    }
+
+    /// The current role empties a pipe.
+    pub(crate) fn pipe_emptied(&self, pipe: usize) {
+        let mut state = self.state.borrow_mut();
+        let role = state.role.map_or(0, |(role, _)| role);
+        let warps = state.roles.get(role).map_or(state.threads / 32, |(role, _)| role.warps);
+        state.pipes[pipe].readers.insert(role, warps);
+    }
+
+    /// Where the current role stands in a ring: stage and parity, `start` at first.
+    #[track_caller]
+    pub(crate) fn cursor(&self, pipe: usize, side: &'static str, start: [u32; 2]) -> [Var<'_, u32>; 2] {
+        let role = self.state.borrow().role.map_or(0, |(role, _)| role);
+        let known = self.state.borrow().cursors.get(&(role, pipe, side)).copied();
+        let regs = known.unwrap_or_else(|| {
+            let regs = [self.register(Class::B32), self.register(Class::B32)];
+            self.at_role_start(|| (0..2).for_each(|i| Var::of(self, regs[i]).set(start[i])));
+            self.state.borrow_mut().cursors.insert((role, pipe, side), regs);
+            regs
+        });
+        regs.map(|reg| Var::of(self, reg))
+    }
+
+    /// All `count` threads of a block do the same.
+    pub fn threads<'k>(&'k self, count: u32, f: impl FnOnce(&Scope<'k, Block>)) {
+        self.state.borrow_mut().threads = count;
+        f(&Scope::new(self));
+    }
+
+    /// Some warps do one job. Roles take the block's warps in the order in which they are declared.
+    #[track_caller]
+    pub fn role<'k>(&'k self, name: &str, warpgroups: Warpgroups, f: impl FnOnce(&Scope<'k, Group>)) {
+        let number = {
+            let mut state = self.state.borrow_mut();
+            let first_warp = state.roles.iter().map(|(role, _)| role.warps).sum();
+            let warps = 4 * warpgroups.count;
+            let role = RoleUse { name: name.into(), first_warp, warps, registers: warpgroups.registers };
+            state.roles.push((role, Vec::new()));
+            let depth = state.blocks.len();
+            state.role = Some((state.roles.len() - 1, depth));
+            state.roles.len() - 1
+        };
+        let body = self.block(|| {
+            let inner = self.block(|| f(&Scope::new(self)));
+            self.state.borrow_mut().blocks.last_mut().expect("bug in fulgurite: no open block").extend(inner);
+        });
+        let mut state = self.state.borrow_mut();
+        state.role = None;
+        state.roles[number].1 = body;
+    }
+
+    /// First warp and number of warps of the current role.
+    pub(crate) fn role_warps(&self) -> (u32, u32) {
+        let state = self.state.borrow();
+        match state.role {
+            Some((role, _)) => (state.roles[role].0.first_warp, state.roles[role].0.warps),
+            None => (0, state.threads / 32),
+        }
+    }
+
+    fn finish(self) -> Result<Kernel, BuildError> {
+        let roles = std::mem::take(&mut self.state.borrow_mut().roles);
+        let threads = match roles.is_empty() {
+            true => self.state.borrow().threads,
+            false => roles.iter().map(|(role, _)| role.warps * 32).sum(),
+        };
+        // Barriers are made before anything else; what the builder put first (parameters, addresses) may stay first.
+        let start = self.block(|| self.start_barriers());
+        let body = {
+            let mut state = self.state.borrow_mut();
+            let all = std::mem::take(&mut state.blocks[0]);
+            start.into_iter().chain(all).collect::<Vec<_>>()
+        };
+        self.state.borrow_mut().blocks[0] = body;
+        let entry = Kernel::entry_registers(threads);
+        let uses: Vec<RoleUse> = roles.iter().map(|(role, _)| role.clone()).collect();
+        if !roles.is_empty() {
+            self.dispatch(roles, entry);
+        }
+        let state = self.state.into_inner();
+        if let Some(error) = state.errors.into_iter().next() {
+            return Err(error);
+        }
+        for pipe in &state.pipes {
+            let missing = match (pipe.filled, pipe.readers.is_empty()) {
+                (false, _) => "never filled",
+                (_, true) => "never emptied",
+                _ => continue,
+            };
+            return Err(BuildError::Pipe { kernel: self.name, pipe: pipe.name.clone(), missing });
+        }
+        let kernel = Kernel {
+            name: self.name,
+            target: self.target,
+            params: state.params,
+            threads,
+            cluster: self.cluster.get(),
+            shared: state.shared,
+            shared_bytes: state.shared_bytes,
+            roles: uses,
+            barriers: state.barriers,
+            registers: state.registers,
+            body: state.blocks.into_iter().next().unwrap_or_default(),
+        };
+        verify::verify(&kernel)?;
+        Ok(kernel)
+    }
+
+    /// One thread makes the mbarriers, then all threads (of the cluster) meet.
+    fn start_barriers(&self) {
+        let inits: Vec<(u32, u32)> = {
+            let state = self.state.borrow();
+            let count = |count: Count| match count {
+                Count::Fixed(n) => n,
+                Count::Readers(pipe) => {
+                    let pipe = &state.pipes[pipe];
+                    pipe.blocks * pipe.readers.values().sum::<u32>()
+                }
+            };
+            state.mbarriers.iter().map(|bar| (bar.offset, count(bar.count))).collect()
+        };
+        if inits.is_empty() {
+            return;
+        }
+        let scope = Scope::<Block>::new(self);
+        scope.when(scope.thread().eq(0), |_| {
+            let base = self.shared_address(0).in_register();
+            for (offset, count) in inits {
+                let bar = Arg::Address(crate::inst::Base::Reg(base), offset as i32);
+                self.emit(&mbarrier::INIT, [bar, Arg::Imm(count.max(1).into())]);
+            }
+            self.emit(&sync::FENCE_INIT, []);
+        });
+        if self.cluster.get() > 1 {
+            self.emit(&sync::CLUSTER_ARRIVE, [Arg::Word("release")]);
+            self.emit(&sync::CLUSTER_WAIT, []);
+        } else {
+            self.emit(&sync::BAR_ALL, []);
+        }
+    }
+
+    /// Sends each warp to its role.
+    fn dispatch(&self, roles: Vec<(RoleUse, Vec<Stmt>)>, entry: u32) {
+        let at = Location::caller();
+        // The same in all lanes of a warp; only after the exchange does the assembler know.
+        let group = (Scope::<Block>::new(self).thread() / WARPGROUP).of_first_lane();
+        let last = roles.len() - 1;
+        let mut conditions = Vec::new();
+        for (role, _) in &roles[..last] {
+            conditions.push(group.lt((role.first_warp + role.warps) / 4).in_register());
+        }
+        let mut rest: Vec<Stmt> = Vec::new();
+        for (i, (role, body)) in roles.into_iter().enumerate().rev() {
+            let mut own = self.block(|| {
+                if let Some(registers) = role.registers {
+                    let way = if registers > entry { "inc" } else { "dec" };
+                    self.emit(&sync::SETMAXNREG, [Arg::Word(way), Arg::Imm(registers.into())]);
+                }
+            });
+            own.extend(body);
+            rest = if i == last {
+                own
+            } else {
+                vec![Stmt::If { cond: conditions[i], then: own, otherwise: rest, cold: false, at }]
+            };
+        }
+        self.state.borrow_mut().blocks[0].extend(rest);
+    }
+}
+
+impl<'k> Val<'k, u32> {
+    /// The value of lane 0, known to be the same in the whole warp.
+    #[track_caller]
+    pub(crate) fn of_first_lane(self) -> Val<'k, u32> {
+        self.compute(&warp::SHFL, &[Arg::Imm(0), Arg::Word("idx"), Arg::Word("0x1f")])
+    }
+}
+
+/// A number that can be a parameter.
+pub trait Number: Word {
+    /// What the parameter is.
+    const KIND: ParamKind;
+    /// How it is read.
+    const LOAD: &'static Inst;
+}
+impl Number for u32 {
+    const KIND: ParamKind = ParamKind::U32;
+    const LOAD: &'static Inst = &rows::LD_PARAM_32;
+}
+impl Number for i32 {
+    const KIND: ParamKind = ParamKind::U32;
+    const LOAD: &'static Inst = &rows::LD_PARAM_32;
+}
+impl Number for f32 {
+    const KIND: ParamKind = ParamKind::F32;
+    const LOAD: &'static Inst = &rows::LD_PARAM_F32;
+}
+impl Number for u64 {
+    const KIND: ParamKind = ParamKind::U64;
+    const LOAD: &'static Inst = &rows::LD_PARAM_64;
+}

@@ -1,0 +1,325 @@
+//! Who executes: the scope a piece of a kernel is built in.
+//!
+//! What one thread may start (copies), what a warpgroup does together (products) and what everybody may do are
+//! methods of different scopes, so a wrong call does not compile.
+
+use super::value::{IntoVal, Val, Var, Word};
+use super::{Builder, WARPGROUP};
+use crate::inst::{Arg, Inst};
+use crate::kernel::Stmt;
+use crate::table::{bulk, convert, sync, warp};
+use std::marker::PhantomData;
+use std::panic::Location;
+
+/// Whom a scope stands for.
+pub trait Who: 'static {}
+/// All threads of a block.
+pub enum Block {}
+/// All threads of a role: whole warpgroups.
+pub enum Group {}
+/// One thread.
+pub enum Thread {}
+impl Who for Block {}
+impl Who for Group {}
+impl Who for Thread {}
+
+/// A place in the kernel under construction, and who executes it.
+pub struct Scope<'k, W: Who> {
+    pub(crate) k: &'k Builder,
+    who: PhantomData<W>,
+}
+
+impl<'k, W: Who> Scope<'k, W> {
+    pub(crate) fn new(k: &'k Builder) -> Self {
+        Scope { k, who: PhantomData }
+    }
+
+    #[track_caller]
+    fn special(&self, name: &'static str) -> Val<'k, u32> {
+        let (d, value) = Val::fresh(self.k);
+        self.k.emit(&convert::SPECIAL, [d, Arg::Word(name)]);
+        value
+    }
+    /// Number of the thread in the block.
+    #[track_caller]
+    pub fn thread(&self) -> Val<'k, u32> {
+        self.special("%tid.x")
+    }
+    /// Number of the lane in the warp.
+    #[track_caller]
+    pub fn lane(&self) -> Val<'k, u32> {
+        self.thread() & 31
+    }
+    /// Number of the block.
+    #[track_caller]
+    pub fn block(&self) -> Val<'k, u32> {
+        self.special("%ctaid.x")
+    }
+    /// Number of blocks.
+    #[track_caller]
+    pub fn blocks(&self) -> Val<'k, u32> {
+        self.special("%nctaid.x")
+    }
+    /// Number of the block in its cluster.
+    #[track_caller]
+    pub fn cluster_rank(&self) -> Val<'k, u32> {
+        match self.k.cluster_blocks() {
+            1 => 0.into_val(self.k),
+            _ => self.special("%cluster_ctarank"),
+        }
+    }
+    /// Number of the cluster.
+    #[track_caller]
+    pub fn cluster(&self) -> Val<'k, u32> {
+        match self.k.cluster_blocks() {
+            1 => self.block(),
+            n => self.block() / n,
+        }
+    }
+    /// Number of clusters.
+    #[track_caller]
+    pub fn clusters(&self) -> Val<'k, u32> {
+        match self.k.cluster_blocks() {
+            1 => self.blocks(),
+            n => self.blocks() / n,
+        }
+    }
+
+    /// A constant as a value.
+    pub fn constant<T: Word>(&self, x: T) -> Val<'k, T> {
+        x.into_val(self.k)
+    }
+    /// A register that is written more than once.
+    #[track_caller]
+    pub fn var<T: Word>(&self, start: impl IntoVal<'k, T>) -> Var<'k, T> {
+        Var::new(self.k, start)
+    }
+
+    /// Where `cond` holds.
+    #[track_caller]
+    pub fn when(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self)) {
+        self.branch(cond, then, |_| {}, false);
+    }
+    /// Where `cond` holds, which is rare: the code lies out of the way.
+    #[track_caller]
+    pub fn when_rarely(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self)) {
+        self.branch(cond, then, |_| {}, true);
+    }
+    /// Where `cond` holds, and where it does not.
+    #[track_caller]
+    pub fn choose(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self), otherwise: impl FnOnce(&Self)) {
+        self.branch(cond, then, otherwise, false);
+    }
+    #[track_caller]
+    fn branch(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self), otherwise: impl FnOnce(&Self), cold: bool) {
+        let at = Location::caller();
+        match cond.constant() {
+            Some(1) => then(self),
+            Some(_) => otherwise(self),
+            None => {
+                let cond = cond.in_register();
+                let then = self.k.block(|| then(self));
+                let otherwise = self.k.block(|| otherwise(self));
+                self.k.push(Stmt::If { cond, then, otherwise, cold, at });
+            }
+        }
+    }
+
+    /// Again and again while what `f` returns holds.
+    #[track_caller]
+    pub fn repeat_while(&self, f: impl FnOnce(&Self) -> Val<'k, bool>) {
+        let at = Location::caller();
+        let body = self.k.block(|| {
+            let cond = f(self).in_register();
+            self.k.push(Stmt::Break { cond, when: false, at });
+        });
+        self.k.push(Stmt::Loop { body, at });
+    }
+
+    /// For each number from `start`, in steps of `step`, below `end`.
+    #[track_caller]
+    pub fn each(
+        &self,
+        start: impl IntoVal<'k, u32>,
+        end: impl IntoVal<'k, u32>,
+        step: impl IntoVal<'k, u32>,
+        f: impl FnOnce(&Self, Val<'k, u32>),
+    ) {
+        let at = Location::caller();
+        let (end, step) = (end.into_val(self.k), step.into_val(self.k));
+        let i = self.var::<u32>(start);
+        let body = self.k.block(|| {
+            let done = i.now().ge(end).in_register();
+            self.k.push(Stmt::Break { cond: done, when: true, at });
+            let now = i.get();
+            f(self, now);
+            i.set(now + step);
+        });
+        self.k.push(Stmt::Loop { body, at });
+    }
+
+    #[track_caller]
+    pub(crate) fn plain(&self, inst: &'static Inst) {
+        self.k.emit(inst, []);
+    }
+
+    /// What this thread wrote to shared memory so far can be read by the copy engine and the tensor cores, once a
+    /// barrier follows.
+    #[track_caller]
+    pub fn publish_shared(&self) {
+        self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
+    }
+
+    /// The grid before this one is done, and what it wrote is visible.
+    #[track_caller]
+    pub fn wait_for_previous_grid(&self) {
+        self.plain(&sync::GRID_WAIT);
+    }
+    /// The next grid may start; it waits by [`wait_for_previous_grid`](Self::wait_for_previous_grid).
+    #[track_caller]
+    pub fn let_next_grid_start(&self) {
+        self.plain(&sync::GRID_LAUNCH);
+    }
+}
+
+/// What lanes of a warp do together, in scopes where whole warps come.
+macro_rules! warps {
+    ($($who:ident),*) => {
+        $(impl<'k> Scope<'k, $who> {
+            /// The value of the lane whose number differs in these bits.
+            #[track_caller]
+            pub fn exchange(&self, x: Val<'k, f32>, bits: u32) -> Val<'k, f32> {
+                let raw: Val<'k, u32> = x.to_bits();
+                raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
+                    .to_f32_bits()
+            }
+            /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
+            #[track_caller]
+            pub fn reduce(&self, x: Val<'k, f32>, lanes: u32, f: impl Fn(Val<'k, f32>, Val<'k, f32>) -> Val<'k, f32>) -> Val<'k, f32> {
+                let mut x = x;
+                let mut bits = lanes / 2;
+                while bits > 0 {
+                    x = f(x, self.exchange(x, bits));
+                    bits /= 2;
+                }
+                x
+            }
+            /// Whether it holds in any lane of the warp.
+            #[track_caller]
+            pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
+                p.compute(&warp::VOTE, &[Arg::Word("any")])
+            }
+            /// The lanes of each warp meet, and see each other's memory.
+            #[track_caller]
+            pub fn sync_warp(&self) {
+                self.plain(&sync::BAR_WARP);
+            }
+            /// One thread of the first warp.
+            #[track_caller]
+            pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
+                let first = self.k.role_warps().0;
+                // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
+                // assembler starts copies without a loop over lanes.
+                let warp = (self.thread() / 32).of_first_lane();
+                self.when(warp.eq(first), |w| {
+                    let (d, elected) = Val::<bool>::fresh(self.k);
+                    w.k.emit(&warp::ELECT, [d]);
+                    w.when(elected, |_| f(&Scope::new(self.k)));
+                });
+            }
+        })*
+    };
+}
+warps!(Block, Group);
+
+impl<'k> Scope<'k, Block> {
+    /// All threads of the block meet.
+    #[track_caller]
+    pub fn sync(&self) {
+        self.plain(&sync::BAR_ALL);
+    }
+}
+
+impl<'k> Scope<'k, Group> {
+    /// Number of the warpgroup in its role.
+    #[track_caller]
+    pub fn group(&self) -> Val<'k, u32> {
+        let (first, warps) = self.k.role_warps();
+        if warps <= 4 {
+            return 0.into_val(self.k);
+        }
+        (self.thread() / WARPGROUP).of_first_lane() - first / 4
+    }
+    /// Number of the thread in its warpgroup.
+    #[track_caller]
+    pub fn thread_in_group(&self) -> Val<'k, u32> {
+        self.thread() & (WARPGROUP - 1)
+    }
+
+    /// A barrier for each warpgroup of the role.
+    pub fn group_barrier(&self) -> GroupBarrier {
+        let groups = self.k.role_warps().1 / 4;
+        GroupBarrier { first: self.k.named_barriers(groups) }
+    }
+    /// The threads of each warpgroup meet.
+    #[track_caller]
+    pub fn sync_group(&self, barrier: &GroupBarrier) {
+        let id = self.group() + barrier.first;
+        self.k.emit(&sync::BAR, [id.arg(), Arg::Imm(WARPGROUP.into())]);
+    }
+    /// One thread of each warpgroup.
+    #[track_caller]
+    pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
+        let warp = (self.thread_in_group() / 32).of_first_lane();
+        self.when(warp.eq(0), |w| {
+            let (d, elected) = Val::<bool>::fresh(self.k);
+            w.k.emit(&warp::ELECT, [d]);
+            w.when(elected, |_| f(&Scope::new(self.k)));
+        });
+    }
+
+    /// Waits until at most `pending` groups of products run.
+    #[track_caller]
+    pub fn wait_products(&self, pending: u32) {
+        self.k.emit(&sync::WGMMA_WAIT, [Arg::Imm(pending.into())]);
+    }
+
+    /// All threads of the cluster meet: no block ends while another may still reach into it.
+    #[track_caller]
+    pub fn sync_cluster(&self) {
+        if self.k.cluster_blocks() > 1 {
+            self.k.emit(&sync::CLUSTER_ARRIVE, [Arg::Word("release")]);
+            self.plain(&sync::CLUSTER_WAIT);
+        }
+    }
+}
+
+/// A named barrier for each warpgroup of a role.
+pub struct GroupBarrier {
+    first: u32,
+}
+
+impl<'k> Scope<'k, Thread> {
+    /// The copies started so far become one group.
+    #[track_caller]
+    pub fn commit_stores(&self) {
+        self.plain(&sync::BULK_COMMIT);
+    }
+    /// Waits until at most `pending` groups have still to read shared memory.
+    #[track_caller]
+    pub fn wait_stores_read(&self, pending: u32) {
+        self.k.emit(&sync::BULK_WAIT_READ, [Arg::Imm(pending.into())]);
+    }
+    /// Waits until at most `pending` groups have still to be written.
+    #[track_caller]
+    pub fn wait_stores(&self, pending: u32) {
+        self.k.emit(&sync::BULK_WAIT, [Arg::Imm(pending.into())]);
+    }
+    /// Starts bringing a box near; a hint.
+    #[track_caller]
+    pub(crate) fn prefetch(&self, map: Val<'k, u64>, at: &[Val<'k, u32>]) {
+        let regs = at.iter().map(|c| c.in_register()).collect();
+        let rank = crate::tile::rank_word(at.len());
+        self.k.emit(&bulk::PREFETCH_BOX, [map.arg(), Arg::List(regs), Arg::Word(rank)]);
+    }
+}

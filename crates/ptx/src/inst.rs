@@ -1,0 +1,350 @@
+//! An instruction is declared once, as a row; a kernel is a list of uses of rows.
+//!
+//! A row says how the instruction is spelled, what its operands are, what it needs, which unit runs it, what
+//! others can see of it, and what it does. Printer, verifier, assembler report, counters and simulator read the
+//! row and keep no list of their own.
+
+use crate::machine::Machine;
+use std::panic::Location;
+
+/// The kinds of register that PTX has and that we use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    /// A truth value.
+    Pred,
+    /// 16 bits.
+    B16,
+    /// 32 bits: integers and pairs of 16-bit floats.
+    B32,
+    /// A 32-bit float.
+    F32,
+    /// 64 bits: integers, addresses and matrix descriptors.
+    B64,
+}
+
+impl Class {
+    /// Every class.
+    pub const ALL: [Class; 5] = [Class::Pred, Class::B16, Class::B32, Class::F32, Class::B64];
+
+    /// Type and prefix in a declaration.
+    pub(crate) fn spelling(self) -> (&'static str, &'static str) {
+        match self {
+            Class::Pred => ("pred", "%p"),
+            Class::B16 => ("b16", "%h"),
+            Class::B32 => ("b32", "%r"),
+            Class::F32 => ("f32", "%f"),
+            Class::B64 => ("b64", "%d"),
+        }
+    }
+}
+
+/// A virtual register of a kernel: the assembler maps it to a real one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Reg {
+    /// Which kind.
+    pub class: Class,
+    /// Its number among those of its kind.
+    pub index: u32,
+}
+
+/// Memory that an address may point to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Space {
+    /// Device memory; addresses have 64 bits.
+    Global,
+    /// The block's shared memory; addresses have 32 bits.
+    Shared,
+    /// Shared memory of any block of the cluster; addresses have 32 bits.
+    Cluster,
+    /// The parameters of the kernel.
+    Param,
+}
+
+/// What an operand may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A register of a class, or an immediate where it is read.
+    Value(Class),
+    /// A list of registers of a class.
+    List(Class),
+    /// A list of registers, or one register of 64 bits that describes a tile.
+    ListOrTile(Class),
+    /// An address in a space, with a constant offset in bytes.
+    Address(Space),
+    /// A constant that is part of the text.
+    Number,
+    /// One of a few words that are part of the text.
+    Word(&'static [&'static str]),
+    /// The name of a parameter.
+    Param,
+}
+
+/// Which way an operand flows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flow {
+    /// Read.
+    In,
+    /// Written.
+    Out,
+    /// Read and written.
+    Both,
+}
+
+/// An operand of a row; its name stands in braces in the row's text.
+#[derive(Debug, Clone, Copy)]
+pub struct Operand {
+    /// Name in the text.
+    pub name: &'static str,
+    /// Direction.
+    pub flow: Flow,
+    /// What may stand there.
+    pub kind: Kind,
+}
+
+/// An operand that is written.
+pub(crate) const fn out(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::Out, kind: Kind::Value(class) }
+}
+/// An operand that is read.
+pub(crate) const fn arg(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::In, kind: Kind::Value(class) }
+}
+/// A list of registers that are written.
+pub(crate) const fn outs(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::Out, kind: Kind::List(class) }
+}
+/// A list of registers that are read.
+pub(crate) const fn args(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::In, kind: Kind::List(class) }
+}
+/// A list of registers that are read and written.
+pub(crate) const fn both(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::Both, kind: Kind::List(class) }
+}
+/// An operand with any kind.
+pub(crate) const fn of(name: &'static str, kind: Kind) -> Operand {
+    Operand { name, flow: Flow::In, kind }
+}
+/// An address.
+pub(crate) const fn at(name: &'static str, space: Space) -> Operand {
+    of(name, Kind::Address(space))
+}
+/// A constant of the text.
+pub(crate) const fn number(name: &'static str) -> Operand {
+    of(name, Kind::Number)
+}
+/// A word of the text.
+pub(crate) const fn word(name: &'static str, words: &'static [&'static str]) -> Operand {
+    of(name, Kind::Word(words))
+}
+
+/// The first PTX version and target that accept an instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Needs {
+    /// Version of the PTX language.
+    pub ptx: (u8, u8),
+    /// Compute capability times ten.
+    pub sm: u32,
+    /// Whether only this architecture has it, and no later one (the `a` targets).
+    pub only: bool,
+}
+
+impl Needs {
+    /// From a PTX version and an architecture on.
+    pub const fn from(ptx: (u8, u8), sm: u32) -> Self {
+        Needs { ptx, sm, only: false }
+    }
+    /// Hopper alone.
+    pub const HOPPER_ONLY: Needs = Needs { ptx: (8, 0), sm: 90, only: true };
+    /// Ampere and later.
+    pub const AMPERE: Needs = Needs::from((7, 0), 80);
+    /// Hopper and later.
+    pub const HOPPER: Needs = Needs::from((8, 0), 90);
+}
+
+/// Which part of a multiprocessor runs an instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Unit {
+    /// Multiply-add of f32.
+    Fma,
+    /// Integers, logic, selection, comparison.
+    Alu,
+    /// Exponential, logarithm, reciprocal, square root.
+    Special,
+    /// Conversions between formats.
+    Convert,
+    /// Exchange between lanes.
+    Warp,
+    /// Barriers, fences, mbarriers.
+    Barrier,
+    /// Loads and stores of shared memory.
+    Shared,
+    /// Loads and stores of global memory, and of parameters.
+    Global,
+    /// The copy engine.
+    Copy,
+    /// The tensor cores.
+    Tensor,
+    /// Nothing: it only steers.
+    Control,
+}
+
+/// Who must execute an instruction together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Together {
+    /// Each thread for itself.
+    Thread,
+    /// All threads of a warp.
+    Warp,
+    /// All threads of four consecutive warps.
+    Warpgroup,
+}
+
+/// What another thread, or the same one later, can see of an instruction beside its registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// Nothing.
+    Pure,
+    /// It depends on when it is executed (clocks, active lanes).
+    Volatile,
+    /// Reads memory.
+    Read(Space),
+    /// Writes memory.
+    Write(Space),
+    /// Reads and writes memory in one step.
+    Update(Space),
+    /// Starts something that ends later.
+    Start,
+    /// Waits for what was started, or for other threads.
+    Wait,
+    /// Tells other threads, or orders memory.
+    Signal,
+}
+
+/// A row of the table: everything there is to know about an instruction.
+#[derive(Debug)]
+pub struct Inst {
+    /// What the table is sorted and looked up by; unique.
+    pub name: &'static str,
+    /// What the assembler reads, operands by name in braces.
+    pub text: &'static str,
+    /// Operands, in the order in which uses give them.
+    pub operands: &'static [Operand],
+    /// First version and target that accept it.
+    pub needs: Needs,
+    /// Which unit it occupies.
+    pub unit: Unit,
+    /// Who executes it together.
+    pub together: Together,
+    /// What others can see.
+    pub effect: Effect,
+    /// What it does to a machine, for all active lanes of a warp.
+    pub meaning: fn(&mut dyn Machine, &Op),
+    /// The chapter of the PTX manual it was read from.
+    pub source: &'static str,
+}
+
+impl PartialEq for Inst {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+/// What a use of a row gives for an operand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Arg {
+    /// A register.
+    Reg(Reg),
+    /// An immediate; floats as their bits.
+    Imm(u64),
+    /// Registers.
+    List(Box<[Reg]>),
+    /// An address: a register or constant, plus bytes.
+    Address(Base, i32),
+    /// A word of the text.
+    Word(&'static str),
+    /// The number of a parameter.
+    Param(u32),
+}
+
+/// What an address starts from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Base {
+    /// A register.
+    Reg(Reg),
+    /// A parameter.
+    Param(u32),
+}
+
+/// A use of a row in a kernel.
+#[derive(Debug, Clone)]
+pub struct Op {
+    /// The row.
+    pub inst: &'static Inst,
+    /// One for each operand of the row.
+    pub args: Box<[Arg]>,
+    /// The Rust line that built it.
+    pub at: &'static Location<'static>,
+}
+
+impl Op {
+    /// The list of registers that an operand gives.
+    ///
+    /// # Panics
+    /// If the operand is no list; a row's meaning knows which of its operands are.
+    pub fn list(&self, i: usize) -> &[Reg] {
+        match &self.args[i] {
+            Arg::List(regs) => regs,
+            other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a list", self.inst.name),
+        }
+    }
+    /// The register that an operand gives.
+    ///
+    /// # Panics
+    /// If the operand is no register.
+    pub fn reg(&self, i: usize) -> Reg {
+        match &self.args[i] {
+            Arg::Reg(reg) => *reg,
+            other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a register", self.inst.name),
+        }
+    }
+    /// The constant that an operand gives.
+    ///
+    /// # Panics
+    /// If the operand is no constant.
+    pub fn number(&self, i: usize) -> u64 {
+        match &self.args[i] {
+            Arg::Imm(n) => *n,
+            other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a constant", self.inst.name),
+        }
+    }
+    /// The word that an operand gives.
+    ///
+    /// # Panics
+    /// If the operand is no word.
+    pub fn word(&self, i: usize) -> &'static str {
+        match &self.args[i] {
+            Arg::Word(w) => w,
+            other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a word", self.inst.name),
+        }
+    }
+
+    /// Registers that it reads.
+    pub fn reads(&self) -> impl Iterator<Item = Reg> {
+        self.flowing(|flow| flow != Flow::Out)
+    }
+    /// Registers that it writes.
+    pub fn writes(&self) -> impl Iterator<Item = Reg> {
+        self.flowing(|flow| flow != Flow::In)
+    }
+    fn flowing(&self, wanted: fn(Flow) -> bool) -> impl Iterator<Item = Reg> {
+        self.inst.operands.iter().zip(&self.args).filter(move |(o, _)| wanted(o.flow)).flat_map(|(_, arg)| {
+            let regs: Vec<Reg> = match arg {
+                Arg::Reg(r) | Arg::Address(Base::Reg(r), _) => vec![*r],
+                Arg::List(regs) => regs.to_vec(),
+                _ => Vec::new(),
+            };
+            regs
+        })
+    }
+}

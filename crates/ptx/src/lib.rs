@@ -1,0 +1,36 @@
+//! The kernel language: GPU kernels are values that Rust code builds.
+//!
+//! [`Kernel::build`] runs a closure once; what it does with values ([`Val`]), scopes ([`Scope`]), tiles ([`Tile`]) and
+//! rings ([`Pipe`]) becomes one list of instructions. The list is printed as PTX for the driver
+//! ([`Kernel::ptx`]), reported on by the assembler, and executed by a simulator: what is simulated is what
+//! runs. Each instruction is a row of one [`table`], with its text, its needs and its meaning.
+//!
+//! This crate knows nothing of attention, and nothing of who runs a kernel.
+
+#![forbid(unsafe_code)]
+
+mod build;
+pub mod device;
+mod error;
+pub mod inst;
+pub mod kernel;
+pub mod machine;
+pub mod model;
+mod pipe;
+mod print;
+pub mod product;
+pub mod table;
+mod tile;
+mod verify;
+
+pub use build::{
+    Block, Builder, Group, Half, IntoVal, Number as ParamNumber, Pair, Pointer, Scope, Shared, Thread, Val, Var,
+    Warpgroups, Who, Word,
+};
+pub use error::BuildError;
+pub use half::{bf16, f16};
+pub use kernel::{Kernel, Target};
+pub use pipe::{Filling, Pipe};
+pub use product::{Major, Number, Swizzle, TileShape};
+pub use tile::{Acc, Operand, Sum, Tensor, Tile};
+pub use verify::varying;

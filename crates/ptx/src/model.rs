@@ -1,0 +1,235 @@
+//! What instructions compute where PTX leaves room: one documented choice for each.
+//!
+//! Approximate functions are computed in f64 and rounded once, which is inside the bound that PTX gives.
+
+use crate::product::Number;
+
+/// Subnormals become zeros of the same sign.
+fn flush(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
+}
+
+/// The larger; a NaN operand loses, and of two zeros the positive one wins.
+pub fn max(a: f32, b: f32) -> f32 {
+    match (a.is_nan(), b.is_nan()) {
+        (true, _) => b,
+        (_, true) => a,
+        _ if a == b => {
+            if a.is_sign_negative() {
+                b
+            } else {
+                a
+            }
+        }
+        _ => {
+            if a > b {
+                a
+            } else {
+                b
+            }
+        }
+    }
+}
+
+/// The smaller; a NaN operand loses, and of two zeros the negative one wins.
+pub fn min(a: f32, b: f32) -> f32 {
+    -max(-a, -b)
+}
+
+/// a + b, rounded toward minus infinity.
+pub fn add_down(a: f32, b: f32) -> f32 {
+    // The sum of two f32 may need more than 53 bits; what is lost decides the direction (two-sum is exact).
+    let (x, y) = (f64::from(a), f64::from(b));
+    let sum = x + y;
+    let part = sum - x;
+    let rest = (x - (sum - part)) + (y - part);
+    let nearest = sum as f32;
+    if !nearest.is_finite() || sum.is_infinite() || sum.is_nan() {
+        // Beyond the range: down from the largest number, not up to infinity.
+        return if nearest == f32::INFINITY && a.is_finite() && b.is_finite() { f32::MAX } else { nearest };
+    }
+    let above = f64::from(nearest) > sum || (f64::from(nearest) == sum && rest < 0.0);
+    if above { nearest.next_down() } else { nearest }
+}
+
+/// a + b as additions in memory do it: subnormals flush to zero.
+pub fn add_flush(a: f32, b: f32) -> f32 {
+    flush(flush(a) + flush(b))
+}
+
+/// 2^x.
+pub fn ex2(x: f32) -> f32 {
+    flush(f64::from(flush(x)).exp2() as f32)
+}
+/// log2(x).
+pub fn lg2(x: f32) -> f32 {
+    flush(f64::from(flush(x)).log2() as f32)
+}
+/// 1 / x.
+pub fn rcp(x: f32) -> f32 {
+    flush((1.0 / f64::from(flush(x))) as f32)
+}
+/// 1 / sqrt(x).
+pub fn rsqrt(x: f32) -> f32 {
+    flush((1.0 / f64::from(flush(x)).sqrt()) as f32)
+}
+/// sqrt(x).
+pub fn sqrt(x: f32) -> f32 {
+    flush(f64::from(flush(x)).sqrt() as f32)
+}
+
+/// Exponent bits, fraction bits and largest finite value of an 8-bit float.
+fn fp8_shape(number: Number) -> (i32, i32, f32) {
+    match number {
+        Number::E4m3 => (4, 3, 448.0),
+        _ => (5, 2, 57344.0),
+    }
+}
+
+/// The value of an 8-bit float.
+pub fn from_fp8(bits: u8, number: Number) -> f32 {
+    let (e_bits, f_bits, _) = fp8_shape(number);
+    let bias = (1 << (e_bits - 1)) - 1;
+    let exponent = i32::from(bits >> f_bits & ((1 << e_bits) - 1));
+    let fraction = f32::from(bits & ((1 << f_bits) - 1)) / (1 << f_bits) as f32;
+    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+    let top = exponent == (1 << e_bits) - 1;
+    match number {
+        Number::E4m3 if bits & 0x7f == 0x7f => f32::NAN,
+        Number::E5m2 if top && fraction == 0.0 => sign * f32::INFINITY,
+        Number::E5m2 if top => f32::NAN,
+        _ if exponent == 0 => sign * fraction * (2f32).powi(1 - bias),
+        _ => sign * (1.0 + fraction) * (2f32).powi(exponent - bias),
+    }
+}
+
+/// A float rounded to an 8-bit float, ties to even, saturating; NaN stays NaN.
+pub fn to_fp8(x: f32, number: Number) -> u8 {
+    let (_, _, largest) = fp8_shape(number);
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    if x.is_nan() {
+        return 0x7f;
+    }
+    let magnitude = f64::from(x.abs().min(largest));
+    // 128 candidates in ascending order: the nearest, the even one of two.
+    let finite = (0..0x80u8).take_while(|&b| from_fp8(b, number) <= largest && from_fp8(b, number).is_finite());
+    let nearest = finite.min_by(|&a, &b| {
+        let distance = |c: u8| (f64::from(from_fp8(c, number)) - magnitude).abs();
+        distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1)))
+    });
+    sign | nearest.unwrap_or(0)
+}
+
+/// The value of an element that a tensor core reads; it stands in the low bits.
+pub fn decode(bits: u32, number: Number) -> f64 {
+    match number {
+        Number::F16 => half::f16::from_bits(bits as u16).to_f64(),
+        Number::Bf16 => half::bf16::from_bits(bits as u16).to_f64(),
+        Number::Tf32 => f64::from(f32::from_bits(bits & !0x1fff)),
+        Number::E4m3 | Number::E5m2 => f64::from(from_fp8(bits as u8, number)),
+        Number::S8 => f64::from(bits as u8 as i8),
+        Number::U8 => f64::from(bits as u8),
+        Number::F32 => f64::from(f32::from_bits(bits)),
+        Number::S32 => f64::from(bits as i32),
+    }
+}
+
+/// One step of a tensor core: the accumulator plus the products of one instruction.
+///
+/// Floats: all terms are aligned to the largest exponent, cut toward zero below a fixed number of bits (25 for
+/// elements of 16 bits and more, 13 for those of 8), added exactly, and the sum is cut toward zero to f32. This is
+/// the published behaviour of Hopper's tensor cores; PTX itself promises no order and no rounding. Integers are exact.
+pub fn accumulate(old: u32, terms: impl Iterator<Item = f64>, to: Number, from: Number, saturate: bool) -> u32 {
+    if to == Number::S32 {
+        let sum = i64::from(old as i32) + terms.map(|x| x as i64).sum::<i64>();
+        let kept = if saturate { sum.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) } else { sum };
+        return kept as i32 as u32;
+    }
+    let all: Vec<f64> = std::iter::once(f64::from(f32::from_bits(old))).chain(terms).collect();
+    if all.iter().any(|x| !x.is_finite()) {
+        return (all.iter().sum::<f64>() as f32).to_bits();
+    }
+    let Some(top) = all.iter().filter(|x| **x != 0.0).map(|x| x.abs().log2().floor() as i32).max() else {
+        return 0;
+    };
+    let bits = if from.bytes() == 1 { 13 } else { 25 };
+    let unit = f64::from(top - bits).exp2();
+    let sum = all.iter().map(|x| (x / unit).trunc() as i64).sum::<i64>() as f64 * unit;
+    let nearest = sum as f32;
+    let cut = if f64::from(nearest).abs() > sum.abs() {
+        if nearest > 0.0 { nearest.next_down() } else { nearest.next_up() }
+    } else {
+        nearest
+    };
+    cut.to_bits()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_down_is_below_and_next() {
+        for (a, b) in [(1.0f32, 1e-9f32), (1.0, -1e-9), (12582912.0, 3.7), (12582912.0, -3.2), (-1.0, -1e-30)] {
+            let d = add_down(a, b);
+            let exact = f64::from(a) + f64::from(b);
+            assert!(f64::from(d) <= exact && f64::from(d.next_up()) > exact - 1e-30, "{a} + {b} = {d}");
+        }
+        // Floor by the magic number 1.5 * 2^23.
+        assert_eq!(add_down(3.7, 12582912.0) - 12582912.0, 3.0);
+        assert_eq!(add_down(-3.2, 12582912.0) - 12582912.0, -4.0);
+        assert_eq!(add_down(f32::MAX, f32::MAX), f32::MAX);
+        assert_eq!(add_down(-1.0, -1e-30), (-1.0f32).next_down());
+    }
+
+    #[test]
+    fn nan_loses() {
+        assert_eq!(max(f32::NAN, 1.0), 1.0);
+        assert_eq!(min(1.0, f32::NAN), 1.0);
+        assert!(max(-0.0, 0.0).is_sign_positive() && min(0.0, -0.0).is_sign_negative());
+    }
+
+    #[test]
+    fn subnormals_flush() {
+        assert_eq!(ex2(-127.5), 0.0);
+        assert_eq!(ex2(f32::NEG_INFINITY), 0.0);
+        assert_eq!(ex2(3.0), 8.0);
+        assert_eq!(rcp(1e-40), f32::INFINITY);
+    }
+
+    #[test]
+    fn sums_are_cut_toward_zero() {
+        let sum = |old: f32, terms: &[f64]| {
+            f32::from_bits(accumulate(old.to_bits(), terms.iter().copied(), Number::F32, Number::Bf16, false))
+        };
+        assert_eq!(sum(1.0, &[2.0, 3.0]), 6.0);
+        assert_eq!(sum(0.0, &[]), 0.0);
+        // Half a unit and more is still cut.
+        assert_eq!(sum(1.0, &[(-24f64).exp2() * 1.5]), 1.0);
+        assert_eq!(sum(-1.0, &[(-24f64).exp2() * -1.5]), -1.0);
+        // What lies 26 bits below the largest term is not seen, even where the large terms cancel.
+        assert_eq!(sum(1.0, &[-1.0, (-26f64).exp2()]), 0.0);
+        assert!(sum(f32::INFINITY, &[1.0]).is_infinite() && sum(f32::INFINITY, &[f64::NEG_INFINITY]).is_nan());
+        let bytes = |old: i32, terms: &[f64], saturate| {
+            accumulate(old as u32, terms.iter().copied(), Number::S32, Number::S8, saturate) as i32
+        };
+        assert_eq!(bytes(i32::MAX, &[1.0], true), i32::MAX);
+        assert_eq!(bytes(i32::MAX, &[1.0], false), i32::MIN);
+    }
+
+    #[test]
+    fn eight_bit_floats() {
+        for number in [Number::E4m3, Number::E5m2] {
+            for bits in 0..=255u8 {
+                let x = from_fp8(bits, number);
+                if x.is_finite() {
+                    assert_eq!(to_fp8(x, number), bits, "{number:?} {bits:#x} = {x}");
+                }
+            }
+        }
+        assert_eq!(from_fp8(0x7e, Number::E4m3), 448.0);
+        assert_eq!(to_fp8(1e9, Number::E4m3), 0x7e);
+        assert_eq!(from_fp8(to_fp8(1.3, Number::E4m3), Number::E4m3), 1.25);
+        assert_eq!(to_fp8(-1e9, Number::E5m2), 0xfb);
+    }
+}

@@ -1,0 +1,419 @@
+//! Tensor products: which element each register of each thread holds, where a tile's elements lie in shared
+//! memory, and what a product computes.
+//!
+//! The builder makes descriptors with [`TileShape::descriptor`], the meaning of `wgmma` reads them back with
+//! [`Descriptor::element`]: one pair of functions, tested against each other.
+
+use crate::inst::Reg;
+use crate::model;
+
+/// Element types that tensor cores multiply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Number {
+    /// IEEE half precision.
+    F16,
+    /// The upper half of an f32.
+    Bf16,
+    /// An f32 whose lower 13 bits are ignored.
+    Tf32,
+    /// 4 bits of exponent, 3 of fraction.
+    E4m3,
+    /// 5 bits of exponent, 2 of fraction.
+    E5m2,
+    /// Signed bytes.
+    S8,
+    /// Unsigned bytes.
+    U8,
+    /// Accumulators.
+    F32,
+    /// Accumulators of bytes.
+    S32,
+}
+
+impl Number {
+    /// Bytes of an element.
+    pub const fn bytes(self) -> u32 {
+        match self {
+            Number::F16 | Number::Bf16 => 2,
+            Number::Tf32 | Number::F32 | Number::S32 => 4,
+            Number::E4m3 | Number::E5m2 | Number::S8 | Number::U8 => 1,
+        }
+    }
+    /// Its name in an instruction.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Number::F16 => "f16",
+            Number::Bf16 => "bf16",
+            Number::Tf32 => "tf32",
+            Number::E4m3 => "e4m3",
+            Number::E5m2 => "e5m2",
+            Number::S8 => "s8",
+            Number::U8 => "u8",
+            Number::F32 => "f32",
+            Number::S32 => "s32",
+        }
+    }
+    /// The type with this name.
+    pub fn named(name: &str) -> Option<Number> {
+        use Number::*;
+        [F16, Bf16, Tf32, E4m3, E5m2, S8, U8, F32, S32].into_iter().find(|n| n.name() == name)
+    }
+    /// Elements that one instruction takes along the inner dimension: 32 bytes.
+    pub const fn depth(self) -> u32 {
+        32 / self.bytes()
+    }
+}
+
+/// How rows of a tile are spread over the banks of shared memory: 16-byte units inside a line of this many bytes
+/// change places with the row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Swizzle {
+    /// Not at all: rows of 16 bytes.
+    None,
+    /// Lines of 32 bytes.
+    B32,
+    /// Lines of 64 bytes.
+    B64,
+    /// Lines of 128 bytes.
+    #[default]
+    B128,
+}
+
+impl Swizzle {
+    /// Bytes of a line.
+    pub const fn line(self) -> u32 {
+        match self {
+            Swizzle::None => 16,
+            Swizzle::B32 => 32,
+            Swizzle::B64 => 64,
+            Swizzle::B128 => 128,
+        }
+    }
+    /// Bytes after which the pattern repeats, and to which tiles are aligned.
+    pub const fn period(self) -> u32 {
+        match self {
+            Swizzle::None => 128,
+            Swizzle::B32 => 256,
+            Swizzle::B64 => 512,
+            Swizzle::B128 => 1024,
+        }
+    }
+    /// Bits of the address that change: `address ^ (address >> 3 & mask)`.
+    pub const fn mask(self) -> u32 {
+        match self {
+            Swizzle::None => 0,
+            Swizzle::B32 => 0x10,
+            Swizzle::B64 => 0x30,
+            Swizzle::B128 => 0x70,
+        }
+    }
+    /// Where a byte lies.
+    pub const fn apply(self, address: u32) -> u32 {
+        address ^ (address >> 3 & self.mask())
+    }
+    /// Its code in a matrix descriptor.
+    const fn code(self) -> u64 {
+        match self {
+            Swizzle::None => 0,
+            Swizzle::B128 => 1,
+            Swizzle::B64 => 2,
+            Swizzle::B32 => 3,
+        }
+    }
+}
+
+/// Which dimension of an operand is contiguous: the one that is summed over, or the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Major {
+    /// The summed dimension.
+    Inner,
+    /// Rows of A, or columns of B.
+    Outer,
+}
+
+/// A tile in shared memory: `rows` of `cols` elements, stored as chunks of a line's width, each chunk with all
+/// its rows: `[cols / chunk][rows][chunk]`, which is how the copy engine writes boxes of one line's width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TileShape {
+    /// Element type.
+    pub number: Number,
+    /// Rows.
+    pub rows: u32,
+    /// Elements of a row.
+    pub cols: u32,
+    /// Spread over the banks.
+    pub swizzle: Swizzle,
+}
+
+impl TileShape {
+    /// A tile with the widest swizzle that its columns fill.
+    pub fn new(number: Number, rows: u32, cols: u32) -> Self {
+        let bytes = cols * number.bytes();
+        let swizzle = [Swizzle::B128, Swizzle::B64, Swizzle::B32].into_iter().find(|s| bytes.is_multiple_of(s.line()));
+        TileShape { number, rows, cols, swizzle: swizzle.unwrap_or(Swizzle::None) }
+    }
+    /// Elements of a chunk's row.
+    pub const fn chunk(&self) -> u32 {
+        self.swizzle.line() / self.number.bytes()
+    }
+    /// Chunks of a row.
+    pub const fn chunks(&self) -> u32 {
+        self.cols.div_ceil(self.chunk())
+    }
+    /// Bytes of one chunk.
+    pub const fn chunk_bytes(&self) -> u32 {
+        self.rows * self.swizzle.line()
+    }
+    /// Bytes of the tile.
+    pub const fn bytes(&self) -> u32 {
+        self.chunks() * self.chunk_bytes()
+    }
+    /// Where an element lies, from the start of the tile.
+    pub const fn offset(&self, row: u32, col: u32) -> u32 {
+        let (chunk, rest) = (col / self.chunk(), col % self.chunk());
+        self.swizzle.apply(chunk * self.chunk_bytes() + row * self.swizzle.line() + rest * self.number.bytes())
+    }
+
+    /// The descriptor of the tile as an operand, without its address.
+    pub const fn descriptor(&self, major: Major) -> u64 {
+        let (line, rows) = (self.swizzle.line() as u64, self.rows as u64);
+        let (leading, stride) = match (self.swizzle, major) {
+            // (next 8 of the inner dimension, next 8 of the outer)
+            (Swizzle::None, Major::Inner) => (rows * 16, 128),
+            (Swizzle::None, Major::Outer) => (128, rows * 16),
+            // The leading distance of a swizzled tile is that between chunks; inside a chunk it is not used.
+            (_, Major::Inner) => (16, 8 * line),
+            (_, Major::Outer) => (rows * line, 8 * line),
+        };
+        (leading >> 4) << 16 | (stride >> 4) << 32 | self.swizzle.code() << 62
+    }
+
+    /// Bytes from the tile's start to the `step`-th part of the inner dimension that one instruction takes.
+    pub const fn step(&self, major: Major, step: u32) -> u32 {
+        match (self.swizzle, major) {
+            (Swizzle::None, Major::Inner) => step * 2 * self.rows * 16,
+            (Swizzle::None, Major::Outer) => step * 2 * 128,
+            (swizzle, Major::Inner) => {
+                let per_chunk = swizzle.line() / 32;
+                step / per_chunk * self.chunk_bytes() + step % per_chunk * 32
+            }
+            (swizzle, Major::Outer) => step * self.number.depth() * swizzle.line(),
+        }
+    }
+}
+
+/// What a matrix descriptor says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Descriptor {
+    /// Byte address.
+    pub address: u32,
+    /// Distances in bytes.
+    pub leading: u32,
+    /// Distance between groups of eight.
+    pub stride: u32,
+    /// Spread over the banks.
+    pub swizzle: Swizzle,
+}
+
+impl Descriptor {
+    /// Reads the 64 bits.
+    pub fn decode(bits: u64) -> Self {
+        let field = |at: u32| ((bits >> at & 0x3fff) as u32) << 4;
+        let swizzle = [Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32][(bits >> 62) as usize];
+        Descriptor { address: field(0), leading: field(16), stride: field(32), swizzle }
+    }
+
+    /// The shared address of an element of an operand: `outer` counts rows of A or columns of B, `inner` the
+    /// summed dimension inside one instruction.
+    pub fn element(&self, number: Number, major: Major, outer: u32, inner: u32) -> u32 {
+        let bytes = number.bytes();
+        let unit = 16 / bytes;
+        let line = self.swizzle.line() / bytes;
+        let linear = match (self.swizzle, major) {
+            (Swizzle::None, Major::Inner) => {
+                inner / unit * self.leading + outer / 8 * self.stride + outer % 8 * 16 + inner % unit * bytes
+            }
+            (Swizzle::None, Major::Outer) => {
+                inner / 8 * self.leading + outer / unit * self.stride + inner % 8 * 16 + outer % unit * bytes
+            }
+            (swizzle, Major::Inner) => outer / 8 * self.stride + outer % 8 * swizzle.line() + inner * bytes,
+            (swizzle, Major::Outer) => {
+                outer / line * self.leading
+                    + inner / 8 * self.stride
+                    + inner % 8 * swizzle.line()
+                    + outer % line * bytes
+            }
+        };
+        self.swizzle.apply(self.address + linear)
+    }
+}
+
+/// The first operand of a product.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Left {
+    /// A tile in shared memory: one descriptor, the same in every thread.
+    Tile(u64, Major),
+    /// Registers of each thread.
+    Regs(Box<[Reg]>),
+}
+
+/// A product of a warpgroup: D = A B, or D += A B, with 64 rows.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Product {
+    /// Accumulators.
+    pub d: Box<[Reg]>,
+    /// First operand, 64 x depth.
+    pub a: Left,
+    /// Second operand, depth x `n`.
+    pub b: (u64, Major),
+    /// Columns.
+    pub n: u32,
+    /// Types of D, A and B.
+    pub numbers: [Number; 3],
+    /// Whether D is added to.
+    pub onto: bool,
+    /// Signs of A and B.
+    pub negate: [bool; 2],
+    /// Whether integer sums saturate.
+    pub saturate: bool,
+}
+
+/// Row and column that accumulator register `i` of a thread (0..128) holds; for 16-bit accumulators, `i` counts
+/// halves.
+pub const fn accumulator_element(thread: u32, i: u32) -> (u32, u32) {
+    let (warp, lane) = (thread / 32, thread % 32);
+    (16 * warp + lane / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane % 4) + i % 2)
+}
+
+/// Row and inner index that element `e` of register `i` of the left operand of a thread (0..128) holds, for
+/// elements of `bytes` bytes.
+pub const fn left_element(thread: u32, i: u32, e: u32, bytes: u32) -> (u32, u32) {
+    let (warp, lane) = (thread / 32, thread % 32);
+    let per = 4 / bytes;
+    (16 * warp + lane / 4 + 8 * (i % 2), per * (lane % 4) + e + 4 * per * (i / 2))
+}
+
+impl Product {
+    /// The bits of every accumulator after the product, for each thread of the warpgroup in the order of `d`.
+    /// `register` reads a thread's register, `shared` reads bytes of shared memory.
+    pub fn run(
+        &self,
+        register: &mut dyn FnMut(u32, Reg) -> u32,
+        shared: &mut dyn FnMut(u32, &mut [u8]),
+    ) -> Vec<Vec<u32>> {
+        let [to, number_a, number_b] = self.numbers;
+        let depth = number_a.depth();
+        let mut element = |bits: u64, number: Number, major: Major, outer: u32, inner: u32| {
+            let mut word = [0; 4];
+            let at = Descriptor::decode(bits).element(number, major, outer, inner);
+            shared(at, &mut word[..number.bytes() as usize]);
+            model::decode(u32::from_le_bytes(word), number)
+        };
+        let b: Vec<Vec<f64>> = (0..self.n)
+            .map(|col| (0..depth).map(|i| element(self.b.0, number_b, self.b.1, col, i)).collect())
+            .collect();
+        let mut a = vec![vec![0.0; depth as usize]; 64];
+        match &self.a {
+            Left::Tile(bits, major) => {
+                for (row, i) in (0..64).flat_map(|r| (0..depth).map(move |i| (r, i))) {
+                    a[row as usize][i as usize] = element(*bits, number_a, *major, row, i);
+                }
+            }
+            Left::Regs(regs) => {
+                let bytes = number_a.bytes();
+                for (thread, (i, &reg)) in (0..128).flat_map(|t| regs.iter().enumerate().map(move |r| (t, r))) {
+                    let word = register(thread, reg);
+                    for e in 0..4 / bytes {
+                        let (row, inner) = left_element(thread, i as u32, e, bytes);
+                        a[row as usize][inner as usize] = model::decode(word >> (8 * bytes * e), number_a);
+                    }
+                }
+            }
+        }
+        let sign = if self.negate[0] != self.negate[1] { -1.0 } else { 1.0 };
+        (0..128)
+            .map(|thread| {
+                let accumulate = |(i, &reg): (usize, &Reg)| {
+                    let (row, col) = accumulator_element(thread, i as u32);
+                    let old = if self.onto { register(thread, reg) } else { 0 };
+                    let terms = a[row as usize].iter().zip(&b[col as usize]).map(|(x, y)| sign * x * y);
+                    model::accumulate(old, terms, to, number_a, self.saturate)
+                };
+                self.d.iter().enumerate().map(accumulate).collect()
+            })
+            .collect()
+    }
+}
+
+/// D = A B + C of a warp, 16 rows and 8 columns: operands and result by lane and register.
+pub fn mma_sync(number: Number, a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let (bytes, depth) = (number.bytes(), number.depth());
+    let (mut left, mut right) = (vec![vec![0.0; depth as usize]; 16], vec![vec![0.0; depth as usize]; 8]);
+    for lane in 0..32u32 {
+        for e in 0..4 / bytes {
+            let decode = |word: u32| model::decode(word >> (8 * bytes * e), number);
+            for (i, &word) in a[lane as usize].iter().enumerate() {
+                let (row, inner) = left_element(lane, i as u32, e, bytes);
+                left[row as usize][inner as usize] = decode(word);
+            }
+            for (i, &word) in b[lane as usize].iter().enumerate() {
+                let inner = 4 / bytes * (lane % 4) + e + 16 / bytes * i as u32;
+                right[(lane / 4) as usize][inner as usize] = decode(word);
+            }
+        }
+    }
+    let to = if matches!(number, Number::S8 | Number::U8) { Number::S32 } else { Number::F32 };
+    (0..32u32)
+        .map(|lane| {
+            (0..4)
+                .map(|i| {
+                    let (row, col) = accumulator_element(lane, i);
+                    let terms = left[row as usize].iter().zip(&right[col as usize]).map(|(x, y)| x * y);
+                    model::accumulate(c[lane as usize][i as usize], terms, to, number, false)
+                })
+                .collect()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the copy engine puts an element, where the builder thinks it is, and where the tensor core reads it.
+    #[test]
+    fn descriptors_find_what_tiles_hold() {
+        for number in [Number::Bf16, Number::E4m3, Number::Tf32] {
+            for swizzle in [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128] {
+                let line = swizzle.line() / number.bytes();
+                let tile = TileShape { number, rows: 64, cols: 2 * number.depth().max(line), swizzle };
+                let depth = number.depth();
+                for step in 0..tile.cols / depth {
+                    let base = 4096 + tile.step(Major::Inner, step);
+                    let d = Descriptor::decode(tile.descriptor(Major::Inner) | u64::from(base >> 4));
+                    for (outer, inner) in (0..64).flat_map(|o| (0..depth).map(move |i| (o, i))) {
+                        let want = 4096 + tile.offset(outer, step * depth + inner);
+                        assert_eq!(d.element(number, Major::Inner, outer, inner), want, "{tile:?} {outer} {inner}");
+                    }
+                }
+                if number.bytes() != 2 {
+                    continue; // only 16-bit operands can be read across
+                }
+                for step in 0..tile.rows / depth {
+                    let base = 4096 + tile.step(Major::Outer, step);
+                    let d = Descriptor::decode(tile.descriptor(Major::Outer) | u64::from(base >> 4));
+                    for (outer, inner) in (0..tile.cols).flat_map(|o| (0..depth).map(move |i| (o, i))) {
+                        let want = 4096 + tile.offset(step * depth + inner, outer);
+                        assert_eq!(d.element(number, Major::Outer, outer, inner), want, "{tile:?} {outer} {inner}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_descriptor_that_ran_on_hardware() {
+        let tile = TileShape::new(Number::Bf16, 64, 64);
+        assert_eq!(tile.descriptor(Major::Inner), 0x4000_0040_0001_0000);
+    }
+}

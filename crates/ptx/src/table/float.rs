@@ -1,0 +1,246 @@
+//! Arithmetic of 32-bit floats and of pairs of 16-bit floats.
+
+use super::pure;
+use crate::inst::Class::{B32, F32};
+use crate::inst::{Inst, Needs, Op, Unit, arg, out, word};
+use crate::machine::{Machine, each};
+use crate::model;
+use half::{bf16, f16};
+
+const SOURCE: &str = "PTX ISA, floating-point instructions";
+const HALF: &str = "PTX ISA, half-precision floating-point instructions";
+
+fn unary(m: &mut dyn Machine, op: &Op, f: fn(f32) -> f32) {
+    each(m, op, |x| u64::from(f(f32::from_bits(x[0] as u32)).to_bits()));
+}
+fn binary(m: &mut dyn Machine, op: &Op, f: fn(f32, f32) -> f32) {
+    each(m, op, |x| u64::from(f(f32::from_bits(x[0] as u32), f32::from_bits(x[1] as u32)).to_bits()));
+}
+
+/// d = a + b, rounded to nearest.
+pub static ADD: Inst = pure(
+    "add.f32",
+    "add.rn.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Fma,
+    |m, op| binary(m, op, |a, b| a + b),
+    SOURCE,
+);
+
+/// d = a + b, rounded down: the floor of a number appears in the low bits of a + 1.5 * 2^23.
+pub static ADD_DOWN: Inst = pure(
+    "add.rm.f32",
+    "add.rm.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Fma,
+    |m, op| binary(m, op, model::add_down),
+    SOURCE,
+);
+
+/// d = a - b, rounded to nearest.
+pub static SUB: Inst = pure(
+    "sub.f32",
+    "sub.rn.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Fma,
+    |m, op| binary(m, op, |a, b| a - b),
+    SOURCE,
+);
+
+/// d = a * b, rounded to nearest. With `.rn`, the assembler does not fuse it with a following addition.
+pub static MUL: Inst = pure(
+    "mul.f32",
+    "mul.rn.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Fma,
+    |m, op| binary(m, op, |a, b| a * b),
+    SOURCE,
+);
+
+/// d = a * b + c, rounded once.
+pub static FMA: Inst = pure(
+    "fma.f32",
+    "fma.rn.f32 {d}, {a}, {b}, {c};",
+    &[out("d", F32), arg("a", F32), arg("b", F32), arg("c", F32)],
+    Unit::Fma,
+    |m, op| {
+        each(m, op, |x| {
+            let [a, b, c] = [x[0], x[1], x[2]].map(|bits| f32::from_bits(bits as u32));
+            u64::from(a.mul_add(b, c).to_bits())
+        });
+    },
+    SOURCE,
+);
+
+/// d = a / b, within two units in the last place.
+pub static DIV: Inst = pure(
+    "div.full.f32",
+    "div.full.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Special,
+    |m, op| binary(m, op, |a, b| a / b),
+    SOURCE,
+);
+
+/// d = the larger; a NaN operand loses.
+pub static MAX: Inst = pure(
+    "max.f32",
+    "max.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Alu,
+    |m, op| binary(m, op, model::max),
+    SOURCE,
+);
+
+/// d = the smaller; a NaN operand loses.
+pub static MIN: Inst = pure(
+    "min.f32",
+    "min.f32 {d}, {a}, {b};",
+    &[out("d", F32), arg("a", F32), arg("b", F32)],
+    Unit::Alu,
+    |m, op| binary(m, op, model::min),
+    SOURCE,
+);
+
+/// d = -a.
+pub static NEG: Inst = pure(
+    "neg.f32",
+    "neg.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Alu,
+    |m, op| unary(m, op, |a| -a),
+    SOURCE,
+);
+
+/// d = |a|.
+pub static ABS: Inst = pure(
+    "abs.f32",
+    "abs.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Alu,
+    |m, op| unary(m, op, f32::abs),
+    SOURCE,
+);
+
+/// d = 2^a, within two units in the last place; subnormals flush to zero on the way in and out.
+pub static EX2: Inst = pure(
+    "ex2.f32",
+    "ex2.approx.ftz.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, model::ex2),
+    SOURCE,
+);
+
+/// d = log2(a), with an absolute error of 2^-22 near 1 and a relative one elsewhere; subnormals flush to zero.
+pub static LG2: Inst = pure(
+    "lg2.f32",
+    "lg2.approx.ftz.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, model::lg2),
+    SOURCE,
+);
+
+/// d = 1 / a, within one unit in the last place; subnormals flush to zero.
+pub static RCP: Inst = pure(
+    "rcp.f32",
+    "rcp.approx.ftz.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, model::rcp),
+    SOURCE,
+);
+
+/// d = 1 / sqrt(a), relative error 2^-22.9; subnormals flush to zero.
+pub static RSQRT: Inst = pure(
+    "rsqrt.f32",
+    "rsqrt.approx.ftz.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, model::rsqrt),
+    SOURCE,
+);
+
+/// d = sqrt(a), relative error 2^-23; subnormals flush to zero.
+pub static SQRT: Inst = pure(
+    "sqrt.f32",
+    "sqrt.approx.ftz.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, model::sqrt),
+    SOURCE,
+);
+
+/// d = tanh(a), relative error 2^-11.
+pub static TANH: Inst = pure(
+    "tanh.f32",
+    "tanh.approx.f32 {d}, {a};",
+    &[out("d", F32), arg("a", F32)],
+    Unit::Special,
+    |m, op| unary(m, op, f32::tanh),
+    SOURCE,
+);
+
+const PAIRS: &[&str] = &["f16x2", "bf16x2"];
+
+/// Both halves of a pair, computed in f64 and rounded once.
+fn pairs(m: &mut dyn Machine, op: &Op, t: usize, f: fn(&[f64]) -> f64) {
+    let bf = op.word(t) == "bf16x2";
+    each(m, op, |x| {
+        let half = |shift: u32| {
+            let inputs: Vec<f64> = x
+                .iter()
+                .map(|&bits| {
+                    let bits = (bits >> shift) as u16;
+                    if bf { bf16::from_bits(bits).to_f64() } else { f16::from_bits(bits).to_f64() }
+                })
+                .collect();
+            let y = f(&inputs);
+            u64::from(if bf { bf16::from_f64(y).to_bits() } else { f16::from_f64(y).to_bits() })
+        };
+        half(16) << 16 | half(0)
+    });
+}
+
+/// d = a * b + c for both halves, each rounded once.
+pub static FMA_PAIR: Inst = pure(
+    "fma.pair",
+    "fma.rn.{t} {d}, {a}, {b}, {c};",
+    &[out("d", B32), arg("a", B32), arg("b", B32), arg("c", B32), word("t", PAIRS)],
+    Unit::Fma,
+    |m, op| pairs(m, op, 4, |x| x[0] * x[1] + x[2]),
+    HALF,
+);
+
+/// d = a + b for both halves.
+pub static ADD_PAIR: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "add.pair",
+        "add.rn.{t} {d}, {a}, {b};",
+        &[out("d", B32), arg("a", B32), arg("b", B32), word("t", PAIRS)],
+        Unit::Fma,
+        |m, op| pairs(m, op, 3, |x| x[0] + x[1]),
+        HALF,
+    )
+};
+
+/// d = a * b for both halves.
+pub static MUL_PAIR: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "mul.pair",
+        "mul.rn.{t} {d}, {a}, {b};",
+        &[out("d", B32), arg("a", B32), arg("b", B32), word("t", PAIRS)],
+        Unit::Fma,
+        |m, op| pairs(m, op, 3, |x| x[0] * x[1]),
+        HALF,
+    )
+};
+
+/// The rows of this family.
+pub static ROWS: &[&Inst] = &[
+    &ADD, &ADD_DOWN, &SUB, &MUL, &FMA, &DIV, &MAX, &MIN, &NEG, &ABS, &EX2, &LG2, &RCP, &RSQRT, &SQRT, &TANH, &FMA_PAIR,
+    &ADD_PAIR, &MUL_PAIR,
+];

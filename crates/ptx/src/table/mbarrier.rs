@@ -1,0 +1,200 @@
+//! Barriers in shared memory that count arrivals and bytes.
+
+use super::sync::scope;
+use crate::inst::Class::{B32, Pred};
+use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, at, out, word};
+use crate::machine::{Machine, Mbarrier, Order, Place, Scope, address, lanes, value};
+
+const SOURCE: &str = "PTX ISA, parallel synchronization and communication instructions, mbarrier";
+
+const fn signal(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    needs: Needs,
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    let (unit, together, effect) = (Unit::Barrier, Together::Thread, Effect::Signal);
+    Inst { name, text, operands, needs, unit, together, effect, meaning, source: SOURCE }
+}
+
+/// Does to the barrier what `f` makes of the operand after it.
+fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier) {
+    for lane in lanes(m.active()) {
+        let place = Place { space, address: address(m, lane, op, 0) };
+        let x = if op.args.len() > 1 { value(m, lane, op, 1) as u32 } else { 1 };
+        m.mbarrier(lane, place, f(x));
+    }
+}
+
+const BLOCK: Order = Order::Release(Scope::Block);
+
+/// A barrier that expects `n` arrivals a phase.
+pub static INIT: Inst = signal(
+    "mbarrier.init",
+    "mbarrier.init.shared::cta.b64 {bar}, {n};",
+    &[at("bar", Space::Shared), arg("n", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, Mbarrier::Init),
+);
+
+/// Ends a barrier's life, so that its bytes can be used again.
+pub static INVAL: Inst = signal(
+    "mbarrier.inval",
+    "mbarrier.inval.shared::cta.b64 {bar};",
+    &[at("bar", Space::Shared)],
+    Needs::HOPPER,
+    |m, op| {
+        each(m, op, Space::Shared, |_| Mbarrier::Invalidate);
+    },
+);
+
+/// One arrival.
+pub static ARRIVE: Inst = signal(
+    "mbarrier.arrive",
+    "mbarrier.arrive.shared::cta.b64 _, {bar};",
+    &[at("bar", Space::Shared)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, |_| Mbarrier::Arrive(1, BLOCK)),
+);
+
+/// `n` arrivals.
+pub static ARRIVE_COUNT: Inst = signal(
+    "mbarrier.arrive.count",
+    "mbarrier.arrive.shared::cta.b64 _, {bar}, {n};",
+    &[at("bar", Space::Shared), arg("n", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, |n| Mbarrier::Arrive(n, BLOCK)),
+);
+
+/// One arrival on a barrier of any block of the cluster.
+pub static ARRIVE_CLUSTER: Inst = signal(
+    "mbarrier.arrive.cluster",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar};",
+    &[at("bar", Space::Cluster)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Release(Scope::Cluster))),
+);
+
+/// The same, ordering no memory: for a stage that was read by products alone, which were waited for.
+pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
+    "mbarrier.arrive.cluster.relaxed",
+    "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, {bar};",
+    &[at("bar", Space::Cluster)],
+    Needs::from((8, 6), 90),
+    |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Relaxed(Scope::Cluster))),
+);
+
+/// `bytes` more to be delivered before the phase may complete, and one arrival.
+pub static ARRIVE_EXPECT: Inst = signal(
+    "mbarrier.arrive.expect_tx",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, {bar}, {bytes};",
+    &[at("bar", Space::Shared), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, |bytes| Mbarrier::ArriveExpect(bytes, BLOCK)),
+);
+
+/// `bytes` more to be delivered before the phase may complete.
+pub static EXPECT: Inst = signal(
+    "mbarrier.expect_tx",
+    "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 {bar}, {bytes};",
+    &[at("bar", Space::Shared), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, Mbarrier::Expect),
+);
+
+/// `bytes` count as delivered.
+pub static COMPLETE: Inst = signal(
+    "mbarrier.complete_tx",
+    "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 {bar}, {bytes};",
+    &[at("bar", Space::Shared), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, Mbarrier::Complete),
+);
+
+/// One arrival for this and all later phases.
+pub static ARRIVE_DROP: Inst = signal(
+    "mbarrier.arrive_drop",
+    "mbarrier.arrive_drop.shared::cta.b64 _, {bar};",
+    &[at("bar", Space::Shared)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Shared, |_| Mbarrier::ArriveDrop(1)),
+);
+
+/// One arrival once the thread's cp.async so far are done; with `.noinc` it is one of those the barrier expects.
+pub static ARRIVE_COPIES: Inst = signal(
+    "cp.async.mbarrier.arrive",
+    "cp.async.mbarrier.arrive{noinc}.shared::cta.b64 {bar};",
+    &[at("bar", Space::Shared), word("noinc", &["", ".noinc"])],
+    Needs::HOPPER,
+    |m, op| {
+        let expected = op.word(1) == ".noinc";
+        for lane in lanes(m.active()) {
+            let place = Place { space: Space::Shared, address: address(m, lane, op, 0) };
+            m.mbarrier(lane, place, Mbarrier::ArriveAfterCopies(expected));
+        }
+    },
+);
+
+fn test(m: &mut dyn Machine, op: &Op, order: Order) {
+    for lane in lanes(m.active()) {
+        let place = Place { space: Space::Shared, address: address(m, lane, op, 1) };
+        let parity = value(m, lane, op, 2) as u32;
+        let done = m.mbarrier_done(lane, place, parity, order);
+        m.set(lane, op.reg(0), u64::from(done));
+    }
+}
+
+/// p = whether the phase of this parity has completed; may wait a while before it says no.
+pub static TRY_WAIT: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "mbarrier.try_wait",
+        "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
+        &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
+        Needs::HOPPER,
+        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+    )
+};
+
+/// p = whether the phase of this parity has completed, for arrivals from other blocks of the cluster.
+pub static TRY_WAIT_CLUSTER: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "mbarrier.try_wait.cluster",
+        "mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 {p}, {bar}, {parity};",
+        &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), word("scope", &["cluster"])],
+        Needs::HOPPER,
+        |m, op| test(m, op, Order::Acquire(scope(op.word(3)))),
+    )
+};
+
+/// p = whether the phase of this parity has completed, at once.
+pub static TEST_WAIT: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "mbarrier.test_wait",
+        "mbarrier.test_wait.parity.shared::cta.b64 {p}, {bar}, {parity};",
+        &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32)],
+        Needs::HOPPER,
+        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+    )
+};
+
+/// The rows of this family.
+pub static ROWS: &[&Inst] = &[
+    &INIT,
+    &INVAL,
+    &ARRIVE,
+    &ARRIVE_COUNT,
+    &ARRIVE_CLUSTER,
+    &ARRIVE_CLUSTER_RELAXED,
+    &ARRIVE_EXPECT,
+    &EXPECT,
+    &COMPLETE,
+    &ARRIVE_DROP,
+    &ARRIVE_COPIES,
+    &TRY_WAIT,
+    &TRY_WAIT_CLUSTER,
+    &TEST_WAIT,
+];

@@ -1,0 +1,265 @@
+//! Barriers, fences, waits and what steers a grid.
+
+use crate::inst::Class::B32;
+use crate::inst::{Effect, Inst, Needs, Op, Operand, Together, Unit, arg, number, word};
+use crate::machine::{Fence, Group, Machine, Meeting, Order, Queue, Scope, lanes, value};
+
+const BARRIERS: &str = "PTX ISA, parallel synchronization and communication instructions";
+
+const fn signal(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    needs: Needs,
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    let (unit, together, effect) = (Unit::Barrier, Together::Thread, Effect::Signal);
+    Inst { name, text, operands, needs, unit, together, effect, meaning, source: BARRIERS }
+}
+const fn wait(
+    name: &'static str,
+    text: &'static str,
+    operands: &'static [Operand],
+    needs: Needs,
+    meaning: fn(&mut dyn Machine, &Op),
+) -> Inst {
+    Inst { together: Together::Warp, effect: Effect::Wait, ..signal(name, text, operands, needs, meaning) }
+}
+
+fn fence(m: &mut dyn Machine, what: Fence) {
+    for lane in lanes(m.active()) {
+        m.fence(lane, what);
+    }
+}
+fn group(m: &mut dyn Machine, queue: Queue, what: Group) {
+    for lane in lanes(m.active()) {
+        m.group(lane, queue, what);
+    }
+}
+/// An operand that is the same in all lanes.
+fn uniform(m: &mut dyn Machine, op: &Op, i: usize) -> u32 {
+    let lane = m.active().trailing_zeros();
+    value(m, lane, op, i) as u32
+}
+
+/// The scope that a word of PTX names.
+pub(super) fn scope(word: &str) -> Scope {
+    match word {
+        "cta" => Scope::Block,
+        "cluster" => Scope::Cluster,
+        "gpu" => Scope::Device,
+        _ => Scope::System,
+    }
+}
+
+/// All threads of the block meet.
+pub static BAR_ALL: Inst = wait("bar.sync.all", "bar.sync 0;", &[], Needs::AMPERE, |m, _| {
+    m.meet(Meeting::Sync { id: 0, threads: None });
+});
+
+/// So many threads meet at a barrier of the block.
+pub static BAR: Inst =
+    wait("bar.sync", "bar.sync {id}, {threads};", &[arg("id", B32), number("threads")], Needs::AMPERE, |m, op| {
+        let id = uniform(m, op, 0);
+        m.meet(Meeting::Sync { id, threads: Some(op.number(1) as u32) });
+    });
+
+/// Counts at a barrier of the block without waiting.
+pub static BAR_ARRIVE: Inst = Inst {
+    effect: Effect::Signal,
+    ..wait("bar.arrive", "bar.arrive {id}, {threads};", &[arg("id", B32), number("threads")], Needs::AMPERE, |m, op| {
+        let id = uniform(m, op, 0);
+        m.meet(Meeting::Arrive { id, threads: op.number(1) as u32 });
+    })
+};
+
+/// The lanes of a warp meet, and see each other's memory.
+pub static BAR_WARP: Inst = wait("bar.warp.sync", "bar.warp.sync 0xffffffff;", &[], Needs::AMPERE, |m, _| {
+    m.meet(Meeting::Warp(u32::MAX));
+});
+
+/// Counts at the cluster's barrier.
+pub static CLUSTER_ARRIVE: Inst = Inst {
+    effect: Effect::Signal,
+    ..wait(
+        "barrier.cluster.arrive",
+        "barrier.cluster.arrive.{o}.aligned;",
+        &[word("o", &["release", "relaxed"])],
+        Needs::HOPPER,
+        |m, op| m.meet(Meeting::ClusterArrive(op.word(0) == "release")),
+    )
+};
+
+/// Waits for the cluster.
+pub static CLUSTER_WAIT: Inst =
+    wait("barrier.cluster.wait", "barrier.cluster.wait.acquire.aligned;", &[], Needs::HOPPER, |m, _| {
+        m.meet(Meeting::ClusterWait(true));
+    });
+
+/// Orders the thread's accesses before those after it, in a scope.
+pub static FENCE: Inst = signal(
+    "fence.acq_rel",
+    "fence.acq_rel.{scope};",
+    &[word("scope", &["cta", "cluster", "gpu", "sys"])],
+    Needs::HOPPER,
+    |m, op| fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0))))),
+);
+
+/// Orders the thread's accesses with those of the copy engine and the tensor cores.
+pub static FENCE_PROXY: Inst = signal(
+    "fence.proxy.async",
+    "fence.proxy.async{space};",
+    &[word("space", &["", ".shared::cta", ".global"])],
+    Needs::HOPPER,
+    |m, op| {
+        use crate::inst::Space;
+        fence(
+            m,
+            Fence::Proxy(match op.word(0) {
+                ".shared::cta" => Some(Space::Shared),
+                ".global" => Some(Space::Global),
+                _ => None,
+            }),
+        );
+    },
+);
+
+/// Makes initialised mbarriers visible to the cluster, once a barrier follows.
+pub static FENCE_INIT: Inst =
+    signal("fence.mbarrier_init", "fence.mbarrier_init.release.cluster;", &[], Needs::HOPPER, |m, _| {
+        fence(m, Fence::MbarrierInit);
+    });
+
+/// Before the first product of a group: what was written to its registers counts.
+pub static WGMMA_FENCE: Inst = Inst {
+    together: Together::Warpgroup,
+    ..signal("wgmma.fence", "wgmma.fence.sync.aligned;", &[], Needs::HOPPER_ONLY, |m, _| fence(m, Fence::Product))
+};
+
+/// The products since the last group become one.
+pub static WGMMA_COMMIT: Inst = Inst {
+    together: Together::Warpgroup,
+    ..signal("wgmma.commit_group", "wgmma.commit_group.sync.aligned;", &[], Needs::HOPPER_ONLY, |m, _| {
+        group(m, Queue::Product, Group::Commit);
+    })
+};
+
+/// Waits until at most `n` groups of products are pending.
+pub static WGMMA_WAIT: Inst = Inst {
+    together: Together::Warpgroup,
+    ..wait("wgmma.wait_group", "wgmma.wait_group.sync.aligned {n};", &[number("n")], Needs::HOPPER_ONLY, |m, op| {
+        group(m, Queue::Product, Group::Wait(op.number(0) as u32));
+    })
+};
+
+/// The copies out of shared memory since the last group become one.
+pub static BULK_COMMIT: Inst =
+    signal("cp.async.bulk.commit_group", "cp.async.bulk.commit_group;", &[], Needs::HOPPER, |m, _| {
+        group(m, Queue::Bulk, Group::Commit);
+    });
+
+/// Waits until at most `n` groups of copies have still to read their sources.
+pub static BULK_WAIT_READ: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "cp.async.bulk.wait_group.read",
+        "cp.async.bulk.wait_group.read {n};",
+        &[number("n")],
+        Needs::HOPPER,
+        |m, op| group(m, Queue::Bulk, Group::WaitRead(op.number(0) as u32)),
+    )
+};
+
+/// Waits until at most `n` groups of copies are pending.
+pub static BULK_WAIT: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal("cp.async.bulk.wait_group", "cp.async.bulk.wait_group {n};", &[number("n")], Needs::HOPPER, |m, op| {
+        group(m, Queue::Bulk, Group::Wait(op.number(0) as u32));
+    })
+};
+
+/// The thread's cp.async since the last group become one.
+pub static COPY_COMMIT: Inst = signal("cp.async.commit_group", "cp.async.commit_group;", &[], Needs::AMPERE, |m, _| {
+    group(m, Queue::Copy, Group::Commit);
+});
+
+/// Waits until at most `n` groups of the thread's cp.async are pending.
+pub static COPY_WAIT: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal("cp.async.wait_group", "cp.async.wait_group {n};", &[number("n")], Needs::AMPERE, |m, op| {
+        group(m, Queue::Copy, Group::Wait(op.number(0) as u32));
+    })
+};
+
+/// Waits for all of the thread's cp.async.
+pub static COPY_WAIT_ALL: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal("cp.async.wait_all", "cp.async.wait_all;", &[], Needs::AMPERE, |m, _| {
+        group(m, Queue::Copy, Group::WaitAll);
+    })
+};
+
+/// Gives registers back, or takes some from the block's pool: `n` a thread from here on.
+pub static SETMAXNREG: Inst = Inst {
+    together: Together::Warpgroup,
+    effect: Effect::Wait,
+    ..signal(
+        "setmaxnreg",
+        "setmaxnreg.{way}.sync.aligned.u32 {n};",
+        &[word("way", &["dec", "inc"]), number("n")],
+        Needs::HOPPER_ONLY,
+        |m, op| m.registers(op.number(1) as u32, op.word(0) == "inc"),
+    )
+};
+
+/// Waits until the grid before this one is done and its memory is visible.
+pub static GRID_WAIT: Inst =
+    wait("griddepcontrol.wait", "griddepcontrol.wait;", &[], Needs::HOPPER, |m, _| m.grid(true));
+
+/// Lets the next grid start.
+pub static GRID_LAUNCH: Inst = Inst {
+    effect: Effect::Signal,
+    ..wait("griddepcontrol.launch_dependents", "griddepcontrol.launch_dependents;", &[], Needs::HOPPER, |m, _| {
+        m.grid(false);
+    })
+};
+
+/// Sleeps for about so many nanoseconds.
+pub static SLEEP: Inst = Inst {
+    effect: Effect::Volatile,
+    ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n")], Needs::AMPERE, |_, _| {})
+};
+
+/// Gives up: the launch fails.
+pub static TRAP: Inst = signal("trap", "trap;", &[], Needs::AMPERE, |m, _| {
+    for lane in lanes(m.active()) {
+        m.trap(lane);
+    }
+});
+
+/// The rows of this family.
+pub static ROWS: &[&Inst] = &[
+    &BAR_ALL,
+    &BAR,
+    &BAR_ARRIVE,
+    &BAR_WARP,
+    &CLUSTER_ARRIVE,
+    &CLUSTER_WAIT,
+    &FENCE,
+    &FENCE_PROXY,
+    &FENCE_INIT,
+    &WGMMA_FENCE,
+    &WGMMA_COMMIT,
+    &WGMMA_WAIT,
+    &BULK_COMMIT,
+    &BULK_WAIT_READ,
+    &BULK_WAIT,
+    &COPY_COMMIT,
+    &COPY_WAIT,
+    &COPY_WAIT_ALL,
+    &SETMAXNREG,
+    &GRID_WAIT,
+    &GRID_LAUNCH,
+    &SLEEP,
+    &TRAP,
+];

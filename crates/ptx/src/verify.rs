@@ -1,0 +1,159 @@
+//! What a kernel must satisfy before anybody runs it: its target has the instructions, its memory, registers and
+//! barriers fit, and what whole warps execute together is not under a branch that depends on the lane.
+
+use crate::error::BuildError;
+use crate::inst::{Inst, Op, Reg, Together};
+use crate::kernel::{Kernel, Stmt, Target};
+use std::collections::HashSet;
+use std::panic::Location;
+
+pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
+    resources(kernel)?;
+    needs(kernel)?;
+    convergence(kernel)
+}
+
+fn resources(kernel: &Kernel) -> Result<(), BuildError> {
+    let name = || kernel.name.clone();
+    if !(32..=1024).contains(&kernel.threads) || !kernel.threads.is_multiple_of(32) {
+        return Err(BuildError::Threads { kernel: name(), got: kernel.threads });
+    }
+    let allowed = kernel.target.shared_bytes();
+    if kernel.shared_bytes > allowed {
+        let uses: Vec<String> = kernel.shared.iter().map(|u| format!("{} ({})", u.name, u.bytes)).collect();
+        let (used, uses, target) = (kernel.shared_bytes, uses.join(", "), kernel.target);
+        return Err(BuildError::SharedMemory { kernel: name(), used, allowed, uses, target });
+    }
+    if kernel.barriers > Target::BARRIERS {
+        return Err(BuildError::Barriers { kernel: name(), used: kernel.barriers });
+    }
+    let budgets: Vec<(&str, u32, u32)> =
+        kernel.roles.iter().filter_map(|r| Some((r.name.as_str(), r.warps, r.registers?))).collect();
+    for &(role, _, got) in &budgets {
+        if !(24..=256).contains(&got) || !got.is_multiple_of(8) {
+            return Err(BuildError::RegisterCount { kernel: name(), role: role.into(), got });
+        }
+    }
+    let entry = Kernel::entry_registers(kernel.threads);
+    let all = |registers: Option<u32>| registers.unwrap_or(entry);
+    let used: u32 = kernel.roles.iter().map(|r| r.warps * 32 * all(r.registers)).sum();
+    let pool = kernel.threads * entry;
+    if !budgets.is_empty() && used > pool {
+        // A launch would hang in setmaxnreg for ever.
+        let one = |r: &crate::kernel::RoleUse| format!("{}: {} x {}", r.name, r.warps * 32, all(r.registers));
+        let uses = kernel.roles.iter().map(one).collect::<Vec<_>>().join(", ");
+        return Err(BuildError::Registers { kernel: name(), used, allowed: pool, threads: kernel.threads, uses });
+    }
+    Ok(())
+}
+
+fn line(at: &Location<'_>) -> String {
+    format!("{}:{}", at.file(), at.line())
+}
+
+fn needs(kernel: &Kernel) -> Result<(), BuildError> {
+    let target = kernel.target;
+    let fits = |inst: &Inst| {
+        let n = inst.needs;
+        n.ptx <= target.ptx && if n.only { n.sm == target.sm } else { n.sm <= target.sm }
+    };
+    let mut wrong: Option<&Op> = None;
+    kernel.each_op(&mut |op| {
+        if wrong.is_none() && !fits(op.inst) {
+            wrong = Some(op);
+        }
+    });
+    wrong.map_or(Ok(()), |op| {
+        let n = op.inst.needs;
+        let only = if n.only { " alone" } else { " or later" };
+        Err(BuildError::Needs {
+            kernel: kernel.name.clone(),
+            at: line(op.at),
+            inst: op.inst.name,
+            needs: format!("PTX {}.{} and sm_{}{only}", n.ptx.0, n.ptx.1, n.sm),
+            target: format!("{}, PTX up to {}.{}", target.name(), target.ptx.0, target.ptx.1),
+        })
+    })
+}
+
+/// Registers whose value may differ between the lanes of a warp.
+pub fn varying(kernel: &Kernel) -> HashSet<Reg> {
+    let mut varying = HashSet::new();
+    loop {
+        let before = varying.len();
+        spread(&kernel.body, false, &mut varying);
+        if varying.len() == before {
+            return varying;
+        }
+    }
+}
+
+/// One pass of the data flow: what is computed from varying values, or under a varying branch, varies.
+fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
+    for stmt in block {
+        match stmt {
+            Stmt::Op(op) => {
+                let same = same_in_warp(op);
+                let source = matches!(op.inst.name, "mov.special")
+                    && matches!(op.word(1), "%tid.x" | "%laneid" | "%lanemask_lt");
+                let source =
+                    source || matches!(op.inst.name, "elect" | "ldmatrix") || op.inst.together == Together::Warpgroup;
+                if divergent || source || (!same && op.reads().any(|r| varying.contains(&r))) {
+                    varying.extend(op.writes());
+                }
+            }
+            Stmt::If { cond, then, otherwise, .. } => {
+                let inside = divergent || varying.contains(cond);
+                spread(then, inside, varying);
+                spread(otherwise, inside, varying);
+            }
+            Stmt::Loop { body, .. } => {
+                let leaves = body.iter().any(|s| matches!(s, Stmt::Break { cond, .. } if varying.contains(cond)));
+                spread(body, divergent || leaves, varying);
+            }
+            Stmt::Break { .. } => {}
+        }
+    }
+}
+
+/// Instructions whose result is the same in all lanes whatever they read.
+fn same_in_warp(op: &Op) -> bool {
+    let to_one = op.inst.name == "shfl" && op.word(3) == "idx" && matches!(op.args[2], crate::inst::Arg::Imm(_));
+    to_one || matches!(op.inst.name, "vote" | "vote.ballot" | "redux")
+}
+
+fn convergence(kernel: &Kernel) -> Result<(), BuildError> {
+    let varying = varying(kernel);
+    check(kernel, &kernel.body, None, &varying)
+}
+
+fn check(
+    kernel: &Kernel,
+    block: &[Stmt],
+    branch: Option<&'static Location<'static>>,
+    varying: &HashSet<Reg>,
+) -> Result<(), BuildError> {
+    for stmt in block {
+        match stmt {
+            Stmt::Op(op) => {
+                if let (Some(branch), true) = (branch, op.inst.together != Together::Thread) {
+                    let (kernel, at) = (kernel.name.clone(), line(op.at));
+                    return Err(BuildError::Divergent { kernel, at, inst: op.inst.name, branch: line(branch) });
+                }
+            }
+            Stmt::If { cond, then, otherwise, at, .. } => {
+                let inside = branch.or(varying.contains(cond).then_some(*at));
+                check(kernel, then, inside, varying)?;
+                check(kernel, otherwise, inside, varying)?;
+            }
+            Stmt::Loop { body, at } => {
+                let leaves = body.iter().any(|s| matches!(s, Stmt::Break { cond, .. } if varying.contains(cond)));
+                // A wait on an mbarrier is a loop that each lane leaves when it sees the phase over: all see the same.
+                let waits = body.iter().any(|s| matches!(s, Stmt::Op(op) if op.inst.name.contains("try_wait")));
+                check(kernel, body, branch.or((leaves && !waits).then_some(*at)), varying)?;
+            }
+            Stmt::Break { .. } => {}
+        }
+    }
+    Ok(())
+}
