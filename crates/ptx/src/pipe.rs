@@ -48,25 +48,20 @@ pub struct Filling<'k> {
 }
 
 impl<'k> Filling<'k> {
-    /// Starts bringing the tile at `at` of a tensor into the stage's `i`-th tile.
-    #[track_caller]
-    pub fn load(&self, t: &Scope<'k, Thread>, i: usize, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        from.load(t, at, self.tiles[i], self.full, None);
+    /// The stage's `i`-th tile.
+    pub fn tile(&self, i: usize) -> Tile<'k> {
+        self.tiles[i]
     }
-    /// The same into all blocks of the cluster, from a tensor whose tiles are the `part`-th of as many row parts as
-    /// there are blocks; each block brings its part.
+    /// Starts bringing the tile at `at` of a tensor into a tile of the stage, or a part of one.
     #[track_caller]
-    pub fn load_rows_for_all(
-        &self,
-        t: &Scope<'k, Thread>,
-        i: usize,
-        part: Val<'k, u32>,
-        rows: u32,
-        from: &Tensor<'k>,
-        at: &[Val<'k, u32>],
-    ) {
-        let all = if self.blocks > 1 { Some(((1u32 << self.blocks) - 1) as u16) } else { None };
-        from.load(t, at, self.tiles[i].rows(part, rows), self.full, all);
+    pub fn load(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
+        from.load(t, at, to, self.full, None);
+    }
+    /// The same into the same place in all blocks of the cluster: each brings a part, and all get everything.
+    #[track_caller]
+    pub fn load_for_all(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
+        let all = (self.blocks > 1).then_some(((1u32 << self.blocks) - 1) as u16);
+        from.load(t, at, to, self.full, all);
     }
 }
 

@@ -77,6 +77,28 @@ impl<'k> Tile<'k> {
         Tile { rows: count, address: self.address + offset, ..self }
     }
 
+    /// The `index`-th part of `count` columns: whole chunks.
+    #[track_caller]
+    pub fn cols(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
+        let (k, shape) = (self.address.k, self.shape);
+        if !count.is_multiple_of(shape.chunk()) || count > shape.cols {
+            let allowed = format!("multiples of {} up to {}", shape.chunk(), shape.cols);
+            k.refuse(format!("{count} columns of a tile of {}, allowed: {allowed}", shape.cols));
+        }
+        let offset = index.into_val(k) * (count / shape.chunk() * shape.chunk_bytes());
+        Tile { shape: TileShape { cols: count, ..shape }, address: self.address + offset, ..self }
+    }
+
+    /// The `index`-th part of an operand of a product: `count` rows of A or columns of B, which are rows of the tile or
+    /// columns.
+    #[track_caller]
+    pub fn part(self, major: Major, index: impl IntoVal<'k, u32>, count: u32) -> Self {
+        match major {
+            Major::Inner => self.rows(index, count),
+            Major::Outer => self.cols(index, count),
+        }
+    }
+
     /// The tile as an operand of a product, the dimension that is summed over along its rows' elements
     /// ([`Major::Inner`]) or across its rows.
     pub fn operand(self, major: Major) -> Operand<'k> {
@@ -104,27 +126,6 @@ pub struct Operand<'k> {
 }
 
 impl<'k> Operand<'k> {
-    /// The `index`-th part of `count` rows of A, or columns of B.
-    #[track_caller]
-    pub fn part(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
-        let shape = self.tile.shape;
-        match self.major {
-            Major::Inner => Operand { tile: self.tile.rows(index, count), outer: count, ..self },
-            Major::Outer => {
-                let k = self.tile.address.k;
-                if !count.is_multiple_of(shape.chunk()) {
-                    k.refuse(format!(
-                        "{count} columns of a tile whose chunks are {} wide, allowed: multiples",
-                        shape.chunk()
-                    ));
-                }
-                let offset = index.into_val(k) * (count / shape.chunk() * shape.chunk_bytes());
-                let tile = Tile { address: self.tile.address + offset, ..self.tile };
-                Operand { tile, outer: count, ..self }
-            }
-        }
-    }
-
     /// The matrix descriptor of its first step.
     #[track_caller]
     fn descriptor(&self) -> Val<'k, u64> {

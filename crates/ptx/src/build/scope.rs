@@ -288,6 +288,7 @@ impl<'k> Scope<'k, Group> {
     #[track_caller]
     pub fn sync_cluster(&self) {
         if self.k.cluster_blocks() > 1 {
+            self.sync_warp();
             self.k.emit(&sync::CLUSTER_ARRIVE, [Arg::Word("release")]);
             self.plain(&sync::CLUSTER_WAIT);
         }
