@@ -307,7 +307,12 @@ pub trait Machine {
 
 /// The lanes whose bits are set.
 pub fn lanes(mask: u32) -> impl Iterator<Item = u32> {
-    (0..WARP).filter(move |lane| mask >> lane & 1 == 1)
+    let mut rest = mask;
+    std::iter::from_fn(move || {
+        let lane = (rest != 0).then(|| rest.trailing_zeros())?;
+        rest &= rest - 1;
+        Some(lane)
+    })
 }
 
 /// What an operand is worth in a lane.
@@ -333,13 +338,30 @@ pub fn address(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
     }
 }
 
+/// Operands of the widest row that [`each`] serves.
+const MOST_INPUTS: usize = 8;
+
 /// Computes the first operand from the others, in each active lane.
 pub(crate) fn each(m: &mut dyn Machine, op: &Op, f: impl Fn(&[u64]) -> u64) {
+    // Which operands have values is the same in every lane; constants are read once.
+    let mut inputs = [0; MOST_INPUTS];
+    let mut registers = [None; MOST_INPUTS];
+    let mut count = 0;
+    for arg in op.args.iter().skip(1) {
+        match arg {
+            Arg::Reg(reg) => registers[count] = Some(*reg),
+            Arg::Imm(bits) => inputs[count] = *bits,
+            _ => continue,
+        }
+        count += 1;
+    }
+    let d = op.reg(0);
     for lane in lanes(m.active()) {
-        let inputs: Vec<u64> = (1..op.args.len())
-            .filter(|&i| matches!(op.args[i], Arg::Reg(_) | Arg::Imm(_)))
-            .map(|i| value(m, lane, op, i))
-            .collect();
-        m.set(lane, op.reg(0), f(&inputs));
+        for (input, reg) in inputs[..count].iter_mut().zip(&registers) {
+            if let Some(reg) = reg {
+                *input = m.get(lane, *reg);
+            }
+        }
+        m.set(lane, d, f(&inputs[..count]));
     }
 }

@@ -1,0 +1,118 @@
+//! What a launch did, counted: for each role, and in total.
+
+use fulgurite_ptx::Number;
+use fulgurite_ptx::inst::{Op, Unit};
+use std::collections::BTreeMap;
+
+/// What a copy moves.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Traffic {
+    pub global_bytes: u64,
+    pub sectors: u64,
+    pub shared_bytes: u64,
+}
+
+/// Work of some warps. Instructions are counted once for each lane that executes them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Instructions of lanes, by the unit that runs them.
+    pub lanes: BTreeMap<Unit, u64>,
+    /// Instructions of warps.
+    pub instructions: u64,
+    /// Floating-point operations of tensor products (a multiplication and an addition are two), by element type.
+    pub tensor_flops: BTreeMap<&'static str, u64>,
+    /// Exponentials on the special-function unit.
+    pub exps: u64,
+    /// Additions, multiplications and fused ones of f32.
+    pub fmas: u64,
+    /// Bytes of shared memory that threads read and write.
+    pub shared_thread_bytes: u64,
+    /// Bytes of shared memory that products read.
+    pub shared_operand_bytes: u64,
+    /// Bytes of shared memory that copies read and write, in each block they reach.
+    pub shared_copy_bytes: u64,
+    /// Passes over the banks of shared memory beyond what the bytes need.
+    pub bank_conflicts: u64,
+    /// Bytes of global memory that threads and copies read and write.
+    pub global_bytes: u64,
+    /// Sectors of 32 bytes that hold them, for each instruction or row of a box.
+    pub global_sectors: u64,
+    /// Times a warp came to a barrier or a wait, and times it had to stay.
+    pub waits: u64,
+    /// Of these, how often the warp had to stay.
+    pub waits_blocked: u64,
+}
+
+fn name(number: Number) -> &'static str {
+    number.name()
+}
+
+impl Counts {
+    pub(crate) fn executed(&mut self, op: &Op, active: u32) {
+        let lanes = u64::from(active.count_ones());
+        self.instructions += 1;
+        *self.lanes.entry(op.inst.unit).or_default() += lanes;
+        match op.inst.unit {
+            Unit::Special if op.inst.name.starts_with("ex2") => self.exps += lanes,
+            Unit::Fma => self.fmas += lanes,
+            _ => {}
+        }
+    }
+
+    pub(crate) fn copied(&mut self, traffic: &Traffic) {
+        self.global_bytes += traffic.global_bytes;
+        self.global_sectors += traffic.sectors;
+        self.shared_copy_bytes += traffic.shared_bytes;
+    }
+
+    pub(crate) fn multiplied(&mut self, number: Number, flops: u64, operand_bytes: u64) {
+        *self.tensor_flops.entry(name(number)).or_default() += flops;
+        self.shared_operand_bytes += operand_bytes;
+    }
+
+    /// Accesses of one instruction to shared memory: offset and bytes of each lane.
+    pub(crate) fn shared(&mut self, touches: &mut Vec<(u32, u32)>) {
+        let bytes: u64 = touches.iter().map(|&(_, n)| u64::from(n)).sum();
+        self.shared_thread_bytes += bytes;
+        let mut words: Vec<u32> = touches.iter().flat_map(|&(at, n)| at / 4..(at + n).div_ceil(4)).collect();
+        words.sort_unstable();
+        words.dedup();
+        let mut banks = [0u64; 32];
+        words.iter().for_each(|word| banks[(word % 32) as usize] += 1);
+        let passes = banks.into_iter().max().unwrap_or(0);
+        self.bank_conflicts += passes.saturating_sub((words.len() as u64).div_ceil(32));
+        touches.clear();
+    }
+
+    /// Accesses of one instruction to global memory.
+    pub(crate) fn global(&mut self, touches: &mut Vec<(u64, u32)>) {
+        self.global_bytes += touches.iter().map(|&(_, n)| u64::from(n)).sum::<u64>();
+        let mut sectors: Vec<u64> =
+            touches.iter().flat_map(|&(at, n)| at / 32..(at + u64::from(n)).div_ceil(32)).collect();
+        sectors.sort_unstable();
+        sectors.dedup();
+        self.global_sectors += sectors.len() as u64;
+        touches.clear();
+    }
+
+    /// Adds another's work.
+    pub fn add(&mut self, other: &Counts) {
+        for (&unit, &n) in &other.lanes {
+            *self.lanes.entry(unit).or_default() += n;
+        }
+        for (&number, &n) in &other.tensor_flops {
+            *self.tensor_flops.entry(number).or_default() += n;
+        }
+        self.instructions += other.instructions;
+        self.exps += other.exps;
+        self.fmas += other.fmas;
+        self.shared_thread_bytes += other.shared_thread_bytes;
+        self.shared_operand_bytes += other.shared_operand_bytes;
+        self.shared_copy_bytes += other.shared_copy_bytes;
+        self.bank_conflicts += other.bank_conflicts;
+        self.global_bytes += other.global_bytes;
+        self.global_sectors += other.global_sectors;
+        self.waits += other.waits;
+        self.waits_blocked += other.waits_blocked;
+    }
+}

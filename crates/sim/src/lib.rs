@@ -1,0 +1,61 @@
+//! Runs GPU kernels without a GPU, and says what is wrong with them.
+//!
+//! [`Sim`] is a [`Device`](fulgurite_ptx::device::Device): what runs on a GPU runs on it, from the same kernel value.
+//! Warps take turns in a random, seeded order; copies and products that the hardware may finish early or late finish
+//! at random, seeded moments, and a detector checks every access to memory, registers and barriers. What it finds is
+//! a [`Finding`], with the Rust lines of both sides.
+//!
+//! ```
+//! use fulgurite_ptx::device::{Device, Stream, Value};
+//! use fulgurite_ptx::{Kernel, Target};
+//! use fulgurite_sim::{Fault, Sim};
+//! use std::sync::Arc;
+//!
+//! // Every thread doubles an element, and one too many.
+//! let kernel = Kernel::build("double", Target::HOPPER, |k| {
+//!     let (x, n) = (k.pointer::<f32>("x"), k.param::<u32>("n"));
+//!     k.threads(32, |w| {
+//!         let i = w.thread();
+//!         w.when(i.le(n), |w| x.store(w, i, x.load(w, i) * 2.0));
+//!     });
+//! })?;
+//! let sim = Sim::default();
+//! let buffer = sim.allocate(40)?;
+//! sim.upload(buffer.span(), &[0; 40])?;
+//! let module = sim.load(Arc::new(kernel))?;
+//! let args = [Value::Pointer(buffer.span()), Value::U32(10)];
+//! assert!(sim.launch(&module, [1, 1, 1], &args, Stream::default()).is_err());
+//! let finding = &sim.findings()[0];
+//! assert_eq!((finding.fault, finding.here.lane), (Fault::OutOfBounds, Some(10)));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod clock;
+mod copy;
+mod counters;
+mod deadlock;
+mod finding;
+mod issue;
+mod mbarrier;
+mod meet;
+mod memory;
+mod options;
+mod program;
+mod random;
+mod reduce;
+mod run;
+mod shadow;
+mod sim;
+mod timeline;
+mod view;
+mod warpgroup;
+mod well_formed;
+mod world;
+
+pub use counters::Counts;
+pub use finding::{Fault, Finding, Line, Side};
+pub use options::{Options, Order};
+pub use sim::{Report, Sim};
+pub use timeline::Timeline;

@@ -1,0 +1,320 @@
+//! Barriers in shared memory that count arrivals and bytes, with the rules that PTX leaves to the program.
+
+use crate::clock::{Clock, Comp, Part};
+use crate::finding::Fault;
+use crate::shadow::{Access, Who};
+use crate::world::{Cluster, SHARED_BASE, Status, Wait, World};
+use std::rc::Rc;
+
+/// Bytes and arrivals that an mbarrier can count.
+const MOST: i64 = (1 << 20) - 1;
+
+/// An mbarrier.
+pub(crate) struct Bar {
+    /// Arrivals of a phase, and how many are missing in this one.
+    pub count: u32,
+    pub pending: u32,
+    /// Bytes that are missing.
+    pub bytes: i64,
+    pub phase: u32,
+    pub comp: Comp,
+    /// Its initialisation, and whether a fence showed it to the cluster and to the copy engine.
+    pub made: Access,
+    pub published: bool,
+    /// What was told in this phase, and in those that are over.
+    current: Clock,
+    past: Rc<Clock>,
+    /// Who last said how many bytes come, and who last arrived.
+    pub expected: Option<Access>,
+    pub arrived: Option<Access>,
+    /// Warps that were told no, and the phase they asked for.
+    waiters: Vec<(u32, u32)>,
+    /// Cycle of the latest arrival.
+    latest: u64,
+}
+
+/// Whoever does something to an mbarrier.
+pub(crate) struct User<'a> {
+    pub clock: &'a Clock,
+    pub access: Access,
+    pub lane: Option<u32>,
+    /// From another block, or by the copy engine.
+    pub far: bool,
+    /// Whether what the user knows is passed on, or only what it knows to be finished.
+    pub releases: bool,
+    pub now: u64,
+}
+
+/// A barrier of a block: rank in the cluster, and offset in shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BarAt {
+    pub rank: usize,
+    pub offset: u32,
+}
+
+impl World<'_> {
+    /// What a place in shared memory is called: the name the kernel gave it, with a number where it has several.
+    pub fn shared_name(&self, offset: u32) -> String {
+        let uses = &self.program.kernel.shared;
+        match uses.iter().find(|u| (u.offset..u.offset + u.bytes).contains(&offset)) {
+            Some(u) if u.bytes > 8 => format!("`{}`[{}]", u.name, (offset - u.offset) / 8),
+            Some(u) => format!("`{}`", u.name),
+            None => format!("the one at offset {offset}"),
+        }
+    }
+
+    fn bar_fault(&mut self, fault: Fault, what: String, at: BarAt, user: &User<'_>, other: Option<Access>) {
+        let here = self.side(user.access.block, user.access.warp, user.lane, user.access.pc);
+        let other = other.map(|access| self.side_of(&access));
+        self.report(fault, what, Some(u64::from(SHARED_BASE + at.offset)), here, other);
+    }
+
+    /// Makes an mbarrier.
+    pub fn bar_init(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, user: &User<'_>) {
+        let name = self.shared_name(at.offset);
+        if let Some(bar) = cluster.blocks[at.rank].bars.get(&at.offset) {
+            let made = bar.made;
+            self.bar_fault(
+                Fault::NotABarrier,
+                format!("mbarrier {name} is initialised while it lives"),
+                at,
+                user,
+                Some(made),
+            );
+        }
+        if i64::from(count) > MOST || count == 0 || !at.offset.is_multiple_of(8) {
+            let what = format!("mbarrier {name} for {count} arrivals, allowed: 1 to {MOST}, at multiples of 8 bytes");
+            self.bar_fault(Fault::Operand, what, at, user, None);
+        }
+        let comp = cluster.component();
+        let id = cluster.id;
+        let bar = Bar {
+            count: count.max(1),
+            pending: count.max(1),
+            bytes: 0,
+            phase: 0,
+            comp,
+            made: user.access,
+            published: false,
+            current: Clock::new(id),
+            past: Rc::new(Clock::new(id)),
+            expected: None,
+            arrived: None,
+            waiters: Vec::new(),
+            latest: 0,
+        };
+        cluster.blocks[at.rank].bars.insert(at.offset, bar);
+    }
+
+    /// Ends the life of an mbarrier.
+    pub fn bar_end(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) {
+        if self.bar_ready(cluster, at, user) {
+            cluster.blocks[at.rank].bars.remove(&at.offset);
+        }
+    }
+
+    /// Whether there is an mbarrier. What is wrong with using it is reported.
+    pub fn bar_ready(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) -> bool {
+        let name = self.shared_name(at.offset);
+        let block = &mut cluster.blocks[at.rank];
+        if user.far && block.running == 0 {
+            self.bar_fault(Fault::Exit, format!("mbarrier {name} of a block that has ended"), at, user, None);
+            return false;
+        }
+        let Some(bar) = block.bars.get(&at.offset) else {
+            self.bar_fault(
+                Fault::NotABarrier,
+                format!("there is no mbarrier at offset {} ({name})", at.offset),
+                at,
+                user,
+                None,
+            );
+            return false;
+        };
+        let made = bar.made;
+        let Who::Warp { comp, time } = made.who else { return true };
+        if user.clock.get(Part::Memory, comp) < time && made.who != user.access.who {
+            let what = format!("mbarrier {name} is used, and nothing orders that after its initialisation");
+            self.bar_fault(Fault::BarrierNotReady, what, at, user, Some(made));
+        } else if user.far && !bar.published {
+            let what = format!(
+                "mbarrier {name} is used from outside the block's threads with no fence after its initialisation"
+            );
+            self.bar_fault(Fault::BarrierNotReady, what, at, user, Some(made));
+            // Once is enough.
+            if let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) {
+                bar.published = true;
+            }
+        }
+        true
+    }
+
+    /// A fence of a warp shows the mbarriers that it made.
+    pub fn bars_published(&mut self, cluster: &mut Cluster, rank: usize, by: Comp) {
+        for bar in cluster.blocks[rank].bars.values_mut() {
+            bar.published |= matches!(bar.made.who, Who::Warp { comp, .. } if comp == by);
+        }
+    }
+
+    /// Arrivals, after so many more bytes are expected.
+    pub fn bar_arrive(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, bytes: u32, user: &User<'_>) {
+        if !self.bar_ready(cluster, at, user) {
+            return;
+        }
+        if bytes > 0 {
+            self.bar_expect(cluster, at, bytes, user);
+        }
+        if user.far && !matches!(user.access.who, Who::Async(_)) {
+            cluster.reached(at.rank, user.access);
+        }
+        let name = self.shared_name(at.offset);
+        let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) else { return };
+        if count > bar.pending {
+            let (pending, expected, before) = (bar.pending, bar.count, bar.arrived);
+            let what = format!(
+                "{count} arrivals at mbarrier {name} in phase {}, which expects {expected} and misses {pending}",
+                bar.phase
+            );
+            self.bar_fault(Fault::TooManyArrivals, what, at, user, before);
+            return;
+        }
+        bar.pending -= count;
+        bar.arrived = Some(user.access);
+        if user.releases {
+            bar.current.join(user.clock)
+        } else {
+            bar.current.join_done(user.clock)
+        }
+        bar.latest = bar.latest.max(user.now);
+        self.settle(cluster, at, user);
+    }
+
+    /// Takes arrivals out of this and all later phases.
+    pub fn bar_drop(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, user: &User<'_>) {
+        if let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) {
+            bar.count = bar.count.saturating_sub(count).max(1);
+        }
+        self.bar_arrive(cluster, at, count, 0, user);
+    }
+
+    /// More bytes will be delivered.
+    pub fn bar_expect(&mut self, cluster: &mut Cluster, at: BarAt, bytes: u32, user: &User<'_>) {
+        if !self.bar_ready(cluster, at, user) {
+            return;
+        }
+        let name = self.shared_name(at.offset);
+        let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) else { return };
+        bar.bytes = bar.bytes.saturating_add(i64::from(bytes));
+        bar.expected = Some(user.access);
+        if bar.bytes > MOST {
+            let what = format!("mbarrier {name} expects {} bytes, allowed: {MOST}; spread them over two", bar.bytes);
+            bar.bytes = MOST;
+            self.bar_fault(Fault::ByteOverflow, what, at, user, None);
+        }
+    }
+
+    /// Bytes were delivered. The phase in which they count.
+    pub fn bar_complete(
+        &mut self,
+        cluster: &mut Cluster,
+        at: BarAt,
+        bytes: u32,
+        user: &User<'_>,
+    ) -> Option<(Comp, u32)> {
+        if !self.bar_ready(cluster, at, user) {
+            return None;
+        }
+        let bar = cluster.blocks[at.rank].bars.get_mut(&at.offset)?;
+        let told = (bar.comp, bar.phase + 1);
+        bar.bytes = bar.bytes.saturating_sub(i64::from(bytes)).max(-MOST);
+        bar.latest = bar.latest.max(user.now);
+        self.settle(cluster, at, user);
+        Some(told)
+    }
+
+    /// The phase that an mbarrier is in.
+    pub fn bar_phase(&self, cluster: &Cluster, at: BarAt) -> Option<u32> {
+        cluster.blocks[at.rank].bars.get(&at.offset).map(|bar| bar.phase)
+    }
+
+    /// Ends the phase where nothing is missing.
+    fn settle(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) {
+        self.progress += 1;
+        let name = self.shared_name(at.offset);
+        let id = cluster.id;
+        let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) else { return };
+        if bar.pending > 0 {
+            return;
+        }
+        if bar.bytes < 0 {
+            let (more, expected, phase) = (-bar.bytes, bar.expected, bar.phase);
+            let what = format!("phase {phase} of mbarrier {name} got {more} bytes more than it expects");
+            bar.bytes = 0;
+            self.bar_fault(Fault::ByteCount, what, at, user, expected);
+        }
+        let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) else { return };
+        if bar.bytes > 0 {
+            return;
+        }
+        bar.phase += 1;
+        bar.pending = bar.count;
+        let told = std::mem::replace(&mut bar.current, Clock::new(id));
+        Rc::make_mut(&mut bar.past).join(&told);
+        let (phase, latest) = (bar.phase, bar.latest);
+        let missed =
+            bar.waiters.iter().position(|&(_, wanted)| wanted + 2 <= phase).map(|i| bar.waiters.swap_remove(i));
+        for warp in cluster.warps.iter_mut().filter(|w| w.rank == at.rank) {
+            let waits = matches!(warp.status, Status::Blocked(Wait::Phase { address, phase: p }) if address == at.offset && p < phase);
+            if waits {
+                warp.status = Status::Ready;
+                warp.now = warp.now.max(latest);
+            }
+        }
+        if let Some((warp, wanted)) = missed {
+            let slot = cluster.warp_at(at.rank, warp);
+            let (pc, block) = (cluster.warps[slot].pc, cluster.blocks[at.rank].index);
+            let waiter = Access { warp, block, pc, ..user.access };
+            let what = format!("phase {wanted} of mbarrier {name} and the next are over before a waiter looked");
+            self.bar_fault(Fault::PhaseMissed, what, at, user, Some(waiter));
+        }
+    }
+
+    /// Whether the phase of this parity is over; what a waiter then knows, and the component to remember.
+    pub fn bar_over(
+        &mut self,
+        cluster: &mut Cluster,
+        at: BarAt,
+        parity: u32,
+        patient: bool,
+        user: &User<'_>,
+    ) -> Result<(Rc<Clock>, Comp, u32), Option<u32>> {
+        if !self.bar_ready(cluster, at, user) {
+            return Err(None);
+        }
+        let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) else { return Err(None) };
+        let warp = user.access.warp;
+        bar.waiters.retain(|&(w, _)| w != warp);
+        if bar.phase & 1 == parity & 1 {
+            if patient {
+                bar.waiters.push((warp, bar.phase));
+            }
+            return Err(Some(bar.phase));
+        }
+        Ok((bar.past.clone(), bar.comp, bar.phase))
+    }
+}
+
+impl Cluster {
+    /// A warp of another block reaches into a block; of its moments, the last is enough.
+    pub fn reached(&mut self, rank: usize, who: Access) {
+        let peers = &mut self.blocks[rank].peers;
+        let same = |peer: &&mut Access| match (peer.who, who.who) {
+            (Who::Warp { comp: a, .. }, Who::Warp { comp: b, .. }) => a == b,
+            _ => false,
+        };
+        match peers.iter_mut().find(same) {
+            Some(peer) => *peer = who,
+            None => peers.push(who),
+        }
+    }
+}

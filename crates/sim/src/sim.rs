@@ -1,0 +1,194 @@
+//! The simulator as a device.
+
+use crate::counters::Counts;
+use crate::finding::Finding;
+use crate::memory::Memory;
+use crate::options::Options;
+use crate::program::Program;
+use crate::timeline::Timeline;
+use crate::world::World;
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream, Value, check_launch};
+use fulgurite_ptx::kernel::{Kernel, Target};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Multiprocessors of the simulated GPU: those of an H200.
+pub(crate) const MULTIPROCESSORS: u32 = 132;
+/// Bytes that can be allocated: what a test machine can spare.
+const CAPACITY: u64 = 4 << 30;
+
+/// What a launch did.
+#[derive(Debug, Clone, Default)]
+pub struct Report {
+    /// What is wrong with the kernel; empty where nothing was found.
+    pub findings: Vec<Finding>,
+    /// Names of the roles, and what each did.
+    pub roles: Vec<(String, Counts)>,
+    /// Blocks of the grid.
+    pub blocks: u64,
+    /// When what happened, where [`Order::Timed`](crate::Order::Timed) was asked for.
+    pub timeline: Option<Timeline>,
+}
+
+impl Report {
+    /// What all roles did.
+    pub fn total(&self) -> Counts {
+        let mut total = Counts::default();
+        self.roles.iter().for_each(|(_, counts)| total.add(counts));
+        total
+    }
+}
+
+struct State {
+    memory: Memory,
+    options: Options,
+    last: Report,
+    /// The first failure on the stream, until somebody asks.
+    failed: Option<DeviceError>,
+}
+
+/// A GPU that is simulated.
+#[derive(Clone)]
+pub struct Sim {
+    state: Arc<Mutex<State>>,
+    target: Target,
+}
+
+/// Gives an allocation back.
+struct Owner {
+    state: Arc<Mutex<State>>,
+    address: u64,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        lock(&self.state).memory.free(self.address);
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Default for Sim {
+    fn default() -> Self {
+        Sim::new(Options::default())
+    }
+}
+
+impl Sim {
+    /// A simulated H200.
+    pub fn new(options: Options) -> Self {
+        let state = State { memory: Memory::new(CAPACITY), options, last: Report::default(), failed: None };
+        Sim { state: Arc::new(Mutex::new(state)), target: Target::HOPPER }
+    }
+
+    /// Changes how launches from now on are simulated.
+    pub fn set_options(&self, options: Options) {
+        lock(&self.state).options = options;
+    }
+
+    /// What the last launch did.
+    pub fn report(&self) -> Report {
+        lock(&self.state).last.clone()
+    }
+
+    /// What is wrong with the last launch.
+    pub fn findings(&self) -> Vec<Finding> {
+        lock(&self.state).last.findings.clone()
+    }
+}
+
+impl Device for Sim {
+    fn name(&self) -> String {
+        "simulated H200".into()
+    }
+    fn target(&self) -> Target {
+        self.target
+    }
+    fn multiprocessors(&self) -> u32 {
+        MULTIPROCESSORS
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        let span = lock(&self.state).memory.allocate(bytes)?;
+        let owner = Owner { state: self.state.clone(), address: span.address };
+        Ok(Buffer::new(span, Box::new(owner)))
+    }
+
+    fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
+        let n = bytes.len() as u64;
+        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: to.bytes };
+        if n > to.bytes {
+            return Err(outside);
+        }
+        let mut state = lock(&self.state);
+        let (allocation, offset) = state.memory.find(to.address, n).ok_or(outside)?;
+        allocation.bytes[offset as usize..offset as usize + bytes.len()].copy_from_slice(bytes);
+        allocation.shadow.set_written(offset, n);
+        Ok(())
+    }
+
+    fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let n = bytes.len() as u64;
+        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: from.bytes };
+        if n > from.bytes {
+            return Err(outside);
+        }
+        let mut state = lock(&self.state);
+        let (allocation, offset) = state.memory.find(from.address, n).ok_or(outside)?;
+        bytes.copy_from_slice(&allocation.bytes[offset as usize..offset as usize + bytes.len()]);
+        Ok(())
+    }
+
+    fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
+        if kernel.target.sm > self.target.sm {
+            let (want, got) = (kernel.target.name(), self.target.name());
+            return Err(DeviceError::Target { kernel: kernel.name.clone(), want, got });
+        }
+        let name = kernel.name.clone();
+        let program = Program::new(kernel.clone()).map_err(|log| DeviceError::Compile { kernel: name, log })?;
+        Ok(Module::new(kernel, Arc::new(program)))
+    }
+
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], _: Stream) -> Result<(), DeviceError> {
+        check_launch(module.kernel(), grid, args)?;
+        let program = module
+            .handle::<Program>()
+            .ok_or(DeviceError::Failed { call: "launch", what: "the module was loaded by another device".into() })?;
+        let mut guard = lock(&self.state);
+        let State { memory, options, last, failed } = &mut *guard;
+        for (param, value) in module.kernel().params.iter().zip(args) {
+            let span = match value {
+                Value::Pointer(span) => *span,
+                Value::Tensor(tensor) => tensor.span,
+                _ => continue,
+            };
+            if span.bytes > 0 && memory.find(span.address, span.bytes).is_none() {
+                let what = format!("`{}` is no memory of this device: {span:?}", param.name);
+                return Err(DeviceError::Failed { call: "launch", what });
+            }
+        }
+        memory.forget_accesses();
+        let options = options.clone();
+        let mut world = World::new(program, &options, memory, args, grid);
+        world.run();
+        let names = module.kernel().roles.iter().map(|r| r.name.clone());
+        let names: Vec<String> = if module.kernel().roles.is_empty() { vec![String::new()] } else { names.collect() };
+        let blocks = grid.iter().map(|&n| u64::from(n)).product();
+        let roles = names.into_iter().zip(world.counts).collect();
+        let (findings, timeline) = (world.findings, world.timeline);
+        *last = Report { findings, roles, blocks, timeline };
+        match last.findings.first() {
+            None => Ok(()),
+            Some(finding) => {
+                let error = DeviceError::Failed { call: "simulate", what: finding.to_string() };
+                *failed = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn synchronize(&self, _: Stream) -> Result<(), DeviceError> {
+        lock(&self.state).failed.take().map_or(Ok(()), Err)
+    }
+}
