@@ -3,4 +3,6 @@
 #![forbid(unsafe_code)]
 
 pub mod add;
+pub mod exp;
 pub mod gemm;
+pub mod softmax;

@@ -170,6 +170,48 @@ impl<'k> Acc<'k> {
         let k = self.k;
         self.regs.iter().map(move |&reg| Val::reg(k, reg))
     }
+    /// Which of the thread's two rows its `i`-th element is in.
+    pub fn row_of(i: usize) -> usize {
+        i / 2 % 2
+    }
+    /// Column of the `i`-th element, to which the thread's first column ([`Scope::first_col`]) is added.
+    pub fn col_of(i: usize) -> u32 {
+        (i / 4 * 8 + i % 2) as u32
+    }
+    /// Replaces the `i`-th element.
+    #[track_caller]
+    pub fn set(&self, i: usize, x: impl IntoVal<'k, f32>) {
+        let x = x.into_val(self.k);
+        self.k.emit(&convert::MOV_F32, [Arg::Reg(self.regs[i]), x.arg()]);
+    }
+}
+
+/// 64 rows and `cols` columns of 16-bit floats in the registers of a warpgroup, spread as the left operand of a
+/// product wants them, which is how accumulators are spread.
+pub struct Fragment<'k, T> {
+    k: &'k Builder,
+    regs: Vec<Reg>,
+    cols: u32,
+    number: std::marker::PhantomData<T>,
+}
+
+impl<'k, T: Half> Fragment<'k, T>
+where
+    Pair<T>: Word,
+{
+    /// Rounds elements `2i` and `2i + 1` of the accumulators' order into the `i`-th pair.
+    #[track_caller]
+    pub fn set_pair(&self, i: usize, low: Val<'k, f32>, high: Val<'k, f32>) {
+        let to = Arg::Reg(self.regs[i]);
+        self.k.emit(&convert::CVT_PAIR, [to, high.arg(), low.arg(), Arg::Word(<Pair<T> as Word>::NAME)]);
+    }
+    /// Takes over another fragment.
+    #[track_caller]
+    pub fn copy(&self, from: &Fragment<'k, T>) {
+        for (&to, &from) in self.regs.iter().zip(&from.regs) {
+            self.k.emit(&convert::MOV_32, [Arg::Reg(to), Arg::Reg(from)]);
+        }
+    }
 }
 
 /// Whether a product replaces or adds to what is there.
@@ -182,6 +224,17 @@ pub enum Sum<'k> {
     If(Val<'k, bool>),
 }
 
+impl Sum<'_> {
+    /// Whether the `step`-th instruction of a product adds.
+    fn at(&self, step: usize) -> Arg {
+        match (self, step) {
+            (Sum::Fresh, 0) => Arg::Imm(0),
+            (Sum::If(onto), 0) => onto.arg(),
+            _ => Arg::Imm(1),
+        }
+    }
+}
+
 impl<'k> Scope<'k, Group> {
     /// Accumulators of 64 rows a warpgroup.
     #[track_caller]
@@ -190,6 +243,74 @@ impl<'k> Scope<'k, Group> {
             self.k.refuse(format!("accumulators of {cols} columns, allowed: multiples of 8 up to 256"));
         }
         Acc { k: self.k, regs: (0..cols / 2).map(|_| self.k.register(Class::F32)).collect(), cols }
+    }
+
+    /// A fragment of 64 rows a warpgroup.
+    #[track_caller]
+    pub fn fragment<T: Half>(&self, cols: u32) -> Fragment<'k, T> {
+        if !cols.is_multiple_of(16) {
+            self.k.refuse(format!("a fragment of {cols} columns, allowed: multiples of 16"));
+        }
+        let regs = (0..cols / 4).map(|_| self.k.register(Class::B32)).collect();
+        Fragment { k: self.k, regs, cols, number: std::marker::PhantomData }
+    }
+
+    /// The first of the thread's two rows among its warpgroup's 64; the other is 8 below.
+    #[track_caller]
+    pub fn first_row(&self) -> Val<'k, u32> {
+        (self.thread_in_group() / 32).mul_add(16, self.lane() / 4)
+    }
+    /// The first of the thread's columns among each eight; it has that one and the next.
+    #[track_caller]
+    pub fn first_col(&self) -> Val<'k, u32> {
+        (self.lane() & 3) * 2
+    }
+
+    /// Starts acc (+)= a b with `a` in registers, as one group. `between` is called before each step of the product
+    /// with the number of steps still to come.
+    #[track_caller]
+    pub fn multiply_fragment<T: Half>(
+        &self,
+        acc: &Acc<'k>,
+        a: &Fragment<'k, T>,
+        b: Operand<'k>,
+        sum: Sum<'k>,
+        between: impl Fn(u32),
+    ) where
+        Pair<T>: Word,
+    {
+        let (k, number) = (self.k, T::NUMBER);
+        if (a.cols, acc.cols) != (b.inner, b.outer) || b.tile.shape.number != number {
+            let what = format!(
+                "{} 64x{} times {:?} {}x{} into 64x{}",
+                T::NAME,
+                a.cols,
+                b.tile.shape.number,
+                b.inner,
+                b.outer,
+                acc.cols
+            );
+            k.refuse(format!("a product of {what}, allowed: equal inner sizes and types, matching columns"));
+            return;
+        }
+        let start = b.descriptor();
+        let steps: Vec<Val<'k, u64>> = (0..b.inner / number.depth()).map(|j| start + b.step(j)).collect();
+        self.plain(&sync::WGMMA_FENCE);
+        let count = steps.len() as u32;
+        for (j, b_step) in steps.into_iter().enumerate() {
+            between(count - j as u32);
+            let args = [
+                Arg::List(acc.regs.as_slice().into()),
+                Arg::List(a.regs[4 * j..4 * j + 4].into()),
+                Arg::Reg(b_step.in_register()),
+                sum.at(j),
+                Arg::Imm(acc.cols.into()),
+                Arg::Word(number.name()),
+                b.transposed(),
+            ];
+            k.emit(&tensor::WGMMA_RS, args);
+        }
+        self.plain(&sync::WGMMA_COMMIT);
     }
 
     /// Starts acc (+)= a b, for tiles of 16-bit floats, as one group: 64 rows of `a` and all columns of `b`.
@@ -213,16 +334,11 @@ impl<'k> Scope<'k, Group> {
             (0..a.inner / number.depth()).map(|j| [a_start + a.step(j), b_start + b.step(j)]).collect();
         self.plain(&sync::WGMMA_FENCE);
         for (j, [a_step, b_step]) in steps.into_iter().enumerate() {
-            let onto = match (&sum, j) {
-                (Sum::Fresh, 0) => Arg::Imm(0),
-                (Sum::If(onto), 0) => onto.arg(),
-                _ => Arg::Imm(1),
-            };
             let args = [
                 Arg::List(acc.regs.as_slice().into()),
                 Arg::Reg(a_step.in_register()),
                 Arg::Reg(b_step.in_register()),
-                onto,
+                sum.at(j),
                 Arg::Imm(acc.cols.into()),
                 Arg::Word(number.name()),
                 a.transposed(),
@@ -236,6 +352,15 @@ impl<'k> Scope<'k, Group> {
     /// Writes accumulators, rounded to 16 bits, to 64 rows of a tile.
     #[track_caller]
     pub fn write<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>)
+    where
+        Pair<T>: Word,
+    {
+        self.write_with::<T>(tile, acc, |_, x| x);
+    }
+
+    /// Writes what `f` makes of each accumulator (given the number of its row in the thread), rounded to 16 bits.
+    #[track_caller]
+    pub fn write_with<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>, f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>)
     where
         Pair<T>: Word,
     {
@@ -259,7 +384,8 @@ impl<'k> Scope<'k, Group> {
         let elements: Vec<Val<'k, f32>> = acc.elements().collect();
         for (j, part) in elements.chunks_exact(8).enumerate() {
             let j = j as u32;
-            let pairs = [0, 2, 4, 6].map(|i| part[i].pair_with::<T>(part[i + 1]).in_register());
+            let value = |i: usize| f(Acc::row_of(i), part[i]);
+            let pairs = [0, 2, 4, 6].map(|i| value(i).pair_with::<T>(value(i + 1)).in_register());
             // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();

@@ -19,7 +19,7 @@ mod scope;
 mod value;
 
 pub use memory::{Pointer, Shared};
-pub use scope::{Block, Group, Scope, Thread, Who};
+pub use scope::{Block, Group, GroupBarrier, Leave, Scope, Thread, Turns, Who};
 pub(crate) use value::Src;
 pub use value::{Half, IntoVal, Pair, Val, Var, Word};
 
@@ -163,6 +163,11 @@ impl Builder {
         self.state.borrow_mut().blocks.push(Vec::new());
         f();
         self.state.borrow_mut().blocks.pop().expect("bug in fulgurite: blocks are nested")
+    }
+
+    /// How many blocks are open.
+    pub(crate) fn depth(&self) -> usize {
+        self.state.borrow().blocks.len()
     }
 
     /// Builds into the beginning of the current role.

@@ -158,6 +158,14 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.push(Stmt::Loop { body, at });
     }
 
+    /// Again and again, until the loop is left.
+    #[track_caller]
+    pub fn repeat(&self, f: impl FnOnce(&Self, &Leave<'k>)) {
+        let at = Location::caller();
+        let body = self.k.block(|| f(self, &Leave { k: self.k, depth: self.k.depth() }));
+        self.k.push(Stmt::Loop { body, at });
+    }
+
     #[track_caller]
     pub(crate) fn plain(&self, inst: &'static Inst) {
         self.k.emit(inst, []);
@@ -179,6 +187,24 @@ impl<'k, W: Who> Scope<'k, W> {
     #[track_caller]
     pub fn let_next_grid_start(&self) {
         self.plain(&sync::GRID_LAUNCH);
+    }
+}
+
+/// The way out of a loop.
+pub struct Leave<'k> {
+    k: &'k Builder,
+    depth: usize,
+}
+
+impl<'k> Leave<'k> {
+    /// Leaves the loop where `cond` holds. Not from inside a branch of the loop's body.
+    #[track_caller]
+    pub fn when(&self, cond: Val<'k, bool>) {
+        if self.k.depth() != self.depth {
+            self.k.refuse("a loop is left from inside a branch or another loop; leave it from its own body".into());
+        }
+        let cond = cond.in_register();
+        self.k.push(Stmt::Break { cond, when: true, at: Location::caller() });
     }
 }
 
@@ -298,6 +324,42 @@ impl<'k> Scope<'k, Group> {
 /// A named barrier for each warpgroup of a role.
 pub struct GroupBarrier {
     first: u32,
+}
+
+/// Warpgroups of a role that take turns, in order, again and again.
+pub struct Turns {
+    first: u32,
+    groups: u32,
+}
+
+impl<'k> Scope<'k, Group> {
+    /// Turns among the warpgroups of the role; the first one begins.
+    #[track_caller]
+    pub fn turns(&self) -> Turns {
+        let groups = self.k.role_warps().1 / 4;
+        let turns = Turns { first: if groups > 1 { self.k.named_barriers(groups) } else { 0 }, groups };
+        if groups > 1 {
+            self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns));
+        }
+        turns
+    }
+    /// Waits for the turn of this warpgroup.
+    #[track_caller]
+    pub fn await_turn(&self, turns: &Turns) {
+        if turns.groups > 1 {
+            let id = self.group() + turns.first;
+            self.k.emit(&sync::BAR, [id.arg(), Arg::Imm((2 * WARPGROUP).into())]);
+        }
+    }
+    /// Passes the turn to the next warpgroup.
+    #[track_caller]
+    pub fn pass_turn(&self, turns: &Turns) {
+        if turns.groups > 1 {
+            let own = self.group();
+            let next = own.eq(turns.groups - 1).select::<u32>(0, own + 1) + turns.first;
+            self.k.emit(&sync::BAR_ARRIVE, [next.arg(), Arg::Imm((2 * WARPGROUP).into())]);
+        }
+    }
 }
 
 impl<'k> Scope<'k, Thread> {
