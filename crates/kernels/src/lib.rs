@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod add;
+pub mod attention;
 pub mod exp;
 pub mod gemm;
 pub mod softmax;

@@ -4,9 +4,9 @@
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
 use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var};
-use crate::inst::{Arg, Base, Class};
+use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
-use crate::product::TileShape;
+use crate::product::{Swizzle, TileShape};
 use crate::table::{mbarrier, memory};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
@@ -108,24 +108,36 @@ impl<'k> Ring<'k> {
 /// A ring whose stages hold one tile of each of several shapes.
 pub struct Pipe<'k> {
     ring: Ring<'k>,
-    /// Shape and offset of the first stage of each tile.
+    /// Shape of each tile, and where in a stage it lies.
     tiles: Vec<(TileShape, u32)>,
+    /// Where the first stage begins, and bytes from one to the next.
+    first: u32,
+    stage: u32,
 }
 
 impl Builder {
     /// A ring of `depth` stages, each with one tile of each shape.
     pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
-        let place = |shape: &TileShape| {
-            let stage = shape.bytes().next_multiple_of(shape.swizzle.period());
-            (*shape, self.take_shared(name, depth * stage, shape.swizzle.period()))
+        let mut stage = 0;
+        let mut place = |shape: &TileShape| {
+            let start = stage;
+            stage += shape.bytes().next_multiple_of(shape.swizzle.period());
+            (*shape, start)
         };
-        let tiles = tiles.iter().map(place).collect();
-        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles }
+        let tiles = tiles.iter().map(&mut place).collect();
+        // Whole periods of the widest swizzle, so that every stage begins on one.
+        let stage = stage.next_multiple_of(Swizzle::B128.period());
+        let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
+        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles, first, stage }
     }
 
-    /// A ring of `depth` messages of four numbers each.
-    pub fn mailbox(&self, name: &str, depth: u32) -> Mailbox<'_> {
-        let offset = self.take_shared(name, 16 * depth, 16);
+    /// A ring of `depth` messages of `N` numbers each, a multiple of four.
+    #[track_caller]
+    pub fn mailbox<const N: usize>(&self, name: &str, depth: u32) -> Mailbox<'_, N> {
+        if !N.is_multiple_of(4) {
+            self.refuse(format!("mailbox `{name}` has messages of {N} numbers, allowed: multiples of 4"));
+        }
+        let offset = self.take_small(name, 4 * N as u32 * depth, 16);
         Mailbox { ring: Ring::new(self, name, depth, 1), offset }
     }
 }
@@ -163,13 +175,9 @@ impl<'k> Pipe<'k> {
     /// The tiles of a stage.
     #[track_caller]
     fn stage(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
-        let k = self.ring.k;
-        let tile = |(shape, offset): &(TileShape, u32)| {
-            let bytes = shape.bytes().next_multiple_of(shape.swizzle.period());
-            let start = k.shared_address(*offset);
-            Tile::at(*shape, if self.ring.depth == 1 { start } else { stage.mul_add(bytes, start) })
-        };
-        self.tiles.iter().map(tile).collect()
+        let start = self.ring.k.shared_address(self.first);
+        let start = if self.ring.depth == 1 { start } else { stage.mul_add(self.stage, start) };
+        self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset)).collect()
     }
 
     /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
@@ -184,7 +192,30 @@ impl<'k> Pipe<'k> {
         ring.advance(cursor);
     }
 
-    /// Waits for the next full stage.
+    /// Waits for the next full stage, which is the role's until it is [`done`](Self::done) with it: one at a time.
+    #[track_caller]
+    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+        self.ring.wait_full();
+        self.current(w)
+    }
+
+    /// The stage that was waited for last.
+    #[track_caller]
+    pub fn current(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+        let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        self.stage(stage.now())
+    }
+
+    /// Gives the stage back that was waited for: nothing of it is read any more.
+    #[track_caller]
+    pub fn done(&self, w: &Scope<'k, Group>) {
+        let cursor = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        w.sync_warp();
+        self.ring.tell_empty(w, cursor);
+        self.ring.advance(cursor);
+    }
+
+    /// Waits for the next full stage, of which the role may have several: they are [`release`](Self::release)d in order.
     #[track_caller]
     pub fn take(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
         let cursor = self.ring.wait_full();
@@ -203,26 +234,32 @@ impl<'k> Pipe<'k> {
     }
 }
 
-/// A ring of messages of four numbers.
-pub struct Mailbox<'k> {
+/// A ring of messages of `N` numbers, a multiple of four.
+pub struct Mailbox<'k, const N: usize> {
     ring: Ring<'k>,
     offset: u32,
 }
 
-impl<'k> Mailbox<'k> {
+impl<'k, const N: usize> Mailbox<'k, N> {
+    /// Bytes that one instruction moves.
+    const PART: usize = 16;
+
     #[track_caller]
-    fn place(&self, cursor: Cursor<'k>) -> Arg {
+    fn place(&self, cursor: Cursor<'k>) -> Reg {
         let start = self.ring.k.shared_address(self.offset);
-        Arg::Address(Base::Reg(cursor[0].now().mul_add(16, start).in_register()), 0)
+        cursor[0].now().mul_add(4 * N as u32, start).in_register()
     }
 
     /// Waits for room and writes a message.
     #[track_caller]
-    pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; 4]) {
+    pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.wait_empty();
-        let regs = message.map(|x| x.in_register());
-        k.emit(&memory::ST_SHARED_32, [self.place(cursor), Arg::List(regs.into()), Arg::Word(".v4")]);
+        let (base, regs) = (self.place(cursor), message.map(|x| x.in_register()));
+        for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
+            let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
+            k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);
+        }
         let full = ring.barrier(ring.full, cursor[0].now());
         k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(full.in_register()), 0)]);
         ring.advance(cursor);
@@ -230,11 +267,14 @@ impl<'k> Mailbox<'k> {
 
     /// Waits for a message and reads it, in every thread of the role.
     #[track_caller]
-    pub fn take(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; 4] {
+    pub fn take(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.wait_full();
-        let regs = [0; 4].map(|_| k.register(Class::B32));
-        k.emit(&memory::LD_SHARED_32, [Arg::List(regs.into()), self.place(cursor), Arg::Word(".v4")]);
+        let (base, regs) = (self.place(cursor), [0; N].map(|_| k.register(Class::B32)));
+        for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
+            let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
+            k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
+        }
         w.sync_warp();
         ring.tell_empty(w, cursor);
         ring.advance(cursor);

@@ -12,8 +12,19 @@ use crate::table::{bulk, convert, memory, sync, tensor};
 /// A tensor among the parameters, as the copy engine sees it.
 #[derive(Clone, Copy)]
 pub(crate) struct TensorParam<'k> {
-    pub map: Val<'k, u64>,
+    pub k: &'k Builder,
+    pub number: u32,
     pub rank: u32,
+}
+
+impl<'k> TensorParam<'k> {
+    /// Where the tensor's map lies. Asked for at each use: kept, it would take two registers of every role.
+    #[track_caller]
+    fn map(&self) -> Val<'k, u64> {
+        let (d, map) = Val::fresh(self.k);
+        self.k.emit(&convert::PARAM_ADDRESS, [d, Arg::Param(self.number)]);
+        map
+    }
 }
 
 /// A tensor among the parameters that is moved in tiles of one shape. Coordinates are elements, innermost axis
@@ -62,8 +73,19 @@ pub struct Tile<'k> {
 }
 
 impl<'k> Tile<'k> {
-    pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
+    /// A tile of this shape at an address that another tile had.
+    pub fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
+    }
+    /// Where it begins, for a loop that carries it.
+    pub fn address(self) -> Val<'k, u32> {
+        self.address
+    }
+    /// The `index`-th of several tiles of this shape that lie one after the other in a stage.
+    #[track_caller]
+    pub fn nth(self, index: Val<'k, u32>) -> Self {
+        let bytes = self.shape.bytes().next_multiple_of(self.shape.swizzle.period());
+        Tile { address: index.mul_add(bytes, self.address), ..self }
     }
 
     /// The `index`-th part of `count` rows.
@@ -402,13 +424,13 @@ impl<'k> Scope<'k, Thread> {
         for chunk in 0..to.tile.chunks() {
             let (regs, rank) = to.coordinates(at, chunk);
             let tile = Arg::Address(Base::Reg(from.chunk_at(chunk).in_register()), 0);
-            self.k.emit(&bulk::STORE_BOX, [to.param.map.arg(), regs, tile, Arg::Word(rank)]);
+            self.k.emit(&bulk::STORE_BOX, [to.param.map().arg(), regs, tile, Arg::Word(rank)]);
         }
     }
     /// Starts bringing a tile of a tensor near; a hint.
     #[track_caller]
     pub fn prefetch_tile(&self, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        self.prefetch(from.param.map, at);
+        self.prefetch(from.param.map(), at);
     }
 }
 
@@ -416,7 +438,7 @@ impl<'k> Tensor<'k> {
     /// Coordinates of a chunk of the tile at `at`.
     #[track_caller]
     fn coordinates(&self, at: &[Val<'k, u32>], chunk: u32) -> (Arg, &'static str) {
-        let k = self.param.map.k;
+        let k = self.param.k;
         if at.len() != self.param.rank as usize {
             k.refuse(format!("{} coordinates for a tensor of {} axes", at.len(), self.param.rank));
         }
@@ -439,7 +461,7 @@ impl<'k> Tensor<'k> {
             let (regs, rank) = self.coordinates(at, chunk);
             let tile = Arg::Address(Base::Reg(to.chunk_at(chunk).in_register()), 0);
             let bar = Arg::Address(Base::Reg(bar.in_register()), 0);
-            let map = self.param.map.arg();
+            let map = self.param.map().arg();
             match multicast {
                 None => w.k.emit(&bulk::LOAD_BOX, [tile, map, regs, bar, Arg::Word(rank)]),
                 Some(mask) => {

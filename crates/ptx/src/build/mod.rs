@@ -52,6 +52,8 @@ struct State {
     params: Vec<Param>,
     shared: Vec<SharedUse>,
     shared_bytes: u32,
+    /// What is left of an area for small things: from here to there.
+    small: Option<(u32, u32)>,
     /// Named barriers handed out; 0 is the whole block's.
     barriers: u32,
     mbarriers: Vec<MbarrierUse>,
@@ -215,9 +217,7 @@ impl Builder {
     pub(crate) fn tensor_param(&self, name: &str, shape: BoxShape) -> TensorParam<'_> {
         let rank = shape.extent.len() as u32;
         let number = self.add_param(name, ParamKind::Tensor(shape));
-        let (d, map) = Val::fresh(self);
-        self.emit(&convert::PARAM_ADDRESS, [d, Arg::Param(number)]);
-        TensorParam { map, rank }
+        TensorParam { k: self, number, rank }
     }
 
     /// Takes a part of shared memory.
@@ -226,6 +226,25 @@ impl Builder {
         let offset = state.shared_bytes.next_multiple_of(align);
         state.shared.push(SharedUse { name: name.into(), offset, bytes });
         state.shared_bytes = offset + bytes;
+        offset
+    }
+
+    /// Takes a few bytes for barriers and messages, which lie together: between tiles each would cost a whole period of
+    /// the swizzle.
+    pub(crate) fn take_small(&self, name: &str, bytes: u32, align: u32) -> u32 {
+        const AREA: u32 = 1024;
+        let mut state = self.state.borrow_mut();
+        let fits = |(next, end): (u32, u32)| next.next_multiple_of(align) + bytes <= end;
+        if !state.small.is_some_and(fits) {
+            let start = state.shared_bytes.next_multiple_of(16);
+            let end = start + AREA.max(bytes);
+            state.small = Some((start, end));
+            state.shared_bytes = end;
+        }
+        let (next, end) = state.small.expect("bug in fulgurite: an area was just taken");
+        let offset = next.next_multiple_of(align);
+        state.small = Some((offset + bytes, end));
+        state.shared.push(SharedUse { name: name.into(), offset, bytes });
         offset
     }
 
@@ -252,7 +271,7 @@ impl Builder {
 
     /// `n` mbarriers in a row; the offset of the first.
     pub(crate) fn mbarriers(&self, name: &str, n: u32, count: Count) -> u32 {
-        let first = self.take_shared(name, 8 * n, 8);
+        let first = self.take_small(name, 8 * n, 8);
         let uses = (0..n).map(|i| MbarrierUse { offset: first + 8 * i, count });
         self.state.borrow_mut().mbarriers.extend(uses);
         first

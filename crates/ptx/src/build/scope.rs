@@ -310,6 +310,22 @@ impl<'k> Scope<'k, Group> {
         self.k.emit(&sync::WGMMA_WAIT, [Arg::Imm(pending.into())]);
     }
 
+    /// The same, and not before all of `results` are computed, none of which is ever negative. The assembler moves waits
+    /// up over arithmetic that does not need them, which would leave nothing to run beside the products; it does not
+    /// move them over a branch that depends on the arithmetic.
+    #[track_caller]
+    pub fn wait_products_after(&self, pending: u32, results: &[Val<'k, f32>]) {
+        if let Some(&first) = results.first() {
+            let least = results[1..].iter().fold(first, |least, &x| least.min(x));
+            self.when_rarely(self.any(least.lt(0.0)), |w| {
+                // Never taken; the assembler wants no product pending where it could be.
+                w.wait_products(0);
+                w.plain(&sync::TRAP);
+            });
+        }
+        self.wait_products(pending);
+    }
+
     /// All threads of the cluster meet: no block ends while another may still reach into it.
     #[track_caller]
     pub fn sync_cluster(&self) {

@@ -103,6 +103,10 @@ impl<'k, T: Word> IntoVal<'k, T> for T {
 }
 
 impl<'k, T: Word> Val<'k, T> {
+    /// A constant in the same kernel.
+    pub fn literal(self, x: T) -> Val<'k, T> {
+        x.into_val(self.k)
+    }
     pub(crate) fn new(k: &'k Builder, src: Src) -> Self {
         Val { k, src, word: PhantomData }
     }
