@@ -3,7 +3,7 @@
 //! Everything about layout (swizzles, descriptors, boxes, which lane holds what) is derived from a
 //! [`TileShape`]; a kernel names shapes and coordinates only.
 
-use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Thread, Val, Who, Word};
+use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Thread, Val, Who, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::kernel::BoxShape;
 use crate::product::{Major, Number, TileShape};
@@ -148,15 +148,22 @@ pub struct Operand<'k> {
 }
 
 impl<'k> Operand<'k> {
-    /// The matrix descriptor of its first step.
+    /// The matrix descriptors of the steps of a product over it.
     #[track_caller]
-    fn descriptor(&self) -> Val<'k, u64> {
-        let address = (self.tile.address & 0x3_ffff) >> 4;
-        address.to_u64() | self.tile.shape.descriptor(self.major)
-    }
-    /// What to add to the descriptor for a later step.
-    fn step(&self, step: u32) -> u64 {
-        u64::from(self.tile.shape.step(self.major, step) >> 4)
+    fn descriptors(&self) -> Vec<Reg> {
+        let (k, shape) = (self.tile.address.k, self.tile.shape);
+        let bits = shape.descriptor(self.major);
+        // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
+        // step adds to the low half without a carry into other fields.
+        let start = self.tile.address >> 4;
+        let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
+        let step = |j| {
+            let low = start + (bits as u32 + (shape.step(self.major, j) >> 4));
+            let (d, whole) = Val::<u64>::fresh(k);
+            k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
+            whole.in_register()
+        };
+        (0..self.inner / shape.number.depth()).map(step).collect()
     }
     fn transposed(&self) -> Arg {
         Arg::Imm(u64::from(self.major == Major::Outer))
@@ -315,8 +322,7 @@ impl<'k> Scope<'k, Group> {
             k.refuse(format!("a product of {what}, allowed: equal inner sizes and types, matching columns"));
             return;
         }
-        let start = b.descriptor();
-        let steps: Vec<Val<'k, u64>> = (0..b.inner / number.depth()).map(|j| start + b.step(j)).collect();
+        let steps = b.descriptors();
         self.plain(&sync::WGMMA_FENCE);
         let count = steps.len() as u32;
         for (j, b_step) in steps.into_iter().enumerate() {
@@ -324,7 +330,7 @@ impl<'k> Scope<'k, Group> {
             let args = [
                 Arg::List(acc.regs.as_slice().into()),
                 Arg::List(a.regs[4 * j..4 * j + 4].into()),
-                Arg::Reg(b_step.in_register()),
+                Arg::Reg(b_step),
                 sum.at(j),
                 Arg::Imm(acc.cols.into()),
                 Arg::Word(number.name()),
@@ -351,15 +357,13 @@ impl<'k> Scope<'k, Group> {
             k.refuse(format!("a product of {number:?}, allowed here: F16, Bf16"));
             return;
         }
-        let (a_start, b_start) = (a.descriptor(), b.descriptor());
-        let steps: Vec<[Val<'k, u64>; 2]> =
-            (0..a.inner / number.depth()).map(|j| [a_start + a.step(j), b_start + b.step(j)]).collect();
+        let steps = a.descriptors().into_iter().zip(b.descriptors());
         self.plain(&sync::WGMMA_FENCE);
-        for (j, [a_step, b_step]) in steps.into_iter().enumerate() {
+        for (j, (a_step, b_step)) in steps.enumerate() {
             let args = [
                 Arg::List(acc.regs.as_slice().into()),
-                Arg::Reg(a_step.in_register()),
-                Arg::Reg(b_step.in_register()),
+                Arg::Reg(a_step),
+                Arg::Reg(b_step),
                 sum.at(j),
                 Arg::Imm(acc.cols.into()),
                 Arg::Word(number.name()),

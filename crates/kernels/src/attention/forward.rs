@@ -255,8 +255,11 @@ where
             let own = w.group();
             let first_row = |work: &Work<'k>| (work.row + own * 64).to_i32();
 
-            let scores = |w: &Scope<'k, Group>, q: Tile<'k>| {
+            let scores = |w: &Scope<'k, Group>, q: Tile<'k>, turn: bool| {
                 let key = keys.wait(w)[0];
+                if turn {
+                    w.await_turn(&turns);
+                }
                 w.multiply(&s, q.operand(Major::Inner), key.operand(Major::Inner), Sum::Fresh);
             };
             let output = |w: &Scope<'k, Group>, p: &Fragment<'k, T>, pass: bool| {
@@ -282,7 +285,7 @@ where
                 limits.set(w, first_row(&now.get()), lengths);
                 zero();
                 queries.wait(w);
-                scores(w, q(w));
+                scores(w, q(w), false);
                 w.wait_products(0);
                 keys.done(w);
                 mask(w, n.get());
@@ -291,8 +294,7 @@ where
             // One block: its scores beside p v of the block before.
             let step = |w: &Scope<'k, Group>, old: &Fragment<'k, T>, new: &Fragment<'k, T>| {
                 n.set(n.get() - 1);
-                w.await_turn(&turns);
-                scores(w, q(w));
+                scores(w, q(w), true);
                 output(w, old, true);
                 w.wait_products(1);
                 keys.done(w);
@@ -323,8 +325,7 @@ where
                     leave.when(next.blocks[1].eq(0));
                     let done = now.get();
                     queries.wait(w);
-                    w.await_turn(&turns);
-                    scores(w, q(w));
+                    scores(w, q(w), true);
                     output(w, &p[0], true);
                     let totals = softmax.totals(w);
                     now.set(next);

@@ -62,6 +62,8 @@ struct State {
     role: Option<(usize, usize)>,
     /// Registers that hold where a role stands in a ring.
     cursors: HashMap<(usize, usize, &'static str), [Reg; 2]>,
+    /// Values that a role has computed at its start.
+    once: HashMap<(usize, &'static str), Reg>,
     pipes: Vec<PipeUse>,
     threads: u32,
     errors: Vec<BuildError>,
@@ -307,6 +309,20 @@ impl Builder {
             regs
         });
         regs.map(|reg| Var::of(self, reg))
+    }
+
+    /// A value that the current role computes once, at its start.
+    pub(crate) fn once<'k>(&'k self, name: &'static str, f: impl FnOnce() -> Val<'k, u32>) -> Val<'k, u32> {
+        let role = self.state.borrow().role.map_or(0, |(role, _)| role);
+        let known = self.state.borrow().once.get(&(role, name)).copied();
+        let reg = known.unwrap_or_else(|| {
+            let mut reg = None;
+            self.at_role_start(|| reg = Some(f().in_register()));
+            let reg = reg.expect("bug in fulgurite: a value was just computed");
+            self.state.borrow_mut().once.insert((role, name), reg);
+            reg
+        });
+        Val::reg(self, reg)
     }
 
     /// All `count` threads of a block do the same.

@@ -274,7 +274,7 @@ impl<'k> Scope<'k, Group> {
         if warps <= 4 {
             return 0.into_val(self.k);
         }
-        (self.thread() / WARPGROUP).of_first_lane() - first / 4
+        self.k.once("group", || (self.thread() / WARPGROUP).of_first_lane() - first / 4)
     }
     /// Number of the thread in its warpgroup.
     #[track_caller]
