@@ -11,6 +11,7 @@
 
 mod build;
 pub mod device;
+mod divisor;
 mod error;
 pub mod inst;
 pub mod kernel;
@@ -27,6 +28,7 @@ pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, Scope, Shared,
     Thread, Turns, Val, Var, Warpgroups, Who, Word,
 };
+pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
 pub use half::{bf16, f16};
 pub use kernel::{Kernel, Target};

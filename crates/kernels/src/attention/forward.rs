@@ -10,8 +10,8 @@ use super::softmax::{Softmax, Totals};
 use super::span::{Lengths, Limits, Spans};
 use fulgurite_core::{Exp, Mask, Rescale};
 use fulgurite_ptx::{
-    Acc, BuildError, Builder, Fragment, Group, GroupBarrier, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread,
-    Tile, TileShape, Val, Var, Warpgroups, Word,
+    Acc, BuildError, Builder, Divisor, Fragment, Group, GroupBarrier, Half, Kernel, Leave, Major, Pair, Scope, Sum,
+    Target, Tensor, Thread, Tile, TileShape, Val, Var, Warpgroups, Word,
 };
 use std::f32::consts::LN_2;
 
@@ -145,8 +145,9 @@ where
         let lse = k.pointer::<f32>("lse");
         // Two words: tiles handed out, and blocks done again.
         let counters = k.pointer::<u32>("counters");
-        let [q_len, k_len, heads, group, m_tiles, tiles, order] =
-            ["q_len", "k_len", "heads", "group", "m_tiles", "tiles", "order"].map(|name| k.param::<u32>(name));
+        let [q_len, k_len, m_tiles, tiles, pairs] =
+            ["q_len", "k_len", "m_tiles", "tiles", "pairs"].map(|name| k.param::<u32>(name));
+        let [heads, group, band, order, rest] = ["heads", "group", "band", "order", "rest"].map(|name| k.divisor(name));
         let scale = k.param::<f32>("scale_log2");
         let lengths = Lengths { q: q_len.to_i32(), k: k_len.to_i32() };
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
@@ -157,16 +158,15 @@ where
         let staging = tuning.join.then(|| k.tile("o", shape(tuning.rows(), dv)));
         let tickets = k.mailbox::<8>("tiles", 2);
 
-        // Tiles in groups of `order` (head, batch) pairs whose keys fit the second-level cache; in a group the rows with
-        // the most keys, the last, go first.
+        // Tiles in bands of `order` (head, batch) pairs whose keys fit the second-level cache (`rest` in the last band); in
+        // a band the rows with the most keys, the last, go first. `band` is the number of tiles of a band.
         let find = |tile: Val<'k, u32>| {
-            let pairs = tiles / m_tiles;
-            let first = tile / (order * m_tiles) * order;
-            let rest = tile - first * m_tiles;
-            let count = (pairs - first).min(order);
-            let pair = first + rest % count;
-            let row = (m_tiles - 1 - rest / count) * tuning.rows();
-            let (batch, head) = (pair / heads, pair % heads);
+            let [number, tile] = band.div_rem(tile);
+            let first = number * order.value();
+            let count = Divisor::select((first + order.value()).le(pairs), order, rest);
+            let [up, across] = count.div_rem(tile);
+            let [batch, head] = heads.div_rem(first + across);
+            let row = (m_tiles - 1 - up) * tuning.rows();
             let last = (row + (tuning.rows() - 1)).min(q_len - 1);
             let blocks = self.spans.blocks(row.to_i32(), last.to_i32(), tuning.cols, lengths);
             Work { row, head, batch, blocks }
@@ -194,7 +194,7 @@ where
                 };
                 let now = WorkVars::new(t, &self.spans);
                 now.set(find(t.block()));
-                kv_head.set(now.get().head / group);
+                kv_head.set(group.div_rem(now.get().head)[0]);
                 tickets.put(t, now.get().message());
                 let n = t.var(now.get().blocks[1] - 1);
                 load_k(t, n.get(), kv_head.get(), &now.get());
@@ -222,7 +222,7 @@ where
                         |t| {
                             let next = find(next);
                             now.set(next);
-                            kv_head.set(next.head / group);
+                            kv_head.set(group.div_rem(next.head)[0]);
                             tickets.put(t, next.message());
                             n.set(next.blocks[1] - 1);
                             if tuning.join {
@@ -313,10 +313,11 @@ where
                     step(w, &p[1], &p[0]);
                 });
             };
-            let end = Epilogue { lse, heads, q_len, barrier: &barrier, own, scale, o: &self.o };
+            let end = Epilogue { lse, heads: heads.value(), q_len, barrier: &barrier, own, scale, o: &self.o };
 
             if tuning.join {
-                let staging = staging.map(|tile| tile.rows(own, 64)).expect("bug in fulgurite: joined tiles have staging");
+                let staging =
+                    staging.map(|tile| tile.rows(own, 64)).expect("bug in fulgurite: joined tiles have staging");
                 start(w);
                 w.repeat(|w, leave| {
                     blocks(w);

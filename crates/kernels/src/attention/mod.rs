@@ -1,5 +1,5 @@
 //! Attention on the GPU.
 
 pub mod forward;
-mod span;
 mod softmax;
+mod span;

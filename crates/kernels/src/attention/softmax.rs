@@ -31,7 +31,13 @@ pub struct Totals<'k> {
 }
 
 impl<'k> Softmax<'k> {
-    pub fn new(w: &Scope<'k, Group>, scale: Val<'k, f32>, rescale: Rescale, exp: Exp, counters: Pointer<'k, u32>) -> Self {
+    pub fn new(
+        w: &Scope<'k, Group>,
+        scale: Val<'k, f32>,
+        rescale: Rescale,
+        exp: Exp,
+        counters: Pointer<'k, u32>,
+    ) -> Self {
         let pair = || [w.var(0.0f32), w.var(0.0f32)];
         Softmax { scale, rescale, exp, counters, max: pair(), shift: pair(), sums: [pair(), pair()] }
     }
@@ -120,7 +126,11 @@ impl<'k> Softmax<'k> {
             w.wait_products(0);
             scale_rows(o, alpha);
         });
-        self.sums.as_flattened().iter().zip(parts.as_flattened()).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
+        self.sums
+            .as_flattened()
+            .iter()
+            .zip(parts.as_flattened())
+            .for_each(|(sum, part)| sum.set(sum.get() + part.get()));
         w.wait_products(0);
     }
 

@@ -58,7 +58,13 @@ impl Spans {
 
     /// Blocks of `cols` keys, from first to past the last, that some query of rows `first` to `last` sees; at least one.
     #[track_caller]
-    pub fn blocks<'k>(&self, first: Val<'k, i32>, last: Val<'k, i32>, cols: u32, lengths: Lengths<'k>) -> [Val<'k, u32>; 2] {
+    pub fn blocks<'k>(
+        &self,
+        first: Val<'k, i32>,
+        last: Val<'k, i32>,
+        cols: u32,
+        lengths: Lengths<'k>,
+    ) -> [Val<'k, u32>; 2] {
         let cols = cols as i32;
         // Intervals only move right with the row: the first row has the first key, the last row the last.
         let end = match self.bounded_right() {

@@ -296,7 +296,7 @@ impl<'k> Scope<'k, Group> {
     /// One thread of each warpgroup.
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
-        let warp = (self.thread_in_group() / 32).of_first_lane();
+        let warp = self.k.once("warp", || (self.thread_in_group() / 32).of_first_lane());
         self.when(warp.eq(0), |w| {
             let (d, elected) = Val::<bool>::fresh(self.k);
             w.k.emit(&warp::ELECT, [d]);

@@ -381,6 +381,12 @@ impl<'k> Val<'k, u32> {
             None => self.compute(&integer::MUL_WIDE, &[other.arg(), Arg::Word("u32")]),
         }
     }
+    /// The high half of self * other.
+    #[track_caller]
+    pub fn mul_high(self, other: impl IntoVal<'k, u32>) -> Val<'k, u32> {
+        let other = other.into_val(self.k);
+        self.compute(&integer::MUL_HIGH, &[other.arg(), Arg::Word("u32")])
+    }
     /// The float with these bits.
     #[track_caller]
     pub fn to_f32_bits(self) -> Val<'k, f32> {
