@@ -353,5 +353,9 @@ mod tests {
     #[test]
     fn only_kernels_that_wait_may_overlap() {
         assert!(!waits_for_grid(&kernel(Target::HOPPER)));
+        let waiting = Kernel::build("waiting", Target::HOPPER, |k| {
+            k.threads(32, |w| w.when(w.thread().lt(1u32), |w| w.wait_for_previous_grid()));
+        });
+        assert!(waits_for_grid(&waiting.unwrap()));
     }
 }
