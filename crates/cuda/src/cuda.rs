@@ -1,7 +1,7 @@
 //! A GPU as a device.
 
 use crate::cache::{Cache, Entry, Hash128};
-use crate::driver::{Argument, Code, Context, Facts, Graph, Grid, OwnStream};
+use crate::driver::{self, Api, Argument, Code, Context, Facts, Graph, Grid, OwnStream};
 use crate::error::check_age;
 use crate::log::Log;
 use crate::map::MapArguments;
@@ -67,9 +67,13 @@ impl Cuda {
     /// Where there is no driver or no such GPU, or one of them is too old, this is [`DeviceError::Absent`] with the
     /// words of [`Unusable`](crate::Unusable).
     pub fn open(ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
-        let facts = Context::facts(ordinal)?;
+        Cuda::open_by(driver::api()?, ordinal, options)
+    }
+
+    fn open_by(api: &'static Api, ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
+        let facts = Context::facts(api, ordinal)?;
         check_age(&facts.name, facts.capability, facts.cuda)?;
-        let context = Context::retain(ordinal)?;
+        let context = Context::retain(api, ordinal)?;
         let cache = options.cache.clone().map(Cache::new);
         let compiler = compiler_key(&facts, &driver_build());
         Ok(Cuda { context, facts, options, cache, compiler, loaded: Mutex::default() })
@@ -275,87 +279,4 @@ fn map(kernel: &Kernel, param: &str, shape: &BoxShape, tensor: &TensorSpan) -> R
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn kernel(target: Target) -> Kernel {
-        fulgurite_kernels::add::kernel(target).unwrap()
-    }
-
-    /// On a machine with a GPU this opens it; on one without, it says so and does not panic.
-    #[test]
-    fn a_missing_driver_is_reported() {
-        match Cuda::open(0, Options::default()) {
-            Ok(gpu) => assert!(gpu.multiprocessors() > 0),
-            Err(DeviceError::Absent(why)) => {
-                let known = ["was not found", "lacks", "does not start", "was asked for", "needed:"];
-                assert!(known.iter().any(|part| why.contains(part)), "{why}");
-                assert!(!why.contains('\n'), "{why}");
-            }
-            Err(other) => panic!("{other}"),
-        }
-    }
-
-    #[test]
-    fn targets_must_fit() {
-        let older = Target { sm: 90, ptx: (7, 8) };
-        assert_eq!(check_target(&kernel(Target::HOPPER), Target::HOPPER), Ok(()));
-        assert_eq!(check_target(&kernel(Target::AMPERE), Target::AMPERE), Ok(()));
-        assert_eq!(check_target(&kernel(Target::AMPERE), Target::HOPPER), Ok(()));
-        let cases = [
-            (
-                Target::HOPPER,
-                Target::AMPERE,
-                "kernel `vector_add` is printed for sm_90a with PTX 8.0, and the device is sm_80 with PTX 9.0; \
-                 build it for the device's target",
-            ),
-            (
-                Target::HOPPER,
-                Target { sm: 100, ptx: (9, 0) },
-                "kernel `vector_add` is printed for sm_90a with PTX 8.0, and the device is sm_100 with PTX 9.0; \
-                 build it for the device's target",
-            ),
-            (
-                Target::HOPPER,
-                older,
-                "kernel `vector_add` is printed for sm_90a with PTX 8.0, and the device is sm_90a with PTX 7.8; \
-                 build it for the device's target",
-            ),
-        ];
-        for (own, device, want) in cases {
-            assert_eq!(check_target(&kernel(own), device).unwrap_err().to_string(), want);
-        }
-    }
-
-    #[test]
-    fn every_fact_about_the_compiler_counts() {
-        let facts = Facts { name: "GPU".into(), capability: (9, 0), cuda: (13, 0), multiprocessors: 132 };
-        let key = compiler_key(&facts, b"580.65");
-        let others = [
-            compiler_key(&Facts { name: "GPU 2".into(), ..facts.clone() }, b"580.65"),
-            compiler_key(&Facts { capability: (9, 1), ..facts.clone() }, b"580.65"),
-            compiler_key(&Facts { cuda: (13, 1), ..facts.clone() }, b"580.65"),
-            compiler_key(&facts, b"580.82"),
-        ];
-        assert!(!others.contains(&key));
-        assert_eq!(key, compiler_key(&facts, b"580.65"));
-    }
-
-    #[test]
-    fn the_compilers_words_come_first() {
-        let failed = DeviceError::Failed { call: "cuLinkAddData_v2", what: "CUDA_ERROR_INVALID_PTX: bad".into() };
-        let said = compile_error("gemm", failed.clone(), "ptxas fatal : no".into());
-        assert_eq!(said.to_string(), "kernel `gemm` was not accepted: ptxas fatal : no");
-        let silent = compile_error("gemm", failed, String::new());
-        assert_eq!(silent.to_string(), "kernel `gemm` was not accepted: cuLinkAddData_v2: CUDA_ERROR_INVALID_PTX: bad");
-    }
-
-    #[test]
-    fn only_kernels_that_wait_may_overlap() {
-        assert!(!waits_for_grid(&kernel(Target::HOPPER)));
-        let waiting = Kernel::build("waiting", Target::HOPPER, |k| {
-            k.threads(32, |w| w.when(w.thread().lt(1u32), |w| w.wait_for_previous_grid()));
-        });
-        assert!(waits_for_grid(&waiting.unwrap()));
-    }
-}
+mod tests;

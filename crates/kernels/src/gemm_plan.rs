@@ -1,4 +1,4 @@
-//! C = A B as a launch: matrices in, checked, and the arguments of [`gemm`](crate::gemm) out.
+//! C = A B as a launch: matrices in, checked, and the arguments of [`gemm`] out.
 
 use crate::gemm::{self, Layouts, Tuning};
 use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};

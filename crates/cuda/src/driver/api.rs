@@ -14,8 +14,8 @@ macro_rules! entries {
     ($($name:ident($($of:ty),*);)*) => {
         /// The driver's functions; having one tells you that all of them exist.
         #[allow(non_snake_case)]
-        pub(super) struct Api {
-            $(pub $name: unsafe extern "C" fn($($of),*) -> u32,)*
+        pub(crate) struct Api {
+            $(pub(super) $name: unsafe extern "C" fn($($of),*) -> u32,)*
         }
 
         impl Api {
@@ -86,7 +86,7 @@ entries! {
 }
 
 /// The driver, started. A driver that is missing is looked for again at the next call.
-pub(super) fn api() -> Result<&'static Api, DeviceError> {
+pub(crate) fn api() -> Result<&'static Api, DeviceError> {
     static API: OnceLock<Api> = OnceLock::new();
     if let Some(api) = API.get() {
         return Ok(api);

@@ -9,11 +9,12 @@
 //! and the context then reports it at the next call.
 
 mod api;
+#[cfg(test)]
+pub(crate) mod fake;
 mod graph;
 mod module;
 
 use crate::error::Unusable;
-use api::Api;
 use cudarc::driver::sys;
 use fulgurite_ptx::device::{DeviceError, Span, Stream};
 use std::ffi::{c_char, c_int, c_uint};
@@ -21,6 +22,7 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 
+pub(crate) use api::{Api, api};
 pub use graph::{Graph, OwnStream};
 pub(crate) use module::{Argument, Code, Grid};
 
@@ -54,8 +56,7 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// What a GPU is, without touching it further: a context costs memory and time.
-    pub fn facts(ordinal: u32) -> Result<Facts, DeviceError> {
-        let api = api::api()?;
+    pub fn facts(api: &'static Api, ordinal: u32) -> Result<Facts, DeviceError> {
         let device = find(api, ordinal)?;
         let mut name = [0u8; 256];
         // SAFETY: the length is that of the buffer, which the driver ends with a zero.
@@ -81,8 +82,7 @@ impl Context {
     }
 
     /// The context that everyone in the process shares.
-    pub fn retain(ordinal: u32) -> Result<Arc<Context>, DeviceError> {
-        let api = api::api()?;
+    pub fn retain(api: &'static Api, ordinal: u32) -> Result<Arc<Context>, DeviceError> {
         let device = find(api, ordinal)?;
         let mut handle = ptr::null_mut();
         // SAFETY: `handle` is written; the device exists.

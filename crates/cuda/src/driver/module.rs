@@ -16,30 +16,35 @@ const PORTABLE_CLUSTER: u32 = 8;
 /// Dynamic shared memory that needs no asking, in bytes.
 const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
 
-/// The buffers into which the driver's compiler writes, and the options that say so. They must stay where they are
-/// for as long as a linker that was given them lives.
+/// The buffers into which the driver's compiler writes, and the options that say so. All of it lies on the heap, where
+/// it stays for as long as a linker that was given it lives.
 struct Report {
-    info: Box<[u8; LOG_BYTES]>,
-    errors: Box<[u8; LOG_BYTES]>,
-    options: [sys::CUjit_option; 5],
-    values: [*mut c_void; 5],
+    info: Vec<u8>,
+    errors: Vec<u8>,
+    options: Vec<sys::CUjit_option>,
+    values: Vec<*mut c_void>,
 }
 
 impl Report {
-    fn new() -> Box<Report> {
+    fn new() -> Report {
         use sys::CUjit_option_enum as Option;
-        let (mut info, mut errors) = (Box::new([0; LOG_BYTES]), Box::new([0; LOG_BYTES]));
+        let (mut info, mut errors) = (vec![0u8; LOG_BYTES], vec![0u8; LOG_BYTES]);
         let number = |n: usize| ptr::without_provenance_mut::<c_void>(n);
-        let values =
-            [info.as_mut_ptr().cast(), number(LOG_BYTES), errors.as_mut_ptr().cast(), number(LOG_BYTES), number(1)];
-        let options = [
-            Option::CU_JIT_INFO_LOG_BUFFER,
-            Option::CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES,
-            Option::CU_JIT_ERROR_LOG_BUFFER,
-            Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
-            Option::CU_JIT_LOG_VERBOSE,
-        ];
-        Box::new(Report { info, errors, options, values })
+        let (options, values) = [
+            (Option::CU_JIT_INFO_LOG_BUFFER, info.as_mut_ptr().cast()),
+            (Option::CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES, number(LOG_BYTES)),
+            (Option::CU_JIT_ERROR_LOG_BUFFER, errors.as_mut_ptr().cast()),
+            (Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, number(LOG_BYTES)),
+            (Option::CU_JIT_LOG_VERBOSE, number(1)),
+        ]
+        .into_iter()
+        .unzip();
+        Report { info, errors, options, values }
+    }
+
+    /// How many options, which, and their values.
+    fn options(&mut self) -> (c_uint, *mut sys::CUjit_option, *mut *mut c_void) {
+        (self.options.len() as c_uint, self.options.as_mut_ptr(), self.values.as_mut_ptr())
     }
 
     /// What the compiler wrote, mistakes first.
@@ -63,7 +68,7 @@ struct Linker<'a> {
     entered: &'a Entered<'a>,
     state: sys::CUlinkState,
     /// Written by the driver until the linker is gone.
-    report: Box<Report>,
+    report: Report,
 }
 
 impl Drop for Linker<'_> {
@@ -137,9 +142,9 @@ impl Entered<'_> {
         let api = self.api;
         let mut report = Report::new();
         let mut state = ptr::null_mut();
-        let (options, values) = (report.options.as_mut_ptr(), report.values.as_mut_ptr());
-        // SAFETY: five options with five values, on the heap beside their buffers until the linker is destroyed.
-        let code = unsafe { (api.cuLinkCreate_v2)(5, options, values, &mut state) };
+        let (count, options, values) = report.options();
+        // SAFETY: as many options as values, which live until the linker is destroyed.
+        let code = unsafe { (api.cuLinkCreate_v2)(count, options, values, &mut state) };
         api.check("cuLinkCreate_v2", code).map_err(|e| (e, report.text()))?;
         let linker = Linker { entered: self, state, report };
         let source = c_text(text);
@@ -163,7 +168,7 @@ impl Entered<'_> {
 
     /// Loads code that was compiled for this GPU.
     pub fn load_code(&self, cubin: &[u8], name: &str, parameters: usize) -> Result<Code, DeviceError> {
-        self.load(cubin, name, parameters).map_err(|(e, _)| e)
+        self.load_image(cubin, name, parameters, &mut Report::new())
     }
 
     /// Compiles and loads a kernel's text in one step, without its code.
@@ -174,24 +179,24 @@ impl Entered<'_> {
         parameters: usize,
     ) -> Result<(Code, String), (DeviceError, String)> {
         let mut report = Report::new();
-        let code = self.load_with(c_text(text).as_bytes_with_nul(), name, parameters, &mut report);
-        match code {
+        match self.load_image(c_text(text).as_bytes_with_nul(), name, parameters, &mut report) {
             Ok(code) => Ok((code, report.text())),
             Err(e) => Err((e, report.text())),
         }
     }
 
-    fn load(&self, image: &[u8], name: &str, parameters: usize) -> Result<Code, (DeviceError, String)> {
-        let mut report = Report::new();
-        self.load_with(image, name, parameters, &mut report).map_err(|e| (e, report.text()))
-    }
-
-    fn load_with(&self, image: &[u8], name: &str, parameters: usize, report: &mut Report) -> Result<Code, DeviceError> {
+    fn load_image(
+        &self,
+        image: &[u8],
+        name: &str,
+        parameters: usize,
+        report: &mut Report,
+    ) -> Result<Code, DeviceError> {
         let api = self.api;
         let mut module = ptr::null_mut();
-        let (options, values) = (report.options.as_mut_ptr(), report.values.as_mut_ptr());
+        let (count, options, values) = report.options();
         // SAFETY: text with its final zero or a cubin, whose own header has its size; the report outlives the call.
-        let code = unsafe { (api.cuModuleLoadDataEx)(&mut module, image.as_ptr().cast(), 5, options, values) };
+        let code = unsafe { (api.cuModuleLoadDataEx)(&mut module, image.as_ptr().cast(), count, options, values) };
         api.check("cuModuleLoadDataEx", code)?;
         let mut code = Code { context: self.context.clone(), module, function: ptr::null_mut(), parameters };
         let name: &CStr = &c_text(name);
