@@ -6,4 +6,5 @@ pub mod add;
 pub mod attention;
 pub mod exp;
 pub mod gemm;
+pub mod gemm_plan;
 pub mod softmax;
