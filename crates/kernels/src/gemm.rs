@@ -39,7 +39,7 @@ pub struct Layouts {
 }
 
 /// Elements of the summed dimension in a tile: a line of 128 bytes.
-const INNER: u32 = 64;
+pub(crate) const INNER: u32 = 64;
 
 /// The tile of an operand with `outer` rows (A) or columns (B).
 fn tile<T: Half>(major: Major, outer: u32) -> TileShape {

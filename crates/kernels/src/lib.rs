@@ -3,4 +3,8 @@
 #![forbid(unsafe_code)]
 
 pub mod add;
+pub mod attention;
+pub mod exp;
 pub mod gemm;
+pub mod gemm_plan;
+pub mod softmax;
