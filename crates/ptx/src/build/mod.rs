@@ -41,6 +41,8 @@ pub struct Builder {
     name: String,
     target: Target,
     cluster: Cell<u32>,
+    /// The line of the kernel that built something last.
+    line: Cell<Option<&'static Location<'static>>>,
     state: RefCell<State>,
 }
 
@@ -123,6 +125,7 @@ impl Kernel {
             name: name.into(),
             target,
             cluster: Cell::new(1),
+            line: Cell::new(None),
             state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
         };
         f(&k);
@@ -155,7 +158,17 @@ impl Builder {
     pub(crate) fn emit(&self, inst: &'static Inst, args: impl Into<Box<[Arg]>>) {
         let args = args.into();
         assert_eq!(args.len(), inst.operands.len(), "bug in fulgurite: operands of {}", inst.name);
-        self.push(Stmt::Op(Op { inst, args, at: Location::caller() }));
+        self.push(Stmt::Op(Op { inst, args, at: self.line(Location::caller()) }));
+    }
+
+    /// The line of the kernel that a place in its text comes from. Closures in this crate have lines of their own:
+    /// what they build belongs to the line of the kernel that was seen last, which called them.
+    fn line(&self, at: &'static Location<'static>) -> &'static Location<'static> {
+        let own = file!().trim_end_matches("build/mod.rs");
+        if !at.file().starts_with(own) {
+            self.line.set(Some(at));
+        }
+        self.line.get().unwrap_or(at)
     }
 
     pub(crate) fn push(&self, stmt: Stmt) {
@@ -363,6 +376,8 @@ impl Builder {
     }
 
     fn finish(self) -> Result<Kernel, BuildError> {
+        // What follows belongs to no line of the kernel.
+        self.line.set(None);
         let roles = std::mem::take(&mut self.state.borrow_mut().roles);
         let threads = match roles.is_empty() {
             true => self.state.borrow().threads,
