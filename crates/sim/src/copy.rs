@@ -44,6 +44,8 @@ pub(crate) struct Copy {
     pub bytes: u32,
     pub reduce: Option<(Reduction, &'static str)>,
     pub tells: Tells,
+    /// Whether it moves a box of a tensor.
+    pub boxed: bool,
     /// Proxy through which memory is reached.
     pub proxy: Proxy,
     pub cluster: u32,
@@ -246,7 +248,10 @@ impl World<'_> {
             }
             End::Shared { ranks, offset, swizzle } => {
                 for (i, &rank) in ranks.iter().enumerate() {
-                    let access = Access { who: Who::Async(copy.write_done[i]), proxy: copy.proxy, ..copy.issued };
+                    let swizzle = copy.boxed.then_some(swizzle);
+                    let who = Who::Async(copy.write_done[i]);
+                    let access = Access { who, proxy: copy.proxy, swizzle, ..copy.issued };
+                    let swizzle = swizzle.unwrap_or(Swizzle::None);
                     let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
                     let block = &mut cluster.blocks[rank];
                     if block.running == 0 {

@@ -71,6 +71,8 @@ pub enum Fault {
     OutOfBounds,
     /// An address that is not a multiple of what the instruction needs.
     Misaligned,
+    /// A tile was brought in one layout, and is read in another.
+    Layout,
     /// Accumulators or operands of a product are touched before it was waited for.
     FragmentInFlight,
     /// Registers of a product were touched with no `wgmma.fence` before it.
@@ -89,7 +91,7 @@ pub enum Fault {
     PhaseMissed,
     /// An instruction that a whole warp or warpgroup executes was reached by a part of it.
     Collective,
-    /// A named barrier is used with different counts, or by more threads than it counts.
+    /// A named barrier is used with different counts, or a block ends while a barrier has some of its arrivals.
     BarrierCount,
     /// Registers that the pool of the block does not have.
     Registers,

@@ -20,6 +20,7 @@ struct Ends {
     to: End,
     bytes: u32,
     proxy: Proxy,
+    boxed: bool,
 }
 
 impl View<'_, '_> {
@@ -96,7 +97,7 @@ impl View<'_, '_> {
                     return;
                 };
                 let proxy = if bulk { Proxy::Async } else { Proxy::Generic };
-                self.start(lane, Ends { from: source, to, bytes: padded, proxy }, reduce, done);
+                self.start(lane, Ends { from: source, to, bytes: padded, proxy, boxed: false }, reduce, done);
             }
             Transfer::Box { map, coordinates, tile, inward, reduce, multicast, done } => {
                 let Some((shape, tensor)) = self.world.tensor_map(map) else {
@@ -122,7 +123,7 @@ impl View<'_, '_> {
                 let Some(shared) = self.shared_end(lane, tile, bytes, swizzle, multicast) else { return };
                 let global = End::Global(runs);
                 let (from, to) = if inward { (global, shared) } else { (shared, global) };
-                let ends = Ends { from, to, bytes, proxy: Proxy::Async };
+                let ends = Ends { from, to, bytes, proxy: Proxy::Async, boxed: true };
                 self.start(lane, ends, reduce.map(|way| (way, number)), done);
             }
         }
@@ -173,6 +174,7 @@ impl View<'_, '_> {
             bytes: ends.bytes,
             reduce,
             tells,
+            boxed: ends.boxed,
             proxy: ends.proxy,
             cluster: self.cluster.id,
             lane,

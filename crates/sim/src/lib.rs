@@ -41,6 +41,7 @@ mod issue;
 mod mbarrier;
 mod meet;
 mod memory;
+mod multiply;
 mod options;
 mod program;
 mod random;

@@ -8,7 +8,7 @@ use crate::program::Step;
 use crate::shadow::{Memo, Who};
 use crate::sim::MULTIPROCESSORS;
 use crate::view::View;
-use crate::world::{Cluster, Event, FULL, Frame, Status, Wait, Warp, World};
+use crate::world::{Cluster, Event, FULL, Frame, SHARED_BASE, Status, Wait, Warp, World};
 use fulgurite_ptx::inst::{Effect, Together};
 use std::cmp::Reverse;
 
@@ -300,11 +300,25 @@ impl World<'_> {
             Who::Warp { comp, time } => state.last.get(Part::Done, comp) < time,
             Who::Async(completion) => !self.ledger.known(completion, &state.last, Part::Done),
         };
+        let between = state
+            .bars
+            .iter()
+            .find(|(_, bar)| bar.pending < bar.count)
+            .map(|(&at, bar)| (at, bar.count, bar.pending, bar.arrived));
         let late = state.peers.iter().chain(&state.reaches).find(unknown).copied();
         if let Some(access) = late {
             let what = "a block ends, and nothing says that this no longer reaches its shared memory".to_owned();
             let other = Some(self.side_of(&access));
-            self.report(Fault::Exit, what, None, here, other);
+            self.report(Fault::Exit, what, None, here.clone(), other);
+        }
+        if let Some((at, count, pending, arrived)) = between {
+            let name = self.shared_name(at);
+            let what = format!(
+                "a block ends in the middle of a phase of mbarrier {name}: {} of {count} arrivals",
+                count - pending
+            );
+            let other = arrived.map(|access| self.side_of(&access));
+            self.report(Fault::BarrierCount, what, Some(u64::from(SHARED_BASE + at)), here, other);
         }
     }
 }

@@ -14,6 +14,7 @@
 //! Not found: races between lanes of one warp, and accesses that were too narrow a scope apart.
 
 use crate::clock::{Clock, Comp, Part};
+use fulgurite_ptx::Swizzle;
 use std::collections::HashMap;
 
 /// How an access reaches memory.
@@ -46,6 +47,8 @@ pub(crate) struct Access {
     pub strong: bool,
     /// Bytes of the word, as bits.
     pub mask: u8,
+    /// The layout in which a box was written.
+    pub swizzle: Option<Swizzle>,
 }
 
 /// Everything that cells refer to by number.
@@ -130,8 +133,16 @@ impl<'a> Toucher<'a> {
 
 impl Ledger {
     pub fn new() -> Self {
-        let nobody =
-            Access { who: Who::Async(0), pc: 0, block: 0, warp: 0, proxy: Proxy::Generic, strong: false, mask: 0 };
+        let nobody = Access {
+            who: Who::Async(0),
+            pc: 0,
+            block: 0,
+            warp: 0,
+            proxy: Proxy::Generic,
+            strong: false,
+            mask: 0,
+            swizzle: None,
+        };
         Ledger { accesses: vec![nobody], completions: Vec::new(), sets: vec![Vec::new()], joined: HashMap::new() }
     }
 
@@ -259,6 +270,13 @@ impl Shadow {
         &mut self.pages[i / PAGE].get_or_insert_with(|| Box::new([Cell::default(); PAGE]))[i % PAGE]
     }
 
+    /// Who last wrote to the cell of a byte.
+    pub fn writer<'l>(&self, ledger: &'l Ledger, offset: u64) -> Option<&'l Access> {
+        let i = offset as usize / CELL;
+        let cell = self.pages.get(i / PAGE)?.as_ref()?[i % PAGE];
+        (cell.write != 0).then(|| &ledger.accesses[cell.write as usize])
+    }
+
     /// Remembers a read; the first conflict.
     pub fn read(&mut self, ledger: &mut Ledger, t: &mut Toucher<'_>, start: u64, bytes: u64) -> Option<Conflict> {
         let mut found = None;
@@ -340,7 +358,16 @@ mod tests {
     const B: Comp = Comp { cluster: 0, index: 1 };
 
     fn by(comp: Comp, time: u32, proxy: Proxy) -> Access {
-        Access { who: Who::Warp { comp, time }, pc: 1, block: 0, warp: comp.index, proxy, strong: false, mask: 0 }
+        Access {
+            who: Who::Warp { comp, time },
+            pc: 1,
+            block: 0,
+            warp: comp.index,
+            proxy,
+            strong: false,
+            mask: 0,
+            swizzle: None,
+        }
     }
     fn knows(parts: &[(Part, Comp, u32)]) -> Clock {
         let mut clock = Clock::new(0);

@@ -2,12 +2,12 @@
 
 use crate::clock::{Clock, Part};
 use crate::finding::Fault;
-use crate::program::Program;
+use crate::multiply::{Four, Matrix, units};
 use crate::shadow::{Access, Proxy, Toucher, Who};
 use crate::world::{Block, Cluster, SHARED_BASE, Snapshot, Status, Wait, Warp, World};
 use fulgurite_ptx::Number;
 use fulgurite_ptx::model;
-use fulgurite_ptx::product::{Descriptor, Left, Major, Product, accumulator_element, left_element};
+use fulgurite_ptx::product::{Descriptor, Left, Major, Product, left_element};
 use std::collections::VecDeque;
 
 /// Rows of a product.
@@ -38,119 +38,6 @@ pub(crate) struct Warpgroup {
     pub latest: u64,
 }
 
-/// An operand, `outer` by `inner`, with which of its rows are finite.
-struct Matrix {
-    values: Vec<f64>,
-    finite: Vec<bool>,
-    depth: usize,
-}
-
-impl Matrix {
-    fn new(outer: usize, depth: usize) -> Self {
-        Matrix { values: vec![0.0; outer * depth], finite: vec![true; outer], depth }
-    }
-    fn set(&mut self, outer: usize, inner: usize, x: f64) {
-        self.values[outer * self.depth + inner] = x;
-        self.finite[outer] &= x.is_finite();
-    }
-    fn row(&self, outer: usize) -> &[f64] {
-        &self.values[outer * self.depth..(outer + 1) * self.depth]
-    }
-}
-
-/// Offsets in shared memory of the 16-byte units of an operand, with the first element of each. Elements of a unit
-/// follow each other along the dimension that is contiguous.
-fn units(bits: u64, number: Number, major: Major, outer: u32) -> Vec<(i64, u32, u32)> {
-    let d = Descriptor::decode(bits);
-    let unit = 16 / number.bytes();
-    let depth = number.depth();
-    let at = |o: u32, i: u32| (i64::from(d.element(number, major, o, i)) - i64::from(SHARED_BASE), o, i);
-    match major {
-        Major::Inner => {
-            (0..outer).flat_map(|o| (0..depth / unit).map(move |i| (o, i * unit))).map(|(o, i)| at(o, i)).collect()
-        }
-        Major::Outer => (0..depth)
-            .flat_map(|i| (0..outer.div_ceil(unit)).map(move |o| (o * unit, i)))
-            .map(|(o, i)| at(o, i))
-            .collect(),
-    }
-}
-
-/// One step of the tensor core for 16 products of 16-bit floats, all finite: [`model::accumulate`] without its
-/// generality. Products of such floats are exact in f64, and what is kept of them fits 31 bits.
-fn accumulate_16(old: f32, a: &[f64], b: &[f64]) -> f32 {
-    let mut terms = [0.0; 17];
-    let mut largest = f64::from(old).abs();
-    for i in 0..16 {
-        let p = a[i] * b[i];
-        terms[i] = p;
-        let p = p.abs();
-        largest = if p > largest { p } else { largest };
-    }
-    terms[16] = f64::from(old);
-    if largest == 0.0 {
-        return 0.0;
-    }
-    // Bits of the largest term that are kept below its first.
-    const KEPT: i64 = 25;
-    // Adding and subtracting it rounds to whole numbers.
-    const WHOLE: f64 = 6755399441055744.0;
-    let top = (largest.to_bits() >> 52) as i64 - 1023;
-    let scale = f64::from_bits(((1023 + KEPT - top) as u64) << 52);
-    let mut sum = 0.0;
-    for x in terms {
-        let x = x * scale;
-        let near = (x + WHOLE) - WHOLE;
-        let over = if near.abs() > x.abs() { 1.0f64.copysign(x) } else { 0.0 };
-        sum += near - over;
-    }
-    let sum = sum * f64::from_bits(((1023 - KEPT + top) as u64) << 52);
-    let near = sum as f32;
-    if f64::from(near).abs() > sum.abs() {
-        return if near > 0.0 { near.next_down() } else { near.next_up() };
-    }
-    // A sum of 0 has no sign, as in the model.
-    near + 0.0
-}
-
-/// The four warps of a warpgroup.
-struct Four<'a> {
-    warps: &'a mut [Warp],
-    program: &'a Program,
-}
-
-impl Four<'_> {
-    fn bits(&self, thread: u32, reg: fulgurite_ptx::inst::Reg) -> u32 {
-        self.warps[(thread / 32) as usize].regs[self.program.slot(reg)].values[(thread % 32) as usize] as u32
-    }
-}
-
-/// Computes a product into the registers of four warps.
-fn compute(what: &Product, a: &Matrix, b: &Matrix, four: &mut Four<'_>) {
-    let [to, number, _] = what.numbers;
-    let sign = if what.negate[0] != what.negate[1] { -1.0 } else { 1.0 };
-    let fast = number.bytes() == 2 && to == Number::F32 && sign == 1.0;
-    for thread in 0..128u32 {
-        let (warp, lane) = ((thread / 32) as usize, (thread % 32) as usize);
-        for (i, &reg) in what.d.iter().enumerate() {
-            let (row, col) = accumulator_element(thread, i as u32);
-            let (row, col) = (row as usize, col as usize);
-            let slot = four.program.slot(reg);
-            let register = &mut four.warps[warp].regs[slot];
-            let old = if what.onto { register.values[lane] as u32 } else { 0 };
-            let (x, y) = (a.row(row), b.row(col));
-            let finite = a.finite[row] && b.finite[col] && f32::from_bits(old).is_finite();
-            let new = if fast && finite {
-                accumulate_16(f32::from_bits(old), x, y).to_bits()
-            } else {
-                model::accumulate(old, x.iter().zip(y).map(|(x, y)| sign * x * y), to, number, what.saturate)
-            };
-            register.values[lane] = u64::from(new);
-            register.defined |= 1 << lane;
-        }
-    }
-}
-
 impl World<'_> {
     fn product_fault(&mut self, pending: &Pending, fault: Fault, what: String, address: Option<u64>) {
         let here = self.side_of(&pending.issued);
@@ -172,7 +59,8 @@ impl World<'_> {
         let clocks: Vec<&Clock> = pending.starts.iter().flatten().map(|c| &**c).collect();
         let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
         let (mut found, mut outside, mut unwritten) = (None, None, None);
-        let bytes = number.bytes() as usize;
+        let swizzle = Descriptor::decode(bits).swizzle;
+        let mut other_layout = None;
         for (at, o, i) in units(bits, number, major, outer) {
             let (Ok(start), true) = (usize::try_from(at), at + 16 <= block.shared.len() as i64) else {
                 outside = outside.or(Some(at));
@@ -181,23 +69,24 @@ impl World<'_> {
             if self.options.checks {
                 let conflict = block.shadow.read(&mut self.ledger, &mut t, start as u64, 16);
                 found = found.or(conflict);
+                let brought = block.shadow.writer(&self.ledger, start as u64);
+                other_layout = other_layout.or_else(|| {
+                    brought.filter(|w| w.swizzle.is_some_and(|s| s != swizzle)).map(|w| (start as u64, *w))
+                });
                 unwritten = unwritten.or_else(|| block.shadow.unwritten(start as u64, 16));
             }
-            for (e, part) in block.shared[start..start + 16].chunks_exact(bytes).enumerate() {
-                let mut word = [0; 4];
-                word[..bytes].copy_from_slice(part);
-                let x = model::decode(u32::from_le_bytes(word), number);
-                let (o, i) = match major {
-                    Major::Inner => (o as usize, i as usize + e),
-                    Major::Outer => (o as usize + e, i as usize),
-                };
-                matrix.set(o, i, x);
-            }
+            matrix.set_unit(&block.shared[start..start + 16], number, major, o, i);
         }
         let base = u64::from(SHARED_BASE);
         if let Some(at) = outside {
             let what = "a product reads outside the block's shared memory".to_owned();
             self.product_fault(pending, Fault::OutOfBounds, what, Some((at + i64::from(SHARED_BASE)) as u64));
+        }
+        if let Some((at, brought)) = other_layout {
+            let (here, other) = (self.side_of(&access), self.side_of(&brought));
+            let was = brought.swizzle.unwrap_or_default();
+            let what = format!("a product reads a tile as {swizzle:?} that was brought as {was:?} (swizzles)");
+            self.report(Fault::Layout, what, Some(at + base), here, Some(other));
         }
         if let Some(conflict) = found {
             self.conflict(conflict, conflict.offset + base, &access, None, false);
@@ -255,7 +144,7 @@ impl World<'_> {
             let text = "a product reads registers that nobody wrote".to_owned();
             self.product_fault(&pending, Fault::UninitialisedRegister, text, None);
         }
-        compute(what, &a, &b, &mut Four { warps: &mut cluster.warps[first..first + 4], program });
+        Four { warps: &mut cluster.warps[first..first + 4], program }.multiply(what, &a, &b);
         let flops = 2 * ROWS as u64 * u64::from(what.n) * u64::from(number_a.depth());
         let operand_bytes =
             u64::from(what.n) * 32 + if matches!(what.a, Left::Tile(..)) { 32 * ROWS as u64 } else { 0 };
@@ -290,57 +179,5 @@ impl World<'_> {
         while warp.product_groups.front().is_some_and(|&end| end <= target) {
             warp.product_groups.pop_front();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::random::Random;
-
-    /// The quick path gives the bits of the documented model.
-    #[test]
-    fn quick_sums_equal_the_model() {
-        let mut random = Random::new(7);
-        for round in 0..20_000 {
-            // Exponents spread further and further, with zeros and cancellation.
-            let spread = 1 + round % 40;
-            let mut draw = |number: Number| {
-                let bits = random.next();
-                let x = ((bits & 0xff) as f64 + 1.0)
-                    * ((bits >> 8 & 0xff) as f64 % f64::from(spread as u32) - f64::from(spread as u32) / 2.0).exp2();
-                let x = if bits >> 60 == 0 {
-                    0.0
-                } else if bits >> 59 & 1 == 1 {
-                    -x
-                } else {
-                    x
-                };
-                match number {
-                    Number::F16 => half_of(x),
-                    _ => bf16_of(x),
-                }
-            };
-            let number = if round % 2 == 0 { Number::F16 } else { Number::Bf16 };
-            let a: Vec<f64> = (0..16).map(|_| draw(number)).collect();
-            let mut b: Vec<f64> = (0..16).map(|_| draw(number)).collect();
-            if round % 5 == 0 {
-                b[3] = -b[2];
-            }
-            let old = (draw(number) * draw(number)) as f32;
-            if !a.iter().chain(&b).all(|x| x.is_finite()) || !old.is_finite() {
-                continue;
-            }
-            let want =
-                model::accumulate(old.to_bits(), a.iter().zip(&b).map(|(x, y)| x * y), Number::F32, number, false);
-            assert_eq!(accumulate_16(old, &a, &b).to_bits(), want, "{old} {a:?} {b:?}");
-        }
-    }
-
-    fn half_of(x: f64) -> f64 {
-        fulgurite_ptx::f16::from_f64(x).to_f64()
-    }
-    fn bf16_of(x: f64) -> f64 {
-        fulgurite_ptx::bf16::from_f64(x).to_f64()
     }
 }

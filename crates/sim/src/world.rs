@@ -422,7 +422,7 @@ impl Cluster {
 /// An access of a warp, as it is remembered.
 pub(crate) fn access_of(warp: &Warp, block: u32, pc: u32, strong: bool) -> Access {
     let who = Who::Warp { comp: warp.comp.0, time: warp.time };
-    Access { who, pc, block, warp: warp.index, proxy: Proxy::Generic, strong, mask: 0 }
+    Access { who, pc, block, warp: warp.index, proxy: Proxy::Generic, strong, mask: 0, swizzle: None }
 }
 
 /// A snapshot of what an issuer knows.

@@ -45,21 +45,21 @@ fn gemm_in_all_layouts() {
     let majors = [Major::Inner, Major::Outer];
     for (i, (a, b)) in majors.into_iter().flat_map(|a| majors.map(|b| (a, b))).enumerate() {
         let layouts = Layouts { a, b };
-        agrees::<bf16>(Gemm { m: 128, n: 64, k: 128, batch: 1, layouts, tuning: SMALL }, 1, i as u64);
-        agrees::<f16>(Gemm { m: 200, n: 72, k: 200, batch: 1, layouts, tuning: SMALL }, 2, i as u64);
+        agrees::<bf16>(Gemm { m: 128, n: 64, k: 128, batch: 1, layouts, tuning: SMALL, compare: true }, 1, i as u64);
+        agrees::<f16>(Gemm { m: 200, n: 72, k: 200, batch: 1, layouts, tuning: SMALL, compare: true }, 2, i as u64);
     }
 }
 
 #[test]
 fn gemm_in_batches_and_clusters() {
     let tuning = Tuning { cluster: 2, ..SMALL };
-    agrees::<bf16>(Gemm { m: 256, n: 64, k: 192, batch: 1, layouts: INNER, tuning }, 1, 3);
-    agrees::<bf16>(Gemm { m: 300, n: 130, k: 72, batch: 2, layouts: INNER, tuning }, 2, 4);
+    agrees::<bf16>(Gemm { m: 256, n: 64, k: 192, batch: 1, layouts: INNER, tuning, compare: true }, 1, 3);
+    agrees::<bf16>(Gemm { m: 300, n: 130, k: 72, batch: 2, layouts: INNER, tuning, compare: true }, 2, 4);
     let outer = Layouts { a: Major::Outer, b: Major::Outer };
     agrees::<f16>(
-        Gemm { m: 300, n: 136, k: 72, batch: 1, layouts: outer, tuning: Tuning { cols: 128, ..tuning } },
+        Gemm { m: 300, n: 136, k: 72, batch: 1, layouts: outer, tuning: Tuning { cols: 128, ..tuning }, compare: true },
         1,
         5,
     );
-    agrees::<bf16>(Gemm { m: 100, n: 40, k: 64, batch: 3, layouts: INNER, tuning: SMALL }, 2, 5);
+    agrees::<bf16>(Gemm { m: 100, n: 40, k: 64, batch: 3, layouts: INNER, tuning: SMALL, compare: true }, 2, 5);
 }

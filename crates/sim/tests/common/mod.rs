@@ -76,7 +76,12 @@ pub struct Gemm {
     pub batch: u32,
     pub layouts: Layouts,
     pub tuning: Tuning,
+    /// Whether the result is compared with f64: it takes longer than the kernel.
+    pub compare: bool,
 }
+
+pub mod mutate;
+pub mod pipeline;
 
 pub const SMALL: Tuning = Tuning { rows: 128, cols: 128, depth: 2, cluster: 1, band: 4 };
 pub const INNER: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
@@ -124,7 +129,7 @@ impl Gemm {
 
     /// Runs a kernel on random inputs; the bits of C, and the largest error against f64 in units of its bound.
     pub fn run<T: Float>(&self, sim: &Sim, kernel: Kernel, blocks: u32) -> Result<(Vec<u8>, f64), DeviceError> {
-        let Gemm { m, n, k, batch, layouts, tuning } = *self;
+        let Gemm { m, n, k, batch, layouts, tuning, .. } = *self;
         let mut random = Random(u64::from(m * 31 + n * 7 + k));
         let (a, b) = (Matrix::new(layouts.a, m, k), Matrix::new(layouts.b, n, k));
         let c = Matrix::new(Major::Inner, m, n);
@@ -146,6 +151,9 @@ impl Gemm {
         sim.launch(&module, [blocks * tuning.cluster, 1, 1], &args, Stream::default())?;
         sim.synchronize(Stream::default())?;
         let bits = download(sim, &c_buffer);
+        if !self.compare {
+            return Ok((bits, 0.0));
+        }
         let mut worst = 0.0f64;
         for (batch, row) in (0..batch).flat_map(|batch| (0..m).map(move |row| (batch, row))) {
             for col in 0..n {

@@ -1,0 +1,268 @@
+//! The arithmetic of a product: operands from shared memory, and sums as the tensor cores make them.
+//!
+//! Products of 16-bit floats take most of the time of a simulation, so they have a quick path; it gives the bits of
+//! [`model::accumulate`], which defines them, and tests hold it to that.
+
+use crate::program::Program;
+use crate::world::{SHARED_BASE, Warp};
+use fulgurite_ptx::Number;
+use fulgurite_ptx::inst::Reg;
+use fulgurite_ptx::model;
+use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
+
+/// Columns that the quick path takes at a time: those of one fragment of registers.
+const COLS: usize = 8;
+/// Elements that one instruction sums, of 16 bits each.
+const DEPTH: usize = 16;
+/// Bits of the largest term that are kept below its first.
+const KEPT: i32 = 25;
+/// Sizes of operands between which products neither overflow nor underflow.
+const SAFE: [f64; 2] = [1.0 / (1u64 << 40) as f64, (1u64 << 40) as f64];
+
+/// An operand, `outer` by `inner`.
+pub(crate) struct Matrix {
+    values: Vec<f64>,
+    depth: usize,
+    /// Whether the quick path may take it.
+    safe: bool,
+}
+
+impl Matrix {
+    pub fn new(outer: usize, depth: usize) -> Self {
+        Matrix { values: vec![0.0; outer * depth], depth, safe: true }
+    }
+    pub fn set(&mut self, outer: usize, inner: usize, x: f64) {
+        self.values[outer * self.depth + inner] = x;
+        self.safe &= x == 0.0 || (SAFE[0]..SAFE[1]).contains(&x.abs());
+    }
+    fn row(&self, outer: usize) -> &[f64] {
+        &self.values[outer * self.depth..(outer + 1) * self.depth]
+    }
+
+    /// Takes the elements of a 16-byte unit, which begins at (`outer`, `inner`).
+    pub fn set_unit(&mut self, unit: &[u8], number: Number, major: Major, outer: u32, inner: u32) {
+        let bytes = number.bytes() as usize;
+        for (e, part) in unit.chunks_exact(bytes).enumerate() {
+            let mut word = [0; 4];
+            word[..bytes].copy_from_slice(part);
+            let x = model::decode(u32::from_le_bytes(word), number);
+            let (o, i) = match major {
+                Major::Inner => (outer as usize, inner as usize + e),
+                Major::Outer => (outer as usize + e, inner as usize),
+            };
+            self.set(o, i, x);
+        }
+    }
+}
+
+/// Offsets in shared memory of the 16-byte units of an operand, with the first element of each. Elements of a unit
+/// follow each other along the dimension that is contiguous.
+pub(crate) fn units(bits: u64, number: Number, major: Major, outer: u32) -> Vec<(i64, u32, u32)> {
+    let d = Descriptor::decode(bits);
+    let (unit, depth) = (16 / number.bytes(), number.depth());
+    let (outer_step, inner_step) = match major {
+        Major::Inner => (1, unit),
+        Major::Outer => (unit, 1),
+    };
+    let mut all = Vec::with_capacity((outer * depth / unit) as usize);
+    for o in (0..outer).step_by(outer_step as usize) {
+        for i in (0..depth).step_by(inner_step as usize) {
+            all.push((i64::from(d.element(number, major, o, i)) - i64::from(SHARED_BASE), o, i));
+        }
+    }
+    all
+}
+
+/// The four warps of a warpgroup.
+pub(crate) struct Four<'a> {
+    pub warps: &'a mut [Warp],
+    pub program: &'a Program,
+}
+
+impl Four<'_> {
+    pub fn bits(&self, thread: u32, reg: Reg) -> u32 {
+        self.warps[(thread / 32) as usize].regs[self.program.slot(reg)].values[(thread % 32) as usize] as u32
+    }
+    fn set(&mut self, thread: u32, reg: Reg, bits: u32) {
+        let register = &mut self.warps[(thread / 32) as usize].regs[self.program.slot(reg)];
+        register.values[(thread % 32) as usize] = u64::from(bits);
+        register.defined |= 1 << (thread % 32);
+    }
+
+    /// Computes a product into the registers.
+    pub fn multiply(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
+        let [to, number, _] = what.numbers;
+        let quick = number.bytes() == 2 && to == Number::F32 && a.safe && b.safe && what.negate[0] == what.negate[1];
+        if quick {
+            return self.multiply_quickly(what, a, b);
+        }
+        let sign = if what.negate[0] != what.negate[1] { -1.0 } else { 1.0 };
+        for thread in 0..128u32 {
+            for (i, &reg) in what.d.iter().enumerate() {
+                let (row, col) = accumulator_element(thread, i as u32);
+                let old = if what.onto { self.bits(thread, reg) } else { 0 };
+                let terms = a.row(row as usize).iter().zip(b.row(col as usize)).map(|(x, y)| sign * x * y);
+                self.set(thread, reg, model::accumulate(old, terms, to, number, what.saturate));
+            }
+        }
+    }
+
+    fn multiply_quickly(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
+        // B with columns beside each other, eight by eight.
+        let fragments: Vec<[[f32; COLS]; DEPTH]> = (0..what.n as usize / COLS)
+            .map(|f| std::array::from_fn(|i| std::array::from_fn(|j| b.row(f * COLS + j)[i] as f32)))
+            .collect();
+        for row in 0..64u32 {
+            let x: [f32; DEPTH] = std::array::from_fn(|i| a.row(row as usize)[i] as f32);
+            // Eight columns of a row are two registers of four neighbouring lanes.
+            let first = row / 16 * 32 + row % 8 * 4;
+            for (f, y) in fragments.iter().enumerate() {
+                let regs = &what.d[4 * f + 2 * (row / 8 % 2) as usize..][..2];
+                let mut old = [0.0; COLS];
+                if what.onto {
+                    for (j, old) in old.iter_mut().enumerate() {
+                        *old = f32::from_bits(self.bits(first + j as u32 / 2, regs[j % 2]));
+                    }
+                }
+                let new = sums(&old, &x, y, what.numbers[1]);
+                for (j, new) in new.into_iter().enumerate() {
+                    self.set(first + j as u32 / 2, regs[j % 2], new.to_bits());
+                }
+            }
+        }
+    }
+}
+
+/// One step of the tensor core for eight columns of a row. Products of safe 16-bit floats are exact in f32, and what
+/// is kept of them fits 31 bits.
+fn sums(old: &[f32; COLS], x: &[f32; DEPTH], y: &[[f32; COLS]; DEPTH], number: Number) -> [f32; COLS] {
+    let mut largest = old.map(f32::abs);
+    let mut terms = [[0.0; COLS]; DEPTH];
+    for (i, terms) in terms.iter_mut().enumerate() {
+        for j in 0..COLS {
+            terms[j] = x[i] * y[i][j];
+            let size = terms[j].abs();
+            largest[j] = if size > largest[j] { size } else { largest[j] };
+        }
+    }
+    // Exponents of the largest terms, as they stand in the float: what is kept must be a normal float too.
+    let tops = largest.map(|x| (x.to_bits() >> 23) as i32);
+    let normal = |top: i32| (64..200).contains(&top);
+    let scales = tops.map(|top| if normal(top) { f32::from_bits(((254 + KEPT - top) as u32) << 23) } else { 0.0 });
+    let mut sums = [0i32; COLS];
+    for terms in &terms {
+        for j in 0..COLS {
+            sums[j] += (terms[j] * scales[j]) as i32;
+        }
+    }
+    std::array::from_fn(|j| {
+        if !normal(tops[j]) || !old[j].is_finite() {
+            // Everything is zero, or the old sum is out of the ordinary.
+            let terms = (0..DEPTH).map(|i| f64::from(x[i]) * f64::from(y[i][j]));
+            return f32::from_bits(model::accumulate(old[j].to_bits(), terms, Number::F32, number, false));
+        }
+        let sum = sums[j] + (old[j] * scales[j]) as i32;
+        // Cut toward zero to 24 bits, which an f32 has.
+        let over = (8 - sum.unsigned_abs().leading_zeros() as i32).max(0);
+        let cut = (sum.unsigned_abs() >> over << over) as f32;
+        let unit = f32::from_bits(((tops[j] - KEPT) as u32) << 23);
+        if sum < 0 { -(cut * unit) } else { cut * unit }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::world::Register;
+    use fulgurite_ptx::inst::Class;
+    use fulgurite_ptx::kernel::{Kernel, Target};
+    use fulgurite_ptx::product::{Left, TileShape};
+    use fulgurite_ptx::{bf16, f16};
+    use std::sync::Arc;
+
+    fn draw(random: &mut Random, number: Number, spread: f64) -> u16 {
+        let bits = random.next();
+        let scale = ((bits >> 8 & 0xff) as f64 % spread - spread / 2.0).exp2();
+        let x = ((bits & 0xff) as f64 + 1.0) / 64.0 * scale * if bits >> 59 & 1 == 1 { -1.0 } else { 1.0 };
+        let x = if bits >> 60 == 0 { 0.0 } else { x };
+        if number == Number::F16 { f16::from_f64(x).to_bits() } else { bf16::from_f64(x).to_bits() }
+    }
+
+    /// Whole products, of both layouts and with special values, equal `Product::run` bit for bit.
+    #[test]
+    fn products_equal_their_definition() {
+        let mut random = Random::new(3);
+        for round in 0..60u32 {
+            let number = [Number::F16, Number::Bf16][round as usize % 2];
+            let majors = [
+                [Major::Inner, Major::Outer][round as usize / 2 % 2],
+                [Major::Inner, Major::Outer][round as usize / 4 % 2],
+            ];
+            let n = 8 * (1 + random.below(6)) as u32;
+            // Outer-major operands are whole chunks.
+            let n = if majors[1] == Major::Outer { n.next_multiple_of(64) } else { n };
+            let shape = |major, outer| match major {
+                Major::Inner => TileShape::new(number, outer, 64),
+                Major::Outer => TileShape::new(number, 16, outer),
+            };
+            let (a, b) = (shape(majors[0], 64), shape(majors[1], n));
+            let b_at = (SHARED_BASE + a.bytes()).next_multiple_of(1024);
+            let spread = [4.0, 20.0, 60.0][round as usize % 3];
+            let halves = (b_at - SHARED_BASE + b.bytes()) / 2;
+            let mut shared: Vec<u8> =
+                (0..halves).flat_map(|_| draw(&mut random, number, spread).to_le_bytes()).collect();
+            if round % 7 == 0 {
+                // An infinity and a NaN.
+                shared[100..102].copy_from_slice(&0x7c00u16.to_le_bytes());
+                shared[300..302].copy_from_slice(&0x7fffu16.to_le_bytes());
+            }
+            let d: Vec<Reg> = (0..n / 2).map(|index| Reg { class: Class::F32, index }).collect();
+            let what = Product {
+                d: d.into(),
+                a: Left::Tile(a.descriptor(majors[0]) | u64::from(SHARED_BASE >> 4), majors[0]),
+                b: (b.descriptor(majors[1]) | u64::from(b_at >> 4), majors[1]),
+                n,
+                numbers: [Number::F32, number, number],
+                onto: round % 4 != 0,
+                negate: [false; 2],
+                saturate: false,
+            };
+            let mut kernel = Kernel::build("empty", Target::HOPPER, |k| k.threads(128, |_| {})).unwrap();
+            kernel.registers[Class::F32 as usize] = n / 2;
+            let program = Program::new(Arc::new(kernel)).unwrap();
+            let register = Register { values: [0; 32], defined: 0, touched: 0, written_by: 0, read_by: 0 };
+            let mut warps: Vec<Warp> =
+                (0..4).map(|_| Warp { regs: vec![register.clone(); program.registers], ..Warp::default() }).collect();
+            for register in warps.iter_mut().flat_map(|w| &mut w.regs) {
+                let sum = |random: &mut Random| {
+                    let [x, y] = [0; 2].map(|_| f64::from(bf16::from_bits(draw(random, Number::Bf16, spread))));
+                    u64::from(((x * y) as f32).to_bits())
+                };
+                register.values = std::array::from_fn(|_| sum(&mut random));
+            }
+            let read = |bits, major, outer| {
+                let mut matrix = Matrix::new(outer as usize, 16);
+                for (at, o, i) in units(bits, number, major, outer) {
+                    matrix.set_unit(&shared[at as usize..at as usize + 16], number, major, o, i);
+                }
+                matrix
+            };
+            let Left::Tile(bits, major) = what.a else { unreachable!() };
+            let (left, right) = (read(bits, major, 64), read(what.b.0, what.b.1, n));
+            let mut four = Four { warps: &mut warps, program: &program };
+            let want = what.run(&mut |thread, reg| four.bits(thread, reg), &mut |at, out| {
+                let at = (at - SHARED_BASE) as usize;
+                out.copy_from_slice(&shared[at..at + out.len()]);
+            });
+            four.multiply(&what, &left, &right);
+            for (thread, want) in want.into_iter().enumerate() {
+                for (i, want) in want.into_iter().enumerate() {
+                    let got = four.bits(thread as u32, what.d[i]);
+                    let (x, y) = (f32::from_bits(got), f32::from_bits(want));
+                    assert!(got == want || x.is_nan() && y.is_nan(), "round {round}, {thread} {i}: {x} and {y}");
+                }
+            }
+        }
+    }
+}
