@@ -1,0 +1,143 @@
+//! The forward kernel on the simulator: clean, and what a reference in f64 gives.
+
+mod common;
+
+use common::{Random, download, upload};
+use fulgurite_core::{Exp, Mask, Rescale};
+use fulgurite_kernels::attention::forward::{Features, Tuning, kernel};
+use fulgurite_ptx::device::{Buffer, Device, Stream, TensorSpan, Value};
+use fulgurite_ptx::{Number, Target, bf16, divisor_values};
+use fulgurite_sim::Sim;
+use std::sync::Arc;
+
+#[derive(Debug, Clone)]
+struct Case {
+    q_len: u32,
+    k_len: u32,
+    heads: [u32; 2],
+    batch: u32,
+    dim: u32,
+    mask: Mask,
+    causal: bool,
+    tuning: Tuning,
+    blocks: u32,
+}
+
+const TUNING: Tuning = Tuning {
+    groups: 2,
+    cols: 64,
+    depth: 2,
+    join: true,
+    registers: [232, 40],
+    early: 0,
+    rescale: Rescale::Always,
+};
+
+impl Case {
+    fn tensor(&self, buffer: &Buffer, len: u32, heads: u32) -> Value {
+        let row = u64::from(heads * self.dim * 2);
+        Value::Tensor(TensorSpan {
+            span: buffer.span(),
+            number: Number::Bf16,
+            extent: vec![self.dim.into(), len.into(), heads.into(), self.batch.into()],
+            strides: vec![row, u64::from(self.dim * 2), row * u64::from(len)],
+        })
+    }
+
+    /// Runs the kernel; the largest errors of o and of the LSE.
+    fn run(&self, sim: &Sim) -> [f64; 2] {
+        let Case { q_len, k_len, heads: [heads, kv_heads], batch, dim, .. } = *self;
+        let mut random = Random(5);
+        let mut draw = |n: u32| -> Vec<bf16> { (0..n).map(|_| bf16::from_f32(random.unit())).collect() };
+        let (q, k, v) = (draw(batch * q_len * heads * dim), draw(batch * k_len * kv_heads * dim), draw(batch * k_len * kv_heads * dim));
+        let [q_buffer, k_buffer, v_buffer] = [&q, &k, &v].map(|x| upload(sim, x));
+        let o = sim.allocate(u64::from(batch * q_len * heads * dim * 2)).unwrap();
+        let lse = sim.allocate(u64::from(batch * heads * q_len * 4)).unwrap();
+        let counters = upload(sim, &[0u32; 2]);
+        let (rows, pairs) = (64 * self.tuning.groups, heads * batch);
+        let m_tiles = q_len.div_ceil(rows);
+        let scale = 1.0 / (dim as f32).sqrt();
+        let order = pairs.min(2);
+        let rest = if pairs % order == 0 { order } else { pairs % order };
+        let mut args = vec![
+            self.tensor(&q_buffer, q_len, heads),
+            self.tensor(&k_buffer, k_len, kv_heads),
+            self.tensor(&v_buffer, k_len, kv_heads),
+            self.tensor(&o, q_len, heads),
+            Value::Pointer(lse.span()),
+            Value::Pointer(counters.span()),
+        ];
+        args.extend([q_len, k_len, m_tiles, m_tiles * pairs, pairs].map(Value::U32));
+        for d in [heads, heads / kv_heads, order * m_tiles, order, rest] {
+            args.extend(divisor_values(d));
+        }
+        args.push(Value::F32(scale * std::f32::consts::LOG2_E));
+        let features = Features { dims: [dim; 2], mask: self.mask.clone(), exp: Exp::Native };
+        let kernel = kernel::<bf16>(Target::HOPPER, &features, self.tuning).unwrap();
+        let module = sim.load(Arc::new(kernel)).unwrap();
+        if let Err(e) = sim.launch(&module, [self.blocks, 1, 1], &args, Stream::default()) {
+            panic!("{self:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>());
+        }
+        let (o, lse) = (download(sim, &o), download(sim, &lse));
+        let mut worst = [0.0f64; 2];
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            let kv = h / (heads / kv_heads);
+            let at = |x: &[bf16], len: u32, heads: u32, row: u32, head: u32, i: u32| {
+                x[(((b * len + row) * heads + head) * dim + i) as usize].to_f64()
+            };
+            for row in 0..q_len {
+                let seen = if self.causal { (row + k_len + 1).saturating_sub(q_len).min(k_len) } else { k_len };
+                let s: Vec<f64> = (0..seen)
+                    .map(|j| (0..dim).map(|i| at(&q, q_len, heads, row, h, i) * at(&k, k_len, kv_heads, j, kv, i)).sum::<f64>() * f64::from(scale))
+                    .collect();
+                let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
+                let sum: f64 = p.iter().sum();
+                let byte = 4 * ((b * heads + h) * q_len + row) as usize;
+                let got = f64::from(f32::from_le_bytes(lse[byte..byte + 4].try_into().unwrap()));
+                if seen == 0 {
+                    assert_eq!(got, f64::NEG_INFINITY);
+                } else {
+                    worst[1] = worst[1].max((got - max - sum.ln()).abs());
+                }
+                for i in 0..dim {
+                    let want = p.iter().enumerate().map(|(j, p)| p * at(&v, k_len, kv_heads, j as u32, kv, i)).sum::<f64>() / sum.max(1e-300);
+                    let byte = 2 * (((b * q_len + row) * heads + h) * dim + i) as usize;
+                    let got = bf16::from_le_bytes([o[byte], o[byte + 1]]).to_f64();
+                    assert!(!got.is_nan(), "{self:?}: o[{b}][{row}][{h}][{i}]");
+                    worst[0] = worst[0].max((got - want).abs());
+                }
+            }
+        }
+        worst
+    }
+}
+
+fn check(case: Case, seed: u64) {
+    let worst = case.run(&common::sim(seed));
+    assert!(worst[0] < 1e-2 && worst[1] < 1e-3, "{case:?}: {worst:?}");
+}
+
+fn base() -> Case {
+    Case {
+        q_len: 128,
+        k_len: 192,
+        heads: [2, 1],
+        batch: 1,
+        dim: 64,
+        mask: Mask::none(),
+        causal: false,
+        tuning: TUNING,
+        blocks: 1,
+    }
+}
+
+#[test]
+fn forward_agrees_with_the_reference() {
+    check(base(), 1);
+    check(Case { tuning: Tuning { join: false, ..TUNING }, ..base() }, 2);
+    check(Case { mask: Mask::causal(), causal: true, q_len: 200, k_len: 230, batch: 2, blocks: 2, ..base() }, 3);
+    let tuning = Tuning { rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT), ..TUNING };
+    check(Case { tuning, mask: Mask::causal(), causal: true, q_len: 130, k_len: 77, ..base() }, 4);
+    check(Case { tuning: Tuning { early: 2, cols: 128, ..tuning }, dim: 128, blocks: 2, ..base() }, 5);
+}
