@@ -265,7 +265,7 @@ impl View<'_, '_> {
         let Some(pending) = state.pending.get_mut(place) else { return };
         pending.joined |= 1 << (index % 4);
         pending.starts[(index % 4) as usize] = Some(start);
-        let (whole, n) = (pending.joined == 0xf, pending.what.n);
+        let (whole, n, number) = (pending.joined == 0xf, pending.what.n, pending.what.numbers[1]);
         let reads = Access { who: Who::Async(pending.read_done), ..issued };
         self.warp.tick();
         self.world.progress += 1;
@@ -276,8 +276,8 @@ impl View<'_, '_> {
             match self.world.options.order {
                 Order::Random => self.world.later(event),
                 Order::Timed => {
-                    let (block, role) = (self.block_index(), self.warp.role);
-                    let time = self.world.product_time(block, role, group as u32, n, self.warp.now, pc);
+                    let flops = 2 * 64 * u64::from(n) * u64::from(number.depth());
+                    let time = self.world.product_time(block, number, flops, self.warp.now, pc);
                     self.world.at(time, event);
                 }
             }

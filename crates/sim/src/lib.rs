@@ -32,6 +32,7 @@
 
 #![forbid(unsafe_code)]
 
+mod architecture;
 mod clock;
 mod copy;
 mod counters;
@@ -55,8 +56,9 @@ mod warpgroup;
 mod well_formed;
 mod world;
 
+pub use architecture::Architecture;
 pub use counters::Counts;
 pub use finding::{Fault, Finding, Line, Side};
 pub use options::{Options, Order};
 pub use sim::{Report, Sim};
-pub use timeline::Timeline;
+pub use timeline::{Span, Timeline, Track};

@@ -270,7 +270,10 @@ impl World<'_> {
         self.touches = (shared, global);
         if op.inst.effect == Effect::Wait {
             self.counts[role].waits += 1;
-            self.counts[role].waits_blocked += u64::from(warp.status != Status::Ready);
+            if warp.status != Status::Ready {
+                self.counts[role].waits_blocked += 1;
+                warp.blocked = Some((warp.now, warp.pc));
+            }
         }
         warp.pc += 1;
     }

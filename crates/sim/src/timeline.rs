@@ -1,28 +1,241 @@
-//! An approximate clock.
+//! An approximate clock, and what happened when: good enough to see a pipeline, not to predict a time.
+//!
+//! Each block has a multiprocessor of its own. A warp issues in order; an instruction holds its unit for as long as
+//! the unit's rate says, a load holds the warp for a fixed latency, and products and copies queue for the tensor cores
+//! and the copy engine. Register dependences, caches and the other blocks' traffic are left out.
 
+use crate::architecture::Architecture;
 use crate::copy::Copy;
+use crate::finding::Line;
 use crate::world::{Cluster, Warp, World};
-use fulgurite_ptx::Kernel;
-use fulgurite_ptx::inst::Op;
+use fulgurite_ptx::inst::{Effect, Op, Space, Unit};
+use fulgurite_ptx::{Kernel, Number};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// Who does something: a row of the picture.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Track {
+    /// The first warp of a warpgroup: its role, and its number in the role.
+    Role(String, u32),
+    /// The tensor cores.
+    Tensor,
+    /// The copy engine.
+    Copy,
+}
+
+/// Something that took a while.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Span {
+    /// Block of the grid.
+    pub block: u32,
+    /// Who.
+    pub track: Track,
+    /// First cycle.
+    pub start: u64,
+    /// Past the last cycle.
+    pub end: u64,
+    /// What, as a name of an instruction.
+    pub what: &'static str,
+    /// Whether it was a wait.
+    pub waits: bool,
+    /// The Rust line.
+    pub line: Line,
+}
 
 /// What happened when.
 #[derive(Debug, Clone, Default)]
-pub struct Timeline {}
+pub struct Timeline {
+    /// Everything, in the order in which it ended.
+    pub spans: Vec<Span>,
+    units: BTreeMap<u32, Units>,
+}
+
+/// When the units of a multiprocessor are free again.
+#[derive(Debug, Clone, Default)]
+struct Units {
+    /// For each of the four parts: its scheduler, and its share of each unit.
+    parts: [BTreeMap<Unit, u64>; 4],
+    issue: [u64; 4],
+    tensor: u64,
+    copy: u64,
+}
+
+const ARCHITECTURE: Architecture = Architecture::H200;
 
 impl Timeline {
-    pub(crate) fn new(_kernel: &Kernel) -> Self {
+    pub(crate) fn new(_: &Kernel) -> Self {
         Timeline::default()
+    }
+
+    /// Past the last cycle.
+    pub fn cycles(&self) -> u64 {
+        self.spans.iter().map(|s| s.end).max().unwrap_or(0)
+    }
+
+    /// For the trace viewers of Chrome and Perfetto: a process for each block, a row for each track, a microsecond for
+    /// each cycle.
+    pub fn chrome(&self) -> String {
+        let tracks = self.tracks();
+        let mut out = String::from("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n");
+        for (i, (block, track)) in tracks.iter().enumerate() {
+            let name = track_name(track);
+            let _ = writeln!(
+                out,
+                "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{block},\"tid\":{i},\"args\":{{\"name\":\"{name}\"}}}},"
+            );
+        }
+        for (n, span) in self.spans.iter().enumerate() {
+            let tid = tracks.iter().position(|(b, t)| (*b, *t) == (span.block, &span.track)).unwrap_or(0);
+            let comma = if n + 1 == self.spans.len() { "" } else { "," };
+            let kind = if span.waits { "wait: " } else { "" };
+            let _ = writeln!(
+                out,
+                "{{\"ph\":\"X\",\"name\":\"{kind}{}\",\"pid\":{},\"tid\":{tid},\"ts\":{},\"dur\":{},\"args\":{{\"line\":\"{}\"}}}}{comma}",
+                span.what,
+                span.block,
+                span.start,
+                span.end - span.start,
+                span.line
+            );
+        }
+        out.push_str("]}\n");
+        out
+    }
+
+    fn tracks(&self) -> Vec<(u32, &Track)> {
+        let mut all: Vec<(u32, &Track)> = self.spans.iter().map(|s| (s.block, &s.track)).collect();
+        all.sort();
+        all.dedup();
+        all
+    }
+
+    /// A picture of one block: a row for each track, work in colour, waits pale.
+    pub fn svg(&self, block: u32) -> String {
+        const WIDTH: f64 = 1200.0;
+        const LEFT: f64 = 130.0;
+        const ROW: f64 = 26.0;
+        let tracks: Vec<&Track> = self.tracks().into_iter().filter(|(b, _)| *b == block).map(|(_, t)| t).collect();
+        let cycles = self.spans.iter().filter(|s| s.block == block).map(|s| s.end).max().unwrap_or(1).max(1);
+        let scale = (WIDTH - LEFT) / cycles as f64;
+        let height = ROW * (tracks.len() as f64 + 1.5);
+        let mut out = String::new();
+        let _ = writeln!(
+            out,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"12\">"
+        );
+        for (i, track) in tracks.iter().enumerate() {
+            let y = ROW * i as f64 + 4.0;
+            let _ = writeln!(out, "<text x=\"4\" y=\"{}\">{}</text>", y + 15.0, track_name(track));
+            for span in self.spans.iter().filter(|s| s.block == block && s.track == **track) {
+                let (x, w) = (LEFT + span.start as f64 * scale, ((span.end - span.start) as f64 * scale).max(0.4));
+                let colour = match (span.waits, &span.track) {
+                    (true, _) => "#e4e4e4",
+                    (_, Track::Tensor) => "#3a7d44",
+                    (_, Track::Copy) => "#2b6cb0",
+                    (_, Track::Role(..)) => "#c05621",
+                };
+                let _ = writeln!(
+                    out,
+                    "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{w:.1}\" height=\"{}\" fill=\"{colour}\"><title>{} {} ({} cycles)</title></rect>",
+                    ROW - 6.0,
+                    span.what,
+                    span.line,
+                    span.end - span.start
+                );
+            }
+        }
+        let y = ROW * tracks.len() as f64 + 20.0;
+        let _ = writeln!(out, "<text x=\"{LEFT}\" y=\"{y}\">0</text>");
+        let _ = writeln!(out, "<text x=\"{WIDTH}\" y=\"{y}\" text-anchor=\"end\">{cycles} cycles (approximate)</text>");
+        out.push_str("</svg>\n");
+        out
+    }
+}
+
+fn track_name(track: &Track) -> String {
+    match track {
+        Track::Role(role, number) if role.is_empty() => format!("threads {number}"),
+        Track::Role(role, number) => format!("{role} {number}"),
+        Track::Tensor => "tensor cores".into(),
+        Track::Copy => "copy engine".into(),
     }
 }
 
 impl World<'_> {
-    pub(crate) fn issue(&mut self, _cluster: &Cluster, warp: &mut Warp, _op: &Op) {
-        warp.now += 1;
+    /// The row of a warp: only the first of four has one.
+    fn track(&self, warp: &Warp) -> Option<Track> {
+        let roles = &self.program.kernel.roles;
+        let (name, first) = roles.get(warp.role).map_or((String::new(), 0), |r| (r.name.clone(), r.first_warp));
+        warp.index.is_multiple_of(4).then(|| Track::Role(name, (warp.index - first) / 4))
     }
-    pub(crate) fn product_time(&mut self, _block: u32, _role: usize, _group: u32, n: u32, now: u64, _pc: u32) -> u64 {
-        now + u64::from(n) / 2
+
+    /// A warp issues an instruction: when it may, and when it goes on.
+    pub(crate) fn issue(&mut self, cluster: &Cluster, warp: &mut Warp, op: &Op) {
+        let block = cluster.blocks[warp.rank].index;
+        let track = self.track(warp);
+        let Some(timeline) = &mut self.timeline else { return };
+        if let (Some((since, pc)), Some(track)) = (warp.blocked.take(), &track)
+            && warp.now > since
+        {
+            let (start, end, line) = (since, warp.now, self.program.lines[pc as usize].into());
+            let what = "wait";
+            timeline.spans.push(Span { block, track: track.clone(), start, end, what, waits: true, line });
+        }
+        let units = timeline.units.entry(block).or_default();
+        let part = (warp.index % 4) as usize;
+        // A quarter of the unit's lanes serves a quarter of the warps.
+        let hold = ARCHITECTURE.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64);
+        let free = units.parts[part].entry(op.inst.unit).or_default();
+        let start = warp.now.max(*free).max(units.issue[part]);
+        *free = start + hold;
+        units.issue[part] = start + 1;
+        let latency = match op.inst.effect {
+            Effect::Read(Space::Shared | Space::Cluster) => ARCHITECTURE.shared_latency,
+            Effect::Read(Space::Global) | Effect::Update(_) => ARCHITECTURE.global_latency,
+            _ => 1,
+        };
+        let end = start + latency;
+        if let Some(track) = track {
+            let line: Line = op.at.into();
+            // Work of one line is one span.
+            let joins = |s: &&mut Span| s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start;
+            match timeline.spans.iter_mut().rev().take(16).find(joins) {
+                Some(span) => span.end = span.end.max(end),
+                None => {
+                    let what = op.inst.name;
+                    timeline.spans.push(Span { block, track, start, end, what, waits: false, line });
+                }
+            }
+        }
+        warp.now = end;
     }
-    pub(crate) fn copy_time(&mut self, _copy: &Copy) -> u64 {
-        self.now + 500
+
+    /// When a product that is started now ends.
+    pub(crate) fn product_time(&mut self, block: u32, number: Number, flops: u64, now: u64, pc: u32) -> u64 {
+        let line = self.program.lines[pc as usize].into();
+        let Some(timeline) = &mut self.timeline else { return now };
+        let units = timeline.units.entry(block).or_default();
+        let start = now.max(units.tensor);
+        let end = start + (flops as f64 / ARCHITECTURE.tensor_rate(number.name())).ceil() as u64;
+        units.tensor = end;
+        let track = Track::Tensor;
+        timeline.spans.push(Span { block, track, start, end, what: "product", waits: false, line });
+        end + ARCHITECTURE.tensor_latency
+    }
+
+    /// When a copy that reads now has written.
+    pub(crate) fn copy_time(&mut self, copy: &Copy) -> u64 {
+        let now = self.now;
+        let line = self.program.lines[copy.issued.pc as usize].into();
+        let Some(timeline) = &mut self.timeline else { return now };
+        let block = copy.issued.block;
+        let units = timeline.units.entry(block).or_default();
+        let start = now.max(units.copy);
+        let end = start + (f64::from(copy.bytes) / ARCHITECTURE.shared_bytes).ceil() as u64;
+        units.copy = end;
+        let track = Track::Copy;
+        timeline.spans.push(Span { block, track, start, end, what: "copy", waits: false, line });
+        end + ARCHITECTURE.copy_latency
     }
 }

@@ -121,6 +121,8 @@ pub(crate) struct Warp {
     pub tried: u64,
     /// Cycles, where a timeline is wanted.
     pub now: u64,
+    /// Since when it was blocked, and where, until it goes on.
+    pub blocked: Option<(u64, u32)>,
     /// The step of the last instruction.
     pub last_pc: u32,
 }

@@ -1,0 +1,104 @@
+//! How fast the units of a multiprocessor are: numbers as data, each with where it comes from.
+
+use crate::counters::Counts;
+use fulgurite_ptx::inst::Unit;
+
+/// Rates of one multiprocessor, per cycle.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Architecture {
+    /// Its name.
+    pub name: &'static str,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Cycles of a nanosecond, at the clock that the peak rates are quoted for.
+    pub gigahertz: f64,
+    /// Floating-point operations of tensor products with 16-bit elements. 8-bit ones are twice as many, tf32 half.
+    pub tensor_flops: f64,
+    /// Results of the special-function unit.
+    pub specials: f64,
+    /// Lanes of f32 arithmetic.
+    pub fmas: f64,
+    /// Lanes of integers, logic, comparison and selection.
+    pub alus: f64,
+    /// Lanes of conversions.
+    pub converts: f64,
+    /// Lanes of exchanges.
+    pub exchanges: f64,
+    /// Bytes of shared memory.
+    pub shared_bytes: f64,
+    /// Bytes of global memory, of its share of the whole GPU's.
+    pub global_bytes: f64,
+    /// Cycles until a copy from global memory has arrived; a load of shared, and of global memory; a product.
+    pub copy_latency: u64,
+    /// Cycles until a load of shared memory has arrived.
+    pub shared_latency: u64,
+    /// Cycles until a load of global memory has arrived.
+    pub global_latency: u64,
+    /// Cycles from the end of a product's work to its results.
+    pub tensor_latency: u64,
+}
+
+impl Architecture {
+    /// H200: 989 TFLOP/s of bf16 = 132 x 4096 x 1.83 GHz; 16 special functions, 128 f32 lanes and 128 bytes of shared
+    /// memory a cycle (published analyses of FlashAttention-4); 64 integer and conversion lanes, 32 exchanges (CUDA
+    /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s. Latencies are round numbers of public
+    /// microbenchmarks, good for pictures only.
+    pub const H200: Architecture = Architecture {
+        name: "H200",
+        multiprocessors: 132,
+        gigahertz: 1.83,
+        tensor_flops: 4096.0,
+        specials: 16.0,
+        fmas: 128.0,
+        alus: 64.0,
+        converts: 64.0,
+        exchanges: 32.0,
+        shared_bytes: 128.0,
+        global_bytes: 4800.0 / 132.0 / 1.83,
+        copy_latency: 650,
+        shared_latency: 30,
+        global_latency: 550,
+        tensor_latency: 30,
+    };
+
+    /// Floating-point operations of tensor products a cycle, by the name of the element type.
+    pub fn tensor_rate(&self, number: &str) -> f64 {
+        match number {
+            "f16" | "bf16" => self.tensor_flops,
+            "tf32" => self.tensor_flops / 2.0,
+            _ => self.tensor_flops * 2.0,
+        }
+    }
+
+    /// Lanes of a unit a cycle, where it has a rate of its own.
+    pub fn lanes(&self, unit: Unit) -> Option<f64> {
+        match unit {
+            Unit::Fma => Some(self.fmas),
+            Unit::Alu => Some(self.alus),
+            Unit::Special => Some(self.specials),
+            Unit::Convert => Some(self.converts),
+            Unit::Warp => Some(self.exchanges),
+            Unit::Barrier | Unit::Shared | Unit::Global | Unit::Copy | Unit::Tensor | Unit::Control => None,
+        }
+    }
+
+    /// Cycles that each unit of one multiprocessor needs for this work: the longest is a bound on the whole.
+    pub fn cycles(&self, counts: &Counts) -> Vec<(&'static str, f64)> {
+        let tensor = counts.tensor_flops.iter().map(|(number, &n)| n as f64 / self.tensor_rate(number)).sum();
+        let lanes = |unit: Unit| {
+            let n = counts.lanes.get(&unit).copied().unwrap_or(0) as f64;
+            self.lanes(unit).map_or(0.0, |rate| n / rate)
+        };
+        let bytes = counts.shared_thread_bytes + counts.shared_operand_bytes + counts.shared_copy_bytes;
+        vec![
+            ("tensor", tensor),
+            ("exp and other specials", lanes(Unit::Special)),
+            ("fma", lanes(Unit::Fma)),
+            ("alu", lanes(Unit::Alu)),
+            ("convert", lanes(Unit::Convert)),
+            ("exchange", lanes(Unit::Warp)),
+            ("shared memory", bytes as f64 / self.shared_bytes + counts.bank_conflicts as f64),
+            ("global memory", counts.global_bytes as f64 / self.global_bytes),
+        ]
+    }
+}

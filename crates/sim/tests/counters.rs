@@ -1,0 +1,122 @@
+//! Counters equal what can be counted by hand.
+
+mod common;
+
+use common::{Gemm, INNER, SMALL, pipeline, sim};
+use fulgurite_kernels::gemm::Tuning;
+use fulgurite_ptx::bf16;
+use fulgurite_ptx::inst::Unit;
+use fulgurite_sim::{Architecture, Options, Order, Sim, Track};
+
+#[test]
+fn gemm_counts_have_closed_forms() {
+    for (cluster, m, n, k) in [(1, 256, 256, 320), (2, 512, 128, 192)] {
+        let tuning = Tuning { cluster, ..SMALL };
+        let gemm = Gemm { m, n, k, batch: 1, layouts: INNER, tuning, compare: false };
+        let sim = sim(1);
+        gemm.run::<bf16>(&sim, gemm.kernel::<bf16>(), 1).unwrap();
+        let report = sim.report();
+        let total = report.total();
+        let (m, n, k) = (u64::from(m), u64::from(n), u64::from(k));
+        assert_eq!(total.tensor_flops["bf16"], 2 * m * n * k);
+        // Each tile of C needs a row of tiles of A and a column of tiles of B; blocks of a cluster share those of B.
+        let tiles = m / 128 * n / 128;
+        let operands = tiles * (k / 64) * (16384 + 16384);
+        let brought = tiles * (k / 64) * (16384 + 16384 / u64::from(cluster));
+        assert_eq!(total.global_bytes, brought + 2 * m * n);
+        assert_eq!(total.global_sectors, total.global_bytes / 32);
+        // What comes in, and the tiles of C that go out.
+        assert_eq!(total.shared_copy_bytes, operands + 2 * m * n);
+        // Each instruction reads 64 rows of A and 128 columns of B, 32 bytes each.
+        assert_eq!(total.shared_operand_bytes, 2 * m * n * k / (2 * 64 * 128 * 16) * (64 + 128) * 32);
+        assert_eq!(total.shared_thread_bytes, 2 * m * n);
+        assert_eq!(total.bank_conflicts, 0);
+        let [load, multiply] = [&report.roles[0], &report.roles[1]];
+        assert_eq!((load.0.as_str(), multiply.0.as_str()), ("load", "multiply"));
+        assert_eq!(load.1.tensor_flops.len(), 0);
+        assert_eq!(load.1.global_bytes, brought);
+        assert_eq!(multiply.1.global_bytes, 2 * m * n);
+        assert_eq!(multiply.1.lanes[&Unit::Convert], m * n / 2);
+        let cycles = Architecture::H200.cycles(&total);
+        assert_eq!(cycles[0], ("tensor", (2 * m * n * k) as f64 / 4096.0));
+    }
+}
+
+#[test]
+fn exponentials_are_counted() {
+    let sim = sim(1);
+    pipeline::run(&sim, pipeline::kernel(), 2, 3).unwrap();
+    let total = sim.report().total();
+    assert_eq!(total.exps, 2 * 128 * 3 * 64);
+    assert_eq!(total.tensor_flops["bf16"], 2 * 2 * (2 * 128) * (3 * 64) * 64);
+    assert!(total.waits > total.waits_blocked && total.waits_blocked > 0);
+}
+
+/// A timeline shows all roles and units, products do not overlap, and the trace is JSON.
+#[test]
+fn timelines_show_the_pipeline() {
+    let sim = Sim::new(Options { order: Order::Timed, ..Options::default() });
+    let worst = pipeline::run(&sim, pipeline::kernel(), 1, 6).unwrap();
+    assert!(worst <= 1.0);
+    let timeline = sim.report().timeline.unwrap();
+    let products: Vec<_> = timeline.spans.iter().filter(|s| s.track == Track::Tensor).collect();
+    // Two warpgroups, six blocks of keys, two products of four instructions each.
+    assert_eq!(products.len(), 2 * 6 * 2 * 4);
+    assert!(products.windows(2).all(|w| w[0].end <= w[1].start));
+    assert_eq!(products[0].end - products[0].start, 2 * 64 * 64 * 16 / 4096);
+    assert!(timeline.spans.iter().any(|s| s.track == Track::Role("compute".into(), 1) && s.waits));
+    assert!(timeline.spans.iter().all(|s| s.start <= s.end));
+    let trace = timeline.chrome();
+    assert_eq!(trace.matches('{').count(), trace.matches('}').count());
+    assert!(trace.contains("\"name\":\"copy engine\"") && timeline.svg(0).contains("tensor cores"));
+    // The same again is the same.
+    let again = Sim::new(Options { order: Order::Timed, ..Options::default() });
+    pipeline::run(&again, pipeline::kernel(), 1, 6).unwrap();
+    assert_eq!(again.report().timeline.unwrap().spans, timeline.spans);
+}
+
+/// The roofline of the tile that published analyses use: 2048 cycles of tensor cores against 1024 of exponentials.
+#[test]
+fn a_tile_of_attention_is_bound_by_its_products() {
+    use fulgurite_core::{Exp, Mask, Rescale};
+    use fulgurite_kernels::attention::forward::{Features, Tuning, kernel};
+    use fulgurite_ptx::device::{Device, Stream, TensorSpan, Value};
+    use fulgurite_ptx::{Number, Target, divisor_values};
+    let sim = sim(1);
+    let tuning = Tuning {
+        groups: 2,
+        cols: 128,
+        depth: 2,
+        join: false,
+        registers: [232, 40],
+        early: 0,
+        // No exponentials but those of the scores.
+        rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
+    };
+    let features = Features { dims: [128; 2], mask: Mask::none(), exp: Exp::Native };
+    let run = |keys: u32| {
+        let buffer = |rows: u32| common::upload(&sim, &vec![bf16::from_f32(0.25); (rows * 128) as usize]);
+        let tensor = |b: &fulgurite_ptx::device::Buffer, rows: u32| {
+            let extent = vec![128, u64::from(rows), 1, 1];
+            Value::Tensor(TensorSpan { span: b.span(), number: Number::Bf16, extent, strides: vec![256; 3] })
+        };
+        let (q, k, v, o) = (buffer(128), buffer(keys), buffer(keys), buffer(128));
+        let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));
+        let mut args = vec![tensor(&q, 128), tensor(&k, keys), tensor(&v, keys), tensor(&o, 128)];
+        args.extend([Value::Pointer(lse.span()), Value::Pointer(counters.span())]);
+        args.extend([128, keys, 1, 1, 1].map(Value::U32));
+        (0..5).for_each(|_| args.extend(divisor_values(1)));
+        args.push(Value::F32(1.0));
+        let kernel = kernel::<bf16>(Target::HOPPER, &features, tuning).unwrap();
+        let module = sim.load(std::sync::Arc::new(kernel)).unwrap();
+        sim.launch(&module, [1, 1, 1], &args, Stream::default()).unwrap();
+        sim.report().total()
+    };
+    let (two, three) = (run(256), run(384));
+    // One block of 128 keys more.
+    let cycles = |counts| Architecture::H200.cycles(counts);
+    assert_eq!(cycles(&three)[0].1 - cycles(&two)[0].1, 2048.0);
+    assert_eq!((three.exps - two.exps) as f64 / Architecture::H200.specials, 1024.0);
+    // Operands of the products, as the analyses derive: 160 KB.
+    assert_eq!(three.shared_operand_bytes - two.shared_operand_bytes, 160 * 1024);
+}
