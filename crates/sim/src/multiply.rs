@@ -10,30 +10,24 @@ use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
 
-/// Columns that the quick path takes at a time: those of one fragment of registers.
-const COLS: usize = 8;
 /// Elements that one instruction sums, of 16 bits each.
 const DEPTH: usize = 16;
 /// Bits of the largest term that are kept below its first.
 const KEPT: i32 = 25;
-/// Sizes of operands between which products neither overflow nor underflow.
-const SAFE: [f64; 2] = [1.0 / (1u64 << 40) as f64, (1u64 << 40) as f64];
-
 /// An operand, `outer` by `inner`.
 pub(crate) struct Matrix {
     values: Vec<f64>,
     depth: usize,
-    /// Whether the quick path may take it.
-    safe: bool,
+    finite: bool,
 }
 
 impl Matrix {
     pub fn new(outer: usize, depth: usize) -> Self {
-        Matrix { values: vec![0.0; outer * depth], depth, safe: true }
+        Matrix { values: vec![0.0; outer * depth], depth, finite: true }
     }
     pub fn set(&mut self, outer: usize, inner: usize, x: f64) {
         self.values[outer * self.depth + inner] = x;
-        self.safe &= x == 0.0 || (SAFE[0]..SAFE[1]).contains(&x.abs());
+        self.finite &= x.is_finite();
     }
     fn row(&self, outer: usize) -> &[f64] {
         &self.values[outer * self.depth..(outer + 1) * self.depth]
@@ -92,7 +86,8 @@ impl Four<'_> {
     /// Computes a product into the registers.
     pub fn multiply(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
         let [to, number, _] = what.numbers;
-        let quick = number.bytes() == 2 && to == Number::F32 && a.safe && b.safe && what.negate[0] == what.negate[1];
+        let quick =
+            number.bytes() == 2 && to == Number::F32 && a.finite && b.finite && what.negate[0] == what.negate[1];
         if quick {
             return self.multiply_quickly(what, a, b);
         }
@@ -108,66 +103,112 @@ impl Four<'_> {
     }
 
     fn multiply_quickly(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
-        // B with columns beside each other, eight by eight.
-        let fragments: Vec<[[f32; COLS]; DEPTH]> = (0..what.n as usize / COLS)
-            .map(|f| std::array::from_fn(|i| std::array::from_fn(|j| b.row(f * COLS + j)[i] as f32)))
-            .collect();
-        for row in 0..64u32 {
-            let x: [f32; DEPTH] = std::array::from_fn(|i| a.row(row as usize)[i] as f32);
+        let n = what.n as usize;
+        // B with its columns beside each other: long loops over columns are what the compiler makes fast.
+        let mut columns = vec![0.0; DEPTH * n];
+        for (i, line) in columns.chunks_exact_mut(n).enumerate() {
+            line.iter_mut().enumerate().for_each(|(col, y)| *y = b.values[col * DEPTH + i]);
+        }
+        let slots: Vec<usize> = what.d.iter().map(|&reg| self.program.slot(reg)).collect();
+        let mut row = Row { old: vec![0.0; n], largest: vec![0.0; n], magic: vec![0.0; n], sums: vec![0.0; n] };
+        for r in 0..64usize {
+            let x = &a.values[r * DEPTH..(r + 1) * DEPTH];
             // Eight columns of a row are two registers of four neighbouring lanes.
-            let first = row / 16 * 32 + row % 8 * 4;
-            for (f, y) in fragments.iter().enumerate() {
-                let regs = &what.d[4 * f + 2 * (row / 8 % 2) as usize..][..2];
-                let mut old = [0.0; COLS];
-                if what.onto {
-                    for (j, old) in old.iter_mut().enumerate() {
-                        *old = f32::from_bits(self.bits(first + j as u32 / 2, regs[j % 2]));
-                    }
-                }
-                let new = sums(&old, &x, y, what.numbers[1]);
-                for (j, new) in new.into_iter().enumerate() {
-                    self.set(first + j as u32 / 2, regs[j % 2], new.to_bits());
+            let (lane, half) = (r % 8 * 4, r / 8 % 2);
+            let regs = &mut self.warps[r / 16].regs;
+            for (old, own) in row.old.chunks_exact_mut(8).zip(slots.chunks_exact(4)) {
+                for (side, &slot) in own[2 * half..][..2].iter().enumerate().filter(|_| what.onto) {
+                    let values = &regs[slot].values[lane..lane + 4];
+                    (0..4).for_each(|j| old[2 * j + side] = f64::from(f32::from_bits(values[j] as u32)));
                 }
             }
+            row.accumulate(x, &columns);
+            for (c, own) in slots.chunks_exact(4).enumerate() {
+                for (side, &slot) in own[2 * half..][..2].iter().enumerate() {
+                    let values = &mut regs[slot].values[lane..lane + 4];
+                    for (j, value) in values.iter_mut().enumerate() {
+                        let new = row.result(x, &columns, 8 * c + 2 * j + side, what.numbers[1]);
+                        *value = u64::from(new.to_bits());
+                    }
+                }
+            }
+        }
+        for warp in &mut *self.warps {
+            slots.iter().for_each(|&slot| warp.regs[slot].defined = u32::MAX);
         }
     }
 }
 
-/// One step of the tensor core for eight columns of a row. Products of safe 16-bit floats are exact in f32, and what
-/// is kept of them fits 31 bits.
-fn sums(old: &[f32; COLS], x: &[f32; DEPTH], y: &[[f32; COLS]; DEPTH], number: Number) -> [f32; COLS] {
-    let mut largest = old.map(f32::abs);
-    let mut terms = [[0.0; COLS]; DEPTH];
-    for (i, terms) in terms.iter_mut().enumerate() {
-        for j in 0..COLS {
-            terms[j] = x[i] * y[i][j];
-            let size = terms[j].abs();
-            largest[j] = if size > largest[j] { size } else { largest[j] };
+/// Bits below the last one kept in which a term is still exact enough to be cut: products of 16-bit floats have at
+/// most 22 bits, so that one that is worth half a unit or more is exact, and a smaller one does not reach a unit.
+const BELOW: i32 = 23;
+/// The exponent of the magic number, above that of the last bit kept: its own last bit lies 52 below.
+const MAGIC: i32 = 52 - BELOW;
+
+/// A row of the accumulators, and what its sums need for each column.
+struct Row {
+    /// What was there, or zeros.
+    old: Vec<f64>,
+    /// The largest term.
+    largest: Vec<f64>,
+    /// A number whose last bit is worth 2^-[`BELOW`] of the last bit that is kept.
+    magic: Vec<f64>,
+    /// Terms cut to the last bit that is kept, and added.
+    sums: Vec<f64>,
+}
+
+impl Row {
+    /// One step of the tensor core: the old sums plus the products of `x` with each column, which are finite. Products
+    /// of 16-bit floats are exact in f64, and so are sums of what is kept of them.
+    fn accumulate(&mut self, x: &[f64], columns: &[f64]) {
+        let Row { old, largest, magic, sums } = self;
+        let n = old.len();
+        largest.iter_mut().zip(&*old).for_each(|(largest, old)| *largest = old.abs());
+        for (&x, column) in x.iter().zip(columns.chunks_exact(n)) {
+            for (largest, &y) in largest.iter_mut().zip(column) {
+                let size = (x * y).abs();
+                *largest = if size > *largest { size } else { *largest };
+            }
+        }
+        for ((magic, largest), (sum, old)) in magic.iter_mut().zip(&*largest).zip(sums.iter_mut().zip(&*old)) {
+            *magic = f64::from_bits(((largest.to_bits() >> 52) + (MAGIC - KEPT) as u64) << 52 | 1 << 51);
+            *sum = cut(*old, *magic);
+        }
+        // Two terms at a time: the sums are read and written half as often.
+        for (x, column) in x.chunks_exact(2).zip(columns.chunks_exact(2 * n)) {
+            let (first, second) = column.split_at(n);
+            for ((sum, &magic), (&y, &z)) in sums.iter_mut().zip(&*magic).zip(first.iter().zip(second)) {
+                *sum += cut(x[0] * y, magic) + cut(x[1] * z, magic);
+            }
         }
     }
-    // Exponents of the largest terms, as they stand in the float: what is kept must be a normal float too.
-    let tops = largest.map(|x| (x.to_bits() >> 23) as i32);
-    let normal = |top: i32| (64..200).contains(&top);
-    let scales = tops.map(|top| if normal(top) { f32::from_bits(((254 + KEPT - top) as u32) << 23) } else { 0.0 });
-    let mut sums = [0i32; COLS];
-    for terms in &terms {
-        for j in 0..COLS {
-            sums[j] += (terms[j] * scales[j]) as i32;
+
+    /// The sum of a column, cut toward zero to f32.
+    fn result(&self, x: &[f64], columns: &[f64], col: usize, number: Number) -> f32 {
+        let (sum, old) = (self.sums[col], self.old[col]);
+        if self.largest[col] == 0.0 {
+            return 0.0;
+        }
+        if !old.is_finite() {
+            let terms = (0..DEPTH).map(|i| x[i] * columns[i * self.old.len() + col]);
+            return f32::from_bits(model::accumulate((old as f32).to_bits(), terms, Number::F32, number, false));
+        }
+        // A sum of 0 has no sign.
+        let near = sum as f32 + 0.0;
+        match (f64::from(near).abs() > sum.abs(), near > 0.0) {
+            (false, _) => near,
+            (true, true) => near.next_down(),
+            (true, false) => near.next_up(),
         }
     }
-    std::array::from_fn(|j| {
-        if !normal(tops[j]) || !old[j].is_finite() {
-            // Everything is zero, or the old sum is out of the ordinary.
-            let terms = (0..DEPTH).map(|i| f64::from(x[i]) * f64::from(y[i][j]));
-            return f32::from_bits(model::accumulate(old[j].to_bits(), terms, Number::F32, number, false));
-        }
-        let sum = sums[j] + (old[j] * scales[j]) as i32;
-        // Cut toward zero to 24 bits, which an f32 has.
-        let over = (8 - sum.unsigned_abs().leading_zeros() as i32).max(0);
-        let cut = (sum.unsigned_abs() >> over << over) as f32;
-        let unit = f32::from_bits(((tops[j] - KEPT) as u32) << 23);
-        if sum < 0 { -(cut * unit) } else { cut * unit }
-    })
+}
+
+/// A term cut toward zero to the last bit that is kept: adding the magic number lines its bits up.
+#[inline(always)]
+fn cut(x: f64, magic: f64) -> f64 {
+    let lined_up = (x.abs() + magic).to_bits() & !((1 << BELOW) - 1);
+    let size = f64::from_bits(lined_up) - magic;
+    f64::from_bits(size.to_bits() | x.to_bits() & 1 << 63)
 }
 
 #[cfg(test)]

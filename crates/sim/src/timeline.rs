@@ -199,7 +199,9 @@ impl World<'_> {
         if let Some(track) = track {
             let line: Line = op.at.into();
             // Work of one line is one span.
-            let joins = |s: &&mut Span| s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start;
+            let joins = |s: &&mut Span| {
+                s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start
+            };
             match timeline.spans.iter_mut().rev().take(16).find(joins) {
                 Some(span) => span.end = span.end.max(end),
                 None => {

@@ -23,15 +23,8 @@ struct Case {
     blocks: u32,
 }
 
-const TUNING: Tuning = Tuning {
-    groups: 2,
-    cols: 64,
-    depth: 2,
-    join: true,
-    registers: [232, 40],
-    early: 0,
-    rescale: Rescale::Always,
-};
+const TUNING: Tuning =
+    Tuning { groups: 2, cols: 64, depth: 2, join: true, registers: [232, 40], early: 0, rescale: Rescale::Always };
 
 impl Case {
     fn tensor(&self, buffer: &Buffer, len: u32, heads: u32) -> Value {
@@ -49,7 +42,11 @@ impl Case {
         let Case { q_len, k_len, heads: [heads, kv_heads], batch, dim, .. } = *self;
         let mut random = Random(5);
         let mut draw = |n: u32| -> Vec<bf16> { (0..n).map(|_| bf16::from_f32(random.unit())).collect() };
-        let (q, k, v) = (draw(batch * q_len * heads * dim), draw(batch * k_len * kv_heads * dim), draw(batch * k_len * kv_heads * dim));
+        let (q, k, v) = (
+            draw(batch * q_len * heads * dim),
+            draw(batch * k_len * kv_heads * dim),
+            draw(batch * k_len * kv_heads * dim),
+        );
         let [q_buffer, k_buffer, v_buffer] = [&q, &k, &v].map(|x| upload(sim, x));
         let o = sim.allocate(u64::from(batch * q_len * heads * dim * 2)).unwrap();
         let lse = sim.allocate(u64::from(batch * heads * q_len * 4)).unwrap();
@@ -88,7 +85,12 @@ impl Case {
             for row in 0..q_len {
                 let seen = if self.causal { (row + k_len + 1).saturating_sub(q_len).min(k_len) } else { k_len };
                 let s: Vec<f64> = (0..seen)
-                    .map(|j| (0..dim).map(|i| at(&q, q_len, heads, row, h, i) * at(&k, k_len, kv_heads, j, kv, i)).sum::<f64>() * f64::from(scale))
+                    .map(|j| {
+                        (0..dim)
+                            .map(|i| at(&q, q_len, heads, row, h, i) * at(&k, k_len, kv_heads, j, kv, i))
+                            .sum::<f64>()
+                            * f64::from(scale)
+                    })
                     .collect();
                 let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
@@ -101,7 +103,9 @@ impl Case {
                     worst[1] = worst[1].max((got - max - sum.ln()).abs());
                 }
                 for i in 0..dim {
-                    let want = p.iter().enumerate().map(|(j, p)| p * at(&v, k_len, kv_heads, j as u32, kv, i)).sum::<f64>() / sum.max(1e-300);
+                    let want =
+                        p.iter().enumerate().map(|(j, p)| p * at(&v, k_len, kv_heads, j as u32, kv, i)).sum::<f64>()
+                            / sum.max(1e-300);
                     let byte = 2 * (((b * q_len + row) * heads + h) * dim + i) as usize;
                     let got = bf16::from_le_bytes([o[byte], o[byte + 1]]).to_f64();
                     assert!(!got.is_nan(), "{self:?}: o[{b}][{row}][{h}][{i}]");
