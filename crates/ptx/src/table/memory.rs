@@ -331,7 +331,7 @@ pub static RED_F32: Inst = Inst {
                 let start = address(m, lane, op, 0);
                 for (i, &reg) in op.list(1).iter().enumerate() {
                     let x = f32::from_bits(m.get(lane, reg) as u32);
-                    let place = Place { space: Space::Global, address: start + 4 * i as u64 };
+                    let place = Place { space: Space::Global, address: start.wrapping_add(4 * i as u64) };
                     m.update(lane, place, Order::Relaxed(Scope::Device), 4, &mut |old| {
                         u64::from(crate::model::add_flush(f32::from_bits(old as u32), x).to_bits())
                     });
@@ -387,7 +387,7 @@ pub static LDMATRIX: Inst = Inst {
                     let mut pair = 0;
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
                         let mut half = [0; 2];
-                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
+                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.load(row, place, Order::Weak, &mut half);
                         pair |= u64::from(u16::from_le_bytes(half)) << (16 * i);
                     }
@@ -414,7 +414,7 @@ pub static STMATRIX: Inst = Inst {
                 for lane in 0..WARP {
                     let pair = m.get(lane, reg);
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
-                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
+                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.store(row, place, Order::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
                     }
                 }
