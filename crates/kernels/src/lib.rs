@@ -4,3 +4,4 @@
 
 pub mod add;
 pub mod gemm;
+pub mod registry;
