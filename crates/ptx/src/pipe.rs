@@ -26,6 +26,7 @@ pub struct Pipe<'k> {
 
 impl Builder {
     /// A ring of `depth` stages, each with one tile of each shape.
+    #[track_caller]
     pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
         let blocks = self.cluster_blocks();
         let id = self.new_pipe(name, blocks);
@@ -82,7 +83,7 @@ impl<'k> Pipe<'k> {
             let bytes = shape.bytes().next_multiple_of(shape.swizzle.period());
             Tile::at(*shape, stage.mul_add(bytes, self.k.shared_address(*offset)))
         };
-        self.tiles.iter().map(tile).collect()
+        self.k.placed(Location::caller(), || self.tiles.iter().map(tile).collect())
     }
     #[track_caller]
     fn barrier(&self, first: u32, stage: Val<'k, u32>) -> Val<'k, u32> {
@@ -96,7 +97,7 @@ impl<'k> Pipe<'k> {
         let place = Arg::Address(Base::Reg(barrier.in_register()), 0);
         let body = k.block(|| {
             let done = k.register(Class::Pred);
-            k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]);
+            k.placed(at, || k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]));
             k.push(Stmt::Break { cond: done, when: true, at });
         });
         k.push(Stmt::Loop { body, at });
@@ -147,16 +148,18 @@ impl<'k> Pipe<'k> {
         let empty = self.barrier(self.empty, stage.now());
         let lane = w.lane();
         w.sync_warp();
-        w.when(lane.lt(self.blocks), |w| {
-            if self.blocks > 1 {
-                // Lane i tells block i, which fills this block's stages too.
-                let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
-                let place = Arg::Address(Base::Reg(there.in_register()), 0);
-                w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [place]);
-            } else {
-                let place = Arg::Address(Base::Reg(empty.in_register()), 0);
-                w.k.emit(&mbarrier::ARRIVE, [place]);
-            }
+        self.k.placed(Location::caller(), || {
+            w.when(lane.lt(self.blocks), |w| {
+                if self.blocks > 1 {
+                    // Lane i tells block i, which fills this block's stages too.
+                    let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
+                    let place = Arg::Address(Base::Reg(there.in_register()), 0);
+                    w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [place]);
+                } else {
+                    let place = Arg::Address(Base::Reg(empty.in_register()), 0);
+                    w.k.emit(&mbarrier::ARRIVE, [place]);
+                }
+            });
         });
         self.advance([stage, parity]);
     }
@@ -165,9 +168,11 @@ impl<'k> Pipe<'k> {
     #[track_caller]
     pub fn drain(&self, t: &Scope<'k, Thread>) {
         let [stage, parity] = self.k.cursor(self.id, "put", [0, 1]);
-        t.each(0, self.depth, 1, |_, _| {
-            self.wait(self.barrier(self.empty, stage.now()), parity.now());
-            self.advance([stage, parity]);
+        self.k.placed(Location::caller(), || {
+            t.each(0, self.depth, 1, |_, _| {
+                self.wait(self.barrier(self.empty, stage.now()), parity.now());
+                self.advance([stage, parity]);
+            });
         });
     }
 }
