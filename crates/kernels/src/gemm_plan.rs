@@ -213,7 +213,8 @@ impl Gemm {
         if tiles > MOST {
             return Err(GemmError::Tiles { got: tiles });
         }
-        let numbers = [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles].map(|count| Value::U32(count as u32));
+        let numbers =
+            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles].map(|count| Value::U32(count as u32));
         // One block a multiprocessor, in whole clusters.
         let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
         let args = tensors.map(Value::Tensor).into_iter().chain(numbers).collect();
@@ -335,7 +336,7 @@ mod tests {
         let kernel = gemm(LAYOUTS[3]).kernel(Target::HOPPER).unwrap();
         for param in &kernel.params[..2] {
             let ParamKind::Tensor(shape) = &param.kind else { panic!("{param:?}") };
-            assert_eq!(u64::from(shape.extent[1]), STEP);
+            assert_eq!(shape.extent[1], gemm::INNER);
         }
     }
 

@@ -48,7 +48,7 @@ impl<'k> Ring<'k> {
         let place = Arg::Address(Base::Reg(barrier.in_register()), 0);
         let body = k.block(|| {
             let done = k.register(Class::Pred);
-            k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]);
+            k.placed(at, || k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]));
             k.push(Stmt::Break { cond: done, when: true, at });
         });
         k.push(Stmt::Loop { body, at });
@@ -91,7 +91,7 @@ impl<'k> Ring<'k> {
         self.k.pipe_emptied(self.id);
         let empty = self.barrier(self.empty, cursor[0].now());
         let lane = w.lane();
-        w.when(lane.lt(self.blocks), |w| {
+        let tell = |w: &Scope<'k, Group>| {
             if self.blocks > 1 {
                 // Lane i tells block i, which fills this block's stages too.
                 let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
@@ -101,7 +101,8 @@ impl<'k> Ring<'k> {
                 let place = Arg::Address(Base::Reg(empty.in_register()), 0);
                 w.k.emit(&mbarrier::ARRIVE, [place]);
             }
-        });
+        };
+        self.k.placed(Location::caller(), || w.when(lane.lt(self.blocks), tell));
     }
 }
 
@@ -177,7 +178,8 @@ impl<'k> Pipe<'k> {
     fn stage(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
         let start = self.ring.k.shared_address(self.first);
         let start = if self.ring.depth == 1 { start } else { stage.mul_add(self.stage, start) };
-        self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset)).collect()
+        let tile = |&(shape, offset): &(TileShape, u32)| Tile::at(shape, start + offset);
+        self.ring.k.placed(Location::caller(), || self.tiles.iter().map(tile).collect())
     }
 
     /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
@@ -255,7 +257,8 @@ impl<'k, const N: usize> Mailbox<'k, N> {
     pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.wait_empty();
-        let (base, regs) = (self.place(cursor), message.map(|x| x.in_register()));
+        let regs = k.placed(Location::caller(), || message.map(|x| x.in_register()));
+        let base = self.place(cursor);
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);

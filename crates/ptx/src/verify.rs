@@ -8,8 +8,9 @@ use std::collections::HashSet;
 use std::panic::Location;
 
 pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
-    resources(kernel)?;
+    // First, because memory and registers too depend on the target: what it lacks says more than what does not fit.
     needs(kernel)?;
+    resources(kernel)?;
     convergence(kernel)
 }
 

@@ -6,6 +6,7 @@ use super::value::{IntoVal, Val, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::table::memory as rows;
 use std::marker::PhantomData;
+use std::panic::Location;
 
 /// Bytes of an element.
 pub(crate) const fn bytes<T: Word>() -> u32 {
@@ -52,7 +53,8 @@ fn load<'k, T: Word, const N: usize>(k: &'k Builder, row: &'static Inst, at: Arg
 }
 #[track_caller]
 fn store<T: Word, const N: usize>(k: &Builder, row: &'static Inst, at: Arg, x: [Val<'_, T>; N]) {
-    let regs = x.map(|x| x.in_register());
+    let at_line = Location::caller();
+    let regs = k.placed(at_line, || x.map(|x| x.in_register()));
     k.emit(row, [at, Arg::List(regs.into()), Arg::Word(vector(N))]);
 }
 

@@ -64,6 +64,10 @@ impl Half for bf16 {
     const NUMBER: crate::Number = crate::Number::Bf16;
 }
 
+/// Makes a type invariant in the lifetime of its kernel. Otherwise the compiler would shorten the lifetimes of two
+/// kernels to a common one, and let a value of one be used in the other, where its register is another.
+pub(crate) type Brand<'k> = PhantomData<fn(&'k ()) -> &'k ()>;
+
 /// A register, or a constant that has not needed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Src {
@@ -77,6 +81,7 @@ pub struct Val<'k, T> {
     pub(crate) k: &'k Builder,
     pub(crate) src: Src,
     word: PhantomData<T>,
+    brand: Brand<'k>,
 }
 
 impl<T> Clone for Val<'_, T> {
@@ -108,7 +113,7 @@ impl<'k, T: Word> Val<'k, T> {
         x.into_val(self.k)
     }
     pub(crate) fn new(k: &'k Builder, src: Src) -> Self {
-        Val { k, src, word: PhantomData }
+        Val { k, src, word: PhantomData, brand: PhantomData }
     }
     pub(crate) fn reg(k: &'k Builder, reg: Reg) -> Self {
         Val::new(k, Src::Reg(reg))
@@ -576,6 +581,7 @@ pub struct Var<'k, T> {
     k: &'k Builder,
     reg: Reg,
     word: PhantomData<T>,
+    brand: Brand<'k>,
 }
 
 impl<T> Clone for Var<'_, T> {
@@ -588,12 +594,12 @@ impl<T> Copy for Var<'_, T> {}
 impl<'k, T: Word> Var<'k, T> {
     #[track_caller]
     pub(crate) fn new(k: &'k Builder, start: impl IntoVal<'k, T>) -> Self {
-        let var = Var { k, reg: k.register(T::CLASS), word: PhantomData };
+        let var = Var::of(k, k.register(T::CLASS));
         var.set(start);
         var
     }
     pub(crate) fn of(k: &'k Builder, reg: Reg) -> Self {
-        Var { k, reg, word: PhantomData }
+        Var { k, reg, word: PhantomData, brand: PhantomData }
     }
     /// Its value now; later writes do not change it.
     #[track_caller]
