@@ -1,6 +1,6 @@
 //! A kernel as PTX text.
 
-use crate::inst::{Arg, Base, Class, Flow, Kind, Op, Reg};
+use crate::inst::{Arg, Base, Class, Kind, Op, Reg};
 use crate::kernel::{Kernel, ParamKind, Stmt};
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -183,9 +183,7 @@ impl Printer<'_> {
                 _ => write!(self.out, "{bits}"),
             },
             Arg::List(regs) => {
-                // One register in braces is no vector, except where coordinates are meant.
-                let bare =
-                    regs.len() == 1 && op.inst.operands[i].flow != Flow::Both && op.inst.operands[i].name != "at";
+                let bare = regs.len() == 1 && matches!(kind, Kind::Vector(_));
                 let names: Vec<String> = regs.iter().map(|&r| register(r)).collect();
                 if bare { write!(self.out, "{}", names[0]) } else { write!(self.out, "{{{}}}", names.join(", ")) }
             }

@@ -2,7 +2,10 @@
 //!
 //! Each module holds the rows of one family. [`INSTS`] lists them all; a test keeps the list complete.
 
+pub mod atomic;
 pub mod bulk;
+pub mod bytes;
+pub mod cache;
 pub mod convert;
 pub mod float;
 pub mod integer;
@@ -26,8 +29,11 @@ pub static INSTS: &[&[&Inst]] = &[
     sync::ROWS,
     memory::ACCESS,
     memory::OTHERS,
+    cache::ROWS,
+    atomic::ROWS,
     mbarrier::ROWS,
     bulk::ROWS,
+    bytes::ROWS,
     tensor::ROWS,
 ];
 
@@ -39,6 +45,11 @@ pub fn rows() -> impl Iterator<Item = &'static Inst> {
 /// What a meaning is.
 type Meaning = fn(&mut dyn Machine, &Op);
 
+/// Every combination of words and constants exists.
+fn any(_: &Op) -> bool {
+    true
+}
+
 /// A row that only computes registers, in each thread, on every GPU since Ampere.
 const fn pure(
     name: &'static str,
@@ -49,5 +60,5 @@ const fn pure(
     source: &'static str,
 ) -> Inst {
     let (together, effect) = (Together::Thread, Effect::Pure);
-    Inst { name, text, operands, needs: Needs::AMPERE, unit, together, effect, meaning, source }
+    Inst { name, text, operands, allowed: any, needs: Needs::AMPERE, unit, together, effect, meaning, source }
 }
