@@ -1,6 +1,24 @@
 //! The table of instructions.
 //!
-//! Each module holds the rows of one family. [`INSTS`] lists them all; a test keeps the list complete.
+//! Each module holds the rows of one family. [`INSTS`] lists them all. Tests keep the list complete, give every use
+//! that a row allows to the assembler at the version and target the row names, check that what a row forbids is
+//! refused there too, and execute the meanings.
+//!
+//! # What Blackwell will bring
+//!
+//! Nothing of it is here yet, and nothing has to change for it:
+//!
+//! - `f32x2` arithmetic, three-input `max`, 256-bit loads: rows like any other, with registers of class
+//!   [`B64`](crate::inst::Class::B64) for pairs of floats, words `.v8` for vectors, and `needs` of sm_100. The rows of
+//!   Hopper stay: a kernel picks by its target, and the verifier refuses what a target lacks.
+//! - `tcgen05.mma`, `ld`, `st`, `cp`: tensor memory is one more [`Space`](crate::inst::Space) with 32-bit addresses
+//!   (lane above column). A product is handed to the machine as a value, as `wgmma`'s is; its accumulator is a place
+//!   instead of registers, and its end is an mbarrier arrival ([`Done`](crate::machine::Done)) that `commit` names, not
+//!   a group. One thread starts it ([`Together::Thread`]); `ld`, `st`, `alloc` and `dealloc` belong to a warp.
+//! - `tcgen05` fences and waits: a [`Fence`](crate::machine::Fence) and a [`Queue`](crate::machine::Queue) more.
+//! - `clusterlaunchcontrol`: a transfer of 16 bytes that ends on an mbarrier.
+//! - Targets with `a` or `f` suffixes: [`Needs::only`] says that a row exists on one architecture alone; families of
+//!   architectures will want a third answer there.
 
 pub mod atomic;
 pub mod bulk;

@@ -70,7 +70,11 @@ fn refused(ptxas: &Path, target: &str, version: (u8, u8), uses: &[&Use]) -> Vec<
 #[test]
 fn every_use_is_assembled() {
     let Some(ptxas) = assembler() else { return };
-    let all: Vec<_> = table::rows().map(|inst| (inst, uses(inst)).map_first()).collect();
+    let allowed = |inst| {
+        let [allowed, _] = uses(inst);
+        (inst, allowed)
+    };
+    let all: Vec<_> = table::rows().map(allowed).collect();
     let mut wrong = Vec::new();
     let mut count = 0;
     for ((target, version), uses) in batches(&all) {
@@ -83,16 +87,6 @@ fn every_use_is_assembled() {
     let distinct: usize = all.iter().map(|(_, uses)| uses.len()).sum();
     println!("{rows} rows, {distinct} uses, assembled {count} times");
     assert!(wrong.is_empty(), "{} refused:\n{}", wrong.len(), wrong.join("\n"));
-}
-
-trait MapFirst {
-    fn map_first(self) -> (&'static Inst, Vec<Use>);
-}
-impl MapFirst for (&'static Inst, [Vec<Use>; 2]) {
-    fn map_first(self) -> (&'static Inst, Vec<Use>) {
-        let [allowed, _] = self.1;
-        (self.0, allowed)
-    }
 }
 
 /// A combination that a row forbids does not exist: the rules say no more than the assembler.

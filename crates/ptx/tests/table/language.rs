@@ -107,7 +107,7 @@ proptest! {
             |x, y| x.ge(y).select(x, y) => i.max(j);
         }
         if b != 0 {
-            agree! { u32: |x, y| x / y => a / b; |x, y| x % y => a % b; }
+            agree! { u32: |x, y| x / y => a.wrapping_div(b); |x, y| x % y => a.wrapping_rem(b); }
             agree! { i32: |x, y| x / y => i.wrapping_div(j); |x, y| x % y => i.wrapping_rem(j); }
         } else {
             // What it is worth is the machine's choice; folded or executed, it is the same.

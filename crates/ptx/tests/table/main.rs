@@ -3,6 +3,7 @@
 
 mod arithmetic;
 mod assemble;
+mod document;
 mod exchange;
 mod language;
 mod machine;

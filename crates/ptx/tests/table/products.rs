@@ -14,7 +14,7 @@ fn element(row: u32, col: u32, seed: u32) -> f64 {
 /// The same, with signs where the type has them.
 fn signed(number: Number, row: u32, col: u32, seed: u32) -> f64 {
     let x = element(row, col, seed);
-    if number != Number::U8 && (row + 2 * col + seed) % 3 == 0 { -x } else { x }
+    if number != Number::U8 && (row + 2 * col + seed).is_multiple_of(3) { -x } else { x }
 }
 
 fn encode(x: f64, number: Number) -> u32 {
