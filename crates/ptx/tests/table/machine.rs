@@ -1,7 +1,7 @@
 //! One warp, alone: enough of a machine to execute rows and kernels.
 //!
-//! What happens later on hardware (copies) happens at once here, so waits never wait. Boxes of tensors and products of
-//! warpgroups need more than a warp and are refused.
+//! What happens later on hardware (copies) happens at once here, so waits never wait. What needs more than a warp
+//! (boxes of tensors, other blocks, products of warpgroups) is only written down.
 
 use crate::uses::Registers;
 use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
@@ -48,6 +48,9 @@ pub struct Warp {
     pub fences: Vec<Fence>,
     pub meetings: Vec<Meeting>,
     pub groups: Vec<(Queue, Group)>,
+    /// Copies and products that one warp cannot do.
+    pub transfers: Vec<Transfer>,
+    pub products: Vec<Product>,
     pub trapped: u32,
     pub block: u32,
     registers: HashMap<Reg, [Option<u64>; WARP as usize]>,
@@ -228,11 +231,11 @@ impl Machine for Warp {
                 self.delivered(done, data.len());
             }
             Transfer::Prefetch => {}
-            other => panic!("one warp alone cannot do {other:?}"),
+            other => self.transfers.push(other),
         }
     }
     fn product(&mut self, what: Product) {
-        panic!("one warp alone cannot do {what:?}");
+        self.products.push(what);
     }
     fn group(&mut self, _: u32, queue: Queue, what: Group) {
         self.groups.push((queue, what));

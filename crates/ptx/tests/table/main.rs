@@ -10,4 +10,5 @@ mod machine;
 mod memory;
 mod products;
 mod ptxas;
+mod starts;
 mod uses;
