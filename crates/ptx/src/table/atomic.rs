@@ -181,7 +181,7 @@ pub static ATOM_PAIR: Inst = Inst {
     allowed: |op| op.counts(0, 3) && op.counts(2, 3),
     ..updating(
         "atom.add.pair",
-        "atom.global.add{v}.noftz.{t} {d}, {a}, {x};",
+        "atom.global.add.noftz{v}.{t} {d}, {a}, {x};",
         &[loaded("d", B32), at("a", Space::Global), stored("x", B32), word("v", VECTOR), word("t", PAIRS)],
         Space::Global,
         Needs::from((8, 1), 90),
@@ -247,7 +247,7 @@ pub static RED_PAIR: Inst = Inst {
     allowed: |op| op.counts(1, 2),
     ..updating(
         "red.add.pair",
-        "red.global.add{v}.noftz.{t} {a}, {x};",
+        "red.global.add.noftz{v}.{t} {a}, {x};",
         &[at("a", Space::Global), stored("x", B32), word("v", VECTOR), word("t", PAIRS)],
         Space::Global,
         Needs::from((8, 1), 90),

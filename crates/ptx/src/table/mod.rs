@@ -4,6 +4,13 @@
 //! that a row allows to the assembler at the version and target the row names, check that what a row forbids is
 //! refused there too, and execute the meanings.
 //!
+//! # Left out
+//!
+//! Tensor maps are parameters, so there is no `tensormap.replace` and no fence for its proxy. Addresses of shared memory
+//! have 32 bits, so `mapa.u64` and generic addresses are not needed; a block knows its rank, so `getctarank` is not
+//! either. Phases of mbarriers are named by their parity, not by state. `membar` is `fence.sc`. Parameters are single
+//! numbers, so they are read one by one. Signs of `wgmma`'s operands are always positive.
+//!
 //! # What Blackwell will bring
 //!
 //! Nothing of it is here yet, and nothing has to change for it:

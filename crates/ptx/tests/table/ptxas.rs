@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// `$PTXAS`, one on the path, or one that was installed into a virtual environment of the workspace.
 pub fn find() -> Option<PathBuf> {
@@ -27,24 +28,27 @@ fn named(path: &Path, start: &str) -> bool {
     path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start))
 }
 
-/// What it says about a text: line and message of each complaint.
+/// What it has against a text, warnings and broken pipelines of products (C75xx) included: line, if it names one, and
+/// message.
 pub fn complaints(ptxas: &Path, target: &str, text: &str) -> Vec<(usize, String)> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let stem = format!("{target}-{:?}-{:x}", std::thread::current().id(), text.len());
+    let stem = format!("{target}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
     let (source, object) = (folder.join(format!("{stem}.ptx")), folder.join(format!("{stem}.cubin")));
     std::fs::write(&source, text).expect("the folder for temporary files can be written");
     let output = Command::new(ptxas)
-        .args(["-arch", target, "-O0", "-o"])
+        .args(["-arch", target, "-o"])
         .args([&object, &source])
         .output()
-        .expect("the assembler can be started");
+        .expect("ptxas can be started");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     let complaints: Vec<(usize, String)> = said
         .lines()
-        .filter(|line| line.contains("error") || line.contains("fatal"))
-        .filter_map(|line| {
-            let number = line.split("line ").nth(1)?.split(';').next()?.trim().parse().ok()?;
-            Some((number, line.split("; ").nth(1).unwrap_or(line).to_owned()))
+        .filter(|line| ["error ", "warning ", "fatal ", "(C75"].iter().any(|sign| line.contains(sign)))
+        .map(|line| {
+            let digits = |rest: &str| rest.chars().take_while(char::is_ascii_digit).collect::<String>();
+            let number = line.split("line ").nth(1).and_then(|rest| digits(rest).parse().ok());
+            (number.unwrap_or(0), line.split("; ").nth(1).unwrap_or(line).to_owned())
         })
         .collect();
     assert!(output.status.success() || !complaints.is_empty(), "{}: {said}", source.display());

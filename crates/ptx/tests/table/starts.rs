@@ -41,7 +41,7 @@ fn boxes_of_tensors() {
     let given = [at(TILE), same(MAP), coordinates(&[64, -8, 3]), at(BAR)];
     let with = |rest: &[Given]| [&given[..], rest].concat();
     let (rank, mask) = (Given::Word("3d"), same(0b1011));
-    assert_eq!(started(&bulk::LOAD_BOX, &with(&[rank.clone()])), load(None));
+    assert_eq!(started(&bulk::LOAD_BOX, &with(std::slice::from_ref(&rank))), load(None));
     assert_eq!(started(&bulk::LOAD_BOX_HINT, &with(&[rank.clone(), policy.clone()])), load(None));
     assert_eq!(started(&bulk::LOAD_BOX_MULTICAST, &with(&[mask.clone(), rank.clone()])), load(Some(0b1011)));
     let all = with(&[mask, rank, policy.clone()]);
@@ -59,7 +59,7 @@ fn boxes_of_tensors() {
     let given = [same(MAP), coordinates(&[0, 5]), at(TILE), Given::Word("2d")];
     let with = |rest: &[Given]| [&given[..], rest].concat();
     assert_eq!(started(&bulk::STORE_BOX, &given), store(None));
-    assert_eq!(started(&bulk::STORE_BOX_HINT, &with(&[policy.clone()])), store(None));
+    assert_eq!(started(&bulk::STORE_BOX_HINT, &with(std::slice::from_ref(&policy))), store(None));
     for (word, way) in [
         ("add", Reduction::Add),
         ("min", Reduction::Min),

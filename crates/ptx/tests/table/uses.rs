@@ -1,8 +1,8 @@
 //! Every use that a row can have: all words, ends and some of the middle of all constants, all lengths of lists.
 
 use fulgurite_ptx::Target;
-use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space, Together};
-use fulgurite_ptx::kernel::{BoxShape, Kernel, Param, ParamKind, Stmt};
+use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
+use fulgurite_ptx::kernel::{BoxShape, Kernel, Param, ParamKind, RoleUse, Stmt};
 use fulgurite_ptx::table::sync;
 use fulgurite_ptx::{Number, Swizzle};
 use std::panic::Location;
@@ -85,7 +85,7 @@ impl Use {
     pub fn entry(&self, name: &str) -> String {
         let plain = |inst: &'static Inst, args: Box<[Arg]>| Stmt::Op(Op { inst, args, at: self.op.at });
         let mut body = vec![Stmt::Op(self.op.clone())];
-        if self.op.inst.together == Together::Warpgroup {
+        if self.op.inst.name.starts_with("wgmma.") {
             body.insert(0, plain(&sync::WGMMA_FENCE, Box::new([])));
             body.push(plain(&sync::WGMMA_COMMIT, Box::new([])));
             body.push(plain(&sync::WGMMA_WAIT, Box::new([Arg::Imm(0)])));
@@ -102,7 +102,8 @@ impl Use {
             cluster: 1,
             shared: Vec::new(),
             shared_bytes: 1024,
-            roles: Vec::new(),
+            // Without a role that changes its registers the entry does not say how many there are.
+            roles: vec![RoleUse { name: "all".into(), first_warp: 0, warps: 4, registers: Some(128) }],
             barriers: 1,
             registers: self.registers.0,
             body,
