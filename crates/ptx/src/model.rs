@@ -46,6 +46,9 @@ pub fn add_down(a: f32, b: f32) -> f32 {
     let part = sum - x;
     let rest = (x - (sum - part)) + (y - part);
     let nearest = sum as f32;
+    if sum == 0.0 && (a.is_sign_negative() || b.is_sign_negative()) {
+        return -0.0; // what cancels is a negative zero in this direction
+    }
     if !nearest.is_finite() || sum.is_infinite() || sum.is_nan() {
         // Beyond the range: down from the largest number, not up to infinity.
         return if nearest == f32::INFINITY && a.is_finite() && b.is_finite() { f32::MAX } else { nearest };

@@ -112,22 +112,25 @@ pub static CLUSTER_WAIT: Inst =
     });
 
 /// Orders the thread's accesses before those after it, in a scope.
-pub static FENCE: Inst = signal(
-    "fence.acq_rel",
-    "fence.acq_rel.{scope};",
-    &[word("scope", &["cta", "cluster", "gpu", "sys"])],
-    Needs::HOPPER,
-    |m, op| fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0))))),
-);
+pub static FENCE: Inst =
+    signal("fence.acq_rel", "fence.acq_rel.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
+        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+    });
 
 /// The same, and all such fences are in one order that every thread agrees on. It is also spelled `membar`.
-pub static FENCE_SC: Inst = signal(
-    "fence.sc",
-    "fence.sc.{scope};",
-    &[word("scope", &["cta", "cluster", "gpu", "sys"])],
-    Needs::HOPPER,
-    |m, op| fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0))))),
-);
+pub static FENCE_SC: Inst =
+    signal("fence.sc", "fence.sc.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
+        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+    });
+
+/// Both in the scope of the cluster, which is as dear as that of the device.
+pub static FENCE_CLUSTER: Inst =
+    signal("fence.cluster", "fence.{kind}.cluster;", &[word("kind", &["acq_rel", "sc"])], Needs::HOPPER, |m, _| {
+        fence(m, Fence::Thread(Order::AcquireRelease(Scope::Cluster)));
+    });
+
+/// Scopes that every GPU has.
+const SCOPES: &[&str] = &["cta", "gpu", "sys"];
 
 /// Orders one way: what follows after what was read, or what was written before what follows.
 pub static FENCE_ONE_WAY: Inst = signal(
@@ -296,6 +299,7 @@ pub static ROWS: &[&Inst] = &[
     &CLUSTER_WAIT,
     &FENCE,
     &FENCE_SC,
+    &FENCE_CLUSTER,
     &FENCE_ONE_WAY,
     &FENCE_PROXY,
     &FENCE_INIT,

@@ -87,6 +87,11 @@ fn signs_and_rounding_down() {
     for (x, floor) in [(0.5, 0.0), (-0.5, -1.0), (-7.0, -7.0), (100.99, 100.0), (-100.01, -101.0), (0.0, 0.0)] {
         assert_eq!(float(&float::ADD_DOWN, &[x, magic]) - magic, floor, "{x}");
     }
+    for (a, b, zero) in
+        [(1.0, -1.0, -0.0f32), (-3.5, 3.5, -0.0), (0.0, -0.0, -0.0), (-0.0, -0.0, -0.0), (0.0, 0.0, 0.0)]
+    {
+        assert_eq!(float(&float::ADD_DOWN, &[a, b]).to_bits(), zero.to_bits(), "{a} + {b}");
+    }
     assert!(float(&float::ADD_DOWN, &[f32::NAN, 1.0]).is_nan());
     assert_eq!(float(&float::ADD_DOWN, &[f32::MAX, 1.0e30]), f32::MAX);
     assert_eq!(float(&float::ADD_DOWN, &[-f32::MAX, -f32::MAX]), f32::NEG_INFINITY);

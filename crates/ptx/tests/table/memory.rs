@@ -277,6 +277,7 @@ fn fences_say_what_they_order() {
     execute(&mut warp, &sync::FENCE, &[Given::Word("gpu")]);
     execute(&mut warp, &sync::FENCE_ONE_WAY, &[Given::Word("acquire"), Given::Word("cluster")]);
     execute(&mut warp, &sync::FENCE_SC, &[Given::Word("sys")]);
+    execute(&mut warp, &sync::FENCE_CLUSTER, &[Given::Word("acq_rel")]);
     use fulgurite_ptx::inst::Space;
     use fulgurite_ptx::machine::{Order, Scope};
     let want = [
@@ -285,6 +286,7 @@ fn fences_say_what_they_order() {
         Fence::Thread(Order::AcquireRelease(Scope::Device)),
         Fence::Thread(Order::Acquire(Scope::Cluster)),
         Fence::Thread(Order::AcquireRelease(Scope::System)),
+        Fence::Thread(Order::AcquireRelease(Scope::Cluster)),
     ];
     assert_eq!(warp.fences, want);
 }
