@@ -3,7 +3,7 @@
 use crate::machine::{Given, Warp, execute};
 use fulgurite_ptx::inst::{Class, Inst, Reg};
 use fulgurite_ptx::model;
-use fulgurite_ptx::product::{Left, Major, Product, accumulator_element, left_element};
+use fulgurite_ptx::product::{Left, Major, Product};
 use fulgurite_ptx::table::tensor;
 use fulgurite_ptx::{Number, Swizzle, TileShape, bf16, f16};
 
@@ -32,6 +32,20 @@ fn encode(x: f64, number: Number) -> u32 {
 /// Elements packed into a register, the first in the low bits.
 fn pack(number: Number, elements: impl Iterator<Item = f64>) -> u32 {
     elements.enumerate().fold(0, |word, (e, x)| word | encode(x, number) << (8 * number.bytes() * e as u32))
+}
+
+/// Row and column of element `i` of a thread's accumulators, read off the manual's figure: four elements of eight
+/// columns, two in row lane / 4 and two in the eighth row below.
+fn accumulator(thread: u32, i: u32) -> (u32, u32) {
+    let (warp, group, quad) = (thread / 32, thread % 32 / 4, thread % 4);
+    let (down, right) = [(0, 0), (0, 1), (8, 0), (8, 1)][i as usize % 4];
+    (16 * warp + group + down, 8 * (i / 4) + 2 * quad + right)
+}
+/// Row and inner index of element `e` of register `i` of a thread's A, likewise; `per` elements fill a register.
+fn left_operand(thread: u32, i: u32, e: u32, per: u32) -> (u32, u32) {
+    let (warp, group, quad) = (thread / 32, thread % 32 / 4, thread % 4);
+    let (down, right) = [(0, 0), (8, 0), (0, 4), (8, 4)][i as usize];
+    (16 * warp + group + down, per * (quad + right) + e)
 }
 
 struct Case {
@@ -92,11 +106,11 @@ fn check(case: &Case) {
         saturate: false,
     };
     let per = 4 / to.bytes();
-    let elements = |thread: u32, reg: u32| (0..per).map(move |e| accumulator_element(thread, per * reg + e));
+    let elements = |thread: u32, reg: u32| (0..per).map(move |e| accumulator(thread, per * reg + e));
     let mut register = |thread: u32, reg: Reg| match reg.index {
         i if i >= 1000 => {
-            let bytes = number_a.bytes();
-            let parts = (0..4 / bytes).map(|e| left_element(thread, i - 1000, e, bytes));
+            let per = 4 / number_a.bytes();
+            let parts = (0..per).map(|e| left_operand(thread, i - 1000, e, per));
             pack(number_a, parts.map(|(row, inner)| a(row, inner)))
         }
         i => pack(to, elements(thread, i).map(|(row, col)| c(row, col))),
