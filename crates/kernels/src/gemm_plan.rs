@@ -349,7 +349,7 @@ mod tests {
         let pairs = Gemm { tuning: Tuning { cluster: 2, ..gemm.tuning }, ..gemm };
         let grid =
             |multiprocessors| pairs.launch(kernel.clone(), matrices(LAYOUTS[0], [300, 200, 64]), multiprocessors);
-        assert_eq!(grid(131).unwrap().grid, [10, 1, 1]);
+        assert_eq!(grid(131).unwrap().grid, [12, 1, 1]);
         assert_eq!(grid(7).unwrap().grid, [6, 1, 1]);
         assert_eq!(grid(1).unwrap().grid, [2, 1, 1]);
     }

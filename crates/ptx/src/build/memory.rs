@@ -139,7 +139,7 @@ impl<'k> Pointer<'k, u32> {
     ) -> Val<'k, u32> {
         let (d, old) = Val::fresh(w.k);
         let x = x.into_val(w.k);
-        w.k.emit(&rows::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
+        w.k.emit(&crate::table::atomic::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
         old
     }
 }

@@ -163,7 +163,11 @@ impl Builder {
         let args = args.into();
         assert_eq!(args.len(), inst.operands.len(), "bug in fulgurite: operands of {}", inst.name);
         let at = self.place.get().unwrap_or(Location::caller());
-        self.push(Stmt::Op(Op { inst, args, at }));
+        let op = Op { inst, args, at };
+        if let Err(what) = op.check() {
+            self.refuse(format!("`{}` {what}", inst.name));
+        }
+        self.push(Stmt::Op(op));
     }
 
     /// What `f` builds was asked for at `at`. For closures of this crate, which do not know their caller's line; never

@@ -38,7 +38,8 @@ impl<'k, W: Who> Scope<'k, W> {
     #[track_caller]
     fn special(&self, name: &'static str) -> Val<'k, u32> {
         let (d, value) = Val::fresh(self.k);
-        self.k.emit(&convert::SPECIAL, [d, Arg::Word(name)]);
+        let row = if name.contains("cluster") { &convert::SPECIAL_CLUSTER } else { &convert::SPECIAL };
+        self.k.emit(row, [d, Arg::Word(name)]);
         value
     }
     /// Number of the thread in the block.

@@ -206,9 +206,9 @@ macro_rules! integer_operators {
             integer_operator!(Add add $t, &integer::ADD, |a, b| a.wrapping_add(b), Some(0));
             integer_operator!(Sub sub $t, &integer::SUB, |a, b| a.wrapping_sub(b), Some(0));
             integer_operator!(Mul mul $t, &integer::MUL, |a, b| a.wrapping_mul(b), Some(1));
-            integer_operator!(Div div $t, &integer::DIV, |a, b| if b == 0 { 0 } else { a.wrapping_div(b) }, Some(1));
-            integer_operator!(Rem rem $t, &integer::REM, |a, b| if b == 0 { 0 } else { a.wrapping_rem(b) }, None);
-            integer_operator!(Shr shr $t, &logic::SHR, |a, b| a.checked_shr(b as u32).unwrap_or(0), Some(0));
+            integer_operator!(Div div $t, &integer::DIV, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }, Some(1));
+            integer_operator!(Rem rem $t, &integer::REM, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }, None);
+            integer_operator!(Shr shr $t, &logic::SHR, |a, b| a.checked_shr(b as u32).unwrap_or((a >> 16) >> 16), Some(0));
 
             impl<'k, R: IntoVal<'k, $t>> Shl<R> for Val<'k, $t> {
                 type Output = Val<'k, $t>;
@@ -356,6 +356,7 @@ impl<'k> Val<'k, bool> {
                 let row = match T::CLASS {
                     Class::F32 => &logic::SELP_F32,
                     Class::B64 => &logic::SELP_64,
+                    Class::B16 => &logic::SELP_16,
                     _ => &logic::SELP_32,
                 };
                 a.compute(row, &[b.arg(), self.arg()])
@@ -559,7 +560,9 @@ impl<'k, T: Half> Val<'k, T> {
     /// Widened, exactly.
     #[track_caller]
     pub fn widen(self) -> Val<'k, f32> {
-        self.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
+        // A constant of 16 bits stands in no instruction.
+        let own = Val::<T>::reg(self.k, self.in_register());
+        own.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
     }
 }
 
