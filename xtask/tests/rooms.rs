@@ -33,7 +33,7 @@ const ROOMS: &[Room] = &[
         name: "fulgurite-cuda",
         folder: "crates/cuda",
         uses: &["fulgurite-ptx"],
-        in_tests: &[],
+        in_tests: &["fulgurite-kernels"],
         forbids_unsafe: false,
     },
     Room {

@@ -39,7 +39,7 @@ pub struct Layouts {
 }
 
 /// Elements of the summed dimension in a tile: a line of 128 bytes.
-const INNER: u32 = 64;
+pub(crate) const INNER: u32 = 64;
 
 /// The tile of an operand with `outer` rows (A) or columns (B).
 fn tile<T: Half>(major: Major, outer: u32) -> TileShape {
@@ -81,36 +81,44 @@ where
     k.cluster(cluster);
     let (a_tile, b_tile) = (tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols));
     let c_tile = TileShape::new(T::NUMBER, 64, INNER);
-    let (a, b, c) = (k.tensor("a", a_tile, 3), k.tensor("b", b_tile, 3), k.tensor("c", c_tile, 3));
+    // Blocks of a cluster have the same columns of C: each brings its part of B's tile, for all.
+    let b_part = tile::<T>(layouts.b, cols / cluster);
+    let (a, b, c) = (k.tensor("a", a_tile, 3), k.tensor("b", b_part, 3), k.tensor("c", c_tile, 3));
     let [m_tiles, n_tiles, steps, tiles] = ["m_tiles", "n_tiles", "k_steps", "tiles"].map(|name| k.param::<u32>(name));
     let ring = k.pipe("operands", depth, &[a_tile, b_tile]);
     // C leaves through two small tiles a warpgroup: one is written while the copy engine reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
 
     // Tiles of C in the order in which blocks take them: down a band of `band` rows of tiles, then to the next column.
-    let find = move |t: Val<'k, u32>| {
+    // A cluster takes neighbouring rows of tiles: `m_tiles` counts its tiles, which are as many times higher.
+    let find = move |t: Val<'k, u32>, rank: Val<'k, u32>| {
         let per_batch = m_tiles * n_tiles;
         let (batch, t) = (t / per_batch, t % per_batch);
         let per_band = n_tiles * band;
         let first = t / per_band * band;
         let height = (m_tiles - first).min(band);
         let t = t % per_band;
-        Place { row: (first + t % height) * rows, col: t / height * cols, batch }
+        let row = (first + t % height).mul_add(cluster, rank) * rows;
+        Place { row, col: t / height * cols, batch }
     };
 
     k.role("load", Warpgroups(1).registers(40), |w| {
         w.one_thread(|t| {
-            t.each(t.block(), tiles, t.blocks(), |t, tile| {
-                let at = find(tile);
+            let rank = t.cluster_rank();
+            t.each(t.cluster(), tiles, t.clusters(), |t, tile| {
+                let at = find(tile, rank);
                 t.each(0, steps, 1, |t, step| {
                     let inner = step * INNER;
                     ring.put(t, |t, stage| {
-                        stage.load(t, 0, &a, &place(layouts.a, at.row, inner, at.batch));
-                        stage.load(t, 1, &b, &place(layouts.b, at.col, inner, at.batch));
+                        stage.load(t, stage.tile(0), &a, &place(layouts.a, at.row, inner, at.batch));
+                        let part = stage.tile(1).part(layouts.b, rank, cols / cluster);
+                        let col = rank.mul_add(cols / cluster, at.col);
+                        stage.load_for_all(t, part, &b, &place(layouts.b, col, inner, at.batch));
                     });
                 });
             });
         });
+        w.sync_cluster();
     });
 
     k.role("multiply", Warpgroups(2).registers(232), |w: &Scope<'k, Group>| {
@@ -119,9 +127,10 @@ where
         let barrier = w.group_barrier();
         let multiply = |sum| {
             let stage = ring.take(w);
-            w.multiply(&acc, stage[0].operand(layouts.a).part(own, 64), stage[1].operand(layouts.b), sum);
+            w.multiply(&acc, stage[0].part(layouts.a, own, 64).operand(layouts.a), stage[1].operand(layouts.b), sum);
         };
-        w.each(w.block(), tiles, w.blocks(), |w, tile| {
+        let rank = w.cluster_rank();
+        w.each(w.cluster(), tiles, w.clusters(), |w, tile| {
             // The product of a step runs while the next one is started; a stage goes back when the one after it runs.
             multiply(Sum::Fresh);
             w.each(1, steps, 1, |w, _| {
@@ -132,7 +141,7 @@ where
             w.wait_products(0);
             ring.release(w);
 
-            let at = find(tile);
+            let at = find(tile, rank);
             for part in 0..cols / INNER {
                 let tile = staging[part as usize % 2].rows(own, 64);
                 w.one_thread_of_group(|t| t.wait_stores_read(1));
@@ -147,5 +156,6 @@ where
             }
         });
         w.one_thread_of_group(|t| t.wait_stores(0));
+        w.sync_cluster();
     });
 }

@@ -3,5 +3,9 @@
 #![forbid(unsafe_code)]
 
 pub mod add;
+pub mod attention;
+pub mod exp;
 pub mod gemm;
+pub mod gemm_plan;
 pub mod registry;
+pub mod softmax;

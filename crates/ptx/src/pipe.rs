@@ -1,93 +1,45 @@
-//! Rings of tiles between the thread that fills them and the warps that empty them.
+//! Rings between the thread that fills them and the warps that empty them: of tiles, or of a few numbers.
 //!
-//! A stage of a ring has two mbarriers: `full` counts the bytes that were brought, `empty` the warps that are done.
+//! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
 use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var};
-use crate::inst::{Arg, Base, Class};
+use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
-use crate::product::TileShape;
+use crate::product::{Swizzle, TileShape};
 use crate::table::{mbarrier, memory};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
-/// A ring whose stages hold one tile of each of several shapes.
-pub struct Pipe<'k> {
+/// The barriers of a ring.
+struct Ring<'k> {
     k: &'k Builder,
     id: usize,
     depth: u32,
-    /// Shape and offset of the first stage of each tile.
-    tiles: Vec<(TileShape, u32)>,
     full: u32,
     empty: u32,
     /// Blocks of the cluster that fill each other's stages.
     blocks: u32,
 }
 
-impl Builder {
-    /// A ring of `depth` stages, each with one tile of each shape.
-    #[track_caller]
-    pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
-        let blocks = self.cluster_blocks();
-        let id = self.new_pipe(name, blocks);
-        let place = |shape: &TileShape| {
-            let stage = shape.bytes().next_multiple_of(shape.swizzle.period());
-            (*shape, self.take_shared(name, depth * stage, shape.swizzle.period()))
-        };
-        let tiles = tiles.iter().map(place).collect();
-        let full = self.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
-        let empty = self.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
-        Pipe { k: self, id, depth, tiles, full, empty, blocks }
-    }
-}
+/// A role's place in a ring.
+type Cursor<'k> = [Var<'k, u32>; 2];
 
-/// A stage of a ring that is being filled.
-pub struct Filling<'k> {
-    tiles: Vec<Tile<'k>>,
-    full: Val<'k, u32>,
-    blocks: u32,
-}
-
-impl<'k> Filling<'k> {
-    /// Starts bringing the tile at `at` of a tensor into the stage's `i`-th tile.
+impl<'k> Ring<'k> {
     #[track_caller]
-    pub fn load(&self, t: &Scope<'k, Thread>, i: usize, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        from.load(t, at, self.tiles[i], self.full, None);
-    }
-    /// The same into all blocks of the cluster, from a tensor whose tiles are the `part`-th of as many row parts as
-    /// there are blocks; each block brings its part.
-    #[track_caller]
-    pub fn load_rows_for_all(
-        &self,
-        t: &Scope<'k, Thread>,
-        i: usize,
-        part: Val<'k, u32>,
-        rows: u32,
-        from: &Tensor<'k>,
-        at: &[Val<'k, u32>],
-    ) {
-        let all = if self.blocks > 1 { Some(((1u32 << self.blocks) - 1) as u16) } else { None };
-        from.load(t, at, self.tiles[i].rows(part, rows), self.full, all);
-    }
-}
-
-impl<'k> Pipe<'k> {
-    fn bytes(&self) -> u32 {
-        self.tiles.iter().map(|(shape, _)| shape.bytes()).sum()
+    fn new(k: &'k Builder, name: &str, depth: u32, blocks: u32) -> Self {
+        let id = k.new_pipe(name, blocks);
+        let full = k.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
+        let empty = k.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
+        Ring { k, id, depth, full, empty, blocks }
     }
 
-    /// The tiles of a stage.
-    #[track_caller]
-    fn stage(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
-        let tile = |(shape, offset): &(TileShape, u32)| {
-            let bytes = shape.bytes().next_multiple_of(shape.swizzle.period());
-            Tile::at(*shape, stage.mul_add(bytes, self.k.shared_address(*offset)))
-        };
-        self.k.placed(Location::caller(), || self.tiles.iter().map(tile).collect())
-    }
     #[track_caller]
     fn barrier(&self, first: u32, stage: Val<'k, u32>) -> Val<'k, u32> {
-        stage.mul_add(8, self.k.shared_address(first))
+        match self.depth {
+            1 => self.k.shared_address(first),
+            _ => stage.mul_add(8, self.k.shared_address(first)),
+        }
     }
 
     /// Waits until the phase of this parity is over.
@@ -105,7 +57,7 @@ impl<'k> Pipe<'k> {
 
     /// To the next stage; past the last, to the first with the other parity.
     #[track_caller]
-    fn advance(&self, [stage, parity]: [Var<'k, u32>; 2]) {
+    fn advance(&self, [stage, parity]: Cursor<'k>) {
         if self.depth > 1 {
             let next = stage.now() + 1;
             let wraps = next.eq(self.depth);
@@ -116,38 +68,30 @@ impl<'k> Pipe<'k> {
         }
     }
 
-    /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
+    /// Waits for an empty stage.
     #[track_caller]
-    pub fn put(&self, t: &Scope<'k, Thread>, f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>)) {
+    fn wait_empty(&self) -> Cursor<'k> {
         self.k.pipe_filled(self.id);
         // A fresh barrier's phase of parity 1 counts as over: the first round finds all stages empty.
-        let [stage, parity] = self.k.cursor(self.id, "put", [0, 1]);
-        self.wait(self.barrier(self.empty, stage.now()), parity.now());
-        let full = self.barrier(self.full, stage.now());
-        let place = Arg::Address(Base::Reg(full.in_register()), 0);
-        self.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
-        f(t, &Filling { tiles: self.stage(stage.now()), full, blocks: self.blocks });
-        self.advance([stage, parity]);
+        let cursor = self.k.cursor(self.id, "put", [0, 1]);
+        self.wait(self.barrier(self.empty, cursor[0].now()), cursor[1].now());
+        cursor
     }
 
-    /// Waits for the next full stage.
+    /// Waits for a full stage.
     #[track_caller]
-    pub fn take(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
-        let [stage, parity] = self.k.cursor(self.id, "take", [0, 0]);
-        self.wait(self.barrier(self.full, stage.now()), parity.now());
-        let tiles = self.stage(stage.now());
-        self.advance([stage, parity]);
-        tiles
+    fn wait_full(&self) -> Cursor<'k> {
+        let cursor = self.k.cursor(self.id, "take", [0, 0]);
+        self.wait(self.barrier(self.full, cursor[0].now()), cursor[1].now());
+        cursor
     }
 
-    /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
+    /// One lane of each warp tells that the stage at `cursor` is no longer read.
     #[track_caller]
-    pub fn release(&self, w: &Scope<'k, Group>) {
+    fn tell_empty(&self, w: &Scope<'k, Group>, cursor: Cursor<'k>) {
         self.k.pipe_emptied(self.id);
-        let [stage, parity] = self.k.cursor(self.id, "release", [0, 0]);
-        let empty = self.barrier(self.empty, stage.now());
+        let empty = self.barrier(self.empty, cursor[0].now());
         let lane = w.lane();
-        w.sync_warp();
         self.k.placed(Location::caller(), || {
             w.when(lane.lt(self.blocks), |w| {
                 if self.blocks > 1 {
@@ -161,18 +105,184 @@ impl<'k> Pipe<'k> {
                 }
             });
         });
-        self.advance([stage, parity]);
+    }
+}
+
+/// A ring whose stages hold one tile of each of several shapes.
+pub struct Pipe<'k> {
+    ring: Ring<'k>,
+    /// Shape of each tile, and where in a stage it lies.
+    tiles: Vec<(TileShape, u32)>,
+    /// Where the first stage begins, and bytes from one to the next.
+    first: u32,
+    stage: u32,
+}
+
+impl Builder {
+    /// A ring of `depth` stages, each with one tile of each shape.
+    #[track_caller]
+    pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
+        let mut stage = 0;
+        let mut place = |shape: &TileShape| {
+            let start = stage;
+            stage += shape.bytes().next_multiple_of(shape.swizzle.period());
+            (*shape, start)
+        };
+        let tiles = tiles.iter().map(&mut place).collect();
+        // Whole periods of the widest swizzle, so that every stage begins on one.
+        let stage = stage.next_multiple_of(Swizzle::B128.period());
+        let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
+        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles, first, stage }
     }
 
-    /// Waits until every stage has been given back, in the thread that fills: before a block of a cluster ends.
+    /// A ring of `depth` messages of `N` numbers each, a multiple of four.
     #[track_caller]
-    pub fn drain(&self, t: &Scope<'k, Thread>) {
-        let [stage, parity] = self.k.cursor(self.id, "put", [0, 1]);
-        self.k.placed(Location::caller(), || {
-            t.each(0, self.depth, 1, |_, _| {
-                self.wait(self.barrier(self.empty, stage.now()), parity.now());
-                self.advance([stage, parity]);
-            });
-        });
+    pub fn mailbox<const N: usize>(&self, name: &str, depth: u32) -> Mailbox<'_, N> {
+        if !N.is_multiple_of(4) {
+            self.refuse(format!("mailbox `{name}` has messages of {N} numbers, allowed: multiples of 4"));
+        }
+        let offset = self.take_small(name, 4 * N as u32 * depth, 16);
+        Mailbox { ring: Ring::new(self, name, depth, 1), offset }
+    }
+}
+
+/// A stage of a ring that is being filled.
+pub struct Filling<'k> {
+    tiles: Vec<Tile<'k>>,
+    full: Val<'k, u32>,
+    blocks: u32,
+}
+
+impl<'k> Filling<'k> {
+    /// The stage's `i`-th tile.
+    pub fn tile(&self, i: usize) -> Tile<'k> {
+        self.tiles[i]
+    }
+    /// Starts bringing the tile at `at` of a tensor into a tile of the stage, or a part of one.
+    #[track_caller]
+    pub fn load(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
+        from.load(t, at, to, self.full, None);
+    }
+    /// The same into the same place in all blocks of the cluster: each brings a part, and all get everything.
+    #[track_caller]
+    pub fn load_for_all(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
+        let all = (self.blocks > 1).then_some(((1u32 << self.blocks) - 1) as u16);
+        from.load(t, at, to, self.full, all);
+    }
+}
+
+impl<'k> Pipe<'k> {
+    fn bytes(&self) -> u32 {
+        self.tiles.iter().map(|(shape, _)| shape.bytes()).sum()
+    }
+
+    /// The tiles of a stage.
+    #[track_caller]
+    fn stage(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
+        let start = self.ring.k.shared_address(self.first);
+        let start = if self.ring.depth == 1 { start } else { stage.mul_add(self.stage, start) };
+        let tiles = self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset));
+        self.ring.k.placed(Location::caller(), || tiles.collect())
+    }
+
+    /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
+    #[track_caller]
+    pub fn put(&self, t: &Scope<'k, Thread>, f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>)) {
+        let ring = &self.ring;
+        let cursor = ring.wait_empty();
+        let full = ring.barrier(ring.full, cursor[0].now());
+        let place = Arg::Address(Base::Reg(full.in_register()), 0);
+        ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
+        f(t, &Filling { tiles: self.stage(cursor[0].now()), full, blocks: ring.blocks });
+        ring.advance(cursor);
+    }
+
+    /// Waits for the next full stage, which is the role's until it is [`done`](Self::done) with it: one at a time.
+    #[track_caller]
+    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+        self.ring.wait_full();
+        self.current(w)
+    }
+
+    /// The stage that was waited for last.
+    #[track_caller]
+    pub fn current(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+        let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        self.stage(stage.now())
+    }
+
+    /// Gives the stage back that was waited for: nothing of it is read any more.
+    #[track_caller]
+    pub fn done(&self, w: &Scope<'k, Group>) {
+        let cursor = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        w.sync_warp();
+        self.ring.tell_empty(w, cursor);
+        self.ring.advance(cursor);
+    }
+
+    /// Waits for the next full stage, of which the role may have several: they are [`release`](Self::release)d in order.
+    #[track_caller]
+    pub fn take(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+        let cursor = self.ring.wait_full();
+        let tiles = self.stage(cursor[0].now());
+        self.ring.advance(cursor);
+        tiles
+    }
+
+    /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
+    #[track_caller]
+    pub fn release(&self, w: &Scope<'k, Group>) {
+        let cursor = self.ring.k.cursor(self.ring.id, "release", [0, 0]);
+        w.sync_warp();
+        self.ring.tell_empty(w, cursor);
+        self.ring.advance(cursor);
+    }
+}
+
+/// A ring of messages of `N` numbers, a multiple of four.
+pub struct Mailbox<'k, const N: usize> {
+    ring: Ring<'k>,
+    offset: u32,
+}
+
+impl<'k, const N: usize> Mailbox<'k, N> {
+    /// Bytes that one instruction moves.
+    const PART: usize = 16;
+
+    #[track_caller]
+    fn place(&self, cursor: Cursor<'k>) -> Reg {
+        let start = self.ring.k.shared_address(self.offset);
+        cursor[0].now().mul_add(4 * N as u32, start).in_register()
+    }
+
+    /// Waits for room and writes a message.
+    #[track_caller]
+    pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
+        let (ring, k) = (&self.ring, self.ring.k);
+        let cursor = ring.wait_empty();
+        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), || message.map(|x| x.in_register())));
+        for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
+            let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
+            k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);
+        }
+        let full = ring.barrier(ring.full, cursor[0].now());
+        k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(full.in_register()), 0)]);
+        ring.advance(cursor);
+    }
+
+    /// Waits for a message and reads it, in every thread of the role.
+    #[track_caller]
+    pub fn take(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
+        let (ring, k) = (&self.ring, self.ring.k);
+        let cursor = ring.wait_full();
+        let (base, regs) = (self.place(cursor), [0; N].map(|_| k.register(Class::B32)));
+        for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
+            let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
+            k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
+        }
+        w.sync_warp();
+        ring.tell_empty(w, cursor);
+        ring.advance(cursor);
+        regs.map(|reg| Val::reg(k, reg))
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::inst::{Arg, Base, Class, Flow, Kind, Op, Reg};
 use crate::kernel::{Kernel, ParamKind, Stmt};
-use std::collections::HashMap;
+use crate::verify::varying;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 
 /// Threads of a warpgroup.
@@ -19,8 +20,10 @@ impl Kernel {
             labels: 0,
             line: (0, 0),
             cold: Vec::new(),
+            varying: varying(self),
         };
         p.block(&self.body, None);
+        p.out.push_str("  ret;\n");
         while let Some((label, back, body)) = p.cold.pop() {
             let _ = writeln!(p.out, "{label}:");
             p.block(&body, None);
@@ -66,7 +69,7 @@ impl Kernel {
             }
         }
         text.push_str(&body);
-        text.push_str("  ret;\n}\n");
+        text.push_str("}\n");
         text
     }
 
@@ -86,6 +89,8 @@ struct Printer<'a> {
     line: (usize, u32),
     /// Blocks to print after the rest, with their labels and where they return.
     cold: Vec<(String, String, Vec<Stmt>)>,
+    /// Registers that may differ between the lanes of a warp.
+    varying: HashSet<Reg>,
 }
 
 fn register(reg: Reg) -> String {
@@ -112,34 +117,39 @@ impl Printer<'_> {
                 Stmt::Break { cond, when, .. } => {
                     let not = if *when { "" } else { "!" };
                     let exit = exit.expect("bug in fulgurite: a break outside a loop");
-                    let _ = writeln!(self.out, "  @{not}{} bra {exit};", register(*cond));
+                    let _ = writeln!(self.out, "  @{not}{} bra{} {exit};", register(*cond), self.uniform(*cond));
                 }
             }
         }
     }
 
+    /// A branch where the whole warp goes the same way says so: products under any other are run one by one.
+    fn uniform(&self, cond: Reg) -> &'static str {
+        if self.varying.contains(&cond) { "" } else { ".uni" }
+    }
+
     fn branch(&mut self, cond: Reg, then: &[Stmt], otherwise: &[Stmt], cold: bool, exit: Option<&str>) {
-        let cond = register(cond);
+        let (uni, cond) = (self.uniform(cond), register(cond));
         match (then, otherwise) {
             ([], []) => {}
             ([Stmt::Op(op)], []) => self.op(op, Some(&format!("@{cond} "))),
             ([], [Stmt::Op(op)]) => self.op(op, Some(&format!("@!{cond} "))),
             (_, []) if cold => {
                 let (there, back) = (self.label("COLD"), self.label("BACK"));
-                let _ = writeln!(self.out, "  @{cond} bra {there};\n{back}:");
+                let _ = writeln!(self.out, "  @{cond} bra{uni} {there};\n{back}:");
                 self.cold.push((there, back, then.to_vec()));
             }
             (_, []) => {
                 let end = self.label("END");
-                let _ = writeln!(self.out, "  @!{cond} bra {end};");
+                let _ = writeln!(self.out, "  @!{cond} bra{uni} {end};");
                 self.block(then, exit);
                 let _ = writeln!(self.out, "{end}:");
             }
             _ => {
                 let (other, end) = (self.label("ELSE"), self.label("END"));
-                let _ = writeln!(self.out, "  @!{cond} bra {other};");
+                let _ = writeln!(self.out, "  @!{cond} bra{uni} {other};");
                 self.block(then, exit);
-                let _ = writeln!(self.out, "  bra {end};\n{other}:");
+                let _ = writeln!(self.out, "  bra{uni} {end};\n{other}:");
                 self.block(otherwise, exit);
                 let _ = writeln!(self.out, "{end}:");
             }

@@ -3,7 +3,7 @@
 //! Everything about layout (swizzles, descriptors, boxes, which lane holds what) is derived from a
 //! [`TileShape`]; a kernel names shapes and coordinates only.
 
-use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Thread, Val, Who, Word};
+use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Thread, Val, Who, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::kernel::BoxShape;
 use crate::product::{Major, Number, TileShape};
@@ -13,8 +13,19 @@ use std::panic::Location;
 /// A tensor among the parameters, as the copy engine sees it.
 #[derive(Clone, Copy)]
 pub(crate) struct TensorParam<'k> {
-    pub map: Val<'k, u64>,
+    pub k: &'k Builder,
+    pub number: u32,
     pub rank: u32,
+}
+
+impl<'k> TensorParam<'k> {
+    /// Where the tensor's map lies. Asked for at each use: kept, it would take two registers of every role.
+    #[track_caller]
+    fn map(&self) -> Val<'k, u64> {
+        let (d, map) = Val::fresh(self.k);
+        self.k.emit(&convert::PARAM_ADDRESS, [d, Arg::Param(self.number)]);
+        map
+    }
 }
 
 /// A tensor among the parameters that is moved in tiles of one shape. Coordinates are elements, innermost axis
@@ -63,8 +74,19 @@ pub struct Tile<'k> {
 }
 
 impl<'k> Tile<'k> {
-    pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
+    /// A tile of this shape at an address that another tile had.
+    pub fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
+    }
+    /// Where it begins, for a loop that carries it.
+    pub fn address(self) -> Val<'k, u32> {
+        self.address
+    }
+    /// The `index`-th of several tiles of this shape that lie one after the other in a stage.
+    #[track_caller]
+    pub fn nth(self, index: Val<'k, u32>) -> Self {
+        let bytes = self.shape.bytes().next_multiple_of(self.shape.swizzle.period());
+        Tile { address: index.mul_add(bytes, self.address), ..self }
     }
 
     /// The `index`-th part of `count` rows.
@@ -76,6 +98,28 @@ impl<'k> Tile<'k> {
         }
         let offset = index.into_val(k) * (count * self.shape.swizzle.line());
         Tile { rows: count, address: self.address + offset, ..self }
+    }
+
+    /// The `index`-th part of `count` columns: whole chunks.
+    #[track_caller]
+    pub fn cols(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
+        let (k, shape) = (self.address.k, self.shape);
+        if !count.is_multiple_of(shape.chunk()) || count > shape.cols {
+            let allowed = format!("multiples of {} up to {}", shape.chunk(), shape.cols);
+            k.refuse(format!("{count} columns of a tile of {}, allowed: {allowed}", shape.cols));
+        }
+        let offset = index.into_val(k) * (count / shape.chunk() * shape.chunk_bytes());
+        Tile { shape: TileShape { cols: count, ..shape }, address: self.address + offset, ..self }
+    }
+
+    /// The `index`-th part of an operand of a product: `count` rows of A or columns of B, which are rows of the tile or
+    /// columns.
+    #[track_caller]
+    pub fn part(self, major: Major, index: impl IntoVal<'k, u32>, count: u32) -> Self {
+        match major {
+            Major::Inner => self.rows(index, count),
+            Major::Outer => self.cols(index, count),
+        }
     }
 
     /// The tile as an operand of a product, the dimension that is summed over along its rows' elements
@@ -105,36 +149,23 @@ pub struct Operand<'k> {
 }
 
 impl<'k> Operand<'k> {
-    /// The `index`-th part of `count` rows of A, or columns of B.
+    /// The matrix descriptors of the steps of a product over it.
     #[track_caller]
-    pub fn part(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
-        let shape = self.tile.shape;
-        match self.major {
-            Major::Inner => Operand { tile: self.tile.rows(index, count), outer: count, ..self },
-            Major::Outer => {
-                let k = self.tile.address.k;
-                if !count.is_multiple_of(shape.chunk()) {
-                    k.refuse(format!(
-                        "{count} columns of a tile whose chunks are {} wide, allowed: multiples",
-                        shape.chunk()
-                    ));
-                }
-                let offset = index.into_val(k) * (count / shape.chunk() * shape.chunk_bytes());
-                let tile = Tile { address: self.tile.address + offset, ..self.tile };
-                Operand { tile, outer: count, ..self }
-            }
-        }
-    }
-
-    /// The matrix descriptor of its first step.
-    #[track_caller]
-    fn descriptor(&self) -> Val<'k, u64> {
-        let address = (self.tile.address & 0x3_ffff) >> 4;
-        address.to_u64() | self.tile.shape.descriptor(self.major)
-    }
-    /// What to add to the descriptor for a later step.
-    fn step(&self, step: u32) -> u64 {
-        u64::from(self.tile.shape.step(self.major, step) >> 4)
+    fn descriptors(&self) -> Vec<Reg> {
+        let (k, shape) = (self.tile.address.k, self.tile.shape);
+        let bits = shape.descriptor(self.major);
+        // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
+        // step adds to the low half without a carry into other fields.
+        let start = self.tile.address >> 4;
+        let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
+        let step = |j| {
+            let low = start + (bits as u32 + (shape.step(self.major, j) >> 4));
+            let (d, whole) = Val::<u64>::fresh(k);
+            k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
+            whole.in_register()
+        };
+        let steps = (0..self.inner / shape.number.depth()).map(step);
+        self.tile.address.k.placed(Location::caller(), || steps.collect())
     }
     fn transposed(&self) -> Arg {
         Arg::Imm(u64::from(self.major == Major::Outer))
@@ -170,6 +201,48 @@ impl<'k> Acc<'k> {
         let k = self.k;
         self.regs.iter().map(move |&reg| Val::reg(k, reg))
     }
+    /// Which of the thread's two rows its `i`-th element is in.
+    pub fn row_of(i: usize) -> usize {
+        i / 2 % 2
+    }
+    /// Column of the `i`-th element, to which the thread's first column ([`Scope::first_col`]) is added.
+    pub fn col_of(i: usize) -> u32 {
+        (i / 4 * 8 + i % 2) as u32
+    }
+    /// Replaces the `i`-th element.
+    #[track_caller]
+    pub fn set(&self, i: usize, x: impl IntoVal<'k, f32>) {
+        let x = x.into_val(self.k);
+        self.k.emit(&convert::MOV_F32, [Arg::Reg(self.regs[i]), x.arg()]);
+    }
+}
+
+/// 64 rows and `cols` columns of 16-bit floats in the registers of a warpgroup, spread as the left operand of a
+/// product wants them, which is how accumulators are spread.
+pub struct Fragment<'k, T> {
+    k: &'k Builder,
+    regs: Vec<Reg>,
+    cols: u32,
+    number: std::marker::PhantomData<T>,
+}
+
+impl<'k, T: Half> Fragment<'k, T>
+where
+    Pair<T>: Word,
+{
+    /// Rounds elements `2i` and `2i + 1` of the accumulators' order into the `i`-th pair.
+    #[track_caller]
+    pub fn set_pair(&self, i: usize, low: Val<'k, f32>, high: Val<'k, f32>) {
+        let to = Arg::Reg(self.regs[i]);
+        self.k.emit(&convert::CVT_PAIR, [to, high.arg(), low.arg(), Arg::Word(<Pair<T> as Word>::NAME)]);
+    }
+    /// Takes over another fragment.
+    #[track_caller]
+    pub fn copy(&self, from: &Fragment<'k, T>) {
+        for (&to, &from) in self.regs.iter().zip(&from.regs) {
+            self.k.emit(&convert::MOV_32, [Arg::Reg(to), Arg::Reg(from)]);
+        }
+    }
 }
 
 /// Whether a product replaces or adds to what is there.
@@ -182,6 +255,17 @@ pub enum Sum<'k> {
     If(Val<'k, bool>),
 }
 
+impl Sum<'_> {
+    /// Whether the `step`-th instruction of a product adds.
+    fn at(&self, step: usize) -> Arg {
+        match (self, step) {
+            (Sum::Fresh, 0) => Arg::Imm(0),
+            (Sum::If(onto), 0) => onto.arg(),
+            _ => Arg::Imm(1),
+        }
+    }
+}
+
 impl<'k> Scope<'k, Group> {
     /// Accumulators of 64 rows a warpgroup.
     #[track_caller]
@@ -190,6 +274,73 @@ impl<'k> Scope<'k, Group> {
             self.k.refuse(format!("accumulators of {cols} columns, allowed: multiples of 8 up to 256"));
         }
         Acc { k: self.k, regs: (0..cols / 2).map(|_| self.k.register(Class::F32)).collect(), cols }
+    }
+
+    /// A fragment of 64 rows a warpgroup.
+    #[track_caller]
+    pub fn fragment<T: Half>(&self, cols: u32) -> Fragment<'k, T> {
+        if !cols.is_multiple_of(16) {
+            self.k.refuse(format!("a fragment of {cols} columns, allowed: multiples of 16"));
+        }
+        let regs = (0..cols / 4).map(|_| self.k.register(Class::B32)).collect();
+        Fragment { k: self.k, regs, cols, number: std::marker::PhantomData }
+    }
+
+    /// The first of the thread's two rows among its warpgroup's 64; the other is 8 below.
+    #[track_caller]
+    pub fn first_row(&self) -> Val<'k, u32> {
+        (self.thread_in_group() / 32).mul_add(16, self.lane() / 4)
+    }
+    /// The first of the thread's columns among each eight; it has that one and the next.
+    #[track_caller]
+    pub fn first_col(&self) -> Val<'k, u32> {
+        (self.lane() & 3) * 2
+    }
+
+    /// Starts acc (+)= a b with `a` in registers, as one group. `between` is called before each step of the product
+    /// with the number of steps still to come.
+    #[track_caller]
+    pub fn multiply_fragment<T: Half>(
+        &self,
+        acc: &Acc<'k>,
+        a: &Fragment<'k, T>,
+        b: Operand<'k>,
+        sum: Sum<'k>,
+        between: impl Fn(u32),
+    ) where
+        Pair<T>: Word,
+    {
+        let (k, number) = (self.k, T::NUMBER);
+        if (a.cols, acc.cols) != (b.inner, b.outer) || b.tile.shape.number != number {
+            let what = format!(
+                "{} 64x{} times {:?} {}x{} into 64x{}",
+                T::NAME,
+                a.cols,
+                b.tile.shape.number,
+                b.inner,
+                b.outer,
+                acc.cols
+            );
+            k.refuse(format!("a product of {what}, allowed: equal inner sizes and types, matching columns"));
+            return;
+        }
+        let steps = b.descriptors();
+        self.plain(&sync::WGMMA_FENCE);
+        let count = steps.len() as u32;
+        for (j, b_step) in steps.into_iter().enumerate() {
+            between(count - j as u32);
+            let args = [
+                Arg::List(acc.regs.as_slice().into()),
+                Arg::List(a.regs[4 * j..4 * j + 4].into()),
+                Arg::Reg(b_step),
+                sum.at(j),
+                Arg::Imm(acc.cols.into()),
+                Arg::Word(number.name()),
+                b.transposed(),
+            ];
+            k.emit(&tensor::WGMMA_RS, args);
+        }
+        self.plain(&sync::WGMMA_COMMIT);
     }
 
     /// Starts acc (+)= a b, for tiles of 16-bit floats, as one group: 64 rows of `a` and all columns of `b`.
@@ -208,21 +359,14 @@ impl<'k> Scope<'k, Group> {
             k.refuse(format!("a product of {number:?}, allowed here: F16, Bf16"));
             return;
         }
-        let (a_start, b_start) = (a.descriptor(), b.descriptor());
-        let steps = (0..a.inner / number.depth()).map(|j| [a_start + a.step(j), b_start + b.step(j)]);
-        let steps: Vec<[Val<'k, u64>; 2]> = k.placed(Location::caller(), || steps.collect());
+        let steps = a.descriptors().into_iter().zip(b.descriptors());
         self.plain(&sync::WGMMA_FENCE);
-        for (j, [a_step, b_step]) in steps.into_iter().enumerate() {
-            let onto = match (&sum, j) {
-                (Sum::Fresh, 0) => Arg::Imm(0),
-                (Sum::If(onto), 0) => onto.arg(),
-                _ => Arg::Imm(1),
-            };
+        for (j, (a_step, b_step)) in steps.enumerate() {
             let args = [
                 Arg::List(acc.regs.as_slice().into()),
-                Arg::Reg(a_step.in_register()),
-                Arg::Reg(b_step.in_register()),
-                onto,
+                Arg::Reg(a_step),
+                Arg::Reg(b_step),
+                sum.at(j),
                 Arg::Imm(acc.cols.into()),
                 Arg::Word(number.name()),
                 a.transposed(),
@@ -236,6 +380,15 @@ impl<'k> Scope<'k, Group> {
     /// Writes accumulators, rounded to 16 bits, to 64 rows of a tile.
     #[track_caller]
     pub fn write<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>)
+    where
+        Pair<T>: Word,
+    {
+        self.write_with::<T>(tile, acc, |_, x| x);
+    }
+
+    /// Writes what `f` makes of each accumulator (given the number of its row in the thread), rounded to 16 bits.
+    #[track_caller]
+    pub fn write_with<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>, f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>)
     where
         Pair<T>: Word,
     {
@@ -259,8 +412,11 @@ impl<'k> Scope<'k, Group> {
         let elements: Vec<Val<'k, f32>> = acc.elements().collect();
         for (j, part) in elements.chunks_exact(8).enumerate() {
             let j = j as u32;
-            let pair = |i: usize| part[i].pair_with::<T>(part[i + 1]).in_register();
-            let pairs = self.k.placed(Location::caller(), || [0, 2, 4, 6].map(pair));
+            let mut pairs = Vec::with_capacity(4);
+            for i in [0, 2, 4, 6] {
+                let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
+                pairs.push(low.pair_with::<T>(high).in_register());
+            }
             // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();
@@ -277,7 +433,7 @@ impl<'k> Scope<'k, Thread> {
         for chunk in 0..to.tile.chunks() {
             let (regs, rank) = to.coordinates(at, chunk);
             let tile = Arg::Address(Base::Reg(from.chunk_at(chunk).in_register()), 0);
-            self.k.emit(&bulk::STORE_BOX, [to.param.map.arg(), regs, tile, Arg::Word(rank)]);
+            self.k.emit(&bulk::STORE_BOX, [to.param.map().arg(), regs, tile, Arg::Word(rank)]);
         }
     }
     /// Starts bringing a tile of a tensor near; a hint.
@@ -285,7 +441,7 @@ impl<'k> Scope<'k, Thread> {
     pub fn prefetch_tile(&self, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
         for chunk in 0..from.tile.chunks() {
             let (regs, rank) = from.coordinates(at, chunk);
-            self.k.emit(&bulk::PREFETCH_BOX, [from.param.map.arg(), regs, Arg::Word(rank)]);
+            self.k.emit(&bulk::PREFETCH_BOX, [from.param.map().arg(), regs, Arg::Word(rank)]);
         }
     }
 }
@@ -294,7 +450,7 @@ impl<'k> Tensor<'k> {
     /// Coordinates of a chunk of the tile at `at`.
     #[track_caller]
     fn coordinates(&self, at: &[Val<'k, u32>], chunk: u32) -> (Arg, &'static str) {
-        let k = self.param.map.k;
+        let k = self.param.k;
         if at.len() != self.param.rank as usize {
             k.refuse(format!("{} coordinates for a tensor of {} axes", at.len(), self.param.rank));
             return (Arg::List(Box::new([])), rank_word(self.param.rank));
@@ -319,7 +475,7 @@ impl<'k> Tensor<'k> {
             let (regs, rank) = self.coordinates(at, chunk);
             let tile = Arg::Address(Base::Reg(to.chunk_at(chunk).in_register()), 0);
             let bar = Arg::Address(Base::Reg(bar.in_register()), 0);
-            let map = self.param.map.arg();
+            let map = self.param.map().arg();
             match multicast {
                 None => w.k.emit(&bulk::LOAD_BOX, [tile, map, regs, bar, Arg::Word(rank)]),
                 Some(mask) => {

@@ -294,12 +294,12 @@ fn shapes_of_tiles() {
         let tile = k.tile("tile", TILE);
         k.threads(32, |_| {
             line.set(line!() + 1);
-            let _ = tile.operand(Major::Outer).part(0, 32);
+            let _ = tile.cols(0, 32);
         });
     });
     assert_eq!(
         message,
-        format!("kernel `k`, {}: 32 columns of a tile whose chunks are 64 wide, allowed: multiples", here(line.get()))
+        format!("kernel `k`, {}: 32 columns of a tile of 64, allowed: multiples of 64 up to 64", here(line.get()))
     );
 }
 
@@ -391,7 +391,7 @@ fn pipes_with_one_end() {
     let message = refused(|k| {
         let (x, ring) = (k.tensor("x", TILE, 2), k.pipe("ring", 2, &[TILE]));
         in_group(k, |w| {
-            w.one_thread(|t| ring.put(t, |t, stage| stage.load(t, 0, &x, &[t.constant(0); 2])));
+            w.one_thread(|t| ring.put(t, |t, stage| stage.load(t, stage.tile(0), &x, &[t.constant(0); 2])));
         });
     });
     assert_eq!(message, format!("kernel `k`: pipe `ring` is never emptied; {end}"));

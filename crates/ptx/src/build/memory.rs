@@ -128,6 +128,22 @@ impl<'k, T: Word> Pointer<'k, T> {
     }
 }
 
+impl<'k> Pointer<'k, u32> {
+    /// Adds to an element in one step; its old value.
+    #[track_caller]
+    pub fn fetch_add<W: Who>(
+        self,
+        w: &Scope<'k, W>,
+        index: impl IntoVal<'k, u32>,
+        x: impl IntoVal<'k, u32>,
+    ) -> Val<'k, u32> {
+        let (d, old) = Val::fresh(w.k);
+        let x = x.into_val(w.k);
+        w.k.emit(&rows::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
+        old
+    }
+}
+
 /// An array in shared memory.
 pub struct Shared<'k, T> {
     k: &'k Builder,

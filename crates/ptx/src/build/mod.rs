@@ -19,7 +19,7 @@ mod scope;
 mod value;
 
 pub use memory::{Pointer, Shared};
-pub use scope::{Block, Group, Scope, Thread, Who};
+pub use scope::{Block, Group, GroupBarrier, Leave, Scope, Thread, Turns, Who};
 pub(crate) use value::Src;
 pub use value::{Half, IntoVal, Pair, Val, Var, Word};
 
@@ -54,6 +54,8 @@ struct State {
     params: Vec<Param>,
     shared: Vec<SharedUse>,
     shared_bytes: u32,
+    /// What is left of an area for small things: from here to there.
+    small: Option<(u32, u32)>,
     /// Named barriers handed out; 0 is the whole block's.
     barriers: u32,
     mbarriers: Vec<MbarrierUse>,
@@ -64,6 +66,8 @@ struct State {
     role: Option<(usize, usize)>,
     /// Registers that hold where a role stands in a ring.
     cursors: HashMap<(usize, usize, &'static str), [Reg; 2]>,
+    /// Values that a role has computed at its start.
+    once: HashMap<(usize, &'static str), Reg>,
     pipes: Vec<PipeUse>,
     threads: u32,
     errors: Vec<BuildError>,
@@ -183,6 +187,11 @@ impl Builder {
         self.state.borrow_mut().blocks.pop().expect("bug in fulgurite: blocks are nested")
     }
 
+    /// How many blocks are open.
+    pub(crate) fn depth(&self) -> usize {
+        self.state.borrow().blocks.len()
+    }
+
     /// Builds into the beginning of the current role.
     fn at_role_start(&self, f: impl FnOnce()) {
         let built = self.block(f);
@@ -228,9 +237,7 @@ impl Builder {
     pub(crate) fn tensor_param(&self, name: &str, shape: BoxShape) -> TensorParam<'_> {
         let rank = shape.extent.len() as u32;
         let number = self.add_param(name, ParamKind::Tensor(shape));
-        let (d, map) = Val::fresh(self);
-        self.emit(&convert::PARAM_ADDRESS, [d, Arg::Param(number)]);
-        TensorParam { map, rank }
+        TensorParam { k: self, number, rank }
     }
 
     /// Takes a part of shared memory.
@@ -239,6 +246,25 @@ impl Builder {
         let offset = state.shared_bytes.next_multiple_of(align);
         state.shared.push(SharedUse { name: name.into(), offset, bytes });
         state.shared_bytes = offset + bytes;
+        offset
+    }
+
+    /// Takes a few bytes for barriers and messages, which lie together: between tiles each would cost a whole period of
+    /// the swizzle.
+    pub(crate) fn take_small(&self, name: &str, bytes: u32, align: u32) -> u32 {
+        const AREA: u32 = 1024;
+        let mut state = self.state.borrow_mut();
+        let fits = |(next, end): (u32, u32)| next.next_multiple_of(align) + bytes <= end;
+        if !state.small.is_some_and(fits) {
+            let start = state.shared_bytes.next_multiple_of(16);
+            let end = start + AREA.max(bytes);
+            state.small = Some((start, end));
+            state.shared_bytes = end;
+        }
+        let (next, end) = state.small.expect("bug in fulgurite: an area was just taken");
+        let offset = next.next_multiple_of(align);
+        state.small = Some((offset + bytes, end));
+        state.shared.push(SharedUse { name: name.into(), offset, bytes });
         offset
     }
 
@@ -266,7 +292,7 @@ impl Builder {
     /// `n` mbarriers in a row; the offset of the first.
     #[track_caller]
     pub(crate) fn mbarriers(&self, name: &str, n: u32, count: Count) -> u32 {
-        let (first, at) = (self.take_shared(name, 8 * n, 8), Location::caller());
+        let (first, at) = (self.take_small(name, 8 * n, 8), Location::caller());
         let uses = (0..n).map(|i| MbarrierUse { offset: first + 8 * i, count, at });
         self.state.borrow_mut().mbarriers.extend(uses);
         first
@@ -303,6 +329,22 @@ impl Builder {
             regs
         });
         regs.map(|reg| Var::of(self, reg))
+    }
+
+    /// A value that the current role computes once, at its start.
+    #[track_caller]
+    pub(crate) fn once<'k>(&'k self, name: &'static str, f: impl FnOnce() -> Val<'k, u32>) -> Val<'k, u32> {
+        let role = self.state.borrow().role.map_or(0, |(role, _)| role);
+        let at = Location::caller();
+        let known = self.state.borrow().once.get(&(role, name)).copied();
+        let reg = known.unwrap_or_else(|| {
+            let mut reg = None;
+            self.placed(at, || self.at_role_start(|| reg = Some(f().in_register())));
+            let reg = reg.expect("bug in fulgurite: a value was just computed");
+            self.state.borrow_mut().once.insert((role, name), reg);
+            reg
+        });
+        Val::reg(self, reg)
     }
 
     /// All `count` threads of a block do the same.

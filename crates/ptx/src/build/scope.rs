@@ -160,6 +160,14 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.push(Stmt::Loop { body, at });
     }
 
+    /// Again and again, until the loop is left.
+    #[track_caller]
+    pub fn repeat(&self, f: impl FnOnce(&Self, &Leave<'k>)) {
+        let at = Location::caller();
+        let body = self.k.block(|| f(self, &Leave { k: self.k, depth: self.k.depth() }));
+        self.k.push(Stmt::Loop { body, at });
+    }
+
     #[track_caller]
     pub(crate) fn plain(&self, inst: &'static Inst) {
         self.k.emit(inst, []);
@@ -181,6 +189,24 @@ impl<'k, W: Who> Scope<'k, W> {
     #[track_caller]
     pub fn let_next_grid_start(&self) {
         self.plain(&sync::GRID_LAUNCH);
+    }
+}
+
+/// The way out of a loop.
+pub struct Leave<'k> {
+    k: &'k Builder,
+    depth: usize,
+}
+
+impl<'k> Leave<'k> {
+    /// Leaves the loop where `cond` holds. Not from inside a branch of the loop's body.
+    #[track_caller]
+    pub fn when(&self, cond: Val<'k, bool>) {
+        if self.k.depth() != self.depth {
+            self.k.refuse("a loop is left from inside a branch or another loop; leave it from its own body".into());
+        }
+        let cond = cond.in_register();
+        self.k.push(Stmt::Break { cond, when: true, at: Location::caller() });
     }
 }
 
@@ -250,7 +276,7 @@ impl<'k> Scope<'k, Group> {
         if warps <= 4 {
             return 0.into_val(self.k);
         }
-        (self.thread() / WARPGROUP).of_first_lane() - first / 4
+        self.k.once("group", || (self.thread() / WARPGROUP).of_first_lane() - first / 4)
     }
     /// Number of the thread in its warpgroup.
     #[track_caller]
@@ -273,7 +299,7 @@ impl<'k> Scope<'k, Group> {
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
         let at = Location::caller();
-        let warp = (self.thread_in_group() / 32).of_first_lane();
+        let warp = self.k.once("warp", || (self.thread_in_group() / 32).of_first_lane());
         self.when(warp.eq(0), |w| {
             let (d, elected) = Val::<bool>::fresh(self.k);
             w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
@@ -287,10 +313,29 @@ impl<'k> Scope<'k, Group> {
         self.k.emit(&sync::WGMMA_WAIT, [Arg::Imm(pending.into())]);
     }
 
+    /// The same, and not before all of `results` are computed, none of which is ever negative. The assembler moves waits
+    /// up over arithmetic that does not need them, which would leave nothing to run beside the products; it does not
+    /// move them over a branch that depends on the arithmetic.
+    #[track_caller]
+    pub fn wait_products_after(&self, pending: u32, results: &[Val<'k, f32>]) {
+        if let Some(&first) = results.first() {
+            self.k.placed(Location::caller(), || {
+                let least = results[1..].iter().fold(first, |least, &x| least.min(x));
+                self.when_rarely(self.any(least.lt(0.0)), |w| {
+                    // Never taken; the assembler wants no product pending where it could be.
+                    w.wait_products(0);
+                    w.plain(&sync::TRAP);
+                });
+            });
+        }
+        self.wait_products(pending);
+    }
+
     /// All threads of the cluster meet: no block ends while another may still reach into it.
     #[track_caller]
     pub fn sync_cluster(&self) {
         if self.k.cluster_blocks() > 1 {
+            self.sync_warp();
             self.k.emit(&sync::CLUSTER_ARRIVE, [Arg::Word("release")]);
             self.plain(&sync::CLUSTER_WAIT);
         }
@@ -300,6 +345,43 @@ impl<'k> Scope<'k, Group> {
 /// A named barrier for each warpgroup of a role.
 pub struct GroupBarrier {
     first: u32,
+}
+
+/// Warpgroups of a role that take turns, in order, again and again.
+pub struct Turns {
+    first: u32,
+    groups: u32,
+}
+
+impl<'k> Scope<'k, Group> {
+    /// Turns among the warpgroups of the role; the first one begins.
+    #[track_caller]
+    pub fn turns(&self) -> Turns {
+        let groups = self.k.role_warps().1 / 4;
+        let turns = Turns { first: if groups > 1 { self.k.named_barriers(groups) } else { 0 }, groups };
+        if groups > 1 {
+            let at = Location::caller();
+            self.k.placed(at, || self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns)));
+        }
+        turns
+    }
+    /// Waits for the turn of this warpgroup.
+    #[track_caller]
+    pub fn await_turn(&self, turns: &Turns) {
+        if turns.groups > 1 {
+            let id = self.group() + turns.first;
+            self.k.emit(&sync::BAR, [id.arg(), Arg::Imm((2 * WARPGROUP).into())]);
+        }
+    }
+    /// Passes the turn to the next warpgroup.
+    #[track_caller]
+    pub fn pass_turn(&self, turns: &Turns) {
+        if turns.groups > 1 {
+            let own = self.group();
+            let next = own.eq(turns.groups - 1).select::<u32>(0, own + 1) + turns.first;
+            self.k.emit(&sync::BAR_ARRIVE, [next.arg(), Arg::Imm((2 * WARPGROUP).into())]);
+        }
+    }
 }
 
 impl<'k> Scope<'k, Thread> {

@@ -108,6 +108,10 @@ impl<'k, T: Word> IntoVal<'k, T> for T {
 }
 
 impl<'k, T: Word> Val<'k, T> {
+    /// A constant in the same kernel.
+    pub fn literal(self, x: T) -> Val<'k, T> {
+        x.into_val(self.k)
+    }
     pub(crate) fn new(k: &'k Builder, src: Src) -> Self {
         Val { k, src, word: PhantomData, brand: PhantomData }
     }
@@ -381,6 +385,12 @@ impl<'k> Val<'k, u32> {
             Some(bits) => Val::new(self.k, Src::Imm(bits)),
             None => self.compute(&integer::MUL_WIDE, &[other.arg(), Arg::Word("u32")]),
         }
+    }
+    /// The high half of self * other.
+    #[track_caller]
+    pub fn mul_high(self, other: impl IntoVal<'k, u32>) -> Val<'k, u32> {
+        let other = other.into_val(self.k);
+        self.compute(&integer::MUL_HIGH, &[other.arg(), Arg::Word("u32")])
     }
     /// The float with these bits.
     #[track_caller]

@@ -8,7 +8,7 @@ fn main() {
         let (x, ring) = (k.tensor("x", shape, 2), k.pipe("ring", 2, &[shape]));
         k.role("load", Warpgroups(1), |w| {
             let at = [w.constant(0), w.constant(0)];
-            w.one_thread(|t| ring.put(t, |_, stage| stage.load(w, 0, &x, &at)));
+            w.one_thread(|t| ring.put(t, |_, stage| stage.load(w, stage.tile(0), &x, &at)));
         });
     });
 }

@@ -1,0 +1,282 @@
+//! A GPU as a device.
+
+use crate::cache::{Cache, Entry, Hash128};
+use crate::driver::{self, Api, Argument, Code, Context, Facts, Graph, Grid, OwnStream};
+use crate::error::check_age;
+use crate::log::Log;
+use crate::map::MapArguments;
+use fulgurite_ptx::device::{
+    Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, TensorSpan, Value, check_launch,
+};
+use fulgurite_ptx::kernel::{BoxShape, ParamKind};
+use fulgurite_ptx::{Kernel, Target, table};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// What to do with a kernel of which the compiler says that it will be slow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Losses {
+    /// It is an error: a kernel whose products wait for each other computes the right thing at half the speed.
+    #[default]
+    Refuse,
+    /// It is loaded; [`Cuda::log`] tells.
+    Allow,
+}
+
+/// How a GPU is used.
+///
+/// ```
+/// use fulgurite_cuda::{Losses, Options};
+///
+/// let options = Options { cache: Some("/var/cache/kernels".into()), ..Options::default() };
+/// assert_eq!(options.losses, Losses::Refuse);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Options {
+    /// Where compiled kernels are kept; [`default_cache_dir`](crate::default_cache_dir) gives the usual place. `None`
+    /// keeps nothing, and so does a folder that cannot be written.
+    pub cache: Option<PathBuf>,
+    /// What to do with slow code.
+    pub losses: Losses,
+}
+
+/// What a module of this device is.
+struct Loaded {
+    code: Code,
+    log: Log,
+    /// Whether a launch may start while the one before it ends: the kernel itself waits for it.
+    overlaps: bool,
+}
+
+/// A GPU, by its driver.
+pub struct Cuda {
+    context: Arc<Context>,
+    facts: Facts,
+    options: Options,
+    cache: Option<Cache>,
+    /// Everything but a kernel's text that decides what its code is.
+    compiler: Hash128,
+    /// Kernels that someone still holds.
+    loaded: Mutex<HashMap<Hash128, Weak<Loaded>>>,
+}
+
+impl Cuda {
+    /// The GPU with this number, in the order of `CUDA_VISIBLE_DEVICES`.
+    ///
+    /// Where there is no driver or no such GPU, or one of them is too old, this is [`DeviceError::Absent`] with the
+    /// words of [`Unusable`](crate::Unusable).
+    pub fn open(ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
+        Cuda::open_by(driver::api()?, ordinal, options)
+    }
+
+    fn open_by(api: &'static Api, ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
+        let facts = Context::facts(api, ordinal)?;
+        check_age(&facts.name, facts.capability, facts.cuda)?;
+        let context = Context::retain(api, ordinal)?;
+        let cache = options.cache.clone().map(Cache::new);
+        let compiler = compiler_key(&facts, &driver_build());
+        Ok(Cuda { context, facts, options, cache, compiler, loaded: Mutex::default() })
+    }
+
+    /// What the compiler said of a kernel; `None` for another device's module.
+    pub fn log<'m>(&self, module: &'m Module) -> Option<&'m Log> {
+        module.handle::<Loaded>().map(|loaded| &loaded.log)
+    }
+
+    /// Compute capability.
+    pub fn capability(&self) -> (u32, u32) {
+        self.facts.capability
+    }
+
+    /// The newest CUDA version that the driver knows.
+    pub fn cuda_version(&self) -> (u32, u32) {
+        self.facts.cuda
+    }
+
+    /// Milliseconds that the GPU takes for what `work` puts on a stream. Waits for it.
+    pub fn time(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
+        self.context.enter()?.time(stream, work)
+    }
+
+    /// A new stream.
+    pub fn own_stream(&self) -> Result<OwnStream, DeviceError> {
+        self.context.enter()?.own_stream()
+    }
+
+    /// Records what `work` puts on a stream, without running it. The default stream cannot be recorded.
+    pub fn capture(
+        &self,
+        stream: Stream,
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<Graph, DeviceError> {
+        self.context.enter()?.capture(stream, work)
+    }
+
+    /// Runs a recording on a stream.
+    pub fn replay(&self, graph: &Graph, stream: Stream) -> Result<(), DeviceError> {
+        self.context.enter()?.replay(graph, stream)
+    }
+
+    /// A kernel ready to launch: from the folder, or compiled.
+    fn make(&self, kernel: &Kernel, text: &str, key: Hash128) -> Result<Loaded, DeviceError> {
+        let entered = self.context.enter()?;
+        let (name, parameters) = (kernel.name.as_str(), kernel.params.len());
+        let kept = self.cache.as_ref().and_then(|cache| cache.read(key));
+        // Code that the driver refuses is no reason to fail: it is compiled again.
+        let from_folder = kept.and_then(|entry| {
+            let code = entered.load_code(&entry.cubin, name, parameters).ok()?;
+            Some((code, entry.log))
+        });
+        let (code, log) = match from_folder {
+            Some(ready) => ready,
+            None => match entered.compile(text) {
+                Ok((cubin, log)) => {
+                    let code = entered.load_code(&cubin, name, parameters)?;
+                    let entry = Entry { log, cubin };
+                    if let Some(cache) = &self.cache {
+                        cache.write(key, &entry);
+                    }
+                    (code, entry.log)
+                }
+                // The linker is only there for the code that the folder keeps; what it refuses may still load.
+                Err((refused, _)) => match entered.load_text(text, name, parameters) {
+                    Ok((code, log)) => (code, format!("{log}\nnot kept: {refused}")),
+                    Err((error, log)) => return Err(compile_error(name, error, log)),
+                },
+            },
+        };
+        let log = Log::parse(&log);
+        if self.options.losses == Losses::Refuse && !log.losses.is_empty() {
+            return Err(DeviceError::Compile { kernel: name.into(), log: log.losses.join("\n") });
+        }
+        entered.prepare(&code, kernel.shared_bytes, kernel.cluster)?;
+        Ok(Loaded { code, log, overlaps: waits_for_grid(kernel) })
+    }
+}
+
+/// The compiler's words, or the driver's where it has none.
+fn compile_error(kernel: &str, error: DeviceError, log: String) -> DeviceError {
+    let log = if log.is_empty() { error.to_string() } else { log };
+    DeviceError::Compile { kernel: kernel.into(), log }
+}
+
+/// Whether a kernel waits for the grid before it.
+fn waits_for_grid(kernel: &Kernel) -> bool {
+    let mut waits = false;
+    kernel.each_op(&mut |op| waits |= *op.inst == table::sync::GRID_WAIT);
+    waits
+}
+
+/// The driver's build, where the system tells it: the compiler may change without a new CUDA version.
+fn driver_build() -> Vec<u8> {
+    std::fs::read("/proc/driver/nvidia/version").unwrap_or_default()
+}
+
+fn compiler_key(facts: &Facts, build: &[u8]) -> Hash128 {
+    let Facts { name, capability, cuda, multiprocessors: _ } = facts;
+    let numbers = [capability.0, capability.1, cuda.0, cuda.1].map(u32::to_le_bytes).concat();
+    Hash128::EMPTY.part(name.as_bytes()).part(&numbers).part(build)
+}
+
+/// Whether a GPU runs what is printed for a target: features of one architecture run on no other, the rest on every
+/// later one; and its driver must read the PTX version.
+fn check_target(kernel: &Kernel, device: Target) -> Result<(), DeviceError> {
+    let (own, version) = (kernel.target, kernel.ptx_version());
+    let one_architecture = own.name().ends_with('a');
+    let runs = own.sm == device.sm || !one_architecture && own.sm < device.sm;
+    if runs && version <= device.ptx {
+        return Ok(());
+    }
+    let words = |target: Target, (major, minor): (u8, u8)| format!("{} with PTX {major}.{minor}", target.name());
+    let (want, got) = (words(own, version), words(device, device.ptx));
+    Err(DeviceError::Target { kernel: kernel.name.clone(), want, got })
+}
+
+impl Device for Cuda {
+    fn name(&self) -> String {
+        self.facts.name.clone()
+    }
+
+    fn target(&self) -> Target {
+        Target::of(self.facts.capability, self.facts.cuda)
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        self.facts.multiprocessors
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        let (span, owner) = self.context.enter()?.allocate(bytes)?;
+        Ok(Buffer::new(span, Box::new(owner)))
+    }
+
+    fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.context.enter()?.upload(to, bytes)
+    }
+
+    fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.context.enter()?.download(from, bytes)
+    }
+
+    /// Makes a kernel ready; one that is loaded already is shared. The module must live until its launches are done,
+    /// and a [`Graph`] in which they are recorded is gone.
+    fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
+        check_target(&kernel, self.target())?;
+        let text = kernel.ptx();
+        let key = self.compiler.part(text.as_bytes());
+        // Held while compiling: the driver compiles one kernel at a time anyway, and nobody compiles one twice.
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ready) = loaded.get(&key).and_then(Weak::upgrade) {
+            return Ok(Module::new(kernel, ready));
+        }
+        let ready = Arc::new(self.make(&kernel, &text, key)?);
+        loaded.retain(|_, module| module.strong_count() > 0);
+        loaded.insert(key, Arc::downgrade(&ready));
+        Ok(Module::new(kernel, ready))
+    }
+
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError> {
+        let kernel = module.kernel();
+        let ours = module.handle::<Loaded>().filter(|loaded| loaded.code.belongs_to(&self.context));
+        let loaded = ours.ok_or_else(|| DeviceError::Failed {
+            call: "launch",
+            what: format!("the module of `{}` is another device's; load the kernel on this one", kernel.name),
+        })?;
+        check_launch(kernel, grid, args)?;
+        let entered = self.context.enter()?;
+        let mut arguments = Vec::with_capacity(args.len());
+        for (param, value) in kernel.params.iter().zip(args) {
+            arguments.push(match (value, &param.kind) {
+                (Value::U32(n), _) => Argument::number(u64::from(*n)),
+                (Value::F32(x), _) => Argument::number(u64::from(x.to_bits())),
+                (Value::U64(n), _) => Argument::number(*n),
+                (Value::Pointer(span), _) => Argument::number(span.address),
+                (Value::Tensor(tensor), ParamKind::Tensor(shape)) => {
+                    entered.tensor(&map(kernel, &param.name, shape, tensor)?)?
+                }
+                (Value::Tensor(_), _) => unreachable!("bug in fulgurite: a tensor passed the check of its kind"),
+            });
+        }
+        let grid = Grid {
+            blocks: grid,
+            threads: kernel.threads,
+            shared_bytes: kernel.shared_bytes,
+            cluster: kernel.cluster,
+            overlaps: loaded.overlaps,
+        };
+        entered.launch(&loaded.code, grid, &arguments, stream)
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        self.context.enter()?.synchronize(stream)
+    }
+}
+
+fn map(kernel: &Kernel, param: &str, shape: &BoxShape, tensor: &TensorSpan) -> Result<MapArguments, LaunchError> {
+    let named = |what| LaunchError::Tensor { kernel: kernel.name.clone(), param: param.into(), what };
+    MapArguments::new(shape, tensor).map_err(named)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,288 @@
+//! A driver for tests: it keeps books, moves bytes between host arrays, and runs nothing.
+//!
+//! Its books belong to the thread, so tests do not see each other.
+
+use super::Api;
+use cudarc::driver::sys;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ptr;
+
+/// A launch as the driver saw it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub blocks: [u32; 3],
+    pub threads: u32,
+    pub shared_bytes: u32,
+    /// Blocks of a cluster, where the launch says so.
+    pub cluster: Option<u32>,
+    pub overlaps: bool,
+    /// The first words of each argument.
+    pub args: Vec<[u64; 9]>,
+    pub stream: u64,
+}
+
+/// What the driver has given out, and how it is to behave.
+#[derive(Default)]
+pub(crate) struct Books {
+    pub contexts: i32,
+    /// How often a context is current.
+    pub current: i32,
+    pub memory: BTreeMap<u64, Vec<u8>>,
+    next_address: u64,
+    pub modules: i32,
+    pub compiled: u32,
+    pub seen: Vec<Seen>,
+    /// Attributes of functions: which, and the value.
+    pub attributes: Vec<(u32, i32)>,
+    capturing: bool,
+    /// What the compiler says.
+    pub log: &'static CStr,
+    /// Whether the linker works.
+    pub no_linker: bool,
+    /// Whether the compiler accepts anything.
+    pub no_compiler: bool,
+    /// Arguments of the kernel under test.
+    pub parameters: usize,
+    log_at: Option<*mut u8>,
+}
+
+thread_local! {
+    static BOOKS: RefCell<Books> = RefCell::default();
+}
+
+/// Looks into the books of this thread, or changes them.
+pub(crate) fn books<T>(f: impl FnOnce(&mut Books) -> T) -> T {
+    BOOKS.with_borrow_mut(f)
+}
+
+/// Bytes that can be had at once.
+pub(crate) const MEMORY_BYTES: usize = 1 << 20;
+/// The code that the compiler makes of every text.
+const CUBIN: &[u8] = b"\x7fELF code\0";
+const HANDLE: usize = 0x40;
+
+fn put<T>(at: *mut T, value: T) -> u32 {
+    // SAFETY: a place that the caller of the driver gave for an answer.
+    unsafe { at.write(value) };
+    0
+}
+
+fn handle<T>() -> *mut T {
+    ptr::without_provenance_mut(HANDLE)
+}
+
+/// An error unless a context is current.
+fn current() -> u32 {
+    if books(|b| b.current > 0) { 0 } else { sys::CUresult::CUDA_ERROR_INVALID_CONTEXT as u32 }
+}
+
+const REFUSED: u32 = sys::CUresult::CUDA_ERROR_INVALID_VALUE as u32;
+
+/// The allocation in which an address lies.
+fn find(memory: &BTreeMap<u64, Vec<u8>>, address: u64) -> Option<(u64, usize)> {
+    let (&base, bytes) = memory.range(..=address).next_back()?;
+    (address < base + bytes.len() as u64).then_some((base, bytes.len()))
+}
+
+fn say(log_at: *mut u8) {
+    let log = books(|b| b.log).to_bytes_with_nul();
+    // SAFETY: the log's buffer has 64 KiB.
+    unsafe { ptr::copy_nonoverlapping(log.as_ptr(), log_at, log.len()) };
+}
+
+macro_rules! fakes {
+    ($($name:ident($($arg:ident: $of:ty),*) $body:block)*) => {
+        $(#[allow(non_snake_case, unused_variables)]
+        unsafe extern "C" fn $name($($arg: $of),*) -> u32 $body)*
+
+        /// The driver for tests.
+        pub(crate) static FAKE: Api = Api { $($name,)* };
+    };
+}
+
+fakes! {
+    cuInit(flags: c_uint) { 0 }
+    cuDriverGetVersion(version: *mut c_int) { put(version, 13000) }
+    cuGetErrorName(code: u32, text: *mut *const c_char) {
+        put(text, if code == REFUSED { c"CUDA_ERROR_INVALID_VALUE".as_ptr() } else { ptr::null() })
+    }
+    cuGetErrorString(code: u32, text: *mut *const c_char) { put(text, c"invalid argument".as_ptr()) }
+    cuDeviceGetCount(count: *mut c_int) { put(count, 1) }
+    cuDeviceGet(device: *mut sys::CUdevice, ordinal: c_int) { put(device, ordinal) }
+    cuDeviceGetName(name: *mut c_char, bytes: c_int, device: sys::CUdevice) {
+        let text = c"Fake GPU".to_bytes_with_nul();
+        (0..).zip(text).for_each(|(i, &byte)| { put(name.wrapping_add(i), byte as c_char); });
+        0
+    }
+    cuDeviceGetAttribute(value: *mut c_int, which: c_uint, device: sys::CUdevice) {
+        use sys::CUdevice_attribute_enum as Attribute;
+        const MAJOR: c_uint = Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as c_uint;
+        const COUNT: c_uint = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as c_uint;
+        put(value, match which { MAJOR => 9, COUNT => 132, _ => 0 })
+    }
+    cuDevicePrimaryCtxRetain(context: *mut sys::CUcontext, device: sys::CUdevice) {
+        books(|b| b.contexts += 1);
+        put(context, handle())
+    }
+    cuDevicePrimaryCtxRelease_v2(device: sys::CUdevice) { books(|b| b.contexts -= 1); 0 }
+    cuCtxPushCurrent_v2(context: sys::CUcontext) { books(|b| b.current += 1); 0 }
+    cuCtxPopCurrent_v2(context: *mut sys::CUcontext) { books(|b| b.current -= 1); put(context, handle()) }
+    cuMemAlloc_v2(address: *mut sys::CUdeviceptr, bytes: usize) {
+        if bytes > MEMORY_BYTES {
+            return sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+        }
+        let at = books(|b| {
+            b.next_address += (2 * MEMORY_BYTES) as u64;
+            b.memory.insert(b.next_address, vec![0; bytes]);
+            b.next_address
+        });
+        put(address, at);
+        current()
+    }
+    cuMemFree_v2(address: sys::CUdeviceptr) {
+        if books(|b| b.memory.remove(&address)).is_none() { REFUSED } else { current() }
+    }
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        put(free, MEMORY_BYTES);
+        put(total, MEMORY_BYTES);
+        current()
+    }
+    cuMemGetAddressRange_v2(base: *mut sys::CUdeviceptr, bytes: *mut usize, address: sys::CUdeviceptr) {
+        let Some((at, len)) = books(|b| find(&b.memory, address)) else { return REFUSED };
+        put(base, at);
+        put(bytes, len);
+        current()
+    }
+    cuMemcpyHtoD_v2(to: sys::CUdeviceptr, from: *const c_void, bytes: usize) {
+        // SAFETY: the source is a slice of the caller's.
+        let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
+        books(|b| {
+            let (base, _) = find(&b.memory, to).unwrap();
+            let at = (to - base) as usize;
+            b.memory.get_mut(&base).unwrap()[at..at + bytes].copy_from_slice(from);
+        });
+        current()
+    }
+    cuMemcpyDtoH_v2(to: *mut c_void, from: sys::CUdeviceptr, bytes: usize) {
+        // SAFETY: the destination is a slice of the caller's.
+        let to = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
+        books(|b| {
+            let (base, _) = find(&b.memory, from).unwrap();
+            let at = (from - base) as usize;
+            to.copy_from_slice(&b.memory[&base][at..at + bytes]);
+        });
+        current()
+    }
+    cuLinkCreate_v2(count: c_uint, options: *mut sys::CUjit_option, values: *mut *mut c_void, state: *mut sys::CUlinkState) {
+        // SAFETY: the first value is the buffer of the log.
+        books(|b| b.log_at = Some(unsafe { values.read() }.cast()));
+        put(state, handle());
+        if books(|b| b.no_linker) { REFUSED } else { current() }
+    }
+    cuLinkAddData_v2(
+        state: sys::CUlinkState, kind: c_uint, data: *mut c_void, bytes: usize, name: *const c_char, count: c_uint,
+        options: *mut sys::CUjit_option, values: *mut *mut c_void
+    ) {
+        books(|b| b.compiled += 1);
+        if let Some(log_at) = books(|b| b.log_at) {
+            say(log_at);
+        }
+        if books(|b| b.no_compiler) { REFUSED } else { current() }
+    }
+    cuLinkComplete(state: sys::CUlinkState, image: *mut *mut c_void, bytes: *mut usize) {
+        put(image, CUBIN.as_ptr().cast_mut().cast());
+        put(bytes, CUBIN.len());
+        current()
+    }
+    cuLinkDestroy(state: sys::CUlinkState) { books(|b| b.log_at = None); current() }
+    cuModuleLoadDataEx(
+        module: *mut sys::CUmodule, image: *const c_void, count: c_uint, options: *mut sys::CUjit_option,
+        values: *mut *mut c_void
+    ) {
+        // SAFETY: text or the code from above, both ended by a zero.
+        let image = unsafe { CStr::from_ptr(image.cast()) };
+        if image.to_bytes_with_nul() != CUBIN {
+            // SAFETY: the first value is the buffer of the log.
+            say(unsafe { values.read() }.cast());
+            if books(|b| b.no_compiler) || !image.to_bytes().starts_with(b".version") {
+                return REFUSED;
+            }
+        }
+        books(|b| b.modules += 1);
+        put(module, handle());
+        current()
+    }
+    cuModuleUnload(module: sys::CUmodule) { books(|b| b.modules -= 1); current() }
+    cuModuleGetFunction(function: *mut sys::CUfunction, module: sys::CUmodule, name: *const c_char) {
+        put(function, handle());
+        current()
+    }
+    cuFuncSetAttribute(function: sys::CUfunction, which: c_uint, value: c_int) {
+        books(|b| b.attributes.push((which, value)));
+        current()
+    }
+    cuFuncGetAttribute(value: *mut c_int, which: c_uint, function: sys::CUfunction) { put(value, 168); current() }
+    cuTensorMapEncodeTiled(
+        map: *mut sys::CUtensorMap, kind: c_uint, rank: u32, address: *mut c_void, extent: *const u64,
+        strides: *const u64, box_extent: *const u32, steps: *const u32, interleave: c_uint, swizzle: c_uint,
+        promotion: c_uint, fill: c_uint
+    ) {
+        if !map.addr().is_multiple_of(128) || rank != 3 {
+            return REFUSED;
+        }
+        // SAFETY: the arrays have an entry for each axis, the strides one less.
+        let words = unsafe {
+            [u64::from(kind), address.addr() as u64, extent.read(), extent.add(1).read(), extent.add(2).read(),
+             strides.read(), strides.add(1).read(), u64::from(box_extent.read()), u64::from(swizzle)]
+        };
+        put(map.cast(), words);
+        current()
+    }
+    cuLaunchKernelEx(config: *const sys::CUlaunchConfig, function: sys::CUfunction, args: *mut *mut c_void, extra: *mut *mut c_void) {
+        // SAFETY: a launch's description, with as many attributes as it says.
+        let (config, attributes) =
+            unsafe { (&*config, std::slice::from_raw_parts((*config).attrs, (*config).numAttrs as usize)) };
+        use sys::CUlaunchAttributeID as Id;
+        // SAFETY: the attribute with this number has this value.
+        let cluster = attributes.iter().find(|a| a.id == Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+            .map(|a| unsafe { a.value.clusterDim.x });
+        let overlaps = attributes.iter().any(|a| a.id == Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+        // SAFETY: each argument has 128 bytes, aligned to as much.
+        let argument = |i: usize| unsafe { args.add(i).read().cast::<[u64; 9]>().read() };
+        let seen = Seen {
+            blocks: [config.gridDimX, config.gridDimY, config.gridDimZ],
+            threads: config.blockDimX,
+            shared_bytes: config.sharedMemBytes,
+            cluster,
+            overlaps,
+            args: (0..books(|b| b.parameters)).map(argument).collect(),
+            stream: config.hStream.addr() as u64,
+        };
+        books(|b| b.seen.push(seen));
+        current()
+    }
+    cuStreamCreate(stream: *mut sys::CUstream, flags: c_uint) { put(stream, handle()); current() }
+    cuStreamDestroy_v2(stream: sys::CUstream) { current() }
+    // Waiting for a stream that is being recorded spoils the recording.
+    cuStreamSynchronize(stream: sys::CUstream) { if books(|b| b.capturing) { REFUSED } else { current() } }
+    cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) { books(|b| b.capturing = true); current() }
+    cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph) {
+        books(|b| b.capturing = false);
+        put(graph, handle());
+        current()
+    }
+    cuGraphInstantiateWithFlags(made: *mut sys::CUgraphExec, graph: sys::CUgraph, flags: c_ulonglong) {
+        put(made, handle());
+        current()
+    }
+    cuGraphDestroy(graph: sys::CUgraph) { current() }
+    cuGraphExecDestroy(graph: sys::CUgraphExec) { current() }
+    cuGraphLaunch(graph: sys::CUgraphExec, stream: sys::CUstream) { current() }
+    cuEventCreate(event: *mut sys::CUevent, flags: c_uint) { put(event, handle()); current() }
+    cuEventRecord(event: sys::CUevent, stream: sys::CUstream) { current() }
+    cuEventSynchronize(event: sys::CUevent) { current() }
+    cuEventElapsedTime(ms: *mut f32, start: sys::CUevent, end: sys::CUevent) { put(ms, 1.5); current() }
+    cuEventDestroy_v2(event: sys::CUevent) { current() }
+}

@@ -1,0 +1,274 @@
+//! The driver, and all `unsafe` of this crate.
+//!
+//! The functions of libcuda are looked up once, in [`api`]. A [`Context`] is a GPU's primary context; having an
+//! [`Entered`] tells you that it is current in this thread, which is what nearly every function of the driver wants.
+//! What is allocated, loaded or created owns its context and is given back when dropped.
+//!
+//! Two things are not checked here: that device addresses which a caller gives point to memory he may use, and that
+//! such memory lives until the GPU is done. A kernel that reaches elsewhere is stopped by the GPU's own protection,
+//! and the context then reports it at the next call.
+
+mod api;
+#[cfg(test)]
+pub(crate) mod fake;
+mod graph;
+mod module;
+
+use crate::error::Unusable;
+use cudarc::driver::sys;
+use fulgurite_ptx::device::{DeviceError, Span, Stream};
+use std::ffi::{c_char, c_int, c_uint};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+pub(crate) use api::{Api, api};
+pub use graph::{Graph, OwnStream};
+pub(crate) use module::{Argument, Code, Grid};
+
+/// A stream as the driver wants it.
+fn raw(stream: Stream) -> sys::CUstream {
+    ptr::with_exposed_provenance_mut(stream.0 as usize)
+}
+
+/// What a GPU is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Facts {
+    pub name: String,
+    /// Compute capability.
+    pub capability: (u32, u32),
+    /// The newest CUDA version that the driver knows.
+    pub cuda: (u32, u32),
+    pub multiprocessors: u32,
+}
+
+/// A GPU's primary context, held until dropped.
+pub(crate) struct Context {
+    api: &'static Api,
+    handle: sys::CUcontext,
+    device: sys::CUdevice,
+}
+
+// SAFETY: a context may be current in several threads at once, and the driver locks what it must.
+unsafe impl Send for Context {}
+// SAFETY: the same.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// What a GPU is, without touching it further: a context costs memory and time.
+    pub fn facts(api: &'static Api, ordinal: u32) -> Result<Facts, DeviceError> {
+        let device = find(api, ordinal)?;
+        let mut name = [0u8; 256];
+        // SAFETY: the length is that of the buffer, which the driver ends with a zero.
+        let code = unsafe { (api.cuDeviceGetName)(name.as_mut_ptr().cast::<c_char>(), name.len() as c_int, device) };
+        api.check("cuDeviceGetName", code)?;
+        let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+        let attribute = |which: sys::CUdevice_attribute| {
+            let mut value = 0;
+            // SAFETY: `value` is written; `which` is one of the driver's numbers.
+            let code = unsafe { (api.cuDeviceGetAttribute)(&mut value, which as c_uint, device) };
+            api.check("cuDeviceGetAttribute", code).map(|()| value as u32)
+        };
+        use sys::CUdevice_attribute_enum as Attribute;
+        Ok(Facts {
+            name: String::from_utf8_lossy(&name[..end]).into_owned(),
+            capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            cuda: api.version()?,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        })
+    }
+
+    /// The context that everyone in the process shares.
+    pub fn retain(api: &'static Api, ordinal: u32) -> Result<Arc<Context>, DeviceError> {
+        let device = find(api, ordinal)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: `handle` is written; the device exists.
+        let code = unsafe { (api.cuDevicePrimaryCtxRetain)(&mut handle, device) };
+        api.check("cuDevicePrimaryCtxRetain", code)?;
+        Ok(Arc::new(Context { api, handle, device }))
+    }
+
+    /// Makes the context current in this thread until the result is dropped.
+    pub fn enter(self: &Arc<Self>) -> Result<Entered<'_>, DeviceError> {
+        // SAFETY: the handle is retained until `self` is dropped.
+        let code = unsafe { (self.api.cuCtxPushCurrent_v2)(self.handle) };
+        self.api.check("cuCtxPushCurrent_v2", code)?;
+        Ok(Entered { context: self, api: self.api, here: PhantomData })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: it was retained once. An error has nobody to go to: at the end of a process the driver may be gone.
+        unsafe { (self.api.cuDevicePrimaryCtxRelease_v2)(self.device) };
+    }
+}
+
+/// The device with this number.
+fn find(api: &Api, ordinal: u32) -> Result<sys::CUdevice, DeviceError> {
+    let mut count = 0;
+    // SAFETY: `count` is written.
+    let code = unsafe { (api.cuDeviceGetCount)(&mut count) };
+    api.check("cuDeviceGetCount", code)?;
+    if i64::from(ordinal) >= i64::from(count) {
+        return Err(Unusable::Ordinal { ordinal, count: count as u32 }.into());
+    }
+    let mut device = 0;
+    // SAFETY: `device` is written; the number is below the count.
+    let code = unsafe { (api.cuDeviceGet)(&mut device, ordinal as c_int) };
+    api.check("cuDeviceGet", code)?;
+    Ok(device)
+}
+
+/// The proof that a context is current in this thread; it stays here.
+pub(crate) struct Entered<'a> {
+    context: &'a Arc<Context>,
+    api: &'static Api,
+    here: PhantomData<*const ()>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: `popped` is written; the context was pushed by this thread.
+        unsafe { (self.api.cuCtxPopCurrent_v2)(&mut popped) };
+    }
+}
+
+/// Memory that is freed when dropped.
+pub(crate) struct Allocation {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if let Ok(entered) = self.context.enter() {
+            // SAFETY: the address is that of an allocation that nobody else frees. The driver waits for work that
+            // uses it.
+            unsafe { (entered.api.cuMemFree_v2)(self.address) };
+        }
+    }
+}
+
+impl Entered<'_> {
+    /// Takes memory.
+    pub fn allocate(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
+        let mut address = 0;
+        // Nothing cannot be allocated, and a buffer of no bytes is no mistake.
+        let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
+        // SAFETY: `address` is written.
+        let code = unsafe { (self.api.cuMemAlloc_v2)(&mut address, size) };
+        if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 {
+            return Err(DeviceError::Memory { asked: bytes, free: self.free_bytes()? });
+        }
+        self.api.check("cuMemAlloc_v2", code)?;
+        Ok((Span { address, bytes }, Allocation { context: self.context.clone(), address }))
+    }
+
+    /// Memory that is not taken.
+    fn free_bytes(&self) -> Result<u64, DeviceError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are written.
+        let code = unsafe { (self.api.cuMemGetInfo_v2)(&mut free, &mut total) };
+        self.api.check("cuMemGetInfo_v2", code)?;
+        Ok(free as u64)
+    }
+
+    /// Copies to device memory; when it returns, the bytes are there.
+    pub fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.inside(to, bytes.len() as u64)?;
+        // SAFETY: the source is a slice, the destination lies inside one allocation that the driver knows.
+        let code = unsafe { (self.api.cuMemcpyHtoD_v2)(to.address, bytes.as_ptr().cast(), bytes.len()) };
+        self.api.check("cuMemcpyHtoD_v2", code)?;
+        // Small copies from pageable memory return before they arrive, and other streams do not wait for them.
+        self.synchronize(Stream(0))
+    }
+
+    /// Copies from device memory.
+    pub fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.inside(from, bytes.len() as u64)?;
+        // SAFETY: the destination is a slice, the source lies inside one allocation that the driver knows, and the
+        // call returns when the copy is done.
+        let code = unsafe { (self.api.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), from.address, bytes.len()) };
+        self.api.check("cuMemcpyDtoH_v2", code)
+    }
+
+    /// Whether so many bytes from an address on lie in the span and in one allocation.
+    fn inside(&self, span: Span, bytes: u64) -> Result<(), DeviceError> {
+        if bytes > span.bytes {
+            return Err(DeviceError::Bounds { offset: 0, bytes, len: span.bytes });
+        }
+        let (mut base, mut len) = (0, 0);
+        // SAFETY: both are written; any number may be asked about.
+        let code = unsafe { (self.api.cuMemGetAddressRange_v2)(&mut base, &mut len, span.address) };
+        self.api.check("cuMemGetAddressRange_v2", code)?;
+        let (offset, len) = (span.address - base, len as u64);
+        match offset.checked_add(bytes) {
+            Some(end) if end <= len => Ok(()),
+            _ => Err(DeviceError::Bounds { offset, bytes, len }),
+        }
+    }
+
+    /// Waits for a stream.
+    pub fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        // SAFETY: a stream of this process, by the caller's word; the driver refuses other numbers or, as C does,
+        // faults on them.
+        let code = unsafe { (self.api.cuStreamSynchronize)(raw(stream)) };
+        self.api.check("cuStreamSynchronize", code)
+    }
+
+    /// Milliseconds that the GPU takes for what `work` puts on a stream.
+    pub fn time(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
+        let (start, end) = (Event::new(self)?, Event::new(self)?);
+        start.record(stream)?;
+        work()?;
+        end.record(stream)?;
+        // SAFETY: the event lives.
+        let code = unsafe { (self.api.cuEventSynchronize)(end.handle) };
+        self.api.check("cuEventSynchronize", code)?;
+        let mut ms = 0.0;
+        // SAFETY: `ms` is written; both events were recorded and have happened.
+        let code = unsafe { (self.api.cuEventElapsedTime)(&mut ms, start.handle, end.handle) };
+        self.api.check("cuEventElapsedTime", code)?;
+        Ok(ms)
+    }
+}
+
+/// A point of a stream.
+struct Event<'a> {
+    entered: &'a Entered<'a>,
+    handle: sys::CUevent,
+}
+
+impl<'a> Event<'a> {
+    fn new(entered: &'a Entered<'a>) -> Result<Self, DeviceError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: `handle` is written; 0 are the default flags, with timing.
+        let code = unsafe { (entered.api.cuEventCreate)(&mut handle, 0) };
+        entered.api.check("cuEventCreate", code)?;
+        Ok(Event { entered, handle })
+    }
+
+    fn record(&self, stream: Stream) -> Result<(), DeviceError> {
+        // SAFETY: the event lives; the stream as in `synchronize`.
+        let code = unsafe { (self.entered.api.cuEventRecord)(self.handle, raw(stream)) };
+        self.entered.api.check("cuEventRecord", code)
+    }
+}
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        // SAFETY: nobody else destroys it; the driver keeps it until work that uses it is done.
+        unsafe { (self.entered.api.cuEventDestroy_v2)(self.handle) };
+    }
+}

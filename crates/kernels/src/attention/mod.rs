@@ -1,0 +1,5 @@
+//! Attention on the GPU.
+
+pub mod forward;
+mod softmax;
+mod span;

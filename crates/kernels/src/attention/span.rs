@@ -1,0 +1,134 @@
+//! The part of a mask that is one interval of keys for each query, asked twice: which blocks of keys a tile of queries
+//! sees, and which elements of a block.
+
+use fulgurite_core::Mask;
+use fulgurite_core::mask::{Align, Span};
+use fulgurite_ptx::{Acc, Group, Scope, Val, Var};
+
+/// The spans of a mask.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spans(Vec<Span>);
+
+/// Keys from `start` to before `end`.
+#[derive(Clone, Copy)]
+pub struct Keys<'k> {
+    pub start: Val<'k, i32>,
+    pub end: Val<'k, i32>,
+}
+
+/// Lengths of a sequence.
+#[derive(Clone, Copy)]
+pub struct Lengths<'k> {
+    pub q: Val<'k, i32>,
+    pub k: Val<'k, i32>,
+}
+
+impl Spans {
+    pub fn of(mask: &Mask) -> Spans {
+        Spans(mask.spans().to_vec())
+    }
+
+    /// Whether some rows end before the last key.
+    pub fn bounded_right(&self) -> bool {
+        self.0.iter().any(|span| span.right.is_some())
+    }
+    /// Whether some rows begin after the first key.
+    pub fn bounded_left(&self) -> bool {
+        self.0.iter().any(|span| span.left.is_some())
+    }
+
+    /// The keys that a query sees.
+    #[track_caller]
+    pub fn keys<'k>(&self, row: Val<'k, i32>, lengths: Lengths<'k>) -> Keys<'k> {
+        let mut keys = Keys { start: row.literal(0), end: lengths.k };
+        for span in &self.0 {
+            let diagonal = match span.align {
+                Align::BottomRight => row + (lengths.k - lengths.q),
+                Align::TopLeft => row,
+            };
+            if let Some(right) = span.right {
+                keys.end = keys.end.min(diagonal + (right as i32 + 1));
+            }
+            if let Some(left) = span.left {
+                keys.start = keys.start.max(diagonal - left as i32);
+            }
+        }
+        keys
+    }
+
+    /// Blocks of `cols` keys, from first to past the last, that some query of rows `first` to `last` sees; at least one.
+    #[track_caller]
+    pub fn blocks<'k>(
+        &self,
+        first: Val<'k, i32>,
+        last: Val<'k, i32>,
+        cols: u32,
+        lengths: Lengths<'k>,
+    ) -> [Val<'k, u32>; 2] {
+        let cols = cols as i32;
+        // Intervals only move right with the row: the first row has the first key, the last row the last.
+        let end = match self.bounded_right() {
+            true => self.keys(last, lengths).end.max(1).min(lengths.k),
+            false => lengths.k,
+        };
+        let end = (end + (cols - 1)).to_u32() / cols as u32;
+        let end = end.max(1);
+        let start = match self.bounded_left() {
+            true => (self.keys(first, lengths).start.max(0).to_u32() / cols as u32).min(end - 1),
+            false => end.literal(0),
+        };
+        [start, end]
+    }
+}
+
+/// Where the rows of a thread, and of its warpgroup, begin and end to see keys; constant over a tile.
+pub struct Limits<'k> {
+    spans: Spans,
+    /// Of the thread's two rows, less its first column.
+    rows: [[Var<'k, i32>; 2]; 2],
+    /// Keys that every row of the warpgroup sees: blocks inside need no mask.
+    safe: [Var<'k, i32>; 2],
+}
+
+impl<'k> Limits<'k> {
+    pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
+        let pair = || [w.var(0i32), w.var(0i32)];
+        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair() }
+    }
+
+    /// For a tile whose warpgroup's rows begin at `first`.
+    #[track_caller]
+    pub fn set(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, lengths: Lengths<'k>) {
+        let col = w.first_col().to_i32();
+        for (i, [start, end]) in self.rows.into_iter().enumerate() {
+            let row = first + w.first_row().to_i32() + 8 * i as i32;
+            let keys = self.spans.keys(row, lengths);
+            start.set(keys.start - col);
+            end.set(keys.end - col);
+        }
+        let [start, end] = self.safe;
+        start.set(self.spans.keys(first + 63, lengths).start);
+        end.set(self.spans.keys(first, lengths).end);
+    }
+
+    /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
+    #[track_caller]
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {
+        let (left, cols) = (self.spans.bounded_left(), s.cols() as i32);
+        let mut unsafe_block = (first + cols).gt(self.safe[1].get());
+        if left {
+            unsafe_block = unsafe_block | first.lt(self.safe[0].get());
+        }
+        w.when(unsafe_block, |_| {
+            let limits = self.rows.map(|row| row.map(|limit| limit.get() - first));
+            for (i, x) in s.elements().enumerate() {
+                let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
+                let mut seen = end.gt(col);
+                if left {
+                    seen = seen & start.le(col);
+                }
+                s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
+            }
+        });
+    }
+}
