@@ -336,7 +336,7 @@ mod tests {
         let kernel = gemm(LAYOUTS[3]).kernel(Target::HOPPER).unwrap();
         for param in &kernel.params[..2] {
             let ParamKind::Tensor(shape) = &param.kind else { panic!("{param:?}") };
-            assert_eq!(shape.extent[1], crate::gemm::INNER);
+            assert_eq!(shape.extent[1], gemm::INNER);
         }
     }
 
