@@ -10,8 +10,10 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+use crate::attention::forward;
 use crate::gemm::{Layouts, Tuning};
-use crate::{add, gemm};
+use crate::{add, gemm, softmax};
+use fulgurite_core::{Exp, Mask};
 use fulgurite_ptx::{BuildError, Half, Kernel, Major, Pair, Target, Word, bf16, f16};
 
 /// A kernel that can be built by name.
@@ -41,6 +43,16 @@ where
     Pair<T>: Word,
 {
     gemm::kernel::<T>(target, layouts, Tuning::default())
+}
+
+/// Forward attention as it is tuned for 8192 keys.
+fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
+    let features = forward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
+    forward::kernel::<T>(target, &features, tuning)
 }
 
 const ALL: &[Entry] = &[
@@ -84,6 +96,51 @@ const ALL: &[Entry] = &[
         name: "gemm-f16-tt",
         summary: "C = A B, f16; A [k][m], B [n][k]",
         build: |target| product::<f16>(target, TT),
+    },
+    Entry {
+        name: "row_softmax",
+        summary: "softmax of each row, f32",
+        build: |target| softmax::kernel(target, Exp::Auto),
+    },
+    Entry {
+        name: "attention-bf16-d64-full",
+        summary: "forward attention, bf16, head_dim 64, no mask",
+        build: |target| attention::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-bf16-d64-causal",
+        summary: "forward attention, bf16, head_dim 64, causal mask",
+        build: |target| attention::<bf16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "attention-bf16-d128-full",
+        summary: "forward attention, bf16, head_dim 128, no mask",
+        build: |target| attention::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-bf16-d128-causal",
+        summary: "forward attention, bf16, head_dim 128, causal mask",
+        build: |target| attention::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-f16-d64-full",
+        summary: "forward attention, f16, head_dim 64, no mask",
+        build: |target| attention::<f16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d64-causal",
+        summary: "forward attention, f16, head_dim 64, causal mask",
+        build: |target| attention::<f16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "attention-f16-d128-full",
+        summary: "forward attention, f16, head_dim 128, no mask",
+        build: |target| attention::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d128-causal",
+        summary: "forward attention, f16, head_dim 128, causal mask",
+        build: |target| attention::<f16>(target, 128, Mask::causal()),
     },
 ];
 

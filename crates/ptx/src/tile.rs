@@ -164,7 +164,8 @@ impl<'k> Operand<'k> {
             k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
             whole.in_register()
         };
-        k.placed(Location::caller(), || (0..self.inner / shape.number.depth()).map(step).collect())
+        let steps = (0..self.inner / shape.number.depth()).map(step);
+        self.tile.address.k.placed(Location::caller(), || steps.collect())
     }
     fn transposed(&self) -> Arg {
         Arg::Imm(u64::from(self.major == Major::Outer))
@@ -411,9 +412,11 @@ impl<'k> Scope<'k, Group> {
         let elements: Vec<Val<'k, f32>> = acc.elements().collect();
         for (j, part) in elements.chunks_exact(8).enumerate() {
             let j = j as u32;
-            let value = |i: usize| f(Acc::row_of(i), part[i]);
-            let pair = |i: usize| value(i).pair_with::<T>(value(i + 1)).in_register();
-            let pairs = [0, 2, 4, 6].map(pair);
+            let mut pairs = Vec::with_capacity(4);
+            for i in [0, 2, 4, 6] {
+                let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
+                pairs.push(low.pair_with::<T>(high).in_register());
+            }
             // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();

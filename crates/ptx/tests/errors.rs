@@ -294,12 +294,12 @@ fn shapes_of_tiles() {
         let tile = k.tile("tile", TILE);
         k.threads(32, |_| {
             line.set(line!() + 1);
-            let _ = tile.part(Major::Outer, 0, 32);
+            let _ = tile.cols(0, 32);
         });
     });
     assert_eq!(
         message,
-        format!("kernel `k`, {}: 32 columns of a tile whose chunks are 64 wide, allowed: multiples", here(line.get()))
+        format!("kernel `k`, {}: 32 columns of a tile of 64, allowed: multiples of 64 up to 64", here(line.get()))
     );
 }
 

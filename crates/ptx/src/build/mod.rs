@@ -336,12 +336,14 @@ impl Builder {
     }
 
     /// A value that the current role computes once, at its start.
+    #[track_caller]
     pub(crate) fn once<'k>(&'k self, name: &'static str, f: impl FnOnce() -> Val<'k, u32>) -> Val<'k, u32> {
         let role = self.state.borrow().role.map_or(0, |(role, _)| role);
+        let at = Location::caller();
         let known = self.state.borrow().once.get(&(role, name)).copied();
         let reg = known.unwrap_or_else(|| {
             let mut reg = None;
-            self.at_role_start(|| reg = Some(f().in_register()));
+            self.placed(at, || self.at_role_start(|| reg = Some(f().in_register())));
             let reg = reg.expect("bug in fulgurite: a value was just computed");
             self.state.borrow_mut().once.insert((role, name), reg);
             reg

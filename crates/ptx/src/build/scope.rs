@@ -320,11 +320,13 @@ impl<'k> Scope<'k, Group> {
     #[track_caller]
     pub fn wait_products_after(&self, pending: u32, results: &[Val<'k, f32>]) {
         if let Some(&first) = results.first() {
-            let least = results[1..].iter().fold(first, |least, &x| least.min(x));
-            self.when_rarely(self.any(least.lt(0.0)), |w| {
-                // Never taken; the assembler wants no product pending where it could be.
-                w.wait_products(0);
-                w.plain(&sync::TRAP);
+            self.k.placed(Location::caller(), || {
+                let least = results[1..].iter().fold(first, |least, &x| least.min(x));
+                self.when_rarely(self.any(least.lt(0.0)), |w| {
+                    // Never taken; the assembler wants no product pending where it could be.
+                    w.wait_products(0);
+                    w.plain(&sync::TRAP);
+                });
             });
         }
         self.wait_products(pending);
@@ -359,7 +361,8 @@ impl<'k> Scope<'k, Group> {
         let groups = self.k.role_warps().1 / 4;
         let turns = Turns { first: if groups > 1 { self.k.named_barriers(groups) } else { 0 }, groups };
         if groups > 1 {
-            self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns));
+            let at = Location::caller();
+            self.k.placed(at, || self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns)));
         }
         turns
     }
