@@ -203,7 +203,7 @@ impl Gemm {
         same("k", (k, Side::A), (k_of_b, Side::B))?;
         same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
         same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
-        let tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
+        let mut tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
 
         let Tuning { rows, cols, cluster, .. } = self.tuning;
         // A cluster takes as many tiles above each other as it has blocks.
@@ -214,10 +214,17 @@ impl Gemm {
             return Err(GemmError::Tiles { got: tiles });
         }
         let numbers =
-            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles].map(|count| Value::U32(count as u32));
+            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles, m, n].map(|count| Value::U32(count as u32));
+        let strides = tensors[2].strides.iter().map(|stride| Value::U64(stride / u64::from(self.number.bytes())));
+        let memory: Vec<Value> = std::iter::once(Value::Pointer(c.span)).chain(strides).collect();
+        // The copy engine writes whole units of 16 bytes, also past the last column: it is told of whole ones only.
+        let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
+        if whole > 0 {
+            tensors[2].extent[0] = whole;
+        }
         // One block a multiprocessor, in whole clusters.
         let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
-        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).collect();
+        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).chain(memory).collect();
         Ok(Launch { kernel, grid: [blocks, 1, 1], args })
     }
 

@@ -83,10 +83,7 @@ impl<'k, T: Word> Pointer<'k, T> {
     /// The array from an element on, for arrays of 2^32 elements and more.
     #[track_caller]
     pub fn at_wide(self, index: Val<'k, u64>) -> Self {
-        let bytes = Val::<u64>::new(self.address.k, super::Src::Imm(bytes::<T>().into()));
-        Pointer::new(
-            self.address + index.compute::<u64>(&crate::table::integer::MUL_64, &[bytes.arg(), Arg::Word("u64")]),
-        )
+        Pointer::new(self.address + index.mul_wide_64(u64::from(bytes::<T>())))
     }
     #[track_caller]
     fn place(self, index: impl IntoVal<'k, u32>) -> Arg {

@@ -430,6 +430,12 @@ impl<'k> Val<'k, u64> {
     pub fn to_u32(self) -> Val<'k, u32> {
         self.compute(&convert::CVT_32, &[])
     }
+    /// The low half of self * other.
+    #[track_caller]
+    pub fn mul_wide_64(self, other: impl IntoVal<'k, u64>) -> Val<'k, u64> {
+        let other = other.into_val(self.k);
+        self.compute(&integer::MUL_64, &[other.arg(), Arg::Word("u64")])
+    }
 }
 
 impl<'k, R: IntoVal<'k, u64>> Add<R> for Val<'k, u64> {
