@@ -471,7 +471,7 @@ fn run(checks: &mut Checks, cases: u64, seed: u64, folder: PathBuf) -> Result<()
         gpu.multiprocessors(),
         ms(start.elapsed())
     );
-    let again = Cuda::open(0, options)?;
+    let again = Cuda::open(0, options.clone())?;
     let mut rng = Rng(seed);
     for n in [1, 255, 256, 257, 1_000_003] {
         checks.check("vector addition", vector_add(&gpu, n, &mut rng));
