@@ -333,7 +333,7 @@ mod tests {
             check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
             let tiles = 3 * 3 * 3; // 300 rows and 520 columns in tiles of 128 x 256, three times
             assert_eq!(launch.grid, [tiles, 1, 1]);
-            assert_eq!(launch.args[3..], [3, 3, 2, tiles].map(Value::U32));
+            assert_eq!(launch.args[3..9], [3, 3, 2, tiles, 300, 520].map(Value::U32));
         }
     }
 
