@@ -155,8 +155,11 @@ impl<'k> Operand<'k> {
         let (k, shape) = (self.tile.address.k, self.tile.shape);
         let bits = shape.descriptor(self.major);
         // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
-        // step adds to the low half without a carry into other fields.
-        let start = self.tile.address >> 4;
+        // step adds to the low half without a carry into other fields. In a cluster, the block's number stands above.
+        let start = match k.cluster_blocks() {
+            1 => self.tile.address >> 4,
+            _ => (self.tile.address & 0x3_ffff) >> 4,
+        };
         let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
         let step = |j| {
             let low = start + (bits as u32 + (shape.step(self.major, j) >> 4));
