@@ -11,6 +11,7 @@
 #![deny(missing_docs)]
 
 mod call;
+mod gpu;
 mod memory;
 mod read;
 mod tensor;
@@ -26,6 +27,9 @@ mod _fulgurite {
     use crate::tensor::{Claims, Raw};
     use fulgurite::{GradientOutputs, Outputs, Run, Saved, Tally};
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::gpu::Gpu;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -7,6 +7,7 @@
 
 mod bench;
 mod fuzz;
+mod kernels;
 mod markers;
 mod python;
 mod steps;

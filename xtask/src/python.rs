@@ -7,6 +7,8 @@ use std::process::Command;
 
 const FOR_TESTS: &[&str] = &["numpy", "pytest"];
 const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch"];
+/// NVIDIA's assembler and disassembler; what they could also use (a compiler, a runtime) is not asked for.
+const FOR_KERNELS: &[&str] = &["--no-deps", "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-nvdisasm==13.4.92"];
 const FOR_PEERS: &[&str] = &["--requirement", "bench/requirements.txt"];
 
 /// Tests that need nothing large; those that ask for more skip themselves.
@@ -26,6 +28,22 @@ pub fn torch_tests() -> Result<(), Trouble> {
 /// A Python with every peer of the comparison; the comparison builds our extension itself.
 pub fn with_peers() -> Result<PathBuf, Trouble> {
     environment("venv-bench", FOR_PEERS)
+}
+
+/// The assembler of GPU kernels, from the package index; skips where it cannot be had.
+pub fn assembler() -> Result<PathBuf, Trouble> {
+    let python = environment("venv-kernels", FOR_KERNELS).map_err(|trouble| match trouble {
+        Trouble::Fail(why) => Trouble::Skip(format!("the package index does not give the assembler: {why}")),
+        skip => skip,
+    })?;
+    let find = "import importlib.metadata as m; \
+                print(next(f.locate() for f in m.files('nvidia-cuda-nvcc') if f.name in ('ptxas', 'ptxas.exe')))";
+    let output = command(&python).args(["-c", find]).output().map_err(Trouble::fail)?;
+    let path = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+    if !works(Command::new(&path).arg("--version")) {
+        return Err(Trouble::skip(format!("`{}` does not run on this machine", path.display())));
+    }
+    Ok(path)
 }
 
 /// A command that sees our package.

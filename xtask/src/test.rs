@@ -1,7 +1,7 @@
 //! `cargo xtask test` and `cargo xtask ci`.
 
 use crate::steps::{Report, Trouble, must, works};
-use crate::{cargo, fuzz, python, root};
+use crate::{cargo, fuzz, kernels, python, root};
 use std::process::Command;
 
 /// How much to test.
@@ -25,13 +25,17 @@ const EXAMPLES: &[(&str, &[&str])] =
 
 /// All tests.
 pub fn run(report: &mut Report, extent: Extent) {
+    let ptxas = kernels::assembler(report);
+    let ptxas = ptxas.as_ref();
     report.step("unit and integration tests", || {
-        if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
-            must(&mut cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]))
+        let tests: &[&str] = if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
+            &["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]
         } else {
-            must(&mut cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]))
-        }
+            &["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]
+        };
+        must(&mut kernels::cargo_with(ptxas, tests))
     });
+    report.step("GPU kernels through the assembler", || kernels::assemble(ptxas));
     report.step("documentation tests", || must(&mut cargo(&["test", "--workspace", "--doc", "--no-fail-fast"])));
     report.step("examples", || {
         must(&mut cargo(&["build", "--workspace", "--examples"]))?;

@@ -1,6 +1,7 @@
 //! The arguments of the command.
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use fulgurite::gpu::Target;
 use fulgurite::{Choice, DType, Exp, Rescale, Settings};
 use std::path::PathBuf;
 
@@ -24,6 +25,8 @@ pub enum Command {
     Run(RunArgs),
     /// Say what was found on this machine and which engine is chosen
     Doctor(DoctorArgs),
+    /// List the GPU kernels, print them, and see what the assembler makes of them; needs no GPU
+    Kernel(KernelArgs),
 }
 
 /// Who computes.
@@ -177,6 +180,89 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
+/// Arguments of `kernel`.
+#[derive(Debug, clap::Args)]
+pub struct KernelArgs {
+    /// What to do with kernels.
+    #[command(subcommand)]
+    pub command: KernelCommand,
+}
+
+/// What to do with kernels.
+#[derive(Debug, Subcommand)]
+pub enum KernelCommand {
+    /// List every kernel
+    List(KernelListArgs),
+    /// Print a kernel as PTX
+    Ptx(KernelPtxArgs),
+    /// Assemble kernels: registers, spills, and every complaint with its Rust line
+    Assemble(KernelAssembleArgs),
+    /// Print a kernel's machine code with the Rust lines it came from
+    Sass(KernelSassArgs),
+}
+
+/// Arguments of `kernel list`.
+#[derive(Debug, clap::Args)]
+pub struct KernelListArgs {
+    /// What kernels are built for: sm_90a or sm_80
+    #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
+    pub arch: Target,
+    /// Print the list as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `kernel ptx`.
+#[derive(Debug, clap::Args)]
+pub struct KernelPtxArgs {
+    /// The kernel; `fulgurite kernel list` has them all
+    pub name: String,
+    /// What it is built for: sm_90a or sm_80
+    #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
+    pub arch: Target,
+}
+
+/// Arguments of `kernel assemble`.
+#[derive(Debug, clap::Args)]
+pub struct KernelAssembleArgs {
+    /// The kernel; `fulgurite kernel list` has them all
+    #[arg(required_unless_present = "all", conflicts_with = "all")]
+    pub name: Option<String>,
+    /// Every kernel that the architecture can run
+    #[arg(long)]
+    pub all: bool,
+    /// What kernels are built for: sm_90a or sm_80
+    #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
+    pub arch: Target,
+    /// Which tools.
+    #[command(flatten)]
+    pub tools: ToolArgs,
+    /// Print the results as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `kernel sass`.
+#[derive(Debug, clap::Args)]
+pub struct KernelSassArgs {
+    /// The kernel; `fulgurite kernel list` has them all
+    pub name: String,
+    /// What it is built for: sm_90a or sm_80
+    #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
+    pub arch: Target,
+    /// Which tools.
+    #[command(flatten)]
+    pub tools: ToolArgs,
+}
+
+/// Which tools of NVIDIA to use.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ToolArgs {
+    /// The assembler; default the variable PTXAS, then the path, then the active Python environment
+    #[arg(long, value_name = "FILE")]
+    pub ptxas: Option<PathBuf>,
+}
+
 /// The two sides of a window; `None` is unbounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
@@ -195,16 +281,27 @@ fn window(text: &str) -> Result<Window, String> {
     sides.map_err(|()| "allowed: L,R in whole numbers, such as 128,0; an empty side is unbounded".into())
 }
 
+fn arch(text: &str) -> Result<Target, String> {
+    Target::named(text).ok_or_else(|| "allowed: sm_90a, sm_80".into())
+}
+
 fn dtype(text: &str) -> Result<DType, String> {
     let found = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     found.ok_or_else(|| "allowed: f32, f16, bf16".into())
 }
 
-/// A message of the argument parser in one line, with the way to help for the command that was named first.
-pub fn one_line(error: &clap::Error, named: Option<&str>) -> String {
+/// A message of the argument parser in one line, with the way to help for the commands that were named first.
+pub fn one_line(error: &clap::Error, named: &[&str]) -> String {
     use clap::error::ErrorKind;
+    let (mut command, mut path) = (Args::command(), String::new());
+    for name in named {
+        let Some(next) = command.find_subcommand(name).cloned() else { break };
+        path = format!("{path} {name}");
+        command = next;
+    }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        return "no command given; allowed: bench, check, run, doctor; try `fulgurite --help`".into();
+        let names: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
+        return format!("no command given; allowed: {}; try `fulgurite{path} --help`", names.join(", "));
     }
     let text = error.render().to_string();
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -212,14 +309,12 @@ pub fn one_line(error: &clap::Error, named: Option<&str>) -> String {
         lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more")).collect();
     let message = message.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
-    let command = named.filter(|name| ["bench", "check", "run", "doctor"].contains(name));
-    format!("{message}; try `fulgurite{} --help`", command.map(|c| format!(" {c}")).unwrap_or_default())
+    format!("{message}; try `fulgurite{path} --help`")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn definitions_are_consistent() {

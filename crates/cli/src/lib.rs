@@ -11,6 +11,7 @@ pub mod check;
 pub mod doctor;
 pub mod io;
 pub mod json;
+pub mod kernel;
 pub mod machine;
 pub mod report;
 pub mod run;
@@ -65,15 +66,16 @@ impl From<fulgurite::Error> for Failure {
 /// Runs the command with the given arguments, the program's name first.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.into_iter().collect();
-    let named = args.get(1).and_then(|arg| arg.to_str());
+    let named: Vec<&str> = args.iter().skip(1).map_while(|arg| arg.to_str()).collect();
     let done = match Args::try_parse_from(&args) {
         Ok(args) => match &args.command {
             Command::Bench(args) => bench::main(args),
             Command::Check(args) => check::main(args),
             Command::Run(args) => run::main(args),
             Command::Doctor(args) => doctor::main(args),
+            Command::Kernel(args) => kernel::main(&args.command),
         },
-        Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, named))),
+        Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, &named))),
         Err(help) => say(&help.render().to_string()),
     };
     match done {

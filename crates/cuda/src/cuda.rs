@@ -1,10 +1,11 @@
 //! A GPU as a device.
 
 use crate::cache::{Cache, Entry, Hash128};
-use crate::driver::{self, Api, Argument, Code, Context, Facts, Graph, Grid, OwnStream};
+use crate::driver::{self, Api, Argument, Code, Context, Entered, Facts, Graph, Grid, OwnStream};
 use crate::error::check_age;
 use crate::log::Log;
 use crate::map::MapArguments;
+use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::device::{
     Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, TensorSpan, Value, check_launch,
 };
@@ -39,6 +40,9 @@ pub struct Options {
     pub cache: Option<PathBuf>,
     /// What to do with slow code.
     pub losses: Losses,
+    /// An assembler to use instead of the driver's, where there is one. Only its code, and the driver's for kernels
+    /// that do not hand out registers, can be kept in `cache`; the driver keeps the rest in a folder of its own.
+    pub ptxas: Option<PathBuf>,
 }
 
 /// What a module of this device is.
@@ -130,21 +134,7 @@ impl Cuda {
         });
         let (code, log) = match from_folder {
             Some(ready) => ready,
-            None => match entered.compile(text) {
-                Ok((cubin, log)) => {
-                    let code = entered.load_code(&cubin, name, parameters)?;
-                    let entry = Entry { log, cubin };
-                    if let Some(cache) = &self.cache {
-                        cache.write(key, &entry);
-                    }
-                    (code, entry.log)
-                }
-                // The linker is only there for the code that the folder keeps; what it refuses may still load.
-                Err((refused, _)) => match entered.load_text(text, name, parameters) {
-                    Ok((code, log)) => (code, format!("{log}\nnot kept: {refused}")),
-                    Err((error, log)) => return Err(compile_error(name, error, log)),
-                },
-            },
+            None => self.compile(&entered, kernel, text, key)?,
         };
         let log = Log::parse(&log);
         if self.options.losses == Losses::Refuse && !log.losses.is_empty() {
@@ -152,6 +142,51 @@ impl Cuda {
         }
         entered.prepare(&code, kernel.shared_bytes, kernel.cluster)?;
         Ok(Loaded { code, log, overlaps: waits_for_grid(kernel) })
+    }
+}
+
+impl Cuda {
+    /// Compiles a kernel, and keeps its code where that is possible.
+    fn compile(
+        &self,
+        entered: &Entered<'_>,
+        kernel: &Kernel,
+        text: &str,
+        key: Hash128,
+    ) -> Result<(Code, String), DeviceError> {
+        let (name, parameters) = (kernel.name.as_str(), kernel.params.len());
+        let keep = |cubin: Vec<u8>, log: String| {
+            let code = entered.load_code(&cubin, name, parameters)?;
+            let entry = Entry { log, cubin };
+            if let Some(cache) = &self.cache {
+                cache.write(key, &entry);
+            }
+            Ok((code, entry.log))
+        };
+        if let Some(ptxas) = &self.options.ptxas {
+            let refused = |what: String| DeviceError::Compile { kernel: name.into(), log: what };
+            let hints = Hints { ptxas: Some(ptxas.clone()), ..Hints::default() };
+            let report =
+                Assembler::find(&hints).and_then(|found| found.assemble(kernel)).map_err(|e| refused(e.to_string()))?;
+            report
+                .verdict()
+                .map_err(|faults| refused(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")))?;
+            return keep(report.cubin, format!("Used {} registers", report.registers));
+        }
+        // Only the linker hands its code out, and it compiles for use by others, where registers cannot be handed out:
+        // setmaxnreg would be dropped (C7504).
+        let hands_out = kernel.roles.iter().any(|role| role.registers.is_some());
+        let linked = match hands_out {
+            true => Err("the linker would drop setmaxnreg; the driver keeps it".to_string()),
+            false => entered.compile(text).map_err(|(refused, _)| refused.to_string()),
+        };
+        match linked {
+            Ok((cubin, log)) => keep(cubin, log),
+            Err(why) => match entered.load_text(text, name, parameters) {
+                Ok((code, log)) => Ok((code, format!("{log}\nnot kept: {why}"))),
+                Err((error, log)) => Err(compile_error(name, error, log)),
+            },
+        }
     }
 }
 

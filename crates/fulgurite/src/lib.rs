@@ -34,6 +34,7 @@ mod choice;
 mod cpu;
 mod engine;
 mod error;
+pub mod gpu;
 mod oracle;
 mod view;
 

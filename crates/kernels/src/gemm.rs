@@ -5,7 +5,7 @@
 //! blocks that run at the same time share tiles of A and B in the second-level cache.
 
 use fulgurite_ptx::{
-    BuildError, Builder, Group, Half, Kernel, Major, Pair, Scope, Sum, Target, TileShape, Val, Warpgroups, Word,
+    Acc, BuildError, Builder, Group, Half, Kernel, Major, Pair, Scope, Sum, Target, TileShape, Val, Warpgroups, Word,
 };
 
 /// How the kernel is cut: measured choices, one place.
@@ -40,6 +40,9 @@ pub struct Layouts {
 
 /// Elements of the summed dimension in a tile: a line of 128 bytes.
 pub(crate) const INNER: u32 = 64;
+
+/// Elements of 16 bytes.
+pub(crate) const UNIT: u32 = 8;
 
 /// The tile of an operand with `outer` rows (A) or columns (B).
 fn tile<T: Half>(major: Major, outer: u32) -> TileShape {
@@ -84,7 +87,12 @@ where
     // Blocks of a cluster have the same columns of C: each brings its part of B's tile, for all.
     let b_part = tile::<T>(layouts.b, cols / cluster);
     let (a, b, c) = (k.tensor("a", a_tile, 3), k.tensor("b", b_part, 3), k.tensor("c", c_tile, 3));
-    let [m_tiles, n_tiles, steps, tiles] = ["m_tiles", "n_tiles", "k_steps", "tiles"].map(|name| k.param::<u32>(name));
+    let [m_tiles, n_tiles, steps, tiles, m, n] =
+        ["m_tiles", "n_tiles", "k_steps", "tiles", "m", "n"].map(|name| k.param::<u32>(name));
+    // The copy engine writes units of 16 bytes: the columns of C past the last whole one are written by threads.
+    let (memory, row_stride, batch_stride) =
+        (k.pointer::<T>("c_memory"), k.param::<u64>("c_row"), k.param::<u64>("c_batch"));
+    let whole = n & !(UNIT - 1);
     let ring = k.pipe("operands", depth, &[a_tile, b_tile]);
     // C leaves through two small tiles a warpgroup: one is written while the copy engine reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
@@ -150,10 +158,23 @@ where
                 w.publish_shared();
                 w.sync_group(&barrier);
                 w.one_thread_of_group(|t| {
-                    t.store_tile(&c, &[at.col + part * INNER, at.row + own * 64, at.batch], tile);
+                    let col = at.col + part * INNER;
+                    t.when(col.lt(whole), |t| t.store_tile(&c, &[col, at.row + own * 64, at.batch], tile));
                     t.commit_stores();
                 });
             }
+            w.when_rarely((at.col + cols).gt(whole) & whole.lt(n), |w| {
+                let row = at.row + own * 64 + w.first_row();
+                let row_at = [row, row + 8].map(|row| {
+                    let start = at.batch.to_u64().mul_wide_64(batch_stride);
+                    memory.at_wide(start + row.to_u64().mul_wide_64(row_stride))
+                });
+                for (i, x) in acc.elements().enumerate() {
+                    let (row, col) = (row + 8 * Acc::row_of(i) as u32, at.col + Acc::col_of(i) + w.first_col());
+                    let inside = col.ge(whole) & col.lt(n) & row.lt(m);
+                    w.when(inside, |w| row_at[Acc::row_of(i)].store(w, col, x.to_half::<T>()));
+                }
+            });
         });
         w.one_thread_of_group(|t| t.wait_stores(0));
         w.sync_cluster();

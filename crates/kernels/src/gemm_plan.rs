@@ -203,7 +203,7 @@ impl Gemm {
         same("k", (k, Side::A), (k_of_b, Side::B))?;
         same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
         same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
-        let tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
+        let mut tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
 
         let Tuning { rows, cols, cluster, .. } = self.tuning;
         // A cluster takes as many tiles above each other as it has blocks.
@@ -213,10 +213,18 @@ impl Gemm {
         if tiles > MOST {
             return Err(GemmError::Tiles { got: tiles });
         }
-        let numbers = [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles].map(|count| Value::U32(count as u32));
+        let numbers =
+            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles, m, n].map(|count| Value::U32(count as u32));
+        let strides = tensors[2].strides.iter().map(|stride| Value::U64(stride / u64::from(self.number.bytes())));
+        let memory: Vec<Value> = std::iter::once(Value::Pointer(c.span)).chain(strides).collect();
+        // The copy engine writes whole units of 16 bytes, also past the last column: it is told of whole ones only.
+        let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
+        if whole > 0 {
+            tensors[2].extent[0] = whole;
+        }
         // One block a multiprocessor, in whole clusters.
         let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
-        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).collect();
+        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).chain(memory).collect();
         Ok(Launch { kernel, grid: [blocks, 1, 1], args })
     }
 
@@ -325,7 +333,7 @@ mod tests {
             check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
             let tiles = 3 * 3 * 3; // 300 rows and 520 columns in tiles of 128 x 256, three times
             assert_eq!(launch.grid, [tiles, 1, 1]);
-            assert_eq!(launch.args[3..], [3, 3, 2, tiles].map(Value::U32));
+            assert_eq!(launch.args[3..9], [3, 3, 2, tiles, 300, 520].map(Value::U32));
         }
     }
 
@@ -335,7 +343,7 @@ mod tests {
         let kernel = gemm(LAYOUTS[3]).kernel(Target::HOPPER).unwrap();
         for param in &kernel.params[..2] {
             let ParamKind::Tensor(shape) = &param.kind else { panic!("{param:?}") };
-            assert_eq!(u64::from(shape.extent[1]), STEP);
+            assert_eq!(shape.extent[1], gemm::INNER);
         }
     }
 
@@ -348,7 +356,7 @@ mod tests {
         let pairs = Gemm { tuning: Tuning { cluster: 2, ..gemm.tuning }, ..gemm };
         let grid =
             |multiprocessors| pairs.launch(kernel.clone(), matrices(LAYOUTS[0], [300, 200, 64]), multiprocessors);
-        assert_eq!(grid(131).unwrap().grid, [10, 1, 1]);
+        assert_eq!(grid(131).unwrap().grid, [12, 1, 1]);
         assert_eq!(grid(7).unwrap().grid, [6, 1, 1]);
         assert_eq!(grid(1).unwrap().grid, [2, 1, 1]);
     }

@@ -7,4 +7,5 @@ pub mod attention;
 pub mod exp;
 pub mod gemm;
 pub mod gemm_plan;
+pub mod registry;
 pub mod softmax;

@@ -63,6 +63,10 @@ impl Module {
     pub fn kernel(&self) -> &Kernel {
         &self.kernel
     }
+    /// The kernel, shared.
+    pub fn shared_kernel(&self) -> Arc<Kernel> {
+        self.kernel.clone()
+    }
     /// What the device put there, if it is of this type.
     pub fn handle<T: 'static>(&self) -> Option<&T> {
         self.handle.downcast_ref()

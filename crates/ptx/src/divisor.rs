@@ -2,6 +2,7 @@
 
 use crate::build::{Builder, Val};
 use crate::device::Value;
+use std::panic::Location;
 
 /// A parameter that is divided by. Dividends are below 2^31.
 #[derive(Clone, Copy)]
@@ -15,7 +16,8 @@ impl Builder {
     /// A number among the parameters that is divided by: three parameters, given by [`Divisor::values`].
     #[track_caller]
     pub fn divisor(&self, name: &str) -> Divisor<'_> {
-        let [value, magic, shift] = ["", "_magic", "_shift"].map(|end| self.param::<u32>(&format!("{name}{end}")));
+        let param = |end| self.param::<u32>(&format!("{name}{end}"));
+        let [value, magic, shift] = self.placed(Location::caller(), || ["", "_magic", "_shift"].map(param));
         Divisor { value, magic, shift }
     }
 }
@@ -37,7 +39,10 @@ impl<'k> Divisor<'k> {
     #[track_caller]
     pub fn select(cond: Val<'k, bool>, a: Divisor<'k>, b: Divisor<'k>) -> Divisor<'k> {
         let pick = |a: Val<'k, u32>, b: Val<'k, u32>| cond.select::<u32>(a, b);
-        Divisor { value: pick(a.value, b.value), magic: pick(a.magic, b.magic), shift: pick(a.shift, b.shift) }
+        let [value, magic, shift] = cond
+            .k
+            .placed(Location::caller(), || [pick(a.value, b.value), pick(a.magic, b.magic), pick(a.shift, b.shift)]);
+        Divisor { value, magic, shift }
     }
 }
 

@@ -65,18 +65,43 @@ pub enum Space {
 pub enum Kind {
     /// A register of a class, or an immediate where it is read.
     Value(Class),
+    /// A register of a class, and no immediate.
+    Register(Class),
     /// A list of registers of a class.
     List(Class),
+    /// One register of a class, or a list of several that lie together in memory.
+    Vector(Class),
     /// A list of registers, or one register of 64 bits that describes a tile.
     ListOrTile(Class),
     /// An address in a space, with a constant offset in bytes.
     Address(Space),
-    /// A constant that is part of the text.
-    Number,
+    /// A constant that is part of the text: one of these.
+    Number(&'static [Steps]),
     /// One of a few words that are part of the text.
     Word(&'static [&'static str]),
     /// The name of a parameter.
     Param,
+}
+
+/// Constants in equal steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Steps {
+    /// The smallest.
+    pub first: u64,
+    /// The largest.
+    pub last: u64,
+    /// From one to the next.
+    pub step: u64,
+}
+
+impl Steps {
+    /// Every constant.
+    pub fn all(self) -> impl Iterator<Item = u64> {
+        (self.first..=self.last).step_by(self.step as usize)
+    }
+    fn has(self, n: u64) -> bool {
+        (self.first..=self.last).contains(&n) && (n - self.first).is_multiple_of(self.step)
+    }
 }
 
 /// Which way an operand flows.
@@ -109,6 +134,10 @@ pub(crate) const fn out(name: &'static str, class: Class) -> Operand {
 pub(crate) const fn arg(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::In, kind: Kind::Value(class) }
 }
+/// An operand that is read from a register only.
+pub(crate) const fn reg(name: &'static str, class: Class) -> Operand {
+    of(name, Kind::Register(class))
+}
 /// A list of registers that are written.
 pub(crate) const fn outs(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::Out, kind: Kind::List(class) }
@@ -116,6 +145,14 @@ pub(crate) const fn outs(name: &'static str, class: Class) -> Operand {
 /// A list of registers that are read.
 pub(crate) const fn args(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::In, kind: Kind::List(class) }
+}
+/// One or more registers that are written with what lies together in memory.
+pub(crate) const fn loaded(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::Out, kind: Kind::Vector(class) }
+}
+/// One or more registers that are read, for memory where they lie together.
+pub(crate) const fn stored(name: &'static str, class: Class) -> Operand {
+    Operand { name, flow: Flow::In, kind: Kind::Vector(class) }
 }
 /// A list of registers that are read and written.
 pub(crate) const fn both(name: &'static str, class: Class) -> Operand {
@@ -130,8 +167,12 @@ pub(crate) const fn at(name: &'static str, space: Space) -> Operand {
     of(name, Kind::Address(space))
 }
 /// A constant of the text.
-pub(crate) const fn number(name: &'static str) -> Operand {
-    of(name, Kind::Number)
+pub(crate) const fn number(name: &'static str, allowed: &'static [Steps]) -> Operand {
+    of(name, Kind::Number(allowed))
+}
+/// Constants in equal steps.
+pub(crate) const fn steps(first: u64, last: u64, step: u64) -> Steps {
+    Steps { first, last, step }
 }
 /// A word of the text.
 pub(crate) const fn word(name: &'static str, words: &'static [&'static str]) -> Operand {
@@ -230,6 +271,8 @@ pub struct Inst {
     pub text: &'static str,
     /// Operands, in the order in which uses give them.
     pub operands: &'static [Operand],
+    /// Which of the words, constants and lengths of lists go together; a use for which it is false does not exist.
+    pub allowed: fn(&Op) -> bool,
     /// First version and target that accept it.
     pub needs: Needs,
     /// Which unit it occupies.
@@ -327,6 +370,42 @@ impl Op {
             Arg::Word(w) => w,
             other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a word", self.inst.name),
         }
+    }
+
+    /// What is wrong with the use as an instance of its row, in words that follow the row's name.
+    pub fn check(&self) -> Result<(), String> {
+        if self.args.len() != self.inst.operands.len() {
+            return Err(format!("has {} operands, {} were given", self.inst.operands.len(), self.args.len()));
+        }
+        for (operand, arg) in self.inst.operands.iter().zip(&self.args) {
+            let class = |reg: &Reg, class: Class| reg.class == class;
+            let fits = match (operand.kind, arg) {
+                (Kind::Value(c) | Kind::Register(c), Arg::Reg(reg)) => class(reg, c),
+                (Kind::Value(_), Arg::Imm(_)) => operand.flow == Flow::In,
+                (Kind::List(c) | Kind::Vector(c) | Kind::ListOrTile(c), Arg::List(regs)) => {
+                    !regs.is_empty() && regs.iter().all(|reg| class(reg, c))
+                }
+                (Kind::ListOrTile(_), Arg::Reg(reg)) => class(reg, Class::B64),
+                (Kind::Address(Space::Param), Arg::Address(Base::Param(_), _)) => true,
+                (Kind::Address(Space::Param), _) => false,
+                (Kind::Address(Space::Global), Arg::Address(Base::Reg(reg), _)) => class(reg, Class::B64),
+                (Kind::Address(_), Arg::Address(Base::Reg(reg), _)) => class(reg, Class::B32),
+                (Kind::Number(allowed), Arg::Imm(n)) => allowed.iter().any(|steps| steps.has(*n)),
+                (Kind::Word(words), Arg::Word(word)) => words.contains(word),
+                (Kind::Param, Arg::Param(_)) => true,
+                _ => false,
+            };
+            if !fits {
+                return Err(format!("does not take {arg:?} as `{}`, allowed: {:?}", operand.name, operand.kind));
+            }
+        }
+        if (self.inst.allowed)(self) { Ok(()) } else { Err(format!("does not exist with {:?}", self.args)) }
+    }
+
+    /// Whether a list has as many registers as the number in a word says: ".v2", "x2" and "2d" say two, "" says one.
+    pub(crate) fn counts(&self, list: usize, word: usize) -> bool {
+        let digit = self.word(word).chars().find_map(|c| c.to_digit(10)).unwrap_or(1);
+        self.list(list).len() == digit as usize
     }
 
     /// Registers that it reads.

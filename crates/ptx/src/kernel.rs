@@ -42,7 +42,11 @@ impl Target {
 
     /// The oldest PTX version that knows it.
     pub(crate) fn floor(self) -> (u8, u8) {
-        if self.sm >= 90 { (8, 0) } else { (7, 0) }
+        match self.sm {
+            90.. => (8, 0),
+            89 => (7, 8),
+            _ => (7, 0),
+        }
     }
 
     /// Registers of a multiprocessor.

@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod assemble;
 mod build;
 pub mod device;
 mod divisor;

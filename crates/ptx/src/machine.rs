@@ -37,6 +37,8 @@ pub enum Special {
     Multiprocessor,
     /// A clock of the multiprocessor, in cycles.
     Clock,
+    /// The same clock, in 64 bits.
+    WideClock,
     /// A clock of the machine, in nanoseconds.
     Time,
     /// Lanes below this one, as bits.
@@ -58,6 +60,7 @@ impl Special {
         ("%nclusterid.x", Special::Clusters),
         ("%smid", Special::Multiprocessor),
         ("%clock", Special::Clock),
+        ("%clock64", Special::WideClock),
         ("%globaltimer", Special::Time),
         ("%lanemask_lt", Special::LanesBelow),
     ];
@@ -228,10 +231,21 @@ pub enum Transfer {
         bytes: u32,
         /// How many are written.
         padded: u32,
-        /// Combined with what is there instead of replacing it.
+        /// Combined with what is there instead of replacing it: how, and as which type.
         reduce: Option<(Reduction, &'static str)>,
         /// Blocks of the cluster that receive it, as bits; none: the one that `to` is in.
         multicast: Option<u16>,
+        /// How it ends.
+        done: Done,
+    },
+    /// Words from registers.
+    Words {
+        /// Where to.
+        to: Place,
+        /// The words, in the order of memory.
+        data: Vec<u8>,
+        /// Combined with what is there instead of replacing it: how, and as which type.
+        reduce: Option<(Reduction, &'static str)>,
         /// How it ends.
         done: Done,
     },

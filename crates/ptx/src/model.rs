@@ -2,7 +2,9 @@
 //!
 //! Approximate functions are computed in f64 and rounded once, which is inside the bound that PTX gives.
 
+use crate::machine::Reduction;
 use crate::product::Number;
+use half::{bf16, f16};
 
 /// Subnormals become zeros of the same sign.
 fn flush(x: f32) -> f32 {
@@ -44,6 +46,9 @@ pub fn add_down(a: f32, b: f32) -> f32 {
     let part = sum - x;
     let rest = (x - (sum - part)) + (y - part);
     let nearest = sum as f32;
+    if sum == 0.0 && (a.is_sign_negative() || b.is_sign_negative()) {
+        return -0.0; // what cancels is a negative zero in this direction
+    }
     if !nearest.is_finite() || sum.is_infinite() || sum.is_nan() {
         // Beyond the range: down from the largest number, not up to infinity.
         return if nearest == f32::INFINITY && a.is_finite() && b.is_finite() { f32::MAX } else { nearest };
@@ -76,6 +81,76 @@ pub fn rsqrt(x: f32) -> f32 {
 /// sqrt(x).
 pub fn sqrt(x: f32) -> f32 {
     flush(f64::from(flush(x)).sqrt() as f32)
+}
+
+/// An operation on 16-bit floats, computed in f64 and rounded once.
+pub(crate) fn on_half(brain: bool, bits: &[u16], f: &dyn Fn(&[f64]) -> f64) -> u16 {
+    let wide = |&x: &u16| if brain { bf16::from_bits(x).to_f64() } else { f16::from_bits(x).to_f64() };
+    let y = f(&bits.iter().map(wide).collect::<Vec<_>>());
+    if brain { bf16::from_f64(y).to_bits() } else { f16::from_f64(y).to_bits() }
+}
+
+/// What stands in memory after `x` is combined with what was there, as elements of a type of PTX.
+pub fn combine(way: Reduction, number: &str, old: u64, x: u64) -> u64 {
+    let halves = |brain: bool, shift: u32| {
+        let bits = [(old >> shift) as u16, (x >> shift) as u16];
+        let sum = on_half(brain, &bits, &|v| match way {
+            Reduction::Add => v[0] + v[1],
+            Reduction::Min => v[0].min(v[1]),
+            _ => v[0].max(v[1]),
+        });
+        u64::from(sum) << shift
+    };
+    match number {
+        "f32" => u64::from(add_flush(f32::from_bits(old as u32), f32::from_bits(x as u32)).to_bits()),
+        "f16" | "bf16" => halves(number == "bf16", 0),
+        "f16x2" | "bf16x2" => halves(number == "bf16x2", 16) | halves(number == "bf16x2", 0),
+        _ => {
+            let signed = number.starts_with('s');
+            let wide = number.ends_with("64");
+            let cut = |x: u64| if wide { x } else { x & 0xffff_ffff };
+            let (old, x) = (cut(old), cut(x));
+            let less = match (signed, wide) {
+                (false, _) => old < x,
+                (true, false) => (old as i32) < x as i32,
+                (true, true) => (old as i64) < x as i64,
+            };
+            cut(match way {
+                Reduction::Add => old.wrapping_add(x),
+                Reduction::Min => {
+                    if less {
+                        old
+                    } else {
+                        x
+                    }
+                }
+                Reduction::Max => {
+                    if less {
+                        x
+                    } else {
+                        old
+                    }
+                }
+                Reduction::And => old & x,
+                Reduction::Or => old | x,
+                Reduction::Xor => old ^ x,
+                Reduction::Inc => {
+                    if old >= x {
+                        0
+                    } else {
+                        old + 1
+                    }
+                }
+                Reduction::Dec => {
+                    if old == 0 || old > x {
+                        x
+                    } else {
+                        old - 1
+                    }
+                }
+            })
+        }
+    }
 }
 
 /// Exponent bits, fraction bits and largest finite value of an 8-bit float.
@@ -123,8 +198,8 @@ pub fn to_fp8(x: f32, number: Number) -> u8 {
 /// The value of an element that a tensor core reads; it stands in the low bits.
 pub fn decode(bits: u32, number: Number) -> f64 {
     match number {
-        Number::F16 => half::f16::from_bits(bits as u16).to_f64(),
-        Number::Bf16 => half::bf16::from_bits(bits as u16).to_f64(),
+        Number::F16 => f16::from_bits(bits as u16).to_f64(),
+        Number::Bf16 => bf16::from_bits(bits as u16).to_f64(),
         Number::Tf32 => f64::from(f32::from_bits(bits & !0x1fff)),
         Number::E4m3 | Number::E5m2 => f64::from(from_fp8(bits as u8, number)),
         Number::S8 => f64::from(bits as u8 as i8),
@@ -134,34 +209,52 @@ pub fn decode(bits: u32, number: Number) -> f64 {
     }
 }
 
-/// One step of a tensor core: the accumulator plus the products of one instruction.
+/// The exponent of a number that is not zero.
+fn exponent(x: f64) -> i32 {
+    (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
+}
+
+/// A number cut toward zero to so many bits after the leading one.
+fn cut(x: f64, bits: i32) -> f64 {
+    if x == 0.0 {
+        return 0.0;
+    }
+    let unit = f64::from((exponent(x) - bits).max(-149)).exp2();
+    (x / unit).trunc() * unit
+}
+
+/// One step of a tensor core: the accumulator plus the products of one instruction, in the low bits.
 ///
 /// Floats: all terms are aligned to the largest exponent, cut toward zero below a fixed number of bits (25 for
-/// elements of 16 bits and more, 13 for those of 8), added exactly, and the sum is cut toward zero to f32. This is
-/// the published behaviour of Hopper's tensor cores; PTX itself promises no order and no rounding. Integers are exact.
-pub fn accumulate(old: u32, terms: impl Iterator<Item = f64>, to: Number, from: Number, saturate: bool) -> u32 {
+/// elements of 16 bits and more, 13 for those of 8), and added exactly. The sum is cut toward zero to f32, of which
+/// products of 8-bit floats fill 13 bits after the leading one; f16 accumulators round to nearest. This is the
+/// published behaviour of Hopper's tensor cores; PTX itself promises no order and no rounding. Integers are exact.
+pub fn accumulate(old: u32, terms: &[f64], to: Number, from: Number, saturate: bool) -> u32 {
     if to == Number::S32 {
-        let sum = i64::from(old as i32) + terms.map(|x| x as i64).sum::<i64>();
+        let sum = i64::from(old as i32) + terms.iter().map(|&x| x as i64).sum::<i64>();
         let kept = if saturate { sum.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) } else { sum };
         return kept as i32 as u32;
     }
-    let all: Vec<f64> = std::iter::once(f64::from(f32::from_bits(old))).chain(terms).collect();
-    if all.iter().any(|x| !x.is_finite()) {
-        return (all.iter().sum::<f64>() as f32).to_bits();
-    }
-    let Some(top) = all.iter().filter(|x| **x != 0.0).map(|x| x.abs().log2().floor() as i32).max() else {
-        return 0;
-    };
+    let all: Vec<f64> = std::iter::once(decode(old, to)).chain(terms.iter().copied()).collect();
     let bits = if from.bytes() == 1 { 13 } else { 25 };
-    let unit = f64::from(top - bits).exp2();
-    let sum = all.iter().map(|x| (x / unit).trunc() as i64).sum::<i64>() as f64 * unit;
-    let nearest = sum as f32;
-    let cut = if f64::from(nearest).abs() > sum.abs() {
-        if nearest > 0.0 { nearest.next_down() } else { nearest.next_up() }
+    let sum = if all.iter().any(|x| !x.is_finite()) {
+        all.iter().sum::<f64>()
     } else {
-        nearest
+        let Some(top) = all.iter().filter(|x| **x != 0.0).map(|x| exponent(*x)).max() else {
+            return 0;
+        };
+        let unit = f64::from(top - bits).exp2();
+        all.iter().map(|x| (x / unit).trunc()).sum::<f64>() * unit
     };
-    cut.to_bits()
+    match to {
+        Number::F16 => f16::from_f64(sum).to_bits().into(),
+        _ if !sum.is_finite() => (sum as f32).to_bits(),
+        _ => {
+            // Past the largest number, cutting stops there.
+            let kept = cut(sum, bits.min(23)).clamp(f64::from(f32::MIN), f64::from(f32::MAX));
+            (kept as f32).to_bits()
+        }
+    }
 }
 
 #[cfg(test)]
@@ -170,10 +263,11 @@ mod tests {
 
     #[test]
     fn rounding_down_is_below_and_next() {
-        for (a, b) in [(1.0f32, 1e-9f32), (1.0, -1e-9), (12582912.0, 3.7), (12582912.0, -3.2), (-1.0, -1e-30)] {
+        // Sums that f64 holds exactly.
+        for (a, b) in [(1.0f32, 1e-9f32), (1.0, -1e-9), (12582912.0, 3.7), (12582912.0, -3.2), (0.5, 0.25)] {
             let d = add_down(a, b);
             let exact = f64::from(a) + f64::from(b);
-            assert!(f64::from(d) <= exact && f64::from(d.next_up()) > exact - 1e-30, "{a} + {b} = {d}");
+            assert!(f64::from(d) <= exact && f64::from(d.next_up()) > exact, "{a} + {b} = {d}");
         }
         // Floor by the magic number 1.5 * 2^23.
         assert_eq!(add_down(3.7, 12582912.0) - 12582912.0, 3.0);
@@ -200,7 +294,7 @@ mod tests {
     #[test]
     fn sums_are_cut_toward_zero() {
         let sum = |old: f32, terms: &[f64]| {
-            f32::from_bits(accumulate(old.to_bits(), terms.iter().copied(), Number::F32, Number::Bf16, false))
+            f32::from_bits(accumulate(old.to_bits(), terms, Number::F32, Number::Bf16, false))
         };
         assert_eq!(sum(1.0, &[2.0, 3.0]), 6.0);
         assert_eq!(sum(0.0, &[]), 0.0);
@@ -210,9 +304,8 @@ mod tests {
         // What lies 26 bits below the largest term is not seen, even where the large terms cancel.
         assert_eq!(sum(1.0, &[-1.0, (-26f64).exp2()]), 0.0);
         assert!(sum(f32::INFINITY, &[1.0]).is_infinite() && sum(f32::INFINITY, &[f64::NEG_INFINITY]).is_nan());
-        let bytes = |old: i32, terms: &[f64], saturate| {
-            accumulate(old as u32, terms.iter().copied(), Number::S32, Number::S8, saturate) as i32
-        };
+        let bytes =
+            |old: i32, terms: &[f64], saturate| accumulate(old as u32, terms, Number::S32, Number::S8, saturate) as i32;
         assert_eq!(bytes(i32::MAX, &[1.0], true), i32::MAX);
         assert_eq!(bytes(i32::MAX, &[1.0], false), i32::MIN);
     }

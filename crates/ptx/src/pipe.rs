@@ -26,6 +26,7 @@ struct Ring<'k> {
 type Cursor<'k> = [Var<'k, u32>; 2];
 
 impl<'k> Ring<'k> {
+    #[track_caller]
     fn new(k: &'k Builder, name: &str, depth: u32, blocks: u32) -> Self {
         let id = k.new_pipe(name, blocks);
         let full = k.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
@@ -48,7 +49,7 @@ impl<'k> Ring<'k> {
         let place = Arg::Address(Base::Reg(barrier.in_register()), 0);
         let body = k.block(|| {
             let done = k.register(Class::Pred);
-            k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]);
+            k.placed(at, || k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]));
             k.push(Stmt::Break { cond: done, when: true, at });
         });
         k.push(Stmt::Loop { body, at });
@@ -91,16 +92,18 @@ impl<'k> Ring<'k> {
         self.k.pipe_emptied(self.id);
         let empty = self.barrier(self.empty, cursor[0].now());
         let lane = w.lane();
-        w.when(lane.lt(self.blocks), |w| {
-            if self.blocks > 1 {
-                // Lane i tells block i, which fills this block's stages too.
-                let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
-                let place = Arg::Address(Base::Reg(there.in_register()), 0);
-                w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [place]);
-            } else {
-                let place = Arg::Address(Base::Reg(empty.in_register()), 0);
-                w.k.emit(&mbarrier::ARRIVE, [place]);
-            }
+        self.k.placed(Location::caller(), || {
+            w.when(lane.lt(self.blocks), |w| {
+                if self.blocks > 1 {
+                    // Lane i tells block i, which fills this block's stages too.
+                    let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
+                    let place = Arg::Address(Base::Reg(there.in_register()), 0);
+                    w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [place]);
+                } else {
+                    let place = Arg::Address(Base::Reg(empty.in_register()), 0);
+                    w.k.emit(&mbarrier::ARRIVE, [place]);
+                }
+            });
         });
     }
 }
@@ -117,6 +120,7 @@ pub struct Pipe<'k> {
 
 impl Builder {
     /// A ring of `depth` stages, each with one tile of each shape.
+    #[track_caller]
     pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
         let mut stage = 0;
         let mut place = |shape: &TileShape| {
@@ -177,7 +181,8 @@ impl<'k> Pipe<'k> {
     fn stage(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
         let start = self.ring.k.shared_address(self.first);
         let start = if self.ring.depth == 1 { start } else { stage.mul_add(self.stage, start) };
-        self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset)).collect()
+        let tiles = self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset));
+        self.ring.k.placed(Location::caller(), || tiles.collect())
     }
 
     /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
@@ -255,7 +260,7 @@ impl<'k, const N: usize> Mailbox<'k, N> {
     pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.wait_empty();
-        let (base, regs) = (self.place(cursor), message.map(|x| x.in_register()));
+        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), || message.map(|x| x.in_register())));
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);

@@ -1,6 +1,6 @@
 //! A kernel as PTX text.
 
-use crate::inst::{Arg, Base, Class, Flow, Kind, Op, Reg};
+use crate::inst::{Arg, Base, Class, Kind, Op, Reg};
 use crate::kernel::{Kernel, ParamKind, Stmt};
 use crate::verify::varying;
 use std::collections::{HashMap, HashSet};
@@ -24,9 +24,9 @@ impl Kernel {
         };
         p.block(&self.body, None);
         p.out.push_str("  ret;\n");
-        while let Some((label, back, body)) = p.cold.pop() {
+        while let Some(Cold { label, back, exit, body }) = p.cold.pop() {
             let _ = writeln!(p.out, "{label}:");
-            p.block(&body, None);
+            p.block(&body, exit.as_deref());
             let _ = writeln!(p.out, "  bra.uni {back};");
         }
         let body = std::mem::take(&mut p.out);
@@ -87,10 +87,20 @@ struct Printer<'a> {
     labels: u32,
     /// File and line that the last `.loc` named.
     line: (usize, u32),
-    /// Blocks to print after the rest, with their labels and where they return.
-    cold: Vec<(String, String, Vec<Stmt>)>,
+    /// Blocks to print after the rest.
+    cold: Vec<Cold>,
     /// Registers that may differ between the lanes of a warp.
     varying: HashSet<Reg>,
+}
+
+/// A block that lies out of the way.
+struct Cold {
+    label: String,
+    /// Where it returns.
+    back: String,
+    /// The end of the loop around it.
+    exit: Option<String>,
+    body: Vec<Stmt>,
 }
 
 fn register(reg: Reg) -> String {
@@ -137,7 +147,7 @@ impl Printer<'_> {
             (_, []) if cold => {
                 let (there, back) = (self.label("COLD"), self.label("BACK"));
                 let _ = writeln!(self.out, "  @{cond} bra{uni} {there};\n{back}:");
-                self.cold.push((there, back, then.to_vec()));
+                self.cold.push(Cold { label: there, back, exit: exit.map(str::to_owned), body: then.to_vec() });
             }
             (_, []) => {
                 let end = self.label("END");
@@ -193,9 +203,7 @@ impl Printer<'_> {
                 _ => write!(self.out, "{bits}"),
             },
             Arg::List(regs) => {
-                // One register in braces is no vector, except where coordinates are meant.
-                let bare =
-                    regs.len() == 1 && op.inst.operands[i].flow != Flow::Both && op.inst.operands[i].name != "at";
+                let bare = regs.len() == 1 && matches!(kind, Kind::Vector(_));
                 let names: Vec<String> = regs.iter().map(|&r| register(r)).collect();
                 if bare { write!(self.out, "{}", names[0]) } else { write!(self.out, "{{{}}}", names.join(", ")) }
             }

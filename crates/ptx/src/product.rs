@@ -331,49 +331,61 @@ impl Product {
             }
         }
         let sign = if self.negate[0] != self.negate[1] { -1.0 } else { 1.0 };
+        let terms = |row: u32, col: u32| -> Vec<f64> {
+            a[row as usize].iter().zip(&b[col as usize]).map(|(x, y)| sign * x * y).collect()
+        };
         (0..128)
             .map(|thread| {
-                let accumulate = |(i, &reg): (usize, &Reg)| {
-                    let (row, col) = accumulator_element(thread, i as u32);
+                let add = |(i, &reg): (usize, &Reg)| {
                     let old = if self.onto { register(thread, reg) } else { 0 };
-                    let terms = a[row as usize].iter().zip(&b[col as usize]).map(|(x, y)| sign * x * y);
-                    model::accumulate(old, terms, to, number_a, self.saturate)
+                    accumulate(old, [to, number_a], self.saturate, thread, i as u32, &terms)
                 };
-                self.d.iter().enumerate().map(accumulate).collect()
+                self.d.iter().enumerate().map(add).collect()
             })
             .collect()
     }
 }
 
-/// D = A B + C of a warp, 16 rows and 8 columns: operands and result by lane and register.
-pub fn mma_sync(number: Number, a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
-    let (bytes, depth) = (number.bytes(), number.depth());
+/// Register `i` of a thread's accumulators with the terms of its elements added: one element, or two of 16 bits.
+fn accumulate(
+    old: u32,
+    [to, from]: [Number; 2],
+    saturate: bool,
+    thread: u32,
+    i: u32,
+    terms: &dyn Fn(u32, u32) -> Vec<f64>,
+) -> u32 {
+    let per = 4 / to.bytes();
+    (0..per).fold(0, |word, e| {
+        let (row, col) = accumulator_element(thread, per * i + e);
+        let sum = model::accumulate(old >> (8 * to.bytes() * e), &terms(row, col), to, from, saturate);
+        word | sum << (8 * to.bytes() * e)
+    })
+}
+
+/// D = A B + C of a warp, 16 rows and 8 columns: operands and result by lane and register. `numbers` are the types of
+/// D and C, of A, and of B.
+pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let [to, number_a, number_b] = numbers;
+    let (bytes, depth) = (number_a.bytes(), number_a.depth());
     let (mut left, mut right) = (vec![vec![0.0; depth as usize]; 16], vec![vec![0.0; depth as usize]; 8]);
     for lane in 0..32u32 {
         for e in 0..4 / bytes {
-            let decode = |word: u32| model::decode(word >> (8 * bytes * e), number);
             for (i, &word) in a[lane as usize].iter().enumerate() {
                 let (row, inner) = left_element(lane, i as u32, e, bytes);
-                left[row as usize][inner as usize] = decode(word);
+                left[row as usize][inner as usize] = model::decode(word >> (8 * bytes * e), number_a);
             }
             for (i, &word) in b[lane as usize].iter().enumerate() {
                 let inner = 4 / bytes * (lane % 4) + e + 16 / bytes * i as u32;
-                right[(lane / 4) as usize][inner as usize] = decode(word);
+                right[(lane / 4) as usize][inner as usize] = model::decode(word >> (8 * bytes * e), number_b);
             }
         }
     }
-    let to = if matches!(number, Number::S8 | Number::U8) { Number::S32 } else { Number::F32 };
-    (0..32u32)
-        .map(|lane| {
-            (0..4)
-                .map(|i| {
-                    let (row, col) = accumulator_element(lane, i);
-                    let terms = left[row as usize].iter().zip(&right[col as usize]).map(|(x, y)| x * y);
-                    model::accumulate(c[lane as usize][i as usize], terms, to, number, false)
-                })
-                .collect()
-        })
-        .collect()
+    let terms = |row: u32, col: u32| -> Vec<f64> {
+        left[row as usize].iter().zip(&right[col as usize]).map(|(x, y)| x * y).collect()
+    };
+    let add = |lane: u32, i: usize| accumulate(c[lane as usize][i], [to, number_a], false, lane, i as u32, &terms);
+    (0..32u32).map(|lane| (0..c[lane as usize].len()).map(|i| add(lane, i)).collect()).collect()
 }
 
 #[cfg(test)]

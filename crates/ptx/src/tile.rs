@@ -8,6 +8,7 @@ use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::kernel::BoxShape;
 use crate::product::{Major, Number, TileShape};
 use crate::table::{bulk, convert, memory, sync, tensor};
+use std::panic::Location;
 
 /// A tensor among the parameters, as the copy engine sees it.
 #[derive(Clone, Copy)]
@@ -35,9 +36,9 @@ pub struct Tensor<'k> {
     tile: TileShape,
 }
 
-/// The word for the number of axes.
-pub(crate) fn rank_word(rank: usize) -> &'static str {
-    ["1d", "2d", "3d", "4d", "5d"][rank - 1]
+/// The word for the number of axes. More than there can be were refused with the tensor.
+fn rank_word(rank: u32) -> &'static str {
+    ["1d", "2d", "3d", "4d", "5d"][rank.clamp(1, 5) as usize - 1]
 }
 
 impl Builder {
@@ -154,8 +155,11 @@ impl<'k> Operand<'k> {
         let (k, shape) = (self.tile.address.k, self.tile.shape);
         let bits = shape.descriptor(self.major);
         // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
-        // step adds to the low half without a carry into other fields.
-        let start = self.tile.address >> 4;
+        // step adds to the low half without a carry into other fields. In a cluster, the block's number stands above.
+        let start = match k.cluster_blocks() {
+            1 => self.tile.address >> 4,
+            _ => (self.tile.address & 0x3_ffff) >> 4,
+        };
         let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
         let step = |j| {
             let low = start + (bits as u32 + (shape.step(self.major, j) >> 4));
@@ -163,7 +167,8 @@ impl<'k> Operand<'k> {
             k.emit(&convert::JOIN_64, [d, Arg::List([low.in_register(), high.in_register()].into())]);
             whole.in_register()
         };
-        (0..self.inner / shape.number.depth()).map(step).collect()
+        let steps = (0..self.inner / shape.number.depth()).map(step);
+        self.tile.address.k.placed(Location::caller(), || steps.collect())
     }
     fn transposed(&self) -> Arg {
         Arg::Imm(u64::from(self.major == Major::Outer))
@@ -410,8 +415,11 @@ impl<'k> Scope<'k, Group> {
         let elements: Vec<Val<'k, f32>> = acc.elements().collect();
         for (j, part) in elements.chunks_exact(8).enumerate() {
             let j = j as u32;
-            let value = |i: usize| f(Acc::row_of(i), part[i]);
-            let pairs = [0, 2, 4, 6].map(|i| value(i).pair_with::<T>(value(i + 1)).in_register());
+            let mut pairs = Vec::with_capacity(4);
+            for i in [0, 2, 4, 6] {
+                let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
+                pairs.push(low.pair_with::<T>(high).in_register());
+            }
             // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();
@@ -434,7 +442,10 @@ impl<'k> Scope<'k, Thread> {
     /// Starts bringing a tile of a tensor near; a hint.
     #[track_caller]
     pub fn prefetch_tile(&self, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
-        self.prefetch(from.param.map(), at);
+        for chunk in 0..from.tile.chunks() {
+            let (regs, rank) = from.coordinates(at, chunk);
+            self.k.emit(&bulk::PREFETCH_BOX, [from.param.map().arg(), regs, Arg::Word(rank)]);
+        }
     }
 }
 
@@ -445,10 +456,12 @@ impl<'k> Tensor<'k> {
         let k = self.param.k;
         if at.len() != self.param.rank as usize {
             k.refuse(format!("{} coordinates for a tensor of {} axes", at.len(), self.param.rank));
+            return (Arg::List(Box::new([])), rank_word(self.param.rank));
         }
         let first = at[0] + chunk * self.tile.chunk();
-        let regs = std::iter::once(first).chain(at[1..].iter().copied()).map(|c| c.in_register()).collect();
-        (Arg::List(regs), rank_word(at.len()))
+        let regs = std::iter::once(first).chain(at[1..].iter().copied()).map(|c| c.in_register());
+        let regs = k.placed(Location::caller(), || regs.collect());
+        (Arg::List(regs), rank_word(self.param.rank))
     }
 
     /// Starts copying the tile at `at` into `to`; its bytes are counted on the barrier at `bar`.

@@ -2,14 +2,15 @@
 //! barriers fit, and what whole warps execute together is not under a branch that depends on the lane.
 
 use crate::error::BuildError;
-use crate::inst::{Inst, Op, Reg, Together};
+use crate::inst::{Effect, Inst, Op, Reg, Together};
 use crate::kernel::{Kernel, Stmt, Target};
 use std::collections::HashSet;
 use std::panic::Location;
 
 pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
-    resources(kernel)?;
+    // First, because memory and registers too depend on the target: what it lacks says more than what does not fit.
     needs(kernel)?;
+    resources(kernel)?;
     convergence(kernel)
 }
 
@@ -96,6 +97,8 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
                 let same = same_in_warp(op);
                 let source = matches!(op.inst.name, "mov.special")
                     && matches!(op.word(1), "%tid.x" | "%laneid" | "%lanemask_lt");
+                // Lanes that change the same word see different old values.
+                let source = source || matches!(op.inst.effect, Effect::Update(_));
                 let source =
                     source || matches!(op.inst.name, "elect" | "ldmatrix") || op.inst.together == Together::Warpgroup;
                 if divergent || source || (!same && op.reads().any(|r| varying.contains(&r))) {

@@ -50,7 +50,7 @@ impl Tuning {
             ..=64 if k_len >= 4096 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
             ..=64 if k_len >= 2048 && !causal => Tuning { cols: 160, ..base },
             ..=64 => base,
-            ..=128 => Tuning { early: 2, ..base },
+            65..=128 => Tuning { early: 2, ..base },
             _ => Tuning { cols: 64, join: false, ..base },
         }
     }

@@ -6,6 +6,7 @@ use super::value::{IntoVal, Val, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::table::memory as rows;
 use std::marker::PhantomData;
+use std::panic::Location;
 
 /// Bytes of an element.
 pub(crate) const fn bytes<T: Word>() -> u32 {
@@ -52,7 +53,8 @@ fn load<'k, T: Word, const N: usize>(k: &'k Builder, row: &'static Inst, at: Arg
 }
 #[track_caller]
 fn store<T: Word, const N: usize>(k: &Builder, row: &'static Inst, at: Arg, x: [Val<'_, T>; N]) {
-    let regs = x.map(|x| x.in_register());
+    let at_line = Location::caller();
+    let regs = k.placed(at_line, || x.map(|x| x.in_register()));
     k.emit(row, [at, Arg::List(regs.into()), Arg::Word(vector(N))]);
 }
 
@@ -81,10 +83,7 @@ impl<'k, T: Word> Pointer<'k, T> {
     /// The array from an element on, for arrays of 2^32 elements and more.
     #[track_caller]
     pub fn at_wide(self, index: Val<'k, u64>) -> Self {
-        let bytes = Val::<u64>::new(self.address.k, super::Src::Imm(bytes::<T>().into()));
-        Pointer::new(
-            self.address + index.compute::<u64>(&crate::table::integer::MUL_64, &[bytes.arg(), Arg::Word("u64")]),
-        )
+        Pointer::new(self.address + index.mul_wide_64(u64::from(bytes::<T>())))
     }
     #[track_caller]
     fn place(self, index: impl IntoVal<'k, u32>) -> Arg {
@@ -137,7 +136,7 @@ impl<'k> Pointer<'k, u32> {
     ) -> Val<'k, u32> {
         let (d, old) = Val::fresh(w.k);
         let x = x.into_val(w.k);
-        w.k.emit(&rows::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
+        w.k.emit(&crate::table::atomic::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
         old
     }
 }

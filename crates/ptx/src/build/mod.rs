@@ -41,8 +41,8 @@ pub struct Builder {
     name: String,
     target: Target,
     cluster: Cell<u32>,
-    /// The line of the kernel that built something last.
-    line: Cell<Option<&'static Location<'static>>>,
+    /// The Rust line that instructions are built for, where it is not the caller's.
+    place: Cell<Option<&'static Location<'static>>>,
     state: RefCell<State>,
 }
 
@@ -60,6 +60,8 @@ struct State {
     barriers: u32,
     mbarriers: Vec<MbarrierUse>,
     roles: Vec<(RoleUse, Vec<Stmt>)>,
+    /// The Rust line of each.
+    role_places: Vec<&'static Location<'static>>,
     /// Number of the role under construction, and how deep its first block lies.
     role: Option<(usize, usize)>,
     /// Registers that hold where a role stands in a ring.
@@ -76,6 +78,8 @@ struct MbarrierUse {
     offset: u32,
     /// Arrivals a phase; filled in once all roles are known.
     count: Count,
+    /// The Rust line that asked for it.
+    at: &'static Location<'static>,
 }
 
 /// How many arrivals complete a phase.
@@ -125,7 +129,7 @@ impl Kernel {
             name: name.into(),
             target,
             cluster: Cell::new(1),
-            line: Cell::new(None),
+            place: Cell::new(None),
             state: RefCell::new(State { blocks: vec![Vec::new()], barriers: 1, ..State::default() }),
         };
         f(&k);
@@ -158,17 +162,22 @@ impl Builder {
     pub(crate) fn emit(&self, inst: &'static Inst, args: impl Into<Box<[Arg]>>) {
         let args = args.into();
         assert_eq!(args.len(), inst.operands.len(), "bug in fulgurite: operands of {}", inst.name);
-        self.push(Stmt::Op(Op { inst, args, at: self.line(Location::caller()) }));
+        let at = self.place.get().unwrap_or(Location::caller());
+        let op = Op { inst, args, at };
+        if let Err(what) = op.check() {
+            self.refuse(format!("`{}` {what}", inst.name));
+        }
+        self.push(Stmt::Op(op));
     }
 
-    /// The line of the kernel that a place in its text comes from. Closures in this crate have lines of their own:
-    /// what they build belongs to the line of the kernel that was seen last, which called them.
-    fn line(&self, at: &'static Location<'static>) -> &'static Location<'static> {
-        let own = file!().trim_end_matches("build/mod.rs");
-        if !at.file().starts_with(own) {
-            self.line.set(Some(at));
-        }
-        self.line.get().unwrap_or(at)
+    /// What `f` builds was asked for at `at`. For closures of this crate, which do not know their caller's line; never
+    /// around one of the kernel's author.
+    pub(crate) fn placed<R>(&self, at: &'static Location<'static>, f: impl FnOnce() -> R) -> R {
+        let outer = self.place.get();
+        self.place.set(outer.or(Some(at)));
+        let result = f();
+        self.place.set(outer);
+        result
     }
 
     pub(crate) fn push(&self, stmt: Stmt) {
@@ -198,7 +207,7 @@ impl Builder {
     /// Remembers what is wrong; the first is reported when the kernel is finished.
     #[track_caller]
     pub(crate) fn refuse(&self, what: String) {
-        let at = Location::caller();
+        let at = self.place.get().unwrap_or(Location::caller());
         let at = format!("{}:{}", at.file(), at.line());
         self.state.borrow_mut().errors.push(BuildError::Shape { kernel: self.name.clone(), at, what });
     }
@@ -285,9 +294,10 @@ impl Builder {
     }
 
     /// `n` mbarriers in a row; the offset of the first.
+    #[track_caller]
     pub(crate) fn mbarriers(&self, name: &str, n: u32, count: Count) -> u32 {
-        let first = self.take_small(name, 8 * n, 8);
-        let uses = (0..n).map(|i| MbarrierUse { offset: first + 8 * i, count });
+        let (first, at) = (self.take_small(name, 8 * n, 8), Location::caller());
+        let uses = (0..n).map(|i| MbarrierUse { offset: first + 8 * i, count, at });
         self.state.borrow_mut().mbarriers.extend(uses);
         first
     }
@@ -313,11 +323,12 @@ impl Builder {
     /// Where the current role stands in a ring: stage and parity, `start` at first.
     #[track_caller]
     pub(crate) fn cursor(&self, pipe: usize, side: &'static str, start: [u32; 2]) -> [Var<'_, u32>; 2] {
+        let at = Location::caller();
         let role = self.state.borrow().role.map_or(0, |(role, _)| role);
         let known = self.state.borrow().cursors.get(&(role, pipe, side)).copied();
         let regs = known.unwrap_or_else(|| {
             let regs = [self.register(Class::B32), self.register(Class::B32)];
-            self.at_role_start(|| (0..2).for_each(|i| Var::of(self, regs[i]).set(start[i])));
+            self.placed(at, || self.at_role_start(|| (0..2).for_each(|i| Var::of(self, regs[i]).set(start[i]))));
             self.state.borrow_mut().cursors.insert((role, pipe, side), regs);
             regs
         });
@@ -325,12 +336,14 @@ impl Builder {
     }
 
     /// A value that the current role computes once, at its start.
+    #[track_caller]
     pub(crate) fn once<'k>(&'k self, name: &'static str, f: impl FnOnce() -> Val<'k, u32>) -> Val<'k, u32> {
         let role = self.state.borrow().role.map_or(0, |(role, _)| role);
+        let at = Location::caller();
         let known = self.state.borrow().once.get(&(role, name)).copied();
         let reg = known.unwrap_or_else(|| {
             let mut reg = None;
-            self.at_role_start(|| reg = Some(f().in_register()));
+            self.placed(at, || self.at_role_start(|| reg = Some(f().in_register())));
             let reg = reg.expect("bug in fulgurite: a value was just computed");
             self.state.borrow_mut().once.insert((role, name), reg);
             reg
@@ -353,6 +366,7 @@ impl Builder {
             let warps = 4 * warpgroups.count;
             let role = RoleUse { name: name.into(), first_warp, warps, registers: warpgroups.registers };
             state.roles.push((role, Vec::new()));
+            state.role_places.push(Location::caller());
             let depth = state.blocks.len();
             state.role = Some((state.roles.len() - 1, depth));
             state.roles.len() - 1
@@ -376,8 +390,6 @@ impl Builder {
     }
 
     fn finish(self) -> Result<Kernel, BuildError> {
-        // What follows belongs to no line of the kernel.
-        self.line.set(None);
         let roles = std::mem::take(&mut self.state.borrow_mut().roles);
         let threads = match roles.is_empty() {
             true => self.state.borrow().threads,
@@ -427,7 +439,7 @@ impl Builder {
 
     /// One thread makes the mbarriers, then all threads (of the cluster) meet.
     fn start_barriers(&self) {
-        let inits: Vec<(u32, u32)> = {
+        let inits: Vec<(u32, u32, &'static Location<'static>)> = {
             let state = self.state.borrow();
             let count = |count: Count| match count {
                 Count::Fixed(n) => n,
@@ -436,15 +448,18 @@ impl Builder {
                     pipe.blocks * pipe.readers.values().sum::<u32>()
                 }
             };
-            state.mbarriers.iter().map(|bar| (bar.offset, count(bar.count))).collect()
+            state.mbarriers.iter().map(|bar| (bar.offset, count(bar.count), bar.at)).collect()
         };
-        if inits.is_empty() {
-            return;
+        if let Some(&(_, _, at)) = inits.first() {
+            self.placed(at, || self.start_these(&inits));
         }
+    }
+
+    fn start_these(&self, inits: &[(u32, u32, &'static Location<'static>)]) {
         let scope = Scope::<Block>::new(self);
         scope.when(scope.thread().eq(0), |_| {
             let base = self.shared_address(0).in_register();
-            for (offset, count) in inits {
+            for &(offset, count, _) in inits {
                 let bar = Arg::Address(crate::inst::Base::Reg(base), offset as i32);
                 self.emit(&mbarrier::INIT, [bar, Arg::Imm(count.max(1).into())]);
             }
@@ -460,20 +475,23 @@ impl Builder {
 
     /// Sends each warp to its role.
     fn dispatch(&self, roles: Vec<(RoleUse, Vec<Stmt>)>, entry: u32) {
-        let at = Location::caller();
-        // The same in all lanes of a warp; only after the exchange does the assembler know.
-        let group = (Scope::<Block>::new(self).thread() / WARPGROUP).of_first_lane();
+        let places = std::mem::take(&mut self.state.borrow_mut().role_places);
         let last = roles.len() - 1;
         let mut conditions = Vec::new();
-        for (role, _) in &roles[..last] {
-            conditions.push(group.lt((role.first_warp + role.warps) / 4).in_register());
-        }
+        self.placed(places[0], || {
+            // The same in all lanes of a warp; only after the exchange does the assembler know.
+            let group = (Scope::<Block>::new(self).thread() / WARPGROUP).of_first_lane();
+            for (role, _) in &roles[..last] {
+                conditions.push(group.lt((role.first_warp + role.warps) / 4).in_register());
+            }
+        });
         let mut rest: Vec<Stmt> = Vec::new();
         for (i, (role, body)) in roles.into_iter().enumerate().rev() {
+            let at = places[i];
             let mut own = self.block(|| {
                 if let Some(registers) = role.registers {
                     let way = if registers > entry { "inc" } else { "dec" };
-                    self.emit(&sync::SETMAXNREG, [Arg::Word(way), Arg::Imm(registers.into())]);
+                    self.placed(at, || self.emit(&sync::SETMAXNREG, [Arg::Word(way), Arg::Imm(registers.into())]));
                 }
             });
             own.extend(body);

@@ -3,11 +3,11 @@
 //! What one thread may start (copies), what a warpgroup does together (products) and what everybody may do are
 //! methods of different scopes, so a wrong call does not compile.
 
-use super::value::{IntoVal, Val, Var, Word};
+use super::value::{Brand, IntoVal, Val, Var, Word};
 use super::{Builder, WARPGROUP};
 use crate::inst::{Arg, Inst};
 use crate::kernel::Stmt;
-use crate::table::{bulk, convert, sync, warp};
+use crate::table::{convert, sync, warp};
 use std::marker::PhantomData;
 use std::panic::Location;
 
@@ -27,17 +27,19 @@ impl Who for Thread {}
 pub struct Scope<'k, W: Who> {
     pub(crate) k: &'k Builder,
     who: PhantomData<W>,
+    brand: Brand<'k>,
 }
 
 impl<'k, W: Who> Scope<'k, W> {
     pub(crate) fn new(k: &'k Builder) -> Self {
-        Scope { k, who: PhantomData }
+        Scope { k, who: PhantomData, brand: PhantomData }
     }
 
     #[track_caller]
     fn special(&self, name: &'static str) -> Val<'k, u32> {
         let (d, value) = Val::fresh(self.k);
-        self.k.emit(&convert::SPECIAL, [d, Arg::Word(name)]);
+        let row = if name.contains("cluster") { &convert::SPECIAL_CLUSTER } else { &convert::SPECIAL };
+        self.k.emit(row, [d, Arg::Word(name)]);
         value
     }
     /// Number of the thread in the block.
@@ -130,7 +132,8 @@ impl<'k, W: Who> Scope<'k, W> {
     pub fn repeat_while(&self, f: impl FnOnce(&Self) -> Val<'k, bool>) {
         let at = Location::caller();
         let body = self.k.block(|| {
-            let cond = f(self).in_register();
+            let cond = f(self);
+            let cond = self.k.placed(at, || cond.in_register());
             self.k.push(Stmt::Break { cond, when: false, at });
         });
         self.k.push(Stmt::Loop { body, at });
@@ -149,11 +152,11 @@ impl<'k, W: Who> Scope<'k, W> {
         let (end, step) = (end.into_val(self.k), step.into_val(self.k));
         let i = self.var::<u32>(start);
         let body = self.k.block(|| {
-            let done = i.now().ge(end).in_register();
+            let done = self.k.placed(at, || i.now().ge(end).in_register());
             self.k.push(Stmt::Break { cond: done, when: true, at });
-            let now = i.get();
+            let now = self.k.placed(at, || i.get());
             f(self, now);
-            i.set(now + step);
+            self.k.placed(at, || i.set(now + step));
         });
         self.k.push(Stmt::Loop { body, at });
     }
@@ -243,13 +246,13 @@ macro_rules! warps {
             /// One thread of the first warp.
             #[track_caller]
             pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
-                let first = self.k.role_warps().0;
+                let (first, at) = (self.k.role_warps().0, Location::caller());
                 // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
                 // assembler starts copies without a loop over lanes.
                 let warp = (self.thread() / 32).of_first_lane();
                 self.when(warp.eq(first), |w| {
                     let (d, elected) = Val::<bool>::fresh(self.k);
-                    w.k.emit(&warp::ELECT, [d]);
+                    w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
                     w.when(elected, |_| f(&Scope::new(self.k)));
                 });
             }
@@ -296,10 +299,11 @@ impl<'k> Scope<'k, Group> {
     /// One thread of each warpgroup.
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
+        let at = Location::caller();
         let warp = self.k.once("warp", || (self.thread_in_group() / 32).of_first_lane());
         self.when(warp.eq(0), |w| {
             let (d, elected) = Val::<bool>::fresh(self.k);
-            w.k.emit(&warp::ELECT, [d]);
+            w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
             w.when(elected, |_| f(&Scope::new(self.k)));
         });
     }
@@ -316,11 +320,13 @@ impl<'k> Scope<'k, Group> {
     #[track_caller]
     pub fn wait_products_after(&self, pending: u32, results: &[Val<'k, f32>]) {
         if let Some(&first) = results.first() {
-            let least = results[1..].iter().fold(first, |least, &x| least.min(x));
-            self.when_rarely(self.any(least.lt(0.0)), |w| {
-                // Never taken; the assembler wants no product pending where it could be.
-                w.wait_products(0);
-                w.plain(&sync::TRAP);
+            self.k.placed(Location::caller(), || {
+                let least = results[1..].iter().fold(first, |least, &x| least.min(x));
+                self.when_rarely(self.any(least.lt(0.0)), |w| {
+                    // Never taken; the assembler wants no product pending where it could be.
+                    w.wait_products(0);
+                    w.plain(&sync::TRAP);
+                });
             });
         }
         self.wait_products(pending);
@@ -355,7 +361,8 @@ impl<'k> Scope<'k, Group> {
         let groups = self.k.role_warps().1 / 4;
         let turns = Turns { first: if groups > 1 { self.k.named_barriers(groups) } else { 0 }, groups };
         if groups > 1 {
-            self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns));
+            let at = Location::caller();
+            self.k.placed(at, || self.when(self.group().eq(groups - 1), |w| w.pass_turn(&turns)));
         }
         turns
     }
@@ -393,12 +400,5 @@ impl<'k> Scope<'k, Thread> {
     #[track_caller]
     pub fn wait_stores(&self, pending: u32) {
         self.k.emit(&sync::BULK_WAIT, [Arg::Imm(pending.into())]);
-    }
-    /// Starts bringing a box near; a hint.
-    #[track_caller]
-    pub(crate) fn prefetch(&self, map: Val<'k, u64>, at: &[Val<'k, u32>]) {
-        let regs = at.iter().map(|c| c.in_register()).collect();
-        let rank = crate::tile::rank_word(at.len());
-        self.k.emit(&bulk::PREFETCH_BOX, [map.arg(), Arg::List(regs), Arg::Word(rank)]);
     }
 }

@@ -64,6 +64,10 @@ impl Half for bf16 {
     const NUMBER: crate::Number = crate::Number::Bf16;
 }
 
+/// Makes a type invariant in the lifetime of its kernel. Otherwise the compiler would shorten the lifetimes of two
+/// kernels to a common one, and let a value of one be used in the other, where its register is another.
+pub(crate) type Brand<'k> = PhantomData<fn(&'k ()) -> &'k ()>;
+
 /// A register, or a constant that has not needed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Src {
@@ -77,6 +81,7 @@ pub struct Val<'k, T> {
     pub(crate) k: &'k Builder,
     pub(crate) src: Src,
     word: PhantomData<T>,
+    brand: Brand<'k>,
 }
 
 impl<T> Clone for Val<'_, T> {
@@ -108,7 +113,7 @@ impl<'k, T: Word> Val<'k, T> {
         x.into_val(self.k)
     }
     pub(crate) fn new(k: &'k Builder, src: Src) -> Self {
-        Val { k, src, word: PhantomData }
+        Val { k, src, word: PhantomData, brand: PhantomData }
     }
     pub(crate) fn reg(k: &'k Builder, reg: Reg) -> Self {
         Val::new(k, Src::Reg(reg))
@@ -201,9 +206,9 @@ macro_rules! integer_operators {
             integer_operator!(Add add $t, &integer::ADD, |a, b| a.wrapping_add(b), Some(0));
             integer_operator!(Sub sub $t, &integer::SUB, |a, b| a.wrapping_sub(b), Some(0));
             integer_operator!(Mul mul $t, &integer::MUL, |a, b| a.wrapping_mul(b), Some(1));
-            integer_operator!(Div div $t, &integer::DIV, |a, b| if b == 0 { 0 } else { a.wrapping_div(b) }, Some(1));
-            integer_operator!(Rem rem $t, &integer::REM, |a, b| if b == 0 { 0 } else { a.wrapping_rem(b) }, None);
-            integer_operator!(Shr shr $t, &logic::SHR, |a, b| a.checked_shr(b as u32).unwrap_or(0), Some(0));
+            integer_operator!(Div div $t, &integer::DIV, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }, Some(1));
+            integer_operator!(Rem rem $t, &integer::REM, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }, None);
+            integer_operator!(Shr shr $t, &logic::SHR, |a, b| a.checked_shr(b as u32).unwrap_or((a >> 16) >> 16), Some(0));
 
             impl<'k, R: IntoVal<'k, $t>> Shl<R> for Val<'k, $t> {
                 type Output = Val<'k, $t>;
@@ -351,6 +356,7 @@ impl<'k> Val<'k, bool> {
                 let row = match T::CLASS {
                     Class::F32 => &logic::SELP_F32,
                     Class::B64 => &logic::SELP_64,
+                    Class::B16 => &logic::SELP_16,
                     _ => &logic::SELP_32,
                 };
                 a.compute(row, &[b.arg(), self.arg()])
@@ -423,6 +429,12 @@ impl<'k> Val<'k, u64> {
     #[track_caller]
     pub fn to_u32(self) -> Val<'k, u32> {
         self.compute(&convert::CVT_32, &[])
+    }
+    /// The low half of self * other.
+    #[track_caller]
+    pub fn mul_wide_64(self, other: impl IntoVal<'k, u64>) -> Val<'k, u64> {
+        let other = other.into_val(self.k);
+        self.compute(&integer::MUL_64, &[other.arg(), Arg::Word("u64")])
     }
 }
 
@@ -554,7 +566,9 @@ impl<'k, T: Half> Val<'k, T> {
     /// Widened, exactly.
     #[track_caller]
     pub fn widen(self) -> Val<'k, f32> {
-        self.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
+        // A constant of 16 bits stands in no instruction.
+        let own = Val::<T>::reg(self.k, self.in_register());
+        own.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
     }
 }
 
@@ -576,6 +590,7 @@ pub struct Var<'k, T> {
     k: &'k Builder,
     reg: Reg,
     word: PhantomData<T>,
+    brand: Brand<'k>,
 }
 
 impl<T> Clone for Var<'_, T> {
@@ -588,12 +603,12 @@ impl<T> Copy for Var<'_, T> {}
 impl<'k, T: Word> Var<'k, T> {
     #[track_caller]
     pub(crate) fn new(k: &'k Builder, start: impl IntoVal<'k, T>) -> Self {
-        let var = Var { k, reg: k.register(T::CLASS), word: PhantomData };
+        let var = Var::of(k, k.register(T::CLASS));
         var.set(start);
         var
     }
     pub(crate) fn of(k: &'k Builder, reg: Reg) -> Self {
-        Var { k, reg, word: PhantomData }
+        Var { k, reg, word: PhantomData, brand: PhantomData }
     }
     /// Its value now; later writes do not change it.
     #[track_caller]

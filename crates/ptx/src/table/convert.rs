@@ -1,8 +1,9 @@
 //! Moves and conversions.
 
+use super::any;
 use super::pure;
 use crate::inst::Class::{B16, B32, B64, F32, Pred};
-use crate::inst::{Effect, Inst, Kind, Needs, Op, Together, Unit, arg, args, of, out, outs, word};
+use crate::inst::{Arg, Effect, Inst, Kind, Needs, Op, Together, Unit, arg, args, of, out, outs, reg, word};
 use crate::machine::{Machine, Special, each, lanes, value};
 use half::{bf16, f16};
 
@@ -14,6 +15,18 @@ const INT: &[&str] = &["u32", "s32"];
 
 fn half_bits(kind: &str, x: f32) -> u64 {
     u64::from(if kind.starts_with("bf16") { bf16::from_f32(x).to_bits() } else { f16::from_f32(x).to_bits() })
+}
+
+/// The nearest 16-bit float that is not farther from zero.
+fn cut_bits(kind: &str, x: f32) -> u64 {
+    let bits = half_bits(kind, x);
+    let back = if kind.starts_with("bf16") {
+        bf16::from_bits(bits as u16).to_f32()
+    } else {
+        f16::from_bits(bits as u16).to_f32()
+    };
+    // One unit less of magnitude is one less in the bits, from infinity to the largest number included.
+    if back.abs() > x.abs() { bits - 1 } else { bits }
 }
 
 fn split(m: &mut dyn Machine, op: &Op, bits: u32) {
@@ -33,11 +46,20 @@ fn join(m: &mut dyn Machine, op: &Op, bits: u32) {
     }
 }
 
+/// Where there is a list, it has two registers.
+fn two(op: &Op) -> bool {
+    op.args.iter().all(|arg| !matches!(arg, Arg::List(regs) if regs.len() != 2))
+}
+
 macro_rules! rows {
     ($($(#[$doc:meta])* $id:ident: $name:literal, $text:literal, [$($operand:expr),*], $unit:ident, $source:ident, $meaning:expr;)*) => {
-        $($(#[$doc])* pub static $id: Inst = pure($name, $text, &[$($operand),*], Unit::$unit, $meaning, $source);)*
+        $($(#[$doc])* pub static $id: Inst = Inst {
+            allowed: two,
+            ..pure($name, $text, &[$($operand),*], Unit::$unit, $meaning, $source)
+        };)*
         /// The rows of this family.
-        pub static ROWS: &[&Inst] = &[$(&$id,)* &SPECIAL, &SPECIAL_64, &CVT_E4M3, &PARAM_ADDRESS];
+        pub static ROWS: &[&Inst] = &[$(&$id,)* &SPECIAL, &SPECIAL_CLUSTER, &SPECIAL_64, &CVT_WIDEN,
+            &CVT_E4M3, &CVT_PAIR_E4M3, &CVT_E4M3_PAIR, &CVT_TF32, &CVT_TF32_EVEN, &PARAM_ADDRESS];
     };
 }
 
@@ -80,13 +102,28 @@ rows! {
     /// A float rounded to 16 bits.
     CVT_HALF: "cvt.half.f32", "cvt.rn.{t}.f32 {d}, {a};", [out("d", B16), arg("a", F32), word("t", HALVES)], Convert, CVT,
         |m, op| { let t = op.word(2); each(m, op, |x| half_bits(t, f32::from_bits(x[0] as u32))) };
-    /// A 16-bit float widened, exactly.
-    CVT_WIDEN: "cvt.f32.half", "cvt.f32.{t} {d}, {a};", [out("d", F32), arg("a", B16), word("t", HALVES)], Convert, CVT,
+    /// Two floats cut toward zero to a pair: `high` to the upper half.
+    CVT_PAIR_CUT: "cvt.rz.pair.f32", "cvt.rz.{t}.f32 {d}, {high}, {low};",
+        [out("d", B32), arg("high", F32), arg("low", F32), word("t", PAIRS)], Convert, CVT,
         |m, op| {
-            let bf = op.word(2) == "bf16";
+            let t = op.word(3);
+            each(m, op, |x| cut_bits(t, f32::from_bits(x[0] as u32)) << 16 | cut_bits(t, f32::from_bits(x[1] as u32)))
+        };
+    /// A float as an integer, rounded as the word says (to nearest, down, up, toward zero); NaN gives 0, and what is
+    /// out of range the nearest.
+    CVT_INT_F32: "cvt.int.f32", "cvt.{r}.{t}.f32 {d}, {a};",
+        [out("d", B32), arg("a", F32), word("r", &["rni", "rmi", "rpi", "rzi"]), word("t", INT)], Convert, CVT,
+        |m, op| {
+            let (r, is_signed) = (op.word(2), op.word(3) == "s32");
             each(m, op, |x| {
-                let wide = if bf { bf16::from_bits(x[0] as u16).to_f32() } else { f16::from_bits(x[0] as u16).to_f32() };
-                u64::from(wide.to_bits())
+                let a = f32::from_bits(x[0] as u32);
+                let whole = match r {
+                    "rni" => a.round_ties_even(),
+                    "rmi" => a.floor(),
+                    "rpi" => a.ceil(),
+                    _ => a,
+                };
+                u64::from(if is_signed { whole as i32 as u32 } else { whole as u32 })
             })
         };
     /// An integer as a float, rounded to nearest.
@@ -116,21 +153,8 @@ rows! {
         |m, op| each(m, op, |x| x[0] & 0xffff_ffff);
 }
 
-const SPECIALS: &[&str] = &[
-    "%tid.x",
-    "%laneid",
-    "%ctaid.x",
-    "%nctaid.x",
-    "%ctaid.y",
-    "%ctaid.z",
-    "%cluster_ctarank",
-    "%cluster_nctarank",
-    "%clusterid.x",
-    "%nclusterid.x",
-    "%smid",
-    "%clock",
-    "%lanemask_lt",
-];
+const SPECIALS: &[&str] =
+    &["%tid.x", "%laneid", "%ctaid.x", "%nctaid.x", "%ctaid.y", "%ctaid.z", "%smid", "%clock", "%lanemask_lt"];
 
 fn special(m: &mut dyn Machine, op: &Op) {
     let name = op.word(1);
@@ -147,7 +171,22 @@ pub static SPECIAL: Inst = Inst {
     name: "mov.special",
     text: "mov.u32 {d}, {s};",
     operands: &[out("d", B32), word("s", SPECIALS)],
+    allowed: any,
     needs: Needs::AMPERE,
+    unit: Unit::Alu,
+    together: Together::Thread,
+    effect: Effect::Volatile,
+    meaning: special,
+    source: "PTX ISA, special registers",
+};
+
+/// d = a special register that says where the block is in its cluster.
+pub static SPECIAL_CLUSTER: Inst = Inst {
+    name: "mov.special.cluster",
+    text: "mov.u32 {d}, {s};",
+    operands: &[out("d", B32), word("s", &["%cluster_ctarank", "%cluster_nctarank", "%clusterid.x", "%nclusterid.x"])],
+    allowed: any,
+    needs: Needs::HOPPER,
     unit: Unit::Alu,
     together: Together::Thread,
     effect: Effect::Volatile,
@@ -159,7 +198,8 @@ pub static SPECIAL: Inst = Inst {
 pub static SPECIAL_64: Inst = Inst {
     name: "mov.special.64",
     text: "mov.u64 {d}, {s};",
-    operands: &[out("d", B64), word("s", &["%globaltimer"])],
+    operands: &[out("d", B64), word("s", &["%globaltimer", "%clock64"])],
+    allowed: any,
     needs: Needs::AMPERE,
     unit: Unit::Alu,
     together: Together::Thread,
@@ -187,6 +227,99 @@ pub static CVT_E4M3: Inst = Inst {
     )
 };
 
+/// A pair of f16 rounded to a pair of 8-bit floats, saturating.
+pub static CVT_PAIR_E4M3: Inst = Inst {
+    needs: Needs::from((8, 1), 89),
+    ..pure(
+        "cvt.fp8.pair",
+        "cvt.rn.satfinite.{t}.f16x2 {d}, {a};",
+        &[out("d", B16), reg("a", B32), word("t", &["e4m3x2", "e5m2x2"])],
+        Unit::Convert,
+        |m, op| {
+            let number = if op.word(2) == "e4m3x2" { crate::Number::E4m3 } else { crate::Number::E5m2 };
+            each(m, op, |x| {
+                let byte = |bits: u64| u64::from(crate::model::to_fp8(f16::from_bits(bits as u16).to_f32(), number));
+                byte(x[0] >> 16) << 8 | byte(x[0])
+            });
+        },
+        CVT,
+    )
+};
+
+/// A pair of 8-bit floats as a pair of f16, exactly.
+pub static CVT_E4M3_PAIR: Inst = Inst {
+    needs: Needs::from((8, 1), 89),
+    ..pure(
+        "cvt.pair.fp8",
+        "cvt.rn.f16x2.{t} {d}, {a};",
+        &[out("d", B32), reg("a", B16), word("t", &["e4m3x2", "e5m2x2"])],
+        Unit::Convert,
+        |m, op| {
+            let number = if op.word(2) == "e4m3x2" { crate::Number::E4m3 } else { crate::Number::E5m2 };
+            each(m, op, |x| {
+                let half = |bits: u64| half_bits("f16", crate::model::from_fp8(bits as u8, number));
+                half(x[0] >> 8) << 16 | half(x[0])
+            });
+        },
+        CVT,
+    )
+};
+
+/// A float rounded to the 19 bits that tensor cores read of it: half a unit away from zero, or to even.
+fn tf32(m: &mut dyn Machine, op: &Op, even: bool) {
+    each(m, op, |x| {
+        let bits = x[0] as u32;
+        if f32::from_bits(bits).is_nan() {
+            return 0x7fff_ffff;
+        }
+        let half = if even { 0xfff + (bits >> 13 & 1) } else { 0x1000 };
+        u64::from((bits + half) & !0x1fff)
+    });
+}
+
+/// A float rounded to tf32, ties away from zero.
+pub static CVT_TF32: Inst = pure(
+    "cvt.rna.tf32",
+    "cvt.rna.tf32.f32 {d}, {a};",
+    &[out("d", B32), arg("a", F32)],
+    Unit::Convert,
+    |m, op| tf32(m, op, false),
+    CVT,
+);
+
+/// A float rounded to tf32, ties to even.
+pub static CVT_TF32_EVEN: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "cvt.rn.tf32",
+        "cvt.rn.tf32.f32 {d}, {a};",
+        &[out("d", B32), arg("a", F32)],
+        Unit::Convert,
+        |m, op| tf32(m, op, true),
+        CVT,
+    )
+};
+
+/// A 16-bit float widened, exactly.
+pub static CVT_WIDEN: Inst = Inst {
+    needs: Needs::from((7, 1), 80),
+    ..pure(
+        "cvt.f32.half",
+        "cvt.f32.{t} {d}, {a};",
+        &[out("d", F32), reg("a", B16), word("t", HALVES)],
+        Unit::Convert,
+        |m, op| {
+            let brain = op.word(2) == "bf16";
+            each(m, op, |x| {
+                let bits = x[0] as u16;
+                let wide = if brain { bf16::from_bits(bits).to_f32() } else { f16::from_bits(bits).to_f32() };
+                u64::from(wide.to_bits())
+            });
+        },
+        CVT,
+    )
+};
+
 /// d = the generic address of a parameter, for tensor maps.
 pub static PARAM_ADDRESS: Inst = Inst {
     needs: Needs::from((7, 7), 80),
@@ -196,7 +329,7 @@ pub static PARAM_ADDRESS: Inst = Inst {
         &[out("d", B64), of("p", Kind::Param)],
         Unit::Alu,
         |m, op| {
-            let crate::inst::Arg::Param(number) = op.args[1] else { panic!("bug in fulgurite: no parameter") };
+            let Arg::Param(number) = op.args[1] else { panic!("bug in fulgurite: no parameter") };
             let address = m.parameter_address(number);
             each(m, op, |_| address);
         },

@@ -2,10 +2,9 @@
 
 use super::pure;
 use crate::inst::Class::{B32, F32};
-use crate::inst::{Inst, Needs, Op, Unit, arg, out, word};
+use crate::inst::{Inst, Needs, Op, Unit, arg, out, reg, word};
 use crate::machine::{Machine, each};
 use crate::model;
-use half::{bf16, f16};
 
 const SOURCE: &str = "PTX ISA, floating-point instructions";
 const HALF: &str = "PTX ISA, half-precision floating-point instructions";
@@ -186,18 +185,11 @@ const PAIRS: &[&str] = &["f16x2", "bf16x2"];
 
 /// Both halves of a pair, computed in f64 and rounded once.
 fn pairs(m: &mut dyn Machine, op: &Op, t: usize, f: fn(&[f64]) -> f64) {
-    let bf = op.word(t) == "bf16x2";
+    let brain = op.word(t).ends_with("bf16x2");
     each(m, op, |x| {
         let half = |shift: u32| {
-            let inputs: Vec<f64> = x
-                .iter()
-                .map(|&bits| {
-                    let bits = (bits >> shift) as u16;
-                    if bf { bf16::from_bits(bits).to_f64() } else { f16::from_bits(bits).to_f64() }
-                })
-                .collect();
-            let y = f(&inputs);
-            u64::from(if bf { bf16::from_f64(y).to_bits() } else { f16::from_f64(y).to_bits() })
+            let bits: Vec<u16> = x.iter().map(|&bits| (bits >> shift) as u16).collect();
+            u64::from(model::on_half(brain, &bits, &f))
         };
         half(16) << 16 | half(0)
     });
@@ -207,7 +199,7 @@ fn pairs(m: &mut dyn Machine, op: &Op, t: usize, f: fn(&[f64]) -> f64) {
 pub static FMA_PAIR: Inst = pure(
     "fma.pair",
     "fma.rn.{t} {d}, {a}, {b}, {c};",
-    &[out("d", B32), arg("a", B32), arg("b", B32), arg("c", B32), word("t", PAIRS)],
+    &[out("d", B32), reg("a", B32), reg("b", B32), reg("c", B32), word("t", PAIRS)],
     Unit::Fma,
     |m, op| pairs(m, op, 4, |x| x[0] * x[1] + x[2]),
     HALF,
@@ -219,7 +211,7 @@ pub static ADD_PAIR: Inst = Inst {
     ..pure(
         "add.pair",
         "add.rn.{t} {d}, {a}, {b};",
-        &[out("d", B32), arg("a", B32), arg("b", B32), word("t", PAIRS)],
+        &[out("d", B32), reg("a", B32), reg("b", B32), word("t", PAIRS)],
         Unit::Fma,
         |m, op| pairs(m, op, 3, |x| x[0] + x[1]),
         HALF,
@@ -232,9 +224,71 @@ pub static MUL_PAIR: Inst = Inst {
     ..pure(
         "mul.pair",
         "mul.rn.{t} {d}, {a}, {b};",
-        &[out("d", B32), arg("a", B32), arg("b", B32), word("t", PAIRS)],
+        &[out("d", B32), reg("a", B32), reg("b", B32), word("t", PAIRS)],
         Unit::Fma,
         |m, op| pairs(m, op, 3, |x| x[0] * x[1]),
+        HALF,
+    )
+};
+
+/// d = a - b for both halves.
+pub static SUB_PAIR: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "sub.pair",
+        "sub.rn.{t} {d}, {a}, {b};",
+        &[out("d", B32), reg("a", B32), reg("b", B32), word("t", PAIRS)],
+        Unit::Fma,
+        |m, op| pairs(m, op, 3, |x| x[0] - x[1]),
+        HALF,
+    )
+};
+
+/// d = the larger for both halves; a NaN operand loses.
+pub static MAX_PAIR: Inst = pure(
+    "max.pair",
+    "max.{t} {d}, {a}, {b};",
+    &[out("d", B32), reg("a", B32), reg("b", B32), word("t", PAIRS)],
+    Unit::Alu,
+    |m, op| pairs(m, op, 3, |x| f64::from(model::max(x[0] as f32, x[1] as f32))),
+    HALF,
+);
+
+/// d = the smaller for both halves; a NaN operand loses.
+pub static MIN_PAIR: Inst = pure(
+    "min.pair",
+    "min.{t} {d}, {a}, {b};",
+    &[out("d", B32), reg("a", B32), reg("b", B32), word("t", PAIRS)],
+    Unit::Alu,
+    |m, op| pairs(m, op, 3, |x| f64::from(model::min(x[0] as f32, x[1] as f32))),
+    HALF,
+);
+
+/// d = 2^a for both halves: relative error 2^-9.9 for f16, 2^-7 for bf16. Subnormals of bf16 flush to zero.
+pub static EX2_PAIR: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "ex2.pair",
+        "ex2.approx.{t} {d}, {a};",
+        &[out("d", B32), reg("a", B32), word("t", &["f16x2", "ftz.bf16x2"])],
+        Unit::Special,
+        |m, op| match op.word(2) {
+            "f16x2" => pairs(m, op, 2, |x| x[0].exp2()),
+            _ => pairs(m, op, 2, |x| f64::from(model::ex2(x[0] as f32))),
+        },
+        HALF,
+    )
+};
+
+/// d = tanh(a) for both halves: absolute error 2^-10.987 for f16, 2^-8 for bf16.
+pub static TANH_PAIR: Inst = Inst {
+    needs: Needs::HOPPER,
+    ..pure(
+        "tanh.pair",
+        "tanh.approx.{t} {d}, {a};",
+        &[out("d", B32), reg("a", B32), word("t", PAIRS)],
+        Unit::Special,
+        |m, op| pairs(m, op, 2, |x| x[0].tanh()),
         HALF,
     )
 };
@@ -242,5 +296,5 @@ pub static MUL_PAIR: Inst = Inst {
 /// The rows of this family.
 pub static ROWS: &[&Inst] = &[
     &ADD, &ADD_DOWN, &SUB, &MUL, &FMA, &DIV, &MAX, &MIN, &NEG, &ABS, &EX2, &LG2, &RCP, &RSQRT, &SQRT, &TANH, &FMA_PAIR,
-    &ADD_PAIR, &MUL_PAIR,
+    &ADD_PAIR, &MUL_PAIR, &SUB_PAIR, &MAX_PAIR, &MIN_PAIR, &EX2_PAIR, &TANH_PAIR,
 ];

@@ -2,7 +2,7 @@
 
 use super::pure;
 use crate::inst::Class::{B32, B64};
-use crate::inst::{Inst, Op, Unit, arg, out, word};
+use crate::inst::{Inst, Needs, Op, Unit, arg, out, word};
 use crate::machine::{Machine, each};
 
 const SOURCE: &str = "PTX ISA, integer arithmetic instructions";
@@ -30,7 +30,7 @@ macro_rules! rows {
     ($($(#[$doc:meta])* $id:ident: $name:literal, $text:literal, [$($operand:expr),*], $meaning:expr;)*) => {
         $($(#[$doc])* pub static $id: Inst = pure($name, $text, &[$($operand),*], Unit::Alu, $meaning, SOURCE);)*
         /// The rows of this family.
-        pub static ROWS: &[&Inst] = &[$(&$id),*];
+        pub static ROWS: &[&Inst] = &[$(&$id,)* &BMSK];
     };
 }
 
@@ -105,7 +105,52 @@ rows! {
     /// d = zeros above the highest bit of a.
     CLZ: "clz", "clz.b32 {d}, {a};", [out("d", B32), arg("a", B32)],
         |m, op| each(m, op, |x| u64::from((x[0] as u32).leading_zeros()));
+    /// d = `count` bits of a from `first` on, widened with zeros or with the highest of them.
+    BFE: "bfe", "bfe.{t} {d}, {a}, {first}, {count};",
+        [out("d", B32), arg("a", B32), arg("first", B32), arg("count", B32), word("t", TYPES)],
+        |m, op| {
+            let is_signed = op.word(4) == "s32";
+            each(m, op, |x| {
+                let a = if is_signed { i64::from(x[0] as i32) } else { i64::from(x[0] as u32) };
+                let (first, count) = (x[1] & 0xff, x[2] & 0xff);
+                if count == 0 {
+                    return 0;
+                }
+                // Beyond bit 31 a signed number has copies of its sign, an unsigned one zeros.
+                let kept = (a >> first.min(63)) as u64;
+                let last = (first + count - 1).min(31);
+                let sign = is_signed && x[0] >> last & 1 == 1;
+                let mask = if count >= 32 { 0xffff_ffff } else { (1u64 << count) - 1 };
+                (kept & mask | if sign { !mask } else { 0 }) & 0xffff_ffff
+            })
+        };
+    /// d = b with `count` bits from `first` on replaced by the low bits of a.
+    BFI: "bfi", "bfi.b32 {d}, {a}, {b}, {first}, {count};",
+        [out("d", B32), arg("a", B32), arg("b", B32), arg("first", B32), arg("count", B32)],
+        |m, op| each(m, op, |x| {
+            let (first, count) = ((x[2] & 0xff).min(32), (x[3] & 0xff).min(32));
+            let mask = ((1u64 << count) - 1) << first & 0xffff_ffff;
+            x[1] & 0xffff_ffff & !mask | (x[0] & 0xffff_ffff) << first & mask
+        });
     /// d = the bits of a, reversed.
     BREV: "brev", "brev.b32 {d}, {a};", [out("d", B32), arg("a", B32)],
         |m, op| each(m, op, |x| u64::from((x[0] as u32).reverse_bits()));
 }
+
+/// d = `count` ones from bit `first` on.
+pub static BMSK: Inst = Inst {
+    needs: Needs::from((7, 6), 80),
+    ..pure(
+        "bmsk",
+        "bmsk.clamp.b32 {d}, {first}, {count};",
+        &[out("d", B32), arg("first", B32), arg("count", B32)],
+        Unit::Alu,
+        |m, op| {
+            each(m, op, |x| {
+                let (first, count) = ((x[0] & 0xffff_ffff).min(32), (x[1] & 0xffff_ffff).min(32));
+                ((1u64 << count) - 1) << first & 0xffff_ffff
+            });
+        },
+        SOURCE,
+    )
+};

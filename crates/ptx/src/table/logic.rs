@@ -1,8 +1,8 @@
 //! Bits, shifts, comparison and selection.
 
 use super::pure;
-use crate::inst::Class::{B32, B64, F32, Pred};
-use crate::inst::{Inst, Unit, arg, number, out, word};
+use crate::inst::Class::{B16, B32, B64, F32, Pred};
+use crate::inst::{Inst, Unit, arg, number, out, steps, word};
 use crate::machine::each;
 
 const LOGIC: &str = "PTX ISA, logic and shift instructions";
@@ -88,7 +88,7 @@ rows! {
         |m, op| each(m, op, |x| x[0] ^ 1);
     /// d = any function of the bits of a, b and c; its table is `lut`.
     LOP3: "lop3", "lop3.b32 {d}, {a}, {b}, {c}, {lut};",
-        [out("d", B32), arg("a", B32), arg("b", B32), arg("c", B32), number("lut")], LOGIC,
+        [out("d", B32), arg("a", B32), arg("b", B32), arg("c", B32), number("lut", &[steps(0, 255, 1)])], LOGIC,
         |m, op| each(m, op, |x| u64::from(lop3(x[0] as u32, x[1] as u32, x[2] as u32, x[3] as u32)));
     /// d = bytes of a and b, picked by the nibbles of s.
     PRMT: "prmt", "prmt.b32 {d}, {a}, {b}, {s};", [out("d", B32), arg("a", B32), arg("b", B32), arg("s", B32)], LOGIC,
@@ -115,6 +115,17 @@ rows! {
     FUNNEL: "shf.l", "shf.l.wrap.b32 {d}, {lo}, {hi}, {n};",
         [out("d", B32), arg("lo", B32), arg("hi", B32), arg("n", B32)], LOGIC,
         |m, op| each(m, op, |x| (((x[1] << 32 | x[0] & 0xffff_ffff) << (x[2] & 31)) >> 32) & 0xffff_ffff);
+    /// d = the lower half of (hi, lo) shifted down by n, modulo 32 or at most 32.
+    FUNNEL_DOWN: "shf.r", "shf.r.{mode}.b32 {d}, {lo}, {hi}, {n};",
+        [out("d", B32), arg("lo", B32), arg("hi", B32), arg("n", B32), word("mode", &["wrap", "clamp"])], LOGIC,
+        |m, op| {
+            let wraps = op.word(4) == "wrap";
+            each(m, op, |x| {
+                let n = x[2] as u32;
+                let n = if wraps { n & 31 } else { n.min(32) };
+                (x[1] << 32 | x[0] & 0xffff_ffff) >> n & 0xffff_ffff
+            })
+        };
     /// p = a compared with b.
     SETP: "setp", "setp.{o}.{t} {p}, {a}, {b};",
         [out("p", Pred), arg("a", B32), arg("b", B32), word("o", ORDER), word("t", INT)], COMPARE,
@@ -137,6 +148,9 @@ rows! {
             let o = op.word(3);
             each(m, op, |x| u64::from(float_ordered(o, f32::from_bits(x[0] as u32), f32::from_bits(x[1] as u32))))
         };
+    /// d = a where p holds, else b, in 16 bits.
+    SELP_16: "selp.b16", "selp.b16 {d}, {a}, {b}, {p};", [out("d", B16), arg("a", B16), arg("b", B16), arg("p", Pred)],
+        COMPARE, |m, op| each(m, op, |x| if x[2] == 1 { x[0] } else { x[1] });
     /// d = a where p holds, else b.
     SELP_32: "selp.b32", "selp.b32 {d}, {a}, {b}, {p};", [out("d", B32), arg("a", B32), arg("b", B32), arg("p", Pred)],
         COMPARE, |m, op| each(m, op, |x| if x[2] == 1 { x[0] } else { x[1] });

@@ -1,5 +1,6 @@
 //! Barriers in shared memory that count arrivals and bytes.
 
+use super::any;
 use super::sync::scope;
 use crate::inst::Class::{B32, Pred};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, at, out, word};
@@ -15,7 +16,7 @@ const fn signal(
     meaning: fn(&mut dyn Machine, &Op),
 ) -> Inst {
     let (unit, together, effect) = (Unit::Barrier, Together::Thread, Effect::Signal);
-    Inst { name, text, operands, needs, unit, together, effect, meaning, source: SOURCE }
+    Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: SOURCE }
 }
 
 /// Does to the barrier what `f` makes of the operand after it.
@@ -83,6 +84,50 @@ pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
     &[at("bar", Space::Cluster)],
     Needs::from((8, 6), 90),
     |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Relaxed(Scope::Cluster))),
+);
+
+/// One arrival that orders no memory.
+pub static ARRIVE_RELAXED: Inst = signal(
+    "mbarrier.arrive.relaxed",
+    "mbarrier.arrive.relaxed.{scope}.shared::cta.b64 _, {bar};",
+    &[at("bar", Space::Shared), word("scope", SCOPES)],
+    Needs::from((8, 6), 90),
+    |m, op| {
+        let order = Order::Relaxed(scope(op.word(1)));
+        for lane in lanes(m.active()) {
+            let place = Place { space: Space::Shared, address: address(m, lane, op, 0) };
+            m.mbarrier(lane, place, Mbarrier::Arrive(1, order));
+        }
+    },
+);
+
+const SCOPES: &[&str] = &["cta", "cluster"];
+
+/// `n` arrivals on a barrier of any block of the cluster.
+pub static ARRIVE_CLUSTER_COUNT: Inst = signal(
+    "mbarrier.arrive.cluster.count",
+    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar}, {n};",
+    &[at("bar", Space::Cluster), arg("n", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Cluster, |n| Mbarrier::Arrive(n, Order::Release(Scope::Cluster))),
+);
+
+/// `bytes` more to be delivered on a barrier of any block of the cluster, and one arrival there.
+pub static ARRIVE_EXPECT_CLUSTER: Inst = signal(
+    "mbarrier.arrive.expect_tx.cluster",
+    "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, {bar}, {bytes};",
+    &[at("bar", Space::Cluster), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Cluster, |bytes| Mbarrier::ArriveExpect(bytes, Order::Release(Scope::Cluster))),
+);
+
+/// `bytes` more to be delivered on a barrier of any block of the cluster.
+pub static EXPECT_CLUSTER: Inst = signal(
+    "mbarrier.expect_tx.cluster",
+    "mbarrier.expect_tx.relaxed.cluster.shared::cluster.b64 {bar}, {bytes};",
+    &[at("bar", Space::Cluster), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| each(m, op, Space::Cluster, Mbarrier::Expect),
 );
 
 /// `bytes` more to be delivered before the phase may complete, and one arrival.
@@ -169,6 +214,30 @@ pub static TRY_WAIT_CLUSTER: Inst = Inst {
     )
 };
 
+/// p = whether the phase of this parity has completed, ordering no memory.
+pub static TRY_WAIT_RELAXED: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "mbarrier.try_wait.relaxed",
+        "mbarrier.try_wait.parity.relaxed.{scope}.shared::cta.b64 {p}, {bar}, {parity};",
+        &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), word("scope", SCOPES)],
+        Needs::from((8, 6), 90),
+        |m, op| test(m, op, Order::Relaxed(scope(op.word(3)))),
+    )
+};
+
+/// p = whether the phase of this parity has completed; waits about `ns` nanoseconds before it says no.
+pub static TRY_WAIT_FOR: Inst = Inst {
+    effect: Effect::Wait,
+    ..signal(
+        "mbarrier.try_wait.for",
+        "mbarrier.try_wait.parity.shared::cta.b64 {p}, {bar}, {parity}, {ns};",
+        &[out("p", Pred), at("bar", Space::Shared), arg("parity", B32), arg("ns", B32)],
+        Needs::HOPPER,
+        |m, op| test(m, op, Order::Acquire(Scope::Block)),
+    )
+};
+
 /// p = whether the phase of this parity has completed, at once.
 pub static TEST_WAIT: Inst = Inst {
     effect: Effect::Wait,
@@ -189,6 +258,10 @@ pub static ROWS: &[&Inst] = &[
     &ARRIVE_COUNT,
     &ARRIVE_CLUSTER,
     &ARRIVE_CLUSTER_RELAXED,
+    &ARRIVE_RELAXED,
+    &ARRIVE_CLUSTER_COUNT,
+    &ARRIVE_EXPECT_CLUSTER,
+    &EXPECT_CLUSTER,
     &ARRIVE_EXPECT,
     &EXPECT,
     &COMPLETE,
@@ -196,5 +269,7 @@ pub static ROWS: &[&Inst] = &[
     &ARRIVE_COPIES,
     &TRY_WAIT,
     &TRY_WAIT_CLUSTER,
+    &TRY_WAIT_RELAXED,
+    &TRY_WAIT_FOR,
     &TEST_WAIT,
 ];

@@ -1,15 +1,20 @@
-//! Loads, stores, reductions in memory, and the matrix forms of shared memory.
+//! Loads and stores, and the matrix forms of shared memory.
 
+use super::any;
 use super::sync::scope;
 use crate::inst::Class::{self, B16, B32, B64, F32};
-use crate::inst::Kind;
 use crate::inst::{
-    Arg, Base, Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, of, out, outs, word,
+    Arg, Base, Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, loaded, out, outs, reg, stored,
+    word,
 };
-use crate::machine::{Machine, Order, Place, Scope, WARP, address, lanes, value};
+use crate::machine::{Machine, Order, Place, WARP, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions";
-const VECTOR: &[&str] = &["", ".v2", ".v4"];
+/// One register, or two or four that lie together.
+pub(super) const VECTOR: &[&str] = &["", ".v2", ".v4"];
+const PAIR: &[&str] = &["", ".v2"];
+/// Scopes that memory can be ordered in on every GPU.
+const SCOPES: &[&str] = &["cta", "gpu", "sys"];
 
 const fn bytes(class: Class) -> u32 {
     match class {
@@ -20,7 +25,8 @@ const fn bytes(class: Class) -> u32 {
     }
 }
 
-fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+/// Reads the registers of operand 0 from the address in operand 1.
+pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
     for lane in lanes(m.active()) {
         let start = address(m, lane, op, 1);
         let size = bytes(op.list(0)[0].class) as usize;
@@ -34,7 +40,8 @@ fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
     }
 }
 
-fn store(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
+/// Writes the registers of operand 1 to the address in operand 0.
+pub(super) fn store(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
     for lane in lanes(m.active()) {
         let start = address(m, lane, op, 0);
         let size = bytes(op.list(1)[0].class) as usize;
@@ -52,7 +59,8 @@ const fn unit(space: Space) -> Unit {
         _ => Unit::Global,
     }
 }
-const fn reading(
+/// A row that reads memory.
+pub(super) const fn reading(
     name: &'static str,
     text: &'static str,
     operands: &'static [Operand],
@@ -61,9 +69,10 @@ const fn reading(
     meaning: fn(&mut dyn Machine, &Op),
 ) -> Inst {
     let (unit, together, effect) = (unit(space), Together::Thread, Effect::Read(space));
-    Inst { name, text, operands, needs, unit, together, effect, meaning, source: SOURCE }
+    Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: SOURCE }
 }
-const fn writing(
+/// A row that writes memory.
+pub(super) const fn writing(
     name: &'static str,
     text: &'static str,
     operands: &'static [Operand],
@@ -76,16 +85,16 @@ const fn writing(
 
 /// A load and a store of one, two or four registers of a class.
 macro_rules! access {
-    ($($load:ident $store:ident $class:ident $space:ident $needs:expr, $ld:literal $st:literal $ld_text:literal $st_text:literal;)*) => {
+    ($($load:ident $store:ident $class:ident $vector:ident $space:ident $needs:expr, $ld:literal $st:literal $ld_text:literal $st_text:literal;)*) => {
         $(
             /// Reads one register, or two or four that lie together.
-            pub static $load: Inst = reading($ld, $ld_text,
-                &[outs("d", $class), at("a", Space::$space), word("v", VECTOR)], Space::$space, $needs,
-                |m, op| load(m, op, Space::$space, Order::Weak));
+            pub static $load: Inst = Inst { allowed: |op| op.counts(0, 2), ..reading($ld, $ld_text,
+                &[loaded("d", $class), at("a", Space::$space), word("v", $vector)], Space::$space, $needs,
+                |m, op| load(m, op, Space::$space, Order::Weak)) };
             /// Writes one register, or two or four that lie together.
-            pub static $store: Inst = writing($st, $st_text,
-                &[at("a", Space::$space), args("x", $class), word("v", VECTOR)], Space::$space, $needs,
-                |m, op| store(m, op, Space::$space, Order::Weak));
+            pub static $store: Inst = Inst { allowed: |op| op.counts(1, 2), ..writing($st, $st_text,
+                &[at("a", Space::$space), stored("x", $class), word("v", $vector)], Space::$space, $needs,
+                |m, op| store(m, op, Space::$space, Order::Weak)) };
         )*
         /// Plain loads and stores.
         pub static ACCESS: &[&Inst] = &[$(&$load, &$store),*];
@@ -93,91 +102,110 @@ macro_rules! access {
 }
 
 access! {
-    LD_GLOBAL_16 ST_GLOBAL_16 B16 Global Needs::AMPERE,
+    LD_GLOBAL_16 ST_GLOBAL_16 B16 VECTOR Global Needs::AMPERE,
         "ld.global.b16" "st.global.b16" "ld.global{v}.b16 {d}, {a};" "st.global{v}.b16 {a}, {x};";
-    LD_GLOBAL_32 ST_GLOBAL_32 B32 Global Needs::AMPERE,
+    LD_GLOBAL_32 ST_GLOBAL_32 B32 VECTOR Global Needs::AMPERE,
         "ld.global.b32" "st.global.b32" "ld.global{v}.b32 {d}, {a};" "st.global{v}.b32 {a}, {x};";
-    LD_GLOBAL_F32 ST_GLOBAL_F32 F32 Global Needs::AMPERE,
+    LD_GLOBAL_F32 ST_GLOBAL_F32 F32 VECTOR Global Needs::AMPERE,
         "ld.global.f32" "st.global.f32" "ld.global{v}.f32 {d}, {a};" "st.global{v}.f32 {a}, {x};";
-    LD_SHARED_16 ST_SHARED_16 B16 Shared Needs::AMPERE,
+    LD_SHARED_16 ST_SHARED_16 B16 VECTOR Shared Needs::AMPERE,
         "ld.shared.b16" "st.shared.b16" "ld.shared{v}.b16 {d}, {a};" "st.shared{v}.b16 {a}, {x};";
-    LD_SHARED_32 ST_SHARED_32 B32 Shared Needs::AMPERE,
+    LD_SHARED_32 ST_SHARED_32 B32 VECTOR Shared Needs::AMPERE,
         "ld.shared.b32" "st.shared.b32" "ld.shared{v}.b32 {d}, {a};" "st.shared{v}.b32 {a}, {x};";
-    LD_SHARED_F32 ST_SHARED_F32 F32 Shared Needs::AMPERE,
+    LD_SHARED_F32 ST_SHARED_F32 F32 VECTOR Shared Needs::AMPERE,
         "ld.shared.f32" "st.shared.f32" "ld.shared{v}.f32 {d}, {a};" "st.shared{v}.f32 {a}, {x};";
-    LD_CLUSTER_32 ST_CLUSTER_32 B32 Cluster Needs::HOPPER,
+    LD_GLOBAL_64 ST_GLOBAL_64 B64 PAIR Global Needs::AMPERE,
+        "ld.global.b64" "st.global.b64" "ld.global{v}.b64 {d}, {a};" "st.global{v}.b64 {a}, {x};";
+    LD_SHARED_64 ST_SHARED_64 B64 PAIR Shared Needs::AMPERE,
+        "ld.shared.b64" "st.shared.b64" "ld.shared{v}.b64 {d}, {a};" "st.shared{v}.b64 {a}, {x};";
+    LD_CLUSTER_32 ST_CLUSTER_32 B32 VECTOR Cluster Needs::HOPPER,
         "ld.cluster.b32" "st.cluster.b32" "ld.shared::cluster{v}.b32 {d}, {a};" "st.shared::cluster{v}.b32 {a}, {x};";
-    LD_CLUSTER_F32 ST_CLUSTER_F32 F32 Cluster Needs::HOPPER,
+    LD_CLUSTER_F32 ST_CLUSTER_F32 F32 VECTOR Cluster Needs::HOPPER,
         "ld.cluster.f32" "st.cluster.f32" "ld.shared::cluster{v}.f32 {d}, {a};" "st.shared::cluster{v}.f32 {a}, {x};";
 }
 
-const PAIR: &[&str] = &["", ".v2"];
-
-/// Reads one or two registers of 64 bits.
-pub static LD_GLOBAL_64: Inst = reading(
-    "ld.global.b64",
-    "ld.global{v}.b64 {d}, {a};",
-    &[outs("d", B64), at("a", Space::Global), word("v", PAIR)],
+/// Reads a byte, widened with zeros or its sign.
+pub static LD_GLOBAL_8: Inst = reading(
+    "ld.global.b8",
+    "ld.global.{t} {d}, {a};",
+    &[out("d", B32), at("a", Space::Global), word("t", &["u8", "s8"])],
     Space::Global,
     Needs::AMPERE,
-    |m, op| load(m, op, Space::Global, Order::Weak),
+    |m, op| {
+        for lane in lanes(m.active()) {
+            let place = Place { space: Space::Global, address: address(m, lane, op, 1) };
+            let mut byte = [0];
+            m.load(lane, place, Order::Weak, &mut byte);
+            let wide = if op.word(2) == "s8" { byte[0] as i8 as u32 } else { byte[0].into() };
+            m.set(lane, op.reg(0), wide.into());
+        }
+    },
 );
-/// Writes one or two registers of 64 bits.
-pub static ST_GLOBAL_64: Inst = writing(
-    "st.global.b64",
-    "st.global{v}.b64 {a}, {x};",
-    &[at("a", Space::Global), args("x", B64), word("v", PAIR)],
+/// Writes the low byte of a register.
+pub static ST_GLOBAL_8: Inst = writing(
+    "st.global.b8",
+    "st.global.b8 {a}, {x};",
+    &[at("a", Space::Global), arg("x", B32)],
     Space::Global,
     Needs::AMPERE,
-    |m, op| store(m, op, Space::Global, Order::Weak),
-);
-/// Reads one or two registers of 64 bits.
-pub static LD_SHARED_64: Inst = reading(
-    "ld.shared.b64",
-    "ld.shared{v}.b64 {d}, {a};",
-    &[outs("d", B64), at("a", Space::Shared), word("v", PAIR)],
-    Space::Shared,
-    Needs::AMPERE,
-    |m, op| load(m, op, Space::Shared, Order::Weak),
-);
-/// Writes one or two registers of 64 bits.
-pub static ST_SHARED_64: Inst = writing(
-    "st.shared.b64",
-    "st.shared{v}.b64 {a}, {x};",
-    &[at("a", Space::Shared), args("x", B64), word("v", PAIR)],
-    Space::Shared,
-    Needs::AMPERE,
-    |m, op| store(m, op, Space::Shared, Order::Weak),
+    |m, op| {
+        for lane in lanes(m.active()) {
+            let place = Place { space: Space::Global, address: address(m, lane, op, 0) };
+            let x = value(m, lane, op, 1);
+            m.store(lane, place, Order::Weak, &[x as u8]);
+        }
+    },
 );
 
-/// Reads global memory that nothing writes while the kernel runs.
-pub static LD_GLOBAL_CONST: Inst = reading(
-    "ld.global.nc",
-    "ld.global.nc.L1::no_allocate.L2::128B{v}.b32 {d}, {a};",
-    &[outs("d", B32), at("a", Space::Global), word("v", VECTOR)],
-    Space::Global,
-    Needs::from((7, 4), 80),
-    |m, op| load(m, op, Space::Global, Order::Weak),
-);
+/// Reads a word that other threads may be writing, ordering nothing else.
+pub static LD_RELAXED: Inst = Inst {
+    allowed: |op| op.list(0).len() == 1,
+    ..reading(
+        "ld.relaxed",
+        "ld.relaxed.{scope}.global.b32 {d}, {a};",
+        &[loaded("d", B32), at("a", Space::Global), word("scope", SCOPES)],
+        Space::Global,
+        Needs::AMPERE,
+        |m, op| load(m, op, Space::Global, Order::Relaxed(scope(op.word(2)))),
+    )
+};
+/// Writes a word that other threads may be reading, ordering nothing else.
+pub static ST_RELAXED: Inst = Inst {
+    allowed: |op| op.list(1).len() == 1,
+    ..writing(
+        "st.relaxed",
+        "st.relaxed.{scope}.global.b32 {a}, {x};",
+        &[at("a", Space::Global), stored("x", B32), word("scope", SCOPES)],
+        Space::Global,
+        Needs::AMPERE,
+        |m, op| store(m, op, Space::Global, Order::Relaxed(scope(op.word(2)))),
+    )
+};
 
 /// Reads a word that other blocks write: what follows sees what they wrote before.
-pub static LD_ACQUIRE: Inst = reading(
-    "ld.acquire",
-    "ld.acquire.{scope}.global.b32 {d}, {a};",
-    &[outs("d", B32), at("a", Space::Global), word("scope", &["gpu", "sys"])],
-    Space::Global,
-    Needs::AMPERE,
-    |m, op| load(m, op, Space::Global, Order::Acquire(scope(op.word(2)))),
-);
+pub static LD_ACQUIRE: Inst = Inst {
+    allowed: |op| op.list(0).len() == 1,
+    ..reading(
+        "ld.acquire",
+        "ld.acquire.{scope}.global.b32 {d}, {a};",
+        &[loaded("d", B32), at("a", Space::Global), word("scope", SCOPES)],
+        Space::Global,
+        Needs::AMPERE,
+        |m, op| load(m, op, Space::Global, Order::Acquire(scope(op.word(2)))),
+    )
+};
 /// Writes a word that other blocks read: they see what was written before.
-pub static ST_RELEASE: Inst = writing(
-    "st.release",
-    "st.release.{scope}.global.b32 {a}, {x};",
-    &[at("a", Space::Global), args("x", B32), word("scope", &["gpu", "sys"])],
-    Space::Global,
-    Needs::AMPERE,
-    |m, op| store(m, op, Space::Global, Order::Release(scope(op.word(2)))),
-);
+pub static ST_RELEASE: Inst = Inst {
+    allowed: |op| op.list(1).len() == 1,
+    ..writing(
+        "st.release",
+        "st.release.{scope}.global.b32 {a}, {x};",
+        &[at("a", Space::Global), stored("x", B32), word("scope", SCOPES)],
+        Space::Global,
+        Needs::AMPERE,
+        |m, op| store(m, op, Space::Global, Order::Release(scope(op.word(2)))),
+    )
+};
 
 fn parameter(m: &mut dyn Machine, op: &Op) {
     let Arg::Address(Base::Param(number), offset) = op.args[1] else {
@@ -248,118 +276,6 @@ pub static MAPA: Inst = Inst {
     )
 };
 
-/// d = old value of a word of global memory, which becomes old + x, or its exchange, smallest or largest.
-pub static ATOM: Inst = Inst {
-    effect: Effect::Update(Space::Global),
-    ..reading(
-        "atom.global",
-        "atom.global.{o} {d}, {a}, {x};",
-        &[
-            out("d", B32),
-            at("a", Space::Global),
-            arg("x", B32),
-            word("o", &["add.u32", "exch.b32", "min.u32", "max.u32", "and.b32", "or.b32"]),
-        ],
-        Space::Global,
-        Needs::AMPERE,
-        |m, op| {
-            for lane in lanes(m.active()) {
-                let (start, x) = (address(m, lane, op, 1), value(m, lane, op, 2) as u32);
-                let change = |old: u64| {
-                    let old = old as u32;
-                    u64::from(match op.word(3) {
-                        "add.u32" => old.wrapping_add(x),
-                        "exch.b32" => x,
-                        "min.u32" => old.min(x),
-                        "max.u32" => old.max(x),
-                        "and.b32" => old & x,
-                        _ => old | x,
-                    })
-                };
-                let place = Place { space: Space::Global, address: start };
-                let old = m.update(lane, place, Order::Relaxed(Scope::Device), 4, &mut { change });
-                m.set(lane, op.reg(0), old);
-            }
-        },
-    )
-};
-
-/// d = old value of a word, which becomes `new` if it was `old`.
-pub static ATOM_CAS: Inst = Inst {
-    effect: Effect::Update(Space::Global),
-    ..reading(
-        "atom.cas",
-        "atom.{order}.gpu.global.cas.b32 {d}, {a}, {old}, {new};",
-        &[
-            out("d", B32),
-            at("a", Space::Global),
-            arg("old", B32),
-            arg("new", B32),
-            word("order", &["relaxed", "acquire", "release", "acq_rel"]),
-        ],
-        Space::Global,
-        Needs::AMPERE,
-        |m, op| {
-            let order = match op.word(4) {
-                "acquire" => Order::Acquire(Scope::Device),
-                "release" => Order::Release(Scope::Device),
-                "acq_rel" => Order::AcquireRelease(Scope::Device),
-                _ => Order::Relaxed(Scope::Device),
-            };
-            for lane in lanes(m.active()) {
-                let start = address(m, lane, op, 1);
-                let (want, new) = (value(m, lane, op, 2), value(m, lane, op, 3));
-                let place = Place { space: Space::Global, address: start };
-                let old = m.update(lane, place, order, 4, &mut |old| if old == want & 0xffff_ffff { new } else { old });
-                m.set(lane, op.reg(0), old);
-            }
-        },
-    )
-};
-
-/// Adds floats to global memory; each addition rounds, in an order that is not defined, and flushes subnormals.
-pub static RED_F32: Inst = Inst {
-    effect: Effect::Update(Space::Global),
-    ..reading(
-        "red.add.f32",
-        "red.global.add{v}.f32 {a}, {x};",
-        &[at("a", Space::Global), args("x", F32), word("v", VECTOR)],
-        Space::Global,
-        Needs::from((8, 1), 90),
-        |m, op| {
-            for lane in lanes(m.active()) {
-                let start = address(m, lane, op, 0);
-                for (i, &reg) in op.list(1).iter().enumerate() {
-                    let x = f32::from_bits(m.get(lane, reg) as u32);
-                    let place = Place { space: Space::Global, address: start.wrapping_add(4 * i as u64) };
-                    m.update(lane, place, Order::Relaxed(Scope::Device), 4, &mut |old| {
-                        u64::from(crate::model::add_flush(f32::from_bits(old as u32), x).to_bits())
-                    });
-                }
-            }
-        },
-    )
-};
-
-/// Adds to a word of global memory, releasing what was written before.
-pub static RED_RELEASE: Inst = Inst {
-    effect: Effect::Update(Space::Global),
-    ..reading(
-        "red.release.add",
-        "red.release.gpu.global.add.u32 {a}, {x};",
-        &[at("a", Space::Global), arg("x", B32)],
-        Space::Global,
-        Needs::AMPERE,
-        |m, op| {
-            for lane in lanes(m.active()) {
-                let (start, x) = (address(m, lane, op, 0), value(m, lane, op, 1));
-                let place = Place { space: Space::Global, address: start };
-                m.update(lane, place, Order::Release(Scope::Device), 4, &mut |old| old.wrapping_add(x) & 0xffff_ffff);
-            }
-        },
-    )
-};
-
 /// Register `j` of lane `l` is the pair (row l / 4, columns 2 (l % 4) and the next) of matrix `j`, whose rows lie at
 /// the addresses of lanes 8j to 8j + 7; transposed, rows and columns change places.
 fn matrix_halves(lane: u32, matrix: u32, transposed: bool) -> [(u32, u64); 2] {
@@ -373,6 +289,7 @@ fn matrix_halves(lane: u32, matrix: u32, transposed: bool) -> [(u32, u64); 2] {
 /// Reads 8 x 8 matrices of 16-bit elements; each lane gives the address of a row.
 pub static LDMATRIX: Inst = Inst {
     together: Together::Warp,
+    allowed: |op| op.counts(0, 2),
     ..reading(
         "ldmatrix",
         "ldmatrix.sync.aligned.m8n8.{x}{trans}.shared.b16 {d}, {a};",
@@ -387,7 +304,7 @@ pub static LDMATRIX: Inst = Inst {
                     let mut pair = 0;
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
                         let mut half = [0; 2];
-                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
+                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
                         m.load(row, place, Order::Weak, &mut half);
                         pair |= u64::from(u16::from_le_bytes(half)) << (16 * i);
                     }
@@ -401,6 +318,7 @@ pub static LDMATRIX: Inst = Inst {
 /// Writes 8 x 8 matrices of 16-bit elements; each lane gives the address of a row.
 pub static STMATRIX: Inst = Inst {
     together: Together::Warp,
+    allowed: |op| op.counts(1, 2),
     ..writing(
         "stmatrix",
         "stmatrix.sync.aligned.m8n8.{x}{trans}.shared.b16 {a}, {s};",
@@ -414,7 +332,7 @@ pub static STMATRIX: Inst = Inst {
                 for lane in 0..WARP {
                     let pair = m.get(lane, reg);
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
-                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
+                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
                         m.store(row, place, Order::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
                     }
                 }
@@ -423,37 +341,32 @@ pub static STMATRIX: Inst = Inst {
     )
 };
 
-/// The rows of this family beside [`ACCESS`].
-pub static OTHERS: &[&Inst] = &[
-    &LD_GLOBAL_64,
-    &ST_GLOBAL_64,
-    &LD_SHARED_64,
-    &ST_SHARED_64,
-    &LD_GLOBAL_CONST,
-    &LD_ACQUIRE,
-    &ST_RELEASE,
-    &LD_PARAM_32,
-    &LD_PARAM_F32,
-    &LD_PARAM_64,
-    &MAPA,
-    &ATOM,
-    &ATOM_CAS,
-    &RED_F32,
-    &RED_RELEASE,
-    &LDMATRIX,
-    &STMATRIX,
-    &PREFETCH_MAP,
-];
-
 /// Brings a tensor map near.
 pub static PREFETCH_MAP: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
         "prefetch.tensormap",
         "prefetch.tensormap [{a}];",
-        &[of("a", Kind::Value(B64))],
+        &[reg("a", B64)],
         Space::Global,
         Needs::HOPPER,
         |_, _| {},
     )
 };
+
+/// The rows of this family beside [`ACCESS`].
+pub static OTHERS: &[&Inst] = &[
+    &LD_ACQUIRE,
+    &ST_RELEASE,
+    &LD_PARAM_32,
+    &LD_PARAM_F32,
+    &LD_PARAM_64,
+    &MAPA,
+    &LD_GLOBAL_8,
+    &ST_GLOBAL_8,
+    &LD_RELAXED,
+    &ST_RELAXED,
+    &LDMATRIX,
+    &STMATRIX,
+    &PREFETCH_MAP,
+];

@@ -1,9 +1,13 @@
 //! Barriers, fences, waits and what steers a grid.
 
+use super::any;
 use crate::inst::Class::B32;
-use crate::inst::{Effect, Inst, Needs, Op, Operand, Together, Unit, arg, number, word};
+use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Steps, Together, Unit, arg, number, steps, word};
 use crate::machine::{Fence, Group, Machine, Meeting, Order, Queue, Scope, lanes, value};
 
+/// Threads that meet at a barrier, and groups that may be pending.
+const THREADS: &[Steps] = &[steps(32, 1024, 32)];
+const PENDING: &[Steps] = &[steps(0, 7, 1)];
 const BARRIERS: &str = "PTX ISA, parallel synchronization and communication instructions";
 
 const fn signal(
@@ -14,7 +18,7 @@ const fn signal(
     meaning: fn(&mut dyn Machine, &Op),
 ) -> Inst {
     let (unit, together, effect) = (Unit::Barrier, Together::Thread, Effect::Signal);
-    Inst { name, text, operands, needs, unit, together, effect, meaning, source: BARRIERS }
+    Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: BARRIERS }
 }
 const fn wait(
     name: &'static str,
@@ -58,19 +62,30 @@ pub static BAR_ALL: Inst = wait("bar.sync.all", "bar.sync 0;", &[], Needs::AMPER
 });
 
 /// So many threads meet at a barrier of the block.
-pub static BAR: Inst =
-    wait("bar.sync", "bar.sync {id}, {threads};", &[arg("id", B32), number("threads")], Needs::AMPERE, |m, op| {
+pub static BAR: Inst = wait(
+    "bar.sync",
+    "bar.sync {id}, {threads};",
+    &[arg("id", B32), number("threads", THREADS)],
+    Needs::AMPERE,
+    |m, op| {
         let id = uniform(m, op, 0);
         m.meet(Meeting::Sync { id, threads: Some(op.number(1) as u32) });
-    });
+    },
+);
 
 /// Counts at a barrier of the block without waiting.
 pub static BAR_ARRIVE: Inst = Inst {
     effect: Effect::Signal,
-    ..wait("bar.arrive", "bar.arrive {id}, {threads};", &[arg("id", B32), number("threads")], Needs::AMPERE, |m, op| {
-        let id = uniform(m, op, 0);
-        m.meet(Meeting::Arrive { id, threads: op.number(1) as u32 });
-    })
+    ..wait(
+        "bar.arrive",
+        "bar.arrive {id}, {threads};",
+        &[arg("id", B32), number("threads", THREADS)],
+        Needs::AMPERE,
+        |m, op| {
+            let id = uniform(m, op, 0);
+            m.meet(Meeting::Arrive { id, threads: op.number(1) as u32 });
+        },
+    )
 };
 
 /// The lanes of a warp meet, and see each other's memory.
@@ -97,26 +112,51 @@ pub static CLUSTER_WAIT: Inst =
     });
 
 /// Orders the thread's accesses before those after it, in a scope.
-pub static FENCE: Inst = signal(
-    "fence.acq_rel",
-    "fence.acq_rel.{scope};",
-    &[word("scope", &["cta", "cluster", "gpu", "sys"])],
-    Needs::HOPPER,
-    |m, op| fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0))))),
+pub static FENCE: Inst =
+    signal("fence.acq_rel", "fence.acq_rel.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
+        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+    });
+
+/// The same, and all such fences are in one order that every thread agrees on. It is also spelled `membar`.
+pub static FENCE_SC: Inst =
+    signal("fence.sc", "fence.sc.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
+        fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
+    });
+
+/// Both in the scope of the cluster, which is as dear as that of the device.
+pub static FENCE_CLUSTER: Inst =
+    signal("fence.cluster", "fence.{kind}.cluster;", &[word("kind", &["acq_rel", "sc"])], Needs::HOPPER, |m, _| {
+        fence(m, Fence::Thread(Order::AcquireRelease(Scope::Cluster)));
+    });
+
+/// Scopes that every GPU has.
+const SCOPES: &[&str] = &["cta", "gpu", "sys"];
+
+/// Orders one way: what follows after what was read, or what was written before what follows.
+pub static FENCE_ONE_WAY: Inst = signal(
+    "fence.one_way",
+    "fence.{way}.{scope};",
+    &[word("way", &["acquire", "release"]), word("scope", &["cta", "cluster", "gpu", "sys"])],
+    Needs::from((8, 6), 90),
+    |m, op| {
+        let scope = scope(op.word(1));
+        let order = if op.word(0) == "acquire" { Order::Acquire(scope) } else { Order::Release(scope) };
+        fence(m, Fence::Thread(order));
+    },
 );
 
 /// Orders the thread's accesses with those of the copy engine and the tensor cores.
 pub static FENCE_PROXY: Inst = signal(
     "fence.proxy.async",
     "fence.proxy.async{space};",
-    &[word("space", &["", ".shared::cta", ".global"])],
+    &[word("space", &["", ".shared::cta", ".shared::cluster", ".global"])],
     Needs::HOPPER,
     |m, op| {
-        use crate::inst::Space;
         fence(
             m,
             Fence::Proxy(match op.word(0) {
                 ".shared::cta" => Some(Space::Shared),
+                ".shared::cluster" => Some(Space::Cluster),
                 ".global" => Some(Space::Global),
                 _ => None,
             }),
@@ -147,9 +187,15 @@ pub static WGMMA_COMMIT: Inst = Inst {
 /// Waits until at most `n` groups of products are pending.
 pub static WGMMA_WAIT: Inst = Inst {
     together: Together::Warpgroup,
-    ..wait("wgmma.wait_group", "wgmma.wait_group.sync.aligned {n};", &[number("n")], Needs::HOPPER_ONLY, |m, op| {
-        group(m, Queue::Product, Group::Wait(op.number(0) as u32));
-    })
+    ..wait(
+        "wgmma.wait_group",
+        "wgmma.wait_group.sync.aligned {n};",
+        &[number("n", PENDING)],
+        Needs::HOPPER_ONLY,
+        |m, op| {
+            group(m, Queue::Product, Group::Wait(op.number(0) as u32));
+        },
+    )
 };
 
 /// The copies out of shared memory since the last group become one.
@@ -164,7 +210,7 @@ pub static BULK_WAIT_READ: Inst = Inst {
     ..signal(
         "cp.async.bulk.wait_group.read",
         "cp.async.bulk.wait_group.read {n};",
-        &[number("n")],
+        &[number("n", PENDING)],
         Needs::HOPPER,
         |m, op| group(m, Queue::Bulk, Group::WaitRead(op.number(0) as u32)),
     )
@@ -173,9 +219,15 @@ pub static BULK_WAIT_READ: Inst = Inst {
 /// Waits until at most `n` groups of copies are pending.
 pub static BULK_WAIT: Inst = Inst {
     effect: Effect::Wait,
-    ..signal("cp.async.bulk.wait_group", "cp.async.bulk.wait_group {n};", &[number("n")], Needs::HOPPER, |m, op| {
-        group(m, Queue::Bulk, Group::Wait(op.number(0) as u32));
-    })
+    ..signal(
+        "cp.async.bulk.wait_group",
+        "cp.async.bulk.wait_group {n};",
+        &[number("n", PENDING)],
+        Needs::HOPPER,
+        |m, op| {
+            group(m, Queue::Bulk, Group::Wait(op.number(0) as u32));
+        },
+    )
 };
 
 /// The thread's cp.async since the last group become one.
@@ -186,7 +238,7 @@ pub static COPY_COMMIT: Inst = signal("cp.async.commit_group", "cp.async.commit_
 /// Waits until at most `n` groups of the thread's cp.async are pending.
 pub static COPY_WAIT: Inst = Inst {
     effect: Effect::Wait,
-    ..signal("cp.async.wait_group", "cp.async.wait_group {n};", &[number("n")], Needs::AMPERE, |m, op| {
+    ..signal("cp.async.wait_group", "cp.async.wait_group {n};", &[number("n", PENDING)], Needs::AMPERE, |m, op| {
         group(m, Queue::Copy, Group::Wait(op.number(0) as u32));
     })
 };
@@ -206,7 +258,7 @@ pub static SETMAXNREG: Inst = Inst {
     ..signal(
         "setmaxnreg",
         "setmaxnreg.{way}.sync.aligned.u32 {n};",
-        &[word("way", &["dec", "inc"]), number("n")],
+        &[word("way", &["dec", "inc"]), number("n", &[steps(24, 256, 8)])],
         Needs::HOPPER_ONLY,
         |m, op| m.registers(op.number(1) as u32, op.word(0) == "inc"),
     )
@@ -227,7 +279,7 @@ pub static GRID_LAUNCH: Inst = Inst {
 /// Sleeps for about so many nanoseconds.
 pub static SLEEP: Inst = Inst {
     effect: Effect::Volatile,
-    ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n")], Needs::AMPERE, |_, _| {})
+    ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n", &[steps(0, 1_000_000, 1)])], Needs::AMPERE, |_, _| {})
 };
 
 /// Gives up: the launch fails.
@@ -246,6 +298,9 @@ pub static ROWS: &[&Inst] = &[
     &CLUSTER_ARRIVE,
     &CLUSTER_WAIT,
     &FENCE,
+    &FENCE_SC,
+    &FENCE_CLUSTER,
+    &FENCE_ONE_WAY,
     &FENCE_PROXY,
     &FENCE_INIT,
     &WGMMA_FENCE,

@@ -1,7 +1,8 @@
 //! Exchange between the lanes of a warp.
 
+use super::any;
 use crate::inst::Class::{B32, Pred};
-use crate::inst::{Effect, Inst, Needs, Op, Together, Unit, arg, out, word};
+use crate::inst::{Effect, Inst, Needs, Op, Together, Unit, arg, out, reg, word};
 use crate::machine::{Machine, WARP, lanes, value};
 
 const SOURCE: &str = "PTX ISA, warp-level instructions";
@@ -20,7 +21,8 @@ fn scatter(m: &mut dyn Machine, op: &Op, x: u64) {
     }
 }
 
-/// d = a of another lane: `b` is its distance, its number, or what its number is xored with.
+/// d = a of another lane: `b` is its distance, its number, or what its number is xored with. Lanes past `clamp` are
+/// out of reach (below it, for `up`), and a lane keeps its own value instead.
 pub static SHFL: Inst = Inst {
     name: "shfl",
     text: "shfl.sync.{mode}.b32 {d}, {a}, {b}, {clamp}, 0xffffffff;",
@@ -31,33 +33,24 @@ pub static SHFL: Inst = Inst {
         word("mode", &["bfly", "idx", "up", "down"]),
         word("clamp", &["0x1f", "0x0"]),
     ],
+    allowed: any,
     needs: Needs::AMPERE,
     unit: Unit::Warp,
     together: Together::Warp,
     effect: Effect::Pure,
     meaning: |m, op| {
         let (a, b) = (gather(m, op, 1), gather(m, op, 2));
+        let clamp = if op.word(4) == "0x1f" { 31 } else { 0 };
         for lane in lanes(m.active()) {
             let n = b[lane as usize] as u32 & 31;
-            let from = match op.word(3) {
-                "bfly" => lane ^ n,
-                "idx" => n,
-                "up" => {
-                    if n <= lane {
-                        lane - n
-                    } else {
-                        lane
-                    }
-                }
-                _ => {
-                    if lane + n < WARP {
-                        lane + n
-                    } else {
-                        lane
-                    }
-                }
+            // Where the other lane is past the clamp, the lane's own value.
+            let (from, inside) = match op.word(3) {
+                "up" => (lane.wrapping_sub(n), lane >= clamp + n),
+                "down" => (lane + n, lane + n <= clamp),
+                "bfly" => (lane ^ n, lane ^ n <= clamp),
+                _ => (n, n <= clamp),
             };
-            m.set(lane, op.reg(0), a[from as usize]);
+            m.set(lane, op.reg(0), a[if inside { from } else { lane } as usize]);
         }
     },
     source: SOURCE,
@@ -68,6 +61,7 @@ pub static BALLOT: Inst = Inst {
     name: "vote.ballot",
     text: "vote.sync.ballot.b32 {d}, {p}, 0xffffffff;",
     operands: &[out("d", B32), arg("p", Pred)],
+    allowed: any,
     needs: Needs::AMPERE,
     unit: Unit::Warp,
     together: Together::Warp,
@@ -84,6 +78,7 @@ pub static VOTE: Inst = Inst {
     name: "vote",
     text: "vote.sync.{mode}.pred {d}, {p}, 0xffffffff;",
     operands: &[out("d", Pred), arg("p", Pred), word("mode", &["any", "all"])],
+    allowed: any,
     needs: Needs::AMPERE,
     unit: Unit::Warp,
     together: Together::Warp,
@@ -103,6 +98,7 @@ pub static ELECT: Inst = Inst {
     name: "elect",
     text: "elect.sync _|{p}, 0xffffffff;",
     operands: &[out("p", Pred)],
+    allowed: any,
     needs: Needs::HOPPER,
     unit: Unit::Warp,
     together: Together::Warp,
@@ -125,6 +121,7 @@ pub static REDUX: Inst = Inst {
         arg("a", B32),
         word("o", &["add.u32", "min.u32", "max.u32", "min.s32", "max.s32", "and.b32", "or.b32", "xor.b32"]),
     ],
+    allowed: any,
     needs: Needs::AMPERE,
     unit: Unit::Warp,
     together: Together::Warp,
@@ -147,5 +144,86 @@ pub static REDUX: Inst = Inst {
     source: SOURCE,
 };
 
+/// d = the lanes that have the same a, as bits.
+pub static MATCH_ANY: Inst = Inst {
+    name: "match.any",
+    text: "match.any.sync.b32 {d}, {a}, 0xffffffff;",
+    operands: &[out("d", B32), arg("a", B32)],
+    allowed: any,
+    needs: Needs::AMPERE,
+    unit: Unit::Warp,
+    together: Together::Warp,
+    effect: Effect::Pure,
+    meaning: |m, op| {
+        let all = gather(m, op, 1);
+        for lane in lanes(m.active()) {
+            let same = lanes(m.active()).filter(|&other| all[other as usize] as u32 == all[lane as usize] as u32);
+            let bits = same.fold(0, |bits, other| bits | 1 << other);
+            m.set(lane, op.reg(0), bits);
+        }
+    },
+    source: SOURCE,
+};
+
+/// p = whether all lanes have the same a; d = all lanes then, as bits, else none.
+pub static MATCH_ALL: Inst = Inst {
+    name: "match.all",
+    text: "match.all.sync.b32 {d}|{p}, {a}, 0xffffffff;",
+    operands: &[out("d", B32), out("p", Pred), arg("a", B32)],
+    allowed: any,
+    needs: Needs::AMPERE,
+    unit: Unit::Warp,
+    together: Together::Warp,
+    effect: Effect::Pure,
+    meaning: |m, op| {
+        let (all, active) = (gather(m, op, 2), m.active());
+        let first = all[active.trailing_zeros() as usize] as u32;
+        let same = lanes(active).all(|lane| all[lane as usize] as u32 == first);
+        for lane in lanes(active) {
+            m.set(lane, op.reg(0), if same { active.into() } else { 0 });
+            m.set(lane, op.reg(1), same.into());
+        }
+    },
+    source: SOURCE,
+};
+
+/// d = the lanes that are executing this, as bits. It says nothing of which lanes will be together later.
+pub static ACTIVE: Inst = Inst {
+    name: "activemask",
+    text: "activemask.b32 {d};",
+    operands: &[out("d", B32)],
+    allowed: any,
+    needs: Needs::AMPERE,
+    unit: Unit::Warp,
+    together: Together::Thread,
+    effect: Effect::Volatile,
+    meaning: |m, op| {
+        let active = m.active().into();
+        scatter(m, op, active);
+    },
+    source: SOURCE,
+};
+
+/// d = an 8 x 8 matrix of 16-bit elements, transposed: a lane holds two neighbours of row lane / 4.
+pub static TRANSPOSE: Inst = Inst {
+    name: "movmatrix",
+    text: "movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};",
+    operands: &[out("d", B32), reg("a", B32)],
+    allowed: any,
+    needs: Needs::from((7, 8), 80),
+    unit: Unit::Warp,
+    together: Together::Warp,
+    effect: Effect::Pure,
+    meaning: |m, op| {
+        let all = gather(m, op, 1);
+        let element = |row: u32, col: u32| all[(4 * row + col / 2) as usize] >> (16 * (col % 2)) & 0xffff;
+        for lane in lanes(m.active()) {
+            let (row, col) = (lane / 4, 2 * (lane % 4));
+            m.set(lane, op.reg(0), element(col + 1, row) << 16 | element(col, row));
+        }
+    },
+    source: "PTX ISA, warp-level matrix instructions, movmatrix",
+};
+
 /// The rows of this family.
-pub static ROWS: &[&Inst] = &[&SHFL, &BALLOT, &VOTE, &ELECT, &REDUX];
+pub static ROWS: &[&Inst] = &[&SHFL, &BALLOT, &VOTE, &ELECT, &REDUX, &MATCH_ANY, &MATCH_ALL, &ACTIVE, &TRANSPOSE];

@@ -1,0 +1,177 @@
+//! Every kernel by name, so that tools can list, print and assemble them all.
+//!
+//! ```
+//! use fulgurite_kernels::registry;
+//! use fulgurite_ptx::Target;
+//!
+//! let entry = registry::all().iter().find(|entry| entry.name == "vector_add").unwrap();
+//! let kernel = (entry.build)(Target::AMPERE)?;
+//! assert!(kernel.ptx().contains(".target sm_80"));
+//! # Ok::<(), fulgurite_ptx::BuildError>(())
+//! ```
+
+use crate::attention::forward;
+use crate::gemm::{Layouts, Tuning};
+use crate::{add, gemm, softmax};
+use fulgurite_core::{Exp, Mask};
+use fulgurite_ptx::{BuildError, Half, Kernel, Major, Pair, Target, Word, bf16, f16};
+
+/// A kernel that can be built by name.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry {
+    /// Its name; unique.
+    pub name: &'static str,
+    /// What it computes, in a line.
+    pub summary: &'static str,
+    /// Builds it with its usual tuning. A target that lacks an instruction of it is refused, with the instruction.
+    pub build: fn(Target) -> Result<Kernel, BuildError>,
+}
+
+/// Every kernel, in the order in which they are listed.
+pub fn all() -> &'static [Entry] {
+    ALL
+}
+
+/// Which way operands lie, in the letters of BLAS for matrices stored by rows: `t` is transposed.
+const NN: Layouts = Layouts { a: Major::Inner, b: Major::Outer };
+const NT: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
+const TN: Layouts = Layouts { a: Major::Outer, b: Major::Outer };
+const TT: Layouts = Layouts { a: Major::Outer, b: Major::Inner };
+
+fn product<T: Half>(target: Target, layouts: Layouts) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    gemm::kernel::<T>(target, layouts, Tuning::default())
+}
+
+/// Forward attention as it is tuned for 8192 keys.
+fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
+    let features = forward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
+    forward::kernel::<T>(target, &features, tuning)
+}
+
+const ALL: &[Entry] = &[
+    Entry { name: "vector_add", summary: "z = x + y, f32", build: add::kernel },
+    Entry {
+        name: "gemm-bf16-nn",
+        summary: "C = A B, bf16; A [m][k], B [k][n]",
+        build: |target| product::<bf16>(target, NN),
+    },
+    Entry {
+        name: "gemm-bf16-nt",
+        summary: "C = A B, bf16; A [m][k], B [n][k]",
+        build: |target| product::<bf16>(target, NT),
+    },
+    Entry {
+        name: "gemm-bf16-tn",
+        summary: "C = A B, bf16; A [k][m], B [k][n]",
+        build: |target| product::<bf16>(target, TN),
+    },
+    Entry {
+        name: "gemm-bf16-tt",
+        summary: "C = A B, bf16; A [k][m], B [n][k]",
+        build: |target| product::<bf16>(target, TT),
+    },
+    Entry {
+        name: "gemm-f16-nn",
+        summary: "C = A B, f16; A [m][k], B [k][n]",
+        build: |target| product::<f16>(target, NN),
+    },
+    Entry {
+        name: "gemm-f16-nt",
+        summary: "C = A B, f16; A [m][k], B [n][k]",
+        build: |target| product::<f16>(target, NT),
+    },
+    Entry {
+        name: "gemm-f16-tn",
+        summary: "C = A B, f16; A [k][m], B [k][n]",
+        build: |target| product::<f16>(target, TN),
+    },
+    Entry {
+        name: "gemm-f16-tt",
+        summary: "C = A B, f16; A [k][m], B [n][k]",
+        build: |target| product::<f16>(target, TT),
+    },
+    Entry {
+        name: "row_softmax",
+        summary: "softmax of each row, f32",
+        build: |target| softmax::kernel(target, Exp::Auto),
+    },
+    Entry {
+        name: "attention-bf16-d64-full",
+        summary: "forward attention, bf16, head_dim 64, no mask",
+        build: |target| attention::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-bf16-d64-causal",
+        summary: "forward attention, bf16, head_dim 64, causal mask",
+        build: |target| attention::<bf16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "attention-bf16-d128-full",
+        summary: "forward attention, bf16, head_dim 128, no mask",
+        build: |target| attention::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-bf16-d128-causal",
+        summary: "forward attention, bf16, head_dim 128, causal mask",
+        build: |target| attention::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-f16-d64-full",
+        summary: "forward attention, f16, head_dim 64, no mask",
+        build: |target| attention::<f16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d64-causal",
+        summary: "forward attention, f16, head_dim 64, causal mask",
+        build: |target| attention::<f16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "attention-f16-d128-full",
+        summary: "forward attention, f16, head_dim 128, no mask",
+        build: |target| attention::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d128-causal",
+        summary: "forward attention, f16, head_dim 128, causal mask",
+        build: |target| attention::<f16>(target, 128, Mask::causal()),
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        let names: std::collections::HashSet<&str> = all().iter().map(|entry| entry.name).collect();
+        assert_eq!(names.len(), all().len());
+    }
+
+    #[test]
+    fn every_kernel_is_built_for_hopper_and_printed_the_same_twice() {
+        for entry in all() {
+            let build = || (entry.build)(Target::HOPPER).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
+            let kernel = build();
+            assert_eq!(kernel.ptx(), kernel.ptx(), "{}", entry.name);
+            assert_eq!(kernel.ptx(), build().ptx(), "{}", entry.name);
+        }
+    }
+
+    #[test]
+    fn a_kernel_for_another_target_says_what_it_needs() {
+        for entry in all() {
+            match (entry.build)(Target::AMPERE) {
+                Ok(kernel) => assert!(kernel.ptx().contains(".target sm_80"), "{}", entry.name),
+                Err(BuildError::Needs { .. }) => {}
+                Err(e) => panic!("{}: {e}", entry.name),
+            }
+        }
+    }
+}

@@ -1,0 +1,448 @@
+//! The words of the assembler, read.
+
+use super::AssembleError;
+use crate::kernel::Kernel;
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::time::Duration;
+
+/// A line of Rust source that built an instruction.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RustLine {
+    /// The file, as the compiler names it.
+    pub file: String,
+    /// The line, from 1.
+    pub line: u32,
+}
+
+impl fmt::Display for RustLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.file, self.line)
+    }
+}
+
+/// Which Rust line each line of a printed kernel came from, read from the `.loc` lines of the text.
+///
+/// ```
+/// use fulgurite_ptx::assemble::LineMap;
+///
+/// let map = LineMap::of(".file 1 \"a.rs\"\n{\n  .loc 1 7 3\n  ret;\n}\n");
+/// assert_eq!(map.rust(4).unwrap().to_string(), "a.rs:7");
+/// assert_eq!(map.rust(2), None);
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct LineMap {
+    files: HashMap<u32, String>,
+    /// Line of the text, file and line of the source; ascending.
+    lines: Vec<(u32, u32, u32)>,
+}
+
+impl LineMap {
+    /// The map of a printed kernel.
+    pub fn of(text: &str) -> LineMap {
+        let mut map = LineMap::default();
+        for (number, line) in (1..).zip(text.lines()) {
+            let mut words = line.split_whitespace();
+            match words.next() {
+                Some(".file") => {
+                    let file = words.next().and_then(|word| word.parse().ok());
+                    let name = line.split('"').nth(1);
+                    map.files.extend(file.zip(name.map(String::from)));
+                }
+                Some(".loc") => {
+                    let mut next = || words.next().and_then(|word| word.parse().ok());
+                    if let (Some(file), Some(line)) = (next(), next()) {
+                        map.lines.push((number, file, line));
+                    }
+                }
+                _ => {}
+            }
+        }
+        map
+    }
+
+    /// The Rust line of a line of the text, counted from 1; `None` before the first instruction.
+    pub fn rust(&self, line: u32) -> Option<RustLine> {
+        let after = self.lines.partition_point(|&(number, ..)| number <= line);
+        let &(_, file, line) = self.lines[..after].last()?;
+        Some(RustLine { file: self.files.get(&file)?.clone(), line })
+    }
+}
+
+/// How much weight the assembler gives a message. It calls lost instructions "info".
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Severity {
+    /// Worth knowing.
+    Info,
+    /// A warning.
+    Warning,
+    /// No code was made.
+    Error,
+}
+
+impl Severity {
+    /// Its name, as the assembler has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Severity::Info => "info",
+            Severity::Warning => "warning",
+            Severity::Error => "error",
+        }
+    }
+}
+
+/// Something that the assembler remarked on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// What the assembler calls it.
+    pub severity: Severity,
+    /// Its number, such as `C7510`, where it has one.
+    pub code: Option<String>,
+    /// What it says.
+    pub text: String,
+    /// The line of the printed kernel it names.
+    pub ptx_line: Option<u32>,
+    /// The Rust line that printed it.
+    pub at: Option<RustLine>,
+}
+
+impl fmt::Display for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(at) = &self.at {
+            write!(f, "{at}: ")?;
+        }
+        match &self.code {
+            Some(code) => write!(f, "{code} {}", self.text),
+            None => write!(f, "{} {}", self.severity.name(), self.text),
+        }
+    }
+}
+
+impl Message {
+    /// Every remark in the assembler's output. Statistics are no remarks.
+    pub(super) fn all(log: &str, map: &LineMap) -> Vec<Message> {
+        log.lines().filter_map(|line| Message::read(line, map)).collect()
+    }
+
+    /// Reads `ptxas info : (C7508) text` and `ptxas file, line 17; error : text`.
+    fn read(line: &str, map: &LineMap) -> Option<Message> {
+        let (head, text) = line.strip_prefix("ptxas ")?.split_once(" : ")?;
+        let (place, kind) = match head.rsplit_once(';') {
+            Some((place, kind)) => (Some(place), kind),
+            None => (None, head),
+        };
+        let severity = match kind.trim() {
+            "info" => Severity::Info,
+            "warning" => Severity::Warning,
+            "error" | "fatal" => Severity::Error,
+            _ => return None,
+        };
+        let text = text.trim();
+        let coded = text.strip_prefix('(').and_then(|rest| rest.split_once(')'));
+        let coded = coded.filter(|(code, _)| is_code(code));
+        let (code, text) = match coded {
+            Some((code, text)) => (Some(code.to_string()), text.trim()),
+            None => (None, text),
+        };
+        if severity == Severity::Info && code.is_none() && !text.contains(LOSS) {
+            return None;
+        }
+        let ptx_line = place.and_then(line_number).or_else(|| line_number(text));
+        let at = ptx_line.and_then(|line| map.rust(line));
+        Some(Message { severity, code, text: text.to_string(), ptx_line, at })
+    }
+
+    /// Whether it tells that machine code is not what the kernel says: instructions serialised, dropped or put in.
+    pub fn is_fault(&self) -> bool {
+        let changed = self.code.as_ref().is_some_and(|code| code.starts_with("C75"));
+        changed || self.severity == Severity::Error || self.text.contains(LOSS)
+    }
+}
+
+/// How the assembler begins a remark on code that will be slow.
+const LOSS: &str = "Potential Performance Loss";
+
+fn is_code(word: &str) -> bool {
+    word.strip_prefix('C').is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// The number after the last "line" of a text.
+fn line_number(text: &str) -> Option<u32> {
+    let (_, after) = text.rsplit_once("line ")?;
+    let digits = after.split(|c: char| !c.is_ascii_digit()).next()?;
+    digits.parse().ok()
+}
+
+/// Why a kernel that was assembled must not be used as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// Registers were kept in memory.
+    Spills {
+        /// Bytes written a thread.
+        stores_bytes: u32,
+        /// Bytes read back a thread.
+        loads_bytes: u32,
+        /// Rust lines whose instructions do so, where a disassembler is there to tell.
+        at: Vec<RustLine>,
+    },
+    /// Each thread has memory of its own beside its registers.
+    LocalMemory {
+        /// Bytes of it.
+        bytes: u32,
+        /// Rust lines whose instructions use it, where a disassembler is there to tell.
+        at: Vec<RustLine>,
+    },
+    /// A remark that tells of lost, serialised or added instructions.
+    Remark(Message),
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let places = |at: &[RustLine]| {
+            let shown = at.iter().take(4).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let more = if at.len() > 4 { format!(" and {} more", at.len() - 4) } else { String::new() };
+            if at.is_empty() { shown } else { format!(" at {shown}{more}") }
+        };
+        match self {
+            Fault::Spills { stores_bytes, loads_bytes, at } => write!(
+                f,
+                "{stores_bytes} bytes of registers spilled and {loads_bytes} read back{}; keep fewer values alive, or give the role more registers",
+                places(at)
+            ),
+            Fault::LocalMemory { bytes, at } => {
+                write!(f, "{bytes} bytes of local memory a thread{}; index registers by constants only", places(at))
+            }
+            Fault::Remark(message) => message.fmt(f),
+        }
+    }
+}
+
+/// What a kernel became.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// Registers of a thread; where roles change them, those at entry.
+    pub registers: u32,
+    /// Bytes of registers that each thread writes to memory.
+    pub spill_stores_bytes: u32,
+    /// Bytes of registers that each thread reads back.
+    pub spill_loads_bytes: u32,
+    /// Bytes of memory that each thread has for itself, spilled registers included.
+    pub stack_bytes: u32,
+    /// Bytes of shared memory of a block.
+    pub shared_bytes: u32,
+    /// Named barriers.
+    pub barriers: u32,
+    /// How long the assembler took, by its own clock.
+    pub time: Duration,
+    /// Remarks, in the assembler's order.
+    pub messages: Vec<Message>,
+    /// Rust lines whose instructions use local memory; known where there is any and a disassembler was found.
+    pub local_lines: Vec<RustLine>,
+    /// The machine code, an ELF file that the driver loads.
+    pub cubin: Vec<u8>,
+}
+
+impl Report {
+    pub(super) fn read(kernel: &Kernel, log: &str, map: &LineMap, cubin: Vec<u8>) -> Result<Report, AssembleError> {
+        let missing = |what: &str| AssembleError::Unreadable {
+            tool: "ptxas",
+            kernel: kernel.name.clone(),
+            what: format!("no {what} in what it said: `{}`", log.trim()),
+        };
+        let number = |unit: &str| before(log, unit);
+        let time = log.lines().find_map(|line| line.split_once("Compile time = "));
+        let milliseconds = time.and_then(|(_, rest)| rest.strip_suffix(" ms")?.trim().parse::<f64>().ok());
+        Ok(Report {
+            registers: number("registers").ok_or_else(|| missing("registers"))?,
+            spill_stores_bytes: number("bytes spill stores").ok_or_else(|| missing("spills"))?,
+            spill_loads_bytes: number("bytes spill loads").ok_or_else(|| missing("spills"))?,
+            stack_bytes: number("bytes stack frame").ok_or_else(|| missing("stack frame"))?,
+            // What a launch brings is not in the text; what the text declares itself comes on top.
+            shared_bytes: kernel.shared_bytes + number("bytes smem").unwrap_or(0),
+            barriers: number("barriers").unwrap_or(0),
+            time: Duration::try_from_secs_f64(milliseconds.unwrap_or(0.0) / 1e3).unwrap_or_default(),
+            messages: Message::all(log, map),
+            local_lines: Vec::new(),
+            cubin,
+        })
+    }
+
+    /// Whether the machine code is what the kernel says: no spills, no local memory, no instruction lost, added or
+    /// serialised. Warnings that tell of none of these are in [`messages`](Report::messages) and are no faults.
+    pub fn verdict(&self) -> Result<(), Vec<Fault>> {
+        let mut faults = Vec::new();
+        let at = || self.local_lines.clone();
+        let (stores_bytes, loads_bytes) = (self.spill_stores_bytes, self.spill_loads_bytes);
+        if stores_bytes > 0 || loads_bytes > 0 {
+            faults.push(Fault::Spills { stores_bytes, loads_bytes, at: at() });
+        } else if self.stack_bytes > 0 {
+            faults.push(Fault::LocalMemory { bytes: self.stack_bytes, at: at() });
+        }
+        faults.extend(self.messages.iter().filter(|m| m.is_fault()).cloned().map(Fault::Remark));
+        if faults.is_empty() { Ok(()) } else { Err(faults) }
+    }
+}
+
+/// The number before a unit in the statistics. Remarks are left out: they quote numbers of their own.
+fn before(log: &str, unit: &str) -> Option<u32> {
+    let statistics = log.lines().filter(|line| !line.contains(" : ("));
+    statistics.into_iter().find_map(|line| {
+        let (head, _) = line.split_once(&format!(" {unit}"))?;
+        head.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    })
+}
+
+/// How the disassembler names a source line.
+const SOURCE: &str = "//## File \"";
+
+/// The Rust line of such a comment.
+fn source_line(line: &str) -> Option<RustLine> {
+    let (file, rest) = line.trim().strip_prefix(SOURCE)?.split_once('"')?;
+    Some(RustLine { file: file.to_string(), line: line_number(rest)? })
+}
+
+/// Rust lines whose instructions load or store local memory.
+pub(super) fn local_lines(sass: &str) -> Vec<RustLine> {
+    let mut found = BTreeSet::new();
+    let mut now: Option<RustLine> = None;
+    for line in sass.lines() {
+        if let Some(source) = source_line(line) {
+            now = Some(source);
+        } else if line.split_whitespace().any(|word| ["STL", "LDL"].iter().any(|op| word.split('.').next() == Some(op)))
+        {
+            found.extend(now.clone());
+        }
+    }
+    found.into_iter().collect()
+}
+
+/// The disassembly with source lines as `file:line`, which editors and terminals lead to.
+pub(super) fn with_rust_lines(sass: &str) -> String {
+    let mut out = String::with_capacity(sass.len());
+    for line in sass.lines() {
+        match source_line(line) {
+            Some(source) => out.push_str(&format!("// {source}")),
+            None => out.push_str(line),
+        }
+        out.push('\n');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Target;
+
+    const TEXT: &str = "\
+.version 8.0
+.file 1 \"kernels/a.rs\"
+.file 2 \"ptx/b.rs\"
+.visible .entry k()
+{
+  .loc 1 10 5
+  first;
+  .loc 2 20 1
+  second;
+  third;
+}
+";
+
+    /// What ptxas 13.0.88 wrote for a kernel with everything wrong in it.
+    const LOG: &str = "\
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA in function 'k'
+ptxas info    : (C7517) warpgroup.wait is injected in around line 10 by compiler to allow use of registers defined by GMMA in function 'k'
+ptxas warning : Unresolved extern variable 'x' in whole program compilation, ignoring extern qualifier
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'k' for 'sm_90a'
+ptxas info    : Function properties for k
+    256 bytes stack frame, 252 bytes spill stores, 248 bytes spill loads
+ptxas info    : Used 64 registers, used 3 barriers, 256 bytes cumulative stack size, 1024 bytes smem
+ptxas info    : Compile time = 79.838 ms
+";
+
+    fn kernel() -> Kernel {
+        Kernel::build("k", Target::HOPPER, |k| k.threads(32, |_| {})).unwrap()
+    }
+
+    fn read(log: &str) -> Report {
+        Report::read(&kernel(), log, &LineMap::of(TEXT), vec![1, 2]).unwrap()
+    }
+
+    #[test]
+    fn numbers() {
+        let report = read(LOG);
+        let got = (report.registers, report.barriers, report.shared_bytes, report.stack_bytes);
+        assert_eq!(got, (64, 3, 1024, 256));
+        assert_eq!((report.spill_stores_bytes, report.spill_loads_bytes), (252, 248));
+        assert_eq!(report.time, Duration::from_micros(79838));
+    }
+
+    #[test]
+    fn remarks_lead_to_rust() {
+        let shown: Vec<String> = read(LOG).messages.iter().map(ToString::to_string).collect();
+        let want = [
+            "C7508 Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.",
+            "kernels/a.rs:10: C7519 warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA in function 'k'",
+            "ptx/b.rs:20: C7517 warpgroup.wait is injected in around line 10 by compiler to allow use of registers defined by GMMA in function 'k'",
+            "warning Unresolved extern variable 'x' in whole program compilation, ignoring extern qualifier",
+        ];
+        assert_eq!(shown, want);
+    }
+
+    #[test]
+    fn errors_lead_to_rust() {
+        let log = "\
+ptxas /tmp/x; line 3/kernel.ptx, line 9; error   : Arguments mismatch for instruction 'add'
+ptxas fatal   : Ptx assembly aborted due to errors
+";
+        let shown: Vec<String> = Message::all(log, &LineMap::of(TEXT)).iter().map(ToString::to_string).collect();
+        let want =
+            ["ptx/b.rs:20: error Arguments mismatch for instruction 'add'", "error Ptx assembly aborted due to errors"];
+        assert_eq!(shown, want);
+    }
+
+    #[test]
+    fn verdicts() {
+        let faults = read(LOG).verdict().unwrap_err();
+        assert!(matches!(faults[0], Fault::Spills { stores_bytes: 252, loads_bytes: 248, .. }), "{faults:?}");
+        // The warning is no fault: it says nothing of the code that was made.
+        assert_eq!(faults.len(), 4, "{faults:?}");
+
+        let clean = LOG.lines().skip(4).map(|line| format!("{line}\n")).collect::<String>();
+        let clean = clean.replace("256 bytes stack", "0 bytes stack").replace("252 bytes", "0 bytes");
+        let clean = clean.replace("248 bytes", "0 bytes");
+        assert_eq!(read(&clean).verdict(), Ok(()));
+        let stack = read(&clean.replace("0 bytes stack", "16 bytes stack")).verdict().unwrap_err();
+        assert_eq!(stack, [Fault::LocalMemory { bytes: 16, at: Vec::new() }]);
+        let reads = read(&clean.replace("0 bytes spill loads", "4 bytes spill loads")).verdict().unwrap_err();
+        assert_eq!(reads, [Fault::Spills { stores_bytes: 0, loads_bytes: 4, at: Vec::new() }]);
+    }
+
+    #[test]
+    fn a_silent_assembler_is_an_error() {
+        let refused = Report::read(&kernel(), "ptxas info    : done\n", &LineMap::default(), Vec::new());
+        assert_eq!(
+            refused.unwrap_err().to_string(),
+            "ptxas on kernel `k`: no registers in what it said: `ptxas info    : done`"
+        );
+    }
+
+    #[test]
+    fn spills_are_found_in_machine_code() {
+        let sass = "\
+\t//## File \"kernels/a.rs\", line 10
+        /*03e0*/                   LDG.E R34, desc[UR4][R30.64] ;
+        /*03f0*/                   STL [R1+0x7c], R36                  (*\"SpillRefill\"*);
+\t//## File \"ptx/b.rs\", line 20
+        /*0440*/                   LDG.E R0, desc[UR4][R30.64+0xf4] ;
+\t//## File \"ptx/b.rs\", line 21 inlined
+        /*0450*/                   LDL.64 R0, [R1+0x80] ;
+";
+        let lines: Vec<String> = local_lines(sass).iter().map(ToString::to_string).collect();
+        assert_eq!(lines, ["kernels/a.rs:10", "ptx/b.rs:21"]);
+        assert!(with_rust_lines(sass).starts_with("// kernels/a.rs:10\n        /*03e0*/"));
+    }
+}

@@ -1,0 +1,326 @@
+//! Runs of bytes that are copied later, by the copy engine and by `cp.async`, and words that arrive with a signal.
+
+use super::bulk::{place, prefetch, reduction, start};
+use crate::inst::Class::{B16, B32, B64};
+use crate::inst::{Inst, Needs, Op, Space, Steps, Unit, arg, args, at, number, steps, word};
+use crate::machine::{Done, Machine, Queue, Reduction, Transfer, lanes, value};
+
+/// What a run of bytes does: spaces it goes to and comes from, how it combines, and the operands with its size, its
+/// barrier and the blocks that receive it.
+struct Run {
+    to: Space,
+    from: Space,
+    reduce: Option<(Reduction, &'static str)>,
+    barrier: Option<usize>,
+    multicast: Option<usize>,
+}
+
+const LOAD: Run = Run { to: Space::Cluster, from: Space::Global, reduce: None, barrier: Some(3), multicast: None };
+const STORE: Run = Run { to: Space::Global, from: Space::Shared, reduce: None, barrier: None, multicast: None };
+const PEER: Run = Run { to: Space::Cluster, from: Space::Shared, reduce: None, barrier: Some(3), multicast: None };
+
+/// Operands 0 to 2 are destination, source and bytes.
+fn run(m: &mut dyn Machine, op: &Op, run: Run) {
+    for lane in lanes(m.active()) {
+        let (to, from) = (place(m, lane, op, 0, run.to), place(m, lane, op, 1, run.from));
+        let bytes = value(m, lane, op, 2) as u32;
+        let done = match run.barrier {
+            Some(i) => Done::Mbarrier(place(m, lane, op, i, Space::Cluster)),
+            None => Done::Group(Queue::Bulk),
+        };
+        let multicast = run.multicast.map(|i| value(m, lane, op, i) as u16);
+        m.transfer(lane, Transfer::Bytes { to, from, bytes, padded: bytes, reduce: run.reduce, multicast, done });
+    }
+}
+
+/// What a word like "add.noftz.f16" does, and to which type.
+fn reducing(word: &'static str) -> Option<(Reduction, &'static str)> {
+    let (way, number) = word.split_once('.').expect("bug in fulgurite: a reduction without a type");
+    Some((reduction(way), number.rsplit('.').next().unwrap_or(number)))
+}
+
+/// A run of bytes from global into shared memory, counted on a barrier; sizes and addresses are multiples of 16.
+pub static LOAD_BYTES: Inst = start(
+    "cp.async.bulk.load",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {to}, {from}, {bytes}, {bar};",
+    &[at("to", Space::Cluster), at("from", Space::Global), arg("bytes", B32), at("bar", Space::Cluster)],
+    Needs::HOPPER,
+    |m, op| run(m, op, LOAD),
+);
+
+/// The same, with a hint to the second-level cache.
+pub static LOAD_BYTES_HINT: Inst = start(
+    "cp.async.bulk.load.hint",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint {to}, {from}, {bytes}, {bar}, {policy};",
+    &[
+        at("to", Space::Cluster),
+        at("from", Space::Global),
+        arg("bytes", B32),
+        at("bar", Space::Cluster),
+        arg("policy", B64),
+    ],
+    Needs::HOPPER,
+    |m, op| run(m, op, LOAD),
+);
+
+/// The same into several blocks of the cluster.
+pub static LOAD_BYTES_MULTICAST: Inst = start(
+    "cp.async.bulk.load.multicast",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster {to}, {from}, {bytes}, {bar}, {mask};",
+    &[
+        at("to", Space::Cluster),
+        at("from", Space::Global),
+        arg("bytes", B32),
+        at("bar", Space::Cluster),
+        arg("mask", B16),
+    ],
+    Needs::HOPPER_ONLY,
+    |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
+);
+
+/// The same into several blocks of the cluster, with a hint to the second-level cache.
+pub static LOAD_BYTES_MULTICAST_HINT: Inst = start(
+    "cp.async.bulk.load.multicast.hint",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint {to}, {from}, {bytes}, {bar}, {mask}, {policy};",
+    &[
+        at("to", Space::Cluster),
+        at("from", Space::Global),
+        arg("bytes", B32),
+        at("bar", Space::Cluster),
+        arg("mask", B16),
+        arg("policy", B64),
+    ],
+    Needs::HOPPER_ONLY,
+    |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
+);
+
+/// A run of bytes from shared memory to another block of the cluster, counted on a barrier there.
+pub static COPY_TO_PEER: Inst = start(
+    "cp.async.bulk.peer",
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes {to}, {from}, {bytes}, {bar};",
+    &[at("to", Space::Cluster), at("from", Space::Shared), arg("bytes", B32), at("bar", Space::Cluster)],
+    Needs::HOPPER,
+    |m, op| run(m, op, PEER),
+);
+
+/// A run of integers combined with shared memory of another block of the cluster, counted on a barrier there.
+pub static REDUCE_TO_PEER: Inst = start(
+    "cp.reduce.async.bulk.peer",
+    "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{o} {to}, {from}, {bytes}, {bar};",
+    &[
+        at("to", Space::Cluster),
+        at("from", Space::Shared),
+        arg("bytes", B32),
+        at("bar", Space::Cluster),
+        word("o", PEER_REDUCTIONS),
+    ],
+    Needs::HOPPER,
+    |m, op| run(m, op, Run { reduce: reducing(op.word(4)), ..PEER }),
+);
+
+const PEER_REDUCTIONS: &[&str] = &[
+    "add.u32", "add.s32", "add.u64", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32",
+    "inc.u32", "dec.u32",
+];
+
+/// A run of bytes from shared to global memory.
+pub static STORE_BYTES: Inst = start(
+    "cp.async.bulk.store",
+    "cp.async.bulk.global.shared::cta.bulk_group {to}, {from}, {bytes};",
+    &[at("to", Space::Global), at("from", Space::Shared), arg("bytes", B32)],
+    Needs::HOPPER,
+    |m, op| run(m, op, STORE),
+);
+
+/// The same, with a hint to the second-level cache.
+pub static STORE_BYTES_HINT: Inst = start(
+    "cp.async.bulk.store.hint",
+    "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint {to}, {from}, {bytes}, {policy};",
+    &[at("to", Space::Global), at("from", Space::Shared), arg("bytes", B32), arg("policy", B64)],
+    Needs::HOPPER,
+    |m, op| run(m, op, STORE),
+);
+
+const REDUCTIONS: &[&str] = &[
+    "add.f32",
+    "add.u32",
+    "add.s32",
+    "add.u64",
+    "add.noftz.f16",
+    "add.noftz.bf16",
+    "max.u32",
+    "min.u32",
+    "max.s32",
+    "min.s32",
+    "max.u64",
+    "min.u64",
+    "max.s64",
+    "min.s64",
+    "max.f16",
+    "min.f16",
+    "max.bf16",
+    "min.bf16",
+    "and.b32",
+    "or.b32",
+    "xor.b32",
+    "and.b64",
+    "or.b64",
+    "xor.b64",
+    "inc.u32",
+    "dec.u32",
+];
+
+/// A run of elements of shared memory combined with global memory, each in one step.
+pub static REDUCE_BYTES: Inst = start(
+    "cp.reduce.async.bulk",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.{o} {to}, {from}, {bytes};",
+    &[at("to", Space::Global), at("from", Space::Shared), arg("bytes", B32), word("o", REDUCTIONS)],
+    Needs::HOPPER,
+    |m, op| run(m, op, Run { reduce: reducing(op.word(3)), ..STORE }),
+);
+
+/// The same, with a hint to the second-level cache.
+pub static REDUCE_BYTES_HINT: Inst = start(
+    "cp.reduce.async.bulk.hint",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.{o} {to}, {from}, {bytes}, {policy};",
+    &[at("to", Space::Global), at("from", Space::Shared), arg("bytes", B32), word("o", REDUCTIONS), arg("policy", B64)],
+    Needs::HOPPER,
+    |m, op| run(m, op, Run { reduce: reducing(op.word(3)), ..STORE }),
+);
+
+/// A hint to bring a run of bytes into the second-level cache.
+pub static PREFETCH_BYTES: Inst = start(
+    "cp.async.bulk.prefetch",
+    "cp.async.bulk.prefetch.L2.global {from}, {bytes};",
+    &[at("from", Space::Global), arg("bytes", B32)],
+    Needs::HOPPER,
+    prefetch,
+);
+
+fn copy(m: &mut dyn Machine, op: &Op) {
+    for lane in lanes(m.active()) {
+        let (to, from) = (place(m, lane, op, 0, Space::Shared), place(m, lane, op, 1, Space::Global));
+        let (used, padded) = (value(m, lane, op, 2) as u32, op.number(3) as u32);
+        let done = Done::Group(Queue::Copy);
+        m.transfer(lane, Transfer::Bytes { to, from, bytes: used, padded, reduce: None, multicast: None, done });
+    }
+}
+
+/// Bytes that one `cp.async` takes.
+const SIZES: &[Steps] = &[steps(4, 4, 1), steps(8, 16, 8)];
+const CACHES: &[&str] = &["ca", "cg"];
+/// Past the first-level cache go only 16 bytes at once.
+fn sized(op: &Op) -> bool {
+    op.word(4) == "ca" || op.number(3) == 16
+}
+
+/// `size` bytes from global to shared memory, of which `used` are read and the rest is zero.
+pub static COPY: Inst = Inst {
+    unit: Unit::Global,
+    allowed: sized,
+    ..start(
+        "cp.async",
+        "cp.async.{cache}.shared.global {to}, {from}, {size}, {used};",
+        &[
+            at("to", Space::Shared),
+            at("from", Space::Global),
+            arg("used", B32),
+            number("size", SIZES),
+            word("cache", CACHES),
+        ],
+        Needs::AMPERE,
+        copy,
+    )
+};
+
+/// The same, with a hint to the second-level cache.
+pub static COPY_HINT: Inst = Inst {
+    unit: Unit::Global,
+    allowed: sized,
+    ..start(
+        "cp.async.hint",
+        "cp.async.{cache}.shared.global.L2::cache_hint {to}, {from}, {size}, {used}, {policy};",
+        &[
+            at("to", Space::Shared),
+            at("from", Space::Global),
+            arg("used", B32),
+            number("size", SIZES),
+            word("cache", CACHES),
+            arg("policy", B64),
+        ],
+        Needs::from((7, 4), 80),
+        copy,
+    )
+};
+
+/// Words to shared memory of another block of the cluster, counted on a barrier there.
+pub static STORE_WORDS: Inst = Inst {
+    unit: Unit::Shared,
+    allowed: |op| op.counts(1, 3),
+    ..start(
+        "st.async",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes{v}.b32 {to}, {x}, {bar};",
+        &[at("to", Space::Cluster), args("x", B32), at("bar", Space::Cluster), word("v", &["", ".v2", ".v4"])],
+        Needs::from((8, 1), 90),
+        |m, op| {
+            for lane in lanes(m.active()) {
+                let mut data = Vec::new();
+                for &reg in op.list(1) {
+                    data.extend_from_slice(&(m.get(lane, reg) as u32).to_le_bytes());
+                }
+                let to = place(m, lane, op, 0, Space::Cluster);
+                let done = Done::Mbarrier(place(m, lane, op, 2, Space::Cluster));
+                m.transfer(lane, Transfer::Words { to, data, reduce: None, done });
+            }
+        },
+    )
+};
+
+/// A word combined with one in shared memory of another block of the cluster, counted on a barrier there.
+pub static REDUCE_WORD: Inst = Inst {
+    unit: Unit::Shared,
+    ..start(
+        "red.async",
+        "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{o} {to}, {x}, {bar};",
+        &[
+            at("to", Space::Cluster),
+            arg("x", B32),
+            at("bar", Space::Cluster),
+            word(
+                "o",
+                &[
+                    "add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32",
+                    "inc.u32", "dec.u32",
+                ],
+            ),
+        ],
+        Needs::from((8, 1), 90),
+        |m, op| {
+            for lane in lanes(m.active()) {
+                let data = (value(m, lane, op, 1) as u32).to_le_bytes().to_vec();
+                let to = place(m, lane, op, 0, Space::Cluster);
+                let done = Done::Mbarrier(place(m, lane, op, 2, Space::Cluster));
+                m.transfer(lane, Transfer::Words { to, data, reduce: reducing(op.word(3)), done });
+            }
+        },
+    )
+};
+
+/// The rows of this family.
+pub static ROWS: &[&Inst] = &[
+    &LOAD_BYTES,
+    &LOAD_BYTES_HINT,
+    &LOAD_BYTES_MULTICAST,
+    &LOAD_BYTES_MULTICAST_HINT,
+    &COPY_TO_PEER,
+    &REDUCE_TO_PEER,
+    &STORE_BYTES,
+    &STORE_BYTES_HINT,
+    &REDUCE_BYTES,
+    &REDUCE_BYTES_HINT,
+    &PREFETCH_BYTES,
+    &COPY,
+    &COPY_HINT,
+    &STORE_WORDS,
+    &REDUCE_WORD,
+];

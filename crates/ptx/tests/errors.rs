@@ -1,0 +1,410 @@
+//! Every way a kernel is refused, with the whole message: it must be enough to repair the kernel.
+
+use fulgurite_ptx::{
+    BuildError, Builder, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, Warpgroups, bf16, f16,
+};
+use std::cell::Cell;
+
+fn refused_for(target: Target, f: impl FnOnce(&Builder)) -> BuildError {
+    Kernel::build("k", target, f).expect_err("the kernel should be refused")
+}
+
+/// The message with which a kernel for Hopper is refused.
+fn refused(f: impl FnOnce(&Builder)) -> String {
+    refused_for(Target::HOPPER, f).to_string()
+}
+
+/// A line of this file, as messages name it.
+fn here(line: u32) -> String {
+    format!("{}:{line}", file!())
+}
+
+/// A kernel of one role, two warpgroups.
+fn in_group<'k>(k: &'k Builder, f: impl FnOnce(&Scope<'k, Group>)) {
+    k.role("work", Warpgroups(2), f);
+}
+
+const TILE: TileShape = TileShape { number: Number::Bf16, rows: 64, cols: 64, swizzle: Swizzle::B128 };
+
+#[test]
+fn shared_memory() {
+    let message = |target| {
+        let refused = refused_for(target, |k| {
+            let _ = k.shared::<f32>("scores", 60_000);
+            let _ = k.shared::<u32>("rows", 4);
+            k.threads(32, |_| {});
+        });
+        assert!(matches!(refused, BuildError::SharedMemory { used: 240_016, .. }), "{refused:?}");
+        refused.to_string()
+    };
+    let uses = "it is used by scores (240000), rows (16)";
+    assert_eq!(
+        message(Target::HOPPER),
+        format!("kernel `k` takes 240016 bytes of shared memory, allowed: 232448 on sm_90a; {uses}")
+    );
+    assert_eq!(
+        message(Target::AMPERE),
+        format!("kernel `k` takes 240016 bytes of shared memory, allowed: 166912 on sm_80; {uses}")
+    );
+}
+
+#[test]
+fn registers_over_the_pool() {
+    let message = refused(|k| {
+        k.role("load", Warpgroups(1).registers(40), |_| {});
+        k.role("multiply", Warpgroups(2).registers(240), |_| {});
+    });
+    assert_eq!(
+        message,
+        "kernel `k`: its roles take 66560 registers, allowed: 64512 (what 384 threads have at entry); load: 128 x 40, multiply: 256 x 240"
+    );
+    // A role that says nothing keeps what it had at entry, and that counts too.
+    let message = refused(|k| {
+        k.role("load", Warpgroups(1), |_| {});
+        k.role("multiply", Warpgroups(2).registers(232), |_| {});
+    });
+    assert_eq!(
+        message,
+        "kernel `k`: its roles take 80896 registers, allowed: 64512 (what 384 threads have at entry); load: 128 x 168, multiply: 256 x 232"
+    );
+    let fits = Kernel::build("k", Target::HOPPER, |k| {
+        k.role("load", Warpgroups(1).registers(40), |_| {});
+        k.role("multiply", Warpgroups(2).registers(232), |_| {});
+    });
+    assert!(fits.is_ok(), "{fits:?}");
+}
+
+#[test]
+fn register_counts() {
+    for count in [0, 16, 100, 264] {
+        let message = refused(|k| k.role("load", Warpgroups(1).registers(count), |_| {}));
+        let want =
+            format!("kernel `k`, role `load`: {count} registers a thread, allowed: multiples of 8 from 24 to 256");
+        assert_eq!(message, want);
+    }
+}
+
+#[test]
+fn barriers() {
+    let message = refused(|k| {
+        in_group(k, |w| {
+            for _ in 0..8 {
+                w.sync_group(&w.group_barrier());
+            }
+        });
+    });
+    assert_eq!(message, "kernel `k` takes 17 named barriers, allowed: 16; use an mbarrier for some");
+}
+
+#[test]
+fn threads() {
+    for count in [0, 16, 48, 1056] {
+        let message = refused(|k| k.threads(count, |_| {}));
+        assert_eq!(
+            message,
+            format!("kernel `k` has {count} threads a block, allowed: multiples of 32 from 32 to 1024")
+        );
+    }
+    let message = refused(|k| k.role("work", Warpgroups(9), |_| {}));
+    assert_eq!(message, "kernel `k` has 1152 threads a block, allowed: multiples of 32 from 32 to 1024");
+    let message = refused(|_| {});
+    assert_eq!(message, "kernel `k` has 0 threads a block, allowed: multiples of 32 from 32 to 1024");
+}
+
+#[test]
+fn what_a_target_lacks() {
+    let line = Cell::new(0);
+    let build = |k: &Builder| {
+        k.threads(32, |w| {
+            line.set(line!() + 1);
+            w.wait_for_previous_grid();
+        });
+    };
+    let refused = refused_for(Target::AMPERE, build);
+    assert!(matches!(refused, BuildError::Needs { .. }), "{refused:?}");
+    assert_eq!(
+        refused.to_string(),
+        format!(
+            "kernel `k`, {}: `griddepcontrol.wait` needs PTX 8.0 and sm_90 or later, and this is printed for sm_80, PTX up to 9.0",
+            here(line.get())
+        )
+    );
+    assert!(Kernel::build("k", Target::HOPPER, build).is_ok());
+    // A driver that is too old for an instruction of its own GPU.
+    let old = Target { ptx: (7, 8), ..Target::HOPPER };
+    assert_eq!(
+        refused_for(old, build).to_string(),
+        format!(
+            "kernel `k`, {}: `griddepcontrol.wait` needs PTX 8.0 and sm_90 or later, and this is printed for sm_90a, PTX up to 7.8",
+            here(line.get())
+        )
+    );
+    // What later GPUs lost.
+    let later = Target { sm: 100, ..Target::HOPPER };
+    let refused = refused_for(later, |k| {
+        in_group(k, |w| {
+            line.set(line!() + 1);
+            w.wait_products(0);
+        });
+    });
+    assert_eq!(
+        refused.to_string(),
+        format!(
+            "kernel `k`, {}: `wgmma.wait_group` needs PTX 8.0 and sm_90 alone, and this is printed for sm_100, PTX up to 9.0",
+            here(line.get())
+        )
+    );
+}
+
+#[test]
+fn what_a_target_lacks_comes_before_what_does_not_fit() {
+    let refused = refused_for(Target::AMPERE, |k| {
+        let _ = k.shared::<f32>("scores", 60_000);
+        k.threads(32, |w| w.wait_for_previous_grid());
+    });
+    assert!(matches!(refused, BuildError::Needs { .. }), "{refused:?}");
+}
+
+#[test]
+fn divergence() {
+    let (branch, at) = (Cell::new(0), Cell::new(0));
+    let message = refused(|k| {
+        k.threads(32, |w| {
+            branch.set(line!() + 1);
+            w.when(w.lane().lt(7), |w| {
+                at.set(line!() + 1);
+                w.sync_warp();
+            });
+        });
+    });
+    let want = |inst: &str| {
+        format!(
+            "kernel `k`, {}: `{inst}` is executed by whole warps together, and the branch at {} depends on the lane",
+            here(at.get()),
+            here(branch.get())
+        )
+    };
+    assert_eq!(message, want("bar.warp.sync"));
+    // A loop that some lanes leave earlier.
+    let message = refused(|k| {
+        k.threads(32, |w| {
+            branch.set(line!() + 1);
+            w.each(0, w.lane(), 1, |w, _| {
+                at.set(line!() + 1);
+                w.sync_warp();
+            });
+        });
+    });
+    assert_eq!(message, want("bar.warp.sync"));
+    // What was read from memory at an address that differs between lanes differs too.
+    let message = refused(|k| {
+        let x = k.pointer::<u32>("x");
+        k.threads(32, |w| {
+            branch.set(line!() + 1);
+            w.when(x.load(w, w.thread()).eq(0), |w| {
+                at.set(line!() + 1);
+                w.sync();
+            });
+        });
+    });
+    assert_eq!(message, want("bar.sync.all"));
+    // The same in all lanes: a parameter, a block number, a vote, what one lane has.
+    let fine = Kernel::build("k", Target::HOPPER, |k| {
+        let (n, x) = (k.param::<u32>("n"), k.pointer::<u32>("x"));
+        k.threads(32, |w| {
+            w.when(n.lt(w.block()), |w| w.sync_warp());
+            w.when(w.any(w.lane().eq(3)), |w| w.sync_warp());
+            w.when(x.load(w, w.block()).eq(0), |w| w.sync_warp());
+        });
+    });
+    assert!(fine.is_ok(), "{fine:?}");
+}
+
+#[test]
+fn shapes_of_tensors() {
+    let line = Cell::new(0);
+    let message = refused(|k| {
+        line.set(line!() + 1);
+        let _ = k.tensor("x", TILE, 6);
+        k.threads(32, |_| {});
+    });
+    assert_eq!(message, format!("kernel `k`, {}: tensor `x` has 6 axes, allowed: 2 to 5", here(line.get())));
+    let message = refused(|k| {
+        line.set(line!() + 1);
+        let _ = k.tensor("x", TileShape { rows: 264, ..TILE }, 2);
+        k.threads(32, |_| {});
+    });
+    assert_eq!(
+        message,
+        format!("kernel `k`, {}: tensor `x` is moved in boxes of 264 rows, allowed: up to 256", here(line.get()))
+    );
+    for rank in [2usize, 6] {
+        let message = refused(|k| {
+            let (x, tile) = (k.tensor("x", TILE, rank as u32), k.tile("tile", TILE));
+            k.threads(32, |w| {
+                w.one_thread(|t| {
+                    if rank == 2 {
+                        line.set(line!() + 1);
+                        t.store_tile(&x, &[t.constant(0); 3], tile);
+                    } else {
+                        t.store_tile(&x, &[t.constant(0); 6], tile);
+                        t.prefetch_tile(&x, &[t.constant(0); 6]);
+                    }
+                });
+            });
+        });
+        if rank == 2 {
+            assert_eq!(message, format!("kernel `k`, {}: 3 coordinates for a tensor of 2 axes", here(line.get())));
+        } else {
+            assert!(message.ends_with("tensor `x` has 6 axes, allowed: 2 to 5"), "{message}");
+        }
+    }
+    let message = refused(|k| {
+        let (x, tile) = (k.tensor("x", TILE, 2), k.tile("tile", TILE));
+        k.threads(32, |w| {
+            w.one_thread(|t| {
+                line.set(line!() + 1);
+                t.store_tile(&x, &[], tile);
+            });
+        });
+    });
+    assert_eq!(message, format!("kernel `k`, {}: 0 coordinates for a tensor of 2 axes", here(line.get())));
+}
+
+#[test]
+fn shapes_of_tiles() {
+    let line = Cell::new(0);
+    for count in [12, 128] {
+        let message = refused(|k| {
+            let tile = k.tile("tile", TILE);
+            k.threads(32, |_| {
+                line.set(line!() + 1);
+                let _ = tile.rows(0, count);
+            });
+        });
+        assert_eq!(
+            message,
+            format!(
+                "kernel `k`, {}: {count} rows of a tile of 64, allowed: multiples of 8 up to that",
+                here(line.get())
+            )
+        );
+    }
+    let message = refused(|k| {
+        let tile = k.tile("tile", TILE);
+        k.threads(32, |_| {
+            line.set(line!() + 1);
+            let _ = tile.cols(0, 32);
+        });
+    });
+    assert_eq!(
+        message,
+        format!("kernel `k`, {}: 32 columns of a tile of 64, allowed: multiples of 64 up to 64", here(line.get()))
+    );
+}
+
+#[test]
+fn shapes_of_products() {
+    let line = Cell::new(0);
+    let message = refused(|k| {
+        in_group(k, |w| {
+            line.set(line!() + 1);
+            let _ = w.accumulators(100);
+        });
+    });
+    assert_eq!(
+        message,
+        format!("kernel `k`, {}: accumulators of 100 columns, allowed: multiples of 8 up to 256", here(line.get()))
+    );
+    let message = refused(|k| {
+        in_group(k, |w| {
+            line.set(line!() + 1);
+            let _ = w.accumulators(64).part(2, 32);
+        });
+    });
+    assert_eq!(
+        message,
+        format!("kernel `k`, {}: part 2 of 32 columns of 64, allowed: multiples of 8 inside", here(line.get()))
+    );
+    let message = refused(|k| {
+        let (a, b) = (k.tile("a", TILE), k.tile("b", TileShape { number: Number::F16, ..TILE }));
+        in_group(k, |w| {
+            let acc = w.accumulators(128);
+            line.set(line!() + 1);
+            w.multiply(&acc, a.operand(Major::Inner), b.operand(Major::Inner), Sum::Fresh);
+        });
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: a product of Bf16 64x64 times F16 64x64 into 64x128, allowed: 64 rows, equal inner sizes and types, matching columns",
+            here(line.get())
+        )
+    );
+    let message = refused(|k| {
+        let a = k.tile("a", TileShape::new(Number::E4m3, 64, 128));
+        in_group(k, |w| {
+            let acc = w.accumulators(64);
+            line.set(line!() + 1);
+            w.multiply(&acc, a.operand(Major::Inner), a.operand(Major::Inner), Sum::Fresh);
+        });
+    });
+    assert_eq!(message, format!("kernel `k`, {}: a product of E4m3, allowed here: F16, Bf16", here(line.get())));
+}
+
+#[test]
+fn results_are_written_in_the_type_of_their_tile() {
+    let line = Cell::new(0);
+    let message = refused(|k| {
+        let tile = k.tile("tile", TILE);
+        in_group(k, |w| {
+            let acc = w.accumulators(64);
+            line.set(line!() + 1);
+            w.write::<f16>(tile, &acc);
+        });
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: 64x64 f16 written to 64 rows of {TILE:?}, allowed: 64 rows, the same type, multiples of 16 columns",
+            here(line.get())
+        )
+    );
+    let fine = Kernel::build("k", Target::HOPPER, |k| {
+        let tile = k.tile("tile", TILE);
+        in_group(k, |w| w.write::<bf16>(tile, &w.accumulators(64)));
+    });
+    assert!(fine.is_ok(), "{fine:?}");
+}
+
+#[test]
+fn pipes_with_one_end() {
+    let message = refused(|k| {
+        let ring = k.pipe("ring", 2, &[TILE]);
+        in_group(k, |w| {
+            let _ = ring.take(w);
+            ring.release(w);
+        });
+    });
+    let end = "a ring needs one role that fills and one that empties it";
+    assert_eq!(message, format!("kernel `k`: pipe `ring` is never filled; {end}"));
+    let message = refused(|k| {
+        let (x, ring) = (k.tensor("x", TILE, 2), k.pipe("ring", 2, &[TILE]));
+        in_group(k, |w| {
+            w.one_thread(|t| ring.put(t, |t, stage| stage.load(t, stage.tile(0), &x, &[t.constant(0); 2])));
+        });
+    });
+    assert_eq!(message, format!("kernel `k`: pipe `ring` is never emptied; {end}"));
+}
+
+#[test]
+fn the_first_mistake_is_reported() {
+    let message = refused(|k| {
+        in_group(k, |w| {
+            let _ = w.accumulators(100);
+            let _ = w.accumulators(1000);
+        });
+        let _ = k.pipe("ring", 2, &[TILE]);
+    });
+    assert!(message.contains("accumulators of 100 columns"), "{message}");
+}

@@ -1,0 +1,78 @@
+//! Kernels on a GPU, on raw pointers and the caller's stream: for measurements, and for what the package builds on them.
+
+use fulgurite::gpu::{self, Gemm, GemmTuning, Layouts, Losses, Major, Matrix, Number, Options, Span, Stream};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use std::path::PathBuf;
+
+/// `(pointer, bytes, rows, cols, row_stride, batch, batch_stride)`, sizes and strides in elements.
+type RawMatrix = (u64, u64, u64, u64, u64, u64, u64);
+
+fn matrix((address, bytes, rows, cols, row_stride, batch, batch_stride): RawMatrix) -> Matrix {
+    Matrix { span: Span { address, bytes }, rows, cols, row_stride, batch, batch_stride }
+}
+
+/// A GPU of this machine. Its kernels are compiled when they are first used.
+#[pyclass]
+pub struct Gpu(gpu::Gpu);
+
+/// What the caller got wrong is a `ValueError`, the rest a `RuntimeError`.
+fn refuse(e: gpu::GpuError) -> PyErr {
+    match e {
+        gpu::GpuError::Product(_) | gpu::GpuError::Kernel(_) => PyValueError::new_err(e.to_string()),
+        _ => PyRuntimeError::new_err(e.to_string()),
+    }
+}
+fn wrong(what: String) -> PyErr {
+    PyValueError::new_err(what)
+}
+
+#[pymethods]
+impl Gpu {
+    /// The GPU with this number. `cache` is a folder for compiled kernels, `ptxas` an assembler.
+    #[new]
+    #[pyo3(signature = (ordinal = 0, cache = None, ptxas = None))]
+    fn new(ordinal: u32, cache: Option<PathBuf>, ptxas: Option<PathBuf>) -> PyResult<Self> {
+        let options = Options { cache, losses: Losses::Refuse, ptxas };
+        Ok(Gpu(gpu::Gpu::open(ordinal, options).map_err(refuse)?))
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    /// c = a b on a stream, without waiting. `layout` has a letter for a and one for b: `k` where the summed dimension is
+    /// contiguous, else `m` and `n`. `tuning` is (rows, cols, depth, cluster, band).
+    #[pyo3(signature = (dtype, layout, a, b, c, stream, tuning = None))]
+    #[allow(clippy::too_many_arguments)] // a call from Python, by name
+    fn gemm(
+        &self,
+        dtype: &str,
+        layout: &str,
+        a: RawMatrix,
+        b: RawMatrix,
+        c: RawMatrix,
+        stream: u64,
+        tuning: Option<(u32, u32, u32, u32, u32)>,
+    ) -> PyResult<()> {
+        let number = Number::named(dtype).ok_or_else(|| wrong(format!("`dtype` is {dtype:?}, allowed: bf16, f16")))?;
+        let layouts = match layout {
+            "kk" => Layouts { a: Major::Inner, b: Major::Inner },
+            "kn" => Layouts { a: Major::Inner, b: Major::Outer },
+            "mk" => Layouts { a: Major::Outer, b: Major::Inner },
+            "mn" => Layouts { a: Major::Outer, b: Major::Outer },
+            _ => return Err(wrong(format!("`layout` is {layout:?}, allowed: kk, kn, mk, mn"))),
+        };
+        let tuning = tuning.map_or_else(GemmTuning::default, |(rows, cols, depth, cluster, band)| GemmTuning {
+            rows,
+            cols,
+            depth,
+            cluster,
+            band,
+        });
+        let gemm = Gemm { number, layouts, tuning };
+        self.0.product(&gemm, [a, b, c].map(matrix), Stream(stream)).map_err(refuse)
+    }
+}

@@ -1,0 +1,49 @@
+//! NVIDIA's assembler for the tests that want it, and every kernel through it.
+
+use crate::cargo;
+use crate::python;
+use crate::steps::{Report, Trouble, must, works};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The variable by which tests and the command are told where the assembler is.
+const VARIABLE: &str = "PTXAS";
+
+/// What every kernel is assembled for; a kernel that one of them cannot run is listed as refused.
+const ARCHITECTURES: [&str; 2] = ["sm_90a", "sm_80"];
+
+/// Where the assembler is: what the variable names, or what the package index gives. `None` where a step was
+/// skipped or failed for want of it.
+pub fn assembler(report: &mut Report) -> Option<PathBuf> {
+    let mut found = None;
+    report.step("the assembler of GPU kernels", || {
+        let path = match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) if works(Command::new(&path).arg("--version")) => PathBuf::from(path),
+            Some(path) => return Err(Trouble::fail(format!("{VARIABLE} is {}, which does not run", path.display()))),
+            None => python::assembler()?,
+        };
+        println!("{VARIABLE}={}", path.display());
+        found = Some(path);
+        Ok(())
+    });
+    found
+}
+
+/// A command of cargo whose tests know where the assembler is.
+pub fn cargo_with(ptxas: Option<&PathBuf>, args: &[&str]) -> Command {
+    let mut command = cargo(args);
+    command.envs(ptxas.map(|path| (VARIABLE, path)));
+    command
+}
+
+/// Assembles every kernel; spills, lost instructions and serialised products fail.
+pub fn assemble(ptxas: Option<&PathBuf>) -> Result<(), Trouble> {
+    if ptxas.is_none() {
+        return Err(Trouble::skip("there is no assembler, see above"));
+    }
+    for arch in ARCHITECTURES {
+        let run = ["run", "--quiet", "--package", "fulgurite-cli", "--", "kernel", "assemble", "--all", "--arch", arch];
+        must(&mut cargo_with(ptxas, &run))?;
+    }
+    Ok(())
+}
