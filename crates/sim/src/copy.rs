@@ -19,6 +19,8 @@ use fulgurite_ptx::machine::{Queue, Reduction};
 pub(crate) enum End {
     /// Global memory, as runs of bytes: where each begins in the copy, how long it is, and its address.
     Global(Vec<(u32, u32, u64)>),
+    /// Registers, which were read when it was started.
+    Words,
     /// The same offset in shared memory of some blocks of the cluster.
     Shared { ranks: Vec<usize>, offset: u32, swizzle: Swizzle },
 }
@@ -78,13 +80,16 @@ pub(crate) fn key(lane: u32, queue: Queue) -> (u32, u8) {
     (lane, queue_key(queue))
 }
 
-/// The runs of global memory of a box, row by row: what lies outside the tensor belongs to none.
-pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32]) -> Vec<(u32, u32, u64)> {
+/// The runs of global memory of a box, row by row: what lies outside the tensor belongs to none. On the way out, the
+/// copy engine writes whole units of 16 bytes, also past the end of a row (seen on an H200).
+pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward: bool) -> Vec<(u32, u32, u64)> {
     let element = u64::from(shape.number.bytes());
     let row = shape.extent[0] * shape.number.bytes();
     let rows: u32 = shape.extent[1..].iter().product();
     let (first, size) = (i64::from(at[0]), tensor.extent[0] as i64);
     let low = (-first).clamp(0, i64::from(shape.extent[0]));
+    let unit = if inward { 1 } else { 16 / element as i64 };
+    let size = (size + unit - 1) / unit * unit;
     let high = (size - first).clamp(low, i64::from(shape.extent[0]));
     let mut runs = Vec::new();
     if low == high {
@@ -145,8 +150,9 @@ impl World<'_> {
         let access = Access { who: Who::Async(copy.read_done), proxy: copy.proxy, ..copy.issued };
         let start = copy.start.clone();
         let clocks = [&*start];
-        copy.data = vec![0; copy.bytes as usize];
+        copy.data.resize(copy.bytes as usize, 0);
         match &copy.from {
+            End::Words => {}
             End::Global(runs) => {
                 let mut t = Toucher::new(&clocks, access, Part::AsyncGlobal);
                 let runs = runs.clone();
@@ -219,6 +225,7 @@ impl World<'_> {
         let data = std::mem::take(&mut copy.data);
         let marks = std::mem::take(&mut copy.marks);
         match copy.to.clone() {
+            End::Words => {}
             End::Global(runs) => {
                 let strong = copy.reduce.is_some();
                 let who = Who::Async(copy.write_done[0]);
@@ -250,7 +257,8 @@ impl World<'_> {
                 for (i, &rank) in ranks.iter().enumerate() {
                     let swizzle = copy.boxed.then_some(swizzle);
                     let who = Who::Async(copy.write_done[i]);
-                    let access = Access { who, proxy: copy.proxy, swizzle, ..copy.issued };
+                    let strong = copy.reduce.is_some();
+                    let access = Access { who, proxy: copy.proxy, swizzle, strong, ..copy.issued };
                     let swizzle = swizzle.unwrap_or(Swizzle::None);
                     let mut t = Toucher::new(&clocks, access, Part::AsyncShared);
                     let block = &mut cluster.blocks[rank];
@@ -259,7 +267,13 @@ impl World<'_> {
                         self.copy_fault(&copy, Fault::Exit, what, u64::from(SHARED_BASE + offset));
                         continue;
                     }
-                    scatter(&mut block.shared, offset, swizzle, &data);
+                    match copy.reduce {
+                        None => scatter(&mut block.shared, offset, swizzle, &data),
+                        Some((way, number)) => {
+                            let old = &mut block.shared[offset as usize..offset as usize + data.len()];
+                            combine(way, number, old, &data);
+                        }
+                    }
                     if !self.options.checks {
                         continue;
                     }

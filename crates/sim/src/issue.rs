@@ -97,7 +97,19 @@ impl View<'_, '_> {
                     return;
                 };
                 let proxy = if bulk { Proxy::Async } else { Proxy::Generic };
-                self.start(lane, Ends { from: source, to, bytes: padded, proxy, boxed: false }, reduce, done);
+                self.start(
+                    lane,
+                    Ends { from: source, to, bytes: padded, proxy, boxed: false },
+                    Vec::new(),
+                    reduce,
+                    done,
+                );
+            }
+            Transfer::Words { to, data, reduce, done } => {
+                let bytes = data.len() as u32;
+                let Some(to) = self.place(lane, to, bytes, None) else { return };
+                let ends = Ends { from: End::Words, to, bytes, proxy: Proxy::Async, boxed: false };
+                self.start(lane, ends, data, reduce, done);
             }
             Transfer::Box { map, coordinates, tile, inward, reduce, multicast, done } => {
                 let Some((shape, tensor)) = self.world.tensor_map(map) else {
@@ -107,7 +119,7 @@ impl View<'_, '_> {
                     let text = format!("{} coordinates for {} axes", coordinates.len(), shape.extent.len());
                     return self.refuse(lane, text, map);
                 }
-                let runs = box_runs(shape, tensor, &coordinates);
+                let runs = box_runs(shape, tensor, &coordinates, inward);
                 let bytes = shape.extent.iter().product::<u32>() * shape.number.bytes();
                 let (swizzle, number) = (shape.swizzle, shape.number.name());
                 let inner = shape.extent[0] * shape.number.bytes();
@@ -124,7 +136,7 @@ impl View<'_, '_> {
                 let global = End::Global(runs);
                 let (from, to) = if inward { (global, shared) } else { (shared, global) };
                 let ends = Ends { from, to, bytes, proxy: Proxy::Async, boxed: true };
-                self.start(lane, ends, reduce.map(|way| (way, number)), done);
+                self.start(lane, ends, Vec::new(), reduce.map(|way| (way, number)), done);
             }
         }
     }
@@ -133,6 +145,7 @@ impl View<'_, '_> {
         &mut self,
         lane: u32,
         ends: Ends,
+        data: Vec<u8>,
         reduce: Option<(fulgurite_ptx::machine::Reduction, &'static str)>,
         done: Done,
     ) {
@@ -141,7 +154,7 @@ impl View<'_, '_> {
         let read_done = self.world.ledger.completion();
         let count = match &ends.to {
             End::Shared { ranks, .. } => ranks.len(),
-            End::Global(_) => 1,
+            End::Global(_) | End::Words => 1,
         };
         let write_done: Vec<u32> = (0..count).map(|_| self.world.ledger.completion()).collect();
         let tells = match done {
@@ -156,7 +169,7 @@ impl View<'_, '_> {
         if let Tells::Bar { offset, rank, .. } = tells {
             let to: Vec<usize> = match &ends.to {
                 End::Shared { ranks, .. } => ranks.clone(),
-                End::Global(_) => vec![rank],
+                End::Global(_) | End::Words => vec![rank],
             };
             phases = to.iter().map(|&rank| self.world.bar_phase(self.cluster, BarAt { rank, offset })).collect();
         }
@@ -183,7 +196,7 @@ impl View<'_, '_> {
             read_done,
             write_done,
             phases,
-            data: Vec::new(),
+            data,
             marks: Vec::new(),
             read: false,
             done: false,

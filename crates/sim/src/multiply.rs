@@ -92,12 +92,18 @@ impl Four<'_> {
             return self.multiply_quickly(what, a, b);
         }
         let sign = if what.negate[0] != what.negate[1] { -1.0 } else { 1.0 };
+        // Registers of 16-bit accumulators hold two.
+        let (per, bits) = (4 / to.bytes(), 8 * to.bytes());
         for thread in 0..128u32 {
             for (i, &reg) in what.d.iter().enumerate() {
-                let (row, col) = accumulator_element(thread, i as u32);
                 let old = if what.onto { self.bits(thread, reg) } else { 0 };
-                let terms = a.row(row as usize).iter().zip(b.row(col as usize)).map(|(x, y)| sign * x * y);
-                self.set(thread, reg, model::accumulate(old, terms, to, number, what.saturate));
+                let new = (0..per).fold(0, |word, e| {
+                    let (row, col) = accumulator_element(thread, per * i as u32 + e);
+                    let pairs = a.row(row as usize).iter().zip(b.row(col as usize));
+                    let terms: Vec<f64> = pairs.map(|(x, y)| sign * x * y).collect();
+                    word | model::accumulate(old >> (bits * e), &terms, to, number, what.saturate) << (bits * e)
+                });
+                self.set(thread, reg, new);
             }
         }
     }
@@ -190,8 +196,8 @@ impl Row {
             return 0.0;
         }
         if !old.is_finite() {
-            let terms = (0..DEPTH).map(|i| x[i] * columns[i * self.old.len() + col]);
-            return f32::from_bits(model::accumulate((old as f32).to_bits(), terms, Number::F32, number, false));
+            let terms: Vec<f64> = (0..DEPTH).map(|i| x[i] * columns[i * self.old.len() + col]).collect();
+            return f32::from_bits(model::accumulate((old as f32).to_bits(), &terms, Number::F32, number, false));
         }
         // A sum of 0 has no sign.
         let near = sum as f32 + 0.0;

@@ -57,12 +57,10 @@ impl View<'_, '_> {
 
     /// Block and offset of bytes of shared memory, if they are inside.
     pub fn resolve(&mut self, lane: u32, at: Place, bytes: u64) -> Option<SharedAt> {
-        let window = at.address >> WINDOW;
-        let rank = match (at.space, window) {
-            (_, 0) => Some(self.warp.rank),
-            (Space::Cluster, n) => usize::try_from(n - 1).ok().filter(|&rank| rank < self.cluster.blocks.len()),
-            _ => None,
-        };
+        let rank = usize::try_from(at.address >> WINDOW).ok().filter(|&rank| match at.space {
+            Space::Cluster => rank < self.cluster.blocks.len(),
+            _ => rank == self.warp.rank,
+        });
         let offset = (at.address & ((1 << WINDOW) - 1)).checked_sub(u64::from(SHARED_BASE));
         let size = u64::from(self.world.program.kernel.shared_bytes);
         match (rank, offset) {
@@ -278,7 +276,7 @@ impl Machine for View<'_, '_> {
             Special::Clusters => self.world.grid[0] / kernel.cluster,
             Special::Multiprocessor => block.index % crate::sim::MULTIPROCESSORS,
             Special::Clock => self.world.now as u32,
-            Special::Time => return self.world.now,
+            Special::Time | Special::WideClock => return self.world.now,
             Special::LanesBelow => (1u32 << (lane & 31)) - 1,
         })
     }
@@ -310,7 +308,7 @@ impl Machine for View<'_, '_> {
     }
 
     fn shared_base(&mut self) -> u32 {
-        SHARED_BASE
+        SHARED_BASE | (self.warp.rank as u32) << WINDOW
     }
 
     fn peer(&mut self, shared: u32, rank: u32) -> u32 {
@@ -319,7 +317,7 @@ impl Machine for View<'_, '_> {
             self.fault(Fault::Operand, what, None, Some(shared.into()));
             return shared;
         }
-        (shared & ((1 << WINDOW) - 1)) | (rank + 1) << WINDOW
+        (shared & ((1 << WINDOW) - 1)) | rank << WINDOW
     }
 
     fn load(&mut self, lane: u32, at: Place, order: Order, bytes: &mut [u8]) {

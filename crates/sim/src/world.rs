@@ -21,7 +21,7 @@ use std::rc::Rc;
 
 /// Where dynamic shared memory begins: not 0, so that a forgotten base shows.
 pub(crate) const SHARED_BASE: u32 = 1024;
-/// The window of block `rank` in the cluster's shared addresses begins at `(rank + 1) << WINDOW`.
+/// A block's number in its cluster stands above its shared addresses, from this bit on, as it does on Hopper.
 pub(crate) const WINDOW: u32 = 24;
 /// Where parameters lie, so that tensor maps have addresses.
 pub(crate) const PARAM_BASE: u64 = 0x7000_0000_0000;

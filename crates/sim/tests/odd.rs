@@ -40,7 +40,13 @@ impl Maker {
         }
         match (inst.name, i) {
             (name, 0) if name.starts_with("wgmma.") => 4,
-            (name, _) if name.starts_with("wgmma.") || name.starts_with("mma.") => if i == 2 { 2 } else { 4 },
+            (name, _) if name.starts_with("wgmma.") || name.starts_with("mma.") => {
+                if i == 2 {
+                    2
+                } else {
+                    4
+                }
+            }
             ("mov.split.b64" | "mov.join.b64" | "mov.split.b32" | "mov.join.b32", _) => 2,
             ("ldmatrix" | "stmatrix", _) => 4,
             (name, _) if name.contains("tensor") => 2,
@@ -55,7 +61,8 @@ impl Maker {
                 Arg::Imm(if class == Class::Pred { x & 1 } else { x })
             }
             Kind::Value(class) => Arg::Reg(self.reg(class)),
-            Kind::List(class) | Kind::ListOrTile(class) => {
+            Kind::Register(class) => Arg::Reg(self.reg(class)),
+            Kind::List(class) | Kind::Vector(class) | Kind::ListOrTile(class) => {
                 let n = self.length(inst, i);
                 Arg::List((0..n).map(|_| self.reg(class)).collect())
             }
@@ -67,7 +74,7 @@ impl Maker {
                 let index = if self.random.below(2) == 0 { 0 } else { self.random.below(REGISTERS.into()) as u32 };
                 Arg::Address(Base::Reg(Reg { class, index }), offset)
             }
-            Kind::Number => {
+            Kind::Number(_) => {
                 let n = if operand.name == "n" && inst.name.starts_with("wgmma.") { 8 } else { self.number() };
                 Arg::Imm(n)
             }
@@ -167,8 +174,7 @@ fn run(seed: u64) {
     if seed.is_multiple_of(2) {
         sim.upload(buffer.span(), &[1; 4096]).unwrap();
     }
-    let tensor =
-        TensorSpan { span: buffer.span(), number: Number::Bf16, extent: vec![64, 16], strides: vec![128] };
+    let tensor = TensorSpan { span: buffer.span(), number: Number::Bf16, extent: vec![64, 16], strides: vec![128] };
     let args = [Value::Pointer(buffer.span()), Value::Tensor(tensor), Value::U32(7), Value::F32(1.5)];
     let grid = [kernel.cluster * 2, 1, 1];
     if let Ok(module) = sim.load(Arc::new(kernel)) {

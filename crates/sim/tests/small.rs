@@ -160,7 +160,16 @@ fn warps_share_memory_across_a_barrier() {
         1,
         1,
     );
-    faulty(Fault::Race, |a| { store_own(a); load_other(a) }, 64, 1, 1);
+    faulty(
+        Fault::Race,
+        |a| {
+            store_own(a);
+            load_other(a)
+        },
+        64,
+        1,
+        1,
+    );
 }
 
 #[test]
@@ -183,7 +192,14 @@ fn addresses() {
 #[test]
 fn blocks_meet_in_global_memory() {
     faulty(Fault::Race, |a| a.op("st.global.b32", [g(0, 0), list(3), word("")]), 32, 1, 2);
-    clean(|a| { a.op("atom.global", [r(4), g(0, 0), imm(1), word("add.u32")]); }, 32, 1, 4);
+    clean(
+        |a| {
+            a.op("atom.global", [r(4), g(0, 0), imm(1), word("add.u32")]);
+        },
+        32,
+        1,
+        4,
+    );
     // One block writes a word and raises a flag, the other waits for the flag and reads the word.
     let message = |a: &mut Asm, store: &'static str, load: &'static str| -> Line {
         let mut line = None;
@@ -212,7 +228,14 @@ fn blocks_meet_in_global_memory() {
         });
         line.unwrap()
     };
-    clean(|a| { message(a, "st.release", "ld.acquire"); }, 32, 1, 2);
+    clean(
+        |a| {
+            message(a, "st.release", "ld.acquire");
+        },
+        32,
+        1,
+        2,
+    );
     faulty(Fault::Race, |a| message(a, "st.global.b32", "ld.acquire"), 32, 1, 2);
 }
 
@@ -289,7 +312,9 @@ fn misused_mbarriers() {
     };
     faulty(Fault::NotABarrier, twice, 32, 1, 1);
     let plain = |a: &mut Asm| {
-        a.only(1, 0, |a| { a.op("mbarrier.init", [s(0, 0), imm(1)]); });
+        a.only(1, 0, |a| {
+            a.op("mbarrier.init", [s(0, 0), imm(1)]);
+        });
         a.op("bar.sync.all", []);
         a.op("st.shared.b32", [s(0, 4), list(1), word("")])
     };
@@ -304,7 +329,9 @@ fn misused_mbarriers() {
     };
     faulty(Fault::ByteOverflow, overflow, 32, 1, 1);
     let crowd = |a: &mut Asm| {
-        a.only(1, 0, |a| { a.op("mbarrier.init", [s(0, 0), imm(33)]); });
+        a.only(1, 0, |a| {
+            a.op("mbarrier.init", [s(0, 0), imm(33)]);
+        });
         a.op("bar.sync.all", []);
         a.op("mbarrier.arrive.count", [s(0, 0), imm(2)])
     };
@@ -316,7 +343,9 @@ fn misused_barriers_of_threads() {
     let counts = |a: &mut Asm| {
         a.op("shr", [r(4), r(1), imm(5), word("u32")]);
         let mut line = None;
-        a.only(4, 0, |a| { a.op("bar.sync", [imm(1), imm(64)]); });
+        a.only(4, 0, |a| {
+            a.op("bar.sync", [imm(1), imm(64)]);
+        });
         a.only(4, 1, |a| line = Some(a.op("bar.sync", [imm(1), imm(96)])));
         line.unwrap()
     };
@@ -344,14 +373,23 @@ fn reaches(a: &mut Asm, meets: bool) -> Line {
     if meets {
         a.op("barrier.cluster.arrive", [word("release")]);
         a.op("barrier.cluster.wait", []);
-        a.only(3, 1, |a| { a.op("ld.shared.b32", [list(5), s(0, 0), word("")]); });
+        a.only(3, 1, |a| {
+            a.op("ld.shared.b32", [list(5), s(0, 0), word("")]);
+        });
     }
     line.unwrap()
 }
 
 #[test]
 fn blocks_outlive_what_reaches_them() {
-    clean(|a| { reaches(a, true); }, 32, 2, 2);
+    clean(
+        |a| {
+            reaches(a, true);
+        },
+        32,
+        2,
+        2,
+    );
     faulty(Fault::Exit, |a| reaches(a, false), 32, 2, 2);
 }
 

@@ -71,7 +71,7 @@ fn several(m: &mut dyn Machine, op: &Op, to: Option<usize>, at: usize, operation
         let start = address(m, lane, op, at);
         for (i, &reg) in op.list(at + 1).iter().enumerate() {
             let x = m.get(lane, reg);
-            let place = Place { space: Space::Global, address: start + 4 * i as u64 };
+            let place = Place { space: Space::Global, address: start.wrapping_add(4 * i as u64) };
             let old = m.update(lane, place, RELAXED, 4, &mut |old| change(operation, old, x));
             if let Some(to) = to {
                 m.set(lane, op.list(to)[i], old);

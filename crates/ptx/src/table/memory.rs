@@ -304,7 +304,7 @@ pub static LDMATRIX: Inst = Inst {
                     let mut pair = 0;
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
                         let mut half = [0; 2];
-                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
+                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.load(row, place, Order::Weak, &mut half);
                         pair |= u64::from(u16::from_le_bytes(half)) << (16 * i);
                     }
@@ -332,7 +332,7 @@ pub static STMATRIX: Inst = Inst {
                 for lane in 0..WARP {
                     let pair = m.get(lane, reg);
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
-                        let place = Place { space: Space::Shared, address: rows[row as usize] + offset };
+                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.store(row, place, Order::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
                     }
                 }

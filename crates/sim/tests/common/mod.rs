@@ -3,7 +3,8 @@
 #![allow(dead_code)] // each test file uses a part
 
 use fulgurite_kernels::gemm::{Layouts, Tuning};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream, TensorSpan, Value};
+use fulgurite_kernels::gemm_plan::{Gemm as Plan, Matrix as Stored};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use fulgurite_ptx::{Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use fulgurite_sim::{Options, Sim};
 use std::sync::Arc;
@@ -107,14 +108,9 @@ impl Matrix {
     fn len(&self, batch: u32) -> usize {
         (batch * self.rows * self.stride) as usize
     }
-    fn tensor(&self, buffer: &Buffer, number: Number, batch: u32) -> Value {
-        let stride = u64::from(self.stride) * 2;
-        Value::Tensor(TensorSpan {
-            span: buffer.span(),
-            number,
-            extent: vec![self.cols.into(), self.rows.into(), batch.into()],
-            strides: vec![stride, stride * u64::from(self.rows)],
-        })
+    fn stored(&self, buffer: &Buffer, batch: u32) -> Stored {
+        let [rows, cols, row_stride] = [self.rows, self.cols, self.stride].map(u64::from);
+        Stored { span: buffer.span(), rows, cols, row_stride, batch: batch.into(), batch_stride: rows * row_stride }
     }
 }
 
@@ -137,18 +133,11 @@ impl Gemm {
         let b_data: Vec<T> = (0..b.len(batch)).map(|_| T::from_f32(random.unit())).collect();
         let (a_buffer, b_buffer) = (upload(sim, &a_data), upload(sim, &b_data));
         let c_buffer = upload(sim, &vec![T::from_f32(f32::NAN); c.len(batch)]);
-        let (m_tiles, n_tiles) = (m.div_ceil(tuning.rows * tuning.cluster), n.div_ceil(tuning.cols));
-        let args = [
-            a.tensor(&a_buffer, T::NUMBER, batch),
-            b.tensor(&b_buffer, T::NUMBER, batch),
-            c.tensor(&c_buffer, T::NUMBER, batch),
-            Value::U32(m_tiles),
-            Value::U32(n_tiles),
-            Value::U32(k.div_ceil(64)),
-            Value::U32(m_tiles * n_tiles * batch),
-        ];
-        let module = sim.load(Arc::new(kernel))?;
-        sim.launch(&module, [blocks * tuning.cluster, 1, 1], &args, Stream::default())?;
+        let plan = Plan { number: T::NUMBER, layouts, tuning };
+        let matrices = [a.stored(&a_buffer, batch), b.stored(&b_buffer, batch), c.stored(&c_buffer, batch)];
+        let launch = plan.launch(Arc::new(kernel), matrices, blocks * tuning.cluster).unwrap();
+        let module = sim.load(launch.kernel)?;
+        sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
         sim.synchronize(Stream::default())?;
         let bits = download(sim, &c_buffer);
         if !self.compare {
