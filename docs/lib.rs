@@ -9,3 +9,7 @@ pub mod readme {}
 /// `docs/guide/first-steps.md`.
 #[doc = include_str!("guide/first-steps.md")]
 pub mod first_steps {}
+
+/// `docs/guide/debugging-without-a-gpu.md`.
+#[doc = include_str!("guide/debugging-without-a-gpu.md")]
+pub mod debugging_without_a_gpu {}

@@ -28,7 +28,13 @@ const ROOMS: &[Room] = &[
         in_tests: &[],
         forbids_unsafe: false,
     },
-    Room { name: "fulgurite-sim", folder: "crates/sim", uses: &["fulgurite-ptx"], in_tests: &[], forbids_unsafe: true },
+    Room {
+        name: "fulgurite-sim",
+        folder: "crates/sim",
+        uses: &["fulgurite-ptx"],
+        in_tests: &["fulgurite-core", "fulgurite-kernels"],
+        forbids_unsafe: true,
+    },
     Room {
         name: "fulgurite-cuda",
         folder: "crates/cuda",

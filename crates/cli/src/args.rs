@@ -27,6 +27,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// List the GPU kernels, print them, and see what the assembler makes of them; needs no GPU
     Kernel(KernelArgs),
+    /// Run a GPU kernel on a simulator: races, misuse, counters, a timeline
+    Sim(SimArgs),
 }
 
 /// Who computes.
@@ -310,6 +312,49 @@ pub fn one_line(error: &clap::Error, named: &[&str]) -> String {
     let message = message.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
     format!("{message}; try `fulgurite{path} --help`")
+}
+
+/// Arguments of `sim`.
+#[derive(Debug, clap::Args)]
+pub struct SimArgs {
+    /// The kernel; `fulgurite kernel list` has them all
+    pub name: String,
+    /// Rows of C, or of a matrix; default 256
+    #[arg(short, value_name = "N")]
+    pub m: Option<u32>,
+    /// Columns of C or of a matrix, or elements of a vector; default 256
+    #[arg(short, value_name = "N")]
+    pub n: Option<u32>,
+    /// The summed dimension of a product; default 256
+    #[arg(short, value_name = "N")]
+    pub k: Option<u32>,
+    /// Products or sequences; default 1
+    #[arg(long, value_name = "N")]
+    pub batch: Option<u32>,
+    /// Queries of a sequence; default 256
+    #[arg(long, value_name = "N")]
+    pub q_len: Option<u32>,
+    /// Keys of a sequence; default 256
+    #[arg(long, value_name = "N")]
+    pub k_len: Option<u32>,
+    /// Heads of queries; default 1
+    #[arg(long, value_name = "N")]
+    pub heads: Option<u32>,
+    /// Heads of keys; default as many as of queries
+    #[arg(long, value_name = "N")]
+    pub kv_heads: Option<u32>,
+    /// The most blocks of a persistent kernel; default as many as an H200 has multiprocessors
+    #[arg(long, value_name = "N")]
+    pub blocks: Option<u32>,
+    /// Order of warps, and of what runs later: the same seed gives the same run
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub seed: u64,
+    /// Print what each role did, and the cycles that each unit needs
+    #[arg(long)]
+    pub counters: bool,
+    /// Write what happened when, by an approximate clock: a Chrome trace, or a picture if it ends in .svg
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
 }
 
 #[cfg(test)]

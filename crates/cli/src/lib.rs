@@ -15,6 +15,7 @@ pub mod kernel;
 pub mod machine;
 pub mod report;
 pub mod run;
+pub mod sim;
 
 use args::{Args, Command};
 use clap::Parser;
@@ -74,6 +75,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Run(args) => run::main(args),
             Command::Doctor(args) => doctor::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
+            Command::Sim(args) => sim::main(args),
         },
         Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, &named))),
         Err(help) => say(&help.render().to_string()),

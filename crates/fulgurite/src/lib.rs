@@ -36,6 +36,7 @@ mod engine;
 mod error;
 pub mod gpu;
 mod oracle;
+pub mod sim;
 mod view;
 
 pub use attention::{Attention, attention};

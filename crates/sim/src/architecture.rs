@@ -84,7 +84,8 @@ impl Architecture {
 
     /// Cycles that each unit of one multiprocessor needs for this work: the longest is a bound on the whole.
     pub fn cycles(&self, counts: &Counts) -> Vec<(&'static str, f64)> {
-        let tensor = counts.tensor_flops.iter().map(|(number, &n)| n as f64 / self.tensor_rate(number)).sum();
+        let tensor =
+            counts.tensor_flops.iter().fold(0.0, |sum, (number, &n)| sum + n as f64 / self.tensor_rate(number));
         let lanes = |unit: Unit| {
             let n = counts.lanes.get(&unit).copied().unwrap_or(0) as f64;
             self.lanes(unit).map_or(0.0, |rate| n / rate)
