@@ -62,6 +62,9 @@ pub fn run(report: &mut Report, extent: Extent) {
         report.step("engines against the oracle on random problems", || {
             must(&mut cargo(&["run", "--release", "--package", "fulgurite-cli", "--", "check", "--long", "300"]))
         });
+        report.step("kernels on the simulator: more seeds, more odd kernels", || {
+            must(cargo(&["test", "--package", "fulgurite-sim", "--tests"]).env("FULGURITE_LONG", "1"))
+        });
         report.step("Python tests against PyTorch", python::torch_tests);
         fuzz::run(report, None, FUZZ_SECONDS);
     }

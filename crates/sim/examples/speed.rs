@@ -23,7 +23,7 @@ fn main() -> Result<(), DeviceError> {
         let sim = Sim::new(Options { checks, ..Options::default() });
         let buffer = |rows: u32| {
             let bytes: Vec<u8> = (0..rows * DIM)
-                .flat_map(|i| bf16::from_f32((i * 7919 % 1009) as f32 / 1009.0 - 0.5).to_le_bytes())
+                .flat_map(|i| bf16::from_f32((i % 1009 * 7919 % 1009) as f32 / 1009.0 - 0.5).to_le_bytes())
                 .collect();
             let buffer = sim.allocate(bytes.len() as u64)?;
             sim.upload(buffer.span(), &bytes).map(|()| buffer)

@@ -39,7 +39,11 @@ impl Matrix {
         for (e, part) in unit.chunks_exact(bytes).enumerate() {
             let mut word = [0; 4];
             word[..bytes].copy_from_slice(part);
-            let x = model::decode(u32::from_le_bytes(word), number);
+            let bits = u32::from_le_bytes(word);
+            let x = match number {
+                Number::Bf16 => f64::from(f32::from_bits(bits << 16)),
+                _ => model::decode(bits, number),
+            };
             let (o, i) = match major {
                 Major::Inner => (outer as usize, inner as usize + e),
                 Major::Outer => (outer as usize + e, inner as usize),
@@ -75,11 +79,11 @@ pub(crate) struct Four<'a> {
 
 impl Four<'_> {
     pub fn bits(&self, thread: u32, reg: Reg) -> u32 {
-        self.warps[(thread / 32) as usize].regs[self.program.slot(reg)].values[(thread % 32) as usize] as u32
+        self.warps[(thread / 32) as usize].regs[self.program.slot(reg)].values[(thread % 32) as usize]
     }
     fn set(&mut self, thread: u32, reg: Reg, bits: u32) {
         let register = &mut self.warps[(thread / 32) as usize].regs[self.program.slot(reg)];
-        register.values[(thread % 32) as usize] = u64::from(bits);
+        register.values[(thread % 32) as usize] = bits;
         register.defined |= 1 << (thread % 32);
     }
 
@@ -125,7 +129,7 @@ impl Four<'_> {
             for (old, own) in row.old.chunks_exact_mut(8).zip(slots.chunks_exact(4)) {
                 for (side, &slot) in own[2 * half..][..2].iter().enumerate().filter(|_| what.onto) {
                     let values = &regs[slot].values[lane..lane + 4];
-                    (0..4).for_each(|j| old[2 * j + side] = f64::from(f32::from_bits(values[j] as u32)));
+                    (0..4).for_each(|j| old[2 * j + side] = f64::from(f32::from_bits(values[j])));
                 }
             }
             row.accumulate(x, &columns);
@@ -134,7 +138,7 @@ impl Four<'_> {
                     let values = &mut regs[slot].values[lane..lane + 4];
                     for (j, value) in values.iter_mut().enumerate() {
                         let new = row.result(x, &columns, 8 * c + 2 * j + side, what.numbers[1]);
-                        *value = u64::from(new.to_bits());
+                        *value = new.to_bits();
                     }
                 }
             }
@@ -284,7 +288,7 @@ mod tests {
             for register in warps.iter_mut().flat_map(|w| &mut w.regs) {
                 let sum = |random: &mut Random| {
                     let [x, y] = [0; 2].map(|_| f64::from(bf16::from_bits(draw(random, Number::Bf16, spread))));
-                    u64::from(((x * y) as f32).to_bits())
+                    ((x * y) as f32).to_bits()
                 };
                 register.values = std::array::from_fn(|_| sum(&mut random));
             }

@@ -173,7 +173,7 @@ impl World<'_> {
     fn step(&mut self, cluster: &mut Cluster, warp: &mut Warp) {
         let holds = |warp: &Warp, cond: usize| {
             let values = &warp.regs[cond].values;
-            (0..32).fold(0u32, |bits, lane| bits | ((values[lane] as u32 & 1) << lane))
+            (0..32).fold(0u32, |bits, lane| bits | ((values[lane] & 1) << lane))
         };
         let program = self.program;
         match program.steps[warp.pc as usize] {

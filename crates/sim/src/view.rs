@@ -31,12 +31,12 @@ pub(crate) struct SharedAt {
     pub offset: u32,
 }
 
-fn width(class: Class) -> u64 {
+/// Bits that the low half of a register has.
+fn mask(class: Class) -> u32 {
     match class {
         Class::Pred => 1,
         Class::B16 => 0xffff,
-        Class::B32 | Class::F32 => 0xffff_ffff,
-        Class::B64 => u64::MAX,
+        Class::B32 | Class::F32 | Class::B64 => u32::MAX,
     }
 }
 
@@ -245,7 +245,11 @@ impl Machine for View<'_, '_> {
         if register.defined >> lane & 1 == 0 || register.written_by > self.warp.retired {
             self.odd_read(lane, reg, slot);
         }
-        self.warp.regs[slot].values[lane as usize & 31]
+        let low = u64::from(self.warp.regs[slot].values[lane as usize & 31]);
+        match reg.class {
+            Class::B64 => low | u64::from(self.warp.high[reg.index as usize][lane as usize & 31]) << 32,
+            _ => low,
+        }
     }
 
     fn set(&mut self, lane: u32, reg: Reg, bits: u64) {
@@ -257,7 +261,10 @@ impl Machine for View<'_, '_> {
         }
         let register = &mut self.warp.regs[slot];
         register.defined |= 1 << lane;
-        register.values[lane as usize & 31] = bits & width(reg.class);
+        register.values[lane as usize & 31] = bits as u32 & mask(reg.class);
+        if reg.class == Class::B64 {
+            self.warp.high[reg.index as usize][lane as usize & 31] = (bits >> 32) as u32;
+        }
     }
 
     fn special(&mut self, lane: u32, which: Special) -> u64 {

@@ -13,6 +13,7 @@ use crate::shadow::{Access, Conflict, Ledger, Proxy, Shadow, Who, Why};
 use crate::timeline::Timeline;
 use crate::warpgroup::Warpgroup;
 use fulgurite_ptx::device::Value;
+use fulgurite_ptx::inst::Class;
 use fulgurite_ptx::kernel::{Kernel, Target};
 use fulgurite_ptx::machine::Queue;
 use std::cmp::Reverse;
@@ -35,7 +36,8 @@ const MOST_FINDINGS: usize = 64;
 /// A register of a warp.
 #[derive(Clone)]
 pub(crate) struct Register {
-    pub values: [u64; 32],
+    /// The low 32 bits of each lane's; what registers of 64 bits have above is in [`Warp::high`].
+    pub values: [u32; 32],
     /// Lanes that have written it.
     pub defined: u32,
     /// Count of `wgmma.fence` when it was last touched.
@@ -91,6 +93,8 @@ pub(crate) struct LaneQueue {
 #[derive(Default)]
 pub(crate) struct Warp {
     pub regs: Vec<Register>,
+    /// The upper halves of registers of 64 bits.
+    pub high: Vec<[u32; 32]>,
     pub pc: u32,
     pub active: u32,
     pub frames: Vec<Frame>,
@@ -321,6 +325,7 @@ impl<'a> World<'a> {
             let comp = Comp { cluster: id, index: n };
             let mut warp = Warp {
                 regs: vec![register.clone(); self.program.registers],
+                high: vec![[0; 32]; kernel.registers[Class::B64 as usize] as usize],
                 active: FULL,
                 rank: (n / warps) as usize,
                 index,
