@@ -29,6 +29,8 @@ pub enum Command {
     Kernel(KernelArgs),
     /// Run a GPU kernel on a simulator: races, misuse, counters, a timeline
     Sim(SimArgs),
+    /// Compare the simulator with a GPU, kernel by kernel, over random sizes
+    SimVsGpu(SimVsGpuArgs),
 }
 
 /// Who computes.
@@ -312,6 +314,22 @@ pub fn one_line(error: &clap::Error, named: &[&str]) -> String {
     let message = message.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
     format!("{message}; try `fulgurite{path} --help`")
+}
+
+/// Arguments of `sim-vs-gpu`.
+#[derive(Debug, clap::Args)]
+pub struct SimVsGpuArgs {
+    /// Kernels whose names begin so; all if none is given
+    pub names: Vec<String>,
+    /// Random sizes for each kernel
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    pub cases: u32,
+    /// Seed of the sizes and of the inputs
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub seed: u64,
+    /// Number of the GPU
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub gpu: u32,
 }
 
 /// Arguments of `sim`.

@@ -76,6 +76,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Doctor(args) => doctor::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
             Command::Sim(args) => sim::main(args),
+            Command::SimVsGpu(args) => sim::against_gpu(args),
         },
         Err(e) if e.use_stderr() => Err(Failure::input(args::one_line(&e, &named))),
         Err(help) => say(&help.render().to_string()),

@@ -1,9 +1,11 @@
-//! `sim`: a GPU kernel on a simulator: what is wrong with it, what it did, and when.
+//! `sim`: a GPU kernel on a simulator: what is wrong with it, what it did, and when. `sim-vs-gpu`: whether a GPU agrees.
 
-use crate::args::SimArgs;
-use crate::{Failure, say};
+use crate::args::{SimArgs, SimVsGpuArgs};
+use crate::{Failure, progress, say};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::sim::{Architecture, Options, Order, Report, SimError, Sizes, simulate};
+use fulgurite::gpu::{self, Gpu, kernels};
+use fulgurite::sim::{Architecture, Options, Order, Report, Sim, SimError, Sizes, compare, simulate};
+use fulgurite_core::random::Rng;
 use std::path::Path;
 
 /// Runs `sim`.
@@ -107,4 +109,65 @@ fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
     };
     std::fs::write(path, text).map_err(|e| Failure::input(format_args!("cannot write to {}: {e}", path.display())))?;
     say(&format!("{}: about {} cycles", path.display(), timeline.cycles()))
+}
+
+/// Runs `sim-vs-gpu`.
+pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
+    let chosen = |name: &str| args.names.is_empty() || args.names.iter().any(|begin| name.starts_with(begin.as_str()));
+    let names: Vec<&str> = kernels().iter().map(|entry| entry.name).filter(|name| chosen(name)).collect();
+    if names.is_empty() {
+        return Err(Failure::input(format_args!(
+            "no kernel begins so: {}; try `fulgurite kernel list`",
+            args.names.join(", ")
+        )));
+    }
+    let gpu = Gpu::open(args.gpu, gpu::Options::default()).map_err(Failure::input)?;
+    let mut rng = Rng::new(args.seed);
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
+    table.set_header(["kernel", "cases", "elements", "bits differ", "steps apart, at most", "worst case"]);
+    let bar = progress(names.len() * args.cases as usize);
+    for name in names {
+        let (mut elements, mut unequal, mut worst) = (0, 0, (0, String::new()));
+        for _ in 0..args.cases {
+            let sizes = random_sizes(&mut rng);
+            let sim = Sim::new(Options { seed: args.seed, ..Options::default() });
+            let seed = rng.bits();
+            let one = compare(name, &sizes, seed, &sim, gpu.device()).map_err(failure)?;
+            elements += one.elements;
+            unequal += one.unequal;
+            if one.steps > worst.0 {
+                worst = (one.steps, one.problem);
+            }
+            bar.inc(1);
+        }
+        table.add_row([
+            name.to_owned(),
+            args.cases.to_string(),
+            elements.to_string(),
+            unequal.to_string(),
+            worst.0.to_string(),
+            worst.1,
+        ]);
+    }
+    bar.finish_and_clear();
+    say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
+    say(&table.to_string())
+}
+
+/// Sizes that a simulator runs in a second or so.
+fn random_sizes(rng: &mut Rng) -> Sizes {
+    let mut below = |n: u64| 1 + (rng.bits() % n) as u32;
+    let kv_heads = below(2);
+    Sizes {
+        m: below(400),
+        n: below(500),
+        k: below(400),
+        batch: below(2),
+        q_len: below(300),
+        k_len: below(400),
+        heads: kv_heads * below(2),
+        kv_heads,
+        blocks: below(8),
+    }
 }

@@ -14,7 +14,10 @@ fn zeros(shape: &[usize]) -> Tensor {
 fn wrong_usage() {
     let folder = folder("usage");
     for (args, line) in [
-        (&[][..], "no command given; allowed: bench, check, run, doctor, kernel, sim; try `fulgurite --help`"),
+        (
+            &[][..],
+            "no command given; allowed: bench, check, run, doctor, kernel, sim, sim-vs-gpu; try `fulgurite --help`",
+        ),
         (&["frob"], "unrecognized subcommand 'frob'; try `fulgurite --help`"),
         (&["bench", "--frob"], "unexpected argument '--frob' found; try `fulgurite bench --help`"),
         (

@@ -66,6 +66,11 @@ impl Gpu {
         self.cuda.name()
     }
 
+    /// What runs kernels on it.
+    pub fn device(&self) -> &dyn Device {
+        &self.cuda
+    }
+
     /// C = A B on a stream, without waiting. Everything is checked before anything is launched; what the matrices lie
     /// in must stay alive until the stream has come past it.
     pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream) -> Result<(), GpuError> {

@@ -9,6 +9,7 @@
 //! # Ok::<(), fulgurite::sim::SimError>(())
 //! ```
 
+pub use fulgurite_ptx::device::Device;
 pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
@@ -19,7 +20,7 @@ use fulgurite_kernels::attention::forward::Tuning as ForwardTuning;
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Stream, TensorSpan, Value};
+use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, TensorSpan, Value};
 use fulgurite_ptx::{BuildError, Kernel, Major, Number, bf16, divisor_values, f16};
 use std::sync::Arc;
 use thiserror::Error;
@@ -94,12 +95,105 @@ pub struct Simulated {
 struct Prepared {
     launch: Launch,
     problem: String,
-    _memory: Vec<Buffer>,
+    memory: Vec<Buffer>,
+    /// Which buffers are results, and of which type.
+    results: Vec<(usize, Number)>,
+}
+
+/// How far the results of two devices are apart.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Difference {
+    /// The problem in words.
+    pub problem: String,
+    /// Elements of all results.
+    pub elements: u64,
+    /// Elements whose bits differ; two NaN are equal.
+    pub unequal: u64,
+    /// The largest distance, in numbers of the type that lie between, plus one.
+    pub steps: u64,
+}
+
+/// Runs a kernel on two devices with the same random inputs, and compares the bits of the results.
+///
+/// ```
+/// use fulgurite::sim::{Options, Sim, Sizes, compare};
+///
+/// // Products do not depend on the order in which warps run.
+/// let [one, other] = [1, 2].map(|seed| Sim::new(Options { seed, ..Options::default() }));
+/// let difference = compare("gemm-bf16-nt", &Sizes::default(), 5, &one, &other)?;
+/// assert_eq!((difference.elements, difference.unequal), (256 * 256, 0));
+/// # Ok::<(), fulgurite::sim::SimError>(())
+/// ```
+pub fn compare(
+    name: &str,
+    sizes: &Sizes,
+    seed: u64,
+    one: &dyn Device,
+    other: &dyn Device,
+) -> Result<Difference, SimError> {
+    let run = |device: &dyn Device| -> Result<(Prepared, Vec<Vec<u8>>), SimError> {
+        let prepared = prepare(device, name, sizes, seed)?;
+        let module = device.load(prepared.launch.kernel.clone())?;
+        device.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default())?;
+        device.synchronize(Stream::default())?;
+        let mut results = Vec::new();
+        for &(i, _) in &prepared.results {
+            let span = prepared.memory[i].span();
+            let mut bytes = vec![0; span.bytes as usize];
+            device.download(span, &mut bytes)?;
+            results.push(bytes);
+        }
+        Ok((prepared, results))
+    };
+    let ((prepared, a), (_, b)) = (run(one)?, run(other)?);
+    let mut difference = Difference { problem: prepared.problem, elements: 0, unequal: 0, steps: 0 };
+    for ((&(_, number), a), b) in prepared.results.iter().zip(&a).zip(&b) {
+        let size = number.bytes() as usize;
+        for (a, b) in a.chunks_exact(size).zip(b.chunks_exact(size)) {
+            let steps = steps_between(number, a, b);
+            difference.elements += 1;
+            difference.unequal += u64::from(steps > 0);
+            difference.steps = difference.steps.max(steps);
+        }
+    }
+    Ok(difference)
+}
+
+/// How many numbers of a type lie between two, plus one; 0 where they are equal or both NaN.
+fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
+    let bits = number.bytes() * 8;
+    // Floats in their order: negative ones count down from zero.
+    let place = |bytes: &[u8]| {
+        let mut word = [0; 4];
+        word[..bytes.len()].copy_from_slice(bytes);
+        let x = i64::from(u32::from_le_bytes(word));
+        let size = x & ((1 << (bits - 1)) - 1);
+        if x >> (bits - 1) == 1 { -size } else { size }
+    };
+    let infinity = match number {
+        Number::F16 => 0x7c00,
+        Number::Bf16 => 0x7f80,
+        _ => 0x7f80_0000,
+    };
+    let (a, b) = (place(a), place(b));
+    if a.abs() > infinity && b.abs() > infinity { 0 } else { a.abs_diff(b) }
 }
 
 /// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. What is wrong with the kernel is in the report;
 /// an error says that nothing ran.
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
+    let sim = Sim::new(options.clone());
+    let prepared = prepare(&sim, name, sizes, options.seed)?;
+    let module = sim.load(prepared.launch.kernel.clone())?;
+    match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
+        // What a kernel did wrong is in the report.
+        Err(e) if sim.findings().is_empty() => Err(e.into()),
+        _ => Ok(Simulated { problem: prepared.problem, report: sim.report() }),
+    }
+}
+
+/// The launch of a kernel on a device, with random inputs in its memory.
+fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<Prepared, SimError> {
     let entry = registry::all().iter().find(|e| e.name == name).ok_or_else(|| SimError::Name(name.into()))?;
     for (size, got) in [
         ("m", sizes.m),
@@ -119,20 +213,12 @@ pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulate
         let allowed = format!("divisors of the {} heads of queries", sizes.heads);
         return Err(SimError::Size { size: "kv-heads", got: sizes.kv_heads, allowed });
     }
-    let sim = Sim::new(options.clone());
-    let kernel = Arc::new((entry.build)(sim.target())?);
-    let maker = Maker { sim: &sim, sizes: *sizes, rng: Rng::new(options.seed) };
-    let prepared = maker.prepare(name, kernel)?;
-    let module = sim.load(prepared.launch.kernel.clone())?;
-    match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
-        // What a kernel did wrong is in the report.
-        Err(e) if sim.findings().is_empty() => Err(e.into()),
-        _ => Ok(Simulated { problem: prepared.problem, report: sim.report() }),
-    }
+    let kernel = Arc::new((entry.build)(device.target())?);
+    Maker { device, sizes: *sizes, rng: Rng::new(seed) }.prepare(name, kernel)
 }
 
 struct Maker<'a> {
-    sim: &'a Sim,
+    device: &'a dyn Device,
     sizes: Sizes,
     rng: Rng,
 }
@@ -146,15 +232,15 @@ impl Maker<'_> {
             _ => (x as f32).to_le_bytes().to_vec(),
         };
         let bytes: Vec<u8> = self.rng.normals(count as usize, 1.0).into_iter().flat_map(element).collect();
-        let buffer = self.sim.allocate(bytes.len() as u64)?;
-        self.sim.upload(buffer.span(), &bytes)?;
+        let buffer = self.device.allocate(bytes.len() as u64)?;
+        self.device.upload(buffer.span(), &bytes)?;
         Ok(buffer)
     }
 
     fn blocks(&self) -> u32 {
         match self.sizes.blocks {
-            0 => self.sim.multiprocessors(),
-            n => n.min(self.sim.multiprocessors()),
+            0 => self.device.multiprocessors(),
+            n => n.min(self.device.multiprocessors()),
         }
     }
 
@@ -172,21 +258,21 @@ impl Maker<'_> {
     fn vector_add(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
         let n = self.sizes.n;
         let (x, y) = (self.random(Number::F32, n.into())?, self.random(Number::F32, n.into())?);
-        let memory = vec![x, y, self.sim.allocate(4 * u64::from(n))?];
+        let memory = vec![x, y, self.device.allocate(4 * u64::from(n))?];
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [n.div_ceil(add::THREADS), 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{n} elements"), _memory: memory })
+        Ok(Prepared { launch, problem: format!("{n} elements"), memory, results: vec![(2, Number::F32)] })
     }
 
     fn row_softmax(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
         let Sizes { m, n, .. } = self.sizes;
         let count = u64::from(m) * u64::from(n);
-        let memory = vec![self.random(Number::F32, count)?, self.sim.allocate(4 * count)?];
+        let memory = vec![self.random(Number::F32, count)?, self.device.allocate(4 * count)?];
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n), Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [m, 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{m} rows of {n}"), _memory: memory })
+        Ok(Prepared { launch, problem: format!("{m} rows of {n}"), memory, results: vec![(1, Number::F32)] })
     }
 
     fn gemm(&mut self, name: &str, kernel: Arc<Kernel>, number: Number) -> Result<Prepared, SimError> {
@@ -213,7 +299,7 @@ impl Maker<'_> {
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let launch = plan.launch(kernel, [matrix(0), matrix(1), matrix(2)], self.blocks())?;
-        Ok(Prepared { launch, problem: format!("{batch} x {m} x {n} x {k}"), _memory: memory })
+        Ok(Prepared { launch, problem: format!("{batch} x {m} x {n} x {k}"), memory, results: vec![(2, number)] })
     }
 
     fn attention(&mut self, name: &str, kernel: Arc<Kernel>, number: Number) -> Result<Prepared, SimError> {
@@ -236,9 +322,9 @@ impl Maker<'_> {
             Value::Tensor(TensorSpan { span: memory[i].span(), number, extent, strides })
         };
         let mut args: Vec<Value> = (0..4).map(tensor).collect();
-        let lse = self.sim.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
-        let counters = self.sim.allocate(8)?;
-        self.sim.upload(counters.span(), &[0; 8])?;
+        let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
+        let counters = self.device.allocate(8)?;
+        self.device.upload(counters.span(), &[0; 8])?;
         args.extend([&lse, &counters].map(|b| Value::Pointer(b.span())));
         let (m_tiles, pairs) = (q_len.div_ceil(64 * tuning.groups), heads * batch);
         args.extend([q_len, k_len, m_tiles, m_tiles * pairs, pairs].map(Value::U32));
@@ -249,6 +335,6 @@ impl Maker<'_> {
         memory.extend([lse, counters]);
         let launch = Launch { kernel, grid: [self.blocks().min(m_tiles * pairs), 1, 1], args };
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
-        Ok(Prepared { launch, problem, _memory: memory })
+        Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
     }
 }
