@@ -35,15 +35,24 @@ impl Matrix {
 
     /// Takes the elements of a 16-byte unit, which begins at (`outer`, `inner`).
     pub fn set_unit(&mut self, unit: &[u8], number: Number, major: Major, outer: u32, inner: u32) {
+        if number == Number::Bf16 {
+            // Most of what is multiplied: the upper half of an f32.
+            let (start, step) = match major {
+                Major::Inner => (outer as usize * self.depth + inner as usize, 1),
+                Major::Outer => (outer as usize * self.depth + inner as usize, self.depth),
+            };
+            for (x, part) in self.values[start..].iter_mut().step_by(step).zip(unit.chunks_exact(2)) {
+                let bits = u32::from(u16::from_le_bytes([part[0], part[1]]));
+                self.finite &= bits & 0x7f80 != 0x7f80;
+                *x = f64::from(f32::from_bits(bits << 16));
+            }
+            return;
+        }
         let bytes = number.bytes() as usize;
         for (e, part) in unit.chunks_exact(bytes).enumerate() {
             let mut word = [0; 4];
             word[..bytes].copy_from_slice(part);
-            let bits = u32::from_le_bytes(word);
-            let x = match number {
-                Number::Bf16 => f64::from(f32::from_bits(bits << 16)),
-                _ => model::decode(bits, number),
-            };
+            let x = model::decode(u32::from_le_bytes(word), number);
             let (o, i) = match major {
                 Major::Inner => (outer as usize, inner as usize + e),
                 Major::Outer => (outer as usize + e, inner as usize),
@@ -120,7 +129,7 @@ impl Four<'_> {
             line.iter_mut().enumerate().for_each(|(col, y)| *y = b.values[col * DEPTH + i]);
         }
         let slots: Vec<usize> = what.d.iter().map(|&reg| self.program.slot(reg)).collect();
-        let mut row = Row { old: vec![0.0; n], largest: vec![0.0; n], magic: vec![0.0; n], sums: vec![0.0; n] };
+        let mut row = Row::new(n);
         for r in 0..64usize {
             let x = &a.values[r * DEPTH..(r + 1) * DEPTH];
             // Eight columns of a row are two registers of four neighbouring lanes.
@@ -132,14 +141,11 @@ impl Four<'_> {
                     (0..4).for_each(|j| old[2 * j + side] = f64::from(f32::from_bits(values[j])));
                 }
             }
-            row.accumulate(x, &columns);
-            for (c, own) in slots.chunks_exact(4).enumerate() {
+            row.accumulate(x, &columns, what.numbers[1]);
+            for (new, own) in row.new.chunks_exact(8).zip(slots.chunks_exact(4)) {
                 for (side, &slot) in own[2 * half..][..2].iter().enumerate() {
                     let values = &mut regs[slot].values[lane..lane + 4];
-                    for (j, value) in values.iter_mut().enumerate() {
-                        let new = row.result(x, &columns, 8 * c + 2 * j + side, what.numbers[1]);
-                        *value = new.to_bits();
-                    }
+                    (0..4).for_each(|j| values[j] = new[2 * j + side]);
                 }
             }
         }
@@ -165,52 +171,60 @@ struct Row {
     magic: Vec<f64>,
     /// Terms cut to the last bit that is kept, and added.
     sums: Vec<f64>,
+    /// The bits of what comes out.
+    new: Vec<u32>,
 }
 
 impl Row {
+    fn new(n: usize) -> Self {
+        let zeros = || vec![0.0; n];
+        Row { old: zeros(), largest: zeros(), magic: zeros(), sums: zeros(), new: vec![0; n] }
+    }
+
     /// One step of the tensor core: the old sums plus the products of `x` with each column, which are finite. Products
     /// of 16-bit floats are exact in f64, and so are sums of what is kept of them.
-    fn accumulate(&mut self, x: &[f64], columns: &[f64]) {
-        let Row { old, largest, magic, sums } = self;
+    fn accumulate(&mut self, x: &[f64], columns: &[f64], number: Number) {
+        let Row { old, largest, magic, sums, new } = self;
         let n = old.len();
         largest.iter_mut().zip(&*old).for_each(|(largest, old)| *largest = old.abs());
-        for (&x, column) in x.iter().zip(columns.chunks_exact(n)) {
-            for (largest, &y) in largest.iter_mut().zip(column) {
-                let size = (x * y).abs();
-                *largest = if size > *largest { size } else { *largest };
+        // Four terms at a time: what is kept for each column is read and written that much less.
+        for (x, lines) in x.chunks_exact(4).zip(columns.chunks_exact(4 * n)) {
+            let [a, b, c, d] = four(lines, n);
+            for (((largest, a), b), (c, d)) in largest.iter_mut().zip(a).zip(b).zip(c.iter().zip(d)) {
+                let larger = |a: f64, b: f64| if b > a { b } else { a };
+                let (low, high) =
+                    (larger((x[0] * a).abs(), (x[1] * b).abs()), larger((x[2] * c).abs(), (x[3] * d).abs()));
+                *largest = larger(*largest, larger(low, high));
             }
         }
         for ((magic, largest), (sum, old)) in magic.iter_mut().zip(&*largest).zip(sums.iter_mut().zip(&*old)) {
             *magic = f64::from_bits(((largest.to_bits() >> 52) + (MAGIC - KEPT) as u64) << 52 | 1 << 51);
             *sum = cut(*old, *magic);
         }
-        // Two terms at a time: the sums are read and written half as often.
-        for (x, column) in x.chunks_exact(2).zip(columns.chunks_exact(2 * n)) {
-            let (first, second) = column.split_at(n);
-            for ((sum, &magic), (&y, &z)) in sums.iter_mut().zip(&*magic).zip(first.iter().zip(second)) {
-                *sum += cut(x[0] * y, magic) + cut(x[1] * z, magic);
+        for (x, lines) in x.chunks_exact(4).zip(columns.chunks_exact(4 * n)) {
+            let [a, b, c, d] = four(lines, n);
+            for ((((sum, &magic), a), b), (c, d)) in sums.iter_mut().zip(&*magic).zip(a).zip(b).zip(c.iter().zip(d)) {
+                *sum += (cut(x[0] * a, magic) + cut(x[1] * b, magic)) + (cut(x[2] * c, magic) + cut(x[3] * d, magic));
+            }
+        }
+        for (new, sum) in new.iter_mut().zip(&*sums) {
+            // Cut toward zero to f32: what was rounded up goes one number back. A sum of 0 has no sign.
+            let near = *sum as f32 + 0.0;
+            let over = f64::from(near).abs() > sum.abs();
+            *new = near.to_bits().wrapping_sub(u32::from(over));
+        }
+        if old.iter().any(|x| !x.is_finite()) {
+            for (col, (new, old)) in new.iter_mut().zip(&*old).enumerate().filter(|(_, (_, old))| !old.is_finite()) {
+                let terms: Vec<f64> = (0..DEPTH).map(|i| x[i] * columns[i * n + col]).collect();
+                *new = model::accumulate((*old as f32).to_bits(), &terms, Number::F32, number, false);
             }
         }
     }
+}
 
-    /// The sum of a column, cut toward zero to f32.
-    fn result(&self, x: &[f64], columns: &[f64], col: usize, number: Number) -> f32 {
-        let (sum, old) = (self.sums[col], self.old[col]);
-        if self.largest[col] == 0.0 {
-            return 0.0;
-        }
-        if !old.is_finite() {
-            let terms: Vec<f64> = (0..DEPTH).map(|i| x[i] * columns[i * self.old.len() + col]).collect();
-            return f32::from_bits(model::accumulate((old as f32).to_bits(), &terms, Number::F32, number, false));
-        }
-        // A sum of 0 has no sign.
-        let near = sum as f32 + 0.0;
-        match (f64::from(near).abs() > sum.abs(), near > 0.0) {
-            (false, _) => near,
-            (true, true) => near.next_down(),
-            (true, false) => near.next_up(),
-        }
-    }
+/// Four lines of `n` numbers.
+fn four(lines: &[f64], n: usize) -> [&[f64]; 4] {
+    std::array::from_fn(|i| &lines[i * n..(i + 1) * n])
 }
 
 /// A term cut toward zero to the last bit that is kept: adding the magic number lines its bits up.

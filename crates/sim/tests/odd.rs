@@ -187,7 +187,7 @@ fn run(seed: u64) {
 
 #[test]
 fn random_kernels_never_panic() {
-    let rounds = if std::env::var_os("FULGURITE_LONG").is_some() { 200_000 } else { 4000 };
+    let rounds = if std::env::var_os("FULGURITE_LONG").is_some() { 60_000 } else { 3000 };
     for seed in 0..rounds {
         if let Err(e) = std::panic::catch_unwind(|| run(seed)) {
             let text = e.downcast_ref::<String>().cloned().or(e.downcast_ref::<&str>().map(|s| s.to_string()));
