@@ -158,7 +158,7 @@ impl Unit for MatrixKernels {
         Some(self.hold())
     }
     fn block(&self, _: &Context<'_>) -> usize {
-        64
+        128
     }
     fn room(&self, cx: &Context<'_>) -> Room {
         let Sizes { parts, weight_parts, block, d, dv } = Sizes::new(self, cx);
