@@ -540,15 +540,18 @@ mod tests {
             [(0, 8), (0, 0), (0, 8), (8, 16)],
             [(0, 0); 4],
         ] {
-            let mut covered = [[0; 64]; 4];
-            for s in step(ranges).segments(1) {
-                for row in &mut covered[s.vectors.0..s.vectors.1] {
-                    row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
+            for grain in [1, 16, 32] {
+                let mut covered = [[0; 64]; 4];
+                for s in step(ranges).segments(grain) {
+                    for row in &mut covered[s.vectors.0..s.vectors.1] {
+                        row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
+                    }
                 }
-            }
-            for (z, &(a, b)) in ranges.iter().enumerate() {
-                for (key, &n) in covered[z].iter().enumerate() {
-                    assert_eq!(n, i32::from((a..b).contains(&key)), "{ranges:?} vector {z} key {key}");
+                for (z, &(a, b)) in ranges.iter().enumerate() {
+                    let rounded = if a < b { a / grain * grain..b.next_multiple_of(grain) } else { 0..0 };
+                    for (key, &n) in covered[z].iter().enumerate() {
+                        assert_eq!(n, i32::from(rounded.contains(&key)), "{ranges:?} by {grain}, vector {z} key {key}");
+                    }
                 }
             }
         }

@@ -418,18 +418,33 @@ unsafe fn pack_lanes<const PARTS: usize>(
 ) {
     // SAFETY: inside the extents; rows that are not seen are not read.
     unsafe {
-        let load = |r: usize| {
-            let x =
-                if (seen[0]..seen[1]).contains(&r) { Avx512::load(src.add(r * stride)) } else { Avx512::splat(0.0) };
-            split::<PARTS>(if PARTS == 1 { _mm512_castsi512_ps(rounded(x)) } else { x })
-        };
+        let row = |r: usize| Avx512::load(src.add(r * stride));
         for tile in tiles[0]..tiles[1] {
-            for j in 0..16 {
-                let (first, second) = (load(tile * 32 + j), load(tile * 32 + 16 + j));
-                for part in 0..PARTS {
-                    let to = dst.add((tile * PARTS + part) * SLOTS + j * 16);
-                    _mm512_storeu_si512(to.cast(), join(first[part], second[part]));
-                }
+            let (first, to) = (tile * 32, dst.add(tile * PARTS * SLOTS));
+            if seen[0] <= first && first + 32 <= seen[1] {
+                pack_tile::<PARTS>(to, |r| row(first + r));
+            } else {
+                pack_tile::<PARTS>(to, |r| {
+                    if (seen[0]..seen[1]).contains(&(first + r)) { row(first + r) } else { Avx512::splat(0.0) }
+                });
+            }
+        }
+    }
+}
+
+/// One tile of B from its 32 rows of lanes.
+///
+/// # Safety
+/// As for [`Simd`], with room for a tile in parts at `to`.
+#[inline(always)]
+unsafe fn pack_tile<const PARTS: usize>(to: *mut f32, row: impl Fn(usize) -> __m512) {
+    for j in 0..16 {
+        // SAFETY: inside the extents.
+        unsafe {
+            let parts = |x| split::<PARTS>(if PARTS == 1 { _mm512_castsi512_ps(rounded(x)) } else { x });
+            let (first, second) = (parts(row(j)), parts(row(j + 16)));
+            for part in 0..PARTS {
+                _mm512_storeu_si512(to.add(part * SLOTS + j * 16).cast(), join(first[part], second[part]));
             }
         }
     }

@@ -206,3 +206,85 @@ impl MatrixKernels {
         unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use fulgurite_core::random::Rng;
+
+    fn unit() -> Option<&'static MatrixKernels> {
+        let found = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix);
+        if found.is_none() {
+            eprintln!("skipped: this machine has no matrix unit, or the process may not use it");
+        }
+        found
+    }
+
+    /// Products of every size up to three by three tiles, one tile and more deep, rows as rows and as columns of A.
+    #[test]
+    fn products_are_exact_to_the_rounding_of_sums() {
+        let Some(unit) = unit() else { return };
+        let mut rng = Rng::new(5);
+        for dtype in DType::FLOATS {
+            for [m, n, k] in [[1, 16, 1], [16, 16, 32], [17, 32, 33], [40, 48, 70], [33, 16, 100]] {
+                let mut random =
+                    |n: usize| -> Vec<f32> { rng.normals(n, 1.0).into_iter().map(|x| dtype.round(x) as f32).collect() };
+                let (a, b) = (random(m * k), random(k * n));
+                let (depth, parts, groups) = (k.div_ceil(DEPTH), parts(dtype), m.div_ceil(GROUP));
+                let mut b_packed = vec![f32::NAN; Panels::room(n / GROUP, depth, parts)];
+                for (z, to) in b_packed.chunks_exact_mut(Panels::room(1, depth, parts)).enumerate() {
+                    unit.pack_lanes(&b[z * GROUP..], n, [0, k], to, parts);
+                }
+                let turned: Vec<f32> = (0..m * k).map(|i| a[i % m * k + i / m]).collect();
+                for (values, rows, row, by_rows) in [(&a, m, k, true), (&turned, k, m, false)] {
+                    let wide: Vec<f64> = values.iter().map(|&x| f64::from(x)).collect();
+                    let tensor = fulgurite_core::Tensor::from_f64(dtype, &wide, &[m * k]).unwrap();
+                    let from = Source { data: tensor.view().data(), offset: 0, row, rows, n: row };
+                    let mut a_packed = vec![f32::NAN; Panels::room(groups, depth, parts)];
+                    if by_rows {
+                        unit.pack_rows(&from, &mut a_packed, depth);
+                    } else {
+                        // Tiles that no row reaches are not written.
+                        a_packed.fill(0.0);
+                        assert!(unit.pack_turned(&from, &mut a_packed, depth));
+                    }
+                    let mut c = vec![1.0f32; groups * GROUP * n];
+                    let (pa, pb) = (Panels::new(&a_packed, depth, parts), Panels::new(&b_packed, depth, parts));
+                    let size = [groups, n / GROUP, depth];
+                    unit.multiply(MatrixMut::at(&mut c, n, 0, 0), pa, pb, size, Sum::Onto, &mut Ahead::default());
+                    for (i, row) in c.chunks_exact(n).take(m).enumerate() {
+                        for (j, &got) in row.iter().enumerate() {
+                            let terms = (0..k).map(|p| f64::from(a[i * k + p]) * f64::from(b[p * n + j]));
+                            let (want, size) = terms.fold((1.0, 1.0), |(s, t), x| (s + x, t + x.abs()));
+                            // f16 leaves out the products of second parts.
+                            let allowed = size * if dtype == DType::F16 { 1e-5 } else { 1e-6 };
+                            let diff = (f64::from(got) - want).abs();
+                            assert!(diff <= allowed, "{dtype} {m}x{n}x{k} at {i}, {j}: {got} for {want}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn forgotten_elements_weigh_nothing() {
+        let Some(unit) = unit() else { return };
+        // Column p of A and row p of B hold p + 1, but A has NaN where B must not be seen.
+        let (k, hidden) = (40, [3, 19, 35]);
+        let a: Vec<f32> = (0..k).map(|p| if hidden.contains(&p) { f32::NAN } else { p as f32 + 1.0 }).collect();
+        let b: Vec<f32> = (0..k * GROUP).map(|i| (i / GROUP + 1) as f32).collect();
+        let mut packed = vec![0.0; Panels::room(1, 2, 3)];
+        let from = Source { data: (&a).into(), offset: 0, row: 1, rows: k, n: 1 };
+        assert!(!unit.pack_turned(&from, &mut packed, 2));
+        hidden.iter().for_each(|&p| forget(&mut packed, [1, 2, 3], p));
+        let mut b_packed = vec![f32::NAN; Panels::room(1, 2, 3)];
+        unit.pack_lanes(&b, GROUP, [0, k], &mut b_packed, 3);
+        let mut c = vec![0.0f32; GROUP * GROUP];
+        let (pa, pb) = (Panels::new(&packed, 2, 3), Panels::new(&b_packed, 2, 3));
+        unit.multiply(MatrixMut::at(&mut c, GROUP, 0, 0), pa, pb, [1, 1, 2], Sum::Fresh, &mut Ahead::default());
+        let want: usize = (0..k).filter(|p| !hidden.contains(p)).map(|p| (p + 1) * (p + 1)).sum();
+        assert!(c[..GROUP].iter().all(|&x| x == want as f32), "{:?}, want {want}", &c[..GROUP]);
+    }
+}
