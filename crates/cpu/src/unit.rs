@@ -1,4 +1,4 @@
-//! Who multiplies in forward: the vectors, or a matrix unit beside them.
+//! Who multiplies in forward, and makes the scores of backward: the vectors, or a matrix unit beside them.
 //!
 //! A unit packs the operands of the two products as it wants them, and multiplies what a step has to compute. The
 //! walk over the keys does not know which one it has.
@@ -157,6 +157,8 @@ impl Unit for MatrixKernels {
     fn hold(&self) -> Option<Hold> {
         Some(self.hold())
     }
+    /// Tiles load from the second-level cache as fast as from the first, and a long block loads and stores O less often:
+    /// 8 to 18 % over 64 keys in bf16, lab 002.
     fn block(&self, _: &Context<'_>) -> usize {
         128
     }

@@ -41,11 +41,14 @@ pub(super) fn available() -> bool {
         const AMX_BF16: u32 = 1 << 22;
         const AMX_TILE: u32 = 1 << 24;
         const XTILE_STATE: u32 = 0b11 << 17;
-        // CPUID is part of x86-64.
-        if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
+        // Older toolchains that this crate supports call it unsafe.
+        #[allow(unused_unsafe)]
+        // SAFETY: CPUID is part of x86-64.
+        let leaf = |number| unsafe { __cpuid_count(number, 0) };
+        if leaf(0).eax < 7 || leaf(1).ecx & OSXSAVE == 0 {
             return false;
         }
-        if __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) != AMX_BF16 | AMX_TILE {
+        if leaf(7).edx & (AMX_BF16 | AMX_TILE) != AMX_BF16 | AMX_TILE {
             return false;
         }
         let saved: u32;
