@@ -37,7 +37,7 @@ pub enum Choice {
 #[non_exhaustive]
 pub enum ChoiceError {
     /// A name nobody has.
-    #[error("`engine` is {got:?}, allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle")]
+    #[error("`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle")]
     Name {
         /// The text given.
         got: String,
@@ -61,13 +61,11 @@ pub enum ChoiceError {
     Rescale(#[from] RescaleError),
 }
 
-const ISAS: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
-
 impl FromStr for Choice {
     type Err = ChoiceError;
 
     fn from_str(text: &str) -> Result<Choice, ChoiceError> {
-        let isa = |name: &str| ISAS.into_iter().find(|isa| isa.name() == name).map(Choice::CpuIsa);
+        let isa = |name: &str| Isa::ALL.into_iter().find(|isa| isa.name() == name).map(Choice::CpuIsa);
         match text {
             "best" => Some(Choice::Best),
             "cpu" => Some(Choice::Cpu),
@@ -278,7 +276,7 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for name in ["best", "cpu", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "oracle"] {
+        for name in ["best", "cpu", "cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "oracle"] {
             assert_eq!(name.parse::<Choice>().unwrap().to_string(), name);
         }
     }
@@ -287,10 +285,10 @@ mod tests {
     fn bad_choices_say_what_is_allowed() {
         assert_eq!(
             "gpu".parse::<Choice>().unwrap_err().to_string(),
-            "`engine` is \"gpu\", allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle"
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle"
         );
         assert!("cpu:".parse::<Choice>().is_err());
-        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
         let has = Isa::available().iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
         assert_eq!(
             engine(Choice::CpuIsa(missing)).err().unwrap().to_string(),
@@ -337,7 +335,7 @@ mod tests {
         assert_eq!(oracle.last().unwrap(), "oracle: runs it, it was asked for");
         assert!(oracle[0].ends_with("not used, oracle was asked for"));
         assert!(lines(Choice::Cpu)[0].ends_with("runs it, it was asked for"));
-        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
         assert!(lines(Choice::CpuIsa(missing))[0].contains("cannot run, `engine` is"));
     }
 }
