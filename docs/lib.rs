@@ -9,3 +9,7 @@ pub mod readme {}
 /// `docs/guide/first-steps.md`.
 #[doc = include_str!("guide/first-steps.md")]
 pub mod first_steps {}
+
+/// `docs/guide/writing-a-kernel.md`.
+#[doc = include_str!("guide/writing-a-kernel.md")]
+pub mod writing_a_kernel {}
