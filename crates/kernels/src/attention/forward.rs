@@ -61,7 +61,7 @@ impl Tuning {
 }
 
 /// What of a problem shapes the kernel's text: everything but lengths.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Features {
     /// Elements of a row of q and k, and of v and o: multiples of 16.
     pub dims: [u32; 2],
