@@ -99,9 +99,12 @@ impl Forward {
         if let Some(n) = sizes.into_iter().find(|n| *n >= 1 << 31) {
             return missing(format!("a size of {n} (it has sizes below 2^31)"));
         }
-        let padded = dims.map(|d| d.next_multiple_of(16) as u32);
+        let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let causal = !problem.mask().spans().is_empty();
         let mut tuning = Tuning::hopper(padded[0].max(padded[1]), sizes[2], causal);
+        if !tuning.join {
+            padded[0] = padded[0].max(padded[1]);
+        }
         let limit = |limit: f32| if number == Number::F16 { limit.min(F16_LIMIT) } else { limit };
         tuning.rescale = match rescale.unwrap_or(tuning.rescale) {
             Rescale::Optimistic(most) => Rescale::Optimistic(limit(most)),
@@ -167,5 +170,61 @@ impl Forward {
         args.push(Value::F32(self.scale * LOG2_E));
         let blocks = tiles.min(u64::from(multiprocessors)) as u32;
         Some(Launch { kernel, grid: [blocks, 1, 1], args })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::Exp;
+
+    fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
+        Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)
+    }
+
+    #[test]
+    fn every_pair_of_head_dims_has_a_kernel() {
+        for (d, dv) in (8..=256).step_by(8).flat_map(|d| [8, 64, 72, 128, 136, 256].map(|dv| (d, dv))) {
+            for (k_len, mask) in [(500, Mask::none()), (2100, Mask::none()), (5000, Mask::causal())] {
+                let problem =
+                    Problem::builder().dense(1, 64, k_len).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
+                let plan = Forward::new(&problem.build().unwrap(), None).unwrap();
+                plan.kernel(Target::HOPPER).unwrap_or_else(|e| panic!("{d}, {dv}, {k_len}: {e}"));
+            }
+        }
+    }
+
+    #[test]
+    fn launches_pass_the_devices_check() {
+        let plan = Forward::new(&problem(64, 128, DType::F16).mask(Mask::causal()).build().unwrap(), None).unwrap();
+        let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
+        let at = |b, s, h, d| Placed::packed(Span { address: 4096, bytes: b * s * h * d * 2 }, [b, s, h, d]);
+        let tensors = [at(2, 300, 4, 64), at(2, 500, 2, 64), at(2, 500, 2, 128), at(2, 300, 4, 128)];
+        let memory = Span { address: 4096, bytes: 1 << 20 };
+        let launch = plan.launch(kernel.clone(), tensors, memory, memory, 132).unwrap();
+        fulgurite_ptx::device::check_launch(&kernel, launch.grid, &launch.args).unwrap();
+        assert_eq!(launch.grid, [3 * 4 * 2, 1, 1]); // three tiles of 128 rows for 8 pairs
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let refused = |problem: fulgurite_core::ProblemBuilder| {
+            Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
+        };
+        assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
+        assert_eq!(refused(problem(60, 64, DType::Bf16)), "head_dim 60 (it has multiples of 8 up to 256)");
+        assert_eq!(refused(problem(64, 64, DType::Bf16).softcap(30.0)), "score modifiers");
+        assert_eq!(refused(problem(64, 64, DType::Bf16).sinks()), "sinks");
+        assert_eq!(
+            refused(
+                problem(64, 64, DType::Bf16).mask(Mask::documents()).aux("documents_q", DType::I32, &[2, 300]).aux(
+                    "documents_k",
+                    DType::I32,
+                    &[2, 500]
+                )
+            ),
+            "mask modifiers"
+        );
+        assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
     }
 }
