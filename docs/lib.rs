@@ -13,3 +13,7 @@ pub mod first_steps {}
 /// `docs/guide/debugging-without-a-gpu.md`.
 #[doc = include_str!("guide/debugging-without-a-gpu.md")]
 pub mod debugging_without_a_gpu {}
+
+/// `docs/guide/writing-a-kernel.md`.
+#[doc = include_str!("guide/writing-a-kernel.md")]
+pub mod writing_a_kernel {}

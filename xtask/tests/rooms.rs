@@ -77,7 +77,13 @@ const ROOMS: &[Room] = &[
         in_tests: &[],
         forbids_unsafe: false,
     },
-    Room { name: "fulgurite-guide", folder: "docs", uses: &["fulgurite"], in_tests: &[], forbids_unsafe: true },
+    Room {
+        name: "fulgurite-guide",
+        folder: "docs",
+        uses: &["fulgurite", "fulgurite-ptx"],
+        in_tests: &[],
+        forbids_unsafe: true,
+    },
     Room { name: "xtask", folder: "xtask", uses: &[], in_tests: &[], forbids_unsafe: true },
 ];
 

@@ -3,7 +3,7 @@
 use crate::args::CheckArgs;
 use crate::{Failure, json, progress, say};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::{Choice, Engine, Forward, Gradients, Run, engine_with, engines};
+use fulgurite::{Choice, Engine, Error, Forward, Gradients, Run, engine_with, engines};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{self, Verdict};
 use serde::Serialize;
@@ -103,7 +103,7 @@ struct Ledger {
     failures: Vec<Failed>,
 }
 
-/// Runs one case on one engine, forward and backward, and enters what the oracle says.
+/// Runs one case on one engine, forward and (where it has one) backward, and enters what the oracle says.
 fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result<(), Failure> {
     let (problem, inputs, bound) = (case.problem(), case.inputs(), case.bound());
     if engine.supports(problem).is_err() {
@@ -116,8 +116,13 @@ fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result
     let mut saved = forward.saved(case.d_o());
     let d_lse = case.d_lse();
     saved.d_lse = d_lse;
-    let gradients: Gradients = engine.backward(problem, &inputs, &saved, &run)?;
-    verdicts.extend(compare::check_backward(&bound, &saved, &gradients, 0));
+    let gradients: Result<Gradients, Error> = engine.backward(problem, &inputs, &saved, &run);
+    match gradients {
+        Ok(gradients) => verdicts.extend(compare::check_backward(&bound, &saved, &gradients, 0)),
+        // An engine without a backward is judged by its forward.
+        Err(Error::Unsupported(_)) => {}
+        Err(other) => return Err(other.into()),
+    }
     ledger.enter(engine, case, &verdicts);
     Ok(())
 }

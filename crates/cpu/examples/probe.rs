@@ -1,10 +1,12 @@
 //! Forward or backward over a grid, as a share of what a large product by the micro-kernel reaches at the same time.
 //!
-//! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype] [full|causal|both] [dims]`
+//! Instruction sets take turns, so that a drift of the machine meets all of them.
+//!
+//! `probe [forward|backward] [threads] [lengths] [seconds] [bshd|bhsd] [rescale] [dtype] [full|causal|both] [dims] [isas]`
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::*;
-use fulgurite_cpu::{Options, backward, forward, probe::gemm_gflops};
+use fulgurite_cpu::{Isa, Options, backward, forward, probe::gemm_gflops};
 use std::time::Instant;
 
 fn median(mut x: Vec<f64>) -> f64 {
@@ -28,6 +30,10 @@ fn main() {
         _ => &[false, true],
     };
     let dims: Vec<usize> = arg(8, "64,128").split(',').map(|x| x.parse().expect("dim")).collect();
+    let isas: Vec<Isa> = match args.get(9) {
+        None => vec![Isa::available()[0]],
+        Some(names) => Isa::available().into_iter().filter(|isa| names.split(',').any(|n| n == isa.name())).collect(),
+    };
     let options = Options { threads: Some(threads), rescale: Some(rescale), ..Options::default() };
     for &d in &dims {
         for &s in &lens {
@@ -60,36 +66,43 @@ fn main() {
                     data.expect("view")
                 }
                 let flops = if back { 10.0 } else { 4.0 } * (b * h * s * s * d) as f64 / if causal { 2.0 } else { 1.0 };
-                let (mut rates, mut shares) = (vec![], vec![]);
+                let mut found: Vec<(Vec<f64>, Vec<f64>)> = isas.iter().map(|_| Default::default()).collect();
                 let begin = Instant::now();
                 forward(&bound, &mut Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() }, &options);
-                while begin.elapsed().as_secs_f64() < seconds || rates.len() < 3 {
-                    let before = gemm_gflops(&options);
-                    let start = Instant::now();
-                    if back {
-                        let o = TensorView::strided(o.view().data(), &shape, &strides).expect("view");
-                        let saved = Saved { o, lse: lse.view(), d_o, d_lse: None };
-                        let mut gradients = GradientOutputs {
-                            d_q: out(dq, &shape, &strides),
-                            d_k: out(dk, &shape, &strides),
-                            d_v: out(dv, &shape, &strides),
-                            d_sinks: None,
-                            d_aux: vec![],
-                        };
-                        backward(&bound, &saved, &mut gradients, &options);
-                    } else {
-                        forward(&bound, &mut Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() }, &options);
+                while begin.elapsed().as_secs_f64() < seconds || found[0].0.len() < 3 {
+                    for (&isa, (rates, shares)) in isas.iter().zip(&mut found) {
+                        let options = Options { isa: Some(isa), ..options };
+                        let before = gemm_gflops(&options);
+                        let start = Instant::now();
+                        if back {
+                            let o = TensorView::strided(o.view().data(), &shape, &strides).expect("view");
+                            let saved = Saved { o, lse: lse.view(), d_o, d_lse: None };
+                            let mut gradients = GradientOutputs {
+                                d_q: out(dq, &shape, &strides),
+                                d_k: out(dk, &shape, &strides),
+                                d_v: out(dv, &shape, &strides),
+                                d_sinks: None,
+                                d_aux: vec![],
+                            };
+                            backward(&bound, &saved, &mut gradients, &options);
+                        } else {
+                            let mut outputs = Outputs { o: out(o, &shape, &strides), lse: lse.view_mut() };
+                            forward(&bound, &mut outputs, &options);
+                        }
+                        let rate = flops / start.elapsed().as_secs_f64() / 1e9;
+                        rates.push(rate);
+                        shares.push(rate / (0.5 * (before + gemm_gflops(&options))));
                     }
-                    let rate = flops / start.elapsed().as_secs_f64() / 1e9;
-                    rates.push(rate);
-                    shares.push(rate / (0.5 * (before + gemm_gflops(&options))));
                 }
                 let mask = if causal { "causal" } else { "full" };
-                println!(
-                    "d{d:3} s{s:4} {mask:6} {:4.0} GFLOP/s, {:.3} of a large product",
-                    median(rates),
-                    median(shares)
-                );
+                for (isa, (rates, shares)) in isas.iter().zip(found) {
+                    let best = rates.iter().copied().fold(0.0, f64::max);
+                    let (rate, share) = (median(rates), median(shares));
+                    let name = isa.name();
+                    println!(
+                        "d{d:3} s{s:4} {mask:6} {name:8} {rate:5.0} GFLOP/s (best {best:5.0}), {share:.3} of a large product"
+                    );
+                }
             }
         }
     }

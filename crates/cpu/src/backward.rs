@@ -7,8 +7,9 @@
 use crate::evaluate::Evaluator;
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, ExpKind, GradArgs, Matrix, MatrixMut, Sum};
+use crate::simd::{Ahead, ExpKind, GROUP, GradArgs, Matrix, MatrixMut, Sum};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
+use crate::unit::{Keys, Products};
 use fulgurite_core::{GradientOutputs, Saved, Sequence, Tensor};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -239,10 +240,10 @@ struct Space<'w> {
     s: &'w mut [f32],
     dp: &'w mut [f32],
     derivative: &'w mut [f32],
-    /// Rows of Q and dO `[lane][width]`, and both turned `[width][lane]`.
+    /// Rows of Q and dO `[lane][width]`, Q as the unit wants it, and dO turned, `[width][lane]`.
     q: &'w mut [f32],
     d_o: &'w mut [f32],
-    q_turned: &'w mut [f32],
+    q_packed: &'w mut [f32],
     d_o_turned: &'w mut [f32],
     d_q: &'w mut [f32],
     /// A block of K without the keys that nobody sees.
@@ -268,7 +269,9 @@ impl Work<'_> {
         let cx = self.cx;
         let keys = self.keys(item, item.number);
         let (n, lanes) = (keys.len(), cx.kernels.tile);
+        let room = cx.unit.room(cx);
         let sizes = [
+            n.next_multiple_of(GROUP) * room.key,
             n * cx.d_pad,
             n * cx.dv_pad,
             n * cx.d_pad,
@@ -276,29 +279,32 @@ impl Work<'_> {
             BLOCK * lanes,
             BLOCK * lanes,
             if cx.problem.score_derivative().is_some() { BLOCK * lanes } else { 0 },
-            lanes * cx.d_pad,
+            2 * Arena::room(lanes * cx.d_pad),
             lanes * cx.dv_pad,
-            lanes * cx.d_pad,
+            room.queries,
             lanes * cx.dv_pad,
             lanes * cx.d_pad,
             BLOCK * cx.d_pad,
         ];
         with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
-            let [k, v, d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q, k_copy] =
+            let [k_packed, k, v, d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q, k_copy] =
                 sizes.map(|n| arena.take(n));
-            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_turned, d_o_turned, d_q, k_copy };
+            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q, k_copy };
             space.d_k.fill(0.0);
             space.d_v.fill(0.0);
             let sequence = &cx.bound.sequences()[item.sequence];
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
+            let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
+            let packed = cx.unit.keys(cx, &own, k_packed);
+            let _held = cx.unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
                 let row = self.row(tile);
                 if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile(&row, keys.clone(), k, v, &mut space);
+                self.tile(&row, keys.clone(), [k, packed], v, &mut space);
                 self.add_to_d_q(item, number, &row, space.d_q);
             }
             let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
@@ -330,11 +336,11 @@ impl Work<'_> {
     }
 
     /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
-    fn tile(&self, row: &Row, keys: Range<usize>, k: KeyRows<'_>, v: Matrix<'_>, space: &mut Space<'_>) {
+    fn tile(&self, row: &Row, keys: Range<usize>, [k, packed]: [KeyRows<'_>; 2], v: Matrix<'_>, space: &mut Space<'_>) {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let sequence = &cx.bound.sequences()[row.tile.sequence];
-        cx.scaled_queries(&row.tile, stride, space.q, space.q_turned);
+        cx.unit.queries(cx, &row.tile, stride, space.q, space.q_packed);
         for (view, n, width, out) in
             [(cx.bound.q(), cx.d, cx.d_pad, &mut *space.q), (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *space.d_o)]
         {
@@ -345,12 +351,12 @@ impl Work<'_> {
         space.d_q[..stride * cx.d_pad].fill(0.0);
         for start in keys.clone().step_by(BLOCK) {
             let first = start - keys.start;
-            let own = KeyRows { rows: k.rows.at(first, 0), ..k };
+            let [own, packed] = [k, packed].map(|k| KeyRows { rows: k.rows.at(first, 0), ..k });
             for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                self.block(row, &step, start, first, own.rows, v.at(first, 0), space);
+                self.block(row, &step, start, first, packed, v.at(first, 0), space);
                 let seen = cx.only_seen(own, cx.d_pad, space.dp, &step, stride, space.k_copy).rows;
-                for seg in step.segments() {
+                for seg in step.segments(1) {
                     let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
                     let ds = Matrix::new(space.dp, stride).at(key, lane);
                     let d_q = MatrixMut::at(space.d_q, cx.d_pad, lane, 0);
@@ -369,19 +375,18 @@ impl Work<'_> {
         step: &Step,
         start: usize,
         first: usize,
-        k: Matrix<'_>,
+        k: KeyRows<'_>,
         v: Matrix<'_>,
         space: &mut Space<'_>,
     ) {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
-        for seg in step.segments() {
+        cx.unit.scores(cx, Products { step, stride, ahead: &mut Ahead::default() }, k, space.q_packed, space.s);
+        cx.scale_scores(step, stride, space.s);
+        for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
-            let turned = |data| Matrix::new(data, stride).at(0, lane);
-            let (q, d_o) = (turned(space.q_turned), turned(space.d_o_turned));
-            let s = MatrixMut::at(space.s, stride, key, lane);
-            cx.kernels.gemm(s, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh, &mut Ahead::default());
+            let d_o = Matrix::new(space.d_o_turned, stride).at(0, lane);
             let dp = MatrixMut::at(space.dp, stride, key, lane);
             cx.kernels.gemm(dp, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh, &mut Ahead::default());
         }
@@ -408,7 +413,7 @@ impl Work<'_> {
         if modified {
             self.through_modifier(row, step, start, space);
         }
-        for seg in step.segments() {
+        for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
             let (d_o, q) = (Matrix::new(space.d_o, dv).at(lane, 0), Matrix::new(space.q, d).at(lane, 0));

@@ -201,6 +201,7 @@ impl Head<'_> {
             alpha: &mut alpha,
             exp: cx.exp,
             policy: Policy::Raise(tau),
+            scale: 1.0,
         });
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);

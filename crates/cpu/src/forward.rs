@@ -4,15 +4,14 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, ExpKind, Matrix, MatrixMut, Policy, SoftmaxArgs, Sum};
+use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
+use crate::unit::{Keys, Products, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Rescale};
 use std::cell::LazyCell;
 use std::sync::Mutex;
 
-/// Keys in a block of scores. With 64 lanes a block of S (32 KiB) stays in the first-level cache.
-pub(crate) const BLOCK: usize = 128;
 /// Elements of Q that the tiles of one item may hold: they share each block of keys, and stay in the
 /// second-level cache with their O.
 const ITEM_ELEMENTS: usize = 128 * 1024;
@@ -87,7 +86,7 @@ fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
 struct Row<'w> {
     tile: Tile,
     lanes: Lanes,
-    /// Q^T, `[d][lanes]`.
+    /// Q^T as the unit wants it.
     q: &'w mut [f32],
     /// O^T, `[dv][lanes]`, with whole vectors of columns.
     o: &'w mut [f32],
@@ -126,13 +125,16 @@ fn walk(
     mut end: impl FnMut(&mut Row<'_>, &mut [f32]),
 ) -> Counters {
     let tile = cx.kernels.tile;
-    let wide = cx.d_pad.max(cx.dv_pad);
-    let sizes = [BLOCK * cx.d_pad, BLOCK * cx.dv_pad, BLOCK * cx.dv_pad, BLOCK * tile, tile * wide];
-    let per_row = Arena::room(cx.d_pad * tile) + Arena::room(cx.dv_pad * tile);
-    let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + item.tiles.len() * per_row;
-    with_workspace(room, |workspace| {
+    let (room, block_keys) = (cx.unit.room(cx), cx.unit.block(cx));
+    // Scratch for one tile: rows and columns of Q, later rows of O.
+    let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
+    let sizes = [block_keys * room.key, room.values, room.values, room.weights, block_keys * tile, scratch];
+    let per_row = Arena::room(room.queries) + Arena::room(cx.dv_pad * tile);
+    let all = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + item.tiles.len() * per_row;
+    with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k_buffer, v_buffer, v_copy, s, rows] = sizes.map(|n| arena.take(n));
+        let [k_buffer, v_buffer, values, weights, s, rows] = sizes.map(|n| arena.take(n));
+        let mut scratch = Scratch { values, weights };
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
             .tiles
@@ -140,8 +142,8 @@ fn walk(
             .map(|&t| {
                 let lanes = cx.lanes(&t);
                 let stride = lanes.stride;
-                let q = arena.take(cx.d_pad * stride);
-                cx.scaled_queries(&t, stride, rows, q);
+                let q = arena.take(room.queries);
+                cx.unit.queries(cx, &t, stride, rows, q);
                 let o = arena.take(cx.dv_pad * stride);
                 o.fill(0.0);
                 Row { tile: t, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] }
@@ -155,14 +157,14 @@ fn walk(
             walk.iter().map(|r| r.lanes.reach().1).max().unwrap_or(0)
         };
         let mut ahead = [Ahead::default(); 2];
+        let _held = cx.unit.hold();
         for &policy in passes {
-            for start in (0..last).step_by(BLOCK) {
-                let keys = start..(start + BLOCK).min(sequence.k_len);
-                // Converted when the first tile asks.
+            for start in (0..last).step_by(block_keys) {
+                let keys = start..(start + block_keys).min(sequence.k_len);
+                // Packed when the first tile asks.
                 let block = LazyCell::new(|| {
-                    let h = item.kv_head;
-                    let k = cx.keys(cx.bound.k(), sequence, h, keys.clone(), [cx.d, cx.d_pad], k_buffer);
-                    [k, cx.keys(cx.bound.v(), sequence, h, keys.clone(), [cx.dv, cx.dv_pad], v_buffer)]
+                    let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
+                    [cx.unit.keys(cx, &own, k_buffer), cx.unit.values(cx, &own, v_buffer)]
                 });
                 if keys.end < last {
                     ask(cx, item, keys.end, &mut ahead);
@@ -174,12 +176,14 @@ fn walk(
                 for row in &mut walk {
                     for piece in cx.pieces(&row.tile, keys.clone()) {
                         let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                        fold(cx, row, &step, start, *block, [s, v_copy], policy, &mut ahead, &mut counters);
+                        fold(cx, row, &step, start, *block, s, &mut scratch, policy, &mut ahead, &mut counters);
                     }
                 }
             }
         }
+        let scale = cx.score_scale();
         for row in &mut walk {
+            row.m.iter_mut().for_each(|m| *m *= scale);
             end(row, rows);
         }
         counters
@@ -189,7 +193,7 @@ fn walk(
 /// Asks for a block of keys and values that will be read next.
 fn ask(cx: &Context<'_>, item: &Item, start: usize, ahead: &mut [Ahead; 2]) {
     let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
-    let rows = BLOCK.min(sequence.k_len - start.min(sequence.k_len));
+    let rows = cx.unit.block(cx).min(sequence.k_len - start.min(sequence.k_len));
     for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
         let at = cx.key_rows(view.strides(), sequence);
         ahead.push_rows(&view.data(), at.at(start, item.kv_head), at.row, n, rows);
@@ -215,12 +219,13 @@ fn fold(
     step: &Step,
     start: usize,
     [k, v]: [KeyRows<'_>; 2],
-    [s, v_copy]: [&mut [f32]; 2],
+    s: &mut [f32],
+    scratch: &mut Scratch<'_>,
     policy: Policy,
     ahead: &mut [Ahead; 2],
     counters: &mut Counters,
 ) {
-    scores(cx, row, step, start, k.rows, s, &mut ahead[0]);
+    scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
     let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
@@ -228,7 +233,7 @@ fn fold(
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
-        scores(cx, row, step, start, k.rows, s, &mut ahead[0]);
+        scores(cx, row, step, start, k, s, &mut ahead[0]);
         stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
@@ -240,22 +245,23 @@ fn fold(
     if stats.rescaled > 0 {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
-    let v = cx.only_seen(v, cx.dv_pad, s, step, stride, v_copy).rows;
-    for seg in step.segments() {
-        let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
-        let p = Matrix::new(s, stride).at(key, lane);
-        let o = MatrixMut::at(row.o, stride, 0, lane);
-        cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, &mut ahead[1]);
-    }
+    let products = Products { step, stride, ahead: &mut ahead[1] };
+    cx.unit.output(cx, products, v, s, row.o, scratch);
 }
 
-fn scores(cx: &Context<'_>, row: &Row<'_>, step: &Step, start: usize, k: Matrix<'_>, s: &mut [f32], ahead: &mut Ahead) {
+fn scores(
+    cx: &Context<'_>,
+    row: &Row<'_>,
+    step: &Step,
+    start: usize,
+    k: KeyRows<'_>,
+    s: &mut [f32],
+    ahead: &mut Ahead,
+) {
     let stride = row.lanes.stride;
-    for seg in step.segments() {
-        let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
-        let q = Matrix::new(row.q, stride).at(0, lane);
-        let to = MatrixMut::at(s, stride, key, lane);
-        cx.kernels.gemm(to, k.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh, ahead);
+    cx.unit.scores(cx, Products { step, stride, ahead }, k, row.q, s);
+    if cx.is_modified() {
+        cx.scale_scores(step, stride, s);
     }
     if step.rest || cx.problem.score_program().is_some() {
         cx.modify(&row.tile, &row.lanes, step, start, s, None);
@@ -282,6 +288,7 @@ fn softmax(
         alpha,
         exp: cx.exp,
         policy,
+        scale: cx.score_scale(),
     })
 }
 

@@ -12,6 +12,7 @@ mod pool;
 pub mod probe;
 mod simd;
 mod tiles;
+mod unit;
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 
@@ -19,6 +20,8 @@ use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isa {
+    /// 512-bit vectors with products on a matrix unit, x86-64.
+    Amx,
     /// 512-bit vectors, x86-64.
     Avx512,
     /// 256-bit vectors with fused multiply-add, x86-64.
@@ -31,16 +34,22 @@ pub enum Isa {
 
 impl Isa {
     /// All that exist, fastest first.
-    pub const ALL: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+    pub const ALL: [Isa; 5] = [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
 
     /// What this machine can run, fastest first. Never empty.
     pub fn available() -> Vec<Isa> {
         Isa::ALL.into_iter().filter(|&isa| simd::kernels(isa).is_some()).collect()
     }
 
-    /// The lower-case name: `avx512`, `avx2`, `neon`, `portable`.
+    /// What multiplies: `tiles` of a matrix unit, or `vectors`.
+    pub fn products(self) -> &'static str {
+        if self == Isa::Amx { "tiles" } else { "vectors" }
+    }
+
+    /// The lower-case name: `amx`, `avx512`, `avx2`, `neon`, `portable`.
     pub fn name(self) -> &'static str {
         match self {
+            Isa::Amx => "amx",
             Isa::Avx512 => "avx512",
             Isa::Avx2 => "avx2",
             Isa::Neon => "neon",

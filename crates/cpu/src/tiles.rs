@@ -8,6 +8,7 @@
 
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, Kernels, MAX_VECTORS, Matrix};
+use crate::unit::{Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Problem, Rows, Sequence, Side, TensorView};
 use std::ops::Range;
@@ -22,6 +23,8 @@ pub(crate) struct Context<'a> {
     pub bound: &'a Bound<'a>,
     pub problem: &'a Problem,
     pub kernels: &'static Kernels,
+    /// Who does the products of forward.
+    pub unit: &'static dyn Unit,
     /// Dimensions of k and v, and the same rounded up to whole vectors.
     pub d: usize,
     pub dv: usize,
@@ -53,12 +56,32 @@ impl<'a> Context<'a> {
             bound,
             problem,
             kernels,
+            unit: kernels.matrix.map_or(&Vectors, |unit| unit),
             d,
             dv,
             d_pad: d.next_multiple_of(kernels.lanes),
             dv_pad: dv.next_multiple_of(kernels.lanes),
             pack: if own_blocks { 1 } else { problem.group() },
             exp,
+        }
+    }
+
+    /// Whether expressions read or hide scores: they want them in natural units.
+    pub fn is_modified(&self) -> bool {
+        self.problem.score_program().is_some() || self.problem.mask_rest().is_some()
+    }
+
+    /// What a score must be multiplied with in softmax to be in natural units.
+    pub fn score_scale(&self) -> f32 {
+        if self.is_modified() { 1.0 } else { self.unit.score_scale(self) }
+    }
+
+    /// Turns the scores of a step, as the unit made them, into natural units.
+    pub fn scale_scores(&self, step: &Step, stride: usize, s: &mut [f32]) {
+        let scale = self.unit.score_scale(self);
+        if scale != 1.0 {
+            let seen = step.hull();
+            self.kernels.scale_lanes(&mut s[seen.start * stride..seen.end * stride], &[scale; MAX_LANES][..stride]);
         }
     }
 
@@ -289,8 +312,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Q^T of a tile times the scale, `[d][lane]`; `rows` is scratch of the same size.
-    pub fn scaled_queries(&self, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+    /// Q^T of a tile times `scale`, `[d][lane]`; `rows` is scratch of the same size.
+    pub fn turned_queries(&self, tile: &Tile, stride: usize, scale: f32, rows: &mut [f32], out: &mut [f32]) {
         let (q, s) = (self.bound.q(), &self.bound.sequences()[tile.sequence]);
         let at = self.query_rows(q.strides(), s);
         let whole = self.pack == 1 && tile.rows == stride && self.d == self.d_pad;
@@ -305,7 +328,7 @@ impl<'a> Context<'a> {
                 self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
             }
         }
-        out.iter_mut().for_each(|x| *x *= self.problem.scale());
+        out.iter_mut().for_each(|x| *x *= scale);
     }
 
     /// Rows of keys or values as f32 with their `n` elements, in place where they lie close together in f32, else
@@ -357,13 +380,8 @@ impl<'a> Context<'a> {
         if finite {
             return rows;
         }
-        let lanes = self.kernels.lanes;
         for key in seen {
-            let used = step.ranges.iter().enumerate().any(|(z, &(a, b))| {
-                let at = key * stride + z * lanes;
-                (a..b).contains(&key) && weights[at..at + lanes].iter().any(|&w| w != 0.0)
-            });
-            if !used {
+            if !step.weighs(key, weights, stride, self.kernels.lanes) {
                 copy[key * width..(key + 1) * width].fill(0.0);
             }
         }
@@ -471,14 +489,24 @@ impl Step {
         }
     }
 
-    /// The rectangles that make up the ranges, in ascending order of keys.
-    pub fn segments(&self) -> impl Iterator<Item = Segment> + use<> {
+    /// Whether some lane gives a key a weight other than 0. `weights` is the tile of scores after softmax, in
+    /// vectors of `width`.
+    pub fn weighs(&self, key: usize, weights: &[f32], stride: usize, width: usize) -> bool {
+        self.ranges.iter().enumerate().any(|(z, &(a, b))| {
+            let at = key * stride + z * width;
+            (a..b).contains(&key) && weights[at..at + width].iter().any(|&w| w != 0.0)
+        })
+    }
+
+    /// The rectangles that make up the ranges, rounded outwards to `grain` keys, in ascending order of keys.
+    pub fn segments(&self, grain: usize) -> impl Iterator<Item = Segment> + use<> {
+        let rounded = |(a, b): (usize, usize)| if a < b { (a - a % grain, b.next_multiple_of(grain)) } else { (0, 0) };
+        let ranges = self.ranges.map(rounded);
         let mut cuts = [0usize; 2 * MAX_VECTORS];
-        for (z, &(a, b)) in self.ranges.iter().enumerate() {
+        for (z, &(a, b)) in ranges.iter().enumerate() {
             (cuts[2 * z], cuts[2 * z + 1]) = (a, b);
         }
         cuts.sort_unstable();
-        let ranges = self.ranges;
         (1..cuts.len()).filter(move |&i| cuts[i - 1] < cuts[i]).flat_map(move |i| {
             let keys = (cuts[i - 1], cuts[i]);
             let active = move |z: usize| z < MAX_VECTORS && ranges[z].0 <= keys.0 && keys.1 <= ranges[z].1;
@@ -512,15 +540,18 @@ mod tests {
             [(0, 8), (0, 0), (0, 8), (8, 16)],
             [(0, 0); 4],
         ] {
-            let mut covered = [[0; 64]; 4];
-            for s in step(ranges).segments() {
-                for row in &mut covered[s.vectors.0..s.vectors.1] {
-                    row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
+            for grain in [1, 16, 32] {
+                let mut covered = [[0; 64]; 4];
+                for s in step(ranges).segments(grain) {
+                    for row in &mut covered[s.vectors.0..s.vectors.1] {
+                        row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
+                    }
                 }
-            }
-            for (z, &(a, b)) in ranges.iter().enumerate() {
-                for (key, &n) in covered[z].iter().enumerate() {
-                    assert_eq!(n, i32::from((a..b).contains(&key)), "{ranges:?} vector {z} key {key}");
+                for (z, &(a, b)) in ranges.iter().enumerate() {
+                    let rounded = if a < b { a / grain * grain..b.next_multiple_of(grain) } else { 0..0 };
+                    for (key, &n) in covered[z].iter().enumerate() {
+                        assert_eq!(n, i32::from(rounded.contains(&key)), "{ranges:?} by {grain}, vector {z} key {key}");
+                    }
                 }
             }
         }

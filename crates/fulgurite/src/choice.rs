@@ -3,9 +3,11 @@
 use crate::Error;
 use crate::cpu::Cpu;
 use crate::engine::{Engine, Run, Unsupported};
+use crate::on_device::OnDevice;
 use crate::oracle::Oracle;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
+use fulgurite_cuda::{Cuda, Options};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
@@ -28,6 +30,8 @@ pub enum Choice {
     Cpu,
     /// The CPU with this instruction set.
     CpuIsa(Isa),
+    /// The first NVIDIA GPU. Tensors of the host are copied there and back, so it is never chosen unless asked for.
+    Cuda,
     /// The f64 definition: exact and slow. Never chosen unless asked for.
     Oracle,
 }
@@ -37,7 +41,9 @@ pub enum Choice {
 #[non_exhaustive]
 pub enum ChoiceError {
     /// A name nobody has.
-    #[error("`engine` is {got:?}, allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle")]
+    #[error(
+        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, oracle"
+    )]
     Name {
         /// The text given.
         got: String,
@@ -61,16 +67,15 @@ pub enum ChoiceError {
     Rescale(#[from] RescaleError),
 }
 
-const ISAS: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
-
 impl FromStr for Choice {
     type Err = ChoiceError;
 
     fn from_str(text: &str) -> Result<Choice, ChoiceError> {
-        let isa = |name: &str| ISAS.into_iter().find(|isa| isa.name() == name).map(Choice::CpuIsa);
+        let isa = |name: &str| Isa::ALL.into_iter().find(|isa| isa.name() == name).map(Choice::CpuIsa);
         match text {
             "best" => Some(Choice::Best),
             "cpu" => Some(Choice::Cpu),
+            "cuda" => Some(Choice::Cuda),
             "oracle" => Some(Choice::Oracle),
             _ => text.strip_prefix("cpu:").and_then(isa),
         }
@@ -84,6 +89,7 @@ impl fmt::Display for Choice {
             Choice::Best => f.write_str("best"),
             Choice::Cpu => f.write_str("cpu"),
             Choice::CpuIsa(isa) => write!(f, "cpu:{}", isa.name()),
+            Choice::Cuda => f.write_str("cuda"),
             Choice::Oracle => f.write_str("oracle"),
         }
     }
@@ -147,6 +153,7 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::Best => Box::new(Best::new(settings)?),
         Choice::Cpu => Box::new(Cpu::new(None, settings)?),
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
+        Choice::Cuda => Box::new(OnDevice::new("cuda", Box::new(Cuda::open(0, Options::default())?), settings.rescale)),
         Choice::Oracle => Box::new(Oracle),
     })
 }
@@ -162,7 +169,8 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
 pub fn engines() -> Vec<Choice> {
-    Isa::available().into_iter().map(Choice::CpuIsa).chain([Choice::Oracle]).collect()
+    let gpu = Cuda::open(0, Options::default()).is_ok().then_some(Choice::Cuda);
+    gpu.into_iter().chain(Isa::available().into_iter().map(Choice::CpuIsa)).chain([Choice::Oracle]).collect()
 }
 
 /// Which engine would run the problem, and why the others would not: one line each.
@@ -183,7 +191,7 @@ pub fn explain(problem: &Problem, choice: Choice) -> String {
 fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> String {
     let asked = match choice {
         Choice::Cpu => Isa::available().first().copied().map(Choice::CpuIsa),
-        Choice::CpuIsa(_) | Choice::Oracle => Some(choice),
+        Choice::CpuIsa(_) | Choice::Cuda | Choice::Oracle => Some(choice),
         Choice::Best => None,
     };
     let mut lines = Vec::new();
@@ -201,6 +209,7 @@ fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> Strin
             (None, Some(asked)) if asked == candidate => "runs it, it was asked for".into(),
             (None, Some(asked)) => format!("not used, {asked} was asked for"),
             (None, None) if candidate == Choice::Oracle => "not used, it runs only when asked for by name".into(),
+            (None, None) if candidate == Choice::Cuda => "not used, tensors would have to be moved to it".into(),
             (None, None) if runs => "not used, slower".into(),
             (None, None) => {
                 runs = true;
@@ -278,7 +287,7 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for name in ["best", "cpu", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "oracle"] {
+        for name in ["best", "cpu", "cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "cuda", "oracle"] {
             assert_eq!(name.parse::<Choice>().unwrap().to_string(), name);
         }
     }
@@ -287,10 +296,10 @@ mod tests {
     fn bad_choices_say_what_is_allowed() {
         assert_eq!(
             "gpu".parse::<Choice>().unwrap_err().to_string(),
-            "`engine` is \"gpu\", allowed: best, cpu, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, oracle"
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, oracle"
         );
         assert!("cpu:".parse::<Choice>().is_err());
-        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
         let has = Isa::available().iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
         assert_eq!(
             engine(Choice::CpuIsa(missing)).err().unwrap().to_string(),
@@ -337,7 +346,7 @@ mod tests {
         assert_eq!(oracle.last().unwrap(), "oracle: runs it, it was asked for");
         assert!(oracle[0].ends_with("not used, oracle was asked for"));
         assert!(lines(Choice::Cpu)[0].ends_with("runs it, it was asked for"));
-        let missing = ISAS.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
+        let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");
         assert!(lines(Choice::CpuIsa(missing))[0].contains("cannot run, `engine` is"));
     }
 }

@@ -71,7 +71,7 @@ impl Engine for Cpu {
     fn describe(&self) -> String {
         let threads = if self.threads == 1 { "1 thread".into() } else { format!("{} threads", self.threads) };
         let rescale = self.rescale.map(|r| format!(", rescale {r}")).unwrap_or_default();
-        format!("{}, {threads}{rescale}", self.name)
+        format!("{}, products on {}, {threads}{rescale}", self.name, self.isa.products())
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {

@@ -42,6 +42,9 @@ pub enum Error {
     /// There is no such engine, or it cannot run here.
     #[error(transparent)]
     Choice(#[from] ChoiceError),
+    /// The device refused, or failed.
+    #[error(transparent)]
+    Device(#[from] fulgurite_ptx::device::DeviceError),
     /// A tensor with the wrong number of axes.
     #[error("`{arg}` has shape {got:?}, allowed: {allowed}; {hint}")]
     Rank {

@@ -35,6 +35,7 @@ mod cpu;
 mod engine;
 mod error;
 pub mod gpu;
+mod on_device;
 mod oracle;
 pub mod sim;
 mod view;

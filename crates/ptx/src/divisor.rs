@@ -13,7 +13,7 @@ pub struct Divisor<'k> {
 }
 
 impl Builder {
-    /// A number among the parameters that is divided by: three parameters, given by [`Divisor::values`].
+    /// A number among the parameters that is divided by: three parameters, given by [`divisor_values`].
     #[track_caller]
     pub fn divisor(&self, name: &str) -> Divisor<'_> {
         let param = |end| self.param::<u32>(&format!("{name}{end}"));

@@ -187,17 +187,20 @@ impl Recipe {
         case
     }
 
-    /// Gives the last coordinate of q and k the wanted trend along the keys. The last, because a sum that is large
-    /// from its first term on would lose the digits of all others, and the LSE could not keep its tolerance.
+    /// Gives one of the last coordinates of q and k the wanted trend along the keys. One of the last, because a sum that
+    /// is large from its first term on would lose the digits of all others, and the LSE could not keep its tolerance.
+    /// Not the very last: honest code would then round once at the full size, and an engine that sums in any other
+    /// order (matrix units add two chains of sixteen) could not stay within twice that.
     fn slope_logits(&self, problem: &Problem, q: &mut [f64], k: &mut [f64]) {
         if self.logits == Logits::Normal {
             return;
         }
         let dim = problem.head_dim();
+        let place = dim.saturating_sub(16);
         let lever = 4.0; // keeps k within f16 for a logit of 1000
-        q.iter_mut().skip(dim - 1).step_by(dim).for_each(|x| *x = lever);
+        q.iter_mut().skip(place).step_by(dim).for_each(|x| *x = lever);
         let (heads, k_len) = (problem.kv_heads(), problem.max_k_len());
-        for (row, x) in k.iter_mut().skip(dim - 1).step_by(dim).enumerate() {
+        for (row, x) in k.iter_mut().skip(place).step_by(dim).enumerate() {
             let j = (row / heads) % k_len;
             let logit = match self.logits {
                 Logits::Normal => 0.0,

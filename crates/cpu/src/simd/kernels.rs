@@ -1,5 +1,6 @@
 //! The table of entry points of an instruction set, and its safe face.
 
+use super::MatrixKernels;
 use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
@@ -51,11 +52,15 @@ pub(crate) struct Kernels {
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
+    /// A matrix unit beside the vectors, for the products of forward.
+    pub matrix: Option<&'static MatrixKernels>,
 }
 
 /// The kernels of an instruction set, if this machine has it.
 pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
     match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => (kernels(Isa::Avx512).is_some() && super::amx::available()).then_some(&super::amx::KERNELS),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => {
             let has = is_x86_feature_detected!("avx512f")
@@ -80,7 +85,7 @@ pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
 }
 
 /// Elements from the first to the last of `rows` rows of `cols`, `stride` apart.
-fn extent(rows: usize, stride: usize, cols: usize) -> usize {
+pub(super) fn extent(rows: usize, stride: usize, cols: usize) -> usize {
     if rows == 0 || cols == 0 { 0 } else { (rows - 1) * stride + cols }
 }
 
@@ -357,7 +362,8 @@ impl Kernels {
 /// vectors, the rows whose accumulators fill the register file.
 macro_rules! define_kernels {
     ($simd:ident, [$($feature:meta)?], [$(($vectors:literal, $rows:literal)),*]) => {
-        pub(super) static KERNELS: super::Kernels = {
+        pub(super) static KERNELS: super::Kernels = TABLE;
+        pub(super) const TABLE: super::Kernels = {
             use crate::simd::algorithms as alg;
             use crate::simd::algorithms::Row;
             use half::{bf16, f16};
@@ -545,6 +551,7 @@ macro_rules! define_kernels {
                 evaluate,
                 finish,
                 lane_dots,
+                matrix: None,
             }
         };
     };

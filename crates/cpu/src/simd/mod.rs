@@ -10,16 +10,20 @@
 
 mod algorithms;
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod kernels;
+mod matrix;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
+pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};
 
 /// A vector of f32 and what the kernels do with it.
 ///

@@ -24,7 +24,8 @@ pub struct Tuning {
     pub cols: u32,
     /// Stages of K and of V.
     pub depth: u32,
-    /// Whether tiles are joined: needs two buffers of Q, and one of its own for O.
+    /// Whether tiles are joined: needs two buffers of Q, and one of its own for O. Otherwise O leaves through that of
+    /// Q, whose rows must be as long at least.
     pub join: bool,
     /// Registers of a thread that computes, and of one that loads.
     pub registers: [u32; 2],
@@ -61,7 +62,7 @@ impl Tuning {
 }
 
 /// What of a problem shapes the kernel's text: everything but lengths.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Features {
     /// Elements of a row of q and k, and of v and o: multiples of 16.
     pub dims: [u32; 2],
@@ -356,7 +357,8 @@ where
                     w.wait_products(0);
                     values.done(w);
                     // O leaves through the buffer of Q, which is free now.
-                    end.run::<T>(w, &now.get(), &o, totals, q(w));
+                    let staging = Tile::at(shape(64, dv), q(w).address());
+                    end.run::<T>(w, &now.get(), &o, totals, staging);
                     w.one_thread_of_group(|t| t.wait_stores_read(0));
                     w.sync_group(&barrier);
                     queries.done(w);

@@ -1,5 +1,6 @@
 //! Attention on the GPU.
 
 pub mod forward;
+pub mod plan;
 mod softmax;
 mod span;

@@ -89,7 +89,7 @@ impl Ahead {
     /// # Safety
     /// As for [`Simd`].
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self) {
+    pub(in crate::simd) unsafe fn ask<S: Simd>(&mut self) {
         for stream in &mut self.streams {
             if stream.rows == 0 {
                 continue;

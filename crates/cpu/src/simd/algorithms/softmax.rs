@@ -36,6 +36,8 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub alpha: &'a mut [f32],
     pub exp: ExpKind,
     pub policy: Policy,
+    /// What a score, and the maximum, must be multiplied with to be in natural units.
+    pub scale: f32,
 }
 
 /// What a softmax step did, in lanes.
@@ -64,7 +66,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
     // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
     unsafe {
         let hidden = S::splat(f32::NEG_INFINITY);
-        let log2_e = S::splat(std::f32::consts::LOG2_E);
+        let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
         for z in 0..S::VECTORS {
             let lane = z * S::LANES;
             if lane >= stride {
@@ -120,7 +122,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
                 }
                 let new = top;
                 let tau = match args.policy {
-                    Policy::Raise(tau) => tau * std::f32::consts::LN_2,
+                    Policy::Raise(tau) => tau * std::f32::consts::LN_2 / args.scale,
                     _ => 0.0,
                 };
                 let higher = S::lt(old, new);

@@ -1,0 +1,290 @@
+//! Products on a matrix unit that multiplies bf16 and sums in f32.
+//!
+//! A number is the exact sum of one (bf16), two (f16) or three (f32) bf16, each what the ones before left, rounded. A
+//! product of two numbers in parts is the sum of the products of their parts; those below the rounding of
+//! the type are left out.
+//!
+//! Operands lie as panels of tiles. A tile holds 16 rows of A (or columns of B) and 32 elements of the summed axis
+//! as 16 slots of two: slot j holds elements j and j + 16, which needs no shuffle to make. A workspace of f32 is
+//! the memory: a slot is the size of one.
+
+use super::algorithms::Ahead;
+use super::kernels::{MatrixMut, Sum, extent};
+use fulgurite_core::{DType, Data};
+use half::{bf16, f16};
+use std::marker::PhantomData;
+
+/// Rows of A, and columns of B, in a tile.
+pub(crate) const GROUP: usize = 16;
+/// Elements of the summed axis in a tile.
+pub(crate) const DEPTH: usize = 32;
+/// Slots of a tile.
+pub(super) const SLOTS: usize = GROUP * DEPTH / 2;
+
+/// bf16 whose sum is a number of this type, exactly.
+pub(crate) fn parts(dtype: DType) -> usize {
+    match dtype {
+        DType::Bf16 => 1,
+        DType::F16 => 2,
+        _ => 3,
+    }
+}
+
+/// An operand: for each group of rows (or columns) the tiles along the summed axis, the parts of each together.
+#[derive(Clone, Copy)]
+pub(crate) struct Panels<'a> {
+    data: &'a [f32],
+    /// Tiles along the summed axis from group to group.
+    depth: usize,
+    parts: usize,
+}
+
+impl<'a> Panels<'a> {
+    pub fn new(data: &'a [f32], depth: usize, parts: usize) -> Self {
+        Panels { data, depth, parts }
+    }
+    /// The part from a group and a tile of the summed axis on.
+    pub fn at(self, group: usize, tile: usize) -> Self {
+        Panels { data: &self.data[(group * self.depth + tile) * self.parts * SLOTS..], ..self }
+    }
+    /// Elements of memory that panels take.
+    pub fn room(groups: usize, depth: usize, parts: usize) -> usize {
+        groups * depth * parts * SLOTS
+    }
+    fn holds(&self, groups: usize, depth: usize) -> bool {
+        self.data.len() >= extent(groups, self.depth * self.parts * SLOTS, depth * self.parts * SLOTS)
+    }
+}
+
+/// Zeroes element `at` of the summed axis in `groups` groups.
+pub(crate) fn forget(panels: &mut [f32], [groups, depth, parts]: [usize; 3], at: usize) {
+    let (tile, slot, upper) = (at / DEPTH, at % GROUP, at % DEPTH >= GROUP);
+    let other = if upper { 0x0000_ffff } else { 0xffff_0000 };
+    for group in 0..groups {
+        let first = (group * depth + tile) * parts * SLOTS;
+        for x in panels[first..first + parts * SLOTS].iter_mut().skip(slot).step_by(GROUP) {
+            *x = f32::from_bits(x.to_bits() & other);
+        }
+    }
+}
+
+pub(super) type Multiply =
+    unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
+pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
+pub(super) type PackLanes = unsafe fn(*const f32, usize, [usize; 2], [usize; 2], *mut f32);
+
+/// Entry points of a matrix unit. As with [`Kernels`](super::Kernels), holding one tells you that the machine has it
+/// and that the process may use it.
+pub(crate) struct MatrixKernels {
+    pub(super) hold: fn() -> Hold,
+    /// By the parts of A and B.
+    pub(super) multiply_1_1: Multiply,
+    pub(super) multiply_1_2: Multiply,
+    pub(super) multiply_2_2: Multiply,
+    pub(super) multiply_3_3: Multiply,
+    pub(super) rows_f32: Pack<f32>,
+    pub(super) rows_f16: Pack<f16>,
+    pub(super) rows_bf16: Pack<bf16>,
+    pub(super) turned_f32: Pack<f32>,
+    pub(super) turned_f16: Pack<f16>,
+    pub(super) turned_bf16: Pack<bf16>,
+    /// By the number of parts.
+    pub(super) lanes: [PackLanes; 3],
+}
+
+/// Rows of a tensor to pack: `rows` of `n` elements, `row` apart, from `offset` on.
+pub(crate) struct Source<'a> {
+    pub data: Data<'a>,
+    pub offset: usize,
+    pub row: usize,
+    pub rows: usize,
+    pub n: usize,
+}
+
+/// The unit as one thread has set it up. Products set it up themselves where nobody holds it, which costs as much as
+/// dozens of tiles.
+pub(crate) struct Hold {
+    release: fn(),
+    /// The state is the thread's.
+    stays: PhantomData<*const ()>,
+}
+
+impl Hold {
+    pub(super) fn new(release: fn()) -> Self {
+        Hold { release, stays: PhantomData }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        (self.release)();
+    }
+}
+
+impl MatrixKernels {
+    /// Sets the unit up for all products of this thread until the result is dropped.
+    pub fn hold(&self) -> Hold {
+        (self.hold)()
+    }
+
+    /// C (+)= A B, in groups of rows and columns and tiles of the summed axis.
+    pub fn multiply(
+        &self,
+        c: MatrixMut<'_>,
+        a: Panels<'_>,
+        b: Panels<'_>,
+        [m, n, k]: [usize; 3],
+        sum: Sum,
+        ahead: &mut Ahead,
+    ) {
+        assert!(c.data.len() >= extent(m * GROUP, c.stride, n * GROUP), "C too small");
+        assert!(a.holds(m, k) && b.holds(n, k), "operands too small");
+        let multiply = match (a.parts, b.parts) {
+            (1, 1) => self.multiply_1_1,
+            (1, 2) => self.multiply_1_2,
+            (2, 2) => self.multiply_2_2,
+            (3, 3) => self.multiply_3_3,
+            parts => unreachable!("bug in fulgurite: operands in {parts:?} parts"),
+        };
+        let pitch = |x: &Panels<'_>| x.depth * x.parts * SLOTS;
+        let (to, onto) = (c.data.as_mut_ptr(), sum == Sum::Onto);
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe {
+            multiply(to, c.stride, a.data.as_ptr(), pitch(&a), b.data.as_ptr(), pitch(&b), [m, n, k], onto, ahead);
+        }
+    }
+
+    /// Rows as rows of A, `depth` tiles a group; what is missing of the last group and tile is zero.
+    pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) {
+        assert!(from.n <= depth * DEPTH, "rows too long");
+        let (row, size, range) = self.packed(from, to, [from.rows, depth]);
+        // SAFETY: the machine has the unit, and the extents were just checked (the source by slicing).
+        unsafe {
+            match from.data {
+                Data::F32(x) => (self.rows_f32)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                Data::F16(x) => (self.rows_f16)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                Data::Bf16(x) => (self.rows_bf16)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
+            }
+        };
+    }
+
+    /// Rows as columns of A: the rows are the summed axis, with room for `depth` tiles of it. True if all elements
+    /// are finite.
+    pub fn pack_turned(&self, from: &Source<'_>, to: &mut [f32], depth: usize) -> bool {
+        assert!(from.rows <= depth * DEPTH, "too many rows");
+        let (row, size, range) = self.packed(from, to, [from.n, depth]);
+        // SAFETY: the machine has the unit, and the extents were just checked (the source by slicing).
+        unsafe {
+            match from.data {
+                Data::F32(x) => (self.turned_f32)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                Data::F16(x) => (self.turned_f16)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                Data::Bf16(x) => (self.turned_bf16)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
+                _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
+            }
+        }
+    }
+
+    fn packed(
+        &self,
+        from: &Source<'_>,
+        to: &[f32],
+        [rows, depth]: [usize; 2],
+    ) -> (usize, [usize; 2], std::ops::Range<usize>) {
+        let parts = parts(from.data.dtype());
+        assert!(to.len() >= Panels::room(rows.div_ceil(GROUP), depth, parts), "panels too small");
+        (from.row, [from.rows, from.n], from.offset..from.offset + extent(from.rows, from.row, from.n))
+    }
+
+    /// Rows of lanes `[k][stride]` as one group of columns of B: rows `seen` from the first lane of `x` on, zeros
+    /// around them up to whole tiles. Numbers that need more parts lose their last digits; a single part is rounded.
+    pub fn pack_lanes(&self, x: &[f32], stride: usize, seen: [usize; 2], to: &mut [f32], parts: usize) {
+        let tiles = [seen[0] / DEPTH, seen[1].div_ceil(DEPTH)];
+        assert!(seen[0] <= seen[1] && x.len() >= extent(seen[1], stride, GROUP), "lanes too small");
+        assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use fulgurite_core::random::Rng;
+
+    fn unit() -> Option<&'static MatrixKernels> {
+        let found = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix);
+        if found.is_none() {
+            eprintln!("skipped: this machine has no matrix unit, or the process may not use it");
+        }
+        found
+    }
+
+    /// Products of every size up to three by three tiles, one tile and more deep, rows as rows and as columns of A.
+    #[test]
+    fn products_are_exact_to_the_rounding_of_sums() {
+        let Some(unit) = unit() else { return };
+        let mut rng = Rng::new(5);
+        for dtype in DType::FLOATS {
+            for [m, n, k] in [[1, 16, 1], [16, 16, 32], [17, 32, 33], [40, 48, 70], [33, 16, 100]] {
+                let mut random =
+                    |n: usize| -> Vec<f32> { rng.normals(n, 1.0).into_iter().map(|x| dtype.round(x) as f32).collect() };
+                let (a, b) = (random(m * k), random(k * n));
+                let (depth, parts, groups) = (k.div_ceil(DEPTH), parts(dtype), m.div_ceil(GROUP));
+                let mut b_packed = vec![f32::NAN; Panels::room(n / GROUP, depth, parts)];
+                for (z, to) in b_packed.chunks_exact_mut(Panels::room(1, depth, parts)).enumerate() {
+                    unit.pack_lanes(&b[z * GROUP..], n, [0, k], to, parts);
+                }
+                let turned: Vec<f32> = (0..m * k).map(|i| a[i % m * k + i / m]).collect();
+                for (values, rows, row, by_rows) in [(&a, m, k, true), (&turned, k, m, false)] {
+                    let wide: Vec<f64> = values.iter().map(|&x| f64::from(x)).collect();
+                    let tensor = fulgurite_core::Tensor::from_f64(dtype, &wide, &[m * k]).unwrap();
+                    let from = Source { data: tensor.view().data(), offset: 0, row, rows, n: row };
+                    let mut a_packed = vec![f32::NAN; Panels::room(groups, depth, parts)];
+                    if by_rows {
+                        unit.pack_rows(&from, &mut a_packed, depth);
+                    } else {
+                        // Tiles that no row reaches are not written.
+                        a_packed.fill(0.0);
+                        assert!(unit.pack_turned(&from, &mut a_packed, depth));
+                    }
+                    let mut c = vec![1.0f32; groups * GROUP * n];
+                    let (pa, pb) = (Panels::new(&a_packed, depth, parts), Panels::new(&b_packed, depth, parts));
+                    let size = [groups, n / GROUP, depth];
+                    unit.multiply(MatrixMut::at(&mut c, n, 0, 0), pa, pb, size, Sum::Onto, &mut Ahead::default());
+                    for (i, row) in c.chunks_exact(n).take(m).enumerate() {
+                        for (j, &got) in row.iter().enumerate() {
+                            let terms = (0..k).map(|p| f64::from(a[i * k + p]) * f64::from(b[p * n + j]));
+                            let (want, size) = terms.fold((1.0, 1.0), |(s, t), x| (s + x, t + x.abs()));
+                            // f16 leaves out the products of second parts.
+                            let allowed = size * if dtype == DType::F16 { 1e-5 } else { 1e-6 };
+                            let diff = (f64::from(got) - want).abs();
+                            assert!(diff <= allowed, "{dtype} {m}x{n}x{k} at {i}, {j}: {got} for {want}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn forgotten_elements_weigh_nothing() {
+        let Some(unit) = unit() else { return };
+        // Column p of A and row p of B hold p + 1, but A has NaN where B must not be seen.
+        let (k, hidden) = (40, [3, 19, 35]);
+        let a: Vec<f32> = (0..k).map(|p| if hidden.contains(&p) { f32::NAN } else { p as f32 + 1.0 }).collect();
+        let b: Vec<f32> = (0..k * GROUP).map(|i| (i / GROUP + 1) as f32).collect();
+        let mut packed = vec![0.0; Panels::room(1, 2, 3)];
+        let from = Source { data: (&a).into(), offset: 0, row: 1, rows: k, n: 1 };
+        assert!(!unit.pack_turned(&from, &mut packed, 2));
+        hidden.iter().for_each(|&p| forget(&mut packed, [1, 2, 3], p));
+        let mut b_packed = vec![f32::NAN; Panels::room(1, 2, 3)];
+        unit.pack_lanes(&b, GROUP, [0, k], &mut b_packed, 3);
+        let mut c = vec![0.0f32; GROUP * GROUP];
+        let (pa, pb) = (Panels::new(&packed, 2, 3), Panels::new(&b_packed, 2, 3));
+        unit.multiply(MatrixMut::at(&mut c, GROUP, 0, 0), pa, pb, [1, 1, 2], Sum::Fresh, &mut Ahead::default());
+        let want: usize = (0..k).filter(|p| !hidden.contains(p)).map(|p| (p + 1) * (p + 1)).sum();
+        assert!(c[..GROUP].iter().all(|&x| x == want as f32), "{:?}, want {want}", &c[..GROUP]);
+    }
+}

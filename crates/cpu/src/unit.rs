@@ -1,0 +1,248 @@
+//! Who multiplies in forward, and makes the scores of backward: the vectors, or a matrix unit beside them.
+//!
+//! A unit packs the operands of the two products as it wants them, and multiplies what a step has to compute. The
+//! walk over the keys does not know which one it has.
+
+use crate::memory::Arena;
+use crate::simd::{Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Source, Sum, forget, parts};
+use crate::tiles::{Context, KeyRows, Step, Tile};
+use fulgurite_core::{DType, Sequence, TensorView};
+use std::ops::Range;
+
+/// Elements of workspace that a unit wants, all in f32.
+pub(crate) struct Room {
+    /// Packed queries of a tile.
+    pub queries: usize,
+    /// One packed key. Blocks of keys begin at multiples of [`GROUP`] and have room for whole ones.
+    pub key: usize,
+    /// A packed block of values.
+    pub values: usize,
+    /// A tile of probabilities, packed.
+    pub weights: usize,
+}
+
+/// The keys of a block of one key/value head.
+pub(crate) struct Keys<'a> {
+    pub sequence: &'a Sequence,
+    pub head: usize,
+    pub range: Range<usize>,
+}
+
+/// One tile's products with one block of keys.
+pub(crate) struct Products<'a> {
+    pub step: &'a Step,
+    /// Lanes of the tile.
+    pub stride: usize,
+    pub ahead: &'a mut Ahead,
+}
+
+/// Memory for `output`, of the sizes in [`Room`].
+pub(crate) struct Scratch<'a> {
+    pub values: &'a mut [f32],
+    pub weights: &'a mut [f32],
+}
+
+pub(crate) trait Unit: Sync {
+    /// What a thread keeps while it multiplies.
+    fn hold(&self) -> Option<Hold>;
+    /// Keys in a block. It decides the order of sums, so it depends on the problem's dimensions and type alone.
+    fn block(&self, cx: &Context<'_>) -> usize;
+    fn room(&self, cx: &Context<'_>) -> Room;
+    /// What a score has to be multiplied with to be in natural units.
+    fn score_scale(&self, cx: &Context<'_>) -> f32;
+    /// Packs the queries of a tile; `rows` is scratch for one tile.
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// S = K Q^T where the step asks for it.
+    fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
+    /// O += V^T P.
+    fn output(
+        &self,
+        cx: &Context<'_>,
+        products: Products<'_>,
+        v: KeyRows<'_>,
+        p: &[f32],
+        o: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    );
+}
+
+/// Products by fused multiply-adds. Nothing is packed but what has to be converted.
+pub(crate) struct Vectors;
+
+impl Vectors {
+    /// With 64 lanes a block of S (32 KiB) stays in the first-level cache.
+    const BLOCK: usize = 128;
+}
+
+impl Unit for Vectors {
+    fn hold(&self) -> Option<Hold> {
+        None
+    }
+    fn block(&self, _: &Context<'_>) -> usize {
+        Self::BLOCK
+    }
+    fn room(&self, cx: &Context<'_>) -> Room {
+        let values = Self::BLOCK * cx.dv_pad;
+        Room { queries: cx.kernels.tile * cx.d_pad, key: cx.d_pad, values, weights: 0 }
+    }
+    fn score_scale(&self, _: &Context<'_>) -> f32 {
+        1.0
+    }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        cx.turned_queries(tile, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    }
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys(cx.bound.k(), keys.sequence, keys.head, keys.range.clone(), [cx.d, cx.d_pad], buffer)
+    }
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys(cx.bound.v(), keys.sequence, keys.head, keys.range.clone(), [cx.dv, cx.dv_pad], buffer)
+    }
+    fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
+        let Products { step, stride, ahead } = products;
+        for seg in step.segments(1) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+            let q = Matrix::new(q, stride).at(0, lane);
+            let to = MatrixMut::at(s, stride, key, lane);
+            cx.kernels.gemm(to, k.rows.at(key, 0), q, [keys, lanes, cx.d], Sum::Fresh, ahead);
+        }
+    }
+    fn output(
+        &self,
+        cx: &Context<'_>,
+        products: Products<'_>,
+        v: KeyRows<'_>,
+        p: &[f32],
+        o: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    ) {
+        let Products { step, stride, ahead } = products;
+        let v = cx.only_seen(v, cx.dv_pad, p, step, stride, scratch.values).rows;
+        for seg in step.segments(1) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+            let p = Matrix::new(p, stride).at(key, lane);
+            let o = MatrixMut::at(o, stride, 0, lane);
+            cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, ahead);
+        }
+    }
+}
+
+/// Sizes of a problem in tiles.
+struct Sizes {
+    parts: usize,
+    /// Parts of P: 16 bits and more, so that rows keep their sum.
+    weight_parts: usize,
+    /// Tiles of a block of keys, along d, and groups of columns of V.
+    block: usize,
+    d: usize,
+    dv: usize,
+}
+
+impl Sizes {
+    fn new(unit: &MatrixKernels, cx: &Context<'_>) -> Self {
+        Sizes {
+            parts: parts(cx.problem.dtype()),
+            weight_parts: parts(cx.problem.dtype()).max(2),
+            block: unit.block(cx) / DEPTH,
+            d: cx.d.div_ceil(DEPTH),
+            dv: cx.dv.div_ceil(GROUP),
+        }
+    }
+}
+
+/// Keys and queries keep their own type, in parts, and scores are scaled afterwards; in f32 the queries carry the
+/// scale, as they do for the vectors, so that backward finds the scores of forward.
+impl Unit for MatrixKernels {
+    fn hold(&self) -> Option<Hold> {
+        Some(self.hold())
+    }
+    /// Tiles load from the second-level cache as fast as from the first, and a long block loads and stores O less often:
+    /// 8 to 18 % over 64 keys in bf16, lab 002.
+    fn block(&self, _: &Context<'_>) -> usize {
+        128
+    }
+    fn room(&self, cx: &Context<'_>) -> Room {
+        let Sizes { parts, weight_parts, block, d, dv } = Sizes::new(self, cx);
+        let lanes = cx.kernels.tile / GROUP;
+        Room {
+            queries: Panels::room(lanes, d, parts),
+            key: Panels::room(1, d, parts) / GROUP,
+            values: Panels::room(dv, block, parts),
+            weights: Panels::room(lanes, block, weight_parts),
+        }
+    }
+    fn score_scale(&self, cx: &Context<'_>) -> f32 {
+        if cx.problem.dtype() == DType::F32 { 1.0 } else { cx.problem.scale() }
+    }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
+        let scale = cx.problem.scale() / self.score_scale(cx);
+        cx.turned_queries(tile, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
+        for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
+            self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
+        }
+    }
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        self.pack_rows(&source(cx, cx.bound.k(), keys, cx.d), buffer, d);
+        // A key that holds NaN spoils its own scores only.
+        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
+    }
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { block, .. } = Sizes::new(self, cx);
+        let finite = self.pack_turned(&source(cx, cx.bound.v(), keys, cx.dv), buffer, block);
+        // The keys are the summed axis: a block is taken whole.
+        KeyRows { rows: Matrix::new(buffer, 0), finite }
+    }
+    fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
+        let Products { step, stride, ahead } = products;
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        for seg in step.segments(GROUP) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+            let k = Panels::new(k.rows.at(key, 0).data, d, parts);
+            let q = Panels::new(q, d, parts).at(lane / GROUP, 0);
+            let to = MatrixMut::at(s, stride, key, lane);
+            self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
+        }
+    }
+    fn output(
+        &self,
+        cx: &Context<'_>,
+        products: Products<'_>,
+        v: KeyRows<'_>,
+        p: &[f32],
+        o: &mut [f32],
+        scratch: &mut Scratch<'_>,
+    ) {
+        let Products { step, stride, ahead } = products;
+        let Sizes { parts, weight_parts, block, dv, .. } = Sizes::new(self, cx);
+        let mut values = v.rows.data;
+        if !v.finite {
+            // The cold path: times a weight of 0, a NaN that nobody may see would show.
+            let spare = &mut scratch.values[..values.len()];
+            spare.copy_from_slice(values);
+            let unused = |key: &usize| !step.weighs(*key, p, stride, GROUP);
+            (0..block * DEPTH).filter(unused).for_each(|key| forget(spare, [dv, block, parts], key));
+            values = spare;
+        }
+        let packed = &mut *scratch.weights;
+        for (z, to) in packed.chunks_exact_mut(Panels::room(1, block, weight_parts)).take(stride / GROUP).enumerate() {
+            let (a, b) = step.ranges[z];
+            self.pack_lanes(&p[z * GROUP..], stride, [a, b.max(a)], to, weight_parts);
+        }
+        for seg in step.segments(DEPTH) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+            let v = Panels::new(values, block, parts).at(0, key / DEPTH);
+            let p = Panels::new(packed, block, weight_parts).at(lane / GROUP, key / DEPTH);
+            let o = MatrixMut::at(o, stride, 0, lane);
+            self.multiply(o, v, p, [dv, lanes / GROUP, keys / DEPTH], Sum::Onto, ahead);
+        }
+    }
+}
+
+fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
+    let rows = cx.key_rows(view.strides(), keys.sequence);
+    Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }
+}

@@ -1,0 +1,29 @@
+//! Forward attention at head dimensions that no registered kernel has goes through the assembler without a loss.
+
+use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::plan::Forward;
+use fulgurite_ptx::Target;
+use fulgurite_ptx::assemble::{Assembler, Hints};
+
+#[test]
+fn odd_head_dimensions_assemble() {
+    let Some(ptxas) = std::env::var_os("PTXAS") else {
+        println!("skipped: `PTXAS` names no assembler");
+        return;
+    };
+    let assembler = Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap();
+    for (d, dv, mask) in [
+        (8, 8, Mask::none()),
+        (72, 72, Mask::causal()),
+        (96, 96, Mask::window(Some(128), Some(0))),
+        (136, 136, Mask::none()),
+        (192, 128, Mask::causal()),
+        (256, 64, Mask::none()),
+        (64, 256, Mask::causal()),
+    ] {
+        let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
+        let plan = Forward::new(&problem.build().unwrap(), None).unwrap();
+        let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{d}, {dv}: {:?}", report.verdict());
+    }
+}
