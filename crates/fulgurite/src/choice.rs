@@ -8,6 +8,7 @@ use crate::oracle::Oracle;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
+use fulgurite_sim::Sim;
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
@@ -32,6 +33,8 @@ pub enum Choice {
     CpuIsa(Isa),
     /// The first NVIDIA GPU. Tensors of the host are copied there and back, so it is never chosen unless asked for.
     Cuda,
+    /// The GPU kernels on a simulator, with every access checked: slow. Never chosen unless asked for.
+    Sim,
     /// The f64 definition: exact and slow. Never chosen unless asked for.
     Oracle,
 }
@@ -42,7 +45,7 @@ pub enum Choice {
 pub enum ChoiceError {
     /// A name nobody has.
     #[error(
-        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, oracle"
+        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
     )]
     Name {
         /// The text given.
@@ -76,6 +79,7 @@ impl FromStr for Choice {
             "best" => Some(Choice::Best),
             "cpu" => Some(Choice::Cpu),
             "cuda" => Some(Choice::Cuda),
+            "sim" => Some(Choice::Sim),
             "oracle" => Some(Choice::Oracle),
             _ => text.strip_prefix("cpu:").and_then(isa),
         }
@@ -90,6 +94,7 @@ impl fmt::Display for Choice {
             Choice::Cpu => f.write_str("cpu"),
             Choice::CpuIsa(isa) => write!(f, "cpu:{}", isa.name()),
             Choice::Cuda => f.write_str("cuda"),
+            Choice::Sim => f.write_str("sim"),
             Choice::Oracle => f.write_str("oracle"),
         }
     }
@@ -154,11 +159,13 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::Cpu => Box::new(Cpu::new(None, settings)?),
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
         Choice::Cuda => Box::new(OnDevice::new("cuda", Box::new(Cuda::open(0, Options::default())?), settings.rescale)),
+        Choice::Sim => Box::new(OnDevice::new("sim", Box::new(Sim::default()), settings.rescale)),
         Choice::Oracle => Box::new(Oracle),
     })
 }
 
-/// Every engine that this machine can run, fastest first; the oracle is last.
+/// Every engine that this machine can run, fastest first; the oracle is last. The simulator runs everywhere, and is
+/// found by its name alone.
 ///
 /// ```
 /// use fulgurite::{Choice, engine, engines};
@@ -191,7 +198,7 @@ pub fn explain(problem: &Problem, choice: Choice) -> String {
 fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> String {
     let asked = match choice {
         Choice::Cpu => Isa::available().first().copied().map(Choice::CpuIsa),
-        Choice::CpuIsa(_) | Choice::Cuda | Choice::Oracle => Some(choice),
+        Choice::CpuIsa(_) | Choice::Cuda | Choice::Sim | Choice::Oracle => Some(choice),
         Choice::Best => None,
     };
     let mut lines = Vec::new();
@@ -199,7 +206,9 @@ fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> Strin
         lines.push(format!("{choice}: cannot run, {e}"));
     }
     let mut runs = false;
-    for candidate in engines() {
+    // The simulator is a candidate where it was asked for.
+    let simulated = asked.filter(|asked| *asked == Choice::Sim);
+    for candidate in simulated.into_iter().chain(engines()) {
         let refusal = match engine_with(candidate, settings) {
             Ok(engine) => engine.supports(problem).err().map(|e| e.to_string()),
             Err(e) => Some(e.to_string()),
@@ -287,7 +296,9 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for name in ["best", "cpu", "cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "cuda", "oracle"] {
+        for name in
+            ["best", "cpu", "cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "cuda", "sim", "oracle"]
+        {
             assert_eq!(name.parse::<Choice>().unwrap().to_string(), name);
         }
     }
@@ -296,7 +307,7 @@ mod tests {
     fn bad_choices_say_what_is_allowed() {
         assert_eq!(
             "gpu".parse::<Choice>().unwrap_err().to_string(),
-            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, oracle"
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
         );
         assert!("cpu:".parse::<Choice>().is_err());
         let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");

@@ -1,6 +1,6 @@
 //! Attention on a device, from tensors in the host's memory: they are copied there and back.
 //!
-//! The engine that a name asks for (`cuda`) is this one. It is how every device is checked against the oracle; who has
+//! The engines that the names `cuda` and `sim` ask for are this one. It is how every device is checked against the oracle; who has
 //! tensors on the device already does not want the copies, and [`Choice::Best`](crate::Choice::Best) never takes it.
 
 use crate::engine::{Engine, Run, Unsupported};

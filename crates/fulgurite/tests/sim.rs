@@ -1,0 +1,31 @@
+//! The engine `sim`: GPU kernels on any machine, through the same door as every engine.
+
+use fulgurite::{Choice, DType, Tensor, attention, engine, explain};
+use fulgurite_core::random::Rng;
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+    a.view().to_f64().iter().zip(b.view().to_f64()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn the_simulated_gpu_agrees_with_the_oracle() {
+    let mut rng = Rng::new(4);
+    let mut draw = |rows: usize, heads: usize| {
+        let shape = [1, rows, heads, 64];
+        Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), 1.0), &shape).unwrap()
+    };
+    let (q, k, v) = (draw(70, 2), draw(90, 1), draw(90, 1));
+    let run = |choice| attention(&q, &k, &v).causal().engine(choice).forward().unwrap();
+    let (got, want) = (run(Choice::Sim), run(Choice::Oracle));
+    assert!(largest_difference(&got.o, &want.o) <= 2e-2);
+    assert!(largest_difference(&got.lse, &want.lse) <= 1e-3);
+}
+
+#[test]
+fn it_is_found_by_its_name_alone() {
+    assert_eq!("sim".parse(), Ok(Choice::Sim));
+    assert!(engine(Choice::Sim).unwrap().describe().contains("simulated H200"));
+    assert!(!fulgurite::engines().contains(&Choice::Sim));
+    let problem = fulgurite::Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(64).dtype(DType::Bf16).build();
+    assert!(explain(&problem.unwrap(), Choice::Sim).starts_with("sim: runs it, it was asked for"));
+}
