@@ -14,14 +14,14 @@ pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
 
-use fulgurite_core::Mask;
 use fulgurite_core::random::Rng;
-use fulgurite_kernels::attention::forward::Tuning as ForwardTuning;
+use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::plan::{Forward, Placed};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
-use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, TensorSpan, Value};
-use fulgurite_ptx::{BuildError, Kernel, Major, Number, bf16, divisor_values, f16};
+use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
+use fulgurite_ptx::{BuildError, Kernel, Major, Number, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -250,7 +250,7 @@ impl Maker<'_> {
             Some("vector_add") => self.vector_add(kernel),
             Some("row_softmax") => self.row_softmax(kernel),
             Some("gemm") => self.gemm(name, kernel, number),
-            Some("attention") => self.attention(name, kernel, number),
+            Some("attention") => self.attention(name, number),
             _ => Err(SimError::Name(name.into())),
         }
     }
@@ -302,38 +302,35 @@ impl Maker<'_> {
         Ok(Prepared { launch, problem: format!("{batch} x {m} x {n} x {k}"), memory, results: vec![(2, number)] })
     }
 
-    fn attention(&mut self, name: &str, kernel: Arc<Kernel>, number: Number) -> Result<Prepared, SimError> {
+    /// The plan that a call of the library would take for these sizes: its tuning depends on them.
+    fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let dim = if name.contains("d128") { 128 } else { 64 };
-        let causal = name.ends_with("causal");
-        let mask = if causal { Mask::causal() } else { Mask::none() };
-        // The registry builds for as many keys.
-        let tuning = ForwardTuning::hopper(dim, 8192, mask != Mask::none());
-        let sides = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)];
+        let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
+        let problem = Problem::builder()
+            .dense(batch as usize, q_len as usize, k_len as usize)
+            .heads(heads as usize, kv_heads as usize)
+            .head_dim(dim as usize)
+            .mask(mask)
+            .dtype(if number == Number::F16 { DType::F16 } else { DType::Bf16 })
+            .build()
+            .unwrap_or_else(|e| panic!("bug in fulgurite: sizes were checked, and {e}"));
+        let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let kernel = Arc::new(plan.kernel(self.device.target())?);
+        let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
+            .map(|(len, heads)| [batch, len, heads, dim].map(u64::from));
         let mut memory = Vec::new();
-        for (len, heads) in sides {
-            memory.push(self.random(number, [batch, len, heads, dim].into_iter().map(u64::from).product())?);
+        for shape in shapes {
+            memory.push(self.random(number, shape.iter().product())?);
         }
-        let tensor = |i: usize| {
-            let (len, heads) = sides[i];
-            let row = u64::from(heads * dim * number.bytes());
-            let extent = vec![dim.into(), len.into(), heads.into(), batch.into()];
-            let strides = vec![row, u64::from(dim * number.bytes()), row * u64::from(len)];
-            Value::Tensor(TensorSpan { span: memory[i].span(), number, extent, strides })
-        };
-        let mut args: Vec<Value> = (0..4).map(tensor).collect();
+        let tensors = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
         let counters = self.device.allocate(8)?;
         self.device.upload(counters.span(), &[0; 8])?;
-        args.extend([&lse, &counters].map(|b| Value::Pointer(b.span())));
-        let (m_tiles, pairs) = (q_len.div_ceil(64 * tuning.groups), heads * batch);
-        args.extend([q_len, k_len, m_tiles, m_tiles * pairs, pairs].map(Value::U32));
-        for d in [heads, heads / kv_heads, pairs * m_tiles, pairs, pairs] {
-            args.extend(divisor_values(d));
-        }
-        args.push(Value::F32(std::f32::consts::LOG2_E / (dim as f32).sqrt()));
+        let launch = plan
+            .launch(kernel, tensors, lse.span(), counters.span(), self.blocks())
+            .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
         memory.extend([lse, counters]);
-        let launch = Launch { kernel, grid: [self.blocks().min(m_tiles * pairs), 1, 1], args };
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
         Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
     }

@@ -21,7 +21,7 @@ pub(crate) enum Part {
 }
 
 /// A component: a warp or an mbarrier of a cluster.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) struct Comp {
     pub cluster: u32,
     pub index: u32,

@@ -428,10 +428,10 @@ impl World<'_> {
             let waited = lanes.groups.len().saturating_sub(left as usize);
             for id in lanes.groups.iter().take(waited).flatten() {
                 let Some(copy) = self.copies.get(id) else { continue };
-                self.ledger.completed(copy.read_done, warp.comp.0, warp.time);
+                self.ledger.completed(copy.read_done, warp.comp, warp.time);
                 if !reading {
                     for &done in &copy.write_done {
-                        self.ledger.completed(done, warp.comp.0, warp.time);
+                        self.ledger.completed(done, warp.comp, warp.time);
                     }
                 }
             }

@@ -43,10 +43,6 @@ pub struct Counts {
     pub waits_blocked: u64,
 }
 
-fn name(number: Number) -> &'static str {
-    number.name()
-}
-
 impl Counts {
     pub(crate) fn executed(&mut self, op: &Op, active: u32) {
         let lanes = u64::from(active.count_ones());
@@ -66,7 +62,7 @@ impl Counts {
     }
 
     pub(crate) fn multiplied(&mut self, number: Number, flops: u64, operand_bytes: u64) {
-        *self.tensor_flops.entry(name(number)).or_default() += flops;
+        *self.tensor_flops.entry(number.name()).or_default() += flops;
         self.shared_operand_bytes += operand_bytes;
     }
 

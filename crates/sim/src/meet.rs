@@ -20,7 +20,7 @@ pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
             warp.tick();
         }
         Fence::Proxy(space) => {
-            let (comp, time) = (warp.comp.0, warp.time);
+            let (comp, time) = (warp.comp, warp.time);
             if matches!(space, None | Some(Space::Shared | Space::Cluster)) {
                 warp.clock.raise(&[Part::AsyncShared], comp, time);
                 v.world.bars_published(v.cluster, warp.rank, comp);
@@ -30,7 +30,7 @@ pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
             }
             warp.tick();
         }
-        Fence::MbarrierInit => v.world.bars_published(v.cluster, warp.rank, warp.comp.0),
+        Fence::MbarrierInit => v.world.bars_published(v.cluster, warp.rank, warp.comp),
         Fence::Product => warp.fences += 1,
     }
 }

@@ -8,8 +8,8 @@ use crate::architecture::Architecture;
 use crate::copy::Copy;
 use crate::finding::Line;
 use crate::world::{Cluster, Warp, World};
+use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Effect, Op, Space, Unit};
-use fulgurite_ptx::{Kernel, Number};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -64,10 +64,6 @@ struct Units {
 const ARCHITECTURE: Architecture = Architecture::H200;
 
 impl Timeline {
-    pub(crate) fn new(_: &Kernel) -> Self {
-        Timeline::default()
-    }
-
     /// Past the last cycle.
     pub fn cycles(&self) -> u64 {
         self.spans.iter().map(|s| s.end).max().unwrap_or(0)

@@ -172,7 +172,7 @@ impl World<'_> {
         let completions = &block.warpgroups[(warp.index / 4) as usize].completions;
         for product in warp.retired..target {
             if let Some(&completion) = completions.get(product as usize) {
-                self.ledger.completed(completion, warp.comp.0, warp.time);
+                self.ledger.completed(completion, warp.comp, warp.time);
             }
         }
         warp.retired = warp.retired.max(target);

@@ -103,7 +103,7 @@ pub(crate) struct Warp {
     pub rank: usize,
     pub index: u32,
     pub role: usize,
-    pub comp: Comp0,
+    pub comp: Comp,
     /// Its moment: grows when others may learn of what it did.
     pub time: u32,
     pub clock: Clock,
@@ -131,20 +131,11 @@ pub(crate) struct Warp {
     pub last_pc: u32,
 }
 
-/// A component that has a default.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Comp0(pub Comp);
-impl Default for Comp0 {
-    fn default() -> Self {
-        Comp0(Comp { cluster: u32::MAX, index: 0 })
-    }
-}
-
 impl Warp {
     /// From here on, what the warp does is not covered by what it told before.
     pub fn tick(&mut self) {
         self.time += 1;
-        self.clock.raise(&[Part::Memory, Part::Done], self.comp.0, self.time);
+        self.clock.raise(&[Part::Memory, Part::Done], self.comp, self.time);
     }
 }
 
@@ -281,7 +272,7 @@ impl<'a> World<'a> {
             progress: 1,
             budget: options.budget,
             counts: vec![Counts::default(); program.kernel.roles.len().max(1)],
-            timeline: timed.then(|| Timeline::new(&program.kernel)),
+            timeline: timed.then(Timeline::default),
             touches: (Vec::new(), Vec::new()),
         }
     }
@@ -330,7 +321,7 @@ impl<'a> World<'a> {
                 rank: (n / warps) as usize,
                 index,
                 role: kernel.roles.iter().position(in_role).unwrap_or(0),
-                comp: Comp0(comp),
+                comp,
                 clock: Clock::new(id),
                 registers: entry,
                 now: self.now,
@@ -428,7 +419,7 @@ impl Cluster {
 
 /// An access of a warp, as it is remembered.
 pub(crate) fn access_of(warp: &Warp, block: u32, pc: u32, strong: bool) -> Access {
-    let who = Who::Warp { comp: warp.comp.0, time: warp.time };
+    let who = Who::Warp { comp: warp.comp, time: warp.time };
     Access { who, pc, block, warp: warp.index, proxy: Proxy::Generic, strong, mask: 0, swizzle: None }
 }
 

@@ -145,3 +145,12 @@ fn forward_agrees_with_the_reference() {
     check(Case { tuning, mask: Mask::causal(), causal: true, q_len: 130, k_len: 77, ..base() }, 4);
     check(Case { tuning: Tuning { early: 2, cols: 128, ..tuning }, dim: 128, blocks: 2, ..base() }, 5);
 }
+
+/// Warpgroups that take turns, joined tiles, a mailbox and an accumulator in flight across blocks: in any order.
+#[test]
+fn forward_is_clean_whatever_the_order() {
+    for seed in common::seeds() {
+        let tuning = Tuning { join: seed % 2 == 0, early: (seed % 3) as u32, ..TUNING };
+        check(Case { q_len: 140, k_len: 70 + 10 * (seed % 9) as u32, heads: [1, 1], tuning, ..base() }, seed);
+    }
+}

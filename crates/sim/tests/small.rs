@@ -15,7 +15,6 @@ use std::sync::Arc;
 /// lane, B32 3 the block; B64 0 and 1 hold the parameters `x` and `y`.
 struct Asm {
     body: Vec<Stmt>,
-    lines: Vec<Line>,
 }
 
 fn r(index: u32) -> Arg {
@@ -47,7 +46,7 @@ fn g(index: u32, offset: i32) -> Arg {
 
 impl Asm {
     fn new() -> Self {
-        let mut asm = Asm { body: Vec::new(), lines: Vec::new() };
+        let mut asm = Asm { body: Vec::new() };
         asm.op("mov.smem", [r(0)]);
         for (i, name) in ["%tid.x", "%laneid", "%ctaid.x"].into_iter().enumerate() {
             asm.op("mov.special", [r(i as u32 + 1), word(name)]);
@@ -62,14 +61,13 @@ impl Asm {
         let inst = table::rows().find(|inst| inst.name == row).unwrap_or_else(|| panic!("no row {row}"));
         let at = Location::caller();
         self.body.push(Stmt::Op(Op { inst, args: args.into(), at }));
-        self.lines.push(at.into());
         at.into()
     }
     /// What `f` adds, where B32 `register` equals a number.
     #[track_caller]
     fn only(&mut self, register: u32, equals: u64, f: impl FnOnce(&mut Asm)) {
         self.op("setp", [p(7), r(register), imm(equals), word("eq"), word("u32")]);
-        let mut inner = Asm { body: Vec::new(), lines: Vec::new() };
+        let mut inner = Asm { body: Vec::new() };
         f(&mut inner);
         let cond = Reg { class: Class::Pred, index: 7 };
         self.body.push(Stmt::If { cond, then: inner.body, otherwise: Vec::new(), cold: false, at: Location::caller() });
@@ -77,7 +75,7 @@ impl Asm {
     /// Waits for a phase of the mbarrier at a shared offset.
     #[track_caller]
     fn wait(&mut self, offset: i32, parity: u64) {
-        let mut inner = Asm { body: Vec::new(), lines: Vec::new() };
+        let mut inner = Asm { body: Vec::new() };
         inner.op("mbarrier.try_wait", [p(6), s(0, offset), imm(parity)]);
         let cond = Reg { class: Class::Pred, index: 6 };
         let at = Location::caller();
@@ -215,7 +213,7 @@ fn blocks_meet_in_global_memory() {
             });
         });
         a.only(3, 1, |a| {
-            let mut inner = Asm { body: Vec::new(), lines: Vec::new() };
+            let mut inner = Asm { body: Vec::new() };
             match load {
                 "ld.acquire" => inner.op(load, [list(11), g(0, 16), word("gpu")]),
                 _ => inner.op(load, [list(11), g(0, 16), word("")]),
@@ -397,7 +395,7 @@ fn blocks_outlive_what_reaches_them() {
 fn kernels_that_do_not_end() {
     faulty(Fault::Trap, |a| a.op("trap", []), 32, 1, 1);
     let forever = |a: &mut Asm| {
-        let mut inner = Asm { body: Vec::new(), lines: Vec::new() };
+        let mut inner = Asm { body: Vec::new() };
         let line = inner.op("mov.b32", [r(4), imm(1)]);
         a.body.push(Stmt::Loop { body: inner.body, at: Location::caller() });
         line
