@@ -3,7 +3,7 @@
 
 use crate::error::BuildError;
 use crate::inst::{Effect, Inst, Op, Reg, Together};
-use crate::kernel::{Kernel, Stmt, Target};
+use crate::kernel::{Kernel, RoleUse, Stmt, Target};
 use std::collections::HashSet;
 use std::panic::Location;
 
@@ -12,6 +12,14 @@ pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
     needs(kernel)?;
     resources(kernel)?;
     convergence(kernel)
+}
+
+/// Whether the hardware can hand out what roles ask for.
+pub(crate) fn register_counts(kernel: &str, roles: &[RoleUse]) -> Result<(), BuildError> {
+    let wrong = |got: &u32| !(24..=256).contains(got) || !got.is_multiple_of(8);
+    let first = roles.iter().find_map(|role| Some((&role.name, role.registers.filter(wrong)?)));
+    first
+        .map_or(Ok(()), |(role, got)| Err(BuildError::RegisterCount { kernel: kernel.into(), role: role.clone(), got }))
 }
 
 fn resources(kernel: &Kernel) -> Result<(), BuildError> {
@@ -28,20 +36,13 @@ fn resources(kernel: &Kernel) -> Result<(), BuildError> {
     if kernel.barriers > Target::BARRIERS {
         return Err(BuildError::Barriers { kernel: name(), used: kernel.barriers });
     }
-    let budgets: Vec<(&str, u32, u32)> =
-        kernel.roles.iter().filter_map(|r| Some((r.name.as_str(), r.warps, r.registers?))).collect();
-    for &(role, _, got) in &budgets {
-        if !(24..=256).contains(&got) || !got.is_multiple_of(8) {
-            return Err(BuildError::RegisterCount { kernel: name(), role: role.into(), got });
-        }
-    }
     let entry = Kernel::entry_registers(kernel.threads);
     let all = |registers: Option<u32>| registers.unwrap_or(entry);
     let used: u32 = kernel.roles.iter().map(|r| r.warps * 32 * all(r.registers)).sum();
     let pool = kernel.threads * entry;
-    if !budgets.is_empty() && used > pool {
+    if kernel.roles.iter().any(|r| r.registers.is_some()) && used > pool {
         // A launch would hang in setmaxnreg for ever.
-        let one = |r: &crate::kernel::RoleUse| format!("{}: {} x {}", r.name, r.warps * 32, all(r.registers));
+        let one = |r: &RoleUse| format!("{}: {} x {}", r.name, r.warps * 32, all(r.registers));
         let uses = kernel.roles.iter().map(one).collect::<Vec<_>>().join(", ");
         return Err(BuildError::Registers { kernel: name(), used, allowed: pool, threads: kernel.threads, uses });
     }

@@ -52,7 +52,7 @@ impl Tuning {
             ..=64 if k_len >= 2048 && !causal => Tuning { cols: 160, ..base },
             ..=64 => base,
             65..=128 => Tuning { early: 2, ..base },
-            _ => Tuning { cols: 64, join: false, ..base },
+            _ => Tuning { cols: 64, join: false, registers: [240, 24], ..base },
         }
     }
 
@@ -150,7 +150,8 @@ where
             ["q_len", "k_len", "m_tiles", "tiles", "pairs"].map(|name| k.param::<u32>(name));
         let [heads, group, band, order, rest] = ["heads", "group", "band", "order", "rest"].map(|name| k.divisor(name));
         let scale = k.param::<f32>("scale_log2");
-        let lengths = Lengths { q: q_len.to_i32(), k: k_len.to_i32() };
+        let [bottom_right, top_left] = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
+        let lengths = Lengths { k: k_len.to_i32(), bottom_right, top_left };
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
 
         let queries = k.pipe("q", if tuning.join { 2 } else { 1 }, &vec![shape(64, d); tuning.groups as usize]);

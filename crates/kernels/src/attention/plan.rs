@@ -43,6 +43,13 @@ impl Placed {
         Placed { span, shape, strides: [s * h * d, h * d, d] }
     }
 
+    /// `count` rows from the `first` on.
+    fn rows(&self, first: u64, count: u64) -> Placed {
+        let [b, _, h, d] = self.shape;
+        // Elements are of 16 bits.
+        Placed { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
+    }
+
     /// As the copy engine sees it: element, row, head, batch.
     fn tensor(&self, number: Number) -> TensorSpan {
         let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
@@ -145,9 +152,15 @@ impl Forward {
         if tiles == 0 || o.shape.contains(&0) {
             return None;
         }
+        // Keys that no query sees are left out: whatever they hold, times a probability of 0, must not show.
+        let mask = &self.features.mask;
+        let [q_count, k_count] = [q_len, k_len].map(|n| n as usize);
+        let seen = mask.keys(0, q_count, k_count).start..mask.keys(q_count - 1, q_count, k_count).end;
+        let count = seen.end.saturating_sub(seen.start) as u64;
         // Without keys every element is masked: any memory does.
-        let some = |placed: &Placed| {
-            if placed.shape.contains(&0) { Placed { shape: [1, 1, 1, q.shape[3]], ..q } } else { *placed }
+        let some = |placed: &Placed| match count == 0 || placed.shape.contains(&0) {
+            true => Placed { shape: [1, 1, 1, q.shape[3]], ..q },
+            false => placed.rows(seen.start as u64, count),
         };
         let tensors = [q, some(&k), some(&v), o].map(|placed| Value::Tensor(placed.tensor(self.number)));
         // Enough pairs to balance rows of different lengths, few enough for the second-level cache.
@@ -157,7 +170,9 @@ impl Forward {
             false => (CACHE_BYTES / pair_bytes).clamp(16, 32),
         };
         let order = order.min(pairs);
-        let numbers = [q_len, k_len, m_tiles, tiles, pairs].map(|n| Value::U32(n as u32));
+        let numbers = [q_len, count, m_tiles, tiles, pairs].map(|n| Value::U32(n as u32));
+        let first = seen.start as i64;
+        let diagonals = [k_len as i64 - q_len as i64 - first, -first].map(|n| Value::U32(n as i32 as u32));
         let rest = match pairs % order {
             0 => 1, // never used
             rest => rest,
@@ -168,6 +183,7 @@ impl Forward {
         args.extend(numbers);
         args.extend(divisors.into_iter().flatten());
         args.push(Value::F32(self.scale * LOG2_E));
+        args.extend(diagonals);
         let blocks = tiles.min(u64::from(multiprocessors)) as u32;
         Some(Launch { kernel, grid: [blocks, 1, 1], args })
     }

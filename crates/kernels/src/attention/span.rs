@@ -16,11 +16,14 @@ pub struct Keys<'k> {
     pub end: Val<'k, i32>,
 }
 
-/// Lengths of a sequence.
+/// Keys that some query sees, and where diagonals begin among them.
 #[derive(Clone, Copy)]
 pub struct Lengths<'k> {
-    pub q: Val<'k, i32>,
+    /// How many.
     pub k: Val<'k, i32>,
+    /// The key that query 0 stands at, counted from the last query and the last key, and from the first ones.
+    pub bottom_right: Val<'k, i32>,
+    pub top_left: Val<'k, i32>,
 }
 
 impl Spans {
@@ -43,8 +46,8 @@ impl Spans {
         let mut keys = Keys { start: row.literal(0), end: lengths.k };
         for span in &self.0 {
             let diagonal = match span.align {
-                Align::BottomRight => row + (lengths.k - lengths.q),
-                Align::TopLeft => row,
+                Align::BottomRight => row + lengths.bottom_right,
+                Align::TopLeft => row + lengths.top_left,
             };
             if let Some(right) = span.right {
                 keys.end = keys.end.min(diagonal + (right as i32 + 1));

@@ -405,6 +405,7 @@ impl Builder {
         self.state.borrow_mut().blocks[0] = body;
         let entry = Kernel::entry_registers(threads);
         let uses: Vec<RoleUse> = roles.iter().map(|(role, _)| role.clone()).collect();
+        verify::register_counts(&self.name, &uses)?;
         if !roles.is_empty() {
             self.dispatch(roles, entry);
         }
