@@ -3,10 +3,10 @@
 //! `cargo run --release -p fulgurite-sim --example speed [KEYS]` runs 128 queries of head dimension 128 against so
 //! many keys (4096), with checks and without.
 
-use fulgurite_core::{Exp, Mask};
-use fulgurite_kernels::attention::forward::{Features, Tuning, kernel};
-use fulgurite_ptx::device::{Device, DeviceError, Stream, TensorSpan, Value};
-use fulgurite_ptx::{Number, Target, bf16, divisor_values};
+use fulgurite_core::{DType, Problem};
+use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_ptx::device::{Device, DeviceError, Stream};
+use fulgurite_ptx::{Target, bf16};
 use fulgurite_sim::{Options, Sim};
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,9 +16,16 @@ const DIM: u32 = 128;
 
 fn main() -> Result<(), DeviceError> {
     let keys: u32 = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(4096);
-    let features = Features { dims: [DIM; 2], mask: Mask::none(), exp: Exp::Native };
-    let built = kernel::<bf16>(Target::HOPPER, &features, Tuning::hopper(DIM, keys as usize, false));
-    let built = built.map_err(|e| DeviceError::Failed { call: "build", what: e.to_string() })?;
+    let failed = |what: String| DeviceError::Failed { call: "plan", what };
+    let problem = Problem::builder()
+        .dense(1, ROWS as usize, keys as usize)
+        .heads(1, 1)
+        .head_dim(DIM as usize)
+        .dtype(DType::Bf16)
+        .build()
+        .map_err(|e| failed(e.to_string()))?;
+    let plan = Forward::new(&problem, None).map_err(|e| failed(e.to_string()))?;
+    let built = Arc::new(plan.kernel(Target::HOPPER).map_err(|e| failed(e.to_string()))?);
     for checks in [true, false] {
         let sim = Sim::new(Options { checks, ..Options::default() });
         let buffer = |rows: u32| {
@@ -31,18 +38,13 @@ fn main() -> Result<(), DeviceError> {
         let (q, k, v, o) = (buffer(ROWS)?, buffer(keys)?, buffer(keys)?, buffer(ROWS)?);
         let (lse, counters) = (sim.allocate(4 * u64::from(ROWS))?, sim.allocate(8)?);
         sim.upload(counters.span(), &[0; 8])?;
-        let tensor = |b: &fulgurite_ptx::device::Buffer, rows: u32| {
-            let (extent, strides) = (vec![DIM.into(), rows.into(), 1, 1], vec![u64::from(2 * DIM); 3]);
-            Value::Tensor(TensorSpan { span: b.span(), number: Number::Bf16, extent, strides })
-        };
-        let mut args = vec![tensor(&q, ROWS), tensor(&k, keys), tensor(&v, keys), tensor(&o, ROWS)];
-        args.extend([Value::Pointer(lse.span()), Value::Pointer(counters.span())]);
-        args.extend([ROWS, keys, 1, 1, 1].map(Value::U32));
-        (0..5).for_each(|_| args.extend(divisor_values(1)));
-        args.push(Value::F32(0.1));
-        let module = sim.load(Arc::new(built.clone()))?;
+        let tensors = [(&q, ROWS), (&k, keys), (&v, keys), (&o, ROWS)]
+            .map(|(b, rows)| Placed::packed(b.span(), [1, rows.into(), 1, DIM.into()]));
+        let launch = plan.launch(built.clone(), tensors, lse.span(), counters.span(), 1);
+        let launch = launch.ok_or_else(|| failed("there is nothing to do".into()))?;
+        let module = sim.load(launch.kernel.clone())?;
         let start = Instant::now();
-        sim.launch(&module, [1, 1, 1], &args, Stream::default())?;
+        sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
         let seconds = start.elapsed().as_secs_f64();
         let total = sim.report().total();
         let lanes: u64 = total.lanes.values().sum();

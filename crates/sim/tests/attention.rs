@@ -3,10 +3,10 @@
 mod common;
 
 use common::{Random, download, upload};
-use fulgurite_core::{Exp, Mask, Rescale};
-use fulgurite_kernels::attention::forward::{Features, Tuning, kernel};
-use fulgurite_ptx::device::{Buffer, Device, Stream, TensorSpan, Value};
-use fulgurite_ptx::{Number, Target, bf16, divisor_values};
+use fulgurite_core::{DType, Mask, Problem, Rescale};
+use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_ptx::device::{Device, Stream};
+use fulgurite_ptx::{Target, bf16};
 use fulgurite_sim::Sim;
 use std::sync::Arc;
 
@@ -17,24 +17,24 @@ struct Case {
     heads: [u32; 2],
     batch: u32,
     dim: u32,
-    mask: Mask,
     causal: bool,
-    tuning: Tuning,
+    rescale: Rescale,
     blocks: u32,
 }
 
-const TUNING: Tuning =
-    Tuning { groups: 2, cols: 64, depth: 2, join: true, registers: [232, 40], early: 0, rescale: Rescale::Always };
-
 impl Case {
-    fn tensor(&self, buffer: &Buffer, len: u32, heads: u32) -> Value {
-        let row = u64::from(heads * self.dim * 2);
-        Value::Tensor(TensorSpan {
-            span: buffer.span(),
-            number: Number::Bf16,
-            extent: vec![self.dim.into(), len.into(), heads.into(), self.batch.into()],
-            strides: vec![row, u64::from(self.dim * 2), row * u64::from(len)],
-        })
+    /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
+    fn plan(&self) -> Forward {
+        let Case { q_len, k_len, heads, batch, dim, .. } = *self;
+        let problem = Problem::builder()
+            .dense(batch as usize, q_len as usize, k_len as usize)
+            .heads(heads[0] as usize, heads[1] as usize)
+            .head_dim(dim as usize)
+            .dtype(DType::Bf16)
+            .mask(if self.causal { Mask::causal() } else { Mask::none() })
+            .build()
+            .unwrap();
+        Forward::new(&problem, Some(self.rescale)).unwrap()
     }
 
     /// Runs the kernel; the largest errors of o and of the LSE.
@@ -51,28 +51,15 @@ impl Case {
         let o = sim.allocate(u64::from(batch * q_len * heads * dim * 2)).unwrap();
         let lse = sim.allocate(u64::from(batch * heads * q_len * 4)).unwrap();
         let counters = upload(sim, &[0u32; 2]);
-        let (rows, pairs) = (64 * self.tuning.groups, heads * batch);
-        let m_tiles = q_len.div_ceil(rows);
         let scale = 1.0 / (dim as f32).sqrt();
-        let order = pairs.min(2);
-        let rest = if pairs % order == 0 { order } else { pairs % order };
-        let mut args = vec![
-            self.tensor(&q_buffer, q_len, heads),
-            self.tensor(&k_buffer, k_len, kv_heads),
-            self.tensor(&v_buffer, k_len, kv_heads),
-            self.tensor(&o, q_len, heads),
-            Value::Pointer(lse.span()),
-            Value::Pointer(counters.span()),
-        ];
-        args.extend([q_len, k_len, m_tiles, m_tiles * pairs, pairs].map(Value::U32));
-        for d in [heads, heads / kv_heads, order * m_tiles, order, rest] {
-            args.extend(divisor_values(d));
-        }
-        args.push(Value::F32(scale * std::f32::consts::LOG2_E));
-        let features = Features { dims: [dim; 2], mask: self.mask.clone(), exp: Exp::Native };
-        let kernel = kernel::<bf16>(Target::HOPPER, &features, self.tuning).unwrap();
-        let module = sim.load(Arc::new(kernel)).unwrap();
-        if let Err(e) = sim.launch(&module, [self.blocks, 1, 1], &args, Stream::default()) {
+        let plan = self.plan();
+        let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
+        let sides =
+            [(&q_buffer, q_len, heads), (&k_buffer, k_len, kv_heads), (&v_buffer, k_len, kv_heads), (&o, q_len, heads)];
+        let tensors = sides.map(|(b, len, heads)| Placed::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
+        let launch = plan.launch(kernel, tensors, lse.span(), counters.span(), self.blocks).unwrap();
+        let module = sim.load(launch.kernel.clone()).unwrap();
+        if let Err(e) = sim.launch(&module, launch.grid, &launch.args, Stream::default()) {
             panic!("{self:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>());
         }
         let (o, lse) = (download(sim, &o), download(sim, &lse));
@@ -122,35 +109,32 @@ fn check(case: Case, seed: u64) {
     assert!(worst[0] < 1e-2 && worst[1] < 1e-3, "{case:?}: {worst:?}");
 }
 
-fn base() -> Case {
-    Case {
-        q_len: 128,
-        k_len: 192,
-        heads: [2, 1],
-        batch: 1,
-        dim: 64,
-        mask: Mask::none(),
-        causal: false,
-        tuning: TUNING,
-        blocks: 1,
-    }
-}
+const BASE: Case = Case {
+    q_len: 128,
+    k_len: 192,
+    heads: [2, 1],
+    batch: 1,
+    dim: 64,
+    causal: false,
+    rescale: Rescale::Always,
+    blocks: 1,
+};
 
 #[test]
 fn forward_agrees_with_the_reference() {
-    check(base(), 1);
-    check(Case { tuning: Tuning { join: false, ..TUNING }, ..base() }, 2);
-    check(Case { mask: Mask::causal(), causal: true, q_len: 200, k_len: 230, batch: 2, blocks: 2, ..base() }, 3);
-    let tuning = Tuning { rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT), ..TUNING };
-    check(Case { tuning, mask: Mask::causal(), causal: true, q_len: 130, k_len: 77, ..base() }, 4);
-    check(Case { tuning: Tuning { early: 2, cols: 128, ..tuning }, dim: 128, blocks: 2, ..base() }, 5);
+    let optimistic = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
+    check(BASE, 1);
+    check(Case { q_len: 64, k_len: 140, dim: 256, ..BASE }, 2);
+    check(Case { causal: true, q_len: 200, k_len: 230, batch: 2, blocks: 2, ..BASE }, 3);
+    check(Case { causal: true, q_len: 130, k_len: 77, rescale: optimistic, ..BASE }, 4);
+    check(Case { dim: 128, blocks: 2, rescale: Rescale::Lazy(8.0), ..BASE }, 5);
 }
 
 /// Warpgroups that take turns, joined tiles, a mailbox and an accumulator in flight across blocks: in any order.
 #[test]
 fn forward_is_clean_whatever_the_order() {
     for seed in common::seeds() {
-        let tuning = Tuning { join: seed % 2 == 0, early: (seed % 3) as u32, ..TUNING };
-        check(Case { q_len: 140, k_len: 70 + 10 * (seed % 9) as u32, heads: [1, 1], tuning, ..base() }, seed);
+        let dim = [64, 128, 256][seed as usize % 3];
+        check(Case { q_len: 140, k_len: 70 + 10 * (seed % 9) as u32, heads: [1, 1], dim, ..BASE }, seed);
     }
 }

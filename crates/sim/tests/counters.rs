@@ -78,38 +78,27 @@ fn timelines_show_the_pipeline() {
 /// The roofline of the tile that published analyses use: 2048 cycles of tensor cores against 1024 of exponentials.
 #[test]
 fn a_tile_of_attention_is_bound_by_its_products() {
-    use fulgurite_core::{Exp, Mask, Rescale};
-    use fulgurite_kernels::attention::forward::{Features, Tuning, kernel};
-    use fulgurite_ptx::device::{Device, Stream, TensorSpan, Value};
-    use fulgurite_ptx::{Number, Target, divisor_values};
+    use fulgurite_core::{DType, Problem, Rescale};
+    use fulgurite_kernels::attention::plan::{Forward, Placed};
+    use fulgurite_ptx::Target;
+    use fulgurite_ptx::device::{Device, Stream};
     let sim = sim(1);
-    let tuning = Tuning {
-        groups: 2,
-        cols: 128,
-        depth: 2,
-        join: false,
-        registers: [232, 40],
-        early: 0,
-        // No exponentials but those of the scores.
-        rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
-    };
-    let features = Features { dims: [128; 2], mask: Mask::none(), exp: Exp::Native };
-    let run = |keys: u32| {
-        let buffer = |rows: u32| common::upload(&sim, &vec![bf16::from_f32(0.25); (rows * 128) as usize]);
-        let tensor = |b: &fulgurite_ptx::device::Buffer, rows: u32| {
-            let extent = vec![128, u64::from(rows), 1, 1];
-            Value::Tensor(TensorSpan { span: b.span(), number: Number::Bf16, extent, strides: vec![256; 3] })
-        };
-        let (q, k, v, o) = (buffer(128), buffer(keys), buffer(keys), buffer(128));
+    // No exponentials but those of the scores.
+    let rescale = Some(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
+    let run = |keys: u64| {
+        let buffer = |rows: u64| common::upload(&sim, &vec![bf16::from_f32(0.25); rows as usize * 128]);
+        let shape = Problem::builder().dense(1, 128, keys as usize).heads(1, 1).head_dim(128).dtype(DType::Bf16);
+        let plan = Forward::new(&shape.build().unwrap(), rescale).unwrap();
+        let buffers = [128, keys, keys, 128].map(buffer);
+        let tensors = std::array::from_fn(|i| {
+            let rows = buffers[i].span().bytes / 256;
+            Placed::packed(buffers[i].span(), [1, rows, 1, 128])
+        });
         let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));
-        let mut args = vec![tensor(&q, 128), tensor(&k, keys), tensor(&v, keys), tensor(&o, 128)];
-        args.extend([Value::Pointer(lse.span()), Value::Pointer(counters.span())]);
-        args.extend([128, keys, 1, 1, 1].map(Value::U32));
-        (0..5).for_each(|_| args.extend(divisor_values(1)));
-        args.push(Value::F32(1.0));
-        let kernel = kernel::<bf16>(Target::HOPPER, &features, tuning).unwrap();
-        let module = sim.load(std::sync::Arc::new(kernel)).unwrap();
-        sim.launch(&module, [1, 1, 1], &args, Stream::default()).unwrap();
+        let kernel = std::sync::Arc::new(plan.kernel(Target::HOPPER).unwrap());
+        let launch = plan.launch(kernel, tensors, lse.span(), counters.span(), 1).unwrap();
+        let module = sim.load(launch.kernel.clone()).unwrap();
+        sim.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
         sim.report().total()
     };
     let (two, three) = (run(256), run(384));
