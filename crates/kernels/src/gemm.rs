@@ -150,9 +150,11 @@ where
             ring.release(w);
 
             let at = find(tile, rank);
+            // With an odd number of parts, the first of a tile takes the buffer that the last of the tile before left.
+            let pending = if (cols / INNER).is_multiple_of(2) { 1 } else { 0 };
             for part in 0..cols / INNER {
                 let tile = staging[part as usize % 2].rows(own, 64);
-                w.one_thread_of_group(|t| t.wait_stores_read(1));
+                w.one_thread_of_group(|t| t.wait_stores_read(pending));
                 w.sync_group(&barrier);
                 w.write::<T>(tile, &acc.part(part, INNER));
                 w.publish_shared();
