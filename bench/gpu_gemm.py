@@ -7,6 +7,7 @@ products of the same inputs, and run twice: every bit must be the same, and noth
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -87,7 +88,10 @@ def check(gpu, seed, count, cluster):
 
 def race(calls, rounds, target_ms=2.0):
     """Medians of milliseconds, the contenders alternating."""
-    event = lambda: torch.cuda.Event(enable_timing=True)  # noqa: E731
+
+    def event():
+        return torch.cuda.Event(enable_timing=True)
+
     times, repeats = {name: [] for name in calls}, {}
     for name, call in calls.items():
         call()
@@ -131,11 +135,11 @@ def main():
             a, b = operands("kk", 1, m, n, k, dtype, 0)
             c = torch.empty(1, m, n, device="cuda", dtype=dtype)
             out = torch.empty(m, n, device="cuda", dtype=dtype)
-            calls = {"cublas": lambda: torch.matmul(a[0], b[0].mT, out=out)}
+            calls, keep = {"cublas": functools.partial(torch.matmul, a[0], b[0].mT, out=out)}, []
             for layout in ("kk", "kn", "mk", "mn") if name == "bf16" else ("kk",):
                 x, y = operands(layout, 1, m, n, k, dtype, 0)
-                call = lambda layout=layout, x=raw(x), y=raw(y), keep=(x, y): gpu.gemm(name, layout, x, y, raw(c), stream)  # noqa: E731
-                calls[layout] = call
+                keep.append((x, y))  # the kernel sees addresses only
+                calls[layout] = functools.partial(gpu.gemm, name, layout, raw(x), raw(y), raw(c), stream)
             times = race(calls, options.rounds)
             rate = {who: 2 * m * n * k / ms / 1e9 for who, ms in times.items()}
             ratios = {who: rate[who] / rate["cublas"] for who in rate if who != "cublas"}
