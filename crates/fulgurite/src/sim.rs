@@ -16,7 +16,7 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
@@ -327,8 +327,10 @@ impl Maker<'_> {
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
         let counters = self.device.allocate(8)?;
         self.device.upload(counters.span(), &[0; 8])?;
+        let tensors = Tensors::new(tensors, lse.span(), counters.span());
         let launch = plan
-            .launch(kernel, tensors, lse.span(), counters.span(), self.blocks())
+            .launch(kernel, &tensors, self.blocks())
+            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
         memory.extend([lse, counters]);
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");

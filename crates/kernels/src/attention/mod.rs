@@ -1,6 +1,14 @@
 //! Attention on the GPU.
 
+mod epilogue;
 pub mod forward;
+mod lists;
+mod modifier;
 pub mod plan;
 mod softmax;
 mod span;
+mod work;
+
+pub use lists::Blocks;
+pub use modifier::Modifiers;
+pub use work::Ragged;
