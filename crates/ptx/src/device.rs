@@ -44,7 +44,7 @@ impl Buffer {
 }
 
 /// An order of launches on a device; 0 is the default one. CUDA's stream handles fit in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Stream(pub u64);
 
 /// A kernel that a device has made ready.

@@ -4,6 +4,7 @@ mod epilogue;
 pub mod forward;
 mod lists;
 mod modifier;
+mod placed;
 pub mod plan;
 mod softmax;
 mod span;

@@ -3,11 +3,13 @@
 use super::forward::{self, Features, Tuning};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
+use super::placed::{Arguments, Slots};
+pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
-use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, divisor_values, f16};
+use fulgurite_ptx::device::{Launch, Value};
+use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 use thiserror::Error;
@@ -29,125 +31,6 @@ const COVERAGE: &str = "block coverage";
 pub struct Missing {
     /// In words that follow "does not have".
     pub feature: String,
-}
-
-/// A tensor `[batch, sequence, heads, dim]` in a device's memory, strides in elements, the last axis contiguous. A packed
-/// batch is one sequence here.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placed {
-    /// Its memory, from the first element on.
-    pub span: Span,
-    /// Sizes.
-    pub shape: [u64; 4],
-    /// Elements from one to the next along the first three axes.
-    pub strides: [u64; 3],
-}
-
-impl Placed {
-    /// One that lies together.
-    pub fn packed(span: Span, shape: [u64; 4]) -> Placed {
-        let [_, s, h, d] = shape;
-        Placed { span, shape, strides: [s * h * d, h * d, d] }
-    }
-
-    /// `count` rows from the `first` on.
-    fn rows(&self, first: u64, count: u64) -> Placed {
-        let [b, _, h, d] = self.shape;
-        // Elements are of 16 bits.
-        Placed { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
-    }
-
-    /// As the copy engine sees it: element, row, head, batch.
-    fn tensor(&self, number: Number) -> TensorSpan {
-        let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
-        let bytes = u64::from(number.bytes());
-        TensorSpan {
-            span: self.span,
-            number,
-            extent: vec![d, s, h, b],
-            strides: [row, head, batch].map(|stride| stride * bytes).to_vec(),
-            ragged: None,
-        }
-    }
-
-    /// Rows from one sequence to the next, where that is a whole number.
-    fn step(&self) -> Option<u64> {
-        let ([b, s, ..], [batch, row, _]) = (self.shape, self.strides);
-        match (b <= 1, row) {
-            (true, _) => Some(s),
-            (false, 0) => None,
-            (false, row) => batch.is_multiple_of(row).then(|| batch / row),
-        }
-    }
-
-    /// As the copy engine sees it when sequences have lengths of their own: all rows of all sequences in one axis.
-    fn ragged(&self, number: Number) -> Option<TensorSpan> {
-        let ([b, s, h, d], [_, row, head]) = (self.shape, self.strides);
-        let bytes = u64::from(number.bytes());
-        let rows = b.saturating_sub(1) * self.step()? + s;
-        Some(TensorSpan::ragged(self.span, number, [rows, h, d], [row * bytes, head * bytes]))
-    }
-}
-
-/// An auxiliary tensor in a device's memory: the shape is the problem's.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AuxPlaced {
-    /// Its memory, from the first element on.
-    pub span: Span,
-    /// Elements from one to the next along each axis.
-    pub strides: Vec<u64>,
-}
-
-/// The lists of a block mask in a device's memory: i32, partial blocks first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListsPlaced {
-    /// `[batch | 1, heads | 1, query blocks]` each.
-    pub counts: [Span; 2],
-    /// The same with one more axis of this many entries each.
-    pub blocks: [Span; 2],
-    /// Entries of a list.
-    pub widths: [u32; 2],
-}
-
-/// The tensors of a call in a device's memory.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Tensors {
-    /// q, k, v and o.
-    pub rows: [Placed; 4],
-    /// f32, contiguous, in the shape of the problem's LSE.
-    pub lse: Span,
-    /// Two u32, the first of them 0 (as every launch leaves it) and the second a count of blocks done again.
-    pub counters: Span,
-    /// A logit for each head.
-    pub sinks: Option<Span>,
-    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
-    pub cu_seqlens: Option<[Span; 2]>,
-    /// Queries and keys in use: i32, `[batch]`.
-    pub used: [Option<Span>; 2],
-    /// Auxiliary tensors in the order of the problem.
-    pub aux: Vec<AuxPlaced>,
-    /// The lists of a block mask, where the kernel walks them.
-    pub lists: Option<ListsPlaced>,
-    /// What each block of a block mask is, where the kernel asks for each element: i32, contiguous,
-    /// `[batch | 1, heads | 1, query blocks, key blocks]`; hidden 0, partial 1, whole 2.
-    pub coverage: Option<Span>,
-}
-
-impl Tensors {
-    /// Those that every call has.
-    pub fn new(rows: [Placed; 4], lse: Span, counters: Span) -> Tensors {
-        Tensors {
-            rows,
-            lse,
-            counters,
-            sinks: None,
-            cu_seqlens: None,
-            used: [None; 2],
-            aux: Vec::new(),
-            lists: None,
-            coverage: None,
-        }
-    }
 }
 
 /// How a block mask reaches the kernel.
@@ -281,18 +164,33 @@ impl Forward {
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
     }
 
-    /// Its launch, `None` where there is nothing to compute.
+    /// With its kernel, ready to be launched again and again.
+    pub fn ready(self, kernel: Arc<Kernel>) -> Ready {
+        Ready { slots: Slots::of(&kernel), plan: self, kernel }
+    }
+
+    /// Its launch, `None` where there is nothing to compute. Who launches more than once keeps a [`Ready`].
     pub fn launch(
         &self,
         kernel: Arc<Kernel>,
         tensors: &Tensors,
         multiprocessors: u32,
     ) -> Result<Option<Launch>, Missing> {
+        self.clone().ready(kernel).launch(tensors, multiprocessors)
+    }
+
+    /// Grid and arguments.
+    fn arguments(
+        &self,
+        slots: &Slots,
+        tensors: &Tensors,
+        multiprocessors: u32,
+    ) -> Result<Option<([u32; 3], Vec<Value>)>, Missing> {
         let [heads, kv_heads] = self.heads;
         if tensors.rows[3].shape.contains(&0) {
             return Ok(None);
         }
-        let mut args = Arguments::default();
+        let mut args = Arguments::new(slots);
         let (tiles, lse_rows) = match (self.layout, self.features.ragged.any()) {
             (Layout::Dense { batch, q_len, k_len }, false) => {
                 let sizes = [batch, q_len, k_len].map(|n| n as u64);
@@ -303,8 +201,8 @@ impl Forward {
         args.add("lse", Value::Pointer(tensors.lse));
         args.add("counters", Value::Pointer(tensors.counters));
         args.add_u32("lse_rows", lse_rows);
-        args.divisor("heads", heads);
-        args.divisor("group", heads / kv_heads);
+        args.divisor(["heads", "heads_magic", "heads_shift"], heads);
+        args.divisor(["group", "group_magic", "group_shift"], heads / kv_heads);
         let [input, _] = self.features.modifiers.factors();
         let scale = match self.features.modifiers.score {
             Some(_) => self.scale * input,
@@ -313,12 +211,11 @@ impl Forward {
         args.add("scale", Value::F32(scale));
         self.more(&mut args, tensors);
         let grid = [tiles.min(u64::from(multiprocessors)) as u32, 1, 1];
-        let args = args.in_order(&kernel);
-        Ok(Some(Launch { kernel, grid, args }))
+        Ok(Some((grid, args.finish())))
     }
 
     /// Arguments of equal sequences; the number of tiles.
-    fn equal(&self, args: &mut Arguments, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
+    fn equal(&self, args: &mut Arguments<'_>, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
         let rows = u64::from(64 * self.tuning.groups);
         let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
         let tiles = m_tiles * pairs;
@@ -356,16 +253,16 @@ impl Forward {
         }
         // Of the last band; never used where there is none.
         let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
-        for (name, d) in [("band", order * m_tiles), ("order", order), ("rest", rest)] {
-            args.divisor(name, d);
-        }
+        args.divisor(["band", "band_magic", "band_shift"], order * m_tiles);
+        args.divisor(["order", "order_magic", "order_shift"], order);
+        args.divisor(["rest", "rest_magic", "rest_shift"], rest);
         args.add_u32("first_key", seen.start as u64);
         args.add_u32("all_keys", k_len);
         tiles
     }
 
     /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
-    fn unequal(&self, args: &mut Arguments, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
+    fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
         let tile = u64::from(64 * self.tuning.groups);
         // Without keys every element is masked: any memory does.
         let q = tensors.rows[0];
@@ -403,7 +300,7 @@ impl Forward {
     }
 
     /// Arguments of the other features.
-    fn more(&self, args: &mut Arguments, tensors: &Tensors) {
+    fn more(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
         if let Some(span) = tensors.sinks {
             args.add("sinks", Value::Pointer(span));
         }
@@ -435,6 +332,27 @@ impl Forward {
     }
 }
 
+/// A forward call with its kernel.
+#[derive(Clone)]
+pub struct Ready {
+    plan: Forward,
+    kernel: Arc<Kernel>,
+    slots: Slots,
+}
+
+impl Ready {
+    /// How it is run.
+    pub fn plan(&self) -> &Forward {
+        &self.plan
+    }
+
+    /// Its launch, `None` where there is nothing to compute.
+    pub fn launch(&self, tensors: &Tensors, multiprocessors: u32) -> Result<Option<Launch>, Missing> {
+        let launch = self.plan.arguments(&self.slots, tensors, multiprocessors)?;
+        Ok(launch.map(|(grid, args)| Launch { kernel: self.kernel.clone(), grid, args }))
+    }
+}
+
 /// Elements from one to the next along each axis of a contiguous tensor.
 fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
     let shape = shape.map_or(&[][..], |shape| shape);
@@ -455,37 +373,11 @@ fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Progra
         .unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
 }
 
-/// Arguments by the names of their parameters.
-#[derive(Default)]
-struct Arguments(Vec<(String, Value)>);
-
-impl Arguments {
-    fn add(&mut self, name: &str, value: Value) {
-        self.0.push((name.into(), value));
-    }
-    fn add_u32(&mut self, name: &str, n: u64) {
-        self.add(name, Value::U32(n as u32));
-    }
-    fn divisor(&mut self, name: &str, d: u64) {
-        for (end, value) in ["", "_magic", "_shift"].into_iter().zip(divisor_values(d as u32)) {
-            self.add(&format!("{name}{end}"), value);
-        }
-    }
-    /// Those that the kernel has, in its order.
-    fn in_order(mut self, kernel: &Kernel) -> Vec<Value> {
-        let find = |param: &fulgurite_ptx::kernel::Param| {
-            let at = self.0.iter().position(|(name, _)| *name == param.name);
-            let at = at.unwrap_or_else(|| panic!("bug in fulgurite: no argument for `{}`", param.name));
-            self.0.swap_remove(at).1
-        };
-        kernel.params.iter().map(find).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use fulgurite_core::Exp;
+    use fulgurite_ptx::device::Span;
 
     fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
         Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)
