@@ -8,12 +8,25 @@ NumPy arrays, torch tensors on the CPU and arrays that speak DLPack (JAX) are re
 long as the last axis is contiguous; results are of the same kind. torch tensors have gradients, and torch.compile sees
 one operator. Wrong calls raise ValueError with a message that says what is allowed.
 
-`attention` is the whole of it.
+`attention` is the whole of it. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
+(`scaled_dot_product_attention`, `flex_attention`) say the same in the words that people already use, and
+`register_with_transformers()` makes `attn_implementation="fulgurite"` known. `python -m fulgurite` has a doctor.
 """
 
 from ._api import attention, attention_backward
 from ._fulgurite import __version__, engines
+from .flash import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .huggingface import register_with_transformers
 from .masks import BlockMask, and_masks, create_block_mask, or_masks
+from .sdpa import flex_attention, scaled_dot_product_attention
 from .trace import TraceError
 
 __all__ = [
@@ -25,5 +38,15 @@ __all__ = [
     "attention_backward",
     "create_block_mask",
     "engines",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flex_attention",
     "or_masks",
+    "register_with_transformers",
+    "scaled_dot_product_attention",
 ]
