@@ -15,6 +15,7 @@ one operator. Wrong calls raise ValueError with a message that says what is allo
 
 from ._api import attention, attention_backward
 from ._fulgurite import __version__, engines
+from .capture import captured
 from .flash import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -36,6 +37,7 @@ __all__ = [
     "and_masks",
     "attention",
     "attention_backward",
+    "captured",
     "create_block_mask",
     "engines",
     "flash_attn_func",

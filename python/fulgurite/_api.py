@@ -96,9 +96,16 @@ def attention(
         return prepared.forward(q, k, v, (), out, return_lse)
     text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
     packed = cu_seqlens is not None
-    extras = _extras(
-        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, needs_grad
-    )
+    call = _general
+    if ops is not None and not (score_mod is mask_mod is block_mask is None) and ops.torch.compiler.is_compiling():
+        call = ops.between_graphs(_general)
+    tensors = (mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths)
+    return call(text, q, k, v, packed, tensors, out, return_lse)
+
+
+def _general(text, q, k, v, packed, tensors, out, return_lse):
+    """A call with tensors beside q, k and v, or one that torch must see."""
+    extras = _extras(*tensors, needs_grad)
     if extras.tensors:  # otherwise the extension says it
         for name, array in (("q", q), ("k", k), ("v", v)):
             _rows(name, array, packed)

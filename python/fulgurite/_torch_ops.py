@@ -20,21 +20,29 @@ _library.define(
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def takes(q, k, v, extras) -> bool:
+def takes(
+    q,
+    k,
+    v,
+    extras,
+    # Looked up once: each question costs as much as the answer.
+    compiling=torch.compiler.is_dynamo_compiling,
+    modes=torch._C._len_torch_dispatch_stack,
+    casting=getattr(torch._C, "_is_any_autocast_enabled", None) or (lambda: torch.is_autocast_enabled("cpu")),
+    recording=torch.is_grad_enabled,
+) -> bool:
     """Whether a call has to go through the operators."""
-    if torch.compiler.is_compiling():
+    if compiling():
         return True
-    if not isinstance(q, torch.Tensor):
+    if type(q) not in _PLAIN:
+        return isinstance(q, torch.Tensor)
+    if modes() or casting():
+        return True
+    if not recording():
         return False
-    if type(q) not in _PLAIN or torch._C._len_torch_dispatch_stack():
+    if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    if q.requires_grad:
-        return True
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in (k, v, *extras))
+    return bool(extras) and any(getattr(x, "requires_grad", False) for x in extras)
 
 
 def forward(q, k, v, extras, text):
@@ -44,6 +52,10 @@ def forward(q, k, v, extras, text):
             raise ValueError(f"`{name}` is a {type(x).__name__} beside torch tensors, allowed: a torch tensor")
     extras = [x if isinstance(x, torch.Tensor) else torch.from_numpy(x) for x in extras]
     return torch.ops.fulgurite.forward(q, k, v, extras, text)
+
+
+# Tracing a callable is Python that a graph cannot hold: such calls stand between two graphs.
+between_graphs = torch.compiler.disable
 
 
 def autocast(*tensors):

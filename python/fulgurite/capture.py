@@ -88,6 +88,9 @@ class Tracer:
             raise TraceError(f"`{arg}`: {cause}") from cause
         except TypeError as cause:
             raise ValueError(f"`{arg}` could not be traced as {form}: {cause}") from cause
+        except IndexError as cause:
+            hint = "wrap arrays that are reached through other objects: fulgurite.captured(array)"
+            raise ValueError(f"`{arg}` could not be traced: {cause}; {hint}") from cause
         finally:
             tracing.pop()
 
@@ -95,7 +98,7 @@ class Tracer:
         """What a captured value is replaced by: arrays by stand-ins, functions by functions that see those."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, Combined)):
             return self._rebind(value, seen)
-        if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type):
+        if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             self.names.setdefault(id(value), name)
             # torch's tensors stay: a function mode sees them wherever they come from.
             if not is_torch(value) and tuple(value.shape) != ():
@@ -140,10 +143,12 @@ def _with_captures(function, wrap):
     globals_ = function.__globals__
     replaced = {}
     for name in code.co_names:
-        if name in globals_:
-            other = wrap(name, globals_[name]) if not isinstance(globals_[name], types.FunctionType) else globals_[name]
-            if other is not globals_[name]:
-                replaced[name] = other
+        value = globals_.get(name)
+        if value is None or (isinstance(value, types.FunctionType) and value.__globals__ is not globals_):
+            continue  # not there, or a function of another module, which has its own arrays
+        other = wrap(name, value)
+        if other is not value:
+            replaced[name] = other
     if replaced:
         globals_, changed = {**globals_, **replaced}, True
     defaults = tuple(wrap("captured", value) for value in function.__defaults__ or ())
@@ -157,6 +162,14 @@ def _with_captures(function, wrap):
 
 def _indices():
     return tuple(Traced(name, "int") for name in ("b", "h", "q", "k"))
+
+
+def captured(array: Any) -> Captured:
+    """An array that a callable reaches through an object or a container, so that traced values can index it.
+
+    Not needed for torch tensors, nor for arrays that are variables, defaults or arguments of `functools.partial`.
+    """
+    return Captured(array)
 
 
 class Combined:

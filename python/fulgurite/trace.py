@@ -203,6 +203,8 @@ class Captured:
         return _load(self.array, at) if len(at) == rank else Captured(self.array, at)
 
     def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
         if name in ("shape", "dtype", "ndim", "device", "size", "numel") and not self.at:
             return getattr(self.array, name)
         raise TraceError(

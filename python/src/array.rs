@@ -25,6 +25,9 @@ pub struct Element {
 }
 
 impl Element {
+    /// `DType::F32`.
+    pub const F32: Element = Element { code: 2, bits: 32 };
+
     /// From the name that torch gives it; an unknown one is exotic.
     pub fn named(name: &str) -> Element {
         let digits = name.trim_start_matches(|c: char| c.is_alphabetic());
@@ -93,6 +96,8 @@ pub struct Array {
     address: usize,
     element: Element,
     place: Place,
+    /// Kind and number in DLPack's terms.
+    device: [i32; 2],
     writable: bool,
     rank: usize,
     shape: [usize; MAX_RANK],
@@ -116,7 +121,12 @@ impl Array {
             return Err(wrong(format!("`{arg}` has {rank} axes, allowed: at most {MAX_RANK}")));
         }
         let (shape, strides) = ([0; MAX_RANK], [None; MAX_RANK]);
-        Ok(Array { address, element, place, writable, rank, shape, strides, kept: None })
+        let device = match place {
+            Place::Host => [1, 0],
+            Place::Cuda(number) => [2, number],
+            Place::Other(kind) => [kind, 0],
+        };
+        Ok(Array { address, element, place, device, writable, rank, shape, strides, kept: None })
     }
 
     /// Sets the size of an axis and the distance of its elements.
@@ -215,8 +225,14 @@ impl Array {
 }
 
 /// The memory that one call refers to, so that nothing is written that is also read or written elsewhere.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Claims<'a>(Vec<(&'a str, Span)>);
+
+impl Default for Claims<'_> {
+    fn default() -> Self {
+        Claims(Vec::with_capacity(8)) // q, k, v, o, lse and some more
+    }
+}
 
 /// A result that is being filled.
 pub struct Fresh {
@@ -243,14 +259,19 @@ impl Fresh {
 /// JAX takes memory over without a copy where it begins at a multiple of this.
 const ALIGN_BYTES: usize = 64;
 
-/// A new contiguous array of the kind and on the device of `like`; `dtype` is that of `like` unless `f32` is asked for.
-pub fn fresh(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+/// A new contiguous array of the kind and on the device of `like`, which `array` describes; its type is that of `like`
+/// unless `f32` is asked for.
+pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool) -> PyResult<Fresh> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = like.py();
-    let dimensions = PyTuple::new(py, shape)?;
     let speaks = foreign::speaks(like)?;
+    if let Some(Speaks::Table(table)) = speaks {
+        let element = if f32 { Element::F32 } else { array.element };
+        return Ok(Fresh { object: table.allocate(py, element, array.device, shape)?, into: None });
+    }
+    let dimensions = PyTuple::new(py, shape)?;
     let object = match speaks {
-        Some(Speaks::Table(_) | Speaks::Methods) if f32 => {
+        Some(Speaks::Methods) if f32 => {
             let options = PyDict::new(py);
             options.set_item("dtype", py.import("torch")?.getattr("float32")?)?;
             like.call_method("new_empty", (dimensions,), Some(&options))?

@@ -57,11 +57,6 @@ impl<'a> Call<'a> {
         Ok(Call { description, q, k, v, extras, problem, blocks })
     }
 
-    /// Shapes of o and lse.
-    pub fn output_shapes(&self) -> (Vec<usize>, Vec<usize>) {
-        (self.problem.o_shape(), self.problem.lse_shape())
-    }
-
     fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
         let mut inputs = Inputs::new(self.q.view("q", claims)?, self.k.view("k", claims)?, self.v.view("v", claims)?);
         for (role, array) in self.description.roles.iter().zip(&self.extras) {
@@ -86,26 +81,33 @@ impl<'a> Call<'a> {
     /// Fills o, and lse where it is given.
     pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
         on_host([("out", o)].into_iter().chain(lse.map(|lse| ("lse", lse))))?;
-        py.detach(|| self.forward_times(o, lse, 1).map(drop))
+        py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs)))
     }
 
-    /// The same `times` times; returns the seconds that the engine took in all.
-    pub fn forward_times(&self, o: &Array, lse: Option<&Array>, times: usize) -> PyResult<f64> {
+    fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
+        self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse)
+    }
+
+    /// Seconds that the engine takes for `times` calls, everything around it done once.
+    pub fn time(&self, o: &Array, times: usize) -> PyResult<f64> {
+        self.with_outputs(o, None, |inputs, outputs| {
+            let start = Instant::now();
+            (0..times).try_for_each(|_| self.engine_forward(inputs, outputs))?;
+            Ok(start.elapsed().as_secs_f64())
+        })
+    }
+
+    fn with_outputs<T>(
+        &self,
+        o: &Array,
+        lse: Option<&Array>,
+        run: impl FnOnce(&Inputs<'_>, &mut Outputs<'_>) -> PyResult<T>,
+    ) -> PyResult<T> {
         let mut claims = Claims::default();
         let inputs = self.inputs(&mut claims)?;
         let o = o.view_mut("out", &mut claims)?;
-        let run = |outputs: &mut Outputs<'_>| {
-            let start = Instant::now();
-            for _ in 0..times {
-                self.description
-                    .engine
-                    .forward_into(&self.problem, &inputs, outputs, &Run::default())
-                    .map_err(refuse)?;
-            }
-            Ok(start.elapsed().as_secs_f64())
-        };
         match lse {
-            Some(lse) => run(&mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
+            Some(lse) => run(&inputs, &mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
             None => LSE.with_borrow_mut(|room| {
                 let shape = self.problem.lse_shape();
                 let need = shape.iter().product();
@@ -113,7 +115,7 @@ impl<'a> Call<'a> {
                     room.resize(need, 0.0);
                 }
                 let lse = TensorViewMut::new(&mut room[..need], &shape).map_err(|e| refuse(e.into()))?;
-                run(&mut Outputs { o, lse })
+                run(&inputs, &mut Outputs { o, lse })
             }),
         }
     }
@@ -205,9 +207,8 @@ pub fn forward(
 ) -> PyResult<(Py<PyAny>, Option<Py<PyAny>>)> {
     let py = qkv[0].py();
     let call = Call::new(description, qkv, extras)?;
-    let (o_shape, lse_shape) = call.output_shapes();
-    let made = if out.is_none() { Some(fresh(qkv[0], &o_shape, false)?) } else { None };
-    let made_lse = if want_lse { Some(fresh(qkv[0], &lse_shape, true)?) } else { None };
+    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), false)?) } else { None };
+    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), true)?) } else { None };
     let target = out.or_else(|| made.as_ref().map(|made| made.object(py)));
     let o = Array::read("out", target.expect("bug in fulgurite: one of the two is there"))?;
     let lse = made_lse.as_ref().map(|made| Array::read("lse", made.object(py))).transpose()?;
@@ -242,7 +243,8 @@ pub fn backward(
             Ok(objects.into_iter().map(Bound::unbind).collect())
         }
         None => {
-            let made = want.iter().map(|(_, shape, f32)| fresh(qkv[0], shape, *f32)).collect::<PyResult<Vec<_>>>()?;
+            let made =
+                want.iter().map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, *f32)).collect::<PyResult<Vec<_>>>()?;
             let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::read(name, made.object(py)));
             call.backward(py, saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
             made.into_iter().map(|made| made.finish(py)).collect()

@@ -26,16 +26,24 @@ struct DlTensor {
     byte_offset: u64,
 }
 
+/// Describes an object.
+type Fill = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+/// Makes memory for a tensor like the first argument; on failure it calls the last one with the context before it.
+type Allocate = unsafe extern "C" fn(*mut DlTensor, *mut *mut c_void, *mut c_void, SetError) -> c_int;
+type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
+/// Turns such memory into an object, to which it then belongs.
+type Wrap = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
+
 /// The head of `DLPackExchangeAPI` and the entries that are used here.
 #[repr(C)]
 struct ExchangeTable {
     major: u32,
     minor: u32,
     previous: *const c_void,
-    allocate: *const c_void,
+    allocate: Option<Allocate>,
     managed_from_object: *const c_void,
-    managed_to_object: *const c_void,
-    tensor_from_object: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
+    managed_to_object: Option<Wrap>,
+    tensor_from_object: Option<Fill>,
     current_stream: *const c_void,
 }
 
@@ -68,9 +76,52 @@ pub enum Speaks {
     Capsule,
 }
 
-/// Fills a `DlTensor` from an object of the type that the table was found on.
+/// The functions of the type that the table was found on.
 #[derive(Clone, Copy)]
-pub struct Table(unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int);
+pub struct Table {
+    fill: Fill,
+    allocate: Allocate,
+    wrap: Wrap,
+}
+
+impl Table {
+    /// A new contiguous tensor on `device` (kind and number).
+    pub fn allocate(self, py: Python<'_>, element: Element, device: [i32; 2], shape: &[usize]) -> PyResult<Py<PyAny>> {
+        unsafe extern "C" fn note(context: *mut c_void, _kind: *const c_char, message: *const c_char) {
+            // SAFETY: the context is the string below, and libraries pass text that ends with a zero.
+            unsafe {
+                *context.cast::<String>() =
+                    CStr::from_ptr(message).to_string_lossy().lines().next().unwrap_or("").into();
+            }
+        }
+        let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+        let mut prototype = DlTensor {
+            data: std::ptr::null_mut(),
+            device_type: device[0],
+            device_id: device[1],
+            ndim: sizes.len() as i32,
+            code: element.code,
+            bits: element.bits,
+            lanes: 1,
+            shape: sizes.as_ptr(),
+            strides: std::ptr::null(),
+            byte_offset: 0,
+        };
+        let (mut managed, mut object, mut why) = (std::ptr::null_mut(), std::ptr::null_mut(), String::new());
+        // SAFETY: the prototype has all that an allocation reads, the pointers are to locals that outlive the call.
+        let failed = unsafe { (self.allocate)(&mut prototype, &mut managed, (&raw mut why).cast(), note) } != 0;
+        if failed || managed.is_null() {
+            return Err(wrong(format!("a result of shape {shape:?} cannot be made: {why}")));
+        }
+        // SAFETY: `managed` was made by the same library and is given away; on success `object` is a new reference.
+        unsafe {
+            if (self.wrap)(managed, &mut object) != 0 {
+                return Err(unreadable("out", PyErr::take(py)));
+            }
+            Ok(Bound::from_owned_ptr(py, object.cast()).unbind())
+        }
+    }
+}
 
 /// The types seen so far. Each is held, so that its address stays its own.
 static TYPES: Mutex<Vec<(Py<PyType>, Speaks)>> = Mutex::new(Vec::new());
@@ -107,7 +158,10 @@ fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
     let Ok(pointer) = capsule.pointer_checked(Some(c"dlpack_exchange_api")) else { return Ok(None) };
     // SAFETY: a capsule of this name holds such a table, which its library keeps for the life of the process.
     let table = unsafe { pointer.cast::<ExchangeTable>().as_ref() };
-    Ok(if table.major == 1 { table.tensor_from_object.map(Table) } else { None })
+    Ok(match (table.major, table.tensor_from_object, table.allocate, table.managed_to_object) {
+        (1, Some(fill), Some(allocate), Some(wrap)) => Some(Table { fill, allocate, wrap }),
+        _ => None,
+    })
 }
 
 /// The array behind an object.
@@ -120,7 +174,7 @@ pub fn read(arg: &str, object: &Bound<'_, PyAny>, speaks: Speaks) -> PyResult<Ar
     }
 }
 
-fn from_table(arg: &str, object: &Bound<'_, PyAny>, Table(fill): Table) -> PyResult<Array> {
+fn from_table(arg: &str, object: &Bound<'_, PyAny>, Table { fill, .. }: Table) -> PyResult<Array> {
     let mut tensor = std::mem::MaybeUninit::<DlTensor>::uninit();
     // SAFETY: the table was found on the type of this object, and `tensor` has room for one.
     if unsafe { fill(object.as_ptr().cast(), tensor.as_mut_ptr()) } != 0 {

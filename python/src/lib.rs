@@ -54,10 +54,11 @@ mod _fulgurite {
             q: &Bound<'_, PyAny>,
             k: &Bound<'_, PyAny>,
             v: &Bound<'_, PyAny>,
-            extras: Vec<Bound<'_, PyAny>>,
+            extras: &Bound<'_, PyAny>,
             out: Option<Bound<'_, PyAny>>,
             want_lse: bool,
         ) -> PyResult<Py<PyAny>> {
+            let extras: Vec<Bound<'_, PyAny>> = if extras.is_truthy()? { extras.extract()? } else { Vec::new() };
             let (o, lse) = dispatch::forward(self, [q, k, v], &extras, out.as_ref(), want_lse)?;
             match lse {
                 None => Ok(o),
@@ -94,7 +95,7 @@ mod _fulgurite {
         ) -> PyResult<f64> {
             let call = Call::new(self, [q, k, v], &[])?;
             let out = Array::read("out", out)?;
-            py.detach(|| call.forward_times(&out, None, times))
+            py.detach(|| call.time(&out, times))
         }
     }
 
