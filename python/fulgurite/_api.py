@@ -109,6 +109,8 @@ def _general(text, q, k, v, packed, tensors, out, return_lse):
     if extras.tensors:  # otherwise the extension says it
         for name, array in (("q", q), ("k", k), ("v", v)):
             _rows(name, array, packed)
+    if tensors[0] is not None and not packed:
+        _broadcasts("mask", tensors[0], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     ops = _dispatch.ops()
     if ops is not None and isinstance(q, ops.torch.Tensor):
         q, k, v = ops.autocast(q, k, v)
@@ -175,6 +177,13 @@ def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu
     for name, array in tracer.captured():
         extras.aux(name, array, grad(array))
     return extras
+
+
+def _broadcasts(name, array, sizes):
+    """Refuses a mask that is larger than the scores: it would be read at another place than its maker thinks."""
+    shape = tuple(array.shape)
+    if any(got not in (1, want) for got, want in zip(shape[::-1], sizes[::-1])):
+        raise ValueError(f"`{name}` has shape {list(shape)}, allowed: what broadcasts to {list(sizes)}")
 
 
 def kind_of_array(name, array):

@@ -60,7 +60,7 @@ def _number(name, value):
         raise ValueError(f"`{name}` is {value!r}, allowed: a number")
     try:
         return f"{float(value)!r}"
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, OverflowError) as cause:
         raise ValueError(f"`{name}` is {value!r}, allowed: a number") from cause
 
 

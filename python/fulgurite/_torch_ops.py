@@ -18,6 +18,7 @@ _library.define(
 )
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_casting = getattr(torch._C, "_is_any_autocast_enabled", None) or (lambda: torch.is_autocast_enabled("cpu"))
 
 
 def takes(
@@ -28,7 +29,7 @@ def takes(
     # Looked up once: each question costs as much as the answer.
     compiling=torch.compiler.is_dynamo_compiling,
     modes=torch._C._len_torch_dispatch_stack,
-    casting=getattr(torch._C, "_is_any_autocast_enabled", None) or (lambda: torch.is_autocast_enabled("cpu")),
+    casting=_casting,
     recording=torch.is_grad_enabled,
 ) -> bool:
     """Whether a call has to go through the operators."""
@@ -50,7 +51,12 @@ def forward(q, k, v, extras, text):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"`{name}` is a {type(x).__name__} beside torch tensors, allowed: a torch tensor")
-    extras = [x if isinstance(x, torch.Tensor) else torch.from_numpy(x) for x in extras]
+        if x.device != q.device:
+            raise ValueError(f"`{name}` is on {x.device}, `q` on {q.device}, allowed: one device")
+    extras = [x if isinstance(x, torch.Tensor) else torch.from_numpy(x).to(q.device) for x in extras]
+    for role, x in zip(_describe.roles(text), extras):
+        if x.device != q.device:
+            raise ValueError(f"`{role}` is on {x.device}, `q` on {q.device}, allowed: one device")
     return torch.ops.fulgurite.forward(q, k, v, extras, text)
 
 

@@ -63,7 +63,7 @@ def gradients(d_o, q, k, v, step=1e-5, **options):
 def flex_attention(q, k, v, score_mod=None, mask_mod=None):
     """(o, lse) by calling the modifiers on whole index arrays; layout as above."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    (batch, q_len, heads, dim), (_, k_len, kv_heads, _) = q.shape, k.shape
+    (heads, dim), kv_heads = q.shape[2:], k.shape[2]
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     scores = np.einsum("bihd,bjhd->bhij", q, k) * dim**-0.5
     at = np.meshgrid(*(np.arange(n) for n in scores.shape), indexing="ij")

@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 import pytest
+from reference import flex_attention, flex_gradients
 
 import fulgurite
-from reference import flex_attention, flex_gradients
 
 RNG = np.random.default_rng(7)
 
