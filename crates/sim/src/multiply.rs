@@ -159,9 +159,9 @@ impl Four<'_> {
                 }
             }
             for (sums, [even, odd]) in sums.values.chunks_exact(8).zip(own()) {
-                for (j, pair) in sums.chunks_exact(2).enumerate() {
-                    regs[even].values[lane + j] = pair[0].to_bits();
-                    regs[odd].values[lane + j] = pair[1].to_bits();
+                for (side, slot) in [even, odd].into_iter().enumerate() {
+                    let values = &mut regs[slot].values[lane..lane + 4];
+                    values.iter_mut().zip(sums[side..].iter().step_by(2)).for_each(|(x, sum)| *x = sum.to_bits());
                 }
             }
         }
