@@ -245,6 +245,15 @@ pub enum Exponent {
     Product,
 }
 
+/// How an f32 sum is rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Cut toward zero.
+    Cut,
+    /// To the nearest, of two the even one.
+    Nearest,
+}
+
 /// How a tensor core adds products of floats to an accumulator, which PTX leaves open: terms are aligned to the largest
 /// exponent, cut toward zero below so many bits, and added exactly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -255,8 +264,10 @@ pub struct Adder {
     pub group: usize,
     /// What products are aligned by.
     pub exponent: Exponent,
-    /// Bits of an f32 sum that are kept after its leading one.
+    /// Bits of an f32 sum that are kept after its leading one, where it is cut.
     pub result_bits: i32,
+    /// What becomes of the others.
+    pub rounding: Rounding,
     /// Whether the accumulator is one of the terms, or added to their sum in a second step.
     pub fused: bool,
 }
@@ -266,11 +277,12 @@ impl Adder {
     pub fn hopper(from: Number) -> Adder {
         let bits = if from.bytes() == 1 { 13 } else { 25 };
         let group = from.depth() as usize;
-        Adder { kept_bits: bits, group, exponent: Exponent::Factors, result_bits: bits.min(23), fused: true }
+        let (exponent, rounding) = (Exponent::Factors, Rounding::Cut);
+        Adder { kept_bits: bits, group, exponent, result_bits: bits.min(23), rounding, fused: true }
     }
 
-    /// The accumulator `old` plus products of pairs of the types `from`, as bits of `to`: f32 sums are cut toward zero, f16 ones
-    /// rounded to nearest.
+    /// The accumulator `old` plus products of pairs of the types `from`, as bits of `to`; f16 sums are rounded to
+    /// nearest.
     pub fn add(&self, old: u32, factors: &[[f64; 2]], to: Number, from: [Number; 2]) -> u32 {
         factors.chunks(self.group).fold(old, |old, factors| {
             let product = |&[x, y]: &[f64; 2]| {
@@ -307,7 +319,7 @@ impl Adder {
     fn result(&self, sum: f64, to: Number) -> u32 {
         match to {
             Number::F16 => f16::from_f64(sum).to_bits().into(),
-            _ if !sum.is_finite() => (sum as f32).to_bits(),
+            _ if self.rounding == Rounding::Nearest || !sum.is_finite() => (sum as f32).to_bits(),
             _ => {
                 // Past the largest number, cutting stops there.
                 let kept = cut(sum, self.result_bits).clamp(f64::from(f32::MIN), f64::from(f32::MAX));
