@@ -492,7 +492,7 @@ impl Machine for View<'_, '_> {
         meet::registers(self, count, more);
     }
     fn grid(&mut self, _wait: bool) {
-        // Launches run one after another: the grid before this one is done.
+        // Launches run one after another: the grid before this one is done, and the guide says what that leaves unseen.
     }
     fn trap(&mut self, lane: u32) {
         self.fault(Fault::Trap, "the kernel gives up".into(), Some(lane), None);
