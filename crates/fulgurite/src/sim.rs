@@ -9,7 +9,10 @@
 //! # Ok::<(), fulgurite::sim::SimError>(())
 //! ```
 
+pub use crate::adder::{Fit, fit_adders};
 pub use fulgurite_ptx::device::Device;
+pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
+pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
@@ -21,7 +24,7 @@ use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
-use fulgurite_ptx::{BuildError, Kernel, Major, Number, bf16, f16};
+use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
