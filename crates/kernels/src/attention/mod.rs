@@ -1,5 +1,6 @@
 //! Attention on the GPU.
 
+mod careful;
 mod epilogue;
 pub mod forward;
 mod lists;
