@@ -60,7 +60,7 @@ pub fn fit_adders(device: &dyn Device, number: Number, seed: u64) -> Result<Vec<
     let c = upload(inputs.c.iter().flat_map(|x| x.to_le_bytes()).collect())?;
     let d = device.allocate(c.span().bytes)?;
     let [terms, rows] = [TERMS, BLOCKS * SIZE].map(u64::from);
-    let tensor = |span| TensorSpan { span, number, extent: vec![terms, rows], strides: vec![2 * terms] };
+    let tensor = |span| TensorSpan { span, number, extent: vec![terms, rows], strides: vec![2 * terms], ragged: None };
     let args = [
         Value::Tensor(tensor(a.span())),
         Value::Tensor(tensor(b.span())),
