@@ -24,18 +24,16 @@ pub struct Epilogue<'a, 'k> {
     /// From scores to powers of two.
     pub scale: Val<'k, f32>,
     pub o: &'a Tensor<'k>,
+    /// Shared memory of the warpgroup that O leaves through, used in turn: each has all rows of some columns.
+    pub staging: &'a [Tile<'k>],
+    /// Columns of each.
+    pub part: u32,
 }
 
 impl<'k> Epilogue<'_, 'k> {
     /// O / l through shared memory to O, and m + ln l to the LSE.
-    pub fn run<T: Half>(
-        &self,
-        w: &Scope<'k, Group>,
-        work: &Work<'k>,
-        o: &Acc<'k>,
-        totals: Totals<'k>,
-        staging: Tile<'k>,
-    ) where
+    pub fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &Acc<'k>, totals: Totals<'k>)
+    where
         Pair<T>: Word,
     {
         let first = work.row + self.own * 64;
@@ -79,24 +77,27 @@ impl<'k> Epilogue<'_, 'k> {
             let inverse = factor.map_or(inverse, |factor| inverse * factor);
             factors.push(sum.gt(0.0).select::<f32>(inverse, 0.0));
         }
-        // The store of the tile before must have read the staging.
-        w.one_thread_of_group(|t| t.wait_stores_read(0));
-        w.sync_group(self.barrier);
-        w.write_with::<T>(staging, o, |row, x| {
-            let x = x * factors[row];
-            unused.map_or(x, |unused| unused[row].select::<f32>(0.0, x))
-        });
-        w.publish_shared();
-        w.sync_group(self.barrier);
-        w.one_thread_of_group(|t| {
-            let zero = t.constant(0u32);
-            match self.unequal {
-                Some(unequal) => {
-                    t.store_tile(self.o, &unequal.slice(work, Of::O).at(zero, first, work.head), staging);
+        for i in 0..o.cols() / self.part {
+            let staging = self.staging[i as usize % self.staging.len()];
+            // What was stored from here before must have been read.
+            w.one_thread_of_group(|t| t.wait_stores_read(self.staging.len() as u32 - 1));
+            w.sync_group(self.barrier);
+            w.write_with::<T>(staging, &o.part(i, self.part), |row, x| {
+                let x = x * factors[row];
+                unused.map_or(x, |unused| unused[row].select::<f32>(0.0, x))
+            });
+            w.publish_shared();
+            w.sync_group(self.barrier);
+            w.one_thread_of_group(|t| {
+                let col = t.constant(i * self.part);
+                match self.unequal {
+                    Some(unequal) => {
+                        t.store_tile(self.o, &unequal.slice(work, Of::O).at(col, first, work.head), staging);
+                    }
+                    None => t.store_tile(self.o, &[col, first, work.head, work.batch], staging),
                 }
-                None => t.store_tile(self.o, &[zero, first, work.head, work.batch], staging),
-            }
-            t.commit_stores();
-        });
+                t.commit_stores();
+            });
+        }
     }
 }

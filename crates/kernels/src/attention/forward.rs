@@ -10,8 +10,8 @@ use super::careful::{Careful, Redo};
 use super::epilogue::Epilogue;
 use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks};
-use super::softmax::{Softmax, Totals};
-use super::span::{Lengths, Limits, Spans};
+use super::softmax::{Settled, Softmax, Totals};
+use super::span::{Block, Lengths, Limits, Spans};
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Rescale};
 use fulgurite_ptx::{
@@ -29,8 +29,8 @@ pub struct Tuning {
     pub cols: u32,
     /// Stages of K and of V.
     pub depth: u32,
-    /// Whether tiles are joined: needs two buffers of Q, and one of its own for O. Otherwise O leaves through that of
-    /// Q, whose rows must be as long at least.
+    /// Whether tiles are joined: needs two buffers of Q, and one for the whole of O. Otherwise Q has one, and O leaves in
+    /// parts.
     pub join: bool,
     /// Registers of a thread that computes, and of one that loads.
     pub registers: [u32; 2],
@@ -67,6 +67,7 @@ impl Tuning {
         match head_dim {
             129.. if features.ragged.any() || loads => Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self },
             129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
+            ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
             65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
             _ => self,
         }
@@ -83,6 +84,14 @@ impl Tuning {
 
     fn rows(&self) -> u32 {
         64 * self.groups
+    }
+
+    /// Columns of O that leave together, and in how many buffers.
+    fn parts(&self, value_dim: u32) -> [u32; 2] {
+        match self.join {
+            true => [value_dim, 1],
+            false => [[64, 48, 32].into_iter().find(|n| value_dim.is_multiple_of(*n)).unwrap_or(16), 2],
+        }
     }
 }
 
@@ -172,7 +181,7 @@ where
             q: tensor("q", 64, d),
             keys: tensor("k", tuning.cols, d),
             values: tensor("v", tuning.cols, dv),
-            o: tensor("o", 64, dv),
+            o: tensor("o", 64, tuning.parts(dv)[0]),
             number: std::marker::PhantomData,
         }
     }
@@ -211,7 +220,8 @@ where
             None => k.pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
         };
         let values = k.pipe("v", tuning.depth, &[shape(tuning.cols, dv)]);
-        let staging = tuning.join.then(|| k.tile("o", shape(tuning.rows(), dv)));
+        let [part, buffers] = tuning.parts(dv);
+        let staging: Vec<Tile<'k>> = (0..buffers).map(|_| k.tile("o", shape(tuning.rows(), part))).collect();
         let work_shape = Shape { first: self.spans.bounded_left() && lists.is_none(), ragged: features.ragged.any() };
         let tickets = k.mailbox("tiles", 2, work_shape.words());
         let spans = lists.is_none().then_some(&self.spans);
@@ -398,8 +408,13 @@ where
             let barrier = w.group_barrier();
             let own = w.group();
             let first_row = |work: &Work<'k>| (work.row + own * 64).to_i32();
-            // Where keys are counted from by expressions, if by any.
-            let counted_from = (!features.modifiers.is_empty()).then(|| w.var(0u32));
+            let modifies = !features.modifiers.is_empty();
+            // Where keys are counted from by expressions, where that is not 0.
+            let counted_from = (modifies && work_shape.first).then(|| w.var(0u32));
+            let key_of = |block: &Block<'k>| match counted_from {
+                Some(from) => block.first + from.get().to_i32(),
+                None => block.first,
+            };
 
             let scores = |w: &Scope<'k, Group>, q: Tile<'k>, turn: bool| {
                 let key = keys.wait(w)[0];
@@ -426,19 +441,18 @@ where
                 (Tiles::Equal(_, lengths), None) => lengths.k,
                 (Tiles::Unequal(_), None) => unreachable!("bug in fulgurite: keys of a tile were not kept"),
             };
-            // The block's keys may be overwritten from here on.
-            let take_scores = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
+            // The block whose scores there are; its keys may be overwritten from here on.
+            let take_block = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
                 let tag = lists.as_ref().map(|_| Tag(keys.tag(w)));
                 keys.done(w);
                 let first = tag.map_or(n * tuning.cols, |tag| tag.key()).to_i32();
-                let full = tag.map(|tag| tag.full());
-                if let Some(from) = counted_from {
-                    modify.apply(w, &s, first + from.get().to_i32(), full);
+                Block { first, full: tag.map(|tag| (tag.full(), all_keys())) }
+            };
+            let settle = |w: &Scope<'k, Group>, block: &Block<'k>| {
+                if modifies {
+                    modify.apply(w, &s, key_of(block), block.is_full());
                 }
-                match full {
-                    Some(full) => limits.apply_unless(w, &s, first, full, all_keys()),
-                    None => limits.apply(w, &s, first),
-                }
+                limits.apply(w, &s, block);
             };
             let set_tile = |w: &Scope<'k, Group>, work: &Work<'k>| {
                 let lengths = match (&tiles, work.sequence) {
@@ -450,13 +464,13 @@ where
                 if let Some(var) = all_vars {
                     var.set(lengths.k);
                 }
-                if let Some(from) = counted_from {
+                if modifies {
                     let [q_len, k_len, first] = match (work.sequence, q_len, counted) {
                         (Some(s), ..) => [s.q_len, s.k_len, s.first],
                         (None, Some(q_len), Some([first, all])) => [q_len, all, first],
                         _ => unreachable!("bug in fulgurite: equal sequences have lengths"),
                     };
-                    from.set(first);
+                    counted_from.iter().for_each(|from| from.set(first));
                     let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
                     let row = first_row(work) + w.first_row().to_i32();
                     modify.set(w, Place { batch: work.batch, head: work.head, row, q_len, k_len });
@@ -475,7 +489,7 @@ where
                 queries.wait(w);
                 scores(w, q(w), false);
                 w.wait_products(0);
-                take_scores(w, n.get());
+                settle(w, &take_block(w, n.get()));
                 softmax.first(w, &s, &p[0]);
             };
             // One block: its scores beside p v of the block before.
@@ -484,8 +498,18 @@ where
                 scores(w, q(w), true);
                 output(w, old, true);
                 w.wait_products(1);
-                take_scores(w, n.get());
-                softmax.next(w, &s, new, &o);
+                let block = take_block(w, n.get());
+                if modifies && !features.modifiers.loads_move() {
+                    // Modified on the way into the exponentials, beside which that costs little. Not so loads: the assembler
+                    // would start all of them at once, and has no registers for what they bring.
+                    let settle = |w: &Scope<'k, Group>| settle(w, &block);
+                    let cut = limits.cuts(&block, tuning.cols);
+                    let mut quick = modify.quick(w, key_of(&block), block.is_full(), scale_log2, cut, &settle);
+                    softmax.next(w, &s, new, &o, &mut quick);
+                } else {
+                    settle(w, &block);
+                    softmax.next(w, &s, new, &o, &mut Settled(scale_log2));
+                }
                 values.done(w);
             };
             let blocks = |w: &Scope<'k, Group>| {
@@ -499,7 +523,10 @@ where
                     step(w, &p[1], &p[0]);
                 });
             };
+            let staging: Vec<Tile<'k>> = staging.iter().map(|tile| tile.rows(own, 64)).collect();
             let end = Epilogue {
+                staging: &staging,
+                part,
                 lse,
                 lse_rows,
                 heads: heads.value(),
@@ -522,11 +549,7 @@ where
                 (Tiles::Equal(_, lengths), None, None) => [lengths.k.to_u32(), w.constant(0u32)],
                 (Tiles::Unequal(_), None, _) => unreachable!("bug in fulgurite: a tile without its sequence"),
             };
-            let finish = |w: &Scope<'k, Group>,
-                          work: &Work<'k>,
-                          next: Option<&Work<'k>>,
-                          totals: Totals<'k>,
-                          staging: Tile<'k>| {
+            let finish = |w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: Totals<'k>| {
                 if let Some(careful) = &careful {
                     let [keys, first] = keys_of(work);
                     let redo = Redo {
@@ -546,12 +569,10 @@ where
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
                     careful.run(w, &redo, &o, &totals, [&|w| set_tile(w, work), &back]);
                 }
-                end.run::<T>(w, work, &o, totals, staging);
+                end.run::<T>(w, work, &o, totals);
             };
             let run = |w: &Scope<'k, Group>| {
                 if tuning.join {
-                    let staging =
-                        staging.map(|tile| tile.rows(own, 64)).expect("bug in fulgurite: joined tiles have staging");
                     start(w);
                     w.repeat(|w, leave| {
                         blocks(w);
@@ -567,11 +588,12 @@ where
                         n.set(next.blocks[1] - 1);
                         set_tile(w, &next);
                         w.wait_products(1);
-                        take_scores(w, n.get());
-                        let sums = softmax.first(w, &s, &p[1]);
-                        w.wait_products_after(0, &sums);
+                        settle(w, &take_block(w, n.get()));
+                        // Not after the exponentials, as in a step: beside them runs what ends the tile before.
+                        w.wait_products(0);
                         values.done(w);
-                        finish(w, &done, Some(&next), totals, staging);
+                        softmax.first(w, &s, &p[1]);
+                        finish(w, &done, Some(&next), totals);
                         p[0].copy(&p[1]);
                         zero();
                     });
@@ -579,21 +601,18 @@ where
                     let totals = softmax.totals(w);
                     w.wait_products(0);
                     values.done(w);
-                    finish(w, &now.get(), None, totals, staging);
+                    finish(w, &now.get(), None, totals);
                 } else {
                     w.repeat(|w, leave: &Leave<'k>| {
                         start(w);
                         blocks(w);
+                        // The next tile's queries come beside the end of this one.
+                        queries.done(w);
                         output(w, &p[0], false);
                         let totals = softmax.totals(w);
                         w.wait_products(0);
                         values.done(w);
-                        // O leaves through the buffer of Q, which is free now.
-                        let staging = Tile::at(shape(64, dv), q(w).address());
-                        finish(w, &now.get(), None, totals, staging);
-                        w.one_thread_of_group(|t| t.wait_stores_read(0));
-                        w.sync_group(&barrier);
-                        queries.done(w);
+                        finish(w, &now.get(), None, totals);
                         let next = take(w);
                         leave.when(next.blocks[1].eq(0));
                         now.set(next);

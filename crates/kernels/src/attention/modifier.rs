@@ -4,6 +4,7 @@
 //! that moves with the key by a constant is a base for each row plus a number known here, so that distances cost one
 //! addition, and their conversion to floats one a row.
 
+use super::softmax::Scores;
 use fulgurite_core::DType;
 use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
 use fulgurite_ptx::{Acc, Builder, Group, Pointer, Scope, Val, Var, bf16, f16};
@@ -335,8 +336,8 @@ impl<'k> Running<'k> {
 
     /// Computes what stays over a tile.
     fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
-        let mut evaluation =
-            Evaluation { w, running: self, parameters, place: Some(place), key: None, known: HashMap::new() };
+        let (place, known) = (Some(place), HashMap::new());
+        let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
         for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {
             let rows = if self.analysed.reads[i].row { 2 } else { 1 };
             for (row, var) in vars.iter().enumerate().take(rows) {
@@ -366,8 +367,43 @@ struct Evaluation<'a, 'k> {
     place: Option<Place<'k>>,
     /// The key of the thread's first column.
     key: Option<Val<'k, i32>>,
+    /// Where a tangent may be wrong for large arguments: their largest magnitude so far, in units of the bound.
+    quick: Option<Quick<'k>>,
     /// Steps by number, row and column, each as far as it matters.
     known: HashMap<(usize, usize, u32, Form), Word<'k>>,
+}
+
+/// The tangent as a polynomial, which holds up to a bound: seen on the way, told at the end.
+#[derive(Clone, Copy)]
+struct Quick<'k> {
+    /// Its coefficients and its bound for scores as the product gave them, where the argument is the scaled score.
+    of_raw: Option<([Val<'k, f32>; 4], Val<'k, f32>)>,
+    /// Largest magnitudes so far: of raw scores, and of other arguments.
+    largest: [Option<Val<'k, f32>>; 2],
+}
+
+/// tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) with an error below 4e-6 for |x| up to the bound: a least-maximum fit.
+const TANH: [f32; 4] = [0.999_955_6, -0.332_227_5, 0.125_770_37, -0.033_777_617];
+const TANH_BOUND: f32 = 0.75;
+
+fn polynomial<'k>(x: Val<'k, f32>, [c0, c1, c2, c3]: [Val<'k, f32>; 4]) -> Val<'k, f32> {
+    let z = x * x;
+    z.mul_add(c3, c2).mul_add(z, c1).mul_add(z, c0) * x
+}
+
+impl<'k> Quick<'k> {
+    fn note(&mut self, which: usize, x: Val<'k, f32>) {
+        let size = x.abs();
+        self.largest[which] = Some(self.largest[which].map_or(size, |most| most.max(size)));
+    }
+
+    /// Whether an argument was beyond the bound.
+    fn doubt(&self) -> Option<Val<'k, bool>> {
+        let [raw, other] = self.largest;
+        let raw = raw.zip(self.of_raw).map(|(most, (_, bound))| most.gt(bound));
+        let other = other.map(|most| most.gt(TANH_BOUND));
+        [raw, other].into_iter().flatten().reduce(|a, b| a | b)
+    }
 }
 
 /// How a value is asked for.
@@ -538,6 +574,11 @@ impl<'k> Evaluation<'_, 'k> {
         if op == Unary::ToFloat {
             return Word::Float(self.as_float(a, at));
         }
+        if op == Unary::Tanh
+            && let Some(result) = self.quick_tanh(a, at)
+        {
+            return Word::Float(result);
+        }
         let x = self.step(a, at);
         match op {
             Unary::Neg if float => Word::Float(-x.float()),
@@ -552,6 +593,27 @@ impl<'k> Evaluation<'_, 'k> {
             Unary::Floor => Word::Int(x.float().floor().to_i32()),
             Unary::ToFloat => unreachable!("answered above"),
         }
+    }
+
+    /// The tangent where it may be wrong for large arguments.
+    fn quick_tanh(&mut self, a: usize, at: At<'k>) -> Option<Val<'k, f32>> {
+        let mut quick = self.quick?;
+        let analysed = &self.running.analysed;
+        let is_score = analysed.program.steps()[a] == Step::Var(Index::Score)
+            || analysed.folded.input.is_some_and(|(step, _)| step == a);
+        let (x, coefficients) = match (is_score, quick.of_raw, at.score) {
+            (true, Some((coefficients, _)), Some([raw, _])) => {
+                quick.note(0, raw);
+                (raw, coefficients)
+            }
+            _ => {
+                let x = self.step(a, at).float();
+                quick.note(1, x);
+                (x, TANH.map(|c| self.w.constant(c)))
+            }
+        };
+        self.quick = Some(quick);
+        Some(polynomial(x, coefficients))
     }
 
     fn float_binary(&mut self, op: Binary, a: usize, b: usize, at: At<'k>) -> Word<'k> {
@@ -659,6 +721,8 @@ pub struct Modify<'a, 'k> {
     mask: Option<Running<'k>>,
     /// What scores are multiplied by before the modifier.
     scale: Val<'k, f32>,
+    /// The tangent's coefficients and its bound for scores that are not yet multiplied, where it is asked for.
+    tanh: Option<([Var<'k, f32>; 4], Var<'k, f32>)>,
 }
 
 impl<'a, 'k> Modify<'a, 'k> {
@@ -670,12 +734,42 @@ impl<'a, 'k> Modify<'a, 'k> {
     ) -> Self {
         let score = modifiers.score.as_ref().map(|program| Running::new(w, program, true, modifiers.long));
         let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers.long));
-        Modify { parameters, score, mask, scale }
+        let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
+        let tanh = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends)).map(|_| {
+            let square = scale * scale;
+            let mut power = scale;
+            let coefficients = TANH.map(|c| {
+                let coefficient = w.var(power * c);
+                power = power * square;
+                coefficient
+            });
+            (coefficients, w.var(scale.recip() * TANH_BOUND))
+        });
+        Modify { parameters, score, mask, scale, tanh }
     }
 
     /// For a tile.
     pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
         self.score.iter().chain(&self.mask).for_each(|running| running.set(w, self.parameters, place));
+    }
+
+    /// The scores of a block that become exponents as they are modified; in one that `cuts`, or where something was too large
+    /// for a quick way, they are done again by `settle`. `log2` is what modified scores are multiplied by.
+    pub fn quick<'b>(
+        &'b self,
+        w: &'b Scope<'k, Group>,
+        key: Val<'k, i32>,
+        full: Option<Val<'k, bool>>,
+        log2: Val<'k, f32>,
+        cuts: Val<'k, bool>,
+        settle: &'b dyn Fn(&Scope<'k, Group>),
+    ) -> Unsettled<'b, 'k> {
+        let mut changer = Changer::new(self, w, key + w.first_col().to_i32());
+        if let Some(score) = &mut changer.score {
+            let of_raw = self.tanh.map(|(coefficients, bound)| (coefficients.map(|c| c.get()), bound.get()));
+            score.quick = Some(Quick { of_raw, largest: [None; 2] });
+        }
+        Unsettled { changer, factor: self.scale, full, log2, cuts, settle }
     }
 
     /// One score of the thread's `row`-th row as [`apply`](Self::apply) changes it, for a key of the sequence.
@@ -719,6 +813,7 @@ impl<'a, 'k> Changer<'a, 'k> {
             parameters: modify.parameters,
             place: None,
             key: Some(key),
+            quick: None,
             known: HashMap::new(),
         };
         Changer { score: modify.score.as_ref().map(evaluation), mask: modify.mask.as_ref().map(evaluation) }
@@ -740,5 +835,31 @@ impl<'a, 'k> Changer<'a, 'k> {
             new = seen.select(new, f32::NEG_INFINITY);
         }
         new
+    }
+}
+
+/// Scores that are modified on their way into the exponentials.
+pub struct Unsettled<'a, 'k> {
+    changer: Changer<'a, 'k>,
+    factor: Val<'k, f32>,
+    full: Option<Val<'k, bool>>,
+    log2: Val<'k, f32>,
+    cuts: Val<'k, bool>,
+    settle: &'a dyn Fn(&Scope<'k, Group>),
+}
+
+impl<'k> Scores<'k> for Unsettled<'_, 'k> {
+    fn exponent(&mut self, i: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
+        let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([raw, self.factor]) };
+        self.changer.change(at, raw, self.full).mul_add(self.log2, shift)
+    }
+
+    fn doubt(&self) -> Option<Val<'k, bool>> {
+        let quick = self.changer.score.as_ref().and_then(|score| score.quick).and_then(|quick| quick.doubt());
+        Some(quick.map_or(self.cuts, |doubt| self.cuts | doubt))
+    }
+
+    fn settle(&self, w: &Scope<'k, Group>) {
+        (self.settle)(w);
     }
 }

@@ -105,7 +105,7 @@ impl Forward {
             (None, None) => Modifiers::default(),
             (score, rest) => Modifiers::new(score, rest.as_ref(), &aux, longest),
         };
-        let mut features = Features {
+        let features = Features {
             dims: padded,
             mask: mask.spans_only(),
             modifiers,
@@ -118,9 +118,6 @@ impl Forward {
         let mut tuning = base.with_room(head_dim, &features);
         if let Some((spec, Some(_))) = divided {
             tuning = tuning.dividing(&spec).unwrap_or(tuning);
-        }
-        if !tuning.join {
-            features.dims[0] = head_dim;
         }
         let limit = |limit: f32| if number == Number::F16 { limit.min(F16_LIMIT) } else { limit };
         tuning.rescale = match rescale.unwrap_or(tuning.rescale) {

@@ -84,6 +84,23 @@ impl Spans {
     }
 }
 
+/// A block of keys.
+#[derive(Clone, Copy)]
+pub struct Block<'k> {
+    /// Its first key.
+    pub first: Val<'k, i32>,
+    /// Where blocks come from lists: whether every key of this one is seen, whatever the spans say, and how many keys there
+    /// are in all.
+    pub full: Option<(Val<'k, bool>, Val<'k, i32>)>,
+}
+
+impl<'k> Block<'k> {
+    /// Whether it is seen whole.
+    pub fn is_full(&self) -> Option<Val<'k, bool>> {
+        self.full.map(|(full, _)| full)
+    }
+}
+
 /// Where the rows of a thread, and of its warpgroup, begin and end to see keys; constant over a tile.
 pub struct Limits<'k> {
     spans: Spans,
@@ -114,30 +131,6 @@ impl<'k> Limits<'k> {
         end.set(self.spans.keys(first, lengths).end);
     }
 
-    /// The same in a block that is seen whole, whatever the spans say, where `full` holds: as far as there are keys.
-    #[track_caller]
-    pub fn apply_unless(
-        &self,
-        w: &Scope<'k, Group>,
-        s: &Acc<'k>,
-        first: Val<'k, i32>,
-        full: Val<'k, bool>,
-        all: Val<'k, i32>,
-    ) {
-        w.choose(
-            full,
-            |w| {
-                w.when((first + s.cols() as i32).gt(all), |w| {
-                    let end = all - first - w.first_col().to_i32();
-                    for (i, x) in s.elements().enumerate() {
-                        s.set(i, end.gt(Acc::col_of(i) as i32).select::<f32>(x, f32::NEG_INFINITY));
-                    }
-                });
-            },
-            |w| self.apply(w, s, first),
-        );
-    }
-
     /// Whether the `i`-th of the thread's rows sees a key, or the key is in a block that is seen whole.
     #[track_caller]
     pub fn sees(
@@ -156,16 +149,34 @@ impl<'k> Limits<'k> {
         full.map_or(seen, |full| seen | full)
     }
 
-    /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
+    /// Whether some row of the warpgroup does not see the whole of a block.
     #[track_caller]
-    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {
-        let (left, cols) = (self.spans.bounded_left(), s.cols() as i32);
-        let mut unsafe_block = (first + cols).gt(self.safe[1].get());
-        if left {
-            unsafe_block = unsafe_block | first.lt(self.safe[0].get());
+    pub fn cuts(&self, block: &Block<'k>, cols: u32) -> Val<'k, bool> {
+        let end = block.first + cols as i32;
+        let mut cut = end.gt(self.safe[1].get());
+        if self.spans.bounded_left() {
+            cut = cut | block.first.lt(self.safe[0].get());
         }
-        w.when(unsafe_block, |_| {
-            let limits = self.rows.map(|row| row.map(|limit| limit.get() - first));
+        match block.full {
+            Some((full, all)) => (full & end.gt(all)) | (!full & cut),
+            None => cut,
+        }
+    }
+
+    /// Sets scores of keys that a row does not see to -inf.
+    #[track_caller]
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>) {
+        let left = self.spans.bounded_left();
+        w.when(self.cuts(block, s.cols()), |w| {
+            // Of a block that is seen whole, whatever the spans say: as far as there are keys.
+            let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
+                Some((full, all)) => {
+                    let end = all - w.first_col().to_i32();
+                    [full.select::<i32>(0, limits[0]), full.select::<i32>(end, limits[1])]
+                }
+                None => limits,
+            };
+            let limits = self.rows.map(|row| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first));
             for (i, x) in s.elements().enumerate() {
                 let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
                 let mut seen = end.gt(col);
