@@ -121,10 +121,12 @@ impl Engine for OnDevice {
         let o_buffer = self.room(2 * o_shape.count())?;
         let o = Placed::packed(o_buffer.span(), [0, 1, 2, 3].map(|axis| o_shape[axis] as u64));
         let lse = self.room(4 * lse_count)?;
-        let counters = self.room(8)?;
-        self.device.upload(Span { bytes: 8, ..counters.span() }, &[0; 8])?;
+        let wanted = plan.workspace();
+        let workspace = self.room(wanted.bytes as usize)?;
+        let zeroed = Span { bytes: wanted.zeroed_bytes, ..workspace.span() };
+        self.device.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
         let processors = self.device.multiprocessors();
-        let launch = plan.launch(module.shared_kernel(), [q, k, v, o], lse.span(), counters.span(), processors);
+        let launch = plan.launch(module.shared_kernel(), [q, k, v, o], lse.span(), workspace.span(), processors);
         let Some(launch) = launch else { return Ok(()) };
         self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
         self.device.synchronize(Stream::default())?;
@@ -154,7 +156,7 @@ impl Engine for OnDevice {
         });
         if let Some(tally) = run.tally {
             let mut word = [0; 4];
-            let second = Span { address: counters.span().address + 4, bytes: 4 };
+            let second = Span { address: workspace.span().address + 4, bytes: 4 };
             self.device.download(second, &mut word)?;
             tally.add(Counters { blocks_redone: u64::from(u32::from_le_bytes(word)), ..Counters::default() });
         }

@@ -16,6 +16,7 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::few;
 use fulgurite_kernels::attention::plan::{Forward, Placed};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
@@ -305,7 +306,12 @@ impl Maker<'_> {
     /// The plan that a call of the library would take for these sizes: its tuning depends on them.
     fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let dim = if name.contains("d128") { 128 } else { 64 };
+        let group = heads / kv_heads;
+        if name.contains("few") && q_len * group > few::ROWS {
+            let allowed = format!("up to {} for {group} query heads a head of keys", few::ROWS / group);
+            return Err(SimError::Size { size: "q-len", got: q_len, allowed });
+        }
+        let dim = [256, 128].into_iter().find(|d| name.contains(&format!("d{d}"))).unwrap_or(64);
         let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
         let problem = Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
@@ -325,12 +331,14 @@ impl Maker<'_> {
         }
         let tensors = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
-        let counters = self.device.allocate(8)?;
-        self.device.upload(counters.span(), &[0; 8])?;
+        let wanted = plan.workspace();
+        let workspace = self.device.allocate(wanted.bytes)?;
+        let zeroed = fulgurite_ptx::device::Span { bytes: wanted.zeroed_bytes, ..workspace.span() };
+        self.device.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
         let launch = plan
-            .launch(kernel, tensors, lse.span(), counters.span(), self.blocks())
+            .launch(kernel, tensors, lse.span(), workspace.span(), self.blocks())
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
-        memory.extend([lse, counters]);
+        memory.extend([lse, workspace]);
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
         Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
     }

@@ -10,7 +10,7 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
-use crate::attention::forward;
+use crate::attention::{few, forward};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{Exp, Mask};
@@ -53,6 +53,15 @@ where
     let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
     let features = forward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
     forward::kernel::<T>(target, &features, tuning)
+}
+
+/// Forward attention of few queries.
+fn attention_few<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    let features = few::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
+    few::kernel::<T>(target, &features, few::Tuning::hopper(features.padded()))
 }
 
 const ALL: &[Entry] = &[
@@ -141,6 +150,31 @@ const ALL: &[Entry] = &[
         name: "attention-f16-d128-causal",
         summary: "forward attention, f16, head_dim 128, causal mask",
         build: |target| attention::<f16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-few-bf16-d64-full",
+        summary: "forward attention of few queries, bf16, head_dim 64, no mask",
+        build: |target| attention_few::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-bf16-d128-full",
+        summary: "forward attention of few queries, bf16, head_dim 128, no mask",
+        build: |target| attention_few::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-bf16-d128-causal",
+        summary: "forward attention of few queries, bf16, head_dim 128, causal mask",
+        build: |target| attention_few::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-few-bf16-d256-full",
+        summary: "forward attention of few queries, bf16, head_dim 256, no mask",
+        build: |target| attention_few::<bf16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-f16-d128-full",
+        summary: "forward attention of few queries, f16, head_dim 128, no mask",
+        build: |target| attention_few::<f16>(target, 128, Mask::none()),
     },
 ];
 

@@ -1,5 +1,7 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
+use super::few;
+use super::few_plan::Few;
 use super::forward::{self, Features, Tuning};
 use fulgurite_core::{DType, Layout, Mask, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
@@ -51,7 +53,7 @@ impl Placed {
     }
 
     /// As the copy engine sees it: element, row, head, batch.
-    fn tensor(&self, number: Number) -> TensorSpan {
+    pub(super) fn tensor(&self, number: Number) -> TensorSpan {
         let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
         let bytes = u64::from(number.bytes());
         TensorSpan {
@@ -63,6 +65,49 @@ impl Placed {
     }
 }
 
+/// Keys that some query sees. The others are left out of a launch: whatever they hold, times a probability of 0, must
+/// not show.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Visible {
+    pub first: u64,
+    pub count: u64,
+}
+
+impl Visible {
+    pub fn of(mask: &Mask, q_len: u64, k_len: u64) -> Visible {
+        let [q_len, k_len] = [q_len, k_len].map(|n| n as usize);
+        if q_len == 0 {
+            return Visible { first: 0, count: 0 };
+        }
+        let (first, end) = (mask.keys(0, q_len, k_len).start, mask.keys(q_len - 1, q_len, k_len).end);
+        Visible { first: first as u64, count: end.saturating_sub(first) as u64 }
+    }
+
+    /// Their rows of a tensor. Without keys every element is masked, and memory that `any` has does.
+    pub fn part(&self, placed: &Placed, any: &Placed) -> Placed {
+        match self.count == 0 || placed.shape.contains(&0) {
+            true => Placed { shape: [1, 1, 1, any.shape[3]], ..*any },
+            false => placed.rows(self.first, self.count),
+        }
+    }
+
+    /// The key that query 0 stands at, from the last query and the last key, and from the first ones.
+    pub fn diagonals(&self, q_len: u64, k_len: u64) -> [Value; 2] {
+        let first = self.first as i64;
+        [k_len as i64 - q_len as i64 - first, -first].map(|n| Value::U32(n as i32 as u32))
+    }
+}
+
+/// Memory that a launch needs beside inputs and outputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Workspace {
+    /// All of it.
+    pub bytes: u64,
+    /// Bytes at its beginning that are 0 before a launch. After it they are 0 again but for the second word, which
+    /// counts blocks done again and is read by nobody else.
+    pub zeroed_bytes: u64,
+}
+
 /// A forward call on Hopper: what its kernel's text depends on, and its sizes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Forward {
@@ -72,6 +117,8 @@ pub struct Forward {
     /// Batch, queries, keys, query heads, key/value heads.
     sizes: [u64; 5],
     scale: f32,
+    /// The kernel for few queries, where it takes the call.
+    few: Option<Few>,
 }
 
 impl Forward {
@@ -118,12 +165,29 @@ impl Forward {
             other => other,
         };
         let mask: Mask = problem.mask().clone();
+        let (sizes, scale) = (sizes.map(|n| n as u64), problem.scale());
+        let few = Few::takes(sizes).then(|| {
+            let features = few::Features { dims: dims.map(|d| d as u32), mask: mask.clone(), exp };
+            let tuning = few::Tuning { rescale: tuning.rescale, ..few::Tuning::hopper(features.padded()) };
+            Few { number, features, tuning, sizes, scale }
+        });
         let features = Features { dims: padded, mask, exp };
-        Ok(Forward { number, features, tuning, sizes: sizes.map(|n| n as u64), scale: problem.scale() })
+        Ok(Forward { number, features, tuning, sizes, scale, few })
+    }
+
+    /// The same call with another cut of the kernel for few queries, where that takes it.
+    pub fn few_tuned(mut self, change: impl FnOnce(few::Tuning) -> few::Tuning) -> Forward {
+        if let Some(few) = &mut self.few {
+            few.tuning = change(few.tuning);
+        }
+        self
     }
 
     /// Its kernel.
     pub fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {
+        if let Some(few) = &self.few {
+            return few.kernel(target);
+        }
         match self.number {
             Number::Bf16 => forward::kernel::<bf16>(target, &self.features, self.tuning),
             _ => forward::kernel::<f16>(target, &self.features, self.tuning),
@@ -132,19 +196,33 @@ impl Forward {
 
     /// Whether another call has the same kernel.
     pub fn same_kernel(&self, other: &Forward) -> bool {
+        if self.few.is_some() || other.few.is_some() {
+            return self.few.as_ref().zip(other.few.as_ref()).is_some_and(|(one, other)| one.same_kernel(other));
+        }
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
     }
 
-    /// Its launch, `None` where there is nothing to compute. `lse` is f32, `[batch, heads, queries]`, packed; `counters`
-    /// are two u32, the first of them 0 (as every launch leaves it) and the second a count of blocks done again.
+    /// What its launch needs beside inputs and outputs.
+    pub fn workspace(&self) -> Workspace {
+        match &self.few {
+            Some(few) => few.workspace(),
+            None => Workspace { bytes: 8, zeroed_bytes: 8 },
+        }
+    }
+
+    /// Its launch, `None` where there is nothing to compute. `lse` is f32, `[batch, heads, queries]`, packed; of strides
+    /// in elements, all are multiples of 8.
     pub fn launch(
         &self,
         kernel: Arc<Kernel>,
         [q, k, v, o]: [Placed; 4],
         lse: Span,
-        counters: Span,
+        workspace: Span,
         multiprocessors: u32,
     ) -> Option<Launch> {
+        if let Some(few) = &self.few {
+            return few.launch(kernel, [q, k, v, o], lse, workspace, multiprocessors);
+        }
         let [batch, q_len, k_len, heads, kv_heads] = self.sizes;
         let rows = u64::from(64 * self.tuning.groups);
         let (m_tiles, pairs) = (q_len.div_ceil(rows), heads * batch);
@@ -152,17 +230,9 @@ impl Forward {
         if tiles == 0 || o.shape.contains(&0) {
             return None;
         }
-        // Keys that no query sees are left out: whatever they hold, times a probability of 0, must not show.
-        let mask = &self.features.mask;
-        let [q_count, k_count] = [q_len, k_len].map(|n| n as usize);
-        let seen = mask.keys(0, q_count, k_count).start..mask.keys(q_count - 1, q_count, k_count).end;
-        let count = seen.end.saturating_sub(seen.start) as u64;
-        // Without keys every element is masked: any memory does.
-        let some = |placed: &Placed| match count == 0 || placed.shape.contains(&0) {
-            true => Placed { shape: [1, 1, 1, q.shape[3]], ..q },
-            false => placed.rows(seen.start as u64, count),
-        };
-        let tensors = [q, some(&k), some(&v), o].map(|placed| Value::Tensor(placed.tensor(self.number)));
+        let visible = Visible::of(&self.features.mask, q_len, k_len);
+        let tensors =
+            [q, visible.part(&k, &q), visible.part(&v, &q), o].map(|placed| Value::Tensor(placed.tensor(self.number)));
         // Enough pairs to balance rows of different lengths, few enough for the second-level cache.
         let pair_bytes = (k_len * u64::from(self.features.dims[0] + self.features.dims[1]) * 2).max(1);
         let order = match self.features.mask.spans().is_empty() {
@@ -170,20 +240,18 @@ impl Forward {
             false => (CACHE_BYTES / pair_bytes).clamp(16, 32),
         };
         let order = order.min(pairs);
-        let numbers = [q_len, count, m_tiles, tiles, pairs].map(|n| Value::U32(n as u32));
-        let first = seen.start as i64;
-        let diagonals = [k_len as i64 - q_len as i64 - first, -first].map(|n| Value::U32(n as i32 as u32));
+        let numbers = [q_len, visible.count, m_tiles, tiles, pairs].map(|n| Value::U32(n as u32));
         let rest = match pairs % order {
             0 => 1, // never used
             rest => rest,
         };
         let divisors = [heads, heads / kv_heads, order * m_tiles, order, rest].map(|d| divisor_values(d as u32));
         let mut args: Vec<Value> = tensors.into();
-        args.extend([Value::Pointer(lse), Value::Pointer(counters)]);
+        args.extend([Value::Pointer(lse), Value::Pointer(workspace)]);
         args.extend(numbers);
         args.extend(divisors.into_iter().flatten());
         args.push(Value::F32(self.scale * LOG2_E));
-        args.extend(diagonals);
+        args.extend(visible.diagonals(q_len, k_len));
         let blocks = tiles.min(u64::from(multiprocessors)) as u32;
         Some(Launch { kernel, grid: [blocks, 1, 1], args })
     }
