@@ -233,7 +233,8 @@ where
     fn each<W: fulgurite_ptx::Who>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, Work<'k>)) {
         w.each(w.block(), self.items, w.blocks(), |w, item| {
             let work = self.find(item);
-            w.when(work.slot.split.lt(work.slot.splits), |w| f(w, work));
+            // Not by the number of splits, a division that only who merges needs.
+            w.when(work.blocks[0].lt(work.blocks[1]), |w| f(w, work));
         });
     }
 
