@@ -9,7 +9,7 @@
 use fulgurite_core::{DType, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
 use fulgurite_kernels::attention::few::Tuning;
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value};
 use fulgurite_ptx::{BuildError, Kernel, Target, bf16};
 use std::error::Error;
@@ -95,7 +95,8 @@ struct Memory {
     k: Buffer,
     v: Buffer,
     small: Buffer,
-    workspace: Buffer,
+    counters: Buffer,
+    scratch: Buffer,
 }
 
 /// The most that keys or values take.
@@ -135,8 +136,10 @@ impl Cell {
             rows(memory.v.span().from(at), self.k_len, KV_HEADS),
             rows(small(1), self.q_len, HEADS),
         ];
-        plan.launch(kernel.clone(), tensors, small(2), memory.workspace.span(), processors)
-            .expect("bug in fulgurite: a cell without rows")
+        let tensors = Tensors::new(tensors, small(2), memory.counters.span());
+        let tensors = Tensors { scratch: Some(memory.scratch.span()), ..tensors };
+        let launch = plan.launch(kernel.clone(), &tensors, processors);
+        launch.ok().flatten().expect("bug in fulgurite: a cell without rows")
     }
 
     fn run(
@@ -147,12 +150,11 @@ impl Cell {
         cut: Option<(u32, u32)>,
     ) -> Result<String, Box<dyn Error>> {
         let plan = self.plan(cut)?;
-        let wanted = plan.workspace();
-        if wanted.bytes > memory.workspace.span().bytes {
-            return Err(format!("the launch wants {} bytes of workspace", wanted.bytes).into());
+        let wanted = [plan.counter_bytes(), plan.scratch_bytes()];
+        if wanted[0] > memory.counters.span().bytes || wanted[1] > memory.scratch.span().bytes {
+            return Err(format!("the launch wants {wanted:?} bytes of counters and scratch").into());
         }
-        let zeroed = Span { bytes: wanted.zeroed_bytes, ..memory.workspace.span() };
-        gpu.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
+        gpu.upload(memory.counters.span(), &vec![0; memory.counters.span().bytes as usize])?;
         let kernel = Arc::new(plan.kernel(gpu.target())?);
         let module = gpu.load(kernel.clone())?;
         let launch = |part| self.launch(&plan, &kernel, memory, part, gpu.multiprocessors());
@@ -221,7 +223,8 @@ fn run() -> Result<(), Box<dyn Error>> {
         k: gpu.allocate(KEYS_BYTES)?,
         v: gpu.allocate(KEYS_BYTES)?,
         small: gpu.allocate(3 * SMALL_BYTES)?,
-        workspace: gpu.allocate(1 << 30)?,
+        counters: gpu.allocate(1 << 16)?,
+        scratch: gpu.allocate(1 << 30)?,
     };
     [&memory.k, &memory.v, &memory.small].into_iter().try_for_each(|buffer| fill(&gpu, buffer))?;
     println!(

@@ -12,6 +12,7 @@
 //! ```
 
 pub use fulgurite_cuda::{Losses, Options, default_cache_dir};
+pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Tensors};
 pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
@@ -19,8 +20,10 @@ pub use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints, Messag
 pub use fulgurite_ptx::device::{DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
+use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_cuda::Cuda;
-use fulgurite_ptx::device::{Device, Module};
+use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
+use fulgurite_ptx::device::{Buffer, Device, Module};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;
@@ -35,15 +38,82 @@ pub enum GpuError {
     /// There is no kernel for it.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// No kernel computes it.
+    #[error("engine cuda does not have {feature}; the engine `cpu` has it")]
+    Missing {
+        /// What, in words that follow "does not have".
+        feature: String,
+    },
     /// The device refused, or failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+impl From<Missing> for GpuError {
+    fn from(missing: Missing) -> Self {
+        GpuError::Missing { feature: missing.feature }
+    }
 }
 
 /// A GPU of this machine, and the kernels that were compiled for it.
 pub struct Gpu {
     cuda: Cuda,
     products: Mutex<HashMap<Gemm, Module>>,
+    /// Made with the first attention.
+    counters: Mutex<Option<Counters>>,
+    /// What launches on a stream need for themselves: they follow each other and share it.
+    scratch: Mutex<HashMap<Stream, Buffer>>,
+}
+
+/// Forward attention on a problem, compiled for a GPU.
+pub struct Attention {
+    ready: Ready,
+    module: Module,
+    /// Scratch of recorded launches, where they need any: nothing can be allocated while they are recorded. Recordings with
+    /// launches of one `Attention` are not replayed at the same time.
+    recorded: Option<Buffer>,
+}
+
+impl Attention {
+    /// How a block mask reaches the kernel, if the problem has one.
+    pub fn block_form(&self) -> Option<BlockForm> {
+        self.ready.plan().block_form()
+    }
+}
+
+/// Counters of launches that may run at the same time: launches on one stream follow each other and share theirs, a
+/// recorded launch may be replayed anywhere and has its own.
+struct Counters {
+    memory: Buffer,
+    taken_bytes: u64,
+    of_streams: HashMap<Stream, Span>,
+}
+
+impl Counters {
+    /// What a pointer is aligned to.
+    const ALIGN: u64 = 16;
+    const BYTES: u64 = 4 << 20;
+
+    fn new(cuda: &Cuda) -> Result<Counters, DeviceError> {
+        let memory = cuda.allocate(Self::BYTES)?;
+        cuda.upload(memory.span(), &vec![0; memory.span().bytes as usize])?;
+        Ok(Counters { memory, taken_bytes: 0, of_streams: HashMap::new() })
+    }
+
+    fn fresh(&mut self, bytes: u64) -> Result<Span, DeviceError> {
+        let end = self.taken_bytes + bytes.next_multiple_of(Self::ALIGN);
+        if end > Self::BYTES {
+            let what = format!(
+                "recorded launches and streams have taken {} of {} bytes of counters, and {bytes} more are needed",
+                self.taken_bytes,
+                Self::BYTES
+            );
+            return Err(DeviceError::Failed { call: "launch", what });
+        }
+        let span = Span { bytes, ..self.memory.span().from(self.taken_bytes) };
+        self.taken_bytes = end;
+        Ok(span)
+    }
 }
 
 impl Gpu {
@@ -58,7 +128,8 @@ impl Gpu {
     /// }
     /// ```
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
-        Ok(Gpu { cuda: Cuda::open(ordinal, options)?, products: Mutex::default() })
+        let cuda = Cuda::open(ordinal, options)?;
+        Ok(Gpu { cuda, products: Mutex::default(), counters: Mutex::default(), scratch: Mutex::default() })
     }
 
     /// Its name.
@@ -77,6 +148,84 @@ impl Gpu {
         let module = self.loaded(gemm)?;
         let launch = gemm.launch(module.shared_kernel(), matrices, self.cuda.multiprocessors())?;
         Ok(self.cuda.launch(&module, launch.grid, &launch.args, stream)?)
+    }
+
+    /// Forward attention on a problem: planned, built and compiled. `sinks` is the type of the sinks where the problem has
+    /// them, f32 if not said; the rescale policy is the fastest one unless given.
+    pub fn attention(
+        &self,
+        problem: &Problem,
+        sinks: Option<DType>,
+        rescale: Option<Rescale>,
+    ) -> Result<Attention, GpuError> {
+        let mut plan = Forward::new(problem, rescale)?;
+        if problem.has_sinks() {
+            plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
+        }
+        let target = self.cuda.target();
+        if target.sm != 90 {
+            return Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", target.sm) });
+        }
+        let kernel = plan.kernel(target).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let module = self.cuda.load(Arc::new(kernel))?;
+        // Not while launches are recorded, when nothing may be allocated.
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        if counters.is_none() {
+            *counters = Some(Counters::new(&self.cuda)?);
+        }
+        let recorded = match plan.scratch_bytes() {
+            0 => None,
+            bytes => Some(self.cuda.allocate(bytes)?),
+        };
+        Ok(Attention { ready: plan.ready(module.shared_kernel()), module, recorded })
+    }
+
+    /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
+    /// in must stay alive until the stream has come past it.
+    pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
+        let (plan, capturing) = (attention.ready.plan(), self.cuda.is_capturing(stream)?);
+        tensors.counters = self.launch_counters(stream, capturing, plan.counter_bytes())?;
+        tensors.scratch = match (&attention.recorded, capturing) {
+            (None, _) => None,
+            (Some(recorded), true) => Some(recorded.span()),
+            (Some(_), false) => Some(self.launch_scratch(stream, plan.scratch_bytes())?),
+        };
+        match attention.ready.launch(tensors, self.cuda.multiprocessors())? {
+            Some(launch) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
+            None => Ok(()),
+        }
+    }
+
+    fn launch_counters(&self, stream: Stream, capturing: bool, bytes: u64) -> Result<Span, DeviceError> {
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let counters = counters.as_mut().expect("bug in fulgurite: attention is prepared before it runs");
+        if capturing {
+            return counters.fresh(bytes);
+        }
+        match counters.of_streams.get(&stream) {
+            Some(&known) if known.bytes >= bytes => Ok(known),
+            // More than asked for, so that a batch that grows does not take new ones every time.
+            _ => {
+                let fresh = counters.fresh(bytes.next_power_of_two())?;
+                counters.of_streams.insert(stream, fresh);
+                Ok(fresh)
+            }
+        }
+    }
+
+    fn launch_scratch(&self, stream: Stream, bytes: u64) -> Result<Span, DeviceError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        match scratch.get(&stream) {
+            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
+            _ => {
+                // The driver waits for launches that use what is given back.
+                scratch.remove(&stream);
+                let fresh = self.cuda.allocate(bytes.next_power_of_two())?;
+                let span = fresh.span();
+                scratch.insert(stream, fresh);
+                Ok(span)
+            }
+        }
     }
 
     fn loaded(&self, gemm: &Gemm) -> Result<Module, GpuError> {

@@ -5,8 +5,11 @@
 
 use crate::engine::{Engine, Run, Unsupported};
 use crate::{Counters, Error};
-use fulgurite_core::{Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_core::expr::Coverage;
+use fulgurite_core::{
+    BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
+};
+use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Placed, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -25,16 +28,15 @@ impl OnDevice {
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        let refuse = |feature: String| Unsupported {
-            engine: self.name.into(),
-            feature,
-            instead: "the engine `cpu` has it".into(),
-        };
-        let plan = Forward::new(problem, self.rescale).map_err(|missing| refuse(missing.feature))?;
+        let plan = Forward::new(problem, self.rescale).map_err(|missing| self.refuse(missing.feature))?;
         match self.device.target().sm {
             90 => Ok(plan),
-            other => Err(refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
+            other => Err(self.refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
         }
+    }
+
+    fn refuse(&self, feature: String) -> Unsupported {
+        Unsupported { engine: self.name.into(), feature, instead: "the engine `cpu` has it".into() }
     }
 
     fn module(&self, plan: &Forward) -> Result<Module, Error> {
@@ -48,30 +50,118 @@ impl OnDevice {
         Ok(module)
     }
 
-    fn upload(&self, view: &TensorView<'_>) -> Result<(Buffer, Placed), Error> {
-        let shape = [0, 1, 2, 3].map(|axis| view.shape()[axis] as u64);
-        let bytes = packed_bytes(view);
-        let buffer = self.room(bytes.len())?;
-        self.device.upload(buffer.span(), &bytes)?;
-        let placed = Placed::packed(buffer.span(), shape);
-        Ok((buffer, placed))
+    /// Copies a tensor of rows there, as four axes.
+    fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<Placed, Error> {
+        let span = self.upload(memory, &packed_bytes(view))?;
+        Ok(Placed::packed(span, four_axes(view.shape())))
+    }
+
+    /// Copies bytes there.
+    fn upload(&self, memory: &mut Vec<Buffer>, bytes: &[u8]) -> Result<Span, DeviceError> {
+        let span = self.room(memory, bytes.len())?;
+        self.device.upload(span, bytes)?;
+        Ok(span)
     }
 
     /// Memory for at least a few bytes: an empty tensor has an address too.
-    fn room(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.device.allocate(bytes.max(64) as u64)
+    fn room(&self, memory: &mut Vec<Buffer>, bytes: usize) -> Result<Span, DeviceError> {
+        let buffer = self.device.allocate(bytes.max(64) as u64)?;
+        let span = Span { bytes: bytes as u64, ..buffer.span() };
+        memory.push(buffer);
+        Ok(span)
+    }
+
+    /// The tensors of a call beside q, k, v, o and the LSE.
+    fn more(
+        &self,
+        memory: &mut Vec<Buffer>,
+        plan: &Forward,
+        inputs: &Inputs<'_>,
+        bound: &Bound<'_>,
+        tensors: &mut Tensors,
+    ) -> Result<(), Error> {
+        let mut whole = |view: &TensorView<'_>| self.upload(memory, &packed_bytes(view));
+        tensors.sinks = inputs.sinks.as_ref().map(&mut whole).transpose()?;
+        tensors.cu_seqlens = match (&inputs.cu_seqlens_q, &inputs.cu_seqlens_k) {
+            (Some(q), Some(k)) => Some([whole(q)?, whole(k)?]),
+            _ => None,
+        };
+        tensors.used =
+            [inputs.used_q.as_ref().map(&mut whole).transpose()?, inputs.used_k.as_ref().map(&mut whole).transpose()?];
+        for view in bound.aux() {
+            let shape: Vec<u64> = view.shape().iter().map(|&n| n as u64).collect();
+            let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
+            tensors.aux.push(AuxPlaced { span: whole(view)?, strides });
+        }
+        if let (Some(mask), Some(form)) = (bound.block_mask(), plan.block_form()) {
+            match form {
+                BlockForm::Lists => tensors.lists = Some(self.lists(memory, mask)?),
+                BlockForm::Coverage => tensors.coverage = Some(self.upload(memory, &coverage_bytes(mask))?),
+            }
+        }
+        Ok(())
+    }
+
+    /// The lists of a block mask, each with room for the longest.
+    fn lists(&self, memory: &mut Vec<Buffer>, mask: &BlockMask) -> Result<ListsPlaced, Error> {
+        let spec = mask.spec();
+        let rows = || {
+            let [q_blocks, _] = mask.blocks();
+            (0..spec.batch).flat_map(move |b| (0..spec.heads).flat_map(move |h| (0..q_blocks).map(move |i| (b, h, i))))
+        };
+        let bytes = |numbers: Vec<i32>| numbers.into_iter().flat_map(i32::to_le_bytes).collect::<Vec<u8>>();
+        let mut one = |pick: &dyn Fn((usize, usize, usize)) -> Vec<i32>| -> Result<(Span, Span, u32), Error> {
+            let lists: Vec<Vec<i32>> = rows().map(pick).collect();
+            let width = lists.iter().map(Vec::len).max().unwrap_or(0).max(1);
+            let counts = lists.iter().map(|list| list.len() as i32).collect();
+            let padded =
+                |list: &Vec<i32>| list.iter().copied().chain(std::iter::repeat(0)).take(width).collect::<Vec<_>>();
+            let blocks = lists.iter().flat_map(padded).collect();
+            Ok((self.upload(memory, &bytes(counts))?, self.upload(memory, &bytes(blocks))?, width as u32))
+        };
+        let partial = one(&|(b, h, i)| mask.lists(b, h, i).0.to_vec())?;
+        let full = one(&|(b, h, i)| mask.lists(b, h, i).1.to_vec())?;
+        Ok(ListsPlaced { counts: [partial.0, full.0], blocks: [partial.1, full.1], widths: [partial.2, full.2] })
     }
 }
 
-/// The elements of a 16-bit tensor, in order.
+/// What each block of a block mask is: hidden 0, partial 1, whole 2.
+fn coverage_bytes(mask: &BlockMask) -> Vec<u8> {
+    let (spec, [q_blocks, k_blocks]) = (mask.spec(), mask.blocks());
+    let mut bytes = Vec::new();
+    for b in 0..spec.batch {
+        for h in 0..spec.heads {
+            for (i, j) in (0..q_blocks).flat_map(|i| (0..k_blocks).map(move |j| (i, j))) {
+                let word = match mask.coverage(b, h, i * spec.rows, j * spec.cols) {
+                    Coverage::Empty => 0i32,
+                    Coverage::Partial => 1,
+                    Coverage::Full => 2,
+                };
+                bytes.extend(word.to_le_bytes());
+            }
+        }
+    }
+    bytes
+}
+
+/// A shape of rows with its batch axis: a packed batch is one sequence.
+fn four_axes(shape: &[usize]) -> [u64; 4] {
+    let mut axes = [1; 4];
+    let first = 4 - shape.len();
+    shape.iter().enumerate().for_each(|(i, &n)| axes[first + i] = n as u64);
+    axes
+}
+
+/// The elements of a tensor, in order.
 fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
-    let bits = |offset: usize| match view.data() {
-        Data::F16(all) => all[offset].to_bits(),
-        Data::Bf16(all) => all[offset].to_bits(),
-        _ => unreachable!("bug in fulgurite: a type that the plan refused"),
-    };
-    let mut bytes = Vec::with_capacity(2 * view.shape().count());
-    each_offset(view.shape(), view.strides(), |offset| bytes.extend_from_slice(&bits(offset).to_le_bytes()));
+    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * view.shape().count());
+    each_offset(view.shape(), view.strides(), |offset| match view.data() {
+        Data::F32(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::F16(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::Bf16(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::I32(all) => bytes.extend(all[offset].to_le_bytes()),
+        _ => unreachable!("bug in fulgurite: a type that the problem refused"),
+    });
     bytes
 }
 
@@ -110,29 +200,29 @@ impl Engine for OnDevice {
         outputs: &mut Outputs<'_>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let plan = self.plan(problem)?;
+        let mut plan = self.plan(problem)?;
         let bound = inputs.bind(problem)?;
         outputs.check(problem)?;
+        if let Some(sinks) = &inputs.sinks {
+            plan = plan.with_sinks(sinks.dtype());
+        }
         let module = self.module(&plan)?;
-        let (_q, q) = self.upload(bound.q())?;
-        let (_k, k) = self.upload(bound.k())?;
-        let (_v, v) = self.upload(bound.v())?;
+        let memory = &mut Vec::new();
+        let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
-        let o_buffer = self.room(2 * o_shape.count())?;
-        let o = Placed::packed(o_buffer.span(), [0, 1, 2, 3].map(|axis| o_shape[axis] as u64));
-        let lse = self.room(4 * lse_count)?;
-        let wanted = plan.workspace();
-        let workspace = self.room(wanted.bytes as usize)?;
-        let zeroed = Span { bytes: wanted.zeroed_bytes, ..workspace.span() };
-        self.device.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
-        let processors = self.device.multiprocessors();
-        let launch = plan.launch(module.shared_kernel(), [q, k, v, o], lse.span(), workspace.span(), processors);
-        let Some(launch) = launch else { return Ok(()) };
+        let o = Placed::packed(self.room(memory, 2 * o_shape.count())?, four_axes(&o_shape));
+        let lse = self.room(memory, 4 * lse_count)?;
+        let counters = self.upload(memory, &vec![0; plan.counter_bytes() as usize])?;
+        let mut tensors = Tensors::new([q, k, v, o], lse, counters);
+        tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
+        self.more(memory, &plan, inputs, &bound, &mut tensors)?;
+        let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
+        let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
         self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
         self.device.synchronize(Stream::default())?;
 
         let mut words = vec![0; 2 * o_shape.count()];
-        self.device.download(Span { bytes: words.len() as u64, ..o_buffer.span() }, &mut words)?;
+        self.device.download(o.span, &mut words)?;
         let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
         let strides = *outputs.o.strides();
         let data = outputs.o.data_mut();
@@ -145,7 +235,7 @@ impl Engine for OnDevice {
             }
         });
         let mut words = vec![0; 4 * lse_count];
-        self.device.download(Span { bytes: words.len() as u64, ..lse.span() }, &mut words)?;
+        self.device.download(lse, &mut words)?;
         let mut numbers = words.chunks_exact(4).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
         let (shape, strides) = (*outputs.lse.shape(), *outputs.lse.strides());
         let DataMut::F32(all) = outputs.lse.data_mut() else {
@@ -156,7 +246,7 @@ impl Engine for OnDevice {
         });
         if let Some(tally) = run.tally {
             let mut word = [0; 4];
-            let second = Span { address: workspace.span().address + 4, bytes: 4 };
+            let second = Span { address: counters.address + 4, bytes: 4 };
             self.device.download(second, &mut word)?;
             tally.add(Counters { blocks_redone: u64::from(u32::from_le_bytes(word)), ..Counters::default() });
         }

@@ -17,7 +17,7 @@ pub use fulgurite_sim::{
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_kernels::attention::few;
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
@@ -331,14 +331,15 @@ impl Maker<'_> {
         }
         let tensors = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
-        let wanted = plan.workspace();
-        let workspace = self.device.allocate(wanted.bytes)?;
-        let zeroed = fulgurite_ptx::device::Span { bytes: wanted.zeroed_bytes, ..workspace.span() };
-        self.device.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
+        let counters = self.device.allocate(plan.counter_bytes())?;
+        self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;
+        let scratch = self.device.allocate(plan.scratch_bytes().max(16))?;
+        let tensors = Tensors { scratch: Some(scratch.span()), ..Tensors::new(tensors, lse.span(), counters.span()) };
         let launch = plan
-            .launch(kernel, tensors, lse.span(), workspace.span(), self.blocks())
+            .launch(kernel, &tensors, self.blocks())
+            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
-        memory.extend([lse, workspace]);
+        memory.extend([lse, counters, scratch]);
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
         Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
     }

@@ -116,6 +116,8 @@ pub struct Pipe<'k> {
     /// Where the first stage begins, and bytes from one to the next.
     first: u32,
     stage: u32,
+    /// Where the numbers begin that go with the stages, if any do.
+    tags: Option<u32>,
 }
 
 impl Builder {
@@ -132,17 +134,24 @@ impl Builder {
         // Whole periods of the widest swizzle, so that every stage begins on one.
         let stage = stage.next_multiple_of(Swizzle::B128.period());
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
-        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles, first, stage }
+        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles, first, stage, tags: None }
     }
 
-    /// A ring of `depth` messages of `N` numbers each, a multiple of four.
+    /// The same, and a number goes with each stage.
     #[track_caller]
-    pub fn mailbox<const N: usize>(&self, name: &str, depth: u32) -> Mailbox<'_, N> {
-        if !N.is_multiple_of(4) {
-            self.refuse(format!("mailbox `{name}` has messages of {N} numbers, allowed: multiples of 4"));
+    pub fn tagged_pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
+        let tags = self.take_small(&format!("{name}.tags"), 4 * depth, 16);
+        Pipe { tags: Some(tags), ..self.pipe(name, depth, tiles) }
+    }
+
+    /// A ring of `depth` messages of `words` numbers each, a multiple of four.
+    #[track_caller]
+    pub fn mailbox(&self, name: &str, depth: u32, words: usize) -> Mailbox<'_> {
+        if !words.is_multiple_of(4) {
+            self.refuse(format!("mailbox `{name}` has messages of {words} numbers, allowed: multiples of 4"));
         }
-        let offset = self.take_small(name, 4 * N as u32 * depth, 16);
-        Mailbox { ring: Ring::new(self, name, depth, 1), offset }
+        let offset = self.take_small(name, 4 * words as u32 * depth, 16);
+        Mailbox { ring: Ring::new(self, name, depth, 1), offset, words }
     }
 }
 
@@ -188,8 +197,52 @@ impl<'k> Pipe<'k> {
     /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
     #[track_caller]
     pub fn put(&self, t: &Scope<'k, Thread>, f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>)) {
+        self.put_with(t, None, f);
+    }
+
+    /// The same, with the number that goes with the stage of a [tagged](Builder::tagged_pipe) ring.
+    #[track_caller]
+    pub fn put_tagged(
+        &self,
+        t: &Scope<'k, Thread>,
+        tag: Val<'k, u32>,
+        f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>),
+    ) {
+        self.put_with(t, Some(tag), f);
+    }
+
+    /// The number that goes with the stage that was waited for last.
+    #[track_caller]
+    pub fn tag(&self, _: &Scope<'k, Group>) -> Val<'k, u32> {
+        let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        let (d, tag) = (self.ring.k.register(Class::B32), self.tag_place(stage.now()));
+        self.ring.k.emit(&memory::LD_SHARED_32, [Arg::List([d].into()), tag, Arg::Word("")]);
+        Val::reg(self.ring.k, d)
+    }
+
+    #[track_caller]
+    fn tag_place(&self, stage: Val<'k, u32>) -> Arg {
+        let k = self.ring.k;
+        if self.tags.is_none() {
+            k.refuse("no number goes with the stages of this ring; make it with tagged_pipe".into());
+        }
+        let first = k.shared_address(self.tags.unwrap_or(0));
+        Arg::Address(Base::Reg(stage.mul_add(4, first).in_register()), 0)
+    }
+
+    #[track_caller]
+    fn put_with(
+        &self,
+        t: &Scope<'k, Thread>,
+        tag: Option<Val<'k, u32>>,
+        f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>),
+    ) {
         let ring = &self.ring;
         let cursor = ring.wait_empty();
+        if let Some(tag) = tag {
+            let (place, tag) = (self.tag_place(cursor[0].now()), tag.in_register());
+            ring.k.emit(&memory::ST_SHARED_32, [place, Arg::List([tag].into()), Arg::Word("")]);
+        }
         let full = ring.barrier(ring.full, cursor[0].now());
         let place = Arg::Address(Base::Reg(full.in_register()), 0);
         ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
@@ -263,28 +316,35 @@ impl<'k> Pipe<'k> {
     }
 }
 
-/// A ring of messages of `N` numbers, a multiple of four.
-pub struct Mailbox<'k, const N: usize> {
+/// A ring of messages of a few numbers.
+pub struct Mailbox<'k> {
     ring: Ring<'k>,
     offset: u32,
+    words: usize,
 }
 
-impl<'k, const N: usize> Mailbox<'k, N> {
+impl<'k> Mailbox<'k> {
     /// Bytes that one instruction moves.
     const PART: usize = 16;
 
     #[track_caller]
     fn place(&self, cursor: Cursor<'k>) -> Reg {
         let start = self.ring.k.shared_address(self.offset);
-        cursor[0].now().mul_add(4 * N as u32, start).in_register()
+        cursor[0].now().mul_add(4 * self.words as u32, start).in_register()
     }
 
-    /// Waits for room and writes a message.
+    /// Waits for room and writes a message; what it leaves out is 0.
     #[track_caller]
-    pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
+    pub fn put(&self, t: &Scope<'k, Thread>, message: &[Val<'k, u32>]) {
         let (ring, k) = (&self.ring, self.ring.k);
+        if message.len() > self.words {
+            k.refuse(format!("a message of {} numbers, allowed: up to {}", message.len(), self.words));
+        }
         let cursor = ring.wait_empty();
-        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), || message.map(|x| x.in_register())));
+        let zero = t.constant(0u32);
+        let all = message.iter().copied().chain(std::iter::repeat(zero)).take(self.words);
+        let registers = || all.map(|x| x.in_register()).collect::<Vec<Reg>>();
+        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), registers));
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);
@@ -296,10 +356,10 @@ impl<'k, const N: usize> Mailbox<'k, N> {
 
     /// Waits for a message and reads it, in every thread of the role.
     #[track_caller]
-    pub fn take(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
+    pub fn take(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.wait_full();
-        let (base, regs) = (self.place(cursor), [0; N].map(|_| k.register(Class::B32)));
+        let (base, regs) = (self.place(cursor), (0..self.words).map(|_| k.register(Class::B32)).collect::<Vec<_>>());
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
@@ -307,6 +367,6 @@ impl<'k, const N: usize> Mailbox<'k, N> {
         w.sync_warp();
         ring.tell_empty(w, cursor);
         ring.advance(cursor);
-        regs.map(|reg| Val::reg(k, reg))
+        regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
     }
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Random, download, upload};
 use fulgurite_core::{DType, Mask, Problem, Rescale};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_ptx::device::{Device, Stream};
 use fulgurite_ptx::{Target, bf16};
 use fulgurite_sim::Sim;
@@ -57,7 +57,8 @@ impl Case {
         let sides =
             [(&q_buffer, q_len, heads), (&k_buffer, k_len, kv_heads), (&v_buffer, k_len, kv_heads), (&o, q_len, heads)];
         let tensors = sides.map(|(b, len, heads)| Placed::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
-        let launch = plan.launch(kernel, tensors, lse.span(), counters.span(), self.blocks).unwrap();
+        let launch =
+            plan.launch(kernel, &Tensors::new(tensors, lse.span(), counters.span()), self.blocks).unwrap().unwrap();
         let module = sim.load(launch.kernel.clone()).unwrap();
         if let Err(e) = sim.launch(&module, launch.grid, &launch.args, Stream::default()) {
             panic!("{self:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>());

@@ -9,14 +9,18 @@
 //! Bound by memory: 64 rows are multiplied however few there are, which takes about half the time that their keys take
 //! to come.
 
+use super::forward::Features;
+use super::modifier::{Modify, Parameters, Place};
 use super::partial::{Partials, Slot};
 use super::softmax::Softmax;
 use super::span::{Lengths, Limits, Spans};
-use fulgurite_core::{Exp, Mask, Rescale};
+use super::work::{Of, Sequence, Unequal, Work as Tiled};
+use fulgurite_core::Rescale;
 use fulgurite_ptx::{
     BuildError, Builder, Divisor, Fragment, Group, Half, Kernel, Major, Pair, Pointer, Scope, Sum, Target, Tensor,
-    Thread, Tile, TileShape, Val, Warpgroups, Word,
+    Thread, Tile, TileShape, Val, Warpgroups, Who, Word,
 };
+use std::f32::consts::LOG2_E;
 
 /// Packed rows of a tile: what a warpgroup multiplies.
 pub const ROWS: u32 = 64;
@@ -51,52 +55,51 @@ impl Tuning {
         let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
         let depth = ((BYTES - queries_bytes) / stage_bytes).clamp(2, 8);
         let rescale = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
-        Tuning { cols, depth, queries, registers: [240, 40, 96], rescale }
+        Tuning { cols, depth, queries, registers: [240, 40, 152], rescale }
     }
 }
 
-/// What of a problem shapes the kernel's text: neither lengths nor numbers of heads.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Features {
-    /// Elements of a row of q and k, and of v and o: multiples of 8.
-    pub dims: [u32; 2],
-    /// Which keys a query sees.
-    pub mask: Mask,
-    /// How p is computed.
-    pub exp: Exp,
-}
-
-impl Features {
-    /// Head dimensions as tiles have them: whole steps of a product.
-    pub fn padded(&self) -> [u32; 2] {
-        self.dims.map(|d| d.next_multiple_of(16))
+impl Tuning {
+    /// The same with room for what a problem's features keep in registers.
+    pub fn with_room(self, features: &Features) -> Tuning {
+        let kept = features.ragged.any() || !features.modifiers.is_empty();
+        match features.dims[1] {
+            129.. if kept => Tuning { cols: 32, depth: 2 * self.depth, ..self },
+            _ => self,
+        }
     }
 }
 
-/// How a tile's blocks of keys are cut into splits, by the tile's own lengths alone.
+/// Head dimensions as tiles have them: whole steps of a product.
+pub fn padded(dims: [u32; 2]) -> [u32; 2] {
+    dims.map(|d| d.next_multiple_of(16))
+}
+
+/// How a tile's blocks of keys are cut into splits, by the sequence's own lengths alone.
 ///
 /// About 16 splits of 256 to 512 keys: so many fill a GPU with eight key/value heads, and a shorter one costs more to
-/// merge than it saves. Long sequences have longer splits, at most `2^most_log2`: the last block reads them all.
+/// merge than it saves. Long sequences have longer splits, for the last block reads what all others left: no more than
+/// [`MERGED`](Self::MERGED) rows or so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// Keys of a block.
     pub cols: u32,
     /// Splits that a tile has at most, as a power of two.
-    pub most_log2: u32,
+    most_log2: u32,
 }
 
 impl Cut {
     const WANTED_LOG2: u32 = 4;
     const KEYS: [u32; 2] = [256, 512];
+    /// Rows of up to so many splits: half a megabyte of 128 elements each.
+    pub const MERGED: u64 = 1024;
+    /// Tiles of up to so many rows have 2^most_log2 splits at most; all others [`WANTED_LOG2`](Self::WANTED_LOG2).
+    const MOST: [(u32, u32); 2] = [(16, 6), (32, 5)];
 
-    /// For tiles of so many packed rows: merging is to read half a megabyte or so.
+    /// For a sequence of so many packed rows.
     pub fn of(cols: u32, rows: u64) -> Cut {
-        let most_log2 = match rows {
-            ..=16 => 6,
-            17..=32 => 5,
-            _ => 4,
-        };
-        Cut { cols, most_log2 }
+        let few = Self::MOST.into_iter().find(|(most, _)| rows <= u64::from(*most));
+        Cut { cols, most_log2: few.map_or(Self::WANTED_LOG2, |(_, log2)| log2) }
     }
 
     /// Shortest and longest split among 16, in blocks.
@@ -104,7 +107,7 @@ impl Cut {
         Self::KEYS.map(|keys| keys.div_ceil(cols))
     }
 
-    /// How many splits so many blocks of keys have. The kernel computes the same in [`Cut::of_blocks`].
+    /// How many splits so many blocks of keys have. The kernel computes the same in [`Cut::in_kernel`].
     pub fn splits(self, blocks: u64) -> u64 {
         let [least, middle] = Self::range(self.cols).map(u64::from);
         let sixteenth = blocks.div_ceil(1 << Self::WANTED_LOG2);
@@ -119,7 +122,9 @@ impl Cut {
     }
 
     /// Blocks of a split, and how many splits there are.
-    fn of_blocks<'k>(cols: u32, most_log2: Val<'k, u32>, blocks: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+    fn in_kernel<'k>(cols: u32, rows: Val<'k, u32>, blocks: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+        let wanted = rows.literal(Self::WANTED_LOG2);
+        let most_log2 = Self::MOST.iter().rev().fold(wanted, |rest, &(most, log2)| rows.le(most).select(log2, rest));
         let [least, middle] = Self::range(cols);
         let sixteenth = (blocks + ((1 << Self::WANTED_LOG2) - 1)) >> Self::WANTED_LOG2;
         let most = blocks.literal(1) << most_log2;
@@ -136,9 +141,12 @@ struct Work<'k> {
     queries: [Val<'k, u32>; 2],
     /// Blocks of keys, from the first to past the last.
     blocks: [Val<'k, u32>; 2],
+    lengths: Lengths<'k>,
+    /// Where sequences have lengths of their own.
+    sequence: Option<Sequence<'k>>,
 }
 
-/// The kernel for few queries.
+/// The kernel for few queries. Head dimensions of the features are those of the tensors, multiples of 8.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
@@ -146,13 +154,26 @@ where
     Kernel::build("attention_few", target, |k| Few::<T>::new(k, features, tuning).build())
 }
 
+/// Where sequences begin and end.
+enum Sequences<'k> {
+    Equal {
+        q_len: Val<'k, u32>,
+        lengths: Lengths<'k>,
+        counted: Option<[Val<'k, u32>; 2]>,
+    },
+    /// With lengths of their own; and the most blocks of keys that splits are counted for.
+    Unequal {
+        unequal: Unequal<'k>,
+        most: Val<'k, u32>,
+    },
+}
+
 /// The kernel under construction: its parameters.
-struct Few<'k, T> {
+struct Few<'a, 'k, T> {
     k: &'k Builder,
+    features: &'a Features,
     tuning: Tuning,
     spans: Spans,
-    exp: Exp,
-    dims: [u32; 2],
     padded: [u32; 2],
     keys: Tensor<'k>,
     values: Tensor<'k>,
@@ -160,86 +181,117 @@ struct Few<'k, T> {
     /// Words from one batch, query and head to the next.
     q_strides: [Val<'k, u64>; 3],
     items: Val<'k, u32>,
-    /// Packed rows of all queries.
-    rows: Val<'k, u32>,
-    most_log2: Val<'k, u32>,
     /// Splits of a tile that items count, tiles of a key/value head, key/value heads, query heads of each.
     divisors: [Divisor<'k>; 4],
-    lengths: Lengths<'k>,
+    sequences: Sequences<'k>,
     scale: Val<'k, f32>,
     counters: Pointer<'k, u32>,
+    parameters: Parameters<'k>,
     partials: Partials<'k, T>,
 }
 
-impl<'k, T: Half> Few<'k, T>
+impl<'a, 'k, T: Half> Few<'a, 'k, T>
 where
     Pair<T>: Word,
 {
-    fn new(k: &'k Builder, features: &Features, tuning: Tuning) -> Self {
-        let padded = features.padded();
-        // Axes: element, row, head, batch.
-        let tensor = |name, d| k.tensor(name, TileShape::new(T::NUMBER, tuning.cols, d), 4);
+    fn new(k: &'k Builder, features: &'a Features, tuning: Tuning) -> Self {
+        let padded = padded(features.dims);
+        let tensor = |name, d| {
+            let tile = TileShape::new(T::NUMBER, tuning.cols, d);
+            // Axes: element, row, head, batch.
+            if features.ragged.any() { k.ragged_tensor(name, tile) } else { k.tensor(name, tile, 4) }
+        };
         let (keys, values) = (tensor("k", padded[0]), tensor("v", padded[1]));
         let q = k.pointer::<u32>("q");
         let q_strides = ["q_batch", "q_row", "q_head"].map(|name| k.param::<u64>(name));
-        // Two words that no launch changes for good, the second of them counted up; then one for each tile, all 0.
         let counters = k.pointer::<u32>("counters");
-        let [items, rows, most_log2, k_len] = ["items", "rows", "most_log2", "k_len"].map(|name| k.param::<u32>(name));
+        let items = k.param::<u32>("items");
         let divisors = ["splits", "tiles", "kv_heads", "group"].map(|name| k.divisor(name));
-        let scale = k.param::<f32>("scale_log2");
-        let [bottom_right, top_left] = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
-        let partials = Partials::new(k, features.dims[1], divisors[3], divisors[2], counters, scale);
+        let scale = k.param::<f32>("scale");
+        let sequences = match features.ragged.any() {
+            true => Sequences::Unequal { unequal: Unequal::new(k, features.ragged), most: k.param("most_blocks") },
+            false => {
+                let [q_len, k_len] = ["q_len", "k_len"].map(|name| k.param::<u32>(name));
+                let [bottom_right, top_left] = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
+                let counted = (!features.modifiers.is_empty())
+                    .then(|| ["first_key", "all_keys"].map(|name| k.param::<u32>(name)));
+                Sequences::Equal { q_len, lengths: Lengths { k: k_len.to_i32(), bottom_right, top_left }, counted }
+            }
+        };
+        let parameters = Parameters::new(k, &features.modifiers);
         Few {
             k,
+            features,
             tuning,
             spans: Spans::of(&features.mask),
-            exp: features.exp,
-            dims: features.dims,
             padded,
             keys,
             values,
             q,
             q_strides,
             items,
-            rows,
-            most_log2,
             divisors,
-            lengths: Lengths { k: k_len.to_i32(), bottom_right, top_left },
+            sequences,
             scale,
             counters,
-            partials,
+            parameters,
+            partials: Partials::new(k, features, divisors[3], counters),
         }
     }
 
     /// Items in the order in which blocks take them: splits of a tile, tiles of a head, heads, batches.
-    fn find(&self, item: Val<'k, u32>) -> Work<'k> {
+    fn find<W: Who>(&self, w: &Scope<'k, W>, item: Val<'k, u32>) -> Work<'k> {
         let [splits, tiles, kv_heads, group] = self.divisors;
         let [tile, split] = splits.div_rem(item);
         let [pair, up] = tiles.div_rem(tile);
         let [batch, head] = kv_heads.div_rem(pair);
         let row = up * ROWS;
-        let rows = (self.rows - row).min(ROWS);
-        let queries = [row, row + rows - 1].map(|row| group.div_rem(row)[0]);
+        let (sequence, room, q_len, lengths) = match &self.sequences {
+            Sequences::Equal { q_len, lengths, .. } => (None, *q_len, *q_len, *lengths),
+            Sequences::Unequal { unequal, .. } => {
+                let sequence = unequal.sequence(w, batch, &self.spans);
+                // Rows that are not in use are as good as the last that is.
+                (Some(sequence), sequence.q_room, sequence.q_len.max(1), sequence.lengths())
+            }
+        };
+        let all = room * group.value();
+        let rows = match sequence {
+            Some(_) => (all.max(row) - row).min(ROWS),
+            None => (all - row).min(ROWS),
+        };
+        let queries = [row, row + rows - 1].map(|row| {
+            let query = group.div_rem(row)[0];
+            if sequence.is_some() { query.min(q_len - 1) } else { query }
+        });
         let [first, last] = queries.map(|query| query.to_i32());
-        let [start, end] = self.spans.blocks(first, last, self.tuning.cols, self.lengths);
-        let [each, count] = Cut::of_blocks(self.tuning.cols, self.most_log2, end - start);
+        let [start, mut end] = self.spans.blocks(first, last, self.tuning.cols, lengths);
+        if let Sequences::Unequal { most, .. } = &self.sequences {
+            // A longer sequence than the call was told of: no block would count its last splits.
+            end = end.min(start + *most);
+        }
+        let [each, count] = Cut::in_kernel(self.tuning.cols, q_len * group.value(), end - start);
         let first = start + split * each;
-        let slot = Slot { item, tile, split, splits: count, batch, head, row, rows };
-        Work { slot, queries, blocks: [first, (first + each).min(end)] }
+        let used = sequence.map(|s| (s.q_start, s.q_len));
+        let slot = Slot { tile, split, splits: count, batch, head, row, rows, used };
+        Work { slot, queries, blocks: [first, (first + each).min(end)], lengths, sequence }
     }
 
-    /// Each item of this block that has keys. Others count splits of a longer tile.
+    /// Each item of this block that has something to do. Others count splits of a longer tile.
     #[track_caller]
-    fn each<W: fulgurite_ptx::Who>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, Work<'k>)) {
+    fn each<W: Who>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, Work<'k>)) {
         w.each(w.block(), self.items, w.blocks(), |w, item| {
-            let work = self.find(item);
+            let work = self.find(w, item);
             // Not by the number of splits, a division that only who merges needs.
-            w.when(work.blocks[0].lt(work.blocks[1]), |w| f(w, work));
+            let mut some = work.blocks[0].lt(work.blocks[1]);
+            if work.sequence.is_some() {
+                some = some & work.slot.rows.gt(0);
+            }
+            w.when(some, |w| f(w, work));
         });
     }
 
     fn build(self) {
-        let (k, tuning) = (self.k, self.tuning);
+        let (k, tuning, features) = (self.k, self.tuning, self.features);
         let [d, dv] = self.padded;
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let queries = k.pipe("q", tuning.queries, &[shape(ROWS, d)]);
@@ -251,13 +303,13 @@ where
         k.role("load", Warpgroups(1).registers(load), |w| {
             w.one_thread(|t| {
                 self.each(t, |t, work| {
-                    let zero = t.constant(0u32);
-                    let at = |n: Val<'k, u32>| [zero, n * tuning.cols, work.slot.head, work.slot.batch];
                     let load_k = |t: &Scope<'k, Thread>, n| {
-                        keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.keys, &at(n)));
+                        let at = self.key_place(&work, Of::K, n);
+                        keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.keys, &at));
                     };
                     let load_v = |t: &Scope<'k, Thread>, n| {
-                        values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at(n)));
+                        let at = self.key_place(&work, Of::V, n);
+                        values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at));
                     };
                     // In the order of use: scores run a block ahead of p v, from the last block to the first.
                     let n = t.var(work.blocks[1] - 1);
@@ -277,6 +329,12 @@ where
         k.role("gather", Warpgroups(1).registers(gather), |w| {
             let barrier = w.group_barrier();
             self.each(w, |w, work| queries.fill(w, &barrier, |w, tiles| self.gather(w, &work, tiles[0])));
+            if let Sequences::Unequal { unequal, .. } = &self.sequences
+                && let Some(rows) = unequal.rest(w)
+            {
+                let heads = self.divisors[2].value() * self.divisors[3].value();
+                self.partials.clear(w, rows, heads);
+            }
         });
 
         k.role("compute", Warpgroups(1).registers(compute), |w| {
@@ -284,8 +342,14 @@ where
             let o = w.accumulators(dv);
             // Two, so that one is packed while the product of the other runs.
             let p = [w.fragment::<T>(tuning.cols), w.fragment::<T>(tuning.cols)];
-            let softmax = Softmax::new(w, self.scale, tuning.rescale, self.exp, self.counters);
+            // What the scores are multiplied by in the exponent: modified ones come with the scale in them.
+            let scale_log2 = match features.modifiers.score {
+                Some(_) => w.constant(LOG2_E * features.modifiers.factors()[1]),
+                None => self.scale,
+            };
+            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, self.counters);
             let limits = Limits::new(w, &self.spans);
+            let modify = Modify::new(w, &features.modifiers, &self.parameters, self.scale);
             let barrier = w.group_barrier();
 
             let scores = |w: &Scope<'k, Group>, q: Tile<'k>| {
@@ -296,19 +360,26 @@ where
                 let value = values.wait(w)[0];
                 w.multiply_fragment(&o, p, value.operand(Major::Outer), Sum::Onto, |_| {});
             };
-            let mask = |w: &Scope<'k, Group>, n: Val<'k, u32>| limits.apply(w, &s, (n * tuning.cols).to_i32());
             let q = |w: &Scope<'k, Group>| queries.current(w)[0];
 
             self.each(w, |w, work| {
                 let [first, end] = work.blocks;
                 let n = w.var(end - 1);
-                self.limit(w, &limits, &work);
+                let counted_from = self.set_tile(w, &limits, &modify, &work);
+                // The block's keys may be overwritten from here on.
+                let take_scores = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
+                    keys.done(w);
+                    let first = (n * tuning.cols).to_i32();
+                    if let Some(from) = counted_from {
+                        modify.apply(w, &s, first + from.to_i32(), None);
+                    }
+                    limits.apply(w, &s, first);
+                };
                 (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
                 queries.wait(w);
                 scores(w, q(w));
                 w.wait_products(0);
-                keys.done(w);
-                mask(w, n.get());
+                take_scores(w, n.get());
                 softmax.first(w, &s, &p[0]);
                 // One block: its scores beside p v of the block before.
                 let step = |w: &Scope<'k, Group>, old: &Fragment<'k, T>, new: &Fragment<'k, T>| {
@@ -316,8 +387,7 @@ where
                     scores(w, q(w));
                     output(w, old);
                     w.wait_products(1);
-                    keys.done(w);
-                    mask(w, n.get());
+                    take_scores(w, n.get());
                     softmax.next(w, &s, new, &o);
                     values.done(w);
                 };
@@ -334,29 +404,60 @@ where
                 let totals = softmax.totals(w);
                 w.wait_products(0);
                 values.done(w);
+                let totals = totals.scaled(scale_log2);
                 self.partials.finish(w, &work.slot, &o, totals, &barrier, last);
             });
         });
     }
 
-    /// Where the thread's rows begin and end to see keys. Rows past the tile's last repeat it.
-    fn limit(&self, w: &Scope<'k, Group>, limits: &Limits<'k>, work: &Work<'k>) {
+    /// Where the `n`-th block of keys lies in a tensor.
+    fn key_place(&self, work: &Work<'k>, of: Of, n: Val<'k, u32>) -> Vec<Val<'k, u32>> {
+        let Slot { batch, head, row, .. } = work.slot;
+        let (zero, first) = (n.literal(0), n * self.tuning.cols);
+        match &self.sequences {
+            Sequences::Equal { .. } => vec![zero, first, head, batch],
+            Sequences::Unequal { unequal, .. } => {
+                let tiled = Tiled { row, head, batch, blocks: work.blocks, sequence: work.sequence };
+                unequal.slice(&tiled, of).at(zero, first, head).to_vec()
+            }
+        }
+    }
+
+    /// Which keys the thread's rows see, and what modifiers read of them; where these count keys from. Rows past the
+    /// tile's last repeat it.
+    fn set_tile(
+        &self,
+        w: &Scope<'k, Group>,
+        limits: &Limits<'k>,
+        modify: &Modify<'_, 'k>,
+        work: &Work<'k>,
+    ) -> Option<Val<'k, u32>> {
         let [_, _, _, group] = self.divisors;
-        let Slot { row, rows, .. } = work.slot;
-        let queries = [0, 8].map(|below| {
-            let row = row + (w.first_row() + below).min(rows - 1);
-            group.div_rem(row)[0].to_i32()
-        });
-        limits.set_queries(w, queries, work.queries.map(|query| query.to_i32()), self.lengths);
+        let Slot { row, rows, batch, head, .. } = work.slot;
+        let own = [0, 8].map(|below| group.div_rem(row + (w.first_row() + below).min(rows - 1)));
+        let queries = own.map(|[query, _]| query.to_i32());
+        limits.set_queries(w, queries, work.queries.map(|query| query.to_i32()), work.lengths);
+        let [q_len, k_len, first] = match (&self.sequences, work.sequence) {
+            (_, Some(s)) => [s.q_len, s.k_len, s.first],
+            (Sequences::Equal { q_len, counted: Some([first, all]), .. }, None) => [*q_len, *all, *first],
+            _ => return None,
+        };
+        if self.features.modifiers.is_empty() {
+            return None;
+        }
+        let heads = own.map(|[_, own]| head * group.value() + own);
+        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+        modify.set(w, Place { batch, heads, rows: queries, q_len, k_len });
+        Some(first)
     }
 
     /// Writes the tile's rows of Q, each unit of 16 bytes by a thread. Rows past the last repeat it: any finite data
     /// would do, and so no row is the reason to do a block again that has none of the call's rows.
     fn gather(&self, w: &Scope<'k, Group>, work: &Work<'k>, tile: Tile<'k>) {
         let [_, _, _, group] = self.divisors;
-        let Slot { batch, head, row, rows, .. } = work.slot;
+        let Slot { batch, head, row, rows, used, .. } = work.slot;
         let (units, threads) = (self.padded[0] / UNIT, 128);
-        let real = self.dims[0] / UNIT;
+        let real = self.features.dims[0] / UNIT;
         let [batch_stride, row_stride, head_stride] = self.q_strides;
         let start = self.q.at_wide(batch.to_u64().mul_wide_64(batch_stride));
         let thread = w.thread_in_group();
@@ -369,6 +470,7 @@ where
                     let index = thread + i * threads;
                     let (line, unit) = (index / units, index % units);
                     let [query, own] = group.div_rem(row + line.min(rows - 1));
+                    let query = used.map_or(query, |(q_start, _)| q_start + query);
                     let own = head * group.value() + own;
                     let at = query.to_u64().mul_wide_64(row_stride) + own.to_u64().mul_wide_64(head_stride);
                     // A unit past the last is read as the last, and written as zeros.

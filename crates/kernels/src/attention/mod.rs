@@ -1,9 +1,18 @@
 //! Attention on the GPU.
 
+mod epilogue;
 pub mod few;
 mod few_plan;
 pub mod forward;
+mod lists;
+mod modifier;
 mod partial;
+mod placed;
 pub mod plan;
 mod softmax;
 mod span;
+mod work;
+
+pub use lists::Blocks;
+pub use modifier::Modifiers;
+pub use work::Ragged;

@@ -126,6 +126,30 @@ impl<'k> Limits<'k> {
         end.set(self.spans.keys(first, lengths).end);
     }
 
+    /// The same in a block that is seen whole, whatever the spans say, where `full` holds: as far as there are keys.
+    #[track_caller]
+    pub fn apply_unless(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &Acc<'k>,
+        first: Val<'k, i32>,
+        full: Val<'k, bool>,
+        all: Val<'k, i32>,
+    ) {
+        w.choose(
+            full,
+            |w| {
+                w.when((first + s.cols() as i32).gt(all), |w| {
+                    let end = all - first - w.first_col().to_i32();
+                    for (i, x) in s.elements().enumerate() {
+                        s.set(i, end.gt(Acc::col_of(i) as i32).select::<f32>(x, f32::NEG_INFINITY));
+                    }
+                });
+            },
+            |w| self.apply(w, s, first),
+        );
+    }
+
     /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {

@@ -3,7 +3,7 @@
 use super::upload;
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Rescale, Tensor, compare};
-use fulgurite_kernels::attention::plan::{self, Placed};
+use fulgurite_kernels::attention::plan::{self, Placed, Tensors};
 use fulgurite_ptx::device::{Device, DeviceError, Span, Stream};
 use fulgurite_ptx::{Kernel, Target, bf16, f16};
 use fulgurite_sim::Sim;
@@ -128,16 +128,15 @@ impl Case {
         // Not a number, so that what is not written shows.
         let o = upload(sim, &vec![bf16::from_bits(0x7fff); o_count.max(32)]);
         let lse = upload(sim, &vec![f32::NAN; lse_count.max(16)]);
-        let wanted = plan.workspace();
-        let workspace = sim.allocate(wanted.bytes)?;
-        let zeroed = Span { bytes: wanted.zeroed_bytes, ..workspace.span() };
-        sim.upload(zeroed, &vec![0; wanted.zeroed_bytes as usize])?;
+        let counters = upload(sim, &vec![0u32; plan.counter_bytes() as usize / 4]);
+        let scratch = sim.allocate(plan.scratch_bytes().max(16))?;
         let placed = |(buffer, shape): &(fulgurite_ptx::device::Buffer, &fulgurite_core::tensor::Dims)| {
             Placed::packed(buffer.span(), [0, 1, 2, 3].map(|axis| shape[axis] as u64))
         };
         let out = Placed::packed(o.span(), [batch, q_len, heads, dv].map(|n| n as u64));
-        let tensors = [placed(&q), placed(&k), placed(&v), out];
-        let launch = plan.launch(Arc::new(kernel), tensors, lse.span(), workspace.span(), self.blocks);
+        let tensors = Tensors::new([placed(&q), placed(&k), placed(&v), out], lse.span(), counters.span());
+        let tensors = Tensors { scratch: Some(scratch.span()), ..tensors };
+        let launch = plan.launch(Arc::new(kernel), &tensors, self.blocks).expect("a call that the kernel takes");
         let launch = launch.expect("a case without rows");
         let module = sim.load(launch.kernel.clone())?;
         sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
@@ -153,7 +152,7 @@ impl Case {
         Ok(Left {
             o: read(o.span(), 2 * o_count)?.chunks_exact(2).map(|w| u16::from_le_bytes([w[0], w[1]])).collect(),
             lse: words(&read(lse.span(), 4 * lse_count)?).into_iter().map(f32::from_bits).collect(),
-            counters: words(&read(workspace.span(), wanted.zeroed_bytes as usize)?),
+            counters: words(&read(counters.span(), plan.counter_bytes() as usize)?),
         })
     }
 
