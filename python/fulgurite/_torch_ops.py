@@ -73,28 +73,19 @@ def autocast(*tensors):
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _forward_cpu(q, k, v, extras, description):
+def _forward(q, k, v, extras, description):
     with torch._C._AutoDispatchBelowAutograd():
         return _dispatch.description(description).forward(q, k, v, extras, None, True)
 
 
-def _backward_cpu(q, k, v, extras, o, lse, d_o, d_lse, description):
+def _backward(q, k, v, extras, o, lse, d_o, d_lse, description):
     with torch._C._AutoDispatchBelowAutograd():
         return _dispatch.description(description).backward(q, k, v, extras, (o, lse, d_o, d_lse), None)
 
 
-def _forward_elsewhere(q, k, v, extras, description):
-    raise ValueError(f"`q` is on {q.device}, allowed: cpu, tensors on a GPU are not here yet; move it with .cpu()")
-
-
-def _backward_elsewhere(q, k, v, extras, o, lse, d_o, d_lse, description):
-    _forward_elsewhere(q, k, v, extras, description)
-
-
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("backward", _backward_cpu, "CPU")
-_library.impl("forward", _forward_elsewhere, "CUDA")
-_library.impl("backward", _backward_elsewhere, "CUDA")
+for _device in ("CPU", "CUDA"):
+    _library.impl("forward", _forward, _device)
+    _library.impl("backward", _backward, _device)
 
 
 def _is_packed(description):

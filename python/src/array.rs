@@ -198,6 +198,12 @@ impl Array {
         Ok((steps, span))
     }
 
+    /// Strides, address and bytes, for who knows the device it lies on.
+    pub fn memory(&self, arg: &str) -> PyResult<(Vec<usize>, usize, usize)> {
+        let (strides, span) = self.span(arg)?;
+        Ok((strides[..self.rank].to_vec(), self.address, span.bytes()))
+    }
+
     /// The tensor, for reading until `self` is dropped, which is when the call ends.
     pub fn view<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorView<'a>> {
         let (strides, span) = self.span(arg)?;

@@ -11,6 +11,7 @@
 //! ```
 
 use crate::array::{Array, wrong};
+use crate::cuda::{self, Compiled};
 use crate::expression;
 use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
 use fulgurite_core::problem::{ALIBI_SLOPES, BIAS};
@@ -92,8 +93,13 @@ pub struct Description {
     blocks: Option<[usize; 2]>,
     /// One for each tensor beside q, k and v.
     pub roles: Vec<Role>,
-    /// Who computes.
+    /// Who computes where arrays lie in memory of the host.
     pub engine: Box<dyn Engine>,
+    /// What the caller asked for.
+    pub choice: Choice,
+    pub rescale: Option<Rescale>,
+    /// What was compiled for arrays on a GPU.
+    pub compiled: Compiled,
     problems: Mutex<HashMap<Vec<usize>, Arc<Problem>>>,
 }
 
@@ -109,7 +115,7 @@ impl Description {
     pub fn parse(text: &str) -> Result<Description, String> {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles) = (None, None, Vec::new());
-        let (mut choice, mut settings) = (Choice::Best, Settings::default());
+        let (mut choice, mut settings, mut rescale) = (Choice::Best, Settings::default(), None);
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
             let (key, rest) = entry.split_once(' ').unwrap_or((entry, ""));
@@ -133,7 +139,10 @@ impl Description {
                     // A negative number is as wrong as 0, and gets its message.
                     settings = settings.threads(number::<i64>(key, n)?.max(0) as usize);
                 }
-                ("rescale", [name]) => settings = settings.rescale(name.parse::<Rescale>().map_err(|e| say(&e))?),
+                ("rescale", [name]) => {
+                    let policy = name.parse::<Rescale>().map_err(|e| say(&e))?;
+                    (settings, rescale) = (settings.rescale(policy), Some(policy));
+                }
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
                     let outer = expression::parse(rest)?;
@@ -146,7 +155,8 @@ impl Description {
         }
         let engine = fulgurite::engine_with(choice, &settings).map_err(|e| say(&e))?;
         let problems = Mutex::new(HashMap::new());
-        Ok(Description { mask, score, scale, softcap, exp, blocks, roles, engine, problems })
+        let compiled = Compiled::default();
+        Ok(Description { mask, score, scale, softcap, exp, blocks, roles, engine, choice, rescale, compiled, problems })
     }
 
     /// How the blocks of the block mask lie, if there is one.
@@ -188,6 +198,13 @@ impl Description {
         let find = |role| self.roles.iter().zip(extras).find(|(other, _)| **other == role).map(|(_, array)| array);
         match (find(Role::CuQ), find(Role::CuK)) {
             (None, None) => Ok(None),
+            // Offsets on a device are not read: no sequence is longer than all of them.
+            (Some(cu_q), Some(_)) if cuda::number(q).is_some() => {
+                let rows = |array: &Array| array.shape().first().copied().unwrap_or(0);
+                let batch = cu_q.shape().first().copied().unwrap_or(0).saturating_sub(1);
+                let (total_q, total_k) = (rows(q), rows(k));
+                Ok(Some(Packed { batch, total_q, total_k, max_q: total_q, max_k: total_k }))
+            }
             (Some(cu_q), Some(cu_k)) => {
                 let claims = &mut Default::default();
                 let (batch, max_q) = lengths(&cu_q.view("cu_seqlens_q", claims)?);

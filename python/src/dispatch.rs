@@ -1,12 +1,13 @@
 //! The one way through which every call goes: a description and arrays in, arrays filled.
 //!
-//! Today all arrays lie in memory of the host. A call whose arrays lie on a GPU would branch off in [`Call::place`]'s
-//! two callers, with the same description and the same arrays.
+//! Arrays in memory of the host go to the engine that the description names; a call whose arrays lie on a GPU branches
+//! off to `cuda`, with the same description and the same arrays.
 
 use crate::array::{Array, Claims, Place, fresh, wrong};
 use crate::blocks;
+use crate::cuda;
 use crate::description::{Description, Role};
-use fulgurite::{BlockMask, Error, GradientOutputs, Inputs, Outputs, Problem, Run, Saved, TensorViewMut};
+use fulgurite::{BlockMask, Choice, Error, GradientOutputs, Inputs, Outputs, Problem, Run, Saved, TensorViewMut};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::cell::RefCell;
@@ -51,9 +52,16 @@ impl<'a> Call<'a> {
         }
         let pairs = description.roles.iter().zip(extras);
         let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
-        on_host([("q", &q), ("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
+        one_place(&q, [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
+        if cuda::number(&q).is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
+            let (place, choice) = (q.place(), description.choice);
+            return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
+        }
         let problem = description.problem([&q, &k, &v], &extras)?;
-        let blocks = blocks::from_lists(description, &problem, &extras)?;
+        let blocks = match q.place() {
+            Place::Host => blocks::from_lists(description, &problem, &extras)?,
+            _ => None,
+        };
         Ok(Call { description, q, k, v, extras, problem, blocks })
     }
 
@@ -180,18 +188,32 @@ impl<'a> Call<'a> {
     }
 }
 
+/// Refuses arrays that do not lie where q lies, and places that no engine reaches.
+fn one_place<'a>(q: &Array, others: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
+    if let Place::Other(_) = q.place() {
+        return on_host([("q", q)]);
+    }
+    for (name, array) in others {
+        if array.place() != q.place() {
+            return Err(wrong(format!(
+                "`{name}` is on {}, `q` on {}, allowed: one device; move it with .to(q.device)",
+                array.place(),
+                q.place()
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn names(description: &Description) -> impl Iterator<Item = &str> {
     description.roles.iter().map(Role::name)
 }
 
-/// Refuses arrays that are not in memory of the host: the branch of the GPU goes here.
+/// Refuses arrays that are not in memory of the host.
 fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
     for (name, array) in arrays {
         if array.place() != Place::Host {
-            return Err(wrong(format!(
-                "`{name}` is on {}, allowed: cpu, tensors on a GPU are not here yet; move it with .cpu()",
-                array.place()
-            )));
+            return Err(wrong(format!("`{name}` is on {}, allowed here: cpu; move it with .cpu()", array.place())));
         }
     }
     Ok(())
@@ -212,7 +234,14 @@ pub fn forward(
     let target = out.or_else(|| made.as_ref().map(|made| made.object(py)));
     let o = Array::read("out", target.expect("bug in fulgurite: one of the two is there"))?;
     let lse = made_lse.as_ref().map(|made| Array::read("lse", made.object(py))).transpose()?;
-    call.forward(py, &o, lse.as_ref())?;
+    match call.q.place() {
+        Place::Host => call.forward(py, &o, lse.as_ref())?,
+        _ => {
+            one_place(&call.q, [("out", &o)])?;
+            let rows = [&call.q, &call.k, &call.v, &o];
+            cuda::forward(py, description, qkv[0], rows, &call.extras, lse.as_ref(), &call.problem)?;
+        }
+    }
     let result = match made {
         Some(made) => made.finish(py)?,
         None => out.map(|out| out.clone().unbind()).expect("bug in fulgurite: one of the two is there"),

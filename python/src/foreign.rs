@@ -34,6 +34,9 @@ type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
 /// Turns such memory into an object, to which it then belongs.
 type Wrap = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
 
+/// The stream that the library works on, of a device by kind and number.
+type Current = unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int;
+
 /// The head of `DLPackExchangeAPI` and the entries that are used here.
 #[repr(C)]
 struct ExchangeTable {
@@ -44,7 +47,7 @@ struct ExchangeTable {
     managed_from_object: *const c_void,
     managed_to_object: Option<Wrap>,
     tensor_from_object: Option<Fill>,
-    current_stream: *const c_void,
+    current_stream: Option<Current>,
 }
 
 /// `PyArrayInterface` of NumPy.
@@ -82,6 +85,7 @@ pub struct Table {
     fill: Fill,
     allocate: Allocate,
     wrap: Wrap,
+    current: Option<Current>,
 }
 
 impl Table {
@@ -159,9 +163,31 @@ fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
     // SAFETY: a capsule of this name holds such a table, which its library keeps for the life of the process.
     let table = unsafe { pointer.cast::<ExchangeTable>().as_ref() };
     Ok(match (table.major, table.tensor_from_object, table.allocate, table.managed_to_object) {
-        (1, Some(fill), Some(allocate), Some(wrap)) => Some(Table { fill, allocate, wrap }),
+        (1, Some(fill), Some(allocate), Some(wrap)) => {
+            Some(Table { fill, allocate, wrap, current: table.current_stream })
+        }
         _ => None,
     })
+}
+
+/// The stream that the library of an object works on, on a GPU.
+pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<u64> {
+    const CUDA: i32 = 2;
+    if let Some(Speaks::Table(Table { current: Some(current), .. })) = speaks(object)? {
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the table's function, with a device that an array of the library lies on; `stream` is written.
+        if unsafe { current(CUDA, number, &mut stream) } == 0 {
+            return Ok(stream.expose_provenance() as u64);
+        }
+        PyErr::take(object.py());
+    }
+    let modules = object.py().import("sys")?.getattr("modules")?;
+    match modules.get_item("torch") {
+        Ok(torch) => {
+            torch.getattr("cuda")?.call_method1("current_stream", (number,))?.getattr("cuda_stream")?.extract()
+        }
+        Err(_) => Err(wrong("arrays on a GPU that are not torch tensors are not here yet; pass them through torch")),
+    }
 }
 
 /// The array behind an object.

@@ -8,6 +8,7 @@
 
 mod array;
 mod blocks;
+mod cuda;
 mod description;
 mod dispatch;
 mod expression;

@@ -64,6 +64,11 @@ impl Span {
         }
     }
 
+    /// Bytes from the first element to past the last.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size_bytes()
+    }
+
     /// Whether the two share a byte.
     pub fn overlaps(&self, other: &Span) -> bool {
         let end = |s: &Span| s.address + s.len * s.dtype.size_bytes();

@@ -17,13 +17,13 @@ pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
 pub use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints, Message, Report, RustLine, Severity};
-pub use fulgurite_ptx::device::{DeviceError, Span, Stream};
+pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_cuda::Cuda;
 use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
-use fulgurite_ptx::device::{Buffer, Device, Module};
+use fulgurite_ptx::device::{Device, Module};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;

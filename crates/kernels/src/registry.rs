@@ -142,6 +142,8 @@ const FEW_FEATURES: &[Entry] = &[
     features!(@few 128, "alibi", "causal mask and ALiBi"),
     features!(@few 128, "bias", "a bias for each head"),
     features!(@few 256, "bias", "a bias for each head"),
+    features!(@few 128, "documents", "document mask"),
+    features!(@few 256, "documents", "document mask"),
     features!(@few 128, "sinks", "window and sinks"),
     features!(@few 128, "packed", "packed sequences under a causal mask"),
     features!(@few 256, "packed", "packed sequences under a causal mask"),

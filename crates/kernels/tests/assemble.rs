@@ -1,17 +1,32 @@
-//! Forward attention at head dimensions that no registered kernel has goes through the assembler without a loss.
+//! Kernels that are not registered go through the assembler without a loss: forward attention at odd head dimensions, and
+//! the probe of the tensor cores.
 
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_kernels::attention::plan::Forward;
-use fulgurite_ptx::Target;
+use fulgurite_kernels::probe;
 use fulgurite_ptx::assemble::{Assembler, Hints};
+use fulgurite_ptx::{Target, bf16, f16};
+
+fn assembler() -> Option<Assembler> {
+    let Some(ptxas) = std::env::var_os("PTXAS") else {
+        println!("skipped: `PTXAS` names no assembler");
+        return None;
+    };
+    Some(Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap())
+}
+
+#[test]
+fn the_probe_assembles() {
+    let Some(assembler) = assembler() else { return };
+    for kernel in [probe::kernel::<f16>(Target::HOPPER), probe::kernel::<bf16>(Target::HOPPER)] {
+        let report = assembler.assemble(&kernel.unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{:?}", report.verdict());
+    }
+}
 
 #[test]
 fn odd_head_dimensions_assemble() {
-    let Some(ptxas) = std::env::var_os("PTXAS") else {
-        println!("skipped: `PTXAS` names no assembler");
-        return;
-    };
-    let assembler = Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap();
+    let Some(assembler) = assembler() else { return };
     for (d, dv, mask) in [
         (8, 8, Mask::none()),
         (72, 72, Mask::causal()),

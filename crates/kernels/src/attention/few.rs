@@ -9,15 +9,16 @@
 //! Bound by memory: 64 rows are multiplied however few there are, which takes about half the time that their keys take
 //! to come.
 
+use super::careful::{Careful, Redo, Rows};
 use super::forward::Features;
 use super::modifier::{Modify, Parameters, Place};
 use super::partial::{Partials, Slot};
-use super::softmax::Softmax;
+use super::softmax::{Softmax, Totals};
 use super::span::{Lengths, Limits, Spans};
 use super::work::{Of, Sequence, Unequal, Work as Tiled};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Fragment, Group, Half, Kernel, Major, Pair, Pointer, Scope, Sum, Target, Tensor,
+    Acc, BuildError, Builder, Divisor, Fragment, Group, Half, Kernel, Major, Pair, Pointer, Scope, Sum, Target, Tensor,
     Thread, Tile, TileShape, Val, Warpgroups, Who, Word,
 };
 use std::f32::consts::LOG2_E;
@@ -146,6 +147,14 @@ struct Work<'k> {
     sequence: Option<Sequence<'k>>,
 }
 
+impl<'k> Work<'k> {
+    /// As the other kernel has it.
+    fn tiled(&self) -> Tiled<'k> {
+        let Slot { row, head, batch, .. } = self.slot;
+        Tiled { row, head, batch, blocks: self.blocks, sequence: self.sequence }
+    }
+}
+
 /// The kernel for few queries. Head dimensions of the features are those of the tensors, multiples of 8.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
 where
@@ -187,6 +196,7 @@ struct Few<'a, 'k, T> {
     scale: Val<'k, f32>,
     counters: Pointer<'k, u32>,
     parameters: Parameters<'k>,
+    careful: Option<Careful<'k, T>>,
     partials: Partials<'k, T>,
 }
 
@@ -219,6 +229,7 @@ where
             }
         };
         let parameters = Parameters::new(k, &features.modifiers);
+        let careful = features.hides_elements().then(|| Careful::new(k));
         Few {
             k,
             features,
@@ -235,6 +246,7 @@ where
             scale,
             counters,
             parameters,
+            careful,
             partials: Partials::new(k, features, divisors[3], counters),
         }
     }
@@ -404,6 +416,7 @@ where
                 let totals = softmax.totals(w);
                 w.wait_products(0);
                 values.done(w);
+                self.redo(w, &work, &o, &totals, (&limits, &modify, scale_log2));
                 let totals = totals.scaled(scale_log2);
                 self.partials.finish(w, &work.slot, &o, totals, &barrier, last);
             });
@@ -412,19 +425,58 @@ where
 
     /// Where the `n`-th block of keys lies in a tensor.
     fn key_place(&self, work: &Work<'k>, of: Of, n: Val<'k, u32>) -> Vec<Val<'k, u32>> {
-        let Slot { batch, head, row, .. } = work.slot;
+        let Slot { batch, head, .. } = work.slot;
         let (zero, first) = (n.literal(0), n * self.tuning.cols);
         match &self.sequences {
             Sequences::Equal { .. } => vec![zero, first, head, batch],
-            Sequences::Unequal { unequal, .. } => {
-                let tiled = Tiled { row, head, batch, blocks: work.blocks, sequence: work.sequence };
-                unequal.slice(&tiled, of).at(zero, first, head).to_vec()
-            }
+            Sequences::Unequal { unequal, .. } => unequal.slice(&work.tiled(), of).at(zero, first, head).to_vec(),
         }
     }
 
-    /// Which keys the thread's rows see, and what modifiers read of them; where these count keys from. Rows past the
-    /// tile's last repeat it.
+    /// Query and head of each of the thread's rows. Rows past the tile's last repeat it.
+    fn own_rows(&self, w: &Scope<'k, Group>, slot: &Slot<'k>) -> [[Val<'k, u32>; 2]; 2] {
+        let [_, _, _, group] = self.divisors;
+        [0, 8].map(|below| {
+            let [query, own] = group.div_rem(slot.row + (w.first_row() + below).min(slot.rows - 1));
+            [query, slot.head * group.value() + own]
+        })
+    }
+
+    /// Adds up again where a hidden key holds what is no number.
+    fn redo(
+        &self,
+        w: &Scope<'k, Group>,
+        work: &Work<'k>,
+        o: &Acc<'k>,
+        totals: &Totals<'k>,
+        (limits, modify, scale): (&Limits<'k>, &Modify<'_, 'k>, Val<'k, f32>),
+    ) {
+        let Some(careful) = &self.careful else { return };
+        let rows = |w: &Scope<'k, Group>| {
+            let [a, b] = self.own_rows(w, &work.slot);
+            Rows { queries: [a[0], b[0]], heads: [a[1], b[1]], kv_head: work.slot.head }
+        };
+        let (unequal, keys, first) = match (&self.sequences, work.sequence) {
+            (Sequences::Unequal { unequal, .. }, Some(s)) => (Some(unequal), s.seen, s.first),
+            (Sequences::Equal { counted: Some([first, _]), lengths, .. }, _) => (None, lengths.k.to_u32(), *first),
+            _ => unreachable!("bug in fulgurite: a mask that counts no keys"),
+        };
+        let redo = Redo {
+            work: &work.tiled(),
+            unequal,
+            lists: None,
+            cols: self.tuning.cols,
+            keys,
+            first,
+            limits,
+            modify,
+            rows: &rows,
+            scale,
+        };
+        careful.run(w, &redo, o, totals, [&|_| {}, &|_| {}]);
+    }
+
+    /// Which keys the thread's rows see, and what modifiers read of them; where these count keys from.
     fn set_tile(
         &self,
         w: &Scope<'k, Group>,
@@ -432,9 +484,7 @@ where
         modify: &Modify<'_, 'k>,
         work: &Work<'k>,
     ) -> Option<Val<'k, u32>> {
-        let [_, _, _, group] = self.divisors;
-        let Slot { row, rows, batch, head, .. } = work.slot;
-        let own = [0, 8].map(|below| group.div_rem(row + (w.first_row() + below).min(rows - 1)));
+        let own = self.own_rows(w, &work.slot);
         let queries = own.map(|[query, _]| query.to_i32());
         limits.set_queries(w, queries, work.queries.map(|query| query.to_i32()), work.lengths);
         let [q_len, k_len, first] = match (&self.sequences, work.sequence) {
@@ -445,7 +495,7 @@ where
         if self.features.modifiers.is_empty() {
             return None;
         }
-        let heads = own.map(|[_, own]| head * group.value() + own);
+        let (batch, heads) = (work.slot.batch, own.map(|[_, head]| head));
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
         modify.set(w, Place { batch, heads, rows: queries, q_len, k_len });
         Some(first)

@@ -6,10 +6,11 @@
 //! next tile's first block are started together with the last p v of this one ("joined" tiles). A row without keys
 //! yields zeros and an LSE of -inf.
 
+use super::careful::{Careful, Redo, Rows};
 use super::epilogue::Epilogue;
 use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks};
-use super::softmax::Softmax;
+use super::softmax::{Softmax, Totals};
 use super::span::{Lengths, Limits, Spans};
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Rescale};
@@ -105,6 +106,11 @@ pub struct Features {
 }
 
 impl Features {
+    /// Whether some keys are hidden element by element, beside spans.
+    pub fn hides_elements(&self) -> bool {
+        self.modifiers.mask.is_some() || self.blocks.is_some()
+    }
+
     /// Those of equal sequences under a mask of spans, without anything else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         Features {
@@ -193,6 +199,7 @@ where
         let lists = features.blocks.map(|blocks| Lists::new(k, blocks, tuning.cols));
         let parameters = Parameters::new(k, &features.modifiers);
         let sinks = features.sinks.map(|dtype| Sinks::new(k, dtype));
+        let careful = features.hides_elements().then(|| Careful::<T>::new(k));
         // Keys before the first that some query sees, which expressions count and nothing else does; and all there are.
         let counted = (!features.modifiers.is_empty() && q_len.is_some())
             .then(|| ["first_key", "all_keys"].map(|name| k.param::<u32>(name)));
@@ -508,6 +515,47 @@ where
                 scale: scale_log2,
                 o: &self.o,
             };
+            // Keys that some query sees, and which the first of them is.
+            let keys_of = |work: &Work<'k>| match (&tiles, work.sequence, counted) {
+                (_, Some(sequence), _) => [sequence.seen, sequence.first],
+                (Tiles::Equal(_, lengths), None, Some([first, _])) => [lengths.k.to_u32(), first],
+                (Tiles::Equal(_, lengths), None, None) => [lengths.k.to_u32(), w.constant(0u32)],
+                (Tiles::Unequal(_), None, _) => unreachable!("bug in fulgurite: a tile without its sequence"),
+            };
+            let finish = |w: &Scope<'k, Group>,
+                          work: &Work<'k>,
+                          next: Option<&Work<'k>>,
+                          totals: Totals<'k>,
+                          staging: Tile<'k>| {
+                if let Some(careful) = &careful {
+                    let [keys, first] = keys_of(work);
+                    let rows = |w: &Scope<'k, Group>| {
+                        // Rows past the last are read as the last.
+                        let all = work.sequence.map(|s| s.q_room).or(q_len).unwrap_or(keys);
+                        let row = work.row + own * 64 + w.first_row();
+                        Rows {
+                            queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)),
+                            heads: [work.head; 2],
+                            kv_head: group.div_rem(work.head)[0],
+                        }
+                    };
+                    let redo = Redo {
+                        work,
+                        unequal: end.unequal,
+                        lists: lists.as_ref(),
+                        cols: tuning.cols,
+                        keys,
+                        first,
+                        limits: &limits,
+                        modify: &modify,
+                        rows: &rows,
+                        scale: scale_log2,
+                    };
+                    let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
+                    careful.run(w, &redo, &o, &totals, [&|w| set_tile(w, work), &back]);
+                }
+                end.run::<T>(w, work, &o, totals, staging);
+            };
             let run = |w: &Scope<'k, Group>| {
                 if tuning.join {
                     let staging =
@@ -531,7 +579,7 @@ where
                         let sums = softmax.first(w, &s, &p[1]);
                         w.wait_products_after(0, &sums);
                         values.done(w);
-                        end.run::<T>(w, &done, &o, totals, staging);
+                        finish(w, &done, Some(&next), totals, staging);
                         p[0].copy(&p[1]);
                         zero();
                     });
@@ -539,7 +587,7 @@ where
                     let totals = softmax.totals(w);
                     w.wait_products(0);
                     values.done(w);
-                    end.run::<T>(w, &now.get(), &o, totals, staging);
+                    finish(w, &now.get(), None, totals, staging);
                 } else {
                     w.repeat(|w, leave: &Leave<'k>| {
                         start(w);
@@ -550,7 +598,7 @@ where
                         values.done(w);
                         // O leaves through the buffer of Q, which is free now.
                         let staging = Tile::at(shape(64, dv), q(w).address());
-                        end.run::<T>(w, &now.get(), &o, totals, staging);
+                        finish(w, &now.get(), None, totals, staging);
                         w.one_thread_of_group(|t| t.wait_stores_read(0));
                         w.sync_group(&barrier);
                         queries.done(w);

@@ -2,7 +2,7 @@
 //! whole.
 
 use super::work::Work;
-use fulgurite_ptx::{Builder, Pointer, Scope, Thread, Val};
+use fulgurite_ptx::{Builder, Pointer, Scope, Thread, Val, Who};
 
 /// Sizes of a block mask's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl<'k> Lists<'k> {
     /// The `i`-th of a tile's blocks. Those seen whole come first; a block past the last begins at the last key, where
     /// everything is masked.
     #[track_caller]
-    pub fn block(&self, t: &Scope<'k, Thread>, work: &Work<'k>, i: Val<'k, u32>, k_len: Val<'k, u32>) -> Tag<'k> {
+    pub fn block<W: Who>(&self, t: &Scope<'k, W>, work: &Work<'k>, i: Val<'k, u32>, k_len: Val<'k, u32>) -> Tag<'k> {
         let (row, parts) = (self.row(work), self.blocks.cols / self.cols);
         let [partial, full] = self.counts.map(|counts| counts.load(t, row));
         let [number, part] = [i / parts, i % parts];

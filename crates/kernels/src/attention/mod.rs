@@ -1,5 +1,6 @@
 //! Attention on the GPU.
 
+mod careful;
 mod epilogue;
 pub mod few;
 mod few_plan;

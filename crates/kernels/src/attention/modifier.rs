@@ -687,40 +687,67 @@ impl<'a, 'k> Modify<'a, 'k> {
         self.score.iter().chain(&self.mask).for_each(|running| running.set(w, self.parameters, place));
     }
 
+    /// One score of the thread's `row`-th row as [`apply`](Self::apply) changes it, for a key of the sequence.
+    pub fn one(
+        &self,
+        w: &Scope<'k, Group>,
+        raw: Val<'k, f32>,
+        row: usize,
+        key: Val<'k, i32>,
+        full: Option<Val<'k, bool>>,
+    ) -> Val<'k, f32> {
+        let mut changer = Changer::new(self, w, key);
+        changer.change(At { row, col: 0, score: Some([raw, self.scale]) }, raw, full)
+    }
+
     /// Changes the scores of the block that begins at this key of the sequence; in a block that is known to be `full`, the
     /// mask does not count.
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
         if self.score.is_none() && self.mask.is_none() {
             return;
         }
-        let key = key + w.first_col().to_i32();
+        let mut changer = Changer::new(self, w, key + w.first_col().to_i32());
+        for (i, x) in s.elements().enumerate() {
+            let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
+            s.set(i, changer.change(at, x, full));
+        }
+    }
+}
+
+/// Both programs while a piece of the kernel is built.
+struct Changer<'a, 'k> {
+    score: Option<Evaluation<'a, 'k>>,
+    mask: Option<Evaluation<'a, 'k>>,
+}
+
+impl<'a, 'k> Changer<'a, 'k> {
+    fn new(modify: &'a Modify<'_, 'k>, w: &'a Scope<'k, Group>, key: Val<'k, i32>) -> Self {
         let evaluation = |running| Evaluation {
             w,
             running,
-            parameters: self.parameters,
+            parameters: modify.parameters,
             place: None,
             key: Some(key),
             known: HashMap::new(),
         };
-        let mut score = self.score.as_ref().map(evaluation);
-        let mut mask = self.mask.as_ref().map(evaluation);
-        for (i, x) in s.elements().enumerate() {
-            let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
-            let mut new = x;
-            if let Some(score) = &mut score {
-                let analysed = &score.running.analysed;
-                let last = analysed.folded.output.map_or(analysed.program.steps().len() - 1, |(at, _)| at);
-                new = score.step(last, at).float();
-            }
-            if let Some(mask) = &mut mask {
-                let steps = mask.running.analysed.program.steps().len();
-                let mut seen = mask.step(steps - 1, at).bool();
-                if let Some(full) = full {
-                    seen = seen | full;
-                }
-                new = seen.select(new, f32::NEG_INFINITY);
-            }
-            s.set(i, new);
+        Changer { score: modify.score.as_ref().map(evaluation), mask: modify.mask.as_ref().map(evaluation) }
+    }
+
+    fn change(&mut self, at: At<'k>, x: Val<'k, f32>, full: Option<Val<'k, bool>>) -> Val<'k, f32> {
+        let mut new = x;
+        if let Some(score) = &mut self.score {
+            let analysed = &score.running.analysed;
+            let last = analysed.folded.output.map_or(analysed.program.steps().len() - 1, |(at, _)| at);
+            new = score.step(last, at).float();
         }
+        if let Some(mask) = &mut self.mask {
+            let steps = mask.running.analysed.program.steps().len();
+            let mut seen = mask.step(steps - 1, at).bool();
+            if let Some(full) = full {
+                seen = seen | full;
+            }
+            new = seen.select(new, f32::NEG_INFINITY);
+        }
+        new
     }
 }

@@ -1,5 +1,6 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
+use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::few;
 use super::few_plan::Few;
 use super::forward::{self, Features, Tuning};
@@ -362,6 +363,9 @@ impl Forward {
 
     /// Arguments of the other features.
     fn more(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
+        if self.features.hides_elements() {
+            self.plain(args, &tensors.rows);
+        }
         if let Some(span) = tensors.sinks {
             args.add("sinks", Value::Pointer(span));
         }
@@ -390,6 +394,27 @@ impl Forward {
             args.add_u32("list_batch", batch);
             args.add_u32("list_head", head);
         }
+    }
+}
+
+impl Forward {
+    /// Arguments of rows that threads read, in pairs of elements.
+    fn plain(&self, args: &mut Arguments<'_>, [q, k, v, _]: &[Placed; 4]) {
+        // As the copy engine has them: from the first key that some query sees.
+        let first = match (self.layout, self.features.ragged.any(), self.features.blocks) {
+            (Layout::Dense { q_len, k_len, .. }, false, None) => self.features.mask.keys(0, q_len, k_len).start as u64,
+            _ => 0,
+        };
+        let tensors = [*q, k.rows(first, k.shape[1]), v.rows(first, v.shape[1])];
+        for (name, placed) in TENSORS.into_iter().zip(tensors) {
+            args.add(name, Value::Pointer(placed.span));
+            let [batch, row, head] = placed.strides;
+            for (end, stride) in ROW_STRIDES.into_iter().zip([row, head, batch]) {
+                args.add(&format!("{name}{end}"), Value::U64(stride / 2));
+            }
+        }
+        args.add_u32(DIMS[0], q.shape[3] / UNIT as u64);
+        args.add_u32(DIMS[1], v.shape[3]);
     }
 }
 

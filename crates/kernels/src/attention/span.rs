@@ -150,6 +150,24 @@ impl<'k> Limits<'k> {
         );
     }
 
+    /// Whether the `i`-th of the thread's rows sees a key, or the key is in a block that is seen whole.
+    #[track_caller]
+    pub fn sees(
+        &self,
+        w: &Scope<'k, Group>,
+        i: usize,
+        key: Val<'k, i32>,
+        full: Option<Val<'k, bool>>,
+    ) -> Val<'k, bool> {
+        let place = key - w.first_col().to_i32();
+        let [start, end] = self.rows[i].map(|limit| limit.get());
+        let mut seen = end.gt(place);
+        if self.spans.bounded_left() {
+            seen = seen & start.le(place);
+        }
+        full.map_or(seen, |full| seen | full)
+    }
+
     /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {
