@@ -55,6 +55,9 @@ pub struct Redo<'a, 'k> {
     pub scale: Val<'k, f32>,
 }
 
+/// Sets what masks and modifiers keep.
+type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
+
 /// What the thread's two rows are.
 #[derive(Clone, Copy)]
 pub struct Rows<'k> {
@@ -104,7 +107,7 @@ where
         redo: &Redo<'_, 'k>,
         o: &Acc<'k>,
         totals: &Totals<'k>,
-        turn: [&dyn Fn(&Scope<'k, Group>); 2],
+        turn: [Turn<'_, 'k>; 2],
     ) {
         // 0 as long as everything is finite.
         let zero = w.constant(0.0f32);

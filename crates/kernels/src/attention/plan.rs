@@ -36,6 +36,9 @@ pub struct Missing {
     pub feature: String,
 }
 
+/// Grid and arguments of a launch.
+type Call = ([u32; 3], Vec<Value>);
+
 /// How a block mask reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockForm {
@@ -254,12 +257,7 @@ impl Forward {
     }
 
     /// Grid and arguments.
-    fn arguments(
-        &self,
-        slots: &Slots,
-        tensors: &Tensors,
-        multiprocessors: u32,
-    ) -> Result<Option<([u32; 3], Vec<Value>)>, Missing> {
+    fn arguments(&self, slots: &Slots, tensors: &Tensors, multiprocessors: u32) -> Result<Option<Call>, Missing> {
         let [heads, kv_heads] = self.heads;
         if tensors.rows[3].shape.contains(&0) {
             return Ok(None);
