@@ -22,7 +22,7 @@ pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_cuda::Cuda;
-use fulgurite_kernels::attention::plan::{COUNTERS, Forward, Missing, Ready};
+use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Module};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -61,12 +61,17 @@ pub struct Gpu {
     products: Mutex<HashMap<Gemm, Module>>,
     /// Made with the first attention.
     counters: Mutex<Option<Counters>>,
+    /// What launches on a stream need for themselves: they follow each other and share it.
+    scratch: Mutex<HashMap<Stream, Buffer>>,
 }
 
 /// Forward attention on a problem, compiled for a GPU.
 pub struct Attention {
     ready: Ready,
     module: Module,
+    /// Scratch of recorded launches, where they need any: nothing can be allocated while they are recorded. Recordings with
+    /// launches of one `Attention` are not replayed at the same time.
+    recorded: Option<Buffer>,
 }
 
 impl Attention {
@@ -80,29 +85,34 @@ impl Attention {
 /// recorded launch may be replayed anywhere and has its own.
 struct Counters {
     memory: Buffer,
-    taken: u64,
+    taken_bytes: u64,
     of_streams: HashMap<Stream, Span>,
 }
 
 impl Counters {
-    /// Bytes from one launch's counters to the next, which a pointer is aligned to.
-    const STEP: u64 = 16;
-    const LAUNCHES: u64 = 1 << 16;
+    /// What a pointer is aligned to.
+    const ALIGN: u64 = 16;
+    const BYTES: u64 = 4 << 20;
 
     fn new(cuda: &Cuda) -> Result<Counters, DeviceError> {
-        let memory = cuda.allocate(Self::STEP * Self::LAUNCHES)?;
+        let memory = cuda.allocate(Self::BYTES)?;
         cuda.upload(memory.span(), &vec![0; memory.span().bytes as usize])?;
-        Ok(Counters { memory, taken: 0, of_streams: HashMap::new() })
+        Ok(Counters { memory, taken_bytes: 0, of_streams: HashMap::new() })
     }
 
-    fn fresh(&mut self) -> Result<Span, DeviceError> {
-        if self.taken >= Self::LAUNCHES {
-            let what =
-                format!("{} launches are recorded or on streams of their own, the most there may be", self.taken);
+    fn fresh(&mut self, bytes: u64) -> Result<Span, DeviceError> {
+        let end = self.taken_bytes + bytes.next_multiple_of(Self::ALIGN);
+        if end > Self::BYTES {
+            let what = format!(
+                "recorded launches and streams have taken {} of {} bytes of counters, and {bytes} more are needed",
+                self.taken_bytes,
+                Self::BYTES
+            );
             return Err(DeviceError::Failed { call: "launch", what });
         }
-        self.taken += 1;
-        Ok(Span { bytes: COUNTERS, ..self.memory.span().from((self.taken - 1) * Self::STEP) })
+        let span = Span { bytes, ..self.memory.span().from(self.taken_bytes) };
+        self.taken_bytes = end;
+        Ok(span)
     }
 }
 
@@ -118,7 +128,8 @@ impl Gpu {
     /// }
     /// ```
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
-        Ok(Gpu { cuda: Cuda::open(ordinal, options)?, products: Mutex::default(), counters: Mutex::default() })
+        let cuda = Cuda::open(ordinal, options)?;
+        Ok(Gpu { cuda, products: Mutex::default(), counters: Mutex::default(), scratch: Mutex::default() })
     }
 
     /// Its name.
@@ -162,31 +173,57 @@ impl Gpu {
         if counters.is_none() {
             *counters = Some(Counters::new(&self.cuda)?);
         }
-        Ok(Attention { ready: plan.ready(module.shared_kernel()), module })
+        let recorded = match plan.scratch_bytes() {
+            0 => None,
+            bytes => Some(self.cuda.allocate(bytes)?),
+        };
+        Ok(Attention { ready: plan.ready(module.shared_kernel()), module, recorded })
     }
 
-    /// Computes o and LSE on a stream, without waiting. The counters of `tensors` are set here. What the tensors lie in
-    /// must stay alive until the stream has come past it.
+    /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
+    /// in must stay alive until the stream has come past it.
     pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
-        tensors.counters = self.launch_counters(stream)?;
+        let (plan, capturing) = (attention.ready.plan(), self.cuda.is_capturing(stream)?);
+        tensors.counters = self.launch_counters(stream, capturing, plan.counter_bytes())?;
+        tensors.scratch = match (&attention.recorded, capturing) {
+            (None, _) => None,
+            (Some(recorded), true) => Some(recorded.span()),
+            (Some(_), false) => Some(self.launch_scratch(stream, plan.scratch_bytes())?),
+        };
         match attention.ready.launch(tensors, self.cuda.multiprocessors())? {
             Some(launch) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
             None => Ok(()),
         }
     }
 
-    fn launch_counters(&self, stream: Stream) -> Result<Span, DeviceError> {
+    fn launch_counters(&self, stream: Stream, capturing: bool, bytes: u64) -> Result<Span, DeviceError> {
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let counters = counters.as_mut().expect("bug in fulgurite: attention is prepared before it runs");
-        if self.cuda.is_capturing(stream)? {
-            return counters.fresh();
+        if capturing {
+            return counters.fresh(bytes);
         }
         match counters.of_streams.get(&stream) {
-            Some(&known) => Ok(known),
-            None => {
-                let fresh = counters.fresh()?;
+            Some(&known) if known.bytes >= bytes => Ok(known),
+            // More than asked for, so that a batch that grows does not take new ones every time.
+            _ => {
+                let fresh = counters.fresh(bytes.next_power_of_two())?;
                 counters.of_streams.insert(stream, fresh);
                 Ok(fresh)
+            }
+        }
+    }
+
+    fn launch_scratch(&self, stream: Stream, bytes: u64) -> Result<Span, DeviceError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        match scratch.get(&stream) {
+            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
+            _ => {
+                // The driver waits for launches that use what is given back.
+                scratch.remove(&stream);
+                let fresh = self.cuda.allocate(bytes.next_power_of_two())?;
+                let span = fresh.span();
+                scratch.insert(stream, fresh);
+                Ok(span)
             }
         }
     }

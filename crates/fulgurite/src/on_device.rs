@@ -212,8 +212,9 @@ impl Engine for OnDevice {
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
         let o = Placed::packed(self.room(memory, 2 * o_shape.count())?, four_axes(&o_shape));
         let lse = self.room(memory, 4 * lse_count)?;
-        let counters = self.upload(memory, &[0; 8])?;
+        let counters = self.upload(memory, &vec![0; plan.counter_bytes() as usize])?;
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
+        tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
         let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
         let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };

@@ -19,6 +19,7 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::few;
 use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_kernels::gemm::{self, Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
@@ -325,7 +326,12 @@ impl Maker<'_> {
     /// The plan that a call of the library would take for these sizes: its tuning depends on them.
     fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let dim = if name.contains("d128") { 128 } else { 64 };
+        let group = heads / kv_heads;
+        if name.contains("few") && q_len * group > few::ROWS {
+            let allowed = format!("up to {} for {group} query heads a head of keys", few::ROWS / group);
+            return Err(SimError::Size { size: "q-len", got: q_len, allowed });
+        }
+        let dim = [256, 128].into_iter().find(|d| name.contains(&format!("d{d}"))).unwrap_or(64);
         let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
         let problem = Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
@@ -345,14 +351,15 @@ impl Maker<'_> {
         }
         let tensors = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
-        let counters = self.device.allocate(8)?;
-        self.device.upload(counters.span(), &[0; 8])?;
-        let tensors = Tensors::new(tensors, lse.span(), counters.span());
+        let counters = self.device.allocate(plan.counter_bytes())?;
+        self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;
+        let scratch = self.device.allocate(plan.scratch_bytes().max(16))?;
+        let tensors = Tensors { scratch: Some(scratch.span()), ..Tensors::new(tensors, lse.span(), counters.span()) };
         let launch = plan
             .launch(kernel, &tensors, self.blocks())
             .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
-        memory.extend([lse, counters]);
+        memory.extend([lse, counters, scratch]);
         let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
         Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
     }

@@ -10,8 +10,8 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
-use crate::attention::forward;
 use crate::attention::plan::Forward;
+use crate::attention::{few, forward};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
@@ -32,7 +32,7 @@ pub struct Entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, FEW_FEATURES].concat())
 }
 
 /// Which way operands lie, in the letters of BLAS for matrices stored by rows: `t` is transposed.
@@ -58,22 +58,33 @@ where
     forward::kernel::<T>(target, &features, tuning)
 }
 
+/// Forward attention of few queries.
+fn attention_few<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    let dims = [head_dim, head_dim];
+    few::kernel::<T>(target, &forward::Features::plain(dims, mask), few::Tuning::hopper(few::padded(dims)))
+}
+
 /// Forward attention in bf16 with a feature, as a call of 2 x 8192 tokens has it.
-fn featured(target: Target, head_dim: usize, feature: &str) -> Result<Kernel, BuildError> {
+fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) -> Result<Kernel, BuildError> {
     let (batch, len, heads) = (2, 8192, 16);
-    let offsets = [0, 1000, 16384];
+    let q_len = if queries == Queries::Few { 4 } else { len };
+    let offsets = |len: usize| [0, len / 2, 2 * len].map(|at| at as i32);
     let base = Problem::builder().heads(heads, heads / 4).head_dim(head_dim).dtype(DType::Bf16);
     let problem = match feature {
-        "packed" => base.packed(&offsets, &offsets).mask(Mask::causal()),
-        _ => base.dense(batch, len, len),
+        "packed" => base.packed(&offsets(q_len), &offsets(len)).mask(Mask::causal()),
+        _ => base.dense(batch, q_len, len),
     };
     let problem = match feature {
         "softcap" => problem.softcap(30.0),
         "alibi" => problem.alibi().mask(Mask::causal()),
-        "bias" => problem.bias([1, heads, len, len], DType::Bf16, false),
+        "bias" => problem.bias([1, heads, q_len, len], DType::Bf16, false),
         "documents" => {
-            let ids = ["documents_q", "documents_k"];
-            ids.into_iter().fold(problem.mask(Mask::documents()), |p, name| p.aux(name, DType::I32, &[batch, len]))
+            let ids = [("documents_q", q_len), ("documents_k", len)];
+            let problem = problem.mask(Mask::documents());
+            ids.into_iter().fold(problem, |p, (name, len)| p.aux(name, DType::I32, &[batch, len]))
         }
         "sinks" => problem.sinks().mask(Mask::window(1024, 0)),
         "blocks" => problem.block_mask(BlockSpec::default()).mask(Mask::causal()),
@@ -83,6 +94,13 @@ fn featured(target: Target, head_dim: usize, feature: &str) -> Result<Kernel, Bu
     let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
     let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
     plan.kernel(target)
+}
+
+/// Which of the two kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Queries {
+    Many,
+    Few,
 }
 
 /// Entries of features at three head dimensions.
@@ -98,7 +116,14 @@ macro_rules! features {
         Entry {
             name: concat!("attention-bf16-d", $dim, "-", $feature),
             summary: concat!("forward attention, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature),
+            build: |target| featured(target, $dim, $feature, Queries::Many),
+        }
+    };
+    (@few $dim:literal, $feature:literal, $summary:literal) => {
+        Entry {
+            name: concat!("attention-few-bf16-d", $dim, "-", $feature),
+            summary: concat!("forward attention of few queries, bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| featured(target, $dim, $feature, Queries::Few),
         }
     };
 }
@@ -111,6 +136,18 @@ features! {
     "packed": "packed sequences under a causal mask";
     "blocks": "block mask over a causal one";
 }
+const FEW_FEATURES: &[Entry] = &[
+    features!(@few 128, "softcap", "softcap"),
+    features!(@few 256, "softcap", "softcap"),
+    features!(@few 128, "alibi", "causal mask and ALiBi"),
+    features!(@few 128, "bias", "a bias for each head"),
+    features!(@few 256, "bias", "a bias for each head"),
+    features!(@few 128, "documents", "document mask"),
+    features!(@few 256, "documents", "document mask"),
+    features!(@few 128, "sinks", "window and sinks"),
+    features!(@few 128, "packed", "packed sequences under a causal mask"),
+    features!(@few 256, "packed", "packed sequences under a causal mask"),
+];
 
 const ALL: &[Entry] = &[
     Entry { name: "vector_add", summary: "z = x + y, f32", build: add::kernel },
@@ -198,6 +235,31 @@ const ALL: &[Entry] = &[
         name: "attention-f16-d128-causal",
         summary: "forward attention, f16, head_dim 128, causal mask",
         build: |target| attention::<f16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-few-bf16-d64-full",
+        summary: "forward attention of few queries, bf16, head_dim 64, no mask",
+        build: |target| attention_few::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-bf16-d128-full",
+        summary: "forward attention of few queries, bf16, head_dim 128, no mask",
+        build: |target| attention_few::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-bf16-d128-causal",
+        summary: "forward attention of few queries, bf16, head_dim 128, causal mask",
+        build: |target| attention_few::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "attention-few-bf16-d256-full",
+        summary: "forward attention of few queries, bf16, head_dim 256, no mask",
+        build: |target| attention_few::<bf16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "attention-few-f16-d128-full",
+        summary: "forward attention of few queries, f16, head_dim 128, no mask",
+        build: |target| attention_few::<f16>(target, 128, Mask::none()),
     },
 ];
 

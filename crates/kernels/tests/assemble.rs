@@ -36,9 +36,12 @@ fn odd_head_dimensions_assemble() {
         (256, 64, Mask::none()),
         (64, 256, Mask::causal()),
     ] {
-        let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
-        let plan = Forward::new(&problem.build().unwrap(), None).unwrap();
-        let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
-        assert!(report.verdict().is_ok(), "{d}, {dv}: {:?}", report.verdict());
+        // Many queries, and few: two kernels.
+        for q_len in [64, 3] {
+            let problem = Problem::builder().dense(1, q_len, 700).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16);
+            let plan = Forward::new(&problem.mask(mask.clone()).build().unwrap(), None).unwrap();
+            let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
+            assert!(report.verdict().is_ok(), "{d}, {dv}, {q_len} queries: {:?}", report.verdict());
+        }
     }
 }

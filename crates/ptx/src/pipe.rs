@@ -3,7 +3,7 @@
 //! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
-use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var};
+use crate::build::{Builder, Count, Group, GroupBarrier, Scope, Thread, Val, Var};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
@@ -247,6 +247,30 @@ impl<'k> Pipe<'k> {
         let place = Arg::Address(Base::Reg(full.in_register()), 0);
         ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
         f(t, &Filling { tiles: self.stage(cursor[0].now()), full, blocks: ring.blocks });
+        ring.advance(cursor);
+    }
+
+    /// Waits for an empty stage, has a role of one warpgroup write its tiles, and goes on. For what the copy engine cannot
+    /// bring.
+    #[track_caller]
+    pub fn fill(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, f: impl FnOnce(&Scope<'k, Group>, &[Tile<'k>])) {
+        let (ring, at) = (&self.ring, Location::caller());
+        let warps = ring.k.role_warps().1;
+        if warps != 4 || ring.blocks > 1 {
+            let blocks = ring.blocks;
+            ring.k
+                .refuse(format!("{warps} warps fill a ring of {blocks} blocks, allowed: one warpgroup and one block"));
+        }
+        let cursor = ring.wait_empty();
+        f(w, &self.stage(cursor[0].now()));
+        w.publish_shared();
+        w.sync_group(barrier);
+        ring.k.placed(at, || {
+            w.one_thread_of_group(|t| {
+                let full = ring.barrier(ring.full, cursor[0].now());
+                t.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(full.in_register()), 0)]);
+            });
+        });
         ring.advance(cursor);
     }
 

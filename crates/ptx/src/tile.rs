@@ -158,6 +158,18 @@ impl<'k> Tile<'k> {
         Operand { tile: self, major, outer, inner }
     }
 
+    /// Writes 16 bytes, the `unit`-th of a row, as four words.
+    #[track_caller]
+    pub fn write_unit<W: Who>(self, w: &Scope<'k, W>, row: Val<'k, u32>, unit: Val<'k, u32>, words: [Val<'k, u32>; 4]) {
+        let (swizzle, units) = (self.shape.swizzle, self.shape.swizzle.line() / 16);
+        let linear = row.mul_add(swizzle.line(), (unit % units) * 16);
+        let spread = linear ^ ((linear >> 3) & swizzle.mask());
+        let address = (unit / units).mul_add(self.shape.chunk_bytes(), self.address + spread).in_register();
+        let words = w.k.placed(Location::caller(), || words.map(|word| word.in_register()));
+        let place = Arg::Address(Base::Reg(address), 0);
+        w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(words.into()), Arg::Word(".v4")]);
+    }
+
     /// Address of the chunk that holds a column, from row `row` on.
     #[track_caller]
     fn chunk_at(self, chunk: u32) -> Val<'k, u32> {

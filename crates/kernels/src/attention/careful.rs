@@ -10,7 +10,7 @@ use super::modifier::Modify;
 use super::softmax::Totals;
 use super::span::Limits;
 use super::work::{Of, Unequal, Work};
-use fulgurite_ptx::{Acc, Builder, Divisor, Group, Half, Pair, Pointer, Scope, Val, Word};
+use fulgurite_ptx::{Acc, Builder, Group, Half, Pair, Pointer, Scope, Val, Word};
 
 /// Elements of a vector that is loaded at once.
 const VECTOR: u32 = 8;
@@ -40,7 +40,6 @@ pub struct Careful<'k, T> {
 pub struct Redo<'a, 'k> {
     pub work: &'a Work<'k>,
     pub unequal: Option<&'a Unequal<'k>>,
-    pub group: Divisor<'k>,
     pub lists: Option<&'a Lists<'k>>,
     /// Keys of a block, and all there are of the sequence that some query sees.
     pub cols: u32,
@@ -49,11 +48,23 @@ pub struct Redo<'a, 'k> {
     pub first: Val<'k, u32>,
     pub limits: &'a Limits<'k>,
     pub modify: &'a Modify<'a, 'k>,
-    /// First row of the warpgroup, and rows of the sequence.
-    pub row: Val<'k, u32>,
-    pub rows: Val<'k, u32>,
+    /// The thread's two rows, found when they are needed. Rows past the last are any of the sequence: nobody keeps what
+    /// comes of them.
+    pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
     /// From scores to powers of two.
     pub scale: Val<'k, f32>,
+}
+
+/// Sets what masks and modifiers keep.
+type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
+
+/// What the thread's two rows are.
+#[derive(Clone, Copy)]
+pub struct Rows<'k> {
+    pub queries: [Val<'k, u32>; 2],
+    pub heads: [Val<'k, u32>; 2],
+    /// Their head of k and v.
+    pub kv_head: Val<'k, u32>,
 }
 
 impl<'k, T: Half> Plain<'k, T>
@@ -96,7 +107,7 @@ where
         redo: &Redo<'_, 'k>,
         o: &Acc<'k>,
         totals: &Totals<'k>,
-        turn: [&dyn Fn(&Scope<'k, Group>); 2],
+        turn: [Turn<'_, 'k>; 2],
     ) {
         // 0 as long as everything is finite.
         let zero = w.constant(0.0f32);
@@ -110,13 +121,13 @@ where
 
     fn again(&self, w: &Scope<'k, Group>, redo: &Redo<'_, 'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
-        let kv_head = redo.group.div_rem(redo.work.head)[0];
+        let rows = (redo.rows)(w);
         let [first, end] = redo.work.blocks;
         w.each(first, end, 1u32, |w, n| {
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
             // Four keys at a time: each of the four lanes that share two rows computes the scores of one.
-            w.each(0u32, redo.cols, 4u32, |w, part| self.four(w, redo, [start + part, kv_head], tag, o, totals));
+            w.each(0u32, redo.cols, 4u32, |w, part| self.four(w, redo, &rows, (start + part, tag), o, totals));
         });
     }
 
@@ -124,18 +135,17 @@ where
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k>,
-        [first, kv_head]: [Val<'k, u32>; 2],
-        tag: Option<Tag<'k>>,
+        rows: &Rows<'k>,
+        (first, tag): (Val<'k, u32>, Option<Tag<'k>>),
         o: &Acc<'k>,
         totals: &Totals<'k>,
     ) {
         let own = w.lane() & 3;
         let key = first + own;
         let inside = |key: Val<'k, u32>| key.min(redo.keys.max(1) - 1);
-        let rows = [0, 1].map(|i| redo.row + w.first_row() + 8 * i);
         let p: Vec<Val<'k, f32>> = (0..2)
             .map(|i| {
-                let raw = self.dot(w, redo, rows[i], inside(key), kv_head);
+                let raw = self.dot(w, redo, rows, i, inside(key));
                 let full = tag.map(|tag| tag.full());
                 let number = (key + redo.first).to_i32();
                 let score = redo.modify.one(w, raw, i, number, full);
@@ -147,7 +157,7 @@ where
         for other in 0..4 {
             let p = [0, 1].map(|i| if other == 0 { p[i] } else { w.exchange(p[i], other) });
             let key = inside(first + (own ^ other));
-            let value = self.tensors[2].at(redo, Of::V, key, kv_head);
+            let value = self.tensors[2].at(redo, Of::V, key, rows.kv_head);
             w.when(p[0].gt(0.0) | p[1].gt(0.0), |w| {
                 for (pair, element) in (0..o.elements().count()).step_by(4).enumerate() {
                     let col = w.first_col() + 8 * pair as u32;
@@ -166,18 +176,17 @@ where
         }
     }
 
-    /// The product of a query and a key.
+    /// The product of the thread's `i`-th query and a key.
     fn dot(
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k>,
-        row: Val<'k, u32>,
+        rows: &Rows<'k>,
+        i: usize,
         key: Val<'k, u32>,
-        kv_head: Val<'k, u32>,
     ) -> Val<'k, f32> {
-        // Rows past the last are read as the last; nobody keeps what comes of them.
-        let query = self.tensors[0].at(redo, Of::Q, row.min(redo.rows.max(1) - 1), redo.work.head);
-        let key = self.tensors[1].at(redo, Of::K, key, kv_head);
+        let query = self.tensors[0].at(redo, Of::Q, rows.queries[i], rows.heads[i]);
+        let key = self.tensors[1].at(redo, Of::K, key, rows.kv_head);
         let sum = w.var(0.0f32);
         w.each(0u32, self.vectors, 1u32, |w, i| {
             for part in 0..VECTOR / 2 {

@@ -6,7 +6,7 @@
 //! next tile's first block are started together with the last p v of this one ("joined" tiles). A row without keys
 //! yields zeros and an LSE of -inf.
 
-use super::careful::{Careful, Redo};
+use super::careful::{Careful, Redo, Rows};
 use super::epilogue::Epilogue;
 use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks};
@@ -472,8 +472,8 @@ where
                     };
                     counted_from.iter().for_each(|from| from.set(first));
                     let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-                    let row = first_row(work) + w.first_row().to_i32();
-                    modify.set(w, Place { batch: work.batch, head: work.head, row, q_len, k_len });
+                    let rows = [0, 8].map(|below| first_row(work) + w.first_row().to_i32() + below);
+                    modify.set(w, Place { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
                 }
             };
             // Each warpgroup has a tile of its own, one after the other.
@@ -552,18 +552,26 @@ where
             let finish = |w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: Totals<'k>| {
                 if let Some(careful) = &careful {
                     let [keys, first] = keys_of(work);
+                    let rows = |w: &Scope<'k, Group>| {
+                        // Rows past the last are read as the last.
+                        let all = work.sequence.map(|s| s.q_room).or(q_len).unwrap_or(keys);
+                        let row = work.row + own * 64 + w.first_row();
+                        Rows {
+                            queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)),
+                            heads: [work.head; 2],
+                            kv_head: group.div_rem(work.head)[0],
+                        }
+                    };
                     let redo = Redo {
                         work,
                         unequal: end.unequal,
-                        group,
                         lists: lists.as_ref(),
                         cols: tuning.cols,
                         keys,
                         first,
                         limits: &limits,
                         modify: &modify,
-                        row: work.row + own * 64,
-                        rows: work.sequence.map(|s| s.q_room).or(q_len).unwrap_or(keys),
+                        rows: &rows,
                         scale: scale_log2,
                     };
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));

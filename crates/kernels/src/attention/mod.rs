@@ -2,9 +2,12 @@
 
 mod careful;
 mod epilogue;
+pub mod few;
+mod few_plan;
 pub mod forward;
 mod lists;
 mod modifier;
+mod partial;
 mod placed;
 pub mod plan;
 mod softmax;

@@ -22,13 +22,21 @@ pub struct Modifiers {
     pub aux: Vec<(DType, usize)>,
     /// Whether sums of a few lengths may need more bits than a float has.
     pub long: bool,
+    /// Whether rows of a tile may be of different heads.
+    pub mixed_heads: bool,
 }
 
 impl Modifiers {
     /// Those of programs, whose sequences are at most so long.
     pub fn new(score: Option<&Program>, mask: Option<&Program>, aux: &[AuxSpec], longest: usize) -> Modifiers {
         let aux = aux.iter().map(|spec| (spec.dtype, spec.shape.len())).collect();
-        Modifiers { score: score.cloned(), mask: mask.cloned(), aux, long: longest > SHORT as usize }
+        Modifiers {
+            score: score.cloned(),
+            mask: mask.cloned(),
+            aux,
+            long: longest > SHORT as usize,
+            mixed_heads: false,
+        }
     }
 
     /// Whether there are none.
@@ -39,7 +47,7 @@ impl Modifiers {
     /// Whether elements of tensors are read for each score.
     pub fn loads_move(&self) -> bool {
         let moves = |program: &Program| {
-            let analysed = Analysed::new(program, false, self.long);
+            let analysed = Analysed::new(program, false, self);
             let steps = program.steps().iter().zip(&analysed.reads);
             steps.into_iter().any(|(step, reads)| matches!(step, Step::Load(..)) && reads.moves())
         };
@@ -133,7 +141,7 @@ struct Analysed {
 }
 
 impl Analysed {
-    fn new(program: &Program, fold: bool, long: bool) -> Analysed {
+    fn new(program: &Program, fold: bool, modifiers: &Modifiers) -> Analysed {
         let steps = program.steps();
         let mut reads: Vec<Reads> = Vec::new();
         let mut slopes: Vec<Option<i32>> = Vec::new();
@@ -142,6 +150,7 @@ impl Analysed {
                 Step::Var(Index::Score) => Reads { score: true, ..Reads::default() },
                 Step::Var(Index::Key) => Reads { key: true, ..Reads::default() },
                 Step::Var(Index::Query) => Reads { row: true, ..Reads::default() },
+                Step::Var(Index::Head) => Reads { row: modifiers.mixed_heads, ..Reads::default() },
                 other => operands(other).into_iter().fold(Reads::default(), |all, x| all.or(reads[x])),
             };
             let integer = program.types()[i] == Type::Int;
@@ -175,7 +184,7 @@ impl Analysed {
         kept.retain(|&i| stays(i));
         kept.sort_unstable();
         kept.dedup();
-        Analysed { program: program.clone(), reads, slopes, kept, folded, long }
+        Analysed { program: program.clone(), reads, slopes, kept, folded, long: modifiers.long }
     }
 }
 
@@ -260,9 +269,9 @@ struct Aux<'k> {
 #[derive(Clone, Copy)]
 pub struct Place<'k> {
     pub batch: Val<'k, u32>,
-    pub head: Val<'k, u32>,
-    /// The first of the thread's two rows, in its sequence; the other is 8 below.
-    pub row: Val<'k, i32>,
+    /// Of the thread's two rows, and their queries in the sequence.
+    pub heads: [Val<'k, u32>; 2],
+    pub rows: [Val<'k, i32>; 2],
     pub q_len: Val<'k, i32>,
     pub k_len: Val<'k, i32>,
 }
@@ -323,8 +332,8 @@ impl<'k> Kept<'k> {
 }
 
 impl<'k> Running<'k> {
-    fn new(w: &Scope<'k, Group>, program: &Program, fold: bool, long: bool) -> Self {
-        let analysed = Analysed::new(program, fold, long);
+    fn new(w: &Scope<'k, Group>, program: &Program, fold: bool, modifiers: &Modifiers) -> Self {
+        let analysed = Analysed::new(program, fold, modifiers);
         let two = |&i: &usize| {
             let ty = analysed.program.types()[i];
             let first = Kept::new(w, ty);
@@ -562,9 +571,9 @@ impl<'k> Evaluation<'_, 'k> {
                 let first = self.key.expect("bug in fulgurite: a step that stays reads the key");
                 Word::Int(first + at.col as i32)
             }
-            Index::Query => Word::Int(place().row + 8 * at.row as i32),
+            Index::Query => Word::Int(place().rows[at.row]),
             Index::Batch => Word::Int(place().batch.to_i32()),
-            Index::Head => Word::Int(place().head.to_i32()),
+            Index::Head => Word::Int(place().heads[at.row].to_i32()),
             Index::QueryLen => Word::Int(place().q_len),
             Index::KeyLen => Word::Int(place().k_len),
         }
@@ -732,8 +741,8 @@ impl<'a, 'k> Modify<'a, 'k> {
         parameters: &'a Parameters<'k>,
         scale: Val<'k, f32>,
     ) -> Self {
-        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, true, modifiers.long));
-        let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers.long));
+        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, true, modifiers));
+        let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
         let tanh = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends)).map(|_| {
             let square = scale * scale;

@@ -4,7 +4,7 @@ use fulgurite_ptx::device::{Span, TensorSpan, Value};
 use fulgurite_ptx::{Kernel, Number, divisor_values};
 use std::collections::HashMap;
 
-/// Bytes of a launch's counters.
+/// Bytes of a launch's counters, where the plan does not want more.
 pub const COUNTERS: u64 = 8;
 
 /// A tensor `[batch, sequence, heads, dim]` in a device's memory, strides in elements, the last axis contiguous. A packed
@@ -92,9 +92,11 @@ pub struct Tensors {
     pub rows: [Placed; 4],
     /// f32, contiguous, in the shape of the problem's LSE.
     pub lse: Span,
-    /// [`COUNTERS`] bytes, zeros before the first launch: tiles handed out, which every launch leaves at 0, and a count of
-    /// blocks done again. Launches that may run at the same time need their own.
+    /// [`COUNTERS`] bytes or what the plan wants, zeros before the first launch, and again after every one but for the
+    /// second word, a count of blocks done again. Launches that may run at the same time need their own.
     pub counters: Span,
+    /// What the plan wants, whatever it holds. Launches that may run at the same time need their own.
+    pub scratch: Option<Span>,
     /// A logit for each head.
     pub sinks: Option<Span>,
     /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
@@ -117,6 +119,7 @@ impl Tensors {
             rows,
             lse,
             counters,
+            scratch: None,
             sinks: None,
             cu_seqlens: None,
             used: [None; 2],

@@ -1,6 +1,8 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
+use super::few;
+use super::few_plan::Few;
 use super::forward::{self, Features, Tuning};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
@@ -34,6 +36,9 @@ pub struct Missing {
     pub feature: String,
 }
 
+/// Grid and arguments of a launch.
+type Call = ([u32; 3], Vec<Value>);
+
 /// How a block mask reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockForm {
@@ -41,6 +46,44 @@ pub enum BlockForm {
     Lists,
     /// As a matrix that each element looks up, for blocks that no tile divides.
     Coverage,
+}
+
+/// Keys of equal sequences that some query sees. The others are left out of a launch: whatever they hold, times a
+/// probability of 0, must not show.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Visible {
+    pub first: u64,
+    pub count: u64,
+}
+
+impl Visible {
+    pub fn of(mask: &Mask, q_len: u64, k_len: u64) -> Visible {
+        let [q_len, k_len] = [q_len, k_len].map(|n| n as usize);
+        if q_len == 0 {
+            return Visible { first: 0, count: 0 };
+        }
+        let (first, end) = (mask.keys(0, q_len, k_len).start, mask.keys(q_len - 1, q_len, k_len).end);
+        Visible { first: first as u64, count: end.saturating_sub(first) as u64 }
+    }
+
+    /// Their rows of a tensor. Without keys every element is masked, and memory that `any` has does.
+    pub fn part(&self, placed: &Placed, any: &Placed) -> Placed {
+        match self.count == 0 || placed.shape.contains(&0) {
+            true => Placed { shape: [1, 1, 1, any.shape[3]], ..*any },
+            false => placed.rows(self.first, self.count),
+        }
+    }
+
+    /// Arguments that tell how long sequences are, and which keys are left out.
+    pub fn lengths(&self, args: &mut Arguments<'_>, q_len: u64, k_len: u64) {
+        let first = self.first as i64;
+        let signed = |n: i64| Value::U32(n as i32 as u32);
+        args.add("bottom_right", signed(k_len as i64 - q_len as i64 - first));
+        args.add("top_left", signed(-first));
+        for (name, n) in [("q_len", q_len), ("k_len", self.count), ("first_key", self.first), ("all_keys", k_len)] {
+            args.add_u32(name, n);
+        }
+    }
 }
 
 /// A forward call on Hopper: what its kernel's text depends on, and its sizes.
@@ -55,6 +98,8 @@ pub struct Forward {
     aux_shapes: Vec<Vec<usize>>,
     blocks: Option<(BlockSpec, BlockForm)>,
     scale: f32,
+    /// The kernel for few queries, where it takes the call.
+    few: Option<Few>,
 }
 
 impl Forward {
@@ -126,21 +171,28 @@ impl Forward {
         };
         let blocks =
             divided.map(|(spec, tuning)| (spec, if tuning.is_some() { BlockForm::Lists } else { BlockForm::Coverage }));
+        let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
+        let few = match divided {
+            Some(_) => None,
+            None => Few::new(number, &features, dims, layout, heads, tuning.rescale),
+        };
         Ok(Forward {
             number,
             features,
             tuning,
             layout,
-            heads: [problem.q_heads() as u64, problem.kv_heads() as u64],
+            heads,
             aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
             blocks,
             scale: problem.scale(),
+            few,
         })
     }
 
     /// The same for sinks of this type.
     pub fn with_sinks(mut self, dtype: DType) -> Forward {
         self.features.sinks = Some(dtype);
+        self.few.iter_mut().for_each(|few| few.features.sinks = Some(dtype));
         self
     }
 
@@ -149,8 +201,29 @@ impl Forward {
         self.blocks.map(|(_, form)| form)
     }
 
+    /// The same call with another cut of the kernel for few queries, where that takes it.
+    pub fn few_tuned(mut self, change: impl FnOnce(few::Tuning) -> few::Tuning) -> Forward {
+        if let Some(few) = &mut self.few {
+            few.tuning = change(few.tuning);
+        }
+        self
+    }
+
+    /// Bytes of counters that a launch needs: 0 before the first launch, and left as [`Tensors`] says.
+    pub fn counter_bytes(&self) -> u64 {
+        self.few.as_ref().map_or(COUNTERS, Few::counter_bytes)
+    }
+
+    /// Bytes that a launch needs beside everything else, whatever they hold.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.few.as_ref().map_or(0, Few::scratch_bytes)
+    }
+
     /// Its kernel.
     pub fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {
+        if let Some(few) = &self.few {
+            return few.kernel(target);
+        }
         match self.number {
             Number::Bf16 => forward::kernel::<bf16>(target, &self.features, self.tuning),
             _ => forward::kernel::<f16>(target, &self.features, self.tuning),
@@ -159,6 +232,9 @@ impl Forward {
 
     /// Whether another call has the same kernel.
     pub fn same_kernel(&self, other: &Forward) -> bool {
+        if self.few.is_some() || other.few.is_some() {
+            return self.few.as_ref().zip(other.few.as_ref()).is_some_and(|(one, other)| one.same_kernel(other));
+        }
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
     }
 
@@ -178,27 +254,14 @@ impl Forward {
     }
 
     /// Grid and arguments.
-    fn arguments(
-        &self,
-        slots: &Slots,
-        tensors: &Tensors,
-        multiprocessors: u32,
-    ) -> Result<Option<([u32; 3], Vec<Value>)>, Missing> {
+    fn arguments(&self, slots: &Slots, tensors: &Tensors, multiprocessors: u32) -> Result<Option<Call>, Missing> {
         let [heads, kv_heads] = self.heads;
         if tensors.rows[3].shape.contains(&0) {
             return Ok(None);
         }
         let mut args = Arguments::new(slots);
-        let (tiles, lse_rows) = match (self.layout, self.features.ragged.any()) {
-            (Layout::Dense { batch, q_len, k_len }, false) => {
-                let sizes = [batch, q_len, k_len].map(|n| n as u64);
-                (self.equal(&mut args, &tensors.rows, sizes), q_len as u64)
-            }
-            (layout, _) => self.unequal(&mut args, tensors, layout)?,
-        };
         args.add("lse", Value::Pointer(tensors.lse));
         args.add("counters", Value::Pointer(tensors.counters));
-        args.add_u32("lse_rows", lse_rows);
         args.divisor(["heads", "heads_magic", "heads_shift"], heads);
         args.divisor(["group", "group_magic", "group_shift"], heads / kv_heads);
         let [input, _] = self.features.modifiers.factors();
@@ -208,7 +271,18 @@ impl Forward {
         };
         args.add("scale", Value::F32(scale));
         self.more(&mut args, tensors);
-        let grid = [tiles.min(u64::from(multiprocessors)) as u32, 1, 1];
+        let (tiles, lse_rows) = match (self.layout, self.features.ragged.any()) {
+            (Layout::Dense { batch, q_len, k_len }, false) => {
+                let sizes = [batch, q_len, k_len].map(|n| n as u64);
+                (self.equal(&mut args, &tensors.rows, sizes), q_len as u64)
+            }
+            (layout, _) => self.unequal(&mut args, tensors, layout)?,
+        };
+        args.add_u32("lse_rows", lse_rows);
+        let grid = match &self.few {
+            Some(few) => few.arguments(&mut args, tensors, multiprocessors)?,
+            None => [tiles.min(u64::from(multiprocessors)) as u32, 1, 1],
+        };
         Ok(Some((grid, args.finish())))
     }
 
@@ -217,21 +291,12 @@ impl Forward {
         let rows = u64::from(64 * self.tuning.groups);
         let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
         let tiles = m_tiles * pairs;
-        // Keys that no query sees are left out: whatever they hold, times a probability of 0, must not show. Lists say for
-        // themselves.
-        let mask = &self.features.mask;
-        let [q_count, k_count] = [q_len, k_len].map(|n| n as usize);
-        let seen = match self.features.blocks {
-            Some(_) => 0..k_count,
-            None => mask.keys(0, q_count, k_count).start..mask.keys(q_count - 1, q_count, k_count).end,
+        // Lists say for themselves what is seen.
+        let visible = match self.features.blocks {
+            Some(_) => Visible { first: 0, count: k_len },
+            None => Visible::of(&self.features.mask, q_len, k_len),
         };
-        let count = seen.end.saturating_sub(seen.start) as u64;
-        // Without keys every element is masked: any memory does.
-        let some = |placed: &Placed| match count == 0 || placed.shape.contains(&0) {
-            true => Placed { shape: [1, 1, 1, q.shape[3]], ..*q },
-            false => placed.rows(seen.start as u64, count),
-        };
-        for (name, placed) in ["q", "k", "v", "o"].into_iter().zip([*q, some(k), some(v), *o]) {
+        for (name, placed) in ["q", "k", "v", "o"].into_iter().zip([*q, visible.part(k, q), visible.part(v, q), *o]) {
             args.add(name, Value::Tensor(placed.tensor(self.number)));
         }
         // Enough pairs to balance rows of different lengths, few enough for the second-level cache.
@@ -241,12 +306,8 @@ impl Forward {
             false => (CACHE_BYTES / pair_bytes).clamp(16, 32),
         };
         let order = order.min(pairs);
-        let first = seen.start as i64;
-        let signed = |n: i64| Value::U32(n as i32 as u32);
-        args.add("bottom_right", signed(k_len as i64 - q_len as i64 - first));
-        args.add("top_left", signed(-first));
-        for (name, n) in [("q_len", q_len), ("k_len", count), ("m_tiles", m_tiles), ("tiles", tiles), ("pairs", pairs)]
-        {
+        visible.lengths(args, q_len, k_len);
+        for (name, n) in [("m_tiles", m_tiles), ("tiles", tiles), ("pairs", pairs)] {
             args.add_u32(name, n);
         }
         // Of the last band; never used where there is none.
@@ -254,8 +315,6 @@ impl Forward {
         args.divisor(["band", "band_magic", "band_shift"], order * m_tiles);
         args.divisor(["order", "order_magic", "order_shift"], order);
         args.divisor(["rest", "rest_magic", "rest_shift"], rest);
-        args.add_u32("first_key", seen.start as u64);
-        args.add_u32("all_keys", k_len);
         tiles
     }
 

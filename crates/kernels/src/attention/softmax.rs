@@ -53,6 +53,13 @@ pub struct Totals<'k> {
     pub sum: [Val<'k, f32>; 2],
 }
 
+impl<'k> Totals<'k> {
+    /// The same with maxima in powers of two.
+    pub fn scaled(self, scale: Val<'k, f32>) -> Totals<'k> {
+        Totals { max: self.max.map(|max| max * scale), ..self }
+    }
+}
+
 impl<'k> Softmax<'k> {
     pub fn new(
         w: &Scope<'k, Group>,

@@ -119,15 +119,27 @@ impl<'k> Limits<'k> {
     /// For a tile whose warpgroup's rows begin at `first`.
     #[track_caller]
     pub fn set(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, lengths: Lengths<'k>) {
+        let rows = [0, 1].map(|i| first + w.first_row().to_i32() + 8 * i);
+        self.set_queries(w, rows, [first, first + 63], lengths);
+    }
+
+    /// For a tile whose thread has rows of these queries, and whose warpgroup has queries from the one to the other.
+    #[track_caller]
+    pub fn set_queries(
+        &self,
+        w: &Scope<'k, Group>,
+        rows: [Val<'k, i32>; 2],
+        [first, last]: [Val<'k, i32>; 2],
+        lengths: Lengths<'k>,
+    ) {
         let col = w.first_col().to_i32();
-        for (i, [start, end]) in self.rows.into_iter().enumerate() {
-            let row = first + w.first_row().to_i32() + 8 * i as i32;
+        for ([start, end], row) in self.rows.into_iter().zip(rows) {
             let keys = self.spans.keys(row, lengths);
             start.set(keys.start - col);
             end.set(keys.end - col);
         }
         let [start, end] = self.safe;
-        start.set(self.spans.keys(first + 63, lengths).start);
+        start.set(self.spans.keys(last, lengths).start);
         end.set(self.spans.keys(first, lengths).end);
     }
 

@@ -235,7 +235,7 @@ impl<'k> Unequal<'k> {
 
     /// First row (of a packed tensor) and room of a sequence, of queries or of keys. Offsets that do not ascend are not believed.
     #[track_caller]
-    fn room(&self, t: &Scope<'k, Thread>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+    fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let rows = [self.q_rows, self.k_rows][side];
         match self.offsets {
             Some(offsets) => {
@@ -251,7 +251,7 @@ impl<'k> Unequal<'k> {
     }
 
     #[track_caller]
-    fn used(&self, t: &Scope<'k, Thread>, side: usize, sequence: Val<'k, u32>, room: Val<'k, u32>) -> Val<'k, u32> {
+    fn used<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>, room: Val<'k, u32>) -> Val<'k, u32> {
         let within = match self.used[side] {
             // A negative number is no length.
             Some(used) => used.load(t, sequence.min(self.batch - 1)).to_i32().max(0).to_u32().min(room),
@@ -320,7 +320,29 @@ impl<'k> Unequal<'k> {
         // The rows with the most keys, the last, go first.
         let [up, head] = heads.div_rem(inside);
         let m_tiles = heads.div_rem(walk.tiles.get())[0];
-        let [q_start, q_room] = [walk.start.get(), walk.room.get()];
+        let sequence_of = self.lengths(t, sequence, [walk.start.get(), walk.room.get()], spans);
+        ([sequence, head, m_tiles - 1 - up], sequence_of)
+    }
+
+    /// A sequence by its number.
+    pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>, spans: &Spans) -> Sequence<'k> {
+        let queries = self.room(t, 0, number);
+        self.lengths(t, number, queries, Some(spans))
+    }
+
+    /// Rows of packed q and o that belong to no sequence: from the first to past the last.
+    pub fn rest<W: Who>(&self, t: &Scope<'k, W>) -> Option<[Val<'k, u32>; 2]> {
+        self.ragged.packed.then(|| [self.room(t, 0, self.batch)[0], self.q_rows])
+    }
+
+    /// A sequence whose first row and room of queries are known.
+    fn lengths<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        sequence: Val<'k, u32>,
+        [q_start, q_room]: [Val<'k, u32>; 2],
+        spans: Option<&Spans>,
+    ) -> Sequence<'k> {
         let [k_start, k_room] = self.room(t, 1, sequence);
         let q_len = self.used(t, 0, sequence, q_room);
         let k_len = self.used(t, 1, sequence, k_room);
@@ -330,7 +352,6 @@ impl<'k> Unequal<'k> {
         let first = bounded(Spans::bounded_left).map(|s| s.keys(zero, whole).start.max(0).min(k)).unwrap_or(zero);
         let end = bounded(Spans::bounded_right).map(|s| s.keys(q - 1, whole).end.max(first)).unwrap_or(k);
         let (first, seen) = (first.to_u32(), (end - first).to_u32());
-        let sequence_of = Sequence { q_start, q_room, q_len, k_len, k_start, first, seen };
-        ([sequence, head, m_tiles - 1 - up], sequence_of)
+        Sequence { q_start, q_room, q_len, k_len, k_start, first, seen }
     }
 }

@@ -139,6 +139,21 @@ impl<'k> Pointer<'k, u32> {
         w.k.emit(&crate::table::atomic::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
         old
     }
+    /// The same, and in order with other memory: who adds later sees what was written before, by this thread and by
+    /// those that it met at a barrier.
+    #[track_caller]
+    pub fn fetch_add_in_order<W: Who>(
+        self,
+        w: &Scope<'k, W>,
+        index: impl IntoVal<'k, u32>,
+        x: impl IntoVal<'k, u32>,
+    ) -> Val<'k, u32> {
+        let (d, old) = Val::fresh(w.k);
+        let (at, x) = (self.place(index), x.into_val(w.k).arg());
+        let [operation, order, scope] = ["add.u32", "acq_rel", "gpu"].map(Arg::Word);
+        w.k.emit(&crate::table::atomic::ATOM_ORDERED, [d, at, x, operation, order, scope]);
+        old
+    }
 }
 
 /// An array in shared memory.
