@@ -169,9 +169,7 @@ def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu
     if block_mask is not None:
         block_lists(block_mask, extras, tracer)
     if mask_mod is not None:
-        text = tracer.mask("mask_mod", mask_mod)
-        if text != "true":
-            extras.entry(f"mask {text};")
+        extras.entry(_describe.mask_entries(tracer.mask("mask_mod", mask_mod)))
     if score_mod is not None:
         extras.entry(f"score {tracer.score('score_mod', score_mod)};")
     for name, array in tracer.captured():

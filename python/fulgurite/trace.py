@@ -281,6 +281,8 @@ def _integer(value) -> Traced:
 
 def _boolean(value) -> Traced:
     value = lift(value)
+    if value.text in ("i0", "i1"):
+        return lift(value.text == "i1")
     return value if value.kind == "bool" else _not(_compare("eq", value, 0 if value.kind == "int" else 0.0))
 
 

@@ -204,3 +204,19 @@ def test_dense_masks_and_bias():
     assert "`bias`: axis 3 is 5, allowed: 1 or 17" in refused(bias=bias[..., :5])
     assert "`mask` has 5 axes" in refused(mask=rows[None])
     assert "`mask` is a list, allowed: an array" in refused(mask=[True])
+
+
+def test_masks_that_engines_know():
+    from fulgurite._describe import mask_entries
+
+    assert mask_entries("le k q") == "causal top-left;"
+    diagonal = "add q sub k_len q_len"
+    assert mask_entries(f"and le k {diagonal} lt sub {diagonal} i5 k") == "causal bottom-right;window 4 -;"
+    rest = "not eq load pad 2 b k i0"
+    assert mask_entries(f"and and {rest} le k q or lt q k true") == f"mask {rest};causal top-left;mask or lt q k true;"
+    assert mask_entries("true") == ""
+    q, k, v = tensors((2, 13, 4, 8), 2, 13)
+    q_len, k_len = fulgurite.capture.Tracer.q_len, fulgurite.capture.Tracer.k_len
+    window = lambda b, h, q, k: (k <= q + (k_len - q_len)) & (k > q + (k_len - q_len) - 5)
+    got = fulgurite.attention(q, k, v, mask_mod=window)
+    assert (got == fulgurite.attention(q, k, v, causal=True, window=(4, None))).all()
