@@ -19,7 +19,7 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <task>
 
-  test [--long]                       all tests; --long adds random grids, fuzzing and the PyTorch comparison
+  test [--long]                       all tests; --long adds random grids, fuzzing, the wheel and PyTorch
   ci                                  format, clippy and docs with warnings denied, then test
   bench [-- ARGS]                     the comparison with peers; rewrites docs/lab/results and the numbers in README
   fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
