@@ -74,9 +74,11 @@ def _softcap(softcap):
 def _one_of(**arguments):
     """The one that was given, among several names of the same argument."""
     given = {name: value for name, value in arguments.items() if value is not None}
+    if not given:
+        return None
     if len(given) > 1:
         raise ValueError(f"{' and '.join(f'`{name}`' for name in given)} are one argument, allowed: one of them")
-    return next(iter(given.values()), None)
+    return next(iter(given.values()))
 
 
 def _results(result, return_attn_probs, return_lse):
@@ -137,13 +139,14 @@ def flash_attn_func(
     denominator.
     """
     check_dropout(dropout_p)
-    refuse(
-        qv=(qv, None),
-        q_descale=(q_descale, None),
-        k_descale=(k_descale, None),
-        v_descale=(v_descale, None),
-        attention_chunk=(attention_chunk, 0),
-    )
+    if attention_chunk or not (qv is q_descale is k_descale is v_descale is None):
+        refuse(
+            qv=(qv, None),
+            q_descale=(q_descale, None),
+            k_descale=(k_descale, None),
+            v_descale=(v_descale, None),
+            attention_chunk=(attention_chunk, 0),
+        )
     sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse
