@@ -25,9 +25,7 @@ try:
 except ImportError:
     torch = None
 
-CALLS = (
-    50  # of one round: some hundred microseconds, less than a slice of the scheduler
-)
+CALLS = 50  # of one round: some hundred microseconds, less than a slice of the scheduler
 ROUNDS = 1500
 # [batch, q_len, heads, head_dim]
 SHAPES = [(1, 1, 1, 16), (1, 1, 8, 64), (1, 16, 2, 32)]
@@ -63,24 +61,16 @@ def contenders(shape, library):
     found = {
         "bare": lambda: prepared.time(q, k, v, out, CALLS),
         "attention": timed(lambda: attention(q, k, v, causal=True, threads=1)),
-        "attention, out given": timed(
-            lambda: attention(q, k, v, causal=True, threads=1, out=out)
-        ),
-        "flash_attn_func": timed(
-            lambda: fulgurite.flash_attn_func(q, k, v, causal=True)
-        ),
+        "attention, out given": timed(lambda: attention(q, k, v, causal=True, threads=1, out=out)),
+        "flash_attn_func": timed(lambda: fulgurite.flash_attn_func(q, k, v, causal=True)),
     }
     if library == "torch":
         text = "causal bottom-right;threads 1;"
         swapped = [x.transpose(1, 2) for x in (q, k, v)]
         sdpa = torch.nn.functional.scaled_dot_product_attention
         leaf = q.clone().requires_grad_()
-        found["operator"] = timed(
-            lambda: torch.ops.fulgurite.forward(q, k, v, [], text)
-        )
-        found["with gradients"] = timed(
-            lambda: attention(leaf, k, v, causal=True, threads=1)
-        )
+        found["operator"] = timed(lambda: torch.ops.fulgurite.forward(q, k, v, [], text))
+        found["with gradients"] = timed(lambda: attention(leaf, k, v, causal=True, threads=1))
         found["torch sdpa"] = timed(lambda: sdpa(*swapped, is_causal=True))
     return found
 
@@ -104,17 +94,12 @@ def main():
                     "overhead_us": over,
                 }
             )
-            print(
-                f"{library} {shape}: overhead {over:.2f} us; "
-                + ", ".join(f"{n} {t:.2f}" for n, t in times.items())
-            )
+            print(f"{library} {shape}: overhead {over:.2f} us; " + ", ".join(f"{n} {t:.2f}" for n, t in times.items()))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         versions = {"fulgurite": fulgurite.__version__, "numpy": np.__version__}
         versions["torch"] = None if torch is None else torch.__version__
-        arguments.json.write_text(
-            json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n"
-        )
+        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
     return 1 if missed else 0
 
 

@@ -93,3 +93,15 @@ def broadcast_load(name, shape) -> str:
     """The element of a four-axis tensor that belongs to a score; axes of size 1 are repeated."""
     at = " ".join("i0" if size == 1 else index for size, index in zip(shape, ("b", "h", "q", "k")))
     return f"load {name} 4 {at}"
+
+
+def rows(array):
+    """The array with a contiguous last axis, copied only where it has none, as flash-attn and torch do."""
+    if is_torch(array):
+        return array if array.stride(-1) == 1 else array.contiguous()
+    strides = getattr(array, "strides", None)
+    if strides and strides[-1] != array.itemsize:
+        import numpy
+
+        return numpy.ascontiguousarray(array)
+    return array

@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from ._api import attention
-from ._arrays import is_torch, shape_of
+from ._arrays import is_torch, rows, shape_of
 
 Array = Any
 
@@ -91,9 +91,9 @@ def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, s
     if not isinstance(causal, bool):
         raise ValueError(f"`causal` is {causal!r}, allowed: True, False")
     result = attention(
-        q,
-        k,
-        v,
+        rows(q),
+        rows(k),
+        rows(v),
         causal=causal,
         window=_window(window_size),
         scale=softmax_scale,
@@ -359,8 +359,8 @@ def flash_attn_with_kvcache(
         for at, length in enumerate(used):
             if length + new > room:
                 raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
-        for cache, rows in ((k_cache, k), (v_cache, v)):
-            _append(cache, rows, used)
+        for cache, fresh in ((k_cache, k), (v_cache, v)):
+            _append(cache, fresh, used)
         used = [length + new for length in used]
     more = {}
     if cache_seqlens is not None:
@@ -400,20 +400,20 @@ def _used(name, lengths, batch, room):
     return lengths
 
 
-def _append(cache, rows, used):
-    new = rows.shape[1]
+def _append(cache, fresh, used):
+    new = fresh.shape[1]
     if is_torch(cache):
         import torch
 
         with torch.no_grad():
             if len(set(used)) == 1:
-                cache[:, used[0] : used[0] + new] = rows
+                cache[:, used[0] : used[0] + new] = fresh
             else:
                 for at, length in enumerate(used):
-                    cache[at, length : length + new] = rows[at]
+                    cache[at, length : length + new] = fresh[at]
         return
     for at, length in enumerate(used):
-        cache[at, length : length + new] = rows[at]
+        cache[at, length : length + new] = fresh[at]
 
 
 def _like(q, lengths):
