@@ -11,10 +11,17 @@ import torch
 from . import _describe, _dispatch
 
 _library = torch.library.Library("fulgurite", "DEF")
-_library.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] extras, str description) -> (Tensor, Tensor)")
+# A compiler may not change strides behind our back: any will do, but for the last axis.
+_tags = tuple(
+    getattr(torch.Tag, name) for name in ("needs_exact_strides", "pt2_compliant_tag") if hasattr(torch.Tag, name)
+)
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, Tensor[] extras, str description) -> (Tensor, Tensor)", tags=_tags
+)
 _library.define(
     "backward(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, "
-    "str description) -> Tensor[]"
+    "str description) -> Tensor[]",
+    tags=_tags,
 )
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
