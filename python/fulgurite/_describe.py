@@ -93,6 +93,10 @@ class Extras:
         self.entries += f"with aux {name} grad;" if grad else f"with aux {name};"
         self.tensors.append(tensor)
 
+    def at(self, name) -> int:
+        """The place of the tensor that modifiers read under this name."""
+        return [role.split()[1:2] for role in roles(self.entries)].index([name])
+
     def entry(self, text):
         """An entry without a tensor."""
         self.entries += text

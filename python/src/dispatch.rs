@@ -1,7 +1,7 @@
 //! The one way through which every call goes: a description and arrays in, arrays filled.
 //!
-//! Today all arrays lie in memory of the host. A call whose arrays lie on a GPU would branch off in [`Call::place`]'s
-//! two callers, with the same description and the same arrays.
+//! Today all arrays lie in memory of the host. [`Call::new`] looks where they are before anything else, and `forward` and
+//! `backward` are the only ways in: a call whose arrays lie on a GPU branches off there, with the same description.
 
 use crate::array::{Array, Claims, Place, fresh, wrong};
 use crate::blocks;
