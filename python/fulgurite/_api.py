@@ -6,7 +6,7 @@ import sys
 from typing import Any, Callable
 
 from . import _describe, _dispatch
-from ._arrays import broadcast_load, four_axes, integers, kind_of, needs_grad, readable, shape_of
+from ._arrays import integers, kind_of, needs_grad, readable, shape_of, squeezed
 from .capture import Tracer
 from .masks import block_lists
 
@@ -109,8 +109,9 @@ def _general(text, q, k, v, packed, tensors, out, return_lse):
     if extras.tensors:  # otherwise the extension says it
         for name, array in (("q", q), ("k", k), ("v", v)):
             _rows(name, array, packed)
-    if tensors[0] is not None and not packed:
-        _broadcasts("mask", tensors[0], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    for name, array in (("mask", tensors[0]), ("bias", tensors[1])):
+        if array is not None and not packed:
+            _broadcasts(name, array, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     ops = _dispatch.ops()
     if ops is not None and isinstance(q, ops.torch.Tensor):
         q, k, v = ops.autocast(q, k, v)
@@ -157,21 +158,21 @@ def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu
     if bias is not None:
         if kind_of_array("bias", bias) != "float":
             raise ValueError(f"`bias` is {bias.dtype}, allowed: floats; booleans that keep keys are `mask`")
-        bias = readable("bias", four_axes("bias", bias))
+        bias, element = squeezed("bias", bias)
+        bias = readable("bias", bias)
         extras.aux("bias", bias, grad(bias))
+        extras.entry(f"score add score {element};")
     if mask is not None:
         if kind_of_array("mask", mask) != "bool":
             raise ValueError(f"`mask` is {mask.dtype}, allowed: booleans; numbers that are added are `bias`")
-        mask = readable("mask", four_axes("mask", mask))
-        extras.aux("mask", mask, False)
-        extras.entry(f"mask not eq {broadcast_load('mask', mask.shape)} i0;")
+        mask, element = squeezed("mask", mask)
+        extras.aux("mask", readable("mask", mask), False)
+        extras.entry(f"mask not eq {element} i0;")
     tracer = Tracer()
     if block_mask is not None:
         block_lists(block_mask, extras, tracer)
     if mask_mod is not None:
-        text = tracer.mask("mask_mod", mask_mod)
-        if text != "true":
-            extras.entry(f"mask {text};")
+        extras.entry(_describe.mask_entries(tracer.mask("mask_mod", mask_mod)))
     if score_mod is not None:
         extras.entry(f"score {tracer.score('score_mod', score_mod)};")
     for name, array in tracer.captured():
@@ -234,9 +235,15 @@ def attention_backward(
     packed = cu_seqlens is not None
     for name, array in (("q", q), ("k", k), ("v", v)):
         _rows(name, array, packed)
-    out = None if out is None else list(out)
+    given = None if out is None else list(out)
+    at = 3 + (sinks is not None)  # where the gradient of the bias is, which went in without its axes of size 1
+    if given is not None and bias is not None and len(given) > at:
+        given[at] = given[at].reshape(extras.tensors[extras.at("bias")].shape)
     saved = (o, lse, d_o, d_lse)
-    return tuple(_dispatch.backward(text + extras.entries, q, k, v, extras.tensors, saved, out))
+    gradients = _dispatch.backward(text + extras.entries, q, k, v, extras.tensors, saved, given)
+    if bias is not None:
+        gradients[at] = gradients[at].reshape(tuple(bias.shape))
+    return tuple(gradients if out is None else out)
 
 
 def _is_float(array):

@@ -81,15 +81,25 @@ def needs_grad(array) -> bool:
     return array.requires_grad and array.is_floating_point() and torch.is_grad_enabled()
 
 
-def four_axes(name, array):
-    """The array with axes of size 1 in front, as `[batch, heads, q_len, k_len]`."""
-    rank = len(shape_of(name, array, "that broadcasts to [batch, heads, q_len, k_len]"))
-    if rank > 4:
-        raise ValueError(f"`{name}` has {rank} axes, allowed: at most [batch, heads, q_len, k_len]")
-    return array.reshape((1,) * (4 - rank) + tuple(array.shape))
+def squeezed(name, array):
+    """An array that broadcasts to `[batch, heads, q_len, k_len]` without its axes of size 1, and the element of it
+    that belongs to a score. Fewer axes are fewer multiplications for each element."""
+    shape = shape_of(name, array, "that broadcasts to [batch, heads, q_len, k_len]")
+    if len(shape) > 4:
+        raise ValueError(f"`{name}` has {len(shape)} axes, allowed: at most [batch, heads, q_len, k_len]")
+    kept = [(size, index) for size, index in zip(shape[::-1], ("k", "q", "h", "b")) if size != 1][::-1]
+    at = " ".join(index for _, index in kept) or "i0"
+    array = array.reshape(tuple(size for size, _ in kept) or (1,))
+    return array, f"load {name} {max(1, len(kept))} {at}"
 
 
-def broadcast_load(name, shape) -> str:
-    """The element of a four-axis tensor that belongs to a score; axes of size 1 are repeated."""
-    at = " ".join("i0" if size == 1 else index for size, index in zip(shape, ("b", "h", "q", "k")))
-    return f"load {name} 4 {at}"
+def rows(array):
+    """The array with a contiguous last axis, copied only where it has none, as flash-attn and torch do."""
+    if is_torch(array):
+        return array if array.stride(-1) == 1 else array.contiguous()
+    strides = getattr(array, "strides", None)
+    if strides and strides[-1] != array.itemsize:
+        import numpy
+
+        return numpy.ascontiguousarray(array)
+    return array

@@ -93,6 +93,10 @@ class Extras:
         self.entries += f"with aux {name} grad;" if grad else f"with aux {name};"
         self.tensors.append(tensor)
 
+    def at(self, name) -> int:
+        """The place of the tensor that modifiers read under this name."""
+        return [role.split()[1:2] for role in roles(self.entries)].index([name])
+
     def entry(self, text):
         """An entry without a tensor."""
         self.entries += text
@@ -106,3 +110,41 @@ def roles(text: str) -> list[str]:
 def gradients(text: str) -> list[int]:
     """Which tensors beside q, k and v have gradients."""
     return [at for at, role in enumerate(roles(text)) if role == "sinks" or role.endswith(" grad")]
+
+
+_ARITY = dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "not", "float", "floor"), 1)
+_ARITY.update(dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "eq", "lt", "le", "and", "or"), 2))
+_ARITY["select"] = 3
+# Conditions that engines know a closed form of.
+_DIAGONAL = "add q sub k_len q_len"
+_KNOWN = {"le k q": _CAUSAL["top-left"], f"le k {_DIAGONAL}": _CAUSAL["bottom-right"], "true": ""}
+
+
+def _end(words: list[str], at: int) -> int:
+    """Where the expression that begins at a word ends."""
+    open_ = 1
+    while open_:
+        if words[at] == "load":
+            open_ += int(words[at + 2]) - 1
+            at += 3
+        else:
+            open_ += _ARITY.get(words[at], 0) - 1
+            at += 1
+    return at
+
+
+def mask_entries(text: str) -> str:
+    """A mask as entries that must all hold: causal and sliding window by name, the rest as expressions."""
+    words, entries, at, open_ = text.split(), "", 0, 1
+    while open_:
+        if words[at] == "and":
+            at, open_ = at + 1, open_ + 1
+            continue
+        end = _end(words, at)
+        part = words[at:end]
+        at, open_ = end, open_ - 1
+        if part[:2] == ["lt", "sub"] and " ".join(part[2:7]) == _DIAGONAL and part[8:] == ["k"] and part[7][0] == "i":
+            entries += f"window {int(part[7][1:]) - 1} -;"  # diagonal - W < k
+        else:
+            entries += _KNOWN.get(" ".join(part), f"mask {' '.join(part)};")
+    return entries

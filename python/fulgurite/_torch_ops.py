@@ -11,10 +11,17 @@ import torch
 from . import _describe, _dispatch
 
 _library = torch.library.Library("fulgurite", "DEF")
-_library.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] extras, str description) -> (Tensor, Tensor)")
+# A compiler may not change strides behind our back: any will do, but for the last axis.
+_tags = tuple(
+    getattr(torch.Tag, name) for name in ("needs_exact_strides", "pt2_compliant_tag") if hasattr(torch.Tag, name)
+)
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, Tensor[] extras, str description) -> (Tensor, Tensor)", tags=_tags
+)
 _library.define(
     "backward(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor o, Tensor lse, Tensor d_o, Tensor? d_lse, "
-    "str description) -> Tensor[]"
+    "str description) -> Tensor[]",
+    tags=_tags,
 )
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -57,6 +64,13 @@ def forward(q, k, v, extras, text):
     for role, x in zip(_describe.roles(text), extras):
         if x.device != q.device:
             raise ValueError(f"`{role}` is on {x.device}, `q` on {q.device}, allowed: one device")
+    if (
+        type(q) in _PLAIN
+        and q.device.type in _KERNELS
+        and not torch.compiler.is_dynamo_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+    ):
+        return _Eager.apply(q, k, v, text, *extras)
     return torch.ops.fulgurite.forward(q, k, v, extras, text)
 
 
@@ -83,9 +97,11 @@ def _backward(q, k, v, extras, o, lse, d_o, d_lse, description):
         return _dispatch.description(description).backward(q, k, v, extras, (o, lse, d_o, d_lse), None)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("forward", _forward, _device)
-    _library.impl("backward", _backward, _device)
+# By device: what computes. A device that is added here is added everywhere.
+_KERNELS = {"cpu": (_forward, _backward), "cuda": (_forward, _backward)}
+for _device, (_one, _other) in _KERNELS.items():
+    _library.impl("forward", _one, _device.upper())
+    _library.impl("backward", _other, _device.upper())
 
 
 def _is_packed(description):
@@ -108,23 +124,48 @@ def _(q, k, v, extras, o, lse, d_o, d_lse, description):
     ]
 
 
-def _setup(ctx, inputs, output):
-    q, k, v, extras, description = inputs
-    ctx.description, ctx.count = description, len(extras)
+def _save(ctx, description, inputs, outputs):
+    ctx.description, ctx.count = description, len(inputs) - 3
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *extras, *output)
+    ctx.save_for_backward(*inputs, *outputs)
 
 
-def _derive(ctx, d_o, d_lse):
-    q, k, v, *extras, o, lse = ctx.saved_tensors
-    if d_o is None:
-        d_o = torch.zeros_like(o)
+def _derive(ctx, d_o, d_lse, backward=None):
+    """Gradients of q, k and v, and those of the tensors beside them, None where there is none."""
+    q, k, v, *extras, o, lse = ctx.saved_tensors  # once: a checkpoint forgets what was taken
+    backward = backward or _KERNELS[q.device.type][1]
+    d_o = torch.zeros_like(o) if d_o is None else d_o
     d_lse = None if d_lse is None else d_lse.float()
-    d_q, d_k, d_v, *others = torch.ops.fulgurite.backward(q, k, v, extras, o, lse, d_o, d_lse, ctx.description)
+    d_q, d_k, d_v, *others = backward(q, k, v, extras, o, lse, d_o, d_lse, ctx.description)
     d_extras = [None] * ctx.count
     for at, gradient in zip(_describe.gradients(ctx.description), others):
         d_extras[at] = gradient.to(extras[at].dtype)
-    return d_q, d_k, d_v, d_extras, None
+    return d_q, d_k, d_v, d_extras
 
 
-torch.library.register_autograd("fulgurite::forward", _derive, setup_context=_setup, lib=_library)
+def _setup(ctx, inputs, output):
+    q, k, v, extras, description = inputs
+    _save(ctx, description, (q, k, v, *extras), output)
+
+
+def _derive_by_operator(ctx, d_o, d_lse):
+    return (*_derive(ctx, d_o, d_lse, torch.ops.fulgurite.backward), None)
+
+
+torch.library.register_autograd("fulgurite::forward", _derive_by_operator, setup_context=_setup, lib=_library)
+
+
+class _Eager(torch.autograd.Function):
+    """The same where nothing is traced or compiled: the general way costs more than twice as much."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, description, *extras):
+        outputs = _KERNELS[q.device.type][0](q, k, v, extras, description)
+        _save(ctx, description, (q, k, v, *extras), outputs)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_o, d_lse):
+        d_q, d_k, d_v, d_extras = _derive(ctx, d_o, d_lse)
+        return (d_q, d_k, d_v, None, *d_extras)

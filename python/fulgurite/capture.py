@@ -98,6 +98,8 @@ class Tracer:
         """What a captured value is replaced by: arrays by stand-ins, functions by functions that see those."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, Combined)):
             return self._rebind(value, seen)
+        if type(value) in (tuple, list) and any(map(callable, value)):  # masks that a function joins
+            return type(value)(self._wrap(name, each, seen) for each in value)
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             self.names.setdefault(id(value), name)
             # torch's tensors stay: a function mode sees them wherever they come from.

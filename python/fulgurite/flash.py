@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from ._api import attention
-from ._arrays import is_torch, shape_of
+from ._arrays import is_torch, rows, shape_of
 
 Array = Any
 
@@ -74,9 +74,11 @@ def _softcap(softcap):
 def _one_of(**arguments):
     """The one that was given, among several names of the same argument."""
     given = {name: value for name, value in arguments.items() if value is not None}
+    if not given:
+        return None
     if len(given) > 1:
         raise ValueError(f"{' and '.join(f'`{name}`' for name in given)} are one argument, allowed: one of them")
-    return next(iter(given.values()), None)
+    return next(iter(given.values()))
 
 
 def _results(result, return_attn_probs, return_lse):
@@ -89,9 +91,9 @@ def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, s
     if not isinstance(causal, bool):
         raise ValueError(f"`causal` is {causal!r}, allowed: True, False")
     result = attention(
-        q,
-        k,
-        v,
+        rows(q),
+        rows(k),
+        rows(v),
         causal=causal,
         window=_window(window_size),
         scale=softmax_scale,
@@ -137,13 +139,14 @@ def flash_attn_func(
     denominator.
     """
     check_dropout(dropout_p)
-    refuse(
-        qv=(qv, None),
-        q_descale=(q_descale, None),
-        k_descale=(k_descale, None),
-        v_descale=(v_descale, None),
-        attention_chunk=(attention_chunk, 0),
-    )
+    if attention_chunk or not (qv is q_descale is k_descale is v_descale is None):
+        refuse(
+            qv=(qv, None),
+            q_descale=(q_descale, None),
+            k_descale=(k_descale, None),
+            v_descale=(v_descale, None),
+            attention_chunk=(attention_chunk, 0),
+        )
     sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse
@@ -356,8 +359,8 @@ def flash_attn_with_kvcache(
         for at, length in enumerate(used):
             if length + new > room:
                 raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
-        for cache, rows in ((k_cache, k), (v_cache, v)):
-            _append(cache, rows, used)
+        for cache, fresh in ((k_cache, k), (v_cache, v)):
+            _append(cache, fresh, used)
         used = [length + new for length in used]
     more = {}
     if cache_seqlens is not None:
@@ -397,20 +400,20 @@ def _used(name, lengths, batch, room):
     return lengths
 
 
-def _append(cache, rows, used):
-    new = rows.shape[1]
+def _append(cache, fresh, used):
+    new = fresh.shape[1]
     if is_torch(cache):
         import torch
 
         with torch.no_grad():
             if len(set(used)) == 1:
-                cache[:, used[0] : used[0] + new] = rows
+                cache[:, used[0] : used[0] + new] = fresh
             else:
                 for at, length in enumerate(used):
-                    cache[at, length : length + new] = rows[at]
+                    cache[at, length : length + new] = fresh[at]
         return
     for at, length in enumerate(used):
-        cache[at, length : length + new] = rows[at]
+        cache[at, length : length + new] = fresh[at]
 
 
 def _like(q, lengths):

@@ -8,6 +8,7 @@ import numpy
 
 from . import _fulgurite
 from ._arrays import integers
+from ._describe import mask_entries
 from .capture import Combined, TracedMask, Tracer
 
 Mask = Callable[[Any, Any, Any, Any], Any]
@@ -137,5 +138,4 @@ def block_lists(block_mask, extras, tracer):
         text = tracer.adopt(block_mask._traced)
     else:
         text = tracer.mask("block_mask", block_mask.mask_mod)
-    if text != "true":
-        extras.entry(f"mask {text};")
+    extras.entry(mask_entries(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from ._api import attention
-from ._arrays import is_torch, kind_of, shape_of
+from ._arrays import is_torch, kind_of, rows, shape_of
 from .flash import check_dropout, refuse, renaming
 
 Array = Any
@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
             )
     flat = [_broadcast(x, (*batch, *x.shape[-3:])) for x in (query, key, value)]
     flat = [x.reshape((-1, *x.shape[-3:])) if len(batch) != 1 else x for x in flat]
-    q, k, v = map(_swap, flat)
+    q, k, v = (rows(_swap(x)) for x in flat)
     mask = bias = None
     if attn_mask is not None:
         attn_mask = _scores("attn_mask", attn_mask, batch, rank, (heads, q_len, k_len))
@@ -149,6 +149,6 @@ def flex_attention(
         raise ValueError(
             f"`query` has {query.shape[1]} heads, `key` {key.shape[1]}, allowed: fewer with enable_gqa=True"
         )
-    q, k, v = map(_swap, (query, key, value))
+    q, k, v = (rows(_swap(x)) for x in (query, key, value))
     result = attention(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, return_lse=return_lse)
     return (_swap(result[0]), result[1]) if return_lse else _swap(result)

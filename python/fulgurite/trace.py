@@ -173,7 +173,7 @@ class Traced:
     def __array_ufunc__(self, ufunc, method, *args, **kwargs):
         if method != "__call__":
             _no(f"numpy.{ufunc.__name__}.{method}")
-        return call(ufunc, args, kwargs)
+        return call(ufunc, args, kwargs, "numpy")
 
     def __array_function__(self, func, types, args, kwargs):
         return call(func, args, kwargs)
@@ -281,6 +281,8 @@ def _integer(value) -> Traced:
 
 def _boolean(value) -> Traced:
     value = lift(value)
+    if value.text in ("i0", "i1"):
+        return lift(value.text == "i1")
     return value if value.kind == "bool" else _not(_compare("eq", value, 0 if value.kind == "int" else 0.0))
 
 
@@ -512,13 +514,14 @@ _OPERATORS = {
 }
 
 
-def call(func, args, kwargs):
+def call(func, args, kwargs, library="torch"):
+    """What a function of torch or NumPy does to traced values."""
     name = getattr(func, "__name__", str(func))
     function = _OPERATORS.get(name) or _FUNCTIONS.get(name)
     if function is None:
         function = _FUNCTIONS.get(name.strip("_"))
     if function is None:
-        _no(f"`{getattr(func, '__module__', None) or 'torch'}.{name}`")
+        _no(f"`{getattr(func, '__module__', None) or library}.{name}`")
     kwargs = {"b" if key == "other" else key: value for key, value in kwargs.items() if key not in ("out", "device")}
     try:
         return function(*args, **kwargs)

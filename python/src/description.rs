@@ -14,7 +14,7 @@ use crate::array::{Array, wrong};
 use crate::cuda::{self, Compiled};
 use crate::expression;
 use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
-use fulgurite_core::problem::{ALIBI_SLOPES, BIAS};
+use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
 use pyo3::prelude::*;
 use std::collections::HashMap;
@@ -37,7 +37,7 @@ pub enum Role {
     UsedK,
     /// Lists of a block mask: how many partial blocks, which; how many full blocks, which.
     Blocks(usize),
-    /// A tensor that modifiers read; ALiBi's slopes and the bias are among them.
+    /// A tensor that modifiers read; ALiBi's slopes, masks and bias are among them.
     Aux {
         /// Its name in expressions and messages.
         name: String,
@@ -250,14 +250,8 @@ impl Description {
             let Role::Aux { name, grad } = role else { continue };
             let dtype = array.dtype(name)?;
             builder = match name.as_str() {
-                // Declared by the builder, or by hand where gradients or a batch of slopes are asked for.
+                // The builder declares it and comes before every other modifier but softcap.
                 ALIBI_SLOPES => builder.alibi(),
-                BIAS => {
-                    let shape = <[usize; 4]>::try_from(array.shape()).map_err(|_| {
-                        wrong(format!("`bias` has shape {:?}, allowed: [batch, heads, q_len, k_len]", array.shape()))
-                    })?;
-                    builder.bias(shape, dtype, *grad)
-                }
                 _ if *grad => builder.aux_with_grad(name, dtype, array.shape()),
                 _ => builder.aux(name, dtype, array.shape()),
             };

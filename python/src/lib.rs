@@ -8,6 +8,7 @@
 
 mod array;
 mod blocks;
+mod check;
 mod cuda;
 mod description;
 mod dispatch;
@@ -30,6 +31,8 @@ mod _fulgurite {
     use fulgurite::{Choice, DType, Mask, Problem};
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::check::Outcome;
     #[pymodule_export]
     use crate::description::Description;
     #[pymodule_export]
@@ -128,6 +131,12 @@ mod _fulgurite {
         let usual = usual.mask(Mask::causal()).build().map_err(|e| wrong(e.to_string()))?;
         let why = fulgurite::explain(&usual, choice);
         Ok(std::iter::once(chosen.describe()).chain(why.lines().map(String::from)).collect())
+    }
+
+    /// Every case of the table on one engine in f32, f16 or bf16, judged by the f64 oracle.
+    #[pyfunction]
+    fn check(py: Python<'_>, engine: &str, dtype: &str) -> PyResult<Vec<Outcome>> {
+        crate::check::check(py, engine, dtype)
     }
 
     /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of

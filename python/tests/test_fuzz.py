@@ -206,8 +206,9 @@ def unknown(rng, arrays, options):
 
 
 MISTAKES = [
-    another_type, another_rank, another_shape, reversed_axis, gaps, odd_bytes, no_array, no_heads, wide_heads, bad_number,
-    bad_name, bad_causal, bad_window, bad_sinks, bad_offsets, bad_used, bad_out, bad_mask, bad_modifier, bad_blocks, unknown,
+    another_type, another_rank, another_shape, reversed_axis, gaps, odd_bytes, no_array, no_heads, wide_heads,
+    bad_number, bad_name, bad_causal, bad_window, bad_sinks, bad_offsets, bad_used, bad_out, bad_mask, bad_modifier,
+    bad_blocks, unknown,
 ]  # fmt: skip
 
 

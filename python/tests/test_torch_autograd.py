@@ -279,3 +279,26 @@ def test_what_is_refused():
         fulgurite.attention(q, k.to("meta"), v)
     with pytest.raises(ValueError, match="`k` is a ndarray beside torch tensors"):
         fulgurite.attention(q, k.detach().numpy(), v)
+
+
+def test_any_strides():
+    """The functions of others copy what has no contiguous last axis; gradients may come with any strides."""
+    q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in tensors(*SHAPES))
+    assert q.stride(-1) != 1
+    compare(lambda *x: fulgurite.scaled_dot_product_attention(*x, enable_gqa=True), plain, [q, k, v])
+    compare(lambda *x: swap(fulgurite.flash_attn_func(*map(swap, x))), plain, [q, k, v])
+    with pytest.raises(ValueError, match="`q` has stride 19 on its last axis, allowed: 1"):
+        fulgurite.attention(*(swap(x.detach()) for x in (q, k, v)))
+    inputs = tensors(*SHAPES)
+    ours = lambda *x: fulgurite.scaled_dot_product_attention(*x, enable_gqa=True)
+    d_o = torch.randn(2, 4, 16, 19).mT
+    want = torch.autograd.grad(ours(*inputs), inputs, d_o.contiguous())
+    for a, b in zip(torch.autograd.grad(ours(*inputs), inputs, d_o), want):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def test_second_derivatives_are_refused():
+    (q,) = tensors((1, 4, 2, 8))
+    (gradient,) = torch.autograd.grad(fulgurite.attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
+        gradient.sum().backward()

@@ -201,6 +201,41 @@ def test_dense_masks_and_bias():
     )
     assert "`mask` is float32, allowed: booleans" in refused(mask=bias)
     assert "`bias` is bool, allowed: floats" in refused(bias=KEEP)
-    assert "`bias`: axis 3 is 5, allowed: 1 or 17" in refused(bias=bias[..., :5])
+    assert "`bias` has shape [4, 1, 5], allowed: what broadcasts to [2, 4, 13, 17]" in refused(bias=bias[..., :5])
     assert "`mask` has 5 axes" in refused(mask=rows[None])
     assert "`mask` is a list, allowed: an array" in refused(mask=[True])
+
+
+def test_masks_that_engines_know():
+    from fulgurite._describe import mask_entries
+
+    assert mask_entries("le k q") == "causal top-left;"
+    diagonal = "add q sub k_len q_len"
+    assert mask_entries(f"and le k {diagonal} lt sub {diagonal} i5 k") == "causal bottom-right;window 4 -;"
+    rest = "not eq load pad 2 b k i0"
+    assert mask_entries(f"and and {rest} le k q or lt q k true") == f"mask {rest};causal top-left;mask or lt q k true;"
+    assert mask_entries("true") == ""
+    q, k, v = tensors((2, 13, 4, 8), 2, 13)
+    q_len, k_len = fulgurite.capture.Tracer.q_len, fulgurite.capture.Tracer.k_len
+    window = lambda b, h, q, k: (k <= q + (k_len - q_len)) & (k > q + (k_len - q_len) - 5)
+    got = fulgurite.attention(q, k, v, mask_mod=window)
+    assert (got == fulgurite.attention(q, k, v, causal=True, window=(4, None))).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 5), (4, 5), (2, 4, 1, 5), (4, 1, 1), (1,), ()])
+def test_gradients_of_a_bias(shape):
+    q, k, v = tensors((2, 4, 4, 3), 2, 5)
+    bias = RNG.standard_normal(shape).astype(np.float32)
+    sinks = np.zeros(4, np.float32)
+    full = np.broadcast_to(bias, (2, 4, 4, 5))
+    d_o = RNG.standard_normal(q.shape).astype(np.float32)
+    o, lse = fulgurite.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True)
+    *_, d_sinks, d_bias = fulgurite.attention_backward(d_o, q, k, v, o, lse, bias=bias, sinks=sinks)
+    assert d_bias.shape == bias.shape and d_sinks.shape == (4,)
+    # The gradient of the whole, summed over what was repeated.
+    *_, want = fulgurite.attention_backward(d_o, q, k, v, o, lse, bias=np.ascontiguousarray(full), sinks=sinks)
+    axes = tuple(axis for axis in range(4) if ((1,) * (4 - len(shape)) + shape)[axis] == 1)
+    np.testing.assert_allclose(d_bias, want.sum(axis=axes).reshape(shape), atol=1e-5, rtol=1e-4)
+    out = [np.empty_like(x) for x in (q, k, v, sinks)] + [np.empty_like(bias)]
+    assert fulgurite.attention_backward(d_o, q, k, v, o, lse, bias=bias, sinks=sinks, out=out)[-1] is out[-1]
+    assert (out[-1] == d_bias).all()

@@ -1,4 +1,4 @@
-//! What people and CI run: `cargo xtask test | ci | bench | fuzz`.
+//! What people and CI run: `cargo xtask test | ci | bench | fuzz | wheel`.
 //!
 //! Everything that a task needs beyond a Rust toolchain is installed under the target folder. A step whose
 //! tool cannot be had is skipped with the reason; a step that runs and fails fails the task.
@@ -19,10 +19,11 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <task>
 
-  test [--long]                       all tests; --long adds random grids, fuzzing and the PyTorch comparison
+  test [--long]                       all tests; --long adds random grids, fuzzing, the wheel and PyTorch
   ci                                  format, clippy and docs with warnings denied, then test
   bench [-- ARGS]                     the comparison with peers; rewrites docs/lab/results and the numbers in README
   fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
+  wheel                               the Python wheel, in target/wheels, tested where it is installed
 ";
 
 /// The root of the repository.
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
             Ok((target, seconds)) => fuzz::run(&mut report, target, seconds),
             Err(why) => return usage(&why),
         },
+        ["wheel"] => report.step("the wheel, installed where there is only NumPy", python::wheel_tests),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
             return ExitCode::SUCCESS;

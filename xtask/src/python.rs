@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const FOR_TESTS: &[&str] = &["numpy", "pytest"];
-const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch"];
+const FOR_TORCH: &[&str] = &["numpy", "pytest", "torch", "transformers", "jax"];
+const FOR_WHEELS: &[&str] = &["maturin>=1.16,<2"];
+/// A wheel that is larger was built with something that does not belong in it.
+const WHEEL_BYTES: u64 = 10_000_000;
 /// NVIDIA's assembler and disassembler; what they could also use (a compiler, a runtime) is not asked for.
 const FOR_KERNELS: &[&str] = &["--no-deps", "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-nvdisasm==13.4.92"];
 const FOR_PEERS: &[&str] = &["--requirement", "bench/requirements.txt"];
@@ -18,11 +21,46 @@ pub fn tests() -> Result<(), Trouble> {
     must(&mut pytest(&python))
 }
 
-/// All of them, with PyTorch to compare with.
+/// Builds the wheel, and tests it where nothing but NumPy is installed beside it.
+pub fn wheel_tests() -> Result<(), Trouble> {
+    let wheel = wheel()?;
+    // Made anew: that it installs into an empty environment is what is tested.
+    let _ = std::fs::remove_file(target().join("venv-wheel").join("installed"));
+    let python = environment("venv-wheel", FOR_TESTS)?;
+    install(&python, &wheel)?;
+    must(&mut pytest_installed(&python))
+}
+
+/// All tests, on the wheel that [`wheel_tests`] built, with PyTorch and transformers to compare with.
 pub fn torch_tests() -> Result<(), Trouble> {
+    let wheel = wheel()?;
     let python = environment("venv-long", FOR_TORCH)?;
-    extension(&python)?;
-    must(&mut pytest(&python))
+    install(&python, &wheel)?;
+    must(pytest_installed(&python).env("FULGURITE_LONG", "1"))
+}
+
+/// The wheel, built by maturin.
+fn wheel() -> Result<PathBuf, Trouble> {
+    let python = environment("venv-maturin", FOR_WHEELS)?;
+    let folder = target().join("wheels");
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).map_err(Trouble::fail)?;
+    }
+    let build = ["-m", "maturin", "build", "--release", "--quiet", "--manifest-path", "python/Cargo.toml", "--out"];
+    must(command(&python).args(build).arg(&folder))?;
+    let mut found = std::fs::read_dir(&folder).map_err(Trouble::fail)?.filter_map(Result::ok);
+    let wheel = found.next().ok_or_else(|| Trouble::fail("maturin left no wheel"))?;
+    let bytes = wheel.metadata().map_err(Trouble::fail)?.len();
+    println!("{}: {bytes} bytes", wheel.file_name().to_string_lossy());
+    if bytes > WHEEL_BYTES {
+        return Err(Trouble::fail(format!("the wheel has {bytes} bytes, allowed: {WHEEL_BYTES}")));
+    }
+    Ok(wheel.path())
+}
+
+fn install(python: &Path, wheel: &Path) -> Result<(), Trouble> {
+    let install = ["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"];
+    must(command(python).args(install).arg(wheel))
 }
 
 /// A Python with every peer of the comparison; the comparison builds our extension itself.
@@ -56,6 +94,13 @@ pub fn command(python: &Path) -> Command {
 fn pytest(python: &Path) -> Command {
     let mut command = command(python);
     command.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "python/tests"]);
+    command
+}
+
+/// The same on the package that is installed, not on the one in this checkout.
+fn pytest_installed(python: &Path) -> Command {
+    let mut command = pytest(python);
+    command.env_remove("PYTHONPATH").env("FULGURITE_INSTALLED", "1");
     command
 }
 

@@ -65,7 +65,8 @@ pub fn run(report: &mut Report, extent: Extent) {
         report.step("kernels on the simulator: more seeds, more odd kernels", || {
             must(cargo(&["test", "--package", "fulgurite-sim", "--tests"]).env("FULGURITE_LONG", "1"))
         });
-        report.step("Python tests against PyTorch", python::torch_tests);
+        report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
+        report.step("the wheel against PyTorch and transformers", python::torch_tests);
         fuzz::run(report, None, FUZZ_SECONDS);
     }
 }

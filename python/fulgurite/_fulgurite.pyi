@@ -1,0 +1,68 @@
+"""The compiled half: attention on arrays of other libraries. Use the package."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+__version__: str
+__file__: str
+
+@final
+class Description:
+    """What a call asks for, as text, with what was prepared for it; `python/src/description.rs` has the entries."""
+
+    def __new__(cls, text: str) -> Description: ...
+    def forward(self, q: Any, k: Any, v: Any, extras: Sequence[Any], out: Any | None, want_lse: bool) -> Any:
+        """o, or (o, lse)."""
+
+    def backward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        extras: Sequence[Any],
+        saved: tuple[Any, Any, Any, Any | None],
+        out: list[Any] | None,
+    ) -> list[Any]:
+        """Gradients of q, k, v and of each of `extras` that has one; `saved` is (o, lse, d_o, d_lse)."""
+
+    def time(self, q: Any, k: Any, v: Any, out: Any, times: int) -> float:
+        """Seconds that the engine takes for `times` forward calls, everything around it done once."""
+
+@final
+class Outcome:
+    """How one case of the table went on an engine."""
+
+    features: list[str]
+    case: str
+    refused: bool
+    share: float
+    failures: list[str]
+
+@final
+class Gpu:
+    """A GPU of this machine, for measurements of kernels."""
+
+    def __new__(cls, ordinal: int = 0, cache: str | None = None, ptxas: str | None = None) -> Gpu: ...
+    @property
+    def name(self) -> str: ...
+    def gemm(
+        self,
+        dtype: str,
+        layout: str,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        c: tuple[int, ...],
+        stream: int,
+        tuning: tuple[int, int, int, int, int] | None = None,
+    ) -> None: ...
+
+def block_lists(
+    mask: str, sizes: list[int], block: list[int], names: list[str], tensors: list[Any]
+) -> tuple[list[list[int]], list[list[int]]]: ...
+def check(engine: str, dtype: str) -> list[Outcome]: ...
+def engines() -> list[str]:
+    """The engines this machine can run, fastest first; the last is the f64 oracle."""
+
+def explain(engine: str) -> list[str]: ...
+def gemm_rate(threads: int) -> float: ...
+def read_sum(buffers: list[tuple[int, int]], threads: int) -> tuple[int, float]: ...

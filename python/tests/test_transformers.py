@@ -1,0 +1,167 @@
+"""`attn_implementation="fulgurite"` in small models with random weights, against eager and sdpa."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import fulgurite  # noqa: E402
+
+fulgurite.register_with_transformers()
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+# What each model brings beside grouped heads.
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 6,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gpt_oss": ("GptOss", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+# sdpa has neither softcap nor sinks.
+PEERS = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+def model(name, implementation="fulgurite"):
+    family, options = MODELS[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"this transformers has no {family}")
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options, "attention_dropout": 0.0})
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{family}ForCausalLM")(config)
+    made.set_attn_implementation(implementation)
+    with torch.no_grad():
+        for parameter_name, parameter in made.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_()
+    return made
+
+
+def pair(name):
+    ours, theirs = model(name), model(name, PEERS.get(name, "sdpa"))
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def padded(side, batch=3, length=17):
+    ids = torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((0, 3, 6)):
+        part = slice(0, count) if side == "left" else slice(length - count, length)
+        mask[row, part], ids[row, part] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill(name, side):
+    ours, theirs = pair(name)
+    batch = padded(side)
+    if side == "none":
+        batch["attention_mask"] = None
+    with torch.no_grad():
+        got, want = ours.eval()(**batch).logits, theirs.eval()(**batch).logits
+    keep = torch.ones(got.shape[:2], dtype=torch.bool) if side == "none" else batch["attention_mask"].bool()
+    torch.testing.assert_close(got[keep], want[keep], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name):
+    ours, theirs = pair(name)
+    batch = padded("left")
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    got, want = (each.eval().generate(**batch, **options) for each in (ours, theirs))
+    assert (got.sequences == want.sequences).all()
+    for a, b in zip(got.logits, want.logits):
+        torch.testing.assert_close(a, b, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name):
+    ours, theirs = pair(name)
+    batch = padded("right")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    losses = []
+    for each in (ours, theirs):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = each.train()(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*map(torch.tensor, losses), atol=1e-3, rtol=1e-3)
+    gradients = dict(theirs.named_parameters())
+    for parameter_name, parameter in ours.named_parameters():
+        wanted = gradients[parameter_name].grad
+        if wanted is not None:
+            torch.testing.assert_close(parameter.grad, wanted, atol=1e-3, rtol=1e-2)
+
+
+def test_bf16_gradient_checkpointing():
+    ours, theirs = (each.to(torch.bfloat16) for each in pair("llama"))
+    ours.gradient_checkpointing_enable()
+    batch = padded("right")
+    losses = [each.train()(**batch, labels=batch["input_ids"]).loss for each in (ours, theirs)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, atol=5e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compile(name):
+    torch._dynamo.reset()
+    ours, theirs = pair(name)
+    batch = padded("right")
+    with torch.no_grad():
+        compiled = torch.compile(ours.eval(), backend="aot_eager")
+        got, want = compiled(**batch, use_cache=False).logits, theirs.eval()(**batch).logits
+    keep = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[keep], want[keep], atol=2e-4, rtol=1e-3)
+
+
+def test_no_dense_mask_is_made():
+    """What reaches the layers is an expression and the padding, not [q_len, k_len] booleans."""
+    from fulgurite.capture import TracedMask
+    from fulgurite.huggingface import attention_mask_for
+
+    masks = transformers.masking_utils
+    mask = attention_mask_for(2, 1, 9, 8, 0, masks.causal_mask_function, torch.tensor([[0] + [1] * 8, [1] * 9]).bool())
+    assert isinstance(mask, TracedMask)
+    assert mask.text == "and le k add q sub k_len q_len not eq load padding_mask 2 b k i0"
+    assert [tuple(array.shape) for _, array in mask.tracer.captured()] == [(2, 9)]
+    later = attention_mask_for(2, 1, 10, 9, 0, masks.causal_mask_function, None)
+    assert later.text == "le k add q sub k_len q_len"
+
+
+def test_what_is_refused():
+    attention_forward = transformers.AttentionInterface()["fulgurite"]
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="set attention_dropout=0.0"):
+        attention_forward(torch.nn.Module(), q, q, q, None, dropout=0.1)
+    with pytest.raises(ValueError, match="`output_attentions` is True"):
+        attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
+    with pytest.raises(NotImplementedError, match="paged caches"):
+        attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
