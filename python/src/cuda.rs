@@ -84,7 +84,7 @@ impl Compiled {
         let rescale = description.rescale;
         let (device, attention) = py.detach(|| -> PyResult<_> {
             let device = device(number)?;
-            let attention = device.gpu.attention(problem, sinks, rescale).map_err(refuse)?;
+            let attention = device.gpu.attention(problem, sinks, rescale, description.tuning).map_err(refuse)?;
             Ok((device, Arc::new(attention)))
         })?;
         all().insert(key, (problem.clone(), device.clone(), attention.clone()));

@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
+//! tuning GROUPS COLS DEPTH JOIN REGISTERS REGISTERS EARLY (of a GPU kernel: for measurements)
 //! exp NAME   engine NAME   threads N   rescale NAME                          blocks ROWS COLS
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
 //! with ROLE [NAME] [grad]             one for each tensor that comes beside q, k and v, in their order
@@ -13,6 +14,7 @@
 use crate::array::{Array, wrong};
 use crate::cuda::{self, Compiled};
 use crate::expression;
+use fulgurite::gpu::Tuning;
 use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
 use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
@@ -98,6 +100,7 @@ pub struct Description {
     /// What the caller asked for.
     pub choice: Choice,
     pub rescale: Option<Rescale>,
+    pub tuning: Option<Tuning>,
     /// What was compiled for arrays on a GPU.
     pub compiled: Compiled,
     problems: Mutex<HashMap<Vec<usize>, Arc<Problem>>>,
@@ -115,7 +118,7 @@ impl Description {
     pub fn parse(text: &str) -> Result<Description, String> {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles) = (None, None, Vec::new());
-        let (mut choice, mut settings, mut rescale) = (Choice::Best, Settings::default(), None);
+        let (mut choice, mut settings, mut rescale, mut tuning) = (Choice::Best, Settings::default(), None, None);
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
             let (key, rest) = entry.split_once(' ').unwrap_or((entry, ""));
@@ -143,6 +146,18 @@ impl Description {
                     let policy = name.parse::<Rescale>().map_err(|e| say(&e))?;
                     (settings, rescale) = (settings.rescale(policy), Some(policy));
                 }
+                ("tuning", [groups, cols, depth, join, one, other, early]) => {
+                    let n = |text: &str| number::<u32>(key, text);
+                    tuning = Some(Tuning {
+                        groups: n(groups)?,
+                        cols: n(cols)?,
+                        depth: n(depth)?,
+                        join: n(join)? != 0,
+                        registers: [n(one)?, n(other)?],
+                        early: n(early)?,
+                        rescale: Rescale::Always,
+                    });
+                }
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
                     let outer = expression::parse(rest)?;
@@ -156,7 +171,21 @@ impl Description {
         let engine = fulgurite::engine_with(choice, &settings).map_err(|e| say(&e))?;
         let problems = Mutex::new(HashMap::new());
         let compiled = Compiled::default();
-        Ok(Description { mask, score, scale, softcap, exp, blocks, roles, engine, choice, rescale, compiled, problems })
+        Ok(Description {
+            mask,
+            score,
+            scale,
+            softcap,
+            exp,
+            blocks,
+            roles,
+            engine,
+            choice,
+            rescale,
+            tuning,
+            compiled,
+            problems,
+        })
     }
 
     /// How the blocks of the block mask lie, if there is one.

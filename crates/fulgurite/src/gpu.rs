@@ -12,7 +12,7 @@
 //! ```
 
 pub use fulgurite_cuda::{Losses, Options, default_cache_dir};
-pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Tensors};
+pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Tensors, Tuning};
 pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
@@ -151,14 +151,18 @@ impl Gpu {
     }
 
     /// Forward attention on a problem: planned, built and compiled. `sinks` is the type of the sinks where the problem has
-    /// them, f32 if not said; the rescale policy is the fastest one unless given.
+    /// them, f32 if not said; the rescale policy and the cut of the kernel are the fastest ones unless given.
     pub fn attention(
         &self,
         problem: &Problem,
         sinks: Option<DType>,
         rescale: Option<Rescale>,
+        tuning: Option<Tuning>,
     ) -> Result<Attention, GpuError> {
         let mut plan = Forward::new(problem, rescale)?;
+        if let Some(tuning) = tuning {
+            plan = plan.tuned(|usual| Tuning { rescale: usual.rescale, ..tuning });
+        }
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
@@ -166,7 +170,10 @@ impl Gpu {
         if target.sm != 90 {
             return Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", target.sm) });
         }
-        let kernel = plan.kernel(target).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let kernel = plan.kernel(target).map_err(|e| match tuning {
+            Some(_) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
+            None => panic!("bug in fulgurite: {e}\n{plan:?}"),
+        })?;
         let module = self.cuda.load(Arc::new(kernel))?;
         // Not while launches are recorded, when nothing may be allocated.
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);

@@ -3,7 +3,8 @@
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::few;
 use super::few_plan::Few;
-use super::forward::{self, Features, Tuning};
+pub use super::forward::Tuning;
+use super::forward::{self, Features};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
 use super::placed::{Arguments, Slots};
@@ -199,6 +200,12 @@ impl Forward {
     /// How the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.blocks.map(|(_, form)| form)
+    }
+
+    /// The same call with another cut of the kernel; blocks of a block mask must be multiples of it.
+    pub fn tuned(mut self, change: impl FnOnce(Tuning) -> Tuning) -> Forward {
+        self.tuning = change(self.tuning);
+        self
     }
 
     /// The same call with another cut of the kernel for few queries, where that takes it.
