@@ -53,7 +53,7 @@ fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kerne
 where
     Pair<T>: Word,
 {
-    let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
+    let tuning = forward::Tuning::hopper(head_dim, 8192);
     let features = forward::Features::plain([head_dim, head_dim], mask);
     forward::kernel::<T>(target, &features, tuning)
 }

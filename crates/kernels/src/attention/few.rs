@@ -78,9 +78,9 @@ pub fn padded(dims: [u32; 2]) -> [u32; 2] {
 
 /// How a tile's blocks of keys are cut into splits, by the sequence's own lengths alone.
 ///
-/// About 16 splits of 256 to 512 keys: so many fill a GPU with eight key/value heads, and a shorter one costs more to
-/// merge than it saves. Long sequences have longer splits, for the last block reads what all others left: no more than
-/// [`MERGED`](Self::MERGED) rows or so.
+/// About 8 splits of 512 to 1024 keys: a multiprocessor takes a tenth of a terabyte a second, so that half of them read as
+/// fast as memory can give, and a shorter split costs more to merge than it saves. Long sequences have up to 16 longer
+/// ones: the last block reads what all others left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// Keys of a block.
@@ -90,12 +90,10 @@ pub struct Cut {
 }
 
 impl Cut {
-    const WANTED_LOG2: u32 = 4;
-    const KEYS: [u32; 2] = [256, 512];
-    /// Rows of up to so many splits: half a megabyte of 128 elements each.
-    pub const MERGED: u64 = 1024;
+    const WANTED_LOG2: u32 = 3;
+    const KEYS: [u32; 2] = [512, 1024];
     /// Tiles of up to so many rows have 2^most_log2 splits at most; all others [`WANTED_LOG2`](Self::WANTED_LOG2).
-    const MOST: [(u32, u32); 2] = [(16, 6), (32, 5)];
+    const MOST: [(u32, u32); 1] = [(ROWS, 4)];
 
     /// For a sequence of so many packed rows.
     pub fn of(cols: u32, rows: u64) -> Cut {
@@ -103,7 +101,7 @@ impl Cut {
         Cut { cols, most_log2: few.map_or(Self::WANTED_LOG2, |(_, log2)| log2) }
     }
 
-    /// Shortest and longest split among 16, in blocks.
+    /// Shortest and longest split among those wanted, in blocks.
     fn range(cols: u32) -> [u32; 2] {
         Self::KEYS.map(|keys| keys.div_ceil(cols))
     }
@@ -111,8 +109,8 @@ impl Cut {
     /// How many splits so many blocks of keys have. The kernel computes the same in [`Cut::in_kernel`].
     pub fn splits(self, blocks: u64) -> u64 {
         let [least, middle] = Self::range(self.cols).map(u64::from);
-        let sixteenth = blocks.div_ceil(1 << Self::WANTED_LOG2);
-        let each = sixteenth.clamp(least, middle).max(blocks.div_ceil(1 << self.most_log2));
+        let eighth = blocks.div_ceil(1 << Self::WANTED_LOG2);
+        let each = eighth.clamp(least, middle).max(blocks.div_ceil(1 << self.most_log2));
         blocks.div_ceil(each)
     }
 
@@ -127,9 +125,9 @@ impl Cut {
         let wanted = rows.literal(Self::WANTED_LOG2);
         let most_log2 = Self::MOST.iter().rev().fold(wanted, |rest, &(most, log2)| rows.le(most).select(log2, rest));
         let [least, middle] = Self::range(cols);
-        let sixteenth = (blocks + ((1 << Self::WANTED_LOG2) - 1)) >> Self::WANTED_LOG2;
+        let eighth = (blocks + ((1 << Self::WANTED_LOG2) - 1)) >> Self::WANTED_LOG2;
         let most = blocks.literal(1) << most_log2;
-        let each = sixteenth.max(least).min(middle).max((blocks + most - 1) >> most_log2);
+        let each = eighth.max(least).min(middle).max((blocks + most - 1) >> most_log2);
         [each, (blocks + each - 1) / each]
     }
 }
@@ -544,9 +542,9 @@ mod tests {
     #[test]
     fn splits_follow_from_the_length() {
         let splits = |rows: u64, keys: u64| Cut::of(64, rows).splits(keys.div_ceil(64));
-        assert_eq!([1, 256, 257, 4096, 8192].map(|keys| splits(4, keys)), [1, 1, 2, 16, 16]);
-        // Merging many rows is dear: fewer splits.
-        assert_eq!([4, 32, 64].map(|rows| splits(rows, 65536)), [64, 32, 16]);
+        assert_eq!([1, 512, 513, 4096, 8192].map(|keys| splits(4, keys)), [1, 1, 2, 8, 8]);
+        // Merging is dear: no more than so many.
+        assert_eq!([4, 32, 64].map(|rows| splits(rows, 65536)), [16, 16, 16]);
     }
 
     #[test]

@@ -218,7 +218,7 @@ mod tests {
             let tensors = Tensors { scratch, ..Tensors::new([at(3, 8, 64), k, v, at(3, 8, 128)], memory, memory) };
             let launch = plan.launch(kernel.clone(), &tensors, 132).unwrap().unwrap();
             fulgurite_ptx::device::check_launch(&kernel, launch.grid, &launch.args).unwrap();
-            let splits = if k_len == 8192 { 16 } else { 1 };
+            let splits = if k_len == 8192 { 8 } else { 1 };
             assert_eq!(launch.grid, [4 * splits, 1, 1]); // four heads of keys in all
         }
     }
@@ -230,20 +230,20 @@ mod tests {
             let plan = plan(k_len, mask);
             (plan.counter_bytes(), plan.scratch_bytes())
         };
-        assert_eq!(bytes(256, Mask::none()), (12, 0));
+        assert_eq!(bytes(512, Mask::none()), (12, 0));
         // Two splits of four rows, 128 elements and two numbers each.
-        assert_eq!(bytes(512, Mask::none()), (12, 2 * 4 * (128 + 2) * 4));
+        assert_eq!(bytes(1024, Mask::none()), (12, 2 * 4 * (128 + 2) * 4));
         // A window leaves less to split.
         assert_eq!(bytes(8192, Mask::window(Some(99), Some(0))), (12, 0));
     }
 
     #[test]
     fn results_of_splits_without_room_are_refused() {
-        let plan = plan([1, 1, 512], [4, 1], [64, 64], Mask::none());
+        let plan = plan([1, 1, 1024], [4, 1], [64, 64], Mask::none());
         let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
         let memory = Span { address: 4096, bytes: 1 << 20 };
         let at = |s, h| Placed::packed(memory, [1, s, h, 64]);
-        let tensors = Tensors::new([at(1, 4), at(512, 1), at(512, 1), at(1, 4)], memory, memory);
+        let tensors = Tensors::new([at(1, 4), at(1024, 1), at(1024, 1), at(1, 4)], memory, memory);
         let refused = plan.launch(kernel, &tensors, 132).err().unwrap().to_string();
         assert_eq!(refused, "few queries without 2112 bytes of scratch");
     }

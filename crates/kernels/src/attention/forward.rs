@@ -42,7 +42,7 @@ pub struct Tuning {
 
 impl Tuning {
     /// What measured best on an H200 for a head dimension and about so many keys.
-    pub fn hopper(head_dim: u32, k_len: usize, causal: bool) -> Tuning {
+    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
         let base = Tuning {
             groups: 2,
             cols: 128,
@@ -53,8 +53,7 @@ impl Tuning {
             rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
         };
         match head_dim {
-            ..=64 if k_len >= 4096 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
-            ..=64 if k_len >= 2048 && !causal => Tuning { cols: 160, ..base },
+            ..=64 if k_len >= 2048 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
             ..=64 => base,
             65..=128 => Tuning { early: 2, ..base },
             _ => Tuning { cols: 64, join: false, registers: [240, 24], ..base },

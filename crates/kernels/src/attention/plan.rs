@@ -140,7 +140,7 @@ impl Forward {
         };
         let padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
-        let base = Tuning::hopper(head_dim, problem.max_k_len(), !problem.mask().spans().is_empty());
+        let base = Tuning::hopper(head_dim, problem.max_k_len());
         let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec)));
         let (mut mask, mut rest, mut aux) =
             (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
