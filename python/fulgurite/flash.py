@@ -362,7 +362,7 @@ def flash_attn_with_kvcache(
         for cache, fresh in ((k_cache, k), (v_cache, v)):
             _append(cache, fresh, used)
         used = [length + new for length in used]
-    more = {}
+    more: dict[str, Any] = {}
     if cache_seqlens is not None:
         more["used_lengths"] = (None, _like(q, used))
     if cache_leftpad is not None:
