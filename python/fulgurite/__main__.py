@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from typing import Any
 
 import fulgurite
 from fulgurite import _fulgurite
@@ -35,12 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(json.dumps(results, indent=2) if options.json else text, flush=True)
     except BrokenPipeError:  # who reads has read enough
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if ok else 1
 
 
 def _versions() -> dict:
-    versions = {"fulgurite": fulgurite.__version__, "python": platform.python_version()}
+    versions: dict[str, Any] = {"fulgurite": fulgurite.__version__, "python": platform.python_version()}
     from importlib import metadata
 
     for name in ("numpy", "torch", "transformers", "jax"):
@@ -54,7 +55,7 @@ def _versions() -> dict:
 def doctor(options) -> tuple:
     """What was found on this machine."""
     engine, *why = _fulgurite.explain(options.engine)
-    results = {
+    results: dict[str, Any] = {
         "versions": _versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -89,10 +90,11 @@ def bench(options) -> tuple:
     """GFLOP/s of 8 heads of 64, full and causal, and torch's beside it. The full comparison is `bench/cpu.py`."""
     import numpy
 
+    torch: Any = None
     try:
         import torch
     except ImportError:
-        torch = None
+        pass
     rows = []
     for length in options.sequences:
         if length < 1:

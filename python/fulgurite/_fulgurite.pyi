@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, final
 
 __version__: str
-__file__: str
 
 @final
 class Description:

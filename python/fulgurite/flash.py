@@ -81,12 +81,6 @@ def _one_of(**arguments):
     return next(iter(given.values()))
 
 
-def _results(result, return_attn_probs, return_lse):
-    if return_attn_probs:
-        return (*result, None)
-    return result
-
-
 def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, probs, lse, **more):
     if not isinstance(causal, bool):
         raise ValueError(f"`causal` is {causal!r}, allowed: True, False")
@@ -103,7 +97,7 @@ def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, s
         return_lse=bool(probs or lse),
         **more,
     )
-    return _results(result, probs, lse)
+    return (*result, None) if probs else result
 
 
 @renaming(_NAMES)
@@ -362,7 +356,7 @@ def flash_attn_with_kvcache(
         for cache, fresh in ((k_cache, k), (v_cache, v)):
             _append(cache, fresh, used)
         used = [length + new for length in used]
-    more = {}
+    more: dict[str, Any] = {}
     if cache_seqlens is not None:
         more["used_lengths"] = (None, _like(q, used))
     if cache_leftpad is not None:

@@ -88,8 +88,9 @@ def create_block_mask(
     device    taken for the sake of torch's signature; the lists are small and lie on the host
     """
     rows, cols = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    for name, size, least in (("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)):
-        if size is None and name in "BH":
+    sizes: list[tuple[str, Any, int]] = [("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)]
+    for name, size, least in sizes:
+        if size is None and least == 1:
             continue
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < least or size >= 2**30:
             raise ValueError(f"`{name}` is {size!r}, allowed: an integer of at least {least}")

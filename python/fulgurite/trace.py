@@ -40,7 +40,7 @@ class Traced:
 
     __slots__ = ("kind", "text")
     __array_priority__ = 1000
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
     # What torch's own helpers ask of an index.
     ndim = 0
     shape = ()

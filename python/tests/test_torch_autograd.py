@@ -1,5 +1,9 @@
 """torch's autograd, torch.compile, autocast and checkpoints, against torch's own attention in float64."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -302,3 +306,15 @@ def test_second_derivatives_are_refused():
     (gradient,) = torch.autograd.grad(fulgurite.attention(q, q, q).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
         gradient.sum().backward()
+
+
+def test_torch_may_be_imported_later():
+    code = """
+import fulgurite, sys
+assert "torch" not in sys.modules
+import torch
+x = torch.randn(1, 8, 2, 8, requires_grad=True)
+function = lambda x: fulgurite.flash_attn_func(x, x, x, causal=True) * 2
+torch.compile(function, fullgraph=True, backend="aot_eager")(x).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(fulgurite.__file__).parents[1])
