@@ -74,6 +74,14 @@ impl<'k, T: Word> Pointer<'k, T> {
     pub(crate) fn new(address: Val<'k, u64>) -> Self {
         Pointer { address, element: PhantomData }
     }
+    /// An array at an address that another had.
+    pub fn at_address(address: Val<'k, u64>) -> Self {
+        Pointer::new(address)
+    }
+    /// Where it begins, in bytes, for a loop that carries it.
+    pub fn address(self) -> Val<'k, u64> {
+        self.address
+    }
     /// The array from an element on.
     #[track_caller]
     pub fn at(self, index: impl IntoVal<'k, u32>) -> Self {
@@ -122,6 +130,15 @@ impl<'k, T: Word> Pointer<'k, T> {
         x: [Val<'k, T>; N],
     ) {
         store(w.k, global(T::CLASS)[1], self.place(index), x);
+    }
+}
+
+impl<'k> Pointer<'k, f32> {
+    /// Adds to four elements that lie together, the first at a multiple of four. Each is added in a step of its own, in
+    /// whatever order threads come.
+    #[track_caller]
+    pub fn add_four<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: [Val<'k, f32>; 4]) {
+        store(w.k, &crate::table::atomic::RED_F32, self.place(index), x);
     }
 }
 
