@@ -10,7 +10,7 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
-use crate::attention::forward;
+use crate::attention::{backward, forward};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{Exp, Mask};
@@ -53,6 +53,18 @@ where
     let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
     let features = forward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
     forward::kernel::<T>(target, &features, tuning)
+}
+
+/// The main kernel of the gradients of attention.
+fn gradients<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    backward::main::kernel::<T>(target, &of_backward(head_dim, mask), backward::Tuning::hopper(head_dim))
+}
+
+fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
+    backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false }
 }
 
 const ALL: &[Entry] = &[
@@ -141,6 +153,58 @@ const ALL: &[Entry] = &[
         name: "attention-f16-d128-causal",
         summary: "forward attention, f16, head_dim 128, causal mask",
         build: |target| attention::<f16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "backward-bf16-d64-full",
+        summary: "gradients of attention, bf16, head_dim 64, no mask",
+        build: |target| gradients::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d64-causal",
+        summary: "gradients of attention, bf16, head_dim 64, causal mask",
+        build: |target| gradients::<bf16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "backward-bf16-d128-full",
+        summary: "gradients of attention, bf16, head_dim 128, no mask",
+        build: |target| gradients::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d128-causal",
+        summary: "gradients of attention, bf16, head_dim 128, causal mask",
+        build: |target| gradients::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d64-full",
+        summary: "gradients of attention, f16, head_dim 64, no mask",
+        build: |target| gradients::<f16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d64-causal",
+        summary: "gradients of attention, f16, head_dim 64, causal mask",
+        build: |target| gradients::<f16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d128-full",
+        summary: "gradients of attention, f16, head_dim 128, no mask",
+        build: |target| gradients::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d128-causal",
+        summary: "gradients of attention, f16, head_dim 128, causal mask",
+        build: |target| gradients::<f16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "backward-prepare-bf16-d128",
+        summary: "row sums of d_o o and zeros, before the gradients; bf16, head_dim 128",
+        build: |target| backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none())),
+    },
+    Entry {
+        name: "backward-finish-bf16-d128",
+        summary: "d_q from its sums, after the gradients; bf16, head_dim 128",
+        build: |target| {
+            backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), backward::Tuning::hopper(128))
+        },
     },
 ];
 

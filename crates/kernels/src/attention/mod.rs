@@ -1,5 +1,6 @@
 //! Attention on the GPU.
 
+pub mod backward;
 pub mod forward;
 pub mod plan;
 mod softmax;

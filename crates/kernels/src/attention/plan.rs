@@ -44,14 +44,14 @@ impl Placed {
     }
 
     /// `count` rows from the `first` on.
-    fn rows(&self, first: u64, count: u64) -> Placed {
+    pub(super) fn rows(&self, first: u64, count: u64) -> Placed {
         let [b, _, h, d] = self.shape;
         // Elements are of 16 bits.
         Placed { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
     }
 
     /// As the copy engine sees it: element, row, head, batch.
-    fn tensor(&self, number: Number) -> TensorSpan {
+    pub(super) fn tensor(&self, number: Number) -> TensorSpan {
         let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
         let bytes = u64::from(number.bytes());
         TensorSpan {

@@ -26,9 +26,24 @@ pub struct Lengths<'k> {
     pub top_left: Val<'k, i32>,
 }
 
+impl<'k> Lengths<'k> {
+    /// Of the exchanged mask, whose rows are keys: there are `queries` columns, and diagonals have the other sign.
+    #[track_caller]
+    pub fn transposed(self, queries: Val<'k, i32>) -> Lengths<'k> {
+        let zero = queries.literal(0);
+        Lengths { k: queries, bottom_right: zero - self.bottom_right, top_left: zero - self.top_left }
+    }
+}
+
 impl Spans {
     pub fn of(mask: &Mask) -> Spans {
         Spans(mask.spans().to_vec())
+    }
+
+    /// The same mask with queries and keys exchanged: which queries a key is seen by. Lengths are exchanged by
+    /// [`Lengths::transposed`].
+    pub fn transposed(&self) -> Spans {
+        Spans(self.0.iter().map(Span::transposed).collect())
     }
 
     /// Whether some rows end before the last key.
@@ -91,12 +106,35 @@ pub struct Limits<'k> {
     rows: [[Var<'k, i32>; 2]; 2],
     /// Keys that every row of the warpgroup sees: blocks inside need no mask.
     safe: [Var<'k, i32>; 2],
+    /// Whether the beginning of a row is looked at, and its end.
+    sides: [bool; 2],
 }
 
 impl<'k> Limits<'k> {
     pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         let pair = || [w.var(0i32), w.var(0i32)];
-        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair() }
+        let sides = [spans.bounded_left(), true];
+        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair(), sides }
+    }
+
+    /// For scores whose rows are keys and whose columns are queries, `spans` being transposed. Columns past the last
+    /// query need no mask (their probabilities are 0 by their LSE), rows past the last key do.
+    pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
+        Limits { sides: [true, spans.bounded_right()], ..Limits::new(w, spans) }
+    }
+
+    /// For a tile of keys whose warpgroup's begin at `first`, of `count` in all.
+    #[track_caller]
+    pub fn set_keys(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, count: Val<'k, i32>, lengths: Lengths<'k>) {
+        /// Past every query.
+        const NEVER: i32 = 1 << 30;
+        self.set(w, first, lengths);
+        for (i, [start, _]) in self.rows.into_iter().enumerate() {
+            let row = first + w.first_row().to_i32() + 8 * i as i32;
+            start.set(row.ge(count).select::<i32>(NEVER, start.get()));
+        }
+        let start = self.safe[0];
+        start.set((first + 64).gt(count).select::<i32>(NEVER, start.get()));
     }
 
     /// For a tile whose warpgroup's rows begin at `first`.
@@ -117,20 +155,18 @@ impl<'k> Limits<'k> {
     /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {
-        let (left, cols) = (self.spans.bounded_left(), s.cols() as i32);
-        let mut unsafe_block = (first + cols).gt(self.safe[1].get());
-        if left {
-            unsafe_block = unsafe_block | first.lt(self.safe[0].get());
-        }
-        w.when(unsafe_block, |_| {
+        let ([left, right], cols) = (self.sides, s.cols() as i32);
+        let [start, end] =
+            [left.then(|| first.lt(self.safe[0].get())), right.then(|| (first + cols).gt(self.safe[1].get()))];
+        let Some(masked) = start.into_iter().chain(end).reduce(|a, b| a | b) else { return };
+        w.when(masked, |_| {
             let limits = self.rows.map(|row| row.map(|limit| limit.get() - first));
             for (i, x) in s.elements().enumerate() {
                 let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
-                let mut seen = end.gt(col);
-                if left {
-                    seen = seen & start.le(col);
+                let sides = [right.then(|| end.gt(col)), left.then(|| start.le(col))];
+                if let Some(seen) = sides.into_iter().flatten().reduce(|a, b| a & b) {
+                    s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
                 }
-                s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
             }
         });
     }
