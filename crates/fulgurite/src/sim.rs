@@ -16,6 +16,7 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
 use fulgurite_kernels::attention::plan::{Forward, Placed};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
@@ -93,11 +94,21 @@ pub struct Simulated {
 
 /// A launch, with the memory that must outlive it.
 struct Prepared {
+    /// Launches that make what the kernel reads.
+    before: Vec<Launch>,
     launch: Launch,
     problem: String,
     memory: Vec<Buffer>,
     /// Which buffers are results, and of which type.
     results: Vec<(usize, Number)>,
+}
+
+impl Prepared {
+    fn lead_in(&self, device: &dyn Device) -> Result<(), DeviceError> {
+        self.before.iter().try_for_each(|launch| {
+            device.launch(&device.load(launch.kernel.clone())?, launch.grid, &launch.args, Stream::default())
+        })
+    }
 }
 
 /// How far the results of two devices are apart.
@@ -133,6 +144,7 @@ pub fn compare(
 ) -> Result<Difference, SimError> {
     let run = |device: &dyn Device| -> Result<(Prepared, Vec<Vec<u8>>), SimError> {
         let prepared = prepare(device, name, sizes, seed)?;
+        prepared.lead_in(device)?;
         let module = device.load(prepared.launch.kernel.clone())?;
         device.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default())?;
         device.synchronize(Stream::default())?;
@@ -184,6 +196,7 @@ fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
     let sim = Sim::new(options.clone());
     let prepared = prepare(&sim, name, sizes, options.seed)?;
+    prepared.lead_in(&sim)?;
     let module = sim.load(prepared.launch.kernel.clone())?;
     match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
         // What a kernel did wrong is in the report.
@@ -251,6 +264,7 @@ impl Maker<'_> {
             Some("row_softmax") => self.row_softmax(kernel),
             Some("gemm") => self.gemm(name, kernel, number),
             Some("attention") => self.attention(name, number),
+            Some("backward") => self.backward(name, number),
             _ => Err(SimError::Name(name.into())),
         }
     }
@@ -262,7 +276,13 @@ impl Maker<'_> {
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [n.div_ceil(add::THREADS), 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{n} elements"), memory, results: vec![(2, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: format!("{n} elements"),
+            memory,
+            results: vec![(2, Number::F32)],
+        })
     }
 
     fn row_softmax(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
@@ -272,7 +292,13 @@ impl Maker<'_> {
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n), Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [m, 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{m} rows of {n}"), memory, results: vec![(1, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: format!("{m} rows of {n}"),
+            memory,
+            results: vec![(1, Number::F32)],
+        })
     }
 
     fn gemm(&mut self, name: &str, kernel: Arc<Kernel>, number: Number) -> Result<Prepared, SimError> {
@@ -299,13 +325,20 @@ impl Maker<'_> {
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let launch = plan.launch(kernel, [matrix(0), matrix(1), matrix(2)], self.blocks())?;
-        Ok(Prepared { launch, problem: format!("{batch} x {m} x {n} x {k}"), memory, results: vec![(2, number)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: format!("{batch} x {m} x {n} x {k}"),
+            memory,
+            results: vec![(2, number)],
+        })
     }
 
-    /// The plan that a call of the library would take for these sizes: its tuning depends on them.
-    fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+    /// The problem that an attention kernel's name and the sizes mean, its head dimension, and the sizes in words.
+    fn problem(&self, name: &str, number: Number) -> (Problem, u32, String) {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let dim = if name.contains("d128") { 128 } else { 64 };
+        let dims = name.split('-').filter_map(|part| part.strip_prefix('d')?.parse().ok());
+        let dim = dims.last().unwrap_or_else(|| panic!("bug in fulgurite: {name} names no head dimension"));
         let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
         let problem = Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
@@ -315,6 +348,48 @@ impl Maker<'_> {
             .dtype(if number == Number::F16 { DType::F16 } else { DType::Bf16 })
             .build()
             .unwrap_or_else(|e| panic!("bug in fulgurite: sizes were checked, and {e}"));
+        let words = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
+        (problem, dim, words)
+    }
+
+    /// One of the kernels of the gradients, with those before it run. o and the LSE are random too: what the gradients
+    /// are does not matter here, only that they are finite.
+    fn backward(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
+        let (problem, dim, words) = self.problem(name, number);
+        let plan = Backward::new(&problem, false).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let kernels = plan.kernels(self.device.target())?;
+        let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
+        let (of_q, of_k) = (shape(q_len, heads), shape(k_len, kv_heads));
+        // q, k, v, o, d_o, d_q, d_k, d_v.
+        let shapes = [of_q, of_k, of_k, of_q, of_q, of_q, of_k, of_k];
+        let mut memory = Vec::new();
+        for shape in shapes {
+            memory.push(self.random(number, shape.iter().product())?);
+        }
+        let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); (batch * heads * q_len) as usize].concat();
+        let lse_buffer = self.device.allocate(lse.len() as u64)?;
+        self.device.upload(lse_buffer.span(), &lse)?;
+        let scratch = self.device.allocate(plan.scratch_bytes())?;
+        let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
+        let tensors = Tensors { q, k, v, o, lse: lse_buffer.span(), d_o, d_lse: None, d_q, d_k, d_v };
+        let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks()).launches;
+        // d_q is summed in an order that is not defined, and is compared nowhere; scratch memory neither.
+        let (at, results) = match name {
+            _ if name.contains("prepare") => (0, Vec::new()),
+            _ if name.contains("finish") => (2, Vec::new()),
+            _ => (1, vec![(6, number), (7, number)]),
+        };
+        before.truncate(at + 1);
+        let launch = before.pop().unwrap_or_else(|| panic!("bug in fulgurite: {name} has nothing to do"));
+        memory.extend([lse_buffer, scratch]);
+        Ok(Prepared { before, launch, problem: words, memory, results })
+    }
+
+    /// The plan that a call of the library would take for these sizes: its tuning depends on them.
+    fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
+        let (problem, dim, words) = self.problem(name, number);
         let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
         let kernel = Arc::new(plan.kernel(self.device.target())?);
         let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
@@ -331,7 +406,12 @@ impl Maker<'_> {
             .launch(kernel, tensors, lse.span(), counters.span(), self.blocks())
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
         memory.extend([lse, counters]);
-        let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
-        Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: words,
+            memory,
+            results: vec![(3, number), (4, Number::F32)],
+        })
     }
 }

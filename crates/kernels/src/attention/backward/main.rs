@@ -314,7 +314,7 @@ where
             });
             keys.done(w);
         });
-        w.one_thread_of_group(|t| t.wait_stores(0));
+        // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
     });
 }
 
