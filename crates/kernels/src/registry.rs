@@ -195,6 +195,26 @@ const ALL: &[Entry] = &[
         build: |target| gradients::<f16>(target, 128, Mask::causal()),
     },
     Entry {
+        name: "backward-bf16-d256-full",
+        summary: "gradients of attention, bf16, head_dim 256, no mask",
+        build: |target| gradients::<bf16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d256-causal",
+        summary: "gradients of attention, bf16, head_dim 256, causal mask",
+        build: |target| gradients::<bf16>(target, 256, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d256-full",
+        summary: "gradients of attention, f16, head_dim 256, no mask",
+        build: |target| gradients::<f16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d256-causal",
+        summary: "gradients of attention, f16, head_dim 256, causal mask",
+        build: |target| gradients::<f16>(target, 256, Mask::causal()),
+    },
+    Entry {
         name: "backward-prepare-bf16-d128",
         summary: "row sums of d_o o and zeros, before the gradients; bf16, head_dim 128",
         build: |target| backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none())),

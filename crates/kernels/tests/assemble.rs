@@ -1,17 +1,38 @@
-//! Forward attention at head dimensions that no registered kernel has goes through the assembler without a loss.
+//! Attention at head dimensions that no registered kernel has goes through the assembler without a loss.
 
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
 use fulgurite_ptx::Target;
 use fulgurite_ptx::assemble::{Assembler, Hints};
 
-#[test]
-fn odd_head_dimensions_assemble() {
+fn assembler() -> Option<Assembler> {
     let Some(ptxas) = std::env::var_os("PTXAS") else {
         println!("skipped: `PTXAS` names no assembler");
-        return;
+        return None;
     };
-    let assembler = Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap();
+    Some(Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap())
+}
+
+#[test]
+fn gradients_assemble() {
+    let Some(assembler) = assembler() else { return };
+    for dims in [[8, 8], [72, 40], [136, 136], [192, 128], [192, 192], [192, 256], [256, 64], [64, 256], [256, 128]] {
+        for mask in [Mask::none(), Mask::causal(), Mask::window(Some(128), Some(0))] {
+            let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]);
+            let plan = Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true).unwrap();
+            let kernels = plan.kernels(Target::HOPPER).unwrap();
+            for kernel in [&kernels.prepare, &kernels.main, &kernels.finish] {
+                let report = assembler.assemble(kernel).unwrap();
+                assert!(report.verdict().is_ok(), "{dims:?}, {mask:?}: {:?}", report.verdict());
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_head_dimensions_assemble() {
+    let Some(assembler) = assembler() else { return };
     for (d, dv, mask) in [
         (8, 8, Mask::none()),
         (72, 72, Mask::causal()),

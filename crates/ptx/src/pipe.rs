@@ -343,6 +343,11 @@ pub struct Numbers<'k> {
 }
 
 impl<'k> Numbers<'k> {
+    /// The `index`-th part of `count` of them.
+    #[track_caller]
+    pub fn part(self, index: Val<'k, u32>, count: u32) -> Self {
+        Numbers { address: index.mul_add(4 * count, self.address) }
+    }
     /// Those of the thread's two columns among the `eight`-th eight.
     #[track_caller]
     pub fn pair(&self, w: &Scope<'k, Group>, eight: u32) -> [Val<'k, f32>; 2] {

@@ -20,6 +20,10 @@ fn gradients_are_right() {
     Case { dtype: DType::F16, dims: [96, 40], heads: [3, 3], q_len: 1, k_len: 7, ..base() }.check(&sim(8));
     Case { dims: [8, 16], q_len: 129, k_len: 1, ..base() }.check(&sim(9));
     Case { dims: [48, 64], heads: [1, 1], q_len: 130, ..base() }.check(&sim(10));
+    Case { dims: [256, 256], q_len: 150, k_len: 140, ..base() }.check(&sim(11));
+    Case { dims: [192, 128], mask: Mask::causal(), q_len: 100, k_len: 200, d_lse: true, ..base() }.check(&sim(12));
+    Case { dims: [136, 72], mask: Mask::window(Some(30), Some(9)), blocks: 2, ..base() }.check(&sim(13));
+    Case { dims: [64, 256], mask: Mask::causal(), dtype: DType::F16, k_len: 65, ..base() }.check(&sim(14));
 }
 
 /// A ring of queries, one of keys, tiles of d_z in step with the first, and sums from many blocks: in any order.
@@ -40,7 +44,7 @@ fn gradients_are_clean_whatever_the_order() {
             k_len: 1 + below(290),
             heads: [kv_heads * (1 + below(2)), kv_heads],
             batch: 1,
-            dims: [[64, 64], [128, 128]][seed as usize % 2],
+            dims: [[64, 64], [128, 128], [192, 128], [256, 256]][seed as usize % 4],
             mask,
             dtype: if below(2) == 0 { DType::Bf16 } else { DType::F16 },
             d_lse: below(3) == 0,

@@ -5,6 +5,8 @@
 //! [`prepare`] computes delta and the LSE in powers of two and zeroes the sum of d_q, [`main`] everything else, and
 //! [`finish`] rounds d_q. A row without keys has a gradient of zeros.
 
+mod by_columns;
+mod by_keys;
 pub mod finish;
 pub mod main;
 pub mod plan;
@@ -12,8 +14,15 @@ pub mod prepare;
 
 use fulgurite_core::{Exp, Mask};
 
-/// Keys of a tile: two warpgroups of 64.
-pub const KEYS: u32 = 128;
+/// What the two warpgroups of a block share out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// The keys of a tile of 128: each has d_k and d_v of its 64, whole rows.
+    Keys,
+    /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
+    /// d_z of half the queries, for both.
+    Columns,
+}
 
 /// When p is rounded to the operand of d_v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +36,8 @@ pub enum Pack {
 /// How the main kernel is cut: measured choices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tuning {
+    /// What the warpgroups share out.
+    pub share: Share,
     /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows.
     pub rows: u32,
     /// Stages of Q and of d_o, and tiles of d_z.
@@ -47,6 +58,7 @@ impl Tuning {
     /// What measured best on an H200 for a head dimension.
     pub fn hopper(head_dim: u32) -> Tuning {
         let base = Tuning {
+            share: Share::Keys,
             rows: 64,
             depth: 2,
             key_depth: 1,
@@ -57,7 +69,16 @@ impl Tuning {
         };
         match head_dim {
             ..=64 => Tuning { rows: 128, drain: true, pack: Pack::Late, ..base },
-            _ => base,
+            65..=128 => base,
+            _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
+        }
+    }
+
+    /// Keys of a tile.
+    pub fn keys(&self) -> u32 {
+        match self.share {
+            Share::Keys => 128,
+            Share::Columns => 64,
         }
     }
 
@@ -70,8 +91,9 @@ impl Tuning {
 /// What of a problem shapes the kernels' text: everything but lengths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Features {
-    /// Elements of a row of q and k, and of v and o, as the products see them: multiples of 16, the first of 128 where
-    /// warpgroups share the columns of d_q. Rows of tensors may be shorter.
+    /// Elements of a row of q and k, and of v and o, as the products see them: multiples of 16, of 64 where
+    /// warpgroups share columns; the first of 128 where they share keys and the columns of d_q. Rows of tensors may be
+    /// shorter.
     pub dims: [u32; 2],
     /// Which keys a query sees.
     pub mask: Mask,

@@ -1,6 +1,6 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
-use super::{Features, KEYS, Tuning, finish, main, prepare};
+use super::{Features, Tuning, finish, main, prepare};
 use crate::attention::plan::{Missing, Placed};
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Problem};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// Elements that make 16 bytes: the copy engine's unit.
 const UNIT: usize = 8;
 /// The largest head dimension.
-const MOST: usize = 128;
+const MOST: usize = 256;
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
 /// Bytes to which the parts of the scratch memory are aligned.
@@ -98,11 +98,15 @@ impl Backward {
         }
         let sizes = [problem.batch(), problem.max_q_len(), problem.max_k_len(), problem.q_heads(), problem.kv_heads()]
             .map(|n| n as u64);
-        // One text for all that are shorter: what is missing of a row is read as zeros. Shorter rows would save products,
-        // but the assembler serialises them at most lengths (C7511).
-        let padded = if dims[0].max(dims[1]) <= 64 { 64 } else { 128 };
-        let tuning = Tuning::hopper(padded);
-        let features = Features { dims: [padded; 2], mask: problem.mask().clone(), exp, d_lse };
+        // What is missing of a row is read as zeros.
+        let padded = dims.map(|d| d.next_multiple_of(if dims[0].max(dims[1]) > 128 { 64 } else { 16 }) as u32);
+        let padded = match padded[0].max(padded[1]) {
+            // The warpgroups share the columns of d_q: halves are whole chunks of a tile.
+            65..=128 => [128, padded[1]],
+            _ => padded,
+        };
+        let tuning = Tuning::hopper(padded[0].max(padded[1]));
+        let features = Features { dims: padded, mask: problem.mask().clone(), exp, d_lse };
         let dims = dims.map(|d| d as u64);
         let plan = Backward { number, features, tuning, dims, sizes, scale: problem.scale() };
         // Rows and items of the preparation are counted in 32 bits.
@@ -177,7 +181,7 @@ impl Backward {
     /// Its launches; none where there is nothing to compute.
     pub fn plan(&self, kernels: &Kernels, tensors: &Tensors, scratch: Span, multiprocessors: u32) -> Plan {
         let [batch, q_len, k_len, heads, kv_heads] = self.sizes;
-        let key_tiles = k_len.div_ceil(u64::from(KEYS));
+        let key_tiles = k_len.div_ceil(u64::from(self.tuning.keys()));
         let pairs = batch * kv_heads;
         let tiles = key_tiles * pairs;
         if batch * heads == 0 || q_len + k_len == 0 {
