@@ -3,7 +3,7 @@
 //! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
-use crate::build::{Builder, Count, Group, Pointer, Scope, Thread, Val, Var};
+use crate::build::{Builder, Count, Group, Pointer, Scope, Thread, Val, Var, Who};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
@@ -412,7 +412,7 @@ impl<'k, const N: usize> Mailbox<'k, N> {
 
     /// Reads the message that was waited for last once more: cheaper than registers that hold it meanwhile.
     #[track_caller]
-    pub fn again(&self, _: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
+    pub fn again<W: Who>(&self, _: &Scope<'k, W>) -> [Val<'k, u32>; N] {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.cursor("take");
         let (base, regs) = (self.place(cursor), [0; N].map(|_| k.register(Class::B32)));
