@@ -1,15 +1,15 @@
 //! Checks and times the gradients of attention on a GPU: `gpu_backward [DIMS [ROUNDS [TUNING..]]]`.
 //!
 //! bf16, 16384 tokens, heads x dim 2048, sequences of 1k, 4k and 16k, full and causal. `DIMS` is a list like `64,128`.
-//! Each `TUNING` is a variant beside the usual one, such as `key_depth=2,early=2,drain=1,pack=late`; variants alternate in
+//! Each `TUNING` is a variant beside the usual one, such as `key_depth=2,early=2,drain=1,pack=late,order=fixed`; variants alternate in
 //! each round, and times are medians. Before it is timed, each variant is compared with sums in f64 for a few rows
-//! and keys, and d_k and d_v must come out the same twice. The last line says whether everything held; so does the exit code.
+//! and keys, and d_k and d_v (in a fixed order also d_q) must come out the same twice. The last line says whether everything held; so does the exit code.
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
 use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
-use fulgurite_kernels::attention::backward::{Pack, Tuning};
+use fulgurite_kernels::attention::backward::{Order, Pack, Tuning};
 use fulgurite_kernels::attention::plan::{Forward, Placed};
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Stream};
@@ -24,8 +24,8 @@ const REPEATS: usize = 4;
 /// Relative error of a row of a gradient, in the norm, that bf16 stays far below.
 const ALLOWED: f64 = 2e-2;
 
-fn variant(base: Tuning, text: &str) -> Result<Tuning, String> {
-    let mut tuning = base;
+fn variant(base: Tuning, text: &str) -> Result<(Tuning, Order), String> {
+    let (mut tuning, mut order) = (base, Order::Any);
     for part in text.split(',').filter(|part| !part.is_empty()) {
         let (name, value) = part.split_once('=').ok_or_else(|| format!("`{part}` is not NAME=VALUE"))?;
         let number = || value.parse::<u32>().map_err(|e| format!("`{part}`: {e}"));
@@ -35,10 +35,11 @@ fn variant(base: Tuning, text: &str) -> Result<Tuning, String> {
             "early" => tuning.early = number()?,
             "drain" => tuning.drain = number()? != 0,
             "pack" => tuning.pack = if value == "late" { Pack::Late } else { Pack::Early },
+            "order" => order = if value == "fixed" { Order::Fixed } else { Order::Any },
             other => return Err(format!("there is no tuning `{other}`")),
         }
     }
-    Ok(tuning)
+    Ok((tuning, order))
 }
 
 /// One problem with its tensors on the GPU and on the host.
@@ -93,9 +94,9 @@ impl Cell {
     }
 
     fn plan(&self, gpu: &Cuda, tuning: &str) -> Result<Ready, Box<dyn Error>> {
-        let plan = Backward::new(&self.problem, false)?;
-        let tuning = variant(plan.tuning(), tuning)?;
-        let plan = plan.tuned(tuning);
+        let usual = Backward::new(&self.problem, false, Order::Any)?.tuning();
+        let (tuning, order) = variant(usual, tuning)?;
+        let plan = Backward::new(&self.problem, false, order)?.tuned(tuning);
         let kernels = plan.kernels(gpu.target())?;
         let scratch = gpu.allocate(plan.scratch_bytes())?;
         let shape = [self.batch, self.length, self.heads, self.dim].map(|n| n as u64);
@@ -122,7 +123,7 @@ impl Cell {
         if !losses.is_empty() {
             println!("the assembler: {}", losses.join("; "));
         }
-        Ok(Ready { launches, _scratch: scratch })
+        Ok(Ready { launches, order, _scratch: scratch })
     }
 
     /// A row of a tensor, in f64.
@@ -188,6 +189,7 @@ impl Cell {
 /// Launches with what they need.
 struct Ready {
     launches: Vec<(Module, Launch)>,
+    order: Order,
     _scratch: Buffer,
 }
 
@@ -226,11 +228,13 @@ fn run(dims: &[usize], rounds: usize, tunings: &[String]) -> Result<bool, Box<dy
                     ready.run(&gpu)?;
                     gpu.synchronize(Stream::default())?;
                     let errors = cell.errors(&gpu, &mut rng)?;
-                    let first = [6, 7].map(|i| download(&gpu, &cell.buffers[i]));
+                    let fixed = if ready.order == Order::Fixed { 5..8 } else { 6..8 };
+                    let results = || -> Result<Vec<_>, DeviceError> {
+                        cell.buffers[fixed.clone()].iter().map(|buffer| download(&gpu, buffer)).collect()
+                    };
+                    let first = results()?;
                     ready.run(&gpu)?;
-                    let again = [6, 7].map(|i| download(&gpu, &cell.buffers[i]));
-                    let same =
-                        first.into_iter().zip(again).all(|(a, b)| a.ok().zip(b.ok()).is_some_and(|(a, b)| a == b));
+                    let same = results()? == first;
                     let good = same && errors.iter().all(|error| *error <= ALLOWED);
                     held &= good;
                     let [q, k, v] = errors;

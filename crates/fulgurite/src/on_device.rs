@@ -8,6 +8,7 @@ use crate::{Counters, Error};
 use fulgurite_core::{
     Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView, TensorViewMut,
 };
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
 use fulgurite_kernels::attention::plan::{Forward, Missing, Placed};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
@@ -205,7 +206,7 @@ impl Engine for OnDevice {
         gradients: &mut GradientOutputs<'_>,
         _: &Run<'_>,
     ) -> Result<(), Error> {
-        let plan = self.planned(Backward::new(problem, saved.d_lse.is_some()))?;
+        let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;

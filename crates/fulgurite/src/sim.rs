@@ -16,6 +16,7 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::Order as Adding;
 use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
 use fulgurite_kernels::attention::plan::{Forward, Placed};
 use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
@@ -337,8 +338,8 @@ impl Maker<'_> {
     /// The problem that an attention kernel's name and the sizes mean, its head dimension, and the sizes in words.
     fn problem(&self, name: &str, number: Number) -> (Problem, u32, String) {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let dims = name.split('-').filter_map(|part| part.strip_prefix('d')?.parse().ok());
-        let dim = dims.last().unwrap_or_else(|| panic!("bug in fulgurite: {name} names no head dimension"));
+        let mut dims = name.split('-').filter_map(|part| part.strip_prefix('d')?.parse().ok());
+        let dim = dims.next().unwrap_or_else(|| panic!("bug in fulgurite: {name} names no head dimension"));
         let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
         let problem = Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
@@ -357,7 +358,8 @@ impl Maker<'_> {
     fn backward(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let (problem, dim, words) = self.problem(name, number);
-        let plan = Backward::new(&problem, false).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let plan = Backward::new(&problem, false, Adding::Any)
+            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
         let kernels = plan.kernels(self.device.target())?;
         let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
         let (of_q, of_k) = (shape(q_len, heads), shape(k_len, kv_heads));

@@ -64,7 +64,7 @@ where
 }
 
 fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
-    backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false }
+    backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false, order: backward::Order::Any }
 }
 
 const ALL: &[Entry] = &[

@@ -1,6 +1,7 @@
 //! Attention at head dimensions that no registered kernel has goes through the assembler without a loss.
 
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
 use fulgurite_ptx::Target;
@@ -17,10 +18,19 @@ fn assembler() -> Option<Assembler> {
 #[test]
 fn gradients_assemble() {
     let Some(assembler) = assembler() else { return };
-    for dims in [[8, 8], [72, 40], [136, 136], [192, 128], [192, 192], [192, 256], [256, 64], [64, 256], [256, 128]] {
-        for mask in [Mask::none(), Mask::causal(), Mask::window(Some(128), Some(0))] {
+    for dims in
+        [[8, 8], [72, 40], [136, 136], [192, 128], [192, 192], [192, 256], [256, 256], [64, 256], [64, 64], [128, 128]]
+    {
+        for (mask, order) in [
+            (Mask::none(), Order::Any),
+            (Mask::causal(), Order::Any),
+            (Mask::window(Some(128), Some(0)), Order::Any),
+            (Mask::none(), Order::Fixed),
+            (Mask::window(Some(70), None), Order::Fixed),
+        ] {
             let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]);
-            let plan = Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true).unwrap();
+            let plan =
+                Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true, order).unwrap();
             let kernels = plan.kernels(Target::HOPPER).unwrap();
             for kernel in [&kernels.prepare, &kernels.main, &kernels.finish] {
                 let report = assembler.assemble(kernel).unwrap();

@@ -3,7 +3,9 @@
 mod common;
 
 use common::backward::Case;
-use common::mutate::{change, drop, drop_wait, line, replace};
+use common::mutate::{change, drop, drop_loop, drop_wait, line, replace};
+use fulgurite_core::DType;
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Fault, Line, Options, Sim};
@@ -120,4 +122,26 @@ fn in_the_sums_of_two_blocks() {
         or: &[],
     }];
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
+/// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
+#[test]
+fn in_the_order_of_sums() {
+    // Five tiles, and f16: of bf16 too few bits are left to show the order.
+    let case = Case { order: Order::Fixed, dtype: DType::F16, k_len: 600, ..case(5) };
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let wait = line(&k(), "ld.acquire", 0);
+    let untold = drop(drop(k(), "st.release", 1), "st.release", 0);
+    let bug = Bug { name: "nobody is told", kernel: untold, fault: Fault::Deadlock, lines: vec![wait], or: &[] };
+    check(vec![bug], &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+
+    let impatient = drop_loop(drop_loop(k(), "ld.acquire", 1), "ld.acquire", 0);
+    let impatient = Kernels { main: Arc::new(impatient), ..kernels.clone() };
+    // All blocks at once: of two, it does not matter who comes first.
+    let sim = |seed| Sim::new(Options { seed, resident: 5, ..Options::default() });
+    let run = |kernels: &Kernels, seed: u64| case.run(&sim(seed), kernels).unwrap().0;
+    let (right, wrong) = (run(&kernels, 0), run(&impatient, 0));
+    assert!((1..4).all(|seed| run(&kernels, seed) == right));
+    assert!((1..4).any(|seed| run(&impatient, seed) != wrong), "sums in any order came out the same");
 }

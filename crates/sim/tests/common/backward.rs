@@ -2,6 +2,7 @@
 
 use super::Random;
 use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, compare, oracle};
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
 use fulgurite_kernels::attention::plan::Placed;
 use fulgurite_ptx::Target;
@@ -18,6 +19,7 @@ pub struct Case {
     pub mask: Mask,
     pub dtype: DType,
     pub d_lse: bool,
+    pub order: Order,
     pub blocks: u32,
 }
 
@@ -32,6 +34,7 @@ impl Case {
             mask: Mask::none(),
             dtype: DType::Bf16,
             d_lse: false,
+            order: Order::Any,
             blocks: 1,
         }
     }
@@ -48,7 +51,7 @@ impl Case {
     }
 
     pub fn plan(&self) -> Backward {
-        Backward::new(&self.problem(), self.d_lse).unwrap()
+        Backward::new(&self.problem(), self.d_lse, self.order).unwrap()
     }
 
     /// Runs these kernels on random inputs; the gradients, and what is wrong with them.

@@ -5,13 +5,13 @@
 //! the rows of the scores. d_q is added to sums in global memory from registers. What the warpgroups do is in
 //! [`by_keys`](super::by_keys) and [`by_columns`](super::by_columns).
 
-use super::{Features, Share, Tuning, by_columns, by_keys};
+use super::{Features, Order, Share, Tuning, by_columns, by_keys};
 use crate::attention::span::{Lengths, Spans};
 use crate::exp::exp2;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Acc, BuildError, Builder, Divisor, Fragment, Group, Half, Kernel, Mailbox, Numbers, Pair, Pipe, Pointer, Scope,
-    Swizzle, Target, Tensor, TileShape, Val, Var, Warpgroups, Word,
+    Acc, BuildError, Builder, Divisor, Fragment, Group, GroupBarrier, Half, Kernel, Mailbox, Numbers, Pair, Pipe,
+    Pointer, Scope, Swizzle, Target, Tensor, TileShape, Val, Var, Warpgroups, Word,
 };
 
 /// A tile of keys, as the loading thread hands it out.
@@ -24,15 +24,17 @@ pub(super) struct Work<'k> {
     pub batch: Val<'k, u32>,
     /// Steps of queries that see it, from the first to past the last: none means that there are no more tiles.
     pub steps: [Val<'k, u32>; 2],
+    /// Past the last step that sees the tile before it in its head; 0 if there is none.
+    before: Val<'k, u32>,
 }
 
 impl<'k> Work<'k> {
     fn message(self) -> [Val<'k, u32>; 8] {
         let zero = self.tile.literal(0);
-        [self.tile, self.head, self.batch, self.steps[0], self.steps[1], zero, zero, zero]
+        [self.tile, self.head, self.batch, self.steps[0], self.steps[1], self.before, zero, zero]
     }
-    pub fn read([tile, head, batch, first, end, ..]: [Val<'k, u32>; 8]) -> Self {
-        Work { tile, head, batch, steps: [first, end] }
+    pub fn read([tile, head, batch, first, end, before, ..]: [Val<'k, u32>; 8]) -> Self {
+        Work { tile, head, batch, steps: [first, end], before }
     }
 }
 
@@ -70,6 +72,8 @@ pub(super) struct Main<'k> {
     /// Where d_q is summed.
     sums: Pointer<'k, f32>,
     counters: Pointer<'k, u32>,
+    /// In a fixed order, for each step of each head and each warpgroup: one more than the tile that added last.
+    turns: Option<Pointer<'k, u32>>,
     /// Steps of a head.
     steps: Val<'k, u32>,
     pub k_len: Val<'k, u32>,
@@ -112,6 +116,7 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
+        let turns = (features.order == Order::Fixed).then(|| k.pointer::<u32>("turns"));
         let [steps, k_len, tiles, pairs] = ["steps", "k_len", "tiles", "pairs"].map(|name| k.param::<u32>(name));
         let [first_key, first_query] = ["first_key", "first_query"].map(|name| k.param::<u32>(name));
         let group = k.param::<u32>("group");
@@ -139,6 +144,7 @@ impl<'k> Main<'k> {
             numbers,
             sums,
             counters,
+            turns,
             steps,
             k_len,
             tiles,
@@ -176,11 +182,21 @@ impl<'k> Main<'k> {
         let count = Divisor::select((first + self.order.value()).le(self.pairs), self.order, self.rest);
         let [tile, across] = count.div_rem(tile);
         let [batch, head] = self.heads.div_rem(first + across);
+        let steps = self.steps_of(tile);
+        // Steps only move on with the tile: where the tile before has none, no earlier one has.
+        let before = match self.turns {
+            Some(_) => tile.eq(0).select::<u32>(0, self.steps_of(tile.max(1) - 1)[1]),
+            None => tile.literal(0),
+        };
+        Work { tile, head, batch, steps, before }
+    }
+
+    /// Steps of queries that see a tile.
+    fn steps_of(&self, tile: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let keys = self.tuning.keys();
         let start = tile * keys;
         let last = (start + (keys - 1)).min(self.k_len - 1);
-        let steps = self.spans.blocks(start.to_i32(), last.to_i32(), self.tuning.rows, self.lengths());
-        Work { tile, head, batch, steps }
+        self.spans.blocks(start.to_i32(), last.to_i32(), self.tuning.rows, self.lengths())
     }
 
     /// The first head of queries of a tile among all sequences.
@@ -267,11 +283,28 @@ pub(super) struct Walk<'a, 'k> {
     left: Var<'k, u32>,
     /// Address of this thread's part of the sums.
     place: Var<'k, u64>,
+    turns: Option<Turns<'k>>,
 }
+
+/// What a fixed order of additions needs.
+struct Turns<'k> {
+    all: Pointer<'k, u32>,
+    barrier: GroupBarrier,
+    /// Number of the step among all heads' and warpgroups', and of the one whose additions have not been told of.
+    now: Var<'k, u32>,
+    due: Var<'k, u32>,
+}
+
+/// No step.
+const NONE: u32 = u32::MAX;
 
 impl<'a, 'k> Walk<'a, 'k> {
     pub fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
-        Walk { main, step: w.var(0u32), left: w.var(0u32), place: w.var(0u64) }
+        let turns = main.turns.map(|all| {
+            let (now, due) = (w.var(0u32), w.var(NONE));
+            Turns { all, barrier: w.group_barrier(), now, due }
+        });
+        Walk { main, step: w.var(0u32), left: w.var(0u32), place: w.var(0u64), turns }
     }
 
     /// To the first step of a tile. Sums lie as accumulators do: [head][step][warpgroup][eight columns][thread][4].
@@ -284,6 +317,36 @@ impl<'a, 'k> Walk<'a, 'k> {
         let step = main.first_head(work) * main.steps + first;
         let thread = w.group() * (64 * main.tuning.cols(d)) + w.thread_in_group() * 4;
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(thread).address());
+        if let Some(turns) = &self.turns {
+            turns.now.set(step * 2 + w.group());
+        }
+    }
+
+    /// In a fixed order, waits until the tile before has added to this step, and tells that this one has to the step
+    /// before: its additions have had a step's time to arrive.
+    #[track_caller]
+    pub fn await_turn(&self, w: &Scope<'k, Group>) {
+        let Some(turns) = &self.turns else { return };
+        w.sync_group(&turns.barrier);
+        w.one_thread_of_group(|t| {
+            let work = Work::read(self.main.tickets.again(t));
+            t.when(turns.due.get().ne(NONE), |t| turns.all.publish(t, turns.due.get(), work.tile + 1));
+            t.when(self.step.get().lt(work.before), |t| turns.all.wait_for(t, turns.now.get(), work.tile));
+        });
+        w.sync_group(&turns.barrier);
+        turns.due.set(turns.now.get());
+    }
+
+    /// Tells of the last additions of a tile.
+    #[track_caller]
+    pub fn end_turns(&self, w: &Scope<'k, Group>) {
+        let Some(turns) = &self.turns else { return };
+        w.sync_group(&turns.barrier);
+        w.one_thread_of_group(|t| {
+            let work = Work::read(self.main.tickets.again(t));
+            turns.all.publish(t, turns.due.get(), work.tile + 1);
+        });
+        turns.due.set(NONE);
     }
 
     /// The first query of the step.
@@ -306,6 +369,9 @@ impl<'a, 'k> Walk<'a, 'k> {
         let step_bytes = main.tuning.rows * main.dims[0] * 4;
         self.step.set(self.step.get() + 1);
         self.place.set(self.place.get() + u64::from(step_bytes));
+        if let Some(turns) = &self.turns {
+            turns.now.set(turns.now.get() + 2);
+        }
         // Read again, not kept: registers are short.
         let steps = || Work::read(main.tickets.again(w)).steps;
         let end = if main.spans.bounded_right() { steps()[1] } else { main.steps };
@@ -314,6 +380,9 @@ impl<'a, 'k> Walk<'a, 'k> {
             self.step.set(first);
             // Over the steps that see no key of this tile.
             self.place.set(self.place.get() + (main.steps - end + first).mul_wide(step_bytes));
+            if let Some(turns) = &self.turns {
+                turns.now.set(turns.now.get() + (main.steps - end + first) * 2);
+            }
         });
     }
 

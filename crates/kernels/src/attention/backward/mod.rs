@@ -33,6 +33,16 @@ pub enum Pack {
     Late,
 }
 
+/// In which order blocks add to d_q.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    /// As they come: the last bits of d_q differ from run to run.
+    #[default]
+    Any,
+    /// By key: the same bits every time, whatever else runs. Blocks wait for each other.
+    Fixed,
+}
+
 /// How the main kernel is cut: measured choices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tuning {
@@ -101,4 +111,6 @@ pub struct Features {
     pub exp: Exp,
     /// Whether the LSE has a gradient.
     pub d_lse: bool,
+    /// In which order blocks add to d_q.
+    pub order: Order,
 }

@@ -1,6 +1,6 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
-use super::{Features, Tuning, finish, main, prepare};
+use super::{Features, Order, Tuning, finish, main, prepare};
 use crate::attention::plan::{Missing, Placed};
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Problem};
@@ -16,6 +16,8 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
+/// Words before those that keep the order: a whole unit of 16 bytes.
+const COUNTERS: u64 = 4;
 /// Bytes to which the parts of the scratch memory are aligned.
 const ALIGN: u64 = 256;
 
@@ -70,7 +72,7 @@ pub struct Tensors {
 
 impl Backward {
     /// How a problem is run; `d_lse` tells whether its LSE has a gradient.
-    pub fn new(problem: &Problem, d_lse: bool) -> Result<Backward, Missing> {
+    pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<Backward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -106,7 +108,7 @@ impl Backward {
             _ => padded,
         };
         let tuning = Tuning::hopper(padded[0].max(padded[1]));
-        let features = Features { dims: padded, mask: problem.mask().clone(), exp, d_lse };
+        let features = Features { dims: padded, mask: problem.mask().clone(), exp, d_lse, order };
         let dims = dims.map(|d| d as u64);
         let plan = Backward { number, features, tuning, dims, sizes, scale: problem.scale() };
         // Rows and items of the preparation are counted in 32 bits.
@@ -164,13 +166,22 @@ impl Backward {
     fn parts(&self) -> [u64; 5] {
         let rows = self.rows();
         let mut end = 0;
-        let sizes = [rows * u64::from(self.features.dims[0]) * 4, rows * 4, rows * 4, 16];
+        let sizes = [rows * u64::from(self.features.dims[0]) * 4, rows * 4, rows * 4, self.counters() * 4];
         let starts = sizes.map(|bytes| {
             let start = end;
             end = (end + bytes).next_multiple_of(ALIGN);
             start
         });
         [starts[0], starts[1], starts[2], starts[3], end]
+    }
+
+    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head and each
+    /// warpgroup the tile whose turn it is.
+    fn counters(&self) -> u64 {
+        match self.features.order {
+            Order::Any => COUNTERS,
+            Order::Fixed => COUNTERS + 2 * self.rows() / u64::from(self.tuning.rows),
+        }
     }
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
@@ -211,7 +222,7 @@ impl Backward {
         let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let spans = [tensors.o.span, tensors.d_o.span, tensors.lse].into_iter().chain(tensors.d_lse);
         let mut args: Vec<Value> = spans.chain([shift, delta, sums, counters]).map(Value::Pointer).collect();
-        args.extend([items, q_len, self.dims[1]].map(|n| Value::U32(n as u32)));
+        args.extend([items, q_len, self.dims[1], self.counters()].map(|n| Value::U32(n as u32)));
         let rows = self.steps() * u64::from(self.tuning.rows);
         args.extend([heads, rows].into_iter().flat_map(|d| divisor_values(d as u32)));
         args.extend([&tensors.o, &tensors.d_o].into_iter().flat_map(pair_strides));
@@ -244,6 +255,9 @@ impl Backward {
             [some(q, &seen_queries), some(d_o, &seen_queries), some(k, &seen_keys), some(v, &seen_keys), *d_k, *d_v];
         let mut args: Vec<Value> = parts.iter().map(|placed| Value::Tensor(placed.tensor(self.number))).collect();
         args.extend(scratch.map(Value::Pointer));
+        if self.features.order == Order::Fixed {
+            args.push(Value::Pointer(scratch[3].from(COUNTERS * 4)));
+        }
         let order = if spans.is_empty() { 1 } else { ORDER.min(pairs) };
         let rest = match pairs % order {
             0 => 1, // never used

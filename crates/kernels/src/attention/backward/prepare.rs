@@ -27,12 +27,14 @@ where
         let d_lse = features.d_lse.then(|| k.pointer::<f32>("d_lse"));
         let [shift, delta, sums] = ["shift", "delta", "sums"].map(|name| k.pointer::<f32>(name));
         let counters = k.pointer::<u32>("counters");
-        let [items, q_len, value_dim] = ["items", "q_len", "value_dim"].map(|name| k.param::<u32>(name));
+        let [items, q_len, value_dim, words] =
+            ["items", "q_len", "value_dim", "words"].map(|name| k.param::<u32>(name));
         let (heads, rows) = (k.divisor("heads"), k.divisor("rows"));
         let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
         k.threads(THREADS, |w| {
             let item = w.block().mul_add(THREADS, w.thread());
-            w.when(item.eq(0), |w| counters.store(w, 0, 0));
+            // There are fewer words than items: two for each step, which has at least 64 rows.
+            w.when(item.lt(words), |w| counters.store(w, item, 0));
             let (row, part) = (item / lanes, item & (lanes - 1));
             let here = item.lt(items);
             let zero = w.constant(0.0f32);
