@@ -205,13 +205,9 @@ def backward():
         own_q, own_k, own_v, own_d_o = (heads_outside(as_torch(x, "f32")) for x in (q, k, v, d_o))
         o = torch.zeros_like(own_q)
         _, lse = fulgurite.attention(own_q, own_k, own_v, causal=causal, out=o, return_lse=True, **HOW)
-        raw = fulgurite._raw
         gradients = [torch.zeros_like(own_q) for _ in range(3)]
-        inputs = [raw(name, x) for name, x in (("q", own_q), ("k", own_k), ("v", own_v))]
-        saved = raw("o", o), raw("lse", lse), raw("d_o", own_d_o), None
-        results = (*(raw("gradient", x) for x in gradients), None)
-        options = {"causal": "bottom-right" if causal else None, **HOW}
-        call = lambda: fulgurite._fulgurite.backward(*inputs, saved, results, options)
+        saved = own_d_o, own_q, own_k, own_v, o, lse
+        call = lambda: fulgurite.attention_backward(*saved, causal=causal, out=gradients, **HOW) and None
         contenders = [
             Contender("ours", call, lambda: call() or [x.numpy() for x in gradients]),
             peers.torch_backward(q, k, v, d_o, causal),

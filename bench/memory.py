@@ -24,24 +24,19 @@ def resident(field):
 def main(part, length, dim, threads):
     rng = np.random.default_rng(0)
     q, k, v, d_o = (rng.standard_normal((1, length, 1, dim), dtype=np.float32) for _ in range(4))
-    raw = fulgurite._raw
     new = lambda *shape: np.full(shape, 1.0, np.float32)  # touched, so that it is resident before
-    o, lse = new(1, length, 1, dim), new(1, 1, length)
+    o = new(1, length, 1, dim)
     d_q, d_k, d_v = (new(1, length, 1, dim) for _ in range(3))
-    inputs = raw("q", q), raw("k", k), raw("v", v)
-    call = {"causal": None, "threads": threads}
-    forward = lambda: fulgurite._fulgurite.forward(*inputs, (raw("o", o), raw("lse", lse)), call)
-    saved = raw("o", o), raw("lse", lse), raw("d_o", d_o), None
-    gradients = raw("d_q", d_q), raw("d_k", d_k), raw("d_v", d_v), None
-    if part == "backward":
-        forward()  # for o and lse; what it leaves allocated is not counted, the peak of backward alone is
+    forward = lambda: fulgurite.attention(q, k, v, threads=threads, out=o)
+    if part == "backward":  # for o and lse; what it leaves allocated is not counted, the peak of backward alone is
+        _, lse = fulgurite.attention(q, k, v, threads=threads, out=o, return_lse=True)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     if part == "forward":
         forward()
     else:
-        fulgurite._fulgurite.backward(*inputs, saved, gradients, call)
-    results = [o, lse] if part == "forward" else [d_q, d_k, d_v]
+        fulgurite.attention_backward(d_o, q, k, v, o, lse, threads=threads, out=(d_q, d_k, d_v))
+    results = [o] if part == "forward" else [d_q, d_k, d_v]
     print(
         json.dumps(
             {

@@ -19,9 +19,7 @@ def build(profile="release", cargo_args=()):
     """Returns the path of the extension, built and in place."""
     flags = ["--release"] if profile == "release" else []
     cargo = os.environ.get("CARGO", "cargo")
-    subprocess.run(
-        [cargo, "build", "--package", "fulgurite-python", *flags, *cargo_args], cwd=HERE.parent, check=True
-    )
+    subprocess.run([cargo, "build", "--package", "fulgurite-python", *flags, *cargo_args], cwd=HERE.parent, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", "target"))
     library = HERE.parent / target / profile / LIBRARIES.get(sys.platform, "lib_fulgurite.so")
     place = HERE / "fulgurite" / ("_fulgurite.pyd" if sys.platform == "win32" else "_fulgurite.abi3.so")

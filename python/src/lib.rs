@@ -1,33 +1,37 @@
-//! The compiled half of the Python package `fulgurite`: attention on raw pointers.
+//! The compiled half of the Python package `fulgurite`: attention on arrays of other libraries, without copies.
 //!
-//! Tensors arrive as `(pointer, dtype, shape, strides)`, strides in elements, and options as a dict; see
-//! `tensor::Raw` and `call::Call`. The Python half (`fulgurite/__init__.py`) takes them from arrays and
-//! keeps those alive. Everything a caller can get wrong is a `ValueError` with the message of the error that
-//! Rust callers see. The GIL is released while computing.
-//!
-//! What this cannot check is whether a pointer points to what was said: these functions are for the Python
-//! half and for measurements, not for users.
+//! A call is a description (`description::Description`, a text that says everything but the tensors) and arrays, which
+//! are read where they lie (`foreign`). All calls go through `dispatch`. Everything a caller can get wrong is a
+//! `ValueError` with the message of the error that Rust callers see. The GIL is released while computing.
 
 #![deny(missing_docs)]
 
-mod call;
+mod array;
+mod blocks;
+mod cuda;
+mod description;
+mod dispatch;
+mod expression;
+mod foreign;
 mod gpu;
 mod memory;
 mod read;
-mod tensor;
 
 use pyo3::prelude::*;
 
-/// Attention on raw pointers. Use the package `fulgurite`.
+/// Attention on arrays of other libraries. Use the package `fulgurite`.
 #[pymodule]
 mod _fulgurite {
-    use crate::call::{Call, refuse};
+    use crate::array::{Array, wrong};
+    use crate::blocks;
+    use crate::dispatch::{self, Call};
     use crate::memory::Buffer;
     use crate::read;
-    use crate::tensor::{Claims, Raw};
-    use fulgurite::{GradientOutputs, Outputs, Run, Saved, Tally};
+    use fulgurite::{Choice, DType, Mask, Problem};
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::description::Description;
     #[pymodule_export]
     use crate::gpu::Gpu;
 
@@ -36,57 +40,77 @@ mod _fulgurite {
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 
-    /// Fills o and lse. Returns how many rescales were possible, how many were done, and how many blocks were
-    /// done again.
-    #[pyfunction]
-    fn forward(py: Python<'_>, q: Raw, k: Raw, v: Raw, outputs: (Raw, Raw), call: Call) -> PyResult<(u64, u64, u64)> {
-        let (o, lse) = outputs;
-        py.detach(|| {
-            let mut claims = Claims::default();
-            let problem = call.problem(&q, &k, &v)?;
-            let engine = call.engine()?;
-            let inputs = call.inputs(&mut claims, &q, &k, &v)?;
-            let mut outputs = Outputs { o: o.view_mut("o", &mut claims)?, lse: lse.view_mut("lse", &mut claims)? };
-            let tally = Tally::default();
-            engine.forward_into(&problem, &inputs, &mut outputs, &Run::default().tally(&tally)).map_err(refuse)?;
-            let counters = tally.counters();
-            Ok((counters.rescales_possible, counters.rescales_done, counters.blocks_redone))
-        })
+    #[pymethods]
+    impl Description {
+        /// Reads a description.
+        #[new]
+        fn new(text: &str) -> PyResult<Description> {
+            Description::parse(text).map_err(wrong)
+        }
+
+        /// Attention; `extras` are the tensors that the description speaks of, in its order. Returns o, or (o, lse).
+        #[pyo3(signature = (q, k, v, extras, out, want_lse))]
+        fn forward(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: &Bound<'_, PyAny>,
+            out: Option<Bound<'_, PyAny>>,
+            want_lse: bool,
+        ) -> PyResult<Py<PyAny>> {
+            let extras: Vec<Bound<'_, PyAny>> = if extras.is_truthy()? { extras.extract()? } else { Vec::new() };
+            let (o, lse) = dispatch::forward(self, [q, k, v], &extras, out.as_ref(), want_lse)?;
+            match lse {
+                None => Ok(o),
+                Some(lse) => Ok((o, lse).into_pyobject(q.py())?.into_any().unbind()),
+            }
+        }
+
+        /// Gradients, in the order q, k, v, then of each tensor of `extras` that has one. `saved` is (o, lse, d_o,
+        /// d_lse or None).
+        #[pyo3(signature = (q, k, v, extras, saved, out))]
+        fn backward(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+            saved: (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>, Option<Bound<'_, PyAny>>),
+            out: Option<Vec<Bound<'_, PyAny>>>,
+        ) -> PyResult<Vec<Py<PyAny>>> {
+            let (o, lse, d_o, d_lse) = &saved;
+            dispatch::backward(self, [q, k, v], &extras, [Some(o), Some(lse), Some(d_o), d_lse.as_ref()], out)
+        }
+
+        /// Seconds that the engine takes for `times` forward calls, everything prepared: what a call from Python costs
+        /// beside this is overhead.
+        fn time(
+            &self,
+            py: Python<'_>,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            out: &Bound<'_, PyAny>,
+            times: usize,
+        ) -> PyResult<f64> {
+            let call = Call::new(self, [q, k, v], &[])?;
+            let out = Array::read("out", out)?;
+            py.detach(|| call.time(&out, times))
+        }
     }
 
-    /// Fills d_q, d_k, d_v and, where there are sinks, d_sinks. `saved` is (o, lse, d_o, d_lse or None).
+    /// The blocks that a mask can reach: for each (batch, head, query block) the partial and the full key blocks.
+    /// `sizes` is (batch, heads, q_len, k_len), `block` (rows, cols); `tensors` are what the mask reads, by `names`.
     #[pyfunction]
-    fn backward(
-        py: Python<'_>,
-        q: Raw,
-        k: Raw,
-        v: Raw,
-        saved: (Raw, Raw, Raw, Option<Raw>),
-        gradients: (Raw, Raw, Raw, Option<Raw>),
-        call: Call,
-    ) -> PyResult<()> {
-        let (o, lse, d_o, d_lse) = saved;
-        let (d_q, d_k, d_v, d_sinks) = gradients;
-        py.detach(|| {
-            let mut claims = Claims::default();
-            let problem = call.problem(&q, &k, &v)?;
-            let engine = call.engine()?;
-            let inputs = call.inputs(&mut claims, &q, &k, &v)?;
-            let saved = Saved {
-                o: o.view("o", &mut claims)?,
-                lse: lse.view("lse", &mut claims)?,
-                d_o: d_o.view("d_o", &mut claims)?,
-                d_lse: d_lse.as_ref().map(|raw| raw.view("d_lse", &mut claims)).transpose()?,
-            };
-            let mut gradients = GradientOutputs {
-                d_q: d_q.view_mut("d_q", &mut claims)?,
-                d_k: d_k.view_mut("d_k", &mut claims)?,
-                d_v: d_v.view_mut("d_v", &mut claims)?,
-                d_sinks: d_sinks.as_ref().map(|raw| raw.view_mut("d_sinks", &mut claims)).transpose()?,
-                d_aux: problem.aux().iter().map(|_| None).collect(),
-            };
-            engine.backward_into(&problem, &inputs, &saved, &mut gradients, &Run::default()).map_err(refuse)
-        })
+    fn block_lists(
+        mask: &str,
+        sizes: [usize; 4],
+        block: [usize; 2],
+        names: Vec<String>,
+        tensors: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<(blocks::Lists, blocks::Lists)> {
+        blocks::reached(mask, sizes, block, &names, &tensors)
     }
 
     /// The engines this machine can run, fastest first; the last is the f64 oracle.
@@ -95,13 +119,24 @@ mod _fulgurite {
         fulgurite::engines().iter().map(ToString::to_string).collect()
     }
 
+    /// Which engine runs an ordinary problem and why, a line each; the first line describes the engine.
+    #[pyfunction]
+    fn explain(engine: &str) -> PyResult<Vec<String>> {
+        let choice: Choice = engine.parse().map_err(|e: fulgurite::ChoiceError| wrong(e.to_string()))?;
+        let chosen = fulgurite::engine(choice).map_err(|e| wrong(e.to_string()))?;
+        let usual = Problem::builder().dense(1, 1024, 1024).heads(16, 16).head_dim(64).dtype(DType::F32);
+        let usual = usual.mask(Mask::causal()).build().map_err(|e| wrong(e.to_string()))?;
+        let why = fulgurite::explain(&usual, choice);
+        Ok(std::iter::once(chosen.describe()).chain(why.lines().map(String::from)).collect())
+    }
+
     /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of
     /// the 8-byte words, seconds). The clock starts when all threads are ready: this is the speed of memory.
     #[pyfunction]
     fn read_sum(py: Python<'_>, buffers: Vec<(usize, usize)>, threads: usize) -> PyResult<(u64, f64)> {
         py.detach(|| {
             let buffers: Vec<_> = buffers.iter().map(|&(pointer, bytes)| Buffer::new(pointer, bytes)).collect();
-            let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>().map_err(refuse)?;
+            let buffers = buffers.into_iter().collect::<Result<Vec<_>, _>>().map_err(|e| wrong(e.to_string()))?;
             let slices: Vec<&[u64]> = buffers.iter().map(Buffer::words).collect();
             Ok(read::read_sum(&slices, threads.max(1)))
         })

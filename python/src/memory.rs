@@ -1,8 +1,8 @@
-//! Slices from pointers: the only unsafe code of this crate.
+//! Slices from pointers: the only place where elements of arrays become memory of ours.
 //!
 //! The contract of the whole extension, which no line here can check: a pointer that comes with a dtype, a shape
 //! and strides points to memory of which every element so described may be accessed, until the call returns, and
-//! nobody writes to it meanwhile. The Python half takes all four from one array and holds on to it.
+//! nobody writes to it meanwhile. `foreign` takes all four from one object, which the caller holds during the call.
 
 use fulgurite_core::{DType, Data, DataMut, bf16, f16};
 use std::fmt;
@@ -62,6 +62,11 @@ impl Span {
             _ if !address.is_multiple_of(align) => Err(SpanError::Unaligned { address, align }),
             _ => Ok(Span { address, dtype, len }),
         }
+    }
+
+    /// Bytes from the first element to past the last.
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.size_bytes()
     }
 
     /// Whether the two share a byte.

@@ -58,3 +58,39 @@ def gradients(d_o, q, k, v, step=1e-5, **options):
             gradient[index] = (ends[0] - ends[1]) / (2 * step)
         results.append(gradient)
     return results
+
+
+def flex_attention(q, k, v, score_mod=None, mask_mod=None):
+    """(o, lse) by calling the modifiers on whole index arrays; layout as above."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (heads, dim), kv_heads = q.shape[2:], k.shape[2]
+    k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    scores = np.einsum("bihd,bjhd->bhij", q, k) * dim**-0.5
+    at = np.meshgrid(*(np.arange(n) for n in scores.shape), indexing="ij")
+    scores = scores if score_mod is None else np.asarray(score_mod(scores, *at), np.float64)
+    if mask_mod is not None:
+        scores = np.where(np.broadcast_to(mask_mod(*at), scores.shape), scores, -np.inf)
+    with np.errstate(divide="ignore"):
+        top = scores.max(axis=-1, initial=-np.inf, keepdims=True)
+        top = np.where(np.isfinite(top), top, 0.0)
+        lse = np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)) + top
+        p = np.where(np.isneginf(scores), 0.0, np.exp(scores - np.where(np.isfinite(lse), lse, 0.0)))
+    return np.einsum("bhij,bjhd->bihd", p, v), lse[..., 0]
+
+
+def flex_gradients(d_o, inputs, captures, step=1e-3, **options):
+    """Gradients of q, k, v and of captured arrays by central differences; the arrays are changed in place and back."""
+    arrays = [np.array(x, np.float64) for x in inputs] + captures
+    results = []
+    for array in arrays:
+        gradient = np.zeros(array.shape)
+        for index in np.ndindex(array.shape):
+            value, ends, places = array[index], [], []
+            for sign in (1, -1):
+                array[index] = value + array.dtype.type(sign * step * (64 if array.dtype == np.float16 else 1))
+                places.append(float(array[index]))
+                ends.append((flex_attention(*arrays[:3], **options)[0] * d_o).sum())
+            array[index] = value
+            gradient[index] = (ends[0] - ends[1]) / (places[0] - places[1])
+        results.append(gradient)
+    return results

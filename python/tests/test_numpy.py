@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-
-import fulgurite
 from reference import attention as reference
 from reference import gradients as reference_gradients
+
+import fulgurite
 
 TOLERANCE = {np.dtype(np.float32): 2e-5, np.dtype(np.float16): 2e-3}
 
@@ -175,7 +175,7 @@ def test_refusals_say_what_is_allowed():
     assert refused(scale=float("nan")).startswith("`scale` is NaN, allowed: finite and above 0;")
     assert refused(scale=-1.0).startswith("`scale` is -1, allowed:")
     assert refused(softcap=0.0).startswith("`softcap` is 0, allowed:")
-    assert refused(causal="left").startswith('`causal` is "left", allowed:')
+    assert refused(causal="left").startswith("`causal` is 'left', allowed:")
     assert refused(exp="fast").startswith('`exp` is "fast", allowed:')
     assert refused(rescale="never").startswith('`rescale` is "never", allowed:')
     assert refused(tau=-1.0).startswith("`tau` is -1, allowed:")
@@ -183,7 +183,7 @@ def test_refusals_say_what_is_allowed():
     assert refused(engine="mmx").startswith('`engine` is "mmx", allowed: best, cpu,')
     assert refused(threads=0).startswith("`threads` is 0, allowed: 1 to")
     assert "does not have exp sas:-10 with rescale lazy:8" in refused(exp="sas", tau=8)
-    assert refused([1.0], k, v).startswith("`q` has shape []")
+    assert refused([1.0], k, v).startswith("`q` is a list, allowed: a NumPy array, a torch tensor or")
     assert refused(sinks=np.zeros(3, np.float32)).startswith("`sinks` has shape [3], allowed: [4];")
     assert refused(alibi_slopes=np.zeros(4, np.float16)).startswith("`alibi_slopes` is f16, allowed: f32;")
 
@@ -192,8 +192,11 @@ def test_refused_memory():
     q, k, v = GOOD
     assert "has stride 2 on its last axis" in refused(np.repeat(q, 2, axis=-1)[..., ::2], k, v)
     assert "has stride -32 on axis 1, allowed: 0 or more" in refused(q[:, ::-1], k, v)
-    assert refused(out=q) == "`o` shares memory with `q`; write into a tensor of its own"
-    assert "overlap" in refused(out=np.broadcast_to(np.zeros((1, 4, 1, 8), np.float32), q.shape))
+    assert refused(out=q) == "`out` shares memory with `q`; write into a tensor of its own"
+    narrow = np.zeros((1, 4, 1, 8), np.float32)
+    assert "`out` is read-only, allowed: memory that may be written" in refused(out=np.broadcast_to(narrow, q.shape))
+    repeated = np.lib.stride_tricks.as_strided(narrow, q.shape, (128, 32, 0, 4))
+    assert "overlap" in refused(out=repeated)
     wide = np.zeros((1, 4, 4, 9), np.float32)
     assert refused(out=wide).startswith("`o` has shape [1, 4, 4, 9], allowed: [1, 4, 4, 8]")
     odd = np.frombuffer(bytearray(q.nbytes + 1), np.uint8)[1:].view(np.float32).reshape(q.shape)

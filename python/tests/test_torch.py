@@ -27,9 +27,7 @@ def test_forward(heads, dtype, causal):
     q, k, v = tensors((2, 77, heads[0], 64), (2, 77, heads[1], 64), (2, 77, heads[1], 64), dtype=dtype)
     o = fulgurite.attention(q, k, v, causal=causal)
     assert isinstance(o, torch.Tensor) and o.dtype == dtype and o.shape == q.shape
-    torch.testing.assert_close(
-        o.double(), sdpa(q, k, v, is_causal=causal, enable_gqa=True), atol=DTYPES[dtype], rtol=0
-    )
+    torch.testing.assert_close(o.double(), sdpa(q, k, v, is_causal=causal, enable_gqa=True), atol=DTYPES[dtype], rtol=0)
 
 
 def test_causal_top_left_is_is_causal():

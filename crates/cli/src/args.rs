@@ -327,6 +327,9 @@ pub struct SimVsGpuArgs {
     /// Seed of the sizes and of the inputs
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
+    /// Instead, say how the tensor cores add: which model explains one product of 16 terms
+    #[arg(long, conflicts_with_all = ["names", "cases"])]
+    pub adder: bool,
     /// Number of the GPU
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub gpu: u32,

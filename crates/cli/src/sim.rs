@@ -4,9 +4,12 @@ use crate::args::{SimArgs, SimVsGpuArgs};
 use crate::{Failure, progress, say};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
-use fulgurite::sim::{Architecture, Options, Order, Report, Sim, SimError, Sizes, compare, simulate};
+use fulgurite::sim::{
+    Adder, Architecture, Device, Number, Options, Order, Report, Sim, SimError, Sizes, compare, fit_adders, simulate,
+};
 use fulgurite_core::random::Rng;
 use std::path::Path;
+use std::time::Instant;
 
 /// Runs `sim`.
 pub fn main(args: &SimArgs) -> Result<(), Failure> {
@@ -47,6 +50,7 @@ impl SimArgs {
             heads: self.heads.unwrap_or(usual.heads),
             kv_heads: self.kv_heads.or(self.heads).unwrap_or(usual.kv_heads),
             blocks: self.blocks.unwrap_or(usual.blocks),
+            ..usual
         }
     }
 }
@@ -111,7 +115,7 @@ fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
     say(&format!("{}: about {} cycles", path.display(), timeline.cycles()))
 }
 
-/// Runs `sim-vs-gpu`.
+/// Runs `sim-vs-gpu`: a line for each kernel, as soon as it is done.
 pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
     let chosen = |name: &str| args.names.is_empty() || args.names.iter().any(|begin| name.starts_with(begin.as_str()));
     let names: Vec<&str> = kernels().iter().map(|entry| entry.name).filter(|name| chosen(name)).collect();
@@ -122,12 +126,18 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
         )));
     }
     let gpu = Gpu::open(args.gpu, gpu::Options::default()).map_err(Failure::input)?;
-    let mut rng = Rng::new(args.seed);
-    let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-    table.set_header(["kernel", "cases", "elements", "bits differ", "steps apart, at most", "worst case"]);
+    say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
+    if args.adder {
+        return adders(gpu.device(), args.seed);
+    }
+    let line = |cells: [&str; 6], worst: &str| {
+        let [name, cases, elements, unequal, steps, seconds] = cells;
+        say(&format!("{name:<27}{cases:>6}{elements:>12}{unequal:>13}{steps:>18}{seconds:>9}  {worst}"))
+    };
+    line(["kernel", "cases", "elements", "bits differ", "steps, at most", "seconds"], "worst case")?;
     let bar = progress(names.len() * args.cases as usize);
     for name in names {
+        let (start, mut rng) = (Instant::now(), Rng::new(args.seed));
         let (mut elements, mut unequal, mut worst) = (0, 0, (0, String::new()));
         for _ in 0..args.cases {
             let sizes = random_sizes(&mut rng);
@@ -141,33 +151,49 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
             }
             bar.inc(1);
         }
-        table.add_row([
-            name.to_owned(),
-            args.cases.to_string(),
-            elements.to_string(),
-            unequal.to_string(),
-            worst.0.to_string(),
-            worst.1,
-        ]);
+        let [cases, elements, unequal, steps] = [args.cases.into(), elements, unequal, worst.0].map(|n| n.to_string());
+        let seconds = format!("{:.1}", start.elapsed().as_secs_f64());
+        bar.suspend(|| line([name, &cases, &elements, &unequal, &steps, &seconds], &worst.1))?;
     }
     bar.finish_and_clear();
-    say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
-    say(&table.to_string())
+    Ok(())
 }
 
-/// Sizes that a simulator runs in a second or so.
+/// Which models explain what a GPU's tensor cores compute.
+fn adders(device: &dyn Device, seed: u64) -> Result<(), Failure> {
+    for number in [Number::F16, Number::Bf16] {
+        let fits = fit_adders(device, number, seed).map_err(failure)?;
+        let used = Adder::hopper(number);
+        say(&format!("{}: sums that differ, of {}, for the best models", number.name(), fits[0].elements))?;
+        for fit in fits.iter().take(5).chain(fits.iter().skip(5).filter(|fit| fit.adder == used)) {
+            let Adder { kept_bits, group, exponent, rounding, fused, .. } = fit.adder;
+            let together = if fused { "with the accumulator" } else { "before the accumulator" };
+            let here = if fit.adder == used { " (the simulator's)" } else { "" };
+            say(&format!(
+                "{:>8}  {kept_bits} bits, groups of {group} {together}, exponents of {exponent:?}, {rounding:?}{here}",
+                fit.unequal
+            ))?;
+        }
+    }
+    Ok(())
+}
+
+/// Sizes that a simulator runs in a moment: tails and several tiles along every axis, but not along all at once.
 fn random_sizes(rng: &mut Rng) -> Sizes {
+    let long = rng.bits() % 4;
     let mut below = |n: u64| 1 + (rng.bits() % n) as u32;
     let kv_heads = below(2);
     Sizes {
-        m: below(400),
-        n: below(500),
-        k: below(400),
+        m: below(if long == 0 { 520 } else { 140 }),
+        n: below(if long == 1 { 700 } else { 270 }),
+        k: below(if long == 2 { 600 } else { 140 }),
         batch: below(2),
         q_len: below(300),
         k_len: below(400),
         heads: kv_heads * below(2),
         kv_heads,
         blocks: below(8),
+        padding: below(3) - 1,
+        cluster: below(2),
     }
 }

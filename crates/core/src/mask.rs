@@ -158,6 +158,11 @@ impl Mask {
         self.rest.as_ref()
     }
 
+    /// The mask of the spans alone.
+    pub fn spans_only(&self) -> Mask {
+        Mask { spans: self.spans.clone(), rest: None }
+    }
+
     /// The keys that the spans let query `q` see. The whole row where there are no spans.
     pub fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
         let mut keys = 0..k_len;

@@ -117,6 +117,11 @@ impl Cuda {
         self.context.enter()?.capture(stream, work)
     }
 
+    /// Whether what is put on a stream is recorded, by whomever.
+    pub fn is_capturing(&self, stream: Stream) -> Result<bool, DeviceError> {
+        Ok(self.context.enter()?.is_capturing(stream))
+    }
+
     /// Runs a recording on a stream.
     pub fn replay(&self, graph: &Graph, stream: Stream) -> Result<(), DeviceError> {
         self.context.enter()?.replay(graph, stream)

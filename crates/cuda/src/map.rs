@@ -96,7 +96,7 @@ mod tests {
 
     fn tensor(number: Number, extent: &[u64], strides: &[u64]) -> TensorSpan {
         let span = Span { address: 0x7f00_0000_0100, bytes: 1 << 30 };
-        TensorSpan { span, number, extent: extent.into(), strides: strides.into() }
+        TensorSpan { span, number, extent: extent.into(), strides: strides.into(), ragged: None }
     }
 
     #[test]

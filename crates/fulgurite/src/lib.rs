@@ -29,6 +29,7 @@
 
 #![forbid(unsafe_code)]
 
+mod adder;
 mod attention;
 mod choice;
 mod cpu;

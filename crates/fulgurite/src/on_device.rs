@@ -5,12 +5,14 @@
 
 use crate::engine::{Engine, Run, Unsupported};
 use crate::{Counters, Error};
+use fulgurite_core::expr::Coverage;
 use fulgurite_core::{
-    Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView, TensorViewMut,
+    BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
+    TensorViewMut,
 };
 use fulgurite_kernels::attention::backward::Order;
-use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
-use fulgurite_kernels::attention::plan::{Forward, Missing, Placed};
+use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -30,22 +32,21 @@ impl OnDevice {
         OnDevice { name, device, rescale, loaded: Mutex::default(), loaded_backward: Mutex::default() }
     }
 
+    fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
+        self.planned(Forward::new(problem, self.rescale))
+    }
+
     /// The plan, or why there is none on this device.
     fn planned<P>(&self, plan: Result<P, Missing>) -> Result<P, Unsupported> {
-        let refuse = |feature: String| Unsupported {
-            engine: self.name.into(),
-            feature,
-            instead: "the engine `cpu` has it".into(),
-        };
-        let plan = plan.map_err(|missing| refuse(missing.feature))?;
+        let plan = plan.map_err(|missing| self.refuse(missing.feature))?;
         match self.device.target().sm {
             90 => Ok(plan),
-            other => Err(refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
+            other => Err(self.refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
         }
     }
 
-    fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::new(problem, self.rescale))
+    fn refuse(&self, feature: String) -> Unsupported {
+        Unsupported { engine: self.name.into(), feature, instead: "the engine `cpu` has it".into() }
     }
 
     fn module(&self, plan: &Forward) -> Result<Module, Error> {
@@ -71,20 +72,32 @@ impl OnDevice {
         Ok((kernels, modules))
     }
 
-    fn upload(&self, view: &TensorView<'_>) -> Result<(Buffer, Placed), Error> {
-        let shape = [0, 1, 2, 3].map(|axis| view.shape()[axis] as u64);
-        let bytes = packed_bytes(view);
-        let buffer = self.room(bytes.len())?;
-        self.device.upload(buffer.span(), &bytes)?;
-        let placed = Placed::packed(buffer.span(), shape);
-        Ok((buffer, placed))
+    /// Copies a tensor of rows there, as four axes.
+    fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<Placed, Error> {
+        let span = self.upload(memory, &packed_bytes(view))?;
+        Ok(Placed::packed(span, four_axes(view.shape())))
+    }
+
+    /// Copies bytes there.
+    fn upload(&self, memory: &mut Vec<Buffer>, bytes: &[u8]) -> Result<Span, DeviceError> {
+        let span = self.room(memory, bytes.len())?;
+        self.device.upload(span, bytes)?;
+        Ok(span)
+    }
+
+    /// Memory for at least a few bytes: an empty tensor has an address too.
+    fn room(&self, memory: &mut Vec<Buffer>, bytes: usize) -> Result<Span, DeviceError> {
+        let buffer = self.device.allocate(bytes.max(64) as u64)?;
+        let span = Span { bytes: bytes as u64, ..buffer.span() };
+        memory.push(buffer);
+        Ok(span)
     }
 
     /// Copies a packed tensor of 16 bits to where it belongs.
-    fn download(&self, from: &Buffer, to: &mut TensorViewMut<'_>) -> Result<(), Error> {
+    fn download(&self, from: Span, to: &mut TensorViewMut<'_>) -> Result<(), Error> {
         let (shape, strides) = (*to.shape(), *to.strides());
         let mut words = vec![0; 2 * shape.count()];
-        self.device.download(Span { bytes: words.len() as u64, ..from.span() }, &mut words)?;
+        self.device.download(from, &mut words)?;
         let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
         let data = to.data_mut();
         each_offset(&shape, &strides, |offset| {
@@ -98,29 +111,97 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Numbers of f32, in order.
-    fn upload_numbers(&self, view: &TensorView<'_>) -> Result<Buffer, Error> {
-        let bytes: Vec<u8> = view.to_f64().iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
-        let buffer = self.room(bytes.len())?;
-        self.device.upload(Span { bytes: bytes.len() as u64, ..buffer.span() }, &bytes)?;
-        Ok(buffer)
+    /// The tensors of a call beside q, k, v, o and the LSE.
+    fn more(
+        &self,
+        memory: &mut Vec<Buffer>,
+        plan: &Forward,
+        inputs: &Inputs<'_>,
+        bound: &Bound<'_>,
+        tensors: &mut Tensors,
+    ) -> Result<(), Error> {
+        let mut whole = |view: &TensorView<'_>| self.upload(memory, &packed_bytes(view));
+        tensors.sinks = inputs.sinks.as_ref().map(&mut whole).transpose()?;
+        tensors.cu_seqlens = match (&inputs.cu_seqlens_q, &inputs.cu_seqlens_k) {
+            (Some(q), Some(k)) => Some([whole(q)?, whole(k)?]),
+            _ => None,
+        };
+        tensors.used =
+            [inputs.used_q.as_ref().map(&mut whole).transpose()?, inputs.used_k.as_ref().map(&mut whole).transpose()?];
+        for view in bound.aux() {
+            let shape: Vec<u64> = view.shape().iter().map(|&n| n as u64).collect();
+            let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
+            tensors.aux.push(AuxPlaced { span: whole(view)?, strides });
+        }
+        if let (Some(mask), Some(form)) = (bound.block_mask(), plan.block_form()) {
+            match form {
+                BlockForm::Lists => tensors.lists = Some(self.lists(memory, mask)?),
+                BlockForm::Coverage => tensors.coverage = Some(self.upload(memory, &coverage_bytes(mask))?),
+            }
+        }
+        Ok(())
     }
 
-    /// Memory for at least a few bytes: an empty tensor has an address too.
-    fn room(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.device.allocate(bytes.max(64) as u64)
+    /// The lists of a block mask, each with room for the longest.
+    fn lists(&self, memory: &mut Vec<Buffer>, mask: &BlockMask) -> Result<ListsPlaced, Error> {
+        let spec = mask.spec();
+        let rows = || {
+            let [q_blocks, _] = mask.blocks();
+            (0..spec.batch).flat_map(move |b| (0..spec.heads).flat_map(move |h| (0..q_blocks).map(move |i| (b, h, i))))
+        };
+        let bytes = |numbers: Vec<i32>| numbers.into_iter().flat_map(i32::to_le_bytes).collect::<Vec<u8>>();
+        let mut one = |pick: &dyn Fn((usize, usize, usize)) -> Vec<i32>| -> Result<(Span, Span, u32), Error> {
+            let lists: Vec<Vec<i32>> = rows().map(pick).collect();
+            let width = lists.iter().map(Vec::len).max().unwrap_or(0).max(1);
+            let counts = lists.iter().map(|list| list.len() as i32).collect();
+            let padded =
+                |list: &Vec<i32>| list.iter().copied().chain(std::iter::repeat(0)).take(width).collect::<Vec<_>>();
+            let blocks = lists.iter().flat_map(padded).collect();
+            Ok((self.upload(memory, &bytes(counts))?, self.upload(memory, &bytes(blocks))?, width as u32))
+        };
+        let partial = one(&|(b, h, i)| mask.lists(b, h, i).0.to_vec())?;
+        let full = one(&|(b, h, i)| mask.lists(b, h, i).1.to_vec())?;
+        Ok(ListsPlaced { counts: [partial.0, full.0], blocks: [partial.1, full.1], widths: [partial.2, full.2] })
     }
 }
 
-/// The elements of a 16-bit tensor, in order.
+/// What each block of a block mask is: hidden 0, partial 1, whole 2.
+fn coverage_bytes(mask: &BlockMask) -> Vec<u8> {
+    let (spec, [q_blocks, k_blocks]) = (mask.spec(), mask.blocks());
+    let mut bytes = Vec::new();
+    for b in 0..spec.batch {
+        for h in 0..spec.heads {
+            for (i, j) in (0..q_blocks).flat_map(|i| (0..k_blocks).map(move |j| (i, j))) {
+                let word = match mask.coverage(b, h, i * spec.rows, j * spec.cols) {
+                    Coverage::Empty => 0i32,
+                    Coverage::Partial => 1,
+                    Coverage::Full => 2,
+                };
+                bytes.extend(word.to_le_bytes());
+            }
+        }
+    }
+    bytes
+}
+
+/// A shape of rows with its batch axis: a packed batch is one sequence.
+fn four_axes(shape: &[usize]) -> [u64; 4] {
+    let mut axes = [1; 4];
+    let first = 4 - shape.len();
+    shape.iter().enumerate().for_each(|(i, &n)| axes[first + i] = n as u64);
+    axes
+}
+
+/// The elements of a tensor, in order.
 fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
-    let bits = |offset: usize| match view.data() {
-        Data::F16(all) => all[offset].to_bits(),
-        Data::Bf16(all) => all[offset].to_bits(),
-        _ => unreachable!("bug in fulgurite: a type that the plan refused"),
-    };
-    let mut bytes = Vec::with_capacity(2 * view.shape().count());
-    each_offset(view.shape(), view.strides(), |offset| bytes.extend_from_slice(&bits(offset).to_le_bytes()));
+    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * view.shape().count());
+    each_offset(view.shape(), view.strides(), |offset| match view.data() {
+        Data::F32(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::F16(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::Bf16(all) => bytes.extend(all[offset].to_le_bytes()),
+        Data::I32(all) => bytes.extend(all[offset].to_le_bytes()),
+        _ => unreachable!("bug in fulgurite: a type that the problem refused"),
+    });
     bytes
 }
 
@@ -159,28 +240,29 @@ impl Engine for OnDevice {
         outputs: &mut Outputs<'_>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let plan = self.plan(problem)?;
+        let mut plan = self.plan(problem)?;
         let bound = inputs.bind(problem)?;
         outputs.check(problem)?;
+        if let Some(sinks) = &inputs.sinks {
+            plan = plan.with_sinks(sinks.dtype());
+        }
         let module = self.module(&plan)?;
-        let (_q, q) = self.upload(bound.q())?;
-        let (_k, k) = self.upload(bound.k())?;
-        let (_v, v) = self.upload(bound.v())?;
+        let memory = &mut Vec::new();
+        let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
-        let o_buffer = self.room(2 * o_shape.count())?;
-        let o = Placed::packed(o_buffer.span(), [0, 1, 2, 3].map(|axis| o_shape[axis] as u64));
-        let lse = self.room(4 * lse_count)?;
-        let counters = self.room(8)?;
-        self.device.upload(Span { bytes: 8, ..counters.span() }, &[0; 8])?;
-        let processors = self.device.multiprocessors();
-        let launch = plan.launch(module.shared_kernel(), [q, k, v, o], lse.span(), counters.span(), processors);
-        let Some(launch) = launch else { return Ok(()) };
+        let o = Placed::packed(self.room(memory, 2 * o_shape.count())?, four_axes(&o_shape));
+        let lse = self.room(memory, 4 * lse_count)?;
+        let counters = self.upload(memory, &[0; 8])?;
+        let mut tensors = Tensors::new([q, k, v, o], lse, counters);
+        self.more(memory, &plan, inputs, &bound, &mut tensors)?;
+        let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
+        let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
         self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
         self.device.synchronize(Stream::default())?;
 
-        self.download(&o_buffer, &mut outputs.o)?;
+        self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
-        self.device.download(Span { bytes: words.len() as u64, ..lse.span() }, &mut words)?;
+        self.device.download(lse, &mut words)?;
         let mut numbers = words.chunks_exact(4).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
         let (shape, strides) = (*outputs.lse.shape(), *outputs.lse.strides());
         let DataMut::F32(all) = outputs.lse.data_mut() else {
@@ -191,7 +273,7 @@ impl Engine for OnDevice {
         });
         if let Some(tally) = run.tally {
             let mut word = [0; 4];
-            let second = Span { address: counters.span().address + 4, bytes: 4 };
+            let second = Span { address: counters.address + 4, bytes: 4 };
             self.device.download(second, &mut word)?;
             tally.add(Counters { blocks_redone: u64::from(u32::from_le_bytes(word)), ..Counters::default() });
         }
@@ -211,38 +293,26 @@ impl Engine for OnDevice {
         saved.check(problem)?;
         gradients.check(problem)?;
         let (kernels, modules) = self.backward_modules(&plan)?;
-        let (_q, q) = self.upload(bound.q())?;
-        let (_k, k) = self.upload(bound.k())?;
-        let (_v, v) = self.upload(bound.v())?;
-        let (_o, o) = self.upload(&saved.o)?;
-        let (_d_o, d_o) = self.upload(&saved.d_o)?;
-        let lse = self.upload_numbers(&saved.lse)?;
-        let d_lse = saved.d_lse.as_ref().map(|view| self.upload_numbers(view)).transpose()?;
-        let results = [q, k, v].map(|like| self.room(2 * like.shape.iter().product::<u64>() as usize));
-        let [d_q_buffer, d_k_buffer, d_v_buffer] = results;
-        let (d_q_buffer, d_k_buffer, d_v_buffer) = (d_q_buffer?, d_k_buffer?, d_v_buffer?);
-        let scratch = self.room(plan.scratch_bytes() as usize)?;
-        let result = |buffer: &Buffer, like: Placed| Placed::packed(buffer.span(), like.shape);
-        let tensors = Tensors {
-            q,
-            k,
-            v,
-            o,
-            lse: lse.span(),
-            d_o,
-            d_lse: d_lse.as_ref().map(Buffer::span),
-            d_q: result(&d_q_buffer, q),
-            d_k: result(&d_k_buffer, k),
-            d_v: result(&d_v_buffer, v),
+        let memory = &mut Vec::new();
+        let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
+        let [o, d_o] = [self.rows(memory, &saved.o)?, self.rows(memory, &saved.d_o)?];
+        let lse = self.upload(memory, &packed_bytes(&saved.lse))?;
+        let d_lse = saved.d_lse.as_ref().map(|view| self.upload(memory, &packed_bytes(view))).transpose()?;
+        let mut result = |like: Placed| -> Result<Placed, DeviceError> {
+            let span = self.room(memory, 2 * like.shape.iter().product::<u64>() as usize)?;
+            Ok(Placed::packed(span, like.shape))
         };
-        let launches = plan.plan(&kernels, &tensors, scratch.span(), self.device.multiprocessors());
+        let [d_q, d_k, d_v] = [result(q)?, result(k)?, result(v)?];
+        let scratch = self.room(memory, plan.scratch_bytes() as usize)?;
+        let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v };
+        let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
         launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
             let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
             Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
         })?;
         self.device.synchronize(Stream::default())?;
-        self.download(&d_q_buffer, &mut gradients.d_q)?;
-        self.download(&d_k_buffer, &mut gradients.d_k)?;
-        self.download(&d_v_buffer, &mut gradients.d_v)
+        self.download(d_q.span, &mut gradients.d_q)?;
+        self.download(d_k.span, &mut gradients.d_k)?;
+        self.download(d_v.span, &mut gradients.d_v)
     }
 }

@@ -9,7 +9,10 @@
 //! # Ok::<(), fulgurite::sim::SimError>(())
 //! ```
 
+pub use crate::adder::{Fit, fit_adders};
 pub use fulgurite_ptx::device::Device;
+pub use fulgurite_ptx::model::{Adder, Exponent, Rounding};
+pub use fulgurite_ptx::product::Number;
 pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
@@ -17,13 +20,13 @@ pub use fulgurite_sim::{
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_kernels::attention::backward::Order as Adding;
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
-use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
+use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
+use fulgurite_kernels::gemm::{self, Layouts, Tuning as GemmTuning};
 use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::{add, registry};
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
-use fulgurite_ptx::{BuildError, Kernel, Major, Number, bf16, f16};
+use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -48,11 +51,16 @@ pub struct Sizes {
     pub kv_heads: u32,
     /// The most blocks a persistent kernel has; as many as there are multiprocessors if it is 0.
     pub blocks: u32,
+    /// Elements between the rows of matrices, in units of 16 bytes.
+    pub padding: u32,
+    /// Blocks of a product that share tiles of B.
+    pub cluster: u32,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Sizes { m: 256, n: 256, k: 256, batch: 1, q_len: 256, k_len: 256, heads: 1, kv_heads: 1, blocks: 0 }
+        let (m, n, k, q_len, k_len) = (256, 256, 256, 256, 256);
+        Sizes { m, n, k, batch: 1, q_len, k_len, heads: 1, kv_heads: 1, blocks: 0, padding: 0, cluster: 1 }
     }
 }
 
@@ -223,6 +231,9 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
             return Err(SimError::Size { size, got, allowed: "1 to 2^20".into() });
         }
     }
+    if !matches!(sizes.cluster, 1 | 2) {
+        return Err(SimError::Size { size: "cluster", got: sizes.cluster, allowed: "1, 2".into() });
+    }
     if !sizes.heads.is_multiple_of(sizes.kv_heads) {
         let allowed = format!("divisors of the {} heads of queries", sizes.heads);
         return Err(SimError::Size { size: "kv-heads", got: sizes.kv_heads, allowed });
@@ -263,7 +274,7 @@ impl Maker<'_> {
         match name.split('-').next() {
             Some("vector_add") => self.vector_add(kernel),
             Some("row_softmax") => self.row_softmax(kernel),
-            Some("gemm") => self.gemm(name, kernel, number),
+            Some("gemm") => self.gemm(name, number),
             Some("attention") => self.attention(name, number),
             Some("backward") => self.backward(name, number),
             _ => Err(SimError::Name(name.into())),
@@ -302,13 +313,19 @@ impl Maker<'_> {
         })
     }
 
-    fn gemm(&mut self, name: &str, kernel: Arc<Kernel>, number: Number) -> Result<Prepared, SimError> {
-        let Sizes { m, n, k, batch, .. } = self.sizes;
+    fn gemm(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+        let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
         // The letters of BLAS for matrices stored by rows: `t` is transposed.
         let major = |transposed: bool| if transposed { Major::Outer } else { Major::Inner };
         let letters = name.rsplit('-').next().unwrap_or_default();
         let layouts = Layouts { a: major(letters.starts_with('t')), b: major(letters.ends_with('n')) };
-        let plan = Gemm { number, layouts, tuning: GemmTuning::default() };
+        let plan = Gemm { number, layouts, tuning: GemmTuning { cluster, ..GemmTuning::default() } };
+        let target = self.device.target();
+        let kernel = Arc::new(match number {
+            Number::F16 => gemm::kernel::<f16>(target, layouts, plan.tuning)?,
+            _ => gemm::kernel::<bf16>(target, layouts, plan.tuning)?,
+        });
+        let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
         let stored = |major, outer, inner| match major {
             Major::Inner => (outer, inner),
@@ -316,23 +333,20 @@ impl Maker<'_> {
         };
         let shapes = [stored(layouts.a, m, k), stored(layouts.b, n, k), (m, n)];
         for (rows, cols) in shapes {
-            let count = u64::from(batch) * u64::from(rows) * u64::from(cols.next_multiple_of(8));
+            let count = u64::from(batch) * u64::from(rows) * stride(cols);
             memory.push(self.random(number, count)?);
         }
         let matrix = |i: usize| {
-            let (rows, cols) = (u64::from(shapes[i].0), u64::from(shapes[i].1));
-            let row_stride = cols.next_multiple_of(8);
+            let (rows, cols, row_stride) = (u64::from(shapes[i].0), u64::from(shapes[i].1), stride(shapes[i].1));
             let batch_stride = rows * row_stride;
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
         let launch = plan.launch(kernel, [matrix(0), matrix(1), matrix(2)], self.blocks())?;
-        Ok(Prepared {
-            before: Vec::new(),
-            launch,
-            problem: format!("{batch} x {m} x {n} x {k}"),
-            memory,
-            results: vec![(2, number)],
-        })
+        let mut problem = format!("{batch} x {m} x {n} x {k}");
+        if (padding, cluster) != (0, 1) {
+            problem += &format!(" (padding {padding}, clusters of {cluster})");
+        }
+        Ok(Prepared { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
     }
 
     /// The problem that an attention kernel's name and the sizes mean, its head dimension, and the sizes in words.
@@ -374,7 +388,7 @@ impl Maker<'_> {
         self.device.upload(lse_buffer.span(), &lse)?;
         let scratch = self.device.allocate(plan.scratch_bytes())?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
-        let tensors = Tensors { q, k, v, o, lse: lse_buffer.span(), d_o, d_lse: None, d_q, d_k, d_v };
+        let tensors = BackwardTensors { q, k, v, o, lse: lse_buffer.span(), d_o, d_lse: None, d_q, d_k, d_v };
         let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks()).launches;
         // d_q is summed in an order that is not defined, and is compared nowhere; scratch memory neither.
         let (at, results) = match name {
@@ -404,8 +418,10 @@ impl Maker<'_> {
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
         let counters = self.device.allocate(8)?;
         self.device.upload(counters.span(), &[0; 8])?;
+        let tensors = Tensors::new(tensors, lse.span(), counters.span());
         let launch = plan
-            .launch(kernel, tensors, lse.span(), counters.span(), self.blocks())
+            .launch(kernel, &tensors, self.blocks())
+            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
         memory.extend([lse, counters]);
         Ok(Prepared {

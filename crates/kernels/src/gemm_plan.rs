@@ -269,6 +269,7 @@ impl Gemm {
             number: self.number,
             extent: vec![cols, rows, batch],
             strides: vec![row_bytes, batch_bytes],
+            ragged: None,
         })
     }
 }

@@ -7,5 +7,6 @@ pub mod attention;
 pub mod exp;
 pub mod gemm;
 pub mod gemm_plan;
+pub mod probe;
 pub mod registry;
 pub mod softmax;

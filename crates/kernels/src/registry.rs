@@ -10,11 +10,13 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+use crate::attention::plan::Forward;
 use crate::attention::{backward, forward};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
-use fulgurite_core::{Exp, Mask};
+use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
 use fulgurite_ptx::{BuildError, Half, Kernel, Major, Pair, Target, Word, bf16, f16};
+use std::sync::OnceLock;
 
 /// A kernel that can be built by name.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +31,8 @@ pub struct Entry {
 
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
-    ALL
+    static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
+    JOINED.get_or_init(|| [ALL, FEATURES].concat())
 }
 
 /// Which way operands lie, in the letters of BLAS for matrices stored by rows: `t` is transposed.
@@ -51,7 +54,7 @@ where
     Pair<T>: Word,
 {
     let tuning = forward::Tuning::hopper(head_dim, 8192, mask != Mask::none());
-    let features = forward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto };
+    let features = forward::Features::plain([head_dim, head_dim], mask);
     forward::kernel::<T>(target, &features, tuning)
 }
 
@@ -65,6 +68,60 @@ where
 
 fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
     backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false, order: backward::Order::Any }
+}
+
+/// Forward attention in bf16 with a feature, as a call of 2 x 8192 tokens has it.
+fn featured(target: Target, head_dim: usize, feature: &str) -> Result<Kernel, BuildError> {
+    let (batch, len, heads) = (2, 8192, 16);
+    let offsets = [0, 1000, 16384];
+    let base = Problem::builder().heads(heads, heads / 4).head_dim(head_dim).dtype(DType::Bf16);
+    let problem = match feature {
+        "packed" => base.packed(&offsets, &offsets).mask(Mask::causal()),
+        _ => base.dense(batch, len, len),
+    };
+    let problem = match feature {
+        "softcap" => problem.softcap(30.0),
+        "alibi" => problem.alibi().mask(Mask::causal()),
+        "bias" => problem.bias([1, heads, len, len], DType::Bf16, false),
+        "documents" => {
+            let ids = ["documents_q", "documents_k"];
+            ids.into_iter().fold(problem.mask(Mask::documents()), |p, name| p.aux(name, DType::I32, &[batch, len]))
+        }
+        "sinks" => problem.sinks().mask(Mask::window(1024, 0)),
+        "blocks" => problem.block_mask(BlockSpec::default()).mask(Mask::causal()),
+        _ => problem,
+    };
+    let problem = problem.build().unwrap_or_else(|e| panic!("bug in fulgurite: {feature}: {e}"));
+    let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
+    plan.kernel(target)
+}
+
+/// Entries of features at three head dimensions.
+macro_rules! features {
+    ($($feature:literal: $summary:literal;)*) => {
+        const FEATURES: &[Entry] = &[$(
+            features!(@one 64, $feature, $summary),
+            features!(@one 128, $feature, $summary),
+            features!(@one 256, $feature, $summary),
+        )*];
+    };
+    (@one $dim:literal, $feature:literal, $summary:literal) => {
+        Entry {
+            name: concat!("attention-bf16-d", $dim, "-", $feature),
+            summary: concat!("forward attention, bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| featured(target, $dim, $feature),
+        }
+    };
+}
+features! {
+    "softcap": "softcap";
+    "alibi": "causal mask and ALiBi";
+    "bias": "a bias for each head";
+    "documents": "document mask";
+    "sinks": "window and sinks";
+    "packed": "packed sequences under a causal mask";
+    "blocks": "block mask over a causal one";
 }
 
 const ALL: &[Entry] = &[

@@ -1,11 +1,13 @@
-//! Attention at head dimensions that no registered kernel has goes through the assembler without a loss.
+//! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
+//! probe of the tensor cores.
 
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
-use fulgurite_ptx::Target;
+use fulgurite_kernels::probe;
 use fulgurite_ptx::assemble::{Assembler, Hints};
+use fulgurite_ptx::{Target, bf16, f16};
 
 fn assembler() -> Option<Assembler> {
     let Some(ptxas) = std::env::var_os("PTXAS") else {
@@ -13,6 +15,15 @@ fn assembler() -> Option<Assembler> {
         return None;
     };
     Some(Assembler::find(&Hints { ptxas: Some(ptxas.into()), ..Hints::default() }).unwrap())
+}
+
+#[test]
+fn the_probe_assembles() {
+    let Some(assembler) = assembler() else { return };
+    for kernel in [probe::kernel::<f16>(Target::HOPPER), probe::kernel::<bf16>(Target::HOPPER)] {
+        let report = assembler.assemble(&kernel.unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{:?}", report.verdict());
+    }
 }
 
 #[test]

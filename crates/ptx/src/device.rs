@@ -44,7 +44,7 @@ impl Buffer {
 }
 
 /// An order of launches on a device; 0 is the default one. CUDA's stream handles fit in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Stream(pub u64);
 
 /// A kernel that a device has made ready.
@@ -84,6 +84,31 @@ pub struct TensorSpan {
     pub extent: Vec<u64>,
     /// Bytes from one element to the next along each axis but the innermost, where elements lie together.
     pub strides: Vec<u64>,
+    /// The rows there are, where the axes are those of a [ragged](Self::ragged) tensor.
+    pub ragged: Option<u64>,
+}
+
+/// The rows that a ragged tensor pretends to have. A slice of n rows that begins at row s is addressed from its end:
+/// rows 2^30 - n and on exist, and what follows them does not.
+pub(crate) const RAGGED_ROWS: u32 = 1 << 30;
+/// More than any coordinate.
+const RAGGED_FAR: u64 = 0x7fff_0000;
+/// 2^30 steps of 2^34 bytes come back to where they began, for addresses have 64 bits.
+const RAGGED_TURN: u64 = 1 << 34;
+
+impl TensorSpan {
+    /// A tensor `[row, head, element]` whose tiles end with a slice of rows, whichever it is: rows are counted along three
+    /// axes, whose steps cancel. Row r of a slice that begins at s and has n rows lies at row 2^30 - n + r of the first, at
+    /// s + n of the second, and at 2^30 of the third, which takes 2^30 rows back.
+    pub fn ragged(span: Span, number: Number, [rows, heads, elements]: [u64; 3], [row, head]: [u64; 2]) -> TensorSpan {
+        TensorSpan {
+            span,
+            number,
+            extent: vec![elements, RAGGED_ROWS.into(), heads, RAGGED_FAR, RAGGED_FAR],
+            strides: vec![row, head, row, RAGGED_TURN.saturating_sub(row)],
+            ragged: Some(rows),
+        }
+    }
 }
 
 /// What a launch gives for a parameter.
@@ -248,7 +273,11 @@ fn check_tensor(shape: &BoxShape, tensor: &TensorSpan) -> Result<(), String> {
             "has a stride of {stride} bytes, allowed: multiples of 16 below 2^40; pad its rows, or copy it"
         ));
     }
-    let last: u64 = tensor.extent[1..].iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride).sum();
+    let extent = match tensor.ragged {
+        Some(rows) => &[tensor.extent[0], rows.max(1), tensor.extent[2]],
+        None => &tensor.extent[..],
+    };
+    let last: u64 = extent[1..].iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride).sum();
     let end = last + tensor.extent[0] * u64::from(tensor.number.bytes());
     if end > tensor.span.bytes {
         return Err(format!(

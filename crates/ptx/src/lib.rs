@@ -35,5 +35,5 @@ pub use half::{bf16, f16};
 pub use kernel::{Kernel, Target};
 pub use pipe::{Filling, Mailbox, Numbers, Pipe};
 pub use product::{Major, Number, Swizzle, TileShape};
-pub use tile::{Acc, Fragment, Operand, Sum, Tensor, Tile};
+pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;

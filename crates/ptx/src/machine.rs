@@ -281,6 +281,14 @@ pub trait Machine {
     fn get(&mut self, lane: u32, reg: Reg) -> u64;
     /// Writes a register of a lane.
     fn set(&mut self, lane: u32, reg: Reg, bits: u64);
+    /// A register of every active lane at once; what is given for the other lanes means nothing.
+    fn get_all(&mut self, reg: Reg, bits: &mut [u64; WARP as usize]) {
+        lanes(self.active()).for_each(|lane| bits[lane as usize] = self.get(lane, reg));
+    }
+    /// Writes a register of every active lane.
+    fn set_all(&mut self, reg: Reg, bits: &[u64; WARP as usize]) {
+        lanes(self.active()).for_each(|lane| self.set(lane, reg, bits[lane as usize]));
+    }
     /// A special register.
     fn special(&mut self, lane: u32, which: Special) -> u64;
     /// Reads from a parameter.
@@ -355,29 +363,24 @@ pub fn address(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
 }
 
 /// Operands of the widest row that [`each`] serves.
-const MOST_INPUTS: usize = 8;
+const MOST_INPUTS: usize = 4;
 
 /// Computes the first operand from the others, in each active lane.
 pub(crate) fn each(m: &mut dyn Machine, op: &Op, f: impl Fn(&[u64]) -> u64) {
-    // Which operands have values is the same in every lane; constants are read once.
-    let mut inputs = [0; MOST_INPUTS];
-    let mut registers = [None; MOST_INPUTS];
+    let mut inputs = [const { [0; WARP as usize] }; MOST_INPUTS];
     let mut count = 0;
     for arg in op.args.iter().skip(1) {
         match arg {
-            Arg::Reg(reg) => registers[count] = Some(*reg),
-            Arg::Imm(bits) => inputs[count] = *bits,
+            Arg::Reg(reg) => m.get_all(*reg, &mut inputs[count]),
+            Arg::Imm(bits) => inputs[count].fill(*bits),
             _ => continue,
         }
         count += 1;
     }
-    let d = op.reg(0);
+    let mut results = [0; WARP as usize];
     for lane in lanes(m.active()) {
-        for (input, reg) in inputs[..count].iter_mut().zip(&registers) {
-            if let Some(reg) = reg {
-                *input = m.get(lane, *reg);
-            }
-        }
-        m.set(lane, d, f(&inputs[..count]));
+        let own: [u64; MOST_INPUTS] = std::array::from_fn(|i| inputs[i][lane as usize]);
+        results[lane as usize] = f(&own[..count]);
     }
+    m.set_all(op.reg(0), &results);
 }

@@ -214,6 +214,19 @@ fn exponent(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
 }
 
+/// The exponent that a number has in its type: subnormals have that of the smallest normal number.
+fn exponent_in(x: f64, number: Number) -> i32 {
+    let smallest = match number {
+        Number::F16 | Number::E5m2 => -14,
+        Number::E4m3 => -6,
+        _ => SMALLEST,
+    };
+    exponent(x).max(smallest)
+}
+
+/// The exponent of the smallest normal f32.
+const SMALLEST: i32 = -126;
+
 /// A number cut toward zero to so many bits after the leading one.
 fn cut(x: f64, bits: i32) -> f64 {
     if x == 0.0 {
@@ -223,38 +236,108 @@ fn cut(x: f64, bits: i32) -> f64 {
     (x / unit).trunc() * unit
 }
 
-/// One step of a tensor core: the accumulator plus the products of one instruction, in the low bits.
-///
-/// Floats: all terms are aligned to the largest exponent, cut toward zero below a fixed number of bits (25 for
-/// elements of 16 bits and more, 13 for those of 8), and added exactly. The sum is cut toward zero to f32, of which
-/// products of 8-bit floats fill 13 bits after the leading one; f16 accumulators round to nearest. This is the
-/// published behaviour of Hopper's tensor cores; PTX itself promises no order and no rounding. Integers are exact.
-pub fn accumulate(old: u32, terms: &[f64], to: Number, from: Number, saturate: bool) -> u32 {
+/// Which exponent a product has while terms are lined up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exponent {
+    /// The sum of its factors' exponents: 1.5 * 1.5 has 0.
+    Factors,
+    /// Its own: 1.5 * 1.5 has 1.
+    Product,
+}
+
+/// How an f32 sum is rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Cut toward zero.
+    Cut,
+    /// To the nearest, of two the even one.
+    Nearest,
+}
+
+/// How a tensor core adds products of floats to an accumulator, which PTX leaves open: terms are aligned to the largest
+/// exponent, cut toward zero below so many bits, and added exactly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Adder {
+    /// Bits kept below the largest exponent.
+    pub kept_bits: i32,
+    /// Products that are added in one step.
+    pub group: usize,
+    /// What products are aligned by.
+    pub exponent: Exponent,
+    /// Bits of an f32 sum that are kept after its leading one, where it is cut.
+    pub result_bits: i32,
+    /// What becomes of the others.
+    pub rounding: Rounding,
+    /// Whether the accumulator is one of the terms, or added to their sum in a second step.
+    pub fused: bool,
+}
+
+impl Adder {
+    /// Hopper's adder for elements of a type, as published (MMA-Sim, arXiv 2511.10909, where it gives the hardware's bits).
+    pub fn hopper(from: Number) -> Adder {
+        let bits = if from.bytes() == 1 { 13 } else { 25 };
+        let group = from.depth() as usize;
+        let (exponent, rounding) = (Exponent::Factors, Rounding::Cut);
+        Adder { kept_bits: bits, group, exponent, result_bits: bits.min(23), rounding, fused: true }
+    }
+
+    /// The accumulator `old` plus products of pairs of the types `from`, as bits of `to`; f16 sums are rounded to
+    /// nearest.
+    pub fn add(&self, old: u32, factors: &[[f64; 2]], to: Number, from: [Number; 2]) -> u32 {
+        factors.chunks(self.group).fold(old, |old, factors| {
+            let product = |&[x, y]: &[f64; 2]| {
+                let exponent = match self.exponent {
+                    Exponent::Factors => exponent_in(x, from[0]) + exponent_in(y, from[1]),
+                    Exponent::Product => exponent(x * y),
+                };
+                (x * y, exponent)
+            };
+            let mut terms: Vec<(f64, i32)> = factors.iter().map(product).collect();
+            let old = decode(old, to);
+            let old = (old, exponent_in(old, to));
+            let sum = if self.fused {
+                terms.push(old);
+                self.aligned(&terms)
+            } else {
+                let sum = self.aligned(&terms);
+                self.aligned(&[(sum, exponent(sum)), old])
+            };
+            self.result(sum, to)
+        })
+    }
+
+    fn aligned(&self, terms: &[(f64, i32)]) -> f64 {
+        let values = || terms.iter().map(|&(x, _)| x);
+        if values().any(|x| !x.is_finite()) {
+            return values().sum();
+        }
+        let top = terms.iter().filter(|(x, _)| *x != 0.0).fold(SMALLEST, |top, &(_, exponent)| top.max(exponent));
+        let unit = f64::from(top - self.kept_bits).exp2();
+        values().map(|x| (x / unit).trunc()).sum::<f64>() * unit
+    }
+
+    fn result(&self, sum: f64, to: Number) -> u32 {
+        match to {
+            Number::F16 => f16::from_f64(sum).to_bits().into(),
+            _ if self.rounding == Rounding::Nearest || !sum.is_finite() => (sum as f32).to_bits(),
+            _ => {
+                // Past the largest number, cutting stops there.
+                let kept = cut(sum, self.result_bits).clamp(f64::from(f32::MIN), f64::from(f32::MAX));
+                (kept as f32).to_bits()
+            }
+        }
+    }
+}
+
+/// One step of a tensor core: the accumulator plus the products of one instruction, as pairs of factors of the types `from`.
+/// Floats are added as [`Adder::hopper`] says; integers are exact.
+pub fn accumulate(old: u32, factors: &[[f64; 2]], to: Number, from: [Number; 2], saturate: bool) -> u32 {
     if to == Number::S32 {
-        let sum = i64::from(old as i32) + terms.iter().map(|&x| x as i64).sum::<i64>();
+        let sum = i64::from(old as i32) + factors.iter().map(|&[x, y]| (x * y) as i64).sum::<i64>();
         let kept = if saturate { sum.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) } else { sum };
         return kept as i32 as u32;
     }
-    let all: Vec<f64> = std::iter::once(decode(old, to)).chain(terms.iter().copied()).collect();
-    let bits = if from.bytes() == 1 { 13 } else { 25 };
-    let sum = if all.iter().any(|x| !x.is_finite()) {
-        all.iter().sum::<f64>()
-    } else {
-        let Some(top) = all.iter().filter(|x| **x != 0.0).map(|x| exponent(*x)).max() else {
-            return 0;
-        };
-        let unit = f64::from(top - bits).exp2();
-        all.iter().map(|x| (x / unit).trunc()).sum::<f64>() * unit
-    };
-    match to {
-        Number::F16 => f16::from_f64(sum).to_bits().into(),
-        _ if !sum.is_finite() => (sum as f32).to_bits(),
-        _ => {
-            // Past the largest number, cutting stops there.
-            let kept = cut(sum, bits.min(23)).clamp(f64::from(f32::MIN), f64::from(f32::MAX));
-            (kept as f32).to_bits()
-        }
-    }
+    Adder::hopper(from[0]).add(old, factors, to, from)
 }
 
 #[cfg(test)]
@@ -293,8 +376,9 @@ mod tests {
 
     #[test]
     fn sums_are_cut_toward_zero() {
+        let ones = |terms: &[f64]| -> Vec<[f64; 2]> { terms.iter().map(|&x| [x, 1.0]).collect() };
         let sum = |old: f32, terms: &[f64]| {
-            f32::from_bits(accumulate(old.to_bits(), terms, Number::F32, Number::Bf16, false))
+            f32::from_bits(accumulate(old.to_bits(), &ones(terms), Number::F32, [Number::Bf16; 2], false))
         };
         assert_eq!(sum(1.0, &[2.0, 3.0]), 6.0);
         assert_eq!(sum(0.0, &[]), 0.0);
@@ -304,10 +388,25 @@ mod tests {
         // What lies 26 bits below the largest term is not seen, even where the large terms cancel.
         assert_eq!(sum(1.0, &[-1.0, (-26f64).exp2()]), 0.0);
         assert!(sum(f32::INFINITY, &[1.0]).is_infinite() && sum(f32::INFINITY, &[f64::NEG_INFINITY]).is_nan());
-        let bytes =
-            |old: i32, terms: &[f64], saturate| accumulate(old as u32, terms, Number::S32, Number::S8, saturate) as i32;
+        let bytes = |old: i32, terms: &[f64], saturate| {
+            accumulate(old as u32, &ones(terms), Number::S32, [Number::S8; 2], saturate) as i32
+        };
         assert_eq!(bytes(i32::MAX, &[1.0], true), i32::MAX);
         assert_eq!(bytes(i32::MAX, &[1.0], false), i32::MIN);
+    }
+
+    /// A product is aligned by the exponents of its factors, before it carries into the next one.
+    #[test]
+    fn products_are_not_normalised() {
+        let sum = |factors: &[[f64; 2]]| f32::from_bits(accumulate(0, factors, Number::F32, [Number::F16; 2], false));
+        let small = [(-12f64).exp2(), (-13f64).exp2()];
+        // 2.25 has exponent 1, its factors have 0: 2^-25 is kept.
+        assert_eq!(sum(&[[1.5, 1.5], [-1.5, 1.5], small]), (-25f64).exp2() as f32);
+        assert_eq!(sum(&[[2.0, 1.0], [-2.0, 1.0], small]), 0.0);
+        // A subnormal factor has the exponent of the smallest normal one; zeros have none.
+        let least = (-24f64).exp2();
+        assert_eq!(sum(&[[least, 2.0], [-least, 2.0], [least, least]]), 0.0);
+        assert_eq!(sum(&[[0.0, 65504.0], [least, least]]), (-48f64).exp2() as f32);
     }
 
     #[test]

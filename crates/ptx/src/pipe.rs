@@ -138,6 +138,8 @@ pub struct Pipe<'k> {
     stage: u32,
     /// How many numbers a stage has, and where those of the first begin.
     numbers: (u32, u32),
+    /// Where the numbers begin that go with the stages, if any do.
+    tags: Option<u32>,
 }
 
 impl Builder {
@@ -166,17 +168,24 @@ impl Builder {
         // Beside the tiles: between them they would cost a whole period.
         let row = if numbers == 0 { 0 } else { self.take_small(&format!("{name}.numbers"), depth * numbers * 4, 16) };
         let ring = Ring::new(self, name, depth, self.cluster_blocks());
-        Pipe { ring, tiles, first, stage, numbers: (numbers, row) }
+        Pipe { ring, tiles, first, stage, numbers: (numbers, row), tags: None }
     }
 
-    /// A ring of `depth` messages of `N` numbers each, a multiple of four.
+    /// The same, and a number goes with each stage.
     #[track_caller]
-    pub fn mailbox<const N: usize>(&self, name: &str, depth: u32) -> Mailbox<'_, N> {
-        if !N.is_multiple_of(4) {
-            self.refuse(format!("mailbox `{name}` has messages of {N} numbers, allowed: multiples of 4"));
+    pub fn tagged_pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
+        let tags = self.take_small(&format!("{name}.tags"), 4 * depth, 16);
+        Pipe { tags: Some(tags), ..self.pipe(name, depth, tiles) }
+    }
+
+    /// A ring of `depth` messages of `words` numbers each, a multiple of four.
+    #[track_caller]
+    pub fn mailbox(&self, name: &str, depth: u32, words: usize) -> Mailbox<'_> {
+        if !words.is_multiple_of(4) {
+            self.refuse(format!("mailbox `{name}` has messages of {words} numbers, allowed: multiples of 4"));
         }
-        let offset = self.take_small(name, 4 * N as u32 * depth, 16);
-        Mailbox { ring: Ring::new(self, name, depth, 1), offset }
+        let offset = self.take_small(name, 4 * words as u32 * depth, 16);
+        Mailbox { ring: Ring::new(self, name, depth, 1), offset, words }
     }
 }
 
@@ -248,8 +257,52 @@ impl<'k> Pipe<'k> {
     /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
     #[track_caller]
     pub fn put(&self, t: &Scope<'k, Thread>, f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>)) {
+        self.put_with(t, None, f);
+    }
+
+    /// The same, with the number that goes with the stage of a [tagged](Builder::tagged_pipe) ring.
+    #[track_caller]
+    pub fn put_tagged(
+        &self,
+        t: &Scope<'k, Thread>,
+        tag: Val<'k, u32>,
+        f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>),
+    ) {
+        self.put_with(t, Some(tag), f);
+    }
+
+    /// The number that goes with the stage that was waited for last.
+    #[track_caller]
+    pub fn tag(&self, _: &Scope<'k, Group>) -> Val<'k, u32> {
+        let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        let (d, tag) = (self.ring.k.register(Class::B32), self.tag_place(stage.now()));
+        self.ring.k.emit(&memory::LD_SHARED_32, [Arg::List([d].into()), tag, Arg::Word("")]);
+        Val::reg(self.ring.k, d)
+    }
+
+    #[track_caller]
+    fn tag_place(&self, stage: Val<'k, u32>) -> Arg {
+        let k = self.ring.k;
+        if self.tags.is_none() {
+            k.refuse("no number goes with the stages of this ring; make it with tagged_pipe".into());
+        }
+        let first = k.shared_address(self.tags.unwrap_or(0));
+        Arg::Address(Base::Reg(stage.mul_add(4, first).in_register()), 0)
+    }
+
+    #[track_caller]
+    fn put_with(
+        &self,
+        t: &Scope<'k, Thread>,
+        tag: Option<Val<'k, u32>>,
+        f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>),
+    ) {
         let ring = &self.ring;
         let cursor = ring.wait_empty();
+        if let Some(tag) = tag {
+            let (place, tag) = (self.tag_place(cursor[0].now()), tag.in_register());
+            ring.k.emit(&memory::ST_SHARED_32, [place, Arg::List([tag].into()), Arg::Word("")]);
+        }
         let full = ring.barrier(ring.full, cursor[0].now());
         let place = Arg::Address(Base::Reg(full.in_register()), 0);
         ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
@@ -358,13 +411,14 @@ impl<'k> Numbers<'k> {
     }
 }
 
-/// A ring of messages of `N` numbers, a multiple of four.
-pub struct Mailbox<'k, const N: usize> {
+/// A ring of messages of a few numbers.
+pub struct Mailbox<'k> {
     ring: Ring<'k>,
     offset: u32,
+    words: usize,
 }
 
-impl<'k, const N: usize> Mailbox<'k, N> {
+impl<'k> Mailbox<'k> {
     /// Bytes that one instruction moves.
     const PART: usize = 16;
 
@@ -377,15 +431,21 @@ impl<'k, const N: usize> Mailbox<'k, N> {
     #[track_caller]
     fn place(&self, cursor: Cursor<'k>) -> Reg {
         let start = self.ring.k.shared_address(self.offset);
-        cursor[0].now().mul_add(4 * N as u32, start).in_register()
+        cursor[0].now().mul_add(4 * self.words as u32, start).in_register()
     }
 
-    /// Waits for room and writes a message.
+    /// Waits for room and writes a message; what it leaves out is 0.
     #[track_caller]
-    pub fn put(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; N]) {
+    pub fn put(&self, t: &Scope<'k, Thread>, message: &[Val<'k, u32>]) {
         let (ring, k) = (&self.ring, self.ring.k);
+        if message.len() > self.words {
+            k.refuse(format!("a message of {} numbers, allowed: up to {}", message.len(), self.words));
+        }
         let cursor = ring.wait_empty();
-        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), || message.map(|x| x.in_register())));
+        let zero = t.constant(0u32);
+        let all = message.iter().copied().chain(std::iter::repeat(zero)).take(self.words);
+        let registers = || all.map(|x| x.in_register()).collect::<Vec<Reg>>();
+        let (base, regs) = (self.place(cursor), k.placed(Location::caller(), registers));
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::ST_SHARED_32, [place, Arg::List(part.into()), Arg::Word(".v4")]);
@@ -397,7 +457,7 @@ impl<'k, const N: usize> Mailbox<'k, N> {
 
     /// Waits for a message and reads it, in every thread of the role.
     #[track_caller]
-    pub fn take(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
+    pub fn take(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
         let message = self.wait(w);
         self.done(w);
         message
@@ -405,22 +465,22 @@ impl<'k, const N: usize> Mailbox<'k, N> {
 
     /// Waits for a message and reads it; it can be read again until the role is [`done`](Self::done) with it.
     #[track_caller]
-    pub fn wait(&self, w: &Scope<'k, Group>) -> [Val<'k, u32>; N] {
+    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
         self.ring.wait_full();
         self.again(w)
     }
 
     /// Reads the message that was waited for last once more: cheaper than registers that hold it meanwhile.
     #[track_caller]
-    pub fn again<W: Who>(&self, _: &Scope<'k, W>) -> [Val<'k, u32>; N] {
+    pub fn again<W: Who>(&self, _: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         let (ring, k) = (&self.ring, self.ring.k);
         let cursor = ring.cursor("take");
-        let (base, regs) = (self.place(cursor), [0; N].map(|_| k.register(Class::B32)));
+        let (base, regs) = (self.place(cursor), (0..self.words).map(|_| k.register(Class::B32)).collect::<Vec<_>>());
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
         }
-        regs.map(|reg| Val::reg(k, reg))
+        regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
     }
 
     /// The message that was waited for is not read any more.

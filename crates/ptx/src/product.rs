@@ -301,7 +301,7 @@ impl Product {
         register: &mut dyn FnMut(u32, Reg) -> u32,
         shared: &mut dyn FnMut(u32, &mut [u8]),
     ) -> Vec<Vec<u32>> {
-        let [to, number_a, number_b] = self.numbers;
+        let [_, number_a, number_b] = self.numbers;
         let depth = number_a.depth();
         let mut element = |bits: u64, number: Number, major: Major, outer: u32, inner: u32| {
             let mut word = [0; 4];
@@ -331,14 +331,14 @@ impl Product {
             }
         }
         let sign = if self.negate[0] != self.negate[1] { -1.0 } else { 1.0 };
-        let terms = |row: u32, col: u32| -> Vec<f64> {
-            a[row as usize].iter().zip(&b[col as usize]).map(|(x, y)| sign * x * y).collect()
+        let factors = |row: u32, col: u32| -> Vec<[f64; 2]> {
+            a[row as usize].iter().zip(&b[col as usize]).map(|(&x, &y)| [sign * x, y]).collect()
         };
         (0..128)
             .map(|thread| {
                 let add = |(i, &reg): (usize, &Reg)| {
                     let old = if self.onto { register(thread, reg) } else { 0 };
-                    accumulate(old, [to, number_a], self.saturate, thread, i as u32, &terms)
+                    accumulate(old, self.numbers, self.saturate, thread, i as u32, &factors)
                 };
                 self.d.iter().enumerate().map(add).collect()
             })
@@ -346,19 +346,19 @@ impl Product {
     }
 }
 
-/// Register `i` of a thread's accumulators with the terms of its elements added: one element, or two of 16 bits.
+/// Register `i` of a thread's accumulators with the products of its elements added: one element, or two of 16 bits.
 fn accumulate(
     old: u32,
-    [to, from]: [Number; 2],
+    [to, a, b]: [Number; 3],
     saturate: bool,
     thread: u32,
     i: u32,
-    terms: &dyn Fn(u32, u32) -> Vec<f64>,
+    factors: &dyn Fn(u32, u32) -> Vec<[f64; 2]>,
 ) -> u32 {
     let per = 4 / to.bytes();
     (0..per).fold(0, |word, e| {
         let (row, col) = accumulator_element(thread, per * i + e);
-        let sum = model::accumulate(old >> (8 * to.bytes() * e), &terms(row, col), to, from, saturate);
+        let sum = model::accumulate(old >> (8 * to.bytes() * e), &factors(row, col), to, [a, b], saturate);
         word | sum << (8 * to.bytes() * e)
     })
 }
@@ -366,7 +366,7 @@ fn accumulate(
 /// D = A B + C of a warp, 16 rows and 8 columns: operands and result by lane and register. `numbers` are the types of
 /// D and C, of A, and of B.
 pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
-    let [to, number_a, number_b] = numbers;
+    let [_, number_a, number_b] = numbers;
     let (bytes, depth) = (number_a.bytes(), number_a.depth());
     let (mut left, mut right) = (vec![vec![0.0; depth as usize]; 16], vec![vec![0.0; depth as usize]; 8]);
     for lane in 0..32u32 {
@@ -381,10 +381,10 @@ pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u
             }
         }
     }
-    let terms = |row: u32, col: u32| -> Vec<f64> {
-        left[row as usize].iter().zip(&right[col as usize]).map(|(x, y)| x * y).collect()
+    let factors = |row: u32, col: u32| -> Vec<[f64; 2]> {
+        left[row as usize].iter().zip(&right[col as usize]).map(|(&x, &y)| [x, y]).collect()
     };
-    let add = |lane: u32, i: usize| accumulate(c[lane as usize][i], [to, number_a], false, lane, i as u32, &terms);
+    let add = |lane: u32, i: usize| accumulate(c[lane as usize][i], numbers, false, lane, i as u32, &factors);
     (0..32u32).map(|lane| (0..c[lane as usize].len()).map(|i| add(lane, i)).collect()).collect()
 }
 

@@ -4,6 +4,7 @@
 //! [`TileShape`]; a kernel names shapes and coordinates only.
 
 use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Thread, Val, Who, Word};
+use crate::device::RAGGED_ROWS;
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::kernel::BoxShape;
 use crate::product::{Major, Number, TileShape};
@@ -36,6 +37,24 @@ pub struct Tensor<'k> {
     tile: TileShape,
 }
 
+/// Some rows of a tensor that end where the copy engine would not know it: a sequence among others.
+#[derive(Clone, Copy)]
+pub struct Slice<'k> {
+    /// Its first row.
+    pub start: Val<'k, u32>,
+    /// How many there are.
+    pub rows: Val<'k, u32>,
+}
+
+impl<'k> Slice<'k> {
+    /// Coordinates of a tile in a tensor made by [`Builder::ragged_tensor`], from a column, a row of the slice and a head.
+    #[track_caller]
+    pub fn at(self, col: Val<'k, u32>, row: Val<'k, u32>, head: Val<'k, u32>) -> [Val<'k, u32>; 5] {
+        let all = self.rows.literal(RAGGED_ROWS);
+        self.rows.k.placed(Location::caller(), || [col, all - self.rows + row, head, self.start + self.rows, all])
+    }
+}
+
 /// The word for the number of axes. More than there can be were refused with the tensor.
 fn rank_word(rank: u32) -> &'static str {
     ["1d", "2d", "3d", "4d", "5d"][rank.clamp(1, 5) as usize - 1]
@@ -55,6 +74,13 @@ impl Builder {
         extent.resize(rank as usize, 1);
         let shape = BoxShape { number: tile.number, extent, swizzle: tile.swizzle };
         Tensor { param: self.tensor_param(name, shape), tile }
+    }
+
+    /// A tensor `[row, head, element]` among the parameters whose tiles are cut off at the end of a [`Slice`] of its rows.
+    /// [`TensorSpan::ragged`](crate::device::TensorSpan::ragged) makes the argument.
+    #[track_caller]
+    pub fn ragged_tensor(&self, name: &str, tile: TileShape) -> Tensor<'_> {
+        self.tensor(name, tile, 5)
     }
 
     /// A tile in shared memory.

@@ -4,7 +4,7 @@
 //! many keys (4096), with checks and without.
 
 use fulgurite_core::{DType, Problem};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
 use fulgurite_ptx::{Target, bf16};
 use fulgurite_sim::{Options, Sim};
@@ -40,7 +40,8 @@ fn main() -> Result<(), DeviceError> {
         sim.upload(counters.span(), &[0; 8])?;
         let tensors = [(&q, ROWS), (&k, keys), (&v, keys), (&o, ROWS)]
             .map(|(b, rows)| Placed::packed(b.span(), [1, rows.into(), 1, DIM.into()]));
-        let launch = plan.launch(built.clone(), tensors, lse.span(), counters.span(), 1);
+        let tensors = Tensors::new(tensors, lse.span(), counters.span());
+        let launch = plan.launch(built.clone(), &tensors, 1).map_err(|e| failed(e.to_string()))?;
         let launch = launch.ok_or_else(|| failed("there is nothing to do".into()))?;
         let module = sim.load(launch.kernel.clone())?;
         let start = Instant::now();

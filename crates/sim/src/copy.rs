@@ -105,7 +105,8 @@ pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward
             if n < 0 || n >= whole as i64 {
                 continue 'rows;
             }
-            address += n as u64 * stride;
+            // The steps of a ragged tensor's axes cancel beyond 64 bits.
+            address = address.wrapping_add((n as u64).wrapping_mul(stride));
         }
         address = address.wrapping_add_signed((first + low) * element as i64);
         runs.push((r * row + (low as u64 * element) as u32, ((high - low) as u64 * element) as u32, address));

@@ -30,7 +30,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod architecture;
 mod clock;
@@ -50,6 +50,7 @@ mod reduce;
 mod run;
 mod shadow;
 mod sim;
+mod sums;
 mod timeline;
 mod view;
 mod warpgroup;

@@ -4,61 +4,68 @@
 //! [`model::accumulate`], which defines them, and tests hold it to that.
 
 use crate::program::Program;
+use crate::sums::{Columns, DEPTH, LOW, Row, Sums};
 use crate::world::{SHARED_BASE, Warp};
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::Reg;
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
+use fulgurite_ptx::{bf16, f16};
 
-/// Elements that one instruction sums, of 16 bits each.
-const DEPTH: usize = 16;
-/// Bits of the largest term that are kept below its first.
-const KEPT: i32 = 25;
-/// An operand, `outer` by `inner`.
+/// An operand, `outer` by `inner`; elements of all outer indices lie beside each other. Every type of operand fits f32.
 pub(crate) struct Matrix {
-    values: Vec<f64>,
+    values: Vec<f32>,
+    outer: usize,
     depth: usize,
-    finite: bool,
 }
 
 impl Matrix {
     pub fn new(outer: usize, depth: usize) -> Self {
-        Matrix { values: vec![0.0; outer * depth], depth, finite: true }
+        Matrix { values: vec![0.0; outer * depth], outer, depth }
     }
     pub fn set(&mut self, outer: usize, inner: usize, x: f64) {
-        self.values[outer * self.depth + inner] = x;
-        self.finite &= x.is_finite();
+        self.values[inner * self.outer + outer] = x as f32;
     }
-    fn row(&self, outer: usize) -> &[f64] {
-        &self.values[outer * self.depth..(outer + 1) * self.depth]
+    pub fn get(&self, outer: usize, inner: usize) -> f32 {
+        self.values[inner * self.outer + outer]
     }
 
     /// Takes the elements of a 16-byte unit, which begins at (`outer`, `inner`).
     pub fn set_unit(&mut self, unit: &[u8], number: Number, major: Major, outer: u32, inner: u32) {
-        if number == Number::Bf16 {
-            // Most of what is multiplied: the upper half of an f32.
-            let (start, step) = match major {
-                Major::Inner => (outer as usize * self.depth + inner as usize, 1),
-                Major::Outer => (outer as usize * self.depth + inner as usize, self.depth),
-            };
-            for (x, part) in self.values[start..].iter_mut().step_by(step).zip(unit.chunks_exact(2)) {
-                let bits = u32::from(u16::from_le_bytes([part[0], part[1]]));
-                self.finite &= bits & 0x7f80 != 0x7f80;
-                *x = f64::from(f32::from_bits(bits << 16));
+        let (start, step) = match major {
+            Major::Inner => (inner as usize * self.outer + outer as usize, self.outer),
+            Major::Outer => (inner as usize * self.outer + outer as usize, 1),
+        };
+        let places = self.values[start..].iter_mut().step_by(step);
+        let halves = unit.chunks_exact(2).map(|part| u16::from_le_bytes([part[0], part[1]]));
+        match number {
+            Number::Bf16 => places.zip(halves).for_each(|(x, bits)| *x = bf16::from_bits(bits).to_f32()),
+            Number::F16 => places.zip(halves).for_each(|(x, bits)| *x = f16::from_bits(bits).to_f32()),
+            _ => {
+                let bytes = number.bytes() as usize;
+                for (x, part) in places.zip(unit.chunks_exact(bytes)) {
+                    let mut word = [0; 4];
+                    word[..bytes].copy_from_slice(part);
+                    *x = model::decode(u32::from_le_bytes(word), number) as f32;
+                }
             }
-            return;
         }
-        let bytes = number.bytes() as usize;
-        for (e, part) in unit.chunks_exact(bytes).enumerate() {
-            let mut word = [0; 4];
-            word[..bytes].copy_from_slice(part);
-            let x = model::decode(u32::from_le_bytes(word), number);
-            let (o, i) = match major {
-                Major::Inner => (outer as usize, inner as usize + e),
-                Major::Outer => (outer as usize + e, inner as usize),
-            };
-            self.set(o, i, x);
-        }
+    }
+
+    /// The exponent of each element in its type, and [`LOW`] for zeros; none if an element is not finite.
+    pub fn exponents(&self, number: Number) -> Option<Vec<i16>> {
+        let smallest = if number == Number::F16 { -14 } else { -126 };
+        let exponent = |x: &f32| {
+            let field = (x.to_bits() >> 23 & 0xff) as i16;
+            if *x == 0.0 { LOW } else { (field - 127).max(smallest) }
+        };
+        let finite = self.values.iter().fold(true, |finite, x| finite & x.is_finite());
+        finite.then(|| self.values.iter().map(exponent).collect())
+    }
+
+    /// As columns of a right operand.
+    pub fn columns<'a>(&'a self, exponents: &'a [i16]) -> Columns<'a> {
+        Columns { values: &self.values, exponents, count: self.outer }
     }
 }
 
@@ -98,11 +105,10 @@ impl Four<'_> {
 
     /// Computes a product into the registers.
     pub fn multiply(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
-        let [to, number, _] = what.numbers;
-        let quick =
-            number.bytes() == 2 && to == Number::F32 && a.finite && b.finite && what.negate[0] == what.negate[1];
-        if quick {
-            return self.multiply_quickly(what, a, b);
+        let [to, number_a, number_b] = what.numbers;
+        let halves = number_a.bytes() == 2 && to == Number::F32 && what.negate[0] == what.negate[1];
+        if halves && let (Some(left), Some(right)) = (a.exponents(number_a), b.exponents(number_b)) {
+            return self.multiply_quickly(what, a, &left, &b.columns(&right));
         }
         let sign = if what.negate[0] != what.negate[1] { -1.0 } else { 1.0 };
         // Registers of 16-bit accumulators hold two.
@@ -112,40 +118,50 @@ impl Four<'_> {
                 let old = if what.onto { self.bits(thread, reg) } else { 0 };
                 let new = (0..per).fold(0, |word, e| {
                     let (row, col) = accumulator_element(thread, per * i as u32 + e);
-                    let pairs = a.row(row as usize).iter().zip(b.row(col as usize));
-                    let terms: Vec<f64> = pairs.map(|(x, y)| sign * x * y).collect();
-                    word | model::accumulate(old >> (bits * e), &terms, to, number, what.saturate) << (bits * e)
+                    let pair = |i| [sign * f64::from(a.get(row as usize, i)), f64::from(b.get(col as usize, i))];
+                    let factors: Vec<[f64; 2]> = (0..a.depth).map(pair).collect();
+                    let from = [number_a, number_b];
+                    word | model::accumulate(old >> (bits * e), &factors, to, from, what.saturate) << (bits * e)
                 });
                 self.set(thread, reg, new);
             }
         }
     }
 
-    fn multiply_quickly(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
-        let n = what.n as usize;
-        // B with its columns beside each other: long loops over columns are what the compiler makes fast.
-        let mut columns = vec![0.0; DEPTH * n];
-        for (i, line) in columns.chunks_exact_mut(n).enumerate() {
-            line.iter_mut().enumerate().for_each(|(col, y)| *y = b.values[col * DEPTH + i]);
-        }
+    fn multiply_quickly(&mut self, what: &Product, a: &Matrix, exponents: &[i16], columns: &Columns<'_>) {
         let slots: Vec<usize> = what.d.iter().map(|&reg| self.program.slot(reg)).collect();
-        let mut row = Row::new(n);
+        let mut sums = Sums::new(columns.count);
         for r in 0..64usize {
-            let x = &a.values[r * DEPTH..(r + 1) * DEPTH];
+            let row = Row {
+                values: std::array::from_fn(|i| a.get(r, i)),
+                exponents: std::array::from_fn(|i| exponents[i * a.outer + r]),
+            };
             // Eight columns of a row are two registers of four neighbouring lanes.
             let (lane, half) = (r % 8 * 4, r / 8 % 2);
+            let own = || slots.chunks_exact(4).map(|four| [four[2 * half], four[2 * half + 1]]);
             let regs = &mut self.warps[r / 16].regs;
-            for (old, own) in row.old.chunks_exact_mut(8).zip(slots.chunks_exact(4)) {
-                for (side, &slot) in own[2 * half..][..2].iter().enumerate().filter(|_| what.onto) {
-                    let values = &regs[slot].values[lane..lane + 4];
-                    (0..4).for_each(|j| old[2 * j + side] = f64::from(f32::from_bits(values[j])));
+            if what.onto {
+                for (sums, [even, odd]) in sums.values.chunks_exact_mut(8).zip(own()) {
+                    let (even, odd) = (&regs[even].values[lane..lane + 4], &regs[odd].values[lane..lane + 4]);
+                    for (pair, (even, odd)) in sums.chunks_exact_mut(2).zip(even.iter().zip(odd)) {
+                        pair.copy_from_slice(&[*even, *odd].map(f32::from_bits));
+                    }
+                }
+            } else {
+                sums.values.fill(0.0);
+            }
+            if sums.add(&row, columns) {
+                for (j, sum) in sums.values.iter_mut().enumerate().filter(|(j, _)| sums.left_out[*j]) {
+                    let y = |i: usize| columns.values[i * columns.count + j];
+                    let factors: [[f64; 2]; DEPTH] = std::array::from_fn(|i| [row.values[i], y(i)].map(f64::from));
+                    let [to, from @ ..] = what.numbers;
+                    *sum = f32::from_bits(model::accumulate(sum.to_bits(), &factors, to, from, false));
                 }
             }
-            row.accumulate(x, &columns, what.numbers[1]);
-            for (new, own) in row.new.chunks_exact(8).zip(slots.chunks_exact(4)) {
-                for (side, &slot) in own[2 * half..][..2].iter().enumerate() {
+            for (sums, [even, odd]) in sums.values.chunks_exact(8).zip(own()) {
+                for (side, slot) in [even, odd].into_iter().enumerate() {
                     let values = &mut regs[slot].values[lane..lane + 4];
-                    (0..4).for_each(|j| values[j] = new[2 * j + side]);
+                    values.iter_mut().zip(sums[side..].iter().step_by(2)).for_each(|(x, sum)| *x = sum.to_bits());
                 }
             }
         }
@@ -153,86 +169,6 @@ impl Four<'_> {
             slots.iter().for_each(|&slot| warp.regs[slot].defined = u32::MAX);
         }
     }
-}
-
-/// Bits below the last one kept in which a term is still exact enough to be cut: products of 16-bit floats have at
-/// most 22 bits, so that one that is worth half a unit or more is exact, and a smaller one does not reach a unit.
-const BELOW: i32 = 23;
-/// The exponent of the magic number, above that of the last bit kept: its own last bit lies 52 below.
-const MAGIC: i32 = 52 - BELOW;
-
-/// A row of the accumulators, and what its sums need for each column.
-struct Row {
-    /// What was there, or zeros.
-    old: Vec<f64>,
-    /// The largest term.
-    largest: Vec<f64>,
-    /// A number whose last bit is worth 2^-[`BELOW`] of the last bit that is kept.
-    magic: Vec<f64>,
-    /// Terms cut to the last bit that is kept, and added.
-    sums: Vec<f64>,
-    /// The bits of what comes out.
-    new: Vec<u32>,
-}
-
-impl Row {
-    fn new(n: usize) -> Self {
-        let zeros = || vec![0.0; n];
-        Row { old: zeros(), largest: zeros(), magic: zeros(), sums: zeros(), new: vec![0; n] }
-    }
-
-    /// One step of the tensor core: the old sums plus the products of `x` with each column, which are finite. Products
-    /// of 16-bit floats are exact in f64, and so are sums of what is kept of them.
-    fn accumulate(&mut self, x: &[f64], columns: &[f64], number: Number) {
-        let Row { old, largest, magic, sums, new } = self;
-        let n = old.len();
-        largest.iter_mut().zip(&*old).for_each(|(largest, old)| *largest = old.abs());
-        // Four terms at a time: what is kept for each column is read and written that much less.
-        for (x, lines) in x.chunks_exact(4).zip(columns.chunks_exact(4 * n)) {
-            let [a, b, c, d] = four(lines, n);
-            for (((largest, a), b), (c, d)) in largest.iter_mut().zip(a).zip(b).zip(c.iter().zip(d)) {
-                let larger = |a: f64, b: f64| if b > a { b } else { a };
-                let (low, high) =
-                    (larger((x[0] * a).abs(), (x[1] * b).abs()), larger((x[2] * c).abs(), (x[3] * d).abs()));
-                *largest = larger(*largest, larger(low, high));
-            }
-        }
-        for ((magic, largest), (sum, old)) in magic.iter_mut().zip(&*largest).zip(sums.iter_mut().zip(&*old)) {
-            *magic = f64::from_bits(((largest.to_bits() >> 52) + (MAGIC - KEPT) as u64) << 52 | 1 << 51);
-            *sum = cut(*old, *magic);
-        }
-        for (x, lines) in x.chunks_exact(4).zip(columns.chunks_exact(4 * n)) {
-            let [a, b, c, d] = four(lines, n);
-            for ((((sum, &magic), a), b), (c, d)) in sums.iter_mut().zip(&*magic).zip(a).zip(b).zip(c.iter().zip(d)) {
-                *sum += (cut(x[0] * a, magic) + cut(x[1] * b, magic)) + (cut(x[2] * c, magic) + cut(x[3] * d, magic));
-            }
-        }
-        for (new, sum) in new.iter_mut().zip(&*sums) {
-            // Cut toward zero to f32: what was rounded up goes one number back. A sum of 0 has no sign.
-            let near = *sum as f32 + 0.0;
-            let over = f64::from(near).abs() > sum.abs();
-            *new = near.to_bits().wrapping_sub(u32::from(over));
-        }
-        if old.iter().any(|x| !x.is_finite()) {
-            for (col, (new, old)) in new.iter_mut().zip(&*old).enumerate().filter(|(_, (_, old))| !old.is_finite()) {
-                let terms: Vec<f64> = (0..DEPTH).map(|i| x[i] * columns[i * n + col]).collect();
-                *new = model::accumulate((*old as f32).to_bits(), &terms, Number::F32, number, false);
-            }
-        }
-    }
-}
-
-/// Four lines of `n` numbers.
-fn four(lines: &[f64], n: usize) -> [&[f64]; 4] {
-    std::array::from_fn(|i| &lines[i * n..(i + 1) * n])
-}
-
-/// A term cut toward zero to the last bit that is kept: adding the magic number lines its bits up.
-#[inline(always)]
-fn cut(x: f64, magic: f64) -> f64 {
-    let lined_up = (x.abs() + magic).to_bits() & !((1 << BELOW) - 1);
-    let size = f64::from_bits(lined_up) - magic;
-    f64::from_bits(size.to_bits() | x.to_bits() & 1 << 63)
 }
 
 #[cfg(test)]
@@ -243,7 +179,6 @@ mod tests {
     use fulgurite_ptx::inst::Class;
     use fulgurite_ptx::kernel::{Kernel, Target};
     use fulgurite_ptx::product::{Left, TileShape};
-    use fulgurite_ptx::{bf16, f16};
     use std::sync::Arc;
 
     fn draw(random: &mut Random, number: Number, spread: f64) -> u16 {

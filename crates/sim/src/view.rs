@@ -5,10 +5,12 @@ use crate::clock::Part;
 use crate::finding::Fault;
 use crate::meet;
 use crate::shadow::{Memo, Toucher};
-use crate::world::{Cluster, PARAM_BASE, PARAM_STRIDE, SHARED_BASE, Status, WINDOW, Wait, Warp, World, access_of};
+use crate::world::{
+    Cluster, FULL, PARAM_BASE, PARAM_STRIDE, SHARED_BASE, Status, WINDOW, Wait, Warp, World, access_of,
+};
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::{Class, Op, Reg, Space};
-use fulgurite_ptx::machine::{Fence, Group, Machine, Mbarrier, Meeting, Order, Place, Queue, Special, Transfer};
+use fulgurite_ptx::machine::{Fence, Group, Machine, Mbarrier, Meeting, Order, Place, Queue, Special, Transfer, lanes};
 use fulgurite_ptx::product::Product;
 
 /// A warp that executes an instruction.
@@ -267,6 +269,33 @@ impl Machine for View<'_, '_> {
         }
     }
 
+    fn get_all(&mut self, reg: Reg, bits: &mut [u64; 32]) {
+        let slot = self.world.program.slot(reg);
+        let register = &mut self.warp.regs[slot];
+        if self.warp.active & !register.defined != 0 || register.written_by > self.warp.retired {
+            return lanes(self.warp.active).for_each(|lane| bits[lane as usize] = self.get(lane, reg));
+        }
+        register.touched = self.warp.fences;
+        bits.iter_mut().zip(&register.values).for_each(|(x, low)| *x = u64::from(*low));
+        if reg.class == Class::B64 {
+            let high = &self.warp.high[reg.index as usize];
+            bits.iter_mut().zip(high).for_each(|(x, high)| *x |= u64::from(*high) << 32);
+        }
+    }
+
+    fn set_all(&mut self, reg: Reg, bits: &[u64; 32]) {
+        let slot = self.world.program.slot(reg);
+        let register = &mut self.warp.regs[slot];
+        let in_flight = register.written_by.max(register.read_by) > self.warp.retired;
+        if self.warp.active != FULL || in_flight || reg.class == Class::B64 {
+            return lanes(self.warp.active).for_each(|lane| self.set(lane, reg, bits[lane as usize]));
+        }
+        register.touched = self.warp.fences;
+        register.defined = FULL;
+        let mask = mask(reg.class);
+        register.values.iter_mut().zip(bits).for_each(|(low, bits)| *low = *bits as u32 & mask);
+    }
+
     fn special(&mut self, lane: u32, which: Special) -> u64 {
         let block = &self.cluster.blocks[self.warp.rank];
         let kernel = &self.world.program.kernel;
@@ -465,7 +494,7 @@ impl Machine for View<'_, '_> {
         meet::registers(self, count, more);
     }
     fn grid(&mut self, _wait: bool) {
-        // Launches run one after another: the grid before this one is done.
+        // Launches run one after another: the grid before this one is done, and the guide says what that leaves unseen.
     }
     fn sleep(&mut self) {
         self.warp.status = Status::Blocked(Wait::Sleep);

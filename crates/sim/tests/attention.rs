@@ -2,123 +2,16 @@
 
 mod common;
 
-use common::{Random, download, upload};
-use fulgurite_core::{DType, Mask, Problem, Rescale};
-use fulgurite_kernels::attention::plan::{Forward, Placed};
-use fulgurite_ptx::device::{Device, Stream};
-use fulgurite_ptx::{Target, bf16};
-use fulgurite_sim::Sim;
-use std::sync::Arc;
-
-#[derive(Debug, Clone)]
-struct Case {
-    q_len: u32,
-    k_len: u32,
-    heads: [u32; 2],
-    batch: u32,
-    dim: u32,
-    causal: bool,
-    rescale: Rescale,
-    blocks: u32,
-}
-
-impl Case {
-    /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
-    fn plan(&self) -> Forward {
-        let Case { q_len, k_len, heads, batch, dim, .. } = *self;
-        let problem = Problem::builder()
-            .dense(batch as usize, q_len as usize, k_len as usize)
-            .heads(heads[0] as usize, heads[1] as usize)
-            .head_dim(dim as usize)
-            .dtype(DType::Bf16)
-            .mask(if self.causal { Mask::causal() } else { Mask::none() })
-            .build()
-            .unwrap();
-        Forward::new(&problem, Some(self.rescale)).unwrap()
-    }
-
-    /// Runs the kernel; the largest errors of o and of the LSE.
-    fn run(&self, sim: &Sim) -> [f64; 2] {
-        let Case { q_len, k_len, heads: [heads, kv_heads], batch, dim, .. } = *self;
-        let mut random = Random(5);
-        let mut draw = |n: u32| -> Vec<bf16> { (0..n).map(|_| bf16::from_f32(random.unit())).collect() };
-        let (q, k, v) = (
-            draw(batch * q_len * heads * dim),
-            draw(batch * k_len * kv_heads * dim),
-            draw(batch * k_len * kv_heads * dim),
-        );
-        let [q_buffer, k_buffer, v_buffer] = [&q, &k, &v].map(|x| upload(sim, x));
-        let o = sim.allocate(u64::from(batch * q_len * heads * dim * 2)).unwrap();
-        let lse = sim.allocate(u64::from(batch * heads * q_len * 4)).unwrap();
-        let counters = upload(sim, &[0u32; 2]);
-        let scale = 1.0 / (dim as f32).sqrt();
-        let plan = self.plan();
-        let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
-        let sides =
-            [(&q_buffer, q_len, heads), (&k_buffer, k_len, kv_heads), (&v_buffer, k_len, kv_heads), (&o, q_len, heads)];
-        let tensors = sides.map(|(b, len, heads)| Placed::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
-        let launch = plan.launch(kernel, tensors, lse.span(), counters.span(), self.blocks).unwrap();
-        let module = sim.load(launch.kernel.clone()).unwrap();
-        if let Err(e) = sim.launch(&module, launch.grid, &launch.args, Stream::default()) {
-            panic!("{self:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>());
-        }
-        let (o, lse) = (download(sim, &o), download(sim, &lse));
-        let mut worst = [0.0f64; 2];
-        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
-            let kv = h / (heads / kv_heads);
-            let at = |x: &[bf16], len: u32, heads: u32, row: u32, head: u32, i: u32| {
-                x[(((b * len + row) * heads + head) * dim + i) as usize].to_f64()
-            };
-            for row in 0..q_len {
-                let seen = if self.causal { (row + k_len + 1).saturating_sub(q_len).min(k_len) } else { k_len };
-                let s: Vec<f64> = (0..seen)
-                    .map(|j| {
-                        (0..dim)
-                            .map(|i| at(&q, q_len, heads, row, h, i) * at(&k, k_len, kv_heads, j, kv, i))
-                            .sum::<f64>()
-                            * f64::from(scale)
-                    })
-                    .collect();
-                let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let p: Vec<f64> = s.iter().map(|s| (s - max).exp()).collect();
-                let sum: f64 = p.iter().sum();
-                let byte = 4 * ((b * heads + h) * q_len + row) as usize;
-                let got = f64::from(f32::from_le_bytes(lse[byte..byte + 4].try_into().unwrap()));
-                if seen == 0 {
-                    assert_eq!(got, f64::NEG_INFINITY);
-                } else {
-                    worst[1] = worst[1].max((got - max - sum.ln()).abs());
-                }
-                for i in 0..dim {
-                    let want =
-                        p.iter().enumerate().map(|(j, p)| p * at(&v, k_len, kv_heads, j as u32, kv, i)).sum::<f64>()
-                            / sum.max(1e-300);
-                    let byte = 2 * (((b * q_len + row) * heads + h) * dim + i) as usize;
-                    let got = bf16::from_le_bytes([o[byte], o[byte + 1]]).to_f64();
-                    assert!(!got.is_nan(), "{self:?}: o[{b}][{row}][{h}][{i}]");
-                    worst[0] = worst[0].max((got - want).abs());
-                }
-            }
-        }
-        worst
-    }
-}
+use common::attention::{BASE, Case};
+use fulgurite_core::Rescale;
 
 fn check(case: Case, seed: u64) {
-    let worst = case.run(&common::sim(seed));
+    let sim = common::sim(seed);
+    let worst = case.run(&sim, case.kernel()).unwrap_or_else(|e| {
+        panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
+    });
     assert!(worst[0] < 1e-2 && worst[1] < 1e-3, "{case:?}: {worst:?}");
 }
-
-const BASE: Case = Case {
-    q_len: 128,
-    k_len: 192,
-    heads: [2, 1],
-    batch: 1,
-    dim: 64,
-    causal: false,
-    rescale: Rescale::Always,
-    blocks: 1,
-};
 
 #[test]
 fn forward_agrees_with_the_reference() {

@@ -79,7 +79,7 @@ fn timelines_show_the_pipeline() {
 #[test]
 fn a_tile_of_attention_is_bound_by_its_products() {
     use fulgurite_core::{DType, Problem, Rescale};
-    use fulgurite_kernels::attention::plan::{Forward, Placed};
+    use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
     use fulgurite_ptx::Target;
     use fulgurite_ptx::device::{Device, Stream};
     let sim = sim(1);
@@ -96,7 +96,8 @@ fn a_tile_of_attention_is_bound_by_its_products() {
         });
         let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));
         let kernel = std::sync::Arc::new(plan.kernel(Target::HOPPER).unwrap());
-        let launch = plan.launch(kernel, tensors, lse.span(), counters.span(), 1).unwrap();
+        let tensors = Tensors::new(tensors, lse.span(), counters.span());
+        let launch = plan.launch(kernel, &tensors, 1).unwrap().unwrap();
         let module = sim.load(launch.kernel.clone()).unwrap();
         sim.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
         sim.report().total()

@@ -174,7 +174,13 @@ fn run(seed: u64) {
     if seed.is_multiple_of(2) {
         sim.upload(buffer.span(), &[1; 4096]).unwrap();
     }
-    let tensor = TensorSpan { span: buffer.span(), number: Number::Bf16, extent: vec![64, 16], strides: vec![128] };
+    let tensor = TensorSpan {
+        span: buffer.span(),
+        number: Number::Bf16,
+        extent: vec![64, 16],
+        strides: vec![128],
+        ragged: None,
+    };
     let args = [Value::Pointer(buffer.span()), Value::Tensor(tensor), Value::U32(7), Value::F32(1.5)];
     let grid = [kernel.cluster * 2, 1, 1];
     if let Ok(module) = sim.load(Arc::new(kernel)) {

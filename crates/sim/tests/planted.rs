@@ -2,7 +2,11 @@
 
 mod common;
 
-use common::mutate::{change, drop, drop_wait, find, flip_parity, freeze_parity, line, only_one_lane, replace};
+use common::attention::{self, Case};
+use common::mutate::{
+    change, change_at, drop, drop_at, drop_wait, drop_waits_at, find, flip_parity, freeze_parity, line, only_one_lane,
+    replace,
+};
 use common::{Gemm, INNER, SMALL, pipeline};
 use fulgurite_kernels::gemm::Tuning;
 use fulgurite_ptx::inst::Arg;
@@ -287,4 +291,89 @@ fn in_the_pipeline() {
     check(bugs, |sim, kernel| {
         let _ = pipeline::run(sim, kernel, 1, 5);
     });
+}
+
+/// The forward kernel itself: two tiles of queries in one block, and more blocks of keys than a ring has slots.
+#[test]
+fn in_forward_attention() {
+    let case = Case { k_len: 420, ..attention::BASE };
+    let k = || case.kernel();
+    let at = |row: &str, n: usize| line(&k(), row, n);
+    // The first use of a row after the first wait that leaves a product running: what a step does once it has its scores.
+    let in_step = |row: &str| {
+        let (mut waited, mut found) = (false, None);
+        k().each_op(&mut |op| {
+            let waits = op.inst.name == "wgmma.wait_group" && op.args[0] == Arg::Imm(1);
+            waited |= waits;
+            if waited && op.inst.name == row && found.is_none() {
+                found = Some(Line::from(op.at));
+            }
+        });
+        found.unwrap_or_else(|| panic!("no {row} in a step"))
+    };
+    let load = |n: usize| at("cp.async.bulk.tensor.load", n);
+    let (load_k, load_q, load_v) = (load(0), load(1), load(4));
+    let expects = |n: usize| at("mbarrier.arrive.expect_tx", n);
+    let (scores, output) = (at("wgmma.ss", 0), at("wgmma.rs", 0));
+    let (write, store) = (at("stmatrix", 0), at("cp.async.bulk.tensor.store", 0));
+    let (wait, release) = (in_step("wgmma.wait_group"), in_step("mbarrier.arrive"));
+    // Waits in `compute`, in its order: for the ticket, Q, K.
+    let takes = |n: usize| {
+        let first = (0..).position(|n| at("mbarrier.try_wait", n) == at("ld.shared.b32", 0)).unwrap_or(0);
+        at("mbarrier.try_wait", first + n)
+    };
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let last_bar = at("bar.sync", count(&k(), "bar.sync") - 1);
+    let bugs = vec![
+        bug(
+            "O not published",
+            drop_at(k(), "fence.proxy.async", at("fence.proxy.async", 0)),
+            Fault::ProxyRace,
+            &[write, store],
+        ),
+        bug("O stored before all warps wrote it", drop_at(k(), "bar.sync", last_bar), Fault::Race, &[write, store]),
+        bug(
+            "O's staging not waited for",
+            drop_at(k(), "cp.async.bulk.wait_group.read", at("cp.async.bulk.wait_group.read", 0)),
+            Fault::Race,
+            &[write, store],
+        ),
+        bug("O not waited for at the end", drop(k(), "cp.async.bulk.wait_group", 0), Fault::Exit, &[store]),
+        bug("no fence before the scores", drop_at(k(), "wgmma.fence", scores), Fault::MissingProductFence, &[scores]),
+        bug("no fence before P V", drop_at(k(), "wgmma.fence", output), Fault::MissingProductFence, &[output]),
+        bug(
+            "scores read too soon",
+            change_at(k(), "wgmma.wait_group", wait, 0, |n| n + 1),
+            Fault::FragmentInFlight,
+            &[scores],
+        ),
+        bug("K given back before it is read", drop_at(k(), "wgmma.wait_group", wait), Fault::Race, &[load_k, scores]),
+        bug("K never given back", drop_at(k(), "mbarrier.arrive", release), Fault::Deadlock, &[expects(0)]),
+        bug("K filled before it is empty", drop_waits_at(k(), expects(0)), Fault::Race, &[load_k]),
+        bug("V filled before it is empty", drop_waits_at(k(), expects(3)), Fault::Race, &[load_v, output]),
+        bug("Q not waited for", drop_waits_at(k(), takes(1)), Fault::Race, &[load_q, scores]),
+        bug("K not waited for", drop_waits_at(k(), takes(2)), Fault::Race, &[load_k, scores]),
+        bug(
+            "K's bytes off",
+            change_at(k(), "mbarrier.arrive.expect_tx", expects(0), 1, |n| n + 16),
+            Fault::ByteCount,
+            &[expects(0)],
+        ),
+        bug(
+            "K's empty barrier counts half",
+            change(k(), "mbarrier.init", 6, 1, |n| n / 2),
+            Fault::Race,
+            &[load_k, scores],
+        ),
+    ];
+    check(bugs, |sim, kernel| {
+        let _ = case.run(sim, kernel);
+    });
+}
+
+/// Uses of a row.
+fn count(kernel: &Kernel, row: &str) -> usize {
+    let mut uses = 0;
+    kernel.each_op(&mut |op| uses += usize::from(op.inst.name == row));
+    uses
 }

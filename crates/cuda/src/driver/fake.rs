@@ -268,6 +268,10 @@ fakes! {
     // Waiting for a stream that is being recorded spoils the recording.
     cuStreamSynchronize(stream: sys::CUstream) { if books(|b| b.capturing) { REFUSED } else { current() } }
     cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) { books(|b| b.capturing = true); current() }
+    cuStreamIsCapturing(stream: sys::CUstream, status: *mut c_uint) {
+        put(status, c_uint::from(books(|b| b.capturing)));
+        current()
+    }
     cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph) {
         books(|b| b.capturing = false);
         put(graph, handle());

@@ -95,6 +95,14 @@ impl Entered<'_> {
         made.map(|()| Graph { context: self.context.clone(), handle })
     }
 
+    /// Whether what is put on a stream is recorded. A stream that cannot say is not recorded.
+    pub fn is_capturing(&self, stream: Stream) -> bool {
+        let mut status = 0;
+        // SAFETY: `status` is written; the stream as in `synchronize`.
+        let code = unsafe { (self.api.cuStreamIsCapturing)(raw(stream), &mut status) };
+        code == 0 && status != 0
+    }
+
     /// Puts a recording on a stream.
     pub fn replay(&self, graph: &Graph, stream: Stream) -> Result<(), DeviceError> {
         // SAFETY: the recording lives; the stream as in `synchronize`.

@@ -6,14 +6,19 @@
 //! next tile's first block are started together with the last p v of this one ("joined" tiles). A row without keys
 //! yields zeros and an LSE of -inf.
 
-use super::softmax::{Softmax, Totals};
-use super::span::{Lengths, Limits, Spans};
-use fulgurite_core::{Exp, Mask, Rescale};
+use super::careful::{Careful, Redo};
+use super::epilogue::Epilogue;
+use super::lists::{Blocks, Lists, Tag};
+use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks};
+use super::softmax::{Settled, Softmax, Totals};
+use super::span::{Block, Lengths, Limits, Spans};
+use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
+use fulgurite_core::{BlockSpec, DType, Exp, Mask, Rescale};
 use fulgurite_ptx::{
-    Acc, BuildError, Builder, Divisor, Fragment, Group, GroupBarrier, Half, Kernel, Leave, Major, Pair, Scope, Sum,
-    Target, Tensor, Thread, Tile, TileShape, Val, Var, Warpgroups, Word,
+    BuildError, Builder, Fragment, Group, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread, Tile,
+    TileShape, Val, Warpgroups, Word,
 };
-use std::f32::consts::LN_2;
+use std::f32::consts::LOG2_E;
 
 /// How the kernel is cut: measured choices.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,8 +29,8 @@ pub struct Tuning {
     pub cols: u32,
     /// Stages of K and of V.
     pub depth: u32,
-    /// Whether tiles are joined: needs two buffers of Q, and one of its own for O. Otherwise O leaves through that of
-    /// Q, whose rows must be as long at least.
+    /// Whether tiles are joined: needs two buffers of Q, and one for the whole of O. Otherwise Q has one, and O leaves in
+    /// parts.
     pub join: bool,
     /// Registers of a thread that computes, and of one that loads.
     pub registers: [u32; 2],
@@ -56,8 +61,37 @@ impl Tuning {
         }
     }
 
+    /// The same with room for what a problem's features keep in registers.
+    pub fn with_room(self, head_dim: u32, features: &Features) -> Tuning {
+        let loads = features.modifiers.loads_move();
+        match head_dim {
+            129.. if features.ragged.any() || loads => Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self },
+            129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
+            ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
+            65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
+            _ => self,
+        }
+    }
+
+    /// The same with tiles that divide the blocks of a block mask; `None` where there are none such.
+    pub fn dividing(self, spec: &BlockSpec) -> Option<Tuning> {
+        let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
+        let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
+        let cols = narrower.into_iter().find(|cols| spec.cols.is_multiple_of(*cols as usize))?;
+        let registers = if groups == 2 { [232, 40] } else { self.registers };
+        Some(Tuning { groups, cols, registers, early: self.early.min(cols / 16), ..self })
+    }
+
     fn rows(&self) -> u32 {
         64 * self.groups
+    }
+
+    /// Columns of O that leave together, and in how many buffers.
+    fn parts(&self, value_dim: u32) -> [u32; 2] {
+        match self.join {
+            true => [value_dim, 1],
+            false => [[64, 48, 32].into_iter().find(|n| value_dim.is_multiple_of(*n)).unwrap_or(16), 2],
+        }
     }
 }
 
@@ -66,32 +100,37 @@ impl Tuning {
 pub struct Features {
     /// Elements of a row of q and k, and of v and o: multiples of 16.
     pub dims: [u32; 2],
-    /// Which keys a query sees.
+    /// Which keys a query sees, as far as that is an interval.
     pub mask: Mask,
+    /// Expressions over scores and indices.
+    pub modifiers: Modifiers,
+    /// Type of a logit for each head that joins the denominator.
+    pub sinks: Option<DType>,
+    /// Lengths that differ from sequence to sequence.
+    pub ragged: Ragged,
+    /// Lists of the blocks that are seen.
+    pub blocks: Option<Blocks>,
     /// How p is computed.
     pub exp: Exp,
 }
 
-/// A tile of queries, as the loading thread hands it out.
-#[derive(Clone, Copy)]
-struct Work<'k> {
-    /// First row.
-    row: Val<'k, u32>,
-    head: Val<'k, u32>,
-    batch: Val<'k, u32>,
-    /// Blocks of keys, from the first to past the last: none means that there are no more tiles.
-    blocks: [Val<'k, u32>; 2],
-}
-
-impl<'k> Work<'k> {
-    fn message(self) -> [Val<'k, u32>; 8] {
-        let zero = self.row.literal(0);
-        [self.row, self.head, self.batch, self.blocks[1], self.blocks[0], zero, zero, zero]
+impl Features {
+    /// Whether some keys are hidden element by element, beside spans.
+    pub fn hides_elements(&self) -> bool {
+        self.modifiers.mask.is_some() || self.blocks.is_some()
     }
-    /// From a message; without a mask that is bounded on the left, the first block is known.
-    fn read([row, head, batch, end, first, ..]: [Val<'k, u32>; 8], spans: &Spans) -> Self {
-        let first = if spans.bounded_left() { first } else { row.literal(0) };
-        Work { row, head, batch, blocks: [first, end] }
+
+    /// Those of equal sequences under a mask of spans, without anything else.
+    pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
+        Features {
+            dims,
+            mask,
+            modifiers: Modifiers::default(),
+            sinks: None,
+            ragged: Ragged::default(),
+            blocks: None,
+            exp: Exp::Auto,
+        }
     }
 }
 
@@ -104,12 +143,11 @@ where
 }
 
 /// The kernel under construction: its parameters and its storage.
-struct Forward<'k, T> {
+struct Forward<'a, 'k, T> {
     k: &'k Builder,
+    features: &'a Features,
     tuning: Tuning,
     spans: Spans,
-    exp: Exp,
-    dims: [u32; 2],
     q: Tensor<'k>,
     keys: Tensor<'k>,
     values: Tensor<'k>,
@@ -117,61 +155,94 @@ struct Forward<'k, T> {
     number: std::marker::PhantomData<T>,
 }
 
-impl<'k, T: Half> Forward<'k, T>
+/// How tiles are found.
+enum Tiles<'k> {
+    Equal(Equal<'k>, Lengths<'k>),
+    Unequal(Unequal<'k>),
+}
+
+impl<'a, 'k, T: Half> Forward<'a, 'k, T>
 where
     Pair<T>: Word,
 {
-    fn new(k: &'k Builder, features: &Features, tuning: Tuning) -> Self {
+    fn new(k: &'k Builder, features: &'a Features, tuning: Tuning) -> Self {
         let [d, dv] = features.dims;
         let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
-        // Axes: element, row, head, batch.
-        let tensor = |name, rows, cols| k.tensor(name, part(rows, cols), 4);
+        let tensor = |name, rows, cols| match features.ragged.any() {
+            true => k.ragged_tensor(name, part(rows, cols)),
+            // Axes: element, row, head, batch.
+            false => k.tensor(name, part(rows, cols), 4),
+        };
         Forward {
             k,
+            features,
             tuning,
             spans: Spans::of(&features.mask),
-            exp: features.exp,
-            dims: features.dims,
             q: tensor("q", 64, d),
             keys: tensor("k", tuning.cols, d),
             values: tensor("v", tuning.cols, dv),
-            o: tensor("o", 64, dv),
+            o: tensor("o", 64, tuning.parts(dv)[0]),
             number: std::marker::PhantomData,
         }
     }
 
     fn build(self) {
-        let (k, tuning) = (self.k, self.tuning);
-        let [d, dv] = self.dims;
+        let (k, tuning, features) = (self.k, self.tuning, self.features);
+        let [d, dv] = features.dims;
         let lse = k.pointer::<f32>("lse");
         // Two words: tiles handed out, and blocks done again.
         let counters = k.pointer::<u32>("counters");
-        let [q_len, k_len, m_tiles, tiles, pairs] =
-            ["q_len", "k_len", "m_tiles", "tiles", "pairs"].map(|name| k.param::<u32>(name));
-        let [heads, group, band, order, rest] = ["heads", "group", "band", "order", "rest"].map(|name| k.divisor(name));
-        let scale = k.param::<f32>("scale_log2");
-        let [bottom_right, top_left] = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
-        let lengths = Lengths { k: k_len.to_i32(), bottom_right, top_left };
+        // Rows of the LSE of a head.
+        let lse_rows = k.param::<u32>("lse_rows");
+        let [heads, group] = ["heads", "group"].map(|name| k.divisor(name));
+        let scale = k.param::<f32>("scale");
+        let (tiles, q_len) = match features.ragged.any() {
+            true => (Tiles::Unequal(Unequal::new(k, features.ragged)), None),
+            false => {
+                let [q_len, k_len] = ["q_len", "k_len"].map(|name| k.param::<u32>(name));
+                let [bottom_right, top_left] = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
+                let lengths = Lengths { k: k_len.to_i32(), bottom_right, top_left };
+                (Tiles::Equal(Equal::new(k), lengths), Some(q_len))
+            }
+        };
+        let lists = features.blocks.map(|blocks| Lists::new(k, blocks, tuning.cols));
+        let parameters = Parameters::new(k, &features.modifiers);
+        let sinks = features.sinks.map(|dtype| Sinks::new(k, dtype));
+        let careful = features.hides_elements().then(|| Careful::<T>::new(k));
+        // Keys before the first that some query sees, which expressions count and nothing else does; and all there are.
+        let counted = (!features.modifiers.is_empty() && q_len.is_some())
+            .then(|| ["first_key", "all_keys"].map(|name| k.param::<u32>(name)));
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
 
         let queries = k.pipe("q", if tuning.join { 2 } else { 1 }, &vec![shape(64, d); tuning.groups as usize]);
-        let keys = k.pipe("k", tuning.depth, &[shape(tuning.cols, d)]);
+        let keys = match lists {
+            Some(_) => k.tagged_pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
+            None => k.pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
+        };
         let values = k.pipe("v", tuning.depth, &[shape(tuning.cols, dv)]);
-        let staging = tuning.join.then(|| k.tile("o", shape(tuning.rows(), dv)));
-        let tickets = k.mailbox::<8>("tiles", 2);
+        let [part, buffers] = tuning.parts(dv);
+        let staging: Vec<Tile<'k>> = (0..buffers).map(|_| k.tile("o", shape(tuning.rows(), part))).collect();
+        let work_shape = Shape { first: self.spans.bounded_left() && lists.is_none(), ragged: features.ragged.any() };
+        let tickets = k.mailbox("tiles", 2, work_shape.words());
+        let spans = lists.is_none().then_some(&self.spans);
 
-        // Tiles in bands of `order` (head, batch) pairs whose keys fit the second-level cache (`rest` in the last band); in
-        // a band the rows with the most keys, the last, go first. `band` is the number of tiles of a band.
-        let find = |tile: Val<'k, u32>| {
-            let [number, tile] = band.div_rem(tile);
-            let first = number * order.value();
-            let count = Divisor::select((first + order.value()).le(pairs), order, rest);
-            let [up, across] = count.div_rem(tile);
-            let [batch, head] = heads.div_rem(first + across);
-            let row = (m_tiles - 1 - up) * tuning.rows();
-            let last = (row + (tuning.rows() - 1)).min(q_len - 1);
-            let blocks = self.spans.blocks(row.to_i32(), last.to_i32(), tuning.cols, lengths);
-            Work { row, head, batch, blocks }
+        // The tile of that number among those of a head, from its first row on.
+        let tile_of = |t: &Scope<'k, Thread>,
+                       [batch, head, number]: [Val<'k, u32>; 3],
+                       sequence,
+                       lengths,
+                       q_len: Val<'k, u32>| {
+            let row = number * tuning.rows();
+            let zero = row.literal(0);
+            let mut work = Work { row, head, batch, blocks: [zero, zero], sequence };
+            work.blocks = match &lists {
+                Some(lists) => [zero, lists.count(t, &work)],
+                None => {
+                    let last = (row + (tuning.rows() - 1)).min(q_len - 1);
+                    self.spans.blocks(row.to_i32(), last.to_i32(), tuning.cols, lengths)
+                }
+            };
+            work
         };
 
         k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
@@ -179,69 +250,144 @@ where
                 let zero = t.constant(0u32);
                 // The head of K and V of the tile whose keys are loaded: a division that is not worth repeating.
                 let kv_head = t.var(0u32);
-                let at = |n: Val<'k, u32>, head, work: &Work<'k>| [zero, n * tuning.cols, head, work.batch];
-                let load_k = |t: &Scope<'k, Thread>, n, head, work: &Work<'k>| {
-                    keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.keys, &at(n, head, work)));
+                let at = |of: Of, row: Val<'k, u32>, head: Val<'k, u32>, work: &Work<'k>| match &tiles {
+                    Tiles::Unequal(unequal) => unequal.slice(work, of).at(zero, row, head).to_vec(),
+                    Tiles::Equal(..) => vec![zero, row, head, work.batch],
                 };
-                let load_v = |t: &Scope<'k, Thread>, n, head, work: &Work<'k>| {
-                    values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at(n, head, work)));
+                // What goes with the n-th block of a tile, where it is listed.
+                let tag = |t: &Scope<'k, Thread>, n: Val<'k, u32>, work: &Work<'k>| {
+                    lists.as_ref().map(|lists| {
+                        let k_len = match (&tiles, work.sequence) {
+                            (_, Some(sequence)) => sequence.seen,
+                            (Tiles::Equal(_, lengths), _) => lengths.k.to_u32(),
+                            (Tiles::Unequal(_), None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+                        };
+                        lists.block(t, work, n, k_len)
+                    })
+                };
+                let first_key = |n: Val<'k, u32>, tag: Option<Tag<'k>>| tag.map_or(n * tuning.cols, |tag| tag.key());
+                let load_k = |t: &Scope<'k, Thread>, n, tag: Option<Tag<'k>>, head, work: &Work<'k>| {
+                    let at = at(Of::K, first_key(n, tag), head, work);
+                    match tag {
+                        Some(tag) => {
+                            keys.put_tagged(t, tag.0, |t, stage| stage.load(t, stage.tile(0), &self.keys, &at));
+                        }
+                        None => keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.keys, &at)),
+                    }
+                };
+                let load_v = |t: &Scope<'k, Thread>, n, tag: Option<Tag<'k>>, head, work: &Work<'k>| {
+                    let at = at(Of::V, first_key(n, tag), head, work);
+                    values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at));
                 };
                 let load_q = |t: &Scope<'k, Thread>, work: &Work<'k>| {
                     queries.put(t, |t, stage| {
                         for g in 0..tuning.groups {
-                            let at = [zero, work.row + 64 * g, work.head, work.batch];
+                            let at = at(Of::Q, work.row + 64 * g, work.head, work);
                             stage.load(t, stage.tile(g as usize), &self.q, &at);
                         }
                     });
                 };
-                let now = WorkVars::new(t, &self.spans);
-                now.set(find(t.block()));
-                kv_head.set(group.div_rem(now.get().head)[0]);
-                tickets.put(t, now.get().message());
-                let n = t.var(now.get().blocks[1] - 1);
-                load_k(t, n.get(), kv_head.get(), &now.get());
-                load_q(t, &now.get());
-                t.repeat(|t, leave| {
-                    // Asked for early: the answer is used after this tile's loads.
-                    let ticket = counters.fetch_add(t, 0, 1);
-                    let (work, head) = (now.get(), kv_head.get());
+                let now = WorkVars::new(t, work_shape);
+                let walk = match &tiles {
+                    Tiles::Unequal(unequal) => Some((unequal, unequal.start(t, tuning.rows(), heads.value()))),
+                    Tiles::Equal(..) => None,
+                };
+                let seek = |t: &Scope<'k, Thread>, tile: Val<'k, u32>| match (&tiles, &walk) {
+                    (Tiles::Equal(equal, _), _) => tile.lt(equal.tiles),
+                    (_, Some((unequal, walk))) => unequal.seek(t, walk, tile, tuning.rows(), heads.value()),
+                    (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
+                };
+                let find = |t: &Scope<'k, Thread>, tile: Val<'k, u32>| match (&tiles, &walk) {
+                    (Tiles::Equal(equal, lengths), _) => {
+                        let q_len = q_len.expect("bug in fulgurite: equal sequences have a length");
+                        tile_of(t, equal.find(heads, tile), None, *lengths, q_len)
+                    }
+                    (_, Some((unequal, walk))) => {
+                        let (place, sequence) = unequal.find(t, walk, tile, heads, spans);
+                        // Rows of the last tile that are not in use are as good as the last that is.
+                        tile_of(t, place, Some(sequence), sequence.lengths(), sequence.q_len.max(1))
+                    }
+                    (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
+                };
+                // The last ticket resets the counter: as many as tiles are drawn, for each block's first tile is its number.
+                let reset = |t: &Scope<'k, Thread>, ticket: Val<'k, u32>, total: Val<'k, u32>| {
+                    t.when(ticket.eq(total - 1), |t| counters.store(t, 0, 0));
+                };
+                let n = t.var(0u32);
+                let listed = lists.as_ref().map(|_| t.var(0u32));
+                let set_tag = |tag: Option<Tag<'k>>| {
+                    if let (Some(var), Some(tag)) = (listed, tag) {
+                        var.set(tag.0);
+                    }
+                };
+                let get_tag = || listed.map(|var| Tag(var.get()));
+                let begin = |t: &Scope<'k, Thread>, work: Work<'k>| {
+                    now.set(work);
+                    kv_head.set(group.div_rem(work.head)[0]);
+                    tickets.put(t, &work.message());
+                    n.set(work.blocks[1] - 1);
+                };
+                let run = |t: &Scope<'k, Thread>| {
+                    begin(t, find(t, t.block()));
+                    let first = tag(t, n.get(), &now.get());
+                    set_tag(first);
+                    load_k(t, n.get(), first, kv_head.get(), &now.get());
+                    load_q(t, &now.get());
                     t.repeat(|t, leave| {
-                        leave.when(n.get().eq(work.blocks[0]));
-                        let this = n.get();
-                        load_k(t, this - 1, head, &work);
-                        load_v(t, this, head, &work);
-                        n.set(this - 1);
+                        // Asked for early: the answer is used after this tile's loads.
+                        let ticket = counters.fetch_add(t, 0, 1);
+                        let (work, head) = (now.get(), kv_head.get());
+                        t.repeat(|t, leave| {
+                            leave.when(n.get().eq(work.blocks[0]));
+                            let this = n.get();
+                            let (this_tag, next_tag) = (get_tag(), tag(t, this - 1, &work));
+                            load_k(t, this - 1, next_tag, head, &work);
+                            load_v(t, this, this_tag, head, &work);
+                            n.set(this - 1);
+                            set_tag(next_tag);
+                        });
+                        let last_tag = get_tag();
+                        if let Tiles::Equal(equal, _) = &tiles {
+                            reset(t, ticket, equal.tiles);
+                        }
+                        let next = ticket + t.blocks();
+                        let more = seek(t, next);
+                        if !tuning.join {
+                            load_v(t, work.blocks[0], last_tag, head, &work);
+                        }
+                        t.choose(
+                            more,
+                            |t| {
+                                let next = find(t, next);
+                                begin(t, next);
+                                let next_tag = tag(t, n.get(), &next);
+                                set_tag(next_tag);
+                                if tuning.join {
+                                    load_q(t, &next);
+                                }
+                                load_k(t, n.get(), next_tag, kv_head.get(), &next);
+                                if !tuning.join {
+                                    load_q(t, &next);
+                                }
+                            },
+                            |t| {
+                                if let Some((_, walk)) = &walk {
+                                    reset(t, ticket, Unequal::total(walk));
+                                }
+                                tickets.put(t, &[]);
+                            },
+                        );
+                        if tuning.join {
+                            load_v(t, work.blocks[0], last_tag, head, &work);
+                        }
+                        leave.when(!more);
                     });
-                    // As many tickets as tiles are drawn (each block's first tile is its number): the last resets the counter.
-                    t.when(ticket.eq(tiles - 1), |t| counters.store(t, 0, 0));
-                    let next = ticket + t.blocks();
-                    let more = next.lt(tiles);
-                    if !tuning.join {
-                        load_v(t, work.blocks[0], head, &work);
-                    }
-                    t.choose(
-                        more,
-                        |t| {
-                            let next = find(next);
-                            now.set(next);
-                            kv_head.set(group.div_rem(next.head)[0]);
-                            tickets.put(t, next.message());
-                            n.set(next.blocks[1] - 1);
-                            if tuning.join {
-                                load_q(t, &next);
-                            }
-                            load_k(t, n.get(), kv_head.get(), &next);
-                            if !tuning.join {
-                                load_q(t, &next);
-                            }
-                        },
-                        |t| tickets.put(t, [zero; 8]),
-                    );
-                    if tuning.join {
-                        load_v(t, work.blocks[0], head, &work);
-                    }
-                    leave.when(!more);
-                });
+                };
+                match &walk {
+                    // Only the sequences tell how many tiles there are: a block may find none.
+                    Some(_) => t.choose(seek(t, t.block()), run, |t| tickets.put(t, &[])),
+                    None => run(t),
+                }
             });
         });
 
@@ -250,12 +396,25 @@ where
             let o = w.accumulators(dv);
             // Two, so that one is packed while the product of the other runs.
             let p = [w.fragment::<T>(tuning.cols), w.fragment::<T>(tuning.cols)];
-            let softmax = Softmax::new(w, scale, tuning.rescale, self.exp, counters);
+            // What the scores are multiplied by in the exponent: modified ones come with the scale in them.
+            let scale_log2 = match features.modifiers.score {
+                Some(_) => w.constant(LOG2_E * features.modifiers.factors()[1]),
+                None => scale,
+            };
+            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, counters);
             let limits = Limits::new(w, &self.spans);
+            let modify = Modify::new(w, &features.modifiers, &parameters, scale);
             let turns = w.turns();
             let barrier = w.group_barrier();
             let own = w.group();
             let first_row = |work: &Work<'k>| (work.row + own * 64).to_i32();
+            let modifies = !features.modifiers.is_empty();
+            // Where keys are counted from by expressions, where that is not 0.
+            let counted_from = (modifies && work_shape.first).then(|| w.var(0u32));
+            let key_of = |block: &Block<'k>| match counted_from {
+                Some(from) => block.first + from.get().to_i32(),
+                None => block.first,
+            };
 
             let scores = |w: &Scope<'k, Group>, q: Tile<'k>, turn: bool| {
                 let key = keys.wait(w)[0];
@@ -275,22 +434,62 @@ where
                     w.pass_turn(&turns);
                 }
             };
-            let mask = |w: &Scope<'k, Group>, n: Val<'k, u32>| limits.apply(w, &s, (n * tuning.cols).to_i32());
+            // Keys there are, where some blocks are seen whole whatever the spans say.
+            let all_vars = (lists.is_some() && features.ragged.any()).then(|| w.var(0i32));
+            let all_keys = || match (&tiles, all_vars) {
+                (_, Some(var)) => var.get(),
+                (Tiles::Equal(_, lengths), None) => lengths.k,
+                (Tiles::Unequal(_), None) => unreachable!("bug in fulgurite: keys of a tile were not kept"),
+            };
+            // The block whose scores there are; its keys may be overwritten from here on.
+            let take_block = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
+                let tag = lists.as_ref().map(|_| Tag(keys.tag(w)));
+                keys.done(w);
+                let first = tag.map_or(n * tuning.cols, |tag| tag.key()).to_i32();
+                Block { first, full: tag.map(|tag| (tag.full(), all_keys())) }
+            };
+            let settle = |w: &Scope<'k, Group>, block: &Block<'k>| {
+                if modifies {
+                    modify.apply(w, &s, key_of(block), block.is_full());
+                }
+                limits.apply(w, &s, block);
+            };
+            let set_tile = |w: &Scope<'k, Group>, work: &Work<'k>| {
+                let lengths = match (&tiles, work.sequence) {
+                    (_, Some(sequence)) => sequence.lengths(),
+                    (Tiles::Equal(_, lengths), None) => *lengths,
+                    (Tiles::Unequal(_), None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+                };
+                limits.set(w, first_row(work), lengths);
+                if let Some(var) = all_vars {
+                    var.set(lengths.k);
+                }
+                if modifies {
+                    let [q_len, k_len, first] = match (work.sequence, q_len, counted) {
+                        (Some(s), ..) => [s.q_len, s.k_len, s.first],
+                        (None, Some(q_len), Some([first, all])) => [q_len, all, first],
+                        _ => unreachable!("bug in fulgurite: equal sequences have lengths"),
+                    };
+                    counted_from.iter().for_each(|from| from.set(first));
+                    let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+                    let row = first_row(work) + w.first_row().to_i32();
+                    modify.set(w, Place { batch: work.batch, head: work.head, row, q_len, k_len });
+                }
+            };
             // Each warpgroup has a tile of its own, one after the other.
             let q = |w: &Scope<'k, Group>| queries.current(w)[0].nth(own);
             let zero = || (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
 
-            let now = WorkVars::new(w, &self.spans);
-            now.set(Work::read(tickets.take(w), &self.spans));
-            let n = w.var(now.get().blocks[1] - 1);
+            let now = WorkVars::new(w, work_shape);
+            let n = w.var(0u32);
+            let take = |w: &Scope<'k, Group>| Work::read(&tickets.take(w), work_shape);
             let start = |w: &Scope<'k, Group>| {
-                limits.set(w, first_row(&now.get()), lengths);
+                set_tile(w, &now.get());
                 zero();
                 queries.wait(w);
                 scores(w, q(w), false);
                 w.wait_products(0);
-                keys.done(w);
-                mask(w, n.get());
+                settle(w, &take_block(w, n.get()));
                 softmax.first(w, &s, &p[0]);
             };
             // One block: its scores beside p v of the block before.
@@ -299,9 +498,18 @@ where
                 scores(w, q(w), true);
                 output(w, old, true);
                 w.wait_products(1);
-                keys.done(w);
-                mask(w, n.get());
-                softmax.next(w, &s, new, &o);
+                let block = take_block(w, n.get());
+                if modifies && !features.modifiers.loads_move() {
+                    // Modified on the way into the exponentials, beside which that costs little. Not so loads: the assembler
+                    // would start all of them at once, and has no registers for what they bring.
+                    let settle = |w: &Scope<'k, Group>| settle(w, &block);
+                    let cut = limits.cuts(&block, tuning.cols);
+                    let mut quick = modify.quick(w, key_of(&block), block.is_full(), scale_log2, cut, &settle);
+                    softmax.next(w, &s, new, &o, &mut quick);
+                } else {
+                    settle(w, &block);
+                    softmax.next(w, &s, new, &o, &mut Settled(scale_log2));
+                }
                 values.done(w);
             };
             let blocks = |w: &Scope<'k, Group>| {
@@ -315,123 +523,111 @@ where
                     step(w, &p[1], &p[0]);
                 });
             };
-            let end = Epilogue { lse, heads: heads.value(), q_len, barrier: &barrier, own, scale, o: &self.o };
-
-            if tuning.join {
-                let staging =
-                    staging.map(|tile| tile.rows(own, 64)).expect("bug in fulgurite: joined tiles have staging");
-                start(w);
-                w.repeat(|w, leave| {
-                    blocks(w);
-                    queries.done(w);
-                    let next = Work::read(tickets.take(w), &self.spans);
-                    leave.when(next.blocks[1].eq(0));
-                    let done = now.get();
-                    queries.wait(w);
-                    scores(w, q(w), true);
-                    output(w, &p[0], true);
-                    let totals = softmax.totals(w);
-                    now.set(next);
-                    n.set(next.blocks[1] - 1);
-                    limits.set(w, first_row(&next), lengths);
-                    w.wait_products(1);
-                    keys.done(w);
-                    mask(w, n.get());
-                    let sums = softmax.first(w, &s, &p[1]);
-                    w.wait_products_after(0, &sums);
-                    values.done(w);
-                    end.run::<T>(w, &done, &o, totals, staging);
-                    p[0].copy(&p[1]);
-                    zero();
-                });
-                output(w, &p[0], false);
-                let totals = softmax.totals(w);
-                w.wait_products(0);
-                values.done(w);
-                end.run::<T>(w, &now.get(), &o, totals, staging);
-            } else {
-                w.repeat(|w, leave: &Leave<'k>| {
+            let staging: Vec<Tile<'k>> = staging.iter().map(|tile| tile.rows(own, 64)).collect();
+            let end = Epilogue {
+                staging: &staging,
+                part,
+                lse,
+                lse_rows,
+                heads: heads.value(),
+                q_len,
+                unequal: match &tiles {
+                    Tiles::Unequal(unequal) => Some(unequal),
+                    Tiles::Equal(..) => None,
+                },
+                packed: features.ragged.packed,
+                sinks,
+                barrier: &barrier,
+                own,
+                scale: scale_log2,
+                o: &self.o,
+            };
+            // Keys that some query sees, and which the first of them is.
+            let keys_of = |work: &Work<'k>| match (&tiles, work.sequence, counted) {
+                (_, Some(sequence), _) => [sequence.seen, sequence.first],
+                (Tiles::Equal(_, lengths), None, Some([first, _])) => [lengths.k.to_u32(), first],
+                (Tiles::Equal(_, lengths), None, None) => [lengths.k.to_u32(), w.constant(0u32)],
+                (Tiles::Unequal(_), None, _) => unreachable!("bug in fulgurite: a tile without its sequence"),
+            };
+            let finish = |w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: Totals<'k>| {
+                if let Some(careful) = &careful {
+                    let [keys, first] = keys_of(work);
+                    let redo = Redo {
+                        work,
+                        unequal: end.unequal,
+                        group,
+                        lists: lists.as_ref(),
+                        cols: tuning.cols,
+                        keys,
+                        first,
+                        limits: &limits,
+                        modify: &modify,
+                        row: work.row + own * 64,
+                        rows: work.sequence.map(|s| s.q_room).or(q_len).unwrap_or(keys),
+                        scale: scale_log2,
+                    };
+                    let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
+                    careful.run(w, &redo, &o, &totals, [&|w| set_tile(w, work), &back]);
+                }
+                end.run::<T>(w, work, &o, totals);
+            };
+            let run = |w: &Scope<'k, Group>| {
+                if tuning.join {
                     start(w);
-                    blocks(w);
+                    w.repeat(|w, leave| {
+                        blocks(w);
+                        queries.done(w);
+                        let next = take(w);
+                        leave.when(next.blocks[1].eq(0));
+                        let done = now.get();
+                        queries.wait(w);
+                        scores(w, q(w), true);
+                        output(w, &p[0], true);
+                        let totals = softmax.totals(w);
+                        now.set(next);
+                        n.set(next.blocks[1] - 1);
+                        set_tile(w, &next);
+                        w.wait_products(1);
+                        settle(w, &take_block(w, n.get()));
+                        // Not after the exponentials, as in a step: beside them runs what ends the tile before.
+                        w.wait_products(0);
+                        values.done(w);
+                        softmax.first(w, &s, &p[1]);
+                        finish(w, &done, Some(&next), totals);
+                        p[0].copy(&p[1]);
+                        zero();
+                    });
                     output(w, &p[0], false);
                     let totals = softmax.totals(w);
                     w.wait_products(0);
                     values.done(w);
-                    // O leaves through the buffer of Q, which is free now.
-                    let staging = Tile::at(shape(64, dv), q(w).address());
-                    end.run::<T>(w, &now.get(), &o, totals, staging);
-                    w.one_thread_of_group(|t| t.wait_stores_read(0));
-                    w.sync_group(&barrier);
-                    queries.done(w);
-                    let next = Work::read(tickets.take(w), &self.spans);
-                    leave.when(next.blocks[1].eq(0));
-                    now.set(next);
-                    n.set(next.blocks[1] - 1);
-                });
+                    finish(w, &now.get(), None, totals);
+                } else {
+                    w.repeat(|w, leave: &Leave<'k>| {
+                        start(w);
+                        blocks(w);
+                        // The next tile's queries come beside the end of this one.
+                        queries.done(w);
+                        output(w, &p[0], false);
+                        let totals = softmax.totals(w);
+                        w.wait_products(0);
+                        values.done(w);
+                        finish(w, &now.get(), None, totals);
+                        let next = take(w);
+                        leave.when(next.blocks[1].eq(0));
+                        now.set(next);
+                        n.set(next.blocks[1] - 1);
+                    });
+                }
+            };
+            let first = take(w);
+            now.set(first);
+            n.set(first.blocks[1] - 1);
+            match &tiles {
+                Tiles::Equal(..) => run(w),
+                Tiles::Unequal(_) => w.when(first.blocks[1].ne(0), run),
             }
             w.one_thread_of_group(|t| t.wait_stores(0));
-        });
-    }
-}
-
-/// A tile of queries that a loop carries.
-struct WorkVars<'k> {
-    vars: [Var<'k, u32>; 4],
-    /// Where the mask can begin after the first block.
-    first: Option<Var<'k, u32>>,
-}
-
-impl<'k> WorkVars<'k> {
-    fn new<W: fulgurite_ptx::Who>(w: &Scope<'k, W>, spans: &Spans) -> Self {
-        WorkVars { vars: [0; 4].map(|_| w.var(0u32)), first: spans.bounded_left().then(|| w.var(0u32)) }
-    }
-    fn set(&self, work: Work<'k>) {
-        let [first, end] = work.blocks;
-        self.vars.iter().zip([work.row, work.head, work.batch, end]).for_each(|(var, x)| var.set(x));
-        self.first.iter().for_each(|var| var.set(first));
-    }
-    fn get(&self) -> Work<'k> {
-        let [row, head, batch, end] = self.vars.map(|var| var.get());
-        Work { row, head, batch, blocks: [self.first.map_or(row.literal(0), |var| var.get()), end] }
-    }
-}
-
-/// What happens to a tile's rows at the end.
-struct Epilogue<'a, 'k> {
-    lse: fulgurite_ptx::Pointer<'k, f32>,
-    heads: Val<'k, u32>,
-    q_len: Val<'k, u32>,
-    barrier: &'a GroupBarrier,
-    own: Val<'k, u32>,
-    scale: Val<'k, f32>,
-    o: &'a Tensor<'k>,
-}
-
-impl<'k> Epilogue<'_, 'k> {
-    /// O / l through shared memory to O, and m + ln l to the LSE.
-    fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &Acc<'k>, totals: Totals<'k>, staging: Tile<'k>)
-    where
-        Pair<T>: Word,
-    {
-        let first = work.row + self.own * 64;
-        let start = (work.batch * self.heads + work.head).mul_wide(self.q_len);
-        for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
-            let row = first + w.first_row() + 8 * i as u32;
-            let lse = max.mul_add(self.scale, sum.log2()) * LN_2;
-            let lse = sum.gt(0.0).select::<f32>(lse, f32::NEG_INFINITY);
-            w.when(row.lt(self.q_len) & w.first_col().eq(0), |w| self.lse.at_wide(start).store(w, row, lse));
-        }
-        let inverse = totals.sum.map(|sum| sum.gt(0.0).select::<f32>(sum.recip(), 0.0));
-        // The store of the tile before must have read the staging.
-        w.one_thread_of_group(|t| t.wait_stores_read(0));
-        w.sync_group(self.barrier);
-        w.write_with::<T>(staging, o, |row, x| x * inverse[row]);
-        w.publish_shared();
-        w.sync_group(self.barrier);
-        w.one_thread_of_group(|t| {
-            let zero = t.constant(0u32);
-            t.store_tile(self.o, &[zero, first, work.head, work.batch], staging);
-            t.commit_stores();
         });
     }
 }

@@ -1,7 +1,17 @@
 //! Attention on the GPU.
 
 pub mod backward;
+mod careful;
+mod epilogue;
 pub mod forward;
+mod lists;
+mod modifier;
+mod placed;
 pub mod plan;
 mod softmax;
 mod span;
+mod work;
+
+pub use lists::Blocks;
+pub use modifier::Modifiers;
+pub use work::Ragged;

@@ -1,9 +1,16 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
+use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::forward::{self, Features, Tuning};
-use fulgurite_core::{DType, Layout, Mask, Problem, Rescale};
-use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, divisor_values, f16};
+use super::lists::{Blocks, NAMES};
+use super::modifier::Modifiers;
+use super::placed::{Arguments, Slots};
+pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
+use super::work::{Ragged, STEPS};
+use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
+use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
+use fulgurite_ptx::device::{Launch, Value};
+use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 use thiserror::Error;
@@ -16,6 +23,8 @@ const MOST: usize = 256;
 const F16_LIMIT: f32 = 16384.0;
 /// Bytes of keys and values of the (head, batch) pairs whose tiles run together: a part of the second-level cache.
 const CACHE_BYTES: u64 = 32 << 20;
+/// Name of the tensor that says for each block of a block mask whether it is hidden (0), partial (1) or whole (2).
+const COVERAGE: &str = "block coverage";
 
 /// What the kernel does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -25,42 +34,13 @@ pub struct Missing {
     pub feature: String,
 }
 
-/// A tensor `[batch, sequence, heads, dim]` in a device's memory, strides in elements, the last axis contiguous.
+/// How a block mask reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placed {
-    /// Its memory, from the first element on.
-    pub span: Span,
-    /// Sizes.
-    pub shape: [u64; 4],
-    /// Elements from one to the next along the first three axes.
-    pub strides: [u64; 3],
-}
-
-impl Placed {
-    /// One that lies together.
-    pub fn packed(span: Span, shape: [u64; 4]) -> Placed {
-        let [_, s, h, d] = shape;
-        Placed { span, shape, strides: [s * h * d, h * d, d] }
-    }
-
-    /// `count` rows from the `first` on.
-    pub(super) fn rows(&self, first: u64, count: u64) -> Placed {
-        let [b, _, h, d] = self.shape;
-        // Elements are of 16 bits.
-        Placed { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
-    }
-
-    /// As the copy engine sees it: element, row, head, batch.
-    pub(super) fn tensor(&self, number: Number) -> TensorSpan {
-        let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
-        let bytes = u64::from(number.bytes());
-        TensorSpan {
-            span: self.span,
-            number,
-            extent: vec![d, s, h, b],
-            strides: [row, head, batch].map(|stride| stride * bytes).to_vec(),
-        }
-    }
+pub enum BlockForm {
+    /// As lists: only listed blocks are computed.
+    Lists,
+    /// As a matrix that each element looks up, for blocks that no tile divides.
+    Coverage,
 }
 
 /// A forward call on Hopper: what its kernel's text depends on, and its sizes.
@@ -69,8 +49,11 @@ pub struct Forward {
     number: Number,
     features: Features,
     tuning: Tuning,
-    /// Batch, queries, keys, query heads, key/value heads.
-    sizes: [u64; 5],
+    layout: Layout,
+    /// Query heads, key/value heads.
+    heads: [u64; 2],
+    aux_shapes: Vec<Vec<usize>>,
+    blocks: Option<(BlockSpec, BlockForm)>,
     scale: f32,
 }
 
@@ -83,43 +66,87 @@ impl Forward {
             DType::F16 => Number::F16,
             other => return missing(format!("dtype {other}")),
         };
-        let Layout::Dense { .. } = problem.layout() else { return missing("packed batches".into()) };
         let dims = [problem.head_dim(), problem.value_dim()];
         if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
             return missing(format!("head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
-        }
-        let others = [
-            (problem.mask().rest().is_some(), "mask modifiers"),
-            (problem.score_program().is_some(), "score modifiers"),
-            (problem.has_sinks(), "sinks"),
-            (problem.has_used_q() || problem.has_used_k(), "used lengths"),
-            (problem.blocks().is_some(), "block masks"),
-        ];
-        if let Some((_, name)) = others.into_iter().find(|(has, _)| *has) {
-            return missing(name.into());
         }
         let exp = problem.exp();
         if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
             return missing(format!("exp {exp}"));
         }
-        let sizes = [problem.batch(), problem.max_q_len(), problem.max_k_len(), problem.q_heads(), problem.kv_heads()];
-        if let Some(n) = sizes.into_iter().find(|n| *n >= 1 << 31) {
-            return missing(format!("a size of {n} (it has sizes below 2^31)"));
+        let layout = problem.layout();
+        let longest = problem.max_q_len().max(problem.max_k_len());
+        let rows = match layout {
+            Layout::Dense { .. } => longest,
+            Layout::Packed(p) => p.total_q.max(p.total_k),
+        };
+        let most =
+            if matches!(layout, Layout::Packed(_)) || problem.has_used_q() || problem.has_used_k() { 30 } else { 31 };
+        for n in [problem.batch(), rows, problem.q_heads()] {
+            if n >= 1 << most {
+                return missing(format!("a size of {n} (it has sizes below 2^{most})"));
+            }
         }
-        let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
-        let causal = !problem.mask().spans().is_empty();
-        let mut tuning = Tuning::hopper(padded[0].max(padded[1]), sizes[2], causal);
-        if !tuning.join {
-            padded[0] = padded[0].max(padded[1]);
+        let ragged = Ragged {
+            packed: matches!(layout, Layout::Packed(_)),
+            used_q: problem.has_used_q(),
+            used_k: problem.has_used_k(),
+        };
+        let padded = dims.map(|d| d.next_multiple_of(16) as u32);
+        let head_dim = padded[0].max(padded[1]);
+        let base = Tuning::hopper(head_dim, problem.max_k_len(), !problem.mask().spans().is_empty());
+        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec)));
+        let (mut mask, mut rest, mut aux) =
+            (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
+        if let Some((spec, None)) = divided {
+            (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
+        }
+        let modifiers = match (problem.score_program(), &rest) {
+            (None, None) => Modifiers::default(),
+            (score, rest) => Modifiers::new(score, rest.as_ref(), &aux, longest),
+        };
+        let features = Features {
+            dims: padded,
+            mask: mask.spans_only(),
+            modifiers,
+            sinks: None,
+            ragged,
+            blocks: divided
+                .and_then(|(spec, tuning)| tuning.map(|_| Blocks { rows: spec.rows as u32, cols: spec.cols as u32 })),
+            exp,
+        };
+        let mut tuning = base.with_room(head_dim, &features);
+        if let Some((spec, Some(_))) = divided {
+            tuning = tuning.dividing(&spec).unwrap_or(tuning);
         }
         let limit = |limit: f32| if number == Number::F16 { limit.min(F16_LIMIT) } else { limit };
         tuning.rescale = match rescale.unwrap_or(tuning.rescale) {
             Rescale::Optimistic(most) => Rescale::Optimistic(limit(most)),
             other => other,
         };
-        let mask: Mask = problem.mask().clone();
-        let features = Features { dims: padded, mask, exp };
-        Ok(Forward { number, features, tuning, sizes: sizes.map(|n| n as u64), scale: problem.scale() })
+        let blocks =
+            divided.map(|(spec, tuning)| (spec, if tuning.is_some() { BlockForm::Lists } else { BlockForm::Coverage }));
+        Ok(Forward {
+            number,
+            features,
+            tuning,
+            layout,
+            heads: [problem.q_heads() as u64, problem.kv_heads() as u64],
+            aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
+            blocks,
+            scale: problem.scale(),
+        })
+    }
+
+    /// The same for sinks of this type.
+    pub fn with_sinks(mut self, dtype: DType) -> Forward {
+        self.features.sinks = Some(dtype);
+        self
+    }
+
+    /// How the problem's block mask reaches the kernel, if there is one.
+    pub fn block_form(&self) -> Option<BlockForm> {
+        self.blocks.map(|(_, form)| form)
     }
 
     /// Its kernel.
@@ -135,34 +162,78 @@ impl Forward {
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
     }
 
-    /// Its launch, `None` where there is nothing to compute. `lse` is f32, `[batch, heads, queries]`, packed; `counters`
-    /// are two u32, the first of them 0 (as every launch leaves it) and the second a count of blocks done again.
+    /// With its kernel, ready to be launched again and again.
+    pub fn ready(self, kernel: Arc<Kernel>) -> Ready {
+        Ready { slots: Slots::of(&kernel), plan: self, kernel }
+    }
+
+    /// Its launch, `None` where there is nothing to compute. Who launches more than once keeps a [`Ready`].
     pub fn launch(
         &self,
         kernel: Arc<Kernel>,
-        [q, k, v, o]: [Placed; 4],
-        lse: Span,
-        counters: Span,
+        tensors: &Tensors,
         multiprocessors: u32,
-    ) -> Option<Launch> {
-        let [batch, q_len, k_len, heads, kv_heads] = self.sizes;
-        let rows = u64::from(64 * self.tuning.groups);
-        let (m_tiles, pairs) = (q_len.div_ceil(rows), heads * batch);
-        let tiles = m_tiles * pairs;
-        if tiles == 0 || o.shape.contains(&0) {
-            return None;
+    ) -> Result<Option<Launch>, Missing> {
+        self.clone().ready(kernel).launch(tensors, multiprocessors)
+    }
+
+    /// Grid and arguments.
+    fn arguments(
+        &self,
+        slots: &Slots,
+        tensors: &Tensors,
+        multiprocessors: u32,
+    ) -> Result<Option<([u32; 3], Vec<Value>)>, Missing> {
+        let [heads, kv_heads] = self.heads;
+        if tensors.rows[3].shape.contains(&0) {
+            return Ok(None);
         }
-        // Keys that no query sees are left out: whatever they hold, times a probability of 0, must not show.
+        let mut args = Arguments::new(slots);
+        let (tiles, lse_rows) = match (self.layout, self.features.ragged.any()) {
+            (Layout::Dense { batch, q_len, k_len }, false) => {
+                let sizes = [batch, q_len, k_len].map(|n| n as u64);
+                (self.equal(&mut args, &tensors.rows, sizes), q_len as u64)
+            }
+            (layout, _) => self.unequal(&mut args, tensors, layout)?,
+        };
+        args.add("lse", Value::Pointer(tensors.lse));
+        args.add("counters", Value::Pointer(tensors.counters));
+        args.add_u32("lse_rows", lse_rows);
+        args.divisor(["heads", "heads_magic", "heads_shift"], heads);
+        args.divisor(["group", "group_magic", "group_shift"], heads / kv_heads);
+        let [input, _] = self.features.modifiers.factors();
+        let scale = match self.features.modifiers.score {
+            Some(_) => self.scale * input,
+            None => self.scale * LOG2_E,
+        };
+        args.add("scale", Value::F32(scale));
+        self.more(&mut args, tensors);
+        let grid = [tiles.min(u64::from(multiprocessors)) as u32, 1, 1];
+        Ok(Some((grid, args.finish())))
+    }
+
+    /// Arguments of equal sequences; the number of tiles.
+    fn equal(&self, args: &mut Arguments<'_>, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
+        let rows = u64::from(64 * self.tuning.groups);
+        let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
+        let tiles = m_tiles * pairs;
+        // Keys that no query sees are left out: whatever they hold, times a probability of 0, must not show. Lists say for
+        // themselves.
         let mask = &self.features.mask;
         let [q_count, k_count] = [q_len, k_len].map(|n| n as usize);
-        let seen = mask.keys(0, q_count, k_count).start..mask.keys(q_count - 1, q_count, k_count).end;
+        let seen = match self.features.blocks {
+            Some(_) => 0..k_count,
+            None => mask.keys(0, q_count, k_count).start..mask.keys(q_count - 1, q_count, k_count).end,
+        };
         let count = seen.end.saturating_sub(seen.start) as u64;
         // Without keys every element is masked: any memory does.
         let some = |placed: &Placed| match count == 0 || placed.shape.contains(&0) {
-            true => Placed { shape: [1, 1, 1, q.shape[3]], ..q },
+            true => Placed { shape: [1, 1, 1, q.shape[3]], ..*q },
             false => placed.rows(seen.start as u64, count),
         };
-        let tensors = [q, some(&k), some(&v), o].map(|placed| Value::Tensor(placed.tensor(self.number)));
+        for (name, placed) in ["q", "k", "v", "o"].into_iter().zip([*q, some(k), some(v), *o]) {
+            args.add(name, Value::Tensor(placed.tensor(self.number)));
+        }
         // Enough pairs to balance rows of different lengths, few enough for the second-level cache.
         let pair_bytes = (k_len * u64::from(self.features.dims[0] + self.features.dims[1]) * 2).max(1);
         let order = match self.features.mask.spans().is_empty() {
@@ -170,29 +241,165 @@ impl Forward {
             false => (CACHE_BYTES / pair_bytes).clamp(16, 32),
         };
         let order = order.min(pairs);
-        let numbers = [q_len, count, m_tiles, tiles, pairs].map(|n| Value::U32(n as u32));
         let first = seen.start as i64;
-        let diagonals = [k_len as i64 - q_len as i64 - first, -first].map(|n| Value::U32(n as i32 as u32));
-        let rest = match pairs % order {
-            0 => 1, // never used
-            rest => rest,
-        };
-        let divisors = [heads, heads / kv_heads, order * m_tiles, order, rest].map(|d| divisor_values(d as u32));
-        let mut args: Vec<Value> = tensors.into();
-        args.extend([Value::Pointer(lse), Value::Pointer(counters)]);
-        args.extend(numbers);
-        args.extend(divisors.into_iter().flatten());
-        args.push(Value::F32(self.scale * LOG2_E));
-        args.extend(diagonals);
-        let blocks = tiles.min(u64::from(multiprocessors)) as u32;
-        Some(Launch { kernel, grid: [blocks, 1, 1], args })
+        let signed = |n: i64| Value::U32(n as i32 as u32);
+        args.add("bottom_right", signed(k_len as i64 - q_len as i64 - first));
+        args.add("top_left", signed(-first));
+        for (name, n) in [("q_len", q_len), ("k_len", count), ("m_tiles", m_tiles), ("tiles", tiles), ("pairs", pairs)]
+        {
+            args.add_u32(name, n);
+        }
+        // Of the last band; never used where there is none.
+        let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
+        args.divisor(["band", "band_magic", "band_shift"], order * m_tiles);
+        args.divisor(["order", "order_magic", "order_shift"], order);
+        args.divisor(["rest", "rest_magic", "rest_shift"], rest);
+        args.add_u32("first_key", seen.start as u64);
+        args.add_u32("all_keys", k_len);
+        tiles
     }
+
+    /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
+    fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
+        let tile = u64::from(64 * self.tuning.groups);
+        // Without keys every element is masked: any memory does.
+        let q = tensors.rows[0];
+        let some = |placed: &Placed| match placed.shape.contains(&0) {
+            true => Placed { shape: [1, 1, 1, q.shape[3]], ..q },
+            false => *placed,
+        };
+        for (name, placed) in ["q", "k", "v", "o"].into_iter().zip(&tensors.rows) {
+            let tensor = some(placed).ragged(self.number).ok_or_else(|| Missing {
+                feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
+            })?;
+            args.add(name, Value::Tensor(tensor));
+        }
+        let (batch, q_rows, k_rows, tiles, lse_rows) = match layout {
+            Layout::Dense { batch, q_len, k_len } => {
+                for (name, placed) in STEPS.into_iter().zip(&tensors.rows) {
+                    args.add_u32(name, placed.step().unwrap_or(0));
+                }
+                (batch, q_len, k_len, batch as u64 * (q_len as u64).div_ceil(tile), q_len)
+            }
+            Layout::Packed(p) => {
+                (p.batch, p.total_q, p.total_k, p.total_q as u64 / tile + p.batch as u64 + 1, p.total_q)
+            }
+        };
+        for (name, n) in [("batch", batch), ("q_rows", q_rows), ("k_rows", k_rows)] {
+            args.add_u32(name, n as u64);
+        }
+        for (name, span) in ["cu_seqlens_q", "cu_seqlens_k"].into_iter().zip(tensors.cu_seqlens.into_iter().flatten()) {
+            args.add(name, Value::Pointer(span));
+        }
+        for (name, span) in ["used_q", "used_k"].into_iter().zip(tensors.used) {
+            span.into_iter().for_each(|span| args.add(name, Value::Pointer(span)));
+        }
+        Ok((tiles * self.heads[0], lse_rows as u64))
+    }
+
+    /// Arguments of the other features.
+    fn more(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
+        if self.features.hides_elements() {
+            self.plain(args, &tensors.rows);
+        }
+        if let Some(span) = tensors.sinks {
+            args.add("sinks", Value::Pointer(span));
+        }
+        let coverage = tensors.coverage.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
+        let all = tensors.aux.iter().chain(&coverage);
+        for (i, (aux, shape)) in all.zip(&self.aux_shapes).enumerate() {
+            args.add(&format!("aux{i}"), Value::Pointer(aux.span));
+            for (axis, (&stride, &n)) in aux.strides.iter().zip(shape).enumerate() {
+                args.add_u32(&format!("aux{i}_last{axis}"), (n as u64).saturating_sub(1));
+                args.add_u32(&format!("aux{i}_stride{axis}"), stride);
+            }
+        }
+        if let (Some(lists), Some((spec, _))) = (&tensors.lists, self.blocks) {
+            for (i, name) in NAMES.into_iter().enumerate() {
+                args.add(&format!("{name}_counts"), Value::Pointer(lists.counts[i]));
+                args.add(&format!("{name}_blocks"), Value::Pointer(lists.blocks[i]));
+                args.add_u32(&format!("{name}_width"), lists.widths[i].into());
+            }
+            let q_len = match self.layout {
+                Layout::Dense { q_len, .. } => q_len,
+                Layout::Packed(p) => p.max_q,
+            };
+            let q_blocks = q_len.div_ceil(spec.rows) as u64;
+            let head = if spec.heads == 1 { 0 } else { q_blocks };
+            let batch = if spec.batch == 1 { 0 } else { spec.heads as u64 * q_blocks };
+            args.add_u32("list_batch", batch);
+            args.add_u32("list_head", head);
+        }
+    }
+}
+
+impl Forward {
+    /// Arguments of rows that threads read, in pairs of elements.
+    fn plain(&self, args: &mut Arguments<'_>, [q, k, v, _]: &[Placed; 4]) {
+        // As the copy engine has them: from the first key that some query sees.
+        let first = match (self.layout, self.features.ragged.any(), self.features.blocks) {
+            (Layout::Dense { q_len, k_len, .. }, false, None) => self.features.mask.keys(0, q_len, k_len).start as u64,
+            _ => 0,
+        };
+        let tensors = [*q, k.rows(first, k.shape[1]), v.rows(first, v.shape[1])];
+        for (name, placed) in TENSORS.into_iter().zip(tensors) {
+            args.add(name, Value::Pointer(placed.span));
+            let [batch, row, head] = placed.strides;
+            for (end, stride) in ROW_STRIDES.into_iter().zip([row, head, batch]) {
+                args.add(&format!("{name}{end}"), Value::U64(stride / 2));
+            }
+        }
+        args.add_u32(DIMS[0], q.shape[3] / UNIT as u64);
+        args.add_u32(DIMS[1], v.shape[3]);
+    }
+}
+
+/// A forward call with its kernel.
+#[derive(Clone)]
+pub struct Ready {
+    plan: Forward,
+    kernel: Arc<Kernel>,
+    slots: Slots,
+}
+
+impl Ready {
+    /// How it is run.
+    pub fn plan(&self) -> &Forward {
+        &self.plan
+    }
+
+    /// Its launch, `None` where there is nothing to compute.
+    pub fn launch(&self, tensors: &Tensors, multiprocessors: u32) -> Result<Option<Launch>, Missing> {
+        let launch = self.plan.arguments(&self.slots, tensors, multiprocessors)?;
+        Ok(launch.map(|(grid, args)| Launch { kernel: self.kernel.clone(), grid, args }))
+    }
+}
+
+/// Elements from one to the next along each axis of a contiguous tensor.
+fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
+    let shape = shape.map_or(&[][..], |shape| shape);
+    (0..shape.len()).map(|axis| shape[axis + 1..].iter().map(|&n| n as u64).product()).collect()
+}
+
+/// The mask of a problem with a block mask whose blocks no tile divides: each element looks its block up.
+fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Program {
+    let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
+    let shape = vec![spec.batch, spec.heads, q_blocks, k_blocks];
+    aux.push(AuxSpec { name: COVERAGE.into(), dtype: DType::I32, shape, grad: false });
+    let shared = |n: usize, index: fulgurite_core::expr::Expr| if n == 1 { 0.into() } else { index };
+    let at = [shared(spec.batch, batch()), shared(spec.heads, head()), q() / spec.rows as i32, k() / spec.cols as i32];
+    let coverage = load(COVERAGE, at);
+    let partial = coverage.clone().equals(1);
+    let partial = problem.mask().expr().map_or(partial.clone(), |mask| partial & mask);
+    Program::compile(&(coverage.equals(2) | partial), aux, Type::Bool)
+        .unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use fulgurite_core::Exp;
+    use fulgurite_ptx::device::Span;
 
     fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
         Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)
@@ -217,9 +424,32 @@ mod tests {
         let at = |b, s, h, d| Placed::packed(Span { address: 4096, bytes: b * s * h * d * 2 }, [b, s, h, d]);
         let tensors = [at(2, 300, 4, 64), at(2, 500, 2, 64), at(2, 500, 2, 128), at(2, 300, 4, 128)];
         let memory = Span { address: 4096, bytes: 1 << 20 };
-        let launch = plan.launch(kernel.clone(), tensors, memory, memory, 132).unwrap();
+        let launch = plan.launch(kernel.clone(), &Tensors::new(tensors, memory, memory), 132).unwrap().unwrap();
         fulgurite_ptx::device::check_launch(&kernel, launch.grid, &launch.args).unwrap();
         assert_eq!(launch.grid, [3 * 4 * 2, 1, 1]); // three tiles of 128 rows for 8 pairs
+    }
+
+    #[test]
+    fn a_feature_that_is_not_used_leaves_no_trace() {
+        let plan = Forward::new(&problem(64, 64, DType::Bf16).mask(Mask::causal()).build().unwrap(), None).unwrap();
+        let kernel = plan.kernel(Target::HOPPER).unwrap();
+        let names: Vec<&str> = kernel.params.iter().map(|p| p.name.as_str()).collect();
+        for name in ["sinks", "aux0", "used_k", "cu_seqlens_q", "full_counts", "first_key"] {
+            assert!(!names.contains(&name), "{name} in {names:?}");
+        }
+    }
+
+    #[test]
+    fn blocks_that_no_tile_divides_are_looked_up() {
+        let form = |rows, cols| {
+            let spec = BlockSpec { rows, cols, ..BlockSpec::default() };
+            let problem = problem(64, 64, DType::Bf16).block_mask(spec).build().unwrap();
+            Forward::new(&problem, None).unwrap().block_form()
+        };
+        assert_eq!(form(128, 128), Some(BlockForm::Lists));
+        assert_eq!(form(64, 48), Some(BlockForm::Lists));
+        assert_eq!(form(32, 128), Some(BlockForm::Coverage));
+        assert_eq!(form(128, 40), Some(BlockForm::Coverage));
     }
 
     #[test]
@@ -229,18 +459,25 @@ mod tests {
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
         assert_eq!(refused(problem(60, 64, DType::Bf16)), "head_dim 60 (it has multiples of 8 up to 256)");
-        assert_eq!(refused(problem(64, 64, DType::Bf16).softcap(30.0)), "score modifiers");
-        assert_eq!(refused(problem(64, 64, DType::Bf16).sinks()), "sinks");
-        assert_eq!(
-            refused(
-                problem(64, 64, DType::Bf16).mask(Mask::documents()).aux("documents_q", DType::I32, &[2, 300]).aux(
-                    "documents_k",
-                    DType::I32,
-                    &[2, 500]
-                )
-            ),
-            "mask modifiers"
-        );
         assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
+    }
+
+    #[test]
+    fn sequences_that_do_not_begin_at_whole_rows_are_refused_where_lengths_differ() {
+        let problem = problem(64, 64, DType::Bf16).used_lengths(false, true).build().unwrap();
+        let plan = Forward::new(&problem, None).unwrap();
+        let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
+        let at = |s, h, batch| Placed {
+            span: Span { address: 4096, bytes: 1 << 30 },
+            shape: [2, s, h, 64],
+            strides: [batch, h * 64, 64],
+        };
+        let memory = Span { address: 4096, bytes: 1 << 20 };
+        let mut tensors = [at(300, 4, 76800), at(500, 2, 64000 + 8), at(500, 2, 64000), at(300, 4, 76800)];
+        let all = |rows| Tensors { used: [None, Some(memory)], ..Tensors::new(rows, memory, memory) };
+        let refused = plan.launch(kernel.clone(), &all(tensors), 132).err().unwrap();
+        assert!(refused.to_string().starts_with("`k` whose sequences"), "{refused}");
+        tensors[1].strides[0] = 64000 + 128;
+        assert!(plan.launch(kernel, &all(tensors), 132).unwrap().is_some());
     }
 }

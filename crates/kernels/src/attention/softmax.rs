@@ -10,6 +10,29 @@ use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, Scope, Val, Var, 
 /// Below every score, and finite: a row that has seen no key subtracts it, not -inf from -inf.
 const FLOOR: f32 = -1e30;
 
+/// The scores of a block on their way into the softmax.
+pub trait Scores<'k> {
+    /// The power of two of the `i`-th element, from what the product gave and from what its row is shifted by.
+    fn exponent(&mut self, i: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
+
+    /// Whether the powers asked for so far may be wrong, and the block must be done again.
+    fn doubt(&self) -> Option<Val<'k, bool>> {
+        None
+    }
+
+    /// Makes the accumulators hold the scores themselves, masked and modified.
+    fn settle(&self, _: &Scope<'k, Group>) {}
+}
+
+/// Accumulators that hold the scores themselves, and what they are multiplied by.
+pub struct Settled<'k>(pub Val<'k, f32>);
+
+impl<'k> Scores<'k> for Settled<'k> {
+    fn exponent(&mut self, _: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
+        raw.mul_add(self.0, shift)
+    }
+}
+
 /// The running summary of a thread's two rows.
 pub struct Softmax<'k> {
     pub scale: Val<'k, f32>,
@@ -62,8 +85,17 @@ impl<'k> Softmax<'k> {
         }
     }
 
+    fn settled(&self) -> Settled<'k> {
+        Settled(self.scale)
+    }
+
     /// p of every score, packed into `p`; the partial sums of each row.
-    fn numerators<T: Half>(&self, s: &Acc<'k>, p: &Fragment<'k, T>) -> [[Val<'k, f32>; 2]; 2]
+    fn numerators<T: Half>(
+        &self,
+        s: &Acc<'k>,
+        p: &Fragment<'k, T>,
+        scores: &mut dyn Scores<'k>,
+    ) -> [[Val<'k, f32>; 2]; 2]
     where
         Pair<T>: Word,
     {
@@ -72,7 +104,7 @@ impl<'k> Softmax<'k> {
         let mut low = None;
         for (i, x) in s.elements().enumerate() {
             let row = Acc::row_of(i);
-            let e = exp2(self.exp, Acc::col_of(i), x.mul_add(self.scale, shift[row]));
+            let e = exp2(self.exp, Acc::col_of(i), scores.exponent(i, x, shift[row]));
             let sum = &mut sums[row][i % 2];
             *sum = Some(sum.map_or(e, |sum| sum + e));
             match low.take() {
@@ -89,39 +121,56 @@ impl<'k> Softmax<'k> {
         Pair<T>: Word,
     {
         self.set_max(self.row_max(w, s).map(|m| m.max(FLOOR)));
-        let sums = self.numerators(s, p);
+        let sums = self.numerators(s, p, &mut self.settled());
         self.sums.iter().flatten().zip(sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
         sums.into_iter().flatten().collect()
     }
 
     /// A later block: the sums grow. Products into `o` may still run; they are waited for before this returns, and `o`
     /// has the new scale.
-    pub fn next<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>)
-    where
+    pub fn next<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &Acc<'k>,
+        p: &Fragment<'k, T>,
+        o: &Acc<'k>,
+        scores: &mut dyn Scores<'k>,
+    ) where
         Pair<T>: Word,
     {
-        match self.rescale {
-            Rescale::Optimistic(limit) => self.trust(w, s, p, o, limit),
-            Rescale::Lazy(tau) => self.raise(w, s, p, o, Some(tau)),
-            Rescale::Always => self.raise(w, s, p, o, None),
-        }
+        let tau = match self.rescale {
+            Rescale::Optimistic(limit) => return self.trust(w, s, p, o, limit, scores),
+            Rescale::Lazy(tau) => Some(tau),
+            Rescale::Always => None,
+        };
+        scores.settle(w);
+        self.raise(w, s, p, o, tau);
     }
 
     /// Uses the old maximum unseen; where a sum shows that it was too low, does the block again with the true one.
-    fn trust<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, limit: f32)
-    where
+    fn trust<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &Acc<'k>,
+        p: &Fragment<'k, T>,
+        o: &Acc<'k>,
+        limit: f32,
+        scores: &mut dyn Scores<'k>,
+    ) where
         Pair<T>: Word,
     {
-        let parts = self.numerators(s, p).map(|row| row.map(|sum| w.var(sum)));
+        let parts = self.numerators(s, p, scores).map(|row| row.map(|sum| w.var(sum)));
         let most = parts.as_flattened().iter().map(|part| part.get()).reduce(|a, b| a.max(b));
         let most = most.expect("bug in fulgurite: a tile without columns");
+        let again = scores.doubt().map_or(most.gt(limit), |doubt| most.gt(limit) | doubt);
         // The branch needs every exponential, so the wait below stays behind them.
-        w.when_rarely(w.any(most.gt(limit)), |w| {
+        w.when_rarely(w.any(again), |w| {
             w.when(w.lane().eq(0), |w| {
                 self.counters.fetch_add(w, 1, 1);
             });
+            scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
-            let again = self.numerators(s, p);
+            let again = self.numerators(s, p, &mut self.settled());
             parts.as_flattened().iter().zip(again.as_flattened()).for_each(|(part, &sum)| part.set(sum));
             w.wait_products(0);
             scale_rows(o, alpha);
@@ -147,7 +196,7 @@ impl<'k> Softmax<'k> {
             None => new,
         };
         let alpha = self.raise_to(raised);
-        let parts = self.numerators(s, p);
+        let parts = self.numerators(s, p, &mut self.settled());
         self.sums.as_flattened().iter().zip(parts.as_flattened()).for_each(|(sum, &part)| sum.set(sum.get() + part));
         w.wait_products_after(0, parts.as_flattened());
         match moved {

@@ -99,6 +99,23 @@ impl Spans {
     }
 }
 
+/// A block of keys.
+#[derive(Clone, Copy)]
+pub struct Block<'k> {
+    /// Its first key.
+    pub first: Val<'k, i32>,
+    /// Where blocks come from lists: whether every key of this one is seen, whatever the spans say, and how many keys there
+    /// are in all.
+    pub full: Option<(Val<'k, bool>, Val<'k, i32>)>,
+}
+
+impl<'k> Block<'k> {
+    /// Whether it is seen whole.
+    pub fn is_full(&self) -> Option<Val<'k, bool>> {
+        self.full.map(|(full, _)| full)
+    }
+}
+
 /// Where the rows of a thread, and of its warpgroup, begin and end to see keys; constant over a tile.
 pub struct Limits<'k> {
     spans: Spans,
@@ -152,19 +169,56 @@ impl<'k> Limits<'k> {
         end.set(self.spans.keys(first, lengths).end);
     }
 
-    /// Sets scores of keys that a row does not see to -inf, in the block that begins at key `first`.
+    /// Whether the `i`-th of the thread's rows sees a key, or the key is in a block that is seen whole.
     #[track_caller]
-    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) {
-        let ([left, right], cols) = (self.sides, s.cols() as i32);
-        let [start, end] =
-            [left.then(|| first.lt(self.safe[0].get())), right.then(|| (first + cols).gt(self.safe[1].get()))];
-        let Some(masked) = start.into_iter().chain(end).reduce(|a, b| a | b) else { return };
-        w.when(masked, |_| {
-            let limits = self.rows.map(|row| row.map(|limit| limit.get() - first));
+    pub fn sees(
+        &self,
+        w: &Scope<'k, Group>,
+        i: usize,
+        key: Val<'k, i32>,
+        full: Option<Val<'k, bool>>,
+    ) -> Val<'k, bool> {
+        let place = key - w.first_col().to_i32();
+        let [start, end] = self.rows[i].map(|limit| limit.get());
+        let seen = self.inside(|| start.le(place), || end.gt(place)).unwrap_or(w.constant(true));
+        full.map_or(seen, |full| seen | full)
+    }
+
+    /// Both of these, of which only those are asked that the mask looks at.
+    fn inside(&self, start: impl Fn() -> Val<'k, bool>, end: impl Fn() -> Val<'k, bool>) -> Option<Val<'k, bool>> {
+        let [left, right] = self.sides;
+        let sides = [right.then(end), left.then(start)];
+        sides.into_iter().flatten().reduce(|a, b| a & b)
+    }
+
+    /// Whether some row of the warpgroup does not see the whole of a block.
+    #[track_caller]
+    pub fn cuts(&self, block: &Block<'k>, cols: u32) -> Val<'k, bool> {
+        let ([left, right], end) = (self.sides, block.first + cols as i32);
+        let cuts = [right.then(|| end.gt(self.safe[1].get())), left.then(|| block.first.lt(self.safe[0].get()))];
+        let cut = cuts.into_iter().flatten().reduce(|a, b| a | b).expect("bug in fulgurite: rows without an end");
+        match block.full {
+            Some((full, all)) => (full & end.gt(all)) | (!full & cut),
+            None => cut,
+        }
+    }
+
+    /// Sets scores of keys that a row does not see to -inf.
+    #[track_caller]
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>) {
+        w.when(self.cuts(block, s.cols()), |w| {
+            // Of a block that is seen whole, whatever the spans say: as far as there are keys.
+            let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
+                Some((full, all)) => {
+                    let end = all - w.first_col().to_i32();
+                    [full.select::<i32>(0, limits[0]), full.select::<i32>(end, limits[1])]
+                }
+                None => limits,
+            };
+            let limits = self.rows.map(|row| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first));
             for (i, x) in s.elements().enumerate() {
                 let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
-                let sides = [right.then(|| end.gt(col)), left.then(|| start.le(col))];
-                if let Some(seen) = sides.into_iter().flatten().reduce(|a, b| a & b) {
+                if let Some(seen) = self.inside(|| start.le(col), || end.gt(col)) {
                     s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
                 }
             }

@@ -230,7 +230,18 @@ impl Builder {
     /// An array in global memory among the parameters, aligned to 16 bytes.
     #[track_caller]
     pub fn pointer<T: Word>(&self, name: &str) -> Pointer<'_, T> {
-        let number = self.add_param(name, ParamKind::Pointer(16));
+        self.pointer_aligned(name, 16)
+    }
+
+    /// An array in global memory among the parameters, aligned to its elements only: one is moved at a time.
+    #[track_caller]
+    pub fn array<T: Word>(&self, name: &str) -> Pointer<'_, T> {
+        self.pointer_aligned(name, memory::bytes::<T>())
+    }
+
+    #[track_caller]
+    fn pointer_aligned<T: Word>(&self, name: &str, align: u32) -> Pointer<'_, T> {
+        let number = self.add_param(name, ParamKind::Pointer(align));
         let (d, value) = Val::fresh(self);
         self.emit(&rows::LD_PARAM_64, [d, Arg::Address(crate::inst::Base::Param(number), 0)]);
         Pointer::new(value)

@@ -9,10 +9,10 @@ use crate::model;
 const SOURCE: &str = "PTX ISA, floating-point instructions";
 const HALF: &str = "PTX ISA, half-precision floating-point instructions";
 
-fn unary(m: &mut dyn Machine, op: &Op, f: fn(f32) -> f32) {
+fn unary(m: &mut dyn Machine, op: &Op, f: impl Fn(f32) -> f32) {
     each(m, op, |x| u64::from(f(f32::from_bits(x[0] as u32)).to_bits()));
 }
-fn binary(m: &mut dyn Machine, op: &Op, f: fn(f32, f32) -> f32) {
+fn binary(m: &mut dyn Machine, op: &Op, f: impl Fn(f32, f32) -> f32) {
     each(m, op, |x| u64::from(f(f32::from_bits(x[0] as u32), f32::from_bits(x[1] as u32)).to_bits()));
 }
 

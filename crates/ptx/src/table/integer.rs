@@ -11,18 +11,13 @@ const WIDE: &[&str] = &["u64", "s64"];
 
 /// Applies the unsigned or the signed form, by the word at `t`.
 fn signed(m: &mut dyn Machine, op: &Op, t: usize, unsigned: fn(&[u32]) -> u32, signed: fn(&[i32]) -> i32) {
-    let is_signed = op.word(t).starts_with('s');
-    each(m, op, |x| {
-        let x: Vec<u32> = x.iter().map(|&x| x as u32).collect();
-        if is_signed {
-            let x: Vec<i32> = x.iter().map(|&x| x as i32).collect();
-            u64::from(signed(&x) as u32)
-        } else {
-            u64::from(unsigned(&x))
-        }
-    });
+    if op.word(t).starts_with('s') {
+        each(m, op, |x| u64::from(signed(&[0, 1].map(|i| x[i] as i32)) as u32));
+    } else {
+        each(m, op, |x| u64::from(unsigned(&[0, 1].map(|i| x[i] as u32))));
+    }
 }
-fn wrapping(m: &mut dyn Machine, op: &Op, f: fn(&[u64]) -> u64) {
+fn wrapping(m: &mut dyn Machine, op: &Op, f: impl Fn(&[u64]) -> u64) {
     each(m, op, |x| u64::from(f(x) as u32));
 }
 

@@ -262,8 +262,9 @@ fn warp_products_are_plain_products() {
 /// The documented model: terms aligned to the largest, cut toward zero, the sum cut (f32) or rounded (f16).
 #[test]
 fn sums_are_cut_as_the_model_says() {
+    let ones = |terms: &[f64]| -> Vec<[f64; 2]> { terms.iter().map(|&x| [x, 1.0]).collect() };
     let f32_of = |old: f32, terms: &[f64], from| {
-        f32::from_bits(model::accumulate(old.to_bits(), terms, Number::F32, from, false))
+        f32::from_bits(model::accumulate(old.to_bits(), &ones(terms), Number::F32, [from; 2], false))
     };
     let two = |n: i32| f64::from(n).exp2();
     for sign in [1.0, -1.0] {
@@ -281,7 +282,8 @@ fn sums_are_cut_as_the_model_says() {
     assert_eq!(f32_of(1.0, &[1.0, two(-13)], Number::E4m3), 2.0);
     // f16 accumulators round to nearest, ties to even, and overflow.
     let f16_of = |old: f32, terms: &[f64]| {
-        let bits = model::accumulate(f16::from_f32(old).to_bits().into(), terms, Number::F16, Number::F16, false);
+        let old = f16::from_f32(old).to_bits().into();
+        let bits = model::accumulate(old, &ones(terms), Number::F16, [Number::F16; 2], false);
         f16::from_bits(bits as u16).to_f32()
     };
     assert_eq!([f16_of(2048.0, &[1.0]), f16_of(2050.0, &[1.0]), f16_of(2048.0, &[1.0, 0.5])], [2048.0, 2052.0, 2050.0]);

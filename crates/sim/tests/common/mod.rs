@@ -81,6 +81,7 @@ pub struct Gemm {
     pub compare: bool,
 }
 
+pub mod attention;
 pub mod backward;
 pub mod mutate;
 pub mod pipeline;

@@ -46,6 +46,51 @@ fn nth(mut kernel: Kernel, row: &str, n: usize, mut f: impl FnMut(&mut Op) -> Fa
     kernel
 }
 
+/// Changes every use of a row that a Rust line made: code that is expanded several times is wrong everywhere.
+fn made_at(mut kernel: Kernel, row: &str, at: Line, mut f: impl FnMut(&mut Op) -> Fate) -> Kernel {
+    let mut found = false;
+    each_mut(&mut kernel.body, &mut |stmt| match stmt {
+        Stmt::Op(op) if op.inst.name == row && Line::from(op.at) == at => {
+            found = true;
+            f(op)
+        }
+        _ => Fate::Keep,
+    });
+    assert!(found, "{} has no {row} at {at}", kernel.name);
+    kernel
+}
+
+/// Without the uses of a row that a line made.
+pub fn drop_at(kernel: Kernel, row: &str, at: Line) -> Kernel {
+    made_at(kernel, row, at, |_| Fate::Drop)
+}
+
+/// With another constant at operand `i` of the uses of a row that a line made.
+pub fn change_at(kernel: Kernel, row: &str, at: Line, i: usize, f: impl Fn(u64) -> u64) -> Kernel {
+    made_at(kernel, row, at, |op| {
+        match &mut op.args[i] {
+            Arg::Imm(x) => *x = f(*x),
+            other => panic!("{row} has no constant at {i}, but {other:?}"),
+        }
+        Fate::Keep
+    })
+}
+
+/// Without the loops that wait by an `mbarrier.try_wait` that a line made.
+pub fn drop_waits_at(mut kernel: Kernel, at: Line) -> Kernel {
+    let mut found = false;
+    let waits = |s: &Stmt| matches!(s, Stmt::Op(op) if op.inst.name == "mbarrier.try_wait" && Line::from(op.at) == at);
+    each_mut(&mut kernel.body, &mut |stmt| match stmt {
+        Stmt::Loop { body, .. } if body.iter().any(waits) => {
+            found = true;
+            Fate::Drop
+        }
+        _ => Fate::Keep,
+    });
+    assert!(found, "{} waits nowhere at {at}", kernel.name);
+    kernel
+}
+
 /// Without the `n`-th use of a row.
 pub fn drop(kernel: Kernel, row: &str, n: usize) -> Kernel {
     nth(kernel, row, n, |_| Fate::Drop)

@@ -83,7 +83,13 @@ pub fn kernel() -> Kernel {
 
 fn tensor(buffer: &Buffer, rows: u32) -> Value {
     let extent = vec![u64::from(DIM), u64::from(rows)];
-    Value::Tensor(TensorSpan { span: buffer.span(), number: Number::Bf16, extent, strides: vec![u64::from(2 * DIM)] })
+    Value::Tensor(TensorSpan {
+        span: buffer.span(),
+        number: Number::Bf16,
+        extent,
+        strides: vec![u64::from(2 * DIM)],
+        ragged: None,
+    })
 }
 
 /// Runs the kernel on random inputs; the largest error of O and of the sums, relative to their size.

@@ -8,7 +8,7 @@
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
 use super::main::{Main, Walk, Work, clear, pack, probabilities, score_gradients, tile};
-use crate::attention::span::Limits;
+use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Tile, TileShape, Word};
 
 /// What the warpgroups do.
@@ -57,7 +57,7 @@ where
     };
 
     w.repeat(|w, leave| {
-        let work = Work::read(tickets.wait(w));
+        let work = Work::read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         limits.set_keys(w, (work.tile * tuning.keys()).to_i32(), main.k_len.to_i32(), main.lengths());
         walk.start(w, &work);
@@ -68,7 +68,8 @@ where
         products(w);
         w.repeat(|w, leave| {
             w.wait_products(1); // s
-            limits.apply(w, &s, walk.first_query() + (own * half).to_i32());
+            let first = walk.first_query() + (own * half).to_i32();
+            limits.apply(w, &s, &Block { first, full: None });
             probabilities(w, main, &s, queries.numbers(w).part(own, half), |eight| pack(&p, eight, &s));
             w.write_fragment(tile_of(w, &p_tiles).cols(own, half), &p);
             w.wait_products(0); // d_p
@@ -105,7 +106,7 @@ where
         walk.add(w, &d_q, 0..fours);
         walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
-        let work = Work::read(tickets.again(w));
+        let work = Work::read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);

@@ -9,7 +9,7 @@
 
 use super::Pack;
 use super::main::{Main, Walk, Work, clear, pack, probabilities, score_gradients, tile};
-use crate::attention::span::Limits;
+use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tile, Word};
 
 /// What the warpgroups do.
@@ -58,7 +58,7 @@ where
     let fours = cols / 8;
 
     w.repeat(|w, leave| {
-        let work = Work::read(tickets.wait(w));
+        let work = Work::read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         let first_key = (work.tile * tuning.keys() + own * 64).to_i32();
         limits.set_keys(w, first_key, main.k_len.to_i32(), main.lengths());
@@ -73,7 +73,7 @@ where
             w.wait_products(1); // s of this step and d_k of the one before
             w.when(!fresh.get(), |w| queries.release_previous(w));
             fresh.set(false);
-            limits.apply(w, &s, walk.first_query());
+            limits.apply(w, &s, &Block { first: walk.first_query(), full: None });
             probabilities(w, main, &s, queries.numbers(w), |eight| {
                 if tuning.pack == Pack::Early {
                     pack(&p, eight, &s);
@@ -118,7 +118,7 @@ where
         walk.add(w, &d_q, 0..fours);
         walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
-        let work = Work::read(tickets.again(w));
+        let work = Work::read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);

@@ -29,11 +29,13 @@ pub(super) struct Work<'k> {
 }
 
 impl<'k> Work<'k> {
-    fn message(self) -> [Val<'k, u32>; 8] {
-        let zero = self.tile.literal(0);
-        [self.tile, self.head, self.batch, self.steps[0], self.steps[1], self.before, zero, zero]
+    fn message(self) -> [Val<'k, u32>; 6] {
+        [self.tile, self.head, self.batch, self.steps[0], self.steps[1], self.before]
     }
-    pub fn read([tile, head, batch, first, end, before, ..]: [Val<'k, u32>; 8]) -> Self {
+    pub fn read(message: &[Val<'k, u32>]) -> Self {
+        let [tile, head, batch, first, end, before, ..] = *message else {
+            panic!("bug in fulgurite: a message of {} numbers", message.len())
+        };
         Work { tile, head, batch, steps: [first, end], before }
     }
 }
@@ -96,7 +98,7 @@ pub(super) struct Main<'k> {
     /// Stages of d_o, in step with those of q.
     pub outputs: Pipe<'k>,
     pub keys: Pipe<'k>,
-    pub tickets: Mailbox<'k, 8>,
+    pub tickets: Mailbox<'k>,
 }
 
 impl<'k> Main<'k> {
@@ -128,7 +130,7 @@ impl<'k> Main<'k> {
         // A stage is filled before that of q, and given back before the role goes on.
         let outputs = k.pipe_with_numbers("d_o", tuning.depth, &[shape(rows, dv)], rows).in_step(&queries);
         let keys = k.pipe("kv", tuning.key_depth, &[shape(keys, d), shape(keys, dv)]);
-        let tickets = k.mailbox::<8>("tiles", tuning.key_depth).in_step(&keys);
+        let tickets = k.mailbox("tiles", tuning.key_depth, 8).in_step(&keys);
         Main {
             k,
             tuning,
@@ -240,7 +242,7 @@ impl<'k> Main<'k> {
                         });
                         // After the first queries, which need not wait until the tile before has left.
                         t.when(!started.get(), |t| {
-                            self.tickets.put(t, work.message());
+                            self.tickets.put(t, &work.message());
                             self.keys.put(t, |t, stage| {
                                 let at = [zero, work.tile * tuning.keys() - self.first_key, work.head, work.batch];
                                 stage.load(t, stage.tile(0), &self.key, &at);
@@ -261,7 +263,7 @@ impl<'k> Main<'k> {
                     t.when(ticket.eq(self.tiles - 1), |t| self.counters.store(t, 0, 0));
                     tile.set(ticket + t.blocks());
                 });
-                self.tickets.put(t, [zero; 8]);
+                self.tickets.put(t, &[]);
             });
         });
     }
@@ -329,7 +331,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         let Some(turns) = &self.turns else { return };
         w.sync_group(&turns.barrier);
         w.one_thread_of_group(|t| {
-            let work = Work::read(self.main.tickets.again(t));
+            let work = Work::read(&self.main.tickets.again(t));
             t.when(turns.due.get().ne(NONE), |t| turns.all.publish(t, turns.due.get(), work.tile + 1));
             t.when(self.step.get().lt(work.before), |t| turns.all.wait_for(t, turns.now.get(), work.tile));
         });
@@ -343,7 +345,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         let Some(turns) = &self.turns else { return };
         w.sync_group(&turns.barrier);
         w.one_thread_of_group(|t| {
-            let work = Work::read(self.main.tickets.again(t));
+            let work = Work::read(&self.main.tickets.again(t));
             turns.all.publish(t, turns.due.get(), work.tile + 1);
         });
         turns.due.set(NONE);
@@ -373,7 +375,7 @@ impl<'a, 'k> Walk<'a, 'k> {
             turns.now.set(turns.now.get() + 2);
         }
         // Read again, not kept: registers are short.
-        let steps = || Work::read(main.tickets.again(w)).steps;
+        let steps = || Work::read(&main.tickets.again(w)).steps;
         let end = if main.spans.bounded_right() { steps()[1] } else { main.steps };
         w.when(self.step.get().eq(end), |_| {
             let [first, _] = steps();

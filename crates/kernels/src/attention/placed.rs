@@ -1,0 +1,171 @@
+//! Where the tensors of a call lie, and how they become the arguments of a kernel.
+
+use fulgurite_ptx::device::{Span, TensorSpan, Value};
+use fulgurite_ptx::{Kernel, Number, divisor_values};
+use std::collections::HashMap;
+
+/// Bytes of a launch's counters.
+pub const COUNTERS: u64 = 8;
+
+/// A tensor `[batch, sequence, heads, dim]` in a device's memory, strides in elements, the last axis contiguous. A packed
+/// batch is one sequence here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placed {
+    /// Its memory, from the first element on.
+    pub span: Span,
+    /// Sizes.
+    pub shape: [u64; 4],
+    /// Elements from one to the next along the first three axes.
+    pub strides: [u64; 3],
+}
+
+impl Placed {
+    /// One that lies together.
+    pub fn packed(span: Span, shape: [u64; 4]) -> Placed {
+        let [_, s, h, d] = shape;
+        Placed { span, shape, strides: [s * h * d, h * d, d] }
+    }
+
+    /// `count` rows from the `first` on.
+    pub(super) fn rows(&self, first: u64, count: u64) -> Placed {
+        let [b, _, h, d] = self.shape;
+        // Elements are of 16 bits.
+        Placed { span: self.span.from(first * self.strides[1] * 2), shape: [b, count, h, d], ..*self }
+    }
+
+    /// As the copy engine sees it: element, row, head, batch.
+    pub(super) fn tensor(&self, number: Number) -> TensorSpan {
+        let ([b, s, h, d], [batch, row, head]) = (self.shape, self.strides);
+        let bytes = u64::from(number.bytes());
+        TensorSpan {
+            span: self.span,
+            number,
+            extent: vec![d, s, h, b],
+            strides: [row, head, batch].map(|stride| stride * bytes).to_vec(),
+            ragged: None,
+        }
+    }
+
+    /// Rows from one sequence to the next, where that is a whole number.
+    pub(super) fn step(&self) -> Option<u64> {
+        let ([b, s, ..], [batch, row, _]) = (self.shape, self.strides);
+        match (b <= 1, row) {
+            (true, _) => Some(s),
+            (false, 0) => None,
+            (false, row) => batch.is_multiple_of(row).then(|| batch / row),
+        }
+    }
+
+    /// As the copy engine sees it when sequences have lengths of their own: all rows of all sequences in one axis.
+    pub(super) fn ragged(&self, number: Number) -> Option<TensorSpan> {
+        let ([b, s, h, d], [_, row, head]) = (self.shape, self.strides);
+        let bytes = u64::from(number.bytes());
+        let rows = b.saturating_sub(1) * self.step()? + s;
+        Some(TensorSpan::ragged(self.span, number, [rows, h, d], [row * bytes, head * bytes]))
+    }
+}
+
+/// An auxiliary tensor in a device's memory: the shape is the problem's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuxPlaced {
+    /// Its memory, from the first element on.
+    pub span: Span,
+    /// Elements from one to the next along each axis.
+    pub strides: Vec<u64>,
+}
+
+/// The lists of a block mask in a device's memory: i32, partial blocks first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ListsPlaced {
+    /// `[batch | 1, heads | 1, query blocks]` each.
+    pub counts: [Span; 2],
+    /// The same with one more axis of this many entries each.
+    pub blocks: [Span; 2],
+    /// Entries of a list.
+    pub widths: [u32; 2],
+}
+
+/// The tensors of a call in a device's memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensors {
+    /// q, k, v and o.
+    pub rows: [Placed; 4],
+    /// f32, contiguous, in the shape of the problem's LSE.
+    pub lse: Span,
+    /// [`COUNTERS`] bytes, zeros before the first launch: tiles handed out, which every launch leaves at 0, and a count of
+    /// blocks done again. Launches that may run at the same time need their own.
+    pub counters: Span,
+    /// A logit for each head.
+    pub sinks: Option<Span>,
+    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
+    pub cu_seqlens: Option<[Span; 2]>,
+    /// Queries and keys in use: i32, `[batch]`.
+    pub used: [Option<Span>; 2],
+    /// Auxiliary tensors in the order of the problem.
+    pub aux: Vec<AuxPlaced>,
+    /// The lists of a block mask, where the kernel walks them.
+    pub lists: Option<ListsPlaced>,
+    /// What each block of a block mask is, where the kernel asks for each element: i32, contiguous,
+    /// `[batch | 1, heads | 1, query blocks, key blocks]`; hidden 0, partial 1, whole 2.
+    pub coverage: Option<Span>,
+}
+
+impl Tensors {
+    /// Those that every call has.
+    pub fn new(rows: [Placed; 4], lse: Span, counters: Span) -> Tensors {
+        Tensors {
+            rows,
+            lse,
+            counters,
+            sinks: None,
+            cu_seqlens: None,
+            used: [None; 2],
+            aux: Vec::new(),
+            lists: None,
+            coverage: None,
+        }
+    }
+}
+
+/// Where each parameter of a kernel stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Slots(HashMap<String, usize>);
+
+impl Slots {
+    pub fn of(kernel: &Kernel) -> Slots {
+        Slots(kernel.params.iter().enumerate().map(|(i, param)| (param.name.clone(), i)).collect())
+    }
+}
+
+/// Arguments by the names of their parameters; those that the kernel does not have are left out.
+pub(super) struct Arguments<'a> {
+    slots: &'a Slots,
+    values: Vec<Option<Value>>,
+}
+
+impl<'a> Arguments<'a> {
+    pub fn new(slots: &'a Slots) -> Self {
+        Arguments { slots, values: vec![None; slots.0.len()] }
+    }
+    pub fn add(&mut self, name: &str, value: Value) {
+        if let Some(&slot) = self.slots.0.get(name) {
+            self.values[slot] = Some(value);
+        }
+    }
+    pub fn add_u32(&mut self, name: &str, n: u64) {
+        self.add(name, Value::U32(n as u32));
+    }
+    /// The three parameters of a number that is divided by.
+    pub fn divisor(&mut self, [name, magic, shift]: [&str; 3], d: u64) {
+        for (name, value) in [name, magic, shift].into_iter().zip(divisor_values(d as u32)) {
+            self.add(name, value);
+        }
+    }
+    /// In the kernel's order.
+    pub fn finish(self) -> Vec<Value> {
+        let name = |slot: usize| self.slots.0.iter().find(|(_, at)| **at == slot).map(|(name, _)| name.clone());
+        let all = self.values.into_iter().enumerate();
+        all.map(|(slot, value)| value.unwrap_or_else(|| panic!("bug in fulgurite: no argument for {:?}", name(slot))))
+            .collect()
+    }
+}

@@ -1,0 +1,243 @@
+"""`attention` and `attention_backward`: one description of the problem, arrays of any library."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Callable
+
+from . import _describe, _dispatch
+from ._arrays import broadcast_load, four_axes, integers, kind_of, needs_grad, readable, shape_of
+from .capture import Tracer
+from .masks import block_lists
+
+Array = Any
+_quick: dict[tuple, Any] = {}
+_LAYOUTS = {False: "[batch, sequence, heads, head_dim]", True: "[total, heads, head_dim]"}
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: Any | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    cu_seqlens: tuple[Array, Array] | None = None,
+    used_lengths: tuple[Array | None, Array | None] | None = None,
+    exp: str | None = None,
+    rescale: str | None = None,
+    tau: float | None = None,
+    engine: str | None = None,
+    threads: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Any:
+    """softmax(mask(modify(scale q k^T))) v, for each head.
+
+    q, k, v       `[batch, sequence, heads, head_dim]`, or packed `[total, heads, head_dim]` with `cu_seqlens`;
+                  the heads of q a multiple of those of k and v, v may have a head_dim of its own
+    causal        True: the last query sees all keys ("bottom-right"); "top-left": the first query sees one
+    window        (left, right): keys before and after the diagonal, both included, None is unbounded
+    scale         default 1 / sqrt(head_dim)
+    softcap       c tanh(score / c)
+    mask          booleans that broadcast to `[batch, heads, q_len, k_len]`, True keeps
+    bias          floats that broadcast to the same, added to the scores; has a gradient
+    score_mod     `(score, b, h, q_idx, kv_idx) -> score`, as FlexAttention has it; tensors that it captures may be
+                  indexed, and have gradients
+    mask_mod      `(b, h, q_idx, kv_idx) -> bool`, True keeps
+    block_mask    from `create_block_mask`, or torch's: blocks that it does not list are not looked at
+    sinks         `[heads]`: a logit for each head that joins the denominator
+    alibi_slopes  float32 `[heads]` or `[batch, heads]`: the score falls with the distance from the diagonal
+    cu_seqlens    (for q, for k): cumulative offsets, batch + 1 each
+    used_lengths  (for q, for k): how much of each sequence is in use; either may be None
+    exp, rescale, tau, engine, threads
+                  how it is computed: the exponential ("native", "poly:5", "sas"), the running maximum ("always",
+                  "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, threads
+    return_lse    also return log of the softmax denominator, float32 `[batch, heads, sequence]`
+    out           write the result here; not where gradients are wanted
+
+    The order of operations: scale, softcap, ALiBi, bias, score_mod; masks; sinks; softmax; times v. Returns o, or
+    (o, lse), arrays of the kind of q. A row that sees no key is 0, its LSE -inf.
+    """
+    ops = _dispatch._ops
+    if (
+        mask
+        is bias
+        is score_mod
+        is mask_mod
+        is block_mask
+        is sinks
+        is alibi_slopes
+        is cu_seqlens
+        is used_lengths
+        is None
+        and (ops is not None or "torch" not in sys.modules)
+        and (ops is None or not ops.takes(q, k, v, ()))
+    ):
+        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+        try:
+            prepared = _quick.get(key)
+        except TypeError:  # a list, or an array
+            prepared = None
+        if prepared is None:
+            prepared = _dispatch.description(
+                _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+            )
+            _remember(key, prepared)
+        return prepared.forward(q, k, v, (), out, return_lse)
+    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+    packed = cu_seqlens is not None
+    call = _general
+    if ops is not None and not (score_mod is mask_mod is block_mask is None) and ops.torch.compiler.is_compiling():
+        call = ops.between_graphs(_general)
+    tensors = (mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths)
+    return call(text, q, k, v, packed, tensors, out, return_lse)
+
+
+def _general(text, q, k, v, packed, tensors, out, return_lse):
+    """A call with tensors beside q, k and v, or one that torch must see."""
+    extras = _extras(*tensors, needs_grad)
+    if extras.tensors:  # otherwise the extension says it
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            _rows(name, array, packed)
+    if tensors[0] is not None and not packed:
+        _broadcasts("mask", tensors[0], (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    ops = _dispatch.ops()
+    if ops is not None and isinstance(q, ops.torch.Tensor):
+        q, k, v = ops.autocast(q, k, v)
+    return _dispatch.forward(text + extras.entries, q, k, v, extras.tensors, out, return_lse)
+
+
+def _remember(key, prepared):
+    if len(_quick) >= 4096:
+        _quick.clear()
+    try:
+        _quick[key] = prepared
+    except TypeError:
+        pass
+
+
+def _rows(name, array, packed):
+    shape = shape_of(name, array, _LAYOUTS[packed])
+    if len(shape) != (3 if packed else 4):
+        raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {_LAYOUTS[packed]}")
+
+
+def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, grad):
+    """The tensors beside q, k and v, each with its entry."""
+    extras = _describe.Extras()
+    if cu_seqlens is not None:
+        pair = _describe.pair("cu_seqlens", cu_seqlens, "for queries and for keys")
+        for role, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), pair):
+            if offsets is not None:
+                extras.add(role, integers("cu_seqlens", offsets))
+    if used_lengths is not None:
+        pair = _describe.pair("used_lengths", used_lengths, "for queries and for keys")
+        for role, lengths in zip(("used_q", "used_k"), pair):
+            if lengths is not None:
+                extras.add(role, integers("used_lengths", lengths))
+    if sinks is not None:
+        extras.add("sinks", sinks)
+    if alibi_slopes is not None:
+        if len(shape_of("alibi_slopes", alibi_slopes, "[heads]")) == 2:
+            extras.aux("alibi_slopes_of_batch", alibi_slopes, False)
+            slope = "load alibi_slopes_of_batch 2 b h"
+            extras.entry(f"score sub score mul {slope} float abs sub sub add q k_len q_len k;")
+        else:
+            extras.aux("alibi_slopes", alibi_slopes, False)
+    if bias is not None:
+        if kind_of_array("bias", bias) != "float":
+            raise ValueError(f"`bias` is {bias.dtype}, allowed: floats; booleans that keep keys are `mask`")
+        bias = readable("bias", four_axes("bias", bias))
+        extras.aux("bias", bias, grad(bias))
+    if mask is not None:
+        if kind_of_array("mask", mask) != "bool":
+            raise ValueError(f"`mask` is {mask.dtype}, allowed: booleans; numbers that are added are `bias`")
+        mask = readable("mask", four_axes("mask", mask))
+        extras.aux("mask", mask, False)
+        extras.entry(f"mask not eq {broadcast_load('mask', mask.shape)} i0;")
+    tracer = Tracer()
+    if block_mask is not None:
+        block_lists(block_mask, extras, tracer)
+    if mask_mod is not None:
+        text = tracer.mask("mask_mod", mask_mod)
+        if text != "true":
+            extras.entry(f"mask {text};")
+    if score_mod is not None:
+        extras.entry(f"score {tracer.score('score_mod', score_mod)};")
+    for name, array in tracer.captured():
+        extras.aux(name, array, grad(array))
+    return extras
+
+
+def _broadcasts(name, array, sizes):
+    """Refuses a mask that is larger than the scores: it would be read at another place than its maker thinks."""
+    shape = tuple(array.shape)
+    if any(got not in (1, want) for got, want in zip(shape[::-1], sizes[::-1])):
+        raise ValueError(f"`{name}` has shape {list(shape)}, allowed: what broadcasts to {list(sizes)}")
+
+
+def kind_of_array(name, array):
+    if not hasattr(array, "dtype"):
+        raise ValueError(f"`{name}` is a {type(array).__name__}, allowed: an array")
+    return kind_of(array)
+
+
+def attention_backward(
+    d_o: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    *,
+    d_lse: Array | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: Any | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    cu_seqlens: tuple[Array, Array] | None = None,
+    used_lengths: tuple[Array | None, Array | None] | None = None,
+    exp: str | None = None,
+    rescale: str | None = None,
+    tau: float | None = None,
+    engine: str | None = None,
+    threads: int | None = None,
+    out: tuple | None = None,
+) -> tuple:
+    """The gradients of `attention`, given what it was called with, what it returned, and the gradient of o.
+
+    For arrays that have no autograd; torch tensors have `backward()`. Returns (d_q, d_k, d_v), followed by the
+    gradients of sinks, of bias and of each float array that `score_mod` captures, where there are such. `out` takes as
+    many arrays to write into.
+    """
+    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+    extras = _extras(
+        mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float
+    )
+    packed = cu_seqlens is not None
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        _rows(name, array, packed)
+    out = None if out is None else list(out)
+    saved = (o, lse, d_o, d_lse)
+    return tuple(_dispatch.backward(text + extras.entries, q, k, v, extras.tensors, saved, out))
+
+
+def _is_float(array):
+    return kind_of(array) == "float"

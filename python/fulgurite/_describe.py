@@ -1,0 +1,108 @@
+"""What a call asks for, as text: everything but the tensors.
+
+The text is the key of what is prepared for a call, and the only thing that a compiled torch graph stores about it, so
+it says everything itself. `python/src/description.rs` reads it and says what the entries mean.
+"""
+
+from __future__ import annotations
+
+_CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;"}
+
+
+def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads) -> str:
+    """The part that numbers and names say. Values are checked where they are read, unless only Python can."""
+    text = ""
+    if causal is True:
+        text += _CAUSAL["bottom-right"]
+    elif causal is not False and causal is not None:
+        if not isinstance(causal, str) or causal not in _CAUSAL:
+            raise ValueError(f'`causal` is {causal!r}, allowed: True, False, "bottom-right", "top-left"')
+        text += _CAUSAL[causal]
+    if window is not None:
+        left, right = pair("window", window, "keys before and after the diagonal, None for all")
+        text += f"window {_side(left)} {_side(right)};"
+    if scale is not None:
+        text += f"scale {_number('scale', scale)};"
+    if softcap is not None:
+        text += f"softcap {_number('softcap', softcap)};"
+    if tau is not None:
+        if rescale is not None:
+            raise ValueError(f"`tau` is {tau} and `rescale` is {rescale!r}; tau=T means rescale='lazy:T', give one")
+        rescale = f"lazy:{_number('tau', tau)}"
+    for key, name in (("exp", exp), ("rescale", rescale), ("engine", engine)):
+        if name is not None:
+            text += f"{key} {_word(key, name)};"
+    if threads is not None:
+        text += f"threads {_integer('threads', threads)};"
+    return text
+
+
+def pair(name, values, meaning):
+    """Two values, or a message that says what they would mean."""
+    if not isinstance(values, (tuple, list)) or len(values) != 2:
+        what = f"{len(values)} values" if isinstance(values, (tuple, list)) else f"one {type(values).__name__}"
+        raise ValueError(f"`{name}` is {what}, allowed: a pair, {meaning}")
+    return values
+
+
+def _side(value):
+    return "-" if value is None else _integer("window", value)
+
+
+def _integer(name, value):
+    if isinstance(value, float) or not hasattr(value, "__index__"):
+        raise ValueError(f"`{name}` is {value!r}, allowed: an integer")
+    return f"{int(value)}"
+
+
+def _number(name, value):
+    if isinstance(value, (str, bytes)):
+        raise ValueError(f"`{name}` is {value!r}, allowed: a number")
+    try:
+        return f"{float(value)!r}"
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise ValueError(f"`{name}` is {value!r}, allowed: a number") from cause
+
+
+def _word(name, value):
+    if not isinstance(value, str) or not value or any(c in " ;\t\n\r\f\v" for c in value):
+        raise ValueError(f"`{name}` is {value!r}, allowed: a name; `fulgurite.attention` lists them")
+    return value
+
+
+class Extras:
+    """The tensors of a call beside q, k and v, and the entries of the description that speak of them."""
+
+    __slots__ = ("entries", "names", "tensors")
+
+    def __init__(self):
+        self.entries = ""
+        self.tensors = []
+        self.names = []
+
+    def add(self, role, tensor):
+        """A tensor with a place of its own: sinks, offsets, lengths, block lists."""
+        self.entries += f"with {role};"
+        self.tensors.append(tensor)
+
+    def aux(self, name, tensor, grad):
+        """A tensor that modifiers read under this name."""
+        if name in self.names:
+            return
+        self.names.append(name)
+        self.entries += f"with aux {name} grad;" if grad else f"with aux {name};"
+        self.tensors.append(tensor)
+
+    def entry(self, text):
+        """An entry without a tensor."""
+        self.entries += text
+
+
+def roles(text: str) -> list[str]:
+    """What each tensor beside q, k and v is for, in order."""
+    return [entry[5:] for entry in text.split(";") if entry.startswith("with ")]
+
+
+def gradients(text: str) -> list[int]:
+    """Which tensors beside q, k and v have gradients."""
+    return [at for at, role in enumerate(roles(text)) if role == "sinks" or role.endswith(" grad")]

@@ -1,0 +1,56 @@
+"""The one way through which every call goes: a description and tensors in, tensors out.
+
+torch tensors that take part in autograd or in a compiled graph go through the operators of `_torch_ops`; everything
+else goes to the extension at once. Both end in `python/src/dispatch.rs`, which is where devices part.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ._fulgurite import Description
+
+_MAX_KNOWN = 4096
+_known: dict[str, Description] = {}
+_ops = None
+
+
+def description(text: str) -> Description:
+    """What was prepared for this text."""
+    found = _known.get(text)
+    if found is None:
+        found = Description(text)
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[text] = found
+    return found
+
+
+def ops():
+    """The torch operators; None where torch is not in use."""
+    global _ops
+    if _ops is None and "torch" in sys.modules:
+        from . import _torch_ops
+
+        _ops = _torch_ops
+    return _ops
+
+
+def forward(text, q, k, v, extras=(), out=None, want_lse=False):
+    """o, or (o, lse)."""
+    torch_ops = ops()
+    if torch_ops is not None and torch_ops.takes(q, k, v, extras):
+        if out is not None:
+            raise ValueError("`out` was given, allowed: only without gradients and outside torch.compile; leave it out")
+        o, lse = torch_ops.forward(q, k, v, extras, text)
+        return (o, lse) if want_lse else o
+    return description(text).forward(q, k, v, extras, out, want_lse)
+
+
+def backward(text, q, k, v, extras, saved, out=None):
+    """Gradients of q, k, v and of each tensor of `extras` that has one. `saved` is (o, lse, d_o, d_lse or None)."""
+    return description(text).backward(q, k, v, extras, saved, out)
+
+
+if "torch" in sys.modules:
+    ops()

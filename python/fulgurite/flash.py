@@ -1,0 +1,423 @@
+"""The functions of flash-attn, with its signatures and its meaning.
+
+Layout `[batch, sequence, heads, head_dim]`, packed `[total, heads, head_dim]`. `causal` is aligned bottom-right: the
+last query sees the last key. A side of `window_size` that is -1 or None is unbounded. Every result is deterministic, so
+`deterministic` changes nothing; neither do arguments that only tune a GPU (`num_splits`, `pack_gqa`, `sm_margin`).
+Arguments that are known and not available raise NotImplementedError with their name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ._api import attention
+from ._arrays import is_torch, shape_of
+
+Array = Any
+
+# What our own messages call differently.
+_NAMES = {"scale": "softmax_scale", "window": "window_size", "used_q": "seqused_q", "used_k": "seqused_k"}
+
+
+def renaming(names: dict[str, str]):
+    """Turns the argument names in messages into those of the decorated function."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except ValueError as error:
+                text = str(error)
+                renamed = text
+                for own, theirs in names.items():
+                    renamed = renamed.replace(f"`{own}`", f"`{theirs}`")
+                if renamed == text:
+                    raise
+                raise type(error)(renamed) from error.__cause__
+
+        return call
+
+    return decorate
+
+
+def refuse(**arguments):
+    """Raises where one of the arguments is not what it is when nobody gives it: `name=(value, default)`."""
+    for name, (value, *defaults) in arguments.items():
+        if not any(value is default or (isinstance(value, (int, float)) and value == default) for default in defaults):
+            shown = "a tensor" if hasattr(value, "shape") else repr(value)
+            raise NotImplementedError(f"`{name}` is {shown}, allowed: {defaults[0]!r}; fulgurite does not have it")
+
+
+def check_dropout(dropout_p):
+    """There is no dropout."""
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
+        raise ValueError(
+            f"`dropout_p` is {dropout_p!r}, allowed: 0.0; fulgurite has no dropout, a random mask could not be checked"
+        )
+
+
+def _window(window_size):
+    if window_size is None:
+        return None
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"`window_size` is {window_size!r}, allowed: (left, right), -1 or None is unbounded")
+    left, right = (None if side is None or side == -1 else side for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def _softcap(softcap):
+    return None if softcap is None or (isinstance(softcap, (int, float)) and softcap == 0) else softcap
+
+
+def _one_of(**arguments):
+    """The one that was given, among several names of the same argument."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(f'`{name}`' for name in given)} are one argument, allowed: one of them")
+    return next(iter(given.values()), None)
+
+
+def _results(result, return_attn_probs, return_lse):
+    if return_attn_probs:
+        return (*result, None)
+    return result
+
+
+def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, probs, lse, **more):
+    if not isinstance(causal, bool):
+        raise ValueError(f"`causal` is {causal!r}, allowed: True, False")
+    result = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=_window(window_size),
+        scale=softmax_scale,
+        softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=bool(probs or lse),
+        **more,
+    )
+    return _results(result, probs, lse)
+
+
+@renaming(_NAMES)
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Array | None = None,
+    s_aux: Array | None = None,
+    return_lse: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    qv: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    attention_chunk: int = 0,
+) -> Any:
+    """Attention over `[batch, sequence, heads, head_dim]`; k and v may have fewer heads, v another head_dim.
+
+    Returns out; with `return_attn_probs` (out, softmax_lse, None), with `return_lse` (out, softmax_lse), softmax_lse
+    float32 `[batch, heads, sequence]`. `learnable_sink` (or `s_aux`) is a logit for each head that joins the
+    denominator.
+    """
+    check_dropout(dropout_p)
+    refuse(
+        qv=(qv, None),
+        q_descale=(q_descale, None),
+        k_descale=(k_descale, None),
+        v_descale=(v_descale, None),
+        attention_chunk=(attention_chunk, 0),
+    )
+    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    return _flash(
+        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse
+    )
+
+
+@renaming(_NAMES)
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Array | None = None,
+    *,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    learnable_sink: Array | None = None,
+    s_aux: Array | None = None,
+    return_lse: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    page_table: Array | None = None,
+    qv: Array | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    attention_chunk: int = 0,
+) -> Any:
+    """Attention over sequences that lie one after the other, `[total, heads, head_dim]`.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are cumulative offsets, batch + 1 each; `max_seqlen_q` and `max_seqlen_k` are read
+    off them and may be left out. softmax_lse is `[heads, total]`.
+    """
+    check_dropout(dropout_p)
+    refuse(
+        block_table=(block_table, None),
+        page_table=(page_table, None),
+        qv=(qv, None),
+        q_descale=(q_descale, None),
+        k_descale=(k_descale, None),
+        v_descale=(v_descale, None),
+        attention_chunk=(attention_chunk, 0),
+    )
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None:
+            raise ValueError(f"`{name}` is None, allowed: cumulative offsets, batch + 1 of them")
+    used = None if seqused_q is None and seqused_k is None else (seqused_q, seqused_k)
+    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    return _flash(
+        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used,
+    )  # fmt: skip
+
+
+def _unpack(name, packed, count, axis):
+    """q, k, v (or k, v) of one array; with autograd their gradients are put together once."""
+    shape = shape_of(name, packed, f"with {count} at axis {axis}")
+    if len(shape) <= axis or shape[axis] != count:
+        raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {count} at axis {axis}")
+    if is_torch(packed):
+        return packed.unbind(axis)
+    return tuple(packed[(slice(None),) * axis + (at,)] for at in range(count))
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of one array `[batch, sequence, 3, heads, head_dim]`."""
+    q, k, v = _unpack("qkv", qkv, 3, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Array,
+    kv: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q and one array `[batch, sequence, 2, heads, head_dim]`."""
+    k, v = _unpack("kv", kv, 2, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Array,
+    cu_seqlens: Array,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of one array `[total, 3, heads, head_dim]`."""
+    q, k, v = _unpack("qkv", qkv, 3, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Array,
+    kv: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of q and one array `[total, 2, heads, head_dim]`."""
+    k, v = _unpack("kv", kv, 2, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@renaming({**_NAMES, "k": "k_cache", "v": "v_cache", "used_k": "cache_seqlens", "used_lengths": "cache_seqlens"})
+def flash_attn_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: int | Array | None = None,
+    cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None,
+    block_table: Array | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Array | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Array | None = None,
+    s_aux: Array | None = None,
+    learnable_sink: Array | None = None,
+) -> Any:
+    """Attention of q over a cache `[batch, room, heads, head_dim]`, of which `cache_seqlens` keys are in use.
+
+    k and v, `[batch, new, heads, head_dim]`, are first written into the caches behind the keys in use, in place.
+    `cache_seqlens` is one number or one for each sequence; without it the whole cache is in use. `cache_leftpad` says
+    where each sequence begins. No gradients. Rotary embedding, `cache_batch_idx` and paged caches are not here.
+    """
+    refuse(
+        rotary_cos=(rotary_cos, None),
+        rotary_sin=(rotary_sin, None),
+        cache_batch_idx=(cache_batch_idx, None),
+        block_table=(block_table, None),
+        page_table=(page_table, None),
+    )
+    batch = shape_of("q", q, "[batch, sequence, heads, head_dim]")[0]
+    shape = shape_of("k_cache", k_cache, "[batch, room, heads, head_dim]")
+    if len(shape) != 4 or shape[0] != batch:
+        raise ValueError(f"`k_cache` has shape {list(shape)}, allowed: [{batch}, room, heads, head_dim]")
+    room = shape[1]
+    used = _used("cache_seqlens", cache_seqlens, batch, room)
+    if (k is None) != (v is None):
+        raise ValueError("`k` and `v` belong together; give both or neither")
+    if k is not None:
+        new = shape_of("k", k, "[batch, new, heads, head_dim]")[1]
+        if cache_seqlens is None:
+            raise ValueError("`cache_seqlens` is None, allowed with `k` and `v`: how many keys are in use before them")
+        for at, length in enumerate(used):
+            if length + new > room:
+                raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            _append(cache, rows, used)
+        used = [length + new for length in used]
+    more = {}
+    if cache_seqlens is not None:
+        more["used_lengths"] = (None, _like(q, used))
+    if cache_leftpad is not None:
+        leftpad = _like(q, _used("cache_leftpad", cache_leftpad, batch, room))
+        more["mask_mod"] = lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
+    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    if is_torch(q):
+        import torch
+
+        with torch.no_grad():
+            return _flash(
+                q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False,
+                return_softmax_lse, **more,
+            )  # fmt: skip
+    return _flash(
+        q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False,
+        return_softmax_lse, **more,
+    )  # fmt: skip
+
+
+def _used(name, lengths, batch, room):
+    """One length for each sequence, as Python integers."""
+    if lengths is None:
+        return [room] * batch
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        lengths = [lengths] * batch
+    elif hasattr(lengths, "tolist"):
+        lengths = lengths.tolist()
+        lengths = [lengths] * batch if isinstance(lengths, int) else lengths
+    if not isinstance(lengths, list) or len(lengths) != batch or not all(isinstance(n, int) for n in lengths):
+        raise ValueError(f"`{name}` is {lengths!r}, allowed: an integer, or {batch} of them")
+    for at, length in enumerate(lengths):
+        if not 0 <= length <= room:
+            raise ValueError(f"`{name}`[{at}] is {length}, allowed: 0 to {room}")
+    return lengths
+
+
+def _append(cache, rows, used):
+    new = rows.shape[1]
+    if is_torch(cache):
+        import torch
+
+        with torch.no_grad():
+            if len(set(used)) == 1:
+                cache[:, used[0] : used[0] + new] = rows
+            else:
+                for at, length in enumerate(used):
+                    cache[at, length : length + new] = rows[at]
+        return
+    for at, length in enumerate(used):
+        cache[at, length : length + new] = rows[at]
+
+
+def _like(q, lengths):
+    if is_torch(q):
+        import torch
+
+        return torch.tensor(lengths, dtype=torch.int32)
+    import numpy
+
+    return numpy.array(lengths, numpy.int32)

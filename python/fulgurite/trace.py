@@ -1,0 +1,534 @@
+"""Python callables in FlexAttention's form, traced into expressions.
+
+    score_mod(score, b, h, q_idx, kv_idx) -> score          mask_mod(b, h, q_idx, kv_idx) -> bool
+
+A callable is run once with stand-ins that write down what is done to them. Operators, the functions of torch and of
+NumPy that are listed in `_FUNCTIONS`, and methods of the same names work; arrays that the callable captures are indexed
+by stand-ins. Whatever cannot be written down is an error that says which operation it was. Gradients need no second
+function.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any, Callable
+
+from ._arrays import is_torch
+
+# A modifier that a person wrote has some hundred characters.
+_MAX_CHARACTERS = 40_000
+
+
+# Who is tracing, the innermost last: it names the arrays that are captured.
+tracing: list[Any] = []
+
+
+class TraceError(ValueError):
+    """A callable does something that cannot be written down."""
+
+
+def _no(what):
+    raise TraceError(
+        f"{what} cannot be traced; allowed: arithmetic, comparisons, & | ~, {', '.join(sorted(_FUNCTIONS))}"
+    )
+
+
+class Traced:
+    """Stands for a number or a condition while a callable is traced."""
+
+    __slots__ = ("kind", "text")
+    __array_priority__ = 1000
+    __hash__ = None
+    # What torch's own helpers ask of an index.
+    ndim = 0
+    shape = ()
+    device = None
+
+    def __init__(self, text: str, kind: str):
+        if len(text) > _MAX_CHARACTERS:
+            raise TraceError("the expression is too large; move constant parts into a tensor and index it")
+        self.text, self.kind = text, kind
+
+    def __repr__(self):
+        return f"<{self.kind} {self.text}>"
+
+    def __add__(self, other):
+        return _arithmetic("add", self, other)
+
+    def __radd__(self, other):
+        return _arithmetic("add", other, self)
+
+    def __sub__(self, other):
+        return _arithmetic("sub", self, other)
+
+    def __rsub__(self, other):
+        return _arithmetic("sub", other, self)
+
+    def __mul__(self, other):
+        return _arithmetic("mul", self, other)
+
+    def __rmul__(self, other):
+        return _arithmetic("mul", other, self)
+
+    def __truediv__(self, other):
+        return _true_divide(self, other)
+
+    def __rtruediv__(self, other):
+        return _true_divide(other, self)
+
+    def __floordiv__(self, other):
+        return _floor_divide(self, other)
+
+    def __rfloordiv__(self, other):
+        return _floor_divide(other, self)
+
+    def __mod__(self, other):
+        return _remainder(self, other)
+
+    def __rmod__(self, other):
+        return _remainder(other, self)
+
+    def __pow__(self, other):
+        return _power(self, other)
+
+    def __rpow__(self, other):
+        return _power(other, self)
+
+    def __neg__(self):
+        return _unary("neg", self)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return _unary("abs", self)
+
+    def __eq__(self, other):
+        return _compare("eq", self, other)
+
+    def __ne__(self, other):
+        return _not(_compare("eq", self, other))
+
+    def __lt__(self, other):
+        return _compare("lt", self, other)
+
+    def __le__(self, other):
+        return _compare("le", self, other)
+
+    def __gt__(self, other):
+        return _compare("lt", other, self)
+
+    def __ge__(self, other):
+        return _compare("le", other, self)
+
+    def __and__(self, other):
+        return _logic("and", self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other):
+        return _logic("or", self, other)
+
+    __ror__ = __or__
+
+    def __xor__(self, other):
+        return _logic("or", self, other) & _not(_logic("and", self, other))
+
+    __rxor__ = __xor__
+
+    def __invert__(self):
+        return _not(self)
+
+    def __bool__(self):
+        raise TraceError(
+            "a traced value was used as a Python condition (`if`, `and`, `or`, `not`, chained comparison); "
+            "allowed: torch.where, `&`, `|`, `~`"
+        )
+
+    def __index__(self):
+        raise TraceError(
+            "a traced value was used as a Python integer or an index; index arrays that the callable captures"
+        )
+
+    __int__ = __index__
+    __iter__ = __index__
+    __len__ = __index__
+
+    def __float__(self):
+        raise TraceError("a traced value was used as a Python float; use functions of torch or NumPy instead of math")
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _FUNCTIONS:
+            return functools.partial(_FUNCTIONS[name], self)
+        _no(f"`.{name}` of a traced value")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return call(func, args, kwargs or {})
+
+    def __array_ufunc__(self, ufunc, method, *args, **kwargs):
+        if method != "__call__":
+            _no(f"numpy.{ufunc.__name__}.{method}")
+        return call(ufunc, args, kwargs)
+
+    def __array_function__(self, func, types, args, kwargs):
+        return call(func, args, kwargs)
+
+    @property
+    def dtype(self):
+        library = sys.modules.get("torch") or __import__("numpy")
+        return {"float": library.float32, "int": library.int32}.get(self.kind) or getattr(library, "bool", bool)
+
+
+class Captured:
+    """An array that a callable reads: indexed by traced values, one for each axis."""
+
+    __slots__ = ("array", "at")
+    __array_ufunc__ = None
+
+    def __init__(self, array, at=()):
+        self.array, self.at = array, at
+
+    def __getitem__(self, index):
+        at = self.at + (index if isinstance(index, tuple) else (index,))
+        rank = len(self.array.shape)
+        if len(at) > rank:
+            raise TraceError(
+                f"a captured array of shape {list(self.array.shape)} has {len(at)} indices, allowed: {rank}"
+            )
+        return _load(self.array, at) if len(at) == rank else Captured(self.array, at)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in ("shape", "dtype", "ndim", "device", "size", "numel") and not self.at:
+            return getattr(self.array, name)
+        raise TraceError(
+            f"`{name}` of a captured array cannot be traced, allowed: indexing it; do it before, outside the callable"
+        )
+
+
+def lift(value) -> Traced:
+    """A traced value from whatever stands beside one."""
+    if isinstance(value, Traced):
+        return value
+    if isinstance(value, Captured):
+        if not value.array.shape:
+            return _load(value.array, ())
+        left = len(value.array.shape) - len(value.at)
+        raise TraceError(f"a captured array is used with {left} axes left over; index each of its axes")
+    if isinstance(value, bool):
+        return Traced("true" if value else "false", "bool")
+    if isinstance(value, int):
+        if not -(2**31) <= value < 2**31:
+            raise TraceError(f"{value} does not fit 32 bits")
+        return Traced(f"i{value}", "int")
+    if isinstance(value, float):
+        return Traced(f"f{value!r}", "float")
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if tuple(value.shape) == () and not is_torch(value) and hasattr(value, "item"):
+            return lift(value.item())
+        return lift(Captured(value))
+    raise TraceError(f"a {type(value).__name__} beside a traced value cannot be traced")
+
+
+def _load(array, at) -> Traced:
+    tracer = tracing[-1] if tracing else None
+    if tracer is None:
+        raise TraceError("a captured array was indexed after tracing; do not keep traced values")
+    words = []
+    for axis, index in enumerate(at):
+        if isinstance(index, (slice, type(None), type(Ellipsis))):
+            raise TraceError(
+                "a slice, None or ... beside a traced index cannot be traced; give one index for each axis"
+            )
+        index = lift(index)
+        if index.kind != "int":
+            raise TraceError(f"a captured array is indexed by a {index.kind}, allowed: integers")
+        if index.text.startswith("i-"):
+            index = lift(int(array.shape[axis]) + int(index.text[1:]))
+        words.append(index.text)
+    name, shape, kind = tracer.name_of(array)
+    if not shape:
+        words, at = ["i0"], (0,)
+    text = f"load {name} {len(at)} {' '.join(words)}"
+    return Traced(f"not eq {text} i0", "bool") if kind == "bool" else Traced(text, kind)
+
+
+def _number(value) -> Traced:
+    """Booleans count as 0 and 1 where numbers are wanted."""
+    value = lift(value)
+    return Traced(f"select {value.text} i1 i0", "int") if value.kind == "bool" else value
+
+
+def as_float(value) -> Traced:
+    value = _number(value)
+    return value if value.kind == "float" else Traced(f"float {value.text}", "float")
+
+
+def _integer(value) -> Traced:
+    """Towards zero, as torch converts."""
+    value = _number(value)
+    if value.kind == "int":
+        return value
+    down, up = f"floor {value.text}", f"neg floor neg {value.text}"
+    return Traced(f"select lt {value.text} f0.0 {up} {down}", "int")
+
+
+def _boolean(value) -> Traced:
+    value = lift(value)
+    return value if value.kind == "bool" else _not(_compare("eq", value, 0 if value.kind == "int" else 0.0))
+
+
+def _arithmetic(op, a, b) -> Traced:
+    a, b = _number(a), _number(b)
+    return Traced(f"{op} {a.text} {b.text}", "float" if "float" in (a.kind, b.kind) else "int")
+
+
+def _true_divide(a, b) -> Traced:
+    a, b = as_float(a), as_float(b)
+    return Traced(f"div {a.text} {b.text}", "float")
+
+
+def _floor_divide(a, b) -> Traced:
+    a, b = _number(a), _number(b)
+    if a.kind == b.kind == "int":
+        return Traced(f"div {a.text} {b.text}", "int")
+    return as_float(_unary("floor", _true_divide(a, b)))
+
+
+def _remainder(a, b) -> Traced:
+    a, b = _number(a), _number(b)
+    if a.kind == b.kind == "int":
+        return Traced(f"rem {a.text} {b.text}", "int")
+    return a - b * _floor_divide(a, b)
+
+
+def _power(a, b) -> Traced:
+    if isinstance(a, (int, float)) and not isinstance(a, bool) and a > 0:
+        return _unary("exp", as_float(b) * math.log(a))
+    if not isinstance(b, (int, float)) or isinstance(b, bool):
+        _no("a power with a traced exponent and a traced base")
+    if b == 0.5:
+        return _unary("sqrt", as_float(a))
+    if b != int(b) or abs(b) > 8:
+        _no(f"the power {b}")
+    result = lift(1 if isinstance(b, int) and b >= 0 else 1.0)
+    for step in range(abs(int(b))):
+        result = _number(a) if step == 0 else result * a
+    return _true_divide(1.0, result) if b < 0 else result
+
+
+_FLOATS = ("exp", "log", "sqrt", "tanh")
+
+
+def _unary(op, a) -> Traced:
+    a = as_float(a) if op in _FLOATS or op == "floor" else _number(a)
+    return Traced(f"{op} {a.text}", "int" if op == "floor" else a.kind)
+
+
+def _compare(op, a, b) -> Traced:
+    a, b = _number(a), _number(b)
+    return Traced(f"{op} {a.text} {b.text}", "bool")
+
+
+def _logic(op, a, b) -> Traced:
+    a, b = lift(a), lift(b)
+    if not a.kind == b.kind == "bool":
+        _no(f"`{'&' if op == 'and' else '|'}` of a {a.kind} and a {b.kind}")
+    for x, y in ((a, b), (b, a)):
+        if x.text in ("true", "false"):
+            return y if (x.text == "true") == (op == "and") else x
+    return Traced(f"{op} {a.text} {b.text}", "bool")
+
+
+def _not(a) -> Traced:
+    a = lift(a)
+    if a.kind != "bool":
+        _no(f"`~` of a {a.kind}")
+    return Traced(a.text[4:] if a.text.startswith("not ") else f"not {a.text}", "bool")
+
+
+def _where(condition, yes, no) -> Traced:
+    condition, yes, no = _boolean(condition), lift(yes), lift(no)
+    if yes.kind != no.kind:
+        yes, no = _number(yes), _number(no)
+    if yes.kind != no.kind:
+        yes, no = as_float(yes), as_float(no)
+    return Traced(f"select {condition.text} {yes.text} {no.text}", yes.kind)
+
+
+def _extreme(op, a, b) -> Traced:
+    return _arithmetic(op, a, b)
+
+
+def _clamp(a, min=None, max=None, **numpy) -> Traced:
+    min, max = numpy.pop("a_min", min), numpy.pop("a_max", max)
+    result = _number(a)
+    if min is not None:
+        result = _extreme("max", result, min)
+    return result if max is None else _extreme("min", result, max)
+
+
+def _to(a, *args, **kwargs) -> Traced:
+    """Conversion to the type that is among the arguments; devices and layouts change nothing."""
+    a = lift(a)
+    for want in (*args, *kwargs.values()):
+        if isinstance(want, Traced):
+            return _as(a, want.kind)
+        name = getattr(want, "__name__", str(want)).rpartition(".")[2]
+        if name in ("double", "half") or name.startswith(("float", "bfloat")):
+            return _as(a, "float")
+        if name in ("long",) or name.startswith(("int", "uint")):
+            return _as(a, "int")
+        if name.startswith("bool"):
+            return _as(a, "bool")
+    return a
+
+
+def _as(a, kind) -> Traced:
+    return {"float": as_float, "int": _integer, "bool": _boolean}[kind](a)
+
+
+def _filled(value):
+    def make(_, shape=(), *more, dtype=None, **kwargs):
+        if shape not in ((), []) or more:
+            _no("a new tensor with axes")
+        return _to(lift(value), dtype) if dtype is not None else lift(value)
+
+    return make
+
+
+def _add_scaled(op):
+    def function(a, b, alpha=1, **kwargs):
+        return _arithmetic(op, a, b if alpha == 1 else _arithmetic("mul", b, alpha))
+
+    return function
+
+
+_FUNCTIONS: dict[str, Callable] = {
+    "abs": lambda a: _unary("abs", a),
+    "exp": lambda a: _unary("exp", a),
+    "exp2": lambda a: _unary("exp", as_float(a) * math.log(2)),
+    "log": lambda a: _unary("log", a),
+    "log2": lambda a: _unary("log", a) * (1 / math.log(2)),
+    "log1p": lambda a: _unary("log", as_float(a) + 1.0),
+    "sqrt": lambda a: _unary("sqrt", a),
+    "rsqrt": lambda a: _true_divide(1.0, _unary("sqrt", a)),
+    "reciprocal": lambda a: _true_divide(1.0, a),
+    "tanh": lambda a: _unary("tanh", a),
+    "sigmoid": lambda a: _true_divide(1.0, _unary("exp", -as_float(a)) + 1.0),
+    "relu": lambda a: _extreme("max", a, 0.0 if _number(a).kind == "float" else 0),
+    "square": lambda a: _number(a) * a,
+    "sign": lambda a: _where(lift(a) > 0, 1, _where(lift(a) < 0, -1, 0)),
+    "neg": lambda a: _unary("neg", a),
+    "negative": lambda a: _unary("neg", a),
+    "positive": _number,
+    "floor": lambda a: as_float(_unary("floor", a)) if _number(a).kind == "float" else _number(a),
+    "ceil": lambda a: -as_float(_unary("floor", -as_float(a))) if _number(a).kind == "float" else _number(a),
+    "trunc": lambda a: as_float(_integer(a)) if _number(a).kind == "float" else _number(a),
+    "add": _add_scaled("add"),
+    "sub": _add_scaled("sub"),
+    "subtract": _add_scaled("sub"),
+    "rsub": lambda a, b: _arithmetic("sub", b, a),
+    "mul": lambda a, b: _arithmetic("mul", a, b),
+    "multiply": lambda a, b: _arithmetic("mul", a, b),
+    "div": lambda a, b, rounding_mode=None: _floor_divide(a, b) if rounding_mode == "floor" else _true_divide(a, b),
+    "divide": _true_divide,
+    "true_divide": _true_divide,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "mod": _remainder,
+    "pow": _power,
+    "power": _power,
+    "minimum": lambda a, b: _extreme("min", a, b),
+    "maximum": lambda a, b: _extreme("max", a, b),
+    "min": lambda a, b: _extreme("min", a, b),
+    "max": lambda a, b: _extreme("max", a, b),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda a, min: _clamp(a, min),
+    "clamp_max": lambda a, max: _clamp(a, None, max),
+    "where": _where,
+    "eq": lambda a, b: _compare("eq", a, b),
+    "equal": lambda a, b: _compare("eq", a, b),
+    "ne": lambda a, b: _not(_compare("eq", a, b)),
+    "not_equal": lambda a, b: _not(_compare("eq", a, b)),
+    "lt": lambda a, b: _compare("lt", a, b),
+    "less": lambda a, b: _compare("lt", a, b),
+    "le": lambda a, b: _compare("le", a, b),
+    "less_equal": lambda a, b: _compare("le", a, b),
+    "gt": lambda a, b: _compare("lt", b, a),
+    "greater": lambda a, b: _compare("lt", b, a),
+    "ge": lambda a, b: _compare("le", b, a),
+    "greater_equal": lambda a, b: _compare("le", b, a),
+    "logical_and": lambda a, b: _logic("and", _boolean(a), _boolean(b)),
+    "logical_or": lambda a, b: _logic("or", _boolean(a), _boolean(b)),
+    "logical_xor": lambda a, b: _boolean(a) ^ _boolean(b),
+    "logical_not": lambda a: _not(_boolean(a)),
+    "bitwise_and": lambda a, b: _logic("and", a, b),
+    "bitwise_or": lambda a, b: _logic("or", a, b),
+    "bitwise_not": _not,
+    "invert": _not,
+    "float": as_float,
+    "int": _integer,
+    "long": _integer,
+    "bool": _boolean,
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "astype": _to,
+    "clone": lift,
+    "detach": lift,
+    "contiguous": lift,
+    "new_ones": _filled(1),
+    "new_zeros": _filled(0),
+    "ones_like": _filled(1),
+    "zeros_like": _filled(0),
+}
+# Names under which torch hands operators to a function mode.
+_OPERATORS = {
+    "__radd__": lambda a, b: _arithmetic("add", b, a),
+    "__rsub__": lambda a, b: _arithmetic("sub", b, a),
+    "__rmul__": lambda a, b: _arithmetic("mul", b, a),
+    "__rdiv__": lambda a, b: _true_divide(b, a),
+    "__rtruediv__": lambda a, b: _true_divide(b, a),
+    "__rfloordiv__": lambda a, b: _floor_divide(b, a),
+    "__rmod__": lambda a, b: _remainder(b, a),
+    "__rpow__": lambda a, b: _power(b, a),
+    "__getitem__": lambda a, index: (a if isinstance(a, Captured) else Captured(a))[index],
+    "__and__": lambda a, b: _logic("and", a, b),
+    "__rand__": lambda a, b: _logic("and", a, b),
+    "__or__": lambda a, b: _logic("or", a, b),
+    "__ror__": lambda a, b: _logic("or", a, b),
+    "__invert__": _not,
+    "__pow__": _power,
+    "__mod__": _remainder,
+    "__floordiv__": _floor_divide,
+}
+
+
+def call(func, args, kwargs):
+    name = getattr(func, "__name__", str(func))
+    function = _OPERATORS.get(name) or _FUNCTIONS.get(name)
+    if function is None:
+        function = _FUNCTIONS.get(name.strip("_"))
+    if function is None:
+        _no(f"`{getattr(func, '__module__', None) or 'torch'}.{name}`")
+    kwargs = {"b" if key == "other" else key: value for key, value in kwargs.items() if key not in ("out", "device")}
+    try:
+        return function(*args, **kwargs)
+    except TypeError as cause:
+        raise TraceError(f"`{name}` was called in a way that cannot be traced: {cause}") from cause
+
+
+def has_traced(values) -> bool:
+    """Whether a stand-in is among the values, or in a tuple among them."""
+    return any(
+        isinstance(value, (Traced, Captured)) or (isinstance(value, (tuple, list)) and has_traced(value))
+        for value in values
+    )

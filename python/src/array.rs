@@ -1,0 +1,320 @@
+//! An array of the caller: where it lies, what is in it, and how to make another of its kind.
+
+use crate::foreign::{self, Speaks};
+use crate::memory::Span;
+use fulgurite_core::tensor::MAX_RANK;
+use fulgurite_core::{DType, TensorView, TensorViewMut};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+use std::fmt;
+
+/// What a caller got wrong.
+pub fn wrong(text: impl Into<String>) -> PyErr {
+    PyValueError::new_err(text.into())
+}
+
+/// An element type in DLPack's numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Element {
+    /// 0 signed, 1 unsigned, 2 float, 4 bfloat, 5 complex, 6 bool; the others are exotic.
+    pub code: u8,
+    /// Width; 0 where it is not a whole number of such bits.
+    pub bits: u8,
+}
+
+impl Element {
+    /// `DType::F32`.
+    pub const F32: Element = Element { code: 2, bits: 32 };
+
+    /// From the name that torch gives it; an unknown one is exotic.
+    pub fn named(name: &str) -> Element {
+        let digits = name.trim_start_matches(|c: char| c.is_alphabetic());
+        let code = match &name[..name.len() - digits.len()] {
+            "int" => 0,
+            "uint" => 1,
+            "float" => 2,
+            "bfloat" => 4,
+            "complex" => 5,
+            "bool" => 6,
+            _ => 3,
+        };
+        Element { code, bits: if code == 6 { 8 } else { digits.parse().unwrap_or(0) } }
+    }
+
+    /// The type as tensors have it.
+    pub fn dtype(self) -> Option<DType> {
+        match (self.code, self.bits) {
+            (2, 32) => Some(DType::F32),
+            (2, 16) => Some(DType::F16),
+            (4, 16) => Some(DType::Bf16),
+            (0, 32) => Some(DType::I32),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Element {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Element { code, bits } = self;
+        match code {
+            0 => write!(f, "int{bits}"),
+            1 => write!(f, "uint{bits}"),
+            2 => write!(f, "float{bits}"),
+            4 => write!(f, "bfloat{bits}"),
+            5 => write!(f, "complex{bits}"),
+            6 => f.write_str("bool"),
+            _ => f.write_str("of another type"),
+        }
+    }
+}
+
+/// Whose memory it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// Memory that this process reads and writes.
+    Host,
+    /// A CUDA GPU, by its number.
+    Cuda(i32),
+    /// Another device, by DLPack's number of its kind.
+    Other(i32),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => f.write_str("cpu"),
+            Place::Cuda(number) => write!(f, "cuda:{number}"),
+            Place::Other(kind) => write!(f, "a device of kind {kind}"),
+        }
+    }
+}
+
+/// An array as its library describes it; strides in elements.
+pub struct Array {
+    address: usize,
+    element: Element,
+    place: Place,
+    /// Kind and number in DLPack's terms.
+    device: [i32; 2],
+    writable: bool,
+    rank: usize,
+    shape: [usize; MAX_RANK],
+    /// `None`: contiguous, worked out from the shape.
+    strides: [Option<isize>; MAX_RANK],
+    /// What must live as long as this.
+    kept: Option<Py<PyAny>>,
+}
+
+impl Array {
+    /// An array whose sizes are still to be set, axis by axis.
+    pub fn new(
+        arg: &str,
+        address: usize,
+        element: Element,
+        rank: usize,
+        place: Place,
+        writable: bool,
+    ) -> PyResult<Array> {
+        if rank > MAX_RANK {
+            return Err(wrong(format!("`{arg}` has {rank} axes, allowed: at most {MAX_RANK}")));
+        }
+        let (shape, strides) = ([0; MAX_RANK], [None; MAX_RANK]);
+        let device = match place {
+            Place::Host => [1, 0],
+            Place::Cuda(number) => [2, number],
+            Place::Other(kind) => [kind, 0],
+        };
+        Ok(Array { address, element, place, device, writable, rank, shape, strides, kept: None })
+    }
+
+    /// Sets the size of an axis and the distance of its elements.
+    pub fn set(&mut self, axis: usize, size: usize, stride: Option<isize>) {
+        (self.shape[axis], self.strides[axis]) = (size, stride);
+    }
+
+    /// Holds on to `object` as long as this exists.
+    pub fn keep(&mut self, object: Py<PyAny>) {
+        self.kept = Some(object);
+    }
+
+    /// Reads the description of an object.
+    pub fn read(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+        match foreign::speaks(object)? {
+            Some(speaks) => foreign::read(arg, object, speaks),
+            None => Err(wrong(format!(
+                "`{arg}` is a {}, allowed: a NumPy array, a torch tensor or an array that speaks DLPack",
+                object.get_type().name()?
+            ))),
+        }
+    }
+
+    /// The size of each axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    /// Where it lies.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// The element type as the library numbers it.
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// The element type.
+    pub fn dtype(&self, arg: &str) -> PyResult<DType> {
+        self.element
+            .dtype()
+            .ok_or_else(|| wrong(format!("`{arg}` is {}, allowed: f32, f16, bf16, i32; convert it", self.element)))
+    }
+
+    /// Strides without signs, and the memory from the first to the last element.
+    fn span(&self, arg: &str) -> PyResult<([usize; MAX_RANK], Span)> {
+        let (shape, dtype) = (self.shape(), self.dtype(arg)?);
+        if shape.contains(&0) {
+            // Without elements nothing is ever stepped over, and libraries put anything there.
+            return Ok(([1; MAX_RANK], Span::new(0, dtype, 0).map_err(|e| wrong(e.to_string()))?));
+        }
+        let overflow = || wrong(format!("`{arg}` of shape {shape:?} overflows the address space"));
+        let mut steps = [0usize; MAX_RANK];
+        let (mut last, mut contiguous) = (0usize, 1usize);
+        for axis in (0..self.rank).rev() {
+            let size = shape[axis];
+            // The same holds for an axis of one element.
+            let stride = if size == 1 { 0 } else { self.strides[axis].unwrap_or(contiguous as isize) };
+            steps[axis] = usize::try_from(stride).map_err(|_| {
+                wrong(format!("`{arg}` has stride {stride} on axis {axis}, allowed: 0 or more; copy it"))
+            })?;
+            let reach = (size - 1).checked_mul(steps[axis]);
+            last = reach.and_then(|reach| last.checked_add(reach)).ok_or_else(overflow)?;
+            contiguous = contiguous.checked_mul(size).ok_or_else(overflow)?;
+        }
+        let len = last.checked_add(1).ok_or_else(overflow)?;
+        let span = Span::new(self.address, dtype, len).map_err(|e| wrong(format!("`{arg}` {e}")))?;
+        Ok((steps, span))
+    }
+
+    /// Strides, address and bytes, for who knows the device it lies on.
+    pub fn memory(&self, arg: &str) -> PyResult<(Vec<usize>, usize, usize)> {
+        let (strides, span) = self.span(arg)?;
+        Ok((strides[..self.rank].to_vec(), self.address, span.bytes()))
+    }
+
+    /// The tensor, for reading until `self` is dropped, which is when the call ends.
+    pub fn view<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorView<'a>> {
+        let (strides, span) = self.span(arg)?;
+        claims.0.push((arg, span));
+        // SAFETY: the extension's contract; no slice for writing overlaps this one, since `view_mut` looks for
+        // every span that was claimed, and nothing is claimed for reading after something is for writing.
+        let data = unsafe { span.read() };
+        TensorView::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
+    }
+
+    /// The tensor, for writing until `self` is dropped, which is when the call ends.
+    pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
+        if !self.writable {
+            return Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it")));
+        }
+        let (strides, span) = self.span(arg)?;
+        if let Some((other, _)) = claims.0.iter().find(|(_, claimed)| claimed.overlaps(&span)) {
+            return Err(wrong(format!("`{arg}` shares memory with `{other}`; write into a tensor of its own")));
+        }
+        claims.0.push((arg, span));
+        // SAFETY: the extension's contract, and no other slice of this call touches the memory.
+        let data = unsafe { span.write() };
+        TensorViewMut::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
+    }
+}
+
+/// The memory that one call refers to, so that nothing is written that is also read or written elsewhere.
+#[derive(Debug)]
+pub struct Claims<'a>(Vec<(&'a str, Span)>);
+
+impl Default for Claims<'_> {
+    fn default() -> Self {
+        Claims(Vec::with_capacity(8)) // q, k, v, o, lse and some more
+    }
+}
+
+/// A result that is being filled.
+pub struct Fresh {
+    object: Py<PyAny>,
+    /// Where it goes when it is full: `asarray` of the caller's library, if that is not where it was made.
+    into: Option<Py<PyAny>>,
+}
+
+impl Fresh {
+    /// The object to fill.
+    pub fn object<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.object.bind(py)
+    }
+
+    /// The result as the caller gets it.
+    pub fn finish(self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        match self.into {
+            None => Ok(self.object),
+            Some(into) => into.call1(py, (self.object,)),
+        }
+    }
+}
+
+/// JAX takes memory over without a copy where it begins at a multiple of this.
+const ALIGN_BYTES: usize = 64;
+
+/// A new contiguous array of the kind and on the device of `like`, which `array` describes; its type is that of `like`
+/// unless `f32` is asked for.
+pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+    static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = like.py();
+    let speaks = foreign::speaks(like)?;
+    if let Some(Speaks::Table(table)) = speaks {
+        let element = if f32 { Element::F32 } else { array.element };
+        return Ok(Fresh { object: table.allocate(py, element, array.device, shape)?, into: None });
+    }
+    let dimensions = PyTuple::new(py, shape)?;
+    let object = match speaks {
+        Some(Speaks::Methods) if f32 => {
+            let options = PyDict::new(py);
+            options.set_item("dtype", py.import("torch")?.getattr("float32")?)?;
+            like.call_method("new_empty", (dimensions,), Some(&options))?
+        }
+        Some(Speaks::Table(_) | Speaks::Methods) => like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?,
+        Some(Speaks::Capsule) => return aligned(like, shape, f32),
+        Some(Speaks::Struct) | None => {
+            let dtype = if f32 {
+                pyo3::intern!(py, "float32").clone().into_any()
+            } else {
+                like.getattr(pyo3::intern!(py, "dtype"))?
+            };
+            EMPTY
+                .get_or_try_init(py, || Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind()))?
+                .bind(py)
+                .call1((dimensions, dtype))?
+        }
+    };
+    Ok(Fresh { object: object.unbind(), into: None })
+}
+
+/// A NumPy array that another library takes over.
+fn aligned(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+    let py = like.py();
+    let numpy = py.import("numpy")?;
+    let dtype = if f32 { numpy.getattr("float32")? } else { like.getattr("dtype")? };
+    let dtype = numpy.call_method1("dtype", (dtype,))?;
+    let size: usize = dtype.getattr("itemsize")?.extract()?;
+    let bytes = shape.iter().try_fold(size, |n, &m| n.checked_mul(m)).and_then(|n| n.checked_add(ALIGN_BYTES));
+    let bytes = bytes.ok_or_else(|| wrong(format!("a result of shape {shape:?} overflows the address space")))?;
+    let room = numpy.call_method1("empty", (bytes, "uint8"))?;
+    let start: usize = room.getattr("ctypes")?.getattr("data")?.extract()?;
+    let skip = start.next_multiple_of(ALIGN_BYTES) - start;
+    let options = PyDict::new(py);
+    options.set_item("buffer", room)?;
+    options.set_item("offset", skip)?;
+    let object = numpy.getattr("ndarray")?.call((PyTuple::new(py, shape)?, dtype), Some(&options))?;
+    let into = like.call_method0("__array_namespace__")?.getattr("asarray")?;
+    Ok(Fresh { object: object.unbind(), into: Some(into.unbind()) })
+}

@@ -1,0 +1,234 @@
+//! Calls whose arrays lie on a GPU: they stay there, and the kernel goes on the caller's stream.
+
+use crate::array::{Array, Place, wrong};
+use crate::description::{BLOCK_LISTS, Description, Role};
+use crate::foreign;
+use fulgurite::gpu::{
+    self, Attention, AuxPlaced, BlockForm, Gpu, GpuError, ListsPlaced, Options, Placed, Span, Stream, Tensors,
+};
+use fulgurite::{DType, Problem};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A GPU, and memory on it for an LSE that nobody asked for.
+pub struct Device {
+    gpu: Gpu,
+    unwanted: Mutex<Option<gpu::Buffer>>,
+}
+
+fn refuse(error: GpuError) -> PyErr {
+    match error {
+        GpuError::Device(_) => PyRuntimeError::new_err(error.to_string()),
+        _ => wrong(error.to_string()),
+    }
+}
+
+/// The GPU with this number, opened the first time. Compiled kernels are kept in the user's cache folder.
+fn device(number: i32) -> PyResult<Arc<Device>> {
+    static OPEN: Mutex<Vec<(i32, Arc<Device>)>> = Mutex::new(Vec::new());
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, device)) = open.iter().find(|(known, _)| *known == number) {
+        return Ok(device.clone());
+    }
+    let options = Options {
+        cache: gpu::default_cache_dir(&|name| std::env::var_os(name)),
+        ptxas: std::env::var_os("PTXAS").map(Into::into),
+        ..Options::default()
+    };
+    let gpu = Gpu::open(number.max(0) as u32, options).map_err(refuse)?;
+    let device = Arc::new(Device { gpu, unwanted: Mutex::default() });
+    open.push((number, device.clone()));
+    Ok(device)
+}
+
+impl Device {
+    /// Memory for an LSE that nobody reads: several launches may write it at once.
+    fn unwanted(&self, bytes: u64) -> Result<Span, GpuError> {
+        let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let enough = unwanted.as_ref().map(gpu::Buffer::span).filter(|span| span.bytes >= bytes);
+        match enough {
+            Some(span) => Ok(span),
+            None => {
+                let fresh = self.gpu.device().allocate(bytes.next_power_of_two().max(1 << 20))?;
+                let span = fresh.span();
+                *unwanted = Some(fresh);
+                Ok(span)
+            }
+        }
+    }
+}
+
+/// What was compiled for the problems of a description, by problem and GPU. Each holds its problem, so that its address
+/// stays its own.
+#[derive(Default)]
+pub struct Compiled(Mutex<HashMap<(usize, i32), Known>>);
+
+type Known = (Arc<Problem>, Arc<Device>, Arc<Attention>);
+
+impl Compiled {
+    fn get(
+        &self,
+        py: Python<'_>,
+        description: &Description,
+        problem: &Arc<Problem>,
+        sinks: Option<DType>,
+        number: i32,
+    ) -> PyResult<(Arc<Device>, Arc<Attention>)> {
+        let key = (Arc::as_ptr(problem) as usize, number);
+        let all = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, device, attention)) = all().get(&key) {
+            return Ok((device.clone(), attention.clone()));
+        }
+        let rescale = description.rescale;
+        let (device, attention) = py.detach(|| -> PyResult<_> {
+            let device = device(number)?;
+            let attention = device.gpu.attention(problem, sinks, rescale).map_err(refuse)?;
+            Ok((device, Arc::new(attention)))
+        })?;
+        all().insert(key, (problem.clone(), device.clone(), attention.clone()));
+        Ok((device, attention))
+    }
+}
+
+/// Refuses an array of another shape or type than the problem's.
+fn fits(arg: &str, array: &Array, shape: &[usize], dtype: DType) -> PyResult<()> {
+    if array.shape() != shape {
+        return Err(wrong(format!("`{arg}` has shape {:?}, allowed: {shape:?}", array.shape())));
+    }
+    let got = array.dtype(arg)?;
+    if got != dtype {
+        return Err(wrong(format!("`{arg}` is {got}, allowed: {dtype}; convert it")));
+    }
+    Ok(())
+}
+
+/// Memory and strides of an array.
+fn placed(arg: &str, array: &Array) -> PyResult<(Span, Vec<u64>)> {
+    let (strides, address, bytes) = array.memory(arg)?;
+    Ok((Span { address: address as u64, bytes: bytes as u64 }, strides.into_iter().map(|n| n as u64).collect()))
+}
+
+/// An array that must be contiguous.
+fn contiguous(arg: &str, array: &Array) -> PyResult<Span> {
+    let (span, strides) = placed(arg, array)?;
+    let mut want = 1;
+    for (&n, &stride) in array.shape().iter().zip(&strides).rev() {
+        if n > 1 && stride != want {
+            return Err(wrong(format!("`{arg}` has strides {strides:?}, allowed: contiguous; call .contiguous()")));
+        }
+        want *= n as u64;
+    }
+    Ok(span)
+}
+
+/// A tensor of rows with four axes: a packed batch is one sequence.
+fn rows(arg: &str, array: &Array) -> PyResult<Placed> {
+    let (span, strides) = placed(arg, array)?;
+    let shape: Vec<u64> = array.shape().iter().map(|&n| n as u64).collect();
+    let last = strides.len() - 1;
+    if strides[last] != 1 && shape[last] > 1 {
+        return Err(wrong(format!("`{arg}` has stride {} on its last axis, allowed: 1; copy it", strides[last])));
+    }
+    // An axis of one element may have any stride, and the copy engine wants one that it can take.
+    let one = shape[last].next_multiple_of(8);
+    let stride = |axis: usize| if shape[axis] == 1 { one } else { strides[axis] };
+    match last {
+        2 => Ok(Placed { span, shape: [1, shape[0], shape[1], shape[2]], strides: [one, stride(0), stride(1)] }),
+        _ => Ok(Placed {
+            span,
+            shape: [shape[0], shape[1], shape[2], shape[3]],
+            strides: [stride(0), stride(1), stride(2)],
+        }),
+    }
+}
+
+/// The GPU that an array lies on.
+pub fn number(array: &Array) -> Option<i32> {
+    match array.place() {
+        Place::Cuda(number) => Some(number),
+        _ => None,
+    }
+}
+
+/// Computes o, and the LSE where it is asked for, on the stream that the library of `q` works on.
+pub fn forward(
+    py: Python<'_>,
+    description: &Description,
+    q_object: &Bound<'_, PyAny>,
+    [q, k, v, o]: [&Array; 4],
+    extras: &[Array],
+    lse: Option<&Array>,
+    problem: &Arc<Problem>,
+) -> PyResult<()> {
+    let number = number(q).expect("bug in fulgurite: q lies on a GPU");
+    let dtype = problem.dtype();
+    let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
+    for ((arg, array), shape) in [("q", q), ("k", k), ("v", v), ("out", o)].into_iter().zip(&shapes) {
+        fits(arg, array, shape, dtype)?;
+    }
+    let find = |role: Role| description.roles.iter().zip(extras).find(|(other, _)| **other == role).map(|(_, x)| x);
+    let sinks = find(Role::Sinks);
+    let sink_type = sinks.map(|array| array.dtype("sinks")).transpose()?;
+    let (device, attention) = description.compiled.get(py, description, problem, sink_type, number)?;
+    let lse_span = match lse {
+        Some(array) => contiguous("lse", array)?,
+        None => device.unwanted(4 * problem.lse_shape().iter().product::<usize>() as u64).map_err(refuse)?,
+    };
+    let rows = [rows("q", q)?, rows("k", k)?, rows("v", v)?, rows("out", o)?];
+    let mut tensors = Tensors::new(rows, lse_span, Span { address: 0, bytes: 0 });
+    if let Some(array) = sinks {
+        fits("sinks", array, &[problem.q_heads()], array.dtype("sinks")?)?;
+        tensors.sinks = Some(contiguous("sinks", array)?);
+    }
+    let integers = |role: Role, n: usize| -> PyResult<Option<Span>> {
+        let name = role.name().to_string();
+        let Some(array) = find(role) else { return Ok(None) };
+        fits(&name, array, &[n], DType::I32)?;
+        contiguous(&name, array).map(Some)
+    };
+    let batch = problem.batch();
+    tensors.cu_seqlens = match (integers(Role::CuQ, batch + 1)?, integers(Role::CuK, batch + 1)?) {
+        (Some(q), Some(k)) => Some([q, k]),
+        _ => None,
+    };
+    tensors.used = [integers(Role::UsedQ, batch)?, integers(Role::UsedK, batch)?];
+    for spec in problem.aux() {
+        let named = |role: &Role| matches!(role, Role::Aux { name, .. } if **name == *spec.name);
+        let array = description.roles.iter().zip(extras).find(|(role, _)| named(role)).map(|(_, array)| array);
+        let array = array.ok_or_else(|| wrong(format!("`{}` is missing", spec.name)))?;
+        fits(&spec.name, array, &spec.shape, spec.dtype)?;
+        let (span, strides) = placed(&spec.name, array)?;
+        if let Some(stride) = strides.iter().find(|n| **n > u64::from(u32::MAX)) {
+            return Err(wrong(format!("`{}` has a stride of {stride}, allowed: below 2^32", spec.name)));
+        }
+        tensors.aux.push(AuxPlaced { span, strides });
+    }
+    match attention.block_form() {
+        Some(BlockForm::Lists) => tensors.lists = Some(lists(description, problem, extras)?),
+        Some(BlockForm::Coverage) => {
+            return Err(wrong("block sizes that are not multiples of 64 x 16 are not on the GPU yet; use 128 x 128"));
+        }
+        None => {}
+    }
+    let stream = Stream(foreign::current_stream(q_object, number)?);
+    device.gpu.forward(&attention, &mut tensors, stream).map_err(refuse)
+}
+
+/// The four lists of a block mask, as they lie.
+fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyResult<ListsPlaced> {
+    let spec = problem.blocks().expect("bug in fulgurite: the problem has blocks");
+    let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
+    let counts = [spec.batch, spec.heads, q_blocks];
+    let mut spans = Vec::with_capacity(4);
+    for (i, name) in BLOCK_LISTS.into_iter().enumerate() {
+        let found = description.roles.iter().zip(extras).find(|(role, _)| **role == Role::Blocks(i));
+        let (_, array) =
+            found.ok_or_else(|| wrong(format!("`{name}` is missing, a block mask on a GPU has all four lists")))?;
+        let shape = if i % 2 == 0 { counts.to_vec() } else { [&counts[..], &[k_blocks]].concat() };
+        fits(name, array, &shape, DType::I32)?;
+        spans.push(contiguous(name, array)?);
+    }
+    Ok(ListsPlaced { counts: [spans[0], spans[2]], blocks: [spans[1], spans[3]], widths: [k_blocks as u32; 2] })
+}

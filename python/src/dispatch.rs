@@ -1,0 +1,282 @@
+//! The one way through which every call goes: a description and arrays in, arrays filled.
+//!
+//! Arrays in memory of the host go to the engine that the description names; a call whose arrays lie on a GPU branches
+//! off to `cuda`, with the same description and the same arrays.
+
+use crate::array::{Array, Claims, Place, fresh, wrong};
+use crate::blocks;
+use crate::cuda;
+use crate::description::{Description, Role};
+use fulgurite::{BlockMask, Choice, Error, GradientOutputs, Inputs, Outputs, Problem, Run, Saved, TensorViewMut};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::time::Instant;
+
+thread_local! {
+    /// Room for an LSE that nobody asked for.
+    static LSE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What the caller got wrong is a `ValueError`, what the device did a `RuntimeError`.
+fn refuse(error: Error) -> PyErr {
+    match error {
+        Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
+        _ => wrong(error.to_string()),
+    }
+}
+
+/// The arrays of a call.
+pub struct Call<'a> {
+    description: &'a Description,
+    q: Array,
+    k: Array,
+    v: Array,
+    extras: Vec<Array>,
+    problem: Arc<Problem>,
+    blocks: Option<BlockMask>,
+}
+
+impl<'a> Call<'a> {
+    /// Reads the arrays and finds the problem they make.
+    pub fn new(
+        description: &'a Description,
+        [q, k, v]: [&Bound<'_, PyAny>; 3],
+        extras: &[Bound<'_, PyAny>],
+    ) -> PyResult<Call<'a>> {
+        let (q, k, v) = (Array::read("q", q)?, Array::read("k", k)?, Array::read("v", v)?);
+        if extras.len() != description.roles.len() {
+            let (got, want) = (extras.len(), description.roles.len());
+            return Err(wrong(format!("{got} tensors come with a description of {want}")));
+        }
+        let pairs = description.roles.iter().zip(extras);
+        let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
+        one_place(&q, [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
+        if cuda::number(&q).is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
+            let (place, choice) = (q.place(), description.choice);
+            return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
+        }
+        let problem = description.problem([&q, &k, &v], &extras)?;
+        let blocks = match q.place() {
+            Place::Host => blocks::from_lists(description, &problem, &extras)?,
+            _ => None,
+        };
+        Ok(Call { description, q, k, v, extras, problem, blocks })
+    }
+
+    fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
+        let mut inputs = Inputs::new(self.q.view("q", claims)?, self.k.view("k", claims)?, self.v.view("v", claims)?);
+        for (role, array) in self.description.roles.iter().zip(&self.extras) {
+            let slot = match role {
+                Role::Sinks => &mut inputs.sinks,
+                Role::CuQ => &mut inputs.cu_seqlens_q,
+                Role::CuK => &mut inputs.cu_seqlens_k,
+                Role::UsedQ => &mut inputs.used_q,
+                Role::UsedK => &mut inputs.used_k,
+                Role::Blocks(_) => continue,
+                Role::Aux { name, .. } => {
+                    inputs.aux.push((name, array.view(name, claims)?));
+                    continue;
+                }
+            };
+            *slot = Some(array.view(role.name(), claims)?);
+        }
+        inputs.block_mask = self.blocks.as_ref();
+        Ok(inputs)
+    }
+
+    /// Fills o, and lse where it is given.
+    pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
+        on_host([("out", o)].into_iter().chain(lse.map(|lse| ("lse", lse))))?;
+        py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs)))
+    }
+
+    fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
+        self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse)
+    }
+
+    /// Seconds that the engine takes for `times` calls, everything around it done once.
+    pub fn time(&self, o: &Array, times: usize) -> PyResult<f64> {
+        self.with_outputs(o, None, |inputs, outputs| {
+            let start = Instant::now();
+            (0..times).try_for_each(|_| self.engine_forward(inputs, outputs))?;
+            Ok(start.elapsed().as_secs_f64())
+        })
+    }
+
+    fn with_outputs<T>(
+        &self,
+        o: &Array,
+        lse: Option<&Array>,
+        run: impl FnOnce(&Inputs<'_>, &mut Outputs<'_>) -> PyResult<T>,
+    ) -> PyResult<T> {
+        let mut claims = Claims::default();
+        let inputs = self.inputs(&mut claims)?;
+        let o = o.view_mut("out", &mut claims)?;
+        match lse {
+            Some(lse) => run(&inputs, &mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
+            None => LSE.with_borrow_mut(|room| {
+                let shape = self.problem.lse_shape();
+                let need = shape.iter().product();
+                if room.len() < need {
+                    room.resize(need, 0.0);
+                }
+                let lse = TensorViewMut::new(&mut room[..need], &shape).map_err(|e| refuse(e.into()))?;
+                run(&inputs, &mut Outputs { o, lse })
+            }),
+        }
+    }
+
+    /// For each result of backward: what it is called, its shape, and whether it is f32 whatever q is.
+    pub fn gradients(&self) -> Vec<(String, Vec<usize>, bool)> {
+        let rows = [("d_q", self.problem.q_shape()), ("d_k", self.problem.k_shape()), ("d_v", self.problem.v_shape())];
+        let mut all: Vec<_> = rows.into_iter().map(|(name, shape)| (name.to_string(), shape, false)).collect();
+        for (role, array) in self.description.roles.iter().zip(&self.extras) {
+            if matches!(role, Role::Sinks | Role::Aux { grad: true, .. }) {
+                all.push((format!("d_{}", role.name()), array.shape().to_vec(), true));
+            }
+        }
+        all
+    }
+
+    /// Fills `gradients`, in the order of [`Call::gradients`].
+    pub fn backward(&self, py: Python<'_>, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
+        let want = self.gradients();
+        if gradients.len() != want.len() {
+            let names: Vec<&str> = want.iter().map(|(name, ..)| name.as_str()).collect();
+            return Err(wrong(format!("`out` has {} arrays, allowed: {}", gradients.len(), names.join(", "))));
+        }
+        let names = || want.iter().map(|(name, ..)| name.as_str());
+        let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
+        let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
+        on_host(given.chain(names().zip(gradients)))?;
+        py.detach(|| {
+            let mut claims = Claims::default();
+            let inputs = self.inputs(&mut claims)?;
+            let saved = Saved {
+                o: o.view("o", &mut claims)?,
+                lse: lse.view("lse", &mut claims)?,
+                d_o: d_o.view("d_o", &mut claims)?,
+                d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
+            };
+            let mut views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
+            let mut view = || views.next().expect("bug in fulgurite: as many were counted");
+            let (d_q, d_k, d_v) = (view()?, view()?, view()?);
+            let mut results = GradientOutputs {
+                d_q,
+                d_k,
+                d_v,
+                d_sinks: None,
+                d_aux: self.problem.aux().iter().map(|_| None).collect(),
+            };
+            for role in &self.description.roles {
+                match role {
+                    Role::Sinks => results.d_sinks = Some(view()?),
+                    Role::Aux { name, grad: true } => {
+                        let at = self.problem.aux().iter().position(|spec| *spec.name == **name);
+                        results.d_aux[at.expect("bug in fulgurite: each was declared")] = Some(view()?);
+                    }
+                    _ => {}
+                }
+            }
+            self.description
+                .engine
+                .backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default())
+                .map_err(refuse)
+        })
+    }
+}
+
+/// Refuses arrays that do not lie where q lies, and places that no engine reaches.
+fn one_place<'a>(q: &Array, others: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
+    if let Place::Other(_) = q.place() {
+        return on_host([("q", q)]);
+    }
+    for (name, array) in others {
+        if array.place() != q.place() {
+            return Err(wrong(format!(
+                "`{name}` is on {}, `q` on {}, allowed: one device; move it with .to(q.device)",
+                array.place(),
+                q.place()
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn names(description: &Description) -> impl Iterator<Item = &str> {
+    description.roles.iter().map(Role::name)
+}
+
+/// Refuses arrays that are not in memory of the host.
+fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
+    for (name, array) in arrays {
+        if array.place() != Place::Host {
+            return Err(wrong(format!("`{name}` is on {}, allowed here: cpu; move it with .cpu()", array.place())));
+        }
+    }
+    Ok(())
+}
+
+/// Attention into new arrays of the kind of q, or into `out`.
+pub fn forward(
+    description: &Description,
+    qkv: [&Bound<'_, PyAny>; 3],
+    extras: &[Bound<'_, PyAny>],
+    out: Option<&Bound<'_, PyAny>>,
+    want_lse: bool,
+) -> PyResult<(Py<PyAny>, Option<Py<PyAny>>)> {
+    let py = qkv[0].py();
+    let call = Call::new(description, qkv, extras)?;
+    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), false)?) } else { None };
+    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), true)?) } else { None };
+    let target = out.or_else(|| made.as_ref().map(|made| made.object(py)));
+    let o = Array::read("out", target.expect("bug in fulgurite: one of the two is there"))?;
+    let lse = made_lse.as_ref().map(|made| Array::read("lse", made.object(py))).transpose()?;
+    match call.q.place() {
+        Place::Host => call.forward(py, &o, lse.as_ref())?,
+        _ => {
+            one_place(&call.q, [("out", &o)])?;
+            let rows = [&call.q, &call.k, &call.v, &o];
+            cuda::forward(py, description, qkv[0], rows, &call.extras, lse.as_ref(), &call.problem)?;
+        }
+    }
+    let result = match made {
+        Some(made) => made.finish(py)?,
+        None => out.map(|out| out.clone().unbind()).expect("bug in fulgurite: one of the two is there"),
+    };
+    Ok((result, made_lse.map(|made| made.finish(py)).transpose()?))
+}
+
+/// The gradients of attention into new arrays, or into `out`.
+pub fn backward(
+    description: &Description,
+    qkv: [&Bound<'_, PyAny>; 3],
+    extras: &[Bound<'_, PyAny>],
+    saved: [Option<&Bound<'_, PyAny>>; 4],
+    out: Option<Vec<Bound<'_, PyAny>>>,
+) -> PyResult<Vec<Py<PyAny>>> {
+    let py = qkv[0].py();
+    let call = Call::new(description, qkv, extras)?;
+    let mut read = Vec::with_capacity(4);
+    for (name, object) in ["o", "lse", "d_o", "d_lse"].into_iter().zip(saved) {
+        read.push(object.map(|object| Array::read(name, object)).transpose()?);
+    }
+    let saved = [read[0].as_ref(), read[1].as_ref(), read[2].as_ref(), read[3].as_ref()];
+    let want = call.gradients();
+    match out {
+        Some(objects) => {
+            let pairs = objects.iter().map(|object| Array::read("out", object));
+            call.backward(py, saved, &pairs.collect::<PyResult<Vec<_>>>()?)?;
+            Ok(objects.into_iter().map(Bound::unbind).collect())
+        }
+        None => {
+            let made =
+                want.iter().map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, *f32)).collect::<PyResult<Vec<_>>>()?;
+            let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::read(name, made.object(py)));
+            call.backward(py, saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
+            made.into_iter().map(|made| made.finish(py)).collect()
+        }
+    }
+}

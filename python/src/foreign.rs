@@ -1,0 +1,321 @@
+//! Arrays of other libraries, described without a copy: DLPack's C table, DLPack's capsules, NumPy's array struct.
+//!
+//! Unsafe code here reads descriptions (pointers to shapes and strides) that libraries promise to keep valid while the
+//! object lives; the elements themselves are touched in `memory` alone.
+
+use crate::array::{Array, Element, Place, wrong};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyType};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::slice::from_raw_parts;
+use std::sync::Mutex;
+
+/// `DLTensor` of DLPack 1.x.
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// Describes an object.
+type Fill = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+/// Makes memory for a tensor like the first argument; on failure it calls the last one with the context before it.
+type Allocate = unsafe extern "C" fn(*mut DlTensor, *mut *mut c_void, *mut c_void, SetError) -> c_int;
+type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
+/// Turns such memory into an object, to which it then belongs.
+type Wrap = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
+
+/// The stream that the library works on, of a device by kind and number.
+type Current = unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int;
+
+/// The head of `DLPackExchangeAPI` and the entries that are used here.
+#[repr(C)]
+struct ExchangeTable {
+    major: u32,
+    minor: u32,
+    previous: *const c_void,
+    allocate: Option<Allocate>,
+    managed_from_object: *const c_void,
+    managed_to_object: Option<Wrap>,
+    tensor_from_object: Option<Fill>,
+    current_stream: Option<Current>,
+}
+
+/// `PyArrayInterface` of NumPy.
+#[repr(C)]
+struct ArrayStruct {
+    two: c_int,
+    nd: c_int,
+    typekind: c_char,
+    itemsize: c_int,
+    flags: c_int,
+    shape: *const isize,
+    strides: *const isize,
+    data: *mut c_void,
+}
+
+const NUMPY_NOTSWAPPED: c_int = 0x200;
+const NUMPY_WRITEABLE: c_int = 0x400;
+
+/// How the arrays of one Python type describe themselves.
+#[derive(Clone, Copy)]
+pub enum Speaks {
+    /// A table of C functions on the type: torch 2.10 and later.
+    Table(Table),
+    /// NumPy's `__array_struct__`.
+    Struct,
+    /// Methods `data_ptr`, `stride`, attributes `shape`, `dtype`, `device`: any torch.
+    Methods,
+    /// `__dlpack__`: JAX and others.
+    Capsule,
+}
+
+/// The functions of the type that the table was found on.
+#[derive(Clone, Copy)]
+pub struct Table {
+    fill: Fill,
+    allocate: Allocate,
+    wrap: Wrap,
+    current: Option<Current>,
+}
+
+impl Table {
+    /// A new contiguous tensor on `device` (kind and number).
+    pub fn allocate(self, py: Python<'_>, element: Element, device: [i32; 2], shape: &[usize]) -> PyResult<Py<PyAny>> {
+        unsafe extern "C" fn note(context: *mut c_void, _kind: *const c_char, message: *const c_char) {
+            // SAFETY: the context is the string below, and libraries pass text that ends with a zero.
+            unsafe {
+                *context.cast::<String>() =
+                    CStr::from_ptr(message).to_string_lossy().lines().next().unwrap_or("").into();
+            }
+        }
+        let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+        let mut prototype = DlTensor {
+            data: std::ptr::null_mut(),
+            device_type: device[0],
+            device_id: device[1],
+            ndim: sizes.len() as i32,
+            code: element.code,
+            bits: element.bits,
+            lanes: 1,
+            shape: sizes.as_ptr(),
+            strides: std::ptr::null(),
+            byte_offset: 0,
+        };
+        let (mut managed, mut object, mut why) = (std::ptr::null_mut(), std::ptr::null_mut(), String::new());
+        // SAFETY: the prototype has all that an allocation reads, the pointers are to locals that outlive the call.
+        let failed = unsafe { (self.allocate)(&mut prototype, &mut managed, (&raw mut why).cast(), note) } != 0;
+        if failed || managed.is_null() {
+            return Err(wrong(format!("a result of shape {shape:?} cannot be made: {why}")));
+        }
+        // SAFETY: `managed` was made by the same library and is given away; on success `object` is a new reference.
+        unsafe {
+            if (self.wrap)(managed, &mut object) != 0 {
+                return Err(unreadable("out", PyErr::take(py)));
+            }
+            Ok(Bound::from_owned_ptr(py, object.cast()).unbind())
+        }
+    }
+}
+
+/// The types seen so far. Each is held, so that its address stays its own.
+static TYPES: Mutex<Vec<(Py<PyType>, Speaks)>> = Mutex::new(Vec::new());
+
+/// How this object describes itself; `None` where it is no array.
+pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
+    // SAFETY: an object has a type, and the pointer is compared only.
+    let address = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast::<ffi::PyObject>();
+    let seen = |types: &[(Py<PyType>, Speaks)]| types.iter().find(|(ty, _)| ty.as_ptr() == address).map(|seen| seen.1);
+    if let Some(known) = seen(&TYPES.lock().unwrap_or_else(|e| e.into_inner())) {
+        return Ok(Some(known));
+    }
+    let ty = object.get_type();
+    let found = if let Some(table) = table(&ty)? {
+        Some(Speaks::Table(table))
+    } else if ty.hasattr("__array_struct__")? {
+        Some(Speaks::Struct)
+    } else if ty.hasattr("data_ptr")? && ty.hasattr("stride")? {
+        Some(Speaks::Methods)
+    } else if ty.hasattr("__dlpack__")? {
+        Some(Speaks::Capsule)
+    } else {
+        None
+    };
+    if let Some(found) = found {
+        TYPES.lock().unwrap_or_else(|e| e.into_inner()).push((ty.unbind(), found));
+    }
+    Ok(found)
+}
+
+fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
+    let Ok(capsule) = ty.getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
+    let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
+    let Ok(pointer) = capsule.pointer_checked(Some(c"dlpack_exchange_api")) else { return Ok(None) };
+    // SAFETY: a capsule of this name holds such a table, which its library keeps for the life of the process.
+    let table = unsafe { pointer.cast::<ExchangeTable>().as_ref() };
+    Ok(match (table.major, table.tensor_from_object, table.allocate, table.managed_to_object) {
+        (1, Some(fill), Some(allocate), Some(wrap)) => {
+            Some(Table { fill, allocate, wrap, current: table.current_stream })
+        }
+        _ => None,
+    })
+}
+
+/// The stream that the library of an object works on, on a GPU.
+pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<u64> {
+    const CUDA: i32 = 2;
+    if let Some(Speaks::Table(Table { current: Some(current), .. })) = speaks(object)? {
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the table's function, with a device that an array of the library lies on; `stream` is written.
+        if unsafe { current(CUDA, number, &mut stream) } == 0 {
+            return Ok(stream.expose_provenance() as u64);
+        }
+        PyErr::take(object.py());
+    }
+    let modules = object.py().import("sys")?.getattr("modules")?;
+    match modules.get_item("torch") {
+        Ok(torch) => {
+            torch.getattr("cuda")?.call_method1("current_stream", (number,))?.getattr("cuda_stream")?.extract()
+        }
+        Err(_) => Err(wrong("arrays on a GPU that are not torch tensors are not here yet; pass them through torch")),
+    }
+}
+
+/// The array behind an object.
+pub fn read(arg: &str, object: &Bound<'_, PyAny>, speaks: Speaks) -> PyResult<Array> {
+    match speaks {
+        Speaks::Table(table) => from_table(arg, object, table),
+        Speaks::Struct => from_struct(arg, object),
+        Speaks::Methods => from_methods(arg, object),
+        Speaks::Capsule => from_capsule(arg, object),
+    }
+}
+
+fn from_table(arg: &str, object: &Bound<'_, PyAny>, Table { fill, .. }: Table) -> PyResult<Array> {
+    let mut tensor = std::mem::MaybeUninit::<DlTensor>::uninit();
+    // SAFETY: the table was found on the type of this object, and `tensor` has room for one.
+    if unsafe { fill(object.as_ptr().cast(), tensor.as_mut_ptr()) } != 0 {
+        let cause = PyErr::take(object.py());
+        // A device without memory, such as `meta`, has no number in DLPack.
+        return Err(match object.getattr("device").map(|device| device.to_string()) {
+            Ok(device) if device != "cpu" && !device.starts_with("cuda") => {
+                wrong(format!("`{arg}` is on {device}, allowed: cpu; move it with .cpu()"))
+            }
+            _ => unreadable(arg, cause),
+        });
+    }
+    // SAFETY: the function succeeded, so it filled the tensor; shape and strides belong to the object, which is alive.
+    unsafe { from_dl_tensor(arg, tensor.assume_init_ref(), true) }
+}
+
+/// A torch tensor without storage of its own, a sparse one, an array that is being traced.
+fn unreadable(arg: &str, cause: Option<PyErr>) -> PyErr {
+    let why = cause.map_or_else(|| "its library does not say why".into(), |e| e.to_string());
+    // Some libraries go on with a trace of their own calls.
+    let why = why.lines().next().unwrap_or_default();
+    wrong(format!("`{arg}` cannot be read in place ({why}), allowed: dense arrays in memory of the host"))
+}
+
+/// # Safety
+/// `tensor` is as DLPack says: shape and strides have `ndim` entries each, or are null.
+unsafe fn from_dl_tensor(arg: &str, tensor: &DlTensor, writable: bool) -> PyResult<Array> {
+    let rank = usize::try_from(tensor.ndim).unwrap_or(usize::MAX);
+    let place = match tensor.device_type {
+        1 | 3 => Place::Host,
+        2 => Place::Cuda(tensor.device_id),
+        other => Place::Other(other),
+    };
+    let element = Element { code: tensor.code, bits: if tensor.lanes == 1 { tensor.bits } else { 0 } };
+    let address = (tensor.data as usize).wrapping_add(tensor.byte_offset as usize);
+    let mut array = Array::new(arg, address, element, rank, place, writable)?;
+    for axis in 0..rank {
+        // SAFETY: the caller's promise; strides may be null, then the array is contiguous.
+        let (size, stride) =
+            unsafe { (*tensor.shape.add(axis), (!tensor.strides.is_null()).then(|| *tensor.strides.add(axis))) };
+        array.set(axis, size as usize, stride.map(|stride| stride as isize));
+    }
+    Ok(array)
+}
+
+fn from_capsule(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    let capsule = object.call_method0("__dlpack__").map_err(|e| unreadable(arg, Some(e)))?;
+    let capsule = capsule.cast_into::<PyCapsule>().map_err(|e| unreadable(arg, Some(e.into())))?;
+    let pointer = capsule.pointer_checked(Some(c"dltensor")).map_err(|e| unreadable(arg, Some(e)))?;
+    // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor; it lives as long as the
+    // capsule, and the array that is returned keeps that.
+    let mut array = unsafe { from_dl_tensor(arg, pointer.cast::<DlTensor>().as_ref(), false)? };
+    array.keep(capsule.into_any().unbind());
+    Ok(array)
+}
+
+fn from_struct(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    let capsule = object.getattr(pyo3::intern!(object.py(), "__array_struct__"))?;
+    let capsule = capsule.cast_into::<PyCapsule>().map_err(|e| unreadable(arg, Some(e.into())))?;
+    let name: Option<&CStr> = None;
+    let pointer = capsule.pointer_checked(name).map_err(|e| unreadable(arg, Some(e)))?;
+    // SAFETY: NumPy's protocol: the capsule holds such a struct, whose lists have `nd` entries and live as long as it.
+    let array = unsafe { pointer.cast::<ArrayStruct>().as_ref() };
+    if array.two != 2 {
+        return Err(unreadable(arg, None));
+    }
+    if array.flags & NUMPY_NOTSWAPPED == 0 {
+        return Err(wrong(format!("`{arg}` has foreign byte order, allowed: native; convert it with .astype")));
+    }
+    let (rank, size) = (array.nd as usize, array.itemsize as isize);
+    let bits = u8::try_from(8 * size).unwrap_or(0);
+    let element = match array.typekind as u8 {
+        b'i' => Element { code: 0, bits },
+        b'u' => Element { code: 1, bits },
+        b'f' => Element { code: 2, bits },
+        b'c' => Element { code: 5, bits },
+        b'b' => Element { code: 6, bits },
+        // A type that NumPy was taught, such as ml_dtypes' bfloat16.
+        _ if object.getattr("dtype")?.getattr("name")?.extract::<String>()? == "bfloat16" => {
+            Element { code: 4, bits: 16 }
+        }
+        _ => Element { code: 3, bits },
+    };
+    let writable = array.flags & NUMPY_WRITEABLE != 0;
+    let mut result = Array::new(arg, array.data as usize, element, rank, Place::Host, writable)?;
+    if rank > 0 {
+        // SAFETY: as above; NumPy gives both lists for every array that has axes.
+        let (shape, strides) = unsafe { (from_raw_parts(array.shape, rank), from_raw_parts(array.strides, rank)) };
+        for (axis, (&n, &stride)) in shape.iter().zip(strides).enumerate() {
+            if n > 1 && stride % size != 0 {
+                return Err(wrong(format!(
+                    "`{arg}` has strides {strides:?} bytes, allowed: multiples of {size}; copy it"
+                )));
+            }
+            result.set(axis, n as usize, Some(stride / size.max(1)));
+        }
+    }
+    Ok(result)
+}
+
+fn from_methods(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
+    let device = object.getattr("device")?;
+    let place = match device.getattr("type")?.extract::<String>()?.as_str() {
+        "cpu" => Place::Host,
+        "cuda" => Place::Cuda(device.getattr("index")?.extract::<Option<i32>>()?.unwrap_or(0)),
+        _ => return Err(wrong(format!("`{arg}` is on {device}, allowed: cpu; move it with .cpu()"))),
+    };
+    let name = object.getattr("dtype")?.to_string();
+    let element = Element::named(name.trim_start_matches("torch."));
+    let shape: Vec<usize> = object.getattr("shape")?.extract()?;
+    let strides: Vec<isize> = object.call_method0("stride")?.extract()?;
+    let address: usize = object.call_method0("data_ptr").map_err(|e| unreadable(arg, Some(e)))?.extract()?;
+    let mut array = Array::new(arg, address, element, shape.len(), place, true)?;
+    for (axis, (&size, &stride)) in shape.iter().zip(&strides).enumerate() {
+        array.set(axis, size, Some(stride));
+    }
+    Ok(array)
+}

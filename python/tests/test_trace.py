@@ -1,0 +1,206 @@
+"""Callables in FlexAttention's form, with NumPy alone: forward and backward, and what is refused."""
+
+import functools
+
+import numpy as np
+import pytest
+from reference import flex_attention, flex_gradients
+
+import fulgurite
+
+RNG = np.random.default_rng(7)
+
+
+def tensors(shape=(2, 13, 4, 8), kv_heads=2, k_len=17):
+    batch, q_len, heads, dim = shape
+    shapes = shape, (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, dim)
+    return [RNG.standard_normal(each).astype(np.float32) for each in shapes]
+
+
+TABLE = RNG.standard_normal((4, 17)).astype(np.float32)
+DOCUMENTS = np.arange(17) // 5
+KEEP = RNG.random((13, 17)) > 0.3
+HALF = TABLE.astype(np.float16)
+
+
+def shifted(score, b, h, q_idx, kv_idx, by=0.5):
+    return score + by * (q_idx - kv_idx)
+
+
+def add_table(score, h, kv_idx):
+    return score + TABLE[h, kv_idx]
+
+
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s - 2.0 ** (-(h + 1) * 2) * abs(q - k),
+    "table": lambda s, b, h, q, k: s + TABLE[h, k],
+    "constant index": lambda s, b, h, q, k: s * TABLE[-1, 3],
+    "half": lambda s, b, h, q, k: s + HALF[h, k],
+    "softcap": lambda s, b, h, q, k: 5 * np.tanh(s / 5),
+    "where": lambda s, b, h, q, k: np.where(q >= k, s, -np.inf),
+    "relative": lambda s, b, h, q, k: s + TABLE[h, np.clip(q - k + 8, 0, 16)],
+    "integers": lambda s, b, h, q, k: s + ((q * 3 - k) // 4 % 3) / 2 - (q // 2 > k),
+    "floats": lambda s, b, h, q, k: np.exp(-(s**2)) + np.sqrt(abs(s) + 1) - np.minimum(s, 0.5) + np.maximum(s, k),
+    "rounding": lambda s, b, h, q, k: s + np.floor(q / 3) - np.ceil(k / 4) + (k / 3).astype(np.int32) + q % 2.5,
+    "booleans": lambda s, b, h, q, k: s + (q > k) * 0.5 - ((q == k) ^ (k != 3)) + (~(k < q) & (b == 1)),
+    "partial": functools.partial(shifted, by=0.25),
+    "default": shifted,
+    "another function": lambda s, b, h, q, k: add_table(5 * np.tanh(s / 5), h, k),
+}
+MASKS = {
+    "causal": lambda b, h, q, k: q + 4 >= k,
+    "documents": lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k],
+    "booleans": lambda b, h, q, k: KEEP[q, k],
+    "heads": lambda b, h, q, k: (h % 2 == 0) | (k < 9),
+    "nothing": lambda b, h, q, k: k < 0,
+    "everything": lambda b, h, q, k: True,
+    "and": fulgurite.and_masks(lambda b, h, q, k: q + 4 >= k, lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]),
+    "or": fulgurite.or_masks(lambda b, h, q, k: k < 3, fulgurite.and_masks(lambda b, h, q, k: KEEP[q, k])),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_mods(name):
+    q, k, v = tensors()
+    got = fulgurite.attention(q, k, v, score_mod=SCORES[name], return_lse=True)
+    for x, want in zip(got, flex_attention(q, k, v, score_mod=SCORES[name])):
+        np.testing.assert_allclose(x, want, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_mods(name):
+    q, k, v = tensors()
+    got = fulgurite.attention(q, k, v, mask_mod=MASKS[name], return_lse=True)
+    for x, want in zip(got, flex_attention(q, k, v, mask_mod=MASKS[name])):
+        np.testing.assert_allclose(x, want, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["alibi", "table", "relative", "softcap", "half"])
+def test_backward(name):
+    q, k, v = tensors((1, 4, 4, 3), 2, 5)
+    options = {"score_mod": SCORES[name], "mask_mod": lambda b, h, q, k: q + 1 >= k}
+    d_o = RNG.standard_normal(q.shape).astype(np.float32)
+    o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+    got = fulgurite.attention_backward(d_o, q, k, v, o, lse, **options)
+    captures = {"table": [TABLE], "relative": [TABLE], "half": [HALF]}.get(name, [])
+    assert len(got) == 3 + len(captures)
+    for gradient, want in zip(got, flex_gradients(d_o, [q, k, v], captures, **options)):
+        assert gradient.shape == want.shape
+        atol = 5e-5 if name != "half" else 3e-4  # steps of an f16 are large
+        np.testing.assert_allclose(gradient, want, atol=atol, rtol=1e-3)
+
+
+def test_several_captures_and_names():
+    q, k, v = tensors((1, 6, 4, 8), 4, 17)
+    table, other = TABLE[:, :17].copy(), TABLE[:, :17] * 2
+    bias = np.float32(0.5)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, kv_idx] - other[h, kv_idx] + bias + table[h, 0]
+
+    o = fulgurite.attention(q, k, v, score_mod=score_mod)
+    np.testing.assert_allclose(o, flex_attention(q, k, v, score_mod=score_mod)[0], atol=3e-5)
+    in_steps = fulgurite.attention(q, k, v, score_mod=lambda s, b, h, q, k: s + table[h][k])
+    np.testing.assert_allclose(in_steps, flex_attention(q, k, v, lambda s, b, h, q, k: s + table[h, k])[0], atol=3e-5)
+    holder = {"plain": table, "wrapped": fulgurite.captured(table)}
+    by_hand = fulgurite.attention(q, k, v, score_mod=lambda s, b, h, q, k: s + holder["wrapped"][h, k])
+    assert (by_hand == in_steps).all()
+    with pytest.raises(ValueError, match=r"fulgurite.captured\(array\)"):
+        fulgurite.attention(q, k, v, score_mod=lambda s, b, h, q, k: s + holder["plain"][h, k])
+    with pytest.raises(ValueError, match="`table`: axis 1 is read from 1 to 17, allowed: 0 to 16"):
+        fulgurite.attention(q, k, v, score_mod=lambda s, b, h, q, k: s + table[h, k + 1])
+
+
+def refused(**options):
+    with pytest.raises(ValueError) as error:
+        fulgurite.attention(*tensors(), **options)
+    return str(error.value)
+
+
+def test_refusals_name_the_operation():
+    def if_(score, b, h, q_idx, kv_idx):
+        return score if q_idx > kv_idx else -score
+
+    score = lambda f: refused(score_mod=f)
+    assert score(if_).startswith("`score_mod`: a traced value was used as a Python condition (`if`,")
+    assert "`numpy.sin`" in score(lambda s, b, h, q, k: np.sin(s))
+    assert "`.cumsum` of a traced value" in score(lambda s, b, h, q, k: s.cumsum())
+    assert "`numpy.sum`" in score(lambda s, b, h, q, k: np.sum(s))
+    assert "1 axes left over" in score(lambda s, b, h, q, k: s + TABLE[h])
+    assert "has 3 indices, allowed: 2" in score(lambda s, b, h, q, k: s + TABLE[h, k, q])
+    assert "indexed by a float, allowed: integers" in score(lambda s, b, h, q, k: s + TABLE[h, s])
+    assert "a slice, None or ..." in score(lambda s, b, h, q, k: s + TABLE[h, 0:1])
+    assert "`&` of a int and a int" in score(lambda s, b, h, q, k: s + (q & k))
+    assert "the power 2.5" in score(lambda s, b, h, q, k: s**2.5)
+    assert "Python float" in score(lambda s, b, h, q, k: float(s))
+    assert "Python integer" in score(lambda s, b, h, q, k: [1, 2][k])
+    assert "does not fit 32 bits" in score(lambda s, b, h, q, k: s + 2**40)
+    assert "a str beside a traced value" in score(lambda s, b, h, q, k: s + "1")
+    assert "too large" in score(lambda s, b, h, q, k: functools.reduce(lambda x, _: x * x, range(60), s))
+    assert score(lambda s, b, h: s).startswith("`score_mod` could not be traced as (score, b, h, q_idx, kv_idx): ")
+    assert score(3) == "`score_mod` is a int, allowed: a callable (score, b, h, q_idx, kv_idx)"
+    assert "a NoneType beside a traced value" in score(lambda s, b, h, q, k: None)
+    assert (
+        refused(mask_mod=lambda b, h, q, k: q - k) == "`mask_mod` gives a int, allowed: a condition, True keeps the key"
+    )
+
+
+def test_deep_expressions_are_refused():
+    deep = lambda s, b, h, q, k: functools.reduce(lambda x, i: x + float(i), range(3000), s)
+    assert "too large" in refused(score_mod=deep) or "nested" in refused(score_mod=deep)
+
+
+def test_block_masks():
+    q, k, v = tensors()
+    causal = lambda b, h, q, k: q + 4 >= k
+    for mask_mod in (causal, MASKS["documents"], MASKS["and"], MASKS["nothing"]):
+        for size in (4, (3, 8), 128):
+            block_mask = fulgurite.create_block_mask(mask_mod, None, None, 13, 17, BLOCK_SIZE=size)
+            o = fulgurite.attention(q, k, v, block_mask=block_mask)
+            np.testing.assert_allclose(o, flex_attention(q, k, v, mask_mod=mask_mod)[0], atol=3e-5)
+    block_mask = fulgurite.create_block_mask(causal, None, None, 13, 17, BLOCK_SIZE=4)
+    assert block_mask.shape == (1, 1, 13, 17) and block_mask.kv_indices.shape == (1, 1, 4, 5)
+    assert block_mask.to_dense()[0, 0].tolist() == [[j <= i + 1 for j in range(5)] for i in range(4)]
+    assert block_mask.full_kv_num_blocks.ravel().tolist() == [1, 2, 3, 5]
+    assert repr(block_mask).startswith("BlockMask(shape=(1, 1, 13, 17), sparsity=")
+    each = fulgurite.create_block_mask(MASKS["heads"], 2, 4, 13, 17, BLOCK_SIZE=4)
+    assert each.shape == (2, 4, 13, 17)
+    want = flex_attention(q, k, v, mask_mod=MASKS["heads"])[0]
+    np.testing.assert_allclose(fulgurite.attention(q, k, v, block_mask=each), want, atol=3e-5)
+
+
+def test_refused_block_masks():
+    causal = lambda b, h, q, k: q >= k
+    with pytest.raises(ValueError, match="`H` is None and `mask_mod` reads that index"):
+        fulgurite.create_block_mask(MASKS["heads"], None, None, 13, 17)
+    with pytest.raises(ValueError, match="`BLOCK_SIZE` is 0, allowed"):
+        fulgurite.create_block_mask(causal, None, None, 13, 17, BLOCK_SIZE=0)
+    with pytest.raises(ValueError, match="`Q_LEN` is -1, allowed"):
+        fulgurite.create_block_mask(causal, None, None, -1, 17)
+    with pytest.raises(ValueError, match="`and_masks` was given no mask"):
+        fulgurite.and_masks()
+    assert "`block_mask` is a function, allowed: what `create_block_mask` gives" in refused(block_mask=causal)
+    other = fulgurite.create_block_mask(causal, None, None, 300, 300)
+    assert "make the block mask for these lengths" in refused(block_mask=other)
+
+
+def test_dense_masks_and_bias():
+    q, k, v = tensors()
+    rows = RNG.random((2, 1, 13, 17)) > 0.4
+    keep = lambda b, h, q, k: rows[b, 0, q, k]
+    np.testing.assert_allclose(
+        fulgurite.attention(q, k, v, mask=rows), flex_attention(q, k, v, mask_mod=keep)[0], atol=3e-5
+    )
+    np.testing.assert_allclose(
+        fulgurite.attention(q, k, v, mask=KEEP), flex_attention(q, k, v, mask_mod=MASKS["booleans"])[0], atol=3e-5
+    )
+    bias = RNG.standard_normal((4, 1, 17)).astype(np.float32)
+    add = lambda s, b, h, q, k: s + bias[h, 0, k]
+    np.testing.assert_allclose(
+        fulgurite.attention(q, k, v, bias=bias), flex_attention(q, k, v, score_mod=add)[0], atol=3e-5
+    )
+    assert "`mask` is float32, allowed: booleans" in refused(mask=bias)
+    assert "`bias` is bool, allowed: floats" in refused(bias=KEEP)
+    assert "`bias`: axis 3 is 5, allowed: 1 or 17" in refused(bias=bias[..., :5])
+    assert "`mask` has 5 axes" in refused(mask=rows[None])
+    assert "`mask` is a list, allowed: an array" in refused(mask=[True])
