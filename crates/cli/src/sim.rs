@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
     Adder, Architecture, Device, Number, Options, Order, Report, Sim, SimError, Sizes, compare, fit_adders, simulate,
+    takes,
 };
 use fulgurite_core::random::Rng;
 use std::path::Path;
@@ -118,7 +119,8 @@ fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
 /// Runs `sim-vs-gpu`: a line for each kernel, as soon as it is done.
 pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
     let chosen = |name: &str| args.names.is_empty() || args.names.iter().any(|begin| name.starts_with(begin.as_str()));
-    let names: Vec<&str> = kernels().iter().map(|entry| entry.name).filter(|name| chosen(name)).collect();
+    let names: Vec<&str> =
+        kernels().iter().map(|entry| entry.name).filter(|name| chosen(name) && takes(name)).collect();
     if names.is_empty() {
         return Err(Failure::input(format_args!(
             "no kernel begins so: {}; try `fulgurite kernel list`",

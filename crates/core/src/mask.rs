@@ -45,7 +45,13 @@ impl Span {
         }
     }
 
-    fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
+    /// The same span with queries and keys exchanged: the queries that a key is seen by.
+    pub fn transposed(&self) -> Span {
+        Span { left: self.right, right: self.left, align: self.align }
+    }
+
+    /// The keys that it lets query `q` see.
+    pub fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
         let diagonal = self.diagonal(q, q_len, k_len);
         let clamp = |x: i64| x.clamp(0, k_len as i64) as usize;
         let start = self.left.map_or(0, |left| clamp(diagonal - left));

@@ -8,8 +8,11 @@ use crate::{Counters, Error};
 use fulgurite_core::expr::Coverage;
 use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
+    TensorViewMut,
 };
-use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Placed, Tensors};
+use fulgurite_kernels::attention::backward::Order;
+use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -20,15 +23,22 @@ pub(crate) struct OnDevice {
     rescale: Option<Rescale>,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
+    /// The same for backward, its kernels in the order in which they run.
+    loaded_backward: Mutex<Vec<(Backward, Kernels, [Module; 3])>>,
 }
 
 impl OnDevice {
     pub fn new(name: &'static str, device: Box<dyn Device>, rescale: Option<Rescale>) -> Self {
-        OnDevice { name, device, rescale, loaded: Mutex::default() }
+        OnDevice { name, device, rescale, loaded: Mutex::default(), loaded_backward: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        let plan = Forward::new(problem, self.rescale).map_err(|missing| self.refuse(missing.feature))?;
+        self.planned(Forward::new(problem, self.rescale))
+    }
+
+    /// The plan, or why there is none on this device.
+    fn planned<P>(&self, plan: Result<P, Missing>) -> Result<P, Unsupported> {
+        let plan = plan.map_err(|missing| self.refuse(missing.feature))?;
         match self.device.target().sm {
             90 => Ok(plan),
             other => Err(self.refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
@@ -50,6 +60,18 @@ impl OnDevice {
         Ok(module)
     }
 
+    fn backward_modules(&self, plan: &Backward) -> Result<(Kernels, [Module; 3]), Error> {
+        let mut loaded = self.loaded_backward.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, kernels, modules)) = loaded.iter().find(|(known, ..)| known.same_kernels(plan)) {
+            return Ok((kernels.clone(), modules.clone()));
+        }
+        let kernels = plan.kernels(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let load = |kernel: &Arc<_>| self.device.load(Arc::clone(kernel));
+        let modules = [load(&kernels.prepare)?, load(&kernels.main)?, load(&kernels.finish)?];
+        loaded.push((plan.clone(), kernels.clone(), modules.clone()));
+        Ok((kernels, modules))
+    }
+
     /// Copies a tensor of rows there, as four axes.
     fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<Placed, Error> {
         let span = self.upload(memory, &packed_bytes(view))?;
@@ -69,6 +91,24 @@ impl OnDevice {
         let span = Span { bytes: bytes as u64, ..buffer.span() };
         memory.push(buffer);
         Ok(span)
+    }
+
+    /// Copies a packed tensor of 16 bits to where it belongs.
+    fn download(&self, from: Span, to: &mut TensorViewMut<'_>) -> Result<(), Error> {
+        let (shape, strides) = (*to.shape(), *to.strides());
+        let mut words = vec![0; 2 * shape.count()];
+        self.device.download(from, &mut words)?;
+        let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+        let data = to.data_mut();
+        each_offset(&shape, &strides, |offset| {
+            let bits = halves.next().expect("bug in fulgurite: as many elements as offsets");
+            match data {
+                DataMut::F16(all) => all[offset] = half::f16::from_bits(bits),
+                DataMut::Bf16(all) => all[offset] = half::bf16::from_bits(bits),
+                _ => unreachable!("bug in fulgurite: a type that the plan refused"),
+            }
+        });
+        Ok(())
     }
 
     /// The tensors of a call beside q, k, v, o and the LSE.
@@ -221,19 +261,7 @@ impl Engine for OnDevice {
         self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
         self.device.synchronize(Stream::default())?;
 
-        let mut words = vec![0; 2 * o_shape.count()];
-        self.device.download(o.span, &mut words)?;
-        let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
-        let strides = *outputs.o.strides();
-        let data = outputs.o.data_mut();
-        each_offset(&o_shape, &strides, |offset| {
-            let bits = halves.next().expect("bug in fulgurite: as many elements as offsets");
-            match data {
-                DataMut::F16(all) => all[offset] = half::f16::from_bits(bits),
-                DataMut::Bf16(all) => all[offset] = half::bf16::from_bits(bits),
-                _ => unreachable!("bug in fulgurite: a type that the plan refused"),
-            }
-        });
+        self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
         self.device.download(lse, &mut words)?;
         let mut numbers = words.chunks_exact(4).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
@@ -255,17 +283,37 @@ impl Engine for OnDevice {
 
     fn backward_into(
         &self,
-        _: &Problem,
-        _: &Inputs<'_>,
-        _: &Saved<'_>,
-        _: &mut GradientOutputs<'_>,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        saved: &Saved<'_>,
+        gradients: &mut GradientOutputs<'_>,
         _: &Run<'_>,
     ) -> Result<(), Error> {
-        Err(Unsupported {
-            engine: self.name.into(),
-            feature: "backward".into(),
-            instead: "the engine `cpu` has it".into(),
-        }
-        .into())
+        let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
+        let bound = inputs.bind(problem)?;
+        saved.check(problem)?;
+        gradients.check(problem)?;
+        let (kernels, modules) = self.backward_modules(&plan)?;
+        let memory = &mut Vec::new();
+        let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
+        let [o, d_o] = [self.rows(memory, &saved.o)?, self.rows(memory, &saved.d_o)?];
+        let lse = self.upload(memory, &packed_bytes(&saved.lse))?;
+        let d_lse = saved.d_lse.as_ref().map(|view| self.upload(memory, &packed_bytes(view))).transpose()?;
+        let mut result = |like: Placed| -> Result<Placed, DeviceError> {
+            let span = self.room(memory, 2 * like.shape.iter().product::<u64>() as usize)?;
+            Ok(Placed::packed(span, like.shape))
+        };
+        let [d_q, d_k, d_v] = [result(q)?, result(k)?, result(v)?];
+        let scratch = self.room(memory, plan.scratch_bytes() as usize)?;
+        let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v };
+        let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
+        launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+        })?;
+        self.device.synchronize(Stream::default())?;
+        self.download(d_q.span, &mut gradients.d_q)?;
+        self.download(d_k.span, &mut gradients.d_k)?;
+        self.download(d_v.span, &mut gradients.d_v)
     }
 }

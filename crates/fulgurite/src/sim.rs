@@ -19,6 +19,8 @@ pub use fulgurite_sim::{
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::Order as Adding;
+use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::few;
 use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
 use fulgurite_kernels::gemm::{self, Layouts, Tuning as GemmTuning};
@@ -70,6 +72,9 @@ pub enum SimError {
     /// No such kernel.
     #[error("there is no kernel `{0}`; `fulgurite kernel list` names all")]
     Name(String),
+    /// A kernel that wants more than random tensors.
+    #[error("`{0}` reads tensors that are not made here; `fulgurite check --engine sim` runs what has its features")]
+    Inputs(String),
     /// A size that makes no sense.
     #[error("`{size}` is {got}, allowed: {allowed}")]
     Size {
@@ -102,11 +107,21 @@ pub struct Simulated {
 
 /// A launch, with the memory that must outlive it.
 struct Prepared {
+    /// Launches that make what the kernel reads.
+    before: Vec<Launch>,
     launch: Launch,
     problem: String,
     memory: Vec<Buffer>,
     /// Which buffers are results, and of which type.
     results: Vec<(usize, Number)>,
+}
+
+impl Prepared {
+    fn lead_in(&self, device: &dyn Device) -> Result<(), DeviceError> {
+        self.before.iter().try_for_each(|launch| {
+            device.launch(&device.load(launch.kernel.clone())?, launch.grid, &launch.args, Stream::default())
+        })
+    }
 }
 
 /// How far the results of two devices are apart.
@@ -142,6 +157,7 @@ pub fn compare(
 ) -> Result<Difference, SimError> {
     let run = |device: &dyn Device| -> Result<(Prepared, Vec<Vec<u8>>), SimError> {
         let prepared = prepare(device, name, sizes, seed)?;
+        prepared.lead_in(device)?;
         let module = device.load(prepared.launch.kernel.clone())?;
         device.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default())?;
         device.synchronize(Stream::default())?;
@@ -193,6 +209,7 @@ fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
     let sim = Sim::new(options.clone());
     let prepared = prepare(&sim, name, sizes, options.seed)?;
+    prepared.lead_in(&sim)?;
     let module = sim.load(prepared.launch.kernel.clone())?;
     match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
         // What a kernel did wrong is in the report.
@@ -201,9 +218,17 @@ pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulate
     }
 }
 
+/// Whether a kernel can be run on random tensors alone.
+pub fn takes(name: &str) -> bool {
+    !name.starts_with("attention-") || name.ends_with("-full") || name.ends_with("-causal")
+}
+
 /// The launch of a kernel on a device, with random inputs in its memory.
 fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<Prepared, SimError> {
     let entry = registry::all().iter().find(|e| e.name == name).ok_or_else(|| SimError::Name(name.into()))?;
+    if !takes(name) {
+        return Err(SimError::Inputs(name.into()));
+    }
     for (size, got) in [
         ("m", sizes.m),
         ("n", sizes.n),
@@ -263,6 +288,7 @@ impl Maker<'_> {
             Some("row_softmax") => self.row_softmax(kernel),
             Some("gemm") => self.gemm(name, number),
             Some("attention") => self.attention(name, number),
+            Some("backward") => self.backward(name, number),
             _ => Err(SimError::Name(name.into())),
         }
     }
@@ -274,7 +300,13 @@ impl Maker<'_> {
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [n.div_ceil(add::THREADS), 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{n} elements"), memory, results: vec![(2, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: format!("{n} elements"),
+            memory,
+            results: vec![(2, Number::F32)],
+        })
     }
 
     fn row_softmax(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
@@ -284,7 +316,13 @@ impl Maker<'_> {
         let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
         let args = pointers.chain([Value::U32(n), Value::U32(n)]).collect();
         let launch = Launch { kernel, grid: [m, 1, 1], args };
-        Ok(Prepared { launch, problem: format!("{m} rows of {n}"), memory, results: vec![(1, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: format!("{m} rows of {n}"),
+            memory,
+            results: vec![(1, Number::F32)],
+        })
     }
 
     fn gemm(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
@@ -320,7 +358,60 @@ impl Maker<'_> {
         if (padding, cluster) != (0, 1) {
             problem += &format!(" (padding {padding}, clusters of {cluster})");
         }
-        Ok(Prepared { launch, problem, memory, results: vec![(2, number)] })
+        Ok(Prepared { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
+    }
+
+    /// The problem that an attention kernel's name and the sizes mean, its head dimension, and the sizes in words.
+    fn problem(&self, name: &str, number: Number) -> (Problem, u32, String) {
+        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
+        let mut dims = name.split('-').filter_map(|part| part.strip_prefix('d')?.parse().ok());
+        let dim = dims.next().unwrap_or_else(|| panic!("bug in fulgurite: {name} names no head dimension"));
+        let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
+        let problem = Problem::builder()
+            .dense(batch as usize, q_len as usize, k_len as usize)
+            .heads(heads as usize, kv_heads as usize)
+            .head_dim(dim as usize)
+            .mask(mask)
+            .dtype(if number == Number::F16 { DType::F16 } else { DType::Bf16 })
+            .build()
+            .unwrap_or_else(|e| panic!("bug in fulgurite: sizes were checked, and {e}"));
+        let words = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
+        (problem, dim, words)
+    }
+
+    /// One of the kernels of the gradients, with those before it run. o and the LSE are random too: what the gradients
+    /// are does not matter here, only that they are finite.
+    fn backward(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+        let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
+        let (problem, dim, words) = self.problem(name, number);
+        let plan = Backward::new(&problem, false, Adding::Any)
+            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let kernels = plan.kernels(self.device.target())?;
+        let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
+        let (of_q, of_k) = (shape(q_len, heads), shape(k_len, kv_heads));
+        // q, k, v, o, d_o, d_q, d_k, d_v.
+        let shapes = [of_q, of_k, of_k, of_q, of_q, of_q, of_k, of_k];
+        let mut memory = Vec::new();
+        for shape in shapes {
+            memory.push(self.random(number, shape.iter().product())?);
+        }
+        let lse = vec![f32::to_le_bytes(6.0 + (k_len as f32).ln()); (batch * heads * q_len) as usize].concat();
+        let lse_buffer = self.device.allocate(lse.len() as u64)?;
+        self.device.upload(lse_buffer.span(), &lse)?;
+        let scratch = self.device.allocate(plan.scratch_bytes())?;
+        let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
+        let tensors = BackwardTensors { q, k, v, o, lse: lse_buffer.span(), d_o, d_lse: None, d_q, d_k, d_v };
+        let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks()).launches;
+        // d_q is summed in an order that is not defined, and is compared nowhere; scratch memory neither.
+        let (at, results) = match name {
+            _ if name.contains("prepare") => (0, Vec::new()),
+            _ if name.contains("finish") => (2, Vec::new()),
+            _ => (1, vec![(6, number), (7, number)]),
+        };
+        before.truncate(at + 1);
+        let launch = before.pop().unwrap_or_else(|| panic!("bug in fulgurite: {name} has nothing to do"));
+        memory.extend([lse_buffer, scratch]);
+        Ok(Prepared { before, launch, problem: words, memory, results })
     }
 
     /// The plan that a call of the library would take for these sizes: its tuning depends on them.
@@ -331,16 +422,7 @@ impl Maker<'_> {
             let allowed = format!("up to {} for {group} query heads a head of keys", few::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
-        let dim = [256, 128].into_iter().find(|d| name.contains(&format!("d{d}"))).unwrap_or(64);
-        let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
-        let problem = Problem::builder()
-            .dense(batch as usize, q_len as usize, k_len as usize)
-            .heads(heads as usize, kv_heads as usize)
-            .head_dim(dim as usize)
-            .mask(mask)
-            .dtype(if number == Number::F16 { DType::F16 } else { DType::Bf16 })
-            .build()
-            .unwrap_or_else(|e| panic!("bug in fulgurite: sizes were checked, and {e}"));
+        let (problem, dim, words) = self.problem(name, number);
         let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
         let kernel = Arc::new(plan.kernel(self.device.target())?);
         let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
@@ -360,7 +442,12 @@ impl Maker<'_> {
             .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
             .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
         memory.extend([lse, counters, scratch]);
-        let problem = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
-        Ok(Prepared { launch, problem, memory, results: vec![(3, number), (4, Number::F32)] })
+        Ok(Prepared {
+            before: Vec::new(),
+            launch,
+            problem: words,
+            memory,
+            results: vec![(3, number), (4, Number::F32)],
+        })
     }
 }

@@ -1,6 +1,7 @@
 //! The engine `sim`: GPU kernels on any machine, through the same door as every engine.
 
-use fulgurite::{Choice, DType, Tensor, attention, engine, explain};
+use fulgurite::{Choice, DType, Inputs, Mask, Problem, Run, Tensor, attention, engine, explain};
+use fulgurite_core::compare::check_backward;
 use fulgurite_core::random::Rng;
 
 fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
@@ -22,10 +23,34 @@ fn the_simulated_gpu_agrees_with_the_oracle() {
 }
 
 #[test]
+fn its_gradients_agree_with_the_oracle() {
+    let problem = Problem::builder()
+        .dense(1, 70, 90)
+        .heads(2, 1)
+        .head_dim(64)
+        .mask(Mask::causal())
+        .dtype(DType::Bf16)
+        .build()
+        .unwrap();
+    let mut rng = Rng::new(6);
+    let mut draw =
+        |shape: &[usize]| Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), 1.0), shape).unwrap();
+    let (q, k, v) = (draw(&problem.q_shape()), draw(&problem.k_shape()), draw(&problem.v_shape()));
+    let d_o = draw(&problem.o_shape());
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let forward = engine(Choice::Oracle).unwrap().forward(&problem, &inputs, &Run::default()).unwrap();
+    let saved = forward.saved(d_o.view());
+    let gradients = engine(Choice::Sim).unwrap().backward(&problem, &inputs, &saved, &Run::default()).unwrap();
+    for (name, verdict) in check_backward(&inputs.bind(&problem).unwrap(), &saved, &gradients, 0) {
+        assert!(verdict.ok(), "{name}: {verdict:?}");
+    }
+}
+
+#[test]
 fn it_is_found_by_its_name_alone() {
     assert_eq!("sim".parse(), Ok(Choice::Sim));
     assert!(engine(Choice::Sim).unwrap().describe().contains("simulated H200"));
     assert!(!fulgurite::engines().contains(&Choice::Sim));
-    let problem = fulgurite::Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(64).dtype(DType::Bf16).build();
+    let problem = Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(64).dtype(DType::Bf16).build();
     assert!(explain(&problem.unwrap(), Choice::Sim).starts_with("sim: runs it, it was asked for"));
 }

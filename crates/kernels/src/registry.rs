@@ -11,7 +11,7 @@
 //! ```
 
 use crate::attention::plan::Forward;
-use crate::attention::{few, forward};
+use crate::attention::{backward, few, forward};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
@@ -65,6 +65,18 @@ where
 {
     let dims = [head_dim, head_dim];
     few::kernel::<T>(target, &forward::Features::plain(dims, mask), few::Tuning::hopper(few::padded(dims)))
+}
+
+/// The main kernel of the gradients of attention.
+fn gradients<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    backward::main::kernel::<T>(target, &of_backward(head_dim, mask), backward::Tuning::hopper(head_dim))
+}
+
+fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
+    backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false, order: backward::Order::Any }
 }
 
 /// Forward attention in bf16 with a feature, as a call of 2 x 8192 tokens has it.
@@ -260,6 +272,78 @@ const ALL: &[Entry] = &[
         name: "attention-few-f16-d128-full",
         summary: "forward attention of few queries, f16, head_dim 128, no mask",
         build: |target| attention_few::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d64-full",
+        summary: "gradients of attention, bf16, head_dim 64, no mask",
+        build: |target| gradients::<bf16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d64-causal",
+        summary: "gradients of attention, bf16, head_dim 64, causal mask",
+        build: |target| gradients::<bf16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "backward-bf16-d128-full",
+        summary: "gradients of attention, bf16, head_dim 128, no mask",
+        build: |target| gradients::<bf16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d128-causal",
+        summary: "gradients of attention, bf16, head_dim 128, causal mask",
+        build: |target| gradients::<bf16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d64-full",
+        summary: "gradients of attention, f16, head_dim 64, no mask",
+        build: |target| gradients::<f16>(target, 64, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d64-causal",
+        summary: "gradients of attention, f16, head_dim 64, causal mask",
+        build: |target| gradients::<f16>(target, 64, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d128-full",
+        summary: "gradients of attention, f16, head_dim 128, no mask",
+        build: |target| gradients::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d128-causal",
+        summary: "gradients of attention, f16, head_dim 128, causal mask",
+        build: |target| gradients::<f16>(target, 128, Mask::causal()),
+    },
+    Entry {
+        name: "backward-bf16-d256-full",
+        summary: "gradients of attention, bf16, head_dim 256, no mask",
+        build: |target| gradients::<bf16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "backward-bf16-d256-causal",
+        summary: "gradients of attention, bf16, head_dim 256, causal mask",
+        build: |target| gradients::<bf16>(target, 256, Mask::causal()),
+    },
+    Entry {
+        name: "backward-f16-d256-full",
+        summary: "gradients of attention, f16, head_dim 256, no mask",
+        build: |target| gradients::<f16>(target, 256, Mask::none()),
+    },
+    Entry {
+        name: "backward-f16-d256-causal",
+        summary: "gradients of attention, f16, head_dim 256, causal mask",
+        build: |target| gradients::<f16>(target, 256, Mask::causal()),
+    },
+    Entry {
+        name: "backward-prepare-bf16-d128",
+        summary: "row sums of d_o o and zeros, before the gradients; bf16, head_dim 128",
+        build: |target| backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none())),
+    },
+    Entry {
+        name: "backward-finish-bf16-d128",
+        summary: "d_q from its sums, after the gradients; bf16, head_dim 128",
+        build: |target| {
+            backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), backward::Tuning::hopper(128))
+        },
     },
 ];
 

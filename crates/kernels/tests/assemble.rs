@@ -1,7 +1,9 @@
-//! Kernels that are not registered go through the assembler without a loss: forward attention at odd head dimensions, and
-//! the probe of the tensor cores.
+//! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
+//! probe of the tensor cores.
 
 use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::attention::backward::Order;
+use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
 use fulgurite_kernels::probe;
 use fulgurite_ptx::assemble::{Assembler, Hints};
@@ -21,6 +23,31 @@ fn the_probe_assembles() {
     for kernel in [probe::kernel::<f16>(Target::HOPPER), probe::kernel::<bf16>(Target::HOPPER)] {
         let report = assembler.assemble(&kernel.unwrap()).unwrap();
         assert!(report.verdict().is_ok(), "{:?}", report.verdict());
+    }
+}
+
+#[test]
+fn gradients_assemble() {
+    let Some(assembler) = assembler() else { return };
+    for dims in
+        [[8, 8], [72, 40], [136, 136], [192, 128], [192, 192], [192, 256], [256, 256], [64, 256], [64, 64], [128, 128]]
+    {
+        for (mask, order) in [
+            (Mask::none(), Order::Any),
+            (Mask::causal(), Order::Any),
+            (Mask::window(Some(128), Some(0)), Order::Any),
+            (Mask::none(), Order::Fixed),
+            (Mask::window(Some(70), None), Order::Fixed),
+        ] {
+            let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]);
+            let plan =
+                Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true, order).unwrap();
+            let kernels = plan.kernels(Target::HOPPER).unwrap();
+            for kernel in [&kernels.prepare, &kernels.main, &kernels.finish] {
+                let report = assembler.assemble(kernel).unwrap();
+                assert!(report.verdict().is_ok(), "{dims:?}, {mask:?}: {:?}", report.verdict());
+            }
+        }
     }
 }
 

@@ -26,14 +26,14 @@ mod tile;
 mod verify;
 
 pub use build::{
-    Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, Scope, Shared,
-    Thread, Turns, Val, Var, Warpgroups, Who, Word,
+    Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
+    Scope, Shared, Thread, Turns, Val, Var, Warpgroups, Who, Word,
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
 pub use half::{bf16, f16};
 pub use kernel::{Kernel, Target};
-pub use pipe::{Filling, Mailbox, Pipe};
+pub use pipe::{Filling, Mailbox, Numbers, Pipe};
 pub use product::{Major, Number, Swizzle, TileShape};
 pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;

@@ -325,6 +325,8 @@ pub trait Machine {
     fn grid(&mut self, wait: bool);
     /// The program gives up.
     fn trap(&mut self, lane: u32);
+    /// The warp steps back until others have done something: it looks at memory that they write.
+    fn sleep(&mut self) {}
 }
 
 /// The lanes whose bits are set.

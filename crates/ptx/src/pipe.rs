@@ -3,11 +3,11 @@
 //! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
-use crate::build::{Builder, Count, Group, GroupBarrier, Scope, Thread, Val, Var};
+use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, Who};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
-use crate::table::{mbarrier, memory};
+use crate::table::{bytes, mbarrier, memory};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
@@ -15,6 +15,8 @@ use std::panic::Location;
 struct Ring<'k> {
     k: &'k Builder,
     id: usize,
+    /// The ring whose place it has, if it moves with another.
+    leader: Option<usize>,
     depth: u32,
     full: u32,
     empty: u32,
@@ -31,7 +33,23 @@ impl<'k> Ring<'k> {
         let id = k.new_pipe(name, blocks);
         let full = k.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
         let empty = k.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
-        Ring { k, id, depth, full, empty, blocks }
+        Ring { k, id, leader: None, depth, full, empty, blocks }
+    }
+
+    #[track_caller]
+    fn in_step(self, leader: &Ring<'k>) -> Self {
+        if self.depth != leader.depth {
+            self.k.refuse(format!("a ring of {} stages in step with one of {}", self.depth, leader.depth));
+        }
+        Ring { leader: Some(leader.id), ..self }
+    }
+
+    /// Where the role stands on this side of the ring.
+    #[track_caller]
+    fn cursor(&self, side: &'static str) -> Cursor<'k> {
+        // A fresh barrier's phase of parity 1 counts as over: the first round finds all stages empty.
+        let parity = u32::from(side == "put");
+        self.k.cursor(self.leader.unwrap_or(self.id), side, [0, parity])
     }
 
     #[track_caller]
@@ -58,6 +76,9 @@ impl<'k> Ring<'k> {
     /// To the next stage; past the last, to the first with the other parity.
     #[track_caller]
     fn advance(&self, [stage, parity]: Cursor<'k>) {
+        if self.leader.is_some() {
+            return;
+        }
         if self.depth > 1 {
             let next = stage.now() + 1;
             let wraps = next.eq(self.depth);
@@ -72,8 +93,7 @@ impl<'k> Ring<'k> {
     #[track_caller]
     fn wait_empty(&self) -> Cursor<'k> {
         self.k.pipe_filled(self.id);
-        // A fresh barrier's phase of parity 1 counts as over: the first round finds all stages empty.
-        let cursor = self.k.cursor(self.id, "put", [0, 1]);
+        let cursor = self.cursor("put");
         self.wait(self.barrier(self.empty, cursor[0].now()), cursor[1].now());
         cursor
     }
@@ -81,16 +101,16 @@ impl<'k> Ring<'k> {
     /// Waits for a full stage.
     #[track_caller]
     fn wait_full(&self) -> Cursor<'k> {
-        let cursor = self.k.cursor(self.id, "take", [0, 0]);
+        let cursor = self.cursor("take");
         self.wait(self.barrier(self.full, cursor[0].now()), cursor[1].now());
         cursor
     }
 
-    /// One lane of each warp tells that the stage at `cursor` is no longer read.
+    /// One lane of each warp tells that a stage is no longer read.
     #[track_caller]
-    fn tell_empty(&self, w: &Scope<'k, Group>, cursor: Cursor<'k>) {
+    fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
         self.k.pipe_emptied(self.id);
-        let empty = self.barrier(self.empty, cursor[0].now());
+        let empty = self.barrier(self.empty, stage);
         let lane = w.lane();
         self.k.placed(Location::caller(), || {
             w.when(lane.lt(self.blocks), |w| {
@@ -108,7 +128,7 @@ impl<'k> Ring<'k> {
     }
 }
 
-/// A ring whose stages hold one tile of each of several shapes.
+/// A ring whose stages hold one tile of each of several shapes, and perhaps a row of numbers.
 pub struct Pipe<'k> {
     ring: Ring<'k>,
     /// Shape of each tile, and where in a stage it lies.
@@ -116,6 +136,8 @@ pub struct Pipe<'k> {
     /// Where the first stage begins, and bytes from one to the next.
     first: u32,
     stage: u32,
+    /// How many numbers a stage has, and where those of the first begin.
+    numbers: (u32, u32),
     /// Where the numbers begin that go with the stages, if any do.
     tags: Option<u32>,
 }
@@ -124,6 +146,15 @@ impl Builder {
     /// A ring of `depth` stages, each with one tile of each shape.
     #[track_caller]
     pub fn pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
+        self.pipe_with_numbers(name, depth, tiles, 0)
+    }
+
+    /// The same, each stage also with a row of `numbers` floats (a multiple of four).
+    #[track_caller]
+    pub fn pipe_with_numbers(&self, name: &str, depth: u32, tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
+        if !numbers.is_multiple_of(4) {
+            self.refuse(format!("ring `{name}` has rows of {numbers} numbers, allowed: multiples of 4"));
+        }
         let mut stage = 0;
         let mut place = |shape: &TileShape| {
             let start = stage;
@@ -134,7 +165,10 @@ impl Builder {
         // Whole periods of the widest swizzle, so that every stage begins on one.
         let stage = stage.next_multiple_of(Swizzle::B128.period());
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
-        Pipe { ring: Ring::new(self, name, depth, self.cluster_blocks()), tiles, first, stage, tags: None }
+        // Beside the tiles: between them they would cost a whole period.
+        let row = if numbers == 0 { 0 } else { self.take_small(&format!("{name}.numbers"), depth * numbers * 4, 16) };
+        let ring = Ring::new(self, name, depth, self.cluster_blocks());
+        Pipe { ring, tiles, first, stage, numbers: (numbers, row), tags: None }
     }
 
     /// The same, and a number goes with each stage.
@@ -158,6 +192,8 @@ impl Builder {
 /// A stage of a ring that is being filled.
 pub struct Filling<'k> {
     tiles: Vec<Tile<'k>>,
+    /// Address of its row of numbers, and how many they are.
+    numbers: (Val<'k, u32>, u32),
     full: Val<'k, u32>,
     blocks: u32,
 }
@@ -172,6 +208,15 @@ impl<'k> Filling<'k> {
     pub fn load(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
         from.load(t, at, to, self.full, None);
     }
+    /// Starts bringing the stage's row of numbers from an array, whose beginning lies at a multiple of 16 bytes.
+    #[track_caller]
+    pub fn load_numbers(&self, t: &Scope<'k, Thread>, from: Pointer<'k, f32>) {
+        let (to, count) = self.numbers;
+        let [to, from] = [Base::Reg(to.in_register()), Base::Reg(from.address().in_register())];
+        let bar = Arg::Address(Base::Reg(self.full.in_register()), 0);
+        let bytes = Arg::Imm(u64::from(4 * count));
+        t.k.emit(&bytes::LOAD_BYTES, [Arg::Address(to, 0), Arg::Address(from, 0), bytes, bar]);
+    }
     /// The same into the same place in all blocks of the cluster: each brings a part, and all get everything.
     #[track_caller]
     pub fn load_for_all(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
@@ -181,8 +226,23 @@ impl<'k> Filling<'k> {
 }
 
 impl<'k> Pipe<'k> {
+    /// Moves with another ring: where a role stands is kept once for both, which saves it two registers. A stage is
+    /// filled, waited for and given back before the role goes on in the leader, which this ring never does by itself.
+    #[track_caller]
+    pub fn in_step(self, leader: &Pipe<'k>) -> Self {
+        Pipe { ring: self.ring.in_step(&leader.ring), ..self }
+    }
+
     fn bytes(&self) -> u32 {
-        self.tiles.iter().map(|(shape, _)| shape.bytes()).sum()
+        self.tiles.iter().map(|(shape, _)| shape.bytes()).sum::<u32>() + 4 * self.numbers.0
+    }
+
+    /// Address of a stage's row of numbers, from the column `col` on.
+    #[track_caller]
+    fn row(&self, stage: Val<'k, u32>, col: Val<'k, u32>) -> Val<'k, u32> {
+        let (count, first) = self.numbers;
+        let start = col.mul_add(4, self.ring.k.shared_address(first));
+        if self.ring.depth == 1 { start } else { stage.mul_add(4 * count, start) }
     }
 
     /// The tiles of a stage.
@@ -246,7 +306,8 @@ impl<'k> Pipe<'k> {
         let full = ring.barrier(ring.full, cursor[0].now());
         let place = Arg::Address(Base::Reg(full.in_register()), 0);
         ring.k.emit(&mbarrier::ARRIVE_EXPECT, [place, Arg::Imm(self.bytes().into())]);
-        f(t, &Filling { tiles: self.stage(cursor[0].now()), full, blocks: ring.blocks });
+        let numbers = (self.row(cursor[0].now(), t.constant(0)), self.numbers.0);
+        f(t, &Filling { tiles: self.stage(cursor[0].now()), numbers, full, blocks: ring.blocks });
         ring.advance(cursor);
     }
 
@@ -284,16 +345,51 @@ impl<'k> Pipe<'k> {
     /// The stage that was waited for last.
     #[track_caller]
     pub fn current(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
-        let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        let [stage, _] = self.ring.cursor("take");
         self.stage(stage.now())
+    }
+
+    /// The numbers of the stage that was waited for last, as columns of accumulators.
+    #[track_caller]
+    pub fn numbers(&self, w: &Scope<'k, Group>) -> Numbers<'k> {
+        let [stage, _] = self.ring.cursor("take");
+        Numbers { address: self.row(stage.now(), w.first_col()) }
+    }
+
+    /// The `index`-th of as many tiles of a shape as the ring has stages, `index` being the stage that was waited for
+    /// last: for what is written and read in step with the ring.
+    #[track_caller]
+    pub fn beside(&self, _: &Scope<'k, Group>, first: Tile<'k>) -> Tile<'k> {
+        let [stage, _] = self.ring.cursor("take");
+        if self.ring.depth == 1 { first } else { first.nth(stage.now()) }
+    }
+
+    /// Goes on to the next stage. The one that was waited for stays the role's until it is given back by
+    /// [`release_previous`](Self::release_previous).
+    #[track_caller]
+    pub fn keep(&self, _: &Scope<'k, Group>) {
+        self.ring.advance(self.ring.cursor("take"));
+    }
+
+    /// Gives back the stage before the one that the role stands at: nothing of it is read any more.
+    #[track_caller]
+    pub fn release_previous(&self, w: &Scope<'k, Group>) {
+        let (stage, depth) = (self.ring.cursor("take")[0].now(), self.ring.depth);
+        let previous = match depth {
+            1 => stage,
+            2 => stage ^ 1,
+            _ => stage.eq(0).select::<u32>(depth - 1, stage - 1),
+        };
+        w.sync_warp();
+        self.ring.tell_empty(w, previous);
     }
 
     /// Gives the stage back that was waited for: nothing of it is read any more.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
-        let cursor = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
+        let cursor = self.ring.cursor("take");
         w.sync_warp();
-        self.ring.tell_empty(w, cursor);
+        self.ring.tell_empty(w, cursor[0].now());
         self.ring.advance(cursor);
     }
 
@@ -309,10 +405,33 @@ impl<'k> Pipe<'k> {
     /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
     #[track_caller]
     pub fn release(&self, w: &Scope<'k, Group>) {
-        let cursor = self.ring.k.cursor(self.ring.id, "release", [0, 0]);
+        let cursor = self.ring.cursor("release");
         w.sync_warp();
-        self.ring.tell_empty(w, cursor);
+        self.ring.tell_empty(w, cursor[0].now());
         self.ring.advance(cursor);
+    }
+}
+
+/// A row of numbers in shared memory, one for each column of accumulators.
+#[derive(Clone, Copy)]
+pub struct Numbers<'k> {
+    /// Of the thread's first column.
+    address: Val<'k, u32>,
+}
+
+impl<'k> Numbers<'k> {
+    /// The `index`-th part of `count` of them.
+    #[track_caller]
+    pub fn part(self, index: Val<'k, u32>, count: u32) -> Self {
+        Numbers { address: index.mul_add(4 * count, self.address) }
+    }
+    /// Those of the thread's two columns among the `eight`-th eight.
+    #[track_caller]
+    pub fn pair(&self, w: &Scope<'k, Group>, eight: u32) -> [Val<'k, f32>; 2] {
+        let regs = [0; 2].map(|_| w.k.register(Class::F32));
+        let place = Arg::Address(Base::Reg(self.address.in_register()), (eight * 32) as i32);
+        w.k.emit(&memory::LD_SHARED_F32, [Arg::List(regs.into()), place, Arg::Word(".v2")]);
+        regs.map(|reg| Val::reg(w.k, reg))
     }
 }
 
@@ -326,6 +445,12 @@ pub struct Mailbox<'k> {
 impl<'k> Mailbox<'k> {
     /// Bytes that one instruction moves.
     const PART: usize = 16;
+
+    /// Moves with a ring of tiles, as [`Pipe::in_step`] does.
+    #[track_caller]
+    pub fn in_step(self, leader: &Pipe<'k>) -> Self {
+        Mailbox { ring: self.ring.in_step(&leader.ring), ..self }
+    }
 
     #[track_caller]
     fn place(&self, cursor: Cursor<'k>) -> Reg {
@@ -357,16 +482,37 @@ impl<'k> Mailbox<'k> {
     /// Waits for a message and reads it, in every thread of the role.
     #[track_caller]
     pub fn take(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
+        let message = self.wait(w);
+        self.done(w);
+        message
+    }
+
+    /// Waits for a message and reads it; it can be read again until the role is [`done`](Self::done) with it.
+    #[track_caller]
+    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
+        self.ring.wait_full();
+        self.again(w)
+    }
+
+    /// Reads the message that was waited for last once more: cheaper than registers that hold it meanwhile.
+    #[track_caller]
+    pub fn again<W: Who>(&self, _: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         let (ring, k) = (&self.ring, self.ring.k);
-        let cursor = ring.wait_full();
+        let cursor = ring.cursor("take");
         let (base, regs) = (self.place(cursor), (0..self.words).map(|_| k.register(Class::B32)).collect::<Vec<_>>());
         for (i, part) in regs.chunks(Self::PART / 4).enumerate() {
             let place = Arg::Address(Base::Reg(base), (i * Self::PART) as i32);
             k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
         }
-        w.sync_warp();
-        ring.tell_empty(w, cursor);
-        ring.advance(cursor);
         regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
+    }
+
+    /// The message that was waited for is not read any more.
+    #[track_caller]
+    pub fn done(&self, w: &Scope<'k, Group>) {
+        let cursor = self.ring.cursor("take");
+        w.sync_warp();
+        self.ring.tell_empty(w, cursor[0].now());
+        self.ring.advance(cursor);
     }
 }

@@ -433,11 +433,35 @@ impl<'k> Scope<'k, Group> {
     where
         Pair<T>: Word,
     {
+        let (at, elements) = (Location::caller(), acc.elements().collect::<Vec<Val<'k, f32>>>());
+        self.write_parts::<T>(tile, acc.cols, |j| {
+            let part = &elements[8 * j..8 * j + 8];
+            [0, 2, 4, 6].map(|i| {
+                let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
+                self.k.placed(at, || low.pair_with::<T>(high).in_register())
+            })
+        });
+    }
+
+    /// Writes a fragment to 64 rows of a tile.
+    #[track_caller]
+    pub fn write_fragment<T: Half>(&self, tile: Tile<'k>, fragment: &Fragment<'k, T>)
+    where
+        Pair<T>: Word,
+    {
+        self.write_parts::<T>(tile, fragment.cols, |j| std::array::from_fn(|i| fragment.regs[4 * j + i]));
+    }
+
+    /// Writes 16 columns at a time to 64 rows of a tile: `pairs` gives the registers of the `j`-th.
+    #[track_caller]
+    fn write_parts<T: Half>(&self, tile: Tile<'k>, cols: u32, pairs: impl Fn(usize) -> [Reg; 4])
+    where
+        Pair<T>: Word,
+    {
         let shape = tile.shape;
-        if tile.rows != 64 || acc.cols > shape.cols || !acc.cols.is_multiple_of(16) || shape.number != T::NUMBER {
+        if tile.rows != 64 || cols > shape.cols || !cols.is_multiple_of(16) || shape.number != T::NUMBER {
             self.k.refuse(format!(
-                "64x{} {} written to {} rows of {shape:?}, allowed: 64 rows, the same type, multiples of 16 columns",
-                acc.cols,
+                "64x{cols} {} written to {} rows of {shape:?}, allowed: 64 rows, the same type, multiples of 16 columns",
                 T::NAME,
                 tile.rows
             ));
@@ -450,19 +474,13 @@ impl<'k> Scope<'k, Group> {
         let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
         let base = tile.address + spread;
         let units = shape.swizzle.line() / 32;
-        let elements: Vec<Val<'k, f32>> = acc.elements().collect();
-        for (j, part) in elements.chunks_exact(8).enumerate() {
-            let j = j as u32;
-            let mut pairs = Vec::with_capacity(4);
-            for i in [0, 2, 4, 6] {
-                let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
-                pairs.push(low.pair_with::<T>(high).in_register());
-            }
+        for j in 0..cols / 16 {
+            let regs = pairs(j as usize);
             // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();
             let place = Arg::Address(Base::Reg(address.in_register()), chunk as i32);
-            self.k.emit(&memory::STMATRIX, [place, Arg::List(pairs.into()), Arg::Word("x4"), Arg::Word("")]);
+            self.k.emit(&memory::STMATRIX, [place, Arg::List(regs.into()), Arg::Word("x4"), Arg::Word("")]);
         }
     }
 }

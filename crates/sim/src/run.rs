@@ -117,7 +117,8 @@ impl World<'_> {
     fn retry(&mut self) -> bool {
         let mut any = false;
         for warp in self.clusters.iter_mut().flat_map(|c| &mut c.warps) {
-            if matches!(warp.status, Status::Blocked(Wait::Phase { .. })) && warp.tried != self.progress {
+            let polite = matches!(warp.status, Status::Blocked(Wait::Phase { .. } | Wait::Sleep));
+            if polite && warp.tried != self.progress {
                 warp.tried = self.progress;
                 warp.status = Status::Ready;
                 any = true;

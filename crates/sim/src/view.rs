@@ -5,7 +5,9 @@ use crate::clock::Part;
 use crate::finding::Fault;
 use crate::meet;
 use crate::shadow::{Memo, Toucher};
-use crate::world::{Cluster, FULL, PARAM_BASE, PARAM_STRIDE, SHARED_BASE, WINDOW, Warp, World, access_of};
+use crate::world::{
+    Cluster, FULL, PARAM_BASE, PARAM_STRIDE, SHARED_BASE, Status, WINDOW, Wait, Warp, World, access_of,
+};
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::{Class, Op, Reg, Space};
 use fulgurite_ptx::machine::{Fence, Group, Machine, Mbarrier, Meeting, Order, Place, Queue, Special, Transfer, lanes};
@@ -493,6 +495,9 @@ impl Machine for View<'_, '_> {
     }
     fn grid(&mut self, _wait: bool) {
         // Launches run one after another: the grid before this one is done, and the guide says what that leaves unseen.
+    }
+    fn sleep(&mut self) {
+        self.warp.status = Status::Blocked(Wait::Sleep);
     }
     fn trap(&mut self, lane: u32) {
         self.fault(Fault::Trap, "the kernel gives up".into(), Some(lane), None);

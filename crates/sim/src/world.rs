@@ -69,6 +69,8 @@ pub(crate) enum Wait {
     Products(u32),
     /// Registers of the block's pool.
     Registers(u32),
+    /// That others do something. A polite wait.
+    Sleep,
 }
 
 /// Whether a warp can go on.

@@ -1,5 +1,6 @@
 //! Attention on the GPU.
 
+pub mod backward;
 mod careful;
 mod epilogue;
 pub mod few;

@@ -26,9 +26,24 @@ pub struct Lengths<'k> {
     pub top_left: Val<'k, i32>,
 }
 
+impl<'k> Lengths<'k> {
+    /// Of the exchanged mask, whose rows are keys: there are `queries` columns, and diagonals have the other sign.
+    #[track_caller]
+    pub fn transposed(self, queries: Val<'k, i32>) -> Lengths<'k> {
+        let zero = queries.literal(0);
+        Lengths { k: queries, bottom_right: zero - self.bottom_right, top_left: zero - self.top_left }
+    }
+}
+
 impl Spans {
     pub fn of(mask: &Mask) -> Spans {
         Spans(mask.spans().to_vec())
+    }
+
+    /// The same mask with queries and keys exchanged: which queries a key is seen by. Lengths are exchanged by
+    /// [`Lengths::transposed`].
+    pub fn transposed(&self) -> Spans {
+        Spans(self.0.iter().map(Span::transposed).collect())
     }
 
     /// Whether some rows end before the last key.
@@ -108,12 +123,35 @@ pub struct Limits<'k> {
     rows: [[Var<'k, i32>; 2]; 2],
     /// Keys that every row of the warpgroup sees: blocks inside need no mask.
     safe: [Var<'k, i32>; 2],
+    /// Whether the beginning of a row is looked at, and its end.
+    sides: [bool; 2],
 }
 
 impl<'k> Limits<'k> {
     pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         let pair = || [w.var(0i32), w.var(0i32)];
-        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair() }
+        let sides = [spans.bounded_left(), true];
+        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair(), sides }
+    }
+
+    /// For scores whose rows are keys and whose columns are queries, `spans` being transposed. Columns past the last
+    /// query need no mask (their probabilities are 0 by their LSE), rows past the last key do.
+    pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
+        Limits { sides: [true, spans.bounded_right()], ..Limits::new(w, spans) }
+    }
+
+    /// For a tile of keys whose warpgroup's begin at `first`, of `count` in all.
+    #[track_caller]
+    pub fn set_keys(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, count: Val<'k, i32>, lengths: Lengths<'k>) {
+        /// Past every query.
+        const NEVER: i32 = 1 << 30;
+        self.set(w, first, lengths);
+        for (i, [start, _]) in self.rows.into_iter().enumerate() {
+            let row = first + w.first_row().to_i32() + 8 * i as i32;
+            start.set(row.ge(count).select::<i32>(NEVER, start.get()));
+        }
+        let start = self.safe[0];
+        start.set((first + 64).gt(count).select::<i32>(NEVER, start.get()));
     }
 
     /// For a tile whose warpgroup's rows begin at `first`.
@@ -154,21 +192,23 @@ impl<'k> Limits<'k> {
     ) -> Val<'k, bool> {
         let place = key - w.first_col().to_i32();
         let [start, end] = self.rows[i].map(|limit| limit.get());
-        let mut seen = end.gt(place);
-        if self.spans.bounded_left() {
-            seen = seen & start.le(place);
-        }
+        let seen = self.inside(|| start.le(place), || end.gt(place)).unwrap_or(w.constant(true));
         full.map_or(seen, |full| seen | full)
+    }
+
+    /// Both of these, of which only those are asked that the mask looks at.
+    fn inside(&self, start: impl Fn() -> Val<'k, bool>, end: impl Fn() -> Val<'k, bool>) -> Option<Val<'k, bool>> {
+        let [left, right] = self.sides;
+        let sides = [right.then(end), left.then(start)];
+        sides.into_iter().flatten().reduce(|a, b| a & b)
     }
 
     /// Whether some row of the warpgroup does not see the whole of a block.
     #[track_caller]
     pub fn cuts(&self, block: &Block<'k>, cols: u32) -> Val<'k, bool> {
-        let end = block.first + cols as i32;
-        let mut cut = end.gt(self.safe[1].get());
-        if self.spans.bounded_left() {
-            cut = cut | block.first.lt(self.safe[0].get());
-        }
+        let ([left, right], end) = (self.sides, block.first + cols as i32);
+        let cuts = [right.then(|| end.gt(self.safe[1].get())), left.then(|| block.first.lt(self.safe[0].get()))];
+        let cut = cuts.into_iter().flatten().reduce(|a, b| a | b).expect("bug in fulgurite: rows without an end");
         match block.full {
             Some((full, all)) => (full & end.gt(all)) | (!full & cut),
             None => cut,
@@ -178,7 +218,6 @@ impl<'k> Limits<'k> {
     /// Sets scores of keys that a row does not see to -inf.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>) {
-        let left = self.spans.bounded_left();
         w.when(self.cuts(block, s.cols()), |w| {
             // Of a block that is seen whole, whatever the spans say: as far as there are keys.
             let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
@@ -191,11 +230,9 @@ impl<'k> Limits<'k> {
             let limits = self.rows.map(|row| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first));
             for (i, x) in s.elements().enumerate() {
                 let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
-                let mut seen = end.gt(col);
-                if left {
-                    seen = seen & start.le(col);
+                if let Some(seen) = self.inside(|| start.le(col), || end.gt(col)) {
+                    s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
                 }
-                s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
             }
         });
     }

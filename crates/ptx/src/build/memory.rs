@@ -1,7 +1,7 @@
 //! Arrays in global and in shared memory.
 
 use super::Builder;
-use super::scope::{Scope, Who};
+use super::scope::{Scope, Thread, Who};
 use super::value::{IntoVal, Val, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::table::memory as rows;
@@ -58,6 +58,9 @@ fn store<T: Word, const N: usize>(k: &Builder, row: &'static Inst, at: Arg, x: [
     k.emit(row, [at, Arg::List(regs.into()), Arg::Word(vector(N))]);
 }
 
+/// Nanoseconds between two looks at a word that another block writes.
+const PAUSE_NS: u64 = 20;
+
 /// An array in global memory.
 pub struct Pointer<'k, T> {
     address: Val<'k, u64>,
@@ -73,6 +76,14 @@ impl<T> Copy for Pointer<'_, T> {}
 impl<'k, T: Word> Pointer<'k, T> {
     pub(crate) fn new(address: Val<'k, u64>) -> Self {
         Pointer { address, element: PhantomData }
+    }
+    /// An array at an address that another had.
+    pub fn at_address(address: Val<'k, u64>) -> Self {
+        Pointer::new(address)
+    }
+    /// Where it begins, in bytes, for a loop that carries it.
+    pub fn address(self) -> Val<'k, u64> {
+        self.address
     }
     /// The array from an element on.
     #[track_caller]
@@ -125,7 +136,36 @@ impl<'k, T: Word> Pointer<'k, T> {
     }
 }
 
+impl<'k> Pointer<'k, f32> {
+    /// Adds to four elements that lie together, the first at a multiple of four. Each is added in a step of its own, in
+    /// whatever order threads come.
+    #[track_caller]
+    pub fn add_four<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: [Val<'k, f32>; 4]) {
+        store(w.k, &crate::table::atomic::RED_F32, self.place(index), x);
+    }
+}
+
 impl<'k> Pointer<'k, u32> {
+    /// Waits until an element has this value; what its writer [`publish`](Self::publish)ed with it can then be seen.
+    #[track_caller]
+    pub fn wait_for(self, t: &Scope<'k, Thread>, index: impl IntoVal<'k, u32>, x: Val<'k, u32>) {
+        let place = self.place(index);
+        let at = Location::caller();
+        t.repeat(|t, leave| {
+            let reg = t.k.register(Class::B32);
+            t.k.placed(at, || {
+                t.k.emit(&rows::LD_ACQUIRE, [Arg::List([reg].into()), place, Arg::Word("gpu")]);
+                leave.when(Val::<u32>::reg(t.k, reg).eq(x));
+                t.k.emit(&crate::table::sync::SLEEP, [Arg::Imm(PAUSE_NS)]);
+            });
+        });
+    }
+    /// Writes an element, after everything that was written before, also by threads that this one met at a barrier.
+    #[track_caller]
+    pub fn publish(self, t: &Scope<'k, Thread>, index: impl IntoVal<'k, u32>, x: Val<'k, u32>) {
+        let x = Arg::List([x.in_register()].into());
+        t.k.emit(&rows::ST_RELEASE, [self.place(index), x, Arg::Word("gpu")]);
+    }
     /// Adds to an element in one step; its old value.
     #[track_caller]
     pub fn fetch_add<W: Who>(

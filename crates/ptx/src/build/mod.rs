@@ -19,7 +19,7 @@ mod scope;
 mod value;
 
 pub use memory::{Pointer, Shared};
-pub use scope::{Block, Group, GroupBarrier, Leave, Scope, Thread, Turns, Who};
+pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, Who};
 pub(crate) use value::Src;
 pub use value::{Half, IntoVal, Pair, Val, Var, Word};
 

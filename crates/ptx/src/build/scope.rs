@@ -296,6 +296,16 @@ impl<'k> Scope<'k, Group> {
         let id = self.group() + barrier.first;
         self.k.emit(&sync::BAR, [id.arg(), Arg::Imm(WARPGROUP.into())]);
     }
+    /// A barrier for all warpgroups of the role.
+    pub fn role_barrier(&self) -> RoleBarrier {
+        RoleBarrier { id: self.k.named_barriers(1) }
+    }
+    /// All threads of the role meet.
+    #[track_caller]
+    pub fn sync_role(&self, barrier: &RoleBarrier) {
+        let threads = self.k.role_warps().1 * 32;
+        self.k.emit(&sync::BAR, [Arg::Imm(barrier.id.into()), Arg::Imm(threads.into())]);
+    }
     /// One thread of each warpgroup.
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
@@ -346,6 +356,11 @@ impl<'k> Scope<'k, Group> {
 /// A named barrier for each warpgroup of a role.
 pub struct GroupBarrier {
     first: u32,
+}
+
+/// A named barrier for all threads of a role.
+pub struct RoleBarrier {
+    id: u32,
 }
 
 /// Warpgroups of a role that take turns, in order, again and again.

@@ -179,6 +179,16 @@ fn fold<T: Word>(a: Val<'_, T>, b: Val<'_, T>, f: impl Fn(u64, u64) -> u64) -> O
     Some(f(a.constant()?, b.constant()?))
 }
 
+/// Unsigned division by a constant power of two, and its rest, as a shift and a mask: the assembler does not do it by
+/// itself, and takes twenty instructions.
+fn by_power_of_two(row: &Inst, name: &'static str, divisor: Option<u64>) -> Option<(&'static Inst, [Arg; 2])> {
+    let divisor = divisor.filter(|d| name == "u32" && d.is_power_of_two())?;
+    if std::ptr::eq(row, &integer::DIV) {
+        return Some((&logic::SHR, [Arg::Imm(divisor.trailing_zeros().into()), Arg::Word(name)]));
+    }
+    std::ptr::eq(row, &integer::REM).then(|| (&logic::BITS_32, [Arg::Imm(divisor - 1), Arg::Word("and")]))
+}
+
 /// Operators of integers of 32 bits, folded where both are constants or one changes nothing.
 macro_rules! integer_operator {
     ($trait:ident $method:ident $t:ty, $row:expr, $fold:expr, $identity:expr) => {
@@ -194,6 +204,9 @@ macro_rules! integer_operator {
                 let identity: Option<$t> = $identity;
                 if identity.is_some() && other.constant() == identity.map(Word::bits) {
                     return self;
+                }
+                if let Some((row, args)) = by_power_of_two($row, <$t as Word>::NAME, other.constant()) {
+                    return self.compute(row, &args);
                 }
                 self.compute($row, &[other.arg(), Arg::Word(<$t as Word>::NAME)])
             }

@@ -279,7 +279,9 @@ pub static GRID_LAUNCH: Inst = Inst {
 /// Sleeps for about so many nanoseconds.
 pub static SLEEP: Inst = Inst {
     effect: Effect::Volatile,
-    ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n", &[steps(0, 1_000_000, 1)])], Needs::AMPERE, |_, _| {})
+    ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n", &[steps(0, 1_000_000, 1)])], Needs::AMPERE, |m, _| {
+        m.sleep();
+    })
 };
 
 /// Gives up: the launch fails.

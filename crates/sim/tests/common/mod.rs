@@ -82,6 +82,7 @@ pub struct Gemm {
 }
 
 pub mod attention;
+pub mod backward;
 pub mod few;
 pub mod mutate;
 pub mod pipeline;

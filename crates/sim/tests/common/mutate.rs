@@ -135,11 +135,16 @@ pub fn line(kernel: &Kernel, row: &str, n: usize) -> Line {
 }
 
 /// Without the loop that waits by the `n`-th `mbarrier.try_wait`.
-pub fn drop_wait(mut kernel: Kernel, n: usize) -> Kernel {
+pub fn drop_wait(kernel: Kernel, n: usize) -> Kernel {
+    drop_loop(kernel, "mbarrier.try_wait", n)
+}
+
+/// Without the loop that waits by the `n`-th use of a row.
+pub fn drop_loop(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
     let mut seen = 0;
     each_mut(&mut kernel.body, &mut |stmt| {
         let Stmt::Loop { body, .. } = stmt else { return Fate::Keep };
-        if !body.iter().any(|s| matches!(s, Stmt::Op(op) if op.inst.name == "mbarrier.try_wait")) {
+        if !body.iter().any(|s| matches!(s, Stmt::Op(op) if op.inst.name == row)) {
             return Fate::Keep;
         }
         seen += 1;

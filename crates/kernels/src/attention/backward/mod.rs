@@ -1,0 +1,116 @@
+//! Gradients of attention on Hopper: three kernels.
+//!
+//! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
+//! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
+//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sum of d_q, [`main`] everything else, and
+//! [`finish`] rounds d_q. A row without keys has a gradient of zeros.
+
+mod by_columns;
+mod by_keys;
+pub mod finish;
+pub mod main;
+pub mod plan;
+pub mod prepare;
+
+use fulgurite_core::{Exp, Mask};
+
+/// What the two warpgroups of a block share out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// The keys of a tile of 128: each has d_k and d_v of its 64, whole rows.
+    Keys,
+    /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
+    /// d_z of half the queries, for both.
+    Columns,
+}
+
+/// When p is rounded to the operand of d_v.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pack {
+    /// With the exponentials.
+    Early,
+    /// With d_z: fewer registers while d_p is waited for.
+    Late,
+}
+
+/// In which order blocks add to d_q.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Order {
+    /// As they come: the last bits of d_q differ from run to run.
+    #[default]
+    Any,
+    /// By key: the same bits every time, whatever else runs. Blocks wait for each other.
+    Fixed,
+}
+
+/// How the main kernel is cut: measured choices.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Tuning {
+    /// What the warpgroups share out.
+    pub share: Share,
+    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows.
+    pub rows: u32,
+    /// Stages of Q and of d_o, and tiles of d_z.
+    pub depth: u32,
+    /// Stages of K and V.
+    pub key_depth: u32,
+    /// Registers of a thread that computes, and of one that loads.
+    pub registers: [u32; 2],
+    /// In eighths: how much of d_q is added before the scores of the next step are started.
+    pub early: u32,
+    /// Whether nothing is in flight when the scores of the next step are started.
+    pub drain: bool,
+    /// When p is rounded.
+    pub pack: Pack,
+}
+
+impl Tuning {
+    /// What measured best on an H200 for a head dimension.
+    pub fn hopper(head_dim: u32) -> Tuning {
+        let base = Tuning {
+            share: Share::Keys,
+            rows: 64,
+            depth: 2,
+            key_depth: 1,
+            registers: [240, 24],
+            early: 4,
+            drain: false,
+            pack: Pack::Early,
+        };
+        match head_dim {
+            ..=64 => Tuning { rows: 128, drain: true, pack: Pack::Late, ..base },
+            65..=128 => base,
+            _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
+        }
+    }
+
+    /// Keys of a tile.
+    pub fn keys(&self) -> u32 {
+        match self.share {
+            Share::Keys => 128,
+            Share::Columns => 64,
+        }
+    }
+
+    /// Columns of d_q that a warpgroup has, for rows of `dim` elements.
+    pub fn cols(&self, dim: u32) -> u32 {
+        if self.rows == 64 { dim / 2 } else { dim }
+    }
+}
+
+/// What of a problem shapes the kernels' text: everything but lengths.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Features {
+    /// Elements of a row of q and k, and of v and o, as the products see them: multiples of 16, of 64 where
+    /// warpgroups share columns; the first of 128 where they share keys and the columns of d_q. Rows of tensors may be
+    /// shorter.
+    pub dims: [u32; 2],
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// How p is computed.
+    pub exp: Exp,
+    /// Whether the LSE has a gradient.
+    pub d_lse: bool,
+    /// In which order blocks add to d_q.
+    pub order: Order,
+}

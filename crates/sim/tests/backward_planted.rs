@@ -1,0 +1,147 @@
+//! Planted bugs in the kernels of the gradients: every one is found as what it is, with the lines of both sides.
+
+mod common;
+
+use common::backward::Case;
+use common::mutate::{change, drop, drop_loop, drop_wait, line, replace};
+use fulgurite_core::DType;
+use fulgurite_kernels::attention::backward::Order;
+use fulgurite_kernels::attention::backward::plan::Kernels;
+use fulgurite_ptx::{Kernel, Target};
+use fulgurite_sim::{Fault, Line, Options, Sim};
+use std::sync::Arc;
+
+/// Instructions after which a wrong kernel would count as endless; none must.
+const BUDGET: u64 = 3_000_000;
+
+struct Bug {
+    name: &'static str,
+    kernel: Kernel,
+    fault: Fault,
+    lines: Vec<Line>,
+    /// What else may be found first.
+    or: &'static [Fault],
+}
+
+fn case(blocks: u32) -> Case {
+    Case { dims: [128, 128], q_len: 330, k_len: 300, heads: [1, 1], blocks, ..Case::base() }
+}
+
+fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels, Arc<Kernel>) -> Kernels) {
+    let mut missed = Vec::new();
+    for bug in &bugs {
+        for seed in 0..2 {
+            let sim = Sim::new(Options { seed, budget: BUDGET, ..Options::default() });
+            let _ = case.run(&sim, &with(kernels, Arc::new(bug.kernel.clone())));
+            let found = sim.findings();
+            let right = found.iter().any(|f| {
+                f.fault == bug.fault && bug.lines.iter().all(|&line| f.names(line)) || bug.or.contains(&f.fault)
+            });
+            if !right {
+                let all: String = found.iter().map(|f| format!("\n    {f}")).collect();
+                missed.push(format!("{} (seed {seed}): wanted {:?} at {:?}, got{all}", bug.name, bug.fault, bug.lines));
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{} of {} bugs:\n{}", missed.len(), bugs.len(), missed.join("\n"));
+}
+
+#[test]
+fn in_the_gradients() {
+    let case = case(1);
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let at = |row: &str, n: usize| line(&k(), row, n);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let (load_d_o, load_q, load_k) =
+        (at("cp.async.bulk.tensor.load", 0), at("cp.async.bulk.tensor.load", 2), at("cp.async.bulk.tensor.load", 4));
+    let (scores, products) = (at("wgmma.ss", 0), at("wgmma.ss", 8));
+    let (query_sums, onto) = (at("wgmma.ss", 16), at("wgmma.rs", 0));
+    let (write, add) = (at("stmatrix", 0), at("red.add.f32", 0));
+    let (write_d_v, store_d_v) = (at("stmatrix", 4), at("cp.async.bulk.tensor.store", 0));
+    let bugs = vec![
+        bug("d_z not published", drop(k(), "fence.proxy.async", 0), Fault::ProxyRace, &[write, query_sums]),
+        bug("d_z read before both warpgroups wrote it", drop(k(), "bar.sync", 0), Fault::Race, &[write, query_sums]),
+        bug("s read too soon", change(k(), "wgmma.wait_group", 0, 0, |_| 2), Fault::FragmentInFlight, &[scores]),
+        bug("d_p read too soon", drop(k(), "wgmma.wait_group", 1), Fault::FragmentInFlight, &[products]),
+        bug("d_q added too soon", drop(k(), "wgmma.wait_group", 2), Fault::FragmentInFlight, &[add, query_sums]),
+        Bug {
+            or: &[Fault::FragmentInFlight],
+            ..bug(
+                "d_o given back before its product is done",
+                change(k(), "wgmma.wait_group", 3, 0, |_| 2),
+                Fault::Race,
+                &[load_d_o, onto],
+            )
+        },
+        bug("q not waited for", drop_wait(k(), 7), Fault::Race, &[load_q, scores]),
+        bug("d_o not waited for", drop_wait(k(), 10), Fault::Race, &[load_d_o, products]),
+        bug("keys not waited for", drop_wait(k(), 6), Fault::Race, &[load_k, scores]),
+        Bug {
+            or: &[Fault::TooManyArrivals, Fault::PhaseMissed],
+            ..bug("q filled before it is empty", drop_wait(k(), 1), Fault::Race, &[load_q])
+        },
+        bug("q never given back", drop(k(), "mbarrier.arrive", 2), Fault::Deadlock, &[at("mbarrier.try_wait", 1)]),
+        bug("d_k written over K that is read", drop(k(), "bar.sync", 1), Fault::Race, &[]),
+        bug("d_v not published", drop(k(), "fence.proxy.async", 1), Fault::ProxyRace, &[write_d_v, store_d_v]),
+        bug("K loaded over d_k that leaves", drop(k(), "cp.async.bulk.wait_group.read", 0), Fault::Race, &[load_k]),
+        bug("sums beyond the end", change(k(), "red.add.f32", 0, 0, |n| n + (1 << 24)), Fault::OutOfBounds, &[add]),
+    ];
+    assert!(bugs.len() >= 15);
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
+#[test]
+fn in_what_comes_before() {
+    let case = case(1);
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.prepare);
+    let add = line(&kernels.main, "red.add.f32", 0);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let bugs = vec![
+        bug("sums not zeroed", drop(k(), "st.global.f32", 0), Fault::Uninitialised, &[add]),
+        bug("no LSE of a row", drop(k(), "st.global.f32", 2), Fault::Uninitialised, &[]),
+        bug("no delta of a row", drop(k(), "st.global.f32", 3), Fault::Uninitialised, &[]),
+        bug("counter not zeroed", drop(k(), "st.global.b32", 0), Fault::Uninitialised, &[]),
+    ];
+    check(bugs, &case, &kernels, |kernels, prepare| Kernels { prepare, ..kernels.clone() });
+}
+
+/// Blocks that add to the same sums: one that writes instead takes what others have added.
+#[test]
+fn in_the_sums_of_two_blocks() {
+    let case = case(2);
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let add = line(&k(), "red.add.f32", 0);
+    let bugs = vec![Bug {
+        name: "sums written instead of added to",
+        kernel: replace(k(), "red.add.f32", 0, "st.global.f32", 3),
+        fault: Fault::Race,
+        lines: vec![add],
+        or: &[],
+    }];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
+/// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
+#[test]
+fn in_the_order_of_sums() {
+    // Five tiles, and f16: of bf16 too few bits are left to show the order.
+    let case = Case { order: Order::Fixed, dtype: DType::F16, k_len: 600, ..case(5) };
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let wait = line(&k(), "ld.acquire", 0);
+    let untold = drop(drop(k(), "st.release", 1), "st.release", 0);
+    let bug = Bug { name: "nobody is told", kernel: untold, fault: Fault::Deadlock, lines: vec![wait], or: &[] };
+    check(vec![bug], &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+
+    let impatient = drop_loop(drop_loop(k(), "ld.acquire", 1), "ld.acquire", 0);
+    let impatient = Kernels { main: Arc::new(impatient), ..kernels.clone() };
+    // All blocks at once: of two, it does not matter who comes first.
+    let sim = |seed| Sim::new(Options { seed, resident: 5, ..Options::default() });
+    let run = |kernels: &Kernels, seed: u64| case.run(&sim(seed), kernels).unwrap().0;
+    let (right, wrong) = (run(&kernels, 0), run(&impatient, 0));
+    assert!((1..4).all(|seed| run(&kernels, seed) == right));
+    assert!((1..4).any(|seed| run(&impatient, seed) != wrong), "sums in any order came out the same");
+}
