@@ -1,6 +1,6 @@
 """Attention on one GPU beside its peers: torch SDPA (cuDNN, FlashAttention-2), FlashAttention-4, FlexAttention.
 
-    python python/build.py && python bench/gpu.py [grid] [decode] [features] [varlen] [cold] [sustained] [--json FILE]
+    python python/build.py && python bench/gpu.py [grid] [backward] [decode] [features] [varlen] [cold] [sustained] [--json FILE]
 
 Everything runs in one process, contenders alternating, medians of rounds. Each cell is compared with float64 on random
 rows first. FlashAttention-4 takes part where `flash_attn.cute` can be imported, FlashAttention-3 where
@@ -148,6 +148,21 @@ def sketch(folder):
     return make
 
 
+def sketch_backward(folder):
+    """Launchers of its gradients, by (q, k, v, o, lse, d_o, causal)."""
+    if folder is None:
+        return None
+    import bwd
+
+    def make(q, k, v, o, lse, d_o, causal):
+        if q.shape[3] > 128:
+            return None
+        results = tuple(torch.empty_like(x) for x in (q, k, v))
+        return bwd.launcher(bwd.pick(q.shape[3]), causal, q, k, v, o, d_o, lse, *results)
+
+    return make
+
+
 # ---------------------------------------------------------------------------------------------- correctness
 def error(o, q, k, v, causal=False, window=None, rows=64, seed=1):
     """Relative error of random rows against float64."""
@@ -219,6 +234,74 @@ def grid(options, peers):
     mean = math.exp(statistics.mean(math.log(row["ratio"]) for row in rows))
     say(f"geometric mean over the best peer {mean:.3f}, smallest {min(row['ratio'] for row in rows):.3f}; worst error {max(row['error'] for row in rows):.1e}")
     return {"rows": rows, "product": product, "geometric_mean": mean}
+
+
+def backward(options, peers):
+    """Gradients, what is before and after the main kernel included."""
+    rows = []
+    for d in options.dims:
+        for causal in (False, True):
+            for n in (1024, 4096, 16384):
+                q, k, v = tensors(TOKENS // n, n, WIDTH // d, d)
+                d_o = torch.randn_like(q)
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+                def gradients(o, leaves=leaves, d_o=d_o):
+                    return functools.partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
+
+                o, lse = fulgurite.attention(q, k, v, causal=causal, return_lse=True)
+                out = tuple(torch.empty_like(x) for x in (q, k, v))
+                calls = {
+                    "ours": functools.partial(
+                        fulgurite.attention_backward, d_o, q, k, v, o, lse, causal=causal, out=out
+                    ),
+                    "cudnn": gradients(sdpa(SDPBackend.CUDNN_ATTENTION, *leaves, causal)()),
+                }
+                if peers["fa4"]:
+                    try:
+                        calls["fa4"] = gradients(first(peers["fa4"](*leaves, causal=causal)))
+                        calls["fa4"]()
+                    except Exception as failure:  # a peer that cannot do it does not take part
+                        say(f"  fa4 does not take part: {str(failure).splitlines()[0][:120]}")
+                        del calls["fa4"]
+                if peers["sketch_backward"]:
+                    made = peers["sketch_backward"](q, k, v, o, lse, d_o, causal)
+                    if made is not None:
+                        calls["sketch"] = made
+                want = gradient_reference(q, k, v, d_o, causal)
+                got = calls["ours"]()
+                wrong = max(((g[0, :, :1].double() - w).norm() / w.norm()).item() for g, w in zip(got, want))
+                ms = race(calls, options.rounds)
+                flops = 10 * q.numel() * n * (0.5 if causal else 1.0)
+                rate = {name: flops / t / 1e9 for name, t in ms.items()}
+                best = max(rate[name] for name in ("cudnn", "fa4") if name in rate)
+                row = {"d": d, "causal": causal, "n": n, "tflops": rate, "ratio": rate["ours"] / best, "error": wrong}
+                rows.append(row)
+                text = " ".join(f"{name} {x:.0f}" for name, x in rate.items())
+                against = f", sketch {rate['ours'] / rate['sketch']:.3f}" if "sketch" in rate else ""
+                say(f"backward d {d} {'causal' if causal else 'full'} {n}: {text}; best {row['ratio']:.3f}{against}, error {wrong:.1e}")
+                del calls, leaves, want, got
+    return {"rows": rows}
+
+
+def gradient_reference(q, k, v, d_o, causal):
+    """Gradients of the first head of the first sequence in float64, by blocks of rows."""
+    q, k, v, d_o = (x[0, :, 0].double() for x in (q, k, v, d_o))
+    n, scale = q.shape[0], q.shape[1] ** -0.5
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, n, 2048):
+        rows = slice(start, min(n, start + 2048))
+        scores = q[rows] @ k.mT * scale
+        if causal:
+            place = torch.arange(n, device=q.device)
+            scores = scores.masked_fill(place > place[rows, None], -math.inf)
+        p = torch.softmax(scores, -1)
+        d_p = d_o[rows] @ v.mT
+        d_s = p * (d_p - (p * d_p).sum(-1, keepdim=True)) * scale
+        d_q[rows] = d_s @ k
+        d_k += d_s.mT @ q[rows]
+        d_v += p.mT @ d_o[rows]
+    return tuple(x[:, None] for x in (d_q, d_k, d_v))
 
 
 def decode(options, peers):
@@ -387,7 +470,7 @@ def sustained(options, peers, seconds=1.0):
     return {"rows": rows}
 
 
-PARTS = {"grid": grid, "decode": decode, "features": features, "varlen": varlen, "cold": cold, "sustained": sustained}
+PARTS = {"grid": grid, "backward": backward, "decode": decode, "features": features, "varlen": varlen, "cold": cold, "sustained": sustained}
 
 
 def main():
@@ -403,7 +486,7 @@ def main():
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.manual_seed(1)
-    peers = {"fa4": flash4(), "fa3": flash3(), "sketch": sketch(options.sketch), "flex": None}
+    peers = {"fa4": flash4(), "fa3": flash3(), "sketch": sketch(options.sketch), "sketch_backward": sketch_backward(options.sketch), "flex": None}
     if not options.no_flex:
         from torch.nn.attention.flex_attention import flex_attention
 

@@ -4,7 +4,8 @@ use crate::array::{Array, Place, wrong};
 use crate::description::{BLOCK_LISTS, Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Attention, AuxPlaced, BlockForm, Gpu, GpuError, ListsPlaced, Options, Placed, Span, Stream, Tensors,
+    self, Attention, AuxPlaced, BlockForm, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order,
+    Placed, Span, Stream, Tensors,
 };
 use fulgurite::{DType, Problem};
 use pyo3::exceptions::PyRuntimeError;
@@ -60,12 +61,15 @@ impl Device {
     }
 }
 
-/// What was compiled for the problems of a description, by problem and GPU. Each holds its problem, so that its address
-/// stays its own.
+/// What was compiled for the problems of a description, by problem and GPU (and whether the LSE has a gradient). Each
+/// holds its problem, so that its address stays its own.
 #[derive(Default)]
-pub struct Compiled(Mutex<HashMap<(usize, i32), Known>>);
+pub struct Compiled {
+    forward: Mutex<HashMap<(usize, i32), Known<Attention>>>,
+    backward: Mutex<HashMap<(usize, i32, bool), Known<Gradient>>>,
+}
 
-type Known = (Arc<Problem>, Arc<Device>, Arc<Attention>);
+type Known<T> = (Arc<Problem>, Arc<Device>, Arc<T>);
 
 impl Compiled {
     fn get(
@@ -77,7 +81,7 @@ impl Compiled {
         number: i32,
     ) -> PyResult<(Arc<Device>, Arc<Attention>)> {
         let key = (Arc::as_ptr(problem) as usize, number);
-        let all = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = || self.forward.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, device, attention)) = all().get(&key) {
             return Ok((device.clone(), attention.clone()));
         }
@@ -89,6 +93,27 @@ impl Compiled {
         })?;
         all().insert(key, (problem.clone(), device.clone(), attention.clone()));
         Ok((device, attention))
+    }
+
+    fn gradient(
+        &self,
+        py: Python<'_>,
+        problem: &Arc<Problem>,
+        d_lse: bool,
+        number: i32,
+    ) -> PyResult<(Arc<Device>, Arc<Gradient>)> {
+        let key = (Arc::as_ptr(problem) as usize, number, d_lse);
+        let all = || self.backward.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, device, gradient)) = all().get(&key) {
+            return Ok((device.clone(), gradient.clone()));
+        }
+        let (device, gradient) = py.detach(|| -> PyResult<_> {
+            let device = device(number)?;
+            let gradient = device.gpu.gradient(problem, d_lse, Order::Any).map_err(refuse)?;
+            Ok((device, Arc::new(gradient)))
+        })?;
+        all().insert(key, (problem.clone(), device.clone(), gradient.clone()));
+        Ok((device, gradient))
     }
 }
 
@@ -214,6 +239,50 @@ pub fn forward(
     }
     let stream = Stream(foreign::current_stream(q_object, number)?);
     device.gpu.forward(&attention, &mut tensors, stream).map_err(refuse)
+}
+
+/// Fills the gradients of q, k and v on the stream that the library of `q` works on. `saved` is o, lse, d_o, d_lse.
+pub fn backward(
+    py: Python<'_>,
+    description: &Description,
+    q_object: &Bound<'_, PyAny>,
+    [q, k, v]: [&Array; 3],
+    [o, lse, d_o]: [&Array; 3],
+    d_lse: Option<&Array>,
+    gradients: &[Array],
+    problem: &Arc<Problem>,
+) -> PyResult<()> {
+    let number = number(q).expect("bug in fulgurite: q lies on a GPU");
+    let [d_q, d_k, d_v] = gradients else {
+        return Err(wrong("engine cuda does not have gradients beside those of q, k and v; the engine `cpu` has them"));
+    };
+    let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
+    let of_rows = [("q", q, 0), ("k", k, 1), ("v", v, 2), ("o", o, 3), ("d_o", d_o, 3)];
+    let results = [("d_q", d_q, 0), ("d_k", d_k, 1), ("d_v", d_v, 2)];
+    for (arg, array, shape) in of_rows.into_iter().chain(results) {
+        fits(arg, array, &shapes[shape], problem.dtype())?;
+        if array.place() != q.place() {
+            return Err(wrong(format!("`{arg}` is on {}, `q` on {}, allowed: one device", array.place(), q.place())));
+        }
+    }
+    for (arg, array) in [("lse", lse)].into_iter().chain(d_lse.map(|array| ("d_lse", array))) {
+        fits(arg, array, &problem.lse_shape(), DType::F32)?;
+    }
+    let (device, gradient) = description.compiled.gradient(py, problem, d_lse.is_some(), number)?;
+    let tensors = GradientTensors {
+        q: rows("q", q)?,
+        k: rows("k", k)?,
+        v: rows("v", v)?,
+        o: rows("o", o)?,
+        lse: contiguous("lse", lse)?,
+        d_o: rows("d_o", d_o)?,
+        d_lse: d_lse.map(|array| contiguous("d_lse", array)).transpose()?,
+        d_q: rows("d_q", d_q)?,
+        d_k: rows("d_k", d_k)?,
+        d_v: rows("d_v", d_v)?,
+    };
+    let stream = Stream(foreign::current_stream(q_object, number)?);
+    device.gpu.backward(&gradient, &tensors, stream).map_err(refuse)
 }
 
 /// The four lists of a block mask, as they lie.

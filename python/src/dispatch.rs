@@ -141,7 +141,8 @@ impl<'a> Call<'a> {
     }
 
     /// Fills `gradients`, in the order of [`Call::gradients`].
-    pub fn backward(&self, py: Python<'_>, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
+    pub fn backward(&self, q: &Bound<'_, PyAny>, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
+        let py = q.py();
         let want = self.gradients();
         if gradients.len() != want.len() {
             let names: Vec<&str> = want.iter().map(|(name, ..)| name.as_str()).collect();
@@ -149,6 +150,10 @@ impl<'a> Call<'a> {
         }
         let names = || want.iter().map(|(name, ..)| name.as_str());
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
+        if cuda::number(&self.q).is_some() {
+            let (rows, outputs) = ([&self.q, &self.k, &self.v], [o, lse, d_o]);
+            return cuda::backward(py, self.description, q, rows, outputs, d_lse, gradients, &self.problem);
+        }
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;
         py.detach(|| {
@@ -268,14 +273,14 @@ pub fn backward(
     match out {
         Some(objects) => {
             let pairs = objects.iter().map(|object| Array::read("out", object));
-            call.backward(py, saved, &pairs.collect::<PyResult<Vec<_>>>()?)?;
+            call.backward(qkv[0], saved, &pairs.collect::<PyResult<Vec<_>>>()?)?;
             Ok(objects.into_iter().map(Bound::unbind).collect())
         }
         None => {
             let made =
                 want.iter().map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, *f32)).collect::<PyResult<Vec<_>>>()?;
             let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::read(name, made.object(py)));
-            call.backward(py, saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
+            call.backward(qkv[0], saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
             made.into_iter().map(|made| made.finish(py)).collect()
         }
     }

@@ -20,8 +20,12 @@ pub use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints, Messag
 pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
+pub use fulgurite_kernels::attention::backward::Order;
+pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
+
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_cuda::Cuda;
+use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Module};
 use std::collections::HashMap;
@@ -79,6 +83,15 @@ impl Attention {
     pub fn block_form(&self) -> Option<BlockForm> {
         self.ready.plan().block_form()
     }
+}
+
+/// The gradients of attention on a problem, compiled for a GPU.
+pub struct Gradient {
+    plan: Backward,
+    kernels: Kernels,
+    modules: Vec<Module>,
+    /// As in [`Attention`], made with the first recorded launch's kernels.
+    recorded: Buffer,
 }
 
 /// Counters of launches that may run at the same time: launches on one stream follow each other and share theirs, a
@@ -166,10 +179,7 @@ impl Gpu {
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        let target = self.cuda.target();
-        if target.sm != 90 {
-            return Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", target.sm) });
-        }
+        let target = self.hopper()?;
         let kernel = plan.kernel(target).map_err(|e| match tuning {
             Some(_) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
             None => panic!("bug in fulgurite: {e}\n{plan:?}"),
@@ -200,6 +210,40 @@ impl Gpu {
         match attention.ready.launch(tensors, self.cuda.multiprocessors())? {
             Some(launch) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
             None => Ok(()),
+        }
+    }
+
+    /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
+    pub fn gradient(&self, problem: &Problem, d_lse: bool, order: Order) -> Result<Gradient, GpuError> {
+        let plan = Backward::new(problem, d_lse, order)?;
+        let target = self.hopper()?;
+        let kernels = plan.kernels(target).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let all = [&kernels.prepare, &kernels.main, &kernels.finish];
+        let modules = all.into_iter().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
+        let recorded = self.cuda.allocate(plan.scratch_bytes().max(16))?;
+        Ok(Gradient { plan, kernels, modules, recorded })
+    }
+
+    /// Computes d_q, d_k and d_v on a stream, without waiting. What the tensors lie in must stay alive until the stream has
+    /// come past it.
+    pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
+        let Gradient { plan, kernels, modules, recorded } = gradient;
+        let scratch = match self.cuda.is_capturing(stream)? {
+            true => recorded.span(),
+            false => self.launch_scratch(stream, plan.scratch_bytes().max(16))?,
+        };
+        let launches = plan.plan(kernels, tensors, scratch, self.cuda.multiprocessors());
+        Ok(launches.run(&self.cuda, stream, &mut |kernel| {
+            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+        })?)
+    }
+
+    /// What kernels are printed for, where there are kernels for it.
+    fn hopper(&self) -> Result<Target, GpuError> {
+        match self.cuda.target() {
+            target if target.sm == 90 => Ok(target),
+            other => Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", other.sm) }),
         }
     }
 
