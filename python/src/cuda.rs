@@ -247,14 +247,30 @@ pub fn backward(
     description: &Description,
     q_object: &Bound<'_, PyAny>,
     [q, k, v]: [&Array; 3],
+    extras: &[Array],
     [o, lse, d_o]: [&Array; 3],
     d_lse: Option<&Array>,
     gradients: &[Array],
     problem: &Arc<Problem>,
 ) -> PyResult<()> {
     let number = number(q).expect("bug in fulgurite: q lies on a GPU");
-    let [d_q, d_k, d_v] = gradients else {
-        return Err(wrong("engine cuda does not have gradients beside those of q, k and v; the engine `cpu` has them"));
+    let sinks = description.roles.iter().zip(extras).find(|(role, _)| **role == Role::Sinks).map(|(_, array)| array);
+    let (d_q, d_k, d_v, sinks) = match (gradients, sinks) {
+        ([d_q, d_k, d_v], None) => (d_q, d_k, d_v, None),
+        ([d_q, d_k, d_v, d_sinks], Some(sinks)) => (d_q, d_k, d_v, Some([("sinks", sinks), ("d_sinks", d_sinks)])),
+        _ => {
+            let what = "gradients of tensors beside q, k, v and sinks";
+            return Err(wrong(format!("engine cuda does not have {what}; the engine `cpu` has them")));
+        }
+    };
+    let sinks = match sinks {
+        Some(both) => {
+            for (arg, array) in both {
+                fits(arg, array, &[problem.q_heads()], DType::F32)?;
+            }
+            Some([contiguous(both[0].0, both[0].1)?, contiguous(both[1].0, both[1].1)?])
+        }
+        None => None,
     };
     let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
     let of_rows = [("q", q, 0), ("k", k, 1), ("v", v, 2), ("o", o, 3), ("d_o", d_o, 3)];
@@ -280,6 +296,7 @@ pub fn backward(
         d_q: rows("d_q", d_q)?,
         d_k: rows("d_k", d_k)?,
         d_v: rows("d_v", d_v)?,
+        sinks,
     };
     let stream = Stream(foreign::current_stream(q_object, number)?);
     device.gpu.backward(&gradient, &tensors, stream).map_err(refuse)

@@ -152,7 +152,8 @@ impl<'a> Call<'a> {
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
         if cuda::number(&self.q).is_some() {
             let (rows, outputs) = ([&self.q, &self.k, &self.v], [o, lse, d_o]);
-            return cuda::backward(py, self.description, q, rows, outputs, d_lse, gradients, &self.problem);
+            let extras = &self.extras;
+            return cuda::backward(py, self.description, q, rows, extras, outputs, d_lse, gradients, &self.problem);
         }
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;

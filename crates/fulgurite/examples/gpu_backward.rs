@@ -111,6 +111,7 @@ impl Cell {
             d_q: at(5),
             d_k: at(6),
             d_v: at(7),
+            sinks: None,
         };
         let launches = plan.plan(&kernels, &tensors, scratch.span(), gpu.multiprocessors()).launches;
         let load = |launch: Launch| -> Result<(Module, Launch), DeviceError> {

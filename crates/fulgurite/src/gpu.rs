@@ -218,8 +218,7 @@ impl Gpu {
         let plan = Backward::new(problem, d_lse, order)?;
         let target = self.hopper()?;
         let kernels = plan.kernels(target).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
-        let all = [&kernels.prepare, &kernels.main, &kernels.finish];
-        let modules = all.into_iter().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
+        let modules = kernels.all().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
         let recorded = self.cuda.allocate(plan.scratch_bytes().max(16))?;
         Ok(Gradient { plan, kernels, modules, recorded })
     }

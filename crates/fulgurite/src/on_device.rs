@@ -24,7 +24,7 @@ pub(crate) struct OnDevice {
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
-    loaded_backward: Mutex<Vec<(Backward, Kernels, [Module; 3])>>,
+    loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
 }
 
 impl OnDevice {
@@ -60,14 +60,14 @@ impl OnDevice {
         Ok(module)
     }
 
-    fn backward_modules(&self, plan: &Backward) -> Result<(Kernels, [Module; 3]), Error> {
+    fn backward_modules(&self, plan: &Backward) -> Result<(Kernels, Vec<Module>), Error> {
         let mut loaded = self.loaded_backward.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, kernels, modules)) = loaded.iter().find(|(known, ..)| known.same_kernels(plan)) {
             return Ok((kernels.clone(), modules.clone()));
         }
         let kernels = plan.kernels(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
         let load = |kernel: &Arc<_>| self.device.load(Arc::clone(kernel));
-        let modules = [load(&kernels.prepare)?, load(&kernels.main)?, load(&kernels.finish)?];
+        let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
         loaded.push((plan.clone(), kernels.clone(), modules.clone()));
         Ok((kernels, modules))
     }
@@ -305,7 +305,14 @@ impl Engine for OnDevice {
         };
         let [d_q, d_k, d_v] = [result(q)?, result(k)?, result(v)?];
         let scratch = self.room(memory, plan.scratch_bytes() as usize)?;
-        let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v };
+        let sinks = match bound.sinks() {
+            Some(view) => {
+                let bytes: Vec<u8> = view.to_f64().iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
+                Some([self.upload(memory, &bytes)?, self.room(memory, bytes.len())?])
+            }
+            None => None,
+        };
+        let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
         launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
             let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
@@ -314,6 +321,13 @@ impl Engine for OnDevice {
         self.device.synchronize(Stream::default())?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
-        self.download(d_v.span, &mut gradients.d_v)
+        self.download(d_v.span, &mut gradients.d_v)?;
+        if let (Some([_, from]), Some(to)) = (sinks, &mut gradients.d_sinks) {
+            let mut words = vec![0; 4 * to.shape().count()];
+            self.device.download(from, &mut words)?;
+            let numbers = words.chunks_exact(4).map(|w| f64::from(f32::from_le_bytes([w[0], w[1], w[2], w[3]])));
+            to.write_f64(&numbers.collect::<Vec<_>>());
+        }
+        Ok(())
     }
 }

@@ -39,11 +39,11 @@ fn gradients_assemble() {
             (Mask::none(), Order::Fixed),
             (Mask::window(Some(70), None), Order::Fixed),
         ] {
-            let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]);
+            let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]).sinks();
             let plan =
                 Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true, order).unwrap();
             let kernels = plan.kernels(Target::HOPPER).unwrap();
-            for kernel in [&kernels.prepare, &kernels.main, &kernels.finish] {
+            for kernel in kernels.all() {
                 let report = assembler.assemble(kernel).unwrap();
                 assert!(report.verdict().is_ok(), "{dims:?}, {mask:?}: {:?}", report.verdict());
             }

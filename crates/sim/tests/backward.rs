@@ -22,6 +22,8 @@ fn gradients_are_right() {
     Case { dtype: DType::F16, dims: [96, 40], heads: [3, 3], q_len: 1, k_len: 7, ..base() }.check(&sim(8));
     Case { dims: [8, 16], q_len: 129, k_len: 1, ..base() }.check(&sim(9));
     Case { dims: [48, 64], heads: [1, 1], q_len: 130, ..base() }.check(&sim(10));
+    // Nobody sees anything.
+    Case { mask: Mask::window(Some(-400), None), ..base() }.check(&sim(15));
     Case { dims: [256, 256], q_len: 150, k_len: 140, ..base() }.check(&sim(11));
     Case { dims: [192, 128], mask: Mask::causal(), q_len: 100, k_len: 200, d_lse: true, ..base() }.check(&sim(12));
     Case { dims: [136, 72], mask: Mask::window(Some(30), Some(9)), blocks: 2, ..base() }.check(&sim(13));

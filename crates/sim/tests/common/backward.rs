@@ -106,6 +106,7 @@ impl Case {
             d_q,
             d_k,
             d_v,
+            sinks: None,
         };
         let plan = plan.plan(kernels, &places, scratch.span(), self.blocks);
         plan.run(sim, Stream::default(), &mut |kernel| sim.load(kernel.clone()))?;

@@ -11,6 +11,7 @@ pub mod finish;
 pub mod main;
 pub mod plan;
 pub mod prepare;
+pub mod sinks;
 
 use fulgurite_core::{Exp, Mask};
 

@@ -1,6 +1,6 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
-use super::{Features, Order, Tuning, finish, main, prepare};
+use super::{Features, Order, Tuning, finish, main, prepare, sinks};
 use crate::attention::plan::{Missing, Placed};
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Problem};
@@ -18,6 +18,8 @@ const MOST: usize = 256;
 const ORDER: u64 = 16;
 /// Words before those that keep the order: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
+/// Rows before the first of a tensor that nothing is read of: past all that there can be.
+const OUTSIDE: u64 = 1 << 30;
 /// Bytes to which the parts of the scratch memory are aligned.
 const ALIGN: u64 = 256;
 
@@ -32,6 +34,7 @@ pub struct Backward {
     /// Batch, queries, keys, query heads, key/value heads.
     sizes: [u64; 5],
     scale: f32,
+    has_sinks: bool,
 }
 
 /// The kernels of a call, in the order in which they run.
@@ -43,6 +46,15 @@ pub struct Kernels {
     pub main: Arc<Kernel>,
     /// After.
     pub finish: Arc<Kernel>,
+    /// The gradients of sinks, where there are some.
+    pub sinks: Option<Arc<Kernel>>,
+}
+
+impl Kernels {
+    /// All of them.
+    pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
+        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks)
+    }
 }
 
 /// Where the tensors of a call lie. Those of f32 are `[batch, heads, queries]`, packed.
@@ -68,6 +80,8 @@ pub struct Tensors {
     pub d_k: Placed,
     /// The same.
     pub d_v: Placed,
+    /// Sinks and their gradients, `[heads]`, f32, where the problem has them.
+    pub sinks: Option<[Span; 2]>,
 }
 
 impl Backward {
@@ -87,7 +101,6 @@ impl Backward {
         let others = [
             (problem.mask().rest().is_some(), "mask modifiers"),
             (problem.score_program().is_some(), "score modifiers"),
-            (problem.has_sinks(), "sinks"),
             (problem.has_used_q() || problem.has_used_k(), "used lengths"),
             (problem.blocks().is_some(), "block masks"),
         ];
@@ -110,11 +123,12 @@ impl Backward {
         let tuning = Tuning::hopper(padded[0].max(padded[1]));
         let features = Features { dims: padded, mask: problem.mask().clone(), exp, d_lse, order };
         let dims = dims.map(|d| d as u64);
-        let plan = Backward { number, features, tuning, dims, sizes, scale: problem.scale() };
+        let plan =
+            Backward { number, features, tuning, dims, sizes, scale: problem.scale(), has_sinks: problem.has_sinks() };
         // Rows and items of the preparation are counted in 32 bits.
         let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
-        if most.max(sizes[2]) >= 1 << 31 {
-            return missing(format!("backward of {most} parts of rows (it has less than 2^31)"));
+        if most.max(sizes[2]) >= OUTSIDE {
+            return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
         }
         Ok(plan)
     }
@@ -144,12 +158,14 @@ impl Backward {
             prepare: Arc::new(prepare::kernel::<T>(target, &self.features)?),
             main: Arc::new(main::kernel::<T>(target, &self.features, self.tuning)?),
             finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
+            sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
         })
     }
 
     /// Whether another call has the same kernels.
     pub fn same_kernels(&self, other: &Backward) -> bool {
-        (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
+        (self.number, &self.features, self.tuning, self.has_sinks)
+            == (other.number, &other.features, other.tuning, other.has_sinks)
     }
 
     /// Steps of queries of a head; keys without queries have one, which sees nothing.
@@ -200,6 +216,12 @@ impl Backward {
         }
         let [sums, shift, delta, counters, _] = self.parts().map(|at| scratch.from(at));
         let mut launches = vec![self.prepare(kernels, tensors, [sums, shift, delta, counters])];
+        if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
+            let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
+            let rows = self.steps() * u64::from(self.tuning.rows);
+            args.extend([batch, heads, rows].map(|n| Value::U32(n as u32)));
+            launches.push(Launch { kernel: kernel.clone(), grid: [heads as u32, 1, 1], args });
+        }
         if tiles > 0 {
             let scratch = [shift, delta, sums, counters];
             launches.push(self.main(kernels, tensors, scratch, [key_tiles, pairs, tiles], multiprocessors));
@@ -245,9 +267,9 @@ impl Backward {
         let seen_keys = seen(spans, [q_len, k_len].map(|n| n as usize));
         let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
         let seen_queries = seen(&transposed, [k_len, q_len].map(|n| n as usize));
-        // Without any, every element is masked: any memory does.
-        let some = |placed: &Placed, seen: &Range<usize>| match seen.is_empty() || placed.shape.contains(&0) {
-            true => Placed { shape: [1, 1, 1, tensors.d_k.shape[3].min(8)], ..tensors.d_k },
+        // Without any, every coordinate lies outside: any memory does.
+        let some = |placed: &Placed, seen: &Range<usize>| match seen.is_empty() {
+            true => Placed { shape: [1, 1, 1, UNIT as u64], ..tensors.k },
             false => placed.rows(seen.start as u64, seen.len() as u64),
         };
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
@@ -263,7 +285,7 @@ impl Backward {
             0 => 1, // never used
             rest => rest,
         };
-        let first = |seen: &Range<usize>| if seen.is_empty() { 0 } else { seen.start as u64 };
+        let first = |seen: &Range<usize>| if seen.is_empty() { OUTSIDE } else { seen.start as u64 };
         let group = heads / kv_heads;
         let numbers = [self.steps(), k_len, tiles, pairs, first(&seen_keys), first(&seen_queries), group];
         args.extend(numbers.map(|n| Value::U32(n as u32)));
