@@ -177,16 +177,21 @@ pub fn number(array: &Array) -> Option<i32> {
     }
 }
 
-/// Computes o, and the LSE where it is asked for, on the stream that the library of `q` works on.
-pub fn forward(
-    py: Python<'_>,
-    description: &Description,
-    q_object: &Bound<'_, PyAny>,
-    [q, k, v, o]: [&Array; 4],
-    extras: &[Array],
-    lse: Option<&Array>,
-    problem: &Arc<Problem>,
-) -> PyResult<()> {
+/// A call whose arrays lie on a GPU.
+pub struct Call<'a, 'py> {
+    pub description: &'a Description,
+    pub problem: &'a Arc<Problem>,
+    /// The object behind q, whose library says which stream it works on.
+    pub object: &'a Bound<'py, PyAny>,
+    /// q, k and v.
+    pub rows: [&'a Array; 3],
+    pub extras: &'a [Array],
+}
+
+/// Computes o, and the LSE where it is asked for, on the stream that the library of q works on.
+pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
+    let &Call { description, problem, object, rows: [q, k, v], extras } = call;
+    let py = object.py();
     let number = number(q).expect("bug in fulgurite: q lies on a GPU");
     let dtype = problem.dtype();
     let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
@@ -237,22 +242,19 @@ pub fn forward(
         }
         None => {}
     }
-    let stream = Stream(foreign::current_stream(q_object, number)?);
+    let stream = Stream(foreign::current_stream(object, number)?);
     device.gpu.forward(&attention, &mut tensors, stream).map_err(refuse)
 }
 
-/// Fills the gradients of q, k and v on the stream that the library of `q` works on. `saved` is o, lse, d_o, d_lse.
+/// Fills the gradients of q, k, v and sinks on the stream that the library of q works on.
 pub fn backward(
-    py: Python<'_>,
-    description: &Description,
-    q_object: &Bound<'_, PyAny>,
-    [q, k, v]: [&Array; 3],
-    extras: &[Array],
+    call: &Call<'_, '_>,
     [o, lse, d_o]: [&Array; 3],
     d_lse: Option<&Array>,
     gradients: &[Array],
-    problem: &Arc<Problem>,
 ) -> PyResult<()> {
+    let &Call { description, problem, object, rows: [q, k, v], extras } = call;
+    let py = object.py();
     let number = number(q).expect("bug in fulgurite: q lies on a GPU");
     let sinks = description.roles.iter().zip(extras).find(|(role, _)| **role == Role::Sinks).map(|(_, array)| array);
     let (d_q, d_k, d_v, sinks) = match (gradients, sinks) {
@@ -298,7 +300,7 @@ pub fn backward(
         d_v: rows("d_v", d_v)?,
         sinks,
     };
-    let stream = Stream(foreign::current_stream(q_object, number)?);
+    let stream = Stream(foreign::current_stream(object, number)?);
     device.gpu.backward(&gradient, &tensors, stream).map_err(refuse)
 }
 

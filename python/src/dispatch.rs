@@ -128,6 +128,12 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// The same for arrays on a GPU; `object` is that behind q.
+    fn on_gpu<'b, 'py>(&'b self, object: &'b Bound<'py, PyAny>) -> cuda::Call<'b, 'py> {
+        let Call { description, q, k, v, extras, problem, .. } = self;
+        cuda::Call { description, problem, object, rows: [q, k, v], extras }
+    }
+
     /// For each result of backward: what it is called, its shape, and whether it is f32 whatever q is.
     pub fn gradients(&self) -> Vec<(String, Vec<usize>, bool)> {
         let rows = [("d_q", self.problem.q_shape()), ("d_k", self.problem.k_shape()), ("d_v", self.problem.v_shape())];
@@ -151,9 +157,7 @@ impl<'a> Call<'a> {
         let names = || want.iter().map(|(name, ..)| name.as_str());
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
         if cuda::number(&self.q).is_some() {
-            let (rows, outputs) = ([&self.q, &self.k, &self.v], [o, lse, d_o]);
-            let extras = &self.extras;
-            return cuda::backward(py, self.description, q, rows, extras, outputs, d_lse, gradients, &self.problem);
+            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, gradients);
         }
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;
@@ -244,8 +248,7 @@ pub fn forward(
         Place::Host => call.forward(py, &o, lse.as_ref())?,
         _ => {
             one_place(&call.q, [("out", &o)])?;
-            let rows = [&call.q, &call.k, &call.v, &o];
-            cuda::forward(py, description, qkv[0], rows, &call.extras, lse.as_ref(), &call.problem)?;
+            cuda::forward(&call.on_gpu(qkv[0]), &o, lse.as_ref())?;
         }
     }
     let result = match made {

@@ -4,7 +4,7 @@
 //! One thread loads keys and values as far ahead as shared memory allows, a warpgroup gathers the rows of Q, which lie
 //! where no box of the copy engine finds them for every group, and one warpgroup computes. A tile's keys are cut into
 //! splits by a rule of its own length ([`Cut`]); splits of a tile run on neighbouring blocks, and the last one to be
-//! done merges what the others left ([`partial`](super::partial)).
+//! done merges what the others left (`partial`).
 //!
 //! Bound by memory: 64 rows are multiplied however few there are, which takes about half the time that their keys take
 //! to come.
@@ -106,7 +106,7 @@ impl Cut {
         Self::KEYS.map(|keys| keys.div_ceil(cols))
     }
 
-    /// How many splits so many blocks of keys have. The kernel computes the same in [`Cut::in_kernel`].
+    /// How many splits so many blocks of keys have. The kernel computes the same in `in_kernel`.
     pub fn splits(self, blocks: u64) -> u64 {
         let [least, middle] = Self::range(self.cols).map(u64::from);
         let eighth = blocks.div_ceil(1 << Self::WANTED_LOG2);

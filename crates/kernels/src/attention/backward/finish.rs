@@ -1,6 +1,6 @@
 //! After the gradients: the sums of d_q, scaled and rounded.
 //!
-//! Sums lie as the accumulators of the main kernel's warpgroups did, [warpgroup][eight columns][thread][4], so that a
+//! Sums lie as the accumulators of the main kernel's warpgroups did, `[warpgroup][eight columns][thread][4]`, so that a
 //! warp adds 512 bytes that lie together. A thread here takes two rows, 8 apart, of eight columns: 64 bytes in a row.
 
 use super::{Features, Tuning};

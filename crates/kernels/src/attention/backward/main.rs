@@ -3,7 +3,7 @@
 //! A block has a tile of keys of one head and walks over all queries that see them, a step of some rows at a time, of
 //! all heads that share the keys: d_k and d_v stay in registers to the end and have one order of additions. Keys are
 //! the rows of the scores. d_q is added to sums in global memory from registers. What the warpgroups do is in
-//! [`by_keys`](super::by_keys) and [`by_columns`](super::by_columns).
+//! `by_keys` and `by_columns`.
 
 use super::{Features, Order, Share, Tuning, by_columns, by_keys};
 use crate::attention::span::{Lengths, Spans};

@@ -79,7 +79,7 @@ impl Tuning {
             pack: Pack::Early,
         };
         match head_dim {
-            ..=64 => Tuning { rows: 128, drain: true, pack: Pack::Late, ..base },
+            ..=64 => Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base },
             65..=128 => base,
             _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
         }
