@@ -11,7 +11,7 @@
 
 use super::careful::{Careful, Redo, Rows};
 use super::forward::Features;
-use super::modifier::{Modify, Parameters, Place};
+use super::modifier::{Modify, Parameters, Place, Tanh};
 use super::partial::{Partials, Slot};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
@@ -359,7 +359,7 @@ where
             };
             let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, self.counters);
             let limits = Limits::new(w, &self.spans);
-            let modify = Modify::new(w, &features.modifiers, &self.parameters, self.scale);
+            let modify = Modify::new(w, &features.modifiers, &self.parameters, self.scale, Tanh::of(T::NUMBER));
             let barrier = w.group_barrier();
 
             let scores = |w: &Scope<'k, Group>, q: Tile<'k>| {

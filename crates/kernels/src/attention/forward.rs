@@ -9,7 +9,7 @@
 use super::careful::{Careful, Redo, Rows};
 use super::epilogue::Epilogue;
 use super::lists::{Blocks, Lists, Tag};
-use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks};
+use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
@@ -64,7 +64,9 @@ impl Tuning {
     pub fn with_room(self, head_dim: u32, features: &Features) -> Tuning {
         let loads = features.modifiers.loads_move();
         match head_dim {
-            129.. if features.ragged.any() || loads => Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self },
+            129.. if features.ragged.any() || !features.modifiers.is_empty() => {
+                Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
+            }
             129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
             ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
             65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
@@ -402,7 +404,7 @@ where
             };
             let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, counters);
             let limits = Limits::new(w, &self.spans);
-            let modify = Modify::new(w, &features.modifiers, &parameters, scale);
+            let modify = Modify::new(w, &features.modifiers, &parameters, scale, Tanh::of(T::NUMBER));
             let turns = w.turns();
             let barrier = w.group_barrier();
             let own = w.group();
@@ -503,6 +505,7 @@ where
                     // would start all of them at once, and has no registers for what they bring.
                     let settle = |w: &Scope<'k, Group>| settle(w, &block);
                     let cut = limits.cuts(&block, tuning.cols);
+                    let cut = (cut, tuning.cols);
                     let mut quick = modify.quick(w, key_of(&block), block.is_full(), scale_log2, cut, &settle);
                     softmax.next(w, &s, new, &o, &mut quick);
                 } else {

@@ -7,7 +7,7 @@
 use super::softmax::Scores;
 use fulgurite_core::DType;
 use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
-use fulgurite_ptx::{Acc, Builder, Group, Pointer, Scope, Val, Var, bf16, f16};
+use fulgurite_ptx::{Acc, Builder, Group, Number, Pointer, Scope, Val, Var, bf16, f16};
 use std::collections::HashMap;
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -382,13 +382,35 @@ struct Evaluation<'a, 'k> {
     known: HashMap<(usize, usize, u32, Form), Word<'k>>,
 }
 
-/// The tangent as a polynomial, which holds up to a bound: seen on the way, told at the end.
+/// Ways that are quick and hold for most blocks: whether they did is seen on the way, and told at the end.
 #[derive(Clone, Copy)]
 struct Quick<'k> {
-    /// Its coefficients and its bound for scores as the product gave them, where the argument is the scaled score.
+    tanh: Tanh,
+    /// The polynomial's coefficients and its bound for scores as the product gave them, where the argument is the scaled
+    /// score.
     of_raw: Option<([Val<'k, f32>; 4], Val<'k, f32>)>,
     /// Largest magnitudes so far: of raw scores, and of other arguments.
     largest: [Option<Val<'k, f32>>; 2],
+    /// Whether a distance that was taken for one of its signs has both.
+    turns: Option<Val<'k, bool>>,
+    /// Keys of a block.
+    cols: u32,
+}
+
+/// How the tangent is computed where it need not be exact.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tanh {
+    /// By the special-function unit, with an error of 2^-11 of the value: what bf16 makes of probabilities is more.
+    Unit,
+    /// As a polynomial, up to a bound.
+    Polynomial,
+}
+
+impl Tanh {
+    /// For probabilities of this type.
+    pub fn of(number: Number) -> Tanh {
+        if number == Number::Bf16 { Tanh::Unit } else { Tanh::Polynomial }
+    }
 }
 
 /// tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) with an error below 4e-6 for |x| up to the bound: a least-maximum fit.
@@ -411,7 +433,30 @@ impl<'k> Quick<'k> {
         let [raw, other] = self.largest;
         let raw = raw.zip(self.of_raw).map(|(most, (_, bound))| most.gt(bound));
         let other = other.map(|most| most.gt(TANH_BOUND));
-        [raw, other].into_iter().flatten().reduce(|a, b| a | b)
+        [raw, other, self.turns].into_iter().flatten().reduce(|a, b| a | b)
+    }
+}
+
+/// A float that grows with the column by a constant: a + b col.
+#[derive(Clone, Copy)]
+struct Line<'k> {
+    a: Val<'k, f32>,
+    b: Option<Val<'k, f32>>,
+}
+
+impl<'k> Line<'k> {
+    fn times(self, x: Val<'k, f32>) -> Self {
+        Line { a: self.a * x, b: self.b.map(|b| b * x) }
+    }
+    fn plus(self, other: Line<'k>) -> Self {
+        let b = match (self.b, other.b) {
+            (Some(x), Some(y)) => Some(x + y),
+            (x, y) => x.or(y),
+        };
+        Line { a: self.a + other.a, b }
+    }
+    fn negative(self) -> Self {
+        Line { a: -self.a, b: self.b.map(|b| -b) }
     }
 }
 
@@ -607,6 +652,9 @@ impl<'k> Evaluation<'_, 'k> {
     /// The tangent where it may be wrong for large arguments.
     fn quick_tanh(&mut self, a: usize, at: At<'k>) -> Option<Val<'k, f32>> {
         let mut quick = self.quick?;
+        if quick.tanh == Tanh::Unit {
+            return Some(self.step(a, at).float().tanh());
+        }
         let analysed = &self.running.analysed;
         let is_score = analysed.program.steps()[a] == Step::Var(Index::Score)
             || analysed.folded.input.is_some_and(|(step, _)| step == a);
@@ -623,6 +671,70 @@ impl<'k> Evaluation<'_, 'k> {
         };
         self.quick = Some(quick);
         Some(polynomial(x, coefficients))
+    }
+
+    /// A float as a line along the thread's row, where it is one.
+    fn line(&mut self, i: usize, at: At<'k>) -> Option<Line<'k>> {
+        let analysed = &self.running.analysed;
+        let step = analysed.program.steps()[i].clone();
+        if !analysed.reads[i].moves() {
+            return Some(Line { a: self.step(i, at).float(), b: None });
+        }
+        let slope = |i: usize| analysed.slopes[i].filter(|slope| *slope != 0);
+        match step {
+            Step::Unary(Unary::ToFloat, x) => match analysed.program.steps()[x] {
+                Step::Unary(Unary::Abs, y) if self.is_short(y) => {
+                    let slope = slope(y)?;
+                    let line = self.distance(y, slope, at);
+                    let mut quick = self.quick?;
+                    // The distance has one sign along the block, or the block is done again.
+                    let end = line.a + slope as f32 * (quick.cols - 1) as f32;
+                    let turns = (line.a * end).lt(0.0);
+                    quick.turns = Some(quick.turns.map_or(turns, |others| others | turns));
+                    self.quick = Some(quick);
+                    let sign = (line.a + end).lt(0.0).select::<f32>(-1.0, 1.0);
+                    Some(line.times(sign))
+                }
+                _ if self.is_short(x) => Some(self.distance(x, slope(x)?, at)),
+                _ => None,
+            },
+            Step::Unary(Unary::Neg, x) => Some(self.line(x, at)?.negative()),
+            Step::Binary(op @ (Binary::Add | Binary::Sub), x, y) => {
+                let (x, y) = (self.line(x, at)?, self.line(y, at)?);
+                Some(x.plus(if op == Binary::Sub { y.negative() } else { y }))
+            }
+            Step::Binary(Binary::Mul, x, y) => {
+                let (x, y) = if analysed.reads[x].moves() { (x, y) } else { (y, x) };
+                if analysed.reads[y].moves() {
+                    return None;
+                }
+                let factor = self.step(y, at).float();
+                Some(self.line(x, at)?.times(factor))
+            }
+            _ => None,
+        }
+    }
+
+    /// An integer that moves with the key, as a line.
+    fn distance(&mut self, i: usize, slope: i32, at: At<'k>) -> Line<'k> {
+        let a = self.remember(i, at, Form::FloatBase, |this| Word::Float(this.base(i, at).to_f32())).float();
+        Line { a, b: Some(self.w.constant(slope as f32)) }
+    }
+
+    /// What is added to the scaled score, where the program does just that and it is a line.
+    fn added_line(&mut self, at: At<'k>) -> Option<Line<'k>> {
+        let analysed = &self.running.analysed;
+        let steps = analysed.program.steps();
+        if analysed.folded.input.is_some() || analysed.folded.output.is_some() || self.quick.is_none() {
+            return None;
+        }
+        let is_score = |i: usize| steps[i] == Step::Var(Index::Score);
+        match steps[steps.len() - 1] {
+            Step::Binary(Binary::Add, x, y) if is_score(x) => self.line(y, at),
+            Step::Binary(Binary::Add, x, y) if is_score(y) => self.line(x, at),
+            Step::Binary(Binary::Sub, x, y) if is_score(x) => Some(self.line(y, at)?.negative()),
+            _ => None,
+        }
     }
 
     fn float_binary(&mut self, op: Binary, a: usize, b: usize, at: At<'k>) -> Word<'k> {
@@ -730,8 +842,10 @@ pub struct Modify<'a, 'k> {
     mask: Option<Running<'k>>,
     /// What scores are multiplied by before the modifier.
     scale: Val<'k, f32>,
-    /// The tangent's coefficients and its bound for scores that are not yet multiplied, where it is asked for.
-    tanh: Option<([Var<'k, f32>; 4], Var<'k, f32>)>,
+    /// How the tangent is computed where it need not be exact.
+    tanh: Tanh,
+    /// The polynomial's coefficients and its bound for scores that are not yet multiplied, where it is asked for.
+    polynomial: Option<([Var<'k, f32>; 4], Var<'k, f32>)>,
 }
 
 impl<'a, 'k> Modify<'a, 'k> {
@@ -740,11 +854,13 @@ impl<'a, 'k> Modify<'a, 'k> {
         modifiers: &Modifiers,
         parameters: &'a Parameters<'k>,
         scale: Val<'k, f32>,
+        tanh: Tanh,
     ) -> Self {
         let score = modifiers.score.as_ref().map(|program| Running::new(w, program, true, modifiers));
         let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
-        let tanh = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends)).map(|_| {
+        let bent = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends));
+        let polynomial = bent.filter(|_| tanh == Tanh::Polynomial).map(|_| {
             let square = scale * scale;
             let mut power = scale;
             let coefficients = TANH.map(|c| {
@@ -754,7 +870,7 @@ impl<'a, 'k> Modify<'a, 'k> {
             });
             (coefficients, w.var(scale.recip() * TANH_BOUND))
         });
-        Modify { parameters, score, mask, scale, tanh }
+        Modify { parameters, score, mask, scale, tanh, polynomial }
     }
 
     /// For a tile.
@@ -770,15 +886,16 @@ impl<'a, 'k> Modify<'a, 'k> {
         key: Val<'k, i32>,
         full: Option<Val<'k, bool>>,
         log2: Val<'k, f32>,
-        cuts: Val<'k, bool>,
+        (cuts, cols): (Val<'k, bool>, u32),
         settle: &'b dyn Fn(&Scope<'k, Group>),
     ) -> Unsettled<'b, 'k> {
         let mut changer = Changer::new(self, w, key + w.first_col().to_i32());
         if let Some(score) = &mut changer.score {
-            let of_raw = self.tanh.map(|(coefficients, bound)| (coefficients.map(|c| c.get()), bound.get()));
-            score.quick = Some(Quick { of_raw, largest: [None; 2] });
+            let of_raw = self.polynomial.map(|(coefficients, bound)| (coefficients.map(|c| c.get()), bound.get()));
+            score.quick = Some(Quick { tanh: self.tanh, of_raw, largest: [None; 2], turns: None, cols });
         }
-        Unsettled { changer, factor: self.scale, full, log2, cuts, settle }
+        let (factor, both) = (self.scale, self.scale * log2);
+        Unsettled { changer, factor, full, log2, both, cuts, settle, lines: [None; 2] }
     }
 
     /// One score of the thread's `row`-th row as [`apply`](Self::apply) changes it, for a key of the sequence.
@@ -835,15 +952,16 @@ impl<'a, 'k> Changer<'a, 'k> {
             let last = analysed.folded.output.map_or(analysed.program.steps().len() - 1, |(at, _)| at);
             new = score.step(last, at).float();
         }
-        if let Some(mask) = &mut self.mask {
-            let steps = mask.running.analysed.program.steps().len();
-            let mut seen = mask.step(steps - 1, at).bool();
-            if let Some(full) = full {
-                seen = seen | full;
-            }
-            new = seen.select(new, f32::NEG_INFINITY);
-        }
-        new
+        self.hide(at, new, full)
+    }
+
+    /// The score, or the power of two, of an element that the mask may hide.
+    fn hide(&mut self, at: At<'k>, x: Val<'k, f32>, full: Option<Val<'k, bool>>) -> Val<'k, f32> {
+        let Some(mask) = &mut self.mask else { return x };
+        let steps = mask.running.analysed.program.steps().len();
+        let seen = mask.step(steps - 1, at).bool();
+        let seen = full.map_or(seen, |full| seen | full);
+        seen.select(x, f32::NEG_INFINITY)
     }
 }
 
@@ -853,13 +971,37 @@ pub struct Unsettled<'a, 'k> {
     factor: Val<'k, f32>,
     full: Option<Val<'k, bool>>,
     log2: Val<'k, f32>,
+    /// The product of the two factors.
+    both: Val<'k, f32>,
     cuts: Val<'k, bool>,
     settle: &'a dyn Fn(&Scope<'k, Group>),
+    /// For each row, what is added to its scaled scores, in powers of two and shifted, where that is a line.
+    lines: [Option<Option<Line<'k>>>; 2],
+}
+
+impl<'k> Unsettled<'_, 'k> {
+    fn line(&mut self, at: At<'k>, shift: Val<'k, f32>) -> Option<Line<'k>> {
+        if let Some(known) = self.lines[at.row] {
+            return known;
+        }
+        let added = self.changer.score.as_mut().and_then(|score| score.added_line(at));
+        let line = added.map(|line| {
+            let scaled = line.times(self.log2);
+            Line { a: scaled.a + shift, ..scaled }
+        });
+        self.lines[at.row] = Some(line);
+        line
+    }
 }
 
 impl<'k> Scores<'k> for Unsettled<'_, 'k> {
     fn exponent(&mut self, i: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([raw, self.factor]) };
+        // Two multiply-adds where the score is moved along a line, as by ALiBi.
+        if let Some(Line { a, b: Some(b) }) = self.line(at, shift) {
+            let added = if at.col == 0 { a } else { b.mul_add(at.col as f32, a) };
+            return self.changer.hide(at, raw.mul_add(self.both, added), self.full);
+        }
         self.changer.change(at, raw, self.full).mul_add(self.log2, shift)
     }
 

@@ -80,7 +80,7 @@ impl Tuning {
         };
         match head_dim {
             ..=64 => Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base },
-            65..=128 => base,
+            65..=128 => Tuning { key_depth: 2, ..base },
             _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
         }
     }
