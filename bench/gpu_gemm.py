@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from fulgurite._fulgurite import Gpu  # noqa: E402
+from gpu_race import race  # noqa: E402
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = [(8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 4096)]
@@ -86,35 +86,6 @@ def check(gpu, seed, count, cluster):
     return worst
 
 
-def race(calls, rounds, target_ms=2.0):
-    """Medians of milliseconds, the contenders alternating."""
-
-    def event():
-        return torch.cuda.Event(enable_timing=True)
-
-    times, repeats = {name: [] for name in calls}, {}
-    for name, call in calls.items():
-        call()
-        start, end = event(), event()
-        start.record(), call(), call(), end.record()
-        torch.cuda.synchronize()
-        repeats[name] = max(1, min(50, int(target_ms / max(1e-3, start.elapsed_time(end) / 2))))
-    for _ in range(rounds):
-        marks = []
-        for name, call in calls.items():
-            start, end = event(), event()
-            call()  # the neighbour's heat and caches
-            start.record()
-            for _ in range(repeats[name]):
-                call()
-            end.record()
-            marks.append((name, start, end))
-        torch.cuda.synchronize()
-        for name, start, end in marks:
-            times[name].append(start.elapsed_time(end) / repeats[name])
-    return {name: statistics.median(all_times) for name, all_times in times.items()}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
@@ -140,7 +111,7 @@ def main():
                 x, y = operands(layout, 1, m, n, k, dtype, 0)
                 keep.append((x, y))  # the kernel sees addresses only
                 calls[layout] = functools.partial(gpu.gemm, name, layout, raw(x), raw(y), raw(c), stream)
-            times = race(calls, options.rounds)
+            times = race(calls, options.rounds, 2.0)
             rate = {who: 2 * m * n * k / ms / 1e9 for who, ms in times.items()}
             ratios = {who: rate[who] / rate["cublas"] for who in rate if who != "cublas"}
             print(f"{m}x{n}x{k} {name}: cuBLAS {rate['cublas']:.0f}; " + ", ".join(f"{w} {rate[w]:.0f} ({r:.3f})" for w, r in ratios.items()))

@@ -1,0 +1,364 @@
+//! Score and mask modifiers as instructions on the scores of a block.
+//!
+//! Steps of a program that read neither key nor score are computed once a tile, the others for each element. An integer
+//! that moves with the key by a constant is a base for each row plus a number known here, so that distances cost one
+//! addition, and their conversion to floats one a row.
+
+mod evaluate;
+mod modify;
+
+pub use evaluate::Tanh;
+pub use modify::Modify;
+
+use evaluate::{At, Evaluation};
+use fulgurite_core::DType;
+use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
+use fulgurite_ptx::{Builder, Group, Pointer, Scope, Val, Var, bf16, f16};
+use std::collections::HashMap;
+use std::f32::consts::LOG2_E;
+
+/// What of a problem's expressions shapes a kernel.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Modifiers {
+    /// The modified score as a function of the scaled one.
+    pub score: Option<Program>,
+    /// The part of the mask that is not a span.
+    pub mask: Option<Program>,
+    /// Type and number of axes of each auxiliary tensor.
+    pub aux: Vec<(DType, usize)>,
+    /// Whether sums of a few lengths may need more bits than a float has.
+    pub long: bool,
+    /// Whether rows of a tile may be of different heads.
+    pub mixed_heads: bool,
+}
+
+impl Modifiers {
+    /// Those of programs, whose sequences are at most so long.
+    pub fn new(score: Option<&Program>, mask: Option<&Program>, aux: &[AuxSpec], longest: usize) -> Modifiers {
+        let aux = aux.iter().map(|spec| (spec.dtype, spec.shape.len())).collect();
+        Modifiers {
+            score: score.cloned(),
+            mask: mask.cloned(),
+            aux,
+            long: longest > SHORT as usize,
+            mixed_heads: false,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.score.is_none() && self.mask.is_none()
+    }
+
+    /// Whether elements of tensors are read for each score.
+    pub fn loads_move(&self) -> bool {
+        let moves = |program: &Program| {
+            let analysed = Analysed::new(program, false, self);
+            let steps = program.steps().iter().zip(&analysed.reads);
+            steps.into_iter().any(|(step, reads)| matches!(step, Step::Load(..)) && reads.moves())
+        };
+        self.score.iter().chain(&self.mask).any(moves)
+    }
+
+    /// What the scores of the kernel are multiplied by before and after the modifier, beside the scale and log2(e): a
+    /// constant factor on either side of it goes there instead of into an instruction for each element.
+    pub fn factors(&self) -> [f32; 2] {
+        let Some(score) = &self.score else { return [1.0; 2] };
+        let folded = Folded::of(score);
+        [folded.input.map_or(1.0, |(_, x)| x), folded.output.map_or(1.0, |(_, x)| x)]
+    }
+}
+
+/// Eight numbers up to this one add up to less than 2^24, which floats count exactly.
+const SHORT: u32 = 1 << 20;
+
+/// Constant factors at both ends of a score program.
+struct Folded {
+    /// The step that multiplies the score, and by how much.
+    input: Option<(usize, f32)>,
+    /// The step that the last one multiplies, and by how much.
+    output: Option<(usize, f32)>,
+}
+
+impl Folded {
+    fn of(program: &Program) -> Folded {
+        let steps = program.steps();
+        let constant = |i: usize| match steps[i] {
+            Step::Float(bits) => Some(f32::from_bits(bits)),
+            _ => None,
+        };
+        // The other operand, and the factor.
+        let product = |i: usize| match steps[i] {
+            Step::Binary(Binary::Mul, a, b) => constant(a).map(|x| (b, x)).or(constant(b).map(|x| (a, x))),
+            Step::Binary(Binary::Div, a, b) => constant(b).map(|x| (a, x.recip())),
+            _ => None,
+        };
+        let score = steps.iter().position(|s| *s == Step::Var(Index::Score));
+        let mut readers = (0..steps.len()).filter(|&i| operands(&steps[i]).iter().any(|x| Some(*x) == score));
+        let input = match (readers.next(), readers.next()) {
+            (Some(only), None) => product(only).filter(|(x, _)| Some(*x) == score).map(|(_, x)| (only, x)),
+            _ => None,
+        };
+        let input = input.filter(|(_, x)| x.is_normal());
+        let last = steps.len() - 1;
+        let output = product(last).filter(|(at, x)| *x > 0.0 && x.is_normal() && program.types()[*at] == Type::Float);
+        let output = output.filter(|_| input.is_none_or(|(at, _)| at != last));
+        Folded { input, output }
+    }
+}
+
+fn operands(step: &Step) -> Vec<usize> {
+    match step {
+        Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => vec![],
+        Step::Unary(_, a) => vec![*a],
+        Step::Binary(_, a, b) => vec![*a, *b],
+        Step::Select(c, a, b) => vec![*c, *a, *b],
+        Step::Load(_, at) => at.clone(),
+    }
+}
+
+/// What a step reads, directly or not.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Reads {
+    row: bool,
+    key: bool,
+    score: bool,
+}
+
+impl Reads {
+    fn moves(self) -> bool {
+        self.key || self.score
+    }
+    fn or(self, other: Reads) -> Reads {
+        Reads { row: self.row | other.row, key: self.key | other.key, score: self.score | other.score }
+    }
+}
+
+/// A program with what is known of its steps before anything is built.
+struct Analysed {
+    program: Program,
+    reads: Vec<Reads>,
+    /// By how much an integer grows from one key to the next, where that is a constant.
+    slopes: Vec<Option<i32>>,
+    /// Steps that stay and that moving ones (or the result) need.
+    kept: Vec<usize>,
+    folded: Folded,
+    long: bool,
+}
+
+impl Analysed {
+    fn new(program: &Program, fold: bool, modifiers: &Modifiers) -> Analysed {
+        let steps = program.steps();
+        let mut reads: Vec<Reads> = Vec::new();
+        let mut slopes: Vec<Option<i32>> = Vec::new();
+        for (i, step) in steps.iter().enumerate() {
+            let own = match step {
+                Step::Var(Index::Score) => Reads { score: true, ..Reads::default() },
+                Step::Var(Index::Key) => Reads { key: true, ..Reads::default() },
+                Step::Var(Index::Query) => Reads { row: true, ..Reads::default() },
+                Step::Var(Index::Head) => Reads { row: modifiers.mixed_heads, ..Reads::default() },
+                other => operands(other).into_iter().fold(Reads::default(), |all, x| all.or(reads[x])),
+            };
+            let integer = program.types()[i] == Type::Int;
+            let pair = |a: usize, b: usize| slopes[a].zip(slopes[b]);
+            let constant = |i: usize| match steps[i] {
+                Step::Int(x) => Some(x),
+                _ => None,
+            };
+            slopes.push(match step {
+                _ if !integer => None,
+                Step::Var(Index::Key) => Some(1),
+                _ if !own.moves() => Some(0),
+                Step::Unary(Unary::Neg, a) => slopes[*a].map(|x: i32| x.wrapping_neg()),
+                Step::Binary(Binary::Add, a, b) => pair(*a, *b).map(|(x, y)| x.wrapping_add(y)),
+                Step::Binary(Binary::Sub, a, b) => pair(*a, *b).map(|(x, y)| x.wrapping_sub(y)),
+                Step::Binary(Binary::Mul, a, b) => match (constant(*a), constant(*b)) {
+                    (Some(x), _) => slopes[*b].map(|y| x.wrapping_mul(y)),
+                    (_, Some(y)) => slopes[*a].map(|x| x.wrapping_mul(y)),
+                    _ => None,
+                },
+                _ => None,
+            });
+            reads.push(own);
+        }
+        let folded = if fold { Folded::of(program) } else { Folded { input: None, output: None } };
+        let literal = |i: usize| matches!(steps[i], Step::Float(_) | Step::Int(_) | Step::Bool(_));
+        let stays = |i: usize| !reads[i].moves() && !literal(i);
+        let mut kept: Vec<usize> =
+            (0..steps.len()).filter(|&i| reads[i].moves()).flat_map(|i| operands(&steps[i])).collect();
+        kept.push(steps.len() - 1);
+        kept.retain(|&i| stays(i));
+        kept.sort_unstable();
+        kept.dedup();
+        Analysed { program: program.clone(), reads, slopes, kept, folded, long: modifiers.long }
+    }
+}
+
+/// A value of a program.
+#[derive(Clone, Copy)]
+enum Word<'k> {
+    Float(Val<'k, f32>),
+    Int(Val<'k, i32>),
+    Bool(Val<'k, bool>),
+}
+
+impl<'k> Word<'k> {
+    fn float(self) -> Val<'k, f32> {
+        match self {
+            Word::Float(x) => x,
+            _ => panic!("bug in fulgurite: a typed program has a float here"),
+        }
+    }
+    fn int(self) -> Val<'k, i32> {
+        match self {
+            Word::Int(x) => x,
+            _ => panic!("bug in fulgurite: a typed program has an integer here"),
+        }
+    }
+    fn bool(self) -> Val<'k, bool> {
+        match self {
+            Word::Bool(x) => x,
+            _ => panic!("bug in fulgurite: a typed program has a condition here"),
+        }
+    }
+}
+
+/// An array of a tensor's elements among a kernel's parameters.
+#[derive(Clone, Copy)]
+enum Array<'k> {
+    F32(Pointer<'k, f32>),
+    F16(Pointer<'k, f16>),
+    Bf16(Pointer<'k, bf16>),
+    I32(Pointer<'k, i32>),
+}
+
+impl<'k> Array<'k> {
+    fn new(k: &'k Builder, name: &str, dtype: DType) -> Self {
+        match dtype {
+            DType::F16 => Array::F16(k.array(name)),
+            DType::Bf16 => Array::Bf16(k.array(name)),
+            DType::I32 => Array::I32(k.array(name)),
+            _ => Array::F32(k.array(name)),
+        }
+    }
+    fn load<W: fulgurite_ptx::Who>(self, w: &Scope<'k, W>, at: Val<'k, u64>) -> Word<'k> {
+        match self {
+            Array::F32(array) => Word::Float(array.at_wide(at).load(w, 0)),
+            Array::F16(array) => Word::Float(array.at_wide(at).load(w, 0).widen()),
+            Array::Bf16(array) => Word::Float(array.at_wide(at).load(w, 0).widen()),
+            Array::I32(array) => Word::Int(array.at_wide(at).load(w, 0)),
+        }
+    }
+}
+
+/// A logit for each head among a kernel's parameters, in any float type.
+#[derive(Clone, Copy)]
+pub struct Sinks<'k>(Array<'k>);
+
+impl<'k> Sinks<'k> {
+    pub fn new(k: &'k Builder, dtype: DType) -> Self {
+        Sinks(Array::new(k, "sinks", dtype))
+    }
+    /// The sink of a head, in powers of two.
+    pub fn of_head(self, w: &Scope<'k, Group>, head: Val<'k, u32>) -> Val<'k, f32> {
+        self.0.load(w, head.to_u64()).float() * LOG2_E
+    }
+}
+
+/// An auxiliary tensor among the parameters: its elements, and for each axis the last index and the stride in elements.
+struct Aux<'k> {
+    array: Array<'k>,
+    axes: Vec<[Val<'k, u32>; 2]>,
+}
+
+/// Where a tile stands.
+#[derive(Clone, Copy)]
+pub struct Place<'k> {
+    pub batch: Val<'k, u32>,
+    /// Of the thread's two rows, and their queries in the sequence.
+    pub heads: [Val<'k, u32>; 2],
+    pub rows: [Val<'k, i32>; 2],
+    pub q_len: Val<'k, i32>,
+    pub k_len: Val<'k, i32>,
+}
+
+/// The parameters that modifiers read, declared before any role.
+pub struct Parameters<'k> {
+    aux: Vec<Aux<'k>>,
+}
+
+impl<'k> Parameters<'k> {
+    pub fn new(k: &'k Builder, modifiers: &Modifiers) -> Self {
+        let aux = modifiers.aux.iter().enumerate().map(|(i, &(dtype, rank))| {
+            let array = Array::new(k, &format!("aux{i}"), dtype);
+            let axis = |axis| ["last", "stride"].map(|what| k.param::<u32>(&format!("aux{i}_{what}{axis}")));
+            Aux { array, axes: (0..rank).map(axis).collect() }
+        });
+        Parameters { aux: aux.collect() }
+    }
+}
+
+/// A program in a role: what stays over a tile is kept in registers.
+struct Running<'k> {
+    analysed: Analysed,
+    /// For each kept step its value in the thread's two rows; the same register where the row does not matter.
+    kept: HashMap<usize, [Kept<'k>; 2]>,
+}
+
+#[derive(Clone, Copy)]
+enum Kept<'k> {
+    Float(Var<'k, f32>),
+    Int(Var<'k, i32>),
+    /// Conditions are kept as numbers: predicate registers are few.
+    Bool(Var<'k, u32>),
+}
+
+impl<'k> Kept<'k> {
+    fn new(w: &Scope<'k, Group>, ty: Type) -> Self {
+        match ty {
+            Type::Float => Kept::Float(w.var(0.0f32)),
+            Type::Int => Kept::Int(w.var(0i32)),
+            Type::Bool => Kept::Bool(w.var(0u32)),
+        }
+    }
+    fn set(self, word: Word<'k>) {
+        match (self, word) {
+            (Kept::Float(var), word) => var.set(word.float()),
+            (Kept::Int(var), word) => var.set(word.int()),
+            (Kept::Bool(var), word) => var.set(word.bool().select::<u32>(1, 0)),
+        }
+    }
+    fn get(self) -> Word<'k> {
+        match self {
+            Kept::Float(var) => Word::Float(var.get()),
+            Kept::Int(var) => Word::Int(var.get()),
+            Kept::Bool(var) => Word::Bool(var.get().ne(0)),
+        }
+    }
+}
+
+impl<'k> Running<'k> {
+    fn new(w: &Scope<'k, Group>, program: &Program, fold: bool, modifiers: &Modifiers) -> Self {
+        let analysed = Analysed::new(program, fold, modifiers);
+        let two = |&i: &usize| {
+            let ty = analysed.program.types()[i];
+            let first = Kept::new(w, ty);
+            (i, [first, if analysed.reads[i].row { Kept::new(w, ty) } else { first }])
+        };
+        let kept = analysed.kept.iter().map(two).collect();
+        Running { analysed, kept }
+    }
+
+    /// Computes what stays over a tile.
+    fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
+        let (place, known) = (Some(place), HashMap::new());
+        let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
+        for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {
+            let rows = if self.analysed.reads[i].row { 2 } else { 1 };
+            for (row, var) in vars.iter().enumerate().take(rows) {
+                let value = evaluation.step(i, At { row, col: 0, score: None });
+                var.set(value);
+            }
+        }
+    }
+}
