@@ -1,0 +1,54 @@
+"""The same bits in 200 runs, alone and in a batch, and in a CUDA graph: python bench/gpu_bits.py (after python/build.py)."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+import fulgurite  # noqa: E402
+
+# Batch, queries, keys, heads, heads of keys, head_dim, options.
+PROBLEMS = (
+    (4, 1000, 777, 8, 2, 64, {"causal": True}),
+    (2, 2048, 2048, 16, 16, 128, {}),
+    (3, 500, 900, 4, 4, 256, {"causal": True}),
+    (4, 3, 9000, 32, 8, 128, {"causal": True}),
+    (2, 1, 20000, 8, 1, 64, {}),
+    (4, 700, 700, 8, 8, 128, {"softcap": 20.0}),
+    (4, 700, 700, 8, 8, 128, {"window": (100, 3)}),
+)
+
+
+def main():
+    torch.manual_seed(3)
+    wrong = 0
+    for problem in PROBLEMS:
+        b, n, m, h, h_kv, d, options = problem
+        q = torch.randn(b, n, h, d, device="cuda").bfloat16()
+        k, v = (torch.randn(b, m, h_kv, d, device="cuda").bfloat16() for _ in range(2))
+        o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+        differ = 0
+        for _ in range(200):
+            again = fulgurite.attention(q, k, v, return_lse=True, **options)
+            differ += not (torch.equal(o, again[0]) and torch.equal(lse, again[1]))
+        alone = torch.cat([fulgurite.attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], **options) for i in range(b)])
+        graph, stream, out = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.empty_like(o)
+        with torch.cuda.stream(stream):
+            fulgurite.attention(q, k, v, out=out, **options)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            fulgurite.attention(q, k, v, out=out, **options)
+            fulgurite.attention(q, k, v, out=out, **options)
+        out.zero_()
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        same = [differ == 0, torch.equal(alone, o), torch.equal(out, o)]
+        wrong += not all(same)
+        print(problem, f"runs that differ {differ}, alone equal {same[1]}, graph equal {same[2]}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
