@@ -3,12 +3,12 @@
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::few;
 use super::few_plan::Few;
-pub use super::forward::Tuning;
 use super::forward::{self, Features};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
 use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
+pub use super::tuning::{End, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
