@@ -12,7 +12,9 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Tensors};
+use fulgurite_kernels::attention::plan::{
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
+};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -25,11 +27,14 @@ pub(crate) struct OnDevice {
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
     loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
+    /// Kernels that copy tensors which the others cannot take.
+    copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
 impl OnDevice {
     pub fn new(name: &'static str, device: Box<dyn Device>, rescale: Option<Rescale>) -> Self {
-        OnDevice { name, device, rescale, loaded: Mutex::default(), loaded_backward: Mutex::default() }
+        let (loaded, loaded_backward) = Default::default();
+        OnDevice { name, device, rescale, loaded, loaded_backward, copying: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
@@ -70,6 +75,35 @@ impl OnDevice {
         let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
         loaded.push((plan.clone(), kernels.clone(), modules.clone()));
         Ok((kernels, modules))
+    }
+
+    fn copying(&self) -> Result<(Copying, [Module; 2]), Error> {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if copying.is_none() {
+            let kernels = Copying::new(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+            let modules = [self.device.load(kernels.pack.clone())?, self.device.load(kernels.unpack.clone())?];
+            *copying = Some((kernels, modules));
+        }
+        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
+    }
+
+    /// Launches a call, with copies of the tensors that its kernel cannot take as they lie.
+    fn run(&self, memory: &mut Vec<Buffer>, plan: Forward, module: &Module, tensors: &Tensors) -> Result<(), Error> {
+        let (refuse, multiprocessors) =
+            (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
+        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
+        let Some(copies) = copies else {
+            let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
+            let Some(launch) = launch else { return Ok(()) };
+            return Ok(self.device.launch(module, launch.grid, &launch.args, Stream::default())?);
+        };
+        let (kernels, [pack, unpack]) = self.copying()?;
+        let room = self.room(memory, copies.bytes() as usize)?;
+        let launches = ready.with_copies(&copies, &kernels, tensors, room, multiprocessors).map_err(refuse)?;
+        Ok(launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+            let known = [module, &pack, &unpack].into_iter().find(|m| Arc::ptr_eq(&m.shared_kernel(), kernel));
+            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+        })?)
     }
 
     /// Copies a tensor of rows there, as four axes.
@@ -256,9 +290,7 @@ impl Engine for OnDevice {
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
-        let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
-        let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
-        self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
+        self.run(memory, plan, &module, &tensors)?;
         self.device.synchronize(Stream::default())?;
 
         self.download(o.span, &mut outputs.o)?;

@@ -8,18 +8,20 @@ use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
 use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
+use super::repack;
+pub use super::repack::{Copies, Copying};
 pub use super::tuning::{End, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
-use fulgurite_ptx::device::{Launch, Value};
+use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 use thiserror::Error;
 
 /// Elements that make 16 bytes: the copy engine's unit.
-const UNIT: usize = 8;
+const UNIT: usize = repack::UNIT as usize;
 /// The largest head dimension.
 const MOST: usize = 256;
 /// Largest sum of a block that f16 probabilities leave room for.
@@ -96,6 +98,8 @@ pub struct Forward {
     layout: Layout,
     /// Query heads, key/value heads.
     heads: [u64; 2],
+    /// Of the tensors, as they are.
+    dims: [usize; 2],
     aux_shapes: Vec<Vec<usize>>,
     blocks: Option<(BlockSpec, BlockForm)>,
     scale: f32,
@@ -113,8 +117,8 @@ impl Forward {
             other => return missing(format!("dtype {other}")),
         };
         let dims = [problem.head_dim(), problem.value_dim()];
-        if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
-            return missing(format!("head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
+        if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
+            return missing(format!("head_dim {d} (it has those up to {MOST})"));
         }
         let exp = problem.exp();
         if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
@@ -175,7 +179,10 @@ impl Forward {
         let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
         let few = match divided {
             Some(_) => None,
-            None => Few::new(number, &features, dims, layout, heads, tuning.rescale),
+            None => {
+                let dims = dims.map(|d| d.next_multiple_of(UNIT));
+                Few::new(number, &features, dims, layout, heads, tuning.rescale)
+            }
         };
         Ok(Forward {
             number,
@@ -183,6 +190,7 @@ impl Forward {
             tuning,
             layout,
             heads,
+            dims,
             aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
             blocks,
             scale: problem.scale(),
@@ -243,6 +251,28 @@ impl Forward {
             return self.few.as_ref().zip(other.few.as_ref()).is_some_and(|(one, other)| one.same_kernel(other));
         }
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
+    }
+
+    /// The copies of tensors that a call needs before and after its kernel, if any.
+    pub fn copies(&self, rows: &[Placed; 4]) -> Option<Copies> {
+        match rows[3].shape.contains(&0) {
+            true => None,
+            false => Copies::of(rows, self.dims, self.features.ragged.any()),
+        }
+    }
+
+    /// The copies that a call needs however its tensors lie: those of head dimensions that are no multiple of 8.
+    pub fn least_copies(&self) -> Option<Copies> {
+        let nowhere = Span { address: 0, bytes: 0 };
+        let ([d, dv], [heads, kv_heads]) = (self.dims.map(|d| d as u64), self.heads);
+        let (batch, q_len, k_len) = match self.layout {
+            Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
+            Layout::Packed(p) => (1, p.total_q, p.total_k),
+        };
+        let [batch, q_len, k_len] = [batch, q_len, k_len].map(|n| n as u64);
+        let shapes = [[q_len, heads, d], [k_len, kv_heads, d], [k_len, kv_heads, dv], [q_len, heads, dv]];
+        let rows = shapes.map(|[s, h, d]| Placed::packed(nowhere, [batch, s, h, d]));
+        self.copies(&rows)
     }
 
     /// With its kernel, ready to be launched again and again.
@@ -439,6 +469,20 @@ impl Ready {
         let launch = self.plan.arguments(&self.slots, tensors, multiprocessors)?;
         Ok(launch.map(|(grid, args)| Launch { kernel: self.kernel.clone(), grid, args }))
     }
+
+    /// The launches of a call whose tensors must be copied, in order; `room` is memory for the copies.
+    pub fn with_copies(
+        &self,
+        copies: &Copies,
+        copying: &Copying,
+        tensors: &Tensors,
+        room: Span,
+        multiprocessors: u32,
+    ) -> Result<Plan, Missing> {
+        let (tensors, [before, after]) = copies.launches(copying, tensors, room)?;
+        let launch = self.launch(&tensors, multiprocessors)?;
+        Ok(Plan { launches: before.into_iter().chain(launch).chain(after).collect() })
+    }
 }
 
 /// Elements from one to the next along each axis of a contiguous tensor.
@@ -465,7 +509,6 @@ fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Progra
 mod tests {
     use super::*;
     use fulgurite_core::Exp;
-    use fulgurite_ptx::device::Span;
 
     fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
         Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)
@@ -524,7 +567,7 @@ mod tests {
             Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
-        assert_eq!(refused(problem(60, 64, DType::Bf16)), "head_dim 60 (it has multiples of 8 up to 256)");
+        assert_eq!(refused(problem(60, 520, DType::Bf16)), "head_dim 520 (it has those up to 256)");
         assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
     }
 
