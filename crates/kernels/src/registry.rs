@@ -249,6 +249,16 @@ const ALL: &[Entry] = &[
         build: |target| attention::<f16>(target, 128, Mask::causal()),
     },
     Entry {
+        name: "attention-bf16-d512-full",
+        summary: "forward attention, bf16, head_dim 512, no mask",
+        build: |target| attention::<bf16>(target, 512, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d512-causal",
+        summary: "forward attention, f16, head_dim 512, causal mask",
+        build: |target| attention::<f16>(target, 512, Mask::causal()),
+    },
+    Entry {
         name: "attention-few-bf16-d64-full",
         summary: "forward attention of few queries, bf16, head_dim 64, no mask",
         build: |target| attention_few::<bf16>(target, 64, Mask::none()),

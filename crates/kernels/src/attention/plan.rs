@@ -23,7 +23,7 @@ use thiserror::Error;
 /// Elements that make 16 bytes: the copy engine's unit.
 const UNIT: usize = repack::UNIT as usize;
 /// The largest head dimension.
-const MOST: usize = 256;
+const MOST: usize = 512;
 /// Largest sum of a block that f16 probabilities leave room for.
 const F16_LIMIT: f32 = 16384.0;
 /// Bytes of keys and values of the (head, batch) pairs whose tiles run together: a part of the second-level cache.
@@ -142,10 +142,14 @@ impl Forward {
             used_q: problem.has_used_q(),
             used_k: problem.has_used_k(),
         };
-        let padded = dims.map(|d| d.next_multiple_of(16) as u32);
+        let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
         let base = Tuning::hopper(head_dim, problem.max_k_len());
-        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec)));
+        let wide = Features::plain(padded, Mask::none()).wide();
+        padded[1] = padded[1].next_multiple_of(Features::plain(padded, Mask::none()).value_unit(&base));
+        // Where warpgroups share columns there must be as many of them.
+        let divides = |tuning: &Tuning| !wide || tuning.groups == base.groups;
+        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec).filter(divides)));
         let (mut mask, mut rest, mut aux) =
             (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
         if let Some((spec, None)) = divided {
@@ -179,6 +183,7 @@ impl Forward {
         let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
         let few = match divided {
             Some(_) => None,
+            None if wide => None,
             None => {
                 let dims = dims.map(|d| d.next_multiple_of(UNIT));
                 Few::new(number, &features, dims, layout, heads, tuning.rescale)
@@ -325,7 +330,7 @@ impl Forward {
 
     /// Arguments of equal sequences; the number of tiles.
     fn equal(&self, args: &mut Arguments<'_>, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
-        let rows = u64::from(64 * self.tuning.groups);
+        let rows = u64::from(self.features.tile_rows(&self.tuning));
         let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
         let tiles = m_tiles * pairs;
         // Lists say for themselves what is seen.
@@ -357,7 +362,7 @@ impl Forward {
 
     /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
     fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
-        let tile = u64::from(64 * self.tuning.groups);
+        let tile = u64::from(self.features.tile_rows(&self.tuning));
         // Without keys every element is masked: any memory does.
         let q = tensors.rows[0];
         let some = |placed: &Placed| match placed.shape.contains(&0) {
@@ -516,7 +521,9 @@ mod tests {
 
     #[test]
     fn every_pair_of_head_dims_has_a_kernel() {
-        for (d, dv) in (8..=256).step_by(8).flat_map(|d| [8, 64, 72, 128, 136, 256].map(|dv| (d, dv))) {
+        let wide = [(264, 264), (512, 512), (512, 8), (8, 512), (320, 136), (400, 456)];
+        let pairs = (8..=256).step_by(8).flat_map(|d| [8, 64, 72, 128, 136, 256].map(|dv| (d, dv)));
+        for (d, dv) in pairs.chain(wide) {
             for (k_len, mask) in [(500, Mask::none()), (2100, Mask::none()), (5000, Mask::causal())] {
                 let problem =
                     Problem::builder().dense(1, 64, k_len).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
@@ -567,7 +574,7 @@ mod tests {
             Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
-        assert_eq!(refused(problem(60, 520, DType::Bf16)), "head_dim 520 (it has those up to 256)");
+        assert_eq!(refused(problem(60, 520, DType::Bf16)), "head_dim 520 (it has those up to 512)");
         assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
     }
 

@@ -54,7 +54,9 @@ impl Tuning {
             ..=64 if k_len >= 2048 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
             ..=64 => base,
             65..=128 => Tuning { early: 2, ..base },
-            _ => Tuning { cols: 64, end: End::Parts, registers: [240, 24], ..base },
+            129..=256 => Tuning { cols: 64, end: End::Parts, registers: [240, 24], ..base },
+            // One stage is what shared memory has room for.
+            _ => Tuning { cols: 64, depth: 1, end: End::Parts, registers: [240, 24], ..base },
         }
     }
 
