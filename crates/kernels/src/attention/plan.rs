@@ -534,6 +534,16 @@ mod tests {
     }
 
     #[test]
+    fn a_cut_that_does_not_fit_wide_rows_is_refused() {
+        let plan = Forward::new(&problem(512, 512, DType::Bf16).build().unwrap(), None).unwrap();
+        for groups in [1, 3, 4] {
+            let other = plan.clone().tuned(|tuning| Tuning { groups, ..tuning });
+            assert!(other.kernel(Target::HOPPER).is_err(), "{groups}");
+        }
+        assert!(plan.kernel(Target::HOPPER).is_ok());
+    }
+
+    #[test]
     fn launches_pass_the_devices_check() {
         let plan = Forward::new(&problem(64, 128, DType::F16).mask(Mask::causal()).build().unwrap(), None).unwrap();
         let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
