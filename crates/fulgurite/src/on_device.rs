@@ -13,16 +13,18 @@ use fulgurite_core::{
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Table, Tensors,
 };
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
 pub(crate) struct OnDevice {
     name: &'static str,
-    device: Box<dyn Device>,
+    device: Arc<dyn Device>,
     rescale: Option<Rescale>,
+    /// Cuts of the forward kernel.
+    table: Table,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
@@ -32,13 +34,13 @@ pub(crate) struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn new(name: &'static str, device: Box<dyn Device>, rescale: Option<Rescale>) -> Self {
+    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
         let (loaded, loaded_backward) = Default::default();
-        OnDevice { name, device, rescale, loaded, loaded_backward, copying: Mutex::default() }
+        OnDevice { name, device, rescale, table, loaded, loaded_backward, copying: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::new(problem, self.rescale))
+        self.planned(Forward::by_table(problem, self.rescale, &self.table))
     }
 
     /// The plan, or why there is none on this device.
@@ -87,23 +89,29 @@ impl OnDevice {
         Ok(copying.clone().expect("bug in fulgurite: it was just made"))
     }
 
-    /// Launches a call, with copies of the tensors that its kernel cannot take as they lie.
-    fn run(&self, memory: &mut Vec<Buffer>, plan: Forward, module: &Module, tensors: &Tensors) -> Result<(), Error> {
+    /// The launches of a call: copies of the tensors that its kernel cannot take as they lie go before and after it.
+    fn launches(
+        &self,
+        memory: &mut Vec<Buffer>,
+        plan: Forward,
+        module: &Module,
+        tensors: &Tensors,
+    ) -> Result<Vec<(Module, Launch)>, Error> {
         let (refuse, multiprocessors) =
             (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
         let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
         let Some(copies) = copies else {
             let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
-            let Some(launch) = launch else { return Ok(()) };
-            return Ok(self.device.launch(module, launch.grid, &launch.args, Stream::default())?);
+            return Ok(launch.map(|launch| (module.clone(), launch)).into_iter().collect());
         };
         let (kernels, [pack, unpack]) = self.copying()?;
         let room = self.room(memory, copies.bytes() as usize)?;
         let launches = ready.with_copies(&copies, &kernels, tensors, room, multiprocessors).map_err(refuse)?;
-        Ok(launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-            let known = [module, &pack, &unpack].into_iter().find(|m| Arc::ptr_eq(&m.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?)
+        let of = |launch: Launch| {
+            let known = [module, &pack, &unpack].into_iter().find(|m| Arc::ptr_eq(&m.shared_kernel(), &launch.kernel));
+            (known.expect("bug in fulgurite: a launch of another kernel").clone(), launch)
+        };
+        Ok(launches.launches.into_iter().map(of).collect())
     }
 
     /// Copies a tensor of rows there, as four axes.
@@ -143,6 +151,12 @@ impl OnDevice {
             }
         });
         Ok(())
+    }
+
+    /// Times launches where that is asked for.
+    fn time(&self, run: &Run<'_>, once: &mut dyn FnMut() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        let Some(stopwatch) = run.stopwatch else { return Ok(()) };
+        stopwatch.run(|count| self.device.timed(Stream::default(), &mut || (0..count).try_for_each(|_| once())))
     }
 
     /// The tensors of a call beside q, k, v, o and the LSE.
@@ -290,8 +304,15 @@ impl Engine for OnDevice {
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
-        self.run(memory, plan, &module, &tensors)?;
+        let launches = self.launches(memory, plan, &module, &tensors)?;
+        let mut once = || {
+            launches.iter().try_for_each(|(module, launch)| {
+                self.device.launch(module, launch.grid, &launch.args, Stream::default())
+            })
+        };
+        once()?;
         self.device.synchronize(Stream::default())?;
+        self.time(run, &mut once)?;
 
         self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
@@ -319,7 +340,7 @@ impl Engine for OnDevice {
         inputs: &Inputs<'_>,
         saved: &Saved<'_>,
         gradients: &mut GradientOutputs<'_>,
-        _: &Run<'_>,
+        run: &Run<'_>,
     ) -> Result<(), Error> {
         let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
         let bound = inputs.bind(problem)?;
@@ -346,11 +367,15 @@ impl Engine for OnDevice {
         };
         let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
-        launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?;
+        let mut once = || {
+            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+            })
+        };
+        once()?;
         self.device.synchronize(Stream::default())?;
+        self.time(run, &mut once)?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
         self.download(d_v.span, &mut gradients.d_v)?;

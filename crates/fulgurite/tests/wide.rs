@@ -4,7 +4,7 @@
 mod common;
 
 use common::{More, check};
-use fulgurite_core::expr::{k, k_len, q, q_len, score};
+use fulgurite_core::expr::{k, k_len, load, q, q_len, score};
 use fulgurite_core::{DType, Mask, Packed, Problem, ProblemBuilder};
 
 fn dense(q_len: usize, k_len: usize, dims: [usize; 2]) -> ProblemBuilder {
@@ -32,6 +32,10 @@ fn modifiers_and_sinks() {
     check("softcap", DType::Bf16, dense(66, 120, [512, 272]).softcap(4.0), &plain);
     let more = More { aux: vec![("alibi_slopes", vec![0.05, 0.2])], ..More::default() };
     check("alibi", DType::F16, dense(66, 120, [320, 320]).alibi().mask(Mask::causal()), &more);
+    let by_key = load("weights", [k()]) * score();
+    let builder = dense(66, 70, [512, 320]).aux("weights", DType::F32, &[70]).score_mod(by_key);
+    let weights = (0..70).map(|i| f64::from(i % 5) * 0.25).collect();
+    check("a table", DType::Bf16, builder, &More { aux: vec![("weights", weights)], ..More::default() });
     let more = More { sinks: Some(vec![0.5, 3.0]), ..More::default() };
     check("sinks", DType::Bf16, dense(66, 120, [320, 320]).sinks().mask(Mask::window(64, 0)), &more);
     // A key that nobody sees and that would show: the sum without it is taken once more, by each its columns.

@@ -1,11 +1,11 @@
 //! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
 //! probe of the tensor cores.
 
-use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, expr};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
-use fulgurite_kernels::probe;
+use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::{Target, bf16, f16};
 
@@ -62,6 +62,10 @@ fn odd_head_dimensions_assemble() {
         (192, 128, Mask::causal()),
         (256, 64, Mask::none()),
         (64, 256, Mask::causal()),
+        (512, 512, Mask::none()),
+        (264, 264, Mask::window(Some(128), Some(0))),
+        (320, 136, Mask::causal()),
+        (8, 512, Mask::causal()),
     ] {
         // Many queries, and few: two kernels.
         for q_len in [64, 3] {
@@ -70,5 +74,26 @@ fn odd_head_dimensions_assemble() {
             let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
             assert!(report.verdict().is_ok(), "{d}, {dv}, {q_len} queries: {:?}", report.verdict());
         }
+    }
+}
+
+#[test]
+fn wide_rows_assemble_with_features() {
+    let Some(assembler) = assembler() else { return };
+    for entry in registry::all().iter().filter(|entry| entry.name.contains("-d512-")) {
+        let report = assembler.assemble(&(entry.build)(Target::HOPPER).unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{}: {:?}", entry.name, report.verdict());
+    }
+    for feature in ["packed", "bias", "comb", "blocks"] {
+        let base = Problem::builder().heads(4, 2).head_dim(512).dtype(DType::Bf16);
+        let problem = match feature {
+            "packed" => base.packed(&[0, 200, 500], &[0, 300, 700]).mask(Mask::causal()),
+            "bias" => base.dense(2, 200, 700).bias([1, 4, 200, 700], DType::Bf16, false),
+            "comb" => base.dense(2, 200, 700).mask(Mask::custom((expr::k() % 10).differs(7))),
+            _ => base.dense(2, 200, 700).block_mask(BlockSpec::default()).mask(Mask::causal()),
+        };
+        let plan = Forward::new(&problem.build().unwrap(), None).unwrap();
+        let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{feature}: {:?}", report.verdict());
     }
 }

@@ -10,7 +10,7 @@ use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
 use super::repack;
 pub use super::repack::{Copies, Copying};
-pub use super::tuning::{End, Tuning};
+pub use super::tuning::{End, Row, Table, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
@@ -22,8 +22,6 @@ use thiserror::Error;
 
 /// Elements that make 16 bytes: the copy engine's unit.
 const UNIT: usize = repack::UNIT as usize;
-/// The largest head dimension.
-const MOST: usize = 512;
 /// Largest sum of a block that f16 probabilities leave room for.
 const F16_LIMIT: f32 = 16384.0;
 /// Bytes of keys and values of the (head, batch) pairs whose tiles run together: a part of the second-level cache.
@@ -110,6 +108,11 @@ pub struct Forward {
 impl Forward {
     /// How a problem is run; the rescale policy is the fastest one unless given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<Forward, Missing> {
+        Forward::by_table(problem, rescale, &Table::default())
+    }
+
+    /// The same with cuts of the kernel from a table.
+    pub fn by_table(problem: &Problem, rescale: Option<Rescale>, table: &Table) -> Result<Forward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -117,9 +120,6 @@ impl Forward {
             other => return missing(format!("dtype {other}")),
         };
         let dims = [problem.head_dim(), problem.value_dim()];
-        if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
-            return missing(format!("head_dim {d} (it has those up to {MOST})"));
-        }
         let exp = problem.exp();
         if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
             return missing(format!("exp {exp}"));
@@ -144,7 +144,7 @@ impl Forward {
         };
         let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
-        let base = Tuning::hopper(head_dim, problem.max_k_len());
+        let base = table.find(head_dim, problem.max_k_len() as u64);
         let wide = Features::plain(padded, Mask::none()).wide();
         padded[1] = padded[1].next_multiple_of(Features::plain(padded, Mask::none()).value_unit(&base));
         // Where warpgroups share columns there must be as many of them.
@@ -213,6 +213,21 @@ impl Forward {
     /// How the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.blocks.map(|(_, form)| form)
+    }
+
+    /// The cut of its kernel; of no use for few queries.
+    pub fn tuning(&self) -> Tuning {
+        self.tuning
+    }
+
+    /// Rows of queries of a tile, where queries are not few.
+    pub fn tile_rows(&self) -> u32 {
+        self.features.tile_rows(&self.tuning)
+    }
+
+    /// The cut of the kernel for few queries, where that takes the call.
+    pub fn few_tuning(&self) -> Option<few::Tuning> {
+        self.few.as_ref().map(|few| few.tuning)
     }
 
     /// The same call with another cut of the kernel; blocks of a block mask must be multiples of it.
@@ -330,7 +345,7 @@ impl Forward {
 
     /// Arguments of equal sequences; the number of tiles.
     fn equal(&self, args: &mut Arguments<'_>, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
-        let rows = u64::from(self.features.tile_rows(&self.tuning));
+        let rows = u64::from(self.tile_rows());
         let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
         let tiles = m_tiles * pairs;
         // Lists say for themselves what is seen.
@@ -362,7 +377,7 @@ impl Forward {
 
     /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
     fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
-        let tile = u64::from(self.features.tile_rows(&self.tuning));
+        let tile = u64::from(self.tile_rows());
         // Without keys every element is masked: any memory does.
         let q = tensors.rows[0];
         let some = |placed: &Placed| match placed.shape.contains(&0) {
@@ -584,7 +599,6 @@ mod tests {
             Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
-        assert_eq!(refused(problem(60, 520, DType::Bf16)), "head_dim 520 (it has those up to 512)");
         assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
     }
 

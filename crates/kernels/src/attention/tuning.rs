@@ -3,6 +3,7 @@
 use super::forward::Features;
 use fulgurite_core::{BlockSpec, Rescale};
 use std::fmt;
+use std::ops::{Range, RangeInclusive};
 use std::str::FromStr;
 use thiserror::Error;
 
@@ -38,9 +39,31 @@ impl End {
     const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
 }
 
-impl Tuning {
-    /// What measured best on an H200 for a head dimension and about so many keys.
-    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
+/// Which cut is for which problems. Only head dimensions and the keys of a sequence choose, so that a row's bits are the
+/// same alone and in a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Table(Vec<Row>);
+
+/// A cut, and what it is for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    /// The larger of both head dimensions, padded.
+    pub head_dims: RangeInclusive<u32>,
+    /// Keys of the longest sequence.
+    pub keys: Range<u64>,
+    /// The cut.
+    pub tuning: Tuning,
+}
+
+impl Row {
+    fn is_for(&self, head_dim: u32, keys: u64) -> bool {
+        self.head_dims.contains(&head_dim) && self.keys.contains(&keys)
+    }
+}
+
+/// What measured best on an H200.
+impl Default for Table {
+    fn default() -> Self {
         let base = Tuning {
             groups: 2,
             cols: 128,
@@ -50,20 +73,75 @@ impl Tuning {
             early: 0,
             rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
         };
-        match head_dim {
-            ..=64 if k_len >= 2048 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
-            ..=64 => base,
-            65..=128 => Tuning { early: 2, ..base },
-            129..=256 => Tuning { cols: 64, end: End::Parts, registers: [240, 24], ..base },
-            // One stage is what shared memory has room for.
-            _ => Tuning { cols: 64, depth: 1, end: End::Parts, registers: [240, 24], ..base },
-        }
+        let three = Tuning { groups: 3, cols: 96, registers: [160, 32], ..base };
+        let large = Tuning { cols: 64, end: End::Parts, registers: [240, 24], ..base };
+        let rows = [
+            (0..=64, 2048..u64::MAX, three),
+            (0..=64, 0..2048, base),
+            (65..=128, 0..u64::MAX, Tuning { early: 2, ..base }),
+            (129..=256, 0..u64::MAX, large),
+            // More keys of a block spill.
+            (257..=u32::MAX, 0..u64::MAX, Tuning { cols: 32, registers: [232, 40], ..large }),
+        ];
+        Table(rows.map(|(head_dims, keys, tuning)| Row { head_dims, keys, tuning }).to_vec())
+    }
+}
+
+impl Table {
+    /// The same where these do not say otherwise.
+    pub fn with(self, rows: impl IntoIterator<Item = Row>) -> Table {
+        Table(rows.into_iter().chain(self.0).collect())
+    }
+
+    /// The same for any number of keys as it is for so many.
+    pub fn as_for(self, keys: u64) -> Table {
+        let keys = keys.min(u64::MAX - 1);
+        let rows = self.0.into_iter().filter(|row| row.keys.contains(&keys));
+        Table(rows.map(|row| Row { keys: 0..u64::MAX, ..row }).collect())
+    }
+
+    /// The cut for a head dimension and about so many keys.
+    pub fn find(&self, head_dim: u32, keys: u64) -> Tuning {
+        // `u64::MAX` keys are in no range.
+        let keys = keys.min(u64::MAX - 1);
+        let found = self.0.iter().find(|row| row.is_for(head_dim, keys));
+        found.expect("bug in fulgurite: a table that does not end with rows for everything").tuning
+    }
+}
+
+impl Tuning {
+    /// What measured best on an H200 for a head dimension and about so many keys.
+    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
+        Table::default().find(head_dim, k_len as u64)
+    }
+
+    /// Cuts that differ from this one in one number, for a head dimension: some have no kernel.
+    pub fn neighbours(self, head_dim: u32) -> Vec<Tuning> {
+        let near = [self.cols.saturating_sub(32), self.cols.saturating_sub(16), self.cols + 16, self.cols + 32];
+        let cols = near.into_iter().filter(|cols| (32..=256).contains(cols)).map(|cols| Tuning { cols, ..self });
+        let depth = [2, 3, 4].into_iter().map(|depth| Tuning { depth, ..self });
+        let early = [0, 1, 2].into_iter().map(|early| Tuning { early, ..self });
+        let end = [End::Joined, End::Parts].into_iter().map(|end| Tuning { end, ..self });
+        // What is left of a multiprocessor's registers goes to the thread that loads.
+        let registers = match self.groups {
+            3 => vec![[160, 24], [160, 32]],
+            _ => vec![[240, 24], [232, 40]],
+        };
+        let registers = registers.into_iter().map(|registers| Tuning { registers, ..self });
+        let groups = match (self.groups, head_dim) {
+            (2, ..=64) => Some(Tuning { groups: 3, cols: self.cols.min(96), registers: [160, 32], ..self }),
+            (3, _) => Some(Tuning { groups: 2, registers: [232, 40], ..self }),
+            _ => None,
+        };
+        let all = cols.chain(depth).chain(early).chain(end).chain(registers).chain(groups);
+        all.filter(|tuning| *tuning != self).collect()
     }
 
     /// The same with room for what a problem's features keep in registers.
     pub fn with_room(self, head_dim: u32, features: &Features) -> Tuning {
         let loads = features.modifiers.loads_move();
         match head_dim {
+            257.. if loads => Tuning { cols: 16.min(self.cols), ..self },
             129.. if features.ragged.any() || !features.modifiers.is_empty() => {
                 Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
             }
