@@ -12,8 +12,10 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Table, Tensors};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
+use fulgurite_kernels::attention::plan::{
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Table, Tensors,
+};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
@@ -27,11 +29,14 @@ pub(crate) struct OnDevice {
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
     loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
+    /// Kernels that copy tensors which the others cannot take.
+    copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
 impl OnDevice {
     pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
-        OnDevice { name, device, rescale, table, loaded: Mutex::default(), loaded_backward: Mutex::default() }
+        let (loaded, loaded_backward) = Default::default();
+        OnDevice { name, device, rescale, table, loaded, loaded_backward, copying: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
@@ -72,6 +77,62 @@ impl OnDevice {
         let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
         loaded.push((plan.clone(), kernels.clone(), modules.clone()));
         Ok((kernels, modules))
+    }
+
+    fn copying(&self) -> Result<(Copying, [Module; 2]), Error> {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if copying.is_none() {
+            let kernels = Copying::new(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+            let modules = [self.device.load(kernels.pack.clone())?, self.device.load(kernels.unpack.clone())?];
+            *copying = Some((kernels, modules));
+        }
+        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
+    }
+
+    /// Launches a call, with copies of the tensors that its kernel cannot take as they lie, and waits for it.
+    fn run(
+        &self,
+        memory: &mut Vec<Buffer>,
+        plan: Forward,
+        module: &Module,
+        tensors: &Tensors,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        let (refuse, multiprocessors) =
+            (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
+        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
+        let mut modules = vec![module.clone()];
+        let launches = match copies {
+            None => {
+                let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
+                Launches { launches: launch.into_iter().collect() }
+            }
+            Some(copies) => {
+                let (kernels, copying) = self.copying()?;
+                modules.extend(copying);
+                let room = self.room(memory, copies.bytes() as usize)?;
+                ready.with_copies(&copies, &kernels, tensors, room, multiprocessors).map_err(refuse)?
+            }
+        };
+        if launches.launches.is_empty() {
+            return Ok(());
+        }
+        self.launch(&launches, &modules, run)
+    }
+
+    /// Runs launches whose modules are among these, waits for them, and times them where that is asked for.
+    fn launch(&self, launches: &Launches, modules: &[Module], run: &Run<'_>) -> Result<(), Error> {
+        let once = || {
+            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+            })
+        };
+        once()?;
+        self.device.synchronize(Stream::default())?;
+        let Some(stopwatch) = run.stopwatch else { return Ok(()) };
+        let rows = |count| (0..count).try_for_each(|_| once());
+        Ok(stopwatch.run(|count| self.device.timed(Stream::default(), &mut || rows(count)))?)
     }
 
     /// Copies a tensor of rows there, as four axes.
@@ -119,12 +180,6 @@ impl OnDevice {
             }
         });
         Ok(())
-    }
-
-    /// Times launches where that is asked for.
-    fn time(&self, run: &Run<'_>, once: &mut dyn FnMut() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
-        let Some(stopwatch) = run.stopwatch else { return Ok(()) };
-        stopwatch.run(|count| self.device.timed(Stream::default(), &mut || (0..count).try_for_each(|_| once())))
     }
 
     /// The tensors of a call beside q, k, v, o and the LSE.
@@ -298,12 +353,7 @@ impl Engine for OnDevice {
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
-        let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
-        let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
-        let mut once = || self.device.launch(&module, launch.grid, &launch.args, Stream::default());
-        once()?;
-        self.device.synchronize(Stream::default())?;
-        self.time(run, &mut once)?;
+        self.run(memory, plan, &module, &tensors, run)?;
 
         self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
@@ -358,15 +408,7 @@ impl Engine for OnDevice {
         };
         let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
-        let mut once = || {
-            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-            })
-        };
-        once()?;
-        self.device.synchronize(Stream::default())?;
-        self.time(run, &mut once)?;
+        self.launch(&launches, &modules, run)?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
         self.download(d_v.span, &mut gradients.d_v)?;

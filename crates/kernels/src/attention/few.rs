@@ -532,6 +532,7 @@ where
             limits,
             modify,
             rows: &rows,
+            first_column: None,
             scale,
         };
         careful.run(w, &redo, o, totals, [&|_| {}, &|_| {}]);

@@ -11,6 +11,7 @@ mod modifier;
 mod partial;
 mod placed;
 pub mod plan;
+pub mod repack;
 mod softmax;
 mod span;
 pub mod tuning;

@@ -80,7 +80,9 @@ impl Default for Table {
             (0..=64, 2048..u64::MAX, three),
             (0..=64, 0..2048, small),
             (65..=128, 0..u64::MAX, Tuning { early: 2, ..base }),
-            (129..=u32::MAX, 0..u64::MAX, large),
+            (129..=256, 0..u64::MAX, large),
+            // One stage is what shared memory has room for.
+            (257..=u32::MAX, 0..u64::MAX, Tuning { depth: 1, ..large }),
         ];
         Table(rows.map(|(head_dims, keys, tuning)| Row { head_dims, keys, tuning }).to_vec())
     }
