@@ -67,8 +67,9 @@ fn odd_head_dimensions_assemble() {
         (320, 136, Mask::causal()),
         (8, 512, Mask::causal()),
     ] {
-        // Many queries, and few: two kernels.
-        for q_len in [64, 3] {
+        // Many queries, and few: two kernels, unless rows are wide.
+        let wide = d.max(dv) > 256;
+        for q_len in [64, 3].into_iter().take(if wide { 1 } else { 2 }) {
             let problem = Problem::builder().dense(1, q_len, 700).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16);
             let plan = Forward::new(&problem.mask(mask.clone()).build().unwrap(), None).unwrap();
             let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();

@@ -48,7 +48,7 @@ pub fn check(name: &str, dtype: DType, builder: ProblemBuilder, more: &More) {
         inputs = inputs.cu_seqlens(q.view(), k.view());
     }
     for (name, tensor) in &aux {
-        inputs = inputs.aux(*name, tensor.view());
+        inputs = inputs.aux(name, tensor.view());
     }
     let mut got = Forward::zeros(&problem).unwrap();
     let mut outputs = Outputs { o: got.o.view_mut(), lse: got.lse.view_mut() };
