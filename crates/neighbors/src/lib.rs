@@ -28,6 +28,7 @@ mod knn;
 pub mod oracle;
 mod points;
 mod rows;
+mod select;
 mod svd;
 mod union;
 
@@ -40,4 +41,5 @@ pub use kmeans::{Init, KMeans, KMeansModel, Progress};
 pub use knn::{NeighborIndex, Neighbors};
 pub use points::{Metric, Points};
 pub use rows::{FileRows, RowSource};
+pub use select::{KeySelector, Selection};
 pub use svd::{Decomposition, Method, Pca, TruncatedSvd};

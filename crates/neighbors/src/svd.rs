@@ -18,8 +18,11 @@ const PART: usize = 8192;
 const MORE: usize = 16;
 /// The larger the smaller side may be: its Gram matrix is this squared, in f64.
 const MAX_SIDE: usize = 8192;
-/// Multiplications of the randomised form where the tolerance does not need more.
-const PASSES: usize = 4;
+/// Multiplications of the randomised form: at least and at most.
+const PASSES: [usize; 2] = [3, 40];
+/// The randomised form reads the data several times and multiplies with a few columns; the Gram matrix is less work
+/// where the smaller side is not this many times as wide.
+const LESS_WORK: usize = 16;
 
 /// How the subspace was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,13 +129,13 @@ impl TruncatedSvd {
         let shift: Vec<f32> = if self.centred { moments.sums.iter().map(mean).collect() } else { Vec::new() };
         let data = Data { points, shift: &shift, scanner, scale: scale_of(&moments) };
         let wide = (self.k + MORE).min(most);
-        let randomised = self.tolerance.is_some() && 4 * wide < most;
+        let randomised = self.tolerance.is_some() && LESS_WORK * wide < most;
         if !randomised && most > MAX_SIDE {
             let hint = "rows or columns; give a tolerance for the randomised form";
             return Err(Error::Count { arg: "points", got: most, low: 1, high: MAX_SIDE, hint });
         }
         let (method, basis) = match randomised {
-            true => (Method::Randomised, data.sketch(wide, self.seed, self.tolerance.unwrap_or(1e-4))?),
+            true => (Method::Randomised, data.sketch([wide, self.k], self.seed, self.tolerance.unwrap_or(1e-4))?),
             false if d <= n => (Method::Gram, data.by_columns(wide)?),
             false => (Method::Gram, data.by_rows(wide)?),
         };
@@ -242,16 +245,16 @@ impl Data<'_> {
         Ok(basis)
     }
 
-    /// A random subspace, drawn towards the largest singular vectors by multiplying with X^T X.
-    fn sketch(&self, wide: usize, seed: u64, tolerance: f64) -> Result<Vec<f64>, Error> {
+    /// A random subspace, drawn towards the largest singular vectors by multiplying with X^T X, until the singular
+    /// values that it shows move by less than the tolerance (an eighth: what is left shrinks by a factor each time).
+    fn sketch(&self, [wide, k]: [usize; 2], seed: u64, tolerance: f64) -> Result<Vec<f64>, Error> {
         let d = self.points.dim();
         let width = self.scanner.padded(wide);
         let mut rng = Rng::new(seed);
         let mut basis = rng.normals(d * wide, 1.0);
         orthonormal(&mut basis, d, wide);
-        // Each pass squares the share of what is not wanted; small tolerances take more of them.
-        let passes = PASSES + (-tolerance.log10() - 4.0).max(0.0).ceil() as usize * 2;
-        for _ in 0..passes {
+        let mut before = vec![0.0; k];
+        for pass in 1..=PASSES[1] {
             let b = packed(&basis, d, wide, width);
             let sums = self.sum(d * width, |first, count, sums| {
                 for at in (0..count).step_by(512) {
@@ -259,10 +262,23 @@ impl Data<'_> {
                     self.scanner.add_squared_times(&rows, d, &b, width, sums);
                 }
             });
+            // Q^T X^T X Q, whose eigenvalues are the squares of what this subspace shows.
+            let mut shown = vec![0.0f64; wide * wide];
+            for (q, z) in basis.chunks_exact(wide).zip(sums.chunks_exact(width)) {
+                for (i, row) in shown.chunks_exact_mut(wide).enumerate() {
+                    row.iter_mut().zip(z).for_each(|(s, z)| *s += q[i] * z);
+                }
+            }
+            let values: Vec<f64> = eigen(&shown, wide, wide)?.0.iter().take(k).map(|x| x.max(0.0).sqrt()).collect();
             for (to, from) in basis.chunks_exact_mut(wide).zip(sums.chunks_exact(width)) {
                 to.copy_from_slice(&from[..wide]);
             }
             orthonormal(&mut basis, d, wide);
+            let settled = values.iter().zip(&before).all(|(new, old)| (new - old).abs() <= tolerance / 8.0 * new);
+            if settled && pass >= PASSES[0] {
+                break;
+            }
+            before = values;
         }
         Ok(basis)
     }
@@ -365,6 +381,24 @@ impl std::fmt::Debug for Decomposition {
 }
 
 impl Decomposition {
+    /// Components that were found before: it transforms, and knows no singular values (they are 0).
+    pub fn of(components: Points<'_>, mean: Option<&[f32]>, options: Options) -> Result<Decomposition, Error> {
+        let d = components.dim();
+        if let Some(mean) = mean {
+            Points::named("mean", mean, [1, mean.len()])?.of_dim("mean", d)?;
+        }
+        Ok(Decomposition {
+            d,
+            singular_values: vec![0.0; components.len()],
+            components: components.data().to_vec(),
+            mean: mean.map(<[f32]>::to_vec),
+            method: Method::Gram,
+            rows: 0,
+            total_variance: 0.0,
+            scanner: Scanner::new(&options, Digits::All),
+        })
+    }
+
     /// The largest first.
     pub fn singular_values(&self) -> &[f64] {
         &self.singular_values

@@ -5,7 +5,7 @@ mod init;
 mod stream;
 mod update;
 
-use crate::points::Moments;
+use crate::points::{Moments, frame_of};
 use crate::{Error, Metric, Options, Points};
 use assign::Assign;
 pub(crate) use assign::below;
@@ -237,6 +237,23 @@ impl std::fmt::Debug for KMeansModel {
 }
 
 impl KMeansModel {
+    /// A model of centroids that were found before: it predicts and transforms, and has no labels of its own.
+    ///
+    /// ```
+    /// use fulgurite_neighbors::{Error, KMeansModel, Metric, Options, Points};
+    /// let centroids = Points::new(&[0.0, 10.0], [2, 1])?;
+    /// let model = KMeansModel::of(centroids, Metric::Euclidean, Options::default())?;
+    /// assert_eq!(model.predict(Points::new(&[7.0, 2.0], [2, 1])?)?, [1, 0]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn of(centroids: Points<'_>, metric: Metric, options: Options) -> Result<KMeansModel, Error> {
+        let d = centroids.dim();
+        let made = KMeans::new(centroids.len()).metric(metric).options(options);
+        let frame = frame_of(centroids, metric, made.scanner().threads());
+        let centroids = centroids.data().to_vec();
+        Ok(KMeansModel { centroids, labels: Vec::new(), inertia: 0.0, steps: 0, d, made: made.made(frame) })
+    }
+
     /// The centroids, one behind the other.
     pub fn centroids(&self) -> &[f32] {
         &self.centroids
