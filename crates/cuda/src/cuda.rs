@@ -311,6 +311,15 @@ impl Device for Cuda {
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
         self.context.enter()?.synchronize(stream)
     }
+
+    fn timed(
+        &self,
+        stream: Stream,
+        work: &mut dyn FnMut() -> Result<(), DeviceError>,
+    ) -> Result<Option<f64>, DeviceError> {
+        // The default stream's clock would wait for all others.
+        self.time(stream, work).map(|milliseconds| Some(f64::from(milliseconds) / 1e3))
+    }
 }
 
 fn map(kernel: &Kernel, param: &str, shape: &BoxShape, tensor: &TensorSpan) -> Result<MapArguments, LaunchError> {

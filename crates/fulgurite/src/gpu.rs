@@ -11,8 +11,8 @@
 //! # Ok::<(), fulgurite::gpu::BuildError>(())
 //! ```
 
-pub use fulgurite_cuda::{Losses, Options, default_cache_dir};
-pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Tensors, Tuning};
+pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
+pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Row, Table, Tensors, Tuning};
 pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
@@ -20,11 +20,13 @@ pub use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints, Messag
 pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
+pub use crate::explained::{Explained, explain};
+pub use crate::profile::{Profile, ProfileError, Tried};
+pub use crate::tune::{Place, TuneError, tune};
 pub use fulgurite_kernels::attention::backward::Order;
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
 
 use fulgurite_core::{DType, Problem, Rescale};
-use fulgurite_cuda::Cuda;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Module};
@@ -51,6 +53,9 @@ pub enum GpuError {
     /// The device refused, or failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The profile of the GPU cannot be used.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
 }
 
 impl From<Missing> for GpuError {
@@ -65,6 +70,8 @@ pub struct Gpu {
     products: Mutex<HashMap<Gemm, Module>>,
     /// Made with the first attention.
     counters: Mutex<Option<Counters>>,
+    /// Cuts of the forward kernel.
+    table: Table,
     /// What launches on a stream need for themselves: they follow each other and share it.
     scratch: Mutex<HashMap<Stream, Buffer>>,
 }
@@ -142,7 +149,8 @@ impl Gpu {
     /// ```
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
         let cuda = Cuda::open(ordinal, options)?;
-        Ok(Gpu { cuda, products: Mutex::default(), counters: Mutex::default(), scratch: Mutex::default() })
+        let table = Profile::table_for(&cuda.name())?;
+        Ok(Gpu { cuda, table, products: Mutex::default(), counters: Mutex::default(), scratch: Mutex::default() })
     }
 
     /// Its name.
@@ -172,7 +180,7 @@ impl Gpu {
         rescale: Option<Rescale>,
         tuning: Option<Tuning>,
     ) -> Result<Attention, GpuError> {
-        let mut plan = Forward::new(problem, rescale)?;
+        let mut plan = Forward::by_table(problem, rescale, &self.table)?;
         if let Some(tuning) = tuning {
             plan = plan.tuned(|usual| Tuning { rescale: usual.rescale, ..tuning });
         }

@@ -12,15 +12,17 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Tensors};
+use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Table, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
 pub(crate) struct OnDevice {
     name: &'static str,
-    device: Box<dyn Device>,
+    device: Arc<dyn Device>,
     rescale: Option<Rescale>,
+    /// Cuts of the forward kernel.
+    table: Table,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
@@ -28,12 +30,12 @@ pub(crate) struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn new(name: &'static str, device: Box<dyn Device>, rescale: Option<Rescale>) -> Self {
-        OnDevice { name, device, rescale, loaded: Mutex::default(), loaded_backward: Mutex::default() }
+    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
+        OnDevice { name, device, rescale, table, loaded: Mutex::default(), loaded_backward: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::new(problem, self.rescale))
+        self.planned(Forward::by_table(problem, self.rescale, &self.table))
     }
 
     /// The plan, or why there is none on this device.
@@ -109,6 +111,12 @@ impl OnDevice {
             }
         });
         Ok(())
+    }
+
+    /// Times launches where that is asked for.
+    fn time(&self, run: &Run<'_>, once: &mut dyn FnMut() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        let Some(stopwatch) = run.stopwatch else { return Ok(()) };
+        stopwatch.run(|count| self.device.timed(Stream::default(), &mut || (0..count).try_for_each(|_| once())))
     }
 
     /// The tensors of a call beside q, k, v, o and the LSE.
@@ -258,8 +266,10 @@ impl Engine for OnDevice {
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
         let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
         let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
-        self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
+        let mut once = || self.device.launch(&module, launch.grid, &launch.args, Stream::default());
+        once()?;
         self.device.synchronize(Stream::default())?;
+        self.time(run, &mut once)?;
 
         self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
@@ -287,7 +297,7 @@ impl Engine for OnDevice {
         inputs: &Inputs<'_>,
         saved: &Saved<'_>,
         gradients: &mut GradientOutputs<'_>,
-        _: &Run<'_>,
+        run: &Run<'_>,
     ) -> Result<(), Error> {
         let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
         let bound = inputs.bind(problem)?;
@@ -314,11 +324,15 @@ impl Engine for OnDevice {
         };
         let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
-        launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?;
+        let mut once = || {
+            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+            })
+        };
+        once()?;
         self.device.synchronize(Stream::default())?;
+        self.time(run, &mut once)?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
         self.download(d_v.span, &mut gradients.d_v)?;

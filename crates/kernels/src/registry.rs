@@ -11,7 +11,7 @@
 //! ```
 
 use crate::attention::plan::Forward;
-use crate::attention::{backward, few, forward};
+use crate::attention::{backward, few, forward, tuning};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
@@ -53,7 +53,7 @@ fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kerne
 where
     Pair<T>: Word,
 {
-    let tuning = forward::Tuning::hopper(head_dim, 8192);
+    let tuning = tuning::Tuning::hopper(head_dim, 8192);
     let features = forward::Features::plain([head_dim, head_dim], mask);
     forward::kernel::<T>(target, &features, tuning)
 }

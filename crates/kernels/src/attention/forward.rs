@@ -12,89 +12,14 @@ use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
+use super::tuning::Tuning;
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
-use fulgurite_core::{BlockSpec, DType, Exp, Mask, Rescale};
+use fulgurite_core::{DType, Exp, Mask};
 use fulgurite_ptx::{
     BuildError, Builder, Fragment, Group, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread, Tile,
     TileShape, Val, Warpgroups, Word,
 };
 use std::f32::consts::LOG2_E;
-
-/// How the kernel is cut: measured choices.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Tuning {
-    /// Warpgroups that compute, 64 rows of queries each.
-    pub groups: u32,
-    /// Keys of a block.
-    pub cols: u32,
-    /// Stages of K and of V.
-    pub depth: u32,
-    /// Whether tiles are joined: needs two buffers of Q, and one for the whole of O. Otherwise Q has one, and O leaves in
-    /// parts.
-    pub join: bool,
-    /// Registers of a thread that computes, and of one that loads.
-    pub registers: [u32; 2],
-    /// A warpgroup passes its turn this many steps before its p v is all started.
-    pub early: u32,
-    /// How the running maximum is kept.
-    pub rescale: Rescale,
-}
-
-impl Tuning {
-    /// What measured best on an H200 for a head dimension and about so many keys.
-    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
-        let base = Tuning {
-            groups: 2,
-            cols: 128,
-            depth: 2,
-            join: true,
-            registers: [232, 40],
-            early: 0,
-            rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
-        };
-        match head_dim {
-            ..=64 if k_len >= 2048 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
-            ..=64 => base,
-            65..=128 => Tuning { early: 2, ..base },
-            _ => Tuning { cols: 64, join: false, registers: [240, 24], ..base },
-        }
-    }
-
-    /// The same with room for what a problem's features keep in registers.
-    pub fn with_room(self, head_dim: u32, features: &Features) -> Tuning {
-        let loads = features.modifiers.loads_move();
-        match head_dim {
-            129.. if features.ragged.any() || !features.modifiers.is_empty() => {
-                Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
-            }
-            129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
-            ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
-            65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
-            _ => self,
-        }
-    }
-
-    /// The same with tiles that divide the blocks of a block mask; `None` where there are none such.
-    pub fn dividing(self, spec: &BlockSpec) -> Option<Tuning> {
-        let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
-        let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
-        let cols = narrower.into_iter().find(|cols| spec.cols.is_multiple_of(*cols as usize))?;
-        let registers = if groups == 2 { [232, 40] } else { self.registers };
-        Some(Tuning { groups, cols, registers, early: self.early.min(cols / 16), ..self })
-    }
-
-    fn rows(&self) -> u32 {
-        64 * self.groups
-    }
-
-    /// Columns of O that leave together, and in how many buffers.
-    fn parts(&self, value_dim: u32) -> [u32; 2] {
-        match self.join {
-            true => [value_dim, 1],
-            false => [[64, 48, 32].into_iter().find(|n| value_dim.is_multiple_of(*n)).unwrap_or(16), 2],
-        }
-    }
-}
 
 /// What of a problem shapes the kernel's text: everything but lengths.
 #[derive(Debug, Clone, PartialEq)]
@@ -215,7 +140,7 @@ where
             .then(|| ["first_key", "all_keys"].map(|name| k.param::<u32>(name)));
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
 
-        let queries = k.pipe("q", if tuning.join { 2 } else { 1 }, &vec![shape(64, d); tuning.groups as usize]);
+        let queries = k.pipe("q", if tuning.joined() { 2 } else { 1 }, &vec![shape(64, d); tuning.groups as usize]);
         let keys = match lists {
             Some(_) => k.tagged_pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
             None => k.pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
@@ -353,7 +278,7 @@ where
                         }
                         let next = ticket + t.blocks();
                         let more = seek(t, next);
-                        if !tuning.join {
+                        if !tuning.joined() {
                             load_v(t, work.blocks[0], last_tag, head, &work);
                         }
                         t.choose(
@@ -363,11 +288,11 @@ where
                                 begin(t, next);
                                 let next_tag = tag(t, n.get(), &next);
                                 set_tag(next_tag);
-                                if tuning.join {
+                                if tuning.joined() {
                                     load_q(t, &next);
                                 }
                                 load_k(t, n.get(), next_tag, kv_head.get(), &next);
-                                if !tuning.join {
+                                if !tuning.joined() {
                                     load_q(t, &next);
                                 }
                             },
@@ -378,7 +303,7 @@ where
                                 tickets.put(t, &[]);
                             },
                         );
-                        if tuning.join {
+                        if tuning.joined() {
                             load_v(t, work.blocks[0], last_tag, head, &work);
                         }
                         leave.when(!more);
@@ -582,7 +507,7 @@ where
                 end.run::<T>(w, work, &o, totals);
             };
             let run = |w: &Scope<'k, Group>| {
-                if tuning.join {
+                if tuning.joined() {
                     start(w);
                     w.repeat(|w, leave| {
                         blocks(w);

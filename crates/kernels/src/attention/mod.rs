@@ -13,6 +13,7 @@ mod placed;
 pub mod plan;
 mod softmax;
 mod span;
+pub mod tuning;
 mod work;
 
 pub use lists::Blocks;

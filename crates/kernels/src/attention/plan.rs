@@ -3,12 +3,12 @@
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::few;
 use super::few_plan::Few;
-pub use super::forward::Tuning;
 use super::forward::{self, Features};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
 use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
+pub use super::tuning::{End, Row, Table, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
@@ -106,6 +106,11 @@ pub struct Forward {
 impl Forward {
     /// How a problem is run; the rescale policy is the fastest one unless given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<Forward, Missing> {
+        Forward::by_table(problem, rescale, &Table::default())
+    }
+
+    /// The same with cuts of the kernel from a table.
+    pub fn by_table(problem: &Problem, rescale: Option<Rescale>, table: &Table) -> Result<Forward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -140,7 +145,7 @@ impl Forward {
         };
         let padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
-        let base = Tuning::hopper(head_dim, problem.max_k_len());
+        let base = table.find(head_dim, problem.max_k_len() as u64);
         let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec)));
         let (mut mask, mut rest, mut aux) =
             (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
@@ -200,6 +205,16 @@ impl Forward {
     /// How the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.blocks.map(|(_, form)| form)
+    }
+
+    /// The cut of its kernel; of no use for few queries.
+    pub fn tuning(&self) -> Tuning {
+        self.tuning
+    }
+
+    /// The cut of the kernel for few queries, where that takes the call.
+    pub fn few_tuning(&self) -> Option<few::Tuning> {
+        self.few.as_ref().map(|few| few.tuning)
     }
 
     /// The same call with another cut of the kernel; blocks of a block mask must be multiples of it.
