@@ -122,7 +122,8 @@ pub struct Queries<'a> {
 }
 
 impl<'a> Queries<'a> {
-    fn row(&self, i: usize) -> &'a [f32] {
+    /// Query `i` of these.
+    pub fn row(&self, i: usize) -> &'a [f32] {
         let at = self.list.map_or(self.range.0 + i, |list| list[self.range.0 + i] as usize);
         &self.rows[at * self.d..(at + 1) * self.d]
     }

@@ -155,7 +155,6 @@ impl IvfIndex<'_> {
             let asks = Queries { rows: queries.data(), d, range: (first, count), list: Some(asked), frame };
             let lists = self.search.nearest(
                 &asks,
-                |i| queries.row(asked[first + i] as usize),
                 keys,
                 0..keys.len(),
                 k,

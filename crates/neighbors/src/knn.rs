@@ -104,7 +104,6 @@ impl Search {
     pub fn nearest<'b>(
         &self,
         queries: &Queries<'_>,
-        query: impl Fn(usize) -> &'b [f32],
         keys: &Keys,
         range: Range<usize>,
         k: usize,
@@ -126,7 +125,7 @@ impl Search {
         let mut out = Vec::with_capacity(fold.lists.len());
         for (i, list) in fold.lists.iter_mut().enumerate() {
             shrink(list, k, fold.margins[i]);
-            let x = query(i);
+            let x = queries.row(i);
             let mut exact: Vec<(f64, u32)> = list.iter().map(|&(_, key)| (self.far(x, row(key)), key)).collect();
             if exact.len() < k {
                 // Scores that are no numbers, or fewer keys: look at every one.
@@ -257,15 +256,8 @@ impl<'a> NeighborIndex<'a> {
             };
             let range = part * share..((part + 1) * share).min(n);
             let skip_here = |i: usize, key: u32| skip(first + i, key);
-            let found = self.search.nearest(
-                &asks,
-                |i| queries.row(first + i),
-                &self.keys,
-                range,
-                k,
-                &|key| self.base.row(key as usize),
-                &skip_here,
-            );
+            let found =
+                self.search.nearest(&asks, &self.keys, range, k, &|key| self.base.row(key as usize), &skip_here);
             for (i, found) in found.into_iter().enumerate() {
                 lists[first + i].lock().unwrap_or_else(|e| e.into_inner()).extend(found);
             }

@@ -2,7 +2,8 @@
 //! most of the weight that their means promise.
 //!
 //! Attention without a mask does not care about the order of its keys, so keys that point the same way can be put into
-//! the same blocks; a block's mean then speaks for its keys.
+//! the same blocks. Where two clusters meet in a block each speaks for its own part: the mean of both would
+//! promise neither's weight.
 
 use crate::kmeans::sorted;
 use crate::{Error, KMeans, Options, Points};
@@ -86,8 +87,10 @@ impl KeySelector {
             });
         }
         let [rows, cols] = self.block;
-        let (query_order, key_order) = (self.order(queries, rows)?, self.order(keys, cols)?);
-        let shares = self.shares(queries, keys, &query_order, &key_order, scale);
+        let (query_order, _) = self.order(queries, rows)?;
+        let (key_order, labels) = self.order(keys, cols)?;
+        let pieces = pieces(keys, &key_order, &labels, cols);
+        let shares = self.shares(queries, &query_order, &pieces, keys.len().div_ceil(cols), scale);
         let blocks = [queries.len().div_ceil(rows), keys.len().div_ceil(cols)];
         let lists: Vec<Vec<i32>> = shares.chunks_exact(blocks[1]).map(|row| keep(row, self.weight)).collect();
         let kept = lists.iter().map(Vec::len).sum::<usize>() as f64 / (blocks[0] * blocks[1]) as f64;
@@ -97,49 +100,71 @@ impl KeySelector {
         Ok(Selection { query_order, key_order, blocks, kept })
     }
 
-    /// Rows by cluster: about as many clusters as there are blocks.
-    fn order(&self, points: Points<'_>, block: usize) -> Result<Vec<u32>, Error> {
-        let clusters = points.len().div_ceil(block);
+    /// Rows by cluster, and the labels. Twice as many clusters as blocks: one that holds two directions speaks for neither.
+    fn order(&self, points: Points<'_>, block: usize) -> Result<(Vec<u32>, Vec<u32>), Error> {
+        let clusters = (2 * points.len().div_ceil(block)).min(points.len());
         let kmeans = KMeans::new(clusters).seed(self.seed).max_steps(self.steps).options(self.options);
-        Ok(sorted(kmeans.fit(points)?.labels(), clusters))
+        let labels = kmeans.fit(points)?.labels().to_vec();
+        Ok((sorted(&labels, clusters), labels))
     }
 
-    /// What share of the weight of a block of queries the means of blocks of keys promise.
+    /// What share of the weight of a block of queries the pieces of blocks of keys promise.
     fn shares(
         &self,
         queries: Points<'_>,
-        keys: Points<'_>,
         query_order: &[u32],
-        key_order: &[u32],
+        pieces: &[Piece],
+        blocks: usize,
         scale: f64,
     ) -> Vec<f64> {
-        let ([rows, cols], d) = (self.block, keys.dim());
+        let (rows, d) = (self.block[0], queries.dim());
         let scanner = Scanner::new(&self.options, Digits::All);
-        let count = key_order.len().div_ceil(cols);
-        let width = scanner.padded(count);
+        let width = scanner.padded(pieces.len());
         let mut means = vec![0.0f32; d * width];
-        for (b, own) in key_order.chunks(cols).enumerate() {
-            let mut sum = vec![0.0f64; d];
-            own.iter().for_each(|&key| scanner.add_wide(keys.row(key as usize), &mut sum));
-            sum.iter().enumerate().for_each(|(x, s)| means[x * width + b] = (s / own.len() as f64) as f32);
+        for (p, piece) in pieces.iter().enumerate() {
+            piece.mean.iter().enumerate().for_each(|(x, &value)| means[x * width + p] = value);
         }
-        let mut out = Vec::with_capacity(query_order.len().div_ceil(rows) * count);
+        let mut out = Vec::with_capacity(query_order.len().div_ceil(rows) * blocks);
         for own in query_order.chunks(rows) {
             let asks: Vec<f32> = own.iter().flat_map(|&query| queries.row(query as usize)).copied().collect();
             let mut scores = vec![0.0f32; own.len() * width];
             scanner.times(&asks, d, &means, width, &mut scores);
-            let mut shares = vec![0.0f64; count];
+            let mut shares = vec![0.0f64; blocks];
             for row in scores.chunks_exact(width) {
-                let size = |b: usize| (cols.min(key_order.len() - b * cols) as f64).ln();
-                let logits: Vec<f64> = (0..count).map(|b| f64::from(row[b]) * scale + size(b)).collect();
+                let logit = |(piece, &score): (&Piece, &f32)| f64::from(score) * scale + (piece.keys as f64).ln();
+                let logits: Vec<f64> = pieces.iter().zip(row).map(logit).collect();
                 let most = logits.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
                 let sum: f64 = logits.iter().map(|x| (x - most).exp()).sum();
-                shares.iter_mut().zip(&logits).for_each(|(s, x)| *s += (x - most).exp() / sum / own.len() as f64);
+                for (piece, x) in pieces.iter().zip(&logits) {
+                    shares[piece.block] += (x - most).exp() / sum / own.len() as f64;
+                }
             }
             out.extend(shares);
         }
         out
     }
+}
+
+/// Keys of one cluster in one block.
+struct Piece {
+    block: usize,
+    keys: usize,
+    mean: Vec<f32>,
+}
+
+fn pieces(keys: Points<'_>, order: &[u32], labels: &[u32], cols: usize) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for (block, own) in order.chunks(cols).enumerate() {
+        for run in own.chunk_by(|&a, &b| labels[a as usize] == labels[b as usize]) {
+            let mut sum = vec![0.0f64; keys.dim()];
+            for &key in run {
+                sum.iter_mut().zip(keys.row(key as usize)).for_each(|(s, &x)| *s += f64::from(x));
+            }
+            let mean = sum.iter().map(|s| (s / run.len() as f64) as f32).collect();
+            pieces.push(Piece { block, keys: run.len(), mean });
+        }
+    }
+    pieces
 }
 
 /// The largest shares that together reach `weight`, ascending by number; at least one.

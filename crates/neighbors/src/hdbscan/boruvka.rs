@@ -41,7 +41,7 @@ pub(super) fn tree(points: Points<'_>, cores: &[f64], lists: &[Vec<(f64, u32)>],
     let caps = cores.iter().map(|core| (0.5 * (core * scale).powi(2)) as f32).collect();
     let walk = Walk { points, cores, scanner, frame, keys, caps };
 
-    let mut known: Vec<Known> = (0..n).map(|i| walk.from_list(i, &lists[i])).collect();
+    let mut known: Vec<Known> = (0..n).map(|i| walk.first_known(i, &lists[i])).collect();
     let mut sets = Union::new(n);
     let mut edges: Vec<TreeEdge> = Vec::with_capacity(n - 1);
     while edges.len() < n - 1 {
@@ -80,7 +80,7 @@ impl Walk<'_> {
     }
 
     /// What the nearest few tell: no edge is shorter than the core distance, so one of that length is the shortest.
-    fn from_list(&self, i: usize, list: &[(f64, u32)]) -> Known {
+    fn first_known(&self, i: usize, list: &[(f64, u32)]) -> Known {
         let mut known = Known { weight: f64::INFINITY, other: u32::MAX, least: self.cores[i] };
         for &(squared, j) in list {
             let weight = self.weight(i, j as usize, squared);
