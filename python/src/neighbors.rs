@@ -284,6 +284,9 @@ pub fn dbscan(
     Ok(found.cores)
 }
 
+/// Singular values, explained variances and their ratios, and whether the randomised form was used.
+type Decomposed = (Vec<f64>, Vec<f64>, Vec<f64>, bool);
+
 /// Truncated SVD, or PCA where there is room for a mean. Writes components and mean (f32); returns singular values,
 /// explained variances and their ratios, and whether the randomised form was used.
 #[pyfunction]
@@ -293,7 +296,7 @@ pub fn svd(
     asked: (usize, Option<f64>, u64, Option<usize>),
     components: Any<'_, '_>,
     mean: Option<Any<'_, '_>>,
-) -> PyResult<(Vec<f64>, Vec<f64>, Vec<f64>, bool)> {
+) -> PyResult<Decomposed> {
     let array = Array::read("X", points)?;
     let mut claims = Claims::default();
     let rows = read("X", &array, &mut claims)?;

@@ -6,7 +6,7 @@
 //! promise neither's weight.
 
 use crate::kmeans::sorted;
-use crate::{Error, KMeans, Options, Points};
+use crate::{Error, KMeans, Metric, Options, Points, oracle};
 use fulgurite_core::{BlockMask, BlockSpec};
 use fulgurite_cpu::scan::{Digits, Scanner};
 
@@ -101,10 +101,13 @@ impl KeySelector {
     }
 
     /// Rows by cluster, and the labels. Twice as many clusters as blocks: one that holds two directions speaks for neither.
+    /// Each cluster is followed by the nearest that is left, so that a block holds few directions.
     fn order(&self, points: Points<'_>, block: usize) -> Result<(Vec<u32>, Vec<u32>), Error> {
         let clusters = (2 * points.len().div_ceil(block)).min(points.len());
         let kmeans = KMeans::new(clusters).seed(self.seed).max_steps(self.steps).options(self.options);
-        let labels = kmeans.fit(points)?.labels().to_vec();
+        let model = kmeans.fit(points)?;
+        let place = chain(Points::new(model.centroids(), [clusters, points.dim()])?);
+        let labels: Vec<u32> = model.labels().iter().map(|&label| place[label as usize]).collect();
         Ok((sorted(&labels, clusters), labels))
     }
 
@@ -143,6 +146,19 @@ impl KeySelector {
         }
         out
     }
+}
+
+/// The place of each row in a chain that begins with the first and goes on with the nearest that is left.
+fn chain(rows: Points<'_>) -> Vec<u32> {
+    let mut place = vec![u32::MAX; rows.len()];
+    let mut at = 0;
+    for step in 0..rows.len() as u32 {
+        place[at] = step;
+        let far = |&row: &usize| oracle::far(Metric::Euclidean, rows.row(at), rows.row(row));
+        let left = (0..rows.len()).filter(|&row| place[row] == u32::MAX);
+        at = left.min_by(|a, b| far(a).total_cmp(&far(b))).unwrap_or(at);
+    }
+    place
 }
 
 /// Keys of one cluster in one block.
@@ -195,6 +211,12 @@ mod tests {
         assert_eq!(keep(&[0.1, 0.6, 0.3], 0.7), [1, 2]);
         assert_eq!(keep(&[0.1, 0.6, 0.3], 1.0), [0, 1, 2]);
         assert_eq!(keep(&[f64::NAN], 0.5), [0]);
+    }
+
+    #[test]
+    fn a_chain_goes_to_the_nearest_that_is_left() {
+        let rows = Points::new(&[5.0, 0.0, 6.0, 1.0, 9.0], [5, 1]).unwrap();
+        assert_eq!(chain(rows), [0, 4, 1, 3, 2]);
     }
 
     #[test]
