@@ -102,6 +102,14 @@ impl OnDevice {
         self.device.download(from, &mut words)?;
         let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
         let data = to.data_mut();
+        if is_packed(&shape, &strides) {
+            match data {
+                DataMut::F16(all) => all.iter_mut().zip(halves).for_each(|(to, x)| *to = half::f16::from_bits(x)),
+                DataMut::Bf16(all) => all.iter_mut().zip(halves).for_each(|(to, x)| *to = half::bf16::from_bits(x)),
+                _ => unreachable!("bug in fulgurite: a type that the plan refused"),
+            }
+            return Ok(());
+        }
         each_offset(&shape, &strides, |offset| {
             let bits = halves.next().expect("bug in fulgurite: as many elements as offsets");
             match data {
@@ -202,7 +210,23 @@ fn four_axes(shape: &[usize]) -> [u64; 4] {
 
 /// The elements of a tensor, in order.
 fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * view.shape().count());
+    /// Elements that lie together, at once.
+    fn together<const N: usize, T: Copy>(all: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+        let mut out = vec![0; N * all.len()];
+        out.chunks_exact_mut(N).zip(all).for_each(|(to, &x)| to.copy_from_slice(&bytes(x)));
+        out
+    }
+    let count = view.shape().count();
+    if is_packed(view.shape(), view.strides()) {
+        match view.data() {
+            Data::F32(all) => return together(&all[..count], f32::to_le_bytes),
+            Data::F16(all) => return together(&all[..count], half::f16::to_le_bytes),
+            Data::Bf16(all) => return together(&all[..count], half::bf16::to_le_bytes),
+            Data::I32(all) => return together(&all[..count], i32::to_le_bytes),
+            _ => unreachable!("bug in fulgurite: a type that the problem refused"),
+        }
+    }
+    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * count);
     each_offset(view.shape(), view.strides(), |offset| match view.data() {
         Data::F32(all) => bytes.extend(all[offset].to_le_bytes()),
         Data::F16(all) => bytes.extend(all[offset].to_le_bytes()),
@@ -211,6 +235,16 @@ fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
         _ => unreachable!("bug in fulgurite: a type that the problem refused"),
     });
     bytes
+}
+
+/// Whether elements lie together in row-major order.
+fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
+    let mut step = 1;
+    shape.iter().zip(strides).rev().all(|(&n, &stride)| {
+        let fits = n == 1 || stride == step;
+        step *= n;
+        fits
+    })
 }
 
 /// Calls `f` with the place of each element, in row-major order.

@@ -207,11 +207,19 @@ impl Race {
         Table::default().with([Row { head_dims: 0..=u32::MAX, keys: 0..u64::MAX, tuning: *tuning }])
     }
 
-    /// How many times as fast as the usual cut this one is, over both masks; 0 if it has no kernel or is wrong.
+    /// How many times as fast as the usual cut this one is, over both masks; 0 if it has no kernel or is wrong. The best of
+    /// many is lucky in part: what looks faster is timed again, and the lesser counts.
     fn gain(&self, tuning: &Tuning) -> Result<f64, TuneError> {
         if !self.is_right(tuning) {
             return Ok(0.0);
         }
+        match self.race(tuning)? {
+            gain if gain > MARGIN => Ok(gain.min(self.race(tuning)?)),
+            gain => Ok(gain),
+        }
+    }
+
+    fn race(&self, tuning: &Tuning) -> Result<f64, TuneError> {
         let mut gain = 1.0;
         for problem in &self.problems {
             let (Some(one), Some(other)) = (self.contender(problem, &self.usual), self.contender(problem, tuning))

@@ -73,11 +73,12 @@ impl Default for Table {
             early: 0,
             rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
         };
-        let three = Tuning { groups: 3, cols: 96, registers: [160, 32], ..base };
+        let small = Tuning { depth: 3, ..base };
+        let three = Tuning { groups: 3, cols: 96, registers: [160, 32], ..small };
         let large = Tuning { cols: 64, end: End::Parts, registers: [240, 24], ..base };
         let rows = [
             (0..=64, 2048..u64::MAX, three),
-            (0..=64, 0..2048, base),
+            (0..=64, 0..2048, small),
             (65..=128, 0..u64::MAX, Tuning { early: 2, ..base }),
             (129..=u32::MAX, 0..u64::MAX, large),
         ];
