@@ -14,6 +14,10 @@ pub mod first_steps {}
 #[doc = include_str!("guide/debugging-without-a-gpu.md")]
 pub mod debugging_without_a_gpu {}
 
+/// `docs/guide/neighbors.md`.
+#[doc = include_str!("guide/neighbors.md")]
+pub mod neighbors {}
+
 /// `docs/guide/writing-a-kernel.md`.
 #[doc = include_str!("guide/writing-a-kernel.md")]
 pub mod writing_a_kernel {}

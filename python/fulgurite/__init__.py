@@ -11,6 +11,9 @@ one operator. Wrong calls raise ValueError with a message that says what is allo
 `attention` is the whole of it. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
 (`scaled_dot_product_attention`, `flex_attention`) say the same in the words that people already use, and
 `register_with_transformers()` makes `attn_implementation="fulgurite"` known. `python -m fulgurite` has a doctor.
+
+`fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` have k-means, HDBSCAN, DBSCAN, nearest neighbours, PCA and truncated
+SVD under scikit-learn's names.
 """
 
 from ._api import attention, attention_backward

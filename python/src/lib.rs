@@ -16,6 +16,7 @@ mod expression;
 mod foreign;
 mod gpu;
 mod memory;
+mod neighbors;
 mod read;
 
 use pyo3::prelude::*;
@@ -37,6 +38,8 @@ mod _fulgurite {
     use crate::description::Description;
     #[pymodule_export]
     use crate::gpu::Gpu;
+    #[pymodule_export]
+    use crate::neighbors::{Clusters, assign, dbscan, hdbscan, kneighbors, project, svd};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -20,8 +20,13 @@ const ARM: &str = "aarch64-unknown-linux-gnu";
 const FUZZ_SECONDS: u64 = 60;
 
 /// Examples that the tests run, with arguments that keep them short.
-const EXAMPLES: &[(&str, &[&str])] =
-    &[("attention", &[]), ("score_modifier", &[]), ("train", &["--check-gradients"]), ("train", &["--steps", "60"])];
+const EXAMPLES: &[(&str, &[&str])] = &[
+    ("attention", &[]),
+    ("key_selector", &[]),
+    ("score_modifier", &[]),
+    ("train", &["--check-gradients"]),
+    ("train", &["--steps", "60"]),
+];
 
 /// All tests.
 pub fn run(report: &mut Report, extent: Extent) {

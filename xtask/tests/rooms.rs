@@ -29,6 +29,13 @@ const ROOMS: &[Room] = &[
         forbids_unsafe: false,
     },
     Room {
+        name: "fulgurite-neighbors",
+        folder: "crates/neighbors",
+        uses: &["fulgurite-core", "fulgurite-cpu"],
+        in_tests: &[],
+        forbids_unsafe: true,
+    },
+    Room {
         name: "fulgurite-sim",
         folder: "crates/sim",
         uses: &["fulgurite-ptx"],
@@ -60,6 +67,7 @@ const ROOMS: &[Room] = &[
             "fulgurite-sim",
             "fulgurite-cuda",
             "fulgurite-kernels",
+            "fulgurite-neighbors",
         ],
         in_tests: &[],
         forbids_unsafe: true,

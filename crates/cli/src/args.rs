@@ -1,5 +1,6 @@
 //! The arguments of the command.
 
+use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use clap::{CommandFactory, Parser, Subcommand};
 use fulgurite::gpu::Target;
 use fulgurite::{Choice, DType, Exp, Rescale, Settings};
@@ -35,6 +36,12 @@ pub enum Command {
     Sim(SimArgs),
     /// Compare the simulator with a GPU, kernel by kernel, over random sizes
     SimVsGpu(SimVsGpuArgs),
+    /// Cluster the rows of a file: k-means, HDBSCAN, DBSCAN
+    Cluster(ClusterArgs),
+    /// Find the nearest rows of a file, exactly or in inverted lists
+    Neighbors(NeighborsArgs),
+    /// Singular values and components of the rows of a file
+    Svd(SvdArgs),
 }
 
 /// Who computes.

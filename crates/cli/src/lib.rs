@@ -14,6 +14,7 @@ pub mod io;
 pub mod json;
 pub mod kernel;
 pub mod machine;
+pub mod points;
 pub mod report;
 pub mod run;
 pub mod sim;
@@ -79,6 +80,9 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Explain(args) => explain::main(args),
             Command::Tune(args) => tune::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
+            Command::Cluster(args) => points::cluster(&args.command),
+            Command::Neighbors(args) => points::neighbors(args),
+            Command::Svd(args) => points::svd(args),
             Command::Sim(args) => sim::main(args),
             Command::SimVsGpu(args) => sim::against_gpu(args),
         },

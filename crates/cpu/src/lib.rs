@@ -5,11 +5,15 @@
 
 mod backward;
 mod decode;
+mod dense;
 mod evaluate;
 mod forward;
 mod memory;
-mod pool;
+#[doc(hidden)]
+pub mod pool;
 pub mod probe;
+#[doc(hidden)]
+pub mod scan;
 mod simd;
 mod tiles;
 mod unit;

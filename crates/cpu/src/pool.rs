@@ -53,12 +53,12 @@ thread_local! {
 }
 
 /// The number of threads a call uses where nobody said.
-pub(crate) fn default_threads() -> usize {
+pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
 /// Runs `work(0)` to `work(items - 1)`, each once, on at most `threads` threads, and returns when all are done.
-pub(crate) fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
+pub fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
     let alone = || (0..items).for_each(work);
     if threads.min(items) <= 1 || IN_JOB.get() {
         return alone();
@@ -72,6 +72,15 @@ pub(crate) fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
     });
     let Ok(_turn) = pool.busy.try_lock() else { return alone() };
     pool.run(threads.min(items), items, work);
+}
+
+/// Runs `work(i, item)` for each item, on at most `threads` threads: for items that own the part of a result they write.
+pub fn each<T: Send>(threads: usize, items: impl IntoIterator<Item = T>, work: impl Fn(usize, T) + Sync) {
+    let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+    run(threads, items.len(), &|i| {
+        let item = items[i].lock().unwrap_or_else(|e| e.into_inner()).take();
+        work(i, item.expect("bug in fulgurite: an item was handed out twice"));
+    });
 }
 
 impl Pool {

@@ -58,3 +58,6 @@ pub use fulgurite_core::{
     ProblemBuilder, Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
 };
 pub use fulgurite_cpu::{Counters, Isa};
+
+/// k-means, nearest neighbours, HDBSCAN, DBSCAN, PCA and truncated SVD: the tile loop with other folds.
+pub use fulgurite_neighbors as neighbors;

@@ -3,7 +3,8 @@
 use crate::bench::{Cell, Results};
 use maud::{DOCTYPE, PreEscaped, html};
 
-const STYLE: &str = "
+/// Of every page.
+pub(crate) const STYLE: &str = "
 body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1b1f24; background: #fff; max-width: 1040px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem } dt { color: #57606a } dd { margin: 0 }

@@ -25,6 +25,7 @@ static TILES: MatrixKernels = MatrixKernels {
     multiply_2_2: multiply::<2, 2>,
     multiply_3_3: multiply::<3, 3>,
     rows_f32: pack_rows::<f32, 3>,
+    rows_f32_short: [pack_rows::<f32, 1>, pack_rows::<f32, 2>],
     rows_f16: pack_rows::<f16, 2>,
     rows_bf16: pack_rows::<bf16, 1>,
     turned_f32: pack_turned::<f32, 3>,
@@ -357,8 +358,11 @@ unsafe fn pack_rows<T: Row, const PARTS: usize>(
             unsafe {
                 let left = if r < rows { n.saturating_sub(tile * 32) } else { 0 };
                 let p = src.wrapping_add(r * row + tile * 32);
-                let first = split::<PARTS>(vector(p, left));
-                let second = split::<PARTS>(vector(p.wrapping_add(16), left.saturating_sub(16)));
+                // A single part of an f32 is rounded, as in `pack_tile`; one of a bf16 is exact.
+                let cut = PARTS == 1 && size_of::<T>() == 4;
+                let parts = |x| split::<PARTS>(if cut { _mm512_castsi512_ps(rounded(x)) } else { x });
+                let first = parts(vector(p, left));
+                let second = parts(vector(p.wrapping_add(16), left.saturating_sub(16)));
                 let to = dst.add((r / 16 * depth + tile) * PARTS * SLOTS + r % 16 * 16);
                 for part in 0..PARTS {
                     _mm512_storeu_si512(to.add(part * SLOTS).cast(), join(first[part], second[part]));

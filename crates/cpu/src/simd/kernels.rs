@@ -52,6 +52,7 @@ pub(crate) struct Kernels {
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
+    pub(super) folds: super::folds::Folds,
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
 }
@@ -551,6 +552,7 @@ macro_rules! define_kernels {
                 evaluate,
                 finish,
                 lane_dots,
+                folds: super::folds::define_folds!($simd, [$($feature)?]),
                 matrix: None,
             }
         };

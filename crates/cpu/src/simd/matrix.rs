@@ -83,6 +83,8 @@ pub(crate) struct MatrixKernels {
     pub(super) multiply_2_2: Multiply,
     pub(super) multiply_3_3: Multiply,
     pub(super) rows_f32: Pack<f32>,
+    /// In one part (rounded) and in two (the rest cut off).
+    pub(super) rows_f32_short: [Pack<f32>; 2],
     pub(super) rows_f16: Pack<f16>,
     pub(super) rows_bf16: Pack<bf16>,
     pub(super) turned_f32: Pack<f32>,
@@ -167,6 +169,15 @@ impl MatrixKernels {
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         };
+    }
+
+    /// Rows of f32 as rows of A in one or two parts, which lose their last digits, or in three.
+    pub fn pack_rows_in(&self, rows: &[f32], [row, count, n]: [usize; 3], to: &mut [f32], depth: usize, parts: usize) {
+        assert!(n <= depth * DEPTH && rows.len() >= extent(count, row, n), "rows too long");
+        assert!(to.len() >= Panels::room(count.div_ceil(GROUP), depth, parts), "panels too small");
+        let pack = if parts == 3 { self.rows_f32 } else { self.rows_f32_short[parts - 1] };
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { pack(rows.as_ptr(), row, [count, n], to.as_mut_ptr(), depth) };
     }
 
     /// Rows as columns of A: the rows are the summed axis, with room for `depth` tiles of it. True if all elements

@@ -15,12 +15,14 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod folds;
 mod kernels;
 mod matrix;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 
+pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};

@@ -2,6 +2,7 @@
 
 mod exponential;
 mod few;
+mod fold;
 mod lanes;
 mod product;
 mod rows;
@@ -10,6 +11,8 @@ mod softmax;
 pub(crate) use exponential::ExpKind;
 pub(super) use exponential::exp2_scalar;
 pub(super) use few::{combine, dots, paired};
+pub(crate) use fold::{AboveArgs, BestArgs, OtherArgs};
+pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
 pub(crate) use product::Ahead;
 pub(super) use product::block;

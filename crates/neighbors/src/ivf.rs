@@ -1,0 +1,213 @@
+//! Approximate search: rows in lists by their nearest centroid, and queries that look into the nearest few lists.
+
+use crate::kmeans::sorted;
+use crate::knn::Search;
+use crate::{Error, Init, KMeans, Metric, NeighborIndex, Neighbors, Options, Points};
+use fulgurite_cpu::pool;
+use fulgurite_cpu::scan::{Keys, Queries};
+use std::sync::Mutex;
+
+/// Rows for each list from which centroids are learned; more change them little.
+const TRAIN: usize = 256;
+
+/// How to build an index of inverted lists.
+#[derive(Debug, Clone)]
+pub struct Ivf {
+    lists: usize,
+    metric: Metric,
+    seed: u64,
+    steps: usize,
+    options: Options,
+}
+
+impl Ivf {
+    /// So many lists; the square root of the number of rows is a good first guess.
+    pub fn new(lists: usize) -> Ivf {
+        Ivf { lists, metric: Metric::Euclidean, seed: 0, steps: 10, options: Options::default() }
+    }
+
+    /// What is near.
+    pub fn metric(mut self, metric: Metric) -> Self {
+        self.metric = metric;
+        self
+    }
+
+    /// Decides what is drawn at random.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Steps of k-means.
+    pub fn steps(mut self, steps: usize) -> Self {
+        self.steps = steps;
+        self
+    }
+
+    /// Instruction set and threads.
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Builds the index: centroids by k-means over a sample, then every row into the list of its nearest.
+    ///
+    /// ```
+    /// use fulgurite_neighbors::{Error, Ivf, Points};
+    /// let data: Vec<f32> = (0..200).map(|i| (i * i % 97) as f32).collect();
+    /// let points = Points::new(&data, [100, 2])?;
+    /// let index = Ivf::new(8).build(points)?;
+    /// // Looking into every list is exact.
+    /// assert_eq!(index.recall(points, 3, 8)?, 1.0);
+    /// assert!(index.recall(points, 3, 1)? > 0.3);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn build<'a>(&self, points: Points<'a>) -> Result<IvfIndex<'a>, Error> {
+        let (n, d) = (points.len(), points.dim());
+        if self.lists == 0 || self.lists > n {
+            let hint = "not more lists than rows";
+            return Err(Error::Count { arg: "lists", got: self.lists, low: 1, high: n, hint });
+        }
+        let points = points.with_angles("points", self.metric)?;
+        let kmeans =
+            KMeans::new(self.lists).metric(self.metric).seed(self.seed).max_steps(self.steps).init(Init::Random);
+        let kmeans = kmeans.options(self.options);
+        let wanted = TRAIN.saturating_mul(self.lists);
+        let (model, labels) = if wanted >= n {
+            let model = kmeans.fit(points)?;
+            let labels = model.labels().to_vec();
+            (model, labels)
+        } else {
+            // Every n/wanted-th row: a sample that needs no second seed.
+            let sample: Vec<f32> = (0..wanted)
+                .flat_map(|i| points.row((i as u128 * n as u128 / wanted as u128) as usize))
+                .copied()
+                .collect();
+            let model = kmeans.fit(Points::new(&sample, [wanted, d])?)?;
+            let labels = model.predict(points)?;
+            (model, labels)
+        };
+        let search = Search::new(points, self.metric, &self.options);
+        let order = sorted(&labels, self.lists);
+        let mut lists = Vec::with_capacity(self.lists);
+        let mut start = 0;
+        for list in 0..self.lists as u32 {
+            let end = start + order[start..].iter().take_while(|&&row| labels[row as usize] == list).count();
+            let rows: Vec<f32> = order[start..end].iter().flat_map(|&row| points.row(row as usize)).copied().collect();
+            lists.push(List { rows: order[start..end].to_vec(), keys: search.keys(&rows, d) });
+            start = end;
+        }
+        Ok(IvfIndex { points, search, centroids: model.centroids().to_vec(), lists, options: self.options })
+    }
+}
+
+struct List {
+    rows: Vec<u32>,
+    keys: Keys,
+}
+
+/// Inverted lists over rows.
+pub struct IvfIndex<'a> {
+    points: Points<'a>,
+    search: Search,
+    centroids: Vec<f32>,
+    lists: Vec<List>,
+    options: Options,
+}
+
+impl std::fmt::Debug for IvfIndex<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut out = f.debug_struct("IvfIndex");
+        out.field("rows", &self.points.len()).field("lists", &self.lists.len()).finish_non_exhaustive()
+    }
+}
+
+impl IvfIndex<'_> {
+    /// How many lists there are.
+    pub fn lists(&self) -> usize {
+        self.lists.len()
+    }
+
+    /// The k nearest rows in the `probes` lists whose centroids are nearest; more lists where these hold fewer than k rows.
+    pub fn search(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<Neighbors, Error> {
+        let d = self.points.dim();
+        let queries = queries.of_dim("queries", d)?.with_angles("queries", self.search.metric)?;
+        let most = self.points.len();
+        if k == 0 || k > most {
+            return Err(Error::Count { arg: "k", got: k, low: 1, high: most, hint: "there are not more rows to find" });
+        }
+        if probes == 0 || probes > self.lists.len() {
+            let (low, high) = (1, self.lists.len());
+            return Err(Error::Count { arg: "probes", got: probes, low, high, hint: "not more than lists" });
+        }
+        let asked = self.asked(queries, k, probes)?;
+        let mut found: Vec<Mutex<Vec<(f64, u32)>>> = Vec::new();
+        found.resize_with(queries.len(), Mutex::default);
+        let group = self.search.scanner.group();
+        let items: Vec<(usize, usize)> = (0..self.lists.len())
+            .flat_map(|list| (0..asked[list].len()).step_by(group).map(move |first| (list, first)))
+            .collect();
+        pool::run(self.search.scanner.threads(), items.len(), &|item| {
+            let (list, first) = items[item];
+            let (List { rows, keys }, asked) = (&self.lists[list], &asked[list]);
+            let count = group.min(asked.len() - first);
+            let frame = &self.search.frame;
+            let asks = Queries { rows: queries.data(), d, range: (first, count), list: Some(asked), frame };
+            let lists = self.search.nearest(
+                &asks,
+                keys,
+                0..keys.len(),
+                k,
+                &|key| self.points.row(rows[key as usize] as usize),
+                &|_, _| false,
+            );
+            for (i, own) in lists.into_iter().enumerate() {
+                let mut to = found[asked[first + i] as usize].lock().unwrap_or_else(|e| e.into_inner());
+                to.extend(own.into_iter().map(|(far, key)| (far, rows[key as usize])));
+            }
+        });
+        let lists = found.into_iter().map(|list| {
+            let mut list = list.into_inner().unwrap_or_else(|e| e.into_inner());
+            list.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            list.truncate(k);
+            list
+        });
+        Ok(Neighbors::from(lists.collect(), k, self.search.metric))
+    }
+
+    /// For each list the queries that look into it.
+    fn asked(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<Vec<Vec<u32>>, Error> {
+        let d = self.points.dim();
+        let centroids = Points::new(&self.centroids, [self.lists.len(), d])?;
+        // A centroid of zeros has no angle: by dot product it is the last to be asked.
+        let metric = if self.search.metric == Metric::Cosine { Metric::Dot } else { self.search.metric };
+        let order = NeighborIndex::new(centroids, metric, self.options)?;
+        let near = order.lists(queries, probes, &|_, _| false);
+        let mut asked = vec![Vec::new(); self.lists.len()];
+        for (query, near) in near.into_iter().enumerate() {
+            let mut rows = 0;
+            for &(_, list) in &near {
+                asked[list as usize].push(query as u32);
+                rows += self.lists[list as usize].rows.len();
+            }
+            if rows < k {
+                // Rare: lists in their order until there are enough.
+                let all = order.lists(queries.part(query, 1), self.lists.len(), &|_, _| false);
+                for &(_, list) in all[0].iter().skip(near.len()) {
+                    if rows >= k {
+                        break;
+                    }
+                    asked[list as usize].push(query as u32);
+                    rows += self.lists[list as usize].rows.len();
+                }
+            }
+        }
+        Ok(asked)
+    }
+
+    /// The share of the true k nearest rows that a search with so many probes finds.
+    pub fn recall(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<f64, Error> {
+        let truth = NeighborIndex::new(self.points, self.search.metric, self.options)?.search(queries, k)?;
+        Ok(self.search(queries, k, probes)?.recall(&truth))
+    }
+}

@@ -1,0 +1,69 @@
+"""What the estimators have in common: scikit-learn's habits, without scikit-learn."""
+
+from __future__ import annotations
+
+import inspect
+
+
+def rows_of(name, array):
+    """The array as contiguous rows of float32; anything NumPy can read."""
+    import numpy as np
+
+    if hasattr(array, "detach"):
+        array = array.detach()
+    values = np.asarray(array)
+    if values.ndim != 2:
+        raise ValueError(f"`{name}` has {values.ndim} axes, allowed: 2 (rows of elements); reshape it")
+    if values.dtype.kind not in "fiub":
+        raise ValueError(f"`{name}` is {values.dtype}, allowed: numbers; convert it")
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+class Estimator:
+    """Parameters by name, as scikit-learn has them."""
+
+    @classmethod
+    def _names(cls):
+        return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+
+    def get_params(self, deep=True):
+        """The parameters of the constructor."""
+        return {name: getattr(self, name) for name in self._names()}
+
+    def set_params(self, **params):
+        """Changes parameters of the constructor."""
+        for name, value in params.items():
+            if name not in self._names():
+                raise ValueError(f"`{name}` is no parameter of {type(self).__name__}, allowed: {', '.join(self._names())}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self):
+        signature = inspect.signature(type(self).__init__).parameters
+        changed = [
+            f"{name}={value!r}"
+            for name, value in self.get_params().items()
+            if value is not signature[name].default and not (
+                isinstance(value, (int, float, str)) and value == signature[name].default
+            )
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def _fitted(self, attribute):
+        value = getattr(self, attribute, None)
+        if value is None:
+            raise ValueError(f"this {type(self).__name__} is not fitted; call fit first")
+        return value
+
+
+def seed_of(random_state):
+    """A seed from scikit-learn's random_state: a number, or None for 0 (results repeat unless asked otherwise)."""
+    if random_state is None:
+        return 0
+    try:
+        seed = int(random_state)
+    except (TypeError, ValueError):
+        raise ValueError(f"`random_state` is {random_state!r}, allowed: a whole number or None") from None
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"`random_state` is {seed}, allowed: 0 to 2**64 - 1")
+    return seed

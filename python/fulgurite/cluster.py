@@ -1,0 +1,174 @@
+"""Clusters: KMeans, HDBSCAN and DBSCAN with the names and methods of scikit-learn, on the CPU, exact.
+
+>>> from fulgurite.cluster import KMeans
+>>> labels = KMeans(8, random_state=0).fit_predict(points)
+
+Labels are those of an f64 computation, the first of equally near centroids, and do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import _fulgurite
+from ._estimators import Estimator, rows_of, seed_of
+
+__all__ = ["DBSCAN", "HDBSCAN", "KMeans"]
+
+
+class KMeans(Estimator):
+    """k-means by Lloyd's steps.
+
+    `init` is "k-means++", "random" or an array of centroids; `n_init` starts are tried and the one with the least inertia
+    stays. `metric` is "euclidean", "cosine" or "dot". `batch_size` makes it mini-batch k-means. `score_tolerance`
+    allows errors of scores, relative to the norms of point and centroid: from 1/64 on, bf16 on a matrix unit.
+
+    `fit` also takes the path of a `.npy` file of float32 rows, of which at most `memory_bytes` are held at a time.
+    """
+
+    def __init__(
+        self,
+        n_clusters=8,
+        *,
+        init="k-means++",
+        n_init=1,
+        max_iter=300,
+        tol=1e-4,
+        random_state=None,
+        metric="euclidean",
+        batch_size=None,
+        score_tolerance=None,
+        memory_bytes=1 << 30,
+        n_threads=None,
+    ):
+        self.n_clusters = n_clusters
+        self.init = init
+        self.n_init = n_init
+        self.max_iter = max_iter
+        self.tol = tol
+        self.random_state = random_state
+        self.metric = metric
+        self.batch_size = batch_size
+        self.score_tolerance = score_tolerance
+        self.memory_bytes = memory_bytes
+        self.n_threads = n_threads
+
+    def fit(self, X, y=None):
+        """Finds centroids: `cluster_centers_`, `labels_`, `inertia_`, `n_iter_`."""
+        import numpy as np
+
+        source = X if isinstance(X, (str, os.PathLike)) else rows_of("X", X)
+        named = isinstance(self.init, str)
+        if not isinstance(self.n_init, int) or self.n_init < 1:
+            raise ValueError(f"`n_init` is {self.n_init!r}, allowed: 1 and more")
+        best = None
+        for start in range(self.n_init if named else 1):
+            asked = {
+                "clusters": self.n_clusters,
+                "metric": self.metric,
+                "init": self.init if named else rows_of("init", self.init),
+                "seed": (seed_of(self.random_state) + start) % 2**64,
+                "max_steps": self.max_iter,
+                "tolerance": self.tol,
+                "score_tolerance": self.score_tolerance,
+                "threads": self.n_threads,
+            }
+            found = _fulgurite.Clusters(source, asked, self.batch_size, self.memory_bytes)
+            if best is None or found.sizes()[3] < best.sizes()[3]:
+                best = found
+        points, clusters, dim, inertia, steps = best.sizes()
+        self.labels_ = np.empty(points, np.int32)
+        self.cluster_centers_ = np.empty((clusters, dim), np.float32)
+        best.write(self.labels_, self.cluster_centers_)
+        self.inertia_, self.n_iter_, self.n_features_in_ = inertia, steps, dim
+        return self
+
+    def fit_predict(self, X, y=None):
+        """The labels of `fit`."""
+        return self.fit(X).labels_
+
+    def _assign(self, X, labels, distances):
+        centers = self._fitted("cluster_centers_")
+        return _fulgurite.assign(X, centers, self.metric, self.n_threads, labels, distances)
+
+    def predict(self, X):
+        """The nearest centroid of each row."""
+        import numpy as np
+
+        self._fitted("cluster_centers_")
+        X = rows_of("X", X)
+        labels = np.empty(len(X), np.int32)
+        self._assign(X, labels, None)
+        return labels
+
+    def transform(self, X):
+        """The distance of each row to each centroid."""
+        import numpy as np
+
+        X = rows_of("X", X)
+        distances = np.empty((len(X), len(self._fitted("cluster_centers_"))), np.float32)
+        self._assign(X, None, distances)
+        return distances
+
+    def fit_transform(self, X, y=None):
+        """`fit`, then `transform`."""
+        return self.fit(X).transform(X)
+
+    def score(self, X, y=None):
+        """The inertia of other rows, negated."""
+        self._fitted("cluster_centers_")
+        return -self._assign(rows_of("X", X), None, None)
+
+
+class HDBSCAN(Estimator):
+    """Clusters of any density, by euclidean distance, as the package hdbscan finds them.
+
+    `min_samples` is the neighbour, the point itself not counted, whose distance is the core distance (as in the
+    package hdbscan; scikit-learn counts the point itself).
+    """
+
+    def __init__(self, min_cluster_size=5, min_samples=None, *, allow_single_cluster=False, n_threads=None):
+        self.min_cluster_size = min_cluster_size
+        self.min_samples = min_samples
+        self.allow_single_cluster = allow_single_cluster
+        self.n_threads = n_threads
+
+    def fit(self, X, y=None):
+        """Finds clusters: `labels_` (-1 is noise), `probabilities_`, `cluster_persistence_` (stabilities)."""
+        import numpy as np
+
+        X = rows_of("X", X)
+        self.labels_, self.probabilities_ = np.empty(len(X), np.int32), np.empty(len(X), np.float32)
+        asked = (self.min_cluster_size, self.min_samples, self.allow_single_cluster, self.n_threads)
+        self.cluster_persistence_ = np.array(_fulgurite.hdbscan(X, asked, self.labels_, self.probabilities_))
+        self.n_features_in_ = X.shape[1]
+        return self
+
+    def fit_predict(self, X, y=None):
+        """The labels of `fit`."""
+        return self.fit(X).labels_
+
+
+class DBSCAN(Estimator):
+    """Clusters of points with enough neighbours, by euclidean distance; `min_samples` counts the point itself."""
+
+    def __init__(self, eps=0.5, *, min_samples=5, n_threads=None):
+        self.eps = eps
+        self.min_samples = min_samples
+        self.n_threads = n_threads
+
+    def fit(self, X, y=None):
+        """Finds clusters: `labels_` (-1 is noise), `core_sample_indices_`, `components_`."""
+        import numpy as np
+
+        X = rows_of("X", X)
+        self.labels_ = np.empty(len(X), np.int32)
+        cores = _fulgurite.dbscan(X, (self.eps, self.min_samples, self.n_threads), self.labels_)
+        self.core_sample_indices_ = np.array(cores, np.int64)
+        self.components_ = X[self.core_sample_indices_]
+        self.n_features_in_ = X.shape[1]
+        return self
+
+    def fit_predict(self, X, y=None):
+        """The labels of `fit`."""
+        return self.fit(X).labels_
