@@ -7,12 +7,15 @@ mod backward;
 mod decode;
 mod evaluate;
 mod forward;
+mod gated_delta;
 mod memory;
 mod pool;
 pub mod probe;
 mod simd;
 mod tiles;
 mod unit;
+
+pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 
