@@ -114,6 +114,16 @@ pub enum ProblemError {
         /// The size that does not broadcast.
         want: usize,
     },
+    /// Something that a system around attention does not have.
+    #[error("{system} has no {what}; {hint}")]
+    Around {
+        /// The system.
+        system: &'static str,
+        /// What it does not have.
+        what: &'static str,
+        /// A way out.
+        hint: &'static str,
+    },
     /// Offsets of packed sequences that do not describe any.
     #[error(transparent)]
     Offsets(#[from] OffsetsError),

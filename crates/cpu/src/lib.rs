@@ -9,6 +9,7 @@ mod evaluate;
 mod forward;
 mod gated_delta;
 mod memory;
+mod parallax;
 mod pool;
 pub mod probe;
 mod simd;
@@ -16,6 +17,7 @@ mod tiles;
 mod unit;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
+pub use parallax::{parallax_backward, parallax_forward};
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 

@@ -1,6 +1,7 @@
-//! What the gated delta rule does between products: gates, weights of chunks, small inverses, one token.
+//! What happens between products around attention: gates, weights of chunks, small inverses, one token of the gated
+//! delta rule; weights corrected by a probe.
 
-use crate::simd::Simd;
+use crate::simd::{MAX_VECTORS, Simd};
 
 /// Decays below this are zero: they would become subnormal, and a product with one takes hundreds of cycles.
 const GONE: f32 = 1e-30;
@@ -25,6 +26,10 @@ pub(crate) enum Stage<'a> {
     /// The inverse of 1 + the strict lower triangle of `l`, a square of [`INVERT`] at the same place of both; rows
     /// are `stride` apart.
     Invert { l: &'a [f32], a: &'a mut [f32], stride: usize },
+    /// `sums = sums alpha + sum over keys of p u`, lane by lane; tiles `[key][lane]`, for each vector of lanes a range.
+    Probe { p: &'a [f32], u: &'a [f32], sums: &'a mut [f32], alpha: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
+    /// `p *= 1 + mean - u`, lane by lane, in the same ranges.
+    Reweigh { p: &'a mut [f32], u: &'a [f32], mean: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
     /// One token of the recurrence; see [`Token`].
     Token(Token<'a>),
 }
@@ -47,7 +52,15 @@ impl Stage<'_> {
         let rows = |n: usize, width: usize, all: &[&[f32]]| {
             width.is_multiple_of(lanes) && all.iter().all(|x| x.len() >= n * width)
         };
+        let tile = |stride: usize, ranges: &[(usize, usize)], all: &[&[f32]]| {
+            let inside = |&(a, b): &(usize, usize)| a >= b || all.iter().all(|x| x.len() >= b * stride);
+            stride.is_multiple_of(lanes) && stride / lanes <= MAX_VECTORS && ranges[..stride / lanes].iter().all(inside)
+        };
         match self {
+            Stage::Probe { p, u, sums, alpha, ranges } => {
+                sums.len() == alpha.len() && tile(sums.len(), ranges, &[p, u])
+            }
+            Stage::Reweigh { p, u, mean, ranges } => tile(mean.len(), ranges, &[&**p, u]),
             Stage::Decays { decay, g } => rows(decay.len(), decay.len(), &[&**g]),
             Stage::Weigh { out, x, g, factor } => rows(factor.len(), factor.len(), &[&**out, x, g]),
             Stage::Residual { out, x, y, factor, width } => rows(factor.len(), *width, &[&**out, x, y]),
@@ -119,6 +132,37 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 }
             }
             Stage::Invert { l, a, stride } => invert::<S>(l.as_ptr(), a.as_mut_ptr(), *stride),
+            Stage::Probe { p, u, sums, alpha, ranges } => {
+                let stride = sums.len();
+                for lane in (0..stride).step_by(S::LANES) {
+                    let (start, end) = ranges[lane / S::LANES];
+                    let at = sums.as_mut_ptr().add(lane);
+                    let mut parts = [S::mul(S::load(at), S::load(alpha.as_ptr().add(lane))), S::splat(0.0)];
+                    for key in start..end {
+                        let i = key * stride + lane;
+                        let weight = S::load(p.as_ptr().add(i));
+                        let product = S::mul(weight, S::load(u.as_ptr().add(i)));
+                        // A hidden key may hold anything; a NaN weight stays one.
+                        let hidden = S::lt(weight, S::splat(f32::MIN_POSITIVE));
+                        parts[key % 2] = S::add(parts[key % 2], S::select(hidden, S::splat(0.0), product));
+                    }
+                    S::store(at, S::add(parts[0], parts[1]));
+                }
+            }
+            Stage::Reweigh { p, u, mean, ranges } => {
+                let stride = mean.len();
+                for lane in (0..stride).step_by(S::LANES) {
+                    let (start, end) = ranges[lane / S::LANES];
+                    let one = S::add(S::splat(1.0), S::load(mean.as_ptr().add(lane)));
+                    for key in start..end {
+                        let at = p.as_mut_ptr().add(key * stride + lane);
+                        let weight = S::load(at);
+                        let factor = S::sub(one, S::load(u.as_ptr().add(key * stride + lane)));
+                        let hidden = S::lt(weight, S::splat(f32::MIN_POSITIVE));
+                        S::store(at, S::select(hidden, S::splat(0.0), S::mul(weight, factor)));
+                    }
+                }
+            }
             Stage::Token(t) => token::<S>(t),
         }
     }
