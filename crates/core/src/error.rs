@@ -114,6 +114,18 @@ pub enum ProblemError {
         /// The size that does not broadcast.
         want: usize,
     },
+    /// A number out of range.
+    #[error("`{arg}` is {got}, allowed: {allowed}; {hint}")]
+    Number {
+        /// Which.
+        arg: &'static str,
+        /// Its value.
+        got: usize,
+        /// What is allowed.
+        allowed: String,
+        /// A way out.
+        hint: &'static str,
+    },
     /// Something that a system around attention does not have.
     #[error("{system} has no {what}; {hint}")]
     Around {

@@ -237,6 +237,12 @@ fn rows_fit(
     last_stride(arg, shape, strides)
 }
 
+/// Checks a tensor against a shape and a type; any strides.
+pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
+    shape_is(arg, view.shape(), want)?;
+    dtype_is(arg, view.dtype(), dtype)
+}
+
 /// Rows must lie in one piece.
 pub(crate) fn last_stride(arg: &'static str, shape: &[usize], strides: &[usize]) -> Result<(), InputError> {
     let (last, size) = (strides[strides.len() - 1], shape[shape.len() - 1]);

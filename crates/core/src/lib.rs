@@ -14,6 +14,7 @@ pub mod exp;
 pub mod expr;
 pub mod gated_delta;
 pub mod inputs;
+pub mod lighthouse;
 pub mod mask;
 pub mod merge;
 pub mod oracle;

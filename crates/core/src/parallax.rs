@@ -167,16 +167,16 @@ pub struct ParallaxAnswer {
 
 /// How numbers are kept: exactly, or as honest code of the type would.
 #[derive(Clone, Copy)]
-struct Arithmetic(Option<DType>);
+pub(crate) struct Arithmetic(pub Option<DType>);
 
 impl Arithmetic {
-    fn sum(self, x: f64) -> f64 {
+    pub fn sum(self, x: f64) -> f64 {
         if self.0.is_some() { f64::from(x as f32) } else { x }
     }
-    fn operand(self, x: f64) -> f64 {
+    pub fn operand(self, x: f64) -> f64 {
         self.0.map_or(x, |dtype| dtype.round(x))
     }
-    fn dot(self, a: &[f64], b: &[f64]) -> f64 {
+    pub fn dot(self, a: &[f64], b: &[f64]) -> f64 {
         a.iter().zip(b).fold(0.0, |sum, (x, y)| self.sum(sum + self.sum(x * y)))
     }
 }

@@ -8,6 +8,7 @@ mod decode;
 mod evaluate;
 mod forward;
 mod gated_delta;
+mod lighthouse;
 mod memory;
 mod parallax;
 mod pool;
@@ -17,6 +18,9 @@ mod tiles;
 mod unit;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
+pub use lighthouse::{
+    LighthouseError, LighthouseForward, LighthouseGradients, lighthouse_backward, lighthouse_forward,
+};
 pub use parallax::{parallax_backward, parallax_forward};
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
