@@ -126,6 +126,18 @@ pub enum ProblemError {
         /// A way out.
         hint: &'static str,
     },
+    /// A share out of range.
+    #[error("`{arg}` is {got}, allowed: {low} to {high}")]
+    Share {
+        /// Which.
+        arg: &'static str,
+        /// Its value.
+        got: f32,
+        /// The least allowed.
+        low: f32,
+        /// The most allowed.
+        high: f32,
+    },
     /// Something that a system around attention does not have.
     #[error("{system} has no {what}; {hint}")]
     Around {

@@ -22,6 +22,7 @@ pub mod parallax;
 pub mod plain;
 pub mod problem;
 pub mod random;
+pub mod skip;
 pub mod tensor;
 mod walk;
 

@@ -64,9 +64,13 @@ pub(crate) struct Item {
     pub tiles: Vec<Tile>,
 }
 
+/// The most tiles that an item should hold.
+pub(crate) fn items_of(cx: &Context<'_>) -> usize {
+    (ITEM_ELEMENTS / (cx.kernels.tile * cx.d.max(cx.dv))).clamp(1, 32)
+}
+
 pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
-    let per_tile = cx.kernels.tile * cx.d.max(cx.dv);
-    let most = (ITEM_ELEMENTS / per_tile).clamp(1, 32);
+    let most = items_of(cx);
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
     // Enough items that the threads finish together; how many tiles share an item changes no bits.

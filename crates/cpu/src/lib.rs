@@ -14,6 +14,7 @@ mod parallax;
 mod pool;
 pub mod probe;
 mod simd;
+mod skip;
 mod tiles;
 mod unit;
 
@@ -22,6 +23,7 @@ pub use lighthouse::{
     LighthouseError, LighthouseForward, LighthouseGradients, lighthouse_backward, lighthouse_forward,
 };
 pub use parallax::{parallax_backward, parallax_forward};
+pub use skip::{SkipOutcome, skip_forward};
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 

@@ -2,6 +2,7 @@
 //!
 //! `around [gated-delta|skip|lighthouse|parallax]... [--threads N]`
 
+mod attention;
 mod gated_delta;
 
 use fulgurite_core::random::Rng;
@@ -41,12 +42,15 @@ fn main() {
         threads = args.get(at + 1).and_then(|n| n.parse().ok()).expect("--threads N");
         args.drain(at..at + 2);
     }
-    let all = ["gated-delta"];
+    let all = ["gated-delta", "skip", "parallax", "lighthouse"];
     let chosen: Vec<&str> = if args.is_empty() { all.to_vec() } else { args.iter().map(String::as_str).collect() };
     let mut lines = Vec::new();
     for part in chosen {
         lines.extend(match part {
             "gated-delta" => gated_delta::measure(threads),
+            "skip" => attention::skip(threads),
+            "parallax" => attention::parallax(threads),
+            "lighthouse" => attention::lighthouse(threads),
             other => panic!("no part {other:?}, there are: {all:?}"),
         });
     }
