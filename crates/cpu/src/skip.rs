@@ -281,7 +281,8 @@ impl<'w> Walker<'w> {
         let (mut low, mut near) = (self.finite, true);
         for (lane, &own) in top.iter().enumerate().take(self.row.lanes.stride) {
             let next = self.top[lane].max(own);
-            low &= own == f32::NEG_INFINITY || own - next < limit;
+            // Lanes past the last row have queries of zero and no say.
+            low &= lane >= self.row.tile.rows || own == f32::NEG_INFINITY || own - next < limit;
             near &= self.row.m[lane] != f32::NEG_INFINITY && (own - self.row.m[lane]) * cx.score_scale() < NEAR;
             self.top[lane] = next;
         }
