@@ -84,15 +84,15 @@ impl Lighthouse {
             return number("pool", pool, "2, 4, 8, 16, 32 or 64".into(), "it is the width of a node in children");
         }
         let widest = pool.pow(levels as u32);
-        if len == 0 || len % widest != 0 || len >= 1 << 30 {
+        if len == 0 || !len.is_multiple_of(widest) || len >= 1 << 30 {
             let allowed = format!("a multiple of {widest} (pool^levels)");
             return number("len", len, allowed, "pad the sequence");
         }
-        if tile < 2 || tile % 2 != 0 {
+        if tile < 2 || !tile.is_multiple_of(2) {
             return number("tile", tile, "an even number from 2 on".into(), "128 is usual");
         }
         let coarsest = len / pool.pow(levels as u32 - 1);
-        if levels > 1 && (budget == 0 || budget % tile != 0 || budget > coarsest) {
+        if levels > 1 && (budget == 0 || !budget.is_multiple_of(tile) || budget > coarsest) {
             let allowed = format!("a multiple of {tile} up to the {coarsest} nodes of the coarsest level");
             return number("budget", budget, allowed, "take less, or fewer levels");
         }

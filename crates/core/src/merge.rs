@@ -138,7 +138,7 @@ mod tests {
                 (sum.ln(), range.map(|i| scores[i].exp() * values[i]).sum::<f64>() / sum)
             };
             let (lse, want) = part(0..n);
-            let mut cuts = vec![0, n, rng.range(0..n + 1), rng.range(0..n + 1)];
+            let mut cuts = [0, n, rng.range(0..n + 1), rng.range(0..n + 1)];
             cuts.sort_unstable();
             let rows: Vec<(f64, [f32; 1])> = cuts
                 .windows(2)

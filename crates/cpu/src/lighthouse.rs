@@ -157,7 +157,6 @@ pub fn lighthouse_forward(
         }
         options.kernels().fence();
     });
-    drop(to);
     Ok(LighthouseForward { o, entries, problem, gathered, attended })
 }
 
@@ -218,7 +217,6 @@ pub fn lighthouse_backward(
             }
             options.kernels().fence();
         });
-        drop(to);
         Ok(out)
     };
     Ok(LighthouseGradients {

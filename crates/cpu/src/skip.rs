@@ -194,9 +194,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
 fn all_finite(cx: &Context<'_>, keys: &Keys<'_>, row: &mut [f32]) -> bool {
     let view = cx.bound.k();
     let at = cx.key_rows(view.strides(), keys.sequence);
-    keys.range
-        .clone()
-        .fold(true, |all, key| cx.kernels.widen(&view.data(), at.at(key, keys.head), &mut row[..cx.d]) && all)
+    keys.range.clone().all(|key| cx.kernels.widen(&view.data(), at.at(key, keys.head), &mut row[..cx.d]))
 }
 
 /// A tile of lanes on its way over the keys.
