@@ -36,6 +36,26 @@ pub enum ProblemError {
         /// Key/value heads.
         kv: usize,
     },
+    /// Value heads that do not divide.
+    #[error(
+        "`heads`: {value_heads} value heads over {heads} key heads, allowed: at least 1 each, value heads a multiple of key heads; repeat or drop heads of v"
+    )]
+    ValueHeads {
+        /// Key heads.
+        heads: usize,
+        /// Value heads.
+        value_heads: usize,
+    },
+    /// A dimension of a state out of range.
+    #[error("`{arg}` is {got}, allowed: 1 to {max}; split wider heads")]
+    StateDim {
+        /// `key_dim` or `value_dim`.
+        arg: &'static str,
+        /// The value given.
+        got: usize,
+        /// The largest allowed.
+        max: usize,
+    },
     /// A scale that is no scale.
     #[error("`scale` is {got}, allowed: finite and above 0; leave it out for 1/sqrt(head_dim)")]
     Scale {
@@ -93,6 +113,40 @@ pub enum ProblemError {
         got: usize,
         /// The size that does not broadcast.
         want: usize,
+    },
+    /// A number out of range.
+    #[error("`{arg}` is {got}, allowed: {allowed}; {hint}")]
+    Number {
+        /// Which.
+        arg: &'static str,
+        /// Its value.
+        got: usize,
+        /// What is allowed.
+        allowed: String,
+        /// A way out.
+        hint: &'static str,
+    },
+    /// A share out of range.
+    #[error("`{arg}` is {got}, allowed: {low} to {high}")]
+    Share {
+        /// Which.
+        arg: &'static str,
+        /// Its value.
+        got: f32,
+        /// The least allowed.
+        low: f32,
+        /// The most allowed.
+        high: f32,
+    },
+    /// Something that a system around attention does not have.
+    #[error("{system} has no {what}; {hint}")]
+    Around {
+        /// The system.
+        system: &'static str,
+        /// What it does not have.
+        what: &'static str,
+        /// A way out.
+        hint: &'static str,
     },
     /// Offsets of packed sequences that do not describe any.
     #[error(transparent)]
@@ -232,6 +286,20 @@ pub enum InputError {
         high: i64,
         /// Largest index allowed.
         max: i64,
+    },
+    /// An element that may not be.
+    #[error("`{arg}` holds {got} at element {at}, allowed: {allowed}; {hint}")]
+    Value {
+        /// The tensor.
+        arg: &'static str,
+        /// Its row-major index.
+        at: usize,
+        /// The element.
+        got: f64,
+        /// What is allowed.
+        allowed: &'static str,
+        /// A way out.
+        hint: &'static str,
     },
     /// A block mask of another structure than the problem says.
     #[error("block mask has {got}, the problem says {want}")]

@@ -212,14 +212,14 @@ impl<'a> Bound<'a> {
     }
 }
 
-fn shape_is(arg: &str, got: &[usize], want: &[usize]) -> Result<(), InputError> {
+pub(crate) fn shape_is(arg: &str, got: &[usize], want: &[usize]) -> Result<(), InputError> {
     if got == want {
         return Ok(());
     }
     Err(InputError::Shape { arg: arg.into(), got: got.to_vec(), want: want.to_vec() })
 }
 
-fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputError> {
+pub(crate) fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputError> {
     if got == want { Ok(()) } else { Err(InputError::DType { arg: arg.into(), got, want: want.name() }) }
 }
 
@@ -234,21 +234,29 @@ fn rows_fit(
 ) -> Result<(), InputError> {
     shape_is(arg, shape, want)?;
     dtype_is(arg, dtype, problem.dtype())?;
+    last_stride(arg, shape, strides)
+}
+
+/// Checks a tensor against a shape and a type; any strides.
+pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
+    shape_is(arg, view.shape(), want)?;
+    dtype_is(arg, view.dtype(), dtype)
+}
+
+/// Rows must lie in one piece.
+pub(crate) fn last_stride(arg: &'static str, shape: &[usize], strides: &[usize]) -> Result<(), InputError> {
     let (last, size) = (strides[strides.len() - 1], shape[shape.len() - 1]);
-    if last != 1 && size > 1 {
-        return Err(InputError::LastStride { arg, got: last });
-    }
-    Ok(())
+    if last != 1 && size > 1 { Err(InputError::LastStride { arg, got: last }) } else { Ok(()) }
 }
 
 /// The integers of a rank-one i32 tensor.
-fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) -> Result<Vec<i32>, InputError> {
+pub(crate) fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) -> Result<Vec<i32>, InputError> {
     dtype_is(arg, view.dtype(), DType::I32)?;
     shape_is(arg, view.shape(), &[want])?;
     Ok(view.to_f64().into_iter().map(|x| x as i32).collect())
 }
 
-fn asked<'a>(
+pub(crate) fn asked<'a>(
     arg: &'static str,
     wanted: bool,
     given: Option<TensorView<'a>>,

@@ -12,12 +12,17 @@ pub mod dtype;
 pub mod error;
 pub mod exp;
 pub mod expr;
+pub mod gated_delta;
 pub mod inputs;
+pub mod lighthouse;
 pub mod mask;
+pub mod merge;
 pub mod oracle;
+pub mod parallax;
 pub mod plain;
 pub mod problem;
 pub mod random;
+pub mod skip;
 pub mod tensor;
 mod walk;
 

@@ -179,6 +179,10 @@ impl Problem {
     pub fn scale(&self) -> f32 {
         self.scale
     }
+    /// The same problem with another scale, finite and above 0.
+    pub(crate) fn with_scale(&self, scale: f32) -> Problem {
+        Problem { scale, ..self.clone() }
+    }
     /// Which keys a query may see.
     pub fn mask(&self) -> &Mask {
         &self.mask

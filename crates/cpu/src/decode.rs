@@ -10,7 +10,8 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
-use fulgurite_core::{Rescale, Sequence};
+use fulgurite_core::merge::{Log, Natural, Weights};
+use fulgurite_core::{Rescale, Rows, Sequence};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -30,6 +31,15 @@ pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass
 }
 
+/// A second row beside each query, for Parallax: u = r . k of every key joins the sums.
+pub(crate) struct Probe<'a> {
+    /// The context whose queries are the probes.
+    pub cx: &'a Context<'a>,
+    /// Where the mean of u goes, shaped like the LSE.
+    pub mean: SharedRows<'a>,
+    pub mean_strides: &'a [usize],
+}
+
 /// One part of one sequence.
 struct Part {
     sequence: usize,
@@ -38,7 +48,13 @@ struct Part {
     at: usize,
 }
 
-pub(crate) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan) -> Counters {
+pub(crate) fn run(
+    cx: &Context<'_>,
+    sequences: &[usize],
+    out: &Out<'_>,
+    plan: &Plan,
+    probe: Option<&Probe<'_>>,
+) -> Counters {
     let mut parts = Vec::new();
     let mut starts = Vec::with_capacity(sequences.len());
     let mut room = 0;
@@ -47,7 +63,7 @@ pub(crate) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &P
         starts.push(room);
         for number in 0..count(s) {
             parts.push(Part { sequence, number, at: room });
-            room += cx.problem.kv_heads() * record(cx, s);
+            room += cx.problem.kv_heads() * record(cx, s, probe);
         }
     }
     let mut partial = vec![0.0f32; room];
@@ -55,16 +71,16 @@ pub(crate) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &P
     {
         let shared = SharedRows::over(&mut partial);
         pool::run(plan.threads, parts.len(), &|i| {
-            let len = cx.problem.kv_heads() * record(cx, &cx.bound.sequences()[parts[i].sequence]);
+            let len = cx.problem.kv_heads() * record(cx, &cx.bound.sequences()[parts[i].sequence], probe);
             // SAFETY: each part has its own room.
             let results = unsafe { shared.row(parts[i].at, len) };
-            let counters = part(cx, &parts[i], results, plan.rescale);
+            let counters = part(cx, &parts[i], results, plan.rescale, probe);
             total.lock().unwrap_or_else(|e| e.into_inner()).add(&counters);
         });
     }
     let heads = cx.problem.kv_heads();
     pool::run(plan.threads, sequences.len() * heads, &|i| {
-        merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out)
+        merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out, probe)
     });
     total.into_inner().unwrap_or_else(|e| e.into_inner())
 }
@@ -78,9 +94,11 @@ fn tile(cx: &Context<'_>, sequence: usize, kv_head: usize) -> Tile {
     Tile { sequence, head: kv_head * cx.pack, first: 0, rows: s.q_len * cx.pack }
 }
 
-/// Elements a part writes for one key/value head: maximum and sum of each lane, then the rows of O.
-fn record(cx: &Context<'_>, s: &Sequence) -> usize {
-    2 * FEW + s.q_len * cx.pack * cx.dv
+/// Elements a part writes for one key/value head: maximum and sum of each lane, then the rows of O; with probes also
+/// the sum of u of each lane, and the rows of O weighted by u.
+fn record(cx: &Context<'_>, s: &Sequence, probe: Option<&Probe<'_>>) -> usize {
+    let rows = s.q_len * cx.pack * cx.dv;
+    2 * FEW + rows + if probe.is_some() { FEW + rows } else { 0 }
 }
 
 struct Head<'w> {
@@ -93,16 +111,26 @@ struct Head<'w> {
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
+    second: Option<Second<'w>>,
 }
 
-fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) -> Counters {
+/// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
+struct Second<'w> {
+    r: &'w mut [f32],
+    u: &'w mut [f32],
+    o: &'w mut [f32],
+    l: [f32; MAX_LANES],
+}
+
+fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, probe: Option<&Probe<'_>>) -> Counters {
     let sequence = &cx.bound.sequences()[part.sequence];
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
     let head_room: usize = sizes.iter().map(|&n| Arena::room(n)).sum();
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
-    with_workspace(heads * head_room + copy_room, |workspace| {
+    let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
+    with_workspace(heads_room + copy_room, |workspace| {
         let mut arena = Arena::new(workspace);
         let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         let dtype = cx.problem.dtype();
@@ -111,16 +139,25 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
             .map(|h| {
                 let tile = tile(cx, part.sequence, h);
                 let [s, q, o] = sizes.map(|n| arena.take(n));
-                cx.gather(&tile, &cx.bound.q().data(), &q_rows, cx.d, q, cx.d_pad);
-                for row in q.chunks_exact_mut(cx.d_pad) {
-                    let natural = row.to_vec();
-                    for (x, &i) in row.iter_mut().zip(&q_order) {
-                        *x = natural[i] * cx.problem.scale();
+                let load = |cx: &Context<'_>, rows: &Rows, q: &mut [f32]| {
+                    cx.gather(&tile, &cx.bound.q().data(), rows, cx.d, q, cx.d_pad);
+                    for row in q.chunks_exact_mut(cx.d_pad) {
+                        let natural = row.to_vec();
+                        for (x, &i) in row.iter_mut().zip(&q_order) {
+                            *x = natural[i] * cx.problem.scale();
+                        }
                     }
-                }
+                };
+                load(cx, &q_rows, q);
                 o.fill(0.0);
+                let second = probe.map(|probe| {
+                    let [u, r, o] = sizes.map(|n| arena.take(n));
+                    load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
+                    o.fill(0.0);
+                    Second { r, u, o, l: [0.0; MAX_LANES] }
+                });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l }
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l, second }
             })
             .collect();
         let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
@@ -143,11 +180,19 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale) ->
                     .for_each(|(h, head)| head.output(cx, sequence, h, start, strip, &mut copies));
             }
         }
-        for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence))) {
-            record[..FEW].copy_from_slice(&head.m[..FEW]);
-            record[FEW..2 * FEW].copy_from_slice(&head.l[..FEW]);
-            for (to, from) in record[2 * FEW..].chunks_exact_mut(cx.dv).zip(head.o.chunks_exact(cx.dv_pad)) {
-                o_order.iter().zip(from).for_each(|(&i, &x)| to[i] = x);
+        for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
+            let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
+            first[..FEW].copy_from_slice(&head.m[..FEW]);
+            first[FEW..2 * FEW].copy_from_slice(&head.l[..FEW]);
+            let write = |to: &mut [f32], from: &[f32]| {
+                for (to, from) in to.chunks_exact_mut(cx.dv).zip(from.chunks_exact(cx.dv_pad)) {
+                    o_order.iter().zip(from).for_each(|(&i, &x)| to[i] = x);
+                }
+            };
+            write(&mut first[2 * FEW..], head.o);
+            if let Some(own) = &head.second {
+                second[..FEW].copy_from_slice(&own.l[..FEW]);
+                write(&mut second[FEW..], own.o);
             }
         }
         counters
@@ -175,6 +220,12 @@ impl Head<'_> {
         // Lanes past the last row hold what the last block left: make it harmless.
         s.fill(0.0);
         cx.kernels.dots(s, stride, self.q, cx.d_pad, &keys, size, STRIP);
+        if let Some(second) = &mut self.second {
+            let u = &mut second.u[seen.start * stride..seen.end * stride];
+            u.fill(0.0);
+            // The keys are near by now: nothing to ask for.
+            cx.kernels.dots(u, stride, second.r, cx.d_pad, &keys, size, 0);
+        }
     }
 
     fn softmax(&mut self, cx: &Context<'_>, start: usize, rescale: Rescale, counters: &mut Counters) {
@@ -217,6 +268,21 @@ impl Head<'_> {
                 self.s[key * stride + z * width..key * stride + (z + 1) * width].fill(0.0);
             }
         }
+        if let Some(second) = &mut self.second {
+            for (row, &factor) in second.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+            second.l.iter_mut().zip(&alpha).for_each(|(l, factor)| *l *= factor);
+            for key in step.hull() {
+                let p = &self.s[key * stride..(key + 1) * stride];
+                let u = &mut second.u[key * stride..(key + 1) * stride];
+                for ((u, &p), l) in u.iter_mut().zip(p).zip(&mut second.l) {
+                    // A key that this row does not see may hold anything.
+                    *u = if p == 0.0 { 0.0 } else { p * *u };
+                    *l += *u;
+                }
+            }
+        }
     }
 
     fn output(
@@ -246,18 +312,26 @@ impl Head<'_> {
                 let rows = (0..seen.len()).flat_map(|key| order.iter().map(move |&i| clean.at(key, i).data[0]));
                 let rows: Vec<f32> = rows.collect();
                 values = Strided { data: (&rows).into(), offset: 0, row: cx.dv };
-                return cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, 0);
+                cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, 0);
+                if let Some(second) = &mut self.second {
+                    let u = &second.u[seen.start * stride..];
+                    cx.kernels.combine(second.o, cx.dv_pad, u, stride, &values, size, 0);
+                }
+                return;
             }
         }
         cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, STRIP);
+        if let Some(second) = &mut self.second {
+            cx.kernels.combine(second.o, cx.dv_pad, &second.u[seen.start * stride..], stride, &values, size, 0);
+        }
     }
 }
 
 /// Merges the parts of one sequence and key/value head, in order, and writes the rows.
-fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out: &Out<'_>) {
+fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out: &Out<'_>, probe: Option<&Probe<'_>>) {
     let s = &cx.bound.sequences()[sequence];
     let tile = tile(cx, sequence, kv_head);
-    let size = record(cx, s);
+    let size = record(cx, s, probe);
     let all: Vec<&[f32]> = (0..count(s))
         .map(|part| {
             let at = (part * cx.problem.kv_heads() + kv_head) * size;
@@ -265,17 +339,13 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         })
         .collect();
     let (o_rows, lse_rows) = (cx.query_rows(out.o_strides, s), cx.bound.lse_rows(out.lse_strides, s));
-    let mut o = vec![0.0f32; cx.dv];
+    let (mut o, mut weighted) = (vec![0.0f32; cx.dv], vec![0.0f32; cx.dv]);
     for lane in 0..tile.rows {
-        let top = all.iter().map(|part| part[lane]).fold(f32::NEG_INFINITY, f32::max);
-        let mut sum = 0.0f32;
-        o.fill(0.0);
-        for part in all.iter().filter(|part| part[lane] != f32::NEG_INFINITY) {
-            let weight = (part[lane] - top).exp();
-            sum += weight * part[FEW + lane];
-            let row = &part[2 * FEW + lane * cx.dv..2 * FEW + (lane + 1) * cx.dv];
-            o.iter_mut().zip(row).for_each(|(o, &x)| *o += weight * x);
-        }
+        let weights = Weights::new(all.iter().map(|part| Log::<Natural>::new(part[lane])));
+        let row = |first: usize| all.iter().map(move |part| &part[first + lane * cx.dv..first + (lane + 1) * cx.dv]);
+        let sum = weights.sum(all.iter().map(|part| part[FEW + lane]));
+        weights.rows(row(2 * FEW), &mut o);
+        let top = weights.top().get();
         let (mut inverse, mut lse) = ([0.0], [0.0]);
         crate::evaluate::finish(&[top], &[sum], &mut inverse, &mut lse);
         let (q, head) = cx.row(&tile, lane);
@@ -284,6 +354,15 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
             (factor, lse) = with_sink(factor, lse, sink);
         }
         o.iter_mut().for_each(|x| *x = if top == f32::NEG_INFINITY { 0.0 } else { *x * factor });
+        if let Some(probe) = probe {
+            let second = 2 * FEW + tile.rows * cx.dv;
+            let mean = weights.sum(all.iter().map(|part| part[second + lane])) * factor;
+            weights.rows(row(second + FEW), &mut weighted);
+            o.iter_mut().zip(&weighted).for_each(|(o, w)| *o = *o * (1.0 + mean) - w * factor);
+            let rows = cx.bound.lse_rows(probe.mean_strides, s);
+            // SAFETY: every (sequence, head, query) is merged once.
+            unsafe { probe.mean.store(cx.kernels, rows.at(q, head), &[mean]) };
+        }
         // SAFETY: every (sequence, head, query) is merged once.
         unsafe {
             out.o.store(cx.kernels, o_rows.at(q, head), &o);

@@ -39,7 +39,7 @@ pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> C
     let total = Mutex::new(Counters::default());
     let add = |counters: Counters| total.lock().unwrap_or_else(|e| e.into_inner()).add(&counters);
     if !few.is_empty() {
-        add(decode::run(cx, &few, &out, plan));
+        add(decode::run(cx, &few, &out, plan, None));
     }
     let items = items(cx, &many, plan.threads);
     pool::run(plan.threads, items.len(), &|i| {
@@ -59,14 +59,18 @@ pub(crate) struct Out<'a> {
 }
 
 /// Tiles of one sequence and key/value head that share each block of keys.
-struct Item {
-    kv_head: usize,
-    tiles: Vec<Tile>,
+pub(crate) struct Item {
+    pub kv_head: usize,
+    pub tiles: Vec<Tile>,
 }
 
-fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
-    let per_tile = cx.kernels.tile * cx.d.max(cx.dv);
-    let most = (ITEM_ELEMENTS / per_tile).clamp(1, 32);
+/// The most tiles that an item should hold.
+pub(crate) fn items_of(cx: &Context<'_>) -> usize {
+    (ITEM_ELEMENTS / (cx.kernels.tile * cx.d.max(cx.dv))).clamp(1, 32)
+}
+
+pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
+    let most = items_of(cx);
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
     // Enough items that the threads finish together; how many tiles share an item changes no bits.
@@ -83,15 +87,15 @@ fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Vec<Item> {
 }
 
 /// A tile on its way over the keys.
-struct Row<'w> {
-    tile: Tile,
-    lanes: Lanes,
+pub(crate) struct Row<'w> {
+    pub tile: Tile,
+    pub lanes: Lanes,
     /// Q^T as the unit wants it.
-    q: &'w mut [f32],
+    pub q: &'w mut [f32],
     /// O^T, `[dv][lanes]`, with whole vectors of columns.
-    o: &'w mut [f32],
-    m: [f32; MAX_LANES],
-    l: [f32; MAX_LANES],
+    pub o: &'w mut [f32],
+    pub m: [f32; MAX_LANES],
+    pub l: [f32; MAX_LANES],
 }
 
 fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, rescale: Rescale) -> Counters {
@@ -249,7 +253,7 @@ fn fold(
     cx.unit.output(cx, products, v, s, row.o, scratch);
 }
 
-fn scores(
+pub(crate) fn scores(
     cx: &Context<'_>,
     row: &Row<'_>,
     step: &Step,
@@ -268,7 +272,7 @@ fn scores(
     }
 }
 
-fn softmax(
+pub(crate) fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,
@@ -293,7 +297,7 @@ fn softmax(
 }
 
 /// O / l and the LSE, written to the outputs.
-fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
+pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
     let stride = row.lanes.stride;
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
     cx.kernels.finish(&row.m, &row.l, &mut inverse, &mut lse);

@@ -8,15 +8,26 @@ mod decode;
 mod dense;
 mod evaluate;
 mod forward;
+mod gated_delta;
+mod lighthouse;
 mod memory;
+mod parallax;
 #[doc(hidden)]
 pub mod pool;
 pub mod probe;
 #[doc(hidden)]
 pub mod scan;
 mod simd;
+mod skip;
 mod tiles;
 mod unit;
+
+pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
+pub use lighthouse::{
+    LighthouseError, LighthouseForward, LighthouseGradients, lighthouse_backward, lighthouse_forward,
+};
+pub use parallax::{parallax_backward, parallax_forward};
+pub use skip::{SkipOutcome, skip_forward};
 
 use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
 

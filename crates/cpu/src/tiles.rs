@@ -108,6 +108,11 @@ impl<'a> Context<'a> {
 
     /// What each lane of a tile is.
     pub fn lanes(&self, tile: &Tile) -> Lanes {
+        self.lanes_within(tile, |_| 0..usize::MAX)
+    }
+
+    /// The same, where a query sees only keys of an interval beside the mask.
+    pub fn lanes_within(&self, tile: &Tile, limit: impl Fn(usize) -> Range<usize>) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
         let stride = tile.rows.next_multiple_of(self.kernels.lanes);
         let mut lanes = Lanes {
@@ -124,7 +129,9 @@ impl<'a> Context<'a> {
             // Lanes past the last row repeat it: their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
             if last.0 != q {
-                last = (q, self.problem.mask().keys(q, s.q_len, s.k_len));
+                let (keys, limit) = (self.problem.mask().keys(q, s.q_len, s.k_len), limit(q));
+                let start = keys.start.max(limit.start).min(s.k_len);
+                last = (q, start..keys.end.min(limit.end).max(start));
             }
             let keys = &last.1;
             (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);

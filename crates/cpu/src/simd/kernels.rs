@@ -1,7 +1,7 @@
 //! The table of entry points of an instruction set, and its safe face.
 
 use super::MatrixKernels;
-use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, paired};
+use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
 use fulgurite_core::{DType, Data};
@@ -53,6 +53,7 @@ pub(crate) struct Kernels {
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
     pub(super) folds: super::folds::Folds,
+    pub(super) stage: unsafe fn(&mut Stage<'_>),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
 }
@@ -357,6 +358,13 @@ impl Kernels {
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.lane_dots)(a.as_ptr(), b.as_ptr(), a.len() / stride, stride, out.as_mut_ptr()) }
     }
+
+    /// One of the operations of the gated delta rule.
+    pub fn stage(&self, mut stage: Stage<'_>) {
+        assert!(stage.fits(self.lanes), "rows too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.stage)(&mut stage) }
+    }
 }
 
 /// Compiles the generic kernels for one instruction set. The list gives, for each width of a block in
@@ -526,6 +534,11 @@ macro_rules! define_kernels {
                 // SAFETY: passed on.
                 unsafe { alg::lane_dots::<$simd>(a, b, rows, stride, out) }
             }
+            $(#[$feature])?
+            unsafe fn stage(stage: &mut alg::Stage<'_>) {
+                // SAFETY: passed on.
+                unsafe { alg::stage::<$simd>(stage) }
+            }
 
             super::Kernels {
                 lanes: $simd::LANES,
@@ -553,6 +566,7 @@ macro_rules! define_kernels {
                 finish,
                 lane_dots,
                 folds: super::folds::define_folds!($simd, [$($feature)?]),
+                stage,
                 matrix: None,
             }
         };

@@ -23,7 +23,7 @@ mod neon;
 mod portable;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
-pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
+pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};
 

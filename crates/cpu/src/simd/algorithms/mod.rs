@@ -1,5 +1,6 @@
 //! The kernels, generic over the instruction set and inlined into its entry points.
 
+mod delta;
 mod exponential;
 mod few;
 mod fold;
@@ -8,6 +9,8 @@ mod product;
 mod rows;
 mod softmax;
 
+pub(super) use delta::stage;
+pub(crate) use delta::{INVERT, Stage, Token};
 pub(crate) use exponential::ExpKind;
 pub(super) use exponential::exp2_scalar;
 pub(super) use few::{combine, dots, paired};

@@ -1,0 +1,176 @@
+//! Block skipping, Parallax and Lighthouse beside our own dense causal attention.
+
+use super::{Line, race, random};
+use fulgurite_core::lighthouse::{Lighthouse, TILE};
+use fulgurite_core::parallax::{Parallax, ParallaxForward};
+use fulgurite_core::random::Rng;
+use fulgurite_core::skip::{HeadClass, Lambda, Skip, SkipProblem};
+use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, ProblemBuilder, Saved, Tensor, TensorView};
+use fulgurite_cpu::{
+    Options, backward, forward, lighthouse_backward, lighthouse_forward, parallax_forward, skip_forward,
+};
+
+/// The most resident memory of this process so far, in MiB.
+fn peak_mebibytes() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kibibytes: f64 = line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(f64::NAN);
+    kibibytes / 1024.0
+}
+
+/// `[batch, sequence, heads, dim]` with each head in one piece.
+fn heads_outside<'a>(x: &'a Tensor, shape: &[usize]) -> TensorView<'a> {
+    let [_, n, h, d] = [shape[0], shape[1], shape[2], shape[3]];
+    TensorView::strided(x.view().data(), shape, &[h * n * d, d, n * d, 1]).expect("strides that fit")
+}
+
+fn options(threads: usize) -> Options {
+    Options { threads: Some(threads), ..Options::default() }
+}
+
+pub fn skip(threads: usize) -> Vec<Line> {
+    let mut lines = Vec::new();
+    let (n, h, d) = (8192, 8, 64);
+    for dtype in [DType::F32, DType::Bf16] {
+        let builder = || -> ProblemBuilder {
+            Problem::builder().dense(1, n, n).heads(h, h).head_dim(d).dtype(dtype).mask(Mask::causal())
+        };
+        let dense = builder().build().expect("a problem");
+        let rng = &mut Rng::new(1);
+        let shape = dense.q_shape();
+        let mut of = |by: f64| random(rng, dtype, &shape, |x| by * x);
+        let (q, v) = (of(8.0), of(1.0));
+        // For the skip in the kernel: three of ten tiles of keys matter.
+        let keys: Vec<f64> = {
+            let all = of(1.0).view().to_f64();
+            all.into_iter().enumerate().map(|(i, x)| if i / d % n / 128 % 10 < 3 { x } else { 0.05 * x }).collect()
+        };
+        let k = Tensor::from_f64(dtype, &keys, &shape).expect("keys");
+        let [qv, kv, vv] = [&q, &k, &v].map(|x| heads_outside(x, &shape));
+        let inputs = Inputs::new(qv, kv, vv);
+        let bound = inputs.bind(&dense).expect("tensors that fit");
+        let window =
+            Skip { classes: vec![HeadClass::Window { keys: 128, sinks: 16 }], tile: [64, 128], ..Skip::default() };
+        let window = SkipProblem::new(builder(), window).expect("a problem");
+        let lambda = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
+        let lambda = SkipProblem::new(builder(), lambda).expect("a problem");
+        let (bw, bl) = (window.bind(&inputs).expect("fits"), lambda.bind(&inputs).expect("fits"));
+        let mut outs: [Forward; 3] = std::array::from_fn(|_| Forward::zeros(&dense).expect("outputs"));
+        let [a, b, c] = &mut outs;
+        let mut outcome = None;
+        let [all, windowed, dropped] = race(
+            5,
+            [
+                &mut || {
+                    forward(&bound, &mut a.outputs(), &options(threads));
+                },
+                &mut || {
+                    skip_forward(&bw, &mut b.outputs(), &options(threads));
+                },
+                &mut || outcome = Some(skip_forward(&bl, &mut c.outputs(), &options(threads))),
+            ],
+        );
+        let outcome = outcome.expect("a run");
+        let pairs = outs[2].o.view().to_f64().into_iter().zip(outs[0].o.view().to_f64());
+        let error = pairs.map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+        let share = 1.0 - outcome.counts.kept as f64 / outcome.counts.visible as f64;
+        lines.push(Line(
+            format!("block skipping, {dtype}, 8192 keys, causal, {h} heads, d {d}"),
+            vec![
+                ("dense_seconds".into(), all),
+                ("window_128_sinks_16_seconds".into(), windowed),
+                ("dense_over_window".into(), all / windowed),
+                ("lambda_seconds".into(), dropped),
+                ("dense_over_lambda".into(), all / dropped),
+                ("skipped_share".into(), share),
+                ("error".into(), error),
+                ("error_bound".into(), outcome.error_bound),
+            ],
+        ));
+    }
+    lines
+}
+
+pub fn parallax(threads: usize) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        for (name, q_len, n, heads, kv, d, rounds) in
+            [("forward, causal", 2048, 2048, 8, 8, 64, 9), ("decode", 1, 16384, 8, 8, 128, 31)]
+        {
+            let problem = Problem::builder().dense(1, q_len, n).heads(heads, kv).head_dim(d).dtype(dtype);
+            let problem = problem.mask(Mask::causal()).build().expect("a problem");
+            let parallax = Parallax::new(problem.clone()).expect("a problem");
+            let rng = &mut Rng::new(1);
+            let mut of = |shape: Vec<usize>, by: f64| random(rng, dtype, &shape, |x| by * x);
+            let (q, r) = (of(problem.q_shape(), 1.0), of(problem.q_shape(), 0.1));
+            let (k, v) = (of(problem.k_shape(), 1.0), of(problem.v_shape(), 1.0));
+            let (qs, ks) = (problem.q_shape(), problem.k_shape());
+            let (qv, rv) = (heads_outside(&q, &qs), heads_outside(&r, &qs));
+            let inputs = Inputs::new(qv, heads_outside(&k, &ks), heads_outside(&v, &ks));
+            let (bound, both) = (inputs.bind(&problem).expect("fits"), parallax.bind(&inputs, rv).expect("fits"));
+            let mut a = Forward::zeros(&problem).expect("outputs");
+            let mut b = ParallaxForward::zeros(&parallax).expect("outputs");
+            let [plain, corrected] = race(
+                rounds,
+                [
+                    &mut || {
+                        forward(&bound, &mut a.outputs(), &options(threads));
+                    },
+                    &mut || parallax_forward(&both, &mut b.outputs(), &options(threads)),
+                ],
+            );
+            lines.push(Line(
+                format!("parallax {name}, {dtype}, {q_len} queries, {n} keys, {heads} heads, d {d}"),
+                vec![
+                    ("attention_seconds".into(), plain),
+                    ("parallax_seconds".into(), corrected),
+                    ("parallax_over_attention".into(), corrected / plain),
+                ],
+            ));
+        }
+    }
+    lines
+}
+
+pub fn lighthouse(threads: usize) -> Vec<Line> {
+    let (n, d) = (65536, 64);
+    let light = Lighthouse::new([1, n, 1, 1], [d, d], 3, 4, n / 64, TILE).expect("a problem");
+    let problem = Problem::builder().dense(1, n, n).heads(1, 1).head_dim(d).mask(Mask::causal()).build();
+    let problem = problem.expect("a problem");
+    let rng = &mut Rng::new(1);
+    let mut of = || random(rng, DType::F32, &[1, n, 1, d], |x| x);
+    let [q, k, v, d_o] = [of(), of(), of(), of()];
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let bound = inputs.bind(&problem).expect("fits");
+    let before = peak_mebibytes();
+    let mut picked = || {
+        let out = lighthouse_forward(&light, &q.view(), &k.view(), &v.view(), &options(threads)).expect("forward");
+        lighthouse_backward(&light, &out, &d_o.view(), &options(threads)).expect("backward");
+    };
+    picked();
+    let memory = peak_mebibytes() - before;
+    let [dense, picked] = race(
+        1,
+        [
+            &mut || {
+                let mut out = Forward::zeros(&problem).expect("outputs");
+                forward(&bound, &mut out.outputs(), &options(threads));
+                let mut gradients = Gradients::zeros(&problem).expect("gradients");
+                let saved = Saved { d_lse: None, ..out.saved(d_o.view()) };
+                backward(&bound, &saved, &mut gradients.outputs(), &options(threads));
+            },
+            &mut picked,
+        ],
+    );
+    vec![Line(
+        format!("lighthouse forward and backward, f32, {n} tokens, 1 head, d {d}, L 3, p 4, k n/64"),
+        vec![
+            ("dense_seconds".into(), dense),
+            ("lighthouse_seconds".into(), picked),
+            ("dense_over_lighthouse".into(), dense / picked),
+            ("picked".into(), light.picked() as f64),
+            ("peak_mebibytes_above_inputs".into(), memory),
+            ("inputs_mebibytes".into(), (4 * n * d * 4) as f64 / (1 << 20) as f64),
+        ],
+    )]
+}

@@ -1,0 +1,327 @@
+//! Backward of the chunked form, by the vectors in f32.
+//!
+//! An item owns a key head of a sequence: it walks its value heads one after the other, forward once to find the state
+//! before every chunk (memory proportional to the sequence), then back. Letters as in [`super::chunk`]; dS is
+//! the gradient of the state after the chunk, Pg = scale G (Q K^T).
+//!
+//! ```text
+//! dV' = t (K dS) + Pg^T dO      dW = Ag^T dV' = dV      X = -e dW      dAg = dV' W^T      dPg = dO V'^T
+//! Y = t (V' dS^T)               dK = Y + X S^T          dQ = scale e (dO S^T)
+//! dS <- e_last dS + K^T X + Q^T (scale e dO)            dP = scale G dPg: dQ += dP K, dK += dP^T Q
+//! dAb = G dAg                   dL = -strictly lower(A^T (dAb diag(beta)) A^T)    B = diag(beta) dL: dK += (B + B^T) K
+//! ```
+
+use super::chunk::{CHUNK, Gates, Need, Shared, Work};
+use super::{Context, Place};
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::pool;
+use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
+use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, QkNorm, Tokens};
+
+const SQUARE: usize = CHUNK * CHUNK;
+
+pub(super) fn run(cx: &Context<'_>, saved: &DeltaSaved<'_>, gradients: &mut DeltaGradientOutputs<'_>, threads: usize) {
+    // Products of f32 only: gradients are small differences of large numbers.
+    let cx = &Context { matrix: None, ..*cx };
+    let d_o = if saved.d_o.strides().last() == Some(&1) { None } else { Some(saved.d_o.to_tensor()) };
+    let d_o = d_o.as_ref().map_or(saved.d_o, |dense| dense.view());
+    if !cx.bound.all_tokens_used() {
+        gradients.d_q.fill(0.0);
+        gradients.d_k.fill(0.0);
+        gradients.d_v.fill(0.0);
+        gradients.d_g.fill(0.0);
+        gradients.d_beta.fill(0.0);
+    }
+    let strides = [*gradients.d_q.strides(), *gradients.d_k.strides(), *gradients.d_v.strides()];
+    let gate_strides = [*gradients.d_g.strides(), *gradients.d_beta.strides()];
+    let state_strides = *gradients.d_initial_state.strides();
+    let out = Out {
+        d_q: (SharedRows::new(&mut gradients.d_q), &strides[0]),
+        d_k: (SharedRows::new(&mut gradients.d_k), &strides[1]),
+        d_v: (SharedRows::new(&mut gradients.d_v), &strides[2]),
+        d_g: (SharedRows::new(&mut gradients.d_g), &gate_strides[0]),
+        d_beta: (SharedRows::new(&mut gradients.d_beta), &gate_strides[1]),
+        d_state: (SharedRows::new(&mut gradients.d_initial_state), &state_strides),
+    };
+    let given = DeltaSaved { d_o, d_final_state: saved.d_final_state };
+    let heads = cx.problem.heads();
+    pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
+        item(cx, &cx.bound.sequences()[i / heads], i % heads, &given, &out);
+        cx.kernels.fence();
+    });
+}
+
+type To<'a> = (SharedRows<'a>, &'a [usize]);
+
+struct Out<'a> {
+    d_q: To<'a>,
+    d_k: To<'a>,
+    d_v: To<'a>,
+    d_g: To<'a>,
+    d_beta: To<'a>,
+    d_state: To<'a>,
+}
+
+/// Scratch of one chunk, in whole matrices.
+struct Space<'w> {
+    d_o: &'w mut [f32],
+    d_vn: &'w mut [f32],
+    d_w: &'w mut [f32],
+    /// Rows of values times their factors, and matrices turned to `[width][token]` or `[width][key_dim]`.
+    scaled: &'w mut [f32],
+    turned: &'w mut [f32],
+    state_turned: &'w mut [f32],
+    d_q: &'w mut [f32],
+    d_k: &'w mut [f32],
+    rows: &'w mut [f32],
+    pg: &'w mut [f32],
+    d_ag: &'w mut [f32],
+    square: &'w mut [f32],
+    other: &'w mut [f32],
+}
+
+impl<'w> Space<'w> {
+    fn sizes(cx: &Context<'_>) -> [usize; 13] {
+        let (values, keys) = (CHUNK * cx.vs, CHUNK * cx.kp);
+        let state = cx.kp * cx.vs;
+        [values, values, values, values, values, state, keys, keys, keys, SQUARE, SQUARE, SQUARE, SQUARE]
+    }
+    fn new(cx: &Context<'_>, arena: &mut Arena<'w>) -> Self {
+        let [d_o, d_vn, d_w, scaled, turned, state_turned, d_q, d_k, rows, pg, d_ag, square, other] =
+            Self::sizes(cx).map(|n| arena.take(n));
+        [&mut *d_o, &mut *d_vn, &mut *d_w, &mut *scaled].into_iter().for_each(|x| x.fill(0.0));
+        Space { d_o, d_vn, d_w, scaled, turned, state_turned, d_q, d_k, rows, pg, d_ag, square, other }
+    }
+}
+
+fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, out: &Out<'_>) {
+    let chunks = s.len.div_ceil(CHUNK);
+    let (size, rows) = (cx.state_len(), chunks * CHUNK * cx.kp);
+    let mut states = vec![0.0f32; chunks * size];
+    // Sums over the value heads that share the key head.
+    let (mut d_q, mut d_k) = (vec![0.0f32; rows], vec![0.0f32; rows]);
+    let space_room: usize = Space::sizes(cx).into_iter().map(Arena::room).sum();
+    let room = Shared::room(cx) + Work::room(cx, cx.vp) + 2 * Arena::room(size) + space_room;
+    let mut lengths: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
+    let mut normal: [Vec<f32>; 2] = [Vec::new(), Vec::new()];
+    with_workspace(room, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let mut shared = Shared::new(cx, &mut arena);
+        let mut work = Work::new(cx, &mut arena, cx.vp);
+        let mut space = Space::new(cx, &mut arena);
+        let [state, d_state] = [size; 2].map(|n| arena.take(n));
+        let group = cx.problem.group();
+        for head in key_head * group..(key_head + 1) * group {
+            let at = Place { sequence: s, head };
+            cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs);
+            for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
+                kept.copy_from_slice(state);
+                shared.load(cx, s, key_head, chunk * CHUNK, Need::State);
+                work.chunk(cx, &shared, &at, chunk * CHUNK, state, Need::State);
+            }
+            cx.load_state(s.number, head, saved.d_final_state.as_ref(), d_state, cx.vs);
+            for chunk in (0..chunks).rev() {
+                let first = chunk * CHUNK;
+                shared.load(cx, s, key_head, first, Need::Outputs);
+                let kept = &mut states[chunk * size..(chunk + 1) * size];
+                back(cx, &shared, &mut work, &at, first, kept, d_state, saved, &mut space, out);
+                let own = first * cx.kp..(first + CHUNK) * cx.kp;
+                d_q[own.clone()].iter_mut().zip(&*space.d_q).for_each(|(sum, x)| *sum += x);
+                d_k[own].iter_mut().zip(&*space.d_k).for_each(|(sum, x)| *sum += x);
+            }
+            for i in 0..cx.kd {
+                let (to, strides) = &out.d_state;
+                let offset = s.number * strides[0] + head * strides[1] + i * strides[2];
+                // SAFETY: each state belongs to one value head, and that to this item.
+                unsafe { to.store(cx.kernels, offset, &d_state[i * cx.vs..i * cx.vs + cx.vd]) };
+            }
+        }
+        if cx.problem.qk_norm() == QkNorm::Inside {
+            for chunk in 0..chunks {
+                shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs);
+                for (i, rows) in [&*shared.q.rows, &*shared.k.rows].into_iter().enumerate() {
+                    normal[i].extend_from_slice(rows);
+                    lengths[i].extend(&shared.lengths[i]);
+                }
+            }
+        }
+    });
+    for (i, (d, (to, strides))) in [(&mut d_q, &out.d_q), (&mut d_k, &out.d_k)].into_iter().enumerate() {
+        let rows = cx.bound.rows(strides, s);
+        for (t, d) in d.chunks_exact_mut(cx.kp).take(s.len).enumerate() {
+            if let Some(&inverse) = lengths[i].get(t) {
+                // y = x / |x|: dx = (dy - y (y . dy)) / |x|
+                let y = &normal[i][t * cx.kp..(t + 1) * cx.kp];
+                let mut along = [0.0];
+                cx.kernels.stage(Stage::RowDots { out: &mut along, x: y, y: d, width: cx.kp });
+                d.iter_mut().zip(y).for_each(|(d, y)| *d = inverse * (*d - y * along[0]));
+            }
+            // SAFETY: each token of a key head belongs to this item.
+            unsafe { to.store(cx.kernels, rows.at(t, key_head), &d[..cx.kd]) };
+        }
+    }
+}
+
+/// One chunk: gradients of its values and gates are written, those of keys and queries left in `space`, and `d_state`
+/// becomes the gradient of the state before it.
+#[allow(clippy::too_many_arguments)] // what a chunk needs; a struct would only rename it
+fn back(
+    cx: &Context<'_>,
+    keys: &Shared<'_>,
+    work: &mut Work<'_>,
+    at: &Place<'_>,
+    first: usize,
+    state: &mut [f32],
+    d_state: &mut [f32],
+    saved: &DeltaSaved<'_>,
+    space: &mut Space<'_>,
+    out: &Out<'_>,
+) {
+    let (kp, vp, scale) = (cx.kp, cx.vp, cx.problem.scale());
+    // Rows of values lie `vs` apart.
+    let vs = cx.vs;
+    let gates = Gates::new(cx, at, first);
+    work.corrections(cx, keys, at, &gates, first, state);
+    let do_rows = cx.bound.rows(saved.d_o.strides(), at.sequence);
+    cx.load_values(&saved.d_o, &do_rows, at, first, space.d_o, vs);
+    let tail: [f32; CHUNK] = std::array::from_fn(|j| work.g[(CHUNK - 1) * CHUNK + j]);
+    let head = &gates.head;
+    let ahead = &mut Ahead::default();
+    // In f64: what adds to one gate is taken from another, and must cancel.
+    let (mut d_g, mut d_beta) = ([0.0f64; CHUNK], [0.0f32; CHUNK]);
+    let scales = [scale; CHUNK];
+    cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
+
+    // dV' = t (K dS) + Pg^T dO
+    let (k, q) = (Matrix::new(keys.k.rows, kp), Matrix::new(keys.q.rows, kp));
+    let ds = Matrix::new(d_state, vs);
+    cx.kernels.gemm(MatrixMut::at(space.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
+    cx.kernels.stage(Stage::ScaleRows { out: space.d_vn, x: space.scaled, factor: &tail, width: vs });
+    let d_o = Matrix::new(space.d_o, vs);
+    let values = [CHUNK, vp, CHUNK];
+    let to = MatrixMut::at(space.d_vn, vs, 0, 0);
+    cx.kernels.gemm_transposed(to, Matrix::new(space.pg, CHUNK), d_o, values, Sum::Onto, ahead);
+    let d_vn = Matrix::new(space.d_vn, vs);
+
+    // dAg = dV' W^T, dW = Ag^T dV' = dV
+    cx.kernels.transpose(work.w.rows, vs, space.turned, CHUNK, CHUNK, vp);
+    let squares = [CHUNK, CHUNK, cx.vd];
+    let turned = Matrix::new(space.turned, CHUNK);
+    cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
+    let ag = Matrix::new(work.ag.rows, CHUNK);
+    cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
+    let (to, strides) = &out.d_v;
+    let rows = cx.bound.rows(strides, at.sequence);
+    let tokens = (at.sequence.len - first).min(CHUNK);
+    for (i, row) in space.d_w.chunks_exact(vs).take(tokens).enumerate() {
+        // SAFETY: each token of a value head belongs to one item.
+        unsafe { to.store(cx.kernels, rows.at(first + i, at.head), &row[..cx.vd]) };
+    }
+
+    // X = -e dW
+    let minus = head.map(|e| -e);
+    cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
+    let add_dots = |d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize| {
+        let mut dots = [0.0f32; CHUNK];
+        cx.kernels.stage(Stage::RowDots { out: &mut dots, x, y, width });
+        d_g.iter_mut().zip(dots).for_each(|(d, x)| *d += f64::from(x));
+    };
+    add_dots(&mut d_g, space.scaled, work.u, vs);
+
+    // Y = t (V' dS^T); dK = Y + X S^T
+    let by_keys = [CHUNK, kp, cx.vd];
+    cx.kernels.transpose(d_state, vs, space.state_turned, kp, kp, vp);
+    let ds_turned = Matrix::new(space.state_turned, kp);
+    let vn = Matrix::new(work.vn.rows, vs);
+    cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
+    cx.kernels.stage(Stage::ScaleRows { out: space.d_k, x: space.rows, factor: &tail, width: kp });
+    let mut y = [0.0f32; CHUNK];
+    cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k.rows, y: space.d_k, width: kp });
+    let mut d_last = y.iter().map(|&y| f64::from(y)).sum::<f64>();
+    d_g.iter_mut().zip(y).for_each(|(d, y)| *d -= f64::from(y));
+    cx.kernels.transpose(state, vs, space.state_turned, kp, kp, vp);
+    let s_turned = Matrix::new(space.state_turned, kp);
+    let x = Matrix::new(space.scaled, vs);
+    cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), x, s_turned, by_keys, Sum::Onto, ahead);
+
+    // dQ = scale e (dO S^T)
+    let factor = head.map(|e| scale * e);
+    cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
+    cx.kernels.stage(Stage::ScaleRows { out: space.d_q, x: space.rows, factor: &factor, width: kp });
+    add_dots(&mut d_g, keys.q.rows, space.d_q, kp);
+
+    // dS <- e_last dS + K^T X + Q^T (scale e dO)
+    cx.kernels.stage(Stage::Fade { x: d_state, factor: head[CHUNK - 1] });
+    let mut sums = [0.0f32; 512];
+    cx.kernels.stage(Stage::RowDots { out: &mut sums[..kp], x: d_state, y: state, width: vs });
+    d_last += sums[..kp].iter().map(|&x| f64::from(x)).sum::<f64>();
+    let to_state = [cx.kd, vp, CHUNK];
+    cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), k, x, to_state, Sum::Onto, ahead);
+    cx.kernels.stage(Stage::ScaleRows { out: space.d_w, x: space.d_o, factor: &factor, width: vs });
+    let scaled = Matrix::new(space.d_w, vs);
+    cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
+
+    // dPg = dO V'^T; dP = scale G dPg
+    cx.kernels.transpose(work.vn.rows, vs, space.turned, CHUNK, CHUNK, vp);
+    let turned = Matrix::new(space.turned, CHUNK);
+    cx.kernels.gemm(MatrixMut::at(space.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
+    gate_sums(space.square, space.pg, &mut d_g);
+    cx.kernels.stage(Stage::Weigh { out: space.other, x: space.square, g: work.g, factor: &scales });
+    let by_tokens = [CHUNK, kp, CHUNK];
+    let d_p = Matrix::new(space.other, CHUNK);
+    cx.kernels.gemm(MatrixMut::at(space.d_q, kp, 0, 0), d_p, k, by_tokens, Sum::Onto, ahead);
+    cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
+
+    // dAb = G dAg; its part of the gates, of beta, and of L
+    gate_sums(space.d_ag, work.ag.rows, &mut d_g);
+    let ones = [1.0; CHUNK];
+    cx.kernels.stage(Stage::Weigh { out: space.square, x: space.d_ag, g: work.g, factor: &ones });
+    for (row, a) in space.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {
+        d_beta.iter_mut().zip(row.iter().zip(a)).for_each(|(sum, (d, a))| *sum += d * a);
+    }
+    cx.kernels.stage(Stage::Weigh { out: space.other, x: space.d_ag, g: work.g, factor: &gates.beta });
+    cx.kernels.transpose(work.a, CHUNK, space.square, CHUNK, CHUNK, CHUNK);
+    let (other, a_turned) = (Matrix::new(space.other, CHUNK), Matrix::new(space.square, CHUNK));
+    let all = [CHUNK; 3];
+    cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), other, a_turned, all, Sum::Fresh, ahead);
+    let (a, inner) = (Matrix::new(work.a, CHUNK), Matrix::new(space.d_ag, CHUNK));
+    cx.kernels.gemm_transposed(MatrixMut::at(space.other, CHUNK, 0, 0), a, inner, all, Sum::Fresh, ahead);
+    for (i, row) in space.other.chunks_exact_mut(CHUNK).enumerate() {
+        row[i..].fill(0.0);
+        let kk = &keys.kk[i * CHUNK..i * CHUNK + i];
+        d_beta[i] -= row.iter().zip(kk).map(|(d, kk)| d * kk).sum::<f32>();
+        row.iter_mut().for_each(|d| *d *= -gates.beta[i]);
+    }
+    let b = Matrix::new(space.other, CHUNK);
+    cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+    cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
+
+    // Gates were summed from the beginning of the chunk: so are their gradients, from its end.
+    d_g[CHUNK - 1] += d_last;
+    let mut sum = 0.0;
+    for d in d_g.iter_mut().rev() {
+        sum += *d;
+        *d = sum;
+    }
+    let d_g = d_g.map(|d| d as f32);
+    for (values, (to, strides)) in [(&d_g, &out.d_g), (&d_beta, &out.d_beta)] {
+        let rows = cx.bound.rows(&[strides, &[0][..]].concat(), at.sequence);
+        for (i, value) in values.iter().take(tokens).enumerate() {
+            // SAFETY: each gate belongs to one value head, and that to this item.
+            unsafe { to.store(cx.kernels, rows.at(first + i, at.head), &[*value]) };
+        }
+    }
+}
+
+/// What weights x = G y give to the sums of gates: row sums of d x minus column sums.
+fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
+    for (i, (d, x)) in d.chunks_exact(CHUNK).zip(x.chunks_exact(CHUNK)).enumerate() {
+        let mut row = 0.0;
+        for (j, (d, x)) in d.iter().zip(x).enumerate().take(i + 1) {
+            let product = f64::from(*d) * f64::from(*x);
+            row += product;
+            d_g[j] -= product;
+        }
+        d_g[i] += row;
+    }
+}

@@ -1,0 +1,317 @@
+//! The gated delta rule on the CPU: recurrent (one token after the other) and chunked (products of matrices).
+//!
+//! Both keep the state in f32. The chunked form is FlashQLA's: with D = diag(e^g) the gated system of a chunk is
+//! D (1 + L) D^-1, so its inverse is that of the ungated one times the decays between rows, and gates need no
+//! exponential but one for each token.
+
+mod backward;
+mod chunk;
+mod products;
+mod recurrent;
+mod segments;
+
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::simd::{Ahead, Kernels, MatrixKernels, Stage};
+use crate::{Options, pool};
+use chunk::{CHUNK, Shared, Work};
+use fulgurite_core::gated_delta::{
+    DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
+};
+use fulgurite_core::{DType, Rows, TensorView};
+use segments::{Plan, Segment};
+
+/// Which form computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum DeltaForm {
+    /// Chunks of 64 tokens by products of matrices: for prefill and training.
+    #[default]
+    Chunked,
+    /// One token after the other: for decoding.
+    Recurrent,
+}
+
+/// How long sequences of few heads are cut, to be computed by several threads. What is chosen depends on the sequence
+/// and the problem alone, so that results do not depend on the number of threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum DeltaSegments {
+    /// By length and heads.
+    #[default]
+    Auto,
+    /// Not at all.
+    Whole,
+    /// As [`Auto`](Self::Auto), but states between segments are computed exactly, however strong the decay is.
+    Exact,
+}
+
+/// What a forward call did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeltaCounters {
+    /// Segments of sequences and heads that were computed on their own.
+    pub segments: u64,
+    /// Of these, those whose start was found from few chunks before them because the gates had forgotten the rest.
+    pub warmed_up: u64,
+    /// Chunks computed to find starts.
+    pub extra_chunks: u64,
+}
+
+/// Elements of states that an item keeps in the second-level cache.
+const ITEM_ELEMENTS: usize = 256 * 1024;
+
+pub(crate) struct Context<'a> {
+    pub bound: &'a DeltaBound<'a>,
+    pub problem: &'a GatedDelta,
+    pub kernels: &'static Kernels,
+    /// The matrix unit, for 16-bit types whose parts are one bf16.
+    pub matrix: Option<&'static MatrixKernels>,
+    pub kd: usize,
+    pub vd: usize,
+    /// The same in whole vectors.
+    pub kp: usize,
+    pub vp: usize,
+    /// Distance between rows of values.
+    pub vs: usize,
+}
+
+/// Rows a power of two apart would share a few sets of the first-level cache.
+fn stride(width: usize, lanes: usize) -> usize {
+    if width.is_multiple_of(64) { width + lanes } else { width }
+}
+
+impl<'a> Context<'a> {
+    fn new(bound: &'a DeltaBound<'a>, options: &Options) -> Self {
+        let (problem, kernels) = (bound.problem(), options.kernels());
+        let (kd, vd) = (problem.key_dim(), problem.value_dim());
+        Context {
+            bound,
+            problem,
+            kernels,
+            matrix: kernels.matrix.filter(|_| problem.dtype() == DType::Bf16),
+            kd,
+            vd,
+            kp: kd.next_multiple_of(kernels.lanes),
+            vp: vd.next_multiple_of(kernels.lanes),
+            vs: stride(vd.next_multiple_of(kernels.lanes), kernels.lanes),
+        }
+    }
+
+    /// Distance between rows of `width` columns.
+    fn stride(&self, width: usize) -> usize {
+        stride(width, self.kernels.lanes)
+    }
+
+    /// Elements of a state, `[key_dim][vs]`.
+    fn state_len(&self) -> usize {
+        self.kp * self.vs
+    }
+
+    /// The state that a sequence and value head begins from.
+    fn load_state(&self, sequence: usize, head: usize, view: Option<&TensorView<'_>>, to: &mut [f32], width: usize) {
+        to.fill(0.0);
+        if let Some(view) = view {
+            let strides = view.strides();
+            for i in 0..self.kd {
+                let at = sequence * strides[0] + head * strides[1] + i * strides[2];
+                for j in 0..self.vd {
+                    to[i * width + j] = view.at(at + j * strides[3]) as f32;
+                }
+            }
+        }
+    }
+
+    /// Rows of q or k of a key head, as f32 `[row][kp]`, normalised where the problem says so; rows past the tokens are
+    /// zero. Returns 1 / length of each row.
+    fn load_keys(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, to: &mut [f32]) -> Vec<f32> {
+        let rows = self.bound.rows(view.strides(), s);
+        let mut lengths = Vec::new();
+        for (i, row) in to.chunks_exact_mut(self.kp).enumerate() {
+            if first + i >= s.len {
+                row.fill(0.0);
+                continue;
+            }
+            self.kernels.widen(&view.data(), rows.at(first + i, head), &mut row[..self.kd]);
+            row[self.kd..].fill(0.0);
+            if self.problem.qk_norm() == QkNorm::Inside {
+                let mut squares = [0.0f32];
+                self.kernels.stage(Stage::RowDots { out: &mut squares, x: row, y: row, width: self.kp });
+                let inverse = 1.0 / (squares[0] + L2_EPS as f32).sqrt();
+                self.kernels.scale_lanes(row, &[inverse; 256][..self.kp]);
+                lengths.push(inverse);
+            }
+        }
+        lengths
+    }
+
+    /// Asks for the rows of a chunk that will be read later.
+    fn ask(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, n: usize, ahead: &mut Ahead) {
+        if first < s.len {
+            let rows = self.bound.rows(view.strides(), s);
+            ahead.push_rows(&view.data(), rows.at(first, head), rows.row, n, CHUNK.min(s.len - first));
+        }
+    }
+
+    /// Rows of v or d_o of a value head, as f32 `[row][width]`; zero around them.
+    fn load_values(
+        &self,
+        data: &TensorView<'_>,
+        rows: &Rows,
+        at: &Place<'_>,
+        first: usize,
+        to: &mut [f32],
+        width: usize,
+    ) {
+        for (i, row) in to.chunks_exact_mut(width).enumerate() {
+            let n = if first + i < at.sequence.len { self.vd } else { 0 };
+            if n > 0 {
+                self.kernels.widen(&data.data(), rows.at(first + i, at.head), &mut row[..n]);
+            }
+            row[n..].fill(0.0);
+        }
+    }
+}
+
+/// A value head of a sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub sequence: &'a Tokens,
+    pub head: usize,
+}
+
+/// Where forward writes.
+pub(crate) struct Out<'a> {
+    o: SharedRows<'a>,
+    o_strides: &'a [usize],
+    state: Option<(SharedRows<'a>, &'a [usize])>,
+}
+
+impl Out<'_> {
+    /// Writes the rows of a chunk.
+    fn rows(&self, cx: &Context<'_>, at: &Place<'_>, first: usize, from: &[f32], width: usize) {
+        let rows = cx.bound.rows(self.o_strides, at.sequence);
+        let n = (at.sequence.len - first).min(CHUNK);
+        for (i, row) in from.chunks_exact(width).take(n).enumerate() {
+            // SAFETY: every token of a value head is written by one item.
+            unsafe { self.o.store(cx.kernels, rows.at(first + i, at.head), &row[..cx.vd]) };
+        }
+    }
+
+    /// Writes a final state.
+    fn state(&self, cx: &Context<'_>, at: &Place<'_>, from: &[f32], width: usize) {
+        if let Some((to, strides)) = &self.state {
+            for i in 0..cx.kd {
+                let offset = at.sequence.number * strides[0] + at.head * strides[1] + i * strides[2];
+                // SAFETY: every state is written by the item that holds its sequence's last token.
+                unsafe { to.store(cx.kernels, offset, &from[i * width..i * width + cx.vd]) };
+            }
+        }
+    }
+}
+
+/// Forward of the gated delta rule: fills `outputs`, which must fit the problem ([`DeltaOutputs::check`]).
+pub fn gated_delta_forward(
+    bound: &DeltaBound<'_>,
+    outputs: &mut DeltaOutputs<'_>,
+    form: DeltaForm,
+    segments: DeltaSegments,
+    options: &Options,
+) -> DeltaCounters {
+    let cx = Context::new(bound, options);
+    if !bound.all_tokens_used() {
+        outputs.o.fill(0.0);
+    }
+    let o_strides = *outputs.o.strides();
+    let state_strides = outputs.final_state.as_ref().map(|s| *s.strides());
+    let state = outputs.final_state.as_mut().zip(state_strides.as_ref());
+    let out = Out {
+        o: SharedRows::new(&mut outputs.o),
+        o_strides: &o_strides,
+        state: state.map(|(view, strides)| (SharedRows::new(view), &**strides)),
+    };
+    match form {
+        DeltaForm::Recurrent => {
+            recurrent::run(&cx, &out, options.threads());
+            DeltaCounters::default()
+        }
+        DeltaForm::Chunked => chunked(&cx, &out, segments, options.threads()),
+    }
+}
+
+/// Backward of the gated delta rule: fills `gradients`. `saved` and `gradients` must fit the problem.
+pub fn gated_delta_backward(
+    bound: &DeltaBound<'_>,
+    saved: &DeltaSaved<'_>,
+    gradients: &mut DeltaGradientOutputs<'_>,
+    options: &Options,
+) {
+    backward::run(&Context::new(bound, options), saved, gradients, options.threads());
+}
+
+/// Value heads over one segment.
+struct Item<'p> {
+    sequence: usize,
+    heads: std::ops::Range<usize>,
+    segment: &'p Segment,
+}
+
+fn chunked(cx: &Context<'_>, out: &Out<'_>, how: DeltaSegments, threads: usize) -> DeltaCounters {
+    let plans: Vec<Plan> = cx.bound.sequences().iter().map(|s| Plan::new(cx, s, how)).collect();
+    let starts: Vec<Vec<f32>> = segments::starts(cx, &plans, threads);
+    // How many value heads share an item changes no bits. Neighbours lie side by side in memory, and their states in
+    // the second-level cache; but there must be enough items that the threads finish together.
+    let heads = cx.problem.value_heads();
+    let segments: usize = plans.iter().map(|plan| plan.segments.len()).sum();
+    let most = (ITEM_ELEMENTS / cx.state_len()).max(1);
+    let run = (heads * segments / (4 * threads)).clamp(1, most.min(heads));
+    let mut items = Vec::new();
+    for (sequence, plan) in plans.iter().enumerate() {
+        for segment in &plan.segments {
+            for head in (0..heads).step_by(run) {
+                items.push(Item { sequence, heads: head..(head + run).min(heads), segment });
+            }
+        }
+    }
+    pool::run(threads, items.len(), &|i| {
+        item(cx, &items[i], &plans[items[i].sequence], &starts[items[i].sequence], out);
+        cx.kernels.fence();
+    });
+    let mut counters = DeltaCounters::default();
+    plans.iter().for_each(|plan| plan.count(cx, &mut counters));
+    counters
+}
+
+fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Out<'_>) {
+    let s = &cx.bound.sequences()[item.sequence];
+    let size = cx.state_len();
+    let n = item.heads.len();
+    let room = Shared::room(cx) + Work::room(cx, cx.vp) + n * Arena::room(size);
+    with_workspace(room, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let mut shared = Shared::new(cx, &mut arena);
+        let mut work = Work::new(cx, &mut arena, cx.vp);
+        let _held = cx.matrix.map(MatrixKernels::hold);
+        let mut states: Vec<&mut [f32]> = (0..n).map(|_| arena.take(size)).collect();
+        for (state, head) in states.iter_mut().zip(item.heads.clone()) {
+            match plan.start_at(cx, item.segment, head) {
+                Some(at) => state.copy_from_slice(&starts[at..at + size]),
+                None => cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs),
+            }
+        }
+        for chunk in item.segment.chunks.clone() {
+            let first = chunk * CHUNK;
+            let mut loaded = None;
+            for (state, head) in states.iter_mut().zip(item.heads.clone()) {
+                let key_head = head / cx.problem.group();
+                if loaded.replace(key_head) != Some(key_head) {
+                    shared.load(cx, s, key_head, first, chunk::Need::Outputs);
+                }
+                let at = Place { sequence: s, head };
+                work.chunk(cx, &shared, &at, first, state, chunk::Need::Outputs);
+                out.rows(cx, &at, first, work.o, cx.vs);
+            }
+        }
+        if item.segment.chunks.end == s.len.div_ceil(CHUNK) {
+            for (state, head) in states.iter().zip(item.heads.clone()) {
+                out.state(cx, &Place { sequence: s, head }, state, cx.vs);
+            }
+        }
+    });
+}

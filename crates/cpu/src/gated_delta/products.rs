@@ -1,0 +1,127 @@
+//! Products of chunk-sized matrices: by the vectors, or on the matrix unit with operands rounded to bf16.
+
+use super::Context;
+use crate::simd::{Ahead, DEPTH, GROUP, Matrix, MatrixMut, Panels, Source, Sum};
+use half::bf16;
+
+/// Rows that are taken at once where a triangle is left out.
+const STEP: usize = 32;
+
+/// What of a product is wanted or known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// All of it.
+    Whole,
+    /// The lower triangle of the result, more or less: what lies above may be anything that was there.
+    LowerResult,
+    /// The left operand is a lower triangle.
+    LowerLeft,
+}
+
+/// A row-major matrix, and the same packed for the matrix unit (empty for the vectors).
+pub(super) struct Operand<'w> {
+    pub rows: &'w mut [f32],
+    pub stride: usize,
+    /// Columns in use.
+    pub n: usize,
+    pub panels: &'w mut [f32],
+}
+
+impl Operand<'_> {
+    /// Elements for panels of a left operand of `rows` x `k`, or a right one of `k` x `rows`.
+    pub fn room(cx: &Context<'_>, rows: usize, k: usize) -> usize {
+        if cx.matrix.is_some() { Panels::room(rows.div_ceil(GROUP), k.div_ceil(DEPTH), 1) } else { 0 }
+    }
+
+    /// Packs rows as rows of a left operand, `k` elements each.
+    pub fn pack_left(&mut self, cx: &Context<'_>, k: usize, narrow: &mut Vec<bf16>) {
+        let Some(matrix) = cx.matrix else { return };
+        self.narrow(cx, narrow);
+        let from =
+            Source { data: (&*narrow).into(), offset: 0, row: self.stride, rows: self.rows.len() / self.stride, n: k };
+        matrix.pack_rows(&from, self.panels, k.div_ceil(DEPTH));
+    }
+
+    /// Packs rows as the summed axis of a left operand, into other panels. `narrow` holds what
+    /// [`pack_left`](Self::pack_left) has made of the same rows.
+    pub fn pack_turned(&self, cx: &Context<'_>, n: usize, narrow: &Vec<bf16>, to: &mut [f32]) {
+        let Some(matrix) = cx.matrix else { return };
+        let rows = self.rows.len() / self.stride;
+        let from = Source { data: narrow.into(), offset: 0, row: self.stride, rows, n };
+        matrix.pack_turned(&from, to, rows.div_ceil(DEPTH));
+    }
+
+    /// Packs as a right operand: `k` rows of the summed axis.
+    pub fn pack_right(&mut self, cx: &Context<'_>, k: usize) {
+        let Some(matrix) = cx.matrix else { return };
+        let room = Panels::room(1, k.div_ceil(DEPTH), 1);
+        for (z, to) in self.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
+            matrix.pack_lanes(&self.rows[z * GROUP..], self.stride, [0, k], to, 1);
+        }
+    }
+
+    fn narrow(&self, cx: &Context<'_>, to: &mut Vec<bf16>) {
+        to.resize(self.rows.len(), bf16::ZERO);
+        cx.kernels.narrow_bf16(self.rows, to);
+    }
+}
+
+#[allow(clippy::too_many_arguments)] // as for every product
+/// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works.
+pub(super) fn product(
+    cx: &Context<'_>,
+    c: &mut [f32],
+    a: &Operand<'_>,
+    b: &Operand<'_>,
+    [m, n, k]: [usize; 3],
+    part: Part,
+    sum: Sum,
+    ahead: &mut Ahead,
+) {
+    let stride = b.stride;
+    let step = if part == Part::Whole { m } else { STEP };
+    for row in (0..m).step_by(step) {
+        let rows = step.min(m - row);
+        let n = if part == Part::LowerResult { (row + rows).min(n) } else { n };
+        let k = if part == Part::LowerLeft { (row + rows).min(k) } else { k };
+        let to = MatrixMut::at(c, stride, row, 0);
+        if let Some(matrix) = cx.matrix {
+            let pa = Panels::new(a.panels, a_depth(a), 1).at(row / GROUP, 0);
+            let pb = Panels::new(b.panels, b_depth(b), 1);
+            let size = [rows.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)];
+            matrix.multiply(to, pa, pb, size, sum, ahead);
+        } else {
+            let left = Matrix::new(a.rows, a.stride).at(row, 0);
+            cx.kernels.gemm(to, left, Matrix::new(b.rows, b.stride), [rows, n, k], sum, ahead);
+        }
+    }
+}
+
+/// Tiles along the summed axis of packed operands: panels are sized exactly.
+fn a_depth(a: &Operand<'_>) -> usize {
+    a.panels.len() / Panels::room((a.rows.len() / a.stride).div_ceil(GROUP), 1, 1)
+}
+fn b_depth(b: &Operand<'_>) -> usize {
+    b.panels.len() / Panels::room(b.n / GROUP, 1, 1)
+}
+
+/// C += A^T B, A k x m in rows (and `turned` for the matrix unit), B k x n.
+pub(super) fn product_turned(
+    cx: &Context<'_>,
+    c: &mut [f32],
+    a: &Operand<'_>,
+    turned: &[f32],
+    b: &Operand<'_>,
+    [m, n, k]: [usize; 3],
+    ahead: &mut Ahead,
+) {
+    let to = MatrixMut::at(c, b.stride, 0, 0);
+    if let Some(matrix) = cx.matrix {
+        let pa = Panels::new(turned, k.div_ceil(DEPTH), 1);
+        let pb = Panels::new(b.panels, b_depth(b), 1);
+        matrix.multiply(to, pa, pb, [m.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)], Sum::Onto, ahead);
+    } else {
+        let (a, b) = (Matrix::new(a.rows, a.stride), Matrix::new(b.rows, b.stride));
+        cx.kernels.gemm_transposed(to, a, b, [m, n, k], Sum::Onto, ahead);
+    }
+}

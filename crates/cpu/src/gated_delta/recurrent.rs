@@ -1,0 +1,35 @@
+//! One token after the other: each value head on its own, its state in the nearest cache that holds it.
+
+use super::{Context, Out, Place};
+use crate::memory::{Arena, with_workspace};
+use crate::pool;
+use crate::simd::{Stage, Token};
+
+pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
+    let heads = cx.problem.value_heads();
+    pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
+        let at = Place { sequence: &cx.bound.sequences()[i / heads], head: i % heads };
+        let room = Arena::room(cx.kp * cx.vp) + 2 * Arena::room(cx.kp) + 2 * Arena::room(cx.vp);
+        with_workspace(room, |workspace| {
+            let mut arena = Arena::new(workspace);
+            let [s, q, k] = [cx.kp * cx.vp, cx.kp, cx.kp].map(|n| arena.take(n));
+            let [v, o] = [cx.vp; 2].map(|n| arena.take(n));
+            cx.load_state(at.sequence.number, at.head, cx.bound.initial_state(), s, cx.vp);
+            let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
+            for t in 0..at.sequence.len {
+                cx.load_keys(cx.bound.q(), at.sequence, at.head / cx.problem.group(), t, q);
+                cx.load_keys(cx.bound.k(), at.sequence, at.head / cx.problem.group(), t, k);
+                cx.load_values(cx.bound.v(), &v_rows, &at, t, v, cx.vp);
+                let gate = cx.bound.gate(at.sequence, t, at.head);
+                let (decay, beta) = (cx.bound.g()[gate].exp(), cx.bound.beta()[gate]);
+                let scale = cx.problem.scale();
+                cx.kernels.stage(Stage::Token(Token { s, q, k: &k[..cx.kd], v, o, decay, beta, scale }));
+                let rows = cx.bound.rows(out.o_strides, at.sequence);
+                // SAFETY: every token of a value head is written once.
+                unsafe { out.o.store(cx.kernels, rows.at(t, at.head), &o[..cx.vd]) };
+            }
+            out.state(cx, &at, s, cx.vp);
+        });
+        cx.kernels.fence();
+    });
+}

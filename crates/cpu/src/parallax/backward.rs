@@ -1,0 +1,248 @@
+//! Eight products for each block of keys. An item owns a key/value head of a sequence: it keeps dK and dV of all its
+//! keys and walks the tiles of queries, each held over all keys, so that b = dO . mean of V is known before it is used.
+//!
+//! With a = dO V^T, t' = dO . O and d = a - b: gl = P (a - t' + (t - U) d), gu = -P d;
+//! dQ = scale gl K, dR = gu K, dK = scale gl Q + gu R, dV = W dO.
+
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::pool;
+use crate::simd::{Ahead, GradArgs, Matrix, MatrixMut, Sum};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
+use crate::unit::Products;
+use crate::unit::{Unit, Vectors};
+use fulgurite_core::parallax::{ParallaxForward, ParallaxGradients};
+use fulgurite_core::{Tensor, TensorView};
+
+/// Keys in a block.
+const BLOCK: usize = 128;
+
+pub(super) fn run(
+    cx: &Context<'_>,
+    rx: &Context<'_>,
+    forward: &ParallaxForward,
+    d_o: &TensorView<'_>,
+    gradients: &mut ParallaxGradients,
+    threads: usize,
+) {
+    let dense: Option<Tensor> = (d_o.strides().last() != Some(&1)).then(|| d_o.to_tensor());
+    let d_o = dense.as_ref().map_or(*d_o, Tensor::view);
+    // Products of f32, for every type: gradients are differences.
+    let (cx, rx) = (&Context { unit: &Vectors, ..*cx }, &Context { unit: &Vectors, ..*rx });
+    for tensor in [&mut gradients.d_q, &mut gradients.d_r, &mut gradients.d_k, &mut gradients.d_v] {
+        tensor.view_mut().fill(0.0);
+    }
+    let mut views =
+        [&mut gradients.d_q, &mut gradients.d_r, &mut gradients.d_k, &mut gradients.d_v].map(Tensor::view_mut);
+    let strides = views.each_ref().map(|view| *view.strides());
+    let shared = views.each_mut().map(SharedRows::new);
+    let work = Work { cx, rx, forward, d_o, out: &shared, strides: strides.each_ref().map(|s| &**s) };
+    let heads = cx.problem.kv_heads();
+    pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
+        work.item(i / heads, i % heads);
+        cx.kernels.fence();
+    });
+}
+
+struct Work<'a> {
+    cx: &'a Context<'a>,
+    rx: &'a Context<'a>,
+    forward: &'a ParallaxForward,
+    d_o: TensorView<'a>,
+    out: &'a [SharedRows<'a>; 4],
+    strides: [&'a [usize]; 4],
+}
+
+/// A number of each lane.
+type PerLane = [f32; MAX_LANES];
+
+impl Work<'_> {
+    fn item(&self, number: usize, kv_head: usize) {
+        let cx = self.cx;
+        let sequence = &cx.bound.sequences()[number];
+        let n = sequence.k_len;
+        let tile = cx.kernels.tile;
+        let sizes = [
+            n * cx.d_pad,
+            n * cx.dv_pad,
+            n * cx.d_pad,
+            n * cx.dv_pad,
+            n * tile,
+            n * tile,
+            n * tile,
+            BLOCK * tile,
+            2 * Arena::room(tile * cx.d_pad),
+            tile * cx.d_pad,
+            tile * cx.dv_pad,
+            tile * cx.d_pad,
+            tile * cx.d_pad,
+            tile * cx.dv_pad,
+            tile * cx.d_pad,
+            tile * cx.d_pad,
+            BLOCK * cx.d_pad,
+        ];
+        with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
+            let mut arena = Arena::new(workspace);
+            let [k, v, d_k, d_v, p, u, a, g, q, r, d_o, q_turned, r_turned, d_o_turned, d_q, d_r, copy] =
+                sizes.map(|n| arena.take(n));
+            d_k.fill(0.0);
+            d_v.fill(0.0);
+            let k = cx.keys(cx.bound.k(), sequence, kv_head, 0..n, [cx.d, cx.d_pad], k);
+            let v = cx.keys(cx.bound.v(), sequence, kv_head, 0..n, [cx.dv, cx.dv_pad], v);
+            let ahead = &mut Ahead::default();
+            for tile in cx.tiles(number, kv_head) {
+                let lanes = cx.lanes(&tile);
+                let stride = lanes.stride;
+                let from = |key: usize| KeyRows { rows: k.rows.at(key, 0), finite: false };
+                Vectors.queries(cx, &tile, stride, q, q_turned);
+                Vectors.queries(self.rx, &tile, stride, r, r_turned);
+                for (view, dim, width, to) in [
+                    (cx.bound.q(), cx.d, cx.d_pad, &mut *q),
+                    (self.rx.bound.q(), cx.d, cx.d_pad, &mut *r),
+                    (&self.d_o, cx.dv, cx.dv_pad, &mut *d_o),
+                ] {
+                    let rows = cx.query_rows(view.strides(), sequence);
+                    cx.gather(&tile, &view.data(), &rows, dim, &mut to[..stride * width], width);
+                }
+                q[..stride * cx.d_pad].iter_mut().for_each(|x| *x *= cx.problem.scale());
+                cx.kernels.transpose(d_o, cx.dv_pad, d_o_turned, stride, stride, cx.dv_pad);
+                let rows = self.rows(&tile, &d_o[..stride * cx.dv_pad]);
+                [&mut *d_q, &mut *d_r].into_iter().for_each(|x| x.fill(0.0));
+                // P, U and P a of all keys; b on the way.
+                let (mut b, mut steps) = ([0.0f32; MAX_LANES], Vec::new());
+                for start in (0..n).step_by(BLOCK) {
+                    let keys = start..(start + BLOCK).min(n);
+                    for piece in cx.pieces(&tile, keys) {
+                        let Some(step) = cx.step(&tile, &lanes, &piece, start) else { continue };
+                        let [p, u, a] = [&mut *p, &mut *u, &mut *a].map(|x| &mut x[start * stride..]);
+                        let hull = step.hull();
+                        let part = hull.start * stride..hull.end * stride;
+                        [&mut *p, &mut *u, &mut *a].into_iter().for_each(|x| x[part.clone()].fill(0.0));
+                        Vectors.scores(cx, Products { step: &step, stride, ahead }, from(start), q_turned, p);
+                        if step.rest {
+                            cx.modify(&tile, &lanes, &step, start, p, None);
+                        }
+                        Vectors.scores(self.rx, Products { step: &step, stride, ahead }, from(start), r_turned, u);
+                        for seg in step.segments(1) {
+                            let ((key, keys), (lane, width)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
+                            let right = Matrix::new(d_o_turned, stride).at(0, lane);
+                            let to = MatrixMut::at(a, stride, key, lane);
+                            let left = v.rows.at(start + key, 0);
+                            cx.kernels.gemm(to, left, right, [keys, width, cx.dv], Sum::Fresh, ahead);
+                        }
+                        cx.kernels.grad(&mut GradArgs {
+                            s: p,
+                            dp: a,
+                            stride,
+                            ranges: step.ranges,
+                            inner: step.inner,
+                            lo: &step.lo,
+                            hi: &step.hi,
+                            hidden: step.rest,
+                            lse: &rows.lse,
+                            max: &rows.lse,
+                            delta: &[0.0; MAX_LANES],
+                            scale: 1.0,
+                            exp: cx.exp,
+                        });
+                        // What a vector does not see was multiplied by nobody, but must weigh nothing.
+                        for (z, &(low, high)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {
+                            let lane = z * cx.kernels.lanes;
+                            for key in hull.clone().filter(|key| !(low..high).contains(key)) {
+                                let own = key * stride + lane..key * stride + lane + cx.kernels.lanes;
+                                [&mut *p, &mut *a].into_iter().for_each(|x| x[own.clone()].fill(0.0));
+                            }
+                        }
+                        for row in a[part].chunks_exact(stride) {
+                            b.iter_mut().zip(row).for_each(|(b, x)| *b += x);
+                        }
+                        steps.push((start, step));
+                    }
+                }
+                for (start, step) in &steps {
+                    let hull = step.hull();
+                    let part = (start + hull.start) * stride..(start + hull.end) * stride;
+                    let seen = cx.only_seen(from(*start), cx.d_pad, &p[start * stride..], step, stride, copy);
+                    let keys = seen.rows.at(hull.start, 0);
+                    let (p, u, a) = (&mut p[part.clone()], &mut u[part.clone()], &mut a[part]);
+                    let g = &mut g[..p.len()];
+                    form(&rows, &b, stride, p, u, a, g);
+                    // p is W now, a is gl, g is gu.
+                    let size = hull.len();
+                    let (first, width) = (start + hull.start, cx.d_pad);
+                    let [gl, gu, w] = [&*a, &*g, &*p].map(|x| Matrix::new(x, stride));
+                    for (to, left) in [(&mut *d_q, gl), (&mut *d_r, gu)] {
+                        let to = MatrixMut::at(to, width, 0, 0);
+                        cx.kernels.gemm_transposed(to, left, keys, [stride, width, size], Sum::Onto, ahead);
+                    }
+                    for (left, right) in [(gl, &*q), (gu, &*r)] {
+                        let to = MatrixMut::at(d_k, width, first, 0);
+                        cx.kernels.gemm(to, left, Matrix::new(right, width), [size, width, stride], Sum::Onto, ahead);
+                    }
+                    let to = MatrixMut::at(d_v, cx.dv_pad, first, 0);
+                    let right = Matrix::new(d_o, cx.dv_pad);
+                    cx.kernels.gemm(to, w, right, [size, cx.dv_pad, stride], Sum::Onto, ahead);
+                }
+                d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
+                for (i, sums) in [(0, &*d_q), (1, &*d_r)] {
+                    let rows = cx.query_rows(self.strides[i], sequence);
+                    for lane in 0..tile.rows {
+                        let (q, head) = cx.row(&tile, lane);
+                        let row = &sums[lane * cx.d_pad..lane * cx.d_pad + cx.d];
+                        // SAFETY: every (sequence, head, query) belongs to one tile, and that to one item.
+                        unsafe { self.out[i].store(cx.kernels, rows.at(q, head), row) };
+                    }
+                }
+            }
+            for (i, from, width, dim) in [(2, &*d_k, cx.d_pad, cx.d), (3, &*d_v, cx.dv_pad, cx.dv)] {
+                let rows = cx.key_rows(self.strides[i], sequence);
+                for key in 0..n {
+                    let row = &from[key * width..key * width + dim];
+                    // SAFETY: every key of a key/value head belongs to one item.
+                    unsafe { self.out[i].store(cx.kernels, rows.at(key, kv_head), row) };
+                }
+            }
+        });
+    }
+
+    /// LSE, t and t' of a tile's lanes; lanes past the last row weigh nothing.
+    fn rows(&self, tile: &Tile, d_o: &[f32]) -> Rows {
+        let cx = self.cx;
+        let sequence = &cx.bound.sequences()[tile.sequence];
+        let mut rows = Rows { lse: [f32::INFINITY; MAX_LANES], mean: [0.0; MAX_LANES], dot: [0.0; MAX_LANES] };
+        let (o, lse, mean) = (self.forward.own.o.view(), self.forward.own.lse.view(), self.forward.mean.view());
+        let o_rows = cx.query_rows(o.strides(), sequence);
+        let lse_rows = cx.bound.lse_rows(lse.strides(), sequence);
+        for lane in 0..tile.rows {
+            let (q, head) = cx.row(tile, lane);
+            let own = lse.at(lse_rows.at(q, head)) as f32;
+            rows.lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
+            rows.mean[lane] = mean.at(lse_rows.at(q, head)) as f32;
+            let at = o_rows.at(q, head);
+            let own = &d_o[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
+            rows.dot[lane] = own.iter().enumerate().map(|(i, d)| d * o.at(at + i) as f32).sum();
+        }
+        rows
+    }
+}
+
+struct Rows {
+    lse: PerLane,
+    mean: PerLane,
+    dot: PerLane,
+}
+
+/// From P, U and P a: W into `p`, gl into `a`, gu into `g`.
+fn form(rows: &Rows, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
+    let all = p.chunks_exact_mut(stride).zip(u.chunks_exact(stride)).zip(a.chunks_exact_mut(stride));
+    for (((p, u), a), g) in all.zip(g.chunks_exact_mut(stride)) {
+        for lane in 0..stride {
+            let weight = p[lane];
+            // A key that this row does not see may hold anything: its u is not multiplied away but replaced.
+            let off = if weight == 0.0 { 0.0 } else { rows.mean[lane] - u[lane] };
+            let pull = a[lane] - weight * b[lane];
+            a[lane] = a[lane] - weight * rows.dot[lane] + off * pull;
+            g[lane] = -pull;
+            p[lane] = weight * (1.0 + off);
+        }
+    }
+}

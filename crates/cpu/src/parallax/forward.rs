@@ -1,0 +1,126 @@
+//! Three products for each block of keys: S and U of one tile of queries are held over all keys, W is formed when t is
+//! known, and V is multiplied once. The memory is that of a tile times the keys.
+
+use crate::decode::Probe;
+use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
+use crate::memory::{Arena, with_workspace};
+use crate::pool;
+use crate::simd::{Ahead, Policy, Stage};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::unit::{Keys, Products, Scratch};
+use fulgurite_core::Rescale;
+
+pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan, probe: &Probe<'_>) {
+    let items = items(cx, sequences, plan.threads);
+    let policy = match plan.rescale {
+        Rescale::Always => Policy::Raise(0.0),
+        Rescale::Lazy(tau) => Policy::Raise(tau),
+        Rescale::Optimistic(limit) => Policy::Trust(limit),
+    };
+    pool::run(plan.threads, items.len(), &|i| {
+        item(cx, items[i].kv_head, &items[i].tiles, policy, out, probe);
+        cx.kernels.fence();
+    });
+}
+
+/// What a tile did with one block of keys.
+struct Done {
+    start: usize,
+    step: Step,
+    /// What O had to be multiplied with before it.
+    alpha: Option<[f32; MAX_LANES]>,
+}
+
+fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
+    let rx = probe.cx;
+    let sequence = &cx.bound.sequences()[tiles[0].sequence];
+    let last = tiles.iter().map(|t| cx.lanes(t).reach().1).max().unwrap_or(0);
+    let (room, block, tile) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
+    let blocks = last.div_ceil(block);
+    let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
+    let sizes = [
+        blocks * block * room.key,
+        blocks * room.values,
+        blocks * block * tile,
+        blocks * block * tile,
+        room.queries,
+        room.queries,
+        cx.dv_pad * tile,
+        scratch,
+        room.values,
+        room.weights,
+    ];
+    with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
+        let mut arena = Arena::new(workspace);
+        let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
+        let mut scratch = Scratch { values, weights };
+        let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
+        let packed: Vec<[KeyRows<'_>; 2]> = parts
+            .enumerate()
+            .map(|(i, (k, v))| {
+                let range = i * block..((i + 1) * block).min(sequence.k_len);
+                let keys = Keys { sequence, head: kv_head, range };
+                [cx.unit.keys(cx, &keys, k), cx.unit.values(cx, &keys, v)]
+            })
+            .collect();
+        let _held = cx.unit.hold();
+        let ahead = &mut Ahead::default();
+        for &tile in tiles {
+            let lanes = cx.lanes(&tile);
+            let stride = lanes.stride;
+            cx.unit.queries(cx, &tile, stride, rows, q);
+            rx.unit.queries(rx, &tile, stride, rows, r);
+            let o = &mut o[..cx.dv_pad * stride];
+            o.fill(0.0);
+            let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+            let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
+            for (i, [k, _]) in packed.iter().enumerate() {
+                let start = i * block;
+                let keys = start..(start + block).min(sequence.k_len);
+                for piece in cx.pieces(&row.tile, keys) {
+                    let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                    let (s, u) = (&mut s_all[start * stride..], &mut u_all[start * stride..]);
+                    let (s, u) = (&mut s[..block * stride], &mut u[..block * stride]);
+                    scores(cx, &row, &step, start, *k, s, ahead);
+                    let before = (row.m, row.l);
+                    let mut alpha = [1.0; MAX_LANES];
+                    let mut stats = softmax(cx, &mut row, &step, s, &mut alpha, policy);
+                    if stats.distrusted > 0 {
+                        (row.m, row.l) = before;
+                        scores(cx, &row, &step, start, *k, s, ahead);
+                        stats = softmax(cx, &mut row, &step, s, &mut alpha, Policy::Raise(0.0));
+                    }
+                    rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                    let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));
+                    let factors = alpha.unwrap_or([1.0; MAX_LANES]);
+                    let ranges = step.ranges;
+                    cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: &factors[..stride], ranges });
+                    done.push(Done { start, step, alpha });
+                }
+            }
+            let mut mean = [0.0; MAX_LANES];
+            for lane in 0..stride {
+                mean[lane] = if row.l[lane] == 0.0 { 0.0 } else { sums[lane] / row.l[lane] };
+            }
+            for Done { start, step, alpha } in &done {
+                if let Some(alpha) = alpha {
+                    cx.kernels.scale_lanes(row.o, &alpha[..stride]);
+                }
+                let (s, u) = (&mut s_all[start * stride..], &u_all[start * stride..]);
+                let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
+                cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                let products = Products { step, stride, ahead };
+                cx.unit.output(cx, products, packed[start / block][1], s, row.o, &mut scratch);
+            }
+            let scale = cx.score_scale();
+            row.m.iter_mut().for_each(|m| *m *= scale);
+            finish(cx, &mut row, rows, out);
+            let mean_rows = cx.bound.lse_rows(probe.mean_strides, sequence);
+            for lane in 0..row.tile.rows {
+                let (q, head) = cx.row(&row.tile, lane);
+                // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
+                unsafe { probe.mean.store(cx.kernels, mean_rows.at(q, head), &mean[lane..lane + 1]) };
+            }
+        }
+    });
+}

@@ -1,0 +1,318 @@
+//! Block-skip attention: the walk over keys in the order of the problem, tile by tile, dropping what weighs nothing.
+//!
+//! A window with sinks is two intervals of keys for each row: each is walked by the closed form that spans have, so no
+//! expression is evaluated and a vector of rows computes little more than it sees.
+
+use crate::forward::{Out, Row, finish, items_of, scores, softmax};
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::simd::{Ahead, Policy, SoftmaxArgs};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Step, Tile};
+use crate::unit::{Keys, Products, Scratch, Vectors};
+use crate::{Options, pool};
+use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
+use fulgurite_core::{BlockMask, Outputs};
+use std::sync::Mutex;
+
+/// What a call kept.
+#[derive(Debug, Clone)]
+pub struct SkipOutcome {
+    /// Tiles left at each level.
+    pub counts: TileCounts,
+    /// The kept tiles: with them, results and gradients are those of the problem's meaning.
+    pub kept: BlockMask,
+    /// No element of o is further from what it would be with every admitted tile.
+    pub error_bound: f64,
+}
+
+/// What one row of tiles kept.
+#[derive(Default, Clone)]
+struct Found {
+    kept: Vec<i32>,
+    counts: TileCounts,
+    /// lambda times the keys that were dropped.
+    dropped: f64,
+}
+
+/// Tiles of rows of one sequence and query head.
+struct Item {
+    sequence: usize,
+    head: usize,
+    tiles: std::ops::Range<usize>,
+}
+
+/// Forward of block-skip attention: fills `outputs`, which must fit the base problem ([`Outputs::check`]).
+pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> SkipOutcome {
+    let bound = skip.bound();
+    // Heads may see different tiles: rows of different heads do not share one.
+    let cx = Context { pack: 1, ..Context::new(bound, options.kernels()) };
+    if !bound.all_queries_used() {
+        outputs.o.fill(0.0);
+        outputs.lse.fill(f64::NEG_INFINITY);
+    }
+    let (o_strides, lse_strides) = (*outputs.o.strides(), *outputs.lse.strides());
+    let out = Out {
+        o: SharedRows::new(&mut outputs.o),
+        o_strides: &o_strides,
+        lse: SharedRows::new(&mut outputs.lse),
+        lse_strides: &lse_strides,
+    };
+    let rows = skip.problem().skip().tile[0];
+    let (heads, tiles) = (cx.problem.q_heads(), cx.problem.max_q_len().div_ceil(rows));
+    let threads = options.threads();
+    // How many tiles share an item changes no bits.
+    let most = items_of(&cx) * cx.kernels.tile / rows;
+    let share = (tiles * heads * bound.sequences().len() / (8 * threads)).clamp(1, most.max(1));
+    let mut items = Vec::new();
+    for sequence in 0..bound.sequences().len() {
+        for head in 0..heads {
+            // Long rows first, so that no long item is left to the end.
+            let starts: Vec<usize> = (0..tiles).step_by(share).collect();
+            items.extend(starts.into_iter().rev().map(|t| Item { sequence, head, tiles: t..(t + share).min(tiles) }));
+        }
+    }
+    let all: Vec<Mutex<Found>> =
+        vec![Found::default(); bound.sequences().len() * heads * tiles].into_iter().map(Mutex::new).collect();
+    pool::run(threads, items.len(), &|i| {
+        let item = &items[i];
+        let window = matches!(skip.problem().skip().class(item.head), HeadClass::Window { .. });
+        // A window is too narrow to pay for packing its keys.
+        let cx = if window { &Context { unit: &Vectors, ..cx } } else { &cx };
+        walk(cx, skip, item, &out, &|tile, found| {
+            let at = (item.sequence * heads + item.head) * tiles + tile;
+            *all[at].lock().unwrap_or_else(|e| e.into_inner()) = found;
+        });
+        cx.kernels.fence();
+    });
+    let all: Vec<Found> = all.into_iter().map(|f| f.into_inner().unwrap_or_else(|e| e.into_inner())).collect();
+    let mut counts = TileCounts::default();
+    for found in &all {
+        counts.visible += found.counts.visible;
+        counts.by_class += found.counts.by_class;
+        counts.by_proxy += found.counts.by_proxy;
+        counts.kept += found.kept.len() as u64;
+    }
+    let dropped = all.iter().map(|f| f.dropped).fold(0.0, f64::max);
+    let largest = if dropped > 0.0 { bound.v().to_f64().into_iter().map(f64::abs).fold(0.0, f64::max) } else { 0.0 };
+    let kept = skip.block_mask(all.into_iter().map(|f| f.kept).collect());
+    SkipOutcome { counts, kept, error_bound: 2.0 * dropped * largest }
+}
+
+/// A block of keys and values, packed when the first tile asks.
+enum Block<'w> {
+    Room(&'w mut [f32], &'w mut [f32]),
+    /// And whether all keys are finite.
+    Packed([KeyRows<'w>; 2], bool),
+}
+
+fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done: &dyn Fn(usize, Found)) {
+    let sequence = &cx.bound.sequences()[item.sequence];
+    let (room, block, lanes) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
+    let [rows, cols] = skip.problem().skip().tile;
+    let blocks = sequence.k_len.div_ceil(block);
+    let subs = rows.div_ceil(lanes);
+    let scratch = Arena::room(lanes * cx.d_pad) + lanes * cx.d_pad.max(cx.dv_pad);
+    let sizes = [blocks * block * room.key, blocks * room.values, scratch, room.values, room.weights];
+    let per_row = [block * lanes, room.queries, cx.dv_pad * lanes];
+    let all = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>()
+        + subs * per_row.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    with_workspace(all, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let [k, v, rows, values, weights] = sizes.map(|n| arena.take(n));
+        let mut scratch = Scratch { values, weights };
+        let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
+        let mut packed: Vec<Block<'_>> = parts.map(|(k, v)| Block::Room(k, v)).collect();
+        let mut space: Vec<[&mut [f32]; 3]> = (0..subs).map(|_| per_row.map(|n| arena.take(n))).collect();
+        let _held = cx.unit.hold();
+        for tile in item.tiles.clone() {
+            let own = skip.rows(sequence, tile);
+            let mut found = Found::default();
+            let admitted = skip.admitted(sequence, item.head, tile, &mut found.counts);
+            let mut walkers: Vec<Walker<'_>> = own
+                .clone()
+                .step_by(lanes)
+                .zip(&mut space)
+                .map(|(first, [s, q, o])| {
+                    let tile =
+                        Tile { sequence: item.sequence, head: item.head, first, rows: lanes.min(own.end - first) };
+                    Walker::new(cx, skip, tile, [s, q, o], rows)
+                })
+                .collect();
+            let lambda = skip.lambda(sequence, item.head, own.clone());
+            let limit = lambda.map(|lambda| (lambda.ln() / f64::from(cx.score_scale())) as f32);
+            let ahead = &mut Ahead::default();
+            for t in skip.order(&admitted) {
+                let keys = t * cols..((t + 1) * cols).min(sequence.k_len);
+                let number = keys.start / block;
+                if let Block::Room(..) = &packed[number] {
+                    let range = number * block..((number + 1) * block).min(sequence.k_len);
+                    let group = cx.problem.group();
+                    let keys = Keys { sequence, head: item.head / group, range };
+                    let Block::Room(k, v) = std::mem::replace(&mut packed[number], Block::Room(&mut [], &mut []))
+                    else {
+                        continue;
+                    };
+                    let finite = limit.is_none() || all_finite(cx, &keys, rows);
+                    packed[number] = Block::Packed([cx.unit.keys(cx, &keys, k), cx.unit.values(cx, &keys, v)], finite);
+                }
+                let Block::Packed([k, v], finite) = &packed[number] else { continue };
+                let piece = Piece { keys: keys.clone(), masked: true };
+                let origin = number * block;
+                let mut seen = false;
+                for walker in &mut walkers {
+                    seen |= walker.look(cx, &piece, origin);
+                }
+                if !seen {
+                    continue;
+                }
+                if let Some(limit) = limit {
+                    // Every walker looks, so that none decides alone.
+                    let mut drop = *finite;
+                    for walker in &mut walkers {
+                        drop &= walker.below(cx, *k, origin, limit, ahead);
+                    }
+                    if drop {
+                        found.dropped += lambda.unwrap_or(0.0) * keys.len() as f64;
+                        continue;
+                    }
+                }
+                walkers.iter_mut().for_each(|w| w.fold(cx, [*k, *v], origin, limit.is_some(), &mut scratch, ahead));
+                found.kept.push(t as i32);
+            }
+            let scale = cx.score_scale();
+            for walker in &mut walkers {
+                walker.row.m.iter_mut().for_each(|m| *m *= scale);
+                finish(cx, &mut walker.row, rows, out);
+            }
+            found.kept.sort_unstable();
+            done(tile, found);
+        }
+    });
+}
+
+/// Whether a block of keys holds nothing but numbers; `row` is scratch. A NaN score is no maximum: a tile of them would
+/// be dropped, and nobody would see it.
+fn all_finite(cx: &Context<'_>, keys: &Keys<'_>, row: &mut [f32]) -> bool {
+    let view = cx.bound.k();
+    let at = cx.key_rows(view.strides(), keys.sequence);
+    keys.range.clone().all(|key| cx.kernels.widen(&view.data(), at.at(key, keys.head), &mut row[..cx.d]))
+}
+
+/// A tile of lanes on its way over the keys.
+struct Walker<'w> {
+    row: Row<'w>,
+    /// The intervals of keys that its lanes see: the beginning and the rest, or the rest alone.
+    parts: Vec<Lanes>,
+    /// What it sees of the current tile of keys, by part.
+    steps: Vec<Option<Step>>,
+    s: &'w mut [f32],
+    /// The true maximum of each lane so far; that of the row is what its sums are relative to.
+    top: [f32; MAX_LANES],
+    /// Whether the current scores exceed the row's reference by little, and no sum has to be rescaled.
+    near: bool,
+    /// Whether all queries are finite.
+    finite: bool,
+}
+
+/// Powers of e that scores may exceed the reference by before sums are rescaled.
+const NEAR: f32 = 5.0;
+
+impl<'w> Walker<'w> {
+    fn new(
+        cx: &Context<'_>,
+        skip: &SkipBound<'_>,
+        tile: Tile,
+        [s, q, o]: [&'w mut [f32]; 3],
+        rows: &mut [f32],
+    ) -> Self {
+        let sequence = &cx.bound.sequences()[tile.sequence];
+        let class = skip.problem().skip().class(tile.head);
+        let part = |i: usize| cx.lanes_within(&tile, |q| class.keys(q, sequence.q_len, sequence.k_len)[i].clone());
+        let window = matches!(class, HeadClass::Window { .. });
+        let parts = if window { vec![part(0), part(1)] } else { vec![part(1)] };
+        let lanes = part(1);
+        let stride = lanes.stride;
+        let view = cx.bound.q();
+        let at = cx.query_rows(view.strides(), sequence);
+        let mut finite = true;
+        for i in tile.first..tile.first + tile.rows {
+            finite &= cx.kernels.widen(&view.data(), at.at(i, tile.head), &mut rows[..cx.d]);
+        }
+        cx.unit.queries(cx, &tile, stride, rows, q);
+        let o = &mut o[..cx.dv_pad * stride];
+        o.fill(0.0);
+        let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+        Walker { row, parts, steps: Vec::new(), s, top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
+    }
+
+    /// Finds what it sees of a tile of keys; false if nothing.
+    fn look(&mut self, cx: &Context<'_>, piece: &Piece, origin: usize) -> bool {
+        self.steps.clear();
+        for lanes in &self.parts {
+            let (first, last) = lanes.reach();
+            let meets = first < piece.keys.end && piece.keys.start < last;
+            self.steps.push(meets.then(|| cx.step(&self.row.tile, lanes, piece, origin)).flatten());
+        }
+        self.steps.iter().any(Option::is_some)
+    }
+
+    /// Computes the scores and says whether all of them are below the running maximum by more than `limit`.
+    fn below(&mut self, cx: &Context<'_>, k: KeyRows<'_>, origin: usize, limit: f32, ahead: &mut Ahead) -> bool {
+        let mut top = [f32::NEG_INFINITY; MAX_LANES];
+        for step in self.steps.iter().flatten() {
+            scores(cx, &self.row, step, origin, k, self.s, ahead);
+            let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
+            cx.kernels.softmax(&mut SoftmaxArgs {
+                s: self.s,
+                stride: self.row.lanes.stride,
+                ranges: step.ranges,
+                inner: step.inner,
+                lo: &step.lo,
+                hi: &step.hi,
+                m: &mut top,
+                l: &mut l,
+                alpha: &mut alpha,
+                exp: cx.exp,
+                policy: Policy::MaxOnly,
+                scale: cx.score_scale(),
+            });
+        }
+        let (mut low, mut near) = (self.finite, true);
+        for (lane, &own) in top.iter().enumerate().take(self.row.lanes.stride) {
+            let next = self.top[lane].max(own);
+            // Lanes past the last row have queries of zero and no say.
+            low &= lane >= self.row.tile.rows || own == f32::NEG_INFINITY || own - next < limit;
+            near &= self.row.m[lane] != f32::NEG_INFINITY && (own - self.row.m[lane]) * cx.score_scale() < NEAR;
+            self.top[lane] = next;
+        }
+        self.near = near;
+        low
+    }
+
+    /// Folds the tile into the running summary. `scored`: the scores of a single part are there already.
+    fn fold(
+        &mut self,
+        cx: &Context<'_>,
+        [k, v]: [KeyRows<'_>; 2],
+        origin: usize,
+        scored: bool,
+        scratch: &mut Scratch<'_>,
+        ahead: &mut Ahead,
+    ) {
+        // Rows whose reference is near need no maximum.
+        let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
+        let alone = self.steps.iter().flatten().count() == 1;
+        let stride = self.row.lanes.stride;
+        for step in std::mem::take(&mut self.steps).into_iter().flatten() {
+            if !(scored && alone) {
+                scores(cx, &self.row, &step, origin, k, self.s, ahead);
+            }
+            let mut alpha = [1.0; MAX_LANES];
+            let stats = softmax(cx, &mut self.row, &step, self.s, &mut alpha, policy);
+            if stats.rescaled > 0 {
+                cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
+            }
+            let products = Products { step: &step, stride, ahead };
+            cx.unit.output(cx, products, v, self.s, self.row.o, scratch);
+        }
+    }
+}
