@@ -33,6 +33,8 @@ fn variant(base: Tuning, text: &str) -> Result<(Tuning, Order), String> {
             "depth" => tuning.depth = number()?,
             "key_depth" => tuning.key_depth = number()?,
             "early" => tuning.early = number()?,
+            "neighbours" => tuning.neighbours = number()?,
+            "pairs" => tuning.pairs = Some(number()?),
             "drain" => tuning.drain = number()? != 0,
             "pack" => tuning.pack = if value == "late" { Pack::Late } else { Pack::Early },
             "order" => order = if value == "fixed" { Order::Fixed } else { Order::Any },

@@ -85,7 +85,6 @@ where
             value_sums(w);
             key_sums(w);
             w.wait_products(2); // d_q
-            walk.await_turn(w);
             walk.add(w, &d_q, 0..fours);
             w.wait_products(0);
             outputs.done(w);
@@ -102,9 +101,7 @@ where
         outputs.done(w);
         queries.keep(w);
         queries.release_previous(w);
-        walk.await_turn(w);
         walk.add(w, &d_q, 0..fours);
-        walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
         let work = Work::read(&tickets.again(w));
         tickets.done(w);
@@ -124,5 +121,6 @@ where
         });
         keys.done(w);
     });
+    walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }

@@ -96,7 +96,6 @@ where
             value_sums(w);
             key_sums(w);
             w.wait_products(2); // d_q
-            walk.await_turn(w);
             let early = fours * tuning.early / 8;
             walk.add(w, &d_q, 0..early);
             w.wait_products(if tuning.drain { 0 } else { 1 }); // d_v
@@ -114,9 +113,7 @@ where
         outputs.done(w);
         queries.keep(w);
         queries.release_previous(w);
-        walk.await_turn(w);
         walk.add(w, &d_q, 0..fours);
-        walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
         let work = Work::read(&tickets.again(w));
         tickets.done(w);
@@ -136,5 +133,6 @@ where
         });
         keys.done(w);
     });
+    walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }

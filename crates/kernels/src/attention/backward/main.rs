@@ -5,13 +5,14 @@
 //! the rows of the scores. d_q is added to sums in global memory from registers. What the warpgroups do is in
 //! `by_keys` and `by_columns`.
 
+use super::turns::Turns;
 use super::{Features, Order, Share, Tuning, by_columns, by_keys};
 use crate::attention::span::{Lengths, Spans};
 use crate::exp::exp2;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    Acc, BuildError, Builder, Divisor, Fragment, Group, GroupBarrier, Half, Kernel, Mailbox, Numbers, Pair, Pipe,
-    Pointer, Scope, Swizzle, Target, Tensor, TileShape, Val, Var, Warpgroups, Word,
+    Acc, BuildError, Builder, Divisor, Fragment, Group, Half, Kernel, Mailbox, Numbers, Pair, Pipe, Pointer, Scope,
+    Swizzle, Target, Tensor, TileShape, Val, Var, Warpgroups, Word,
 };
 
 /// A tile of keys, as the loading thread hands it out.
@@ -24,19 +25,17 @@ pub(super) struct Work<'k> {
     pub batch: Val<'k, u32>,
     /// Steps of queries that see it, from the first to past the last: none means that there are no more tiles.
     pub steps: [Val<'k, u32>; 2],
-    /// Past the last step that sees the tile before it in its head; 0 if there is none.
-    before: Val<'k, u32>,
 }
 
 impl<'k> Work<'k> {
-    fn message(self) -> [Val<'k, u32>; 6] {
-        [self.tile, self.head, self.batch, self.steps[0], self.steps[1], self.before]
+    fn message(self) -> [Val<'k, u32>; 5] {
+        [self.tile, self.head, self.batch, self.steps[0], self.steps[1]]
     }
     pub fn read(message: &[Val<'k, u32>]) -> Self {
-        let [tile, head, batch, first, end, before, ..] = *message else {
+        let [tile, head, batch, first, end, ..] = *message else {
             panic!("bug in fulgurite: a message of {} numbers", message.len())
         };
-        Work { tile, head, batch, steps: [first, end], before }
+        Work { tile, head, batch, steps: [first, end] }
     }
 }
 
@@ -74,8 +73,8 @@ pub(super) struct Main<'k> {
     /// Where d_q is summed.
     sums: Pointer<'k, f32>,
     counters: Pointer<'k, u32>,
-    /// In a fixed order, for each step of each head and each warpgroup: one more than the tile that added last.
-    turns: Option<Pointer<'k, u32>>,
+    /// In a fixed order: who may add when.
+    pub turns: Option<Turns<'k>>,
     /// Steps of a head.
     steps: Val<'k, u32>,
     pub k_len: Val<'k, u32>,
@@ -118,7 +117,7 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
-        let turns = (features.order == Order::Fixed).then(|| k.pointer::<u32>("turns"));
+        let turns = (features.order == Order::Fixed).then(|| Turns::new(k));
         let [steps, k_len, tiles, pairs] = ["steps", "k_len", "tiles", "pairs"].map(|name| k.param::<u32>(name));
         let [first_key, first_query] = ["first_key", "first_query"].map(|name| k.param::<u32>(name));
         let group = k.param::<u32>("group");
@@ -177,24 +176,19 @@ impl<'k> Main<'k> {
     }
 
     /// Tiles in bands of `order` (head, batch) pairs (`rest` in the last band); in a band the first keys, which under a
-    /// causal mask most queries see, go first.
+    /// causal mask most queries see, go first. In a fixed order neighbours go the other way round.
     fn find(&self, tile: Val<'k, u32>) -> Work<'k> {
         let [number, tile] = self.band.div_rem(tile);
         let first = number * self.order.value();
         let count = Divisor::select((first + self.order.value()).le(self.pairs), self.order, self.rest);
-        let [tile, across] = count.div_rem(tile);
+        let [place, across] = count.div_rem(tile);
         let [batch, head] = self.heads.div_rem(first + across);
-        let steps = self.steps_of(tile);
-        // Steps only move on with the tile: where the tile before has none, no earlier one has.
-        let before = match self.turns {
-            Some(_) => tile.eq(0).select::<u32>(0, self.steps_of(tile.max(1) - 1)[1]),
-            None => tile.literal(0),
-        };
-        Work { tile, head, batch, steps, before }
+        let tile = if self.turns.is_some() { self.in_turn(place) } else { place };
+        Work { tile, head, batch, steps: self.steps_of(tile) }
     }
 
     /// Steps of queries that see a tile.
-    fn steps_of(&self, tile: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+    pub fn steps_of(&self, tile: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let keys = self.tuning.keys();
         let start = tile * keys;
         let last = (start + (keys - 1)).min(self.k_len - 1);
@@ -211,15 +205,21 @@ impl<'k> Main<'k> {
     fn load(&self) {
         let (tuning, rows) = (self.tuning, self.tuning.rows);
         self.k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
+            // First, so that where they stand takes no registers of the thread that loads.
+            self.turns.iter().for_each(|turns| turns.keep(w, self));
             w.one_thread(|t| {
                 let zero = t.constant(0u32);
-                let tile = t.var(t.block());
+                // In a fixed order a tile waits for those before it: none belongs to a block that may not have begun.
+                let tile = match &self.turns {
+                    Some(_) => t.var(self.counters.fetch_add(t, 0, 1)),
+                    None => t.var(t.block()),
+                };
                 t.repeat(|t, leave| {
                     let more = tile.get().lt(self.tiles);
                     leave.when(!more);
                     let work = self.find(tile.get());
                     // Asked for early: the answer is used after this tile's loads.
-                    let ticket = self.counters.fetch_add(t, 0, 1);
+                    let ticket = self.turns.is_none().then(|| self.counters.fetch_add(t, 0, 1));
                     let [first, end] = work.steps;
                     let step = t.var(first);
                     let left = t.var((end - first) * self.group);
@@ -250,6 +250,9 @@ impl<'k> Main<'k> {
                             });
                         });
                         started.set(true);
+                        if let Some(turns) = &self.turns {
+                            turns.post(t, &work, row.get() / rows + step.get(), step.get());
+                        }
                         left.set(left.get() - 1);
                         step.set(step.get() + 1);
                         t.when(step.get().eq(end), |_| {
@@ -260,10 +263,17 @@ impl<'k> Main<'k> {
                         leave.when(left.get().eq(0));
                     });
                     // As many tickets as tiles are drawn (each block's first tile is its number): the last resets the counter.
-                    t.when(ticket.eq(self.tiles - 1), |t| self.counters.store(t, 0, 0));
-                    tile.set(ticket + t.blocks());
+                    match ticket {
+                        Some(ticket) => {
+                            t.when(ticket.eq(self.tiles - 1), |t| self.counters.store(t, 0, 0));
+                            tile.set(ticket + t.blocks());
+                        }
+                        // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
+                        None => tile.set(self.counters.fetch_add(t, 0, 1)),
+                    }
                 });
                 self.tickets.put(t, &[]);
+                self.turns.iter().for_each(|turns| turns.post_end(t));
             });
         });
     }
@@ -285,28 +295,11 @@ pub(super) struct Walk<'a, 'k> {
     left: Var<'k, u32>,
     /// Address of this thread's part of the sums.
     place: Var<'k, u64>,
-    turns: Option<Turns<'k>>,
 }
-
-/// What a fixed order of additions needs.
-struct Turns<'k> {
-    all: Pointer<'k, u32>,
-    barrier: GroupBarrier,
-    /// Number of the step among all heads' and warpgroups', and of the one whose additions have not been told of.
-    now: Var<'k, u32>,
-    due: Var<'k, u32>,
-}
-
-/// No step.
-const NONE: u32 = u32::MAX;
 
 impl<'a, 'k> Walk<'a, 'k> {
     pub fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
-        let turns = main.turns.map(|all| {
-            let (now, due) = (w.var(0u32), w.var(NONE));
-            Turns { all, barrier: w.group_barrier(), now, due }
-        });
-        Walk { main, step: w.var(0u32), left: w.var(0u32), place: w.var(0u64), turns }
+        Walk { main, step: w.var(0u32), left: w.var(0u32), place: w.var(0u64) }
     }
 
     /// To the first step of a tile. Sums lie as accumulators do: [head][step][warpgroup][eight columns][thread][4].
@@ -319,36 +312,15 @@ impl<'a, 'k> Walk<'a, 'k> {
         let step = main.first_head(work) * main.steps + first;
         let thread = w.group() * (64 * main.tuning.cols(d)) + w.thread_in_group() * 4;
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(thread).address());
-        if let Some(turns) = &self.turns {
-            turns.now.set(step * 2 + w.group());
+    }
+
+    /// After the last tile.
+    #[track_caller]
+    pub fn end(&self, w: &Scope<'k, Group>) {
+        if let Some(turns) = &self.main.turns {
+            turns.wait(w);
+            turns.pass(w);
         }
-    }
-
-    /// In a fixed order, waits until the tile before has added to this step, and tells that this one has to the step
-    /// before: its additions have had a step's time to arrive.
-    #[track_caller]
-    pub fn await_turn(&self, w: &Scope<'k, Group>) {
-        let Some(turns) = &self.turns else { return };
-        w.sync_group(&turns.barrier);
-        w.one_thread_of_group(|t| {
-            let work = Work::read(&self.main.tickets.again(t));
-            t.when(turns.due.get().ne(NONE), |t| turns.all.publish(t, turns.due.get(), work.tile + 1));
-            t.when(self.step.get().lt(work.before), |t| turns.all.wait_for(t, turns.now.get(), work.tile));
-        });
-        w.sync_group(&turns.barrier);
-        turns.due.set(turns.now.get());
-    }
-
-    /// Tells of the last additions of a tile.
-    #[track_caller]
-    pub fn end_turns(&self, w: &Scope<'k, Group>) {
-        let Some(turns) = &self.turns else { return };
-        w.sync_group(&turns.barrier);
-        w.one_thread_of_group(|t| {
-            let work = Work::read(&self.main.tickets.again(t));
-            turns.all.publish(t, turns.due.get(), work.tile + 1);
-        });
-        turns.due.set(NONE);
     }
 
     /// The first query of the step.
@@ -371,9 +343,6 @@ impl<'a, 'k> Walk<'a, 'k> {
         let step_bytes = main.tuning.rows * main.dims[0] * 4;
         self.step.set(self.step.get() + 1);
         self.place.set(self.place.get() + u64::from(step_bytes));
-        if let Some(turns) = &self.turns {
-            turns.now.set(turns.now.get() + 2);
-        }
         // Read again, not kept: registers are short.
         let steps = || Work::read(&main.tickets.again(w)).steps;
         let end = if main.spans.bounded_right() { steps()[1] } else { main.steps };
@@ -382,20 +351,25 @@ impl<'a, 'k> Walk<'a, 'k> {
             self.step.set(first);
             // Over the steps that see no key of this tile.
             self.place.set(self.place.get() + (main.steps - end + first).mul_wide(step_bytes));
-            if let Some(turns) = &self.turns {
-                turns.now.set(turns.now.get() + (main.steps - end + first) * 2);
-            }
         });
     }
 
-    /// Adds a part of d_q, counted in fours of each thread.
+    /// Adds a part of d_q, counted in fours of each thread; parts come in order.
     #[track_caller]
     pub fn add(&self, w: &Scope<'k, Group>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
         let elements: Vec<_> = d_q.elements().collect();
+        let whole = elements.len() as u32 / 4;
+        let [begins, ends] = [part.start == 0 && part.end > 0, part.end == whole && part.start < whole];
+        if let (true, Some(turns)) = (begins, &self.main.turns) {
+            turns.wait(w);
+        }
         let to = Pointer::<f32>::at_address(self.place.get());
         for four in part {
             let at = 4 * four as usize;
             to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+        }
+        if let (true, Some(turns)) = (ends, &self.main.turns) {
+            turns.pass(w);
         }
     }
 }

@@ -12,6 +12,7 @@ pub mod main;
 pub mod plan;
 pub mod prepare;
 pub mod sinks;
+mod turns;
 
 use fulgurite_core::{Exp, Mask};
 
@@ -40,7 +41,7 @@ pub enum Order {
     /// As they come: the last bits of d_q differ from run to run.
     #[default]
     Any,
-    /// By key: the same bits every time, whatever else runs. Blocks wait for each other.
+    /// In one order: the same bits every time, whatever else runs. Blocks wait for each other.
     Fixed,
 }
 
@@ -63,6 +64,10 @@ pub struct Tuning {
     pub drain: bool,
     /// When p is rounded.
     pub pack: Pack,
+    /// In a fixed order: so many neighbouring tiles go last keys first.
+    pub neighbours: u32,
+    /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
+    pub pairs: Option<u32>,
 }
 
 impl Tuning {
@@ -77,6 +82,8 @@ impl Tuning {
             early: 4,
             drain: false,
             pack: Pack::Early,
+            neighbours: 8,
+            pairs: None,
         };
         match head_dim {
             ..=64 => Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base },

@@ -16,6 +16,8 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
+/// A part of the second-level cache.
+const CACHE_BYTES: u64 = 32 << 20;
 /// Words before those that keep the order: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
 /// Rows before the first of a tensor that nothing is read of: past all that there can be.
@@ -191,13 +193,20 @@ impl Backward {
         [starts[0], starts[1], starts[2], starts[3], end]
     }
 
-    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head and each
-    /// warpgroup the tile whose turn it is.
+    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
+    /// added last.
     fn counters(&self) -> u64 {
         match self.features.order {
             Order::Any => COUNTERS,
-            Order::Fixed => COUNTERS + 2 * self.rows() / u64::from(self.tuning.rows),
+            Order::Fixed => COUNTERS + self.rows() / u64::from(self.tuning.rows),
         }
+    }
+
+    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. What they
+    /// read and add to should fit the second-level cache.
+    fn fixed_order(&self) -> u64 {
+        let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
+        (CACHE_BYTES / (self.sizes[1] * row_bytes).max(1)).clamp(8, 64)
     }
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
@@ -280,7 +289,13 @@ impl Backward {
         if self.features.order == Order::Fixed {
             args.push(Value::Pointer(scratch[3].from(COUNTERS * 4)));
         }
-        let order = if spans.is_empty() { 1 } else { ORDER.min(pairs) };
+        let order = match (self.tuning.pairs, self.features.order) {
+            (Some(pairs), _) => u64::from(pairs.max(1)),
+            (None, Order::Any) if spans.is_empty() => 1,
+            (None, Order::Any) => ORDER,
+            (None, Order::Fixed) => self.fixed_order(),
+        };
+        let order = order.min(pairs);
         let rest = match pairs % order {
             0 => 1, // never used
             rest => rest,
