@@ -507,6 +507,19 @@ impl<'k> Mailbox<'k> {
         regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
     }
 
+    /// One number of the message that was waited for last: one register instead of four.
+    #[track_caller]
+    pub fn word<W: Who>(&self, _: &Scope<'k, W>, i: usize) -> Val<'k, u32> {
+        let (ring, k) = (&self.ring, self.ring.k);
+        if i >= self.words {
+            k.refuse(format!("number {i} of a message, allowed: below {}", self.words));
+        }
+        let (base, d) = (self.place(ring.cursor("take")), k.register(Class::B32));
+        let place = Arg::Address(Base::Reg(base), 4 * i as i32);
+        k.emit(&memory::LD_SHARED_32, [Arg::List([d].into()), place, Arg::Word("")]);
+        Val::reg(k, d)
+    }
+
     /// The message that was waited for is not read any more.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {

@@ -2,8 +2,8 @@
 
 use super::Random;
 use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, compare, oracle};
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
-use fulgurite_kernels::attention::backward::{Order, Tuning};
 use fulgurite_kernels::attention::plan::Placed;
 use fulgurite_ptx::Target;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
@@ -21,8 +21,6 @@ pub struct Case {
     pub d_lse: bool,
     pub order: Order,
     pub blocks: u32,
-    /// Of the tuning.
-    pub neighbours: u32,
 }
 
 impl Case {
@@ -38,7 +36,6 @@ impl Case {
             d_lse: false,
             order: Order::Any,
             blocks: 1,
-            neighbours: 8,
         }
     }
 
@@ -54,9 +51,7 @@ impl Case {
     }
 
     pub fn plan(&self) -> Backward {
-        let plan = Backward::new(&self.problem(), self.d_lse, self.order).unwrap();
-        let tuning = Tuning { neighbours: self.neighbours, ..plan.tuning() };
-        plan.tuned(tuning)
+        Backward::new(&self.problem(), self.d_lse, self.order).unwrap()
     }
 
     /// Runs these kernels on random inputs; the gradients, and what is wrong with them.
@@ -101,19 +96,10 @@ impl Case {
         let [q_at, k_at, v_at, o_at, d_o_at] = std::array::from_fn(|i| placed(&tensors[i].0, tensors[i].1));
         let [d_q, d_k, d_v] = std::array::from_fn(|i| placed(&results[i].0, results[i].1));
         let places = Tensors {
-            q: q_at,
-            k: k_at,
-            v: v_at,
-            o: o_at,
-            lse: lse.span(),
-            d_o: d_o_at,
             d_lse: self.d_lse.then(|| d_lse.span()),
-            d_q,
-            d_k,
-            d_v,
-            sinks: None,
+            ..Tensors::new([q_at, k_at, v_at, o_at], lse.span(), d_o_at, [d_q, d_k, d_v])
         };
-        let plan = plan.plan(kernels, &places, scratch.span(), self.blocks);
+        let plan = plan.plan(kernels, &places, scratch.span(), self.blocks).unwrap();
         plan.run(sim, Stream::default(), &mut |kernel| sim.load(kernel.clone()))?;
         sim.synchronize(Stream::default())?;
         let mut gradients = Gradients::zeros(&problem).unwrap();

@@ -5,12 +5,12 @@
 //! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived.
 //!
 //! Tiles wait for tiles that were handed out before, and a block does its tiles in that order: whatever runs beside, the
-//! first tile that is not done can go on. Tiles are handed out so that they seldom wait. Under a causal mask the tile that
-//! stands higher reaches the diagonal steps of a lower one later than that one; so among neighbours the last keys go first,
-//! and neighbours that start together come to every step one after the other. Tiles that no mask sets apart start together
-//! once, and then are as far apart as they had to wait.
+//! first tile that is not done can go on. Tiles are handed out so that they seldom wait: the last keys go first. Under a
+//! causal mask those begin at later steps, and neighbours that start together come to every step one after the other. Tiles
+//! that no mask sets apart start together once, and then are as far apart as they had to wait.
 
-use super::main::{Main, Work};
+use super::main::Main;
+use super::tiles::{Sequence, Work};
 use fulgurite_ptx::{Builder, Group, Pointer, Relay, Scope, Thread, Val};
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
@@ -52,9 +52,9 @@ impl<'k> Turns<'k> {
         w.one_thread_of_warp(1, |t| {
             t.repeat(|t, leave| {
                 self.messages.wait(t, Hand::Look as usize);
-                let [number, step, after, _] = self.messages.read(t, Hand::Look as usize);
+                let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
                 t.when(after.ne(0), |t| {
-                    let before = main.before(after - 1, step);
+                    let before = main.before(after - 1, step, main.sequence(t, batch));
                     t.when(before.ne(0), |t| self.last.wait_for(t, number, before));
                 });
                 self.messages.pass(t, Hand::Look as usize);
@@ -84,37 +84,16 @@ impl<'k> Turns<'k> {
 }
 
 impl<'k> Main<'k> {
-    /// Tiles of a head.
-    fn tiles_of_head(&self) -> Val<'k, u32> {
-        let keys = self.tuning.keys();
-        (self.k_len + (keys - 1)) / keys
-    }
-
-    /// The group of neighbours that a tile, or a place in the order, belongs to. Groups go in order, longest tiles first.
-    /// Where steps end before the last, tiles are about as long as each other, and one group has all.
-    fn neighbours(&self, tile: Val<'k, u32>) -> [Val<'k, u32>; 2] {
-        let (tiles, count) = (self.tiles_of_head(), self.tuning.neighbours);
-        if self.spans.bounded_right() {
-            return [tile.literal(0), tiles];
-        }
-        let first = tile / count * count;
-        [first, (first + count).min(tiles)]
-    }
-
-    /// The tile at a place in the order of its head: the last of a group goes first.
-    pub(super) fn in_turn(&self, place: Val<'k, u32>) -> Val<'k, u32> {
-        let [first, end] = self.neighbours(place);
-        end - 1 - (place - first)
+    /// The tile at a place in the order of its head: the last goes first.
+    pub(super) fn in_turn(&self, place: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+        self.tiles_of_head(sequence) - 1 - place
     }
 
     /// One more than the tile that adds to a step before this one; 0 if there is none.
-    fn before(&self, tile: Val<'k, u32>, step: Val<'k, u32>) -> Val<'k, u32> {
-        let [first, end] = self.neighbours(tile);
-        let next = tile + 1;
+    fn before(&self, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+        let (next, last) = (tile + 1, self.tiles_of_head(sequence) - 1);
         // Steps only move on with the tile: the next one has this step, unless it begins later.
-        let above = next.lt(end) & self.steps_of(next.min(end - 1))[0].le(step);
-        // The tiles of the group before have all steps of this one, and its first is its last to add.
-        let below = first.eq(0).select::<u32>(0, first - self.tuning.neighbours + 1);
-        above.select::<u32>(next + 1, below)
+        let has = tile.lt(last) & self.steps_of(next.min(last), sequence)[0].le(step);
+        has.select::<u32>(next + 1, 0)
     }
 }
