@@ -1,7 +1,7 @@
 //! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
 //! probe of the tensor cores.
 
-use fulgurite_core::{DType, Mask, Problem, ProblemBuilder};
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
@@ -71,6 +71,26 @@ fn gradients_of_sequences_with_lengths_of_their_own_assemble() {
             let base = || Problem::builder().heads(2, 1).head_dim(d).mask(mask.clone());
             wrong.extend(gradients(&assembler, base().packed(&[0, 40, 90], &[0, 50, 300]), order));
             wrong.extend(gradients(&assembler, base().dense(2, 64, 700).used_lengths(true, true), order));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn gradients_of_modified_scores_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for d in [64, 128, 256] {
+        let base = || Problem::builder().dense(2, 64, 700).heads(2, 1).head_dim(d);
+        let blocks = BlockSpec { rows: 128, cols: 128, ..BlockSpec::default() };
+        for problem in [
+            base().softcap(30.0).mask(Mask::causal()),
+            base().alibi().mask(Mask::documents()),
+            base().bias([2, 2, 64, 700], DType::F32, true),
+            base().block_mask(blocks),
+            base().packed(&[0, 40, 90], &[0, 50, 300]).softcap(20.0).alibi().mask(Mask::window(Some(90), Some(0))),
+        ] {
+            wrong.extend(gradients(&assembler, problem, Order::Any));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -235,11 +235,14 @@ impl<'k> Main<'k> {
     /// How many keys there are up to the last that some query sees.
     fn seen_keys(&self, s: Sequence<'k>) -> Val<'k, u32> {
         let forward = self.spans.transposed();
-        if !forward.bounded_right() {
-            return s.k_len;
-        }
-        let [q, k] = [s.q_len, s.k_len].map(|n| n.to_i32());
-        let lengths = Lengths { k, bottom_right: k - q, top_left: q.literal(0) };
-        forward.keys(q - 1, lengths).end.max(0).to_u32()
+        let end = match forward.bounded_right() {
+            true => {
+                let [q, k] = [s.q_len, s.k_len].map(|n| n.to_i32());
+                let lengths = Lengths { k, bottom_right: k - q, top_left: q.literal(0) };
+                forward.keys(q - 1, lengths).end.max(0).to_u32()
+            }
+            false => s.k_len,
+        };
+        s.q_len.eq(0).select::<u32>(0, end)
     }
 }
