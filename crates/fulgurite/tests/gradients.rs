@@ -16,7 +16,7 @@ fn judge(sim: &dyn Engine, case: &Case) -> Option<Vec<String>> {
     };
     let verdicts = check_backward(&case.bound(), &saved, &gradients, 0);
     let wrong = verdicts.into_iter().filter(|(_, verdict)| !verdict.ok());
-    Some(wrong.map(|(name, verdict)| format!("{case}: {name}: {verdict}")).collect())
+    Some(wrong.map(|(name, verdict)| format!("{case} {:?}: {name}: {verdict}", case.features)).collect())
 }
 
 /// Runs all of these cases on as many threads as there are; how many ran, and what is wrong.

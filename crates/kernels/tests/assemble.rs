@@ -87,6 +87,7 @@ fn gradients_of_modified_scores_assemble() {
             base().softcap(30.0).mask(Mask::causal()),
             base().alibi().mask(Mask::documents()),
             base().bias([2, 2, 64, 700], DType::F32, true),
+            base().bias([2, 1, 1, 700], DType::F32, true).mask(Mask::causal()),
             base().block_mask(blocks),
             base().packed(&[0, 40, 90], &[0, 50, 300]).softcap(20.0).alibi().mask(Mask::window(Some(90), Some(0))),
         ] {

@@ -95,8 +95,8 @@ pub(super) struct Modifying<'a, 'k> {
 pub(super) struct Slopes<'k> {
     score: Option<Vec<Val<'k, f32>>>,
     aux: Vec<Option<Vec<Val<'k, f32>>>>,
-    /// Where elements are, by gradient and element.
-    places: Vec<Vec<Val<'k, u64>>>,
+    /// The query that the block begins at.
+    first: Val<'k, i32>,
 }
 
 impl<'k> Modifying<'_, 'k> {
@@ -120,21 +120,22 @@ impl<'k> Modifying<'_, 'k> {
         let floats = |function: &Function<'_, 'k>| function.floats(w, s, first);
         let score = self.derivative.as_ref().map(floats);
         let aux = self.aux.iter().map(|(_, derivative)| derivative.as_ref().map(floats)).collect();
-        let places = self.aux.iter().zip(&self.of.sums).map(|((at, _), (_, axes))| {
-            let axes: Vec<(Vec<_>, &[Val<'k, u32>; 2])> =
-                at.iter().map(|function| function.ints(w, s, first)).zip(axes).collect();
-            let place = |i: usize| {
-                let parts = axes.iter().map(|(index, [last, stride])| {
-                    // Past the last query and the last key, where 0 is added, anywhere inside does.
-                    index[i].max(0).to_u32().min(*last).mul_wide(*stride)
-                });
-                parts.reduce(|a, b| a + b).unwrap_or(w.constant(0u64))
-            };
-            (0..s.elements().count()).map(place).collect()
-        });
-        let places = places.collect();
         self.modify.apply(w, s, first, None);
-        Slopes { score, aux, places }
+        Slopes { score, aux, first }
+    }
+
+    /// Where the elements of the `g`-th gradient are that scores read. No index reads a score.
+    fn places(&self, w: &Scope<'k, Group>, g: usize, any: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, u64>> {
+        let axes = self.aux[g].0.iter().map(|function| function.ints(w, any, first)).zip(&self.of.sums[g].1);
+        let axes: Vec<(Vec<_>, &[Val<'k, u32>; 2])> = axes.collect();
+        let place = |i: usize| {
+            let parts = axes.iter().map(|(index, [last, stride])| {
+                // Past the last query and the last key, where 0 is added, anywhere inside does.
+                index[i].max(0).to_u32().min(*last).mul_wide(*stride)
+            });
+            parts.reduce(|a, b| a + b).unwrap_or(w.constant(0u64))
+        };
+        (0..any.elements().count()).map(place).collect()
     }
 
     /// d_z where d_p was, and what auxiliary tensors get of it; `after` is called after each eight columns. Where p is 0
@@ -174,7 +175,8 @@ impl<'k> Modifying<'_, 'k> {
                 None => d_m.clone(),
             };
             let stays = at.iter().map(Function::stays).fold([true; 2], |[a, b], [c, d]| [a & c, b & d]);
-            self.add(w, self.of.sums[g].0, &terms, &slopes.places[g], stays);
+            let places = self.places(w, g, d_p, slopes.first);
+            self.add(w, self.of.sums[g].0, &terms, &places, stays);
         }
     }
 

@@ -6,9 +6,9 @@ use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, Missing, Placed, covered, row_major};
 use crate::attention::work::Ragged;
-use fulgurite_core::expr::{AuxSpec, Program};
+use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
-use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
+use fulgurite_core::{AuxGradient, DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use std::f32::consts::LOG2_E;
@@ -487,6 +487,10 @@ fn derived(problem: &Problem, rest: Option<&Program>, aux: &[AuxSpec]) -> Result
     }
     let longest = problem.max_q_len().max(problem.max_k_len());
     let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
+    let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
+    if problem.aux_gradients().iter().any(by_score) {
+        return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
+    }
     let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
     Ok(Derived { modifiers, derivative, aux: problem.aux_gradients().to_vec() })
 }
