@@ -9,6 +9,7 @@ pub mod args;
 pub mod bench;
 pub mod check;
 pub mod doctor;
+pub mod explain;
 pub mod io;
 pub mod json;
 pub mod kernel;
@@ -16,6 +17,7 @@ pub mod machine;
 pub mod report;
 pub mod run;
 pub mod sim;
+pub mod tune;
 
 use args::{Args, Command};
 use clap::Parser;
@@ -74,6 +76,8 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Check(args) => check::main(args),
             Command::Run(args) => run::main(args),
             Command::Doctor(args) => doctor::main(args),
+            Command::Explain(args) => explain::main(args),
+            Command::Tune(args) => tune::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
             Command::Sim(args) => sim::main(args),
             Command::SimVsGpu(args) => sim::against_gpu(args),

@@ -35,16 +35,19 @@ mod choice;
 mod cpu;
 mod engine;
 mod error;
+mod explained;
 pub mod gpu;
 mod on_device;
 mod oracle;
+mod profile;
 pub mod sim;
+mod tune;
 mod view;
 
 pub use attention::{Attention, attention};
 pub use choice::{Choice, ChoiceError, Settings, engine, engine_with, engines, explain};
 pub use cpu::{Cpu, matrix_product_gflops};
-pub use engine::{Engine, Run, Tally, Unsupported};
+pub use engine::{Engine, Run, Stopwatch, Tally, Unsupported};
 pub use error::Error;
 pub use oracle::Oracle;
 pub use view::{AsView, ViewError};
@@ -52,6 +55,6 @@ pub use view::{AsView, ViewError};
 pub use fulgurite_core::expr;
 pub use fulgurite_core::{
     BlockMask, BlockSpec, DType, Exp, Expr, Forward, GradientOutputs, Gradients, Inputs, Mask, Outputs, Problem,
-    Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
+    ProblemBuilder, Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
 };
 pub use fulgurite_cpu::{Counters, Isa};
