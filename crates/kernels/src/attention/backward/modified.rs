@@ -31,12 +31,15 @@ pub fn is_one(program: &Program) -> bool {
     matches!(program.steps(), [Step::Float(bits)] if f32::from_bits(*bits) == 1.0)
 }
 
+/// For each axis of a tensor the last index and the stride.
+type Axes<'k> = Vec<[Val<'k, u32>; 2]>;
+
 /// What modifiers read and add to, declared before any role.
 pub(super) struct Modified<'k> {
     derived: Derived,
     parameters: Parameters<'k>,
     /// For each gradient its array, and for each axis the last index and the stride.
-    sums: Vec<(Pointer<'k, f32>, Vec<[Val<'k, u32>; 2]>)>,
+    sums: Vec<(Pointer<'k, f32>, Axes<'k>)>,
     q_len: Option<Val<'k, u32>>,
 }
 
