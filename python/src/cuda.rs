@@ -188,6 +188,50 @@ pub struct Call<'a, 'py> {
     pub extras: &'a [Array],
 }
 
+/// Offsets of q and of k, and used lengths of both.
+type Lengths = (Option<[Span; 2]>, [Option<Span>; 2]);
+
+impl Call<'_, '_> {
+    fn find(&self, role: Role) -> Option<&Array> {
+        self.description.roles.iter().zip(self.extras).find(|(other, _)| **other == role).map(|(_, array)| array)
+    }
+
+    fn integers(&self, role: Role, n: usize) -> PyResult<Option<Span>> {
+        let name = role.name().to_string();
+        let Some(array) = self.find(role) else { return Ok(None) };
+        fits(&name, array, &[n], DType::I32)?;
+        contiguous(&name, array).map(Some)
+    }
+
+    /// Offsets of packed sequences, and used lengths.
+    fn lengths(&self) -> PyResult<Lengths> {
+        let batch = self.problem.batch();
+        let cu_seqlens = match (self.integers(Role::CuQ, batch + 1)?, self.integers(Role::CuK, batch + 1)?) {
+            (Some(q), Some(k)) => Some([q, k]),
+            _ => None,
+        };
+        Ok((cu_seqlens, [self.integers(Role::UsedQ, batch)?, self.integers(Role::UsedK, batch)?]))
+    }
+
+    /// Auxiliary tensors, in the order of the problem.
+    fn aux(&self) -> PyResult<Vec<AuxPlaced>> {
+        let mut all = Vec::new();
+        for spec in self.problem.aux() {
+            let named = |role: &Role| matches!(role, Role::Aux { name, .. } if **name == *spec.name);
+            let mut roles = self.description.roles.iter().zip(self.extras);
+            let array = roles.find(|(role, _)| named(role)).map(|(_, array)| array);
+            let array = array.ok_or_else(|| wrong(format!("`{}` is missing", spec.name)))?;
+            fits(&spec.name, array, &spec.shape, spec.dtype)?;
+            let (span, strides) = placed(&spec.name, array)?;
+            if let Some(stride) = strides.iter().find(|n| **n > u64::from(u32::MAX)) {
+                return Err(wrong(format!("`{}` has a stride of {stride}, allowed: below 2^32", spec.name)));
+            }
+            all.push(AuxPlaced { span, strides });
+        }
+        Ok(all)
+    }
+}
+
 /// Computes o, and the LSE where it is asked for, on the stream that the library of q works on.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
     let &Call { description, problem, object, rows: [q, k, v], extras } = call;
@@ -198,8 +242,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     for ((arg, array), shape) in [("q", q), ("k", k), ("v", v), ("out", o)].into_iter().zip(&shapes) {
         fits(arg, array, shape, dtype)?;
     }
-    let find = |role: Role| description.roles.iter().zip(extras).find(|(other, _)| **other == role).map(|(_, x)| x);
-    let sinks = find(Role::Sinks);
+    let sinks = call.find(Role::Sinks);
     let sink_type = sinks.map(|array| array.dtype("sinks")).transpose()?;
     let (device, attention) = description.compiled.get(py, description, problem, sink_type, number)?;
     let lse_span = match lse {
@@ -212,29 +255,8 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
         fits("sinks", array, &[problem.q_heads()], array.dtype("sinks")?)?;
         tensors.sinks = Some(contiguous("sinks", array)?);
     }
-    let integers = |role: Role, n: usize| -> PyResult<Option<Span>> {
-        let name = role.name().to_string();
-        let Some(array) = find(role) else { return Ok(None) };
-        fits(&name, array, &[n], DType::I32)?;
-        contiguous(&name, array).map(Some)
-    };
-    let batch = problem.batch();
-    tensors.cu_seqlens = match (integers(Role::CuQ, batch + 1)?, integers(Role::CuK, batch + 1)?) {
-        (Some(q), Some(k)) => Some([q, k]),
-        _ => None,
-    };
-    tensors.used = [integers(Role::UsedQ, batch)?, integers(Role::UsedK, batch)?];
-    for spec in problem.aux() {
-        let named = |role: &Role| matches!(role, Role::Aux { name, .. } if **name == *spec.name);
-        let array = description.roles.iter().zip(extras).find(|(role, _)| named(role)).map(|(_, array)| array);
-        let array = array.ok_or_else(|| wrong(format!("`{}` is missing", spec.name)))?;
-        fits(&spec.name, array, &spec.shape, spec.dtype)?;
-        let (span, strides) = placed(&spec.name, array)?;
-        if let Some(stride) = strides.iter().find(|n| **n > u64::from(u32::MAX)) {
-            return Err(wrong(format!("`{}` has a stride of {stride}, allowed: below 2^32", spec.name)));
-        }
-        tensors.aux.push(AuxPlaced { span, strides });
-    }
+    (tensors.cu_seqlens, tensors.used) = call.lengths()?;
+    tensors.aux = call.aux()?;
     match attention.block_form() {
         Some(BlockForm::Lists) => tensors.lists = Some(lists(description, problem, extras)?),
         Some(BlockForm::Coverage) => {
@@ -271,24 +293,33 @@ pub fn backward(
     let &Call { description, problem, object, rows: [q, k, v], extras } = call;
     let py = object.py();
     let number = number(q).expect("bug in fulgurite: q lies on a GPU");
-    let sinks = description.roles.iter().zip(extras).find(|(role, _)| **role == Role::Sinks).map(|(_, array)| array);
-    let (d_q, d_k, d_v, sinks) = match (gradients, sinks) {
-        ([d_q, d_k, d_v], None) => (d_q, d_k, d_v, None),
-        ([d_q, d_k, d_v, d_sinks], Some(sinks)) => (d_q, d_k, d_v, Some([("sinks", sinks), ("d_sinks", d_sinks)])),
-        _ => {
-            let what = "gradients of tensors beside q, k, v and sinks";
-            return Err(wrong(format!("engine cuda does not have {what}; the engine `cpu` has them")));
-        }
+    if problem.blocks().is_some() {
+        return Err(wrong("gradients of block masks are not on the GPU yet; the engine `cpu` has them"));
+    }
+    let [d_q, d_k, d_v, others @ ..] = gradients else {
+        return Err(wrong("gradients of q, k and v are wanted"));
     };
-    let sinks = match sinks {
-        Some(both) => {
-            for (arg, array) in both {
-                fits(arg, array, &[problem.q_heads()], DType::F32)?;
+    // In the order of the roles: sinks and auxiliary tensors that want a gradient.
+    let wanted = |role: &Role| matches!(role, Role::Sinks | Role::Aux { grad: true, .. });
+    let mut sinks = None;
+    let mut d_aux: Vec<Option<Span>> = problem.aux().iter().map(|_| None).collect();
+    let roles = description.roles.iter().zip(extras).filter(|(role, _)| wanted(role));
+    for ((role, array), gradient) in roles.zip(others) {
+        let arg = format!("d_{}", role.name());
+        fits(&arg, gradient, array.shape(), DType::F32)?;
+        if gradient.place() != q.place() {
+            let (got, want) = (gradient.place(), q.place());
+            return Err(wrong(format!("`{arg}` is on {got}, `q` on {want}, allowed: one device")));
+        }
+        let room = contiguous(&arg, gradient)?;
+        match problem.aux().iter().position(|spec| *spec.name == *role.name()) {
+            Some(i) if *role != Role::Sinks => d_aux[i] = Some(room),
+            _ => {
+                fits("sinks", array, &[problem.q_heads()], DType::F32)?;
+                sinks = Some([contiguous("sinks", array)?, room]);
             }
-            Some([contiguous(both[0].0, both[0].1)?, contiguous(both[1].0, both[1].1)?])
         }
-        None => None,
-    };
+    }
     let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()];
     let of_rows = [("q", q, 0), ("k", k, 1), ("v", v, 2), ("o", o, 3), ("d_o", d_o, 3)];
     let results = [("d_q", d_q, 0), ("d_k", d_k, 1), ("d_v", d_v, 2)];
@@ -302,18 +333,17 @@ pub fn backward(
         fits(arg, array, &problem.lse_shape(), DType::F32)?;
     }
     let (device, gradient) = description.compiled.gradient(py, problem, d_lse.is_some(), number)?;
+    let inputs = [rows("q", q)?, rows("k", k)?, rows("v", v)?, rows("o", o)?];
+    let results = [rows("d_q", d_q)?, rows("d_k", d_k)?, rows("d_v", d_v)?];
+    let (cu_seqlens, used) = call.lengths()?;
     let tensors = GradientTensors {
-        q: rows("q", q)?,
-        k: rows("k", k)?,
-        v: rows("v", v)?,
-        o: rows("o", o)?,
-        lse: contiguous("lse", lse)?,
-        d_o: rows("d_o", d_o)?,
         d_lse: d_lse.map(|array| contiguous("d_lse", array)).transpose()?,
-        d_q: rows("d_q", d_q)?,
-        d_k: rows("d_k", d_k)?,
-        d_v: rows("d_v", d_v)?,
         sinks,
+        cu_seqlens,
+        used,
+        aux: call.aux()?,
+        d_aux,
+        ..GradientTensors::new(inputs, contiguous("lse", lse)?, rows("d_o", d_o)?, results)
     };
     on_stream(&device, object, number, |stream| device.gpu.backward(&gradient, &tensors, stream))
 }

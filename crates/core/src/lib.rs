@@ -34,5 +34,5 @@ pub use expr::Expr;
 pub use half::{bf16, f16};
 pub use inputs::{Bound, Forward, GradientOutputs, Gradients, Inputs, Outputs, Rows, Saved, Sequence};
 pub use mask::{Mask, Span};
-pub use problem::{Layout, Packed, Problem, ProblemBuilder, Side};
+pub use problem::{AuxGradient, Layout, Packed, Problem, ProblemBuilder, Side};
 pub use tensor::{Data, DataMut, Storable, Tensor, TensorError, TensorView, TensorViewMut};

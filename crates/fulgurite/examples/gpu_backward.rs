@@ -33,6 +33,7 @@ fn variant(base: Tuning, text: &str) -> Result<(Tuning, Order), String> {
             "depth" => tuning.depth = number()?,
             "key_depth" => tuning.key_depth = number()?,
             "early" => tuning.early = number()?,
+            "pairs" => tuning.pairs = Some(number()?),
             "drain" => tuning.drain = number()? != 0,
             "pack" => tuning.pack = if value == "late" { Pack::Late } else { Pack::Early },
             "order" => order = if value == "fixed" { Order::Fixed } else { Order::Any },
@@ -100,20 +101,9 @@ impl Cell {
         let scratch = gpu.allocate(plan.scratch_bytes())?;
         let shape = [self.batch, self.length, self.heads, self.dim].map(|n| n as u64);
         let at = |i: usize| Placed::packed(self.buffers[i].span(), shape);
-        let tensors = Tensors {
-            q: at(0),
-            k: at(1),
-            v: at(2),
-            o: at(4),
-            lse: self.lse_buffer.span(),
-            d_o: at(3),
-            d_lse: None,
-            d_q: at(5),
-            d_k: at(6),
-            d_v: at(7),
-            sinks: None,
-        };
-        let launches = plan.plan(&kernels, &tensors, scratch.span(), gpu.multiprocessors()).launches;
+        let [q, k, v, o] = [at(0), at(1), at(2), at(4)];
+        let tensors = Tensors::new([q, k, v, o], self.lse_buffer.span(), at(3), [at(5), at(6), at(7)]);
+        let launches = plan.plan(&kernels, &tensors, scratch.span(), gpu.multiprocessors())?.launches;
         let load = |launch: Launch| -> Result<(Module, Launch), DeviceError> {
             Ok((gpu.load(launch.kernel.clone())?, launch))
         };

@@ -297,7 +297,7 @@ impl Gpu {
             true => recorded.span(),
             false => self.launch_scratch(&self.scratch, stream, plan.scratch_bytes().max(16))?,
         };
-        let launches = plan.plan(kernels, tensors, scratch, self.cuda.multiprocessors());
+        let launches = plan.plan(kernels, tensors, scratch, self.cuda.multiprocessors())?;
         Ok(launches.run(&self.cuda, stream, &mut |kernel| {
             let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
             Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())

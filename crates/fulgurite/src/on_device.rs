@@ -182,6 +182,27 @@ impl OnDevice {
         Ok(())
     }
 
+    /// Offsets of packed sequences, and used lengths.
+    fn lengths(&self, memory: &mut Vec<Buffer>, inputs: &Inputs<'_>) -> Result<Lengths, Error> {
+        let mut whole = |view: &TensorView<'_>| self.upload(memory, &packed_bytes(view));
+        let cu_seqlens = match (&inputs.cu_seqlens_q, &inputs.cu_seqlens_k) {
+            (Some(q), Some(k)) => Some([whole(q)?, whole(k)?]),
+            _ => None,
+        };
+        let mut used = |view: &Option<TensorView<'_>>| view.as_ref().map(&mut whole).transpose();
+        Ok((cu_seqlens, [used(&inputs.used_q)?, used(&inputs.used_k)?]))
+    }
+
+    /// Auxiliary tensors.
+    fn aux(&self, memory: &mut Vec<Buffer>, bound: &Bound<'_>) -> Result<Vec<AuxPlaced>, Error> {
+        let placed = |view: &TensorView<'_>| {
+            let shape: Vec<u64> = view.shape().iter().map(|&n| n as u64).collect();
+            let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
+            Ok(AuxPlaced { span: self.upload(memory, &packed_bytes(view))?, strides })
+        };
+        bound.aux().iter().map(placed).collect()
+    }
+
     /// The tensors of a call beside q, k, v, o and the LSE.
     fn more(
         &self,
@@ -191,19 +212,10 @@ impl OnDevice {
         bound: &Bound<'_>,
         tensors: &mut Tensors,
     ) -> Result<(), Error> {
+        (tensors.cu_seqlens, tensors.used) = self.lengths(memory, inputs)?;
         let mut whole = |view: &TensorView<'_>| self.upload(memory, &packed_bytes(view));
         tensors.sinks = inputs.sinks.as_ref().map(&mut whole).transpose()?;
-        tensors.cu_seqlens = match (&inputs.cu_seqlens_q, &inputs.cu_seqlens_k) {
-            (Some(q), Some(k)) => Some([whole(q)?, whole(k)?]),
-            _ => None,
-        };
-        tensors.used =
-            [inputs.used_q.as_ref().map(&mut whole).transpose()?, inputs.used_k.as_ref().map(&mut whole).transpose()?];
-        for view in bound.aux() {
-            let shape: Vec<u64> = view.shape().iter().map(|&n| n as u64).collect();
-            let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
-            tensors.aux.push(AuxPlaced { span: whole(view)?, strides });
-        }
+        tensors.aux = self.aux(memory, bound)?;
         if let (Some(mask), Some(form)) = (bound.block_mask(), plan.block_form()) {
             match form {
                 BlockForm::Lists => tensors.lists = Some(self.lists(memory, mask)?),
@@ -235,6 +247,9 @@ impl OnDevice {
         Ok(ListsPlaced { counts: [partial.0, full.0], blocks: [partial.1, full.1], widths: [partial.2, full.2] })
     }
 }
+
+/// Offsets of q and of k, and used lengths of both.
+type Lengths = (Option<[Span; 2]>, [Option<Span>; 2]);
 
 /// What each block of a block mask is: hidden 0, partial 1, whole 2.
 fn coverage_bytes(mask: &BlockMask) -> Vec<u8> {
@@ -406,13 +421,24 @@ impl Engine for OnDevice {
             }
             None => None,
         };
-        let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
+        let mut tensors =
+            BackwardTensors { d_lse, sinks, ..BackwardTensors::new([q, k, v, o], lse, d_o, [d_q, d_k, d_v]) };
+        (tensors.cu_seqlens, tensors.used) = self.lengths(memory, inputs)?;
+        tensors.aux = self.aux(memory, &bound)?;
+        tensors.coverage = bound.block_mask().map(|mask| self.upload(memory, &coverage_bytes(mask))).transpose()?;
+        for to in &gradients.d_aux {
+            let room = to.as_ref().map(|to| self.room(memory, 4 * to.shape().count())).transpose()?;
+            tensors.d_aux.push(room);
+        }
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
+        let launches = launches.map_err(|missing| self.refuse(missing.feature))?;
         self.launch(&launches, &modules, run)?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
         self.download(d_v.span, &mut gradients.d_v)?;
-        if let (Some([_, from]), Some(to)) = (sinks, &mut gradients.d_sinks) {
+        let sinks = sinks.map(|[_, from]| from).zip(gradients.d_sinks.as_mut());
+        let aux = tensors.d_aux.iter().zip(&mut gradients.d_aux).filter_map(|(from, to)| (*from).zip(to.as_mut()));
+        for (from, to) in sinks.into_iter().chain(aux) {
             let mut words = vec![0; 4 * to.shape().count()];
             self.device.download(from, &mut words)?;
             let numbers = words.chunks_exact(4).map(|w| f64::from(f32::from_le_bytes([w[0], w[1], w[2], w[3]])));

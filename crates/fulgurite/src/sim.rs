@@ -400,9 +400,9 @@ impl Maker<'_> {
         self.device.upload(lse_buffer.span(), &lse)?;
         let scratch = self.device.allocate(plan.scratch_bytes())?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
-        let tensors =
-            BackwardTensors { q, k, v, o, lse: lse_buffer.span(), d_o, d_lse: None, d_q, d_k, d_v, sinks: None };
-        let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks()).launches;
+        let tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
+        let launches = plan.plan(&kernels, &tensors, scratch.span(), self.blocks());
+        let mut before = launches.unwrap_or_else(|e| panic!("bug in fulgurite: kernels without {e}")).launches;
         // d_q is summed in an order that is not defined, and is compared nowhere; scratch memory neither.
         let (at, results) = match name {
             _ if name.contains("prepare") => (0, Vec::new()),

@@ -76,7 +76,7 @@ where
 }
 
 fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
-    backward::Features { dims: [head_dim, head_dim], mask, exp: Exp::Auto, d_lse: false, order: backward::Order::Any }
+    backward::Features::plain([head_dim, head_dim], mask)
 }
 
 /// Forward attention in bf16 with a feature, as a call of 2 x 8192 tokens has it.
@@ -356,7 +356,9 @@ const ALL: &[Entry] = &[
     Entry {
         name: "backward-prepare-bf16-d128",
         summary: "row sums of d_o o and zeros, before the gradients; bf16, head_dim 128",
-        build: |target| backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none())),
+        build: |target| {
+            backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), backward::Tuning::hopper(128))
+        },
     },
     Entry {
         name: "backward-finish-bf16-d128",

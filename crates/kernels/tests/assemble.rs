@@ -1,13 +1,14 @@
 //! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
 //! probe of the tensor cores.
 
-use fulgurite_core::{BlockSpec, DType, Mask, Problem, expr};
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
 use fulgurite_kernels::attention::plan::Forward;
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
-use fulgurite_ptx::{Target, bf16, f16};
+use fulgurite_ptx::{Kernel, Target, bf16, f16};
+use std::sync::Arc;
 
 fn assembler() -> Option<Assembler> {
     let Some(ptxas) = std::env::var_os("PTXAS") else {
@@ -26,9 +27,19 @@ fn the_probe_assembles() {
     }
 }
 
+/// Assembles the kernels of a problem's gradients; what is wrong with them.
+fn gradients(assembler: &Assembler, problem: ProblemBuilder, order: Order) -> Vec<String> {
+    let problem = problem.dtype(DType::Bf16).build().unwrap();
+    let kernels = Backward::new(&problem, true, order).unwrap().kernels(Target::HOPPER).unwrap();
+    let verdict = |kernel: &Arc<Kernel>| assembler.assemble(kernel).unwrap().verdict().err();
+    let what = |faults| format!("{:?}, {:?}, {order:?}: {faults:.200?}", problem.layout(), problem.mask());
+    kernels.all().filter_map(verdict).map(what).collect()
+}
+
 #[test]
 fn gradients_assemble() {
     let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
     for dims in
         [[8, 8], [72, 40], [136, 136], [192, 128], [192, 192], [192, 256], [256, 256], [64, 256], [64, 64], [128, 128]]
     {
@@ -37,18 +48,53 @@ fn gradients_assemble() {
             (Mask::causal(), Order::Any),
             (Mask::window(Some(128), Some(0)), Order::Any),
             (Mask::none(), Order::Fixed),
+            (Mask::causal(), Order::Fixed),
             (Mask::window(Some(70), None), Order::Fixed),
         ] {
             let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dims(dims[0], dims[1]).sinks();
-            let plan =
-                Backward::new(&problem.dtype(DType::Bf16).mask(mask.clone()).build().unwrap(), true, order).unwrap();
-            let kernels = plan.kernels(Target::HOPPER).unwrap();
-            for kernel in kernels.all() {
-                let report = assembler.assemble(kernel).unwrap();
-                assert!(report.verdict().is_ok(), "{dims:?}, {mask:?}: {:?}", report.verdict());
-            }
+            wrong.extend(gradients(&assembler, problem.mask(mask), order));
         }
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn gradients_of_sequences_with_lengths_of_their_own_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for d in [64, 128, 256] {
+        for (mask, order) in [
+            (Mask::causal(), Order::Any),
+            (Mask::window(Some(128), Some(0)), Order::Any),
+            (Mask::causal(), Order::Fixed),
+        ] {
+            let base = || Problem::builder().heads(2, 1).head_dim(d).mask(mask.clone());
+            wrong.extend(gradients(&assembler, base().packed(&[0, 40, 90], &[0, 50, 300]), order));
+            wrong.extend(gradients(&assembler, base().dense(2, 64, 700).used_lengths(true, true), order));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn gradients_of_modified_scores_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for d in [64, 128, 256] {
+        let base = || Problem::builder().dense(2, 64, 700).heads(2, 1).head_dim(d);
+        let blocks = BlockSpec { rows: 128, cols: 128, ..BlockSpec::default() };
+        for problem in [
+            base().softcap(30.0).mask(Mask::causal()),
+            base().alibi().mask(Mask::documents()),
+            base().bias([2, 2, 64, 700], DType::F32, true),
+            base().bias([2, 1, 1, 700], DType::F32, true).mask(Mask::causal()),
+            base().block_mask(blocks),
+            base().packed(&[0, 40, 90], &[0, 50, 300]).softcap(20.0).alibi().mask(Mask::window(Some(90), Some(0))),
+        ] {
+            wrong.extend(gradients(&assembler, problem, Order::Any));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]

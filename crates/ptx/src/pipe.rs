@@ -60,19 +60,6 @@ impl<'k> Ring<'k> {
         }
     }
 
-    /// Waits until the phase of this parity is over.
-    #[track_caller]
-    fn wait(&self, barrier: Val<'k, u32>, parity: Val<'k, u32>) {
-        let (at, k) = (Location::caller(), self.k);
-        let place = Arg::Address(Base::Reg(barrier.in_register()), 0);
-        let body = k.block(|| {
-            let done = k.register(Class::Pred);
-            k.placed(at, || k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]));
-            k.push(Stmt::Break { cond: done, when: true, at });
-        });
-        k.push(Stmt::Loop { body, at });
-    }
-
     /// To the next stage; past the last, to the first with the other parity.
     #[track_caller]
     fn advance(&self, [stage, parity]: Cursor<'k>) {
@@ -94,7 +81,7 @@ impl<'k> Ring<'k> {
     fn wait_empty(&self) -> Cursor<'k> {
         self.k.pipe_filled(self.id);
         let cursor = self.cursor("put");
-        self.wait(self.barrier(self.empty, cursor[0].now()), cursor[1].now());
+        wait_phase(self.k, self.barrier(self.empty, cursor[0].now()), cursor[1].now());
         cursor
     }
 
@@ -102,7 +89,7 @@ impl<'k> Ring<'k> {
     #[track_caller]
     fn wait_full(&self) -> Cursor<'k> {
         let cursor = self.cursor("take");
-        self.wait(self.barrier(self.full, cursor[0].now()), cursor[1].now());
+        wait_phase(self.k, self.barrier(self.full, cursor[0].now()), cursor[1].now());
         cursor
     }
 
@@ -126,6 +113,19 @@ impl<'k> Ring<'k> {
             });
         });
     }
+}
+
+/// Waits until the phase of this parity is over.
+#[track_caller]
+pub(crate) fn wait_phase<'k>(k: &'k Builder, barrier: Val<'k, u32>, parity: Val<'k, u32>) {
+    let at = Location::caller();
+    let place = Arg::Address(Base::Reg(barrier.in_register()), 0);
+    let body = k.block(|| {
+        let done = k.register(Class::Pred);
+        k.placed(at, || k.emit(&mbarrier::TRY_WAIT, [Arg::Reg(done), place, parity.arg()]));
+        k.push(Stmt::Break { cond: done, when: true, at });
+    });
+    k.push(Stmt::Loop { body, at });
 }
 
 /// A ring whose stages hold one tile of each of several shapes, and perhaps a row of numbers.
@@ -505,6 +505,19 @@ impl<'k> Mailbox<'k> {
             k.emit(&memory::LD_SHARED_32, [Arg::List(part.into()), place, Arg::Word(".v4")]);
         }
         regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
+    }
+
+    /// One number of the message that was waited for last: one register instead of four.
+    #[track_caller]
+    pub fn word<W: Who>(&self, _: &Scope<'k, W>, i: usize) -> Val<'k, u32> {
+        let (ring, k) = (&self.ring, self.ring.k);
+        if i >= self.words {
+            k.refuse(format!("number {i} of a message, allowed: below {}", self.words));
+        }
+        let (base, d) = (self.place(ring.cursor("take")), k.register(Class::B32));
+        let place = Arg::Address(Base::Reg(base), 4 * i as i32);
+        k.emit(&memory::LD_SHARED_32, [Arg::List([d].into()), place, Arg::Word("")]);
+        Val::reg(k, d)
     }
 
     /// The message that was waited for is not read any more.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::backward::Case;
-use common::mutate::{change, drop, drop_loop, drop_wait, line, replace};
+use common::mutate::{change, drop, drop_loop, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Kernels;
@@ -132,16 +132,39 @@ fn in_the_order_of_sums() {
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let wait = line(&k(), "ld.acquire", 0);
-    let untold = drop(drop(k(), "st.release", 1), "st.release", 0);
-    let bug = Bug { name: "nobody is told", kernel: untold, fault: Fault::Deadlock, lines: vec![wait], or: &[] };
-    check(vec![bug], &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+    let untold = drop(k(), "st.release", 0);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    // The messages: where the one who looks waits for one, who tells, who posts, and those who add.
+    let mut waits: Vec<Line> = Vec::new();
+    k().each_op(&mut |op| {
+        let at = Line::from(op.at);
+        if op.inst.name == "mbarrier.try_wait" && at.to_string().contains("turns.rs") && !waits.contains(&at) {
+            waits.push(at);
+        }
+    });
+    let [_, tell, post, _, add] = waits[..] else { panic!("{waits:?}") };
+    let bugs = vec![
+        bug("nobody is told", untold, Fault::Deadlock, &[wait]),
+        Bug {
+            or: &[Fault::Uninitialised],
+            ..bug("told before anything was added", drop_waits_at(k(), tell), Fault::Race, &[])
+        },
+        bug("a message written over one that is in hand", drop_waits_at(k(), post), Fault::Race, &[post]),
+    ];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 
-    let impatient = drop_loop(drop_loop(k(), "ld.acquire", 1), "ld.acquire", 0);
-    let impatient = Kernels { main: Arc::new(impatient), ..kernels.clone() };
     // All blocks at once: of two, it does not matter who comes first.
     let sim = |seed| Sim::new(Options { seed, resident: 5, ..Options::default() });
     let run = |kernels: &Kernels, seed: u64| case.run(&sim(seed), kernels).unwrap().0;
-    let (right, wrong) = (run(&kernels, 0), run(&impatient, 0));
+    let right = run(&kernels, 0);
     assert!((1..4).all(|seed| run(&kernels, seed) == right));
-    assert!((1..4).any(|seed| run(&impatient, seed) != wrong), "sums in any order came out the same");
+    for (name, kernel) in
+        [("no look", drop_loop(k(), "ld.acquire", 0)), ("added before the turn", drop_waits_at(k(), add))]
+    {
+        let wrong = Kernels { main: Arc::new(kernel), ..kernels.clone() };
+        let first = case.run(&sim(0), &wrong).map(|(gradients, _)| gradients).ok();
+        // Messages that come too late for those who add end in a barrier that is told twice.
+        let differs = |seed| case.run(&sim(seed), &wrong).map(|(gradients, _)| gradients).ok() != first;
+        assert!(first.is_none() || (1..4).any(differs), "{name}: sums in any order came out the same");
+    }
 }

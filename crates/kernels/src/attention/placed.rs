@@ -1,5 +1,6 @@
 //! Where the tensors of a call lie, and how they become the arguments of a kernel.
 
+use fulgurite_core::Layout;
 use fulgurite_ptx::device::{Span, TensorSpan, Value};
 use fulgurite_ptx::{Kernel, Number, divisor_values};
 use std::collections::HashMap;
@@ -53,6 +54,14 @@ impl Placed {
             (true, _) => Some(s),
             (false, 0) => None,
             (false, row) => batch.is_multiple_of(row).then(|| batch / row),
+        }
+    }
+
+    /// The same with memory that `any` has where there is nothing to read: every element is masked then.
+    pub(super) fn or(&self, any: &Placed) -> Placed {
+        match self.shape.contains(&0) {
+            true => Placed { shape: [1, 1, 1, any.shape[3]], ..*any },
+            false => *self,
         }
     }
 
@@ -162,6 +171,32 @@ impl<'a> Arguments<'a> {
     pub fn divisor(&mut self, [name, magic, shift]: [&str; 3], d: u64) {
         for (name, value) in [name, magic, shift].into_iter().zip(divisor_values(d as u32)) {
             self.add(name, value);
+        }
+    }
+    /// Auxiliary tensors of these shapes.
+    pub fn aux<'b>(&mut self, all: impl Iterator<Item = &'b AuxPlaced>, shapes: &[Vec<usize>]) {
+        for (i, (aux, shape)) in all.zip(shapes).enumerate() {
+            self.add(&format!("aux{i}"), Value::Pointer(aux.span));
+            for (axis, (&stride, &n)) in aux.strides.iter().zip(shape).enumerate() {
+                self.add_u32(&format!("aux{i}_last{axis}"), (n as u64).saturating_sub(1));
+                self.add_u32(&format!("aux{i}_stride{axis}"), stride);
+            }
+        }
+    }
+    /// Sequences with lengths of their own: how many, the rows of q and k, offsets and used lengths.
+    pub fn sequences(&mut self, layout: Layout, cu_seqlens: Option<[Span; 2]>, used: [Option<Span>; 2]) {
+        let (batch, q_rows, k_rows) = match layout {
+            Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
+            Layout::Packed(p) => (p.batch, p.total_q, p.total_k),
+        };
+        for (name, n) in [("batch", batch), ("q_rows", q_rows), ("k_rows", k_rows)] {
+            self.add_u32(name, n as u64);
+        }
+        for (name, span) in ["cu_seqlens_q", "cu_seqlens_k"].into_iter().zip(cu_seqlens.into_iter().flatten()) {
+            self.add(name, Value::Pointer(span));
+        }
+        for (name, span) in ["used_q", "used_k"].into_iter().zip(used) {
+            span.into_iter().for_each(|span| self.add(name, Value::Pointer(span)));
         }
     }
     /// In the kernel's order.

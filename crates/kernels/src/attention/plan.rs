@@ -378,38 +378,22 @@ impl Forward {
     /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
     fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
         let tile = u64::from(self.tile_rows());
-        // Without keys every element is masked: any memory does.
-        let q = tensors.rows[0];
-        let some = |placed: &Placed| match placed.shape.contains(&0) {
-            true => Placed { shape: [1, 1, 1, q.shape[3]], ..q },
-            false => *placed,
-        };
         for (name, placed) in ["q", "k", "v", "o"].into_iter().zip(&tensors.rows) {
-            let tensor = some(placed).ragged(self.number).ok_or_else(|| Missing {
+            let tensor = placed.or(&tensors.rows[0]).ragged(self.number).ok_or_else(|| Missing {
                 feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
             })?;
             args.add(name, Value::Tensor(tensor));
         }
-        let (batch, q_rows, k_rows, tiles, lse_rows) = match layout {
-            Layout::Dense { batch, q_len, k_len } => {
+        args.sequences(layout, tensors.cu_seqlens, tensors.used);
+        let (tiles, lse_rows) = match layout {
+            Layout::Dense { batch, q_len, .. } => {
                 for (name, placed) in STEPS.into_iter().zip(&tensors.rows) {
                     args.add_u32(name, placed.step().unwrap_or(0));
                 }
-                (batch, q_len, k_len, batch as u64 * (q_len as u64).div_ceil(tile), q_len)
+                (batch as u64 * (q_len as u64).div_ceil(tile), q_len)
             }
-            Layout::Packed(p) => {
-                (p.batch, p.total_q, p.total_k, p.total_q as u64 / tile + p.batch as u64 + 1, p.total_q)
-            }
+            Layout::Packed(p) => (p.total_q as u64 / tile + p.batch as u64 + 1, p.total_q),
         };
-        for (name, n) in [("batch", batch), ("q_rows", q_rows), ("k_rows", k_rows)] {
-            args.add_u32(name, n as u64);
-        }
-        for (name, span) in ["cu_seqlens_q", "cu_seqlens_k"].into_iter().zip(tensors.cu_seqlens.into_iter().flatten()) {
-            args.add(name, Value::Pointer(span));
-        }
-        for (name, span) in ["used_q", "used_k"].into_iter().zip(tensors.used) {
-            span.into_iter().for_each(|span| args.add(name, Value::Pointer(span)));
-        }
         Ok((tiles * self.heads[0], lse_rows as u64))
     }
 
@@ -422,14 +406,7 @@ impl Forward {
             args.add("sinks", Value::Pointer(span));
         }
         let coverage = tensors.coverage.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
-        let all = tensors.aux.iter().chain(&coverage);
-        for (i, (aux, shape)) in all.zip(&self.aux_shapes).enumerate() {
-            args.add(&format!("aux{i}"), Value::Pointer(aux.span));
-            for (axis, (&stride, &n)) in aux.strides.iter().zip(shape).enumerate() {
-                args.add_u32(&format!("aux{i}_last{axis}"), (n as u64).saturating_sub(1));
-                args.add_u32(&format!("aux{i}_stride{axis}"), stride);
-            }
-        }
+        args.aux(tensors.aux.iter().chain(&coverage), &self.aux_shapes);
         if let (Some(lists), Some((spec, _))) = (&tensors.lists, self.blocks) {
             for (i, name) in NAMES.into_iter().enumerate() {
                 args.add(&format!("{name}_counts"), Value::Pointer(lists.counts[i]));
@@ -506,13 +483,13 @@ impl Ready {
 }
 
 /// Elements from one to the next along each axis of a contiguous tensor.
-fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
+pub(super) fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
     let shape = shape.map_or(&[][..], |shape| shape);
     (0..shape.len()).map(|axis| shape[axis + 1..].iter().map(|&n| n as u64).product()).collect()
 }
 
 /// The mask of a problem with a block mask whose blocks no tile divides: each element looks its block up.
-fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Program {
+pub(super) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Program {
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let shape = vec![spec.batch, spec.heads, q_blocks, k_blocks];
     aux.push(AuxSpec { name: COVERAGE.into(), dtype: DType::I32, shape, grad: false });

@@ -169,26 +169,118 @@ impl<'k> Equal<'k> {
     /// Batch and head of a tile, and its number among those of the head, in the order of rows.
     #[track_caller]
     pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+        let [batch, head, up] = self.place(heads, tile);
+        [batch, head, self.m_tiles - 1 - up]
+    }
+
+    /// Batch and head of a tile, and how many tiles of the head go before.
+    #[track_caller]
+    pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let [number, tile] = self.band.div_rem(tile);
         let first = number * self.order.value();
         let count = Divisor::select((first + self.order.value()).le(self.pairs), self.order, self.rest);
         let [up, across] = count.div_rem(tile);
         let [batch, head] = heads.div_rem(first + across);
-        [batch, head, self.m_tiles - 1 - up]
+        [batch, head, up]
+    }
+
+    /// Tiles of a head.
+    pub fn tiles_of_head(&self) -> Val<'k, u32> {
+        self.m_tiles
+    }
+}
+
+/// Where sequences with lengths of their own begin, and how long they are: of queries (0) and of keys (1).
+pub struct Sides<'k> {
+    ragged: Ragged,
+    /// Whose tiles are walked: behind packed sequences there is one more, with the rows of this side that belong to none.
+    walked: usize,
+    batch: Val<'k, u32>,
+    /// Rows of room of each sequence where they have the same, rows of the tensors where they are packed.
+    rows: [Val<'k, u32>; 2],
+    offsets: Option<[Pointer<'k, u32>; 2]>,
+    used: [Option<Pointer<'k, u32>>; 2],
+}
+
+impl<'k> Sides<'k> {
+    /// Declares the parameters.
+    pub fn new(k: &'k Builder, ragged: Ragged, walked: usize) -> Self {
+        let [batch, q_rows, k_rows] = ["batch", "q_rows", "k_rows"].map(|name| k.param::<u32>(name));
+        let offsets = ragged.packed.then(|| ["cu_seqlens_q", "cu_seqlens_k"].map(|name| k.array::<u32>(name)));
+        let used = [(ragged.used_q, "used_q"), (ragged.used_k, "used_k")].map(|(has, name)| has.then(|| k.array(name)));
+        Sides { ragged, walked, batch, rows: [q_rows, k_rows], offsets, used }
+    }
+
+    /// How many sequences are walked.
+    pub fn count(&self) -> Val<'k, u32> {
+        if self.ragged.packed { self.batch + 1 } else { self.batch }
+    }
+
+    /// First row (of a packed tensor) and room of a sequence. Offsets that do not ascend are not believed.
+    #[track_caller]
+    pub fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+        let rows = self.rows[side];
+        match self.offsets {
+            Some(offsets) => {
+                let start = offsets[side].load(t, sequence).min(rows);
+                let last = sequence.eq(self.batch);
+                let end = offsets[side].load(t, (sequence + 1).min(self.batch)).min(rows);
+                // The rows behind the last sequence: all of the walked side, and none of the other.
+                let end = last.select::<u32>(if side == self.walked { rows } else { start }, end);
+                [start, end.max(start) - start]
+            }
+            None => [t.constant(0u32), rows],
+        }
+    }
+
+    /// Steps of `rows` queries before the first of a sequence, where each has steps of its own: at least one for each.
+    #[track_caller]
+    pub fn first_step<W: Who>(&self, t: &Scope<'k, W>, sequence: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        match self.offsets {
+            Some(offsets) => offsets[0].load(t, sequence).min(self.rows[0]) / rows + sequence,
+            None => ((self.rows[0] + (rows - 1)) / rows).max(1) * sequence,
+        }
+    }
+
+    /// The sequence that a step belongs to: the last that begins before it or with it.
+    pub fn of_step<W: Who>(&self, t: &Scope<'k, W>, step: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        let (low, high) = (t.var(0u32), t.var(self.count()));
+        t.repeat(|t, leave| {
+            let middle = (low.get() + high.get()) / 2;
+            leave.when((high.get() - low.get()).le(1));
+            let after = self.first_step(t, middle, rows).gt(step);
+            low.set(after.select(low.get(), middle));
+            high.set(after.select(middle, high.get()));
+        });
+        low.get()
+    }
+
+    /// How many rows of a sequence are in use, of those it has room for.
+    #[track_caller]
+    pub fn used<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        side: usize,
+        sequence: Val<'k, u32>,
+        room: Val<'k, u32>,
+    ) -> Val<'k, u32> {
+        let within = match self.used[side] {
+            // A negative number is no length.
+            Some(used) => used.load(t, sequence.min(self.batch - 1)).to_i32().max(0).to_u32().min(room),
+            None => room,
+        };
+        match self.ragged.packed {
+            true => sequence.eq(self.batch).select::<u32>(0, within),
+            false => within,
+        }
     }
 }
 
 /// Tiles of a batch of sequences with lengths of their own, sequence by sequence.
 pub struct Unequal<'k> {
-    ragged: Ragged,
-    batch: Val<'k, u32>,
-    /// Rows of room of each sequence where they have the same, rows of the tensors where they are packed.
-    q_rows: Val<'k, u32>,
-    k_rows: Val<'k, u32>,
-    /// Rows from one sequence to the next in q, k, v and o, where they have the same room.
-    steps: Option<[Val<'k, u32>; 4]>,
-    offsets: Option<[Pointer<'k, u32>; 2]>,
-    used: [Option<Pointer<'k, u32>>; 2],
+    pub sides: Sides<'k>,
+    /// Rows from one sequence to the next in each tensor of rows, where they have the same room.
+    steps: Option<Vec<Val<'k, u32>>>,
 }
 
 /// Where the walk along the sequences stands.
@@ -203,18 +295,21 @@ pub struct Walk<'k> {
 }
 
 impl<'k> Unequal<'k> {
-    /// Declares the parameters.
+    /// Declares the parameters, for queries.
     pub fn new(k: &'k Builder, ragged: Ragged) -> Self {
-        let [batch, q_rows, k_rows] = ["batch", "q_rows", "k_rows"].map(|name| k.param::<u32>(name));
-        let steps = (!ragged.packed).then(|| STEPS.map(|name| k.param::<u32>(name)));
-        let offsets = ragged.packed.then(|| ["cu_seqlens_q", "cu_seqlens_k"].map(|name| k.array::<u32>(name)));
-        let used = [(ragged.used_q, "used_q"), (ragged.used_k, "used_k")].map(|(has, name)| has.then(|| k.array(name)));
-        Unequal { ragged, batch, q_rows, k_rows, steps, offsets, used }
+        Self::of(k, ragged, 0, &STEPS)
     }
 
-    /// How many sequences are walked: behind packed ones there is one more without keys, the rows that belong to none.
-    fn count(&self) -> Val<'k, u32> {
-        if self.ragged.packed { self.batch + 1 } else { self.batch }
+    /// The same for tiles of a side, and tensors whose steps have these names.
+    pub fn of(k: &'k Builder, ragged: Ragged, walked: usize, steps: &[&str]) -> Self {
+        let sides = Sides::new(k, ragged, walked);
+        let steps = (!ragged.packed).then(|| steps.iter().map(|name| k.param::<u32>(name)).collect());
+        Unequal { sides, steps }
+    }
+
+    /// First row of a sequence in the `tensor`-th tensor, `start` being that of a packed one.
+    pub fn first_row(&self, tensor: usize, batch: Val<'k, u32>, start: Val<'k, u32>) -> Val<'k, u32> {
+        self.steps.as_ref().map_or(start, |steps| batch * steps[tensor])
     }
 
     /// The rows of a tile's sequence in a tensor; of k and v those that some query sees.
@@ -222,44 +317,11 @@ impl<'k> Unequal<'k> {
     pub fn slice(&self, work: &Work<'k>, of: Of) -> Slice<'k> {
         let sequence = work.sequence.expect("bug in fulgurite: a tile without its sequence");
         let keys = matches!(of, Of::K | Of::V);
-        let start = match self.steps {
-            Some(steps) => work.batch * steps[of as usize],
-            None if keys => sequence.k_start,
-            None => sequence.q_start,
-        };
+        let start = if keys { sequence.k_start } else { sequence.q_start };
+        let start = self.first_row(of as usize, work.batch, start);
         match keys {
             true => Slice { start: start + sequence.first, rows: sequence.seen },
             false => Slice { start, rows: sequence.q_room },
-        }
-    }
-
-    /// First row (of a packed tensor) and room of a sequence, of queries or of keys. Offsets that do not ascend are not believed.
-    #[track_caller]
-    fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
-        let rows = [self.q_rows, self.k_rows][side];
-        match self.offsets {
-            Some(offsets) => {
-                let start = offsets[side].load(t, sequence).min(rows);
-                let last = sequence.eq(self.batch);
-                let end = offsets[side].load(t, (sequence + 1).min(self.batch)).min(rows);
-                // The rows behind the last sequence: all of q, and none of k and v.
-                let end = last.select::<u32>(if side == 0 { rows } else { start }, end);
-                [start, end.max(start) - start]
-            }
-            None => [t.constant(0u32), rows],
-        }
-    }
-
-    #[track_caller]
-    fn used<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>, room: Val<'k, u32>) -> Val<'k, u32> {
-        let within = match self.used[side] {
-            // A negative number is no length.
-            Some(used) => used.load(t, sequence.min(self.batch - 1)).to_i32().max(0).to_u32().min(room),
-            None => room,
-        };
-        match self.ragged.packed {
-            true => sequence.eq(self.batch).select::<u32>(0, within),
-            false => within,
         }
     }
 
@@ -269,7 +331,7 @@ impl<'k> Unequal<'k> {
 
     /// Before the first tile.
     pub fn start(&self, t: &Scope<'k, Thread>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
-        let [start, room] = self.room(t, 0, t.constant(0u32));
+        let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
         Walk {
             sequence: t.var(0u32),
             first_tile: t.var(0u32),
@@ -291,8 +353,8 @@ impl<'k> Unequal<'k> {
         t.repeat(|t, leave| {
             leave.when((tile - walk.first_tile.get()).lt(walk.tiles.get()));
             let next = walk.sequence.get() + 1;
-            leave.when(next.ge(self.count()));
-            let [start, room] = self.room(t, 0, next);
+            leave.when(next.ge(self.sides.count()));
+            let [start, room] = self.sides.room(t, self.sides.walked, next);
             walk.first_tile.set(walk.first_tile.get() + walk.tiles.get());
             walk.sequence.set(next);
             walk.start.set(start);
@@ -307,6 +369,14 @@ impl<'k> Unequal<'k> {
         walk.first_tile.get() + walk.tiles.get()
     }
 
+    /// Of a tile in the sequence that was sought: the sequence, the head, how many tiles of the head go before, and how many
+    /// there are.
+    #[track_caller]
+    pub fn place(&self, walk: &Walk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
+        let [up, head] = heads.div_rem(tile - walk.first_tile.get());
+        [walk.sequence.get(), head, up, heads.div_rem(walk.tiles.get())[0]]
+    }
+
     /// Batch, head and number of a tile in the sequence that was sought, and the sequence.
     pub fn find(
         &self,
@@ -316,23 +386,22 @@ impl<'k> Unequal<'k> {
         heads: Divisor<'k>,
         spans: Option<&Spans>,
     ) -> ([Val<'k, u32>; 3], Sequence<'k>) {
-        let (sequence, inside) = (walk.sequence.get(), tile - walk.first_tile.get());
+        let [sequence, head, up, m_tiles] = self.place(walk, tile, heads);
         // The rows with the most keys, the last, go first.
-        let [up, head] = heads.div_rem(inside);
-        let m_tiles = heads.div_rem(walk.tiles.get())[0];
         let sequence_of = self.lengths(t, sequence, [walk.start.get(), walk.room.get()], spans);
         ([sequence, head, m_tiles - 1 - up], sequence_of)
     }
 
     /// A sequence by its number.
     pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>, spans: &Spans) -> Sequence<'k> {
-        let queries = self.room(t, 0, number);
+        let queries = self.sides.room(t, 0, number);
         self.lengths(t, number, queries, Some(spans))
     }
 
     /// Rows of packed q and o that belong to no sequence: from the first to past the last.
     pub fn rest<W: Who>(&self, t: &Scope<'k, W>) -> Option<[Val<'k, u32>; 2]> {
-        self.ragged.packed.then(|| [self.room(t, 0, self.batch)[0], self.q_rows])
+        let Sides { ragged, batch, rows, .. } = &self.sides;
+        ragged.packed.then(|| [self.sides.room(t, 0, *batch)[0], rows[0]])
     }
 
     /// A sequence whose first row and room of queries are known.
@@ -343,9 +412,9 @@ impl<'k> Unequal<'k> {
         [q_start, q_room]: [Val<'k, u32>; 2],
         spans: Option<&Spans>,
     ) -> Sequence<'k> {
-        let [k_start, k_room] = self.room(t, 1, sequence);
-        let q_len = self.used(t, 0, sequence, q_room);
-        let k_len = self.used(t, 1, sequence, k_room);
+        let [k_start, k_room] = self.sides.room(t, 1, sequence);
+        let q_len = self.sides.used(t, 0, sequence, q_room);
+        let k_len = self.sides.used(t, 1, sequence, k_room);
         let (zero, [q, k]) = (t.constant(0i32), [q_len, k_len].map(|n| n.to_i32()));
         let whole = Lengths { k, bottom_right: k - q, top_left: zero };
         let bounded = |bounded: fn(&Spans) -> bool| spans.filter(|s| bounded(s));

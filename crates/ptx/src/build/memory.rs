@@ -145,6 +145,14 @@ impl<'k> Pointer<'k, f32> {
     }
 }
 
+impl<'k> Pointer<'k, f32> {
+    /// Adds to an element in one step, in whatever order threads come.
+    #[track_caller]
+    pub fn add<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: Val<'k, f32>) {
+        w.k.emit(&crate::table::atomic::RED_F32_ONE, [self.place(index), x.arg()]);
+    }
+}
+
 impl<'k> Pointer<'k, u32> {
     /// Waits until an element has this value; what its writer [`publish`](Self::publish)ed with it can then be seen.
     #[track_caller]

@@ -246,11 +246,19 @@ macro_rules! warps {
             /// One thread of the first warp.
             #[track_caller]
             pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
-                let (first, at) = (self.k.role_warps().0, Location::caller());
+                self.one_thread_of_warp(0, f);
+            }
+            /// One thread of the `n`-th warp.
+            #[track_caller]
+            pub fn one_thread_of_warp(&self, n: u32, f: impl FnOnce(&Scope<'k, Thread>)) {
+                let ((first, warps), at) = (self.k.role_warps(), Location::caller());
+                if n >= warps {
+                    self.k.refuse(format!("a thread of warp {n}, allowed: below {warps}"));
+                }
                 // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
                 // assembler starts copies without a loop over lanes.
                 let warp = (self.thread() / 32).of_first_lane();
-                self.when(warp.eq(first), |w| {
+                self.when(warp.eq(first + n), |w| {
                     let (d, elected) = Val::<bool>::fresh(self.k);
                     w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
                     w.when(elected, |_| f(&Scope::new(self.k)));

@@ -96,19 +96,10 @@ impl Case {
         let [q_at, k_at, v_at, o_at, d_o_at] = std::array::from_fn(|i| placed(&tensors[i].0, tensors[i].1));
         let [d_q, d_k, d_v] = std::array::from_fn(|i| placed(&results[i].0, results[i].1));
         let places = Tensors {
-            q: q_at,
-            k: k_at,
-            v: v_at,
-            o: o_at,
-            lse: lse.span(),
-            d_o: d_o_at,
             d_lse: self.d_lse.then(|| d_lse.span()),
-            d_q,
-            d_k,
-            d_v,
-            sinks: None,
+            ..Tensors::new([q_at, k_at, v_at, o_at], lse.span(), d_o_at, [d_q, d_k, d_v])
         };
-        let plan = plan.plan(kernels, &places, scratch.span(), self.blocks);
+        let plan = plan.plan(kernels, &places, scratch.span(), self.blocks).unwrap();
         plan.run(sim, Stream::default(), &mut |kernel| sim.load(kernel.clone()))?;
         sim.synchronize(Stream::default())?;
         let mut gradients = Gradients::zeros(&problem).unwrap();

@@ -7,7 +7,10 @@
 //! A step, of which s and d_p are already in flight: p, d_z, written | barrier | start d_q, d_v, d_k | wait for d_q, add
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
-use super::main::{Main, Walk, Work, clear, pack, probabilities, score_gradients, tile};
+use super::main::{Main, tile};
+use super::modified::clean;
+use super::tiles::Of;
+use super::walk::{Walk, clear, pack, probabilities, score_gradients};
 use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Tile, TileShape, Word};
 
@@ -56,25 +59,48 @@ where
         w.multiply(&d_k, tile_of(w, &d_z_tiles).operand(Major::Inner), q, Sum::Onto);
     };
 
+    let modifying = main.modified.as_ref().map(|modified| modified.in_role(w, main.scale));
+    let set_head = |w: &Scope<'k, Group>| {
+        if let Some(modifying) = &modifying {
+            modifying.set(w, main, &main.read(&tickets.again(w)), walk.head());
+        }
+    };
+
     w.repeat(|w, leave| {
-        let work = Work::read(&tickets.wait(w));
+        let work = main.read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
-        limits.set_keys(w, (work.tile * tuning.keys()).to_i32(), main.k_len.to_i32(), main.lengths());
+        limits.set_keys(
+            w,
+            (work.tile * tuning.keys()).to_i32(),
+            main.k_len(work.sequence).to_i32(),
+            main.lengths(work.sequence),
+        );
         walk.start(w, &work);
         clear(&d_k);
         clear(&d_v);
+        set_head(w);
         keys.wait(w);
+        if main.modified.as_ref().is_some_and(|modified| modified.hides()) {
+            clean::<T>(w, &keys.current(w));
+            w.sync_role(&all);
+        }
         scores(w);
         products(w);
         w.repeat(|w, leave| {
             w.wait_products(1); // s
             let first = walk.first_query() + (own * half).to_i32();
+            let slopes = modifying.as_ref().map(|modifying| modifying.apply(w, &s, first));
             limits.apply(w, &s, &Block { first, full: None });
             probabilities(w, main, &s, queries.numbers(w).part(own, half), |eight| pack(&p, eight, &s));
             w.write_fragment(tile_of(w, &p_tiles).cols(own, half), &p);
             w.wait_products(0); // d_p
             let delta = outputs.numbers(w).part(own, half);
-            score_gradients(w, [&s, &d_p], delta, |eight| pack(&d_z, eight, &d_p));
+            match (&modifying, &slopes) {
+                (Some(modifying), Some(slopes)) => {
+                    modifying.gradients(w, [&s, &d_p], delta, slopes, |eight| pack(&d_z, eight, &d_p));
+                }
+                _ => score_gradients(w, [&s, &d_p], delta, |eight| pack(&d_z, eight, &d_p)),
+            }
             w.write_fragment(tile_of(w, &d_z_tiles).cols(own, half), &d_z);
             w.publish_shared();
             // One barrier is enough for two tiles of each: whoever passes it has waited for all products of the step before.
@@ -85,14 +111,13 @@ where
             value_sums(w);
             key_sums(w);
             w.wait_products(2); // d_q
-            walk.await_turn(w);
             walk.add(w, &d_q, 0..fours);
             w.wait_products(0);
             outputs.done(w);
             queries.keep(w);
             queries.release_previous(w);
             scores(w);
-            walk.forward(w);
+            walk.forward(w, set_head);
             products(w);
         });
         value_sums(w);
@@ -102,11 +127,9 @@ where
         outputs.done(w);
         queries.keep(w);
         queries.release_previous(w);
-        walk.await_turn(w);
         walk.add(w, &d_q, 0..fours);
-        walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
-        let work = Work::read(&tickets.again(w));
+        let work = main.read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
@@ -116,13 +139,14 @@ where
         w.publish_shared();
         w.sync_group(&barrier);
         w.one_thread_of_group(|t| {
-            let at = |cols: u32| [own * cols, work.tile * tuning.keys(), work.head, work.batch];
-            t.store_tile(&main.d_v, &at(cols[1]), to_v);
-            t.store_tile(&main.d_k, &at(cols[0]), to_k);
+            let at = |of, cols: u32| main.at(of, &work, [own * cols, work.tile * tuning.keys(), work.head]);
+            t.store_tile(&main.d_v, &at(Of::DV, cols[1]), to_v);
+            t.store_tile(&main.d_k, &at(Of::DK, cols[0]), to_k);
             t.commit_stores();
             t.wait_stores_read(0);
         });
         keys.done(w);
     });
+    walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }

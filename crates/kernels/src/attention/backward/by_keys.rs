@@ -8,7 +8,9 @@
 //! additions are slow to leave, and the products behind it keep the tensor cores busy meanwhile.
 
 use super::Pack;
-use super::main::{Main, Walk, Work, clear, pack, probabilities, score_gradients, tile};
+use super::main::{Main, tile};
+use super::tiles::Of;
+use super::walk::{Walk, clear, pack, probabilities, score_gradients};
 use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tile, Word};
 
@@ -58,10 +60,10 @@ where
     let fours = cols / 8;
 
     w.repeat(|w, leave| {
-        let work = Work::read(&tickets.wait(w));
+        let work = main.read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         let first_key = (work.tile * tuning.keys() + own * 64).to_i32();
-        limits.set_keys(w, first_key, main.k_len.to_i32(), main.lengths());
+        limits.set_keys(w, first_key, main.k_len(work.sequence).to_i32(), main.lengths(work.sequence));
         walk.start(w, &work);
         clear(&d_k);
         clear(&d_v);
@@ -97,7 +99,6 @@ where
             value_sums(w);
             key_sums(w);
             w.wait_products(2); // d_q
-            walk.await_turn(w);
             let early = fours * tuning.early / 8;
             walk.add(w, &d_q, 0..early);
             w.wait_products(if tuning.drain { 0 } else { 1 }); // d_v
@@ -105,7 +106,7 @@ where
             queries.keep(w);
             scores(w);
             walk.add(w, &d_q, early..fours);
-            walk.forward(w);
+            walk.forward(w, |_| {});
             products(w);
         });
         value_sums(w);
@@ -115,11 +116,9 @@ where
         outputs.done(w);
         queries.keep(w);
         queries.release_previous(w);
-        walk.await_turn(w);
         walk.add(w, &d_q, 0..fours);
-        walk.end_turns(w);
         // Read again: kept over the loop it would take registers of it.
-        let work = Work::read(&tickets.again(w));
+        let work = main.read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
@@ -129,13 +128,14 @@ where
         w.publish_shared();
         w.sync_group(&barrier);
         w.one_thread_of_group(|t| {
-            let at = [t.constant(0), work.tile * tuning.keys() + own * 64, work.head, work.batch];
-            t.store_tile(&main.d_v, &at, to_v);
-            t.store_tile(&main.d_k, &at, to_k);
+            let at = |of| main.at(of, &work, [t.constant(0), work.tile * tuning.keys() + own * 64, work.head]);
+            t.store_tile(&main.d_v, &at(Of::DV), to_v);
+            t.store_tile(&main.d_k, &at(Of::DK), to_k);
             t.commit_stores();
             t.wait_stores_read(0);
         });
         keys.done(w);
     });
+    walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }

@@ -4,6 +4,7 @@
 //! warp adds 512 bytes that lie together. A thread here takes two rows, 8 apart, of eight columns: 64 bytes in a row.
 
 use super::{Features, Tuning};
+use crate::attention::work::Sides;
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Word};
 
 /// Threads of a block, which has the rows of one step of the main kernel.
@@ -24,11 +25,25 @@ where
         let [batch_stride, row_stride, head_stride] =
             ["batch_stride", "row_stride", "head_stride"].map(|name| k.param::<u32>(name));
         let scale = k.param::<f32>("scale");
+        let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         k.threads(THREADS, |w| {
             let [rest, step] = steps.div_rem(w.block());
-            let [batch, head] = heads.div_rem(rest);
             let sums = sums.at_wide(w.block().mul_wide(rows * d));
-            let d_q = d_q.at_wide(batch.mul_wide(batch_stride) + head.mul_wide(head_stride));
+            // Where its sequence begins, its number, the step of the sequence, and rows of it.
+            let (of_sequence, head, step, q_len) = match &sides {
+                Some(sides) => {
+                    let batch = sides.of_step(w, step, rows);
+                    let [start, room] = sides.room(w, 0, batch);
+                    let packed = features.ragged.packed;
+                    let of = if packed { start.mul_wide(row_stride) } else { batch.mul_wide(batch_stride) };
+                    (of, rest, step - sides.first_step(w, batch, rows), room)
+                }
+                None => {
+                    let [batch, head] = heads.div_rem(rest);
+                    (batch.mul_wide(batch_stride), head, step, q_len)
+                }
+            };
+            let d_q = d_q.at_wide(of_sequence + head.mul_wide(head_stride));
             let eights = d / 8;
             // All loads before all stores.
             let items = rows / 2 * eights;

@@ -9,10 +9,18 @@ mod by_columns;
 mod by_keys;
 pub mod finish;
 pub mod main;
+mod modified;
 pub mod plan;
 pub mod prepare;
 pub mod sinks;
+mod tiles;
+mod turns;
+mod walk;
+pub mod zero;
 
+pub use modified::{Derived, is_one};
+
+use super::work::Ragged;
 use fulgurite_core::{Exp, Mask};
 
 /// What the two warpgroups of a block share out.
@@ -40,7 +48,7 @@ pub enum Order {
     /// As they come: the last bits of d_q differ from run to run.
     #[default]
     Any,
-    /// By key: the same bits every time, whatever else runs. Blocks wait for each other.
+    /// In one order: the same bits every time, whatever else runs. Blocks wait for each other.
     Fixed,
 }
 
@@ -63,6 +71,8 @@ pub struct Tuning {
     pub drain: bool,
     /// When p is rounded.
     pub pack: Pack,
+    /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
+    pub pairs: Option<u32>,
 }
 
 impl Tuning {
@@ -77,11 +87,21 @@ impl Tuning {
             early: 4,
             drain: false,
             pack: Pack::Early,
+            pairs: None,
         };
         match head_dim {
             ..=64 => Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base },
             65..=128 => Tuning { key_depth: 2, ..base },
             _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
+        }
+    }
+
+    /// The same where sequences have lengths of their own, or scores are modified: both keep more in registers.
+    pub fn with_room(head_dim: u32, ragged: bool, modified: bool) -> Tuning {
+        match head_dim {
+            ..=64 if ragged && !modified => Tuning { registers: [232, 40], ..Tuning::hopper(head_dim) },
+            _ if ragged || modified => Tuning::hopper(u32::MAX),
+            _ => Tuning::hopper(head_dim),
         }
     }
 
@@ -114,4 +134,16 @@ pub struct Features {
     pub d_lse: bool,
     /// In which order blocks add to d_q.
     pub order: Order,
+    /// Lengths that differ from sequence to sequence.
+    pub ragged: Ragged,
+    /// Expressions over scores and indices.
+    pub modified: Derived,
+}
+
+impl Features {
+    /// Those of equal sequences under a mask of spans, without anything else.
+    pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
+        let (ragged, modified) = (Ragged::default(), Derived::default());
+        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, ragged, modified }
+    }
 }

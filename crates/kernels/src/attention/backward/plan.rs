@@ -1,11 +1,16 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
-use super::{Features, Order, Tuning, finish, main, prepare, sinks};
-use crate::attention::plan::{Missing, Placed};
+use super::tiles::STEPS;
+use super::{Derived, Features, Order, Share, Tuning, finish, is_one, main, prepare, sinks, zero};
+use crate::attention::modifier::Modifiers;
+use crate::attention::placed::{Arguments, Slots};
+use crate::attention::plan::{AuxPlaced, Missing, Placed, covered, row_major};
+use crate::attention::work::Ragged;
+use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
-use fulgurite_core::{DType, Exp, Layout, Problem};
+use fulgurite_core::{AuxGradient, DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
-use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, divisor_values, f16};
+use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,6 +21,8 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
+/// A part of the second-level cache.
+const CACHE_BYTES: u64 = 32 << 20;
 /// Words before those that keep the order: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
 /// Rows before the first of a tensor that nothing is read of: past all that there can be.
@@ -31,10 +38,12 @@ pub struct Backward {
     tuning: Tuning,
     /// Elements of a row of q and k, and of v and o.
     dims: [u64; 2],
-    /// Batch, queries, keys, query heads, key/value heads.
-    sizes: [u64; 5],
+    layout: Layout,
+    /// Query heads, key/value heads.
+    heads: [u64; 2],
     scale: f32,
     has_sinks: bool,
+    aux_shapes: Vec<Vec<usize>>,
 }
 
 /// The kernels of a call, in the order in which they run.
@@ -48,17 +57,19 @@ pub struct Kernels {
     pub finish: Arc<Kernel>,
     /// The gradients of sinks, where there are some.
     pub sinks: Option<Arc<Kernel>>,
+    /// Zeros where gradients of auxiliary tensors are summed.
+    pub zero: Option<Arc<Kernel>>,
 }
 
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks)
+        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks).chain(&self.zero)
     }
 }
 
-/// Where the tensors of a call lie. Those of f32 are `[batch, heads, queries]`, packed.
-#[derive(Debug, Clone, Copy)]
+/// Where the tensors of a call lie. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
+#[derive(Debug, Clone)]
 pub struct Tensors {
     /// Inputs of forward.
     pub q: Placed,
@@ -82,6 +93,25 @@ pub struct Tensors {
     pub d_v: Placed,
     /// Sinks and their gradients, `[heads]`, f32, where the problem has them.
     pub sinks: Option<[Span; 2]>,
+    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
+    pub cu_seqlens: Option<[Span; 2]>,
+    /// Queries and keys in use: i32, `[batch]`.
+    pub used: [Option<Span>; 2],
+    /// Auxiliary tensors in the order of the problem.
+    pub aux: Vec<AuxPlaced>,
+    /// Their gradients, f32 and contiguous, for those that want one.
+    pub d_aux: Vec<Option<Span>>,
+    /// What each block of a block mask is, as [forward](crate::attention::plan::Tensors) says.
+    pub coverage: Option<Span>,
+}
+
+impl Tensors {
+    /// Those that every call has: inputs, output and LSE of forward, the gradient of the output, and room for the results.
+    pub fn new([q, k, v, o]: [Placed; 4], lse: Span, d_o: Placed, [d_q, d_k, d_v]: [Placed; 3]) -> Tensors {
+        let (d_lse, sinks, cu_seqlens, used, coverage) = (None, None, None, [None; 2], None);
+        let (aux, d_aux) = (Vec::new(), Vec::new());
+        Tensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks, cu_seqlens, used, aux, d_aux, coverage }
+    }
 }
 
 impl Backward {
@@ -93,41 +123,46 @@ impl Backward {
             DType::F16 => Number::F16,
             other => return missing(format!("dtype {other}")),
         };
-        let Layout::Dense { .. } = problem.layout() else { return missing("backward of packed batches".into()) };
         let dims = [problem.head_dim(), problem.value_dim()];
         if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
             return missing(format!("backward of head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
-        }
-        let others = [
-            (problem.mask().rest().is_some(), "mask modifiers"),
-            (problem.score_program().is_some(), "score modifiers"),
-            (problem.has_used_q() || problem.has_used_k(), "used lengths"),
-            (problem.blocks().is_some(), "block masks"),
-        ];
-        if let Some((_, name)) = others.into_iter().find(|(has, _)| *has) {
-            return missing(format!("backward of {name}"));
         }
         let exp = problem.exp();
         if matches!(exp, Exp::Sas { .. }) {
             return missing(format!("backward of exp {exp}"));
         }
-        let sizes = [problem.batch(), problem.max_q_len(), problem.max_k_len(), problem.q_heads(), problem.kv_heads()]
-            .map(|n| n as u64);
-        // What is missing of a row is read as zeros.
-        let padded = dims.map(|d| d.next_multiple_of(if dims[0].max(dims[1]) > 128 { 64 } else { 16 }) as u32);
-        let padded = match padded[0].max(padded[1]) {
-            // The warpgroups share the columns of d_q: halves are whole chunks of a tile.
-            65..=128 => [128, padded[1]],
-            _ => padded,
+        let layout = problem.layout();
+        let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
+        let ragged = Ragged {
+            packed: matches!(layout, Layout::Packed(_)),
+            used_q: problem.has_used_q(),
+            used_k: problem.has_used_k(),
         };
-        let tuning = Tuning::hopper(padded[0].max(padded[1]));
-        let features = Features { dims: padded, mask: problem.mask().clone(), exp, d_lse, order };
+        let (mut mask, mut rest, mut aux) =
+            (problem.mask().spans_only(), problem.mask_rest().cloned(), problem.aux().to_vec());
+        if let Some(spec) = problem.blocks() {
+            (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
+        }
+        let modified = derived(problem, rest.as_ref(), &aux)?;
+        if order == Order::Fixed && !modified.aux.is_empty() {
+            return missing("gradients of auxiliary tensors in a fixed order".into());
+        }
+        let largest = dims[0].max(dims[1]) as u32;
+        let tuning = Tuning::with_room(largest, ragged.any(), !modified.is_empty());
+        // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
+        let padded = match (tuning.share, largest) {
+            (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64) as u32),
+            (Share::Keys, 65..) => [128, dims[1].next_multiple_of(16) as u32],
+            (Share::Keys, _) => dims.map(|d| d.next_multiple_of(16) as u32),
+        };
+        let features = Features { dims: padded, mask, exp, d_lse, order, ragged, modified };
         let dims = dims.map(|d| d as u64);
-        let plan =
-            Backward { number, features, tuning, dims, sizes, scale: problem.scale(), has_sinks: problem.has_sinks() };
+        let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
+        let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
+        let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, aux_shapes };
         // Rows and items of the preparation are counted in 32 bits.
         let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
-        if most.max(sizes[2]) >= OUTSIDE {
+        if most.max(plan.lengths()[1]) >= OUTSIDE {
             return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
         }
         Ok(plan)
@@ -155,10 +190,11 @@ impl Backward {
         Pair<T>: Word,
     {
         Ok(Kernels {
-            prepare: Arc::new(prepare::kernel::<T>(target, &self.features)?),
+            prepare: Arc::new(prepare::kernel::<T>(target, &self.features, self.tuning)?),
             main: Arc::new(main::kernel::<T>(target, &self.features, self.tuning)?),
             finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
+            zero: (!self.features.modified.aux.is_empty()).then(|| zero::kernel(target)).transpose()?.map(Arc::new),
         })
     }
 
@@ -168,14 +204,38 @@ impl Backward {
             == (other.number, &other.features, other.tuning, other.has_sinks)
     }
 
-    /// Steps of queries of a head; keys without queries have one, which sees nothing.
+    /// Rows of q, and of k and v: of each sequence, or of all where they are packed.
+    fn lengths(&self) -> [u64; 2] {
+        let (q, k) = match self.layout {
+            Layout::Dense { q_len, k_len, .. } => (q_len, k_len),
+            Layout::Packed(p) => (p.total_q, p.total_k),
+        };
+        [q as u64, k as u64]
+    }
+    fn batch(&self) -> u64 {
+        match self.layout {
+            Layout::Dense { batch, .. } => batch as u64,
+            Layout::Packed(p) => p.batch as u64,
+        }
+    }
+
+    /// Steps of queries from one head to the next; a sequence without queries has one, which sees nothing. Sequences with
+    /// lengths of their own follow each other in a head.
     fn steps(&self) -> u64 {
-        self.sizes[1].div_ceil(u64::from(self.tuning.rows)).max(1)
+        let (rows, [q, _]) = (u64::from(self.tuning.rows), self.lengths());
+        match self.layout {
+            Layout::Packed(p) => q / rows + p.batch as u64 + 1,
+            Layout::Dense { batch, .. } if self.features.ragged.any() => q.div_ceil(rows).max(1) * batch as u64,
+            Layout::Dense { .. } => q.div_ceil(rows).max(1),
+        }
+    }
+    /// Heads of all sequences, where those of a sequence lie together.
+    fn all_heads(&self) -> u64 {
+        if self.features.ragged.any() { self.heads[0] } else { self.batch() * self.heads[0] }
     }
     /// Rows of all heads, each head's padded to whole steps.
     fn rows(&self) -> u64 {
-        let [batch, _, _, heads, _] = self.sizes;
-        batch * heads * self.steps() * u64::from(self.tuning.rows)
+        self.all_heads() * self.steps() * u64::from(self.tuning.rows)
     }
 
     /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters.
@@ -191,13 +251,20 @@ impl Backward {
         [starts[0], starts[1], starts[2], starts[3], end]
     }
 
-    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head and each
-    /// warpgroup the tile whose turn it is.
+    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
+    /// added last.
     fn counters(&self) -> u64 {
         match self.features.order {
             Order::Any => COUNTERS,
-            Order::Fixed => COUNTERS + 2 * self.rows() / u64::from(self.tuning.rows),
+            Order::Fixed => COUNTERS + self.rows() / u64::from(self.tuning.rows),
         }
+    }
+
+    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. What they
+    /// read and add to should fit the second-level cache.
+    fn fixed_order(&self) -> u64 {
+        let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
+        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(8, 64)
     }
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
@@ -206,95 +273,226 @@ impl Backward {
     }
 
     /// Its launches; none where there is nothing to compute.
-    pub fn plan(&self, kernels: &Kernels, tensors: &Tensors, scratch: Span, multiprocessors: u32) -> Plan {
-        let [batch, q_len, k_len, heads, kv_heads] = self.sizes;
-        let key_tiles = k_len.div_ceil(u64::from(self.tuning.keys()));
-        let pairs = batch * kv_heads;
-        let tiles = key_tiles * pairs;
-        if batch * heads == 0 || q_len + k_len == 0 {
-            return Plan::default();
+    pub fn plan(
+        &self,
+        kernels: &Kernels,
+        tensors: &Tensors,
+        scratch: Span,
+        multiprocessors: u32,
+    ) -> Result<Plan, Missing> {
+        let ([q_rows, k_rows], [heads, kv_heads]) = (self.lengths(), self.heads);
+        if self.batch() * heads == 0 || q_rows + k_rows == 0 {
+            return Ok(Plan::default());
         }
-        let [sums, shift, delta, counters, _] = self.parts().map(|at| scratch.from(at));
-        let mut launches = vec![self.prepare(kernels, tensors, [sums, shift, delta, counters])];
+        let parts = self.parts().map(|at| scratch.from(at));
+        let [sums, shift, delta, ..] = parts;
+        let mut launches = vec![self.prepare(kernels, tensors, parts)];
+        for (span, shape) in tensors.d_aux.iter().zip(&self.aux_shapes) {
+            let count = shape.iter().product::<usize>() as u64;
+            if let (Some(span), Some(kernel), 1..) = (span, &kernels.zero, count) {
+                let args = vec![Value::Pointer(*span), Value::U32(count as u32)];
+                let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
+                launches.push(Launch { kernel: kernel.clone(), grid, args });
+            }
+        }
         if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
             let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
             let rows = self.steps() * u64::from(self.tuning.rows);
-            args.extend([batch, heads, rows].map(|n| Value::U32(n as u32)));
+            args.extend([self.all_heads() / heads, heads, rows].map(|n| Value::U32(n as u32)));
             launches.push(Launch { kernel: kernel.clone(), grid: [heads as u32, 1, 1], args });
         }
+        // The most tiles of keys that there can be.
+        let keys = u64::from(self.tuning.keys());
+        let tiles = match self.layout {
+            Layout::Dense { batch, .. } => k_rows.div_ceil(keys) * batch as u64,
+            Layout::Packed(p) if k_rows > 0 => k_rows / keys + p.batch as u64 + 1,
+            Layout::Packed(_) => 0,
+        };
         if tiles > 0 {
-            let scratch = [shift, delta, sums, counters];
-            launches.push(self.main(kernels, tensors, scratch, [key_tiles, pairs, tiles], multiprocessors));
+            let blocks = (tiles * kv_heads).min(u64::from(multiprocessors)) as u32;
+            let args = self.main(kernels, tensors, parts)?;
+            launches.push(Launch { kernel: kernels.main.clone(), grid: [blocks, 1, 1], args });
         }
-        if q_len > 0 {
-            let number = |n: u64| Value::U32(n as u32);
-            let mut args =
-                vec![Value::Pointer(sums), Value::Pointer(tensors.d_q.span), number(q_len), number(self.dims[0])];
-            args.extend([self.steps(), heads].into_iter().flat_map(|d| divisor_values(d as u32)));
-            args.extend(pair_strides(&tensors.d_q));
-            args.push(Value::F32(self.scale));
-            let blocks = batch * heads * self.steps();
-            launches.push(Launch { kernel: kernels.finish.clone(), grid: [blocks as u32, 1, 1], args });
+        if q_rows > 0 {
+            let slots = Slots::of(&kernels.finish);
+            let mut args = Arguments::new(&slots);
+            args.add("sums", Value::Pointer(sums));
+            args.add("d_q", Value::Pointer(tensors.d_q.span));
+            args.add_u32("q_len", q_rows);
+            args.add_u32("head_dim", self.dims[0]);
+            args.divisor(["steps", "steps_magic", "steps_shift"], self.steps());
+            args.divisor(["heads", "heads_magic", "heads_shift"], heads);
+            for (name, stride) in ["batch_stride", "row_stride", "head_stride"].into_iter().zip(pairs(&tensors.d_q)) {
+                args.add_u32(name, stride);
+            }
+            args.add("scale", Value::F32(self.scale));
+            args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
+            let grid = [(self.all_heads() * self.steps()) as u32, 1, 1];
+            launches.push(Launch { kernel: kernels.finish.clone(), grid, args: args.finish() });
         }
-        Plan { launches }
+        Ok(Plan { launches })
     }
 
-    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters]: [Span; 4]) -> Launch {
-        let [_, q_len, _, heads, _] = self.sizes;
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, _]: [Span; 5]) -> Launch {
         let items = self.rows() * u64::from(prepare::lanes(&self.features));
-        let spans = [tensors.o.span, tensors.d_o.span, tensors.lse].into_iter().chain(tensors.d_lse);
-        let mut args: Vec<Value> = spans.chain([shift, delta, sums, counters]).map(Value::Pointer).collect();
-        args.extend([items, q_len, self.dims[1], self.counters()].map(|n| Value::U32(n as u32)));
-        let rows = self.steps() * u64::from(self.tuning.rows);
-        args.extend([heads, rows].into_iter().flat_map(|d| divisor_values(d as u32)));
-        args.extend([&tensors.o, &tensors.d_o].into_iter().flat_map(pair_strides));
+        let slots = Slots::of(&kernels.prepare);
+        let mut args = Arguments::new(&slots);
+        for (name, placed) in [("o", &tensors.o), ("d_o", &tensors.d_o)] {
+            args.add(name, Value::Pointer(placed.span));
+            for (axis, stride) in ["batch", "row", "head"].into_iter().zip(pairs(placed)) {
+                args.add_u32(&format!("{name}_{axis}"), stride);
+            }
+        }
+        for (name, span) in
+            [("lse", tensors.lse), ("shift", shift), ("delta", delta), ("sums", sums), ("counters", counters)]
+        {
+            args.add(name, Value::Pointer(span));
+        }
+        tensors.d_lse.into_iter().for_each(|span| args.add("d_lse", Value::Pointer(span)));
+        let numbers = [
+            ("items", items),
+            ("lse_rows", self.lengths()[0]),
+            ("value_dim", self.dims[1]),
+            ("words", self.counters()),
+        ];
+        numbers.into_iter().for_each(|(name, n)| args.add_u32(name, n));
+        args.divisor(["heads", "heads_magic", "heads_shift"], self.heads[0]);
+        args.divisor(["rows", "rows_magic", "rows_shift"], self.steps() * u64::from(self.tuning.rows));
+        args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
         let blocks = items.div_ceil(u64::from(prepare::THREADS)).max(1);
-        Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args }
+        Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args: args.finish() }
     }
 
+    /// Arguments of the main kernel.
     fn main(
         &self,
         kernels: &Kernels,
         tensors: &Tensors,
-        scratch: [Span; 4],
-        [key_tiles, pairs, tiles]: [u64; 3],
-        multiprocessors: u32,
-    ) -> Launch {
-        let [_, q_len, k_len, heads, kv_heads] = self.sizes;
+        [sums, shift, delta, counters, _]: [Span; 5],
+    ) -> Result<Vec<Value>, Missing> {
+        let [heads, kv_heads] = self.heads;
+        let slots = Slots::of(&kernels.main);
+        let mut args = Arguments::new(&slots);
+        let turns = counters.from(COUNTERS * 4);
+        for (name, span) in
+            [("shift", shift), ("delta", delta), ("sums", sums), ("counters", counters), ("turns", turns)]
+        {
+            args.add(name, Value::Pointer(span));
+        }
+        args.add_u32("steps", self.steps());
+        args.add_u32("group", heads / kv_heads);
+        args.divisor(["heads", "heads_magic", "heads_shift"], kv_heads);
+        // Modified scores come with the scale in them.
+        let scale_log2 = if self.features.modified.modifiers.score.is_some() { LOG2_E } else { self.scale * LOG2_E };
+        args.add("scale_log2", Value::F32(scale_log2));
+        self.modified(&mut args, tensors);
+        args.add("scale", Value::F32(self.scale));
+        match (self.layout, self.features.ragged.any()) {
+            (Layout::Dense { batch, q_len, k_len }, false) => self.equal(&mut args, tensors, [batch, q_len, k_len]),
+            _ => self.unequal(&mut args, tensors)?,
+        }
+        Ok(args.finish())
+    }
+
+    /// Arguments of modifiers.
+    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
+        let coverage = tensors.coverage.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
+        args.aux(tensors.aux.iter().chain(&coverage), &self.aux_shapes);
+        for (i, gradient) in self.features.modified.aux.iter().enumerate() {
+            let shape = self.aux_shapes.get(gradient.aux);
+            if let Some(Some(span)) = tensors.d_aux.get(gradient.aux) {
+                args.add(&format!("d_aux{i}"), Value::Pointer(*span));
+            }
+            for (axis, (n, stride)) in shape.into_iter().flatten().zip(row_major(shape)).enumerate() {
+                args.add_u32(&format!("d_aux{i}_last{axis}"), (*n as u64).saturating_sub(1));
+                args.add_u32(&format!("d_aux{i}_stride{axis}"), stride);
+            }
+        }
+    }
+
+    /// Arguments of equal sequences.
+    fn equal(&self, args: &mut Arguments<'_>, tensors: &Tensors, [batch, q_len, k_len]: [usize; 3]) {
         // Keys that no query sees, and queries that see no key, are read as zeros: whatever they hold, times a
         // probability of 0, must not show.
         let spans = self.features.mask.spans();
-        let seen_keys = seen(spans, [q_len, k_len].map(|n| n as usize));
+        let seen_keys = seen(spans, [q_len, k_len]);
         let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
-        let seen_queries = seen(&transposed, [k_len, q_len].map(|n| n as usize));
+        let seen_queries = seen(&transposed, [k_len, q_len]);
         // Without any, every coordinate lies outside: any memory does.
         let some = |placed: &Placed, seen: &Range<usize>| match seen.is_empty() {
             true => Placed { shape: [1, 1, 1, UNIT as u64], ..tensors.k },
             false => placed.rows(seen.start as u64, seen.len() as u64),
         };
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
-        let parts =
-            [some(q, &seen_queries), some(d_o, &seen_queries), some(k, &seen_keys), some(v, &seen_keys), *d_k, *d_v];
-        let mut args: Vec<Value> = parts.iter().map(|placed| Value::Tensor(placed.tensor(self.number))).collect();
-        args.extend(scratch.map(Value::Pointer));
-        if self.features.order == Order::Fixed {
-            args.push(Value::Pointer(scratch[3].from(COUNTERS * 4)));
+        for (name, placed) in [
+            ("q", some(q, &seen_queries)),
+            ("d_o", some(d_o, &seen_queries)),
+            ("k", some(k, &seen_keys)),
+            ("v", some(v, &seen_keys)),
+            ("d_k", *d_k),
+            ("d_v", *d_v),
+        ] {
+            args.add(name, Value::Tensor(placed.tensor(self.number)));
         }
-        let order = if spans.is_empty() { 1 } else { ORDER.min(pairs) };
-        let rest = match pairs % order {
-            0 => 1, // never used
-            rest => rest,
+        let key_tiles = (k_len as u64).div_ceil(u64::from(self.tuning.keys()));
+        let pairs = batch as u64 * self.heads[1];
+        let order = match (self.tuning.pairs, self.features.order) {
+            (Some(pairs), _) => u64::from(pairs.max(1)),
+            (None, Order::Any) if spans.is_empty() => 1,
+            (None, Order::Any) => ORDER,
+            (None, Order::Fixed) => self.fixed_order(),
         };
+        let order = order.min(pairs);
+        // Of the last band; never used where there is none.
+        let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
+        args.divisor(["band", "band_magic", "band_shift"], order * key_tiles);
+        args.divisor(["order", "order_magic", "order_shift"], order);
+        args.divisor(["rest", "rest_magic", "rest_shift"], rest);
         let first = |seen: &Range<usize>| if seen.is_empty() { OUTSIDE } else { seen.start as u64 };
-        let group = heads / kv_heads;
-        let numbers = [self.steps(), k_len, tiles, pairs, first(&seen_keys), first(&seen_queries), group];
-        args.extend(numbers.map(|n| Value::U32(n as u32)));
-        args.extend([kv_heads, order * key_tiles, order, rest].into_iter().flat_map(|d| divisor_values(d as u32)));
-        args.extend([Value::F32(self.scale * LOG2_E), Value::F32(self.scale)]);
-        args.extend([k_len as i64 - q_len as i64, 0].map(|n| Value::U32(n as i32 as u32)));
-        let blocks = tiles.min(u64::from(multiprocessors)) as u32;
-        Launch { kernel: kernels.main.clone(), grid: [blocks, 1, 1], args }
+        let numbers = [
+            ("m_tiles", key_tiles),
+            ("tiles", key_tiles * pairs),
+            ("pairs", pairs),
+            ("k_len", k_len as u64),
+            ("q_len", q_len as u64),
+            ("first_key", first(&seen_keys)),
+            ("first_query", first(&seen_queries)),
+        ];
+        numbers.into_iter().for_each(|(name, n)| args.add_u32(name, n));
+        args.add("bottom_right", Value::U32((k_len as i64 - q_len as i64) as i32 as u32));
+        args.add("top_left", Value::U32(0));
     }
+
+    /// Arguments of sequences with lengths of their own.
+    fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors) -> Result<(), Missing> {
+        let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
+        for ((name, placed), step) in
+            [("q", q), ("k", k), ("v", v), ("d_o", d_o), ("d_k", d_k), ("d_v", d_v)].into_iter().zip(STEPS)
+        {
+            let tensor = placed.or(k).ragged(self.number).ok_or_else(|| Missing {
+                feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
+            })?;
+            args.add(name, Value::Tensor(tensor));
+            args.add_u32(step, placed.step().unwrap_or(0));
+        }
+        args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
+        Ok(())
+    }
+}
+
+/// The expressions of a problem, for scores whose rows are keys.
+fn derived(problem: &Problem, rest: Option<&Program>, aux: &[AuxSpec]) -> Result<Derived, Missing> {
+    if problem.score_program().is_none() && rest.is_none() {
+        return Ok(Derived::default());
+    }
+    let longest = problem.max_q_len().max(problem.max_k_len());
+    let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
+    let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
+    if problem.aux_gradients().iter().any(by_score) {
+        return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
+    }
+    let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
+    Ok(Derived { modifiers, derivative, aux: problem.aux_gradients().to_vec() })
 }
 
 /// The columns that some row of a mask sees. Intervals only move right with the row.
@@ -309,6 +507,6 @@ fn seen(spans: &[MaskSpan], [rows, cols]: [usize; 2]) -> Range<usize> {
 }
 
 /// Strides of batch, row and head in pairs of elements.
-fn pair_strides(placed: &Placed) -> [Value; 3] {
-    placed.strides.map(|stride| Value::U32((stride / 2) as u32))
+fn pairs(placed: &Placed) -> [u64; 3] {
+    placed.strides.map(|stride| stride / 2)
 }

@@ -23,7 +23,7 @@ pub(super) struct Evaluation<'a, 'k> {
     pub(super) parameters: &'a Parameters<'k>,
     /// Where the tile stands; absent where kept values stand for it.
     pub(super) place: Option<Place<'k>>,
-    /// The key of the thread's first column.
+    /// The key (or query) of the thread's first column.
     pub(super) key: Option<Val<'k, i32>>,
     /// Where a tangent may be wrong for large arguments: their largest magnitude so far, in units of the bound.
     pub(super) quick: Option<Quick<'k>>,
@@ -261,11 +261,11 @@ impl<'k> Evaluation<'_, 'k> {
                 let [raw, factor] = at.score.expect("bug in fulgurite: a step that stays reads the score");
                 Word::Float(raw * factor)
             }
-            Index::Key => {
-                let first = self.key.expect("bug in fulgurite: a step that stays reads the key");
+            index if index == self.running.analysed.moving => {
+                let first = self.key.expect("bug in fulgurite: a step that stays reads what moves");
                 Word::Int(first + at.col as i32)
             }
-            Index::Query => Word::Int(place().rows[at.row]),
+            Index::Key | Index::Query => Word::Int(place().rows[at.row]),
             Index::Batch => Word::Int(place().batch.to_i32()),
             Index::Head => Word::Int(place().heads[at.row].to_i32()),
             Index::QueryLen => Word::Int(place().q_len),

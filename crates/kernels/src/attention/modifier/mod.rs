@@ -8,7 +8,7 @@ mod evaluate;
 mod modify;
 
 pub use evaluate::Tanh;
-pub use modify::Modify;
+pub use modify::{Function, Modify};
 
 use evaluate::{At, Evaluation};
 use fulgurite_core::DType;
@@ -30,6 +30,8 @@ pub struct Modifiers {
     pub long: bool,
     /// Whether rows of a tile may be of different heads.
     pub mixed_heads: bool,
+    /// Whether rows of a tile are keys, and columns queries.
+    pub transposed: bool,
 }
 
 impl Modifiers {
@@ -42,6 +44,7 @@ impl Modifiers {
             aux,
             long: longest > SHORT as usize,
             mixed_heads: false,
+            transposed: false,
         }
     }
 
@@ -144,18 +147,22 @@ struct Analysed {
     kept: Vec<usize>,
     folded: Folded,
     long: bool,
+    /// Which index moves with the column.
+    moving: Index,
 }
 
 impl Analysed {
     fn new(program: &Program, fold: bool, modifiers: &Modifiers) -> Analysed {
         let steps = program.steps();
+        let (moving, staying) =
+            if modifiers.transposed { (Index::Query, Index::Key) } else { (Index::Key, Index::Query) };
         let mut reads: Vec<Reads> = Vec::new();
         let mut slopes: Vec<Option<i32>> = Vec::new();
         for (i, step) in steps.iter().enumerate() {
             let own = match step {
                 Step::Var(Index::Score) => Reads { score: true, ..Reads::default() },
-                Step::Var(Index::Key) => Reads { key: true, ..Reads::default() },
-                Step::Var(Index::Query) => Reads { row: true, ..Reads::default() },
+                Step::Var(index) if *index == moving => Reads { key: true, ..Reads::default() },
+                Step::Var(index) if *index == staying => Reads { row: true, ..Reads::default() },
                 Step::Var(Index::Head) => Reads { row: modifiers.mixed_heads, ..Reads::default() },
                 other => operands(other).into_iter().fold(Reads::default(), |all, x| all.or(reads[x])),
             };
@@ -167,7 +174,7 @@ impl Analysed {
             };
             slopes.push(match step {
                 _ if !integer => None,
-                Step::Var(Index::Key) => Some(1),
+                Step::Var(index) if *index == moving => Some(1),
                 _ if !own.moves() => Some(0),
                 Step::Unary(Unary::Neg, a) => slopes[*a].map(|x: i32| x.wrapping_neg()),
                 Step::Binary(Binary::Add, a, b) => pair(*a, *b).map(|(x, y)| x.wrapping_add(y)),
@@ -190,7 +197,8 @@ impl Analysed {
         kept.retain(|&i| stays(i));
         kept.sort_unstable();
         kept.dedup();
-        Analysed { program: program.clone(), reads, slopes, kept, folded, long: modifiers.long }
+        let long = modifiers.long;
+        Analysed { program: program.clone(), reads, slopes, kept, folded, long, moving }
     }
 }
 
@@ -275,7 +283,7 @@ struct Aux<'k> {
 #[derive(Clone, Copy)]
 pub struct Place<'k> {
     pub batch: Val<'k, u32>,
-    /// Of the thread's two rows, and their queries in the sequence.
+    /// Of the thread's two rows, and their queries (or keys, where rows are keys) in the sequence.
     pub heads: [Val<'k, u32>; 2],
     pub rows: [Val<'k, i32>; 2],
     pub q_len: Val<'k, i32>,

@@ -2,9 +2,9 @@
 //! exponentials.
 
 use super::evaluate::{At, Evaluation, Line, Quick, TANH, TANH_BOUND, Tanh};
-use super::{Modifiers, Parameters, Place, Running};
+use super::{Modifiers, Parameters, Place, Running, Word};
 use crate::attention::softmax::Scores;
-use fulgurite_core::expr::{Step, Unary};
+use fulgurite_core::expr::{Program, Step, Unary};
 use fulgurite_ptx::{Acc, Group, Scope, Val, Var};
 use std::collections::HashMap;
 
@@ -29,7 +29,9 @@ impl<'a, 'k> Modify<'a, 'k> {
         scale: Val<'k, f32>,
         tanh: Tanh,
     ) -> Self {
-        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, true, modifiers));
+        // Constant factors stand in the scale where nobody wants the derivative.
+        let fold = !modifiers.transposed;
+        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers));
         let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
         let bent = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends));
@@ -95,6 +97,57 @@ impl<'a, 'k> Modify<'a, 'k> {
             let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
             s.set(i, changer.change(at, x, full));
         }
+    }
+}
+
+/// Another program over scores and indices in the role that computes.
+pub struct Function<'a, 'k> {
+    parameters: &'a Parameters<'k>,
+    running: Running<'k>,
+    scale: Val<'k, f32>,
+}
+
+impl<'a, 'k> Function<'a, 'k> {
+    pub fn new(
+        w: &Scope<'k, Group>,
+        program: &Program,
+        modifiers: &Modifiers,
+        parameters: &'a Parameters<'k>,
+        scale: Val<'k, f32>,
+    ) -> Self {
+        Function { parameters, running: Running::new(w, program, false, modifiers), scale }
+    }
+
+    /// For a tile.
+    pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
+        self.running.set(w, self.parameters, place);
+    }
+
+    fn values(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Word<'k>> {
+        let (parameters, key) = (self.parameters, Some(first + w.first_col().to_i32()));
+        let running = &self.running;
+        let mut evaluation =
+            Evaluation { w, running, parameters, place: None, key, quick: None, known: HashMap::new() };
+        let last = running.analysed.program.steps().len() - 1;
+        let elements = s.elements().enumerate();
+        let at = |(i, x)| At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
+        elements.map(|element| evaluation.step(last, at(element))).collect()
+    }
+
+    /// Its values for the raw scores of a block that begins at this column.
+    pub fn floats(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, f32>> {
+        self.values(w, s, first).into_iter().map(Word::float).collect()
+    }
+
+    /// The same for indices.
+    pub fn ints(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, i32>> {
+        self.values(w, s, first).into_iter().map(Word::int).collect()
+    }
+
+    /// Whether it is the same for all columns, and for all rows, of a thread's tile.
+    pub fn stays(&self) -> [bool; 2] {
+        let reads = self.running.analysed.reads.last().copied().unwrap_or_default();
+        [!reads.moves(), !reads.row && !reads.score]
     }
 }
 

@@ -1,0 +1,244 @@
+//! Modified scores in the gradients. With m the modified score, z the scaled one and a an element of an auxiliary tensor,
+//! d_m = p (d_p - delta), d_z = d_m dm/dz, and d_a is the sum of d_m dm/da over all scores that read a.
+
+use super::main::Main;
+use super::tiles::Work;
+use crate::attention::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
+use fulgurite_core::AuxGradient;
+use fulgurite_core::expr::{Program, Step};
+use fulgurite_ptx::{Acc, Builder, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
+
+/// The expressions of a problem, and their derivatives.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Derived {
+    /// The modified score, and the part of the mask that is not a span; rows are keys.
+    pub modifiers: Modifiers,
+    /// dm/dz; none where it is 1.
+    pub derivative: Option<Program>,
+    /// dm/da of every element that is read, of tensors that want a gradient.
+    pub aux: Vec<AuxGradient>,
+}
+
+impl Derived {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.modifiers.is_empty()
+    }
+}
+
+/// Whether a derivative is 1 everywhere.
+pub fn is_one(program: &Program) -> bool {
+    matches!(program.steps(), [Step::Float(bits)] if f32::from_bits(*bits) == 1.0)
+}
+
+/// For each axis of a tensor the last index and the stride.
+type Axes<'k> = Vec<[Val<'k, u32>; 2]>;
+
+/// What modifiers read and add to, declared before any role.
+pub(super) struct Modified<'k> {
+    derived: Derived,
+    parameters: Parameters<'k>,
+    /// For each gradient its array, and for each axis the last index and the stride.
+    sums: Vec<(Pointer<'k, f32>, Axes<'k>)>,
+    q_len: Option<Val<'k, u32>>,
+}
+
+impl<'k> Modified<'k> {
+    /// Declares the parameters; `ragged` sequences have lengths of their own.
+    pub fn new(k: &'k Builder, derived: &Derived, ragged: bool) -> Option<Self> {
+        if derived.is_empty() {
+            return None;
+        }
+        let parameters = Parameters::new(k, &derived.modifiers);
+        let sums = derived.aux.iter().enumerate().map(|(i, gradient)| {
+            let axis = |axis| ["last", "stride"].map(|what| k.param::<u32>(&format!("d_aux{i}_{what}{axis}")));
+            (k.array(&format!("d_aux{i}")), (0..gradient.at.len()).map(axis).collect())
+        });
+        let sums = sums.collect();
+        let q_len = (!ragged).then(|| k.param::<u32>("q_len"));
+        Some(Modified { derived: derived.clone(), parameters, sums, q_len })
+    }
+
+    /// Whether some keys are hidden element by element.
+    pub fn hides(&self) -> bool {
+        self.derived.modifiers.mask.is_some()
+    }
+
+    /// In the role that computes.
+    pub fn in_role(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> Modifying<'_, 'k> {
+        let Derived { modifiers, derivative, aux } = &self.derived;
+        let function = |program: &Program| Function::new(w, program, modifiers, &self.parameters, scale);
+        Modifying {
+            of: self,
+            modify: Modify::new(w, modifiers, &self.parameters, scale, Tanh::Polynomial),
+            derivative: derivative.as_ref().map(function),
+            aux: aux
+                .iter()
+                .map(|gradient| {
+                    let derivative = (!is_one(&gradient.derivative)).then(|| function(&gradient.derivative));
+                    (gradient.at.iter().map(function).collect(), derivative)
+                })
+                .collect(),
+        }
+    }
+}
+
+/// The indices of an element of an auxiliary tensor, and dm/da where it is not 1.
+type AuxFunctions<'a, 'k> = (Vec<Function<'a, 'k>>, Option<Function<'a, 'k>>);
+
+/// The expressions in the role that computes.
+pub(super) struct Modifying<'a, 'k> {
+    of: &'a Modified<'k>,
+    modify: Modify<'a, 'k>,
+    derivative: Option<Function<'a, 'k>>,
+    aux: Vec<AuxFunctions<'a, 'k>>,
+}
+
+/// The derivatives of a block's modified scores, where they are not 1.
+pub(super) struct Slopes<'k> {
+    score: Option<Vec<Val<'k, f32>>>,
+    aux: Vec<Option<Vec<Val<'k, f32>>>>,
+    /// The query that the block begins at.
+    first: Val<'k, i32>,
+}
+
+impl<'k> Modifying<'_, 'k> {
+    /// For a tile of 64 keys and a head of queries.
+    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>) {
+        let first = (work.tile * main.tuning.keys() + w.first_row()).to_i32();
+        let (q_len, k_len) = match (work.sequence, self.of.q_len) {
+            (Some(sequence), _) => (sequence.q_len, sequence.k_len),
+            (None, Some(q_len)) => (q_len, main.k_len(None)),
+            (None, None) => unreachable!("bug in fulgurite: equal sequences have a length"),
+        };
+        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+        let place = Place { batch: work.batch, heads: [head; 2], rows: [first, first + 8], q_len, k_len };
+        self.modify.set(w, place);
+        let aux = self.aux.iter().flat_map(|(at, derivative)| at.iter().chain(derivative));
+        self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));
+    }
+
+    /// Modifies the scores of a block that begins at this query; the derivatives there.
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Slopes<'k> {
+        let floats = |function: &Function<'_, 'k>| function.floats(w, s, first);
+        let score = self.derivative.as_ref().map(floats);
+        let aux = self.aux.iter().map(|(_, derivative)| derivative.as_ref().map(floats)).collect();
+        self.modify.apply(w, s, first, None);
+        Slopes { score, aux, first }
+    }
+
+    /// Where the elements of the `g`-th gradient are that scores read. No index reads a score.
+    fn places(&self, w: &Scope<'k, Group>, g: usize, any: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, u64>> {
+        let axes = self.aux[g].0.iter().map(|function| function.ints(w, any, first)).zip(&self.of.sums[g].1);
+        let axes: Vec<(Vec<_>, &[Val<'k, u32>; 2])> = axes.collect();
+        let place = |i: usize| {
+            let parts = axes.iter().map(|(index, [last, stride])| {
+                // Past the last query and the last key, where 0 is added, anywhere inside does.
+                index[i].max(0).to_u32().min(*last).mul_wide(*stride)
+            });
+            parts.reduce(|a, b| a + b).unwrap_or(w.constant(0u64))
+        };
+        (0..any.elements().count()).map(place).collect()
+    }
+
+    /// d_z where d_p was, and what auxiliary tensors get of it; `after` is called after each eight columns. Where p is 0
+    /// nothing else counts.
+    pub fn gradients(
+        &self,
+        w: &Scope<'k, Group>,
+        [p, d_p]: [&Acc<'k>; 2],
+        delta: Numbers<'k>,
+        slopes: &Slopes<'k>,
+        after: impl Fn(u32),
+    ) {
+        let (p, elements): (Vec<_>, Vec<_>) = (p.elements().collect(), d_p.elements().collect());
+        let mut d_m = Vec::new();
+        for eight in 0..d_p.cols() / 8 {
+            let delta = delta.pair(w, eight);
+            for i in 0..4 {
+                let at = 4 * eight as usize + i;
+                let x = p[at].gt(0.0).select::<f32>((elements[at] - delta[i % 2]) * p[at], 0.0);
+                d_m.push(x);
+                let d_z = match &slopes.score {
+                    Some(slope) => p[at].gt(0.0).select::<f32>(x * slope[at], 0.0),
+                    None => x,
+                };
+                d_p.set(at, d_z);
+            }
+            after(eight);
+        }
+        for (g, (at, _)) in self.aux.iter().enumerate() {
+            let terms: Vec<Val<'k, f32>> = match &slopes.aux[g] {
+                Some(slope) => d_m
+                    .iter()
+                    .zip(slope)
+                    .zip(&p)
+                    .map(|((x, slope), p)| p.gt(0.0).select::<f32>(*x * *slope, 0.0))
+                    .collect(),
+                None => d_m.clone(),
+            };
+            let stays = at.iter().map(Function::stays).fold([true; 2], |[a, b], [c, d]| [a & c, b & d]);
+            let places = self.places(w, g, d_p, slopes.first);
+            self.add(w, self.of.sums[g].0, &terms, &places, stays);
+        }
+    }
+
+    /// Adds to elements, those first together that many lanes would add to.
+    fn add(
+        &self,
+        w: &Scope<'k, Group>,
+        to: Pointer<'k, f32>,
+        terms: &[Val<'k, f32>],
+        places: &[Val<'k, u64>],
+        [same_cols, same_rows]: [bool; 2],
+    ) {
+        let sum = |pick: &dyn Fn(usize) -> bool| {
+            let picked = (0..terms.len()).filter(|&i| pick(i)).map(|i| terms[i]);
+            picked.reduce(|a, b| a + b).expect("bug in fulgurite: a block without elements")
+        };
+        let plus = |a: Val<'k, f32>, b: Val<'k, f32>| a + b;
+        let first_of = |pick: &dyn Fn(usize) -> bool| places[(0..places.len()).find(|&i| pick(i)).unwrap_or(0)];
+        match (same_cols, same_rows) {
+            (true, true) => {
+                let total = w.reduce(sum(&|_| true), 32, plus);
+                w.when(w.lane().eq(0), |w| to.at_wide(places[0]).add(w, 0, total));
+            }
+            (true, false) => (0..2).for_each(|row| {
+                let of_row = |i: usize| Acc::row_of(i) == row;
+                // Four lanes share a row.
+                let total = w.reduce(sum(&of_row), 4, plus);
+                w.when(w.first_col().eq(0), |w| to.at_wide(first_of(&of_row)).add(w, 0, total));
+            }),
+            (false, true) => {
+                let mut cols: Vec<u32> = (0..terms.len()).map(Acc::col_of).collect();
+                cols.sort_unstable();
+                cols.dedup();
+                for col in cols {
+                    let of_col = |i: usize| Acc::col_of(i) == col;
+                    // Eight lanes have the same columns.
+                    let total = [4, 8, 16].into_iter().fold(sum(&of_col), |x, bits| x + w.exchange(x, bits));
+                    w.when(w.lane().lt(4), |w| to.at_wide(first_of(&of_col)).add(w, 0, total));
+                }
+            }
+            (false, false) => terms.iter().zip(places).for_each(|(&x, &at)| to.at_wide(at).add(w, 0, x)),
+        }
+    }
+}
+
+/// Writes zeros over what is no number in tiles of keys and values: a hidden key's probability is 0, and so must be what it
+/// is multiplied by. Where a key is seen, the LSE and delta have the news.
+pub(super) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
+where
+    Pair<T>: Word,
+{
+    let exponent: u32 = if T::NUMBER == fulgurite_ptx::Number::Bf16 { 0x7f80 } else { 0x7c00 };
+    for &tile in tiles {
+        w.change_words(tile, |word| {
+            let low = (word & exponent).eq(exponent);
+            let word = low.select(word & 0xffff_0000, word);
+            let high = (word & (exponent << 16)).eq(exponent << 16);
+            high.select(word & 0xffff, word)
+        });
+    }
+    w.publish_shared();
+}

@@ -1,0 +1,99 @@
+//! A fixed order of additions to d_q: every step of queries takes the tiles of keys in the order in which they are handed
+//! out, each when the one before it has added.
+//!
+//! Nobody who computes looks at memory for that. A message goes from the thread that loads a step to one that looks whether
+//! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived.
+//!
+//! Tiles wait for tiles that were handed out before, and a block does its tiles in that order: whatever runs beside, the
+//! first tile that is not done can go on. Tiles are handed out so that they seldom wait: the last keys go first. Under a
+//! causal mask those begin at later steps, and neighbours that start together come to every step one after the other. Tiles
+//! that no mask sets apart start together once, and then are as far apart as they had to wait.
+
+use super::main::Main;
+use super::tiles::{Sequence, Work};
+use fulgurite_ptx::{Builder, Group, Pointer, Relay, Scope, Thread, Val};
+
+/// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
+const DEPTH: u32 = 4;
+
+/// Who has a message: the thread that loads, the one that looks, the warps that add, the one that tells.
+#[derive(Clone, Copy)]
+enum Hand {
+    Look = 1,
+    Add = 2,
+    Tell = 3,
+}
+
+/// Who may add when.
+pub(super) struct Turns<'k> {
+    /// For each step of each head: one more than the tile that added last.
+    last: Pointer<'k, u32>,
+    messages: Relay<'k>,
+}
+
+impl<'k> Turns<'k> {
+    /// Declares the parameter.
+    pub fn new(k: &'k Builder) -> Self {
+        Turns { last: k.pointer("turns"), messages: k.relay("turns", DEPTH, &[1, 1, 8, 1]) }
+    }
+
+    /// The thread that loads a step of a tile tells which one; `number` is the step's among all.
+    pub fn post(&self, t: &Scope<'k, Thread>, work: &Work<'k>, number: Val<'k, u32>, step: Val<'k, u32>) {
+        self.messages.post(t, [number, step, work.tile + 1, work.batch]);
+    }
+
+    /// No more steps.
+    pub fn post_end(&self, t: &Scope<'k, Thread>) {
+        self.messages.post(t, [0; 4].map(|n| t.constant(n)));
+    }
+
+    /// The threads that look and tell. What the first finds out about the order, it has the registers for.
+    pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
+        w.one_thread_of_warp(1, |t| {
+            t.repeat(|t, leave| {
+                self.messages.wait(t, Hand::Look as usize);
+                let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
+                t.when(after.ne(0), |t| {
+                    let before = main.before(after - 1, step, main.sequence(t, batch));
+                    t.when(before.ne(0), |t| self.last.wait_for(t, number, before));
+                });
+                self.messages.pass(t, Hand::Look as usize);
+                leave.when(after.eq(0));
+            });
+        });
+        w.one_thread_of_warp(2, |t| {
+            t.repeat(|t, leave| {
+                self.messages.wait(t, Hand::Tell as usize);
+                let [number, _, after, _] = self.messages.read(t, Hand::Tell as usize);
+                leave.when(after.eq(0));
+                self.last.publish(t, number, after);
+                self.messages.pass(t, Hand::Tell as usize);
+            });
+        });
+    }
+
+    /// Before the additions of a step.
+    pub fn wait(&self, w: &Scope<'k, Group>) {
+        self.messages.wait(w, Hand::Add as usize);
+    }
+
+    /// After them.
+    pub fn pass(&self, w: &Scope<'k, Group>) {
+        self.messages.pass_together(w, Hand::Add as usize);
+    }
+}
+
+impl<'k> Main<'k> {
+    /// The tile at a place in the order of its head: the last goes first.
+    pub(super) fn in_turn(&self, place: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+        self.tiles_of_head(sequence) - 1 - place
+    }
+
+    /// One more than the tile that adds to a step before this one; 0 if there is none.
+    fn before(&self, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+        let (next, last) = (tile + 1, self.tiles_of_head(sequence) - 1);
+        // Steps only move on with the tile: the next one has this step, unless it begins later.
+        let has = tile.lt(last) & self.steps_of(next.min(last), sequence)[0].le(step);
+        has.select::<u32>(next + 1, 0)
+    }
+}

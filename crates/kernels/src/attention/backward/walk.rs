@@ -1,0 +1,159 @@
+//! The steps of a tile, as the warpgroups walk them, and what they do with scores.
+
+use super::main::Main;
+use super::tiles::{END, FIRST, Tiles, Work};
+use crate::exp::exp2;
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Numbers, Pair, Pointer, Scope, Val, Var, Word};
+
+/// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
+pub(super) struct Walk<'a, 'k> {
+    pub main: &'a Main<'k>,
+    step: Var<'k, u32>,
+    left: Var<'k, u32>,
+    /// The head of queries, where somebody asks.
+    head: Option<Var<'k, u32>>,
+    /// Address of this thread's part of the sums.
+    place: Var<'k, u64>,
+}
+
+impl<'a, 'k> Walk<'a, 'k> {
+    pub fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
+        let head = main.modified.as_ref().map(|_| w.var(0u32));
+        Walk { main, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
+    }
+
+    /// To the first step of a tile. Sums lie as accumulators do: [head][step][warpgroup][eight columns][thread][4].
+    #[track_caller]
+    pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
+        let (main, [first, end]) = (self.main, work.steps);
+        let (rows, d) = (main.tuning.rows, main.dims[0]);
+        self.left.set((end - first) * main.group);
+        self.step.set(first);
+        self.head.iter().for_each(|head| head.set(work.head * main.group));
+        let step = main.steps_before(work) + first;
+        let thread = w.group() * (64 * main.tuning.cols(d)) + w.thread_in_group() * 4;
+        self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(thread).address());
+    }
+
+    /// After the last tile.
+    #[track_caller]
+    pub fn end(&self, w: &Scope<'k, Group>) {
+        if let Some(turns) = &self.main.turns {
+            turns.wait(w);
+            turns.pass(w);
+        }
+    }
+
+    /// The first query of the step.
+    #[track_caller]
+    pub fn first_query(&self) -> Val<'k, i32> {
+        (self.step.get() * self.main.tuning.rows).to_i32()
+    }
+
+    /// One step less to come; whether it was the last.
+    #[track_caller]
+    pub fn last(&self) -> Val<'k, bool> {
+        self.left.set(self.left.get() - 1);
+        self.left.get().eq(0)
+    }
+
+    /// The head of queries, for modifiers.
+    pub fn head(&self) -> Val<'k, u32> {
+        self.head.expect("bug in fulgurite: nobody asked for the head").get()
+    }
+
+    /// To the next step; after the last of a head to the first of the next head, of which `next` is told.
+    #[track_caller]
+    pub fn forward(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>)) {
+        let main = self.main;
+        let step_bytes = main.tuning.rows * main.dims[0] * 4;
+        self.step.set(self.step.get() + 1);
+        self.place.set(self.place.get() + u64::from(step_bytes));
+        // Read again, not kept: registers are short.
+        let all = !main.spans.bounded_right() && matches!(main.tiles, Tiles::Equal { .. });
+        let end = if all { main.steps } else { main.tickets.word(w, END) };
+        w.when(self.step.get().eq(end), |w| {
+            let first = main.tickets.word(w, FIRST);
+            self.step.set(first);
+            // Over the steps that see no key of this tile.
+            self.place.set(self.place.get() + (main.steps - end + first).mul_wide(step_bytes));
+            self.head.iter().for_each(|head| head.set(head.get() + 1));
+            next(w);
+        });
+    }
+
+    /// Adds a part of d_q, counted in fours of each thread; parts come in order.
+    #[track_caller]
+    pub fn add(&self, w: &Scope<'k, Group>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
+        let elements: Vec<_> = d_q.elements().collect();
+        let whole = elements.len() as u32 / 4;
+        let [begins, ends] = [part.start == 0 && part.end > 0, part.end == whole && part.start < whole];
+        if let (true, Some(turns)) = (begins, &self.main.turns) {
+            turns.wait(w);
+        }
+        let to = Pointer::<f32>::at_address(self.place.get());
+        for four in part {
+            let at = 4 * four as usize;
+            to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+        }
+        if let (true, Some(turns)) = (ends, &self.main.turns) {
+            turns.pass(w);
+        }
+    }
+}
+
+/// p of the scores in `s`, where they were; `after` is called after each eight columns.
+///
+/// They are replaced in place: values of their own would be as good, but the assembler then finds no registers for the
+/// products (C7511).
+pub(super) fn probabilities<'k>(
+    w: &Scope<'k, Group>,
+    main: &Main<'k>,
+    s: &Acc<'k>,
+    shift: Numbers<'k>,
+    after: impl Fn(u32),
+) {
+    let elements: Vec<_> = s.elements().collect();
+    for eight in 0..s.cols() / 8 {
+        let shift = shift.pair(w, eight);
+        for i in 0..4 {
+            let at = 4 * eight as usize + i;
+            s.set(at, exp2(main.exp, Acc::col_of(at), elements[at].mul_add(main.scale_log2, shift[i % 2])));
+        }
+        after(eight);
+    }
+}
+
+/// d_z = p (d_p - delta), where d_p was; `after` is called after each eight columns.
+pub(super) fn score_gradients<'k>(
+    w: &Scope<'k, Group>,
+    [p, d_p]: [&Acc<'k>; 2],
+    delta: Numbers<'k>,
+    after: impl Fn(u32),
+) {
+    let (p, elements): (Vec<_>, Vec<_>) = (p.elements().collect(), d_p.elements().collect());
+    for eight in 0..d_p.cols() / 8 {
+        let delta = delta.pair(w, eight);
+        for i in 0..4 {
+            let at = 4 * eight as usize + i;
+            d_p.set(at, (elements[at] - delta[i % 2]) * p[at]);
+        }
+        after(eight);
+    }
+}
+
+/// Rounds a thread's four elements of the `eight`-th eight columns.
+pub(super) fn pack<'k, T: Half>(to: &Fragment<'k, T>, eight: u32, from: &Acc<'k>)
+where
+    Pair<T>: Word,
+{
+    let from: Vec<_> = from.elements().collect();
+    for pair in [2 * eight as usize, 2 * eight as usize + 1] {
+        to.set_pair(pair, from[2 * pair], from[2 * pair + 1]);
+    }
+}
+
+/// Zeros.
+pub(super) fn clear(acc: &Acc<'_>) {
+    (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
+}
