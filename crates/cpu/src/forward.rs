@@ -134,7 +134,7 @@ fn walk(
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [k_buffer, v_buffer, values, weights, s, rows] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights };
+        let mut scratch = Scratch { values, weights, packed: false };
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
             .tiles
@@ -228,13 +228,13 @@ fn fold(
     scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
-    let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
+    let mut stats = softmax(cx, row, step, s, v, scratch, &mut alpha, policy);
     if stats.distrusted > 0 {
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
         scores(cx, row, step, start, k, s, &mut ahead[0]);
-        stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
+        stats = softmax(cx, row, step, s, v, scratch, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
         return;
@@ -268,15 +268,18 @@ fn scores(
     }
 }
 
+#[allow(clippy::too_many_arguments)] // as for `fold`
 fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,
     s: &mut [f32],
+    v: KeyRows<'_>,
+    scratch: &mut Scratch<'_>,
     alpha: &mut [f32; MAX_LANES],
     policy: Policy,
 ) -> crate::simd::SoftmaxStats {
-    cx.kernels.softmax(&mut SoftmaxArgs {
+    let mut args = SoftmaxArgs {
         s,
         stride: row.lanes.stride,
         ranges: step.ranges,
@@ -289,7 +292,8 @@ fn softmax(
         exp: cx.exp,
         policy,
         scale: cx.score_scale(),
-    })
+    };
+    cx.unit.softmax(cx, &mut args, v, scratch)
 }
 
 /// O / l and the LSE, written to the outputs.

@@ -12,11 +12,14 @@ mod algorithms;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod amx_bf16;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod kernels;
 mod matrix;
+mod narrow;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -24,6 +27,7 @@ mod portable;
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, RowsAt};
 
 /// A vector of f32 and what the kernels do with it.
 ///

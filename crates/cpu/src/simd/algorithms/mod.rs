@@ -15,4 +15,4 @@ pub(crate) use product::Ahead;
 pub(super) use product::block;
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(super) use softmax::{grad, softmax};
+pub(super) use softmax::{begin, end, grad, softmax};
