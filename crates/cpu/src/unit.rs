@@ -289,7 +289,8 @@ impl Context<'_> {
     }
 }
 
-fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
+/// Rows of keys as packers take them.
+pub(crate) fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
     let rows = cx.key_rows(view.strides(), keys.sequence);
     Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }
 }

@@ -287,21 +287,123 @@ unsafe fn weigh<const FUSED: bool>(
 ) -> __m512 {
     // SAFETY: keys of the range are valid (caller).
     unsafe {
-        let zero = _mm512_setzero_ps();
-        let mut sums = [zero; 2];
+        let mut sums = [_mm512_setzero_ps(); 2];
         for tile in start / 32..end.div_ceil(32) {
             let (first, to) = (tile * 32, out.add(tile * SLOTS));
-            let p = |key: usize| argument.exp::<FUSED>(_mm512_loadu_ps(s.add(key * stride)));
             let whole = start <= first && first + 32 <= end;
-            let careful = |key: usize| if (start..end).contains(&key) { p(key) } else { zero };
             for j in 0..16 {
-                let (a, b) = (first + j, first + 16 + j);
-                let [a, b] = if whole { [p(a), p(b)] } else { [careful(a), careful(b)] };
-                sums = [_mm512_add_ps(sums[0], a), _mm512_add_ps(sums[1], b)];
-                _mm512_storeu_si512(to.add(j * 16).cast(), join(rounded(a), rounded(b)));
+                let keys = [first + j, first + 16 + j];
+                let mut p = [_mm512_setzero_ps(); 2];
+                for i in 0..2 {
+                    if whole || (start <= keys[i] && keys[i] < end) {
+                        p[i] = argument.exp::<FUSED>(_mm512_loadu_ps(s.add(keys[i] * stride)));
+                        sums[i] = _mm512_add_ps(sums[i], p[i]);
+                    }
+                }
+                _mm512_storeu_si512(to.add(j * 16).cast(), join(rounded(p[0]), rounded(p[1])));
             }
         }
         _mm512_add_ps(sums[0], sums[1])
+    }
+}
+
+/// P and dS of one key and one vector of lanes. Methods instead of closures: these are inlined into functions that
+/// enable the instruction set.
+trait Gradient {
+    /// Whether [`inner`](Self::inner) serves 32 keys from `first` on.
+    unsafe fn whole(&self, first: usize, z: usize) -> bool;
+    unsafe fn inner(&self, key: usize, z: usize) -> (__m512, __m512);
+    unsafe fn edge(&self, key: usize, z: usize) -> (__m512, __m512);
+}
+
+struct Fresh<'a, 'b> {
+    args: &'a GradArgs<'b>,
+    lanes: [(Argument, __m512); 4],
+    scale: __m512,
+    fused: bool,
+}
+
+impl Fresh<'_, '_> {
+    #[inline(always)]
+    unsafe fn score(&self, key: usize, z: usize) -> __m512 {
+        // SAFETY: inside the tile (callers).
+        unsafe { _mm512_loadu_ps(self.args.s.as_ptr().add(key * self.args.stride + z * 16)) }
+    }
+    #[inline(always)]
+    unsafe fn ds(&self, key: usize, z: usize, p: __m512) -> __m512 {
+        // SAFETY: inside the tile (callers).
+        unsafe {
+            let dp = _mm512_loadu_ps(self.args.dp.as_ptr().add(key * self.args.stride + z * 16));
+            _mm512_mul_ps(p, _mm512_fmsub_ps(dp, self.scale, self.lanes[z].1))
+        }
+    }
+}
+
+impl Gradient for Fresh<'_, '_> {
+    #[inline(always)]
+    unsafe fn whole(&self, first: usize, z: usize) -> bool {
+        let inner = self.args.inner[z];
+        self.fused && !self.args.hidden && inner.0 <= first && first + 32 <= inner.1
+    }
+    #[inline(always)]
+    unsafe fn inner(&self, key: usize, z: usize) -> (__m512, __m512) {
+        // SAFETY: passed on.
+        unsafe {
+            let p = self.lanes[z].0.exp::<true>(self.score(key, z));
+            (p, self.ds(key, z, p))
+        }
+    }
+    #[inline(always)]
+    unsafe fn edge(&self, key: usize, z: usize) -> (__m512, __m512) {
+        let args = self.args;
+        // SAFETY: passed on; lane arrays have as many elements as the tile has lanes.
+        unsafe {
+            if key < args.ranges[z].0 || key >= args.ranges[z].1 {
+                return (_mm512_setzero_ps(), _mm512_setzero_ps());
+            }
+            let x = self.score(key, z);
+            let argument = &self.lanes[z].0;
+            let p = if self.fused { argument.exp::<true>(x) } else { argument.exp::<false>(x) };
+            let ds = self.ds(key, z, p);
+            // A hidden key may hold anything: its dP is not multiplied away but replaced.
+            let mut seen = 0xffff;
+            if key < args.inner[z].0 || key >= args.inner[z].1 {
+                let lo = _mm512_loadu_ps(args.lo.as_ptr().add(z * 16));
+                let hi = _mm512_loadu_ps(args.hi.as_ptr().add(z * 16));
+                seen = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(lo, _mm512_set1_ps(key as f32 + 1.0))
+                    & _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_set1_ps(key as f32), hi);
+            }
+            if args.hidden {
+                seen &= !_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, _mm512_set1_ps(f32::MIN));
+            }
+            (_mm512_maskz_mov_ps(seen, p), _mm512_maskz_mov_ps(seen, ds))
+        }
+    }
+}
+
+/// P and dS that were made before.
+struct Made<'a, 'b>(&'a GradArgs<'b>);
+
+impl Gradient for Made<'_, '_> {
+    #[inline(always)]
+    unsafe fn whole(&self, first: usize, z: usize) -> bool {
+        self.0.ranges[z].0 <= first && first + 32 <= self.0.ranges[z].1
+    }
+    #[inline(always)]
+    unsafe fn inner(&self, key: usize, z: usize) -> (__m512, __m512) {
+        let at = key * self.0.stride + z * 16;
+        // SAFETY: inside the tile (callers).
+        unsafe { (_mm512_loadu_ps(self.0.s.as_ptr().add(at)), _mm512_loadu_ps(self.0.dp.as_ptr().add(at))) }
+    }
+    #[inline(always)]
+    unsafe fn edge(&self, key: usize, z: usize) -> (__m512, __m512) {
+        // SAFETY: passed on.
+        unsafe {
+            if key < self.0.ranges[z].0 || key >= self.0.ranges[z].1 {
+                return (_mm512_setzero_ps(), _mm512_setzero_ps());
+            }
+            self.inner(key, z)
+        }
     }
 }
 
@@ -313,47 +415,17 @@ unsafe fn weigh<const FUSED: bool>(
 unsafe fn grad(args: &GradArgs<'_>, score_scale: f32, out: &mut GradPanels<'_>) {
     // SAFETY: as for `Simd`.
     unsafe {
-        let (stride, scale) = (args.stride, _mm512_set1_ps(args.scale));
-        let (s, dp) = (args.s.as_ptr(), args.dp.as_ptr());
         let zero = _mm512_setzero_ps();
-        let mut fused = true;
-        let lanes: [(Argument, __m512); 4] = std::array::from_fn(|z| {
-            let at = (z * 16).min(stride - 16);
+        let nothing = (Argument { shift: zero, log2_e: zero, product: zero }, zero);
+        let mut fresh = Fresh { args, lanes: [nothing; 4], scale: _mm512_set1_ps(args.scale), fused: true };
+        for z in 0..args.stride / 16 {
             // Scores are in units of `score_scale`, the LSE is not.
-            let lse = _mm512_div_ps(_mm512_loadu_ps(args.lse.as_ptr().add(at)), _mm512_set1_ps(score_scale));
+            let lse = _mm512_div_ps(_mm512_loadu_ps(args.lse.as_ptr().add(z * 16)), _mm512_set1_ps(score_scale));
             let (argument, near) = Argument::new(lse, std::f32::consts::LOG2_E * score_scale);
-            fused &= near;
-            (argument, _mm512_loadu_ps(args.delta.as_ptr().add(at)))
-        });
-        let one = |key: usize, z: usize, p: __m512| {
-            let ds = _mm512_mul_ps(p, _mm512_fmsub_ps(_mm512_loadu_ps(dp.add(key * stride + z * 16)), scale, lanes[z].1));
-            (p, ds)
-        };
-        let score = |key: usize, z: usize| _mm512_loadu_ps(s.add(key * stride + z * 16));
-        let inner = |key: usize, z: usize| one(key, z, lanes[z].0.exp::<true>(score(key, z)));
-        let edge = |key: usize, z: usize| {
-            if !(args.ranges[z].0..args.ranges[z].1).contains(&key) {
-                return (zero, zero);
-            }
-            let x = score(key, z);
-            let p = if fused { lanes[z].0.exp::<true>(x) } else { lanes[z].0.exp::<false>(x) };
-            let (p, ds) = one(key, z, p);
-            let (j, next) = (_mm512_set1_ps(key as f32), _mm512_set1_ps(key as f32 + 1.0));
-            let (lo, hi) = (_mm512_loadu_ps(args.lo.as_ptr().add(z * 16)), _mm512_loadu_ps(args.hi.as_ptr().add(z * 16)));
-            // A hidden key may hold anything: its dP is not multiplied away but replaced.
-            let mut seen = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(lo, next) & _mm512_cmp_ps_mask::<_CMP_LT_OQ>(j, hi);
-            if (args.inner[z].0..args.inner[z].1).contains(&key) {
-                seen = 0xffff;
-            }
-            if args.hidden {
-                seen &= !_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, _mm512_set1_ps(f32::MIN));
-            }
-            (_mm512_maskz_mov_ps(seen, p), _mm512_maskz_mov_ps(seen, ds))
-        };
-        let whole = |first: usize, z: usize| {
-            fused && !args.hidden && args.inner[z].0 <= first && first + 32 <= args.inner[z].1
-        };
-        pack(args, out, whole, inner, edge);
+            fresh.fused &= near;
+            fresh.lanes[z] = (argument, _mm512_loadu_ps(args.delta.as_ptr().add(z * 16)));
+        }
+        pack(args, &fresh, out);
     }
 }
 
@@ -364,63 +436,51 @@ unsafe fn grad(args: &GradArgs<'_>, score_scale: f32, out: &mut GradPanels<'_>) 
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn pack_grad(args: &GradArgs<'_>, out: &mut GradPanels<'_>) {
     // SAFETY: as for `Simd`.
-    unsafe {
-        let at = |key: usize, z: usize| key * args.stride + z * 16;
-        let made = |key: usize, z: usize| {
-            (_mm512_loadu_ps(args.s.as_ptr().add(at(key, z))), _mm512_loadu_ps(args.dp.as_ptr().add(at(key, z))))
-        };
-        let zero = _mm512_setzero_ps();
-        let edge = |key: usize, z: usize| {
-            if (args.ranges[z].0..args.ranges[z].1).contains(&key) { made(key, z) } else { (zero, zero) }
-        };
-        let whole = |first: usize, z: usize| args.ranges[z].0 <= first && first + 32 <= args.ranges[z].1;
-        pack(args, out, whole, made, edge);
-    }
+    unsafe { pack(args, &Made(args), out) }
 }
 
-/// Packs what `inner` gives where `whole` says that a vector of lanes sees a whole tile of keys, else what `edge` gives.
+/// Rounds and packs a block's P and dS.
 #[inline(always)]
-unsafe fn pack(
-    args: &GradArgs<'_>,
-    out: &mut GradPanels<'_>,
-    whole: impl Fn(usize, usize) -> bool,
-    inner: impl Fn(usize, usize) -> (__m512, __m512),
-    edge: impl Fn(usize, usize) -> (__m512, __m512),
-) {
+unsafe fn pack<G: Gradient>(args: &GradArgs<'_>, from: &G, out: &mut GradPanels<'_>) {
     // SAFETY: the table checked the extents.
     unsafe {
         let vectors = args.stride / 16;
-        let seen = || args.ranges[..vectors].iter().filter(|(a, b)| a < b);
-        let first = seen().map(|r| r.0).min().unwrap_or(0);
-        let last = seen().map(|r| r.1).max().unwrap_or(0);
-        let [p_rows, ds_rows, ds_lanes] = [&mut *out.p_rows, &mut *out.ds_rows, &mut *out.ds_lanes].map(|x| x.as_mut_ptr());
-        let store = |to: *mut f32, x: __m512i| _mm512_storeu_si512(to.cast(), x);
+        let (mut first, mut last) = (usize::MAX, 0);
+        for &(a, b) in &args.ranges[..vectors] {
+            if a < b {
+                (first, last) = (first.min(a), last.max(b));
+            }
+        }
+        let (p_rows, ds_rows) = (out.p_rows.as_mut_ptr(), out.ds_rows.as_mut_ptr());
+        let ds_lanes = out.ds_lanes.as_mut_ptr();
         for tile in first / 32..last.div_ceil(32) {
             for pair in 0..vectors.div_ceil(2) {
-                let z = [2 * pair, 2 * pair + 1];
-                let all = z[1] < vectors && z.iter().all(|&z| whole(tile * 32, z));
-                let row = |group: usize, j: usize| ((tile * 2 + group) * LANE_TILES + pair) * SLOTS + j * 16;
+                let z = 2 * pair;
+                let both = z + 1 < vectors;
+                let whole = both && from.whole(tile * 32, z) && from.whole(tile * 32, z + 1);
+                // Rows of keys j and j + 16 of the tile, and their slots by lanes.
+                let rows = (tile * 2 * LANE_TILES + pair) * SLOTS;
+                let lanes = (z * KEY_TILES + tile) * SLOTS;
                 for j in 0..16 {
-                    let keys = [tile * 32 + j, tile * 32 + 16 + j];
-                    // [key][vector]: rounded bits of P and dS.
-                    let one = |key: usize, z: usize| {
-                        let (p, ds) = if all {
-                            inner(key, z)
-                        } else if z < vectors {
-                            edge(key, z)
-                        } else {
-                            (_mm512_setzero_ps(), _mm512_setzero_ps())
-                        };
-                        (rounded(p), rounded(ds))
-                    };
-                    let x = keys.map(|key| z.map(|z| one(key, z)));
-                    for group in 0..2 {
-                        store(p_rows.add(row(group, j)), join(x[group][0].0, x[group][1].0));
-                        store(ds_rows.add(row(group, j)), join(x[group][0].1, x[group][1].1));
+                    // [key][vector]
+                    let (mut p, mut ds) = ([[_mm512_setzero_si512(); 2]; 2], [[_mm512_setzero_si512(); 2]; 2]);
+                    for i in 0..2 {
+                        let key = tile * 32 + 16 * i + j;
+                        for x in 0..2 {
+                            if whole || x == 0 || both {
+                                let made = if whole { from.inner(key, z + x) } else { from.edge(key, z + x) };
+                                (p[i][x], ds[i][x]) = (rounded(made.0), rounded(made.1));
+                            }
+                        }
                     }
-                    for (i, &z) in z.iter().enumerate() {
-                        let to = ds_lanes.add((z * KEY_TILES + tile) * SLOTS + j * 16);
-                        store(to, join(x[0][i].1, x[1][i].1));
+                    for i in 0..2 {
+                        let at = rows + i * LANE_TILES * SLOTS + j * 16;
+                        _mm512_storeu_si512(p_rows.add(at).cast(), join(p[i][0], p[i][1]));
+                        _mm512_storeu_si512(ds_rows.add(at).cast(), join(ds[i][0], ds[i][1]));
+                    }
+                    for x in 0..2 {
+                        let at = lanes + x * KEY_TILES * SLOTS + j * 16;
+                        _mm512_storeu_si512(ds_lanes.add(at).cast(), join(ds[0][x], ds[1][x]));
                     }
                 }
             }

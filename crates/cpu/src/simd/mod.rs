@@ -27,7 +27,7 @@ mod portable;
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};
-pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, RowsAt};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};
 
 /// A vector of f32 and what the kernels do with it.
 ///
