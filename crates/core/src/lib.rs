@@ -12,6 +12,7 @@ pub mod dtype;
 pub mod error;
 pub mod exp;
 pub mod expr;
+pub mod format;
 pub mod inputs;
 pub mod mask;
 pub mod oracle;
