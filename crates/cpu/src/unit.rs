@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats, Source,
-    Sum, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
+    Source, Sum, forget, parts,
 };
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
 use fulgurite_core::{DType, Sequence, TensorView, bf16};

@@ -64,7 +64,12 @@ struct Space<'w> {
 }
 
 /// sum(dO O) of each row of a tile, summed in the order of dP: where a row sees one key, dP - D is 0.
-pub(super) fn row_dots(cx: &Context<'_>, unit: &MatrixKernels, tile: &Tile, [o, d_o]: [&TensorView<'_>; 2]) -> [f32; MAX_LANES] {
+pub(super) fn row_dots(
+    cx: &Context<'_>,
+    unit: &MatrixKernels,
+    tile: &Tile,
+    [o, d_o]: [&TensorView<'_>; 2],
+) -> [f32; MAX_LANES] {
     let Sizes { dv, .. } = Sizes::new(cx);
     let panel = Panels::room(1, dv, 1);
     let mut dots = [0.0; MAX_LANES];
@@ -122,8 +127,26 @@ impl Work<'_> {
         with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
             let parts = sizes.map(|n| arena.take(n));
-            let [k, v, k_turned, d_k, d_v, s, dp, derivative, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q, k_copy, d_q_rows] =
-                parts;
+            let [
+                k,
+                v,
+                k_turned,
+                d_k,
+                d_v,
+                s,
+                dp,
+                derivative,
+                q,
+                d_o,
+                q_pairs,
+                d_o_pairs,
+                p_rows,
+                ds_rows,
+                ds_lanes,
+                d_q,
+                k_copy,
+                d_q_rows,
+            ] = parts;
             let sequence = &cx.bound.sequences()[item.sequence];
             let own = |range: Range<usize>| Keys { sequence, head: item.kv_head, range };
             unit.pack_rows(&source(cx, cx.bound.k(), &own(keys.clone()), cx.d), k, d);
@@ -159,7 +182,14 @@ impl Work<'_> {
     }
 
     /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
-    fn tile_on_tiles(&self, row: &Row, keys: Range<usize>, panels: &KeyPanels<'_>, unit: &MatrixKernels, space: &mut Space<'_>) {
+    fn tile_on_tiles(
+        &self,
+        row: &Row,
+        keys: Range<usize>,
+        panels: &KeyPanels<'_>,
+        unit: &MatrixKernels,
+        space: &mut Space<'_>,
+    ) {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, .. } = Sizes::new(cx);
         let stride = row.lanes.stride;
@@ -196,7 +226,10 @@ impl Work<'_> {
         let Sizes { d, dv, d_groups, dv_groups } = Sizes::new(cx);
         let (stride, width, first) = (row.lanes.stride, cx.kernels.lanes, number * BLOCK);
         let none = || Ahead::default();
-        let k = KeyRows { rows: Matrix::new(&panels.k[Panels::room(first / GROUP, d, 1)..], Panels::room(1, d, 1) / GROUP), finite: true };
+        let k = KeyRows {
+            rows: Matrix::new(&panels.k[Panels::room(first / GROUP, d, 1)..], Panels::room(1, d, 1) / GROUP),
+            finite: true,
+        };
         cx.unit.scores(cx, Products { step, stride, ahead: &mut none() }, k, space.q, space.s);
         for seg in step.segments(GROUP) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));

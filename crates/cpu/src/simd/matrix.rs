@@ -9,8 +9,8 @@
 //! they lie, with elements 2j and 2j + 1. A workspace of f32 is the memory: a slot is the size of one.
 
 use super::algorithms::Ahead;
-use super::narrow::NarrowKernels;
 use super::kernels::{MatrixMut, Sum, extent};
+use super::narrow::NarrowKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
