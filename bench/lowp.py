@@ -59,27 +59,31 @@ def own(x, dtype):
     return torch.from_numpy(x).to(TORCH[dtype]).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def ours(q, k, v, causal, dtype, d_o=None):
+def ours(q, k, v, causal, dtype, d_o=None, engine=None):
     q, k, v = (own(x, dtype) for x in (q, k, v))
     out = torch.zeros_like(q)
-    forward = lambda **more: fulgurite.attention(q, k, v, causal=causal, out=out, threads=args.threads, **more)
+    how = {"causal": causal, "threads": args.threads, "engine": engine}
+    forward = lambda **more: fulgurite.attention(q, k, v, out=out, **how, **more)
+    name = f"ours {dtype}" + (" vectors" if engine else "")
     if d_o is None:
-        return Contender(f"ours {dtype}", lambda: forward() is None or None, lambda: [forward(), out.float().numpy()][1:])
+        return Contender(name, lambda: forward() is None or None, lambda: [forward(), out.float().numpy()][1:])
     _, lse = forward(return_lse=True)
     given, gradients = own(d_o, dtype), [torch.zeros_like(q) for _ in range(3)]
     call = lambda: fulgurite.attention_backward(
-        given, q, k, v, out, lse, causal=causal, out=gradients, threads=args.threads
+        given, q, k, v, out, lse, out=gradients, **how
     ) and None
-    return Contender(f"ours {dtype}", call, lambda: call() or [x.float().numpy() for x in gradients])
+    return Contender(name, call, lambda: call() or [x.float().numpy() for x in gradients])
 
 
 def cell(part, dim, seq, causal):
     steal = Steal()
     shape = TOKENS // seq, seq, WIDTH // dim, dim
     tensors = [random(*shape, seed=seed) for seed in range(4)]
-    row = {"part": part, "cell": f"d{dim} s{seq} {'causal' if causal else 'full'}", "shape": shape}
+    row = {"part": part, "cell": f"d{dim} s{seq} {'causal' if causal else 'full'}", "shape": shape, "date": today()}
     if part == "forward":
         own_two = [ours(*tensors[:3], causal, dtype) for dtype in ("bf16", "f32")]
+        if "cpu:avx512" in fulgurite.engines():
+            own_two.append(ours(*tensors[:3], causal, "f32", engine="cpu:avx512"))
         rivals = [
             peers.torch_forward(*tensors[:3], causal, "bfloat16"),
             peers.openvino_forward(*tensors[:3], causal, args.threads, "bf16"),
@@ -103,6 +107,8 @@ def cell(part, dim, seq, causal):
         row[f"peer_{statistic}"] = max((c.name for c in rivals), key=speed)
         row[f"ratio_{statistic}"] = speed("ours bf16") / speed(row[f"peer_{statistic}"])
         row[f"to_f32_{statistic}"] = speed("ours bf16") / speed("ours f32")
+        if "ours f32 vectors" in row["timings"]:
+            row[f"to_vectors_{statistic}"] = speed("ours bf16") / speed("ours f32 vectors")
     row["steal"] = steal.share()
     say(
         f"{part:8} {row['cell']:16} bf16 {row['timings']['ours bf16']['median_gflops']:6.0f} GFLOP/s"
@@ -126,6 +132,11 @@ def summary(rows):
                 long = [r[f"to_f32_{statistic}"] for r in own if r["shape"][3] == dim and r["shape"][1] >= 2048]
                 if long and part == "forward":
                     yield f"forward: smallest ratio to our f32 at head dim {dim}, 2048 and up, by {statistic}s", min(long), bar
+                key = f"to_vectors_{statistic}"
+                long = [r[key] for r in own if r["shape"][3] == dim and r["shape"][1] >= 2048 and key in r]
+                if long:
+                    what = f"forward: the same to our f32 on vectors at head dim {dim}, by {statistic}s"
+                    yield what, min(long), bar
 
 
 def main():
@@ -136,17 +147,18 @@ def main():
         for dim in args.dims:
             for seq in args.seqs:
                 rows += [cell(part, dim, seq, causal) for causal in (False, True)]
+    if args.json and args.json.exists():
+        # Corners of the grid may come from several runs; each row says when it was made.
+        done = {(row["part"], row["cell"]) for row in rows}
+        rows = [r for r in json.loads(args.json.read_text())["rows"] if (r["part"], r["cell"]) not in done] + rows
     lines = [{"what": what, "value": value, "bar": bar, "met": value >= bar} for what, value, bar in summary(rows)]
     for line in lines:
         say(f"{line['what']}: {line['value']:.2f}, bar {line['bar']:g}: {'met' if line['met'] else 'MISSED'}")
     for problem in problems:
         say(f"WRONG {problem}")
     if args.json:
-        old = json.loads(args.json.read_text()) if args.json.exists() else {"rows": [], "summary": []}
-        kept = lambda key, name: [x for x in old[key] if x[name].split(":")[0] not in args.parts]
-        record = {"date": today(), "commit": commit(), "machine": machine(), "threads": args.threads}
-        record |= {"versions": peers.versions(), "rows": kept("rows", "part") + rows}
-        record |= {"summary": kept("summary", "what") + lines, "problems": problems}
+        record = {"commit": commit(), "machine": machine(), "threads": args.threads, "versions": peers.versions()}
+        record |= {"rows": rows, "summary": lines, "problems": problems}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if problems else 0
 

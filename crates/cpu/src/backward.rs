@@ -166,7 +166,7 @@ impl Stats {
                 }
             });
         });
-        if matches!(cx.exp, ExpKind::Sas(_)) {
+        if matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some() {
             let max = SharedRows::over(&mut self.max);
             crate::forward::maxima(cx, threads, &|tile, lane, m| {
                 let (q, head) = cx.row(tile, lane);
@@ -431,6 +431,7 @@ impl Work<'_> {
         if modified {
             self.through_modifier(row, step, start, [space.dp, space.derivative]);
         }
+        self.round_weights(row, step, space.s);
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
@@ -440,6 +441,27 @@ impl Work<'_> {
             let d_k = MatrixMut::at(space.d_k, d, first + key, 0);
             cx.kernels.gemm(d_k, ds, q, [keys, d, lanes], Sum::Onto, &mut Ahead::default());
         }
+    }
+
+    /// P as forward used it: relative to the maximum of the row, rounded, and divided by the sum again.
+    fn round_weights(&self, row: &Row, step: &Step, p: &mut [f32]) {
+        let cx = self.cx;
+        if cx.rounding.is_none() {
+            return;
+        }
+        let (stride, seen) = (row.lanes.stride, step.hull());
+        let (mut sum, mut share) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        for lane in 0..stride {
+            // A row without keys has an infinite LSE here and weights of 0.
+            if row.lse[lane].is_finite() {
+                sum[lane] = (row.lse[lane] - row.max[lane]).exp();
+                share[lane] = 1.0 / sum[lane];
+            }
+        }
+        let p = &mut p[..seen.end * stride];
+        cx.kernels.scale_lanes(&mut p[seen.start * stride..], &sum[..stride]);
+        cx.round_weights(step, stride, p);
+        cx.kernels.scale_lanes(&mut p[seen.start * stride..], &share[..stride]);
     }
 
     /// From dS of the modified score to that of the product of q and k; gradients of auxiliary tensors.

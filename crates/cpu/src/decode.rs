@@ -10,7 +10,7 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
-use fulgurite_core::{Rescale, Sequence};
+use fulgurite_core::{Precision, Rescale, Sequence};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -27,7 +27,8 @@ const STRIP: usize = 16;
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     let rows = s.q_len * cx.problem.group();
     let one_pass = !matches!(cx.exp, ExpKind::Sas(_));
-    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass
+    let native = cx.problem.precision() == Precision::Native;
+    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass && native
 }
 
 /// One part of one sequence.

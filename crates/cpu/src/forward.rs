@@ -8,7 +8,7 @@ use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use crate::{Counters, decode, pool};
-use fulgurite_core::{Outputs, Rescale};
+use fulgurite_core::{Outputs, Precision, Rescale};
 use std::cell::LazyCell;
 use std::sync::Mutex;
 
@@ -97,7 +97,11 @@ struct Row<'w> {
 fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, rescale: Rescale) -> Counters {
     // TurboAttention's function is taken against the final maximum: find that first.
     let passes: &[Policy] = match (cx.exp, rescale) {
+        // Codes are made against the maximum so far, block by block.
+        _ if matches!(cx.problem.precision(), Precision::Int8(_)) => &[Policy::Raise(0.0)],
         (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
+        // So are rounded weights.
+        _ if cx.rounding.is_some() => &[Policy::MaxOnly, Policy::Final],
         (_, Rescale::Always) => &[Policy::Raise(0.0)],
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
@@ -164,7 +168,7 @@ fn walk(
                 // Packed when the first tile asks.
                 let block = LazyCell::new(|| {
                     let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
-                    [cx.unit.keys(cx, &own, k_buffer), cx.unit.values(cx, &own, v_buffer)]
+                    cx.unit.block_of(cx, &own, [&mut *k_buffer, &mut *v_buffer])
                 });
                 if keys.end < last {
                     ask(cx, item, keys.end, &mut ahead);
@@ -245,6 +249,7 @@ fn fold(
     if stats.rescaled > 0 {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
+    cx.round_weights(step, stride, s);
     let products = Products { step, stride, ahead: &mut ahead[1] };
     cx.unit.output(cx, products, v, s, row.o, scratch);
 }

@@ -7,6 +7,8 @@ mod backward;
 mod decode;
 mod evaluate;
 mod forward;
+mod groups;
+mod int8;
 mod memory;
 mod pool;
 pub mod probe;
@@ -14,7 +16,7 @@ mod simd;
 mod tiles;
 mod unit;
 
-use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
+use fulgurite_core::{Bound, GradientOutputs, Outputs, Precision, Rescale, Saved};
 
 /// An instruction set this crate has kernels for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -75,6 +77,9 @@ impl Options {
         let best = || Isa::ALL.into_iter().find_map(simd::kernels);
         chosen.or_else(best).expect("bug in fulgurite: portable kernels exist everywhere")
     }
+    fn rescale(&self) -> Rescale {
+        self.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT))
+    }
     fn threads(&self) -> usize {
         self.threads.unwrap_or_else(pool::default_threads).max(1)
     }
@@ -101,14 +106,29 @@ impl Counters {
 
 /// Forward: fills `outputs`, which must fit the problem ([`Outputs::check`]).
 pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
-    let cx = tiles::Context::new(bound, options.kernels());
-    let rescale = options.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
-    forward::run(&cx, outputs, &forward::Plan { rescale, threads: options.threads() })
+    let (kernels, threads) = (options.kernels(), options.threads());
+    let plan = forward::Plan { rescale: options.rescale(), threads };
+    match bound.problem().precision() {
+        Precision::Int8(spec) => {
+            let unit = int8::Int8Unit::new(bound, &spec, kernels, threads);
+            forward::run(&tiles::Context::with(bound, kernels, &unit), outputs, &plan)
+        }
+        Precision::Groups(spec) => groups::forward(bound, &spec, outputs, options),
+        _ => forward::run(&tiles::Context::new(bound, kernels), outputs, &plan),
+    }
 }
 
 /// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],
 /// [`GradientOutputs::check`]).
+///
+/// # Panics
+/// With INT8 products, which have no gradient.
 pub fn backward(bound: &Bound<'_>, saved: &Saved<'_>, gradients: &mut GradientOutputs<'_>, options: &Options) {
+    match bound.problem().precision() {
+        Precision::Groups(spec) => return groups::backward(bound, &spec, saved, gradients, options),
+        Precision::Int8(_) => panic!("bug in fulgurite: INT8 products have no gradient, and engines say so"),
+        _ => {}
+    }
     let cx = tiles::Context::new(bound, options.kernels());
     backward::run(&cx, saved, gradients, options.threads());
 }

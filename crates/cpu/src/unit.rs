@@ -59,6 +59,10 @@ pub(crate) trait Unit: Sync {
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
     fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
     fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// A block of keys and values; the buffers are those of `keys` and `values`.
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
+    }
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
     /// One step of the online softmax over scores, for values `v`.
@@ -239,6 +243,7 @@ impl Unit for MatrixKernels {
         let Sizes { weight_parts, block, .. } = Sizes::new(self, cx);
         // Values that are not finite ask which keys weigh nothing: they want P itself.
         let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
+        let narrow = narrow && cx.rounding.is_none();
         scratch.packed = narrow && v.finite;
         if scratch.packed { self.narrow.softmax(args, scratch.weights, block) } else { cx.kernels.softmax(args) }
     }

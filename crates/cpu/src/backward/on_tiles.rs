@@ -274,7 +274,7 @@ impl Work<'_> {
     fn weigh(&self, row: &Row, step: &Step, start: usize, unit: &MatrixKernels, space: &mut Space<'_>) {
         let cx = self.cx;
         let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
-        let fused = unit.narrow.suits(cx.exp) && !modified;
+        let fused = unit.narrow.suits(cx.exp) && !modified && cx.rounding.is_none();
         if !fused || step.rest {
             cx.scale_scores(step, stride, space.s);
         }
@@ -306,6 +306,7 @@ impl Work<'_> {
         if modified {
             self.through_modifier(row, step, start, [args.dp, space.derivative]);
         }
+        self.round_weights(row, step, args.s);
         unit.narrow.pack_grad(&args, &mut out);
     }
 }

@@ -59,6 +59,15 @@ pub(super) fn available() -> bool {
     })
 }
 
+/// Whether there are tiles of bytes as well. Ask after [`available`].
+pub(super) fn has_int8() -> bool {
+    const AMX_INT8: u32 = 1 << 25;
+    #[allow(unused_unsafe)]
+    // SAFETY: CPUID is part of x86-64, and leaf 7 exists where tiles do.
+    let leaf = unsafe { __cpuid_count(7, 0) };
+    leaf.edx & AMX_INT8 != 0
+}
+
 /// Asks Linux for the state of the tiles, for all threads of the process; without it the first use is a signal.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
@@ -268,7 +277,7 @@ thread_local! {
 }
 
 /// Gives the tiles of this thread their shape, unless they have it.
-fn hold() -> Hold {
+pub(super) fn hold() -> Hold {
     if SHAPED.replace(true) {
         return Hold::new(|| ());
     }

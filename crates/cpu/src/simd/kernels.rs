@@ -4,6 +4,7 @@ use super::MatrixKernels;
 use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
+use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 
@@ -52,6 +53,7 @@ pub(crate) struct Kernels {
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
+    pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
 }
@@ -346,6 +348,13 @@ impl Kernels {
         unsafe { (self.finish)(m, l, inverse, lse) }
     }
 
+    /// Rounds weights of one vector of lanes from `lane` on, keys `range`, in the groups of a format.
+    pub fn round_weights(&self, p: &mut [f32], stride: usize, lane: usize, range: (usize, usize), format: GroupFormat) {
+        assert!(lane + self.lanes <= stride && p.len() >= range.1 * stride, "lanes of the tile");
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.round_weights)(p, stride, lane, range, format) }
+    }
+
     /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
     pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
         let stride = out.len();
@@ -526,6 +535,13 @@ macro_rules! define_kernels {
                 unsafe { alg::lane_dots::<$simd>(a, b, rows, stride, out) }
             }
 
+            $(#[$feature])?
+            unsafe fn round_weights(
+                p: &mut [f32], stride: usize, lane: usize, range: (usize, usize), format: fulgurite_core::format::GroupFormat,
+            ) {
+                alg::round_weights::<{ $simd::LANES }>(p, stride, lane, range, format)
+            }
+
             super::Kernels {
                 lanes: $simd::LANES,
                 tile: $simd::LANES * $simd::VECTORS,
@@ -551,6 +567,7 @@ macro_rules! define_kernels {
                 evaluate,
                 finish,
                 lane_dots,
+                round_weights,
                 matrix: None,
             }
         };

@@ -20,7 +20,7 @@ pub(crate) const GROUP: usize = 16;
 /// Elements of the summed axis in a tile.
 pub(crate) const DEPTH: usize = 32;
 /// Slots of a tile.
-pub(super) const SLOTS: usize = GROUP * DEPTH / 2;
+pub(crate) const SLOTS: usize = GROUP * DEPTH / 2;
 
 /// bf16 whose sum is a number of this type, exactly.
 pub(crate) fn parts(dtype: DType) -> usize {
@@ -128,6 +128,11 @@ impl MatrixKernels {
     /// Sets the unit up for all products of this thread until the result is dropped.
     pub fn hold(&self) -> Hold {
         (self.hold)()
+    }
+
+    /// What [`hold`](Self::hold) calls.
+    pub fn holder(&self) -> fn() -> Hold {
+        self.hold
     }
 
     /// C (+)= A B, in groups of rows and columns and tiles of the summed axis.

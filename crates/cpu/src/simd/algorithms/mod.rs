@@ -4,6 +4,7 @@ mod exponential;
 mod few;
 mod lanes;
 mod product;
+mod rounding;
 mod rows;
 mod softmax;
 
@@ -13,6 +14,7 @@ pub(super) use few::{combine, dots, paired};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
 pub(crate) use product::Ahead;
 pub(super) use product::block;
+pub(super) use rounding::round_weights;
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(super) use softmax::{begin, end, grad, softmax};
