@@ -116,6 +116,10 @@ impl Forward {
         if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
             return missing(format!("head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
         }
+        let precision = problem.precision();
+        if precision != fulgurite_core::Precision::Native {
+            return missing(format!("precision {precision}"));
+        }
         let exp = problem.exp();
         if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
             return missing(format!("exp {exp}"));

@@ -107,6 +107,10 @@ impl Backward {
         if let Some((_, name)) = others.into_iter().find(|(has, _)| *has) {
             return missing(format!("backward of {name}"));
         }
+        let precision = problem.precision();
+        if precision != fulgurite_core::Precision::Native {
+            return missing(format!("backward of precision {precision}"));
+        }
         let exp = problem.exp();
         if matches!(exp, Exp::Sas { .. }) {
             return missing(format!("backward of exp {exp}"));
