@@ -7,6 +7,7 @@
 
 pub mod args;
 pub mod bench;
+pub mod cache;
 pub mod check;
 pub mod doctor;
 pub mod io;
@@ -73,6 +74,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Bench(args) => bench::main(args),
             Command::Check(args) => check::main(args),
             Command::Run(args) => run::main(args),
+            Command::Cache(args) => cache::main(args),
             Command::Doctor(args) => doctor::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
             Command::Sim(args) => sim::main(args),

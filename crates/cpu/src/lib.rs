@@ -17,7 +17,7 @@ mod simd;
 mod tiles;
 mod unit;
 
-use fulgurite_core::{Bound, GradientOutputs, Outputs, Precision, Rescale, Saved};
+use fulgurite_core::{Bound, DType, GradientOutputs, Outputs, Precision, Problem, Rescale, Saved};
 
 /// An instruction set this crate has kernels for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,6 +47,28 @@ impl Isa {
     /// What multiplies: `tiles` of a matrix unit, or `vectors`.
     pub fn products(self) -> &'static str {
         if self == Isa::Amx { "tiles" } else { "vectors" }
+    }
+
+    /// Which unit does the products of a problem on this instruction set, in words.
+    ///
+    /// ```
+    /// use fulgurite_core::Problem;
+    /// use fulgurite_cpu::Isa;
+    /// let problem = Problem::builder().dense(1, 64, 64).heads(1, 1).head_dim(64).build()?;
+    /// assert_eq!(Isa::Portable.unit_of(&problem), "vectors, f32 by fused multiply-adds");
+    /// # Ok::<(), fulgurite_core::ProblemError>(())
+    /// ```
+    pub fn unit_of(self, problem: &Problem) -> &'static str {
+        match (self, problem.precision(), problem.dtype()) {
+            (Isa::Amx, Precision::Int8(_), _) => "matrix tiles, INT8 summed in 32 bits",
+            (_, Precision::Int8(_), _) => "plain integers, INT8 summed in 32 bits",
+            (Isa::Amx, _, DType::Bf16) => "matrix tiles, bf16 summed in f32",
+            (Isa::Amx, _, DType::F16) => {
+                "matrix tiles, f16 in two parts of bf16, summed in f32; gradients but S on vectors"
+            }
+            (Isa::Amx, ..) => "matrix tiles, f32 in three parts of bf16, summed in f32; gradients but S on vectors",
+            _ => "vectors, f32 by fused multiply-adds",
+        }
     }
 
     /// The lower-case name: `amx`, `avx512`, `avx2`, `neon`, `portable`.

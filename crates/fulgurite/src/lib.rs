@@ -55,4 +55,4 @@ pub use fulgurite_core::{
     TensorViewMut, bf16, f16,
 };
 pub use fulgurite_core::{expr, format};
-pub use fulgurite_cpu::{Counters, Isa};
+pub use fulgurite_cpu::{Counters, Isa, cache};
