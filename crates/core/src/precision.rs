@@ -190,9 +190,11 @@ impl Int8Attention {
     }
 
     fn codes(x: &[f32], dim: usize, granularity: Granularity) -> Int8 {
-        // Sums of finite numbers may overflow in the mean: such elements become the largest code.
-        let finite: Vec<f32> = x.iter().map(|x| x.clamp(f32::MIN, f32::MAX)).collect();
-        Int8::new(&finite, x.len() / dim, dim, granularity, INT8_LARGEST).expect("bug in fulgurite: checked elements")
+        // Differences from the mean of finite numbers may overflow: such elements become the largest code.
+        let over = x.iter().any(|x| !x.is_finite());
+        let finite: Vec<f32> = if over { x.iter().map(|x| x.clamp(f32::MIN, f32::MAX)).collect() } else { Vec::new() };
+        Int8::new(if over { &finite } else { x }, x.len() / dim, dim, granularity, INT8_LARGEST)
+            .expect("bug in fulgurite: checked elements")
     }
 
     /// The code of a weight between 0 and 1.

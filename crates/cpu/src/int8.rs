@@ -12,6 +12,7 @@ use std::sync::Mutex;
 /// The operands of a call in codes.
 pub(crate) struct Int8Unit {
     kernels: &'static Int8Kernels,
+    vectors: &'static Kernels,
     hold: Option<fn() -> Hold>,
     block: usize,
     /// Tiles along the head dimension, groups of columns of V.
@@ -44,6 +45,7 @@ struct KeyPanels {
 
 /// Rows of one head of one sequence as f32.
 fn rows(
+    kernels: &Kernels,
     bound: &Bound<'_>,
     view: &TensorView<'_>,
     s: &Sequence,
@@ -52,7 +54,11 @@ fn rows(
     [n, dim]: [usize; 2],
 ) -> Vec<f32> {
     let at = bound.rows(view.strides(), s, side);
-    (0..n).flat_map(|i| (0..dim).map(move |c| (i, c))).map(|(i, c)| view.at(at.at(i, head) + c) as f32).collect()
+    let mut out = vec![0.0; n * dim];
+    for (i, row) in out.chunks_exact_mut(dim).enumerate() {
+        kernels.widen(&view.data(), at.at(i, head), row);
+    }
+    out
 }
 
 impl Int8Unit {
@@ -61,6 +67,7 @@ impl Int8Unit {
         let (q_heads, kv_heads) = (problem.q_heads(), problem.kv_heads());
         let mut unit = Int8Unit {
             kernels: kernels.int8(),
+            vectors: kernels,
             hold: kernels.matrix.map(|unit| unit.holder()),
             block: spec.block,
             d: problem.head_dim().div_ceil(BYTES),
@@ -91,7 +98,7 @@ impl Int8Unit {
     fn query_rows(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize, mean: &[f32]) -> Queries {
         let problem: &Problem = bound.problem();
         let (dim, scale) = (problem.head_dim(), problem.scale());
-        let given = rows(bound, bound.q(), s, Side::Query, head, [s.q_len, dim]);
+        let given = rows(self.vectors, bound, bound.q(), s, Side::Query, head, [s.q_len, dim]);
         let coded = spec.queries(&given, dim);
         let mut codes = vec![0i8; s.q_len * self.d * BYTES];
         for (to, from) in codes.chunks_exact_mut(self.d * BYTES).zip(coded.codes().chunks_exact(dim)) {
@@ -113,7 +120,7 @@ impl Int8Unit {
     fn key_panels(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize) -> KeyPanels {
         let problem: &Problem = bound.problem();
         let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
-        let given = rows(bound, bound.k(), s, Side::Key, head, [s.k_len, dim]);
+        let given = rows(self.vectors, bound, bound.k(), s, Side::Key, head, [s.k_len, dim]);
         let mean = spec.mean(&given, dim);
         let keys = spec.keys(&given, dim, &mean);
         // Whole blocks, so that a block never ends inside the last panels.
@@ -128,19 +135,23 @@ impl Int8Unit {
             }
             group[self.d * SLOTS + key % GROUP] = keys.scales()[spec.k.scale_of(key)];
         }
-        let given = rows(bound, bound.v(), s, Side::Key, head, [s.k_len, value_dim]);
+        let given = rows(self.vectors, bound, bound.v(), s, Side::Key, head, [s.k_len, value_dim]);
         let values = spec.values(&given, value_dim);
         let (tiles, pitch) = (self.block / BYTES, self.value_pitch());
         let mut v = vec![0.0f32; s.k_len.div_ceil(self.block) * pitch];
         for (number, block) in v.chunks_exact_mut(pitch).enumerate() {
-            let code = |key: usize, c: usize| {
-                let at = (number * self.block + key) * value_dim + c;
-                if number * self.block + key < s.k_len { values.codes()[at] } else { 0 }
-            };
-            for c in 0..value_dim {
-                for (tile, j) in (0..tiles).flat_map(|tile| (0..GROUP).map(move |j| (tile, j))) {
+            for (tile, j) in (0..tiles).flat_map(|tile| (0..GROUP).map(move |j| (tile, j))) {
+                // The four keys of a slot; past the last key there is nothing.
+                let rows = [0, 1, 2, 3].map(|i| {
+                    let key = number * self.block + tile * BYTES + i * GROUP + j;
+                    if key < s.k_len { &values.codes()[key * value_dim..(key + 1) * value_dim] } else { &[] }
+                });
+                if rows[0].is_empty() {
+                    continue;
+                }
+                for c in 0..value_dim {
                     let at = (c / GROUP * tiles + tile) * SLOTS + c % GROUP * GROUP + j;
-                    block[at] = slot([0, 1, 2, 3].map(|i| code(tile * BYTES + i * GROUP + j, c)));
+                    block[at] = slot(rows.map(|row| row.get(c).copied().unwrap_or(0)));
                 }
             }
             block[pitch - 1] = values.scales()[number] / f32::from(INT8_LARGEST);

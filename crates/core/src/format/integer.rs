@@ -105,13 +105,14 @@ impl Int8 {
     }
 }
 
-/// The code of x, at most `largest`; 0 where the scale is 0.
+/// The code of x, at most `largest`, ties to even; 0 where the scale is 0.
+#[inline]
 pub fn quantise(x: f32, scale: f32, largest: i8) -> i8 {
-    if scale == 0.0 {
-        return 0;
-    }
+    // Added and taken away, this rounds to a whole number: every vector unit can, where not every one can round.
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
     let most = f32::from(largest);
-    (x / scale).round_ties_even().clamp(-most, most) as i8
+    let y = if scale == 0.0 { 0.0 } else { (x / scale).clamp(-most, most) };
+    (((y + ROUND) - ROUND) as i32) as i8
 }
 
 /// Bits of a code of the second stage.

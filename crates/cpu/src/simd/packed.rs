@@ -30,14 +30,22 @@ pub(crate) fn dots(tile: &Stage2, queries: &[&[i8]], out: &mut [i32]) {
     for (first, queries) in queries.chunks(4).enumerate() {
         let mut base = [0i32; 4];
         for (i, query) in queries.iter().enumerate() {
-            for (c, &q) in query.iter().enumerate() {
-                base[i] += i32::from(q) * i32::from(tile.zeros[c]);
-                let product = i32::from(q) * i32::from(tile.steps[c]);
-                let high = (product + 64) >> 7;
-                let (byte, half) = (c / 2, c % 2);
-                let at = ((byte / VECTOR * 4 + i) * 2 + half) * 2;
-                folded[at][byte % VECTOR] = (product - 128 * high) as i8;
-                folded[at + 1][byte % VECTOR] = high as i8;
+            base[i] = query.iter().zip(&tile.zeros).map(|(&q, &z)| i32::from(q) * i32::from(z)).sum();
+            for vector in 0..vectors {
+                let channels = vector * 2 * VECTOR..(vector + 1) * 2 * VECTOR;
+                let (q, steps) = (&query[channels.clone()], &tile.steps[channels]);
+                let mut parts = [[0i8; 2 * VECTOR]; 2];
+                for c in 0..2 * VECTOR {
+                    let product = i16::from(q[c]) * i16::from(steps[c]);
+                    let high = (product + 64) >> 7;
+                    (parts[0][c], parts[1][c]) = ((product - 128 * high) as i8, high as i8);
+                }
+                for (part, values) in parts.iter().enumerate() {
+                    for half in 0..2 {
+                        let to = &mut folded[((vector * 4 + i) * 2 + half) * 2 + part];
+                        to.iter_mut().enumerate().for_each(|(byte, x)| *x = values[2 * byte + half]);
+                    }
+                }
             }
         }
         let out = &mut out[first * 4 * tile.tokens..];
