@@ -494,7 +494,8 @@ impl Model {
     /// Writes on, one character at a time; the whole context is computed again for each.
     fn continue_with(&mut self, start: &[usize], count: usize, random: &mut Random) -> Result<Vec<usize>> {
         let context = self.size.context;
-        let trained = std::mem::replace(&mut self.attention, Attention::new(&Size { batch: 1, ..self.size }, Precision::Native)?);
+        let trained =
+            std::mem::replace(&mut self.attention, Attention::new(&Size { batch: 1, ..self.size }, Precision::Native)?);
         let mut text = start.to_vec();
         for _ in 0..count {
             let from = text.len().saturating_sub(context);

@@ -283,6 +283,7 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool)
             like.call_method("new_empty", (dimensions,), Some(&options))?
         }
         Some(Speaks::Table(_) | Speaks::Methods) => like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?,
+        Some(Speaks::Capsule) if matches!(array.place(), Place::Cuda(_)) => return on_its_gpu(like, shape, f32),
         Some(Speaks::Capsule) => return aligned(like, shape, f32),
         Some(Speaks::Struct) | None => {
             let dtype = if f32 {
@@ -296,6 +297,21 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool)
                 .call1((dimensions, dtype))?
         }
     };
+    Ok(Fresh { object: object.unbind(), into: None })
+}
+
+/// An array of the library's own on the GPU of `like`, which nobody else has seen yet.
+fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
+    let py = like.py();
+    let library = like.call_method0("__array_namespace__")?;
+    let options = PyDict::new(py);
+    options.set_item("dtype", if f32 { library.getattr("float32")? } else { like.getattr("dtype")? })?;
+    options.set_item("device", like.getattr("device")?)?;
+    let object = library.call_method("empty", (PyTuple::new(py, shape)?,), Some(&options))?;
+    // Some fill it all the same: not after us.
+    if object.hasattr("block_until_ready")? {
+        object.call_method0("block_until_ready")?;
+    }
     Ok(Fresh { object: object.unbind(), into: None })
 }
 

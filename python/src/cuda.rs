@@ -242,8 +242,23 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
         }
         None => {}
     }
-    let stream = Stream(foreign::current_stream(object, number)?);
-    device.gpu.forward(&attention, &mut tensors, stream).map_err(refuse)
+    on_stream(&device, object, number, |stream| device.gpu.forward(&attention, &mut tensors, stream))
+}
+
+/// Puts work on the stream that the library of an object works on. One that does not tell it cannot wait for ours: its
+/// results are done before it gets them.
+fn on_stream(
+    device: &Device,
+    object: &Bound<'_, PyAny>,
+    number: i32,
+    work: impl FnOnce(Stream) -> Result<(), GpuError>,
+) -> PyResult<()> {
+    let stream = foreign::current_stream(object, number)?;
+    work(stream.map_or(Stream::default(), Stream)).map_err(refuse)?;
+    match stream {
+        Some(_) => Ok(()),
+        None => device.gpu.device().synchronize(Stream::default()).map_err(|e| refuse(e.into())),
+    }
 }
 
 /// Fills the gradients of q, k, v and sinks on the stream that the library of q works on.
@@ -300,8 +315,7 @@ pub fn backward(
         d_v: rows("d_v", d_v)?,
         sinks,
     };
-    let stream = Stream(foreign::current_stream(object, number)?);
-    device.gpu.backward(&gradient, &tensors, stream).map_err(refuse)
+    on_stream(&device, object, number, |stream| device.gpu.backward(&gradient, &tensors, stream))
 }
 
 /// The four lists of a block mask, as they lie.

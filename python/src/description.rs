@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
-//! tuning GROUPS COLS DEPTH JOIN REGISTERS REGISTERS EARLY (of a GPU kernel: for measurements)
+//! tuning groups=N cols=N ... (of a GPU kernel: for measurements)
 //! exp NAME   engine NAME   threads N   rescale NAME                          blocks ROWS COLS
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
 //! with ROLE [NAME] [grad]             one for each tensor that comes beside q, k and v, in their order
@@ -146,18 +146,7 @@ impl Description {
                     let policy = name.parse::<Rescale>().map_err(|e| say(&e))?;
                     (settings, rescale) = (settings.rescale(policy), Some(policy));
                 }
-                ("tuning", [groups, cols, depth, join, one, other, early]) => {
-                    let n = |text: &str| number::<u32>(key, text);
-                    tuning = Some(Tuning {
-                        groups: n(groups)?,
-                        cols: n(cols)?,
-                        depth: n(depth)?,
-                        join: n(join)? != 0,
-                        registers: [n(one)?, n(other)?],
-                        early: n(early)?,
-                        rescale: Rescale::Always,
-                    });
-                }
+                ("tuning", _) => tuning = Some(rest.parse::<Tuning>().map_err(|e| say(&e))?),
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
                     let outer = expression::parse(rest)?;

@@ -170,24 +170,25 @@ fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
     })
 }
 
-/// The stream that the library of an object works on, on a GPU.
-pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<u64> {
+/// The stream that the library of an object works on, on a GPU; `None` where it keeps that to itself. A library that
+/// gives capsules has its work done before the default stream goes on.
+pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option<u64>> {
     const CUDA: i32 = 2;
-    if let Some(Speaks::Table(Table { current: Some(current), .. })) = speaks(object)? {
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: the table's function, with a device that an array of the library lies on; `stream` is written.
-        if unsafe { current(CUDA, number, &mut stream) } == 0 {
-            return Ok(stream.expose_provenance() as u64);
+    match speaks(object)? {
+        Some(Speaks::Table(Table { current: Some(current), .. })) => {
+            let mut stream = std::ptr::null_mut();
+            // SAFETY: the table's function, with a device that an array of the library lies on; `stream` is written.
+            if unsafe { current(CUDA, number, &mut stream) } == 0 {
+                return Ok(Some(stream.expose_provenance() as u64));
+            }
+            PyErr::take(object.py());
         }
-        PyErr::take(object.py());
+        Some(Speaks::Capsule) => return Ok(None),
+        _ => {}
     }
-    let modules = object.py().import("sys")?.getattr("modules")?;
-    match modules.get_item("torch") {
-        Ok(torch) => {
-            torch.getattr("cuda")?.call_method1("current_stream", (number,))?.getattr("cuda_stream")?.extract()
-        }
-        Err(_) => Err(wrong("arrays on a GPU that are not torch tensors are not here yet; pass them through torch")),
-    }
+    let torch = object.py().import("torch")?;
+    let stream = torch.getattr("cuda")?.call_method1("current_stream", (number,))?;
+    stream.getattr("cuda_stream")?.extract().map(Some)
 }
 
 /// The array behind an object.

@@ -27,6 +27,10 @@ pub enum Command {
     Cache(CacheArgs),
     /// Say what was found on this machine and which engine is chosen
     Doctor(DoctorArgs),
+    /// Say who would run a problem and why, and what bounds it on a GPU; needs no GPU
+    Explain(ExplainArgs),
+    /// Search for faster cuts of the kernel on the GPU that is present, and keep them in a profile
+    Tune(TuneArgs),
     /// List the GPU kernels, print them, and see what the assembler makes of them; needs no GPU
     Kernel(KernelArgs),
     /// Run a GPU kernel on a simulator: races, misuse, counters, a timeline
@@ -58,19 +62,19 @@ impl EngineArgs {
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
 pub struct BenchArgs {
-    /// Head dimensions; default 64,128
+    /// Head dimensions; default 64,128, on a GPU 64,128,256
     #[arg(long, value_delimiter = ',', value_name = "D,..")]
     pub dims: Option<Vec<usize>>,
-    /// Sequence lengths; default 512,1024,2048,4096
+    /// Sequence lengths; default 512,1024,2048,4096, on a GPU up to 16384
     #[arg(long, value_delimiter = ',', value_name = "N,..")]
     pub lens: Option<Vec<usize>>,
-    /// Types: f32, f16, bf16; default f32,bf16
+    /// Types: f32, f16, bf16; default f32,bf16, on a GPU bf16
     #[arg(long, value_delimiter = ',', value_name = "T,..", value_parser = dtype)]
     pub dtypes: Option<Vec<DType>>,
-    /// Tokens in all sequences together; default 4096
+    /// Tokens in all sequences together; default 4096, on a GPU 16384
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
-    /// Heads times head dimension; default 1024
+    /// Heads times head dimension; default 1024, on a GPU 2048
     #[arg(long, value_name = "N")]
     pub width: Option<usize>,
     /// Timed runs of each cell; the median counts
@@ -199,6 +203,76 @@ pub struct DoctorArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Print what was found as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `explain`.
+#[derive(Debug, clap::Args)]
+pub struct ExplainArgs {
+    /// Sequences
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub batch: usize,
+    /// Queries of a sequence
+    #[arg(long, default_value_t = 4096, value_name = "N")]
+    pub q_len: usize,
+    /// Keys of a sequence; default as many as queries
+    #[arg(long, value_name = "N")]
+    pub k_len: Option<usize>,
+    /// Heads of queries
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    pub heads: usize,
+    /// Heads of keys; default as many as of queries
+    #[arg(long, value_name = "N")]
+    pub kv_heads: Option<usize>,
+    /// Dimension of q and k
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    pub head_dim: usize,
+    /// Dimension of v; default that of q and k
+    #[arg(long, value_name = "N")]
+    pub value_dim: Option<usize>,
+    /// Type: f32, f16, bf16
+    #[arg(long, default_value = "bf16", value_name = "T", value_parser = dtype)]
+    pub dtype: DType,
+    /// A query sees keys up to its own position, counted from the end
+    #[arg(long)]
+    pub causal: bool,
+    /// A query sees L keys before and R keys after its own position; an empty side is unbounded
+    #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
+    pub window: Option<Window>,
+    /// X * tanh(score / X)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub softcap: Option<f32>,
+    /// ALiBi
+    #[arg(long)]
+    pub alibi: bool,
+    /// Who computes.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Which tools.
+    #[command(flatten)]
+    pub tools: ToolArgs,
+    /// Print what was found as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `tune`.
+#[derive(Debug, clap::Args)]
+pub struct TuneArgs {
+    /// Head dimensions
+    #[arg(long, value_delimiter = ',', value_name = "D,..", default_value = "64,128,256")]
+    pub dims: Vec<u32>,
+    /// Lengths that are measured, of those that are usual: 512,1024,2048,8192; all if not given
+    #[arg(long, value_delimiter = ',', value_name = "N,..")]
+    pub lens: Option<Vec<u64>>,
+    /// The profile; default where later runs look for it
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+    /// Stop after so many seconds; the same call goes on from there
+    #[arg(long, value_name = "N")]
+    pub seconds: Option<u64>,
+    /// Print the profile as JSON
     #[arg(long)]
     pub json: bool,
 }

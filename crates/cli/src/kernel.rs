@@ -102,7 +102,7 @@ fn distance(a: &str, b: &str) -> usize {
 }
 
 /// The assembler that was asked for. The environment is read here and nowhere below.
-fn assembler(args: &ToolArgs) -> Result<Assembler, Failure> {
+pub(crate) fn assembler(args: &ToolArgs) -> Result<Assembler, Failure> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     let hints = Hints {
         ptxas: args.ptxas.clone().or_else(|| variable("PTXAS").map(PathBuf::from)),

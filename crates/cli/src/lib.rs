@@ -10,6 +10,7 @@ pub mod bench;
 pub mod cache;
 pub mod check;
 pub mod doctor;
+pub mod explain;
 pub mod io;
 pub mod json;
 pub mod kernel;
@@ -17,6 +18,7 @@ pub mod machine;
 pub mod report;
 pub mod run;
 pub mod sim;
+pub mod tune;
 
 use args::{Args, Command};
 use clap::Parser;
@@ -76,6 +78,8 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Run(args) => run::main(args),
             Command::Cache(args) => cache::main(args),
             Command::Doctor(args) => doctor::main(args),
+            Command::Explain(args) => explain::main(args),
+            Command::Tune(args) => tune::main(args),
             Command::Kernel(args) => kernel::main(&args.command),
             Command::Sim(args) => sim::main(args),
             Command::SimVsGpu(args) => sim::against_gpu(args),

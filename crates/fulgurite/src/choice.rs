@@ -5,12 +5,16 @@ use crate::cpu::Cpu;
 use crate::engine::{Engine, Run, Unsupported};
 use crate::on_device::OnDevice;
 use crate::oracle::Oracle;
+use crate::profile::Profile;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
+use fulgurite_kernels::attention::plan::Table;
+use fulgurite_ptx::device::Device;
 use fulgurite_sim::Sim;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use thiserror::Error;
 
 /// Which engine to use.
@@ -158,8 +162,12 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::Best => Box::new(Best::new(settings)?),
         Choice::Cpu => Box::new(Cpu::new(None, settings)?),
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
-        Choice::Cuda => Box::new(OnDevice::new("cuda", Box::new(Cuda::open(0, Options::default())?), settings.rescale)),
-        Choice::Sim => Box::new(OnDevice::new("sim", Box::new(Sim::default()), settings.rescale)),
+        Choice::Cuda => {
+            let cuda = Cuda::open(0, Options::default())?;
+            let table = Profile::table_for(&cuda.name())?;
+            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, table))
+        }
+        Choice::Sim => Box::new(OnDevice::new("sim", Arc::new(Sim::default()), settings.rescale, Table::default())),
         Choice::Oracle => Box::new(Oracle),
     })
 }

@@ -4,6 +4,7 @@ use crate::Error;
 use fulgurite_core::{Forward, GradientOutputs, Gradients, Inputs, Outputs, Problem, Saved};
 use fulgurite_cpu::Counters;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use thiserror::Error;
 
 /// Something that computes attention.
@@ -88,6 +89,8 @@ pub trait Engine: Send + Sync {
 pub struct Run<'a> {
     /// Where the call adds what it counted, if anywhere.
     pub tally: Option<&'a Tally>,
+    /// What times the call's work, if anything.
+    pub stopwatch: Option<&'a Stopwatch>,
 }
 
 impl<'a> Run<'a> {
@@ -95,6 +98,51 @@ impl<'a> Run<'a> {
     pub fn tally(mut self, tally: &'a Tally) -> Self {
         self.tally = Some(tally);
         self
+    }
+
+    /// Has the work timed, again and again, where it is not all that the caller waits for.
+    pub fn stopwatch(mut self, stopwatch: &'a Stopwatch) -> Self {
+        self.stopwatch = Some(stopwatch);
+        self
+    }
+}
+
+/// Times the work of a call by itself. An engine whose calls also copy tensors to a device and back does the work
+/// `rounds` times more and tells what each took by the device's clock; others leave it as it is.
+///
+/// ```
+/// use fulgurite::Stopwatch;
+/// let watch = Stopwatch::rounds(3);
+/// assert!(watch.seconds().is_empty());
+/// ```
+#[derive(Debug)]
+pub struct Stopwatch {
+    rounds: usize,
+    seconds: Mutex<Vec<f64>>,
+}
+
+impl Stopwatch {
+    /// For so many rounds.
+    pub fn rounds(rounds: usize) -> Stopwatch {
+        Stopwatch { rounds, seconds: Mutex::default() }
+    }
+
+    /// What each round took; nothing if the engine did not time itself.
+    pub fn seconds(&self) -> Vec<f64> {
+        self.seconds.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Does some work as often as asked for; `time` does it so many times in a row, and tells the seconds if it can.
+    pub(crate) fn run<E>(&self, mut time: impl FnMut(usize) -> Result<Option<f64>, E>) -> Result<(), E> {
+        /// A round takes at least this long: clocks tick, and launches cost.
+        const SECONDS: f64 = 2e-3;
+        let Some(once) = time(1)? else { return Ok(()) };
+        let count = (SECONDS / once.max(1e-6)).ceil() as usize;
+        for _ in 0..self.rounds {
+            let Some(all) = time(count)? else { return Ok(()) };
+            self.seconds.lock().unwrap_or_else(PoisonError::into_inner).push(all / count as f64);
+        }
+        Ok(())
     }
 }
 

@@ -45,6 +45,9 @@ pub enum Error {
     /// The device refused, or failed.
     #[error(transparent)]
     Device(#[from] fulgurite_ptx::device::DeviceError),
+    /// The profile of the GPU cannot be used.
+    #[error(transparent)]
+    Profile(#[from] crate::profile::ProfileError),
     /// A tensor with the wrong number of axes.
     #[error("`{arg}` has shape {got:?}, allowed: {allowed}; {hint}")]
     Rank {

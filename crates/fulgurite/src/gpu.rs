@@ -11,22 +11,28 @@
 //! # Ok::<(), fulgurite::gpu::BuildError>(())
 //! ```
 
-pub use fulgurite_cuda::{Losses, Options, default_cache_dir};
-pub use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, ListsPlaced, Placed, Tensors, Tuning};
+pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
+pub use fulgurite_kernels::attention::plan::{
+    AuxPlaced, BlockForm, Copies, ListsPlaced, Placed, Row, Table, Tensors, Tuning,
+};
 pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
-pub use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints, Message, Report, RustLine, Severity};
+pub use fulgurite_ptx::assemble::{
+    AssembleError, Assembler, Fault, Hints, Message, MovedWait, Report, RustLine, Severity,
+};
 pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
+pub use crate::explained::{Explained, explain};
+pub use crate::profile::{Profile, ProfileError, Tried};
+pub use crate::tune::{Place, TuneError, tune};
 pub use fulgurite_kernels::attention::backward::Order;
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
 
 use fulgurite_core::{DType, Problem, Rescale};
-use fulgurite_cuda::Cuda;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
+use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Module};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,6 +57,9 @@ pub enum GpuError {
     /// The device refused, or failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The profile of the GPU cannot be used.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
 }
 
 impl From<Missing> for GpuError {
@@ -65,8 +74,14 @@ pub struct Gpu {
     products: Mutex<HashMap<Gemm, Module>>,
     /// Made with the first attention.
     counters: Mutex<Option<Counters>>,
+    /// Cuts of the forward kernel.
+    table: Table,
     /// What launches on a stream need for themselves: they follow each other and share it.
     scratch: Mutex<HashMap<Stream, Buffer>>,
+    /// The same for copies of tensors.
+    copies: Mutex<HashMap<Stream, Buffer>>,
+    /// Kernels that copy tensors which the others cannot take.
+    copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
 /// Forward attention on a problem, compiled for a GPU.
@@ -76,12 +91,20 @@ pub struct Attention {
     /// Scratch of recorded launches, where they need any: nothing can be allocated while they are recorded. Recordings with
     /// launches of one `Attention` are not replayed at the same time.
     recorded: Option<Buffer>,
+    /// The same for copies, where tensors are copied however they lie.
+    recorded_copies: Option<Buffer>,
 }
 
 impl Attention {
     /// How a block mask reaches the kernel, if the problem has one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.ready.plan().block_form()
+    }
+
+    /// What of a call's q, k, v and o is copied, by launches before and after the kernel's, because the copy engine cannot
+    /// take it as it lies.
+    pub fn copies(&self, rows: &[Placed; 4]) -> Option<Copies> {
+        self.ready.plan().copies(rows)
     }
 }
 
@@ -142,7 +165,9 @@ impl Gpu {
     /// ```
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
         let cuda = Cuda::open(ordinal, options)?;
-        Ok(Gpu { cuda, products: Mutex::default(), counters: Mutex::default(), scratch: Mutex::default() })
+        let table = Profile::table_for(&cuda.name())?;
+        let (products, counters, scratch) = Default::default();
+        Ok(Gpu { cuda, table, products, counters, scratch, copies: Mutex::default(), copying: Mutex::default() })
     }
 
     /// Its name.
@@ -172,7 +197,7 @@ impl Gpu {
         rescale: Option<Rescale>,
         tuning: Option<Tuning>,
     ) -> Result<Attention, GpuError> {
-        let mut plan = Forward::new(problem, rescale)?;
+        let mut plan = Forward::by_table(problem, rescale, &self.table)?;
         if let Some(tuning) = tuning {
             plan = plan.tuned(|usual| Tuning { rescale: usual.rescale, ..tuning });
         }
@@ -194,7 +219,8 @@ impl Gpu {
             0 => None,
             bytes => Some(self.cuda.allocate(bytes)?),
         };
-        Ok(Attention { ready: plan.ready(module.shared_kernel()), module, recorded })
+        let recorded_copies = plan.least_copies().map(|copies| self.cuda.allocate(copies.bytes())).transpose()?;
+        Ok(Attention { ready: plan.ready(module.shared_kernel()), module, recorded, recorded_copies })
     }
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
@@ -205,12 +231,52 @@ impl Gpu {
         tensors.scratch = match (&attention.recorded, capturing) {
             (None, _) => None,
             (Some(recorded), true) => Some(recorded.span()),
-            (Some(_), false) => Some(self.launch_scratch(stream, plan.scratch_bytes())?),
+            (Some(_), false) => Some(self.launch_scratch(&self.scratch, stream, plan.scratch_bytes())?),
         };
+        if let Some(copies) = plan.copies(&tensors.rows) {
+            return self.forward_copied(attention, &copies, tensors, stream, capturing);
+        }
         match attention.ready.launch(tensors, self.cuda.multiprocessors())? {
             Some(launch) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
             None => Ok(()),
         }
+    }
+
+    /// The same where tensors lie so that the kernel cannot take them: copies go before and after it.
+    fn forward_copied(
+        &self,
+        attention: &Attention,
+        copies: &Copies,
+        tensors: &Tensors,
+        stream: Stream,
+        capturing: bool,
+    ) -> Result<(), GpuError> {
+        let recorded = attention.recorded_copies.as_ref().map(Buffer::span);
+        let room = match recorded.filter(|span| span.bytes >= copies.bytes()) {
+            Some(span) if capturing => span,
+            None if capturing => {
+                let what = format!(
+                    "`{}` must be copied for its strides, and nothing can be allocated while launches are recorded; make it contiguous",
+                    copies.names().join("`, `")
+                );
+                return Err(DeviceError::Failed { call: "launch", what }.into());
+            }
+            _ => self.launch_scratch(&self.copies, stream, copies.bytes())?,
+        };
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if copying.is_none() {
+            let kernels = Copying::new(self.hopper()?).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+            let modules = [self.cuda.load(kernels.pack.clone())?, self.cuda.load(kernels.unpack.clone())?];
+            *copying = Some((kernels, modules));
+        }
+        let (kernels, [pack, unpack]) = copying.clone().expect("bug in fulgurite: it was just made");
+        drop(copying);
+        let plan = attention.ready.with_copies(copies, &kernels, tensors, room, self.cuda.multiprocessors())?;
+        Ok(plan.run(&self.cuda, stream, &mut |kernel| {
+            let all = [&attention.module, &pack, &unpack];
+            let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+        })?)
     }
 
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
@@ -229,7 +295,7 @@ impl Gpu {
         let Gradient { plan, kernels, modules, recorded } = gradient;
         let scratch = match self.cuda.is_capturing(stream)? {
             true => recorded.span(),
-            false => self.launch_scratch(stream, plan.scratch_bytes().max(16))?,
+            false => self.launch_scratch(&self.scratch, stream, plan.scratch_bytes().max(16))?,
         };
         let launches = plan.plan(kernels, tensors, scratch, self.cuda.multiprocessors());
         Ok(launches.run(&self.cuda, stream, &mut |kernel| {
@@ -263,8 +329,13 @@ impl Gpu {
         }
     }
 
-    fn launch_scratch(&self, stream: Stream, bytes: u64) -> Result<Span, DeviceError> {
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    fn launch_scratch(
+        &self,
+        scratch: &Mutex<HashMap<Stream, Buffer>>,
+        stream: Stream,
+        bytes: u64,
+    ) -> Result<Span, DeviceError> {
+        let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
         match scratch.get(&stream) {
             Some(known) if known.span().bytes >= bytes => Ok(known.span()),
             _ => {

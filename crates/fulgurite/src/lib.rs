@@ -35,24 +35,27 @@ mod choice;
 mod cpu;
 mod engine;
 mod error;
+mod explained;
 pub mod gpu;
 mod on_device;
 mod oracle;
+mod profile;
 pub mod sim;
+mod tune;
 mod view;
 
 pub use attention::{Attention, attention};
 pub use choice::{Choice, ChoiceError, Settings, engine, engine_with, engines, explain};
 pub use cpu::{Cpu, matrix_product_gflops};
-pub use engine::{Engine, Run, Tally, Unsupported};
+pub use engine::{Engine, Run, Stopwatch, Tally, Unsupported};
 pub use error::Error;
 pub use oracle::Oracle;
 pub use view::{AsView, ViewError};
 
 pub use fulgurite_core::{
     BlockMask, BlockSpec, DType, Delta, Exp, Expr, Forward, GradientOutputs, Gradients, GroupAttention, Inputs,
-    Int8Attention, Mask, Outputs, Precision, PrecisionError, Problem, Rescale, Saved, Tensor, TensorView,
-    TensorViewMut, bf16, f16,
+    Int8Attention, Mask, Outputs, Precision, PrecisionError, Problem, ProblemBuilder, Rescale, Saved, Tensor,
+    TensorView, TensorViewMut, bf16, f16,
 };
 pub use fulgurite_core::{expr, format};
 pub use fulgurite_cpu::{Counters, Isa, cache};

@@ -12,28 +12,35 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::plan::{AuxPlaced, BlockForm, Forward, ListsPlaced, Missing, Placed, Tensors};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
+use fulgurite_kernels::attention::plan::{
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Table, Tensors,
+};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
 pub(crate) struct OnDevice {
     name: &'static str,
-    device: Box<dyn Device>,
+    device: Arc<dyn Device>,
     rescale: Option<Rescale>,
+    /// Cuts of the forward kernel.
+    table: Table,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
     loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
+    /// Kernels that copy tensors which the others cannot take.
+    copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
 impl OnDevice {
-    pub fn new(name: &'static str, device: Box<dyn Device>, rescale: Option<Rescale>) -> Self {
-        OnDevice { name, device, rescale, loaded: Mutex::default(), loaded_backward: Mutex::default() }
+    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
+        let (loaded, loaded_backward) = Default::default();
+        OnDevice { name, device, rescale, table, loaded, loaded_backward, copying: Mutex::default() }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::new(problem, self.rescale))
+        self.planned(Forward::by_table(problem, self.rescale, &self.table))
     }
 
     /// The plan, or why there is none on this device.
@@ -72,6 +79,62 @@ impl OnDevice {
         Ok((kernels, modules))
     }
 
+    fn copying(&self) -> Result<(Copying, [Module; 2]), Error> {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if copying.is_none() {
+            let kernels = Copying::new(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+            let modules = [self.device.load(kernels.pack.clone())?, self.device.load(kernels.unpack.clone())?];
+            *copying = Some((kernels, modules));
+        }
+        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
+    }
+
+    /// Launches a call, with copies of the tensors that its kernel cannot take as they lie, and waits for it.
+    fn run(
+        &self,
+        memory: &mut Vec<Buffer>,
+        plan: Forward,
+        module: &Module,
+        tensors: &Tensors,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        let (refuse, multiprocessors) =
+            (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
+        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
+        let mut modules = vec![module.clone()];
+        let launches = match copies {
+            None => {
+                let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
+                Launches { launches: launch.into_iter().collect() }
+            }
+            Some(copies) => {
+                let (kernels, copying) = self.copying()?;
+                modules.extend(copying);
+                let room = self.room(memory, copies.bytes() as usize)?;
+                ready.with_copies(&copies, &kernels, tensors, room, multiprocessors).map_err(refuse)?
+            }
+        };
+        if launches.launches.is_empty() {
+            return Ok(());
+        }
+        self.launch(&launches, &modules, run)
+    }
+
+    /// Runs launches whose modules are among these, waits for them, and times them where that is asked for.
+    fn launch(&self, launches: &Launches, modules: &[Module], run: &Run<'_>) -> Result<(), Error> {
+        let once = || {
+            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
+                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
+            })
+        };
+        once()?;
+        self.device.synchronize(Stream::default())?;
+        let Some(stopwatch) = run.stopwatch else { return Ok(()) };
+        let rows = |count| (0..count).try_for_each(|_| once());
+        Ok(stopwatch.run(|count| self.device.timed(Stream::default(), &mut || rows(count)))?)
+    }
+
     /// Copies a tensor of rows there, as four axes.
     fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<Placed, Error> {
         let span = self.upload(memory, &packed_bytes(view))?;
@@ -100,6 +163,14 @@ impl OnDevice {
         self.device.download(from, &mut words)?;
         let mut halves = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
         let data = to.data_mut();
+        if is_packed(&shape, &strides) {
+            match data {
+                DataMut::F16(all) => all.iter_mut().zip(halves).for_each(|(to, x)| *to = half::f16::from_bits(x)),
+                DataMut::Bf16(all) => all.iter_mut().zip(halves).for_each(|(to, x)| *to = half::bf16::from_bits(x)),
+                _ => unreachable!("bug in fulgurite: a type that the plan refused"),
+            }
+            return Ok(());
+        }
         each_offset(&shape, &strides, |offset| {
             let bits = halves.next().expect("bug in fulgurite: as many elements as offsets");
             match data {
@@ -194,7 +265,23 @@ fn four_axes(shape: &[usize]) -> [u64; 4] {
 
 /// The elements of a tensor, in order.
 fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * view.shape().count());
+    /// Elements that lie together, at once.
+    fn together<const N: usize, T: Copy>(all: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+        let mut out = vec![0; N * all.len()];
+        out.chunks_exact_mut(N).zip(all).for_each(|(to, &x)| to.copy_from_slice(&bytes(x)));
+        out
+    }
+    let count = view.shape().count();
+    if is_packed(view.shape(), view.strides()) {
+        match view.data() {
+            Data::F32(all) => return together(&all[..count], f32::to_le_bytes),
+            Data::F16(all) => return together(&all[..count], half::f16::to_le_bytes),
+            Data::Bf16(all) => return together(&all[..count], half::bf16::to_le_bytes),
+            Data::I32(all) => return together(&all[..count], i32::to_le_bytes),
+            _ => unreachable!("bug in fulgurite: a type that the problem refused"),
+        }
+    }
+    let mut bytes = Vec::with_capacity(view.dtype().size_bytes() * count);
     each_offset(view.shape(), view.strides(), |offset| match view.data() {
         Data::F32(all) => bytes.extend(all[offset].to_le_bytes()),
         Data::F16(all) => bytes.extend(all[offset].to_le_bytes()),
@@ -203,6 +290,16 @@ fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
         _ => unreachable!("bug in fulgurite: a type that the problem refused"),
     });
     bytes
+}
+
+/// Whether elements lie together in row-major order.
+fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
+    let mut step = 1;
+    shape.iter().zip(strides).rev().all(|(&n, &stride)| {
+        let fits = n == 1 || stride == step;
+        step *= n;
+        fits
+    })
 }
 
 /// Calls `f` with the place of each element, in row-major order.
@@ -256,10 +353,7 @@ impl Engine for OnDevice {
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, &plan, inputs, &bound, &mut tensors)?;
-        let launch = plan.launch(module.shared_kernel(), &tensors, self.device.multiprocessors());
-        let Some(launch) = launch.map_err(|missing| self.refuse(missing.feature))? else { return Ok(()) };
-        self.device.launch(&module, launch.grid, &launch.args, Stream::default())?;
-        self.device.synchronize(Stream::default())?;
+        self.run(memory, plan, &module, &tensors, run)?;
 
         self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];
@@ -287,7 +381,7 @@ impl Engine for OnDevice {
         inputs: &Inputs<'_>,
         saved: &Saved<'_>,
         gradients: &mut GradientOutputs<'_>,
-        _: &Run<'_>,
+        run: &Run<'_>,
     ) -> Result<(), Error> {
         let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
         let bound = inputs.bind(problem)?;
@@ -314,11 +408,7 @@ impl Engine for OnDevice {
         };
         let tensors = BackwardTensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks };
         let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
-        launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?;
-        self.device.synchronize(Stream::default())?;
+        self.launch(&launches, &modules, run)?;
         self.download(d_q.span, &mut gradients.d_q)?;
         self.download(d_k.span, &mut gradients.d_k)?;
         self.download(d_v.span, &mut gradients.d_v)?;

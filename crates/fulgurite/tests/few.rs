@@ -1,47 +1,14 @@
 //! Few queries over many keys on the simulated GPU, with every feature that goes with them: against the oracle, by the
 //! tolerance rule. Lengths make several splits, so that partial results are merged.
 
-use fulgurite::{Choice, engine};
+mod common;
+
+use common::More;
 use fulgurite_core::expr::{head, k, k_len, q, q_len, score, select};
-use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Forward, Inputs, Mask, Outputs, Packed, Problem, ProblemBuilder, Tensor, compare};
-
-/// What a call has beside q, k and v.
-#[derive(Default)]
-struct More {
-    sinks: Option<Vec<f64>>,
-    used: [Option<Vec<f64>>; 2],
-    offsets: Option<[Vec<f64>; 2]>,
-}
-
-fn ints(values: &[f64]) -> Tensor {
-    Tensor::from_f64(DType::I32, values, &[values.len()]).unwrap()
-}
+use fulgurite_core::{DType, Mask, Packed, Problem, ProblemBuilder};
 
 fn check(name: &str, builder: ProblemBuilder, more: &More) {
-    let problem = builder.dtype(DType::Bf16).build().unwrap();
-    let mut rng = Rng::new(3);
-    let mut draw =
-        |shape: &[usize]| Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), 1.0), shape).unwrap();
-    let [q, k, v] = [draw(&problem.q_shape()), draw(&problem.k_shape()), draw(&problem.v_shape())];
-    let sinks = more.sinks.as_ref().map(|s| Tensor::from_f64(DType::F32, s, &[s.len()]).unwrap());
-    let used = [0, 1].map(|side| more.used[side].as_deref().map(ints));
-    let offsets = more.offsets.as_ref().map(|both| [0, 1].map(|side| ints(&both[side])));
-    let mut inputs = Inputs::new(q.view(), k.view(), v.view())
-        .used_lengths(used[0].as_ref().map(Tensor::view), used[1].as_ref().map(Tensor::view));
-    if let Some(sinks) = &sinks {
-        inputs = inputs.sinks(sinks.view());
-    }
-    if let Some([q, k]) = &offsets {
-        inputs = inputs.cu_seqlens(q.view(), k.view());
-    }
-    let mut got = Forward::zeros(&problem).unwrap();
-    let mut outputs = Outputs { o: got.o.view_mut(), lse: got.lse.view_mut() };
-    engine(Choice::Sim).unwrap().forward_into(&problem, &inputs, &mut outputs, &Default::default()).unwrap();
-    let bound = inputs.bind(&problem).unwrap();
-    for (tensor, verdict) in compare::check_forward(&bound, &got, 0) {
-        assert!(verdict.ok(), "{name}: {tensor}: {verdict}");
-    }
+    common::check(name, DType::Bf16, builder, more);
 }
 
 fn dense(batch: usize, q_len: usize, k_len: usize) -> ProblemBuilder {

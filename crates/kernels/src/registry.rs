@@ -11,7 +11,7 @@
 //! ```
 
 use crate::attention::plan::Forward;
-use crate::attention::{backward, few, forward};
+use crate::attention::{backward, few, forward, repack, tuning};
 use crate::gemm::{Layouts, Tuning};
 use crate::{add, gemm, softmax};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
@@ -53,7 +53,7 @@ fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kerne
 where
     Pair<T>: Word,
 {
-    let tuning = forward::Tuning::hopper(head_dim, 8192);
+    let tuning = tuning::Tuning::hopper(head_dim, 8192);
     let features = forward::Features::plain([head_dim, head_dim], mask);
     forward::kernel::<T>(target, &features, tuning)
 }
@@ -249,6 +249,16 @@ const ALL: &[Entry] = &[
         build: |target| attention::<f16>(target, 128, Mask::causal()),
     },
     Entry {
+        name: "attention-bf16-d512-full",
+        summary: "forward attention, bf16, head_dim 512, no mask",
+        build: |target| attention::<bf16>(target, 512, Mask::none()),
+    },
+    Entry {
+        name: "attention-f16-d512-causal",
+        summary: "forward attention, f16, head_dim 512, causal mask",
+        build: |target| attention::<f16>(target, 512, Mask::causal()),
+    },
+    Entry {
         name: "attention-few-bf16-d64-full",
         summary: "forward attention of few queries, bf16, head_dim 64, no mask",
         build: |target| attention_few::<bf16>(target, 64, Mask::none()),
@@ -272,6 +282,16 @@ const ALL: &[Entry] = &[
         name: "attention-few-f16-d128-full",
         summary: "forward attention of few queries, f16, head_dim 128, no mask",
         build: |target| attention_few::<f16>(target, 128, Mask::none()),
+    },
+    Entry {
+        name: "attention-pack",
+        summary: "a tensor of 16-bit elements whose strides the copy engine cannot take, packed",
+        build: |target| repack::kernel(target, repack::Direction::Pack),
+    },
+    Entry {
+        name: "attention-unpack",
+        summary: "a packed tensor of 16-bit elements, back to where it lies",
+        build: |target| repack::kernel(target, repack::Direction::Unpack),
     },
     Entry {
         name: "backward-bf16-d64-full",

@@ -364,6 +364,15 @@ pub trait Device: Send + Sync {
     fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError>;
     /// Waits for everything on a stream, and says what went wrong on it.
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError>;
+    /// The seconds that what `work` puts on a stream takes there; `None` for a device without a clock.
+    fn timed(
+        &self,
+        stream: Stream,
+        work: &mut dyn FnMut() -> Result<(), DeviceError>,
+    ) -> Result<Option<f64>, DeviceError> {
+        work()?;
+        self.synchronize(stream).map(|()| None)
+    }
 }
 
 /// One launch of a plan.

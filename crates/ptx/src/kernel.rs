@@ -177,6 +177,8 @@ pub struct Kernel {
     pub barriers: u32,
     /// Registers of each class.
     pub registers: [u32; Class::ALL.len()],
+    /// Waits for products that the assembler may move up over exponentials, by their Rust lines.
+    pub loose_waits: Vec<&'static Location<'static>>,
     /// What it does.
     pub body: Vec<Stmt>,
 }

@@ -91,6 +91,65 @@ fn a_product_that_is_read_too_early_is_found_with_its_line() {
     assert_eq!(message.at.as_ref().unwrap().to_string(), format!("{}:{}", file!(), line.get()));
 }
 
+/// Exponentials of one product are to run beside another. Nothing makes a plain wait come after them, and the assembler
+/// moves it up; the wait of the language needs them, and stays.
+#[test]
+fn a_wait_that_is_moved_over_exponentials_is_found_with_its_line() {
+    let Some(assembler) = assembler() else { return };
+    if assembler.nvdisasm().is_none() {
+        println!("skipped: there is no disassembler");
+        return;
+    }
+    #[derive(Clone, Copy)]
+    enum Wait {
+        After,
+        Plain,
+        Anywhere,
+    }
+    let lines = Cell::new([0; 2]);
+    let build = |wait: Wait| {
+        let shape = TileShape::new(Number::Bf16, 64, 64);
+        Kernel::build("beside", Target::HOPPER, |k| {
+            let (a, c, sums) = (k.tile("a", shape), k.tile("c", shape), k.pointer::<f32>("sums"));
+            k.role("multiply", Warpgroups(1), |w| {
+                let (s, o) = (w.accumulators(64), w.accumulators(64));
+                w.multiply(&s, a.operand(Major::Inner), a.operand(Major::Inner), Sum::Fresh);
+                w.multiply(&o, a.operand(Major::Inner), a.operand(Major::Outer), Sum::Fresh);
+                w.wait_products(1);
+                let exponential = line!() + 1;
+                let sum = s.elements().map(|x| x.exp2()).reduce(|a, b| a + b).unwrap();
+                match wait {
+                    Wait::After => w.wait_products_after(0, &[sum]),
+                    Wait::Anywhere => w.wait_products_anywhere(0),
+                    Wait::Plain => {
+                        lines.set([line!() + 1, exponential]);
+                        w.wait_products(0)
+                    }
+                }
+                w.write::<bf16>(c, &o);
+                sums.store(w, w.thread(), sum);
+            });
+        })
+        .unwrap()
+    };
+    for wait in [Wait::After, Wait::Anywhere] {
+        assert_eq!(assembler.assemble(&build(wait)).unwrap().verdict(), Ok(()));
+    }
+    let faults = assembler.assemble(&build(Wait::Plain)).unwrap().verdict().unwrap_err();
+    let [Fault::MovedWait(moved)] = &faults[..] else { panic!("{faults:?}") };
+    let [wait, exponential] = lines.get().map(|line| format!("{}:{line}", file!()));
+    assert_eq!(moved.at.as_ref().unwrap().to_string(), wait);
+    assert_eq!(moved.first.as_ref().unwrap().to_string(), exponential);
+    assert!(!moved.dropped && moved.exponentials > 16, "{moved:?}");
+    assert!(
+        faults[0].to_string().starts_with(&format!("{wait}: the wait for products was moved up, ")),
+        "{}",
+        faults[0]
+    );
+    // Where nobody disassembles, nobody is told.
+    assert_eq!(assembler.without_disassembler().assemble(&build(Wait::Plain)).unwrap().verdict(), Ok(()));
+}
+
 #[test]
 fn registers_that_roles_exchange_are_kept() {
     let Some(assembler) = assembler() else { return };

@@ -21,6 +21,9 @@ fn forward_agrees_with_the_reference() {
     check(Case { causal: true, q_len: 200, k_len: 230, batch: 2, blocks: 2, ..BASE }, 3);
     check(Case { causal: true, q_len: 130, k_len: 77, rescale: optimistic, ..BASE }, 4);
     check(Case { dim: 128, blocks: 2, rescale: Rescale::Lazy(8.0), ..BASE }, 5);
+    // Another cut than the library's.
+    let tuning = Some("cols=64 depth=3 end=parts registers=232:40 early=1");
+    check(Case { q_len: 150, k_len: 230, causal: true, dim: 128, rescale: optimistic, tuning, ..BASE }, 6);
 }
 
 /// Warpgroups that take turns, joined tiles, a mailbox and an accumulator in flight across blocks: in any order.

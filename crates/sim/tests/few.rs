@@ -46,6 +46,12 @@ fn the_bits_do_not_depend_on_who_merges() {
     for (seed, blocks) in [(1, 1), (2, 2), (3, 3), (4, 5), (5, 7)] {
         assert_eq!(run(&Case { blocks, ..base.clone() }, seed), want, "{blocks} blocks, seed {seed}");
     }
+    // Some tiles whole, the last by splits; all whole; all by splits.
+    let many = Case { batch: 5, ..base };
+    let want = run(&Case { blocks: 2, ..many.clone() }, 6);
+    for (seed, blocks) in [(7, 5), (8, 1), (9, 9)] {
+        assert_eq!(run(&Case { blocks, ..many.clone() }, seed), want, "{blocks} blocks, seed {seed}");
+    }
 }
 
 /// A row's bits are the same alone and in a batch.

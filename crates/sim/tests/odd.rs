@@ -161,6 +161,7 @@ impl Maker {
             roles: Vec::new(),
             barriers: 16,
             registers: [REGISTERS; Class::ALL.len()],
+            loose_waits: Vec::new(),
             body,
         }
     }

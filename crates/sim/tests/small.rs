@@ -95,6 +95,7 @@ impl Asm {
             roles: Vec::new(),
             barriers: 16,
             registers: [16; Class::ALL.len()],
+            loose_waits: Vec::new(),
             body: self.body,
         }
     }

@@ -10,7 +10,7 @@ use crate::report::{html, svg};
 use crate::{Failure, io, json, progress, say};
 use cell::{Pool, Spec};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::{DType, engine_with};
+use fulgurite::{Choice, DType, engine_with};
 use serde::Serialize;
 
 /// Everything that a run of `bench` found.
@@ -45,16 +45,26 @@ struct Grid {
 const LONGEST: usize = 1 << 20;
 
 impl Grid {
+    fn of([dims, lens]: [&[usize]; 2], dtypes: &[DType], tokens: usize, width: usize) -> Grid {
+        Grid { dims: dims.to_vec(), lens: lens.to_vec(), dtypes: dtypes.to_vec(), tokens, width }
+    }
+
+    /// What was asked for, and else what the engine is usually measured on.
     fn new(args: &BenchArgs) -> Result<Grid, Failure> {
-        let or = |given: &Option<Vec<usize>>, quick: &[usize], usual: &[usize]| {
-            given.clone().unwrap_or_else(|| if args.quick { quick.to_vec() } else { usual.to_vec() })
+        let usual = match (args.quick, args.engine.engine) {
+            (true, Choice::Cuda) => Grid::of([&[128], &[1024, 4096]], &[DType::Bf16], 4096, 1024),
+            (true, _) => Grid::of([&[64], &[128, 256]], &[DType::F32, DType::Bf16], 256, 128),
+            (false, Choice::Cuda) => {
+                Grid::of([&[64, 128, 256], &[512, 1024, 2048, 4096, 8192, 16384]], &[DType::Bf16], 16384, 2048)
+            }
+            (false, _) => Grid::of([&[64, 128], &[512, 1024, 2048, 4096]], &[DType::F32, DType::Bf16], 4096, 1024),
         };
         let grid = Grid {
-            dims: or(&args.dims, &[64], &[64, 128]),
-            lens: or(&args.lens, &[128, 256], &[512, 1024, 2048, 4096]),
-            dtypes: args.dtypes.clone().unwrap_or_else(|| vec![DType::F32, DType::Bf16]),
-            tokens: args.tokens.unwrap_or(if args.quick { 256 } else { 4096 }),
-            width: args.width.unwrap_or(if args.quick { 128 } else { 1024 }),
+            dims: args.dims.clone().unwrap_or(usual.dims),
+            lens: args.lens.clone().unwrap_or(usual.lens),
+            dtypes: args.dtypes.clone().unwrap_or(usual.dtypes),
+            tokens: args.tokens.unwrap_or(usual.tokens),
+            width: args.width.unwrap_or(usual.width),
         };
         let within = |flag: &str, got: usize, max: usize| {
             let allowed = 1..=max;

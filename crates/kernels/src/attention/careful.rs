@@ -51,6 +51,8 @@ pub struct Redo<'a, 'k> {
     /// The thread's two rows, found when they are needed. Rows past the last are any of the sequence: nobody keeps what
     /// comes of them.
     pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
+    /// The first column of v, where it is not 0.
+    pub first_column: Option<Val<'k, u32>>,
     /// From scores to powers of two.
     pub scale: Val<'k, f32>,
 }
@@ -161,6 +163,7 @@ where
             w.when(p[0].gt(0.0) | p[1].gt(0.0), |w| {
                 for (pair, element) in (0..o.elements().count()).step_by(4).enumerate() {
                     let col = w.first_col() + 8 * pair as u32;
+                    let col = redo.first_column.map_or(col, |first| first + col);
                     // Past the end of a row there is nothing to read, and nothing that anyone keeps.
                     let col = col.min(self.value_dim - 2);
                     let halves = value.load(w, col / 2).split();

@@ -21,6 +21,8 @@ pub struct Epilogue<'a, 'k> {
     pub sinks: Option<Sinks<'k>>,
     pub barrier: &'a GroupBarrier,
     pub own: Val<'k, u32>,
+    /// The first column of O that the warpgroup has, where warpgroups share them.
+    pub first_column: Option<Val<'k, u32>>,
     /// From scores to powers of two.
     pub scale: Val<'k, f32>,
     pub o: &'a Tensor<'k>,
@@ -72,7 +74,11 @@ impl<'k> Epilogue<'_, 'k> {
             }
             let lse = some.select::<f32>(lse, f32::NEG_INFINITY);
             let place = self.lse.at_wide(start);
-            w.when(row(i).lt(room) & w.first_col().eq(0), |w| place.store(w, before + row(i), lse));
+            let mut once = w.first_col().eq(0);
+            if let Some(first) = self.first_column {
+                once = once & first.eq(0);
+            }
+            w.when(row(i).lt(room) & once, |w| place.store(w, before + row(i), lse));
             let inverse = sum.recip();
             let inverse = factor.map_or(inverse, |factor| inverse * factor);
             factors.push(sum.gt(0.0).select::<f32>(inverse, 0.0));
@@ -90,6 +96,7 @@ impl<'k> Epilogue<'_, 'k> {
             w.sync_group(self.barrier);
             w.one_thread_of_group(|t| {
                 let col = t.constant(i * self.part);
+                let col = self.first_column.map_or(col, |first| first + col);
                 match self.unequal {
                     Some(unequal) => {
                         t.store_tile(self.o, &unequal.slice(work, Of::O).at(col, first, work.head), staging);

@@ -12,7 +12,7 @@
 use super::careful::{Careful, Redo, Rows};
 use super::forward::Features;
 use super::modifier::{Modify, Parameters, Place, Tanh};
-use super::partial::{Partials, Slot};
+use super::partial::{Merged, Partials, Slot};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
 use super::work::{Of, Sequence, Unequal, Work as Tiled};
@@ -41,6 +41,8 @@ pub struct Tuning {
     pub queries: u32,
     /// Registers of a thread that computes, loads, gathers.
     pub registers: [u32; 3],
+    /// Whether a block may take all splits of a tile, one after the other, and merge them in registers.
+    pub whole: bool,
     /// How the running maximum is kept.
     pub rescale: Rescale,
 }
@@ -56,7 +58,8 @@ impl Tuning {
         let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
         let depth = ((BYTES - queries_bytes) / stage_bytes).clamp(2, 8);
         let rescale = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
-        Tuning { cols, depth, queries, registers: [240, 40, 152], rescale }
+        // A second o in registers: larger ones have no room for it.
+        Tuning { cols, depth, queries, registers: [240, 40, 152], whole: dv <= 128, rescale }
     }
 }
 
@@ -132,24 +135,32 @@ impl Cut {
     }
 }
 
-/// A split of a tile.
+/// Splits of a tile that a block takes: one of them, or all.
 #[derive(Clone, Copy)]
 struct Work<'k> {
     slot: Slot<'k>,
     /// Queries of the first and the last row.
     queries: [Val<'k, u32>; 2],
-    /// Blocks of keys, from the first to past the last.
-    blocks: [Val<'k, u32>; 2],
+    /// The tile's blocks of keys, from the first to past the last, and how many of them a split has.
+    tile_blocks: [Val<'k, u32>; 2],
+    each: Val<'k, u32>,
     lengths: Lengths<'k>,
     /// Where sequences have lengths of their own.
     sequence: Option<Sequence<'k>>,
 }
 
 impl<'k> Work<'k> {
-    /// As the other kernel has it.
+    /// Blocks of keys of a split, from the first to past the last.
+    fn blocks(&self, split: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+        let first = self.tile_blocks[0] + split * self.each;
+        [first, (first + self.each).min(self.tile_blocks[1])]
+    }
+
+    /// As the other kernel has it: with the blocks of these splits.
     fn tiled(&self) -> Tiled<'k> {
-        let Slot { row, head, batch, .. } = self.slot;
-        Tiled { row, head, batch, blocks: self.blocks, sequence: self.sequence }
+        let Slot { row, head, batch, ours: [first, end], .. } = self.slot;
+        let blocks = [self.blocks(first)[0], self.blocks(end - 1)[1]];
+        Tiled { row, head, batch, blocks, sequence: self.sequence }
     }
 }
 
@@ -188,6 +199,8 @@ struct Few<'a, 'k, T> {
     /// Words from one batch, query and head to the next.
     q_strides: [Val<'k, u64>; 3],
     items: Val<'k, u32>,
+    /// Items, the first ones, that are all splits of a tile.
+    whole: Option<Val<'k, u32>>,
     /// Splits of a tile that items count, tiles of a key/value head, key/value heads, query heads of each.
     divisors: [Divisor<'k>; 4],
     sequences: Sequences<'k>,
@@ -214,6 +227,7 @@ where
         let q_strides = ["q_batch", "q_row", "q_head"].map(|name| k.param::<u64>(name));
         let counters = k.pointer::<u32>("counters");
         let items = k.param::<u32>("items");
+        let whole = tuning.whole.then(|| k.param::<u32>("whole"));
         let divisors = ["splits", "tiles", "kv_heads", "group"].map(|name| k.divisor(name));
         let scale = k.param::<f32>("scale");
         let sequences = match features.ragged.any() {
@@ -239,6 +253,7 @@ where
             q,
             q_strides,
             items,
+            whole,
             divisors,
             sequences,
             scale,
@@ -249,10 +264,20 @@ where
         }
     }
 
-    /// Items in the order in which blocks take them: splits of a tile, tiles of a head, heads, batches.
+    /// Items in the order in which blocks take them: whole tiles, then splits of a tile; tiles of a head, heads, batches.
     fn find<W: Who>(&self, w: &Scope<'k, W>, item: Val<'k, u32>) -> Work<'k> {
         let [splits, tiles, kv_heads, group] = self.divisors;
-        let [tile, split] = splits.div_rem(item);
+        let (tile, split, takes_all) = match self.whole {
+            Some(whole) => {
+                let all = item.lt(whole);
+                let [tile, split] = splits.div_rem(item - whole);
+                (all.select::<u32>(item, whole + tile), all.select::<u32>(0, split), Some(all))
+            }
+            None => {
+                let [tile, split] = splits.div_rem(item);
+                (tile, split, None)
+            }
+        };
         let [pair, up] = tiles.div_rem(tile);
         let [batch, head] = kv_heads.div_rem(pair);
         let row = up * ROWS;
@@ -280,10 +305,10 @@ where
             end = end.min(start + *most);
         }
         let [each, count] = Cut::in_kernel(self.tuning.cols, q_len * group.value(), end - start);
-        let first = start + split * each;
         let used = sequence.map(|s| (s.q_start, s.q_len));
-        let slot = Slot { tile, split, splits: count, batch, head, row, rows, used };
-        Work { slot, queries, blocks: [first, (first + each).min(end)], lengths, sequence }
+        let ours = [split, takes_all.map_or(split + 1, |all| all.select::<u32>(count, split + 1))];
+        let slot = Slot { tile, ours, splits: count, batch, head, row, rows, used };
+        Work { slot, queries, tile_blocks: [start, end], each, lengths, sequence }
     }
 
     /// Each item of this block that has something to do. Others count splits of a longer tile.
@@ -292,12 +317,23 @@ where
         w.each(w.block(), self.items, w.blocks(), |w, item| {
             let work = self.find(w, item);
             // Not by the number of splits, a division that only who merges needs.
-            let mut some = work.blocks[0].lt(work.blocks[1]);
+            let [first, end] = work.blocks(work.slot.ours[0]);
+            let mut some = first.lt(end);
             if work.sequence.is_some() {
                 some = some & work.slot.rows.gt(0);
             }
             w.when(some, |w| f(w, work));
         });
+    }
+
+    /// Each split of an item, by its blocks of keys.
+    #[track_caller]
+    fn each_split<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>, f: impl FnOnce(&Scope<'k, W>, [Val<'k, u32>; 2])) {
+        let [first, end] = work.slot.ours;
+        match self.whole {
+            Some(_) => w.each(first, end, 1, |w, split| f(w, work.blocks(split))),
+            None => f(w, work.blocks(first)),
+        }
     }
 
     fn build(self) {
@@ -321,17 +357,19 @@ where
                         let at = self.key_place(&work, Of::V, n);
                         values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at));
                     };
-                    // In the order of use: scores run a block ahead of p v, from the last block to the first.
-                    let n = t.var(work.blocks[1] - 1);
-                    load_k(t, n.get());
-                    t.repeat(|t, leave| {
-                        let this = n.get();
-                        leave.when(this.eq(work.blocks[0]));
-                        load_k(t, this - 1);
-                        load_v(t, this);
-                        n.set(this - 1);
+                    self.each_split(t, &work, |t, [first, end]| {
+                        // In the order of use: scores run a block ahead of p v, from the last block to the first.
+                        let n = t.var(end - 1);
+                        load_k(t, n.get());
+                        t.repeat(|t, leave| {
+                            let this = n.get();
+                            leave.when(this.eq(first));
+                            load_k(t, this - 1);
+                            load_v(t, this);
+                            n.set(this - 1);
+                        });
+                        load_v(t, first);
                     });
-                    load_v(t, work.blocks[0]);
                 });
             });
         });
@@ -372,9 +410,10 @@ where
             };
             let q = |w: &Scope<'k, Group>| queries.current(w)[0];
 
+            let merged = self.whole.map(|_| Merged::new(w, dv));
+
             self.each(w, |w, work| {
-                let [first, end] = work.blocks;
-                let n = w.var(end - 1);
+                let n = w.var(0u32);
                 let counted_from = self.set_tile(w, &limits, &modify, &work);
                 // The block's keys may be overwritten from here on.
                 let take_scores = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
@@ -385,12 +424,6 @@ where
                     }
                     limits.apply(w, &s, &Block { first, full: None });
                 };
-                (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
-                queries.wait(w);
-                scores(w, q(w));
-                w.wait_products(0);
-                take_scores(w, n.get());
-                softmax.first(w, &s, &p[0]);
                 // One block: its scores beside p v of the block before.
                 let step = |w: &Scope<'k, Group>, old: &Fragment<'k, T>, new: &Fragment<'k, T>| {
                     n.set(n.get() - 1);
@@ -401,22 +434,51 @@ where
                     softmax.next(w, &s, new, &o, &mut Settled(softmax.scale));
                     values.done(w);
                 };
-                w.repeat(|w, leave| {
-                    leave.when(n.get().eq(first));
-                    step(w, &p[0], &p[1]);
-                    let done = n.get().eq(first);
-                    w.when(done, |_| p[0].copy(&p[1]));
-                    leave.when(done);
-                    step(w, &p[1], &p[0]);
-                });
-                queries.done(w);
-                output(w, &p[0]);
-                let totals = softmax.totals(w);
-                w.wait_products(0);
-                values.done(w);
-                self.redo(w, &work, &o, &totals, (&limits, &modify, scale_log2));
-                let totals = totals.scaled(scale_log2);
-                self.partials.finish(w, &work.slot, &o, totals, &barrier, last);
+                // p v of a split's keys in `o`; maxima and sums of its rows.
+                let run = |w: &Scope<'k, Group>, [first, end]: [Val<'k, u32>; 2]| {
+                    n.set(end - 1);
+                    (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
+                    scores(w, q(w));
+                    w.wait_products(0);
+                    take_scores(w, n.get());
+                    softmax.first(w, &s, &p[0]);
+                    w.repeat(|w, leave| {
+                        leave.when(n.get().eq(first));
+                        step(w, &p[0], &p[1]);
+                        let done = n.get().eq(first);
+                        w.when(done, |_| p[0].copy(&p[1]));
+                        leave.when(done);
+                        step(w, &p[1], &p[0]);
+                    });
+                    output(w, &p[0]);
+                    let totals = softmax.totals(w);
+                    w.wait_products(0);
+                    values.done(w);
+                    totals
+                };
+                let finish = |w: &Scope<'k, Group>, o: &Acc<'k>, totals: Totals<'k>| {
+                    self.partials.finish(w, &work.slot, o, totals, &barrier, last);
+                };
+                queries.wait(w);
+                match &merged {
+                    Some(merged) => {
+                        merged.clear();
+                        self.each_split(w, &work, |w, blocks| {
+                            let totals = run(w, blocks);
+                            self.redo(w, &work, blocks, &o, &totals, (&limits, &modify, scale_log2));
+                            merged.add(&o, totals.scaled(scale_log2));
+                        });
+                        queries.done(w);
+                        finish(w, &merged.o, merged.totals());
+                    }
+                    None => {
+                        let blocks = work.blocks(work.slot.ours[0]);
+                        let totals = run(w, blocks);
+                        queries.done(w);
+                        self.redo(w, &work, blocks, &o, &totals, (&limits, &modify, scale_log2));
+                        finish(w, &o, totals.scaled(scale_log2));
+                    }
+                }
             });
         });
     }
@@ -445,6 +507,7 @@ where
         &self,
         w: &Scope<'k, Group>,
         work: &Work<'k>,
+        blocks: [Val<'k, u32>; 2],
         o: &Acc<'k>,
         totals: &Totals<'k>,
         (limits, modify, scale): (&Limits<'k>, &Modify<'_, 'k>, Val<'k, f32>),
@@ -460,7 +523,7 @@ where
             _ => unreachable!("bug in fulgurite: a mask that counts no keys"),
         };
         let redo = Redo {
-            work: &work.tiled(),
+            work: &Tiled { blocks, ..work.tiled() },
             unequal,
             lists: None,
             cols: self.tuning.cols,
@@ -469,6 +532,7 @@ where
             limits,
             modify,
             rows: &rows,
+            first_column: None,
             scale,
         };
         careful.run(w, &redo, o, totals, [&|_| {}, &|_| {}]);

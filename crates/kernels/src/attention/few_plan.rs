@@ -104,6 +104,20 @@ impl Few {
         [sums, sums + rows * 8]
     }
 
+    /// Tiles of which a block takes all splits: as many as keep all multiprocessors busy for the same time. The rest is
+    /// handed out by splits, unless it is about as many as there are multiprocessors.
+    fn whole(&self, counts: &Counts, multiprocessors: u64) -> u64 {
+        /// A longer sequence than the others keeps its block busy for longer: there must be many.
+        const UNEQUAL_ROUNDS: u64 = 8;
+        let (rounds, rest) = (counts.all / multiprocessors, counts.all % multiprocessors);
+        let enough = if self.features.ragged.any() { UNEQUAL_ROUNDS } else { 1 };
+        match self.tuning.whole && counts.splits > 1 {
+            true if rest * 10 >= multiprocessors * 9 && rounds + 1 >= enough => counts.all,
+            true if rounds >= enough => rounds * multiprocessors,
+            _ => 0,
+        }
+    }
+
     /// Its arguments beside those that every launch has; the grid.
     pub fn arguments(
         &self,
@@ -140,9 +154,11 @@ impl Few {
         }
         args.add("partial", Value::Pointer(scratch));
         args.add("sums", Value::Pointer(scratch.from(sums)));
-        let items = counts.all * counts.splits;
+        let whole = self.whole(&counts, multiprocessors.into());
+        let items = whole + (counts.all - whole) * counts.splits;
         for (name, n) in [
             ("items", items),
+            ("whole", whole),
             ("room", counts.room),
             ("most_blocks", counts.blocks),
             ("lse_heads", if packed { 0 } else { heads }),

@@ -12,94 +12,19 @@ use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
+use super::tuning::Tuning;
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
-use fulgurite_core::{BlockSpec, DType, Exp, Mask, Rescale};
+use fulgurite_core::{DType, Exp, Mask};
 use fulgurite_ptx::{
     BuildError, Builder, Fragment, Group, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread, Tile,
     TileShape, Val, Warpgroups, Word,
 };
 use std::f32::consts::LOG2_E;
 
-/// How the kernel is cut: measured choices.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Tuning {
-    /// Warpgroups that compute, 64 rows of queries each.
-    pub groups: u32,
-    /// Keys of a block.
-    pub cols: u32,
-    /// Stages of K and of V.
-    pub depth: u32,
-    /// Whether tiles are joined: needs two buffers of Q, and one for the whole of O. Otherwise Q has one, and O leaves in
-    /// parts.
-    pub join: bool,
-    /// Registers of a thread that computes, and of one that loads.
-    pub registers: [u32; 2],
-    /// A warpgroup passes its turn this many steps before its p v is all started.
-    pub early: u32,
-    /// How the running maximum is kept.
-    pub rescale: Rescale,
-}
-
-impl Tuning {
-    /// What measured best on an H200 for a head dimension and about so many keys.
-    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
-        let base = Tuning {
-            groups: 2,
-            cols: 128,
-            depth: 2,
-            join: true,
-            registers: [232, 40],
-            early: 0,
-            rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
-        };
-        match head_dim {
-            ..=64 if k_len >= 2048 => Tuning { groups: 3, cols: 96, registers: [160, 32], ..base },
-            ..=64 => base,
-            65..=128 => Tuning { early: 2, ..base },
-            _ => Tuning { cols: 64, join: false, registers: [240, 24], ..base },
-        }
-    }
-
-    /// The same with room for what a problem's features keep in registers.
-    pub fn with_room(self, head_dim: u32, features: &Features) -> Tuning {
-        let loads = features.modifiers.loads_move();
-        match head_dim {
-            129.. if features.ragged.any() || !features.modifiers.is_empty() => {
-                Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
-            }
-            129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
-            ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
-            65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
-            _ => self,
-        }
-    }
-
-    /// The same with tiles that divide the blocks of a block mask; `None` where there are none such.
-    pub fn dividing(self, spec: &BlockSpec) -> Option<Tuning> {
-        let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
-        let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
-        let cols = narrower.into_iter().find(|cols| spec.cols.is_multiple_of(*cols as usize))?;
-        let registers = if groups == 2 { [232, 40] } else { self.registers };
-        Some(Tuning { groups, cols, registers, early: self.early.min(cols / 16), ..self })
-    }
-
-    fn rows(&self) -> u32 {
-        64 * self.groups
-    }
-
-    /// Columns of O that leave together, and in how many buffers.
-    fn parts(&self, value_dim: u32) -> [u32; 2] {
-        match self.join {
-            true => [value_dim, 1],
-            false => [[64, 48, 32].into_iter().find(|n| value_dim.is_multiple_of(*n)).unwrap_or(16), 2],
-        }
-    }
-}
-
 /// What of a problem shapes the kernel's text: everything but lengths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Features {
-    /// Elements of a row of q and k, and of v and o: multiples of 16.
+    /// Elements of a row of q and k, and of v and o: multiples of 16, and of [`Features::value_unit`].
     pub dims: [u32; 2],
     /// Which keys a query sees, as far as that is an interval.
     pub mask: Mask,
@@ -115,7 +40,31 @@ pub struct Features {
     pub exp: Exp,
 }
 
+/// Columns of o that the registers of a warpgroup have room for.
+const COLUMNS: u32 = 256;
+
 impl Features {
+    /// Whether a row is too wide for one warpgroup: then all compute the same scores of 64 queries, and share the columns of
+    /// v and o instead of rows. Scores are computed twice, which is the price of a plain way up to twice the columns.
+    pub fn wide(&self) -> bool {
+        self.dims.iter().any(|d| *d > COLUMNS)
+    }
+
+    /// Rows of queries of a tile.
+    pub fn tile_rows(&self, tuning: &Tuning) -> u32 {
+        if self.wide() { 64 } else { tuning.rows() }
+    }
+
+    /// What the columns of v must be a multiple of.
+    pub fn value_unit(&self, tuning: &Tuning) -> u32 {
+        if self.wide() { 16 * tuning.groups } else { 16 }
+    }
+
+    /// Columns of v and o of a warpgroup.
+    fn own_columns(&self, tuning: &Tuning) -> u32 {
+        if self.wide() { self.dims[1] / tuning.groups } else { self.dims[1] }
+    }
+
     /// Whether some keys are hidden element by element, beside spans.
     pub fn hides_elements(&self) -> bool {
         self.modifiers.mask.is_some() || self.blocks.is_some()
@@ -167,7 +116,7 @@ where
     Pair<T>: Word,
 {
     fn new(k: &'k Builder, features: &'a Features, tuning: Tuning) -> Self {
-        let [d, dv] = features.dims;
+        let (d, dv) = (features.dims[0], features.own_columns(&tuning));
         let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let tensor = |name, rows, cols| match features.ragged.any() {
             true => k.ragged_tensor(name, part(rows, cols)),
@@ -189,7 +138,10 @@ where
 
     fn build(self) {
         let (k, tuning, features) = (self.k, self.tuning, self.features);
-        let [d, dv] = features.dims;
+        let (d, dv, wide) = (features.dims[0], features.own_columns(&tuning), features.wide());
+        // Tiles of q and of v in a stage: each warpgroup has its own of one of them, and the other is everyone's.
+        let [q_tiles, v_tiles] = if wide { [1, tuning.groups] } else { [tuning.groups, 1] };
+        let tile_rows = features.tile_rows(&tuning);
         let lse = k.pointer::<f32>("lse");
         // Two words: tiles handed out, and blocks done again.
         let counters = k.pointer::<u32>("counters");
@@ -215,12 +167,12 @@ where
             .then(|| ["first_key", "all_keys"].map(|name| k.param::<u32>(name)));
         let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
 
-        let queries = k.pipe("q", if tuning.join { 2 } else { 1 }, &vec![shape(64, d); tuning.groups as usize]);
+        let queries = k.pipe("q", if tuning.joined() { 2 } else { 1 }, &vec![shape(64, d); q_tiles as usize]);
         let keys = match lists {
             Some(_) => k.tagged_pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
             None => k.pipe("k", tuning.depth, &[shape(tuning.cols, d)]),
         };
-        let values = k.pipe("v", tuning.depth, &[shape(tuning.cols, dv)]);
+        let values = k.pipe("v", tuning.depth, &vec![shape(tuning.cols, dv); v_tiles as usize]);
         let [part, buffers] = tuning.parts(dv);
         let staging: Vec<Tile<'k>> = (0..buffers).map(|_| k.tile("o", shape(tuning.rows(), part))).collect();
         let work_shape = Shape { first: self.spans.bounded_left() && lists.is_none(), ragged: features.ragged.any() };
@@ -233,13 +185,13 @@ where
                        sequence,
                        lengths,
                        q_len: Val<'k, u32>| {
-            let row = number * tuning.rows();
+            let row = number * tile_rows;
             let zero = row.literal(0);
             let mut work = Work { row, head, batch, blocks: [zero, zero], sequence };
             work.blocks = match &lists {
                 Some(lists) => [zero, lists.count(t, &work)],
                 None => {
-                    let last = (row + (tuning.rows() - 1)).min(q_len - 1);
+                    let last = (row + (tile_rows - 1)).min(q_len - 1);
                     self.spans.blocks(row.to_i32(), last.to_i32(), tuning.cols, lengths)
                 }
             };
@@ -251,10 +203,13 @@ where
                 let zero = t.constant(0u32);
                 // The head of K and V of the tile whose keys are loaded: a division that is not worth repeating.
                 let kv_head = t.var(0u32);
-                let at = |of: Of, row: Val<'k, u32>, head: Val<'k, u32>, work: &Work<'k>| match &tiles {
-                    Tiles::Unequal(unequal) => unequal.slice(work, of).at(zero, row, head).to_vec(),
-                    Tiles::Equal(..) => vec![zero, row, head, work.batch],
-                };
+                let from =
+                    |col: Val<'k, u32>, of: Of, row: Val<'k, u32>, head: Val<'k, u32>, work: &Work<'k>| match &tiles {
+                        Tiles::Unequal(unequal) => unequal.slice(work, of).at(col, row, head).to_vec(),
+                        Tiles::Equal(..) => vec![col, row, head, work.batch],
+                    };
+                let at =
+                    |of: Of, row: Val<'k, u32>, head: Val<'k, u32>, work: &Work<'k>| from(zero, of, row, head, work);
                 // What goes with the n-th block of a tile, where it is listed.
                 let tag = |t: &Scope<'k, Thread>, n: Val<'k, u32>, work: &Work<'k>| {
                     lists.as_ref().map(|lists| {
@@ -277,12 +232,17 @@ where
                     }
                 };
                 let load_v = |t: &Scope<'k, Thread>, n, tag: Option<Tag<'k>>, head, work: &Work<'k>| {
-                    let at = at(Of::V, first_key(n, tag), head, work);
-                    values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.values, &at));
+                    let key = first_key(n, tag);
+                    values.put(t, |t, stage| {
+                        for g in 0..v_tiles {
+                            let at = from(t.constant(dv * g), Of::V, key, head, work);
+                            stage.load(t, stage.tile(g as usize), &self.values, &at);
+                        }
+                    });
                 };
                 let load_q = |t: &Scope<'k, Thread>, work: &Work<'k>| {
                     queries.put(t, |t, stage| {
-                        for g in 0..tuning.groups {
+                        for g in 0..q_tiles {
                             let at = at(Of::Q, work.row + 64 * g, work.head, work);
                             stage.load(t, stage.tile(g as usize), &self.q, &at);
                         }
@@ -290,12 +250,12 @@ where
                 };
                 let now = WorkVars::new(t, work_shape);
                 let walk = match &tiles {
-                    Tiles::Unequal(unequal) => Some((unequal, unequal.start(t, tuning.rows(), heads.value()))),
+                    Tiles::Unequal(unequal) => Some((unequal, unequal.start(t, tile_rows, heads.value()))),
                     Tiles::Equal(..) => None,
                 };
                 let seek = |t: &Scope<'k, Thread>, tile: Val<'k, u32>| match (&tiles, &walk) {
                     (Tiles::Equal(equal, _), _) => tile.lt(equal.tiles),
-                    (_, Some((unequal, walk))) => unequal.seek(t, walk, tile, tuning.rows(), heads.value()),
+                    (_, Some((unequal, walk))) => unequal.seek(t, walk, tile, tile_rows, heads.value()),
                     (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
                 };
                 let find = |t: &Scope<'k, Thread>, tile: Val<'k, u32>| match (&tiles, &walk) {
@@ -353,7 +313,7 @@ where
                         }
                         let next = ticket + t.blocks();
                         let more = seek(t, next);
-                        if !tuning.join {
+                        if !tuning.joined() {
                             load_v(t, work.blocks[0], last_tag, head, &work);
                         }
                         t.choose(
@@ -363,11 +323,11 @@ where
                                 begin(t, next);
                                 let next_tag = tag(t, n.get(), &next);
                                 set_tag(next_tag);
-                                if tuning.join {
+                                if tuning.joined() {
                                     load_q(t, &next);
                                 }
                                 load_k(t, n.get(), next_tag, kv_head.get(), &next);
-                                if !tuning.join {
+                                if !tuning.joined() {
                                     load_q(t, &next);
                                 }
                             },
@@ -378,7 +338,7 @@ where
                                 tickets.put(t, &[]);
                             },
                         );
-                        if tuning.join {
+                        if tuning.joined() {
                             load_v(t, work.blocks[0], last_tag, head, &work);
                         }
                         leave.when(!more);
@@ -407,7 +367,10 @@ where
             let modify = Modify::new(w, &features.modifiers, &parameters, scale, Tanh::of(T::NUMBER));
             let turns = w.turns();
             let barrier = w.group_barrier();
-            let own = w.group();
+            // Which rows of the tile are the warpgroup's, and which columns where they are shared.
+            let group_number = w.group();
+            let own = if wide { w.constant(0u32) } else { group_number };
+            let first_column = wide.then(|| group_number * dv);
             let first_row = |work: &Work<'k>| (work.row + own * 64).to_i32();
             let modifies = !features.modifiers.is_empty();
             // Where keys are counted from by expressions, where that is not 0.
@@ -426,6 +389,7 @@ where
             };
             let output = |w: &Scope<'k, Group>, p: &Fragment<'k, T>, pass: bool| {
                 let value = values.wait(w)[0];
+                let value = if wide { value.nth(group_number) } else { value };
                 w.multiply_fragment(&o, p, value.operand(Major::Outer), Sum::Onto, |left| {
                     if pass && left == tuning.early {
                         w.pass_turn(&turns);
@@ -477,8 +441,11 @@ where
                     modify.set(w, Place { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
                 }
             };
-            // Each warpgroup has a tile of its own, one after the other.
-            let q = |w: &Scope<'k, Group>| queries.current(w)[0].nth(own);
+            // Each warpgroup has a tile of its own, one after the other, unless all have the same.
+            let q = |w: &Scope<'k, Group>| match wide {
+                true => queries.current(w)[0],
+                false => queries.current(w)[0].nth(own),
+            };
             let zero = || (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
 
             let now = WorkVars::new(w, work_shape);
@@ -525,7 +492,7 @@ where
                     step(w, &p[1], &p[0]);
                 });
             };
-            let staging: Vec<Tile<'k>> = staging.iter().map(|tile| tile.rows(own, 64)).collect();
+            let staging: Vec<Tile<'k>> = staging.iter().map(|tile| tile.rows(group_number, 64)).collect();
             let end = Epilogue {
                 staging: &staging,
                 part,
@@ -541,6 +508,7 @@ where
                 sinks,
                 barrier: &barrier,
                 own,
+                first_column,
                 scale: scale_log2,
                 o: &self.o,
             };
@@ -574,6 +542,7 @@ where
                         limits: &limits,
                         modify: &modify,
                         rows: &rows,
+                        first_column,
                         scale: scale_log2,
                     };
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
@@ -582,7 +551,7 @@ where
                 end.run::<T>(w, work, &o, totals);
             };
             let run = |w: &Scope<'k, Group>| {
-                if tuning.join {
+                if tuning.joined() {
                     start(w);
                     w.repeat(|w, leave| {
                         blocks(w);

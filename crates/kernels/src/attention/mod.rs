@@ -11,8 +11,10 @@ mod modifier;
 mod partial;
 mod placed;
 pub mod plan;
+pub mod repack;
 mod softmax;
 mod span;
+pub mod tuning;
 mod work;
 
 pub use lists::Blocks;

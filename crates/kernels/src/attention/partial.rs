@@ -2,12 +2,14 @@
 //!
 //! A split leaves for each row its o = p v, m (the maximum, scaled) and l (the sum of p). A tile's splits count
 //! themselves; who finds that all others are there reads them in their order, whoever it is, so that the bits of a
-//! result do not depend on who came last: with M = max m, o = sum 2^(m - M) o / sum 2^(m - M) l.
+//! result do not depend on who came last. They are merged one after the other: with M the larger of both maxima,
+//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2 and l likewise, so that a block that has all splits of a tile merges them in
+//! registers as it goes ([`Merged`]) to the same bits.
 
 use super::forward::Features;
 use super::modifier::Sinks;
 use super::softmax::Totals;
-use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Shared, Val, Word};
+use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Shared, Val, Var, Word};
 use std::f32::consts::LN_2;
 
 /// Elements of o that a merging thread has: 16 bytes of the result.
@@ -17,11 +19,12 @@ const TOGETHER: u32 = 16;
 /// Words before a tile's counters.
 pub const FIRST_COUNTER: u32 = 2;
 
-/// A split of a tile: which, and what its rows are.
+/// Splits of a tile: which, and what their rows are.
 #[derive(Clone, Copy)]
 pub struct Slot<'k> {
     pub tile: Val<'k, u32>,
-    pub split: Val<'k, u32>,
+    /// The first split, and past the last: one, or all of the tile.
+    pub ours: [Val<'k, u32>; 2],
     /// Splits of the tile.
     pub splits: Val<'k, u32>,
     pub batch: Val<'k, u32>,
@@ -92,7 +95,7 @@ where
         last: Shared<'k, u32>,
     ) {
         w.choose(
-            slot.splits.eq(1),
+            (slot.ours[1] - slot.ours[0]).eq(slot.splits),
             |w| self.write(w, slot, o, &totals),
             |w| {
                 self.leave(w, slot, o, &totals);
@@ -185,7 +188,7 @@ where
     /// Leaves a split's rows for whoever merges.
     fn leave(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
-        let first = self.first_row(slot, slot.split);
+        let first = self.first_row(slot, slot.ours[0]);
         for i in 0..2 {
             let row = w.first_row() + 8 * i as u32;
             w.when(row.lt(slot.rows), |w| {
@@ -213,7 +216,7 @@ where
             w.each(0, slot.splits, TOGETHER, |w, start| {
                 let parts: Vec<_> = (0..TOGETHER)
                     .map(|i| {
-                        // Past the last: the last again, with a weight of 0.
+                        // Past the last: the last again, which moves no maximum, with a weight of 0.
                         let split = (start + i).min(slot.splits - 1);
                         let row = self.first_row(slot, split) + row.to_u64();
                         let sums = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
@@ -221,17 +224,11 @@ where
                         (sums, [0, 4].map(|i| from.load_some::<_, 4>(w, i)))
                     })
                     .collect();
-                let old = max.get();
-                let new = parts.iter().fold(old, |most, ([m, _], _)| most.max(*m));
-                max.set(new);
-                let alpha = (old - new).exp2();
-                sum.set(sum.get() * alpha);
-                acc.iter().for_each(|x| x.set(x.get() * alpha));
                 for (i, ([m, l], from)) in parts.into_iter().enumerate() {
-                    let weight = (m - new).exp2();
-                    let weight = (start + i as u32).lt(slot.splits).select::<f32>(weight, 0.0);
-                    sum.set(l.mul_add(weight, sum.get()));
-                    acc.iter().zip(from.as_flattened()).for_each(|(x, from)| x.set(from.mul_add(weight, x.get())));
+                    let mut pair = Weights::of(&max, m);
+                    pair.new = (start + i as u32).lt(slot.splits).select::<f32>(pair.new, 0.0);
+                    pair.add(&sum, l);
+                    acc.iter().zip(from.as_flattened()).for_each(|(x, &from)| pair.add(x, from));
                 }
             });
             let place = self.place(slot, row);
@@ -255,6 +252,68 @@ where
             let to = self.o.at_wide(o);
             (0..self.dv / UNIT).for_each(|unit| to.store_some(w, unit * 4, [nothing; 4]));
         });
+    }
+}
+
+/// What both sides of a merge are multiplied by.
+struct Weights<'k> {
+    old: Val<'k, f32>,
+    new: Val<'k, f32>,
+}
+
+impl<'k> Weights<'k> {
+    /// Raises a maximum to one that comes.
+    fn of(max: &Var<'k, f32>, m: Val<'k, f32>) -> Self {
+        let before = max.get();
+        let most = before.max(m);
+        max.set(most);
+        Weights { old: (before - most).exp2(), new: (m - most).exp2() }
+    }
+
+    /// Adds what comes to what there is.
+    fn add(&self, sum: &Var<'k, f32>, x: Val<'k, f32>) {
+        sum.set(x.mul_add(self.new, sum.get() * self.old));
+    }
+}
+
+/// Splits of a tile, merged in registers as they come.
+pub struct Merged<'k> {
+    pub o: Acc<'k>,
+    max: [Var<'k, f32>; 2],
+    sum: [Var<'k, f32>; 2],
+}
+
+impl<'k> Merged<'k> {
+    /// For rows of so many elements.
+    pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
+        let pair = || [w.var(0.0f32), w.var(0.0f32)];
+        Merged { o: w.accumulators(dv), max: pair(), sum: pair() }
+    }
+
+    /// Before the first split.
+    pub fn clear(&self) {
+        self.max.iter().for_each(|max| max.set(f32::MIN));
+        self.sum.iter().for_each(|sum| sum.set(0.0));
+        (0..self.o.elements().count()).for_each(|i| self.o.set(i, 0.0));
+    }
+
+    /// The next split.
+    pub fn add(&self, o: &Acc<'k>, totals: Totals<'k>) {
+        let weights = [0, 1].map(|i| {
+            let weights = Weights::of(&self.max[i], totals.max[i]);
+            weights.add(&self.sum[i], totals.sum[i]);
+            weights
+        });
+        let pairs: Vec<_> = self.o.elements().zip(o.elements()).collect();
+        for (i, (sum, x)) in pairs.into_iter().enumerate() {
+            let weights = &weights[Acc::row_of(i)];
+            self.o.set(i, x.mul_add(weights.new, sum * weights.old));
+        }
+    }
+
+    /// Maximum and sum of each row.
+    pub fn totals(&self) -> Totals<'k> {
+        Totals { max: self.max.map(|max| max.get()), sum: self.sum.map(|sum| sum.get()) }
     }
 }
 

@@ -3,25 +3,27 @@
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
 use super::few;
 use super::few_plan::Few;
-pub use super::forward::Tuning;
 use super::forward::{self, Features};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
 use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
+use super::repack;
+pub use super::repack::{Copies, Copying};
+pub use super::tuning::{End, Row, Table, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
-use fulgurite_ptx::device::{Launch, Value};
+use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 use thiserror::Error;
 
 /// Elements that make 16 bytes: the copy engine's unit.
-const UNIT: usize = 8;
+const UNIT: usize = repack::UNIT as usize;
 /// The largest head dimension.
-const MOST: usize = 256;
+const MOST: usize = 512;
 /// Largest sum of a block that f16 probabilities leave room for.
 const F16_LIMIT: f32 = 16384.0;
 /// Bytes of keys and values of the (head, batch) pairs whose tiles run together: a part of the second-level cache.
@@ -96,6 +98,8 @@ pub struct Forward {
     layout: Layout,
     /// Query heads, key/value heads.
     heads: [u64; 2],
+    /// Of the tensors, as they are.
+    dims: [usize; 2],
     aux_shapes: Vec<Vec<usize>>,
     blocks: Option<(BlockSpec, BlockForm)>,
     scale: f32,
@@ -106,6 +110,11 @@ pub struct Forward {
 impl Forward {
     /// How a problem is run; the rescale policy is the fastest one unless given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<Forward, Missing> {
+        Forward::by_table(problem, rescale, &Table::default())
+    }
+
+    /// The same with cuts of the kernel from a table.
+    pub fn by_table(problem: &Problem, rescale: Option<Rescale>, table: &Table) -> Result<Forward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -113,8 +122,8 @@ impl Forward {
             other => return missing(format!("dtype {other}")),
         };
         let dims = [problem.head_dim(), problem.value_dim()];
-        if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
-            return missing(format!("head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
+        if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
+            return missing(format!("head_dim {d} (it has those up to {MOST})"));
         }
         let precision = problem.precision();
         if precision != fulgurite_core::Precision::Native {
@@ -142,10 +151,14 @@ impl Forward {
             used_q: problem.has_used_q(),
             used_k: problem.has_used_k(),
         };
-        let padded = dims.map(|d| d.next_multiple_of(16) as u32);
+        let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
-        let base = Tuning::hopper(head_dim, problem.max_k_len());
-        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec)));
+        let base = table.find(head_dim, problem.max_k_len() as u64);
+        let wide = Features::plain(padded, Mask::none()).wide();
+        padded[1] = padded[1].next_multiple_of(Features::plain(padded, Mask::none()).value_unit(&base));
+        // Where warpgroups share columns there must be as many of them.
+        let divides = |tuning: &Tuning| !wide || tuning.groups == base.groups;
+        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec).filter(divides)));
         let (mut mask, mut rest, mut aux) =
             (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
         if let Some((spec, None)) = divided {
@@ -179,7 +192,11 @@ impl Forward {
         let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
         let few = match divided {
             Some(_) => None,
-            None => Few::new(number, &features, dims, layout, heads, tuning.rescale),
+            None if wide => None,
+            None => {
+                let dims = dims.map(|d| d.next_multiple_of(UNIT));
+                Few::new(number, &features, dims, layout, heads, tuning.rescale)
+            }
         };
         Ok(Forward {
             number,
@@ -187,6 +204,7 @@ impl Forward {
             tuning,
             layout,
             heads,
+            dims,
             aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
             blocks,
             scale: problem.scale(),
@@ -204,6 +222,16 @@ impl Forward {
     /// How the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.blocks.map(|(_, form)| form)
+    }
+
+    /// The cut of its kernel; of no use for few queries.
+    pub fn tuning(&self) -> Tuning {
+        self.tuning
+    }
+
+    /// The cut of the kernel for few queries, where that takes the call.
+    pub fn few_tuning(&self) -> Option<few::Tuning> {
+        self.few.as_ref().map(|few| few.tuning)
     }
 
     /// The same call with another cut of the kernel; blocks of a block mask must be multiples of it.
@@ -247,6 +275,28 @@ impl Forward {
             return self.few.as_ref().zip(other.few.as_ref()).is_some_and(|(one, other)| one.same_kernel(other));
         }
         (self.number, &self.features, self.tuning) == (other.number, &other.features, other.tuning)
+    }
+
+    /// The copies of tensors that a call needs before and after its kernel, if any.
+    pub fn copies(&self, rows: &[Placed; 4]) -> Option<Copies> {
+        match rows[3].shape.contains(&0) {
+            true => None,
+            false => Copies::of(rows, self.dims, self.features.ragged.any()),
+        }
+    }
+
+    /// The copies that a call needs however its tensors lie: those of head dimensions that are no multiple of 8.
+    pub fn least_copies(&self) -> Option<Copies> {
+        let nowhere = Span { address: 0, bytes: 0 };
+        let ([d, dv], [heads, kv_heads]) = (self.dims.map(|d| d as u64), self.heads);
+        let (batch, q_len, k_len) = match self.layout {
+            Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
+            Layout::Packed(p) => (1, p.total_q, p.total_k),
+        };
+        let [batch, q_len, k_len] = [batch, q_len, k_len].map(|n| n as u64);
+        let shapes = [[q_len, heads, d], [k_len, kv_heads, d], [k_len, kv_heads, dv], [q_len, heads, dv]];
+        let rows = shapes.map(|[s, h, d]| Placed::packed(nowhere, [batch, s, h, d]));
+        self.copies(&rows)
     }
 
     /// With its kernel, ready to be launched again and again.
@@ -299,7 +349,7 @@ impl Forward {
 
     /// Arguments of equal sequences; the number of tiles.
     fn equal(&self, args: &mut Arguments<'_>, [q, k, v, o]: &[Placed; 4], [batch, q_len, k_len]: [u64; 3]) -> u64 {
-        let rows = u64::from(64 * self.tuning.groups);
+        let rows = u64::from(self.features.tile_rows(&self.tuning));
         let (m_tiles, pairs) = (q_len.div_ceil(rows), self.heads[0] * batch);
         let tiles = m_tiles * pairs;
         // Lists say for themselves what is seen.
@@ -331,7 +381,7 @@ impl Forward {
 
     /// Arguments of sequences with lengths of their own; the most tiles there can be, and rows of the LSE of a head.
     fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors, layout: Layout) -> Result<(u64, u64), Missing> {
-        let tile = u64::from(64 * self.tuning.groups);
+        let tile = u64::from(self.features.tile_rows(&self.tuning));
         // Without keys every element is masked: any memory does.
         let q = tensors.rows[0];
         let some = |placed: &Placed| match placed.shape.contains(&0) {
@@ -443,6 +493,20 @@ impl Ready {
         let launch = self.plan.arguments(&self.slots, tensors, multiprocessors)?;
         Ok(launch.map(|(grid, args)| Launch { kernel: self.kernel.clone(), grid, args }))
     }
+
+    /// The launches of a call whose tensors must be copied, in order; `room` is memory for the copies.
+    pub fn with_copies(
+        &self,
+        copies: &Copies,
+        copying: &Copying,
+        tensors: &Tensors,
+        room: Span,
+        multiprocessors: u32,
+    ) -> Result<Plan, Missing> {
+        let (tensors, [before, after]) = copies.launches(copying, tensors, room)?;
+        let launch = self.launch(&tensors, multiprocessors)?;
+        Ok(Plan { launches: before.into_iter().chain(launch).chain(after).collect() })
+    }
 }
 
 /// Elements from one to the next along each axis of a contiguous tensor.
@@ -469,7 +533,6 @@ fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Progra
 mod tests {
     use super::*;
     use fulgurite_core::Exp;
-    use fulgurite_ptx::device::Span;
 
     fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
         Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)
@@ -477,7 +540,9 @@ mod tests {
 
     #[test]
     fn every_pair_of_head_dims_has_a_kernel() {
-        for (d, dv) in (8..=256).step_by(8).flat_map(|d| [8, 64, 72, 128, 136, 256].map(|dv| (d, dv))) {
+        let wide = [(264, 264), (512, 512), (512, 8), (8, 512), (320, 136), (400, 456)];
+        let pairs = (8..=256).step_by(8).flat_map(|d| [8, 64, 72, 128, 136, 256].map(|dv| (d, dv)));
+        for (d, dv) in pairs.chain(wide) {
             for (k_len, mask) in [(500, Mask::none()), (2100, Mask::none()), (5000, Mask::causal())] {
                 let problem =
                     Problem::builder().dense(1, 64, k_len).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16).mask(mask);
@@ -485,6 +550,16 @@ mod tests {
                 plan.kernel(Target::HOPPER).unwrap_or_else(|e| panic!("{d}, {dv}, {k_len}: {e}"));
             }
         }
+    }
+
+    #[test]
+    fn a_cut_that_does_not_fit_wide_rows_is_refused() {
+        let plan = Forward::new(&problem(512, 512, DType::Bf16).build().unwrap(), None).unwrap();
+        for groups in [1, 3, 4] {
+            let other = plan.clone().tuned(|tuning| Tuning { groups, ..tuning });
+            assert!(other.kernel(Target::HOPPER).is_err(), "{groups}");
+        }
+        assert!(plan.kernel(Target::HOPPER).is_ok());
     }
 
     #[test]
@@ -528,7 +603,7 @@ mod tests {
             Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
-        assert_eq!(refused(problem(60, 64, DType::Bf16)), "head_dim 60 (it has multiples of 8 up to 256)");
+        assert_eq!(refused(problem(60, 520, DType::Bf16)), "head_dim 520 (it has those up to 512)");
         assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
     }
 

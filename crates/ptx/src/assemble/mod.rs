@@ -12,9 +12,10 @@
 //! assert!(matches!(refused, AssembleError::NotThere { .. }));
 //! ```
 
+mod order;
 mod report;
 
-pub use report::{Fault, LineMap, Message, Report, RustLine, Severity};
+pub use report::{Fault, LineMap, Message, MovedWait, Report, RustLine, Severity};
 
 use crate::kernel::Kernel;
 use std::ffi::OsString;
@@ -179,12 +180,25 @@ impl Assembler {
         }
         let cubin = std::fs::read(&output).map_err(at(&output))?;
         let mut report = Report::read(kernel, &log, &map, cubin)?;
-        if report.stack_bytes > 0
-            && let Ok(sass) = self.disassemble(kernel, &output)
-        {
-            report.local_lines = report::local_lines(&sass);
+        if self.nvdisasm.is_some() {
+            if report.stack_bytes > 0
+                && let Ok(sass) = self.disassemble(kernel, &output, Lines::Rust)
+            {
+                report.local_lines = report::local_lines(&sass);
+            }
+            if order::is_at_stake(&text) {
+                let sass = self.disassemble(kernel, &output, Lines::Text)?;
+                let allowed: Vec<RustLine> = kernel.loose_waits.iter().map(|&at| at.into()).collect();
+                report.moved_waits = MovedWait::all(&order::moved(&text, &sass), &map);
+                report.moved_waits.retain(|moved| moved.at.as_ref().is_none_or(|at| !allowed.contains(at)));
+            }
         }
         Ok(report)
+    }
+
+    /// The same that asks no disassembler: quicker, and it does not find waits that were moved, nor lines of spills.
+    pub fn without_disassembler(self) -> Assembler {
+        Assembler { nvdisasm: None, ..self }
     }
 
     /// The kernel as machine code, a comment with the Rust line before the instructions that came from it.
@@ -196,20 +210,33 @@ impl Assembler {
         let scratch = Scratch::new()?;
         let input = scratch.file("kernel.cubin");
         std::fs::write(&input, &report.cubin).map_err(at(&input))?;
-        Ok(report::with_rust_lines(&self.disassemble(kernel, &input)?))
+        Ok(report::with_rust_lines(&self.disassemble(kernel, &input, Lines::Rust)?))
     }
 
-    fn disassemble(&self, kernel: &Kernel, cubin: &Path) -> Result<String, AssembleError> {
+    fn disassemble(&self, kernel: &Kernel, cubin: &Path, lines: Lines) -> Result<String, AssembleError> {
         let Some(nvdisasm) = &self.nvdisasm else {
             return Err(AssembleError::NoDisassembler { ptxas: self.ptxas.clone() });
         };
-        let said = run(nvdisasm, Command::new(nvdisasm).args(["--print-code", "--print-line-info"]).arg(cubin))?;
+        let lines = match lines {
+            Lines::Rust => "--print-line-info",
+            Lines::Text => "--print-line-info-ptx",
+        };
+        let said = run(nvdisasm, Command::new(nvdisasm).args(["--print-code", "--no-dataflow", lines]).arg(cubin))?;
         if !said.status.success() {
             let what = ended(&said.status, &String::from_utf8_lossy(&said.stderr));
             return Err(AssembleError::Unreadable { tool: "nvdisasm", kernel: kernel.name.clone(), what });
         }
         Ok(String::from_utf8_lossy(&said.stdout).into_owned())
     }
+}
+
+/// Which lines stand beside machine code.
+#[derive(Debug, Clone, Copy)]
+enum Lines {
+    /// Those of the source that built the kernel.
+    Rust,
+    /// Those of the printed text.
+    Text,
 }
 
 fn ended(status: &std::process::ExitStatus, log: &str) -> String {

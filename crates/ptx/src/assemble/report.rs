@@ -1,6 +1,7 @@
 //! The words of the assembler, read.
 
 use super::AssembleError;
+use super::order::Moved;
 use crate::kernel::Kernel;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -13,6 +14,12 @@ pub struct RustLine {
     pub file: String,
     /// The line, from 1.
     pub line: u32,
+}
+
+impl From<&std::panic::Location<'_>> for RustLine {
+    fn from(at: &std::panic::Location<'_>) -> Self {
+        RustLine { file: at.file().into(), line: at.line() }
+    }
 }
 
 impl fmt::Display for RustLine {
@@ -167,7 +174,7 @@ fn is_code(word: &str) -> bool {
 }
 
 /// The number after the last "line" of a text.
-fn line_number(text: &str) -> Option<u32> {
+pub(super) fn line_number(text: &str) -> Option<u32> {
     let (_, after) = text.rsplit_once("line ")?;
     let digits = after.split(|c: char| !c.is_ascii_digit()).next()?;
     digits.parse().ok()
@@ -195,6 +202,49 @@ pub enum Fault {
     },
     /// A remark that tells of lost, serialised or added instructions.
     Remark(Message),
+    /// A wait for products stands before what was to run beside them.
+    MovedWait(MovedWait),
+}
+
+/// A wait for products that the assembler moved up over exponentials, or dropped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MovedWait {
+    /// The wait.
+    pub at: Option<RustLine>,
+    /// Whether it is not there any more.
+    pub dropped: bool,
+    /// How many exponentials it should come after and does not.
+    pub exponentials: usize,
+    /// The first of them.
+    pub first: Option<RustLine>,
+}
+
+impl MovedWait {
+    pub(super) fn all(moved: &[Moved], map: &LineMap) -> Vec<MovedWait> {
+        let read = |moved: &Moved| MovedWait {
+            at: map.rust(moved.wait),
+            dropped: moved.dropped,
+            exponentials: moved.behind.len(),
+            first: moved.behind.first().and_then(|&line| map.rust(line)),
+        };
+        moved.iter().map(read).collect()
+    }
+}
+
+impl fmt::Display for MovedWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = |at: &Option<RustLine>| at.as_ref().map_or("an unknown line".into(), ToString::to_string);
+        let what = if self.dropped { "dropped" } else { "moved up" };
+        write!(
+            f,
+            "{}: the wait for products was {what}, {} exponentials should come before it and do not, the first of {}: they \
+             do not run beside the products; wait by `wait_products_after` with what depends on them, or by \
+             `wait_products_anywhere` where it makes no difference",
+            place(&self.at),
+            self.exponentials,
+            place(&self.first)
+        )
+    }
 }
 
 impl fmt::Display for Fault {
@@ -214,6 +264,7 @@ impl fmt::Display for Fault {
                 write!(f, "{bytes} bytes of local memory a thread{}; index registers by constants only", places(at))
             }
             Fault::Remark(message) => message.fmt(f),
+            Fault::MovedWait(moved) => moved.fmt(f),
         }
     }
 }
@@ -239,6 +290,8 @@ pub struct Report {
     pub messages: Vec<Message>,
     /// Rust lines whose instructions use local memory; known where there is any and a disassembler was found.
     pub local_lines: Vec<RustLine>,
+    /// Waits for products that stand before what was to run beside them; known where a disassembler was found.
+    pub moved_waits: Vec<MovedWait>,
     /// The machine code, an ELF file that the driver loads.
     pub cubin: Vec<u8>,
 }
@@ -264,12 +317,13 @@ impl Report {
             time: Duration::try_from_secs_f64(milliseconds.unwrap_or(0.0) / 1e3).unwrap_or_default(),
             messages: Message::all(log, map),
             local_lines: Vec::new(),
+            moved_waits: Vec::new(),
             cubin,
         })
     }
 
     /// Whether the machine code is what the kernel says: no spills, no local memory, no instruction lost, added or
-    /// serialised. Warnings that tell of none of these are in [`messages`](Report::messages) and are no faults.
+    /// serialised, no wait moved up over what was to run beside products. Warnings that tell of none of these are in [`messages`](Report::messages) and are no faults.
     pub fn verdict(&self) -> Result<(), Vec<Fault>> {
         let mut faults = Vec::new();
         let at = || self.local_lines.clone();
@@ -280,6 +334,7 @@ impl Report {
             faults.push(Fault::LocalMemory { bytes: self.stack_bytes, at: at() });
         }
         faults.extend(self.messages.iter().filter(|m| m.is_fault()).cloned().map(Fault::Remark));
+        faults.extend(self.moved_waits.iter().cloned().map(Fault::MovedWait));
         if faults.is_empty() { Ok(()) } else { Err(faults) }
     }
 }

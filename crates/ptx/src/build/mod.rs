@@ -70,6 +70,8 @@ struct State {
     once: HashMap<(usize, &'static str), Reg>,
     pipes: Vec<PipeUse>,
     threads: u32,
+    /// Waits that the assembler may move.
+    loose_waits: Vec<&'static Location<'static>>,
     errors: Vec<BuildError>,
 }
 
@@ -178,6 +180,11 @@ impl Builder {
         let result = f();
         self.place.set(outer);
         result
+    }
+
+    /// The assembler may move the wait that is built there.
+    pub(crate) fn allow_moved_wait(&self, at: &'static Location<'static>) {
+        self.state.borrow_mut().loose_waits.push(self.place.get().unwrap_or(at));
     }
 
     pub(crate) fn push(&self, stmt: Stmt) {
@@ -443,6 +450,7 @@ impl Builder {
             roles: uses,
             barriers: state.barriers,
             registers: state.registers,
+            loose_waits: state.loose_waits,
             body: state.blocks.into_iter().next().unwrap_or_default(),
         };
         verify::verify(&kernel)?;

@@ -318,10 +318,18 @@ impl<'k> Scope<'k, Group> {
         });
     }
 
-    /// Waits until at most `pending` groups of products run.
+    /// Waits until at most `pending` groups of products run. Exponentials that come before it and do not after the
+    /// assembler is done are a fault of the kernel, which [`Report::verdict`](crate::assemble::Report::verdict) tells.
     #[track_caller]
     pub fn wait_products(&self, pending: u32) {
         self.k.emit(&sync::WGMMA_WAIT, [Arg::Imm(pending.into())]);
+    }
+
+    /// The same where the assembler may put exponentials after it that come before. Why that does no harm is said beside it.
+    #[track_caller]
+    pub fn wait_products_anywhere(&self, pending: u32) {
+        self.k.allow_moved_wait(Location::caller());
+        self.wait_products(pending);
     }
 
     /// The same, and not before all of `results` are computed, none of which is ever negative. The assembler moves waits

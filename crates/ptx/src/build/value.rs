@@ -583,6 +583,17 @@ impl<'k, T: Half> Val<'k, T> {
         let own = Val::<T>::reg(self.k, self.in_register());
         own.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
     }
+
+    /// A pair, self in the lower half.
+    #[track_caller]
+    pub fn join(self, high: Val<'k, T>) -> Val<'k, Pair<T>>
+    where
+        Pair<T>: Word,
+    {
+        let (d, pair) = Val::fresh(self.k);
+        self.k.emit(&convert::JOIN_32, [d, Arg::List([self.in_register(), high.in_register()].into())]);
+        pair
+    }
 }
 
 impl<'k, T: Half> Val<'k, Pair<T>>

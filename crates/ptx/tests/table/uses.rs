@@ -106,6 +106,7 @@ impl Use {
             roles: vec![RoleUse { name: "all".into(), first_warp: 0, warps: 4, registers: Some(128) }],
             barriers: 1,
             registers: self.registers.0,
+            loose_waits: Vec::new(),
             body,
         };
         let text = kernel.ptx();

@@ -2,7 +2,7 @@
 
 use super::{Random, download, upload};
 use fulgurite_core::{DType, Mask, Problem, Rescale};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
+use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors, Tuning};
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
 use fulgurite_ptx::{Kernel, Target, bf16};
 use fulgurite_sim::Sim;
@@ -19,6 +19,8 @@ pub struct Case {
     pub causal: bool,
     pub rescale: Rescale,
     pub blocks: u32,
+    /// Another cut of the kernel than the library's.
+    pub tuning: Option<&'static str>,
 }
 
 impl Case {
@@ -33,7 +35,10 @@ impl Case {
             .mask(if self.causal { Mask::causal() } else { Mask::none() })
             .build()
             .unwrap();
-        Forward::new(&problem, Some(self.rescale)).unwrap()
+        Forward::new(&problem, Some(self.rescale)).unwrap().tuned(|usual| match self.tuning {
+            Some(text) => Tuning { rescale: usual.rescale, ..text.parse().unwrap() },
+            None => usual,
+        })
     }
 
     /// Its kernel.
@@ -115,4 +120,5 @@ pub const BASE: Case = Case {
     causal: false,
     rescale: Rescale::Always,
     blocks: 1,
+    tuning: None,
 };

@@ -1,0 +1,176 @@
+//! `explain`: who would run a problem and why, and what bounds it on a GPU.
+
+use crate::args::ExplainArgs;
+use crate::{Failure, json, kernel, say};
+use fulgurite::gpu::{self, Explained, Table};
+use fulgurite::{Choice, Inputs, Mask, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain};
+use fulgurite_core::random::Rng;
+use serde::Serialize;
+
+#[derive(Serialize)]
+struct Results {
+    version: &'static str,
+    problem: String,
+    /// Each engine and its verdict.
+    engines: Vec<String>,
+    /// How it runs on Hopper, or why not.
+    hopper: Result<Hopper, String>,
+}
+
+#[derive(Serialize)]
+struct Hopper {
+    kernel: String,
+    why: String,
+    cut: String,
+    /// What the assembler makes of it, where there is one.
+    assembler: Option<String>,
+    tile: [u32; 2],
+    blocks: u64,
+    units: Vec<Unit>,
+    bound_us: f64,
+    bound_tflops: f64,
+    /// On the GPU of this machine, where there is one.
+    measured_us: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct Unit {
+    name: &'static str,
+    cycles_a_block: f64,
+    share: f64,
+}
+
+/// Runs `explain`.
+pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
+    let builder = args.builder();
+    let sizes = args.sizes();
+    let problem = builder.clone().dense(sizes[0], sizes[1], sizes[2]).build().map_err(fulgurite::Error::from)?;
+    let results = Results {
+        version: env!("CARGO_PKG_VERSION"),
+        problem: args.words(),
+        engines: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
+        hopper: match gpu::explain(&builder, sizes, &Table::default()) {
+            Ok(explained) => Ok(hopper(args, &problem, &explained)?),
+            Err(fulgurite::Error::Unsupported(refused)) => Err(refused.to_string()),
+            Err(e) => return Err(e.into()),
+        },
+    };
+    if args.json { json::print(&results) } else { say(&text(&results)) }
+}
+
+impl ExplainArgs {
+    fn sizes(&self) -> [usize; 3] {
+        [self.batch, self.q_len, self.k_len.unwrap_or(self.q_len)]
+    }
+
+    fn builder(&self) -> ProblemBuilder {
+        let mut mask = if self.causal { Mask::causal() } else { Mask::none() };
+        if let Some(window) = self.window {
+            mask = mask.and(Mask::window(window.left, window.right));
+        }
+        let mut builder = Problem::builder()
+            .heads(self.heads, self.kv_heads.unwrap_or(self.heads))
+            .head_dims(self.head_dim, self.value_dim.unwrap_or(self.head_dim))
+            .dtype(self.dtype)
+            .mask(mask);
+        if let Some(cap) = self.softcap {
+            builder = builder.softcap(cap);
+        }
+        if self.alibi { builder.alibi() } else { builder }
+    }
+
+    fn words(&self) -> String {
+        let [batch, q_len, k_len] = self.sizes();
+        let (heads, kv_heads) = (self.heads, self.kv_heads.unwrap_or(self.heads));
+        let (d, dv) = (self.head_dim, self.value_dim.unwrap_or(self.head_dim));
+        format!("{}, batch {batch}, {q_len} queries, {k_len} keys, heads {heads}/{kv_heads}, dims {d}/{dv}", self.dtype)
+    }
+
+    /// FLOPs by the pairs of queries and keys that see each other.
+    fn flops(&self, problem: &Problem) -> f64 {
+        let [batch, q_len, k_len] = self.sizes();
+        let seen: usize = (0..q_len).map(|q| problem.mask().keys(q, q_len, k_len).len()).sum();
+        let pairs = (seen * batch * problem.q_heads()) as f64;
+        pairs * 2.0 * (problem.head_dim() + problem.value_dim()) as f64
+    }
+}
+
+fn hopper(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Result<Hopper, Failure> {
+    let busiest = explained.units.first().map_or(1.0, |(_, cycles)| cycles.max(1e-9));
+    let units =
+        explained.units.iter().map(|&(name, cycles)| Unit { name, cycles_a_block: cycles, share: cycles / busiest });
+    // Without an assembler there is nothing to say; with one that was named and is not there, that is said.
+    let assembler = match kernel::assembler(&args.tools) {
+        Ok(assembler) => Some(assembler),
+        Err(e) if args.tools.ptxas.is_some() => return Err(e),
+        Err(_) => None,
+    };
+    let report = assembler.map(|assembler| match assembler.assemble(&explained.kernel) {
+        Ok(report) => format!(
+            "{} registers a thread at launch, {} bytes spilled, {} bytes of shared memory",
+            report.registers,
+            report.spill_stores_bytes + report.spill_loads_bytes,
+            report.shared_bytes
+        ),
+        Err(e) => e.to_string(),
+    });
+    Ok(Hopper {
+        kernel: explained.kernel.name.clone(),
+        why: explained.why.clone(),
+        cut: explained.cut.clone(),
+        assembler: report,
+        tile: explained.tile,
+        blocks: explained.blocks,
+        units: units.collect(),
+        bound_us: explained.bound_seconds * 1e6,
+        bound_tflops: args.flops(problem) / explained.bound_seconds.max(1e-12) / 1e12,
+        measured_us: measure(args, problem)?.map(|seconds| seconds * 1e6),
+    })
+}
+
+/// The median of a few runs on the GPU of this machine, where there is one and tensors are all that is needed.
+fn measure(args: &ExplainArgs, problem: &Problem) -> Result<Option<f64>, Failure> {
+    let Ok(engine) = engine_with(Choice::Cuda, &args.engine.settings()) else { return Ok(None) };
+    if !problem.aux().is_empty() || engine.supports(problem).is_err() {
+        return Ok(None);
+    }
+    let mut rng = Rng::new(1);
+    let mut tensor = |shape: &[usize]| {
+        let values = rng.normals(shape.iter().product(), 1.0);
+        Tensor::from_f64(problem.dtype(), &values, shape).map_err(fulgurite::Error::from)
+    };
+    let (q, k, v) = (tensor(&problem.q_shape())?, tensor(&problem.k_shape())?, tensor(&problem.v_shape())?);
+    let stopwatch = Stopwatch::rounds(5);
+    engine.forward(problem, &Inputs::new(q.view(), k.view(), v.view()), &Run::default().stopwatch(&stopwatch))?;
+    let mut seconds = stopwatch.seconds();
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds.get(seconds.len() / 2).copied())
+}
+
+fn text(results: &Results) -> String {
+    let mut lines = vec![results.problem.clone(), String::new()];
+    lines.extend(results.engines.iter().map(|engine| format!("  {engine}")));
+    lines.push(String::new());
+    match &results.hopper {
+        Err(refused) => lines.push(format!("on Hopper: {refused}")),
+        Ok(hopper) => {
+            let [rows, cols] = hopper.tile;
+            lines.push(format!("on Hopper: {}, {}", hopper.kernel, hopper.why));
+            lines.push(format!("  cut        {}", hopper.cut));
+            lines.push(format!("  tiles      {rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks));
+            lines.extend(hopper.assembler.iter().map(|report| format!("  assembler  {report}")));
+            lines.push("  cycles of a multiprocessor for a block of keys, counted by the simulator".into());
+            for Unit { name, cycles_a_block, share } in &hopper.units {
+                lines.push(format!("    {name:<24} {cycles_a_block:>7.0}  {:>4.0} %", share * 100.0));
+            }
+            let (bound, tflops) = (hopper.bound_us, hopper.bound_tflops);
+            lines.push(format!(
+                "  bound      {bound:.1} us, {tflops:.0} TFLOP/s: the busiest unit alone, H200 at full clock"
+            ));
+            if let Some(us) = hopper.measured_us {
+                lines.push(format!("  measured   {us:.1} us, {:.0} % of the bound", bound / us * 100.0));
+            }
+        }
+    }
+    lines.join("\n")
+}

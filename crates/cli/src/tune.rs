@@ -1,0 +1,103 @@
+//! `tune`: faster cuts of the kernel on the GPU that is present.
+
+use crate::args::TuneArgs;
+use crate::{Failure, json, progress, say};
+use fulgurite::gpu::{Cuda, Options, Place, Profile, Tried, TuneError, tune};
+use fulgurite::sim::Device;
+use serde::Serialize;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Head dimensions that have cuts of their own.
+const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+#[derive(Serialize)]
+struct Results {
+    version: &'static str,
+    gpu: String,
+    profile: String,
+    used: Vec<Used>,
+    tried: usize,
+    finished: bool,
+}
+
+#[derive(Serialize)]
+struct Used {
+    head_dims: [u32; 2],
+    keys: [u64; 2],
+    tuning: String,
+}
+
+/// Runs `tune`.
+pub fn main(args: &TuneArgs) -> Result<(), Failure> {
+    if let Some(got) = args.dims.iter().find(|dim| !DIMS.contains(dim)) {
+        return Err(Failure::input(format_args!("`--dims` has {got}, allowed: 64, 96, 128, 192, 256")));
+    }
+    let mut places = Place::usual(&args.dims);
+    if let Some(lens) = &args.lens {
+        let usual: Vec<u64> = places.iter().map(|place| place.len).collect();
+        if let Some(got) = lens.iter().find(|len| !usual.contains(len)) {
+            return Err(Failure::input(format_args!("`--lens` has {got}, allowed: 512, 1024, 2048, 8192")));
+        }
+        places.retain(|place| lens.contains(&place.len));
+    }
+    let device = Arc::new(Cuda::open(0, Options::default()).map_err(fulgurite::Error::from)?);
+    let gpu = device.name();
+    let path = args.profile.clone().or_else(|| Profile::default_path(&gpu)).ok_or_else(|| {
+        Failure::input("there is no folder for the profile; name one with `--profile FILE` or FULGURITE_PROFILE")
+    })?;
+    let (start, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
+    let bar = progress(places.len());
+    let (mut measured, mut finished) = (0, true);
+    let mut report = |place: &Place, tried: &Tried| {
+        measured += 1;
+        let done = places.iter().position(|other| other == place).unwrap_or(0);
+        bar.set_position(done as u64);
+        let Tried { head_dim, len, tuning, gain } = tried;
+        bar.set_message(format!("head_dim {head_dim} length {len}: {gain:.3} {tuning}"));
+        if limit.is_some_and(|limit| start.elapsed() >= limit) {
+            finished = false;
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    };
+    let profile = tune(device, &places, &path, &mut report).map_err(failure)?;
+    bar.finish_and_clear();
+    let used = profile.rows.iter().map(|row| Used {
+        head_dims: [*row.head_dims.start(), *row.head_dims.end()],
+        keys: [row.keys.start, row.keys.end],
+        tuning: row.tuning.to_string(),
+    });
+    let results = Results {
+        version: env!("CARGO_PKG_VERSION"),
+        gpu,
+        profile: path.display().to_string(),
+        used: used.collect(),
+        tried: profile.tried.len(),
+        finished,
+    };
+    if args.json { json::print(&results) } else { say(&text(&results)) }
+}
+
+fn text(results: &Results) -> String {
+    let mut lines = vec![format!("{}: {} cuts measured, {}", results.gpu, results.tried, results.profile)];
+    for Used { head_dims: [first, last], keys: [from, to], tuning } in &results.used {
+        let to = if *to == u64::MAX { String::new() } else { to.to_string() };
+        lines.push(format!("  head_dim {first} to {last}, keys {from}..{to}: {tuning}"));
+    }
+    if results.used.is_empty() {
+        lines.push("  nothing is faster than what is built in".into());
+    }
+    if !results.finished {
+        lines.push("stopped before the end; the same call goes on from here".into());
+    }
+    lines.join("\n")
+}
+
+fn failure(e: TuneError) -> Failure {
+    match e {
+        TuneError::Profile(_) => Failure::Input(e.into()),
+        _ => Failure::Work(e.into()),
+    }
+}

@@ -1,0 +1,58 @@
+//! `explain` needs no GPU; `tune` refuses in one line where there is none, and before anything is measured.
+
+mod common;
+
+use common::{folder, fulgurite, refuses, succeeds};
+use serde_json::Value;
+
+fn explained(args: &[&str]) -> Value {
+    let folder = folder(&format!("explain-{}", args.join("-").replace(['/', ','], "-")));
+    let text = succeeds(&folder, &[&["explain", "--json"], args].concat());
+    serde_json::from_str(&text).unwrap()
+}
+
+#[test]
+fn a_problem_is_explained_without_a_gpu() {
+    let found = explained(&["--causal", "--q-len", "2048"]);
+    let hopper = &found["hopper"]["Ok"];
+    assert_eq!(hopper["kernel"], "attention_forward");
+    assert!(hopper["cut"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
+    // 16 tiles of 128 rows see 1 to 16 blocks of 128 keys each, in 16 heads.
+    assert_eq!(hopper["blocks"], 16 * (16 * 17 / 2));
+    // A block is 4 x 128 x 128 x 128 FLOP, of which a multiprocessor does 4096 a cycle.
+    let tensor = hopper["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
+    assert_eq!(tensor["cycles_a_block"], 2048.0);
+    assert!(hopper["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
+    assert!(found["engines"].as_array().unwrap().iter().any(|line| line.as_str().unwrap().contains("runs it")));
+}
+
+/// Few queries wait for memory: as many bytes as their keys have.
+#[test]
+fn few_queries_are_bound_by_memory() {
+    let args = ["--q-len", "1", "--k-len", "8192", "--heads", "32", "--kv-heads", "8", "--batch", "32"];
+    let found = explained(&args);
+    let hopper = &found["hopper"]["Ok"];
+    assert_eq!(hopper["kernel"], "attention_few");
+    assert_eq!(hopper["units"][0]["name"], "global memory");
+    let bytes = 32.0 * 8.0 * 8192.0 * 128.0 * 2.0 * 2.0;
+    let least = bytes / 4.8e12 * 1e6;
+    let bound = hopper["bound_us"].as_f64().unwrap();
+    assert!((least..1.02 * least).contains(&bound), "{bound} us of {least}");
+}
+
+#[test]
+fn what_hopper_lacks_is_said() {
+    let found = explained(&["--dtype", "f32"]);
+    let refused = found["hopper"]["Err"].as_str().unwrap();
+    assert!(refused.contains("does not have dtype f32") && refused.contains("cpu"), "{refused}");
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let folder = folder("explain-wrong");
+    refuses(&folder, &["tune", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");
+    refuses(&folder, &["tune", "--lens", "7"], "`--lens` has 7, allowed: 512, 1024, 2048, 8192");
+    let done = fulgurite(&folder, &["explain", "--heads", "3", "--kv-heads", "2"]);
+    assert_eq!(done.code, 2);
+    assert!(done.err.starts_with("error: `heads`: 3 query heads over 2 key/value heads"), "{}", done.err);
+}

@@ -1,0 +1,71 @@
+//! What a call costs the host: `gpu_host [ROUNDS]`.
+//!
+//! For a shape that is known (one sequence of 128, 16 heads, head_dim 128, bf16): nanoseconds of the host from one call to
+//! the next, the median of rounds of 100 calls that nobody waits for. `launch` is a launch whose arguments are ready,
+//! `forward` all that a call of the library does: counters, scratch, arguments, the launch.
+
+use fulgurite::gpu::{Gpu, Options, Placed, Tensors};
+use fulgurite::{DType, Problem};
+use fulgurite_kernels::attention::plan::Forward;
+use fulgurite_ptx::device::{DeviceError, Stream};
+use std::error::Error;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+const CALLS: u32 = 100;
+
+fn median_ns(
+    gpu: &Gpu,
+    rounds: usize,
+    mut call: impl FnMut() -> Result<(), Box<dyn Error>>,
+) -> Result<f64, Box<dyn Error>> {
+    let mut all = Vec::new();
+    for _ in 0..rounds {
+        let start = Instant::now();
+        (0..CALLS).try_for_each(|_| call())?;
+        all.push(start.elapsed().as_nanos() as f64 / f64::from(CALLS));
+        gpu.device().synchronize(Stream::default())?;
+    }
+    all.sort_by(f64::total_cmp);
+    Ok(all[all.len() / 2])
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    let rounds = std::env::args().nth(1).map_or(Ok(101), |text| text.parse())?;
+    let gpu = Gpu::open(0, Options::default())?;
+    let [batch, len, heads, dim] = [1u64, 128, 16, 128];
+    let problem = Problem::builder().dense(1, len as usize, len as usize).heads(heads as usize, heads as usize);
+    let problem = problem.head_dim(dim as usize).dtype(DType::Bf16).build()?;
+    let attention = gpu.attention(&problem, None, None, None)?;
+    let bytes = batch * len * heads * dim * 2;
+    let memory = (0..6).map(|_| gpu.device().allocate(bytes)).collect::<Result<Vec<_>, DeviceError>>()?;
+    for buffer in &memory {
+        gpu.device().upload(buffer.span(), &vec![0; bytes as usize])?;
+    }
+    let rows = [0, 1, 2, 3].map(|i| Placed::packed(memory[i].span(), [batch, len, heads, dim]));
+    let tensors = Tensors::new(rows, memory[4].span(), memory[5].span());
+    let plan = Forward::new(&problem, None)?;
+    let module = gpu.device().load(Arc::new(plan.kernel(gpu.device().target())?))?;
+    let launch = plan.launch(module.shared_kernel(), &tensors, gpu.device().multiprocessors())?;
+    let launch = launch.ok_or("nothing to launch")?;
+    let device = gpu.device();
+    let bare = || Ok(device.launch(&module, launch.grid, &launch.args, Stream::default())?);
+    let whole = || Ok(gpu.forward(&attention, &mut tensors.clone(), Stream::default())?);
+    println!("{}, medians of {rounds} rounds of {CALLS} calls", gpu.name());
+    // Twice each, in turn: the first round of all pays for what is made once.
+    for _ in 0..2 {
+        println!("launch {:.0} ns, forward {:.0} ns", median_ns(&gpu, rounds, bare)?, median_ns(&gpu, rounds, whole)?);
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

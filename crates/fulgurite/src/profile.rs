@@ -1,0 +1,239 @@
+//! What was measured on a GPU, in a file: cuts of the kernel that are faster there than the built-in ones.
+//!
+//! ```text
+//! fulgurite profile 1
+//! gpu NVIDIA H200
+//! use head_dims 65..128 keys 0..1024: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
+//! tried head_dim 128 length 512 1.0132: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
+//! ```
+//!
+//! `use` lines are what runs; `tried` lines tell a search where it stopped. Ranges are from the first to past the last
+//! key, and from the first to the last head dimension.
+
+use fulgurite_cuda::default_cache_dir;
+use fulgurite_kernels::attention::plan::{Row, Table, Tuning};
+use std::fmt::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::{env, fs, io};
+use thiserror::Error;
+
+/// Cuts of the kernel that measured best on a GPU.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Profile {
+    /// Name of the GPU.
+    pub gpu: String,
+    /// What to use.
+    pub rows: Vec<Row>,
+    /// What a search has measured.
+    pub tried: Vec<Tried>,
+}
+
+/// A measurement.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tried {
+    /// Where: head dimension and length of the sequences.
+    pub head_dim: u32,
+    /// Queries and keys of a sequence.
+    pub len: u64,
+    /// The cut.
+    pub tuning: Tuning,
+    /// How many times as fast as the built-in cut; 0 where it has no kernel or is wrong.
+    pub gain: f64,
+}
+
+/// A profile that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ProfileError {
+    /// It is not one.
+    #[error("profile {file}, line {line}: {what}; `fulgurite tune` writes it anew if it is deleted")]
+    Line {
+        /// The file.
+        file: String,
+        /// From 1.
+        line: usize,
+        /// What is wrong.
+        what: String,
+    },
+    /// It cannot be read or written.
+    #[error("profile {file}: {what}; FULGURITE_PROFILE names another, or none if it is empty")]
+    File {
+        /// The file.
+        file: String,
+        /// What went wrong.
+        what: String,
+    },
+}
+
+const FIRST: &str = "fulgurite profile 1";
+
+impl Profile {
+    /// Where the profile of a GPU is kept: what FULGURITE_PROFILE names, else beside the compiled kernels.
+    pub fn default_path(gpu: &str) -> Option<PathBuf> {
+        match env::var_os("FULGURITE_PROFILE") {
+            Some(path) if path.is_empty() => None,
+            Some(path) => Some(path.into()),
+            None => {
+                let name: String = gpu.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+                default_cache_dir(&|name| env::var_os(name)).map(|folder| folder.join(format!("{name}.profile")))
+            }
+        }
+    }
+
+    /// The profile in a file; an empty one where there is none. One of another GPU says nothing about this one.
+    pub fn load(path: &Path, gpu: &str) -> Result<Profile, ProfileError> {
+        let empty = Profile { gpu: gpu.into(), ..Profile::default() };
+        let file = path.display().to_string();
+        match fs::read_to_string(path) {
+            Ok(text) => {
+                let wrong = |(line, what)| ProfileError::Line { file, line, what };
+                let profile = Profile::parse(&text).map_err(wrong)?;
+                Ok(if profile.gpu == gpu { profile } else { empty })
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(empty),
+            Err(e) => Err(ProfileError::File { file, what: e.to_string() }),
+        }
+    }
+
+    /// Writes it, whole or not at all.
+    pub fn save(&self, path: &Path) -> Result<(), ProfileError> {
+        let failed = |e: io::Error| ProfileError::File { file: path.display().to_string(), what: e.to_string() };
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(failed)?;
+        }
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}", std::process::id()));
+        fs::write(&beside, self.to_string()).and_then(|()| fs::rename(&beside, path)).map_err(failed)
+    }
+
+    /// The built-in table where this profile does not say otherwise.
+    pub fn table(&self) -> Table {
+        Table::default().with(self.rows.iter().cloned())
+    }
+
+    /// The table for a GPU: its profile's, if it has one.
+    pub(crate) fn table_for(gpu: &str) -> Result<Table, ProfileError> {
+        match Profile::default_path(gpu) {
+            Some(path) => Ok(Profile::load(&path, gpu)?.table()),
+            None => Ok(Table::default()),
+        }
+    }
+
+    /// Reads the text of a file; the line and what is wrong with it.
+    fn parse(text: &str) -> Result<Profile, (usize, String)> {
+        let mut profile = Profile::default();
+        for (i, line) in text.lines().enumerate() {
+            let wrong = |what: &str| (i + 1, format!("{line:?} {what}"));
+            match line.split_once(' ') {
+                _ if i == 0 && line == FIRST => {}
+                _ if i == 0 => return Err(wrong(&format!("is not {FIRST:?}"))),
+                Some(("gpu", name)) => profile.gpu = name.into(),
+                Some(("use", rest)) => profile.rows.push(row(rest).map_err(|what| wrong(&what))?),
+                Some(("tried", rest)) => profile.tried.push(tried(rest).map_err(|what| wrong(&what))?),
+                _ if line.is_empty() => {}
+                _ => return Err(wrong("begins with none of gpu, use, tried")),
+            }
+        }
+        match profile.gpu.is_empty() {
+            true => Err((1, "names no gpu".into())),
+            false => Ok(profile),
+        }
+    }
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("has {text:?} where a number belongs"))
+}
+
+fn tuning(text: &str) -> Result<Tuning, String> {
+    text.parse::<Tuning>().map_err(|e| format!("is no cut: {e}"))
+}
+
+fn row(text: &str) -> Result<Row, String> {
+    let (range, cut) = text.split_once(": ").ok_or("has no cut")?;
+    let ["head_dims", dims, "keys", keys] = range.split_whitespace().collect::<Vec<_>>()[..] else {
+        return Err("has no `head_dims A..B keys A..B`".into());
+    };
+    let pair = |text: &str| text.split_once("..").map(|(a, b)| (a.to_string(), b.to_string()));
+    let ((d0, d1), (k0, k1)) = pair(dims).zip(pair(keys)).ok_or("has no ranges A..B")?;
+    Ok(Row { head_dims: number(&d0)?..=number(&d1)?, keys: number(&k0)?..number(&k1)?, tuning: tuning(cut)? })
+}
+
+fn tried(text: &str) -> Result<Tried, String> {
+    let (place, cut) = text.split_once(": ").ok_or("has no cut")?;
+    let ["head_dim", head_dim, "length", len, gain] = place.split_whitespace().collect::<Vec<_>>()[..] else {
+        return Err("has no `head_dim N length N GAIN`".into());
+    };
+    let gain: f64 = number(gain)?;
+    match gain.is_finite() && gain >= 0.0 {
+        true => Ok(Tried { head_dim: number(head_dim)?, len: number(len)?, tuning: tuning(cut)?, gain }),
+        false => Err(format!("has the gain {gain}")),
+    }
+}
+
+impl fmt::Display for Profile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = format!("{FIRST}\ngpu {}\n", self.gpu);
+        for Row { head_dims, keys, tuning } in &self.rows {
+            let (d0, d1) = head_dims.clone().into_inner();
+            writeln!(text, "use head_dims {d0}..{d1} keys {}..{}: {tuning}", keys.start, keys.end)?;
+        }
+        for Tried { head_dim, len, tuning, gain } in &self.tried {
+            writeln!(text, "tried head_dim {head_dim} length {len} {gain:.4}: {tuning}")?;
+        }
+        f.write_str(&text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn profile() -> Profile {
+        let tuning = Tuning { cols: 112, ..Tuning::hopper(128, 512) };
+        Profile {
+            gpu: "Some GPU".into(),
+            rows: vec![Row { head_dims: 65..=128, keys: 0..1024, tuning }],
+            tried: vec![Tried { head_dim: 128, len: 512, tuning, gain: 1.25 }],
+        }
+    }
+
+    #[test]
+    fn it_is_read_as_it_is_written() {
+        assert_eq!(Profile::parse(&profile().to_string()), Ok(profile()));
+        assert_eq!(profile().table().find(128, 512).cols, 112);
+        assert_eq!(profile().table().find(128, 1024).cols, 128);
+        assert_eq!(profile().table().find(64, 512), Tuning::hopper(64, 512));
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused_with_its_line() {
+        let text = profile().to_string();
+        let damage = [
+            (text.replace("profile 1", "profile 2"), 1),
+            (text.replace("cols=112", "cols=many"), 3),
+            (text.replace("keys 0..1024", "keys all"), 3),
+            (text.replace("1.2500", "NaN"), 4),
+            (text.replace("gpu Some GPU\n", ""), 1),
+            (text.replace("tried", "tied"), 4),
+            (String::new(), 1),
+        ];
+        for (text, line) in damage {
+            assert_eq!(Profile::parse(&text).map_err(|(line, _)| line), Err(line), "{text}");
+        }
+    }
+
+    #[test]
+    fn another_gpus_profile_says_nothing() {
+        let folder = env::temp_dir().join(format!("fulgurite-profile-{}", std::process::id()));
+        let path = folder.join("x.profile");
+        profile().save(&path).unwrap();
+        assert_eq!(Profile::load(&path, "Some GPU"), Ok(profile()));
+        assert!(Profile::load(&path, "Another GPU").unwrap().rows.is_empty());
+        assert!(Profile::load(&folder.join("none"), "Some GPU").unwrap().rows.is_empty());
+        fs::write(&path, "nonsense").unwrap();
+        let refused = Profile::load(&path, "Some GPU").unwrap_err().to_string();
+        assert!(refused.contains("line 1") && refused.contains("x.profile"), "{refused}");
+        fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,305 @@
+//! Whether waits for products stand where the kernel put them.
+//!
+//! The assembler moves `wgmma.wait_group` like any instruction: up over exponentials that were to run beside the
+//! products, which leaves the result right, the kernel slow, and not a word of it. The printed text and the machine
+//! code are read as graphs of the same kind, and compared: an exponential that comes before a wait in the text, with
+//! no product started between them, must not come after it in the machine code.
+//!
+//! Promise: a wait that is reported was moved, or was dropped. It does not look at waits and exponentials in blocks that
+//! are rarely run, and knows nothing of arithmetic that is no exponential.
+
+use std::collections::{BTreeSet, HashMap};
+
+/// A wait that the assembler moved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Moved {
+    /// Its line of the text.
+    pub wait: u32,
+    /// Lines of exponentials that it left behind; all that come before it, where the wait is not there any more.
+    pub behind: Vec<u32>,
+    /// Whether machine code has no such wait.
+    pub dropped: bool,
+}
+
+/// What an instruction means here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Exponential,
+    Product,
+    Wait,
+    Other,
+}
+
+/// An instruction and where control goes after it.
+struct Node {
+    kind: Kind,
+    /// Its line of the text.
+    line: u32,
+    next: Vec<usize>,
+}
+
+/// Instructions in the order in which they are written.
+struct Graph(Vec<Node>);
+
+/// Where an instruction may lead beside the next one: labels, and whether it may also go on.
+struct Jump<'a> {
+    to: Vec<&'a str>,
+    falls_through: bool,
+}
+
+impl Graph {
+    fn link(instructions: Vec<(Kind, u32, Jump<'_>)>, labels: &HashMap<&str, usize>) -> Graph {
+        let count = instructions.len();
+        let link = |(at, (kind, line, jump)): (usize, (Kind, u32, Jump<'_>))| {
+            let after = Some(at + 1).filter(|next| jump.falls_through && *next < count);
+            let to = jump.to.iter().filter_map(|label| labels.get(label).copied()).filter(|to| *to < count);
+            Node { kind, line, next: after.into_iter().chain(to).collect() }
+        };
+        Graph(instructions.into_iter().enumerate().map(link).collect())
+    }
+
+    /// Lines of exponentials that can be reached from there before a product is started.
+    fn exponentials_after(&self, from: usize) -> BTreeSet<u32> {
+        let (mut seen, mut open) = (BTreeSet::new(), self.0[from].next.clone());
+        while let Some(at) = open.pop() {
+            if self.0[at].kind != Kind::Product && seen.insert(at) {
+                open.extend(&self.0[at].next);
+            }
+        }
+        let lines = seen.into_iter().filter(|&at| self.0[at].kind == Kind::Exponential).map(|at| self.0[at].line);
+        lines.collect()
+    }
+
+    /// Lines of exponentials from which that wait can be reached before a product is started.
+    fn exponentials_before(&self, wait: usize) -> BTreeSet<u32> {
+        let mut back = vec![Vec::new(); self.0.len()];
+        self.0.iter().enumerate().for_each(|(at, node)| node.next.iter().for_each(|&next| back[next].push(at)));
+        let reversed = back.into_iter().zip(&self.0).map(|(next, node)| Node { next, ..*node }).collect();
+        Graph(reversed).exponentials_after(wait)
+    }
+
+    /// Where the waits of each line are: the assembler may have copied one.
+    fn waits(&self) -> HashMap<u32, Vec<usize>> {
+        let mut waits = HashMap::<u32, Vec<usize>>::new();
+        for (at, node) in self.0.iter().enumerate().filter(|(_, node)| node.kind == Kind::Wait) {
+            waits.entry(node.line).or_default().push(at);
+        }
+        waits
+    }
+}
+
+/// The printed text, up to where blocks begin that are rarely run.
+fn text(ptx: &str) -> Graph {
+    let (mut instructions, mut labels) = (Vec::new(), HashMap::new());
+    for (line, words) in (1..).zip(ptx.lines()) {
+        let words = words.trim();
+        if let Some(label) = words.strip_suffix(':') {
+            labels.insert(label, instructions.len());
+            continue;
+        }
+        let (guard, op) = match words.strip_prefix('@') {
+            Some(rest) => rest.split_once(' ').map_or((true, rest), |(_, op)| (true, op)),
+            None => (false, words),
+        };
+        let kind = match op {
+            op if op.starts_with("ex2.") => Kind::Exponential,
+            op if op.starts_with("wgmma.mma_async") => Kind::Product,
+            op if op.starts_with("wgmma.wait_group") => Kind::Wait,
+            _ => Kind::Other,
+        };
+        let branch = op.starts_with("bra").then(|| op.trim_end_matches(';').rsplit(' ').next()).flatten();
+        let ends = op.starts_with("ret;");
+        let jump = Jump { to: branch.into_iter().collect(), falls_through: guard || (branch.is_none() && !ends) };
+        instructions.push((kind, line, jump));
+        if ends {
+            break;
+        }
+    }
+    Graph::link(instructions, &labels)
+}
+
+/// What the disassembler printed, with the line of the text of each instruction.
+fn machine_code(sass: &str) -> Graph {
+    let (mut instructions, mut labels, mut meets) = (Vec::new(), HashMap::new(), HashMap::<&str, Vec<&str>>::new());
+    let mut line = 0;
+    for words in sass.lines() {
+        let words = words.trim();
+        if let Some(at) = words.strip_prefix("//## File ") {
+            line = super::report::line_number(at).unwrap_or(0);
+            continue;
+        }
+        if let Some(label) = words.strip_suffix(':') {
+            labels.insert(label, instructions.len());
+            continue;
+        }
+        let Some((_, code)) = words.strip_prefix("/*").and_then(|rest| rest.split_once("*/")) else { continue };
+        let code = code.trim();
+        let (guard, code) = match code.strip_prefix('@') {
+            Some(rest) => rest.split_once(char::is_whitespace).map_or((true, rest), |(_, code)| (true, code.trim())),
+            None => (false, code),
+        };
+        let (op, operands) = code.split_once(char::is_whitespace).unwrap_or((code, ""));
+        let target =
+            operands.split_once("`(").and_then(|(before, rest)| Some((before.trim(), rest.split_once(')')?.0)));
+        let mut jump = Jump { to: Vec::new(), falls_through: true };
+        let mut kind = Kind::Other;
+        match op.split('.').next().unwrap_or(op) {
+            "MUFU" if op.starts_with("MUFU.EX2") => kind = Kind::Exponential,
+            "HGMMA" => kind = Kind::Product,
+            "WARPGROUP" if op.starts_with("WARPGROUP.DEPBAR") => kind = Kind::Wait,
+            "BRA" | "JMP" => {
+                let (before, label) = target.unwrap_or_default();
+                jump = Jump { to: vec![label], falls_through: guard || !before.is_empty() };
+            }
+            // Lanes that part meet again where the first says; the second goes there.
+            "BSSY" => {
+                if let Some((barrier, label)) = target {
+                    meets.entry(barrier.trim_end_matches(',')).or_default().push(label);
+                }
+            }
+            "BSYNC" => {
+                let barrier = operands.trim_end_matches([';', ' ']);
+                jump.to = meets.get(barrier).and_then(|all| all.last()).copied().into_iter().collect();
+            }
+            "EXIT" | "RET" | "BRX" | "JMX" => jump.falls_through = guard,
+            _ => {}
+        }
+        instructions.push((kind, line, jump));
+    }
+    Graph::link(instructions, &labels)
+}
+
+/// Whether the order of waits and exponentials can have changed at all: the disassembler need not be asked otherwise.
+pub(super) fn is_at_stake(ptx: &str) -> bool {
+    let text = text(ptx);
+    text.waits().into_values().flatten().any(|wait| !text.exponentials_before(wait).is_empty())
+}
+
+/// Waits that do not stand where the text has them, in its order.
+pub(super) fn moved(ptx: &str, sass: &str) -> Vec<Moved> {
+    let (text, code) = (text(ptx), machine_code(sass));
+    let there = code.waits();
+    let mut moved = Vec::new();
+    for (line, at) in text.waits() {
+        let before: BTreeSet<u32> = at.iter().flat_map(|&at| text.exponentials_before(at)).collect();
+        let after: BTreeSet<u32> = at.iter().flat_map(|&at| text.exponentials_after(at)).collect();
+        let before: BTreeSet<u32> = before.difference(&after).copied().collect();
+        if before.is_empty() {
+            continue;
+        }
+        let Some(places) = there.get(&line) else {
+            moved.push(Moved { wait: line, behind: before.into_iter().collect(), dropped: true });
+            continue;
+        };
+        let found: BTreeSet<u32> = places.iter().flat_map(|&at| code.exponentials_after(at)).collect();
+        let behind: Vec<u32> = before.intersection(&found).copied().collect();
+        if !behind.is_empty() {
+            moved.push(Moved { wait: line, behind, dropped: false });
+        }
+    }
+    moved.sort_by_key(|moved| moved.wait);
+    moved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lines 3 and 5 are exponentials, 6 is the wait; a rare block after the end has its own.
+    const PTX: &str = "\
+$LOOP_1:
+  wgmma.mma_async.sync.aligned.m64n8k16 {%f0};
+  ex2.approx.ftz.f32 %f1, %f1;
+  @%p1 bra.uni $COLD_2;
+$BACK_3:
+  ex2.approx.ftz.f32 %f2, %f2;
+  wgmma.wait_group.sync.aligned 0;
+  @%p2 bra.uni $LOOP_1;
+  ret;
+$COLD_2:
+  ex2.approx.ftz.f32 %f3, %f3;
+  wgmma.wait_group.sync.aligned 0;
+  bra.uni $BACK_3;
+";
+
+    /// As the disassembler writes it; each line is a line of the text and an instruction.
+    fn sass(lines: &[(u32, &str)]) -> String {
+        let mut text = String::from(".text.k:\n");
+        for (at, (line, code)) in lines.iter().enumerate() {
+            text += &match *line {
+                0 => format!("{code}\n"),
+                _ => {
+                    format!("\t//## File \".nv_debug_ptx_txt\", line {line}\n        /*{:04x}*/    {code} ;\n", 16 * at)
+                }
+            };
+        }
+        text
+    }
+
+    #[test]
+    fn the_order_of_the_text_is_no_fault() {
+        let straight = sass(&[
+            (0, ".L_x_0:"),
+            (2, "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0"),
+            (3, "MUFU.EX2 R1, R1"),
+            (4, "@P1 BRA `(.L_x_2)"),
+            (0, ".L_x_1:"),
+            (6, "MUFU.EX2 R2, R2"),
+            (7, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+            (8, "@P2 BRA `(.L_x_0)"),
+            (9, "EXIT"),
+            // The rare wait was moved up, which costs nothing.
+            (0, ".L_x_2:"),
+            (12, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+            (11, "MUFU.EX2 R3, R3"),
+            (13, "BRA `(.L_x_1)"),
+        ]);
+        assert!(is_at_stake(PTX));
+        assert_eq!(moved(PTX, &straight), []);
+    }
+
+    #[test]
+    fn a_wait_before_its_exponentials_is_found() {
+        let hoisted = sass(&[
+            (0, ".L_x_0:"),
+            (2, "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0"),
+            (3, "MUFU.EX2 R1, R1"),
+            (7, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+            (6, "MUFU.EX2 R2, R2"),
+            (8, "@P2 BRA `(.L_x_0)"),
+            (9, "EXIT"),
+        ]);
+        assert_eq!(moved(PTX, &hoisted), [Moved { wait: 7, behind: vec![6], dropped: false }]);
+    }
+
+    #[test]
+    fn a_wait_whose_exponentials_sank_into_another_block_is_found() {
+        let sunk = sass(&[
+            (0, ".L_x_0:"),
+            (2, "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0"),
+            (3, "BSSY B0, `(.L_x_4)"),
+            (7, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+            (7, "BSYNC B0"),
+            (9, "EXIT"),
+            (0, ".L_x_4:"),
+            (3, "MUFU.EX2 R1, R1"),
+            (6, "MUFU.EX2 R2, R2"),
+            (8, "@P2 BRA `(.L_x_0)"),
+            (9, "EXIT"),
+        ]);
+        assert_eq!(moved(PTX, &sunk), [Moved { wait: 7, behind: vec![3, 6], dropped: false }]);
+    }
+
+    #[test]
+    fn a_wait_that_is_gone_is_found() {
+        let without = sass(&[(2, "HGMMA.64x8x16.F32.BF16 R24"), (3, "MUFU.EX2 R1, R1"), (9, "EXIT")]);
+        assert_eq!(moved(PTX, &without), [Moved { wait: 7, behind: vec![3, 6], dropped: true }]);
+    }
+
+    #[test]
+    fn exponentials_of_the_next_round_are_not_before() {
+        // A product comes first in every round: nothing is before the wait, and nothing is at stake.
+        let text = "$L:\n  wgmma.mma_async.x {%f0};\n  wgmma.wait_group.sync.aligned 0;\n  ex2.approx.ftz.f32 %f1, %f1;\n  bra.uni $L;\n  ret;\n";
+        assert!(!is_at_stake(text));
+    }
+}

@@ -1,0 +1,146 @@
+"""Tensors of a Hopper GPU: models of transformers in bf16 against eager and sdpa, and JAX arrays."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("no Hopper GPU", allow_module_level=True)
+transformers = pytest.importorskip("transformers")
+
+import test_transformers as small  # noqa: E402
+
+import fulgurite  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def wide_heads(monkeypatch):
+    """Heads of 64, as models for a GPU have them."""
+    monkeypatch.setattr(small, "SIZES", {**small.SIZES, "hidden_size": 256, "head_dim": 64})
+
+
+def pair(name):
+    return [model.to("cuda", torch.bfloat16) for model in small.pair(name)]
+
+
+def padded(side):
+    return {key: value.cuda() for key, value in small.padded(side).items()}
+
+
+def close(got, want, share=0.03):
+    """bf16 noise grows through layers: compared with the spread of what is wanted."""
+    got, want = got.double(), want.double()
+    assert (got - want).abs().max() <= share * want.std() * 4 + 1e-3
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", small.MODELS)
+def test_prefill(name, side):
+    ours, theirs = pair(name)
+    batch = padded(side)
+    keep = batch["attention_mask"].bool()
+    if side == "none":
+        batch["attention_mask"], keep = None, torch.ones_like(keep)
+    with torch.no_grad():
+        got, want = ours.eval()(**batch).logits, theirs.eval()(**batch).logits
+    close(got[keep], want[keep])
+
+
+@pytest.mark.parametrize("name", small.MODELS)
+def test_generation(name):
+    """Token by token over a cache, on the tokens that the peer chooses."""
+    ours, theirs = pair(name)
+    batch = padded("left")
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    want = theirs.eval().generate(**batch, **options)
+    ids, mask, cache = batch["input_ids"], batch["attention_mask"], None
+    with torch.no_grad():
+        for step, logits in enumerate(want.logits):
+            out = ours.eval()(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            close(out.logits[:, -1], logits)
+            cache = out.past_key_values
+            ids = want.sequences[:, batch["input_ids"].shape[1] + step, None]
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    assert ours.generate(**batch, max_new_tokens=3, do_sample=False).shape[1] == batch["input_ids"].shape[1] + 3
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("name", small.MODELS)
+def test_training(name, side):
+    ours, theirs = pair(name)
+    batch = padded("right")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if side == "none":
+        batch["attention_mask"] = None
+    losses = []
+    for each in (ours, theirs):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = each.train()(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*map(torch.tensor, losses), atol=3e-2, rtol=2e-2)
+
+
+def test_compile():
+    torch._dynamo.reset()
+    ours, _ = pair("llama")
+    batch = padded("none")
+    batch["attention_mask"] = None
+    with torch.no_grad():
+        want = ours.eval()(**batch, use_cache=False).logits
+        got = torch.compile(ours, fullgraph=False)(**batch, use_cache=False).logits
+    close(got, want)
+
+
+def test_variable_lengths_have_gradients():
+    torch.manual_seed(0)
+    lengths = [5, 130, 64]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    o = fulgurite.flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True)
+    d_o = torch.randn_like(o)
+    got = torch.autograd.grad(o, (q, k, v), d_o)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    parts = []
+    for start, end in zip(cu[:-1], cu[1:]):
+        one = [x[start:end].float().transpose(0, 1)[None] for x in (q, k, v)]
+        parts.append(sdpa(*one, is_causal=True)[0].transpose(0, 1))
+    want = torch.autograd.grad(torch.cat(parts), (q, k, v), d_o.float())
+    for a, b in zip(got, want):
+        close(a, b)
+
+
+def test_modifiers_have_gradients():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    bias = torch.randn(200, device="cuda")
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return 20 * torch.tanh(score / 20) + bias[kv_idx]
+
+    o = fulgurite.attention(q, k, v, causal=True, score_mod=score_mod)
+    d_o = torch.randn_like(o)
+    got = torch.autograd.grad(o, (q, k, v), d_o)
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+    scores = 20 * torch.tanh(scores / 20) + bias
+    scores = scores.masked_fill(torch.ones(200, 200, device="cuda").triu(1).bool(), float("-inf"))
+    plain = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
+    for a, b in zip(got, torch.autograd.grad(plain, (q, k, v), d_o.float())):
+        close(a, b)
+
+
+def test_jax_arrays():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this jax has no GPU")
+    q = jax.random.normal(jax.random.key(0), (1, 64, 2, 64)).astype(jax.numpy.bfloat16)
+    o = fulgurite.attention(q, q, q, causal=True)
+    assert isinstance(o, jax.Array) and next(iter(o.devices())).platform == "gpu"
+    scores = jax.numpy.einsum("bihd,bjhd->bhij", q, q).astype("float32") / 8
+    scores = jax.numpy.where(jax.numpy.tril(jax.numpy.ones((64, 64), bool)), scores, -jax.numpy.inf)
+    want = jax.numpy.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), q.astype("float32"))
+    assert abs(o.astype("float32") - want).max() < 2e-2
