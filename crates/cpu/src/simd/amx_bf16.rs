@@ -478,6 +478,7 @@ unsafe fn pack<G: Gradient>(args: &GradArgs<'_>, from: &G, out: &mut GradPanels<
                         _mm512_storeu_si512(p_rows.add(at).cast(), join(p[i][0], p[i][1]));
                         _mm512_storeu_si512(ds_rows.add(at).cast(), join(ds[i][0], ds[i][1]));
                     }
+                    #[allow(clippy::needless_range_loop)] // rows of both keys
                     for x in 0..2 {
                         let at = lanes + x * KEY_TILES * SLOTS + j * 16;
                         _mm512_storeu_si512(ds_lanes.add(at).cast(), join(ds[0][x], ds[1][x]));

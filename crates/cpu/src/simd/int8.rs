@@ -12,12 +12,13 @@ use super::matrix::{GROUP, SLOTS};
 /// Elements of the summed axis in a tile.
 pub(crate) const BYTES: usize = 64;
 
+type ToScores = unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]);
 type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
 
 /// Entry points; as with [`Kernels`], holding one tells you that the machine has it.
 pub(crate) struct Int8Kernels {
     pub(super) multiply: Multiply,
-    pub(super) to_scores: unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]),
+    pub(super) to_scores: ToScores,
     pub(super) softmax: Option<unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize) -> SoftmaxStats>,
     pub(super) pack_weights: unsafe fn(&[f32], usize, [usize; 2], &mut [f32]),
     pub(super) add: unsafe fn(&mut [f32], &[f32], f32),

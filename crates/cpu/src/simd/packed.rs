@@ -74,6 +74,7 @@ unsafe fn dots_of_four(
             for i in 0..4 {
                 for (half, codes) in halves.into_iter().enumerate() {
                     let at = ((vector * 4 + i) * 2 + half) * 2;
+                    // SAFETY: each has a vector of bytes.
                     let part = |at: usize| unsafe { _mm512_loadu_si512(folded[at].as_ptr().cast()) };
                     low[i] = _mm512_dpbusd_epi32(low[i], codes, part(at));
                     high[i] = _mm512_dpbusd_epi32(high[i], codes, part(at + 1));
