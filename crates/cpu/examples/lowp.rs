@@ -9,7 +9,9 @@ use fulgurite_cpu::cache::{CacheSpec, KvCache, Storage};
 use fulgurite_cpu::{Options, forward};
 use std::time::Instant;
 
-fn race(seconds: f64, contenders: &mut [(String, Box<dyn FnMut() + '_>)]) -> Vec<(String, f64, f64)> {
+type Contender<'a> = (String, Box<dyn FnMut() + 'a>);
+
+fn race(seconds: f64, contenders: &mut [Contender<'_>]) -> Vec<(String, f64, f64)> {
     let mut times = vec![Vec::new(); contenders.len()];
     let begin = Instant::now();
     while begin.elapsed().as_secs_f64() < seconds || times[0].len() < 3 {
@@ -44,7 +46,7 @@ fn main() {
                 (text.into(), builder.precision(text.parse().expect("precision")).build().expect("problem"))
             })
             .collect();
-        let mut contenders: Vec<(String, Box<dyn FnMut() + '_>)> = Vec::new();
+        let mut contenders: Vec<Contender<'_>> = Vec::new();
         for (name, problem) in &problems {
             let inputs = Inputs::new(q.view(), k.view(), v.view());
             let (mut result, options) = (Forward::zeros(problem).expect("outputs"), options);
@@ -79,7 +81,7 @@ fn main() {
             (name.to_string(), cache)
         })
         .collect();
-    let mut contenders: Vec<(String, Box<dyn FnMut() + '_>)> = Vec::new();
+    let mut contenders: Vec<Contender<'_>> = Vec::new();
     for (name, cache) in &caches {
         let view = q.view();
         contenders.push((name.clone(), Box::new(move || drop(cache.attend(&view, 0.088, &options).expect("attends")))));
