@@ -12,11 +12,11 @@ def heads_first(x):
     return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
 
 
-def torch_forward(q, k, v, causal):
+def torch_forward(q, k, v, causal, dtype="float32"):
     """PyTorch's SDPA: its flash kernel for CPUs, `[batch, heads, sequence, head_dim]`."""
     import torch
 
-    tensors = [torch.from_numpy(heads_first(x)) for x in (q, k, v)]
+    tensors = [torch.from_numpy(heads_first(x)).to(getattr(torch, dtype)) for x in (q, k, v)]
 
     def call():
         with torch.no_grad():
@@ -25,17 +25,18 @@ def torch_forward(q, k, v, causal):
     def result():
         with torch.no_grad():
             o = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal)
-        return [o.numpy().transpose(0, 2, 1, 3)]
+        return [o.float().numpy().transpose(0, 2, 1, 3)]
 
     return Contender("torch", call, result)
 
 
-def torch_backward(q, k, v, d_o, causal):
+def torch_backward(q, k, v, d_o, causal, dtype="float32"):
     """PyTorch's backward alone; gradients start from none each time."""
     import torch
 
-    tensors = [torch.from_numpy(heads_first(x)).requires_grad_() for x in (q, k, v)]
-    gradient = torch.from_numpy(heads_first(d_o))
+    dtype = getattr(torch, dtype)
+    tensors = [torch.from_numpy(heads_first(x)).to(dtype).requires_grad_() for x in (q, k, v)]
+    gradient = torch.from_numpy(heads_first(d_o)).to(dtype)
     out = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal)
 
     def call():
@@ -45,7 +46,7 @@ def torch_backward(q, k, v, d_o, causal):
 
     def result():
         call()
-        return [tensor.grad.numpy().transpose(0, 2, 1, 3) for tensor in tensors]
+        return [tensor.grad.float().numpy().transpose(0, 2, 1, 3) for tensor in tensors]
 
     return Contender("torch", call, result)
 
@@ -101,26 +102,36 @@ def onnxruntime_forward(q, k, v, causal, threads, grouped=False):
     return contender
 
 
-def openvino_forward(q, k, v, causal, threads):
+def openvino_forward(q, k, v, causal, threads, dtype="f32"):
     """OpenVINO's scaled dot product attention (opset 13), compiled for latency, `[batch, heads, sequence, dim]`."""
     import openvino as ov
     import openvino.opset13 as ops
 
     arrays = [heads_first(x) for x in (q, k, v)]
-    parameters = [ops.parameter(list(x.shape), np.float32) for x in arrays]
+    kind = {"f32": ov.Type.f32, "bf16": ov.Type.bf16}[dtype]
+    parameters = [ops.parameter(list(x.shape), kind) for x in arrays]
     node = ops.scaled_dot_product_attention(*parameters, causal=causal)
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_PRECISION_HINT": dtype,
     }
     request = ov.Core().compile_model(ov.Model([node], parameters), "CPU", settings).create_infer_request()
-    for number, x in enumerate(arrays):
-        request.set_input_tensor(number, ov.Tensor(x, shared_memory=True))
+    for number, x in enumerate(arrays[:3]):
+        if dtype == "bf16":
+            # Rounded to the upper halves of f32, ties away: the tolerance does not see the difference.
+            words = ((x.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+            arrays.append(words)
+            request.set_input_tensor(number, ov.Tensor(words, list(x.shape), kind))
+        else:
+            request.set_input_tensor(number, ov.Tensor(x, shared_memory=True))
 
     def result():
         request.infer()
-        return [np.array(request.get_output_tensor(0).data).transpose(0, 2, 1, 3)]
+        o = np.array(request.get_output_tensor(0).data)
+        if dtype == "bf16":
+            o = (o.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return [o.transpose(0, 2, 1, 3)]
 
     contender = Contender("openvino", lambda: request.infer() and None, result)
     contender.keep = arrays

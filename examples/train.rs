@@ -6,8 +6,12 @@
 //!     cargo run --release -p fulgurite --example train                        # about half a minute on two cores
 //!     cargo run --release -p fulgurite --example train -- --steps 2000        # longer, better
 //!     cargo run --release -p fulgurite --example train -- --check-gradients   # the whole model against finite differences
+//!     cargo run --release -p fulgurite --example train -- --fp4 [FILE]        # 4-bit attention: before and after training with it
 
-use fulgurite::{Choice, Engine, Forward, Inputs, Mask, Problem, Run, Tensor, TensorView, engine};
+use fulgurite::format::GroupFormat;
+use fulgurite::{
+    Choice, Delta, Engine, Forward, GroupAttention, Inputs, Mask, Precision, Problem, Run, Tensor, TensorView, engine,
+};
 use std::error::Error;
 
 const TEXT: &str = concat!(include_str!("../docs/guide/first-steps.md"), include_str!("../ARCHITECTURE.md"));
@@ -20,7 +24,9 @@ fn main() -> Result<()> {
         [] => train(400),
         ["--steps", n] => train(n.parse().map_err(|_| format!("`--steps` is {n}, allowed: a whole number"))?),
         ["--check-gradients"] => check_gradients(),
-        _ => Err("usage: train [--steps N | --check-gradients]".into()),
+        ["--fp4"] => fp4(None),
+        ["--fp4", file] => fp4(Some(file)),
+        _ => Err("usage: train [--steps N | --check-gradients | --fp4 [FILE]]".into()),
     }
 }
 
@@ -62,6 +68,61 @@ fn train(steps: usize) -> Result<()> {
     println!("\nloss {first:.3} -> {last:.3}");
     // 60 steps already take a nat off; anything less means that learning is broken.
     assert!(steps < 60 || last < first - 1.0, "the loss did not fall: {first} -> {last}");
+    Ok(())
+}
+
+/// Trains in f32, then looks at the same weights with 4-bit attention: as they are, after more training through it, and
+/// after more training with the naive gradient. Losses over steps go to `file` as comma-separated values.
+fn fp4(file: Option<&str>) -> Result<()> {
+    let size = Size { dim: 64, heads: (4, 2), head_dim: 16, hidden: 192, layers: 2, batch: 8, context: 64 };
+    let text = Text::new(TEXT);
+    let mut random = Random(1);
+    let mut model = Model::new(size, text.alphabet.len(), &mut random)?;
+    let all = Some(GroupFormat::NVFP4);
+    let exact = Precision::NVFP4;
+    let naive = Precision::Groups(GroupAttention { qk: all, pv: all, delta: Delta::Rounded });
+    let (steps, more) = (600, 300);
+    for step in 0..steps {
+        let (inputs, targets) = text.batch(&size, &mut random);
+        model.step(&inputs, &targets)?;
+        let rate = 4e-3 * (step as f32 / 20.0).min(1.0) * (1.0 - 0.9 * step as f32 / steps as f32);
+        model.parameters().into_iter().for_each(|p| p.adam(rate, step + 1));
+    }
+    let start: Vec<Vec<f32>> = model.parameters().iter().map(|p| p.w.clone()).collect();
+    // Everybody goes on from the same weights over the same pieces of text, f32 too: what is compared is the attention.
+    let runs = [("f32", Precision::Native), ("fp4, exact delta", exact), ("fp4, naive delta", naive)];
+    let mut rows = vec![vec![String::new(); 0]; more as usize];
+    let (mut found, mut untrained) = (Vec::new(), 0.0);
+    for (name, precision) in runs {
+        for (parameter, w) in model.parameters().into_iter().zip(&start) {
+            *parameter = Parameter::new(parameter.name, w.clone());
+        }
+        model.attention = Attention::new(&size, precision)?;
+        let mut random = Random(2);
+        for step in 0..more {
+            let (inputs, targets) = text.batch(&size, &mut random);
+            let loss = model.step(&inputs, &targets)?;
+            rows[step as usize].push(format!("{loss:.5}"));
+            let rate = 1e-3 * (step as f32 / 20.0).min(1.0) * (1.0 - 0.9 * step as f32 / more as f32);
+            model.parameters().into_iter().for_each(|p| p.adam(rate, step + 1));
+        }
+        found.push(model.evaluate(&text, 40)?);
+        println!("{name:>18}: loss {:.4}", found[found.len() - 1]);
+        if precision == Precision::Native {
+            // The weights of f32 with 4-bit attention, as they are.
+            model.attention = Attention::new(&size, exact)?;
+            untrained = model.evaluate(&text, 40)?;
+            println!("{:>18}: loss {untrained:.4}", "its weights in fp4");
+        }
+    }
+    let closed = |after: f64| 100.0 * (untrained - after) / (untrained - found[0]);
+    let (exact, naive) = (closed(found[1]), closed(found[2]));
+    println!("training through 4-bit attention closes {exact:.0} % of the gap, with the naive gradient {naive:.0} %");
+    if let Some(file) = file {
+        let lines: Vec<String> = rows.iter().enumerate().map(|(i, row)| format!("{i},{}", row.join(","))).collect();
+        std::fs::write(file, format!("step,f32,fp4 exact delta,fp4 naive delta\n{}\n", lines.join("\n")))?;
+    }
+    assert!(exact >= 80.0, "training through 4-bit attention closed too little");
     Ok(())
 }
 
@@ -268,13 +329,14 @@ struct Attention {
 }
 
 impl Attention {
-    fn new(size: &Size) -> Result<Attention> {
+    fn new(size: &Size, precision: Precision) -> Result<Attention> {
         let problem = Problem::builder()
             .dense(size.batch, size.context, size.context)
             .heads(size.heads.0, size.heads.1)
             .head_dim(size.head_dim)
             .mask(Mask::causal())
             .alibi()
+            .precision(precision)
             .build()?;
         let slopes: Vec<f32> = (0..size.heads.0).map(|head| 0.5f32.powi(head as i32)).collect();
         Ok(Attention { problem, slopes: Tensor::new(slopes, &[size.heads.0])?, engine: engine(Choice::Best)? })
@@ -364,12 +426,22 @@ impl Model {
         let embedding = (0..alphabet * size.dim).map(|_| 0.5 * random.normal()).collect();
         Ok(Model {
             size,
-            attention: Attention::new(&size)?,
+            attention: Attention::new(&size, Precision::Native)?,
             embedding: Parameter::new("embedding", embedding),
             layers: (0..size.layers).map(|_| Layer::new(&size, random)).collect(),
             last_norm: Norm::new("last norm", size.dim),
             output: Linear::new("output", size.dim, alphabet, random),
         })
+    }
+    /// The mean loss over pieces of the text that are the same in every call.
+    fn evaluate(&self, text: &Text, batches: usize) -> Result<f64> {
+        let mut random = Random(99);
+        let mut sum = 0.0;
+        for _ in 0..batches {
+            let (inputs, targets) = text.batch(&self.size, &mut random);
+            sum += self.forward(&inputs, &targets)?.loss;
+        }
+        Ok(sum / batches as f64)
     }
     fn parameters(&mut self) -> Vec<&mut Parameter> {
         let mut all = vec![&mut self.embedding, &mut self.last_norm.gain, &mut self.output.weight];
@@ -422,7 +494,8 @@ impl Model {
     /// Writes on, one character at a time; the whole context is computed again for each.
     fn continue_with(&mut self, start: &[usize], count: usize, random: &mut Random) -> Result<Vec<usize>> {
         let context = self.size.context;
-        let trained = std::mem::replace(&mut self.attention, Attention::new(&Size { batch: 1, ..self.size })?);
+        let trained =
+            std::mem::replace(&mut self.attention, Attention::new(&Size { batch: 1, ..self.size }, Precision::Native)?);
         let mut text = start.to_vec();
         for _ in 0..count {
             let from = text.len().saturating_sub(context);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// The binaries of the `fuzz` package.
-const TARGETS: &[&str] = &["problem", "safetensors", "npy"];
+const TARGETS: &[&str] = &["problem", "safetensors", "npy", "cache"];
 
 /// libFuzzer is a part of the LLVM runtime that is only wired up here.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
@@ -72,7 +72,10 @@ mod tests {
     fn arguments() {
         assert_eq!(parse(&[]), Ok((None, 60)));
         assert_eq!(parse(&["problem", "--seconds", "5"]), Ok((Some("problem"), 5)));
-        assert_eq!(parse(&["nothing"]).unwrap_err(), "`nothing` is no fuzz target, allowed: problem, safetensors, npy");
+        assert_eq!(
+            parse(&["nothing"]).unwrap_err(),
+            "`nothing` is no fuzz target, allowed: problem, safetensors, npy, cache"
+        );
         assert_eq!(parse(&["--seconds", "x"]).unwrap_err(), "`--seconds` is x, allowed: a whole number");
     }
 }

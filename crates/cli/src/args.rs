@@ -3,7 +3,7 @@
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use clap::{CommandFactory, Parser, Subcommand};
 use fulgurite::gpu::Target;
-use fulgurite::{Choice, DType, Exp, Rescale, Settings};
+use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
 
 /// Attention at the speed of the machine.
@@ -24,6 +24,8 @@ pub enum Command {
     Check(CheckArgs),
     /// Compute attention of the tensors in a file
     Run(RunArgs),
+    /// Say what a saved cache of keys and values holds: bits, sizes, and each head
+    Cache(CacheArgs),
     /// Say what was found on this machine and which engine is chosen
     Doctor(DoctorArgs),
     /// Say who would run a problem and why, and what bounds it on a GPU; needs no GPU
@@ -128,6 +130,20 @@ pub struct CheckArgs {
     pub json: bool,
 }
 
+/// Arguments of `cache`.
+#[derive(Debug, clap::Args)]
+pub struct CacheArgs {
+    /// A cache as `fulgurite_cli::cache::encode` writes it, or FILE.safetensors with k and v, `[tokens, heads, dim]`
+    #[arg(value_name = "FILE")]
+    pub input: PathBuf,
+    /// Pack k and v of the file into a cache and write it here
+    #[arg(short, long, value_name = "OUT")]
+    pub output: Option<PathBuf>,
+    /// Heads that get two bits instead of four when packing
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub two_bit_heads: usize,
+}
+
 /// Arguments of `run`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = RUN_HELP)]
@@ -156,6 +172,9 @@ pub struct RunArgs {
     /// auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas or sas:THRESHOLD
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub exp: Exp,
+    /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native
+    #[arg(long, default_value = "native", value_name = "NAME")]
+    pub precision: Precision,
     /// Rescale lazily with this threshold, in powers of two; the same as --rescale lazy:T
     #[arg(long, value_name = "T", conflicts_with = "rescale", allow_hyphen_values = true)]
     pub tau: Option<f32>,

@@ -7,6 +7,7 @@
 
 pub mod args;
 pub mod bench;
+pub mod cache;
 pub mod check;
 pub mod doctor;
 pub mod explain;
@@ -76,6 +77,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             Command::Bench(args) => bench::main(args),
             Command::Check(args) => check::main(args),
             Command::Run(args) => run::main(args),
+            Command::Cache(args) => cache::main(args),
             Command::Doctor(args) => doctor::main(args),
             Command::Explain(args) => explain::main(args),
             Command::Tune(args) => tune::main(args),

@@ -221,7 +221,7 @@ impl<'a> Given<'a> {
 
     /// The problem that the file and the flags describe together.
     fn call(&'a self, args: &RunArgs) -> Result<(Problem, Inputs<'a>), Failure> {
-        let mut call = attention(self.q, self.k, self.v).exp(args.exp);
+        let mut call = attention(self.q, self.k, self.v).exp(args.exp).precision(args.precision);
         if let Some(lengths) = self.prefix_lengths {
             call = call.prefix(lengths); // causal after the prefix, with or without the flag
         } else if args.causal {

@@ -4,6 +4,7 @@ use crate::block::BlockError;
 use crate::dtype::DType;
 use crate::exp::ExpError;
 use crate::expr::ExprError;
+use crate::precision::PrecisionError;
 use crate::problem::MAX_HEAD_DIM;
 use crate::tensor::TensorError;
 use thiserror::Error;
@@ -76,6 +77,9 @@ pub enum ProblemError {
         /// Its value.
         got: usize,
     },
+    /// Numbers of the products that do not fit.
+    #[error(transparent)]
+    Precision(#[from] PrecisionError),
     /// A tensor too large to exist.
     #[error("`{arg}` of shape {shape:?} overflows the address space; check the sizes")]
     Overflow {
@@ -200,6 +204,20 @@ pub enum OffsetsError {
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum InputError {
+    /// A NaN or an infinity in a tensor that is quantised.
+    #[error(
+        "`{arg}`: element {at} is {value}, allowed: finite numbers with precision {precision}; use native, or look for an overflow"
+    )]
+    NotFinite {
+        /// `q`, `k` or `v`.
+        arg: &'static str,
+        /// Its place in memory.
+        at: usize,
+        /// Its value.
+        value: f64,
+        /// The precision asked for.
+        precision: String,
+    },
     /// A tensor of the wrong shape.
     #[error("`{arg}` has shape {got:?}, allowed: {want:?}; check the sizes given to the problem")]
     Shape {

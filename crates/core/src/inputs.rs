@@ -384,7 +384,24 @@ fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, Inpu
         sequences: sequences(inputs, problem)?,
     };
     bound.loads_inside()?;
+    bound.quantisable()?;
     Ok(bound)
+}
+
+impl<'a> Bound<'a> {
+    /// The same call with other tensors in the place of q, k and v.
+    pub fn with_tensors(
+        &self,
+        q: TensorView<'a>,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+    ) -> Result<Bound<'a>, InputError> {
+        let shapes = [self.problem.q_shape(), self.problem.k_shape(), self.problem.v_shape()];
+        for ((arg, view), want) in [("q", &q), ("k", &k), ("v", &v)].into_iter().zip(shapes) {
+            rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, self.problem)?;
+        }
+        Ok(Bound { q, k, v, ..self.clone() })
+    }
 }
 
 impl Bound<'_> {

@@ -7,25 +7,36 @@
 
 use crate::exp::{self, Exp};
 use crate::inputs::{Bound, Forward, Gradients};
-use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, Row};
+use crate::oracle::{Answer, At, Exact, GradientAnswer, KeyGradient, Row};
+use crate::precision::Precision;
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
+/// Honest code for quantised products is the definition itself with results rounded: codes are codes.
+macro_rules! arithmetic {
+    ($bound:expr, walk::$function:ident($($arg:expr),*)) => {
+        match $bound.problem().precision() {
+            Precision::Native => walk::$function::<Rounded>($($arg),*),
+            _ => walk::$function::<Stored>($($arg),*),
+        }
+    };
+}
+
 /// The whole forward result, in values of the problem's type (LSE f32).
 pub fn forward(bound: &Bound<'_>) -> Answer {
-    let (o, lse) = walk::forward::<Rounded>(bound);
+    let (o, lse) = arithmetic!(bound, walk::forward(bound));
     Answer { o, lse }
 }
 
 /// The forward result of chosen query rows.
 pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
-    walk::forward_rows::<Rounded>(bound, rows).into_iter().map(|(o, lse)| Row { o, lse }).collect()
+    arithmetic!(bound, walk::forward_rows(bound, rows)).into_iter().map(|(o, lse)| Row { o, lse }).collect()
 }
 
 /// All gradients, in values of the problem's type (those of sinks and auxiliary tensors f32).
 pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> GradientAnswer {
-    GradientAnswer::new(bound.problem(), walk::backward::<Rounded>(bound, d_o, d_lse))
+    GradientAnswer::new(bound.problem(), arithmetic!(bound, walk::backward(bound, d_o, d_lse)))
 }
 
 /// d_q of chosen query rows.
@@ -35,7 +46,7 @@ pub fn backward_rows(
     d_lse: Option<&TensorView<'_>>,
     rows: &[At],
 ) -> Vec<Vec<f64>> {
-    walk::backward_rows::<Rounded>(bound, d_o, d_lse, rows)
+    arithmetic!(bound, walk::backward_rows(bound, d_o, d_lse, rows))
 }
 
 /// d_k and d_v of chosen keys; `At::head` counts key/value heads.
@@ -45,7 +56,7 @@ pub fn backward_keys(
     d_lse: Option<&TensorView<'_>>,
     keys: &[At],
 ) -> Vec<KeyGradient> {
-    let found = walk::backward_keys::<Rounded>(bound, d_o, d_lse, keys);
+    let found = arithmetic!(bound, walk::backward_keys(bound, d_o, d_lse, keys));
     found.into_iter().map(|(d_k, d_v)| KeyGradient { d_k, d_v }).collect()
 }
 
@@ -80,6 +91,36 @@ impl GradientAnswer {
 }
 
 struct Rounded;
+
+/// The oracle's arithmetic with results rounded to the problem's type.
+struct Stored;
+
+impl Arithmetic for Stored {
+    type Number = f64;
+    fn key(problem: &Problem, x: f64) -> f64 {
+        Exact::key(problem, x)
+    }
+    fn value(x: f64) -> f64 {
+        Exact::value(x)
+    }
+    fn quantise(problem: &Problem, k: &mut [f64], v: &mut [f64]) -> Option<Vec<f32>> {
+        Exact::quantise(problem, k, v)
+    }
+    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
+        let mut row = Exact::row(head, q);
+        row.o.iter_mut().for_each(|o| *o = head.problem().dtype().round(*o));
+        row
+    }
+    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+        Exact::row_gradient(head, q, row, given)
+    }
+    fn add(sum: f64, x: f64, y: f64) -> f64 {
+        sum + x * y
+    }
+    fn store(problem: &Problem, x: f64) -> f64 {
+        problem.dtype().round(x)
+    }
+}
 
 /// Rounded to the problem's type.
 fn round(problem: &Problem, x: f32) -> f32 {
@@ -155,7 +196,7 @@ impl Arithmetic for Rounded {
         }
         let wide = |x: Vec<f32>| x.into_iter().map(f64::from).collect();
         let o = o.into_iter().map(|x| round(problem, x)).collect();
-        walk::Row { keys, scaled, p: wide(p), o: wide(o), lse: f64::from(lse) }
+        walk::Row { keys, scaled, p: wide(p), o: wide(o), lse: f64::from(lse), exact: None }
     }
 
     fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {

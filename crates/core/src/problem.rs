@@ -6,6 +6,7 @@ use crate::error::{OffsetsError, ProblemError};
 use crate::exp::Exp;
 use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
+use crate::precision::{Precision, PrecisionError};
 
 /// Auxiliary tensor of [`ProblemBuilder::alibi`]: f32, `[q_heads]`.
 pub const ALIBI_SLOPES: &str = "alibi_slopes";
@@ -108,6 +109,7 @@ pub struct Problem {
     used_k: bool,
     blocks: Option<BlockSpec>,
     exp: Exp,
+    precision: Precision,
     programs: Programs,
 }
 
@@ -220,6 +222,11 @@ impl Problem {
         self.exp
     }
 
+    /// The numbers of the products.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
     /// The modified score, as a function of the scaled score.
     pub fn score_program(&self) -> Option<&Program> {
         self.programs.score.as_ref()
@@ -303,6 +310,7 @@ pub struct ProblemBuilder {
     used_k: bool,
     blocks: Option<BlockSpec>,
     exp: Exp,
+    precision: Precision,
 }
 
 impl ProblemBuilder {
@@ -412,6 +420,12 @@ impl ProblemBuilder {
         self
     }
 
+    /// The numbers of the products; those of the tensors if not said.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
+
     /// Checks everything and builds the problem.
     pub fn build(self) -> Result<Problem, ProblemError> {
         if let Some(e) = self.offsets_error {
@@ -455,6 +469,10 @@ impl ProblemBuilder {
         if let Some(spec) = self.blocks {
             spec.check()?;
         }
+        let precision = self.precision.check()?;
+        if matches!(precision, Precision::Int8(_)) && self.blocks.is_some() {
+            return Err(PrecisionError::BlockMask.into());
+        }
         let mut problem = Problem {
             layout,
             q_heads,
@@ -472,6 +490,7 @@ impl ProblemBuilder {
             used_k: self.used_k,
             blocks: self.blocks,
             exp: self.exp.check()?,
+            precision,
             programs: Programs {
                 score: None,
                 score_derivative: None,

@@ -4,7 +4,9 @@
 //! inside a row is an [`Arithmetic`].
 
 use crate::expr::{Coverage, Env};
+use crate::format::Granularity;
 use crate::inputs::{Bound, Rows, Sequence};
+use crate::precision::{GroupAttention, Int8Attention, Precision};
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, TensorView};
 
@@ -29,6 +31,8 @@ pub(crate) struct Row {
     pub p: Vec<f64>,
     pub o: Vec<f64>,
     pub lse: f64,
+    /// Where they differ from `p` and `o`: the weights that dS takes, and the output that D takes.
+    pub exact: Option<(Vec<f64>, Vec<f64>)>,
 }
 
 /// What one row computes in backward, besides its part of the sums over rows.
@@ -56,6 +60,10 @@ pub(crate) trait Arithmetic {
     fn key(problem: &Problem, x: f64) -> Self::Number;
     /// An element of v.
     fn value(x: f64) -> Self::Number;
+    /// Quantises the keys and values of a head where the problem says so; the mean taken out of the keys.
+    fn quantise(_: &Problem, _: &mut [Self::Number], _: &mut [Self::Number]) -> Option<Vec<f32>> {
+        None
+    }
     fn row(head: &Head<'_, Self::Number>, q: usize) -> Row;
     fn row_gradient(head: &Head<'_, Self::Number>, q: usize, row: &Row, given: &Cotangent) -> RowGradient;
     /// sum + x * y, as sums over rows keep it.
@@ -71,6 +79,7 @@ pub(crate) struct Head<'a, T> {
     pub head: usize,
     k: Vec<T>,
     v: Vec<T>,
+    mean: Option<Vec<f32>>,
 }
 
 /// `n` elements of a row that begins at `offset`.
@@ -94,16 +103,49 @@ impl<'a, T: Copy> Head<'a, T> {
             k.extend(key.map(|x| A::key(problem, x)));
             v.extend(read(bound.v(), v_rows.at(j, kv_head), problem.value_dim()).map(A::value));
         }
-        Head { bound, sequence, head, k, v }
+        let mean = A::quantise(problem, &mut k, &mut v);
+        Head { bound, sequence, head, k, v, mean }
     }
 
     pub fn problem(&self) -> &'a Problem {
         self.bound.problem()
     }
 
+    /// A query as the products take it.
     pub fn query(&self, q: usize) -> Vec<f64> {
+        let narrow = |r: usize| self.given_query(r).into_iter().map(|x| x as f32);
+        let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect();
+        match self.problem().precision() {
+            Precision::Int8(spec) => {
+                let alike: Vec<usize> =
+                    (0..self.sequence.q_len).filter(|&r| spec.q.scale_of(r) == spec.q.scale_of(q)).collect();
+                let rows: Vec<f32> = alike.iter().flat_map(|&r| narrow(r)).collect();
+                let one = Int8Attention { q: Granularity::Block(rows.len()), ..spec };
+                let (codes, dim) = (one.queries(&rows, self.problem().head_dim()), self.problem().head_dim());
+                let own = alike.iter().position(|&r| r == q).unwrap_or(0);
+                let scale = f64::from(codes.scales()[0]);
+                codes.codes()[own * dim..(own + 1) * dim].iter().map(|&code| f64::from(code) * scale).collect()
+            }
+            Precision::Groups(GroupAttention { qk: Some(format), .. }) => {
+                let mut row: Vec<f32> = narrow(q).collect();
+                let cols = row.len();
+                format.fake_rows(&mut row, cols);
+                wide(&row)
+            }
+            _ => self.given_query(q),
+        }
+    }
+
+    /// A query as it was given.
+    pub fn given_query(&self, q: usize) -> Vec<f64> {
         let rows = self.bound.rows(self.bound.q().strides(), &self.sequence, Side::Query);
         read(self.bound.q(), rows.at(q, self.head), self.problem().head_dim()).collect()
+    }
+
+    /// What was taken out of all scores of a row, before the scale.
+    pub fn taken_out(&self, q: usize) -> f64 {
+        let Some(mean) = &self.mean else { return 0.0 };
+        self.given_query(q).iter().zip(mean).map(|(&x, &m)| x * f64::from(m)).sum()
     }
 
     pub fn key(&self, k: usize) -> &[T] {

@@ -4,6 +4,8 @@
 //! run of keys of one key/value head: it keeps their dK and dV and walks all tiles of queries. dQ is summed
 //! over the runs of keys in ascending order, whatever thread gets there first: each tile has a turn.
 
+mod on_tiles;
+
 use crate::evaluate::Evaluator;
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
@@ -74,7 +76,10 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         };
         // Many elements of the scores may add to one of an auxiliary tensor: one thread keeps their order.
         let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
-        pool::run(threads, items.len(), &|i| work.item(&items[i]));
+        pool::run(threads, items.len(), &|i| match on_tiles::unit(cx) {
+            Some(unit) => work.item_on_tiles(&items[i], unit),
+            None => work.item(&items[i]),
+        });
     }
     if !in_place {
         narrow(cx, &rows, &wide, gradients, &q_strides, threads);
@@ -126,6 +131,7 @@ impl Stats {
         let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
         let pairs: Vec<(usize, usize)> = pairs(cx).collect();
         let size = cx.kernels.tile * cx.dv_pad;
+        let unit = on_tiles::unit(cx);
         pool::run(threads, pairs.len(), &|i| {
             with_workspace(3 * Arena::room(size), |workspace| {
                 let mut arena = Arena::new(workspace);
@@ -135,13 +141,18 @@ impl Stats {
                 let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
                 for tile in cx.tiles(pairs[i].0, pairs[i].1) {
                     let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
-                    for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
-                        let own = &mut rows[..stride * cx.dv_pad];
-                        cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
-                        cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
-                    }
-                    let mut dots = [0.0; MAX_LANES];
-                    cx.kernels.lane_dots(&o[..cx.dv * stride], &d_o[..cx.dv * stride], &mut dots[..stride]);
+                    let dots = if let Some(unit) = unit {
+                        on_tiles::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
+                    } else {
+                        for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
+                            let own = &mut rows[..stride * cx.dv_pad];
+                            cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
+                            cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
+                        }
+                        let mut dots = [0.0; MAX_LANES];
+                        cx.kernels.lane_dots(&o[..cx.dv * stride], &d_o[..cx.dv * stride], &mut dots[..stride]);
+                        dots
+                    };
                     for (lane, dot) in dots[..tile.rows].iter().enumerate() {
                         let (q, head) = cx.row(&tile, lane);
                         let at = table.at(cx, tile.sequence, head, q);
@@ -155,7 +166,7 @@ impl Stats {
                 }
             });
         });
-        if matches!(cx.exp, ExpKind::Sas(_)) {
+        if matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some() {
             let max = SharedRows::over(&mut self.max);
             crate::forward::maxima(cx, threads, &|tile, lane, m| {
                 let (q, head) = cx.row(tile, lane);
@@ -305,17 +316,24 @@ impl Work<'_> {
                     continue;
                 }
                 self.tile(&row, keys.clone(), [k, packed], v, &mut space);
-                self.add_to_d_q(item, number, &row, space.d_q);
+                self.add_to_d_q(item, number, &row, space.d_q, cx.d_pad);
             }
-            let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
-            for (i, key) in keys.enumerate() {
-                // SAFETY: each key of each key/value head belongs to one item.
-                unsafe {
-                    self.d_k.store(cx.kernels, dk_rows.at(key, item.kv_head), &space.d_k[i * cx.d_pad..][..cx.d]);
-                    self.d_v.store(cx.kernels, dv_rows.at(key, item.kv_head), &space.d_v[i * cx.dv_pad..][..cx.dv]);
-                }
-            }
+            self.store_keys(item, keys, [space.d_k, space.d_v], [cx.d_pad, cx.dv_pad]);
         });
+    }
+
+    /// Writes a run's dK and dV, whose rows are `widths` apart.
+    fn store_keys(&self, item: &Item, keys: Range<usize>, [d_k, d_v]: [&[f32]; 2], widths: [usize; 2]) {
+        let cx = self.cx;
+        let sequence = &cx.bound.sequences()[item.sequence];
+        let (dk_rows, dv_rows) = (cx.key_rows(self.k_strides, sequence), cx.key_rows(self.v_strides, sequence));
+        for (i, key) in keys.enumerate() {
+            // SAFETY: each key of each key/value head belongs to one item.
+            unsafe {
+                self.d_k.store(cx.kernels, dk_rows.at(key, item.kv_head), &d_k[i * widths[0]..][..cx.d]);
+                self.d_v.store(cx.kernels, dv_rows.at(key, item.kv_head), &d_v[i * widths[1]..][..cx.dv]);
+            }
+        }
     }
 
     fn row(&self, tile: &Tile) -> Row {
@@ -411,8 +429,9 @@ impl Work<'_> {
             exp: cx.exp,
         });
         if modified {
-            self.through_modifier(row, step, start, space);
+            self.through_modifier(row, step, start, [space.dp, space.derivative]);
         }
+        self.round_weights(row, step, space.s);
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
@@ -424,19 +443,40 @@ impl Work<'_> {
         }
     }
 
+    /// P as forward used it: relative to the maximum of the row, rounded, and divided by the sum again.
+    fn round_weights(&self, row: &Row, step: &Step, p: &mut [f32]) {
+        let cx = self.cx;
+        if cx.rounding.is_none() {
+            return;
+        }
+        let (stride, seen) = (row.lanes.stride, step.hull());
+        let (mut sum, mut share) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        for lane in 0..stride {
+            // A row without keys has an infinite LSE here and weights of 0.
+            if row.lse[lane].is_finite() {
+                sum[lane] = (row.lse[lane] - row.max[lane]).exp();
+                share[lane] = 1.0 / sum[lane];
+            }
+        }
+        let p = &mut p[..seen.end * stride];
+        cx.kernels.scale_lanes(&mut p[seen.start * stride..], &sum[..stride]);
+        cx.round_weights(step, stride, p);
+        cx.kernels.scale_lanes(&mut p[seen.start * stride..], &share[..stride]);
+    }
+
     /// From dS of the modified score to that of the product of q and k; gradients of auxiliary tensors.
-    fn through_modifier(&self, row: &Row, step: &Step, start: usize, space: &mut Space<'_>) {
+    fn through_modifier(&self, row: &Row, step: &Step, start: usize, [dp, derivative]: [&mut [f32]; 2]) {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let width = cx.kernels.lanes;
         if !cx.problem.aux_gradients().is_empty() {
-            self.aux_gradients(row, step, start, space);
+            self.aux_gradients(row, step, start, dp);
         }
         let scale = cx.problem.scale();
         for (z, &(a, b)) in step.ranges.iter().enumerate() {
             for key in a..b {
                 let at = key * stride + z * width;
-                for (ds, &f) in space.dp[at..at + width].iter_mut().zip(&space.derivative[at..at + width]) {
+                for (ds, &f) in dp[at..at + width].iter_mut().zip(&derivative[at..at + width]) {
                     // A hidden key has dS = 0, and its derivative may be anything.
                     *ds = if *ds == 0.0 { 0.0 } else { *ds * f * scale };
                 }
@@ -444,7 +484,7 @@ impl Work<'_> {
         }
     }
 
-    fn aux_gradients(&self, row: &Row, step: &Step, start: usize, space: &Space<'_>) {
+    fn aux_gradients(&self, row: &Row, step: &Step, start: usize, dp: &[f32]) {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
         let env = cx.env(&row.tile, &row.lanes);
@@ -459,7 +499,7 @@ impl Work<'_> {
             for key in step.hull() {
                 let number = (start + key) as i32;
                 if needs_score {
-                    self.scores_again(row, key, start, space, &mut scores);
+                    self.scores_again(row, key, start, &mut scores);
                 }
                 for index in &mut at {
                     cx.kernels.evaluate(index, number, &scores);
@@ -474,7 +514,7 @@ impl Work<'_> {
                 for (lane, (offset, f)) in offsets.into_iter().zip(derivative.floats()).enumerate().take(row.tile.rows)
                 {
                     let (a, b) = step.ranges[lane / width];
-                    let ds = space.dp[key * stride + lane];
+                    let ds = dp[key * stride + lane];
                     if (a..b).contains(&key) && ds != 0.0 {
                         sums[gradient.aux][offset] += f64::from(ds) * f64::from(f);
                     }
@@ -484,21 +524,23 @@ impl Work<'_> {
     }
 
     /// The scaled scores of one key, before any modifier.
-    fn scores_again(&self, row: &Row, key: usize, start: usize, space: &Space<'_>, out: &mut [f32]) {
+    fn scores_again(&self, row: &Row, key: usize, start: usize, out: &mut [f32]) {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[row.tile.sequence];
         let k = cx.bound.k();
         let mut values = vec![0.0f32; cx.d];
         let rows = cx.key_rows(k.strides(), sequence);
         cx.kernels.widen(&k.data(), rows.at(start + key, row.tile.head / cx.problem.group()), &mut values);
-        for (lane, score) in out.iter_mut().enumerate() {
-            let q = &space.q[lane * cx.d_pad..];
-            *score = q.iter().zip(&values).map(|(q, k)| q * k).sum::<f32>() * cx.problem.scale();
+        let q = cx.bound.q();
+        let (starts, mut query) = (cx.row_starts(&row.tile, q.strides()), vec![0.0f32; cx.d]);
+        for (score, &at) in out.iter_mut().zip(&starts) {
+            cx.kernels.widen(&q.data(), at, &mut query);
+            *score = query.iter().zip(&values).map(|(q, k)| q * k).sum::<f32>() * cx.problem.scale();
         }
     }
 
     /// Adds a run's dQ when it is its turn.
-    fn add_to_d_q(&self, item: &Item, number: usize, row: &Row, d_q: &[f32]) {
+    fn add_to_d_q(&self, item: &Item, number: usize, row: &Row, d_q: &[f32], width: usize) {
         let cx = self.cx;
         let turn = &self.turns[item.pair][number];
         let before =
@@ -518,7 +560,7 @@ impl Work<'_> {
                 in_place.map_or_else(|| self.rows.at(cx, row.tile.sequence, head, q) * cx.d, |rows| rows.at(q, head));
             // SAFETY: runs take turns on a tile's rows, and each row belongs to one tile.
             let sum = unsafe { self.d_q.row(at, cx.d) };
-            sum.iter_mut().zip(&d_q[lane * cx.d_pad..]).for_each(|(sum, x)| *sum += x);
+            sum.iter_mut().zip(&d_q[lane * width..]).for_each(|(sum, x)| *sum += x);
         }
         turn.store(item.number + 1, Ordering::Release);
     }

@@ -11,7 +11,7 @@ use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Rescale, Rows, Sequence};
+use fulgurite_core::{Precision, Rescale, Rows, Sequence};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -28,7 +28,8 @@ const STRIP: usize = 16;
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     let rows = s.q_len * cx.problem.group();
     let one_pass = !matches!(cx.exp, ExpKind::Sas(_));
-    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass
+    let native = cx.problem.precision() == Precision::Native;
+    (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass && native
 }
 
 /// A second row beside each query, for Parallax: u = r . k of every key joins the sums.

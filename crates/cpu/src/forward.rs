@@ -8,7 +8,7 @@ use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use crate::{Counters, decode, pool};
-use fulgurite_core::{Outputs, Rescale};
+use fulgurite_core::{Outputs, Precision, Rescale};
 use std::cell::LazyCell;
 use std::sync::Mutex;
 
@@ -101,7 +101,11 @@ pub(crate) struct Row<'w> {
 fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, rescale: Rescale) -> Counters {
     // TurboAttention's function is taken against the final maximum: find that first.
     let passes: &[Policy] = match (cx.exp, rescale) {
+        // Codes are made against the maximum so far, block by block.
+        _ if matches!(cx.problem.precision(), Precision::Int8(_)) => &[Policy::Raise(0.0)],
         (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
+        // So are rounded weights.
+        _ if cx.rounding.is_some() => &[Policy::MaxOnly, Policy::Final],
         (_, Rescale::Always) => &[Policy::Raise(0.0)],
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
         (_, Rescale::Optimistic(limit)) => &[Policy::Trust(limit)],
@@ -138,7 +142,7 @@ fn walk(
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [k_buffer, v_buffer, values, weights, s, rows] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights };
+        let mut scratch = Scratch { values, weights, packed: false };
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
             .tiles
@@ -168,7 +172,7 @@ fn walk(
                 // Packed when the first tile asks.
                 let block = LazyCell::new(|| {
                     let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
-                    [cx.unit.keys(cx, &own, k_buffer), cx.unit.values(cx, &own, v_buffer)]
+                    cx.unit.block_of(cx, &own, [&mut *k_buffer, &mut *v_buffer])
                 });
                 if keys.end < last {
                     ask(cx, item, keys.end, &mut ahead);
@@ -232,13 +236,13 @@ fn fold(
     scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
-    let mut stats = softmax(cx, row, step, s, &mut alpha, policy);
+    let mut stats = softmax(cx, row, step, s, v, scratch, &mut alpha, policy);
     if stats.distrusted > 0 {
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
         scores(cx, row, step, start, k, s, &mut ahead[0]);
-        stats = softmax(cx, row, step, s, &mut alpha, Policy::Raise(0.0));
+        stats = softmax(cx, row, step, s, v, scratch, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
         return;
@@ -249,6 +253,7 @@ fn fold(
     if stats.rescaled > 0 {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
+    cx.round_weights(step, stride, s);
     let products = Products { step, stride, ahead: &mut ahead[1] };
     cx.unit.output(cx, products, v, s, row.o, scratch);
 }
@@ -272,15 +277,18 @@ pub(crate) fn scores(
     }
 }
 
+#[allow(clippy::too_many_arguments)] // as for `fold`
 pub(crate) fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,
     s: &mut [f32],
+    v: KeyRows<'_>,
+    scratch: &mut Scratch<'_>,
     alpha: &mut [f32; MAX_LANES],
     policy: Policy,
 ) -> crate::simd::SoftmaxStats {
-    cx.kernels.softmax(&mut SoftmaxArgs {
+    let mut args = SoftmaxArgs {
         s,
         stride: row.lanes.stride,
         ranges: step.ranges,
@@ -293,7 +301,8 @@ pub(crate) fn softmax(
         exp: cx.exp,
         policy,
         scale: cx.score_scale(),
-    })
+    };
+    cx.unit.softmax(cx, &mut args, v, scratch)
 }
 
 /// O / l and the LSE, written to the outputs.

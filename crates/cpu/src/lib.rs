@@ -4,11 +4,14 @@
 //! the number of threads nor on what else is in the batch, and never on the run.
 
 mod backward;
+pub mod cache;
 mod decode;
 mod dense;
 mod evaluate;
 mod forward;
 mod gated_delta;
+mod groups;
+mod int8;
 mod lighthouse;
 mod memory;
 mod parallax;
@@ -29,7 +32,7 @@ pub use lighthouse::{
 pub use parallax::{parallax_backward, parallax_forward};
 pub use skip::{SkipOutcome, skip_forward};
 
-use fulgurite_core::{Bound, GradientOutputs, Outputs, Rescale, Saved};
+use fulgurite_core::{Bound, DType, GradientOutputs, Outputs, Precision, Problem, Rescale, Saved};
 
 /// An instruction set this crate has kernels for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -61,6 +64,28 @@ impl Isa {
         if self == Isa::Amx { "tiles" } else { "vectors" }
     }
 
+    /// Which unit does the products of a problem on this instruction set, in words.
+    ///
+    /// ```
+    /// use fulgurite_core::Problem;
+    /// use fulgurite_cpu::Isa;
+    /// let problem = Problem::builder().dense(1, 64, 64).heads(1, 1).head_dim(64).build()?;
+    /// assert_eq!(Isa::Portable.unit_of(&problem), "vectors, f32 by fused multiply-adds");
+    /// # Ok::<(), fulgurite_core::ProblemError>(())
+    /// ```
+    pub fn unit_of(self, problem: &Problem) -> &'static str {
+        match (self, problem.precision(), problem.dtype()) {
+            (Isa::Amx, Precision::Int8(_), _) => "matrix tiles, INT8 summed in 32 bits",
+            (_, Precision::Int8(_), _) => "plain integers, INT8 summed in 32 bits",
+            (Isa::Amx, _, DType::Bf16) => "matrix tiles, bf16 summed in f32",
+            (Isa::Amx, _, DType::F16) => {
+                "matrix tiles, f16 in two parts of bf16, summed in f32; gradients but S on vectors"
+            }
+            (Isa::Amx, ..) => "matrix tiles, f32 in three parts of bf16, summed in f32; gradients but S on vectors",
+            _ => "vectors, f32 by fused multiply-adds",
+        }
+    }
+
     /// The lower-case name: `amx`, `avx512`, `avx2`, `neon`, `portable`.
     pub fn name(self) -> &'static str {
         match self {
@@ -90,6 +115,9 @@ impl Options {
         let best = || Isa::ALL.into_iter().find_map(simd::kernels);
         chosen.or_else(best).expect("bug in fulgurite: portable kernels exist everywhere")
     }
+    fn rescale(&self) -> Rescale {
+        self.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT))
+    }
     fn threads(&self) -> usize {
         self.threads.unwrap_or_else(pool::default_threads).max(1)
     }
@@ -116,14 +144,29 @@ impl Counters {
 
 /// Forward: fills `outputs`, which must fit the problem ([`Outputs::check`]).
 pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
-    let cx = tiles::Context::new(bound, options.kernels());
-    let rescale = options.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
-    forward::run(&cx, outputs, &forward::Plan { rescale, threads: options.threads() })
+    let (kernels, threads) = (options.kernels(), options.threads());
+    let plan = forward::Plan { rescale: options.rescale(), threads };
+    match bound.problem().precision() {
+        Precision::Int8(spec) => {
+            let unit = int8::Int8Unit::new(bound, &spec, kernels, threads);
+            forward::run(&tiles::Context::with(bound, kernels, &unit), outputs, &plan)
+        }
+        Precision::Groups(spec) => groups::forward(bound, &spec, outputs, options),
+        _ => forward::run(&tiles::Context::new(bound, kernels), outputs, &plan),
+    }
 }
 
 /// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],
 /// [`GradientOutputs::check`]).
+///
+/// # Panics
+/// With INT8 products, which have no gradient.
 pub fn backward(bound: &Bound<'_>, saved: &Saved<'_>, gradients: &mut GradientOutputs<'_>, options: &Options) {
+    match bound.problem().precision() {
+        Precision::Groups(spec) => return groups::backward(bound, &spec, saved, gradients, options),
+        Precision::Int8(_) => panic!("bug in fulgurite: INT8 products have no gradient, and engines say so"),
+        _ => {}
+    }
     let cx = tiles::Context::new(bound, options.kernels());
     backward::run(&cx, saved, gradients, options.threads());
 }

@@ -7,10 +7,11 @@
 //! what nobody sees changes no bits.
 
 use crate::evaluate::{Evaluator, LaneEnv};
-use crate::simd::{ExpKind, Kernels, MAX_VECTORS, Matrix};
+use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix};
 use crate::unit::{Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
-use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Problem, Rows, Sequence, Side, TensorView};
+use fulgurite_core::format::GroupFormat;
+use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
 use std::ops::Range;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
@@ -24,7 +25,7 @@ pub(crate) struct Context<'a> {
     pub problem: &'a Problem,
     pub kernels: &'static Kernels,
     /// Who does the products of forward.
-    pub unit: &'static dyn Unit,
+    pub unit: &'a dyn Unit,
     /// Dimensions of k and v, and the same rounded up to whole vectors.
     pub d: usize,
     pub dv: usize,
@@ -33,10 +34,17 @@ pub(crate) struct Context<'a> {
     /// Query heads packed into one tile: the group, or 1 where heads see different blocks.
     pub pack: usize,
     pub exp: ExpKind,
+    /// What weights are rounded to before they meet V.
+    pub rounding: Option<GroupFormat>,
 }
 
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
+        Context::with(bound, kernels, kernels.matrix.map_or(&Vectors, |unit| unit))
+    }
+
+    /// With a unit of the call's own.
+    pub fn with(bound: &'a Bound<'a>, kernels: &'static Kernels, unit: &'a dyn Unit) -> Self {
         let problem = bound.problem();
         let own_blocks = problem.blocks().is_some_and(|spec| spec.heads > 1);
         let exp = match problem.exp() {
@@ -56,13 +64,14 @@ impl<'a> Context<'a> {
             bound,
             problem,
             kernels,
-            unit: kernels.matrix.map_or(&Vectors, |unit| unit),
+            unit,
             d,
             dv,
             d_pad: d.next_multiple_of(kernels.lanes),
             dv_pad: dv.next_multiple_of(kernels.lanes),
             pack: if own_blocks { 1 } else { problem.group() },
             exp,
+            rounding: None,
         }
     }
 
@@ -82,6 +91,14 @@ impl<'a> Context<'a> {
         if scale != 1.0 {
             let seen = step.hull();
             self.kernels.scale_lanes(&mut s[seen.start * stride..seen.end * stride], &[scale; MAX_LANES][..stride]);
+        }
+    }
+
+    /// Rounds the weights of a step, keys from `origin` on, in groups of keys; hidden keys count as 0.
+    pub fn round_weights(&self, step: &Step, stride: usize, p: &mut [f32]) {
+        let Some(format) = self.rounding else { return };
+        for (z, &range) in step.ranges[..stride / self.kernels.lanes].iter().enumerate() {
+            self.kernels.round_weights(p, stride, z * self.kernels.lanes, range, format);
         }
     }
 
@@ -114,7 +131,8 @@ impl<'a> Context<'a> {
     /// The same, where a query sees only keys of an interval beside the mask.
     pub fn lanes_within(&self, tile: &Tile, limit: impl Fn(usize) -> Range<usize>) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
-        let stride = tile.rows.next_multiple_of(self.kernels.lanes);
+        let grain = if matches!(self.problem.precision(), Precision::Int8(_)) { GROUP } else { self.kernels.lanes };
+        let stride = tile.rows.next_multiple_of(grain);
         let mut lanes = Lanes {
             stride,
             q: [0; MAX_LANES],

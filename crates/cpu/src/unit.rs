@@ -4,9 +4,12 @@
 //! walk over the keys does not know which one it has.
 
 use crate::memory::Arena;
-use crate::simd::{Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Source, Sum, forget, parts};
-use crate::tiles::{Context, KeyRows, Step, Tile};
-use fulgurite_core::{DType, Sequence, TensorView};
+use crate::simd::{
+    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
+    Source, Sum, forget, parts,
+};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use fulgurite_core::{DType, Sequence, TensorView, bf16};
 use std::ops::Range;
 
 /// Elements of workspace that a unit wants, all in f32.
@@ -40,6 +43,8 @@ pub(crate) struct Products<'a> {
 pub(crate) struct Scratch<'a> {
     pub values: &'a mut [f32],
     pub weights: &'a mut [f32],
+    /// Whether softmax has packed the weights already.
+    pub packed: bool,
 }
 
 pub(crate) trait Unit: Sync {
@@ -54,9 +59,24 @@ pub(crate) trait Unit: Sync {
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
     fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
     fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// A block of keys and values; the buffers are those of `keys` and `values`.
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
+    }
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
-    /// O += V^T P.
+    /// One step of the online softmax over scores, for values `v`.
+    fn softmax(
+        &self,
+        cx: &Context<'_>,
+        args: &mut SoftmaxArgs<'_>,
+        _: KeyRows<'_>,
+        scratch: &mut Scratch<'_>,
+    ) -> SoftmaxStats {
+        scratch.packed = false;
+        cx.kernels.softmax(args)
+    }
+    /// O += V^T P, after `softmax`.
     fn output(
         &self,
         cx: &Context<'_>,
@@ -131,7 +151,7 @@ impl Unit for Vectors {
 /// Sizes of a problem in tiles.
 struct Sizes {
     parts: usize,
-    /// Parts of P: 16 bits and more, so that rows keep their sum.
+    /// Parts of P: as many as its rounding in the problem's type asks for.
     weight_parts: usize,
     /// Tiles of a block of keys, along d, and groups of columns of V.
     block: usize,
@@ -143,7 +163,7 @@ impl Sizes {
     fn new(unit: &MatrixKernels, cx: &Context<'_>) -> Self {
         Sizes {
             parts: parts(cx.problem.dtype()),
-            weight_parts: parts(cx.problem.dtype()).max(2),
+            weight_parts: parts(cx.problem.dtype()),
             block: unit.block(cx) / DEPTH,
             d: cx.d.div_ceil(DEPTH),
             dv: cx.dv.div_ceil(GROUP),
@@ -177,6 +197,12 @@ impl Unit for MatrixKernels {
     }
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        if let Some(data) = cx.bound.q().slice::<bf16>() {
+            let starts = cx.row_starts(tile, cx.bound.q().strides());
+            let rows = RowsAt { data, starts: &starts[..tile.rows], n: cx.d };
+            // Lanes past the last row are not written: what they hold is dropped.
+            return self.narrow.turn(rows, out, d);
+        }
         let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
         let scale = cx.problem.scale() / self.score_scale(cx);
         cx.turned_queries(tile, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
@@ -207,6 +233,20 @@ impl Unit for MatrixKernels {
             self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
         }
     }
+    fn softmax(
+        &self,
+        cx: &Context<'_>,
+        args: &mut SoftmaxArgs<'_>,
+        v: KeyRows<'_>,
+        scratch: &mut Scratch<'_>,
+    ) -> SoftmaxStats {
+        let Sizes { weight_parts, block, .. } = Sizes::new(self, cx);
+        // Values that are not finite ask which keys weigh nothing: they want P itself.
+        let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
+        let narrow = narrow && cx.rounding.is_none();
+        scratch.packed = narrow && v.finite;
+        if scratch.packed { self.narrow.softmax(args, scratch.weights, block) } else { cx.kernels.softmax(args) }
+    }
     fn output(
         &self,
         cx: &Context<'_>,
@@ -228,7 +268,8 @@ impl Unit for MatrixKernels {
             values = spare;
         }
         let packed = &mut *scratch.weights;
-        for (z, to) in packed.chunks_exact_mut(Panels::room(1, block, weight_parts)).take(stride / GROUP).enumerate() {
+        let groups = if scratch.packed { 0 } else { stride / GROUP };
+        for (z, to) in packed.chunks_exact_mut(Panels::room(1, block, weight_parts)).take(groups).enumerate() {
             let (a, b) = step.ranges[z];
             self.pack_lanes(&p[z * GROUP..], stride, [a, b.max(a)], to, weight_parts);
         }
@@ -242,7 +283,19 @@ impl Unit for MatrixKernels {
     }
 }
 
-fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
+impl Context<'_> {
+    /// Where the rows of a tile begin in a tensor of queries.
+    pub fn row_starts(&self, tile: &Tile, strides: &[usize]) -> [usize; MAX_LANES] {
+        let at = self.query_rows(strides, &self.bound.sequences()[tile.sequence]);
+        std::array::from_fn(|lane| {
+            let (q, head) = self.row(tile, lane.min(tile.rows - 1));
+            at.at(q, head)
+        })
+    }
+}
+
+/// Rows of keys as packers take them.
+pub(crate) fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
     let rows = cx.key_rows(view.strides(), keys.sequence);
     Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }
 }

@@ -7,7 +7,7 @@ use crate::view::AsView;
 use fulgurite_core::mask::{DOCUMENTS_K, DOCUMENTS_Q, PREFIX_LENGTHS};
 use fulgurite_core::problem::{ALIBI_SLOPES, BIAS};
 use fulgurite_core::{
-    BlockMask, Exp, Expr, Forward, Gradients, Inputs, Mask, Problem, ProblemBuilder, Saved, TensorView,
+    BlockMask, Exp, Expr, Forward, Gradients, Inputs, Mask, Precision, Problem, ProblemBuilder, Saved, TensorView,
 };
 
 /// Attention of `q` over `k` and `v`, each `[batch, sequence, heads, head_dim]`, or `[total, heads, head_dim]`
@@ -207,6 +207,11 @@ impl<'a> Attention<'a> {
     /// The exponential.
     pub fn exp(self, exp: Exp) -> Self {
         self.build(|b| b.exp(exp))
+    }
+
+    /// The numbers of the products; those of the tensors if not said.
+    pub fn precision(self, precision: Precision) -> Self {
+        self.build(|b| b.precision(precision))
     }
 
     /// Which engine computes; [`Choice::Best`] if not said.

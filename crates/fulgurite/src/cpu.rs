@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::choice::{ChoiceError, Settings};
 use crate::engine::{Engine, Run, Unsupported};
-use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved};
+use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 use fulgurite_cpu::{Isa, Options};
 
 /// Attention on the CPU: SIMD kernels of one instruction set, any number of threads.
@@ -75,6 +75,16 @@ impl Engine for Cpu {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
+        if let (precision @ (Precision::Int8(_) | Precision::Groups(_)), Some(rescale)) =
+            (problem.precision(), self.rescale)
+        {
+            // Codes of weights belong to one maximum, which the precision names.
+            return Err(Unsupported {
+                engine: self.name.clone(),
+                feature: format!("precision {precision} with rescale {rescale}"),
+                instead: "leave rescale out".into(),
+            });
+        }
         // SAS cuts off against the final maximum: a policy that keeps another one would change the result.
         match (problem.exp(), self.rescale) {
             (exp @ Exp::Sas { .. }, Some(rescale)) if rescale != Rescale::Always => Err(Unsupported {
@@ -112,6 +122,14 @@ impl Engine for Cpu {
         _run: &Run<'_>,
     ) -> Result<(), Error> {
         self.supports(problem)?;
+        if let precision @ Precision::Int8(_) = problem.precision() {
+            return Err(Unsupported {
+                engine: self.name.clone(),
+                feature: format!("gradients with precision {precision}"),
+                instead: "train with nvfp4, mxfp4, mxfp8 or native".into(),
+            }
+            .into());
+        }
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;

@@ -52,12 +52,13 @@ pub use error::Error;
 pub use oracle::Oracle;
 pub use view::{AsView, ViewError};
 
-pub use fulgurite_core::expr;
 pub use fulgurite_core::{
-    BlockMask, BlockSpec, DType, Exp, Expr, Forward, GradientOutputs, Gradients, Inputs, Mask, Outputs, Problem,
-    ProblemBuilder, Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
+    BlockMask, BlockSpec, DType, Delta, Exp, Expr, Forward, GradientOutputs, Gradients, GroupAttention, Inputs,
+    Int8Attention, Mask, Outputs, Precision, PrecisionError, Problem, ProblemBuilder, Rescale, Saved, Tensor,
+    TensorView, TensorViewMut, bf16, f16,
 };
-pub use fulgurite_cpu::{Counters, Isa};
+pub use fulgurite_core::{expr, format};
+pub use fulgurite_cpu::{Counters, Isa, cache};
 
 /// k-means, nearest neighbours, HDBSCAN, DBSCAN, PCA and truncated SVD: the tile loop with other folds.
 pub use fulgurite_neighbors as neighbors;

@@ -53,7 +53,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights };
+        let mut scratch = Scratch { values, weights, packed: false };
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let packed: Vec<[KeyRows<'_>; 2]> = parts
             .enumerate()
@@ -74,8 +74,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             o.fill(0.0);
             let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
-            for (i, [k, _]) in packed.iter().enumerate() {
+            for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
+                // P itself is wanted, not packed weights: as where values are not finite.
+                let bare = KeyRows { finite: false, ..*v };
                 let keys = start..(start + block).min(sequence.k_len);
                 for piece in cx.pieces(&row.tile, keys) {
                     let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
@@ -84,11 +86,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     scores(cx, &row, &step, start, *k, s, ahead);
                     let before = (row.m, row.l);
                     let mut alpha = [1.0; MAX_LANES];
-                    let mut stats = softmax(cx, &mut row, &step, s, &mut alpha, policy);
+                    let mut stats = softmax(cx, &mut row, &step, s, bare, &mut scratch, &mut alpha, policy);
                     if stats.distrusted > 0 {
                         (row.m, row.l) = before;
                         scores(cx, &row, &step, start, *k, s, ahead);
-                        stats = softmax(cx, &mut row, &step, s, &mut alpha, Policy::Raise(0.0));
+                        stats = softmax(cx, &mut row, &step, s, bare, &mut scratch, &mut alpha, Policy::Raise(0.0));
                     }
                     rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                     let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));

@@ -8,8 +8,8 @@
 use super::algorithms::{Ahead, Row};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd};
-use half::{bf16, f16};
+use super::{Kernels, Simd, amx_bf16};
+use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::cell::Cell;
@@ -27,11 +27,12 @@ static TILES: MatrixKernels = MatrixKernels {
     rows_f32: pack_rows::<f32, 3>,
     rows_f32_short: [pack_rows::<f32, 1>, pack_rows::<f32, 2>],
     rows_f16: pack_rows::<f16, 2>,
-    rows_bf16: pack_rows::<bf16, 1>,
+    rows_bf16: amx_bf16::copy_rows,
     turned_f32: pack_turned::<f32, 3>,
     turned_f16: pack_turned::<f16, 2>,
-    turned_bf16: pack_turned::<bf16, 1>,
+    turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
+    narrow: &amx_bf16::NARROW,
 };
 
 /// Whether the CPU has tiles of bf16, the system saves them, and this process may use them. Asked once.
@@ -57,6 +58,15 @@ pub(super) fn available() -> bool {
         unsafe { asm!("xgetbv", in("ecx") 0, out("eax") saved, out("edx") _, options(nomem, nostack)) };
         saved & XTILE_STATE == XTILE_STATE && permitted()
     })
+}
+
+/// Whether there are tiles of bytes as well. Ask after [`available`].
+pub(super) fn has_int8() -> bool {
+    const AMX_INT8: u32 = 1 << 25;
+    #[allow(unused_unsafe)]
+    // SAFETY: CPUID is part of x86-64, and leaf 7 exists where tiles do.
+    let leaf = unsafe { __cpuid_count(7, 0) };
+    leaf.edx & AMX_INT8 != 0
 }
 
 /// Asks Linux for the state of the tiles, for all threads of the process; without it the first use is a signal.
@@ -268,7 +278,7 @@ thread_local! {
 }
 
 /// Gives the tiles of this thread their shape, unless they have it.
-fn hold() -> Hold {
+pub(super) fn hold() -> Hold {
     if SHAPED.replace(true) {
         return Hold::new(|| ());
     }
@@ -310,7 +320,7 @@ unsafe fn split<const PARTS: usize>(x: __m512) -> [__m512i; PARTS] {
 /// # Safety
 /// As for [`Simd`].
 #[inline(always)]
-unsafe fn rounded(x: __m512) -> __m512i {
+pub(super) unsafe fn rounded(x: __m512) -> __m512i {
     // SAFETY: AVX-512 is present (contract).
     unsafe { _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)) }
 }
@@ -320,7 +330,7 @@ unsafe fn rounded(x: __m512) -> __m512i {
 /// # Safety
 /// As for [`Simd`].
 #[inline(always)]
-unsafe fn join(first: __m512i, second: __m512i) -> __m512i {
+pub(super) unsafe fn join(first: __m512i, second: __m512i) -> __m512i {
     // SAFETY: AVX-512 is present (contract).
     unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(first), second) }
 }

@@ -4,6 +4,7 @@ use super::MatrixKernels;
 use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
+use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 
@@ -54,6 +55,7 @@ pub(crate) struct Kernels {
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
     pub(super) folds: super::folds::Folds,
     pub(super) stage: unsafe fn(&mut Stage<'_>),
+    pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
 }
@@ -348,6 +350,13 @@ impl Kernels {
         unsafe { (self.finish)(m, l, inverse, lse) }
     }
 
+    /// Rounds weights of one vector of lanes from `lane` on, keys `range`, in the groups of a format.
+    pub fn round_weights(&self, p: &mut [f32], stride: usize, lane: usize, range: (usize, usize), format: GroupFormat) {
+        assert!(lane + self.lanes <= stride && p.len() >= range.1 * stride, "lanes of the tile");
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.round_weights)(p, stride, lane, range, format) }
+    }
+
     /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
     pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
         let stride = out.len();
@@ -540,6 +549,13 @@ macro_rules! define_kernels {
                 unsafe { alg::stage::<$simd>(stage) }
             }
 
+            $(#[$feature])?
+            unsafe fn round_weights(
+                p: &mut [f32], stride: usize, lane: usize, range: (usize, usize), format: fulgurite_core::format::GroupFormat,
+            ) {
+                alg::round_weights::<{ $simd::LANES }>(p, stride, lane, range, format)
+            }
+
             super::Kernels {
                 lanes: $simd::LANES,
                 tile: $simd::LANES * $simd::VECTORS,
@@ -567,6 +583,7 @@ macro_rules! define_kernels {
                 lane_dots,
                 folds: super::folds::define_folds!($simd, [$($feature)?]),
                 stage,
+                round_weights,
                 matrix: None,
             }
         };

@@ -5,11 +5,12 @@
 //! the type are left out.
 //!
 //! Operands lie as panels of tiles. A tile holds 16 rows of A (or columns of B) and 32 elements of the summed axis
-//! as 16 slots of two: slot j holds elements j and j + 16, which needs no shuffle to make. A workspace of f32 is
-//! the memory: a slot is the size of one.
+//! as 16 slots of two: slot j holds elements j and j + 16, which needs no shuffle to make; rows of bf16 are taken as
+//! they lie, with elements 2j and 2j + 1. A workspace of f32 is the memory: a slot is the size of one.
 
 use super::algorithms::Ahead;
 use super::kernels::{MatrixMut, Sum, extent};
+use super::narrow::NarrowKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -19,7 +20,7 @@ pub(crate) const GROUP: usize = 16;
 /// Elements of the summed axis in a tile.
 pub(crate) const DEPTH: usize = 32;
 /// Slots of a tile.
-pub(super) const SLOTS: usize = GROUP * DEPTH / 2;
+pub(crate) const SLOTS: usize = GROUP * DEPTH / 2;
 
 /// bf16 whose sum is a number of this type, exactly.
 pub(crate) fn parts(dtype: DType) -> usize {
@@ -92,6 +93,8 @@ pub(crate) struct MatrixKernels {
     pub(super) turned_bf16: Pack<bf16>,
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
+    /// What bf16 needs beside.
+    pub narrow: &'static NarrowKernels,
 }
 
 /// Rows of a tensor to pack: `rows` of `n` elements, `row` apart, from `offset` on.
@@ -129,6 +132,11 @@ impl MatrixKernels {
         (self.hold)()
     }
 
+    /// What [`hold`](Self::hold) calls.
+    pub fn holder(&self) -> fn() -> Hold {
+        self.hold
+    }
+
     /// C (+)= A B, in groups of rows and columns and tiles of the summed axis.
     pub fn multiply(
         &self,
@@ -156,7 +164,8 @@ impl MatrixKernels {
         }
     }
 
-    /// Rows as rows of A, `depth` tiles a group; what is missing of the last group and tile is zero.
+    /// Rows as rows of A, `depth` tiles a group; what is missing of the last group and tile is zero. In bf16 they want
+    /// columns from [`NarrowKernels::turn`].
     pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) {
         assert!(from.n <= depth * DEPTH, "rows too long");
         let (row, size, range) = self.packed(from, to, [from.rows, depth]);
@@ -222,6 +231,7 @@ impl MatrixKernels {
 mod tests {
     use super::*;
     use crate::Isa;
+    use crate::simd::RowsAt;
     use fulgurite_core::random::Rng;
 
     fn unit() -> Option<&'static MatrixKernels> {
@@ -253,8 +263,15 @@ mod tests {
                     let tensor = fulgurite_core::Tensor::from_f64(dtype, &wide, &[m * k]).unwrap();
                     let from = Source { data: tensor.view().data(), offset: 0, row, rows, n: row };
                     let mut a_packed = vec![f32::NAN; Panels::room(groups, depth, parts)];
+                    let mut b_packed = b_packed.clone();
                     if by_rows {
                         unit.pack_rows(&from, &mut a_packed, depth);
+                        if dtype == DType::Bf16 {
+                            let columns: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32(b[i % k * n + i / k])).collect();
+                            let starts: Vec<usize> = (0..n).map(|j| j * k).collect();
+                            let rows = RowsAt { data: &columns, starts: &starts, n: k };
+                            unit.narrow.turn(rows, &mut b_packed, depth);
+                        }
                     } else {
                         // Tiles that no row reaches are not written.
                         a_packed.fill(0.0);

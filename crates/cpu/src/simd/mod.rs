@@ -12,20 +12,30 @@ mod algorithms;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
+mod amx_bf16;
+#[cfg(target_arch = "x86_64")]
+mod amx_int8;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod folds;
+mod int8;
 mod kernels;
 mod matrix;
+mod narrow;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod packed;
 mod portable;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
+pub(crate) use int8::{BYTES, Int8Kernels, slot};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
-pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, Source, forget, parts};
+pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};
 
 /// A vector of f32 and what the kernels do with it.
 ///

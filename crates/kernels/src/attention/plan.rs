@@ -120,6 +120,10 @@ impl Forward {
             other => return missing(format!("dtype {other}")),
         };
         let dims = [problem.head_dim(), problem.value_dim()];
+        let precision = problem.precision();
+        if precision != fulgurite_core::Precision::Native {
+            return missing(format!("precision {precision}"));
+        }
         let exp = problem.exp();
         if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
             return missing(format!("exp {exp}"));

@@ -6,6 +6,7 @@ mod few;
 mod fold;
 mod lanes;
 mod product;
+mod rounding;
 mod rows;
 mod softmax;
 
@@ -19,6 +20,7 @@ pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
 pub(crate) use product::Ahead;
 pub(super) use product::block;
+pub(super) use rounding::round_weights;
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(super) use softmax::{grad, softmax};
+pub(super) use softmax::{begin, end, grad, softmax};

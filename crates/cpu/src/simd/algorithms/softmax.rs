@@ -62,101 +62,139 @@ pub(in crate::simd) unsafe fn softmax<S: Simd>(args: &mut SoftmaxArgs<'_>) -> So
 #[inline(always)]
 unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, exp: &E) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
-    let stride = args.stride;
+    let log2_e = std::f32::consts::LOG2_E * args.scale;
     // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
     unsafe {
-        let hidden = S::splat(f32::NEG_INFINITY);
-        let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
-        for z in 0..S::VECTORS {
-            let lane = z * S::LANES;
-            if lane >= stride {
-                break;
-            }
-            let alpha_at = args.alpha.as_mut_ptr().add(lane);
-            let (start, end) = args.ranges[z];
-            if start >= end {
-                S::store(alpha_at, S::splat(1.0));
-                continue;
-            }
-            let s = args.s.as_mut_ptr().add(lane);
-            let m_at = args.m.as_mut_ptr().add(lane);
-            let l_at = args.l.as_mut_ptr().add(lane);
-            let (first, last) = args.inner[z];
-            if (first, last) != (start, end) {
-                let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
-                for key in (start..first).chain(last..end) {
-                    let at = s.add(key * stride);
-                    let j = S::splat(key as f32);
-                    // lo <= j as lo < j + 1: both are small integers
-                    let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(j, hi));
-                    S::store(at, S::select(seen, S::load(at), hidden));
-                }
-            }
-            let old = S::load(m_at);
-            let finite = S::lt(hidden, old);
-            let all_finite = S::count(finite) as usize == S::LANES;
-            let trust = match args.policy {
-                Policy::Final => true,
-                Policy::Trust(_) => all_finite,
-                _ => false,
-            };
-            let mut m = old;
-            let mut alpha = S::splat(1.0);
-            if !trust {
-                // Eight chains cover the latency of the maximum. NaN scores do not raise it.
-                let mut highest = [hidden; 8];
-                let mut key = start;
-                while key + 8 <= end {
-                    for (i, high) in highest.iter_mut().enumerate() {
-                        *high = S::max(S::load(s.add((key + i) * stride)), *high);
-                    }
-                    key += 8;
-                }
-                while key < end {
-                    highest[0] = S::max(S::load(s.add(key * stride)), highest[0]);
-                    key += 1;
-                }
-                let mut top = highest[0];
-                for &high in &highest[1..] {
-                    top = S::max(high, top);
-                }
-                let new = top;
-                let tau = match args.policy {
-                    Policy::Raise(tau) => tau * std::f32::consts::LN_2 / args.scale,
-                    _ => 0.0,
-                };
-                let higher = S::lt(old, new);
-                // Lanes that have seen nothing take any maximum.
-                let raise = S::lt(S::add(old, S::splat(tau)), new);
-                m = S::select(raise, new, old);
-                S::store(m_at, m);
-                if args.policy == Policy::MaxOnly {
-                    continue;
-                }
-                stats.possible += S::count(S::and(higher, finite));
-                let rescaled = S::and(raise, finite);
-                stats.rescaled += S::count(rescaled);
-                alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
-            }
-            // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
-            let shift = S::select(S::lt(hidden, m), m, S::splat(0.0));
+        let log2_e = S::splat(log2_e);
+        for z in 0..args.stride / S::LANES {
+            let Some(begun) = begin::<S>(args, z, &mut stats) else { continue };
+            let s = args.s.as_mut_ptr().add(z * S::LANES);
             let mut sum = S::splat(0.0);
-            for key in start..end {
-                let at = s.add(key * stride);
+            for key in args.ranges[z].0..args.ranges[z].1 {
+                let at = s.add(key * args.stride);
                 // Not one fused operation: the maximum must give exactly 1, however large it is.
-                let p = exp.eval(S::mul(S::sub(S::load(at), shift), log2_e), key);
+                let p = exp.eval(S::mul(S::sub(S::load(at), begun.shift), log2_e), key);
                 S::store(at, p);
                 sum = S::add(sum, p);
             }
-            if let Policy::Trust(limit) = args.policy {
-                // NaN counts as within: it would come out of a repetition as well.
-                stats.distrusted += if trust { S::count(S::lt(S::splat(limit), sum)) } else { 0 };
-            }
-            S::store(l_at, S::fma(S::load(l_at), alpha, sum));
-            S::store(alpha_at, alpha);
+            end::<S>(args, z, begun, sum, &mut stats);
         }
     }
     stats
+}
+
+/// A vector of lanes whose maximum is settled.
+pub(in crate::simd) struct Begun<S: Simd> {
+    /// What to subtract from scores.
+    pub shift: S::V,
+    alpha: S::V,
+    trust: bool,
+}
+
+/// Hides what lanes of vector `z` do not see, and settles their maximum; `None` if that was all.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn begin<S: Simd>(
+    args: &mut SoftmaxArgs<'_>,
+    z: usize,
+    stats: &mut SoftmaxStats,
+) -> Option<Begun<S>> {
+    let (stride, lane) = (args.stride, z * S::LANES);
+    let (start, end) = args.ranges[z];
+    // SAFETY: as for `softmax`.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        if start >= end {
+            S::store(args.alpha.as_mut_ptr().add(lane), S::splat(1.0));
+            return None;
+        }
+        let s = args.s.as_mut_ptr().add(lane);
+        let m_at = args.m.as_mut_ptr().add(lane);
+        let (first, last) = args.inner[z];
+        if (first, last) != (start, end) {
+            let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
+            for key in (start..first).chain(last..end) {
+                let at = s.add(key * stride);
+                let j = S::splat(key as f32);
+                // lo <= j as lo < j + 1: both are small integers
+                let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(j, hi));
+                S::store(at, S::select(seen, S::load(at), hidden));
+            }
+        }
+        let old = S::load(m_at);
+        let finite = S::lt(hidden, old);
+        let trust = match args.policy {
+            Policy::Final => true,
+            Policy::Trust(_) => S::count(finite) as usize == S::LANES,
+            _ => false,
+        };
+        let mut m = old;
+        let mut alpha = S::splat(1.0);
+        if !trust {
+            // Eight chains cover the latency of the maximum. NaN scores do not raise it.
+            let mut highest = [hidden; 8];
+            let mut key = start;
+            while key + 8 <= end {
+                for (i, high) in highest.iter_mut().enumerate() {
+                    *high = S::max(S::load(s.add((key + i) * stride)), *high);
+                }
+                key += 8;
+            }
+            while key < end {
+                highest[0] = S::max(S::load(s.add(key * stride)), highest[0]);
+                key += 1;
+            }
+            let mut new = highest[0];
+            for &high in &highest[1..] {
+                new = S::max(high, new);
+            }
+            let tau = match args.policy {
+                Policy::Raise(tau) => tau * std::f32::consts::LN_2 / args.scale,
+                _ => 0.0,
+            };
+            let higher = S::lt(old, new);
+            // Lanes that have seen nothing take any maximum.
+            let raise = S::lt(S::add(old, S::splat(tau)), new);
+            m = S::select(raise, new, old);
+            S::store(m_at, m);
+            if args.policy == Policy::MaxOnly {
+                return None;
+            }
+            stats.possible += S::count(S::and(higher, finite));
+            let rescaled = S::and(raise, finite);
+            stats.rescaled += S::count(rescaled);
+            let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
+            alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
+        }
+        // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
+        Some(Begun { shift: S::select(S::lt(hidden, m), m, S::splat(0.0)), alpha, trust })
+    }
+}
+
+/// Adds a step's sum to those of the lanes.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn end<S: Simd>(
+    args: &mut SoftmaxArgs<'_>,
+    z: usize,
+    begun: Begun<S>,
+    sum: S::V,
+    stats: &mut SoftmaxStats,
+) {
+    // SAFETY: as for `softmax`.
+    unsafe {
+        if let Policy::Trust(limit) = args.policy {
+            // NaN counts as within: it would come out of a repetition as well.
+            stats.distrusted += if begun.trust { S::count(S::lt(S::splat(limit), sum)) } else { 0 };
+        }
+        let l_at = args.l.as_mut_ptr().add(z * S::LANES);
+        S::store(l_at, S::fma(S::load(l_at), begun.alpha, sum));
+        S::store(args.alpha.as_mut_ptr().add(z * S::LANES), begun.alpha);
+    }
 }
 
 /// The element-wise part of backward over a tile `[keys][lanes]`:

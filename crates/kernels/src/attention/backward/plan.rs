@@ -127,6 +127,10 @@ impl Backward {
         if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
             return missing(format!("backward of head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
         }
+        let precision = problem.precision();
+        if precision != fulgurite_core::Precision::Native {
+            return missing(format!("backward of precision {precision}"));
+        }
         let exp = problem.exp();
         if matches!(exp, Exp::Sas { .. }) {
             return missing(format!("backward of exp {exp}"));

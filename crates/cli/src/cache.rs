@@ -1,0 +1,128 @@
+//! `fulgurite cache`: what a saved cache of keys and values holds; making one from tensors.
+
+use crate::args::CacheArgs;
+use crate::io::{Stored, safetensors as tensors};
+use crate::{Failure, say};
+use fulgurite::Tensor;
+use fulgurite::cache::{CacheSpec, KvCache, Parts, Storage, choose_bits};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::{BTreeMap, HashMap};
+
+/// A cache as the bytes of a safetensors file: every array as bytes, the words as metadata.
+///
+/// ```
+/// use fulgurite::{DType, cache::{CacheSpec, KvCache, Storage}};
+/// use fulgurite_cli::cache::{decode, encode};
+/// let spec = CacheSpec { heads: 1, head_dim: 2, value_dim: 2, capacity: 8, storage: Storage::Float(DType::Bf16) };
+/// let cache = KvCache::new(spec)?;
+/// let bytes = encode(&cache)?;
+/// assert_eq!(decode(&bytes)?, cache);
+/// assert!(decode(&bytes[..bytes.len() - 1]).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn encode(cache: &KvCache) -> Result<Vec<u8>, String> {
+    let parts = cache.to_parts();
+    let views: Result<Vec<_>, _> = parts
+        .arrays
+        .iter()
+        .map(|(name, bytes)| Ok((name.as_str(), TensorView::new(Dtype::U8, vec![bytes.len()], bytes)?)))
+        .collect();
+    let words: HashMap<String, String> = parts.words.clone().into_iter().collect();
+    let written = views.and_then(|views| safetensors::serialize(views, Some(words)));
+    written.map_err(|e| format!("cannot write safetensors: {e}"))
+}
+
+/// The cache in the bytes of a file. Any bytes: what is no cache is an error.
+pub fn decode(bytes: &[u8]) -> Result<KvCache, String> {
+    let damaged = |e| format!("not a whole safetensors file ({e}); write it again, it may be cut off");
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(damaged)?;
+    let file = SafeTensors::deserialize(bytes).map_err(damaged)?;
+    let words: BTreeMap<String, String> = header.metadata().clone().unwrap_or_default().into_iter().collect();
+    let arrays = file.iter().map(|(name, view)| (name.to_string(), view.data().to_vec())).collect();
+    KvCache::from_parts(&Parts { words, arrays }).map_err(|e| e.to_string())
+}
+
+/// Runs the command.
+pub fn main(args: &CacheArgs) -> Result<(), Failure> {
+    let name = args.input.display();
+    let bytes = std::fs::read(&args.input).map_err(|e| Failure::input(format_args!("`{name}`: {e}")))?;
+    let given = tensors::decode(&bytes).ok().and_then(|all| match (all.get("k"), all.get("v")) {
+        (Some(Stored::Tensor(k)), Some(Stored::Tensor(v))) if k.shape().len() == 3 => Some((k.clone(), v.clone())),
+        _ => None,
+    });
+    let cache = match &given {
+        Some((k, v)) => pack(k, v, args.two_bit_heads)?,
+        None => decode(&bytes).map_err(|e| Failure::input(format_args!("`{name}`: {e}")))?,
+    };
+    if let Some(output) = &args.output {
+        let bytes = encode(&cache).map_err(Failure::work)?;
+        std::fs::write(output, bytes).map_err(|e| Failure::work(format_args!("`{}`: {e}", output.display())))?;
+    }
+    say(&describe(&cache, given.as_ref()))
+}
+
+/// Tensors `[tokens, heads, dim]` packed; the heads that lose least get two bits.
+fn pack(k: &Tensor, v: &Tensor, two: usize) -> Result<KvCache, Failure> {
+    let [heads, head_dim] = [k.shape()[1], k.shape()[2]];
+    let value_dim = v.shape().last().copied().unwrap_or(0);
+    let values = |x: &Tensor| x.view().to_f64().into_iter().map(|x| x as f32).collect::<Vec<f32>>();
+    if two > heads {
+        return Err(Failure::input(format_args!("`two_bit_heads` is {two}, allowed: 0 to {heads}")));
+    }
+    let storage = Storage::Packed {
+        k: choose_bits(&values(k), heads, head_dim, two),
+        v: choose_bits(&values(v), heads, value_dim, two),
+    };
+    let spec = CacheSpec { heads, head_dim, value_dim, capacity: k.shape()[0].max(1), storage };
+    let mut cache = KvCache::new(spec).map_err(Failure::input)?;
+    cache.append(&k.view(), &v.view()).map_err(Failure::input)?;
+    Ok(cache)
+}
+
+/// Sizes, then a line for each head: bits, the range of what it holds, and the error where the tensors are known.
+fn describe(cache: &KvCache, given: Option<&(Tensor, Tensor)>) -> String {
+    let spec = cache.spec();
+    let (bits, bytes) = (cache.bits_per_element(), cache.size_bytes());
+    let mut text = format!(
+        "{} of {} tokens, {} heads, dims {} and {}: {bytes} bytes, {bits:.3} bits an element, {:.2} times less than 16\n",
+        cache.len(),
+        spec.capacity,
+        spec.heads,
+        spec.head_dim,
+        spec.value_dim,
+        16.0 / bits
+    );
+    for head in 0..spec.heads {
+        let kept = match &spec.storage {
+            Storage::Float(dtype) => dtype.to_string(),
+            Storage::Packed { k, v } => format!("k {} bits, v {} bits", k[head].count(), v[head].count()),
+        };
+        let rows: Vec<[Vec<f32>; 2]> = (0..cache.len()).filter_map(|t| cache.get(t, head)).collect();
+        let sizes = [0, 1].map(|i| rows.iter().flat_map(|r| &r[i]).fold(0.0f32, |m, x| m.max(x.abs())));
+        text += &format!("head {head:3}  {kept}  largest k {:.3}, v {:.3}", sizes[0], sizes[1]);
+        if let Some((k, v)) = given {
+            let error = |i: usize, x: &Tensor| {
+                let dim = x.shape()[2];
+                let (mut off, mut all) = (0.0f64, 0.0f64);
+                for (t, row) in rows.iter().enumerate() {
+                    for (c, &got) in row[i].iter().enumerate() {
+                        let want = x.view().at((t * spec.heads + head) * dim + c);
+                        off += (f64::from(got) - want).powi(2);
+                        all += want * want;
+                    }
+                }
+                (off / all.max(1e-300)).sqrt()
+            };
+            let (k, v) = (error(0, k), error(1, v));
+            // Twenty strokes are an error of 20 %.
+            text += &format!(
+                "  error k {:4.1} % v {:4.1} %  {}",
+                100.0 * k,
+                100.0 * v,
+                "#".repeat(((100.0 * k.max(v)) as usize).min(60))
+            );
+        }
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,97 @@
+//! INT8 attention beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
+//!
+//! `lowp [threads] [seconds]`
+
+use fulgurite_core::format::Bits;
+use fulgurite_core::random::Rng;
+use fulgurite_core::*;
+use fulgurite_cpu::cache::{CacheSpec, KvCache, Storage};
+use fulgurite_cpu::{Options, forward};
+use std::time::Instant;
+
+type Contender<'a> = (String, Box<dyn FnMut() + 'a>);
+
+fn race(seconds: f64, contenders: &mut [Contender<'_>]) -> Vec<(String, f64, f64)> {
+    let mut times = vec![Vec::new(); contenders.len()];
+    let begin = Instant::now();
+    while begin.elapsed().as_secs_f64() < seconds || times[0].len() < 3 {
+        for ((_, run), times) in contenders.iter_mut().zip(&mut times) {
+            let start = Instant::now();
+            run();
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    let summary = times.into_iter().map(|mut t| {
+        t.sort_by(f64::total_cmp);
+        (t[t.len() / 2], t[0])
+    });
+    contenders.iter().map(|c| c.0.clone()).zip(summary).map(|(name, (median, best))| (name, median, best)).collect()
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let number = |i: usize, default: f64| args.get(i).map_or(default, |x| x.parse().expect("a number"));
+    let (threads, seconds) = (number(0, 2.0) as usize, number(1, 2.0));
+    let options = Options { threads: Some(threads), ..Options::default() };
+    let mut rng = Rng::new(1);
+    for (d, s) in [(64, 2048), (128, 2048), (256, 2048), (256, 4096)] {
+        let h = 1024 / d;
+        let shape = [1, s, h, d];
+        let mut random = || Tensor::from_f64(DType::Bf16, &rng.normals(s * h * d, 1.0), &shape).expect("tensor");
+        let [q, k, v] = [random(), random(), random()];
+        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256"]
+            .into_iter()
+            .map(|text| {
+                let builder = Problem::builder().dense(1, s, s).heads(h, h).head_dim(d).dtype(DType::Bf16);
+                (text.into(), builder.precision(text.parse().expect("precision")).build().expect("problem"))
+            })
+            .collect();
+        let mut contenders: Vec<Contender<'_>> = Vec::new();
+        for (name, problem) in &problems {
+            let inputs = Inputs::new(q.view(), k.view(), v.view());
+            let (mut result, options) = (Forward::zeros(problem).expect("outputs"), options);
+            contenders.push((
+                name.clone(),
+                Box::new(move || {
+                    forward(&inputs.bind(problem).expect("fits"), &mut result.outputs(), &options);
+                }),
+            ));
+        }
+        let flops = 4.0 * (h * s * s * d) as f64;
+        let found = race(seconds, &mut contenders);
+        for (name, median, best) in &found {
+            let (rate, top) = (flops / median / 1e9, flops / best / 1e9);
+            let (ratio, by_best) = (found[0].1 / median, found[0].2 / best);
+            println!("d{d} s{s} {name:9} {rate:6.0} GOP/s (best {top:6.0})  x{ratio:.2} ({by_best:.2}) of bf16");
+        }
+    }
+    let (heads, q_heads, d, tokens) = (8, 32, 128, 32768);
+    let storages = [
+        ("bf16", Storage::Float(DType::Bf16)),
+        ("int4", Storage::Packed { k: vec![Bits::Four; heads], v: vec![Bits::Four; heads] }),
+    ];
+    let chunk = Tensor::from_f64(DType::F32, &rng.normals(1024 * heads * d, 1.0), &[1024, heads, d]).expect("tensor");
+    let q = Tensor::from_f64(DType::Bf16, &rng.normals(q_heads * d, 1.0), &[1, q_heads, d]).expect("tensor");
+    let caches: Vec<(String, KvCache)> = storages
+        .into_iter()
+        .map(|(name, storage)| {
+            let spec = CacheSpec { heads, head_dim: d, value_dim: d, capacity: tokens, storage };
+            let mut cache = KvCache::new(spec).expect("cache");
+            (0..tokens / 1024).for_each(|_| cache.append(&chunk.view(), &chunk.view()).expect("room"));
+            (name.to_string(), cache)
+        })
+        .collect();
+    let mut contenders: Vec<Contender<'_>> = Vec::new();
+    for (name, cache) in &caches {
+        let view = q.view();
+        contenders.push((name.clone(), Box::new(move || drop(cache.attend(&view, 0.088, &options).expect("attends")))));
+    }
+    let found = race(seconds, &mut contenders);
+    for ((name, median, best), (_, cache)) in found.iter().zip(&caches) {
+        let (bits, ratio, by_best) = (cache.bits_per_element(), found[0].1 / median, found[0].2 / best);
+        let rate = 1.0 / median;
+        println!(
+            "decode {tokens} {name:5} {rate:6.1} tokens/s, {bits:.3} bits an element, x{ratio:.2} ({by_best:.2}) of bf16"
+        );
+    }
+}

@@ -1,0 +1,322 @@
+//! The five products of backward in bf16 on a matrix unit. The walk is that of [`super`]; here are the operands.
+//!
+//! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q sum
+//! over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
+
+use super::{BLOCK, Item, Row, Work};
+use crate::memory::{Arena, with_workspace};
+use crate::simd::{
+    Ahead, DEPTH, GROUP, GradArgs, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt,
+    Source, Sum, forget,
+};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::unit::{Keys, Products, source};
+use fulgurite_core::{DType, TensorView, bf16};
+use std::ops::Range;
+
+/// The unit, if a problem's gradients run on one.
+pub(super) fn unit(cx: &Context<'_>) -> Option<&'static MatrixKernels> {
+    cx.kernels.matrix.filter(|_| cx.problem.dtype() == DType::Bf16)
+}
+
+/// Tiles along the dimensions of k and v, and groups of their columns.
+struct Sizes {
+    d: usize,
+    dv: usize,
+    d_groups: usize,
+    dv_groups: usize,
+}
+
+impl Sizes {
+    fn new(cx: &Context<'_>) -> Self {
+        let (d, dv) = (cx.d.div_ceil(DEPTH), cx.dv.div_ceil(DEPTH));
+        Sizes { d, dv, d_groups: cx.d.div_ceil(GROUP), dv_groups: cx.dv.div_ceil(GROUP) }
+    }
+}
+
+/// Operands of a run of keys.
+struct KeyPanels<'w> {
+    /// Rows of K and V, and K turned, block by block.
+    k: &'w [f32],
+    v: &'w [f32],
+    k_turned: &'w [f32],
+    /// Whether K is finite, block by block.
+    finite: Vec<bool>,
+}
+
+struct Space<'w> {
+    d_k: &'w mut [f32],
+    d_v: &'w mut [f32],
+    s: &'w mut [f32],
+    dp: &'w mut [f32],
+    derivative: &'w mut [f32],
+    /// Q and dO as columns (summed over dimensions) and as the summed axis.
+    q: &'w mut [f32],
+    d_o: &'w mut [f32],
+    q_pairs: &'w mut [f32],
+    d_o_pairs: &'w mut [f32],
+    p_rows: &'w mut [f32],
+    ds_rows: &'w mut [f32],
+    ds_lanes: &'w mut [f32],
+    /// dQ^T, `[d][lane]`, and a copy of turned keys without those that nobody sees.
+    d_q: &'w mut [f32],
+    k_copy: &'w mut [f32],
+}
+
+/// sum(dO O) of each row of a tile, summed in the order of dP: where a row sees one key, dP - D is 0.
+pub(super) fn row_dots(
+    cx: &Context<'_>,
+    unit: &MatrixKernels,
+    tile: &Tile,
+    [o, d_o]: [&TensorView<'_>; 2],
+) -> [f32; MAX_LANES] {
+    let Sizes { dv, .. } = Sizes::new(cx);
+    let panel = Panels::room(1, dv, 1);
+    let mut dots = [0.0; MAX_LANES];
+    let lanes = MAX_LANES / GROUP * panel;
+    with_workspace(2 * Arena::room(lanes) + GROUP * GROUP, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let [a, b, c] = [lanes, lanes, GROUP * GROUP].map(|n| arena.take(n));
+        let starts = [o, d_o].map(|x| cx.row_starts(tile, x.strides()));
+        unit.narrow.copy(rows(o, &starts[0][..tile.rows], cx.dv), a, dv);
+        unit.narrow.turn(rows(d_o, &starts[1][..tile.rows], cx.dv), b, dv);
+        let _held = unit.hold();
+        for (z, dots) in dots.chunks_exact_mut(GROUP).enumerate().take(tile.rows.div_ceil(GROUP)) {
+            let [a, b] = [&*a, &*b].map(|x| Panels::new(x, dv, 1).at(z, 0));
+            unit.multiply(MatrixMut::at(c, GROUP, 0, 0), a, b, [1, 1, dv], Sum::Fresh, &mut Ahead::default());
+            dots.iter_mut().enumerate().for_each(|(i, dot)| *dot = c[i * GROUP + i]);
+        }
+    });
+    dots
+}
+
+fn rows<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'a> {
+    let data = view.slice::<bf16>().expect("bug in fulgurite: rows of a bf16 problem");
+    RowsAt { data, starts, n }
+}
+
+impl Work<'_> {
+    /// A run of keys against all tiles of queries that see it.
+    pub(super) fn item_on_tiles(&self, item: &Item, unit: &MatrixKernels) {
+        let cx = self.cx;
+        let keys = self.keys(item, item.number);
+        let (n, lanes) = (keys.len().next_multiple_of(DEPTH), cx.kernels.tile);
+        let Sizes { d, dv, d_groups, dv_groups } = Sizes::new(cx);
+        let block_turned = Panels::room(d_groups, KEY_TILES, 1);
+        let sizes = [
+            Panels::room(n / GROUP, d, 1),
+            Panels::room(n / GROUP, dv, 1),
+            n.div_ceil(BLOCK) * block_turned,
+            n * d_groups * GROUP,
+            n * dv_groups * GROUP,
+            BLOCK * lanes,
+            BLOCK * lanes,
+            if cx.problem.score_derivative().is_some() { BLOCK * lanes } else { 0 },
+            Panels::room(lanes / GROUP, d, 1),
+            Panels::room(lanes / GROUP, dv, 1),
+            Panels::room(d_groups, LANE_TILES, 1),
+            Panels::room(dv_groups, LANE_TILES, 1),
+            GradPanels::ROOM,
+            GradPanels::ROOM,
+            GradPanels::ROOM,
+            d_groups * GROUP * lanes,
+            block_turned,
+            // Rows of dQ, `[lane][d]`.
+            lanes * d_groups * GROUP,
+        ];
+        with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
+            let mut arena = Arena::new(workspace);
+            let parts = sizes.map(|n| arena.take(n));
+            let [
+                k,
+                v,
+                k_turned,
+                d_k,
+                d_v,
+                s,
+                dp,
+                derivative,
+                q,
+                d_o,
+                q_pairs,
+                d_o_pairs,
+                p_rows,
+                ds_rows,
+                ds_lanes,
+                d_q,
+                k_copy,
+                d_q_rows,
+            ] = parts;
+            let sequence = &cx.bound.sequences()[item.sequence];
+            let own = |range: Range<usize>| Keys { sequence, head: item.kv_head, range };
+            unit.pack_rows(&source(cx, cx.bound.k(), &own(keys.clone()), cx.d), k, d);
+            unit.pack_rows(&source(cx, cx.bound.v(), &own(keys.clone()), cx.dv), v, dv);
+            let mut finite = Vec::new();
+            for (start, to) in keys.clone().step_by(BLOCK).zip(k_turned.chunks_exact_mut(block_turned)) {
+                // Tiles past the last key are not written.
+                to.fill(0.0);
+                let from: Source<'_> = source(cx, cx.bound.k(), &own(start..(start + BLOCK).min(keys.end)), cx.d);
+                finite.push(unit.pack_turned(&from, to, KEY_TILES));
+            }
+            let panels = KeyPanels { k, v, k_turned, finite };
+            d_k.fill(0.0);
+            d_v.fill(0.0);
+            #[rustfmt::skip]
+            let mut space = Space {
+                d_k, d_v, s, dp, derivative, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q, k_copy,
+            };
+            let _held = unit.hold();
+            for (number, tile) in self.tiles[item.pair].iter().enumerate() {
+                let row = self.row(tile);
+                if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
+                    continue;
+                }
+                self.tile_on_tiles(&row, keys.clone(), &panels, unit, &mut space);
+                let (stride, width) = (row.lanes.stride, d_groups * GROUP);
+                cx.kernels.transpose(space.d_q, stride, d_q_rows, width, width, stride);
+                self.add_to_d_q(item, number, &row, d_q_rows, width);
+            }
+            let (d, dv) = (d_groups * GROUP, dv_groups * GROUP);
+            self.store_keys(item, keys, [space.d_k, space.d_v], [d, dv]);
+        });
+    }
+
+    /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
+    fn tile_on_tiles(
+        &self,
+        row: &Row,
+        keys: Range<usize>,
+        panels: &KeyPanels<'_>,
+        unit: &MatrixKernels,
+        space: &mut Space<'_>,
+    ) {
+        let cx = self.cx;
+        let Sizes { d, dv, d_groups, .. } = Sizes::new(cx);
+        let stride = row.lanes.stride;
+        for (view, n, depth, columns, pairs) in [
+            (cx.bound.q(), cx.d, d, &mut *space.q, &mut *space.q_pairs),
+            (&self.saved.d_o, cx.dv, dv, &mut *space.d_o, &mut *space.d_o_pairs),
+        ] {
+            let starts = cx.row_starts(&row.tile, view.strides());
+            let rows = rows(view, &starts[..row.tile.rows], n);
+            unit.narrow.turn(rows, columns, depth);
+            unit.narrow.pair(rows, pairs, LANE_TILES);
+        }
+        space.d_q[..d_groups * GROUP * stride].fill(0.0);
+        for (number, start) in keys.clone().step_by(BLOCK).enumerate() {
+            for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
+                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                self.block_on_tiles(row, &step, start, number, panels, unit, space);
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // where the block stands, its operands and the workspace
+    fn block_on_tiles(
+        &self,
+        row: &Row,
+        step: &Step,
+        start: usize,
+        number: usize,
+        panels: &KeyPanels<'_>,
+        unit: &MatrixKernels,
+        space: &mut Space<'_>,
+    ) {
+        let cx = self.cx;
+        let Sizes { d, dv, d_groups, dv_groups } = Sizes::new(cx);
+        let (stride, width, first) = (row.lanes.stride, cx.kernels.lanes, number * BLOCK);
+        let none = || Ahead::default();
+        let k = KeyRows {
+            rows: Matrix::new(&panels.k[Panels::room(first / GROUP, d, 1)..], Panels::room(1, d, 1) / GROUP),
+            finite: true,
+        };
+        cx.unit.scores(cx, Products { step, stride, ahead: &mut none() }, k, space.q, space.s);
+        for seg in step.segments(GROUP) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
+            let v = Panels::new(panels.v, dv, 1).at((first + key) / GROUP, 0);
+            let d_o = Panels::new(space.d_o, dv, 1).at(lane / GROUP, 0);
+            let to = MatrixMut::at(space.dp, stride, key, lane);
+            unit.multiply(to, v, d_o, [keys / GROUP, lanes / GROUP, dv], Sum::Fresh, &mut none());
+        }
+        self.weigh(row, step, start, unit, space);
+        for seg in step.segments(GROUP) {
+            let ((key, keys), (z, end)) = (seg.keys(), seg.vectors);
+            let (tile, depth) = (z / 2, end.div_ceil(2) - z / 2);
+            for (rows, pairs, groups, to) in [
+                (&*space.p_rows, &*space.d_o_pairs, dv_groups, &mut *space.d_v),
+                (&*space.ds_rows, &*space.q_pairs, d_groups, &mut *space.d_k),
+            ] {
+                let a = Panels::new(rows, LANE_TILES, 1).at(key / GROUP, tile);
+                let b = Panels::new(pairs, LANE_TILES, 1).at(0, tile);
+                let to = MatrixMut::at(to, groups * GROUP, first + key, 0);
+                unit.multiply(to, a, b, [keys / GROUP, groups, depth], Sum::Onto, &mut none());
+            }
+        }
+        let block = Panels::room(d_groups, KEY_TILES, 1);
+        let mut turned = &panels.k_turned[number * block..(number + 1) * block];
+        if !panels.finite[number] {
+            // The cold path: times a dS of 0, a NaN that nobody may see would show.
+            space.k_copy.copy_from_slice(turned);
+            let unused = |key: &usize| !weighs(step, *key, space.ds_lanes);
+            (0..BLOCK).filter(unused).for_each(|key| forget(space.k_copy, [d_groups, KEY_TILES, 1], key));
+            turned = space.k_copy;
+        }
+        for seg in step.segments(DEPTH) {
+            let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
+            let k = Panels::new(turned, KEY_TILES, 1).at(0, key / DEPTH);
+            let ds = Panels::new(space.ds_lanes, KEY_TILES, 1).at(lane / GROUP, key / DEPTH);
+            let to = MatrixMut::at(space.d_q, stride, 0, lane);
+            unit.multiply(to, k, ds, [d_groups, lanes / GROUP, keys / DEPTH], Sum::Onto, &mut none());
+        }
+    }
+
+    /// From S and dP to P and dS in panels.
+    fn weigh(&self, row: &Row, step: &Step, start: usize, unit: &MatrixKernels, space: &mut Space<'_>) {
+        let cx = self.cx;
+        let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
+        let fused = unit.narrow.suits(cx.exp) && !modified && cx.rounding.is_none();
+        if !fused || step.rest {
+            cx.scale_scores(step, stride, space.s);
+        }
+        if step.rest || modified {
+            let derivative = modified.then_some(&mut *space.derivative);
+            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+        }
+        let mut args = GradArgs {
+            s: space.s,
+            dp: space.dp,
+            stride,
+            ranges: step.ranges,
+            inner: step.inner,
+            lo: &step.lo,
+            hi: &step.hi,
+            hidden: step.rest || modified,
+            lse: &row.lse,
+            max: &row.max,
+            delta: &row.delta,
+            scale: if modified { 1.0 } else { cx.problem.scale() },
+            exp: cx.exp,
+        };
+        let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
+        if fused {
+            let scale = if step.rest { 1.0 } else { cx.unit.score_scale(cx) };
+            return unit.narrow.grad(&args, scale, &mut out);
+        }
+        cx.kernels.grad(&mut args);
+        if modified {
+            self.through_modifier(row, step, start, [args.dp, space.derivative]);
+        }
+        self.round_weights(row, step, args.s);
+        unit.narrow.pack_grad(&args, &mut out);
+    }
+}
+
+/// Whether some lane has a dS other than 0 for a key.
+fn weighs(step: &Step, key: usize, ds_lanes: &[f32]) -> bool {
+    let upper = key % DEPTH >= GROUP;
+    step.ranges.iter().enumerate().any(|(z, &(a, b))| {
+        let at = Panels::room(z * KEY_TILES + key / DEPTH, 1, 1) + key % GROUP * GROUP;
+        let half = |x: &f32| if upper { x.to_bits() >> 16 } else { x.to_bits() & 0xffff };
+        (a..b).contains(&key) && ds_lanes[at..at + GROUP].iter().any(|x| half(x) & 0x7fff != 0)
+    })
+}
