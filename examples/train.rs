@@ -91,7 +91,7 @@ fn fp4(file: Option<&str>) -> Result<()> {
     let start: Vec<Vec<f32>> = model.parameters().iter().map(|p| p.w.clone()).collect();
     // Everybody goes on from the same weights over the same pieces of text, f32 too: what is compared is the attention.
     let runs = [("f32", Precision::Native), ("fp4, exact delta", exact), ("fp4, naive delta", naive)];
-    let mut rows = vec![vec![String::new(); 0]; more as usize];
+    let mut rows = vec![Vec::new(); more as usize];
     let (mut found, mut untrained) = (Vec::new(), 0.0);
     for (name, precision) in runs {
         for (parameter, w) in model.parameters().into_iter().zip(&start) {

@@ -95,6 +95,8 @@ def _forward(q, k, v, extras, description):
 def _backward(q, k, v, extras, o, lse, d_o, d_lse, description):
     if d_o.is_cuda:  # the copy engine reads rows of elements that lie together
         d_o, d_lse = d_o.contiguous(), None if d_lse is None else d_lse.contiguous()
+        # A logit for each head, whose gradient is summed in f32.
+        extras = [x.float() if role == "sinks" else x for role, x in zip(_describe.roles(description), extras)]
     with torch._C._AutoDispatchBelowAutograd():
         return _dispatch.description(description).backward(q, k, v, extras, (o, lse, d_o, d_lse), None)
 

@@ -16,6 +16,9 @@ import fulgurite  # noqa: E402
 def wide_heads(monkeypatch):
     """Heads of 64, as models for a GPU have them."""
     monkeypatch.setattr(small, "SIZES", {**small.SIZES, "hidden_size": 256, "head_dim": 64})
+    # All experts, always: with a choice, rounding would change who is asked.
+    family, options = small.MODELS["gpt_oss"]
+    monkeypatch.setitem(small.MODELS, "gpt_oss", (family, {**options, "num_experts_per_tok": 2}))
 
 
 def pair(name):

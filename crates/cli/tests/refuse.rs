@@ -16,7 +16,7 @@ fn wrong_usage() {
     for (args, line) in [
         (
             &[][..],
-            "no command given; allowed: bench, check, run, doctor, kernel, sim, sim-vs-gpu; try `fulgurite --help`",
+            "no command given; allowed: bench, check, run, cache, doctor, explain, tune, kernel, sim, sim-vs-gpu, cluster, neighbors, svd; try `fulgurite --help`",
         ),
         (&["frob"], "unrecognized subcommand 'frob'; try `fulgurite --help`"),
         (&["bench", "--frob"], "unexpected argument '--frob' found; try `fulgurite bench --help`"),

@@ -296,7 +296,8 @@ fn in_the_pipeline() {
 /// The forward kernel itself: two tiles of queries in one block, and more blocks of keys than a ring has slots.
 #[test]
 fn in_forward_attention() {
-    let case = Case { k_len: 420, ..attention::BASE };
+    let two_stages = Some("groups=2 cols=128 depth=2 end=joined registers=232:40 early=0");
+    let case = Case { k_len: 420, tuning: two_stages, ..attention::BASE };
     let k = || case.kernel();
     let at = |row: &str, n: usize| line(&k(), row, n);
     // The first use of a row after the first wait that leaves a product running: what a step does once it has its scores.

@@ -37,8 +37,16 @@ impl Operand<'_> {
     pub fn pack_left(&mut self, cx: &Context<'_>, k: usize, narrow: &mut Vec<bf16>) {
         let Some(matrix) = cx.matrix else { return };
         self.narrow(cx, narrow);
-        let from =
-            Source { data: (&*narrow).into(), offset: 0, row: self.stride, rows: self.rows.len() / self.stride, n: k };
+        // Rows of bf16 are packed as they lie, in pairs of neighbours; the right operand has pairs half a tile apart.
+        let (rows, row) = (self.rows.len() / self.stride, k.next_multiple_of(DEPTH));
+        let mut ordered = vec![bf16::ZERO; rows * row];
+        for (to, from) in ordered.chunks_exact_mut(row).zip(narrow.chunks_exact(self.stride)) {
+            for (i, &x) in from[..k].iter().enumerate() {
+                let (tile, at) = (i / DEPTH * DEPTH, i % DEPTH);
+                to[tile + 2 * (at % (DEPTH / 2)) + at / (DEPTH / 2)] = x;
+            }
+        }
+        let from = Source { data: (&ordered).into(), offset: 0, row, rows, n: row };
         matrix.pack_rows(&from, self.panels, k.div_ceil(DEPTH));
     }
 
