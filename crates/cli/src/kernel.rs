@@ -6,6 +6,8 @@ use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{AssembleError, Assembler, BuildError, Entry, Hints, Kernel, Report, Target, kernels};
 use serde::Serialize;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::ScopedJoinHandle;
 
 /// Runs `kernel`.
 pub fn main(command: &KernelCommand) -> Result<(), Failure> {
@@ -174,13 +176,28 @@ fn assemble(args: &KernelAssembleArgs) -> Result<(), Failure> {
     };
     let assembler = assembler(&args.tools)?;
     let bar = progress(entries.len());
-    let mut kernels = Vec::new();
-    for entry in entries {
-        bar.set_message(entry.name);
-        kernels.push(assemble_one(&assembler, entry, args.arch)?);
-        bar.inc(1);
-    }
+    // The assembler is another process: as many at a time as there are cores.
+    let workers = std::thread::available_parallelism().map_or(1, |n| n.get()).min(entries.len());
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<Vec<(usize, Assembled)>, Failure> {
+        let mut done = Vec::new();
+        while let Some((i, entry)) = Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, entries.get(i)?)))
+        {
+            bar.set_message(entry.name);
+            done.push((i, assemble_one(&assembler, entry, args.arch)?));
+            bar.inc(1);
+        }
+        Ok(done)
+    };
+    let parts = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let join = |worker: ScopedJoinHandle<'_, _>| worker.join().unwrap_or_else(|e| std::panic::resume_unwind(e));
+        workers.into_iter().map(join).collect::<Result<Vec<_>, Failure>>()
+    })?;
     bar.finish_and_clear();
+    let mut kernels: Vec<_> = parts.into_iter().flatten().collect();
+    kernels.sort_by_key(|(i, _)| *i);
+    let kernels: Vec<Assembled> = kernels.into_iter().map(|(_, kernel)| kernel).collect();
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         arch: args.arch.name(),
