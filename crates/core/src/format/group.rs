@@ -116,9 +116,9 @@ impl std::fmt::Display for GroupFormat {
 ///
 /// ```
 /// use fulgurite_core::format::{GroupFormat, Grouped};
-/// let x = Grouped::new(GroupFormat::NVFP4, &[0.5; 20], 1, 20)?;
+/// let x = Grouped::new(GroupFormat::NVFP4, &[3.0; 20], 1, 20)?;
 /// assert_eq!((x.codes().len(), x.scales().len()), (16, 2)); // two groups of 16, two codes a byte
-/// assert_eq!(x.decode(), [0.5; 20]);
+/// assert_eq!(x.decode(), [3.0; 20]);
 /// # Ok::<(), fulgurite_core::format::FormatError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
