@@ -96,21 +96,24 @@ def test_generation(name):
         torch.testing.assert_close(a, b, atol=5e-4, rtol=1e-3)
 
 
+def trained(each, batch, steps=4):
+    """The losses of a few steps."""
+    optimizer, losses = torch.optim.SGD(each.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = each.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name):
     ours, theirs = pair(name)
     batch = padded("right")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    losses = []
-    for each in (ours, theirs):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        losses.append([])
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = each.train()(**batch).loss
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+    losses = [trained(each, batch) for each in (ours, theirs)]
     assert losses[0][-1] < losses[0][0]
     torch.testing.assert_close(*map(torch.tensor, losses), atol=1e-3, rtol=1e-3)
     gradients = dict(theirs.named_parameters())

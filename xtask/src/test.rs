@@ -67,8 +67,20 @@ pub fn run(report: &mut Report, extent: Extent) {
         report.step("engines against the oracle on random problems", || {
             must(&mut cargo(&["run", "--release", "--package", "fulgurite-cli", "--", "check", "--long", "300"]))
         });
-        report.step("kernels on the simulator: more seeds, more odd kernels", || {
-            must(cargo(&["test", "--package", "fulgurite-sim", "--tests"]).env("FULGURITE_LONG", "1"))
+        report.step("random tests of engines and of kernels on the simulator: more seeds", || {
+            must(
+                cargo(&[
+                    "test",
+                    "--package",
+                    "fulgurite-sim",
+                    "--package",
+                    "fulgurite-cpu",
+                    "--package",
+                    "fulgurite",
+                    "--tests",
+                ])
+                .env("FULGURITE_LONG", "1"),
+            )
         });
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
         report.step("the wheel against PyTorch and transformers", python::torch_tests);

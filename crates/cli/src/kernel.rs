@@ -181,13 +181,13 @@ fn assemble(args: &KernelAssembleArgs) -> Result<(), Failure> {
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Assembled)>, Failure> {
         let mut done = Vec::new();
-        while let Some((i, entry)) = Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, entries.get(i)?)))
-        {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some(entry) = entries.get(i) else { return Ok(done) };
             bar.set_message(entry.name);
             done.push((i, assemble_one(&assembler, entry, args.arch)?));
             bar.inc(1);
         }
-        Ok(done)
     };
     let parts = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();

@@ -52,14 +52,13 @@ fn gradients_of_the_table_are_right() {
     assert_eq!(ran, table.len() - REFUSED);
 }
 
-/// A hundred random mixtures of shapes and features.
+/// Random mixtures of shapes and features, of which kernels have most: a hundred with `FULGURITE_LONG`.
 #[test]
-#[ignore = "minutes"]
 fn gradients_of_random_problems_are_right() {
     let drawn = (0..).map(|seed| cases::random(seed, if seed % 2 == 0 { DType::Bf16 } else { DType::F16 }));
-    let cases: Vec<Case> = drawn.take(140).collect();
+    let [all, most] = if std::env::var_os("FULGURITE_LONG").is_some() { [140, 100] } else { [8, 4] };
+    let cases: Vec<Case> = drawn.take(all).collect();
     let (ran, wrong) = run(&cases);
-    println!("{ran} of {} ran", cases.len());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(ran >= 100, "{ran} ran");
+    assert!(ran >= most, "{ran} of {all} ran");
 }
