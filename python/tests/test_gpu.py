@@ -127,6 +127,22 @@ def test_modifiers_have_gradients():
         close(a, b)
 
 
+@pytest.mark.parametrize("dim", [64, 100, 7])
+def test_gradients_of_rows_that_must_be_copied(dim):
+    """Rows that lie between others, and head dims that are no multiple of 8."""
+    torch.manual_seed(0)
+    whole = torch.randn(1, 200, 2, 3 * dim + 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (whole[..., i * dim + 1 :][..., :dim] for i in range(3))
+    o = fulgurite.attention(q, k, v, causal=True)
+    d_o = torch.randn_like(o)
+    (got,) = torch.autograd.grad(o, whole, d_o)
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / dim**0.5
+    hidden = torch.ones(200, 200, device="cuda").triu(1).bool()
+    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v.float())
+    (want,) = torch.autograd.grad(plain, whole, d_o.float())
+    assert (got.float() - want).norm() <= 0.01 * want.norm()
+
+
 def test_block_masks_have_gradients():
     """Two sequences with masks of their own: documents of 100 positions, and a window."""
     torch.manual_seed(0)

@@ -430,7 +430,16 @@ impl Engine for OnDevice {
             let room = to.as_ref().map(|to| self.room(memory, 4 * to.shape().count())).transpose()?;
             tensors.d_aux.push(room);
         }
-        let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
+        let (multiprocessors, mut modules) = (self.device.multiprocessors(), modules);
+        let launches = match plan.copies(&tensors) {
+            None => plan.plan(&kernels, &tensors, scratch, multiprocessors),
+            Some(copies) => {
+                let (copying, loaded) = self.copying()?;
+                modules.extend(loaded);
+                let room = self.room(memory, copies.bytes() as usize)?;
+                plan.with_copies((&copies, &copying, room), &kernels, &tensors, scratch, multiprocessors)
+            }
+        };
         let launches = launches.map_err(|missing| self.refuse(missing.feature))?;
         self.launch(&launches, &modules, run)?;
         self.download(d_q.span, &mut gradients.d_q)?;

@@ -5,6 +5,7 @@ use super::{Derived, Features, Order, Share, Tuning, cover, finish, is_one, main
 use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
+use crate::attention::repack::{Copies, Copying, Direction, Named};
 use crate::attention::work::Ragged;
 use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
@@ -36,7 +37,7 @@ pub struct Backward {
     number: Number,
     features: Features,
     tuning: Tuning,
-    /// Elements of a row of q and k, and of v and o.
+    /// Elements of a row of q and k, and of v and o, in whole units of 16 bytes.
     dims: [u64; 2],
     layout: Layout,
     /// Query heads, key/value heads.
@@ -128,9 +129,11 @@ impl Backward {
             other => return missing(format!("dtype {other}")),
         };
         let dims = [problem.head_dim(), problem.value_dim()];
-        if let Some(d) = dims.into_iter().find(|d| !d.is_multiple_of(UNIT) || *d > MOST) {
-            return missing(format!("backward of head_dim {d} (it has multiples of {UNIT} up to {MOST})"));
+        if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
+            return missing(format!("backward of head_dim {d} (it has them up to {MOST})"));
         }
+        // Rows that are no multiple of it are copied to where they are.
+        let dims = dims.map(|d| d.next_multiple_of(UNIT));
         let precision = problem.precision();
         if precision != fulgurite_core::Precision::Native {
             return missing(format!("backward of precision {precision}"));
@@ -282,6 +285,28 @@ impl Backward {
     fn fixed_order(&self) -> u64 {
         let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
         (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(8, 64)
+    }
+
+    /// The copies of tensors that a call needs before and after its kernels, if any.
+    pub fn copies(&self, tensors: &Tensors) -> Option<Copies> {
+        Copies::of(&named(tensors), self.features.ragged.any())
+    }
+
+    /// The launches of a call whose tensors must be copied, in order; `room` is memory for the copies.
+    pub fn with_copies(
+        &self,
+        (copies, copying, room): (&Copies, &Copying, Span),
+        kernels: &Kernels,
+        tensors: &Tensors,
+        scratch: Span,
+        multiprocessors: u32,
+    ) -> Result<Plan, Missing> {
+        let (rows, [mut launches, after]) = copies.launches(copying, &named(tensors), room)?;
+        let [q, k, v, o, d_o, d_q, d_k, d_v] = rows;
+        let copied = Tensors { q, k, v, o, d_o, d_q, d_k, d_v, ..tensors.clone() };
+        launches.extend(self.plan(kernels, &copied, scratch, multiprocessors)?.launches);
+        launches.extend(after);
+        Ok(Plan { launches })
     }
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
@@ -540,6 +565,23 @@ fn seen(spans: &[MaskSpan], [rows, cols]: [usize; 2]) -> Range<usize> {
         spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
     };
     all(0).start..all(rows - 1).end
+}
+
+/// The rows of a call, as they would be copied.
+fn named(tensors: &Tensors) -> [Named; 8] {
+    let &Tensors { q, k, v, o, d_o, d_q, d_k, d_v, .. } = tensors;
+    let input = |name, placed| (name, placed, Direction::Pack);
+    let result = |name, placed| (name, placed, Direction::Unpack);
+    [
+        input("q", q),
+        input("k", k),
+        input("v", v),
+        input("o", o),
+        input("d_o", d_o),
+        result("d_q", d_q),
+        result("d_k", d_k),
+        result("d_v", d_v),
+    ]
 }
 
 /// Strides of batch, row and head in pairs of elements.
