@@ -2,7 +2,8 @@
 
 use crate::Error;
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{Frame, Worth};
+use fulgurite_cpu::scan::{Digits, Frame, Worth};
+use std::borrow::Cow;
 
 /// How near two points are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -143,6 +144,50 @@ impl<'a> Points<'a> {
             return Err(Error::NoAngle { arg, row });
         }
         Ok(self)
+    }
+}
+
+/// Points that an index searches: borrowed, or its own.
+#[derive(Debug, Clone)]
+pub(crate) struct Kept<'a> {
+    data: Cow<'a, [f32]>,
+    n: usize,
+    d: usize,
+}
+
+impl<'a> Kept<'a> {
+    pub fn borrowed(points: Points<'a>) -> Kept<'a> {
+        Kept { data: Cow::Borrowed(points.data), n: points.n, d: points.d }
+    }
+
+    pub fn points(&self) -> Points<'_> {
+        Points { data: &self.data, n: self.n, d: self.d }
+    }
+
+    pub fn into_owned(self) -> Kept<'static> {
+        Kept { data: Cow::Owned(self.data.into_owned()), n: self.n, d: self.d }
+    }
+}
+
+/// What products must keep where scores may be off by so much of the norms of their rows, and whether what is within their
+/// error is looked at again.
+pub(crate) fn precision(score_tolerance: Option<f64>) -> (Digits, bool) {
+    match score_tolerance {
+        // One bf16 leaves 2^-7 of a product, two leave 2^-14.
+        Some(allowed) if allowed >= 2f64.powi(-6) => (Digits::Eight, false),
+        Some(allowed) if allowed >= 2f64.powi(-12) => (Digits::Sixteen, false),
+        _ => (Digits::Sixteen, true),
+    }
+}
+
+/// Refuses what is no tolerance.
+pub(crate) fn checked_tolerance(score_tolerance: Option<f64>) -> Result<(), Error> {
+    match score_tolerance.filter(|x| x.is_nan() || *x < 0.0) {
+        None => Ok(()),
+        Some(got) => {
+            let (allowed, hint) = ("0 or more", "leave it out to be exact");
+            Err(Error::Value { arg: "score_tolerance", got, allowed, hint })
+        }
     }
 }
 

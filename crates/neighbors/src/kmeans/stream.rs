@@ -34,7 +34,7 @@ impl KMeans<'_> {
         let frame = moments.frame(self.metric);
         let stop = self.stop(&moments);
         let mut centroids = self.first_of(source, 2 * rows)?;
-        let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+        let assign = Assign::new(scanner, &frame, self.metric, self.exact());
         let mut labels = vec![u32::MAX; n];
         let (mut steps, mut settled, mut moved) = (0, false, 0.0);
         while steps < self.max_steps && !settled {
@@ -89,7 +89,7 @@ impl KMeans<'_> {
             let points = Points::new(&buffer, [batch, d])?.with_angles("points", self.metric)?;
             moments.add(points, scanner.threads());
             let frame = moments.frame(self.metric);
-            let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+            let assign = Assign::new(scanner, &frame, self.metric, self.exact());
             assign.labels(points, &assign.keys(&centroids, d), &centroids, &mut labels);
             moved = follow(&mut centroids, &mut seen, points, &labels, self.metric);
             steps += 1;
@@ -108,7 +108,7 @@ impl KMeans<'_> {
             })?;
             all.frame(self.metric)
         };
-        let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+        let assign = Assign::new(scanner, &frame, self.metric, self.exact());
         let (keys, mut inertia, mut labels) = (assign.keys(&centroids, d), 0.0, vec![u32::MAX; n]);
         each_part(source, rows, |first, points| {
             let own = &mut labels[first..first + points.len()];
