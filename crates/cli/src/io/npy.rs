@@ -153,11 +153,3 @@ pub fn encode(tensor: &Tensor) -> Result<Vec<u8>, String> {
     };
     written.map_err(|e| format!("cannot write npy: {e}"))
 }
-
-/// Writes each tensor to `NAME.npy` in a folder.
-pub fn write_folder(folder: &Path, tensors: &[(String, &Tensor)]) -> Result<(), Failure> {
-    for (name, tensor) in tensors {
-        write_file(&folder.join(format!("{name}.npy")), &encode(tensor).map_err(Failure::work)?)?;
-    }
-    Ok(())
-}
