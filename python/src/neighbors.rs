@@ -206,8 +206,8 @@ pub fn assign(
 
 /// Rows that can be searched, exactly or in inverted lists.
 enum Searched {
-    All(NeighborIndex<'static>),
-    Lists(IvfIndex<'static>),
+    All(Box<NeighborIndex<'static>>),
+    Lists(Box<IvfIndex<'static>>),
 }
 
 /// An index over a copy of rows. `asked` is metric, score tolerance and threads; `lists`, where search is approximate, their
@@ -234,12 +234,12 @@ impl Index {
         let made = py.detach(|| match lists {
             None => {
                 let index = NeighborIndex::with_tolerance(points, metric, options, tolerance)?;
-                Ok(Searched::All(index.into_owned()))
+                Ok(Searched::All(Box::new(index.into_owned())))
             }
             Some((count, seed, steps)) => {
                 let lists = Ivf::new(count).metric(metric).seed(seed).steps(steps);
                 let index = lists.score_tolerance(tolerance).options(options).build(points)?;
-                Ok(Searched::Lists(index.into_owned()))
+                Ok(Searched::Lists(Box::new(index.into_owned())))
             }
         });
         made.map(Index).map_err(refused)

@@ -233,10 +233,18 @@ fn odd_rows_go_through_every_command() {
     let folder = folder("points-odd");
     let row = |values: Vec<f32>, shape: [usize; 2]| Tensor::new(values, &shape).unwrap();
     for (name, points, refused) in [
-        ("nan", row(vec![1.0, 2.0, f32::NAN, 4.0], [2, 2]), Some("`points` row 1 column 0 is NaN, allowed: finite numbers")),
+        (
+            "nan",
+            row(vec![1.0, 2.0, f32::NAN, 4.0], [2, 2]),
+            Some("`points` row 1 column 0 is NaN, allowed: finite numbers"),
+        ),
         ("inf", row(vec![1.0, f32::INFINITY], [2, 1]), Some("`points` row 1 column 0 is inf, allowed: finite numbers")),
         ("no rows", row(vec![], [0, 2]), Some("`points` has shape [0, 2], allowed: at least one row and one column")),
-        ("no columns", row(vec![], [2, 0]), Some("`points` has shape [2, 0], allowed: at least one row and one column")),
+        (
+            "no columns",
+            row(vec![], [2, 0]),
+            Some("`points` has shape [2, 0], allowed: at least one row and one column"),
+        ),
         ("one", row(vec![3.0, 4.0], [1, 2]), None),
         ("same", row(vec![0.5; 60], [20, 3]), None),
     ] {

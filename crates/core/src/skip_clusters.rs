@@ -98,12 +98,12 @@ impl HeadClusters {
         let mut counts = vec![0.0; names.len()];
         let count = k_len.div_ceil(cols);
         let (mut tiles, mut odd) = (Vec::with_capacity(count), vec![false; count]);
-        for tile in 0..count {
+        for (tile, odd) in odd.iter_mut().enumerate() {
             let mut own: Vec<usize> = Vec::new();
             for key in tile * cols..((tile + 1) * cols).min(k_len) {
                 let values = row(key);
                 if values.iter().any(|x| !x.is_finite()) {
-                    odd[tile] = true;
+                    *odd = true;
                     continue;
                 }
                 let cluster = names.partition_point(|&name| name < label(key));
@@ -151,7 +151,7 @@ mod tests {
         let bound = problem.bind(&inputs).unwrap().with_clusters(&labels).unwrap();
         let (q, k) = (q.view().to_f64(), k.view().to_f64());
         bound.each(|s, head, tile| {
-            let mut shares = vec![0.0; N / 16];
+            let mut shares = [0.0; N / 16];
             for i in tile * 32..(tile + 1) * 32 {
                 let dot = |j: usize| (0..d).map(|c| q[i * d + c] * k[j * d + c]).sum::<f64>();
                 let weights: Vec<f64> = (0..N).map(|j| (dot(j) / (d as f64).sqrt()).exp()).collect();

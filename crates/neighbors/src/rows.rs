@@ -118,15 +118,11 @@ impl RowSource for FileRows {
     }
 
     fn read(&self, first: usize, out: &mut [f32]) -> Result<(), Error> {
-        let mut bytes = [0u8; 1 << 15];
-        let mut at = self.offset + (first * self.shape[1] * 4) as u64;
-        for part in out.chunks_mut(bytes.len() / 4) {
-            let own = &mut bytes[..part.len() * 4];
-            read_at(&self.file, at, own).map_err(|e| self.changed(format!("at byte {at}: {e}")))?;
-            for (x, four) in part.iter_mut().zip(own.chunks_exact(4)) {
-                *x = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-            }
-            at += own.len() as u64;
+        let at = self.offset + (first * self.shape[1] * 4) as u64;
+        read_at(&self.file, at, bytemuck::cast_slice_mut(out))
+            .map_err(|e| self.changed(format!("at byte {at}: {e}")))?;
+        if cfg!(target_endian = "big") {
+            out.iter_mut().for_each(|x| *x = f32::from_bits(x.to_bits().swap_bytes()));
         }
         Ok(())
     }

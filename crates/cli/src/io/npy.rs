@@ -1,6 +1,6 @@
 //! Tensors in a folder of npy files, each named after its tensor.
 
-use super::{Stored, Tensors, narrow, reason, write_file};
+use super::{Stored, Tensors, narrow, reason};
 use crate::Failure;
 use fulgurite::{DType, Tensor, TensorView, f16};
 use npyz::{NpyFile, Order, WriterBuilder};
