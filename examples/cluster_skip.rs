@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         (off / full.iter().map(|&x| square(x)).sum::<f64>()).sqrt()
     };
     println!("who speaks for the keys             kept   relative error");
-    let mut show = |name: &str, proxy: Proxy, clusters: bool| -> Result<(f64, f64), Box<dyn std::error::Error>> {
+    let show = |name: &str, proxy: Proxy, clusters: bool| -> Result<(f64, f64), Box<dyn std::error::Error>> {
         let (kept, some) = run(Some(proxy), clusters)?;
         let error = error(&some);
         println!("{name:34} {:4.1}%  {error:15.1e}", 100.0 * kept);
