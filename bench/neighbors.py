@@ -149,6 +149,7 @@ def knn(rounds):
         rounds,
         {
             "ours": lambda: NearestNeighbors(n_neighbors=k).fit(base).kneighbors(queries),
+            "ours, bf16": lambda: NearestNeighbors(n_neighbors=k, score_tolerance=1 / 64).fit(base).kneighbors(queries),
             "scikit-learn": lambda: Theirs(n_neighbors=k, algorithm="brute").fit(base).kneighbors(queries),
             "faiss": by_faiss,
         },
@@ -170,6 +171,7 @@ def knn(rounds):
         "over_scikit_learn": medians["scikit-learn"] / medians["ours"],
         "over_faiss": medians["faiss"] / medians["ours"],
         "recall_of_300_queries": recall,
+        "recall_of_bf16": agree(results["ours, bf16"][1]),
         "share_of_neighbours_scikit_learn_has_too": agree(results["scikit-learn"][1]),
         "share_of_neighbours_faiss_has_too": agree(results["faiss"]),
         "bars": {
@@ -319,24 +321,69 @@ def file_child(path, memory_bytes):
     return {"extra_bytes": extra, "digest": digest, "inertia": found[0].inertia_}
 
 
+def cut_child(path, mapped):
+    """Fits rows of a file that another thread cuts short meanwhile; tells how that ends, if it is there to tell."""
+    import threading
+
+    source = np.load(path, mmap_mode="r") if mapped == "mapped" else path
+    threading.Timer(0.3, lambda: os.truncate(path, 1 << 20)).start()
+    try:
+        KMeans(64, init="random", max_iter=1000, tol=0.0, memory_bytes=48 << 20).fit(source)
+    except ValueError as error:
+        return str(error)
+
+
 def file(rounds):
     import hashlib
 
     n, d, allowed = 1_500_000, 64, 48 << 20
     x = normal(11, n, d)
-    with tempfile.TemporaryDirectory() as folder:
+    asked = dict(init="random", random_state=1, max_iter=5, tol=0.0)
+
+    def cold(path):
+        """Drops the file from the page cache."""
+        with open(path, "rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return path
+
+    with tempfile.TemporaryDirectory(dir=HERE.parent / "target") as folder:
         path = Path(folder) / "rows.npy"
         np.save(path, x)
+        with open(path, "rb+") as handle:
+            os.fsync(handle.fileno())
         apart = child("file", path, allowed)
         size = path.stat().st_size
-    fit = KMeans(64, init="random", random_state=1, max_iter=5, tol=0.0).fit(x)
+        read = lambda: KMeans(64, **asked, memory_bytes=allowed).fit(path)
+        mapped = lambda: KMeans(64, **asked).fit(np.load(path, mmap_mode="r"))
+        medians, seconds, results = race(
+            rounds,
+            {
+                "read by position": read,
+                "mapped": mapped,
+                "in memory": lambda: KMeans(64, **asked).fit(x),
+                "read by position, cold": lambda: (cold(path), read())[1],
+                "mapped, cold": lambda: (cold(path), mapped())[1],
+            },
+        )
+        labels = [found.labels_.tobytes() for found in results.values()]
+        ends = {}
+        for way in ("read", "mapped"):
+            np.save(path, x)
+            run = subprocess.run([sys.executable, __file__, "--child", "cut", str(path), way], capture_output=True, text=True)
+            ends[way] = f"signal {-run.returncode}" if run.returncode < 0 else str(json.loads(run.stdout)).split(": ", 1)[1]
+    fit = KMeans(64, **asked).fit(x)
     digest = hashlib.sha256(fit.labels_.tobytes() + fit.cluster_centers_.tobytes()).hexdigest()
     return {
         "file_bytes": size,
         "allowed_bytes": allowed,
         "extra_bytes": apart["extra_bytes"],
         "labels_bytes": n * 4,
+        "median_seconds": medians,
+        "seconds": seconds,
+        "cut_short_meanwhile": ends,
         "bars": {
+            "a file cut short is an error": ends["read"].startswith("changed while it was read"),
+            "same labels read, mapped and in memory": len(set(labels)) == 1,
             "the file is larger than the memory allowed": size > allowed,
             "peak within what is allowed, labels and 16 MiB": apart["extra_bytes"] <= allowed + 2 * n * 4 + (16 << 20),
             "same labels and centroids as in memory": digest == apart["digest"],
@@ -369,7 +416,7 @@ def versions():
 
 def main():
     if sys.argv[1:2] == ["--child"]:
-        print(json.dumps({"memory": memory_child, "file": file_child}[sys.argv[2]](*sys.argv[3:])))
+        print(json.dumps({"memory": memory_child, "file": file_child, "cut": cut_child}[sys.argv[2]](*sys.argv[3:])))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")

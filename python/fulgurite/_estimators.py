@@ -56,6 +56,19 @@ class Estimator:
         return value
 
 
+def whole(name, value, most):
+    """A whole number as Rust can take it; whether it is too large is said there."""
+    import operator
+
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise ValueError(f"`{name}` is {value!r}, allowed: 1 to {most}")
+    return number
+
+
 def seed_of(random_state):
     """A seed from scikit-learn's random_state: a number, or None for 0 (results repeat unless asked otherwise)."""
     if random_state is None:

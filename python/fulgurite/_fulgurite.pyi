@@ -79,9 +79,17 @@ class Clusters:
 def assign(
     points: Any, centroids: Any, metric_name: str, threads: int | None, labels: Any | None, distances: Any | None
 ) -> float: ...
-def kneighbors(
-    base: Any, queries: Any | None, k: int, asked: tuple[str, int | None], rows: Any, distances: Any
-) -> None: ...
+
+@final
+class Index:
+    """Rows that can be searched, exactly or in inverted lists (their number, the seed and the steps of k-means)."""
+
+    def __new__(
+        cls, points: Any, asked: tuple[str, float | None, int | None], lists: tuple[int, int, int] | None = None
+    ) -> Index: ...
+    def search(self, queries: Any | None, k: int, probes: int, rows: Any, distances: Any) -> None: ...
+    def recall(self, queries: Any, k: int, probes: int) -> float: ...
+
 def hdbscan(
     points: Any, asked: tuple[int, int | None, bool, int | None], labels: Any, probabilities: Any
 ) -> list[float]: ...

@@ -39,7 +39,7 @@ mod _fulgurite {
     #[pymodule_export]
     use crate::gpu::Gpu;
     #[pymodule_export]
-    use crate::neighbors::{Clusters, assign, dbscan, hdbscan, kneighbors, project, svd};
+    use crate::neighbors::{Clusters, Index, assign, dbscan, hdbscan, project, svd};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -3,8 +3,8 @@
 
 use crate::array::{Array, Claims, wrong};
 use fulgurite::neighbors::{
-    Dbscan, Decomposition, FileRows, Hdbscan, Init, KMeans, KMeansModel, Method, Metric, NeighborIndex, Options, Pca,
-    Points, TruncatedSvd,
+    Dbscan, Decomposition, FileRows, Hdbscan, Init, Ivf, IvfIndex, KMeans, KMeansModel, Method, Metric, NeighborIndex,
+    Options, Pca, Points, TruncatedSvd,
 };
 use fulgurite_core::DataMut;
 use pyo3::prelude::*;
@@ -204,41 +204,87 @@ pub fn assign(
     Ok(inertia)
 }
 
-/// The k nearest rows of `base` for each query, or for each of its own rows the nearest others. Writes i32 and f32.
-#[pyfunction]
-pub fn kneighbors(
-    py: Python<'_>,
-    base: Any<'_, '_>,
-    queries: Option<Any<'_, '_>>,
-    k: usize,
-    asked: (String, Option<usize>),
-    rows: Any<'_, '_>,
-    distances: Any<'_, '_>,
-) -> PyResult<()> {
-    let array = Array::read("X", base)?;
-    let other = queries.map(|queries| Array::read("X", queries)).transpose()?;
-    let mut claims = Claims::default();
-    let all = read("X", &array, &mut claims)?;
-    let base = Points::named("X", all, shape("X", &array)?).map_err(refused)?;
-    let asks = match &other {
-        None => None,
-        Some(array) => {
-            let all = read("X", array, &mut claims)?;
-            Some(Points::named("X", all, shape("X", array)?).map_err(refused)?)
-        }
-    };
-    let metric = metric(&asked.0)?;
-    let found = py
-        .detach(|| {
-            let index = NeighborIndex::new(base, metric, options(asked.1))?;
-            match asks {
-                Some(queries) => index.search(queries, k),
-                None => index.search_self(k),
+/// Rows that can be searched, exactly or in inverted lists.
+enum Searched {
+    All(Box<NeighborIndex<'static>>),
+    Lists(Box<IvfIndex<'static>>),
+}
+
+/// An index over a copy of rows. `asked` is metric, score tolerance and threads; `lists`, where search is approximate, their
+/// number, the seed and the steps of k-means.
+#[pyclass(frozen)]
+pub struct Index(Searched);
+
+#[pymethods]
+impl Index {
+    #[new]
+    #[pyo3(signature = (points, asked, lists=None))]
+    fn new(
+        py: Python<'_>,
+        points: Any<'_, '_>,
+        asked: (String, Option<f64>, Option<usize>),
+        lists: Option<(usize, u64, usize)>,
+    ) -> PyResult<Index> {
+        let array = Array::read("X", points)?;
+        let mut claims = Claims::default();
+        let rows = read("X", &array, &mut claims)?;
+        let points = Points::named("X", rows, shape("X", &array)?).map_err(refused)?;
+        let (name, tolerance, threads) = asked;
+        let (metric, options) = (metric(&name)?, options(threads));
+        let made = py.detach(|| match lists {
+            None => {
+                let index = NeighborIndex::with_tolerance(points, metric, options, tolerance)?;
+                Ok(Searched::All(Box::new(index.into_owned())))
             }
+            Some((count, seed, steps)) => {
+                let lists = Ivf::new(count).metric(metric).seed(seed).steps(steps);
+                let index = lists.score_tolerance(tolerance).options(options).build(points)?;
+                Ok(Searched::Lists(Box::new(index.into_owned())))
+            }
+        });
+        made.map(Index).map_err(refused)
+    }
+
+    /// The k nearest rows of each query, or of each row the nearest others, in `probes` lists where there are lists. Writes i32
+    /// and f32.
+    fn search(
+        &self,
+        py: Python<'_>,
+        queries: Option<Any<'_, '_>>,
+        k: usize,
+        probes: usize,
+        rows: Any<'_, '_>,
+        distances: Any<'_, '_>,
+    ) -> PyResult<()> {
+        let array = queries.map(|queries| Array::read("X", queries)).transpose()?;
+        let mut claims = Claims::default();
+        let asks = array.as_ref().map(|array| asking(array, &mut claims)).transpose()?;
+        let found = py.detach(|| match (&self.0, asks) {
+            (Searched::All(index), Some(asks)) => index.search(asks, k),
+            (Searched::All(index), None) => index.search_self(k),
+            (Searched::Lists(index), Some(asks)) => index.search(asks, k, probes),
+            (Searched::Lists(index), None) => index.search_self(k, probes),
+        });
+        let found = found.map_err(refused)?;
+        fill("rows", rows, Values::I32(&signed(&found.rows)))?;
+        fill("distances", distances, Values::F32(&found.distances))
+    }
+
+    /// The share of the true k nearest rows that a search with so many probes finds.
+    fn recall(&self, py: Python<'_>, queries: Any<'_, '_>, k: usize, probes: usize) -> PyResult<f64> {
+        let array = Array::read("X", queries)?;
+        let mut claims = Claims::default();
+        let asks = asking(&array, &mut claims)?;
+        py.detach(|| match &self.0 {
+            Searched::All(_) => Ok(1.0),
+            Searched::Lists(index) => index.recall(asks, k, probes),
         })
-        .map_err(refused)?;
-    fill("rows", rows, Values::I32(&signed(&found.rows)))?;
-    fill("distances", distances, Values::F32(&found.distances))
+        .map_err(refused)
+    }
+}
+
+fn asking<'a>(array: &'a Array, claims: &mut Claims<'a>) -> PyResult<Points<'a>> {
+    Points::named("X", read("X", array, claims)?, shape("X", array)?).map_err(refused)
 }
 
 /// HDBSCAN: writes labels (i32) and probabilities (f32); returns stabilities.

@@ -7,7 +7,7 @@ import pytest
 
 from fulgurite.cluster import DBSCAN, HDBSCAN, KMeans
 from fulgurite.decomposition import PCA, TruncatedSVD
-from fulgurite.neighbors import NearestNeighbors
+from fulgurite.neighbors import IVFNeighbors, NearestNeighbors
 
 
 def blobs(n=400, d=6, centres=4, seed=0):
@@ -84,6 +84,57 @@ def test_neighbours_beside_scikit_learn():
     got = NearestNeighbors(n_neighbors=5).fit(x).kneighbors()
     assert (got[1] == want[1]).mean() > 0.999
     np.testing.assert_allclose(got[0], want[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
+def test_inverted_lists(metric):
+    rng = np.random.default_rng(15)
+    base, queries = (rng.standard_normal((n, 10)).astype(np.float32) for n in (2000, 50))
+    lists = IVFNeighbors(n_neighbors=6, n_lists=20, metric=metric, random_state=3).fit(base)
+    recalls = [lists.recall(queries, n_probes=probes) for probes in (1, 5, 20)]
+    assert 0.1 < recalls[0] < recalls[1] < recalls[2] == 1.0
+    exact = NearestNeighbors(n_neighbors=6, metric=metric).fit(base)
+    want, got = exact.kneighbors(queries), lists.kneighbors(queries, n_probes=20)
+    assert (got[1] == want[1]).all() and (got[0] == want[0]).all()
+    some = lists.kneighbors(queries, return_distance=False)
+    found = np.mean([len(set(a) & set(b)) for a, b in zip(some, want[1])]) / 6
+    assert found == pytest.approx(lists.recall(queries))
+    # Of each row the nearest others.
+    own = lists.kneighbors(n_neighbors=2, n_probes=20, return_distance=False)
+    assert (own == exact.kneighbors(n_neighbors=2, return_distance=False)).all()
+    again = pickle.loads(pickle.dumps(lists))
+    assert (again.kneighbors(queries)[1] == some).all()
+    assert (lists.set_params(n_probes=20).kneighbors(queries)[1] == want[1]).all()
+
+
+def test_inverted_lists_beside_scikit_learn():
+    theirs = pytest.importorskip("sklearn.neighbors").NearestNeighbors
+    x = blobs(3000, 12, 40, seed=16)
+    want = theirs(n_neighbors=5, algorithm="brute").fit(x.astype(np.float64)).kneighbors(return_distance=False)
+    got = IVFNeighbors(n_neighbors=5, n_lists=40, n_probes=8, random_state=0).fit(x).kneighbors(return_distance=False)
+    assert np.mean([len(set(a) & set(b)) for a, b in zip(got, want)]) / 5 > 0.99
+
+
+def test_an_index_follows_its_parameters_and_not_its_array():
+    x = np.random.default_rng(17).standard_normal((300, 70)).astype(np.float32)
+    model = NearestNeighbors(n_neighbors=3).fit(x)
+    want = model.kneighbors(x[:5])[1]
+    cosine = NearestNeighbors(n_neighbors=3, metric="cosine").fit(x).kneighbors(x[:5])[1]
+    assert (model.set_params(metric="cosine").kneighbors(x[:5])[1] == cosine).all()
+    assert (model.set_params(metric="euclidean").kneighbors(x[:5])[1] == want).all()
+    about = model.set_params(score_tolerance=1 / 64).kneighbors(x[:5])
+    far = np.sqrt(squared(x[:5], x))
+    np.testing.assert_allclose(about[0], np.take_along_axis(far, about[1], 1), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_a_mapped_file(tmp_path):
+    x = np.random.default_rng(18).standard_normal((5000, 4)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    want = KMeans(7, random_state=1, max_iter=4).fit(x)
+    for source in (mapped, tmp_path / "x.npy"):
+        found = KMeans(7, random_state=1, max_iter=4).fit(source)
+        assert (found.labels_ == want.labels_).all() and found.inertia_ == want.inertia_
 
 
 def test_density_finds_blobs():
@@ -186,6 +237,18 @@ def test_rows_of_other_kinds_are_read():
         (lambda x: NearestNeighbors(n_neighbors=-1).fit(x).kneighbors(x), "`n_neighbors` is -1"),
         (lambda x: NearestNeighbors(n_neighbors=60).fit(x).kneighbors(), "`k` is 60, allowed: 1 to 59"),
         (lambda x: NearestNeighbors().kneighbors(x), "not fitted"),
+        (lambda x: NearestNeighbors(n_neighbors=10**15).fit(x).kneighbors(x), "`k` is 1000000000000000, allowed: 1 to 60"),
+        (lambda x: NearestNeighbors(n_neighbors=2.5).fit(x).kneighbors(x), "`n_neighbors` is 2.5, allowed: 1 to 60"),
+        (lambda x: NearestNeighbors(score_tolerance=-1.0).fit(x), "`score_tolerance` is -1, allowed: 0 or more"),
+        (lambda x: NearestNeighbors(metric="far").fit(x), "`metric` is \"far\""),
+        (lambda x: IVFNeighbors(n_lists=61).fit(x), "`lists` is 61, allowed: 1 to 60"),
+        (lambda x: IVFNeighbors(n_lists=0).fit(x), "`lists` is 0, allowed: 1 to 60"),
+        (lambda x: IVFNeighbors(n_lists="x").fit(x), "`n_lists` is 'x', allowed: 1 to 60"),
+        (lambda x: IVFNeighbors(n_lists=4, n_probes=5).fit(x).kneighbors(x), "`probes` is 5, allowed: 1 to 4"),
+        (lambda x: IVFNeighbors(n_lists=4).fit(x).kneighbors(x, n_probes=0), "`probes` is 0, allowed: 1 to 4"),
+        (lambda x: IVFNeighbors(n_neighbors=61).fit(x).kneighbors(x), "`k` is 61, allowed: 1 to 60"),
+        (lambda x: IVFNeighbors().recall(x), "not fitted"),
+        (lambda x: IVFNeighbors().fit(x).kneighbors(x[:, :2]), "rows of 2, allowed: 4"),
         (lambda x: HDBSCAN(1).fit(x), "`min_cluster_size` is 1"),
         (lambda x: HDBSCAN(5, 0).fit(x), "`min_samples` is 0"),
         (lambda x: DBSCAN(-1.0).fit(x), "`radius` is -1"),
@@ -209,6 +272,9 @@ def test_duplicates_only_and_one_point():
     assert KMeans(1).fit(one).labels_.tolist() == [0]
     assert HDBSCAN(2).fit(one).labels_.tolist() == [-1]
     assert DBSCAN(1.0, min_samples=1).fit(one).labels_.tolist() == [0]
+    assert NearestNeighbors(n_neighbors=2).fit(same).kneighbors(one)[1].tolist() == [[0, 1]]
+    assert IVFNeighbors(n_neighbors=2).fit(same).kneighbors(one)[1].tolist() == [[0, 1]]
+    assert IVFNeighbors(n_neighbors=1).fit(one).kneighbors(one)[1].tolist() == [[0]]
 
 
 def test_parameters_have_names():

@@ -22,6 +22,7 @@ const FUZZ_SECONDS: u64 = 60;
 /// Examples that the tests run, with arguments that keep them short.
 const EXAMPLES: &[(&str, &[&str])] = &[
     ("attention", &[]),
+    ("cluster_skip", &[]),
     ("key_selector", &[]),
     ("score_modifier", &[]),
     ("train", &["--check-gradients"]),

@@ -56,6 +56,10 @@ fn a_file_in_parts_and_mini_batches() {
     succeeds(&folder, &[&base[..], &["-o", "whole.safetensors"]].concat());
     succeeds(&folder, &[&base[..], &["-o", "parts.safetensors", "--memory", "8"]].concat());
     assert_eq!(labels(&folder, "whole.safetensors"), labels(&folder, "parts.safetensors"));
+    // The same rows in the other format.
+    let named = ["cluster", "kmeans", "rows.safetensors", "-k", "3", "--init", "random", "--seed", "2"];
+    succeeds(&folder, &[&named[..], &["-o", "named.safetensors", "--memory", "8"]].concat());
+    assert_eq!(labels(&folder, "whole.safetensors"), labels(&folder, "named.safetensors"));
     let batches = ["cluster", "kmeans", "rows/points.npy", "-k", "3", "--batch", "200", "--json", "--steps", "50"];
     let told = succeeds(&folder, &batches);
     assert!(told.contains("\"inertia\""), "{told}");
@@ -82,6 +86,8 @@ fn neighbours_and_components() {
         "2",
         "--queries",
         "rows/points.npy",
+        "--score-tolerance",
+        "0.0",
         "--lists",
         "3",
         "--probes",
@@ -141,10 +147,43 @@ fn wrong_calls_are_refused_and_write_nothing() {
     );
     let whole = std::fs::read(folder.join("rows/points.npy")).unwrap();
     std::fs::write(folder.join("cut.npy"), &whole[..whole.len() - 4]).unwrap();
-    for more in [&["cut.npy", "-k", "2"][..], &["cut.npy", "-k", "2", "--memory", "1"]] {
+    let whole = std::fs::read(folder.join("rows.safetensors")).unwrap();
+    std::fs::write(folder.join("cut.safetensors"), &whole[..whole.len() - 4]).unwrap();
+    for more in [
+        &["cut.npy", "-k", "2"][..],
+        &["cut.npy", "-k", "2", "--memory", "1"],
+        &["cut.safetensors", "-k", "2"],
+        &["cut.safetensors", "-k", "2", "--memory", "1"],
+    ] {
         let done = fulgurite(&folder, &kmeans(more));
         assert!(done.code == 2 && done.err.contains("cut"), "{}", done.err);
     }
+    let half = Tensor::from_f64(DType::F16, &[1.0, 2.0], &[1, 2]).unwrap();
+    write(&folder, "half.safetensors", &[("points", &half)]);
+    for (file, text) in [
+        (
+            "half.safetensors",
+            "half.safetensors: `points` is \"F16\", allowed in parts: F32; convert it, or leave --memory out",
+        ),
+        ("cube.safetensors", "cube.safetensors: `points` does not have two axes; reshape it to rows"),
+    ] {
+        refuses(&folder, &kmeans(&[file, "-k", "1", "--memory", "1"]), text);
+    }
+    refuses(
+        &folder,
+        &kmeans(&["rows.safetensors", "-k", "2", "--name", "x", "--memory", "1"]),
+        "rows.safetensors: has no tensor `x`, it has: points; choose one with --name",
+    );
+    for length in [0u64, 5, u64::MAX] {
+        std::fs::write(folder.join("odd.safetensors"), [&length.to_le_bytes()[..], b"{}{}{"].concat()).unwrap();
+        let done = fulgurite(&folder, &kmeans(&["odd.safetensors", "-k", "1", "--memory", "1"]));
+        assert!(done.code == 2 && done.err.contains("odd.safetensors: "), "{}", done.err);
+    }
+    refuses(
+        &folder,
+        &kmeans(&["rows.safetensors", "-k", "2", "--score-tolerance", "-1"]),
+        "`score_tolerance` is -1, allowed: 0 or more; leave it out to be exact",
+    );
     refuses(
         &folder,
         &["neighbors", "rows.safetensors", "-k", "20"],
@@ -162,4 +201,82 @@ fn wrong_calls_are_refused_and_write_nothing() {
         "`radius` is -1, allowed: finite and above 0; the distance of neighbours",
     );
     assert!(!folder.join("out.safetensors").exists());
+}
+
+/// Where one of the results cannot be written, none is, and what was there before stays.
+#[test]
+fn nothing_is_written_half() {
+    let folder = folder("points-half");
+    heaps(&folder, 30, 2);
+    std::fs::create_dir_all(folder.join("out/centroids.npy")).unwrap();
+    std::fs::create_dir_all(folder.join("out/centroids.npy/in the way")).unwrap();
+    std::fs::write(folder.join("out/labels.npy"), "before").unwrap();
+    std::fs::write(folder.join("page.html"), "before").unwrap();
+    let args = ["cluster", "kmeans", "rows.safetensors", "-k", "3", "-o", "out", "--report", "page.html"];
+    let done = fulgurite(&folder, &args);
+    assert!(done.code != 0 && done.err.contains("cannot write out/centroids.npy"), "{}", done.err);
+    for file in ["out/labels.npy", "page.html"] {
+        assert_eq!(std::fs::read_to_string(folder.join(file)).unwrap(), "before");
+    }
+    let left: Vec<String> = [".", "out"]
+        .iter()
+        .flat_map(|place| std::fs::read_dir(folder.join(place)).unwrap())
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name.ends_with(".part"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// Every command on the data that breaks programs: refused by name, or an answer.
+#[test]
+fn odd_rows_go_through_every_command() {
+    let folder = folder("points-odd");
+    let row = |values: Vec<f32>, shape: [usize; 2]| Tensor::new(values, &shape).unwrap();
+    for (name, points, refused) in [
+        (
+            "nan",
+            row(vec![1.0, 2.0, f32::NAN, 4.0], [2, 2]),
+            Some("`points` row 1 column 0 is NaN, allowed: finite numbers"),
+        ),
+        ("inf", row(vec![1.0, f32::INFINITY], [2, 1]), Some("`points` row 1 column 0 is inf, allowed: finite numbers")),
+        ("no rows", row(vec![], [0, 2]), Some("`points` has shape [0, 2], allowed: at least one row and one column")),
+        (
+            "no columns",
+            row(vec![], [2, 0]),
+            Some("`points` has shape [2, 0], allowed: at least one row and one column"),
+        ),
+        ("one", row(vec![3.0, 4.0], [1, 2]), None),
+        ("same", row(vec![0.5; 60], [20, 3]), None),
+    ] {
+        let file = format!("{name}.safetensors");
+        write(&folder, &file, &[("points", &points)]);
+        for (i, command) in [
+            &["cluster", "kmeans", "-k", "1"][..],
+            &["cluster", "hdbscan"],
+            &["cluster", "dbscan", "--radius", "1"],
+            &["neighbors", "-k", "1", "--queries", &file],
+            &["neighbors", "-k", "1", "--queries", &file, "--lists", "1", "--probes", "1"],
+            &["svd", "-k", "1", "--centred"],
+            &["svd", "-k", "1"],
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let (out, page) = (format!("{name}-{i}.safetensors"), format!("{name}-{i}.html"));
+            let all = [command, &[&file, "-o", &out, "--report", &page, "--json"]].concat();
+            let done = fulgurite(&folder, &all);
+            match refused {
+                Some(text) => {
+                    assert!(done.code == 2 && done.err.contains(text), "{command:?} {name}: {}", done.err);
+                    assert!(!folder.join(&out).exists() && !folder.join(&page).exists());
+                }
+                None => {
+                    assert_eq!(done.code, 0, "{command:?} {name}: {}", done.err);
+                    assert!(!done.out.contains("null"), "a figure is no number: {}", done.out);
+                    let page = std::fs::read_to_string(folder.join(&page)).unwrap();
+                    assert_eq!(page.matches("<circle").count(), points.shape()[0]);
+                }
+            }
+        }
+    }
 }

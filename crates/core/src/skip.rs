@@ -1,7 +1,8 @@
 //! Block-skip attention: which tiles of scores a head looks at, at three levels that compose.
 //!
 //! 1. A class of each head, known beforehand: all keys, a window with the first keys, or tiles at powers of two.
-//! 2. A proxy: means of tiles stand for their rows, and tiles that would get little weight are left out.
+//! 2. A proxy: means of tiles stand for their rows, or clusters of keys for their keys, and tiles that would get little weight
+//!    are left out.
 //! 3. In the kernel: a tile whose largest score is below lambda of the running maximum, in every row, is dropped before
 //!    its exponentials and its values. Tiles are visited from the diagonal down (tile 0 first where sinks are kept), so
 //!    that the maximum is large early; the order is part of the meaning.
@@ -16,7 +17,9 @@ use crate::expr::{Expr, head, k, k_len, q, q_len};
 use crate::inputs::{Bound, Inputs, Sequence};
 use crate::mask::Mask;
 use crate::problem::{Problem, ProblemBuilder, Side};
+use crate::skip_clusters::Clusters;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What a head looks at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -162,7 +165,7 @@ impl SkipProblem {
 
     /// Checks that tensors fit, and binds them.
     pub fn bind<'a>(&'a self, inputs: &Inputs<'a>) -> Result<SkipBound<'a>, InputError> {
-        Ok(SkipBound { problem: self, bound: inputs.bind(&self.base)? })
+        Ok(SkipBound { problem: self, bound: inputs.bind(&self.base)?, clusters: None })
     }
 }
 
@@ -210,6 +213,7 @@ impl HeadClass {
 pub struct SkipBound<'a> {
     problem: &'a SkipProblem,
     bound: Bound<'a>,
+    clusters: Option<Arc<Clusters>>,
 }
 
 /// How many tiles are left at each level, of those that the mask lets some row see.
@@ -233,6 +237,18 @@ impl<'a> SkipBound<'a> {
     /// The tensors, without skipping.
     pub fn bound(&self) -> &Bound<'a> {
         &self.bound
+    }
+
+    /// Lets clusters of keys speak at level 2 in the place of means of tiles: a tile is worth, to each query, what the means
+    /// of its keys' clusters are. `labels` has the cluster of each key, any numbers, in the order of k without its last axis;
+    /// k-means of a head's keys makes good ones. How many tiles are kept is still the proxy's to say; its
+    /// `similarity` is not asked.
+    pub fn with_clusters(mut self, labels: &[u32]) -> Result<Self, InputError> {
+        if self.problem.skip.proxy.is_none() {
+            return Err(InputError::Unused { arg: "labels".into(), hint: "choose a proxy, mass or top" });
+        }
+        self.clusters = Some(Arc::new(Clusters::new(&self.bound, labels, self.problem.skip.tile[1])?));
+        Ok(self)
     }
 
     /// The rows of a tile of queries.
@@ -292,7 +308,7 @@ impl<'a> SkipBound<'a> {
         tiles
     }
 
-    /// Level 2: means of tiles in the place of their rows.
+    /// Level 2: means of tiles in the place of their rows, or clusters in the place of keys.
     fn select(&self, proxy: Proxy, s: &Sequence, head: usize, rows: Range<usize>, tiles: Vec<usize>) -> Vec<usize> {
         let problem = &self.problem.base;
         let (d, cols) = (problem.head_dim(), self.problem.skip.tile[1]);
@@ -314,24 +330,27 @@ impl<'a> SkipBound<'a> {
         let similarity = f64::from(match proxy {
             Proxy::Mass { similarity, .. } | Proxy::Top { similarity, .. } => similarity,
         });
-        let (q, own) = summary(self.bound.q(), Side::Query, head, rows.clone());
-        if own <= similarity {
-            return tiles;
-        }
         let diagonal = |q: usize| (q + s.k_len).saturating_sub(s.q_len).min(s.k_len.max(1) - 1) / cols;
         let kept = |t: usize| {
             (diagonal(rows.start)..=diagonal(rows.end - 1)).contains(&t) || (t == 0 && self.problem.skip.first_tile)
         };
-        let mut scored = Vec::new();
-        let mut keep = Vec::new();
-        for &t in &tiles {
-            let keys = t * cols..((t + 1) * cols).min(s.k_len);
-            let (k, alike) = summary(self.bound.k(), Side::Key, head / problem.group(), keys);
-            if alike <= similarity {
-                keep.push(t);
-            } else {
-                let score = q.iter().zip(&k).map(|(x, y)| x * y).sum::<f64>() * f64::from(problem.scale());
-                scored.push((t, score));
+        let (mut scored, mut keep) = (Vec::new(), Vec::new());
+        if let Some(clusters) = &self.clusters {
+            (scored, keep) = clusters.speak(&self.bound, s, head, rows.clone(), &tiles);
+        } else {
+            let (q, own) = summary(self.bound.q(), Side::Query, head, rows.clone());
+            if own <= similarity {
+                return tiles;
+            }
+            for &t in &tiles {
+                let keys = t * cols..((t + 1) * cols).min(s.k_len);
+                let (k, alike) = summary(self.bound.k(), Side::Key, head / problem.group(), keys);
+                if alike <= similarity {
+                    keep.push(t);
+                } else {
+                    let score = q.iter().zip(&k).map(|(x, y)| x * y).sum::<f64>() * f64::from(problem.scale());
+                    scored.push((t, score));
+                }
             }
         }
         let top = scored.iter().map(|x| x.1).fold(f64::NEG_INFINITY, f64::max);

@@ -252,6 +252,11 @@ impl Scanner {
         self.threads
     }
 
+    /// Whether products keep no more than eight bits of their operands: asked for, and there is a unit that does it.
+    pub fn keeps_eight(&self) -> bool {
+        self.unit.is_some_and(|(_, parts)| parts == 1)
+    }
+
     /// Queries of a group: what one [`walk`](Self::walk) takes at most.
     pub fn group(&self) -> usize {
         TILES * self.kernels.tile
@@ -275,13 +280,14 @@ impl Scanner {
     /// How far what a key is worth may be from the truth, for a query of this norm in the frame.
     ///
     /// A product of operands in parts loses what the parts leave (2^-8, 2^-16 of each operand; a third part leaves
-    /// nothing) and rounds each of its sums once; the frame and the bias round once for each operand. Products
-    /// below the smallest normal number may be lost.
+    /// nothing) and the products of small parts that are not taken (2^-16 with two parts, 2^-24 with three), and rounds
+    /// each of its sums once; the frame and the bias round once for each operand. Products below the smallest normal
+    /// number may be lost.
     pub fn margin(&self, d: usize, keys: &Keys, norm: f64) -> f64 {
         let (lost, sums) = match self.unit {
             None => (0.0, d + 2),
             Some((_, 1)) => (2.1 * 2f64.powi(-8), d + 8),
-            Some((_, 2)) => (2.1 * 2f64.powi(-16) + 2f64.powi(-18), 3 * d + 8),
+            Some((_, 2)) => (3.1 * 2f64.powi(-16), 3 * d + 8),
             Some(_) => (2f64.powi(-23), 6 * d + 8),
         };
         let relative = lost + sums as f64 * 2f64.powi(-24);
@@ -498,6 +504,28 @@ mod tests {
                             assert_eq!(fold.0.second[i], seen.get(1).copied().unwrap_or(f32::NEG_INFINITY));
                         }
                     }
+                }
+            }
+        }
+    }
+
+    /// Numbers that lose as much as a number can, all with one sign, so that nothing cancels.
+    #[test]
+    fn the_worst_numbers_are_within_the_margin() {
+        let worst = [1.0 + 2f32.powi(-8) - 2f32.powi(-23), 1.0 + 2f32.powi(-8), 1.0 + 2f32.powi(-16) - 2f32.powi(-23)];
+        for isa in Isa::available() {
+            for digits in [Digits::Eight, Digits::Sixteen, Digits::All] {
+                let scanner = Scanner::new(&Options { isa: Some(isa), threads: Some(1), rescale: None }, digits);
+                for (d, x) in [1, 2, 33, 200].into_iter().flat_map(|d| worst.map(|x| (d, x))) {
+                    let (row, frame) = (vec![x; d], Frame { shift: vec![0.0; d], scale: 1.0 });
+                    let keys = scanner.keys(&row, d, &frame, Worth::Dot);
+                    let queries = Queries { rows: &row, d, range: (0, 1), list: None, frame: &frame };
+                    let mut fold = All(Best::default(), Vec::new(), Vec::new());
+                    scanner.walk(&queries, &keys, 0..1, &mut fold);
+                    let want = d as f64 * f64::from(x) * f64::from(x);
+                    let (off, allowed) =
+                        ((f64::from(fold.0.best[0]) - want).abs(), scanner.margin(d, &keys, want.sqrt()));
+                    assert!(off <= allowed, "{isa:?} {digits:?} {d} times {x}: {off:e} > {allowed:e}");
                 }
             }
         }

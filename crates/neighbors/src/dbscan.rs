@@ -1,6 +1,7 @@
 //! DBSCAN: points with enough neighbours are cores, cores within reach are one cluster, and what a core reaches belongs to it.
 
 use crate::knn::NeighborIndex;
+use crate::points::precision;
 use crate::union::Union;
 use crate::{Error, Metric, Options, Points};
 use fulgurite_cpu::pool;
@@ -64,8 +65,8 @@ impl Dbscan {
             let hint = "a core counts itself";
             return Err(Error::Count { arg: "min_samples", got: 0, low: 1, high: usize::MAX, hint });
         }
-        let index = NeighborIndex::new(points, Metric::Euclidean, self.options)?;
-        let (n, group, threads) = (points.len(), index.search.scanner.group(), index.search.scanner.threads());
+        let index = NeighborIndex::packed(points, Metric::Euclidean, self.options, precision(None))?;
+        let (n, group, threads) = (points.len(), index.scanner().group(), index.scanner().threads());
         let mut counts = vec![0u32; n];
         pool::each(threads, counts.chunks_mut(group), |item, counts| {
             let first = item * group;

@@ -1,7 +1,8 @@
 //! Approximate search: rows in lists by their nearest centroid, and queries that look into the nearest few lists.
 
 use crate::kmeans::sorted;
-use crate::knn::Search;
+use crate::knn::{Search, nearer};
+use crate::points::{Kept, checked_tolerance, precision};
 use crate::{Error, Init, KMeans, Metric, NeighborIndex, Neighbors, Options, Points};
 use fulgurite_cpu::pool;
 use fulgurite_cpu::scan::{Keys, Queries};
@@ -17,13 +18,14 @@ pub struct Ivf {
     metric: Metric,
     seed: u64,
     steps: usize,
+    score_tolerance: Option<f64>,
     options: Options,
 }
 
 impl Ivf {
     /// So many lists; the square root of the number of rows is a good first guess.
     pub fn new(lists: usize) -> Ivf {
-        Ivf { lists, metric: Metric::Euclidean, seed: 0, steps: 10, options: Options::default() }
+        Ivf { lists, metric: Metric::Euclidean, seed: 0, steps: 10, score_tolerance: None, options: Options::default() }
     }
 
     /// What is near.
@@ -41,6 +43,13 @@ impl Ivf {
     /// Steps of k-means.
     pub fn steps(mut self, steps: usize) -> Self {
         self.steps = steps;
+        self
+    }
+
+    /// Allow errors of a score, as in [`NeighborIndex::with_tolerance`]. `None`, the default, is exact in the lists that
+    /// are looked into.
+    pub fn score_tolerance(mut self, tolerance: Option<f64>) -> Self {
+        self.score_tolerance = tolerance;
         self
     }
 
@@ -68,6 +77,7 @@ impl Ivf {
             let hint = "not more lists than rows";
             return Err(Error::Count { arg: "lists", got: self.lists, low: 1, high: n, hint });
         }
+        checked_tolerance(self.score_tolerance)?;
         let points = points.with_angles("points", self.metric)?;
         let kmeans =
             KMeans::new(self.lists).metric(self.metric).seed(self.seed).max_steps(self.steps).init(Init::Random);
@@ -87,7 +97,7 @@ impl Ivf {
             let labels = model.predict(points)?;
             (model, labels)
         };
-        let search = Search::new(points, self.metric, &self.options);
+        let search = Search::new(points, self.metric, &self.options, precision(self.score_tolerance));
         let order = sorted(&labels, self.lists);
         let mut lists = Vec::with_capacity(self.lists);
         let mut start = 0;
@@ -97,7 +107,8 @@ impl Ivf {
             lists.push(List { rows: order[start..end].to_vec(), keys: search.keys(&rows, d) });
             start = end;
         }
-        Ok(IvfIndex { points, search, centroids: model.centroids().to_vec(), lists, options: self.options })
+        let (points, centroids) = (Kept::borrowed(points), model.centroids().to_vec());
+        Ok(IvfIndex { points, search, centroids, lists, options: self.options })
     }
 }
 
@@ -108,7 +119,7 @@ struct List {
 
 /// Inverted lists over rows.
 pub struct IvfIndex<'a> {
-    points: Points<'a>,
+    points: Kept<'a>,
     search: Search,
     centroids: Vec<f32>,
     lists: Vec<List>,
@@ -118,7 +129,7 @@ pub struct IvfIndex<'a> {
 impl std::fmt::Debug for IvfIndex<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = f.debug_struct("IvfIndex");
-        out.field("rows", &self.points.len()).field("lists", &self.lists.len()).finish_non_exhaustive()
+        out.field("rows", &self.points.points().len()).field("lists", &self.lists.len()).finish_non_exhaustive()
     }
 }
 
@@ -128,11 +139,31 @@ impl IvfIndex<'_> {
         self.lists.len()
     }
 
+    /// The same with a copy of the rows, to be kept for as long as one likes.
+    pub fn into_owned(self) -> IvfIndex<'static> {
+        let IvfIndex { points, search, centroids, lists, options } = self;
+        IvfIndex { points: points.into_owned(), search, centroids, lists, options }
+    }
+
+    /// The rows.
+    pub fn points(&self) -> Points<'_> {
+        self.points.points()
+    }
+
     /// The k nearest rows in the `probes` lists whose centroids are nearest; more lists where these hold fewer than k rows.
     pub fn search(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<Neighbors, Error> {
-        let d = self.points.dim();
-        let queries = queries.of_dim("queries", d)?.with_angles("queries", self.search.metric)?;
-        let most = self.points.len();
+        let queries = queries.of_dim("queries", self.points().dim())?.with_angles("queries", self.search.metric)?;
+        self.check(k, self.points().len(), probes)?;
+        self.found(queries, k, probes, &|_, _| false)
+    }
+
+    /// The same for each row, which does not find itself.
+    pub fn search_self(&self, k: usize, probes: usize) -> Result<Neighbors, Error> {
+        self.check(k, self.points().len() - 1, probes)?;
+        self.found(self.points(), k, probes, &|query, row| query == row)
+    }
+
+    fn check(&self, k: usize, most: usize, probes: usize) -> Result<(), Error> {
         if k == 0 || k > most {
             return Err(Error::Count { arg: "k", got: k, low: 1, high: most, hint: "there are not more rows to find" });
         }
@@ -140,7 +171,20 @@ impl IvfIndex<'_> {
             let (low, high) = (1, self.lists.len());
             return Err(Error::Count { arg: "probes", got: probes, low, high, hint: "not more than lists" });
         }
-        let asked = self.asked(queries, k, probes)?;
+        Ok(())
+    }
+
+    /// `skip` is asked with the numbers of query and row.
+    fn found(
+        &self,
+        queries: Points<'_>,
+        k: usize,
+        probes: usize,
+        skip: &(dyn Fn(u32, u32) -> bool + Sync),
+    ) -> Result<Neighbors, Error> {
+        let (points, d) = (self.points(), queries.dim());
+        // One more than is wanted: a row may be in its own list.
+        let asked = self.asked(queries, k + 1, probes)?;
         let mut found: Vec<Mutex<Vec<(f64, u32)>>> = Vec::new();
         found.resize_with(queries.len(), Mutex::default);
         let group = self.search.scanner.group();
@@ -153,13 +197,13 @@ impl IvfIndex<'_> {
             let count = group.min(asked.len() - first);
             let frame = &self.search.frame;
             let asks = Queries { rows: queries.data(), d, range: (first, count), list: Some(asked), frame };
-            let lists = self.search.nearest(
+            let (lists, _) = self.search.nearest(
                 &asks,
                 keys,
                 0..keys.len(),
                 k,
-                &|key| self.points.row(rows[key as usize] as usize),
-                &|_, _| false,
+                &|key| points.row(rows[key as usize] as usize),
+                &|i, key| skip(asked[first + i], rows[key as usize]),
             );
             for (i, own) in lists.into_iter().enumerate() {
                 let mut to = found[asked[first + i] as usize].lock().unwrap_or_else(|e| e.into_inner());
@@ -168,16 +212,16 @@ impl IvfIndex<'_> {
         });
         let lists = found.into_iter().map(|list| {
             let mut list = list.into_inner().unwrap_or_else(|e| e.into_inner());
-            list.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            list.sort_unstable_by(nearer);
             list.truncate(k);
             list
         });
         Ok(Neighbors::from(lists.collect(), k, self.search.metric))
     }
 
-    /// For each list the queries that look into it.
+    /// For each list the queries that look into it; together they hold k rows for each, or all rows.
     fn asked(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<Vec<Vec<u32>>, Error> {
-        let d = self.points.dim();
+        let d = self.points().dim();
         let centroids = Points::new(&self.centroids, [self.lists.len(), d])?;
         // A centroid of zeros has no angle: by dot product it is the last to be asked.
         let metric = if self.search.metric == Metric::Cosine { Metric::Dot } else { self.search.metric };
@@ -207,7 +251,7 @@ impl IvfIndex<'_> {
 
     /// The share of the true k nearest rows that a search with so many probes finds.
     pub fn recall(&self, queries: Points<'_>, k: usize, probes: usize) -> Result<f64, Error> {
-        let truth = NeighborIndex::new(self.points, self.search.metric, self.options)?.search(queries, k)?;
+        let truth = NeighborIndex::new(self.points(), self.search.metric, self.options)?.search(queries, k)?;
         Ok(self.search(queries, k, probes)?.recall(&truth))
     }
 }

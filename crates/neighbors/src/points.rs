@@ -2,7 +2,8 @@
 
 use crate::Error;
 use fulgurite_cpu::pool;
-use fulgurite_cpu::scan::{Frame, Worth};
+use fulgurite_cpu::scan::{Digits, Frame, Worth};
+use std::borrow::Cow;
 
 /// How near two points are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -59,6 +60,13 @@ pub struct Points<'a> {
 /// Rows that one thread looks at.
 const PART: usize = 4096;
 
+/// Whether all are numbers. In whole numbers, and without an early end inside a chunk, so that the compiler makes it many wide;
+/// a sum of floats has one order and would be slow.
+pub(crate) fn all_finite(values: &[f32]) -> bool {
+    let odd = |x: &f32| (x.to_bits() & 0x7fff_ffff) as i32 > 0x7f7f_ffff;
+    values.chunks(4096).all(|chunk| !chunk.iter().fold(false, |any, x| any | odd(x)))
+}
+
 impl<'a> Points<'a> {
     /// `shape` is rows and columns.
     pub fn new(data: &'a [f32], shape: [usize; 2]) -> Result<Points<'a>, Error> {
@@ -84,10 +92,9 @@ impl<'a> Points<'a> {
 
     fn check(&self, arg: &'static str, first: usize) -> Result<(), Error> {
         let bad = |x: &f32| !x.is_finite();
-        // A first look that the compiler can make many numbers wide.
         let mut wrong = vec![false; self.n.div_ceil(PART)];
         pool::each(pool::default_threads(), self.data.chunks(PART * self.d).zip(&mut wrong), |_, (part, wrong)| {
-            *wrong = part.chunks(1024).any(|c| c.iter().fold(0.0f32, |sum, x| sum + x * 0.0) != 0.0);
+            *wrong = !all_finite(part);
         });
         if !wrong.contains(&true) {
             return Ok(());
@@ -130,6 +137,11 @@ impl<'a> Points<'a> {
         Points { data: &self.data[first * self.d..(first + rows) * self.d], n: rows, d: self.d }
     }
 
+    /// Rows that were proven before.
+    pub(crate) fn proven(data: &'a [f32], [n, d]: [usize; 2]) -> Points<'a> {
+        Points { data, n, d }
+    }
+
     /// Refuses rows of another length.
     pub(crate) fn of_dim(self, arg: &'static str, want: usize) -> Result<Points<'a>, Error> {
         if self.d == want { Ok(self) } else { Err(Error::Columns { arg, got: self.d, want }) }
@@ -143,6 +155,50 @@ impl<'a> Points<'a> {
             return Err(Error::NoAngle { arg, row });
         }
         Ok(self)
+    }
+}
+
+/// Points that an index searches: borrowed, or its own.
+#[derive(Debug, Clone)]
+pub(crate) struct Kept<'a> {
+    data: Cow<'a, [f32]>,
+    n: usize,
+    d: usize,
+}
+
+impl<'a> Kept<'a> {
+    pub fn borrowed(points: Points<'a>) -> Kept<'a> {
+        Kept { data: Cow::Borrowed(points.data), n: points.n, d: points.d }
+    }
+
+    pub fn points(&self) -> Points<'_> {
+        Points { data: &self.data, n: self.n, d: self.d }
+    }
+
+    pub fn into_owned(self) -> Kept<'static> {
+        Kept { data: Cow::Owned(self.data.into_owned()), n: self.n, d: self.d }
+    }
+}
+
+/// What products must keep where scores may be off by so much of the norms of their rows, and whether what is within their
+/// error is looked at again.
+pub(crate) fn precision(score_tolerance: Option<f64>) -> (Digits, bool) {
+    match score_tolerance {
+        // One bf16 leaves 2^-7 of a product, two leave 2^-14.
+        Some(allowed) if allowed >= 2f64.powi(-6) => (Digits::Eight, false),
+        Some(allowed) if allowed >= 2f64.powi(-12) => (Digits::Sixteen, false),
+        _ => (Digits::Sixteen, true),
+    }
+}
+
+/// Refuses what is no tolerance.
+pub(crate) fn checked_tolerance(score_tolerance: Option<f64>) -> Result<(), Error> {
+    match score_tolerance.filter(|x| x.is_nan() || *x < 0.0) {
+        None => Ok(()),
+        Some(got) => {
+            let (allowed, hint) = ("0 or more", "leave it out to be exact");
+            Err(Error::Value { arg: "score_tolerance", got, allowed, hint })
+        }
     }
 }
 
@@ -205,4 +261,21 @@ pub(crate) fn frame_of(points: Points<'_>, metric: Metric, threads: usize) -> Fr
     let mut moments = Moments::new(points.d);
     moments.add(points, threads);
     moments.frame(metric)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_number_is_found_wherever_it_is() {
+        for odd in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7f80_0001)] {
+            for at in [0, 1, 4095, 4096, 9999] {
+                let mut values = vec![f32::MAX; 10_000];
+                values[at] = odd;
+                assert!(!all_finite(&values), "{odd} at {at}");
+            }
+        }
+        assert!(all_finite(&[f32::MAX, f32::MIN, 0.0, -0.0, f32::MIN_POSITIVE, 1e-45]) && all_finite(&[]));
+    }
 }

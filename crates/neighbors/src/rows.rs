@@ -31,7 +31,7 @@ impl RowSource for Points<'_> {
     }
 }
 
-/// The rows of a `.npy` file of f32 with two axes.
+/// The rows of a file of f32: a `.npy` file with two axes, or a part of another file.
 #[derive(Debug)]
 pub struct FileRows {
     file: File,
@@ -79,13 +79,32 @@ impl FileRows {
             return Err(fail("is stored by columns; write it with numpy.ascontiguousarray".into()));
         }
         let shape = shape_in(&header).ok_or_else(|| fail("does not have two axes; reshape it to rows".into()))?;
-        let offset = begins + length as u64;
+        FileRows::checked(file, name, begins + length as u64, shape, opened)
+    }
+
+    /// The rows that begin `offset` bytes into a file, little-endian f32 one behind the other.
+    pub fn at(path: &Path, offset: u64, shape: [usize; 2]) -> Result<FileRows, Error> {
+        let name = path.display().to_string();
+        let fail = |reason: String| Error::File { path: name.clone(), reason };
+        let file = File::open(path).map_err(|e| fail(format!("cannot be opened: {e}; check the path")))?;
+        let opened = stamp(&file).map_err(|e| fail(format!("cannot be read: {e}")))?;
+        FileRows::checked(file, name, offset, shape, opened)
+    }
+
+    /// Refuses a file that ends before its last row.
+    fn checked(
+        file: File,
+        path: String,
+        offset: u64,
+        shape: [usize; 2],
+        opened: (u64, Option<SystemTime>),
+    ) -> Result<FileRows, Error> {
         let bytes = shape[0].checked_mul(shape[1]).and_then(|n| n.checked_mul(4)).map(|n| n as u64);
         if bytes.and_then(|n| n.checked_add(offset)).is_none_or(|want| want > opened.0) {
-            let text = format!("is cut short: {} bytes, its header tells of {shape:?} f32; write it again", opened.0);
-            return Err(fail(text));
+            let reason = format!("is cut short: {} bytes, its header tells of {shape:?} f32; write it again", opened.0);
+            return Err(Error::File { path, reason });
         }
-        Ok(FileRows { file, path: name, offset, shape, opened })
+        Ok(FileRows { file, path, offset, shape, opened })
     }
 
     fn changed(&self, what: String) -> Error {
@@ -99,15 +118,11 @@ impl RowSource for FileRows {
     }
 
     fn read(&self, first: usize, out: &mut [f32]) -> Result<(), Error> {
-        let mut bytes = [0u8; 1 << 15];
-        let mut at = self.offset + (first * self.shape[1] * 4) as u64;
-        for part in out.chunks_mut(bytes.len() / 4) {
-            let own = &mut bytes[..part.len() * 4];
-            read_at(&self.file, at, own).map_err(|e| self.changed(format!("at byte {at}: {e}")))?;
-            for (x, four) in part.iter_mut().zip(own.chunks_exact(4)) {
-                *x = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-            }
-            at += own.len() as u64;
+        let at = self.offset + (first * self.shape[1] * 4) as u64;
+        read_at(&self.file, at, bytemuck::cast_slice_mut(out))
+            .map_err(|e| self.changed(format!("at byte {at}: {e}")))?;
+        if cfg!(target_endian = "big") {
+            out.iter_mut().for_each(|x| *x = f32::from_bits(x.to_bits().swap_bytes()));
         }
         Ok(())
     }

@@ -119,6 +119,24 @@ fn nan_in_a_file_is_named_by_its_row() {
     assert!(matches!(error, Error::NotFinite { row: 39_000, column: 1, .. }), "{error}");
 }
 
+/// The first of many parts is refused while the next ones are being read.
+#[test]
+fn an_error_in_the_first_part_ends_the_reading() {
+    let (n, d) = (6 * 32768, 2);
+    let mut data = random(5, n, d);
+    data[7 * d..8 * d].fill(0.0);
+    let points = Points::new(&data, [n, d]).unwrap();
+    let cosine = KMeans::new(3).metric(Metric::Cosine);
+    let error = cosine.fit_rows(&points, 2 * 32768 * d * 4, &mut |_| ()).unwrap_err();
+    assert!(matches!(error, Error::NoAngle { row: 7, .. }), "{error}");
+    // A row of another part is named by its number in the whole.
+    data.copy_within(0..2 * d, 7 * d);
+    data[40_000 * d..40_001 * d].fill(0.0);
+    let points = Points::new(&data, [n, d]).unwrap();
+    let error = cosine.fit_rows(&points, 2 * 32768 * d * 4, &mut |_| ()).unwrap_err();
+    assert!(matches!(error, Error::NoAngle { row: 40_000, .. }), "{error}");
+}
+
 #[test]
 fn a_file_that_changes_while_it_is_read_is_told() {
     let (n, d) = (70_000, 2);

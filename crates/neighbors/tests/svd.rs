@@ -116,6 +116,11 @@ fn odd_data_and_bad_calls() {
     assert!(found.singular_values().iter().all(|&s| s < 1e-3));
     let found = TruncatedSvd::new(4).fit(points).unwrap();
     assert!((found.singular_values()[0] - 3.0 * 80f64.sqrt()).abs() <= 1e-4);
+    let one = Points::new(&[3.0, 4.0], [1, 2]).unwrap();
+    assert!((TruncatedSvd::new(1).fit(one).unwrap().singular_values()[0] - 5.0).abs() <= 1e-6);
+    let alone = Pca::new(1).fit(one).unwrap();
+    assert_eq!((alone.singular_values(), alone.explained_variance_ratio()), (&[0.0][..], vec![0.0]));
+    assert_eq!(alone.transform(one).unwrap(), [0.0]);
     let zeros = [0.0f32; 6];
     assert_eq!(TruncatedSvd::new(1).fit(Points::new(&zeros, [3, 2]).unwrap()).unwrap().singular_values(), [0.0]);
     for (k, want) in [

@@ -6,7 +6,7 @@ pub mod safetensors;
 use crate::Failure;
 use fulgurite::{DType, Tensor};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A tensor as a file holds it.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,22 +66,65 @@ impl Format {
 
 /// Writes tensors in the given format.
 pub fn write(path: &Path, format: Format, tensors: &[(String, &Tensor)]) -> Result<(), Failure> {
+    write_files(&encoded(path, format, tensors)?)
+}
+
+/// The files that tensors are written to, and their bytes.
+pub fn encoded(path: &Path, format: Format, tensors: &[(String, &Tensor)]) -> Result<Vec<(PathBuf, Vec<u8>)>, Failure> {
     match format {
-        Format::Safetensors => {
-            let bytes = safetensors::encode(tensors).map_err(Failure::work)?;
-            write_file(path, &bytes)
+        Format::Safetensors => Ok(vec![(path.into(), safetensors::encode(tensors).map_err(Failure::work)?)]),
+        Format::Npy => {
+            let file = |name: &str| path.join(format!("{name}.npy"));
+            let one =
+                |(name, tensor): &(String, &Tensor)| Ok((file(name), npy::encode(tensor).map_err(Failure::work)?));
+            tensors.iter().map(one).collect()
         }
-        Format::Npy => npy::write_folder(path, tensors),
     }
 }
 
 /// Writes a file, creating the folders above it.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let failed = |e: std::io::Error| Failure::work(format_args!("cannot write {}: {}", path.display(), reason(&e)));
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder).map_err(failed)?;
+    place(&[(path, bytes)])
+}
+
+/// Writes files, creating the folders above them. Each gets its name when all of them are written: where one cannot be,
+/// what was there before stays.
+pub fn write_files(files: &[(PathBuf, Vec<u8>)]) -> Result<(), Failure> {
+    place(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
+}
+
+fn place(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
+    let failed = |path: &Path, e| Failure::work(format_args!("cannot write {}: {}", path.display(), reason(&e)));
+    let mut parts = Parts(Vec::new());
+    for &(path, bytes) in files {
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|e| failed(path, e))?;
+        }
+        // A link stays one; a terminal or a pipe has no name to take over.
+        let to = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
+        if to.metadata().is_ok_and(|data| !data.is_file()) {
+            std::fs::write(&to, bytes).map_err(|e| failed(path, e))?;
+            continue;
+        }
+        let mut part = to.clone().into_os_string();
+        part.push(format!(".{}.part", std::process::id()));
+        parts.0.push((PathBuf::from(part), to));
+        let (part, _) = &parts.0[parts.0.len() - 1];
+        std::fs::write(part, bytes).map_err(|e| failed(path, e))?;
     }
-    std::fs::write(path, bytes).map_err(failed)
+    for (part, to) in &parts.0 {
+        std::fs::rename(part, to).map_err(|e| failed(to, e))?;
+    }
+    Ok(())
+}
+
+/// Files under other names, and their own; what is left of them at the end is removed.
+struct Parts(Vec<(PathBuf, PathBuf)>);
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|(part, _)| _ = std::fs::remove_file(part));
+    }
 }
 
 /// What went wrong, with a way out for the usual cases.

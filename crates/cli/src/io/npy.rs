@@ -1,6 +1,6 @@
 //! Tensors in a folder of npy files, each named after its tensor.
 
-use super::{Stored, Tensors, narrow, reason, write_file};
+use super::{Stored, Tensors, narrow, reason};
 use crate::Failure;
 use fulgurite::{DType, Tensor, TensorView, f16};
 use npyz::{NpyFile, Order, WriterBuilder};
@@ -152,12 +152,4 @@ pub fn encode(tensor: &Tensor) -> Result<Vec<u8>, String> {
         other => return Err(format!("{other} is not in the npy format; write to a name ending in .safetensors")),
     };
     written.map_err(|e| format!("cannot write npy: {e}"))
-}
-
-/// Writes each tensor to `NAME.npy` in a folder.
-pub fn write_folder(folder: &Path, tensors: &[(String, &Tensor)]) -> Result<(), Failure> {
-    for (name, tensor) in tensors {
-        write_file(&folder.join(format!("{name}.npy")), &encode(tensor).map_err(Failure::work)?)?;
-    }
-    Ok(())
 }

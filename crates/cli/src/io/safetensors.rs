@@ -1,8 +1,15 @@
 //! Tensors in a safetensors file.
 
-use super::{Stored, Tensors, narrow};
+use super::{Stored, Tensors, narrow, reason};
 use fulgurite::{DType, Tensor, bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// As many as the format's own reader takes.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Reads the bytes of a safetensors file. Any bytes: what is not such a file is an error.
 ///
@@ -25,6 +32,43 @@ pub fn decode(bytes: &[u8]) -> Result<Tensors, String> {
         tensors.insert(name.to_string(), stored);
     }
     Ok(tensors)
+}
+
+/// Where the f32 rows of a tensor lie in a file, by its header alone: bytes before the first, and the shape.
+pub fn rows_in(path: &Path, name: &str) -> Result<(u64, [usize; 2]), String> {
+    let cut = |_| String::from("not a whole safetensors file; write it again, it may be cut off");
+    let mut file = File::open(path).map_err(|e| reason(&e))?;
+    let mut length = [0u8; 8];
+    file.read_exact(&mut length).map_err(cut)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES {
+        return Err(format!("its header has {length} bytes, allowed: {MAX_HEADER_BYTES}; write it again"));
+    }
+    let mut header = vec![0u8; length as usize];
+    file.read_exact(&mut header).map_err(cut)?;
+    let header: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(&header).map_err(|e| format!("its header is no JSON ({e}); write it again"))?;
+    let Some(about) = header.get(name) else {
+        let has = header.keys().filter(|k| *k != "__metadata__").map(String::as_str).collect::<Vec<_>>().join(", ");
+        return Err(format!("has no tensor `{name}`, it has: {has}; choose one with --name"));
+    };
+    let list = |key: &str| -> Option<Vec<u64>> { about[key].as_array()?.iter().map(|x| x.as_u64()).collect() };
+    let [rows, columns] = list("shape").unwrap_or_default()[..] else {
+        return Err(format!("`{name}` does not have two axes; reshape it to rows"));
+    };
+    if about["dtype"] != "F32" {
+        return Err(format!(
+            "`{name}` is {}, allowed in parts: F32; convert it, or leave --memory out",
+            about["dtype"]
+        ));
+    }
+    let place = list("data_offsets").and_then(|places| match places[..] {
+        [start, end] if Some(end) == rows.checked_mul(columns)?.checked_mul(4)?.checked_add(start) => Some(start),
+        _ => None,
+    });
+    let start = place.and_then(|start| start.checked_add(8 + length));
+    let start = start.ok_or_else(|| format!("`{name}` has a shape that its bytes do not fit; write it again"))?;
+    Ok((start, [rows as usize, columns as usize]))
 }
 
 /// The numbers in little-endian bytes, by the function that reads one.

@@ -70,10 +70,13 @@ pub struct KmeansArgs {
     /// Stop when centroids move less, relative to the variance; 0: when no label changes
     #[arg(long, default_value_t = 1e-4, value_name = "X", allow_hyphen_values = true)]
     pub tolerance: f64,
+    /// Allow errors of scores, relative to the norms of row and centroid: from 0.016 on, bf16 on a matrix unit
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub score_tolerance: Option<f64>,
     /// Mini-batches of so many rows
     #[arg(long, value_name = "N")]
     pub batch: Option<usize>,
-    /// Read IN (.npy) in parts, holding so many MiB of rows at a time
+    /// Read IN (f32) in parts, holding so many MiB of rows at a time
     #[arg(long, value_name = "MIB")]
     pub memory: Option<usize>,
 }
@@ -124,6 +127,9 @@ pub struct NeighborsArgs {
     /// euclidean, cosine or dot
     #[arg(long, default_value = "euclidean", value_name = "NAME", value_parser = metric)]
     pub metric: Metric,
+    /// Allow errors of scores, relative to the norms of query and row: from 0.016 on, bf16 on a matrix unit
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub score_tolerance: Option<f64>,
     /// Search approximately in so many inverted lists; needs --queries
     #[arg(long, value_name = "N", requires = "queries")]
     pub lists: Option<usize>,

@@ -98,6 +98,17 @@ impl Rows {
     }
 }
 
+/// A file whose rows are read in parts.
+fn in_parts(args: &RowsArgs) -> Result<FileRows, Failure> {
+    let path = &args.input;
+    if path.extension().is_some_and(|e| e == "safetensors") {
+        let (offset, shape) = io::safetensors::rows_in(path, &args.name)
+            .map_err(|e| Failure::input(format_args!("{}: {e}", path.display())))?;
+        return Ok(FileRows::at(path, offset, shape)?);
+    }
+    Ok(FileRows::open(path)?)
+}
+
 fn wrong_type(path: &Path, got: &str) -> Failure {
     Failure::input(format_args!("{} is {got}, allowed: f32, f16, bf16; convert it", path.display()))
 }
@@ -127,16 +138,18 @@ fn finish(
     results: &[(&str, Tensor)],
     picture: Option<(Points<'_>, &[i32])>,
 ) -> Result<(), Failure> {
+    let mut files = Vec::new();
     if let (Some(path), Some((points, labels))) = (&args.report, picture) {
         let page = picture::page(&summary_lines(&summary), points, labels, options(args))?;
-        io::write_file(path, page.as_bytes())?;
+        files.push((path.clone(), page.into_bytes()));
         summary.report = Some(path.display().to_string());
     }
     if let (Some(path), Some(format)) = (&args.output, format) {
         let named: Vec<(String, &Tensor)> = results.iter().map(|(name, tensor)| (name.to_string(), tensor)).collect();
-        io::write(path, format, &named)?;
+        files.extend(io::encoded(path, format, &named)?);
         summary.written_to = Some(path.display().to_string());
     }
+    io::write_files(&files)?;
     if args.json {
         return json::print(&summary);
     }
@@ -188,6 +201,7 @@ fn kmeans(args: &KmeansArgs) -> Result<(), Failure> {
     let init = if args.init == "random" { Init::Random } else { Init::PlusPlus };
     let kmeans = KMeans::new(args.clusters).metric(args.metric).init(init).seed(args.seed).max_steps(args.steps);
     let kmeans = kmeans.tolerance(args.tolerance).options(options(&args.rows));
+    let kmeans = kmeans.score_tolerance(args.score_tolerance);
     let start = Instant::now();
     let bar = progress(args.steps);
     let mut show = |p: fulgurite::neighbors::Progress| {
@@ -200,7 +214,7 @@ fn kmeans(args: &KmeansArgs) -> Result<(), Failure> {
                 let text = "`--report` needs all rows in memory; leave --memory or --report out";
                 return Err(Failure::input(text));
             }
-            let file = FileRows::open(&args.rows.input)?;
+            let file = in_parts(&args.rows)?;
             let bytes = mib.saturating_mul(1 << 20);
             let model = match args.batch {
                 None => kmeans.fit_rows(&file, bytes, &mut show)?,
@@ -299,14 +313,16 @@ pub fn neighbors(args: &NeighborsArgs) -> Result<(), Failure> {
     let start = Instant::now();
     let (found, recall) = match (asks, args.lists) {
         (Some(asks), Some(lists)) => {
-            let index = Ivf::new(lists).metric(args.metric).options(options(&args.rows)).build(points)?;
+            let lists = Ivf::new(lists).metric(args.metric).score_tolerance(args.score_tolerance);
+            let index = lists.options(options(&args.rows)).build(points)?;
             let found = index.search(asks, args.k, args.probes)?;
             // A report of recall over all queries would be the exact search: some rows tell.
             let some = asks.part(0, asks.len().min(200));
             (found, Some(index.recall(some, args.k, args.probes)?))
         }
         (asks, _) => {
-            let index = NeighborIndex::new(points, args.metric, options(&args.rows))?;
+            let tolerance = args.score_tolerance;
+            let index = NeighborIndex::with_tolerance(points, args.metric, options(&args.rows), tolerance)?;
             let found = match asks {
                 Some(asks) => index.search(asks, args.k)?,
                 None => index.search_self(args.k)?,

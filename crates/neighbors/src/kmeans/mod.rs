@@ -5,11 +5,11 @@ mod init;
 mod stream;
 mod update;
 
-use crate::points::{Moments, frame_of};
+use crate::points::{Moments, checked_tolerance, frame_of, precision};
 use crate::{Error, Metric, Options, Points};
 use assign::Assign;
 pub(crate) use assign::below;
-use fulgurite_cpu::scan::{Digits, Frame, Scanner};
+use fulgurite_cpu::scan::{Frame, Scanner};
 pub(crate) use update::{Update, sorted};
 
 /// Where the centroids begin.
@@ -61,7 +61,7 @@ pub struct KMeans<'a> {
     seed: u64,
     max_steps: usize,
     tolerance: f64,
-    digits: Option<f64>,
+    score_tolerance: Option<f64>,
     options: Options,
 }
 
@@ -75,7 +75,7 @@ impl<'a> KMeans<'a> {
             seed: 0,
             max_steps: 300,
             tolerance: 1e-4,
-            digits: None,
+            score_tolerance: None,
             options: Options::default(),
         }
     }
@@ -112,9 +112,9 @@ impl<'a> KMeans<'a> {
     }
 
     /// Allow errors of a score, relative to the norms of point and centroid (about their mean). From 2^-6 on, a matrix
-    /// unit multiplies in bf16 and nothing is looked at again. `None`, the default, is exact.
+    /// unit multiplies in bf16 and nothing is looked at again; from 2^-12 on in two parts. `None`, the default, is exact.
     pub fn score_tolerance(mut self, tolerance: Option<f64>) -> Self {
-        self.digits = tolerance;
+        self.score_tolerance = tolerance;
         self
     }
 
@@ -138,9 +138,7 @@ impl<'a> KMeans<'a> {
                 hint: "0 runs until no label changes",
             });
         }
-        if let Some(got) = self.digits.filter(|x| x.is_nan() || *x < 0.0) {
-            return Err(Error::Value { arg: "score_tolerance", got, allowed, hint: "leave it out to be exact" });
-        }
+        checked_tolerance(self.score_tolerance)?;
         if let Init::Given(centroids) = &self.init {
             centroids.of_dim("init", d)?.with_angles("init", self.metric)?;
             if centroids.len() != self.clusters {
@@ -152,8 +150,12 @@ impl<'a> KMeans<'a> {
     }
 
     fn scanner(&self) -> Scanner {
-        let digits = if self.digits.is_some_and(|t| t >= 1.0 / 64.0) { Digits::Eight } else { Digits::Sixteen };
-        Scanner::new(&self.options, digits)
+        Scanner::new(&self.options, precision(self.score_tolerance).0)
+    }
+
+    /// Whether labels are looked at again where products may be wrong.
+    fn exact(&self) -> bool {
+        precision(self.score_tolerance).1
     }
 
     /// Clusters points.
@@ -171,7 +173,7 @@ impl<'a> KMeans<'a> {
         let frame = moments.frame(self.metric);
         let stop = self.stop(&moments);
         let mut centroids = self.first(points, &scanner, &frame);
-        let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+        let assign = Assign::new(scanner, &frame, self.metric, self.exact());
         let mut labels = vec![u32::MAX; points.len()];
         let (mut steps, mut settled) = (0, false);
         while steps < self.max_steps && !settled {
@@ -206,7 +208,7 @@ impl<'a> KMeans<'a> {
     }
 
     fn made(&self, frame: Frame) -> Made {
-        Made { metric: self.metric, exact: self.digits.is_none(), scanner: self.scanner(), frame }
+        Made { metric: self.metric, exact: self.exact(), scanner: self.scanner(), frame }
     }
 }
 

@@ -3,13 +3,16 @@
 use super::assign::Assign;
 use super::update::{CHUNK, Update, unit};
 use super::{Init, KMeans, KMeansModel, Progress, init};
-use crate::points::Moments;
+use crate::points::{Moments, all_finite};
 use crate::{Error, Metric, Points, RowSource};
 use fulgurite_core::random::Rng;
 use std::sync::mpsc;
 
 /// What two threads hand each other: rows from a number on.
 type Filled = Result<(usize, Vec<f32>), Error>;
+
+/// Elements read at a time: a part of the second-level cache.
+const PIECE: usize = 1 << 16;
 
 impl KMeans<'_> {
     /// Clusters rows that are read in parts, of which no more than `memory_bytes` are held at a time (at least two parts
@@ -26,21 +29,21 @@ impl KMeans<'_> {
         let rows = self.room(source, memory_bytes)?;
         let scanner = self.scanner();
         let mut moments = Moments::new(d);
-        each_part(source, rows, |_, points| {
-            points.with_angles("points", self.metric)?;
+        Parts::new(source, rows).each(|first, points| {
+            points.with_angles("points", self.metric).map_err(|e| moved_by(e, first))?;
             moments.add(points, scanner.threads());
             Ok(())
         })?;
         let frame = moments.frame(self.metric);
         let stop = self.stop(&moments);
         let mut centroids = self.first_of(source, 2 * rows)?;
-        let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
-        let mut labels = vec![u32::MAX; n];
+        let assign = Assign::new(scanner, &frame, self.metric, self.exact());
+        let (mut labels, mut parts) = (vec![u32::MAX; n], Parts::new(source, rows));
         let (mut steps, mut settled, mut moved) = (0, false, 0.0);
         while steps < self.max_steps && !settled {
             let keys = assign.keys(&centroids, d);
             let (mut update, mut changed) = (Update::new(self.clusters, d), 0);
-            each_part(source, rows, |first, points| {
+            parts.each(|first, points| {
                 let own = &mut labels[first..first + points.len()];
                 changed += assign.labels(points, &keys, &centroids, own);
                 update.add(&scanner, points, own);
@@ -52,7 +55,7 @@ impl KMeans<'_> {
             settled = moved * moved <= stop || changed == 0;
         }
         let (keys, mut inertia) = (assign.keys(&centroids, d), 0.0);
-        each_part(source, rows, |first, points| {
+        parts.each(|first, points| {
             let own = &mut labels[first..first + points.len()];
             assign.labels(points, &keys, &centroids, own);
             assign.inertia_parts(points, &centroids, own, &mut inertia);
@@ -74,6 +77,7 @@ impl KMeans<'_> {
     ) -> Result<KMeansModel, Error> {
         let [n, d] = source.shape();
         let rows = self.room(source, memory_bytes)?;
+        let mut parts = Parts::new(source, rows);
         if batch == 0 || batch > n {
             return Err(Error::Count { arg: "batch", got: batch, low: 1, high: n, hint: "rows drawn for each step" });
         }
@@ -89,7 +93,7 @@ impl KMeans<'_> {
             let points = Points::new(&buffer, [batch, d])?.with_angles("points", self.metric)?;
             moments.add(points, scanner.threads());
             let frame = moments.frame(self.metric);
-            let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+            let assign = Assign::new(scanner, &frame, self.metric, self.exact());
             assign.labels(points, &assign.keys(&centroids, d), &centroids, &mut labels);
             moved = follow(&mut centroids, &mut seen, points, &labels, self.metric);
             steps += 1;
@@ -101,16 +105,16 @@ impl KMeans<'_> {
         source.unchanged()?;
         let frame = {
             let mut all = Moments::new(d);
-            each_part(source, rows, |_, points| {
-                points.with_angles("points", self.metric)?;
+            parts.each(|first, points| {
+                points.with_angles("points", self.metric).map_err(|e| moved_by(e, first))?;
                 all.add(points, scanner.threads());
                 Ok(())
             })?;
             all.frame(self.metric)
         };
-        let assign = Assign::new(scanner, &frame, self.metric, self.digits.is_none());
+        let assign = Assign::new(scanner, &frame, self.metric, self.exact());
         let (keys, mut inertia, mut labels) = (assign.keys(&centroids, d), 0.0, vec![u32::MAX; n]);
-        each_part(source, rows, |first, points| {
+        parts.each(|first, points| {
             let own = &mut labels[first..first + points.len()];
             assign.labels(points, &keys, &centroids, own);
             assign.inertia_parts(points, &centroids, own, &mut inertia);
@@ -186,44 +190,70 @@ fn read_list(source: &dyn RowSource, list: &[usize], out: &mut [f32]) -> Result<
     list.iter().zip(out.chunks_exact_mut(d)).try_for_each(|(&row, out)| source.read(row, out))
 }
 
-/// Calls `work` with every part of the rows in order, reading one while another is worked on.
-fn each_part(
-    source: &dyn RowSource,
+/// Rows read in parts, one while another is worked on. The memory of both is kept from one pass to the next.
+struct Parts<'a> {
+    source: &'a dyn RowSource,
     rows: usize,
-    mut work: impl FnMut(usize, Points<'_>) -> Result<(), Error>,
-) -> Result<(), Error> {
-    let [n, d] = source.shape();
-    let (filled_in, filled) = mpsc::sync_channel::<Filled>(0);
-    let (spare_in, spare) = mpsc::channel::<Vec<f32>>();
-    for _ in 0..2 {
-        let _ = spare_in.send(Vec::new());
+    spare: Vec<Vec<f32>>,
+}
+
+impl<'a> Parts<'a> {
+    fn new(source: &'a dyn RowSource, rows: usize) -> Parts<'a> {
+        Parts { source, rows, spare: vec![Vec::new(), Vec::new()] }
     }
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            for first in (0..n).step_by(rows) {
-                let Ok(mut buffer) = spare.recv() else { return };
-                buffer.resize(rows.min(n - first) * d, 0.0);
-                let read = source.read(first, &mut buffer).map(|()| (first, buffer));
-                let failed = read.is_err();
-                if filled_in.send(read).is_err() || failed {
-                    return;
+
+    /// Calls `work` with every part in order.
+    fn each(&mut self, mut work: impl FnMut(usize, Points<'_>) -> Result<(), Error>) -> Result<(), Error> {
+        let (source, rows, [n, d]) = (self.source, self.rows, self.source.shape());
+        let (filled_in, filled) = mpsc::sync_channel::<Filled>(0);
+        let (spare_in, spare) = mpsc::channel::<Vec<f32>>();
+        self.spare.drain(..).for_each(|buffer| _ = spare_in.send(buffer));
+        // What is handed over belongs to this closure: where it ends early, the reader finds nobody and ends too.
+        std::thread::scope(move |scope| {
+            let reader = scope.spawn(move || {
+                for first in (0..n).step_by(rows) {
+                    let Ok(mut buffer) = spare.recv() else { break };
+                    buffer.resize(rows.min(n - first) * d, 0.0);
+                    let read = fill(source, first, &mut buffer).map(|()| (first, buffer));
+                    let failed = read.is_err();
+                    if filled_in.send(read).is_err() || failed {
+                        break;
+                    }
                 }
+                spare
+            });
+            while let Ok(part) = filled.recv() {
+                let (first, buffer) = part?;
+                work(first, Points::proven(&buffer, [buffer.len() / d, d]))?;
+                let _ = spare_in.send(buffer);
             }
-        });
-        while let Ok(part) = filled.recv() {
-            let (first, buffer) = part?;
-            let points = Points::new(&buffer, [buffer.len() / d, d]).map_err(|e| moved_by(e, first))?;
-            work(first, points)?;
-            let _ = spare_in.send(buffer);
+            if let Ok(spare) = reader.join() {
+                self.spare.extend(spare.try_iter());
+            }
+            source.unchanged()
+        })
+    }
+}
+
+/// Reads rows and proves them finite, a piece at a time while it is in the cache.
+fn fill(source: &dyn RowSource, first: usize, out: &mut [f32]) -> Result<(), Error> {
+    let d = source.shape()[1];
+    let rows = (PIECE / d).max(1);
+    for (i, piece) in out.chunks_mut(rows * d).enumerate() {
+        let first = first + i * rows;
+        source.read(first, piece)?;
+        if !all_finite(piece) {
+            Points::new(piece, [piece.len() / d, d]).map_err(|e| moved_by(e, first))?;
         }
-        source.unchanged()
-    })
+    }
+    Ok(())
 }
 
 /// A message about a row of a part, told about the row of the whole.
 fn moved_by(error: Error, first: usize) -> Error {
     match error {
         Error::NotFinite { arg, row, column, value } => Error::NotFinite { arg, row: row + first, column, value },
+        Error::NoAngle { arg, row } => Error::NoAngle { arg, row: row + first },
         other => other,
     }
 }
