@@ -13,6 +13,11 @@ const LINE: usize = 64;
 /// would cost more than reading the result from memory later.
 const LARGE: usize = 8 << 20;
 
+/// Bytes of one cache line, on one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub [u8; LINE]);
+
 thread_local! {
     static WORKSPACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }

@@ -26,7 +26,6 @@ mod matrix;
 mod narrow;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-#[cfg(target_arch = "x86_64")]
 pub(crate) mod packed;
 mod portable;
 
