@@ -42,6 +42,12 @@ pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> 
     })
 }
 
+/// The bytes of a workspace: operands of bytes lie in memory of f32.
+pub(crate) fn bytes_of(x: &mut [f32]) -> &mut [i8] {
+    // SAFETY: both types take any bits, bytes need no alignment, and the borrow is passed on.
+    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), size_of_val(x)) }
+}
+
 /// Cuts a workspace into parts that begin on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);
 
