@@ -41,7 +41,7 @@ fn main() {
         let shape = [1, s, h, d];
         let mut random = || Tensor::from_f64(DType::Bf16, &rng.normals(s * h * d, 1.0), &shape).expect("tensor");
         let [q, k, v] = [random(), random(), random()];
-        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256"]
+        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256", "int8:512"]
             .into_iter()
             .map(|text| {
                 let builder = Problem::builder().dense(1, s, s).heads(h, h).head_dim(d).dtype(DType::Bf16);

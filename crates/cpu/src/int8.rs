@@ -1,13 +1,13 @@
 //! INT8 attention as a unit of the tile loop: codes are made once for a call, products are integers.
 
-use crate::memory::{Arena, bytes_of};
+use crate::memory::{Arena, ask, bytes_of};
 use crate::pool;
 use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
-use fulgurite_core::{Bound, Int8Attention, Problem, Sequence, Side, TensorView};
+use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, TensorView};
 use std::sync::Mutex;
 
 /// The operands of a call in codes.
@@ -59,31 +59,64 @@ struct Rows<'a> {
     dim: usize,
 }
 
+/// Rows of one head are far apart: they are asked for this many ahead.
+const AHEAD: usize = 8;
+
 impl Rows<'_> {
+    /// A row as f32.
+    fn widen(&self, i: usize, to: &mut [f32]) {
+        if i + AHEAD < self.n {
+            let at = self.at.at(i + AHEAD, self.head);
+            match self.view.data() {
+                Data::F32(x) => ask(&x[at..at + self.dim]),
+                Data::F16(x) => ask(&x[at..at + self.dim]),
+                Data::Bf16(x) => ask(&x[at..at + self.dim]),
+                _ => (),
+            }
+        }
+        self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), to);
+    }
+
     /// Calls `f` with every row as f32.
     fn each(&self, mut f: impl FnMut(usize, &[f32])) {
         let mut row = vec![0.0; self.dim];
         for i in 0..self.n {
-            self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), &mut row);
+            self.widen(i, &mut row);
             f(i, &row);
         }
     }
 
-    /// Calls `f` with the codes of every row, `mean` taken out, `width` of them with zeros; gives the scales. These are
+    /// Calls `f` with every row, and its codes, `mean` taken out, `width` of them with zeros; gives the scales. These are
     /// the codes of [`Int8Attention`], which makes them from rows that lie in one piece.
-    fn coded(&self, granularity: Granularity, mean: &[f32], width: usize, mut f: impl FnMut(usize, &[i8])) -> Vec<f32> {
-        let coding = self.unit.kernels.coding;
+    fn coded(
+        &self,
+        granularity: Granularity,
+        mean: &[f32],
+        width: usize,
+        mut f: impl FnMut(usize, &[f32], &[i8]),
+    ) -> Vec<f32> {
+        // As many rows as share scales: these are read once.
+        let chunk = match granularity {
+            Granularity::Block(rows) => rows.min(self.n),
+            _ => 64,
+        };
+        let (coding, dim) = (self.unit.kernels.coding, self.dim);
         let mut scales = vec![0.0f32; granularity.scales(self.n)];
-        self.each(|i, row| {
-            let scale = &mut scales[granularity.scale_of(i)];
-            *scale = scale.max(coding.size(row, mean));
-        });
+        let (mut rows, mut codes) = (vec![0.0f32; chunk * dim], vec![0i8; width]);
+        for start in (0..self.n).step_by(chunk.max(1)) {
+            let n = chunk.min(self.n - start);
+            for (i, row) in rows.chunks_exact_mut(dim).take(n).enumerate() {
+                self.widen(start + i, row);
+                let scale = &mut scales[granularity.scale_of(start + i)];
+                *scale = scale.max(coding.size(row, mean));
+            }
+            for (i, row) in rows.chunks_exact(dim).take(n).enumerate() {
+                let scale = scales[granularity.scale_of(start + i)] / f32::from(INT8_LARGEST);
+                coding.encode(row, mean, scale, &mut codes[..dim]);
+                f(start + i, row, &codes);
+            }
+        }
         scales.iter_mut().for_each(|scale| *scale /= f32::from(INT8_LARGEST));
-        let mut codes = vec![0i8; width];
-        self.each(|i, row| {
-            coding.encode(row, mean, scales[granularity.scale_of(i)], &mut codes[..self.dim]);
-            f(i, &codes);
-        });
         scales
     }
 }
@@ -141,14 +174,14 @@ impl Int8Unit {
         let (dim, scale, width) = (problem.head_dim(), problem.scale(), self.d * BYTES);
         let given = self.rows(bound, bound.q(), s, Side::Query, head, dim);
         let mut codes = vec![0i8; s.q_len * width];
-        let scales = given
-            .coded(spec.q, &vec![0.0; dim], width, |q, row| codes[q * width..(q + 1) * width].copy_from_slice(row));
-        let scales = (0..s.q_len).map(|q| scales[spec.q.scale_of(q)] * scale).collect();
         let mut bias = vec![0.0f32; s.q_len];
-        if spec.smooth_k {
-            let taken = |row: &[f32]| (self.kernels.coding.dot(row, mean) * f64::from(scale)) as f32;
-            given.each(|q, row| bias[q] = taken(row));
-        }
+        let scales = given.coded(spec.q, &vec![0.0; dim], width, |q, row, own| {
+            codes[q * width..(q + 1) * width].copy_from_slice(own);
+            if spec.smooth_k {
+                bias[q] = (self.kernels.coding.dot(row, mean) * f64::from(scale)) as f32;
+            }
+        });
+        let scales = (0..s.q_len).map(|q| scales[spec.q.scale_of(q)] * scale).collect();
         Queries { codes, scales, bias }
     }
 
@@ -171,7 +204,7 @@ impl Int8Unit {
         // Whole blocks, so that a block never ends inside the last panels.
         let pitch = self.key_pitch();
         let mut k = vec![0.0f32; s.k_len.next_multiple_of(self.block) / GROUP * pitch];
-        let scales = given.coded(spec.k, &mean, self.d * BYTES, |key, row| {
+        let scales = given.coded(spec.k, &mean, self.d * BYTES, |key, _, row| {
             let group = bytes_of(&mut k[key / GROUP * pitch..][..self.d * SLOTS]);
             for (tile, piece) in row.chunks_exact(BYTES).enumerate() {
                 group[4 * tile * SLOTS + key % GROUP * BYTES..][..BYTES].copy_from_slice(piece);
@@ -184,7 +217,7 @@ impl Int8Unit {
         let (tiles, pitch, width) = (self.block / BYTES, self.value_pitch(), value_dim.next_multiple_of(BYTES));
         let mut v = vec![0.0f32; s.k_len.div_ceil(self.block) * pitch];
         let mut codes = vec![0i8; BYTES * width];
-        let scales = given.coded(Granularity::Block(self.block), &vec![0.0; value_dim], width, |key, row| {
+        let scales = given.coded(Granularity::Block(self.block), &vec![0.0; value_dim], width, |key, _, row| {
             codes[key % BYTES * width..][..width].copy_from_slice(row);
             if key % BYTES == BYTES - 1 || key + 1 == s.k_len {
                 // Past the last key there is nothing.

@@ -48,6 +48,17 @@ pub(crate) fn bytes_of(x: &mut [f32]) -> &mut [i8] {
     unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), size_of_val(x)) }
 }
 
+/// Asks for memory that will be read soon.
+pub(crate) fn ask<T>(x: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..size_of_val(x)).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().cast::<i8>().wrapping_add(line)) }
+    }
+    let _ = x;
+}
+
 /// Cuts a workspace into parts that begin on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);
 

@@ -277,12 +277,15 @@ unsafe fn softmax(
     let mut stats = SoftmaxStats::default();
     // SAFETY: keys of the ranges are inside.
     unsafe {
+        if let Some(integers) = integers
+            && args.stride == 64
+            && softmax_of_all(args, integers, out, pitch, &mut stats)
+        {
+            return stats;
+        }
         for z in 0..args.stride / 16 {
             let to = out.add(z * pitch);
             if let Some(integers) = integers {
-                if softmax_of_integers(args, z, integers, to, &mut stats) {
-                    continue;
-                }
                 let (start, stop) = args.ranges[z];
                 for key in start..stop.max(start) {
                     let at = args.s.as_mut_ptr().add(key * args.stride + z * 16);
@@ -321,78 +324,83 @@ impl Integers<'_> {
     }
 }
 
-/// The same for one vector of lanes whose scores are integers: the maximum is that of integers in each 64 keys, which
-/// share a scale, and scale, maximum and logarithm are one multiplication and addition. False where some lane sees
-/// fewer keys than the others, or scores are too large to be taken apart so.
+/// Four vectors of lanes whose scores are integers and which see the same whole tiles of keys, key by key: rows of scores
+/// are then read as they lie. The maximum is that of integers in each 64 keys, which share a scale; scale, maximum and
+/// logarithm are one multiplication and addition. False, and nothing done, where lanes see different keys, or scores are
+/// too large to be taken apart so.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn softmax_of_integers(
+unsafe fn softmax_of_all(
     args: &mut SoftmaxArgs<'_>,
-    z: usize,
     integers: &Integers<'_>,
     out: *mut f32,
+    pitch: usize,
     stats: &mut SoftmaxStats,
 ) -> bool {
-    let ((start, stop), stride) = (args.ranges[z], args.stride);
-    if start >= stop || args.inner[z] != (start, stop) || args.exp != ExpKind::Poly(3) {
+    const ALL: usize = 4;
+    let (start, stop) = args.ranges[0];
+    let whole = start < stop && start.is_multiple_of(BYTES) && stop.is_multiple_of(BYTES);
+    let alike = args.ranges[..ALL].iter().chain(&args.inner[..ALL]).all(|&r| r == (start, stop));
+    if !whole || !alike || args.exp != ExpKind::Poly(3) {
         return false;
     }
     // SAFETY: keys of the range are inside (caller).
     unsafe {
-        let s = args.s.as_ptr().add(z * 16);
-        let mut highest = _mm512_set1_ps(f32::NEG_INFINITY);
-        for tile in start / BYTES..stop.div_ceil(BYTES) {
-            let (first, last) = (start.max(tile * BYTES), stop.min((tile + 1) * BYTES));
-            let mut top = [_mm512_set1_epi32(i32::MIN); 4];
-            for key in first..last {
-                let i = key % 4;
-                top[i] = _mm512_max_epi32(top[i], _mm512_loadu_si512(s.add(key * stride).cast()));
-            }
-            let top = _mm512_max_epi32(_mm512_max_epi32(top[0], top[1]), _mm512_max_epi32(top[2], top[3]));
-            highest = _mm512_max_ps(highest, integers.number(_mm512_cvtepi32_ps(top), first, z));
-        }
-        let log2_e = _mm512_set1_ps(std::f32::consts::LOG2_E * args.scale);
-        let bias = _mm512_loadu_ps(integers.bias.as_ptr().add(z * 16));
-        let limit = _mm512_set1_ps(FUSED_LIMIT);
-        let near = |x| _mm512_cmp_ps_mask::<_CMP_LE_OQ>(_mm512_abs_ps(_mm512_mul_ps(x, log2_e)), limit) == 0xffff;
-        let old = _mm512_loadu_ps(args.m.as_ptr().add(z * 16));
-        if !near(bias) || !near(_mm512_max_ps(old, highest)) {
-            return false;
-        }
-        let Some(begun) = settle::<Avx512>(args, z, Some(highest), stats) else { return true };
-        let shift = _mm512_mul_ps(_mm512_sub_ps(bias, begun.shift), log2_e);
-        let lane = _mm512_mul_ps(_mm512_loadu_ps(integers.lane.as_ptr().add(z * 16)), log2_e);
-        let mut sums = [_mm512_setzero_ps(); 4];
-        for tile in start / BYTES..stop.div_ceil(BYTES) {
-            let (first, to) = (tile * BYTES, out.add(tile * SLOTS));
-            let factor = _mm512_mul_ps(lane, integers.key(first.max(start)));
-            let p = |key: usize| {
-                let x = _mm512_cvtepi32_ps(_mm512_loadu_si512(s.add(key * stride).cast()));
-                Avx512::exp2(_mm512_fmadd_ps(x, factor, shift), &CODES)
-            };
-            if start <= first && first + BYTES <= stop {
-                for j in 0..16 {
-                    let p = [p(first + j), p(first + 16 + j), p(first + 32 + j), p(first + 48 + j)];
-                    sums = std::array::from_fn(|i| _mm512_add_ps(sums[i], p[i]));
-                    let codes = join(p.map(|p| _mm512_cvtps_epi32(p)));
-                    _mm512_storeu_si512(to.add(j * 16).cast(), codes);
-                }
-                continue;
-            }
-            for j in 0..16 {
-                let mut codes = [_mm512_setzero_si512(); 4];
-                for i in 0..4 {
-                    let key = first + i * 16 + j;
-                    if start <= key && key < stop {
-                        let p = p(key);
-                        sums[i] = _mm512_add_ps(sums[i], p);
-                        codes[i] = _mm512_cvtps_epi32(p);
+        let s = args.s.as_ptr();
+        let mut highest = [_mm512_set1_ps(f32::NEG_INFINITY); ALL];
+        for tile in start / BYTES..stop / BYTES {
+            let mut top = [[_mm512_set1_epi32(i32::MIN); 2]; ALL];
+            for key in (tile * BYTES..(tile + 1) * BYTES).step_by(2) {
+                for (z, top) in top.iter_mut().enumerate() {
+                    for (i, top) in top.iter_mut().enumerate() {
+                        let at = s.add((key + i) * 64 + z * 16);
+                        *top = _mm512_max_epi32(*top, _mm512_loadu_si512(at.cast()));
                     }
                 }
-                _mm512_storeu_si512(to.add(j * 16).cast(), join(codes));
+            }
+            for (z, highest) in highest.iter_mut().enumerate() {
+                let top = _mm512_cvtepi32_ps(_mm512_max_epi32(top[z][0], top[z][1]));
+                *highest = _mm512_max_ps(*highest, integers.number(top, tile * BYTES, z));
             }
         }
-        let sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-        end::<Avx512>(args, z, begun, _mm512_mul_ps(sum, _mm512_set1_ps(1.0 / 127.0)), stats);
+        let log2_e = _mm512_set1_ps(std::f32::consts::LOG2_E * args.scale);
+        let limit = _mm512_set1_ps(FUSED_LIMIT);
+        let near = |x| _mm512_cmp_ps_mask::<_CMP_LE_OQ>(_mm512_abs_ps(_mm512_mul_ps(x, log2_e)), limit) == 0xffff;
+        let bias = |z: usize| _mm512_loadu_ps(integers.bias.as_ptr().add(z * 16));
+        let top = |z: usize| _mm512_max_ps(_mm512_loadu_ps(args.m.as_ptr().add(z * 16)), highest[z]);
+        if !(0..ALL).all(|z| near(bias(z)) && near(top(z))) {
+            return false;
+        }
+        let mut begun = [None, None, None, None];
+        let (mut shift, mut lane) = ([_mm512_setzero_ps(); ALL], [_mm512_setzero_ps(); ALL]);
+        for z in 0..ALL {
+            begun[z] = settle::<Avx512>(args, z, Some(highest[z]), stats);
+            let Some(begun) = &begun[z] else { continue };
+            shift[z] = _mm512_mul_ps(_mm512_sub_ps(bias(z), begun.shift), log2_e);
+            lane[z] = _mm512_mul_ps(_mm512_loadu_ps(integers.lane.as_ptr().add(z * 16)), log2_e);
+        }
+        let mut sums = [_mm512_setzero_ps(); ALL];
+        for tile in start / BYTES..stop / BYTES {
+            let key = integers.key(tile * BYTES);
+            let factor = lane.map(|lane| _mm512_mul_ps(lane, key));
+            for j in 0..16 {
+                for z in 0..ALL {
+                    let mut codes = [_mm512_setzero_si512(); 4];
+                    for (i, code) in codes.iter_mut().enumerate() {
+                        let at = s.add((tile * BYTES + i * 16 + j) * 64 + z * 16);
+                        let x = _mm512_cvtepi32_ps(_mm512_loadu_si512(at.cast()));
+                        let p = Avx512::exp2(_mm512_fmadd_ps(x, factor[z], shift[z]), &CODES);
+                        sums[z] = _mm512_add_ps(sums[z], p);
+                        *code = _mm512_cvtps_epi32(p);
+                    }
+                    _mm512_storeu_si512(out.add(z * pitch + tile * SLOTS + j * 16).cast(), join(codes));
+                }
+            }
+        }
+        for (z, begun) in begun.into_iter().enumerate() {
+            if let Some(begun) = begun {
+                end::<Avx512>(args, z, begun, _mm512_mul_ps(sums[z], _mm512_set1_ps(1.0 / 127.0)), stats);
+            }
+        }
     }
     true
 }
