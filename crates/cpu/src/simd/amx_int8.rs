@@ -56,6 +56,7 @@ unsafe fn turn_rows(rows: &[&[i8]], tiles: usize, to: &mut [f32]) {
 unsafe fn turn_columns(codes: &[i8], row: usize, groups: usize, to: *mut f32, pitch: usize) {
     for column in (0..groups).step_by(4) {
         let mut joined = [[_mm512_setzero_si512(); 16]; 4];
+        #[allow(clippy::needless_range_loop)] // a column of four squares
         for j in 0..16 {
             // SAFETY: rows are a multiple of 64 long, so 64 columns can be read (contract).
             let [a, b, c, d] = [0, 1, 2, 3]
