@@ -214,7 +214,7 @@ fn gradients_are_finite_differences_at_the_rounded_operands() {
                 (2, _, true) => GroupFormat::NVFP4.fake_columns(&mut x, dim),
                 _ => (),
             }
-            *tensor = Tensor::new(x, &tensor.shape().to_vec()).unwrap();
+            *tensor = Tensor::new(x, tensor.shape()).unwrap();
         }
         let d_o = plain.tensors[3].view().to_f64();
         let loss = |plain: &Call| -> f64 {
@@ -230,7 +230,7 @@ fn gradients_are_finite_differences_at_the_rounded_operands() {
                 let mut moved = |h: f64| {
                     let mut y = x.clone();
                     y[at] += h;
-                    plain.tensors[i] = Tensor::from_f64(DType::F32, &y, &plain.tensors[i].shape().to_vec()).unwrap();
+                    plain.tensors[i] = Tensor::from_f64(DType::F32, &y, plain.tensors[i].shape()).unwrap();
                     (loss(&plain), plain.tensors[i].view().to_f64()[at])
                 };
                 let ((above, right), (below, left)) = (moved(1e-3), moved(-1e-3));
