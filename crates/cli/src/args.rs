@@ -253,6 +253,9 @@ pub struct ExplainArgs {
     /// ALiBi
     #[arg(long)]
     pub alibi: bool,
+    /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native
+    #[arg(long, default_value = "native", value_name = "NAME")]
+    pub precision: Precision,
     /// Who computes.
     #[command(flatten)]
     pub engine: EngineArgs,

@@ -3,7 +3,9 @@
 use crate::args::ExplainArgs;
 use crate::{Failure, json, kernel, say};
 use fulgurite::gpu::{self, Explained, Table};
-use fulgurite::{Choice, Inputs, Mask, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain};
+use fulgurite::{
+    Choice, Inputs, Mask, Precision, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain,
+};
 use fulgurite_core::random::Rng;
 use serde::Serialize;
 
@@ -72,6 +74,7 @@ impl ExplainArgs {
             .heads(self.heads, self.kv_heads.unwrap_or(self.heads))
             .head_dims(self.head_dim, self.value_dim.unwrap_or(self.head_dim))
             .dtype(self.dtype)
+            .precision(self.precision)
             .mask(mask);
         if let Some(cap) = self.softcap {
             builder = builder.softcap(cap);
@@ -83,7 +86,12 @@ impl ExplainArgs {
         let [batch, q_len, k_len] = self.sizes();
         let (heads, kv_heads) = (self.heads, self.kv_heads.unwrap_or(self.heads));
         let (d, dv) = (self.head_dim, self.value_dim.unwrap_or(self.head_dim));
-        format!("{}, batch {batch}, {q_len} queries, {k_len} keys, heads {heads}/{kv_heads}, dims {d}/{dv}", self.dtype)
+        let precision =
+            if self.precision == Precision::Native { String::new() } else { format!(" {}", self.precision) };
+        format!(
+            "{}{precision}, batch {batch}, {q_len} queries, {k_len} keys, heads {heads}/{kv_heads}, dims {d}/{dv}",
+            self.dtype
+        )
     }
 
     /// FLOPs by the pairs of queries and keys that see each other.

@@ -48,6 +48,16 @@ fn what_hopper_lacks_is_said() {
 }
 
 #[test]
+fn the_unit_of_a_precision_is_said() {
+    for (precision, words) in [("int8", "INT8 summed in 32 bits"), ("nvfp4", "products on")] {
+        let found = explained(&["--precision", precision, "--engine", "cpu"]);
+        let lines: Vec<&str> = found["engines"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+        assert!(lines.iter().any(|line| line.contains("runs it") && line.contains(words)), "{lines:?}");
+        assert!(found["hopper"]["Err"].as_str().unwrap().contains(&format!("precision {precision}")), "{found}");
+    }
+}
+
+#[test]
 fn wrong_calls_are_refused() {
     let folder = folder("explain-wrong");
     refuses(&folder, &["tune", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");

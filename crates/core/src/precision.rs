@@ -220,13 +220,14 @@ impl Bound<'_> {
                 let rows = self.rows(view.strides(), sequence, side);
                 let len = if side == Side::Query { sequence.q_len } else { sequence.k_len };
                 for at in (0..len).flat_map(|i| (0..heads).map(move |h| rows.at(i, h))) {
-                    let found = match view.data() {
-                        Data::F32(x) => x[at..at + dim].iter().position(|x| !x.is_finite()),
-                        Data::F16(x) => x[at..at + dim].iter().position(|x| !x.is_finite()),
-                        Data::Bf16(x) => x[at..at + dim].iter().position(|x| !x.is_finite()),
-                        _ => None,
+                    // All exponent bits at once: a loop that does not stop early is one of vectors.
+                    let fine = match view.data() {
+                        Data::F32(x) => x[at..at + dim].iter().fold(true, |fine, x| fine & x.is_finite()),
+                        Data::F16(x) => x[at..at + dim].iter().fold(0, |m, x| m.max(x.to_bits() & 0x7fff)) < 0x7c00,
+                        Data::Bf16(x) => x[at..at + dim].iter().fold(0, |m, x| m.max(x.to_bits() & 0x7fff)) < 0x7f80,
+                        _ => true,
                     };
-                    if let Some(i) = found {
+                    if let Some(i) = (0..if fine { 0 } else { dim }).find(|i| !view.at(at + i).is_finite()) {
                         let (value, precision) = (view.at(at + i), problem.precision().to_string());
                         return Err(InputError::NotFinite { arg, at: at + i, value, precision });
                     }

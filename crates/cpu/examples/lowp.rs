@@ -1,6 +1,6 @@
 //! INT8 attention beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
 //!
-//! `lowp [threads] [seconds]`
+//! `lowp [threads] [seconds] [int8|decode]`
 
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
@@ -34,12 +34,14 @@ fn main() {
     let (threads, seconds) = (number(0, 2.0) as usize, number(1, 2.0));
     let options = Options { threads: Some(threads), ..Options::default() };
     let mut rng = Rng::new(1);
-    for (d, s) in [(64, 2048), (128, 2048), (256, 2048), (256, 4096)] {
+    let wanted = std::env::args().nth(3);
+    let asked = |what: &str| wanted.as_deref().is_none_or(|w| w == what);
+    for (d, s) in [(64, 2048), (128, 2048), (256, 2048), (256, 4096)].into_iter().filter(|_| asked("int8")) {
         let h = 1024 / d;
         let shape = [1, s, h, d];
         let mut random = || Tensor::from_f64(DType::Bf16, &rng.normals(s * h * d, 1.0), &shape).expect("tensor");
         let [q, k, v] = [random(), random(), random()];
-        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256"]
+        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256", "int8:512"]
             .into_iter()
             .map(|text| {
                 let builder = Problem::builder().dense(1, s, s).heads(h, h).head_dim(d).dtype(DType::Bf16);
@@ -64,6 +66,9 @@ fn main() {
             let (ratio, by_best) = (found[0].1 / median, found[0].2 / best);
             println!("d{d} s{s} {name:9} {rate:6.0} GOP/s (best {top:6.0})  x{ratio:.2} ({by_best:.2}) of bf16");
         }
+    }
+    if !asked("decode") {
+        return;
     }
     let (heads, q_heads, d, tokens) = (8, 32, 128, 32768);
     let storages = [

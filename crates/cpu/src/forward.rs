@@ -6,7 +6,7 @@
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
-use crate::unit::{Keys, Products, Scratch};
+use crate::unit::{Keys, Operands, Products, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Precision, Rescale};
 use std::cell::LazyCell;
@@ -142,7 +142,7 @@ fn walk(
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [k_buffer, v_buffer, values, weights, s, rows] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights, packed: false };
+        let mut scratch = Scratch::new(values, weights);
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
             .tiles
@@ -236,13 +236,13 @@ fn fold(
     scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
     let mut alpha = [1.0; MAX_LANES];
-    let mut stats = softmax(cx, row, step, s, v, scratch, &mut alpha, policy);
+    let mut stats = softmax(cx, row, step, s, [k, v], scratch, &mut alpha, policy);
     if stats.distrusted > 0 {
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
         scores(cx, row, step, start, k, s, &mut ahead[0]);
-        stats = softmax(cx, row, step, s, v, scratch, &mut alpha, Policy::Raise(0.0));
+        stats = softmax(cx, row, step, s, [k, v], scratch, &mut alpha, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
         return;
@@ -250,7 +250,7 @@ fn fold(
     counters.rescales_possible += u64::from(stats.possible);
     counters.rescales_done += u64::from(stats.rescaled);
     let stride = row.lanes.stride;
-    if stats.rescaled > 0 {
+    if stats.rescaled > 0 && !cx.unit.rescales() {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
     cx.round_weights(step, stride, s);
@@ -283,7 +283,7 @@ pub(crate) fn softmax(
     row: &mut Row<'_>,
     step: &Step,
     s: &mut [f32],
-    v: KeyRows<'_>,
+    [k, v]: [KeyRows<'_>; 2],
     scratch: &mut Scratch<'_>,
     alpha: &mut [f32; MAX_LANES],
     policy: Policy,
@@ -302,7 +302,7 @@ pub(crate) fn softmax(
         policy,
         scale: cx.score_scale(),
     };
-    cx.unit.softmax(cx, &mut args, v, scratch)
+    cx.unit.softmax(cx, &mut args, Operands { q: row.q, k, v }, scratch)
 }
 
 /// O / l and the LSE, written to the outputs.

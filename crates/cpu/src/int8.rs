@@ -1,12 +1,13 @@
 //! INT8 attention as a unit of the tile loop: codes are made once for a call, products are integers.
 
-use crate::memory::Arena;
+use crate::memory::{Arena, ask, bytes_of};
 use crate::pool;
-use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats, slot};
+use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Products, Room, Scratch, Unit};
+use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
+use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
-use fulgurite_core::{Bound, Int8Attention, Problem, Sequence, Side, TensorView};
+use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, TensorView};
 use std::sync::Mutex;
 
 /// The operands of a call in codes.
@@ -23,7 +24,12 @@ pub(crate) struct Int8Unit {
     keys: Vec<KeyPanels>,
     q_heads: usize,
     kv_heads: usize,
+    /// Whether all 64 keys of a tile share a scale.
+    even: bool,
 }
+
+/// Groups of columns of V that are multiplied at a time: their integers stay in the first-level cache.
+const COLUMNS: usize = 4;
 
 /// Queries of one head: rows of codes, `d` tiles long, the scale of each (the problem's included), and what was taken out
 /// of its scores.
@@ -43,22 +49,76 @@ struct KeyPanels {
     mean: Vec<f32>,
 }
 
-/// Rows of one head of one sequence as f32.
-fn rows(
-    kernels: &Kernels,
-    bound: &Bound<'_>,
-    view: &TensorView<'_>,
-    s: &Sequence,
-    side: Side,
+/// Rows of one head of one sequence.
+struct Rows<'a> {
+    unit: &'a Int8Unit,
+    view: &'a TensorView<'a>,
+    at: fulgurite_core::Rows,
     head: usize,
-    [n, dim]: [usize; 2],
-) -> Vec<f32> {
-    let at = bound.rows(view.strides(), s, side);
-    let mut out = vec![0.0; n * dim];
-    for (i, row) in out.chunks_exact_mut(dim).enumerate() {
-        kernels.widen(&view.data(), at.at(i, head), row);
+    n: usize,
+    dim: usize,
+}
+
+/// Rows of one head are far apart: they are asked for this many ahead.
+const AHEAD: usize = 8;
+
+impl Rows<'_> {
+    /// A row as f32.
+    fn widen(&self, i: usize, to: &mut [f32]) {
+        if i + AHEAD < self.n {
+            let at = self.at.at(i + AHEAD, self.head);
+            match self.view.data() {
+                Data::F32(x) => ask(&x[at..at + self.dim]),
+                Data::F16(x) => ask(&x[at..at + self.dim]),
+                Data::Bf16(x) => ask(&x[at..at + self.dim]),
+                _ => (),
+            }
+        }
+        self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), to);
     }
-    out
+
+    /// Calls `f` with every row as f32.
+    fn each(&self, mut f: impl FnMut(usize, &[f32])) {
+        let mut row = vec![0.0; self.dim];
+        for i in 0..self.n {
+            self.widen(i, &mut row);
+            f(i, &row);
+        }
+    }
+
+    /// Calls `f` with every row, and its codes, `mean` taken out, `width` of them with zeros; gives the scales. These are
+    /// the codes of [`Int8Attention`], which makes them from rows that lie in one piece.
+    fn coded(
+        &self,
+        granularity: Granularity,
+        mean: &[f32],
+        width: usize,
+        mut f: impl FnMut(usize, &[f32], &[i8]),
+    ) -> Vec<f32> {
+        // As many rows as share scales: these are read once.
+        let chunk = match granularity {
+            Granularity::Block(rows) => rows.min(self.n),
+            _ => 64,
+        };
+        let (coding, dim) = (self.unit.kernels.coding, self.dim);
+        let mut scales = vec![0.0f32; granularity.scales(self.n)];
+        let (mut rows, mut codes) = (vec![0.0f32; chunk * dim], vec![0i8; width]);
+        for start in (0..self.n).step_by(chunk.max(1)) {
+            let n = chunk.min(self.n - start);
+            for (i, row) in rows.chunks_exact_mut(dim).take(n).enumerate() {
+                self.widen(start + i, row);
+                let scale = &mut scales[granularity.scale_of(start + i)];
+                *scale = scale.max(coding.size(row, mean));
+            }
+            for (i, row) in rows.chunks_exact(dim).take(n).enumerate() {
+                let scale = scales[granularity.scale_of(start + i)] / f32::from(INT8_LARGEST);
+                coding.encode(row, mean, scale, &mut codes[..dim]);
+                f(start + i, row, &codes);
+            }
+        }
+        scales.iter_mut().for_each(|scale| *scale /= f32::from(INT8_LARGEST));
+        scales
+    }
 }
 
 impl Int8Unit {
@@ -76,6 +136,7 @@ impl Int8Unit {
             keys: Vec::new(),
             q_heads,
             kv_heads,
+            even: matches!(spec.k, Granularity::Block(rows) if rows.is_multiple_of(BYTES)),
         };
         let sequences = bound.sequences();
         let keys: Vec<Mutex<KeyPanels>> = (0..sequences.len() * kv_heads).map(|_| Mutex::default()).collect();
@@ -95,18 +156,32 @@ impl Int8Unit {
         unit
     }
 
+    fn rows<'a>(
+        &'a self,
+        bound: &'a Bound<'_>,
+        view: &'a TensorView<'a>,
+        s: &Sequence,
+        side: Side,
+        head: usize,
+        dim: usize,
+    ) -> Rows<'a> {
+        let n = if side == Side::Query { s.q_len } else { s.k_len };
+        Rows { unit: self, view, at: bound.rows(view.strides(), s, side), head, n, dim }
+    }
+
     fn query_rows(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize, mean: &[f32]) -> Queries {
         let problem: &Problem = bound.problem();
-        let (dim, scale) = (problem.head_dim(), problem.scale());
-        let given = rows(self.vectors, bound, bound.q(), s, Side::Query, head, [s.q_len, dim]);
-        let coded = spec.queries(&given, dim);
-        let mut codes = vec![0i8; s.q_len * self.d * BYTES];
-        for (to, from) in codes.chunks_exact_mut(self.d * BYTES).zip(coded.codes().chunks_exact(dim)) {
-            to[..dim].copy_from_slice(from);
-        }
-        let scales = (0..s.q_len).map(|q| coded.scales()[spec.q.scale_of(q)] * scale).collect();
-        let taken = |row: &[f32]| row.iter().zip(mean).map(|(&x, &m)| f64::from(x) * f64::from(m)).sum::<f64>();
-        let bias = given.chunks_exact(dim).map(|row| (taken(row) * f64::from(scale)) as f32).collect();
+        let (dim, scale, width) = (problem.head_dim(), problem.scale(), self.d * BYTES);
+        let given = self.rows(bound, bound.q(), s, Side::Query, head, dim);
+        let mut codes = vec![0i8; s.q_len * width];
+        let mut bias = vec![0.0f32; s.q_len];
+        let scales = given.coded(spec.q, &vec![0.0; dim], width, |q, row, own| {
+            codes[q * width..(q + 1) * width].copy_from_slice(own);
+            if spec.smooth_k {
+                bias[q] = (self.kernels.coding.dot(row, mean) * f64::from(scale)) as f32;
+            }
+        });
+        let scales = (0..s.q_len).map(|q| scales[spec.q.scale_of(q)] * scale).collect();
         Queries { codes, scales, bias }
     }
 
@@ -120,43 +195,46 @@ impl Int8Unit {
     fn key_panels(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize) -> KeyPanels {
         let problem: &Problem = bound.problem();
         let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
-        let given = rows(self.vectors, bound, bound.k(), s, Side::Key, head, [s.k_len, dim]);
-        let mean = spec.mean(&given, dim);
-        let keys = spec.keys(&given, dim, &mean);
+        let given = self.rows(bound, bound.k(), s, Side::Key, head, dim);
+        let mut sums = vec![0.0f64; dim];
+        if spec.smooth_k {
+            given.each(|_, row| self.kernels.coding.add_row(&mut sums, row));
+        }
+        let mean: Vec<f32> = sums.into_iter().map(|sum| (sum / s.k_len.max(1) as f64) as f32).collect();
         // Whole blocks, so that a block never ends inside the last panels.
         let pitch = self.key_pitch();
         let mut k = vec![0.0f32; s.k_len.next_multiple_of(self.block) / GROUP * pitch];
-        for (key, row) in keys.codes().chunks_exact(dim).enumerate() {
-            let group = &mut k[key / GROUP * pitch..][..pitch];
-            for (i, four) in row.chunks(4).enumerate() {
-                let mut bytes = [0i8; 4];
-                bytes[..four.len()].copy_from_slice(four);
-                group[i / GROUP * SLOTS + key % GROUP * GROUP + i % GROUP] = slot(bytes);
+        let scales = given.coded(spec.k, &mean, self.d * BYTES, |key, _, row| {
+            let group = bytes_of(&mut k[key / GROUP * pitch..][..self.d * SLOTS]);
+            for (tile, piece) in row.chunks_exact(BYTES).enumerate() {
+                group[4 * tile * SLOTS + key % GROUP * BYTES..][..BYTES].copy_from_slice(piece);
             }
-            group[self.d * SLOTS + key % GROUP] = keys.scales()[spec.k.scale_of(key)];
+        });
+        for key in 0..s.k_len {
+            k[key / GROUP * pitch + self.d * SLOTS + key % GROUP] = scales[spec.k.scale_of(key)];
         }
-        let given = rows(self.vectors, bound, bound.v(), s, Side::Key, head, [s.k_len, value_dim]);
-        let values = spec.values(&given, value_dim);
-        let (tiles, pitch) = (self.block / BYTES, self.value_pitch());
+        let given = self.rows(bound, bound.v(), s, Side::Key, head, value_dim);
+        let (tiles, pitch, width) = (self.block / BYTES, self.value_pitch(), value_dim.next_multiple_of(BYTES));
         let mut v = vec![0.0f32; s.k_len.div_ceil(self.block) * pitch];
-        for (number, block) in v.chunks_exact_mut(pitch).enumerate() {
-            for (tile, j) in (0..tiles).flat_map(|tile| (0..GROUP).map(move |j| (tile, j))) {
-                // The four keys of a slot; past the last key there is nothing.
-                let rows = [0, 1, 2, 3].map(|i| {
-                    let key = number * self.block + tile * BYTES + i * GROUP + j;
-                    if key < s.k_len { &values.codes()[key * value_dim..(key + 1) * value_dim] } else { &[] }
-                });
-                if rows[0].is_empty() {
-                    continue;
-                }
-                for c in 0..value_dim {
-                    let at = (c / GROUP * tiles + tile) * SLOTS + c % GROUP * GROUP + j;
-                    block[at] = slot(rows.map(|row| row.get(c).copied().unwrap_or(0)));
-                }
+        let mut codes = vec![0i8; BYTES * width];
+        let scales = given.coded(Granularity::Block(self.block), &vec![0.0; value_dim], width, |key, _, row| {
+            codes[key % BYTES * width..][..width].copy_from_slice(row);
+            if key % BYTES == BYTES - 1 || key + 1 == s.k_len {
+                // Past the last key there is nothing.
+                codes[(key % BYTES + 1) * width..].fill(0);
+                let to = &mut v[key / self.block * pitch + key % self.block / BYTES * SLOTS..];
+                self.kernels.coding.turn_columns(&codes, width, value_dim, to, tiles * SLOTS);
             }
-            block[pitch - 1] = values.scales()[number] / f32::from(INT8_LARGEST);
+        });
+        for (block, scale) in v.chunks_exact_mut(pitch).zip(scales) {
+            block[pitch - 1] = scale / f32::from(INT8_LARGEST);
         }
         KeyPanels { k, v, mean }
+    }
+
+    /// Whether scores stay integers up to softmax.
+    fn raw(&self, cx: &Context<'_>) -> bool {
+        self.even && !cx.is_modified() && self.kernels.suits(cx.exp)
     }
 
     fn panels(&self, keys: &Keys<'_>) -> &KeyPanels {
@@ -174,8 +252,8 @@ impl Unit for Int8Unit {
     fn room(&self, cx: &Context<'_>) -> Room {
         let lanes = cx.kernels.tile / GROUP;
         let weights = lanes * self.block / BYTES * SLOTS;
-        // Integers of P V, one vector of lanes at a time, behind the weights.
-        let sums = self.dv * GROUP * cx.kernels.tile;
+        // Integers of P V, a few columns at a time, behind the weights.
+        let sums = COLUMNS * GROUP * cx.kernels.tile;
         Room {
             queries: lanes * self.d * SLOTS + 2 * MAX_LANES,
             key: 0,
@@ -186,19 +264,25 @@ impl Unit for Int8Unit {
     fn score_scale(&self, _: &Context<'_>) -> f32 {
         1.0
     }
+    fn rescales(&self) -> bool {
+        true
+    }
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, _: &mut [f32], out: &mut [f32]) {
         let (panels, lanes) = out.split_at_mut(stride.div_ceil(GROUP) * self.d * SLOTS);
-        panels.fill(0.0);
         lanes[..2 * MAX_LANES].fill(0.0);
-        for lane in 0..tile.rows {
+        let width = self.d * BYTES;
+        let rows: [&[i8]; MAX_LANES] = std::array::from_fn(|lane| {
+            if lane >= tile.rows {
+                return &[][..];
+            }
             let (q, head) = cx.row(tile, lane);
             let own = &self.queries[tile.sequence * self.q_heads + head];
-            let row = &own.codes[q * self.d * BYTES..(q + 1) * self.d * BYTES];
-            for (i, four) in row.chunks_exact(4).enumerate() {
-                let at = (lane / GROUP * self.d + i / GROUP) * SLOTS + i % GROUP * GROUP + lane % GROUP;
-                panels[at] = slot([four[0], four[1], four[2], four[3]]);
-            }
             (lanes[lane], lanes[MAX_LANES + lane]) = (own.scales[q], own.bias[q]);
+            &own.codes[q * width..(q + 1) * width]
+        });
+        for (group, to) in panels.chunks_exact_mut(self.d * SLOTS).enumerate() {
+            let own = group * GROUP..((group + 1) * GROUP).min(tile.rows).max(group * GROUP);
+            self.kernels.coding.turn_rows(&rows[own], self.d, to);
         }
     }
     fn keys<'b>(&self, _: &Context<'b>, _: &Keys<'_>, _: &'b mut [f32]) -> KeyRows<'b> {
@@ -226,6 +310,9 @@ impl Unit for Int8Unit {
             let size = [keys / GROUP, n / GROUP, self.d];
             self.kernels.multiply(&mut s[key * stride + lane..], stride, [a, b], [pitch, self.d * SLOTS], size);
         }
+        if self.raw(cx) {
+            return;
+        }
         // Where a vector sees nothing, old scores are scaled as well, and nobody reads them.
         let seen = step.hull();
         for key in (seen.start - seen.start % GROUP..seen.end).step_by(GROUP) {
@@ -237,14 +324,21 @@ impl Unit for Int8Unit {
         &self,
         cx: &Context<'_>,
         args: &mut SoftmaxArgs<'_>,
-        _: KeyRows<'_>,
+        Operands { q, k, .. }: Operands<'_>,
         scratch: &mut Scratch<'_>,
     ) -> SoftmaxStats {
         scratch.packed = self.kernels.suits(args.exp);
         if scratch.packed {
-            return self.kernels.softmax(args, scratch.weights, self.block / BYTES);
+            let lanes = &q[args.stride / GROUP * self.d * SLOTS..];
+            let (keys, pitch, at) = (k.rows.data, self.key_pitch(), self.d * SLOTS);
+            let integers = Integers { keys, pitch, at, lane: lanes, bias: &lanes[MAX_LANES..] };
+            let integers = self.raw(cx).then_some(&integers);
+            let stats = self.kernels.softmax(args, integers, scratch.weights, self.block / BYTES);
+            scratch.alpha[..args.stride].copy_from_slice(&args.alpha[..args.stride]);
+            return stats;
         }
         let stats = cx.kernels.softmax(args);
+        scratch.alpha[..args.stride].copy_from_slice(&args.alpha[..args.stride]);
         // Vectors narrower than a group: what one of them does not see is no weight of the group.
         let width = cx.kernels.lanes;
         let last = args.ranges.iter().filter(|r| r.0 < r.1).map(|r| r.1).max().unwrap_or(0);
@@ -287,10 +381,13 @@ impl Unit for Int8Unit {
         }
         let pitch = tiles * SLOTS;
         let (a, b) = (&v.rows.data[first * SLOTS..], &weights[first * SLOTS..]);
-        let size = [self.dv, stride / GROUP, last - first];
-        self.kernels.multiply(sums, stride, [a, b], [pitch, pitch], size);
-        let n = cx.dv * stride;
-        self.kernels.add(&mut o[..n.next_multiple_of(GROUP)], &sums[..n.next_multiple_of(GROUP)], factor);
+        for group in (0..self.dv).step_by(COLUMNS) {
+            let size = [COLUMNS.min(self.dv - group), stride / GROUP, last - first];
+            self.kernels.multiply(sums, stride, [&a[group * pitch..], b], [pitch, pitch], size);
+            let columns = group * GROUP..cx.dv.min((group + COLUMNS) * GROUP);
+            let n = columns.len() * stride;
+            self.kernels.add(&mut o[columns.start * stride..][..n], &sums[..n], factor, &scratch.alpha[..stride]);
+        }
     }
 }
 

@@ -13,6 +13,11 @@ const LINE: usize = 64;
 /// would cost more than reading the result from memory later.
 const LARGE: usize = 8 << 20;
 
+/// Bytes of one cache line, on one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub [u8; LINE]);
+
 thread_local! {
     static WORKSPACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
@@ -35,6 +40,23 @@ pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> 
         let start = buffer.as_ptr().align_offset(LINE).min(LINE / 4);
         f(&mut buffer[start..start + len])
     })
+}
+
+/// The bytes of a workspace: operands of bytes lie in memory of f32.
+pub(crate) fn bytes_of(x: &mut [f32]) -> &mut [i8] {
+    // SAFETY: both types take any bits, bytes need no alignment, and the borrow is passed on.
+    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), size_of_val(x)) }
+}
+
+/// Asks for memory that will be read soon.
+pub(crate) fn ask<T>(x: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..size_of_val(x)).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().cast::<i8>().wrapping_add(line)) }
+    }
+    let _ = x;
 }
 
 /// Cuts a workspace into parts that begin on cache lines.

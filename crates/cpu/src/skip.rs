@@ -118,7 +118,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, rows, values, weights] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights, packed: false };
+        let mut scratch = Scratch::new(values, weights);
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let mut packed: Vec<Block<'_>> = parts.map(|(k, v)| Block::Room(k, v)).collect();
         let mut space: Vec<[&mut [f32]; 3]> = (0..subs).map(|_| per_row.map(|n| arena.take(n))).collect();
@@ -307,7 +307,7 @@ impl<'w> Walker<'w> {
                 scores(cx, &self.row, &step, origin, k, self.s, ahead);
             }
             let mut alpha = [1.0; MAX_LANES];
-            let stats = softmax(cx, &mut self.row, &step, self.s, v, scratch, &mut alpha, policy);
+            let stats = softmax(cx, &mut self.row, &step, self.s, [k, v], scratch, &mut alpha, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }

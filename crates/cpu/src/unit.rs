@@ -45,6 +45,22 @@ pub(crate) struct Scratch<'a> {
     pub weights: &'a mut [f32],
     /// Whether softmax has packed the weights already.
     pub packed: bool,
+    /// What O is to be multiplied with, where the unit [rescales](Unit::rescales).
+    pub alpha: [f32; MAX_LANES],
+}
+
+impl<'a> Scratch<'a> {
+    pub fn new(values: &'a mut [f32], weights: &'a mut [f32]) -> Self {
+        Scratch { values, weights, packed: false, alpha: [1.0; MAX_LANES] }
+    }
+}
+
+/// What a block of scores was made of, and the values that follow.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    pub q: &'a [f32],
+    pub k: KeyRows<'a>,
+    pub v: KeyRows<'a>,
 }
 
 pub(crate) trait Unit: Sync {
@@ -65,12 +81,16 @@ pub(crate) trait Unit: Sync {
     }
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
-    /// One step of the online softmax over scores, for values `v`.
+    /// Whether `output` multiplies O with alpha itself.
+    fn rescales(&self) -> bool {
+        false
+    }
+    /// One step of the online softmax over scores.
     fn softmax(
         &self,
         cx: &Context<'_>,
         args: &mut SoftmaxArgs<'_>,
-        _: KeyRows<'_>,
+        _: Operands<'_>,
         scratch: &mut Scratch<'_>,
     ) -> SoftmaxStats {
         scratch.packed = false;
@@ -237,7 +257,7 @@ impl Unit for MatrixKernels {
         &self,
         cx: &Context<'_>,
         args: &mut SoftmaxArgs<'_>,
-        v: KeyRows<'_>,
+        Operands { v, .. }: Operands<'_>,
         scratch: &mut Scratch<'_>,
     ) -> SoftmaxStats {
         let Sizes { weight_parts, block, .. } = Sizes::new(self, cx);

@@ -83,7 +83,6 @@ fn decode_over_packed_tokens_is_attention_over_what_they_stand_for() {
 fn four_bits_are_not_far_from_exact_attention() {
     let mut rng = Rng::new(2);
     let (k, v) = (random(&mut rng, &[1024, 1, 128]), random(&mut rng, &[1024, 1, 128]));
-    // Asked is 0.99, and a model of the format in NumPy gives 0.991: where the rest is lost is not found (lab 008).
     let q = random(&mut rng, &[1, 128, 128]);
     let mut exact = KvCache::new(spec(1, 128, Storage::Float(DType::F32))).unwrap();
     exact.append(&k.view(), &v.view()).unwrap();
@@ -91,7 +90,7 @@ fn four_bits_are_not_far_from_exact_attention() {
     let mut cache = packed(1, 128, Bits::Four);
     cache.append(&k.view(), &v.view()).unwrap();
     let found = cosine(&cache.attend(&q.view(), 0.088, &Options::default()).unwrap().0.view().to_f64(), &want);
-    assert!(found > 0.975, "cosine {found}");
+    assert!(found > 0.99, "cosine {found}");
 }
 
 #[test]

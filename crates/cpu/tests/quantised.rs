@@ -195,6 +195,54 @@ fn rows_of_ds_sum_to_zero_with_the_second_output() {
     assert!(rounded > 0.05, "without it {rounded}");
 }
 
+/// Straight through: gradients are those of exact attention where the rounded operands are, and there the oracle can be
+/// stepped. d_v with rounded weights is left out: no function of exact weights has it as its derivative.
+#[test]
+fn gradients_are_finite_differences_at_the_rounded_operands() {
+    let (rows, keys, dim) = (6, 21, 20);
+    let base = || Problem::builder().dense(1, rows, keys).heads(1, 1).head_dim(dim);
+    for (qk, pv) in [(true, false), (false, true), (true, true)] {
+        let format = |on: bool| on.then_some(GroupFormat::NVFP4);
+        let call = Call::new(base().precision(Precision::groups(format(qk), format(pv))), 31, 1.5);
+        let result = call.forward(&Options::default());
+        let own = call.backward(&result, &Options::default());
+        let mut plain = Call::new(base(), 31, 1.5);
+        for (i, tensor) in plain.tensors[..3].iter_mut().enumerate() {
+            let mut x: Vec<f32> = tensor.view().to_f64().iter().map(|&x| x as f32).collect();
+            match (i, qk, pv) {
+                (0 | 1, true, _) => GroupFormat::NVFP4.fake_rows(&mut x, dim),
+                (2, _, true) => GroupFormat::NVFP4.fake_columns(&mut x, dim),
+                _ => (),
+            }
+            *tensor = Tensor::new(x, tensor.shape()).unwrap();
+        }
+        let d_o = plain.tensors[3].view().to_f64();
+        let loss = |plain: &Call| -> f64 {
+            let inputs = plain.inputs();
+            let o = oracle::forward(&inputs.bind(&plain.problem).unwrap()).o;
+            o.iter().zip(&d_o).map(|(o, d)| o * d).sum()
+        };
+        let got = [own.d_q, own.d_k, own.d_v].map(|t| t.view().to_f64());
+        for (i, got) in got.iter().enumerate().filter(|(i, _)| *i < 2 || !pv) {
+            let largest = got.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+            let x = plain.tensors[i].view().to_f64();
+            for at in (0..x.len()).step_by(7) {
+                let mut moved = |h: f64| {
+                    let mut y = x.clone();
+                    y[at] += h;
+                    plain.tensors[i] = Tensor::from_f64(DType::F32, &y, plain.tensors[i].shape()).unwrap();
+                    (loss(&plain), plain.tensors[i].view().to_f64()[at])
+                };
+                let ((above, right), (below, left)) = (moved(1e-3), moved(-1e-3));
+                moved(0.0);
+                let want = (above - below) / (right - left);
+                let off = (got[at] - want).abs();
+                assert!(off <= 1e-4 * largest, "tensor {i} at {at}, {qk} {pv}: {} for {want}", got[at]);
+            }
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_quantised_is_refused() {
     for text in ["int8", "nvfp4"] {

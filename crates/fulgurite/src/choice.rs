@@ -203,6 +203,14 @@ pub fn explain(problem: &Problem, choice: Choice) -> String {
     explain_with(problem, choice, &Settings::default())
 }
 
+/// What does a problem's products on the CPU, in words.
+fn unit(choice: Choice, problem: &Problem) -> String {
+    match choice {
+        Choice::CpuIsa(isa) => format!("; products on {}", isa.unit_of(problem)),
+        _ => String::new(),
+    }
+}
+
 fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> String {
     let asked = match choice {
         Choice::Cpu => Isa::available().first().copied().map(Choice::CpuIsa),
@@ -223,14 +231,16 @@ fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> Strin
         };
         let verdict = match (refusal, asked) {
             (Some(refusal), _) => format!("cannot run it, {refusal}"),
-            (None, Some(asked)) if asked == candidate => "runs it, it was asked for".into(),
+            (None, Some(asked)) if asked == candidate => {
+                format!("runs it, it was asked for{}", unit(candidate, problem))
+            }
             (None, Some(asked)) => format!("not used, {asked} was asked for"),
             (None, None) if candidate == Choice::Oracle => "not used, it runs only when asked for by name".into(),
             (None, None) if candidate == Choice::Cuda => "not used, tensors would have to be moved to it".into(),
             (None, None) if runs => "not used, slower".into(),
             (None, None) => {
                 runs = true;
-                "runs it, the fastest on this machine that can".into()
+                format!("runs it, the fastest on this machine that can{}", unit(candidate, problem))
             }
         };
         lines.push(format!("{candidate}: {verdict}"));

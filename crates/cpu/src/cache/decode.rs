@@ -1,30 +1,32 @@
 //! Attention over packed keys and values, in integers.
 //!
 //! A score of a tile is sQ sK (sum_c (q_c step_c) code_c + sum_c q_c zero_c): steps are folded into the query once for
-//! a tile, so that codes of four bits are multiplied as they lie. Weights are round(127 e^(s - m)) against the maximum so
+//! a tile, so that codes are multiplied as they lie. Weights are round(127 e^(s - m)) against the maximum so
 //! far; the output of a channel is sV / 127 (step_c sum_t P_t code + zero_c sum_t P_t).
 
-use super::{CacheError, Side, TILE};
+use super::side::Side;
+use super::{CacheError, TILE};
 use crate::memory::SharedRows;
+use crate::simd::packed::{Packed, QUERIES, Running};
 use crate::{Options, pool};
-use fulgurite_core::format::{Granularity, Int8, Stage2};
+use fulgurite_core::format::{Granularity, Int8};
 use fulgurite_core::precision::INT8_LARGEST;
-use fulgurite_core::{DType, Int8Attention, Tensor, TensorView};
+use fulgurite_core::{DType, Tensor, TensorView};
+use std::ops::Range;
 
 /// Tiles in a part: parts are computed apart and merged in order.
 const PART: usize = 32;
 
-/// One query head's query in codes.
-struct Query {
-    codes: Vec<i8>,
-    scale: f32,
-}
+/// Rows of queries that walk the cache together; their summaries wait for the last part.
+const ROWS: usize = 8;
 
-/// What a part found for one query head: maximum, sum, and the output before division.
-struct Summary {
-    m: f32,
-    l: f32,
-    o: Vec<f32>,
+/// One query head's query: codes as they were given, and in the order of the planes of the keys.
+struct Query<'a> {
+    codes: &'a [i8],
+    planes: Vec<i16>,
+    scale: f32,
+    /// Tokens that it sees.
+    seen: usize,
 }
 
 pub(super) fn attend(
@@ -42,42 +44,59 @@ pub(super) fn attend(
         let at = values.iter().position(|x| !x.is_finite()).unwrap_or(0);
         CacheError::NotFinite { arg: "q", at, value: f64::from(values[at]) }
     })?;
+    let query = |row: usize, head: usize| {
+        let at = row * q_heads + head;
+        let (codes, panel) = (&coded.codes()[at * dim..(at + 1) * dim], sides[head / group][0].panel);
+        let mut planes = vec![0i16; panel.width()];
+        codes.iter().enumerate().for_each(|(c, &x)| planes[panel.place(c)] = i16::from(x));
+        // The last row sees everything.
+        Query { codes, planes, scale: coded.scales()[at] * scale, seen: len - (rows - 1 - row) }
+    };
     let (mut o, mut lse) = (vec![0.0f32; rows * q_heads * value_dim], vec![0.0f32; q_heads * rows]);
     let parts = len.div_ceil(PART * TILE);
-    let record = 2 + value_dim;
-    let mut partial = vec![0.0f32; parts * q_heads * record];
-    let kernel = Kernel::new(options);
-    for row in 0..rows {
-        // The last row sees everything.
-        let seen = len - (rows - 1 - row);
+    let width = sides.iter().map(|[_, v]| v.panel.width()).max().unwrap_or(0);
+    let record = 2 + width;
+    let packed = Packed::new(options.isa);
+    let mut partial = vec![0.0f32; parts * q_heads * rows.min(ROWS) * record];
+    for first in (0..rows).step_by(ROWS) {
+        let n = ROWS.min(rows - first);
+        // By head: its rows, and the query heads of each.
+        let queries: Vec<Query<'_>> = (0..sides.len())
+            .flat_map(|head| (0..n * group).map(move |i| (first + i / group, head * group + i % group)))
+            .map(|(row, head)| query(row, head))
+            .collect();
         let shared = SharedRows::over(&mut partial);
         pool::run(options.threads(), parts * sides.len(), &|i| {
             let (part, head) = (i / sides.len(), i % sides.len());
-            let queries: Vec<Query> = (0..group)
-                .map(|g| {
-                    let at = row * q_heads + head * group + g;
-                    Query { codes: coded.codes()[at * dim..(at + 1) * dim].to_vec(), scale: coded.scales()[at] * scale }
+            // SAFETY: each part and head has its own records.
+            let to = unsafe { shared.row((part * queries.len() + head * n * group) * record, n * group * record) };
+            let mut found: Vec<Running<'_>> = to
+                .chunks_exact_mut(record)
+                .map(|to| {
+                    let o = &mut to[2..2 + sides[head][1].panel.width()];
+                    o.fill(0.0);
+                    Running { m: f32::NEG_INFINITY, l: 0.0, o }
                 })
                 .collect();
-            let found = kernel.part(&sides[head], &queries, part * PART * TILE..seen.min((part + 1) * PART * TILE));
-            // SAFETY: each part and head has its own records.
-            let to = unsafe { shared.row((part * q_heads + head * group) * record, group * record) };
-            for (to, own) in to.chunks_exact_mut(record).zip(found) {
-                (to[0], to[1]) = (own.m, own.l);
-                to[2..].copy_from_slice(&own.o);
-            }
+            let tokens = part * PART * TILE..len.min((part + 1) * PART * TILE);
+            walk(packed, &sides[head], &queries[head * n * group..][..n * group], tokens, &mut found);
+            let ends: Vec<[f32; 2]> = found.into_iter().map(|own| [own.m, own.l]).collect();
+            to.chunks_exact_mut(record).zip(ends).for_each(|(to, end)| to[..2].copy_from_slice(&end));
         });
-        for h in 0..q_heads {
-            let all = || (0..parts).map(|part| &partial[(part * q_heads + h) * record..][..record]);
+        for (i, h) in (0..n).flat_map(|i| (0..q_heads).map(move |h| (i, h))) {
+            let own = (h / group * n + i) * group + h % group;
+            let all = || (0..parts).map(|part| &partial[(part * queries.len() + own) * record..][..record]);
             let top = all().map(|r| r[0]).fold(f32::NEG_INFINITY, f32::max);
-            let (mut sum, out) = (0.0f32, &mut o[(row * q_heads + h) * value_dim..][..value_dim]);
+            let (mut sum, mut out) = (0.0f32, vec![0.0f32; width]);
             for part in all().filter(|r| r[0] != f32::NEG_INFINITY) {
                 let weight = (part[0] - top).exp();
                 sum += weight * part[1];
                 out.iter_mut().zip(&part[2..]).for_each(|(o, x)| *o += weight * x);
             }
-            out.iter_mut().for_each(|o| *o /= sum);
-            lse[h * rows + row] = top + sum.ln();
+            let panel = sides[h / group][1].panel;
+            let to = &mut o[((first + i) * q_heads + h) * value_dim..][..value_dim];
+            to.iter_mut().enumerate().for_each(|(c, to)| *to = out[panel.place(c)] / sum);
+            lse[h * rows + first + i] = top + sum.ln();
         }
     }
     let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
@@ -87,112 +106,56 @@ pub(super) fn attend(
     Ok((o.expect(made), lse.expect(made)))
 }
 
-struct Kernel {
-    #[cfg(target_arch = "x86_64")]
-    fast: bool,
-}
-
-impl Kernel {
-    fn new(_options: &Options) -> Kernel {
-        Kernel {
-            #[cfg(target_arch = "x86_64")]
-            fast: crate::simd::packed::available()
-                && !matches!(_options.isa, Some(crate::Isa::Portable | crate::Isa::Avx2)),
-        }
-    }
-
-    /// Tokens of one part against the queries of one key/value head.
-    fn part(&self, [k, v]: &[Side; 2], queries: &[Query], tokens: std::ops::Range<usize>) -> Vec<Summary> {
-        let none = || Summary { m: f32::NEG_INFINITY, l: 0.0, o: vec![0.0; v.dim] };
-        let mut found: Vec<Summary> = queries.iter().map(|_| none()).collect();
-        let mut scores = vec![0i32; queries.len() * TILE];
-        let mut weights = vec![0i8; queries.len() * TILE];
-        let mut sums = vec![0i32; queries.len() * v.dim];
-        for start in tokens.clone().step_by(TILE) {
-            let (number, n) = (start / TILE, TILE.min(tokens.end - start));
-            let (k_scale, v_scale) = match (k.tiles.get(number), v.tiles.get(number)) {
-                (Some(k), Some(v)) => (k.0, v.0),
-                _ => (k.scale, v.scale),
-            };
-            match k.tiles.get(number) {
-                Some((_, tile)) => self.dots(tile, queries, &mut scores),
-                None => plain_dots(&k.tail, k.dim, queries, &mut scores),
+/// Tokens of one part against the queries of one key/value head.
+fn walk(packed: Packed, [k, v]: &[Side; 2], queries: &[Query<'_>], tokens: Range<usize>, found: &mut [Running<'_>]) {
+    let (mut scores, mut weights) = ([[0i32; TILE]; QUERIES], [[0u8; TILE]; QUERIES]);
+    for start in tokens.clone().step_by(TILE) {
+        let number = start / TILE;
+        let whole = number < k.tiles();
+        let (k_scale, v_scale) = if whole { (k.scales[number], v.scales[number]) } else { (k.scale, v.scale) };
+        let factor = v_scale / f32::from(INT8_LARGEST);
+        for (queries, found) in queries.chunks(QUERIES).zip(found.chunks_mut(QUERIES)) {
+            let mut alpha = [1.0f32; QUERIES];
+            if whole {
+                let mut planes = [&queries[0].planes[..]; QUERIES];
+                planes.iter_mut().zip(queries).for_each(|(to, q)| *to = &q.planes);
+                packed.dots(&k.tile(number), &planes[..queries.len()], &mut scores);
+            } else {
+                tail_dots(&k.tail, queries, &mut scores);
             }
-            for (i, (query, own)) in queries.iter().zip(&mut found).enumerate() {
-                let factor = query.scale * k_scale;
-                let (scores, weights) = (&scores[i * TILE..][..n], &mut weights[i * TILE..(i + 1) * TILE]);
-                let top = scores.iter().fold(own.m, |m, &s| m.max(s as f32 * factor));
-                let alpha = if own.m == f32::NEG_INFINITY { 0.0 } else { (own.m - top).exp() };
-                let mut p = [0.0f32; TILE];
-                p.iter_mut().zip(scores).for_each(|(p, &s)| *p = exp(s as f32 * factor - top));
-                weights.iter_mut().zip(&p).for_each(|(w, &p)| *w = Int8Attention::weight(p));
-                (own.m, own.l) = (top, own.l * alpha + p.iter().sum::<f32>());
-                if alpha != 1.0 {
-                    own.o.iter_mut().for_each(|o| *o *= alpha);
-                }
+            for (i, (query, own)) in queries.iter().zip(&mut *found).enumerate() {
+                let n = query.seen.clamp(start, tokens.end.min(start + TILE)) - start;
+                alpha[i] = packed.soften(&scores[i], query.scale * k_scale, n, own, &mut weights[i]);
             }
-            match v.tiles.get(number) {
-                Some((_, tile)) => self.sums(tile, &weights, &mut sums),
-                None => plain_sums(&v.tail, v.dim, &weights, &mut sums),
+            if whole {
+                packed.sums(&v.tile(number), &weights, factor, &alpha, found);
+            } else {
+                tail_sums(v, &weights, factor, &alpha, found);
             }
-            let factor = v_scale / f32::from(INT8_LARGEST);
-            for (own, sums) in found.iter_mut().zip(sums.chunks_exact(v.dim)) {
-                own.o.iter_mut().zip(sums).for_each(|(o, &x)| *o = (x as f32).mul_add(factor, *o));
-            }
-        }
-        found
-    }
-
-    /// Integer scores of a tile: sum_c q_c (step_c code_c + zero_c).
-    fn dots(&self, tile: &Stage2, queries: &[Query], out: &mut [i32]) {
-        #[cfg(target_arch = "x86_64")]
-        if self.fast && tile.bits == fulgurite_core::format::Bits::Four && tile.channels.is_multiple_of(128) {
-            let codes: Vec<&[i8]> = queries.iter().map(|q| &q.codes[..]).collect();
-            return crate::simd::packed::dots(tile, &codes, out);
-        }
-        let mut codes = vec![0i8; tile.tokens * tile.channels];
-        tile.expand(&mut codes);
-        plain_dots(&codes, tile.channels, queries, out);
-    }
-
-    /// Integer sums of a tile: sum_t w_t (step_c code + zero_c).
-    fn sums(&self, tile: &Stage2, weights: &[i8], out: &mut [i32]) {
-        #[cfg(target_arch = "x86_64")]
-        if self.fast && tile.bits == fulgurite_core::format::Bits::Four && tile.channels.is_multiple_of(128) {
-            return crate::simd::packed::sums(tile, weights, out);
-        }
-        let mut codes = vec![0i8; tile.tokens * tile.channels];
-        tile.expand(&mut codes);
-        plain_sums(&codes, tile.channels, weights, out);
-    }
-}
-
-/// e^x for x up to 0, in steps that every vector unit has: relative error 2e-7, and 0 below -87.
-#[inline]
-fn exp(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-    let t = x.max(-87.0) * std::f32::consts::LOG2_E;
-    let n = (t + ROUND) - ROUND;
-    // 2^r on [-1/2, 1/2] by its series.
-    let r = (t - n) * std::f32::consts::LN_2;
-    let series = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r / 720.0)))));
-    let power = f32::from_bits(((n as i32 + 127) << 23) as u32);
-    if x < -87.0 { 0.0 } else { series * power }
-}
-
-fn plain_dots(codes: &[i8], dim: usize, queries: &[Query], out: &mut [i32]) {
-    for (query, out) in queries.iter().zip(out.chunks_exact_mut(TILE)) {
-        for (row, out) in codes.chunks_exact(dim).zip(out) {
-            *out = row.iter().zip(&query.codes).map(|(&k, &q)| i32::from(k) * i32::from(q)).sum();
         }
     }
 }
 
-fn plain_sums(codes: &[i8], dim: usize, weights: &[i8], out: &mut [i32]) {
-    for (weights, out) in weights.chunks_exact(TILE).zip(out.chunks_exact_mut(dim)) {
-        out.fill(0);
-        for (row, &w) in codes.chunks_exact(dim).zip(weights) {
-            out.iter_mut().zip(row).for_each(|(o, &v)| *o += i32::from(w) * i32::from(v));
+/// Scores of the tokens that fill no tile, which are in codes of eight bits.
+fn tail_dots(codes: &[i8], queries: &[Query<'_>], out: &mut [[i32; TILE]]) {
+    for (query, out) in queries.iter().zip(out) {
+        for (row, out) in codes.chunks_exact(query.codes.len()).zip(out) {
+            *out = row.iter().zip(query.codes).map(|(&k, &q)| i32::from(k) * i32::from(q)).sum();
+        }
+    }
+}
+
+/// Their part of the output.
+fn tail_sums(v: &Side, weights: &[[u8; TILE]], factor: f32, alpha: &[f32], found: &mut [Running<'_>]) {
+    let mut sums = vec![0i32; v.panel.dim];
+    for ((own, weights), &alpha) in found.iter_mut().zip(weights).zip(alpha) {
+        sums.fill(0);
+        for (row, &w) in v.tail.chunks_exact(v.panel.dim).zip(weights) {
+            sums.iter_mut().zip(row).for_each(|(sum, &v)| *sum += i32::from(w) * i32::from(v));
+        }
+        for (c, &sum) in sums.iter().enumerate() {
+            let o = &mut own.o[v.panel.place(c)];
+            *o = (sum as f32).mul_add(factor, *o * alpha);
         }
     }
 }

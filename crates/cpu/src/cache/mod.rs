@@ -8,17 +8,19 @@
 
 mod decode;
 mod parts;
+mod side;
 
 pub use parts::Parts;
 
 use crate::Options;
-use fulgurite_core::format::integer::quantise;
-use fulgurite_core::format::{Bits, Int8, Stage2};
+use crate::simd::packed::Axis;
+use fulgurite_core::format::Bits;
 use fulgurite_core::{DType, Element, Forward, Inputs, Mask, Problem, Tensor, TensorView, bf16, f16};
+use side::Side;
 use thiserror::Error;
 
 /// Tokens of a packed tile.
-pub const TILE: usize = 64;
+pub const TILE: usize = crate::simd::packed::TILE;
 
 /// How a cache keeps its tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,73 +112,6 @@ pub enum CacheError {
     /// A file that is no cache, or a damaged one.
     #[error("not a cache this version reads: {0}")]
     File(String),
-}
-
-/// One head's keys or values in packed storage.
-#[derive(Debug, Clone, PartialEq)]
-struct Side {
-    bits: Bits,
-    dim: usize,
-    tiles: Vec<(f32, Stage2)>,
-    /// Codes of the tokens that fill no tile, and their scale.
-    tail: Vec<i8>,
-    scale: f32,
-}
-
-impl Side {
-    fn new(bits: Bits, dim: usize) -> Side {
-        Side { bits, dim, tiles: Vec::new(), tail: Vec::new(), scale: 0.0 }
-    }
-
-    /// Appends rows; they are finite.
-    fn append(&mut self, rows: &[f32]) {
-        let mut left = rows;
-        while !left.is_empty() {
-            let room = TILE * self.dim - self.tail.len();
-            let (now, rest) = left.split_at(room.min(left.len()));
-            if self.tail.is_empty() {
-                // A whole tile has its own scale; a tile that opens takes that of the last, if it can hold anything.
-                let last = self.tiles.last().map_or(0.0, |tile| tile.0);
-                let own = now.iter().fold(0.0f32, |m, x| m.max(x.abs())) / f32::from(Int8::PROTECTED);
-                self.scale = if now.len() == TILE * self.dim || last == 0.0 { own } else { last };
-            }
-            self.tail.extend(now.iter().map(|&x| quantise(x, self.scale, 127)));
-            if self.tail.len() == TILE * self.dim {
-                let codes = std::mem::take(&mut self.tail);
-                self.tiles.push((self.scale, Stage2::new(&codes, TILE, self.dim, self.bits)));
-            }
-            left = rest;
-        }
-    }
-
-    /// Keeps the first `len` tokens. A tile that is cut is opened again as INT8, without a further loss.
-    fn truncate(&mut self, len: usize) {
-        let whole = len / TILE;
-        if whole < self.tiles.len() {
-            let (scale, tile) = &self.tiles[whole];
-            let mut codes = vec![0; TILE * self.dim];
-            tile.expand(&mut codes);
-            (self.tail, self.scale) = (codes, *scale);
-            self.tiles.truncate(whole);
-        }
-        self.tail.truncate((len - whole * TILE) * self.dim);
-    }
-
-    fn decoded(&self, token: usize) -> Vec<f32> {
-        let codes = |codes: &[i8], scale: f32| codes.iter().map(|&c| f32::from(c) * scale).collect();
-        match self.tiles.get(token / TILE) {
-            Some((scale, tile)) => {
-                let mut all = vec![0; TILE * self.dim];
-                tile.expand(&mut all);
-                codes(&all[token % TILE * self.dim..][..self.dim], *scale)
-            }
-            None => codes(&self.tail[token % TILE * self.dim..][..self.dim], self.scale),
-        }
-    }
-
-    fn size_bytes(&self) -> usize {
-        self.tiles.iter().map(|(_, tile)| tile.size_bytes() + 4).sum::<usize>() + self.tail.len() + 4
-    }
 }
 
 /// Rows of one type.
@@ -283,7 +218,9 @@ impl KvCache {
                         return Err(CacheError::Size { arg, got, allowed });
                     }
                 }
-                let side = |(k, v): (&Bits, &Bits)| [Side::new(*k, spec.head_dim), Side::new(*v, spec.value_dim)];
+                let side = |(k, v): (&Bits, &Bits)| {
+                    [Side::new(Axis::Keys, *k, spec.head_dim), Side::new(Axis::Values, *v, spec.value_dim)]
+                };
                 Store::Packed(k.iter().zip(v).map(side).collect())
             }
         };
@@ -349,7 +286,7 @@ impl KvCache {
             Store::Packed(sides) => {
                 for (h, [own_k, own_v]) in sides.iter_mut().enumerate() {
                     for (side, values) in [(own_k, &k_values), (own_v, &v_values)] {
-                        let dim = side.dim;
+                        let dim = side.panel.dim;
                         let rows = (0..tokens).flat_map(|t| &values[(t * heads + h) * dim..][..dim]);
                         side.append(&rows.map(|&x| x as f32).collect::<Vec<f32>>());
                     }

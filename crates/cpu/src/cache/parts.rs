@@ -1,6 +1,8 @@
 //! A cache as named arrays of bytes, for files; and back, from anything a stranger may send.
 
-use super::{CacheError, CacheSpec, Floats, KvCache, Side, Storage, Store, TILE, floats};
+use super::side::Side;
+use super::{CacheError, CacheSpec, Floats, KvCache, Storage, Store, TILE, floats};
+use crate::simd::packed::Axis;
 use fulgurite_core::format::{Bits, Stage2};
 use fulgurite_core::{DType, bf16, f16};
 use std::collections::BTreeMap;
@@ -48,13 +50,13 @@ impl KvCache {
                     for (name, side) in ["k", "v"].into_iter().zip(sides) {
                         let mut put =
                             |what: &str, bytes: Vec<u8>| parts.arrays.insert(format!("{name}.{h}.{what}"), bytes);
-                        let all =
-                            |f: fn(&Stage2) -> Vec<u8>| side.tiles.iter().flat_map(|(_, t)| f(t)).collect::<Vec<u8>>();
-                        put("bits", vec![side.bits.count() as u8]);
+                        let tiles: Vec<Stage2> = (0..side.tiles()).map(|number| side.stage(number)).collect();
+                        let all = |f: fn(&Stage2) -> Vec<u8>| tiles.iter().flat_map(f).collect::<Vec<u8>>();
+                        put("bits", vec![side.panel.bits.count() as u8]);
                         put("codes", all(|t| t.codes.clone()));
                         put("steps", all(|t| t.steps.iter().map(|&x| x as u8).collect()));
                         put("zeros", all(|t| t.zeros.iter().map(|&x| x as u8).collect()));
-                        let scales: Vec<f32> = side.tiles.iter().map(|t| t.0).chain([side.scale]).collect();
+                        let scales: Vec<f32> = side.scales.iter().copied().chain([side.scale]).collect();
                         put("scales", floats(&scales));
                         put("tail", side.tail.iter().map(|&x| x as u8).collect());
                     }
@@ -121,7 +123,8 @@ impl KvCache {
             return Err(bad(format!("storage {storage:?}, allowed: packed, f32, f16, bf16")));
         }
         let (tiles, tail) = (len / TILE, len % TILE);
-        let side = |name: &str, h: usize, dim: usize| -> Result<Side, CacheError> {
+        let side = |axis: Axis, h: usize, dim: usize| -> Result<Side, CacheError> {
+            let name = if axis == Axis::Keys { "k" } else { "v" };
             let at = |what: &str| format!("{name}.{h}.{what}");
             let bits = match sized(&at("bits"), 1)?[0] {
                 2 => Bits::Two,
@@ -136,17 +139,23 @@ impl KvCache {
                 return Err(bad(format!("scales or steps of `{name}.{h}` are not above 0")));
             }
             let signed = |bytes: &[u8]| bytes.iter().map(|&b| b as i8).collect::<Vec<i8>>();
-            let made = (0..tiles).map(|t| {
+            // Kernels add step * code + zero without a look at its size.
+            let ends = steps.iter().zip(zeros).map(|(&s, &z)| i32::from(s) * bits.largest() + i32::from(z as i8));
+            if let Some(end) = ends.into_iter().find(|&end| end > 127) {
+                return Err(bad(format!("`{}`: a channel ends at {end}, allowed: 127", at("steps"))));
+            }
+            let mut side = Side::new(axis, bits, dim);
+            for t in 0..tiles {
                 let (codes, dims) = (codes[t * TILE * row..(t + 1) * TILE * row].to_vec(), t * dim..(t + 1) * dim);
                 let (steps, zeros) = (signed(&steps[dims.clone()]), signed(&zeros[dims]));
-                (scales[t], Stage2 { bits, tokens: TILE, channels: dim, codes, steps, zeros })
-            });
-            let tail = signed(sized(&at("tail"), tail * dim)?);
-            Ok(Side { bits, dim, tiles: made.collect(), tail, scale: scales[tiles] })
+                side.push(scales[t], &Stage2 { bits, tokens: TILE, channels: dim, codes, steps, zeros });
+            }
+            (side.tail, side.scale) = (signed(sized(&at("tail"), tail * dim)?), scales[tiles]);
+            Ok(side)
         };
-        let both = |h: usize| Ok([side("k", h, head_dim)?, side("v", h, value_dim)?]);
+        let both = |h: usize| Ok([side(Axis::Keys, h, head_dim)?, side(Axis::Values, h, value_dim)?]);
         let sides: Vec<[Side; 2]> = (0..heads).map(both).collect::<Result<_, CacheError>>()?;
-        let bits = |i: usize| sides.iter().map(|s: &[Side; 2]| s[i].bits).collect();
+        let bits = |i: usize| sides.iter().map(|s: &[Side; 2]| s[i].panel.bits).collect();
         let storage = Storage::Packed { k: bits(0), v: bits(1) };
         Ok(KvCache {
             spec: CacheSpec { heads, head_dim, value_dim, capacity, storage },

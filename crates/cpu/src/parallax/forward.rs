@@ -53,7 +53,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch { values, weights, packed: false };
+        let mut scratch = Scratch::new(values, weights);
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let packed: Vec<[KeyRows<'_>; 2]> = parts
             .enumerate()
@@ -77,7 +77,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
                 // P itself is wanted, not packed weights: as where values are not finite.
-                let bare = KeyRows { finite: false, ..*v };
+                let bare = [*k, KeyRows { finite: false, ..*v }];
                 let keys = start..(start + block).min(sequence.k_len);
                 for piece in cx.pieces(&row.tile, keys) {
                     let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };

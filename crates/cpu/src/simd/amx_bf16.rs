@@ -42,7 +42,7 @@ unsafe fn line(p: *const bf16, left: usize) -> __m512i {
 /// # Safety
 /// AVX-512 is present.
 #[inline(always)]
-unsafe fn turned(r: &[__m512i; 16]) -> [__m512i; 16] {
+pub(super) unsafe fn turned(r: &[__m512i; 16]) -> [__m512i; 16] {
     // SAFETY: AVX-512 is present (contract).
     unsafe {
         let zero = _mm512_setzero_si512();

@@ -6,22 +6,33 @@
 
 use super::Kernels;
 use super::algorithms::{ExpKind, SoftmaxArgs, SoftmaxStats};
+use super::coding::{self, BYTES, Coding, slot};
 use super::kernels::extent;
 use super::matrix::{GROUP, SLOTS};
 
-/// Elements of the summed axis in a tile.
-pub(crate) const BYTES: usize = 64;
-
 type ToScores = unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]);
 type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
+
+/// Scores that are still integers, and what makes numbers of them: `key * lane * integer + bias`.
+pub(crate) struct Integers<'a> {
+    /// Scales of keys, 16 of them from `at` on in every `pitch`; the same for each 64 keys of a block.
+    pub keys: &'a [f32],
+    pub pitch: usize,
+    pub at: usize,
+    pub lane: &'a [f32],
+    pub bias: &'a [f32],
+}
+
+type Softmax = unsafe fn(&mut SoftmaxArgs<'_>, Option<&Integers<'_>>, *mut f32, usize) -> SoftmaxStats;
 
 /// Entry points; as with [`Kernels`], holding one tells you that the machine has it.
 pub(crate) struct Int8Kernels {
     pub(super) multiply: Multiply,
     pub(super) to_scores: ToScores,
-    pub(super) softmax: Option<unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize) -> SoftmaxStats>,
+    pub(super) softmax: Option<Softmax>,
     pub(super) pack_weights: unsafe fn(&[f32], usize, [usize; 2], &mut [f32]),
-    pub(super) add: unsafe fn(&mut [f32], &[f32], f32),
+    pub(super) add: unsafe fn(&mut [f32], &[f32], f32, &[f32]),
+    pub coding: &'static Coding,
 }
 
 static PLAIN: Int8Kernels = Int8Kernels {
@@ -30,6 +41,7 @@ static PLAIN: Int8Kernels = Int8Kernels {
     softmax: None,
     pack_weights,
     add: plain::add,
+    coding: &coding::PLAIN,
 };
 
 impl Kernels {
@@ -67,7 +79,13 @@ impl Int8Kernels {
     }
 
     /// One step of the online softmax; codes of P go to `weights`, groups of lanes `tiles` tiles apart.
-    pub fn softmax(&self, args: &mut SoftmaxArgs<'_>, weights: &mut [f32], tiles: usize) -> SoftmaxStats {
+    pub fn softmax(
+        &self,
+        args: &mut SoftmaxArgs<'_>,
+        integers: Option<&Integers<'_>>,
+        weights: &mut [f32],
+        tiles: usize,
+    ) -> SoftmaxStats {
         let vectors = args.stride / GROUP;
         assert!(args.stride.is_multiple_of(GROUP) && vectors <= args.ranges.len(), "lanes of the tile");
         assert!(args.ranges[..vectors].iter().all(|r| r.0 >= r.1 || r.1 * args.stride <= args.s.len()), "keys");
@@ -75,9 +93,14 @@ impl Int8Kernels {
         assert!(weights.len() >= vectors * tiles * SLOTS, "panels too small");
         let lanes = [args.m.len(), args.l.len(), args.alpha.len(), args.lo.len(), args.hi.len()];
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
+        if let Some(Integers { keys, pitch, at, lane, bias }) = integers {
+            let last = args.ranges[..vectors].iter().filter(|r| r.0 < r.1).map(|r| r.1).max().unwrap_or(0);
+            assert!(keys.len() >= extent(last.div_ceil(GROUP), *pitch, at + GROUP), "scales of keys");
+            assert!(lane.len().min(bias.len()) >= args.stride, "scales of lanes");
+        }
         let softmax = self.softmax.expect("bug in fulgurite: asked before");
         // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { softmax(args, weights.as_mut_ptr(), tiles * SLOTS) }
+        unsafe { softmax(args, integers, weights.as_mut_ptr(), tiles * SLOTS) }
     }
 
     /// Codes of weights of 16 lanes, keys `seen`, zeros around them up to whole tiles.
@@ -88,17 +111,13 @@ impl Int8Kernels {
         unsafe { (self.pack_weights)(p, stride, seen, to) }
     }
 
-    /// `o += factor * integers`, element by element.
-    pub fn add(&self, o: &mut [f32], integers: &[f32], factor: f32) {
-        assert!(o.len() == integers.len() && o.len().is_multiple_of(GROUP), "sizes");
+    /// `o = alpha o + factor integers`, row by row of as many lanes as alpha has.
+    pub fn add(&self, o: &mut [f32], integers: &[f32], factor: f32, alpha: &[f32]) {
+        assert!(o.len() == integers.len() && o.len().is_multiple_of(alpha.len()), "sizes");
+        assert!(alpha.len().is_multiple_of(GROUP), "lanes");
         // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.add)(o, integers, factor) }
+        unsafe { (self.add)(o, integers, factor, alpha) }
     }
-}
-
-/// Four bytes as the bits of a slot.
-pub(crate) fn slot(bytes: [i8; 4]) -> f32 {
-    f32::from_bits(u32::from_le_bytes(bytes.map(|b| b as u8)))
 }
 
 fn bytes(slot: f32) -> [i32; 4] {
@@ -169,9 +188,9 @@ mod plain {
         }
     }
 
-    pub(super) unsafe fn add(o: &mut [f32], integers: &[f32], factor: f32) {
-        for (o, x) in o.iter_mut().zip(integers) {
-            *o = (x.to_bits() as i32 as f32).mul_add(factor, *o);
+    pub(super) unsafe fn add(o: &mut [f32], integers: &[f32], factor: f32, alpha: &[f32]) {
+        for ((o, x), alpha) in o.iter_mut().zip(integers).zip(alpha.iter().cycle()) {
+            *o = (x.to_bits() as i32 as f32).mul_add(factor, *o * alpha);
         }
     }
 }

@@ -19,6 +19,7 @@ mod amx_int8;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod coding;
 mod folds;
 mod int8;
 mod kernels;
@@ -26,13 +27,13 @@ mod matrix;
 mod narrow;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-#[cfg(target_arch = "x86_64")]
 pub(crate) mod packed;
 mod portable;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
-pub(crate) use int8::{BYTES, Int8Kernels, slot};
+pub(crate) use coding::BYTES;
+pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};

@@ -23,4 +23,4 @@ pub(super) use product::block;
 pub(super) use rounding::round_weights;
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(super) use softmax::{begin, end, grad, softmax};
+pub(super) use softmax::{begin, end, grad, settle, softmax};

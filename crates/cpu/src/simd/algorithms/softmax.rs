@@ -105,13 +105,12 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
     let (start, end) = args.ranges[z];
     // SAFETY: as for `softmax`.
     unsafe {
-        let hidden = S::splat(f32::NEG_INFINITY);
         if start >= end {
             S::store(args.alpha.as_mut_ptr().add(lane), S::splat(1.0));
             return None;
         }
+        let hidden = S::splat(f32::NEG_INFINITY);
         let s = args.s.as_mut_ptr().add(lane);
-        let m_at = args.m.as_mut_ptr().add(lane);
         let (first, last) = args.inner[z];
         if (first, last) != (start, end) {
             let (lo, hi) = (S::load(args.lo.as_ptr().add(lane)), S::load(args.hi.as_ptr().add(lane)));
@@ -123,15 +122,13 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
                 S::store(at, S::select(seen, S::load(at), hidden));
             }
         }
-        let old = S::load(m_at);
-        let finite = S::lt(hidden, old);
+        let finite = S::lt(hidden, S::load(args.m.as_ptr().add(lane)));
         let trust = match args.policy {
             Policy::Final => true,
             Policy::Trust(_) => S::count(finite) as usize == S::LANES,
             _ => false,
         };
-        let mut m = old;
-        let mut alpha = S::splat(1.0);
+        let mut found = None;
         if !trust {
             // Eight chains cover the latency of the maximum. NaN scores do not raise it.
             let mut highest = [hidden; 8];
@@ -150,6 +147,32 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
             for &high in &highest[1..] {
                 new = S::max(high, new);
             }
+            found = Some(new);
+        }
+        settle::<S>(args, z, found, stats)
+    }
+}
+
+/// Settles the maximum of vector `z`, where the highest score of the step is known, or the old one is trusted; `None` if
+/// that was all.
+///
+/// # Safety
+/// As for [`softmax`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn settle<S: Simd>(
+    args: &mut SoftmaxArgs<'_>,
+    z: usize,
+    highest: Option<S::V>,
+    stats: &mut SoftmaxStats,
+) -> Option<Begun<S>> {
+    // SAFETY: as for `softmax`.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        let m_at = args.m.as_mut_ptr().add(z * S::LANES);
+        let old = S::load(m_at);
+        let finite = S::lt(hidden, old);
+        let (mut m, mut alpha) = (old, S::splat(1.0));
+        if let Some(new) = highest {
             let tau = match args.policy {
                 Policy::Raise(tau) => tau * std::f32::consts::LN_2 / args.scale,
                 _ => 0.0,
@@ -169,7 +192,7 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
             alpha = S::select(rescaled, S::exp2(S::mul(S::sub(old, m), log2_e), &EXP2_NATIVE), S::splat(1.0));
         }
         // m is -inf in a lane that has seen no key: subtract 0 there, not inf - inf.
-        Some(Begun { shift: S::select(S::lt(hidden, m), m, S::splat(0.0)), alpha, trust })
+        Some(Begun { shift: S::select(S::lt(hidden, m), m, S::splat(0.0)), alpha, trust: highest.is_none() })
     }
 }
 
