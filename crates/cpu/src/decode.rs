@@ -7,11 +7,13 @@
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
+use crate::simd::{
+    ExpKind, Policy, RowsAt, SoftmaxArgs, SoftmaxStats, Strided, StripKernels, StripRows, StripSoftmax, Strips,
+};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Precision, Rescale, Rows, Sequence};
+use fulgurite_core::{DType, Precision, Rescale, Rows, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -23,6 +25,8 @@ const PART: usize = 512;
 const BLOCK: usize = 64;
 /// Keys of which all heads are read before the next: as many pages as the hardware follows at once.
 const STRIP: usize = 16;
+/// The same on a matrix unit.
+const UNIT_STRIP: usize = crate::simd::STRIP;
 
 /// Whether a sequence is served better by this path.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
@@ -109,6 +113,8 @@ struct Head<'w> {
     step: Option<Step>,
     s: &'w mut [f32],
     q: &'w mut [f32],
+    /// The queries as a matrix unit wants them, if it serves.
+    columns: &'w mut [f32],
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
@@ -128,7 +134,9 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
-    let head_room: usize = sizes.iter().map(|&n| Arena::room(n)).sum();
+    let strips = if probe.is_none() { strips(cx) } else { None };
+    let columns_room = strips.map_or(0, |_| StripKernels::queries_room(rows, cx.d));
+    let head_room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + Arena::room(columns_room);
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + copy_room, |workspace| {
@@ -151,6 +159,11 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                 };
                 load(cx, &q_rows, q);
                 o.fill(0.0);
+                let columns = arena.take(columns_room);
+                if let (Some(_), Some(data)) = (strips, cx.bound.q().slice()) {
+                    let starts = cx.row_starts(&tile, cx.bound.q().strides());
+                    StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, columns);
+                }
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
                     load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
@@ -158,16 +171,23 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                     Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l, second }
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, columns, o, m, l, second }
             })
             .collect();
         let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let mut counters = Counters::default();
+        let strips = strips.map(|strips| strips.hold(rows));
         let end = ((part.number + 1) * PART).min(sequence.k_len);
         for start in (part.number * PART..end).step_by(BLOCK) {
             let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
             for head in &mut walk {
                 head.step = cx.step(&head.tile, &head.lanes, &piece, start);
+            }
+            if let Some(strips) = strips.as_ref().filter(|_| walk.iter().all(Head::sees_all)) {
+                for first in (start..start + BLOCK).step_by(UNIT_STRIP) {
+                    on_unit(cx, strips, &mut walk, sequence, first, rescale, &mut counters);
+                }
+                continue;
             }
             for strip in (0..BLOCK).step_by(STRIP) {
                 walk.iter_mut().enumerate().for_each(|(h, head)| head.scores(cx, sequence, h, start, strip));
@@ -200,7 +220,78 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
     })
 }
 
+/// The matrix unit's way with few queries, where it has one: bf16 in whole tiles, and scores that nobody modifies.
+fn strips(cx: &Context<'_>) -> Option<&'static StripKernels> {
+    let unit = cx.kernels.matrix?;
+    let plain = cx.problem.dtype() == DType::Bf16 && cx.problem.score_program().is_none() && cx.rounding.is_none();
+    (plain && unit.narrow.suits(cx.exp) && StripKernels::suits(cx.d, cx.dv)).then_some(unit.strips)
+}
+
+/// A strip of keys that all rows of all heads see: scores of all heads, then their softmax, then their outputs, so that
+/// keys and values are read nearly in sequence.
+fn on_unit(
+    cx: &Context<'_>,
+    strips: &Strips,
+    walk: &mut [Head<'_>],
+    sequence: &Sequence,
+    first: usize,
+    rescale: Rescale,
+    counters: &mut Counters,
+) {
+    for (h, head) in walk.iter_mut().enumerate() {
+        strips.scores(head.columns, strip(cx, cx.bound.k(), sequence, [first, h, cx.d]), head.s);
+    }
+    for head in walk.iter_mut() {
+        let mut alpha = [1.0; FEW];
+        let (s, m, l) = (&mut *head.s, &mut head.m[..FEW], &mut head.l[..FEW]);
+        let (scale, tau) = (cx.problem.scale(), tau(rescale));
+        let stats = strips.softmax(&mut StripSoftmax { s, m, l, alpha: &mut alpha, scale, tau });
+        head.rescale(cx, &stats, &alpha, counters);
+    }
+    for (h, head) in walk.iter_mut().enumerate() {
+        strips.output(head.s, strip(cx, cx.bound.v(), sequence, [first, h, cx.dv]), head.o, cx.dv_pad);
+    }
+}
+
+/// The rows of a strip from a key on, of one head and `n` elements each.
+fn strip<'b>(
+    cx: &Context<'b>,
+    view: &TensorView<'b>,
+    sequence: &Sequence,
+    [first, kv_head, n]: [usize; 3],
+) -> StripRows<'b> {
+    let rows = cx.key_rows(view.strides(), sequence);
+    let data = view.slice().expect("bug in fulgurite: strips are bf16");
+    StripRows { data, offset: rows.at(first, kv_head), row: rows.row, n }
+}
+
+/// How far a score may exceed the maximum.
+fn tau(rescale: Rescale) -> f32 {
+    match rescale {
+        Rescale::Lazy(tau) => tau,
+        // There is no work to save by trusting a maximum here: the time goes into reading.
+        Rescale::Always | Rescale::Optimistic(_) => 0.0,
+    }
+}
+
 impl Head<'_> {
+    /// Whether all rows see the whole block, and no expression hides a part of it.
+    fn sees_all(&self) -> bool {
+        let whole = |step: &Step| step.ranges[0] == (0, BLOCK) && step.inner[0] == (0, BLOCK) && !step.rest;
+        self.step.as_ref().is_some_and(whole)
+    }
+
+    /// Multiplies what was summed before a raised maximum.
+    fn rescale(&mut self, cx: &Context<'_>, stats: &SoftmaxStats, alpha: &[f32], counters: &mut Counters) {
+        counters.rescales_possible += u64::from(stats.possible);
+        counters.rescales_done += u64::from(stats.rescaled);
+        if stats.rescaled > 0 {
+            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+    }
+
     /// The keys of a strip that this head sees.
     fn seen(&self, strip: usize) -> Range<usize> {
         let hull = self.step.as_ref().map_or(0..0, Step::hull);
@@ -236,11 +327,6 @@ impl Head<'_> {
             cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
         let mut alpha = [1.0; MAX_LANES];
-        let tau = match rescale {
-            Rescale::Lazy(tau) => tau,
-            // There is no work to save by trusting a maximum here: the time goes into reading.
-            Rescale::Always | Rescale::Optimistic(_) => 0.0,
-        };
         let stats = cx.kernels.softmax(&mut SoftmaxArgs {
             s: self.s,
             stride,
@@ -252,16 +338,11 @@ impl Head<'_> {
             l: &mut self.l,
             alpha: &mut alpha,
             exp: cx.exp,
-            policy: Policy::Raise(tau),
+            policy: Policy::Raise(tau(rescale)),
             scale: 1.0,
         });
-        counters.rescales_possible += u64::from(stats.possible);
-        counters.rescales_done += u64::from(stats.rescaled);
-        if stats.rescaled > 0 {
-            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
-        }
+        self.rescale(cx, &stats, &alpha, counters);
+        let Some(step) = &self.step else { return };
         // Where vectors see different keys, what was not computed is not a probability.
         let width = cx.kernels.lanes;
         for (z, &(a, b)) in step.ranges[..stride / width].iter().enumerate() {
