@@ -113,12 +113,18 @@ struct Head<'w> {
     step: Option<Step>,
     s: &'w mut [f32],
     q: &'w mut [f32],
-    /// The queries as a matrix unit wants them, if it serves.
-    columns: &'w mut [f32],
+    on_unit: Option<OnUnit<'w>>,
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
     second: Option<Second<'w>>,
+}
+
+/// What a matrix unit keeps for a head: its queries, scores and weights of a strip, and its part of O.
+struct OnUnit<'w> {
+    q: &'w mut [f32],
+    s: &'w mut [f32],
+    o: &'w mut [f32],
 }
 
 /// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
@@ -130,13 +136,30 @@ struct Second<'w> {
 }
 
 fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, probe: Option<&Probe<'_>>) -> Counters {
+    let rows = cx.bound.sequences()[part.sequence].q_len * cx.pack;
+    let strips = if probe.is_none() { strips(cx, rows) } else { None };
+    let found = try_part(cx, part, results, rescale, probe, strips);
+    let again = || try_part(cx, part, results, rescale, probe, None);
+    found.or_else(again).expect("bug in fulgurite: vectors refuse nothing")
+}
+
+/// `None` if a matrix unit met what it cannot do.
+fn try_part(
+    cx: &Context<'_>,
+    part: &Part,
+    results: &mut [f32],
+    rescale: Rescale,
+    probe: Option<&Probe<'_>>,
+    strips: Option<&'static StripKernels>,
+) -> Option<Counters> {
     let sequence = &cx.bound.sequences()[part.sequence];
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
-    let strips = if probe.is_none() { strips(cx) } else { None };
-    let columns_room = strips.map_or(0, |_| StripKernels::queries_room(rows, cx.d));
-    let head_room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + Arena::room(columns_room);
+    let unit_sizes =
+        [StripKernels::queries_room(rows, cx.d), StripKernels::room(rows), StripKernels::output_room(rows, cx.dv)];
+    let room = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    let head_room = room(&sizes) + strips.map_or(0, |_| room(&unit_sizes));
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + copy_room, |workspace| {
@@ -159,11 +182,13 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                 };
                 load(cx, &q_rows, q);
                 o.fill(0.0);
-                let columns = arena.take(columns_room);
-                if let (Some(_), Some(data)) = (strips, cx.bound.q().slice()) {
+                let on_unit = strips.and(cx.bound.q().slice()).map(|data| {
+                    let [q, s, o] = unit_sizes.map(|n| arena.take(n));
                     let starts = cx.row_starts(&tile, cx.bound.q().strides());
-                    StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, columns);
-                }
+                    StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, q);
+                    o.fill(0.0);
+                    OnUnit { q, s, o }
+                });
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
                     load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
@@ -171,7 +196,7 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                     Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, columns, o, m, l, second }
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, on_unit, o, m, l, second }
             })
             .collect();
         let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
@@ -185,7 +210,7 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
             }
             if let Some(strips) = strips.as_ref().filter(|_| walk.iter().all(Head::sees_all)) {
                 for first in (start..start + BLOCK).step_by(UNIT_STRIP) {
-                    on_unit(cx, strips, &mut walk, sequence, first, rescale, &mut counters);
+                    strip_on_unit(cx, strips, &mut walk, sequence, first, rescale, &mut counters);
                 }
                 continue;
             }
@@ -200,6 +225,15 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                     .enumerate()
                     .for_each(|(h, head)| head.output(cx, sequence, h, start, strip, &mut copies));
             }
+        }
+        for head in &mut walk {
+            if let Some(own) = &head.on_unit {
+                StripKernels::add_to(own.o, rows, head.o, cx.dv_pad);
+            }
+        }
+        // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
+        if strips.is_some() && walk.iter().any(|head| head.o.iter().any(|x| !x.is_finite())) {
+            return None;
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
             let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
@@ -216,20 +250,20 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                 write(&mut second[FEW..], own.o);
             }
         }
-        counters
+        Some(counters)
     })
 }
 
 /// The matrix unit's way with few queries, where it has one: bf16 in whole tiles, and scores that nobody modifies.
-fn strips(cx: &Context<'_>) -> Option<&'static StripKernels> {
+fn strips(cx: &Context<'_>, rows: usize) -> Option<&'static StripKernels> {
     let unit = cx.kernels.matrix?;
     let plain = cx.problem.dtype() == DType::Bf16 && cx.problem.score_program().is_none() && cx.rounding.is_none();
-    (plain && unit.narrow.suits(cx.exp) && StripKernels::suits(cx.d, cx.dv)).then_some(unit.strips)
+    (plain && unit.narrow.suits(cx.exp) && StripKernels::suits(rows, cx.d, cx.dv)).then_some(unit.strips)
 }
 
 /// A strip of keys that all rows of all heads see: scores of all heads, then their softmax, then their outputs, so that
 /// keys and values are read nearly in sequence.
-fn on_unit(
+fn strip_on_unit(
     cx: &Context<'_>,
     strips: &Strips,
     walk: &mut [Head<'_>],
@@ -238,18 +272,40 @@ fn on_unit(
     rescale: Rescale,
     counters: &mut Counters,
 ) {
+    let (k, v) = (cx.bound.k(), cx.bound.v());
+    let heads = walk.len();
     for (h, head) in walk.iter_mut().enumerate() {
-        strips.scores(head.columns, strip(cx, cx.bound.k(), sequence, [first, h, cx.d]), head.s);
+        let Some(own) = &mut head.on_unit else { continue };
+        strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
+        touch(cx, strips, v, sequence, [first, h, heads, cx.dv]);
     }
     for head in walk.iter_mut() {
+        let Some(own) = &mut head.on_unit else { continue };
         let mut alpha = [1.0; FEW];
-        let (s, m, l) = (&mut *head.s, &mut head.m[..FEW], &mut head.l[..FEW]);
+        let (m, l) = (&mut head.m[..FEW], &mut head.l[..FEW]);
         let (scale, tau) = (cx.problem.scale(), tau(rescale));
-        let stats = strips.softmax(&mut StripSoftmax { s, m, l, alpha: &mut alpha, scale, tau });
+        let stats = strips.softmax(&mut StripSoftmax { s: own.s, m, l, alpha: &mut alpha, scale, tau });
         head.rescale(cx, &stats, &alpha, counters);
     }
     for (h, head) in walk.iter_mut().enumerate() {
-        strips.output(head.s, strip(cx, cx.bound.v(), sequence, [first, h, cx.dv]), head.o, cx.dv_pad);
+        let Some(own) = &mut head.on_unit else { continue };
+        strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
+        touch(cx, strips, k, sequence, [first + UNIT_STRIP, h, heads, cx.d]);
+    }
+}
+
+/// Asks for a head's share of the strip from a key on, where all heads of a key lie together.
+fn touch(
+    cx: &Context<'_>,
+    strips: &Strips,
+    view: &TensorView<'_>,
+    sequence: &Sequence,
+    [first, head, heads, n]: [usize; 4],
+) {
+    let rows = cx.key_rows(view.strides(), sequence);
+    if let (Some(data), true) = (view.slice(), rows.row == heads * n) {
+        let (start, share) = (rows.at(first, 0), UNIT_STRIP * rows.row / heads);
+        strips.touch(data, start + head * share..start + (head + 1) * share);
     }
 }
 
@@ -288,6 +344,9 @@ impl Head<'_> {
         if stats.rescaled > 0 {
             for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
                 row.iter_mut().for_each(|x| *x *= factor);
+            }
+            if let Some(own) = &mut self.on_unit {
+                StripKernels::scale(own.o, self.tile.rows, alpha);
             }
         }
     }

@@ -1,32 +1,35 @@
 //! Few queries against strips of bf16 keys, on tiles.
 //!
-//! 16 keys are a tile of A as they lie in memory, so a strip of all heads is read nearly in sequence, which is what the
-//! hardware's prefetcher needs: asking for lines in advance, or copying keys into a buffer first, was slower (lab 011).
-//! Values are paired through 4 KiB that never leave the first-level cache.
+//! 16 keys are a tile of A as they lie in memory, and 16 values a tile of B, so a strip of all heads is read nearly in
+//! sequence. Pages begin cold, though, and the prefetcher needs a few accesses to follow each: the first lines of every
+//! page of the next strip are asked for, no more. Asking for all lines, or copying keys into a buffer first, was
+//! slower than not asking at all (lab 011).
 
 use super::Simd;
 use super::algorithms::{EXP2_NATIVE, SoftmaxStats, exp2_scalar};
 use super::amx::{Shapes, hold_shapes, rounded};
 use super::amx_bf16::CUBIC;
 use super::avx512::Avx512;
-use super::matrix::{Hold, SLOTS};
+use super::matrix::Hold;
 use super::strips::{SCORES, StripKernels, StripSoftmax};
 use half::bf16;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::f32::consts::{LN_2, LOG2_E};
-use std::mem::MaybeUninit;
 
-pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, output };
+pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, output, touch };
 
-/// Tiles 0 and 1 are scores of 16 keys, 2 and 3 are O, 4 keys or paired values, 5 queries, 6 weights, 7 paired values.
+/// Of a page of 4 KiB, what is asked for. A quarter was best of 0, 4, 8, 16, 32 and 64 lines, lab 011.
+const LINES: usize = 16;
+
+/// Tile 0 is scores of 16 keys, 1 queries, 2 keys or values, 3 is O, 4 to 7 are weights.
 fn hold([rows, columns]: [usize; 2]) -> Hold {
-    let (rows, width) = (rows as u8, 4 * columns as u16);
+    let (rows, width) = (2 * rows as u8, 4 * columns as u16);
     let mut shapes = Shapes::NONE;
-    let tiles = [(16, width), (16, width), (rows, 64), (rows, 64), (16, 64), (16, width), (rows, 64), (16, 64)];
-    for (tile, (rows, row_bytes)) in tiles.into_iter().enumerate() {
+    for (tile, (rows, row_bytes)) in [(16, width), (16, width), (16, 64)].into_iter().enumerate() {
         shapes.set(tile, rows, row_bytes);
     }
+    (3..8).for_each(|tile| shapes.set(tile, rows, 64));
     hold_shapes(&shapes)
 }
 
@@ -34,36 +37,31 @@ fn hold([rows, columns]: [usize; 2]) -> Hold {
 /// The tiles have the shapes of [`hold`]; 32 rows of `d` elements at `k`, a multiple of 32; queries and scores have
 /// their columns.
 unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: usize, s: *mut f32) {
-    // SAFETY: inside the extents (caller).
-    unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "2:",
-            "tileloadd tmm5, [{q} + {line}*1]",
-            "tileloadd tmm4, [{k0} + {row}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm5",
-            "tileloadd tmm4, [{k1} + {row}*1]",
-            "tdpbf16ps tmm1, tmm4, tmm5",
-            "add {q}, {tile}",
-            "add {k0}, 64",
-            "add {k1}, 64",
-            "dec {left}",
-            "jnz 2b",
-            "tilestored [{s} + {line}*1], tmm0",
-            "add {s}, {tile}",
-            "tilestored [{s} + {line}*1], tmm1",
-            q = inout(reg) q => _,
-            k0 = inout(reg) k => _,
-            k1 = inout(reg) k.add(16 * row) => _,
-            row = in(reg) 2 * row,
-            line = in(reg) 4 * columns,
-            tile = in(reg) 64 * columns,
-            left = inout(reg) d / 32 => _,
-            s = inout(reg) s => _,
-            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _,
-            options(nostack)
-        )
+    for half in 0..2 {
+        // SAFETY: inside the extents (caller).
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "2:",
+                "tileloadd tmm1, [{q} + {line}*1]",
+                "tileloadd tmm2, [{k} + {row}*1]",
+                "tdpbf16ps tmm0, tmm2, tmm1",
+                "add {q}, {tile}",
+                "add {k}, 64",
+                "dec {left}",
+                "jnz 2b",
+                "tilestored [{s} + {line}*1], tmm0",
+                q = inout(reg) q => _,
+                k = inout(reg) k.add(half * 16 * row) => _,
+                row = in(reg) 2 * row,
+                line = in(reg) 4 * columns,
+                tile = in(reg) 64 * columns,
+                left = inout(reg) d / 32 => _,
+                s = in(reg) s.add(half * 16 * columns),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _,
+                options(nostack)
+            )
+        }
     }
 }
 
@@ -118,9 +116,6 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> S
     unsafe {
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let (scale, log2_e) = (_mm512_set1_ps(args.scale), _mm512_set1_ps(LOG2_E));
-        // Upper halves of 16 dwords of one vector, then of another.
-        let halves: [i16; 32] = std::array::from_fn(|i| 2 * i as i16 + 1);
-        let halves = _mm512_loadu_si512(halves.as_ptr().cast());
         let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
         let s = args.s.as_mut_ptr();
         for first in (0..rows).step_by(4) {
@@ -144,64 +139,74 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> S
                 args.m[row] = m;
                 args.l[row] = args.l[row] * alpha + _mm512_reduce_add_ps(_mm512_add_ps(x, y));
                 args.alpha[row] = alpha;
-                let (x0, y0) = (rounded(x), rounded(y));
-                let x1 = rounded(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(x0, upper))));
-                let y1 = rounded(_mm512_sub_ps(y, _mm512_castsi512_ps(_mm512_and_si512(y0, upper))));
-                let weights = s.add(SCORES + row * 16);
-                _mm512_storeu_si512(weights.cast(), _mm512_permutex2var_epi16(x0, halves, y0));
-                _mm512_storeu_si512(weights.add(rows * 16).cast(), _mm512_permutex2var_epi16(x1, halves, y1));
+                for (half, x) in [x, y].into_iter().enumerate() {
+                    let first = rounded(x);
+                    let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(first, upper)));
+                    for (part, bits) in [first, rounded(rest)].into_iter().enumerate() {
+                        let to = s.add(SCORES + ((half * 2 + part) * 2 * rows + row) * 16);
+                        // For even columns the weight comes first in its pair, for odd ones second.
+                        _mm512_storeu_si512(to.cast(), _mm512_srli_epi32::<16>(bits));
+                        _mm512_storeu_si512(to.add(rows * 16).cast(), _mm512_and_si512(bits, upper));
+                    }
+                }
             }
         }
     }
     stats
 }
 
-/// Two pairs of tiles, so that one is made while the other is loaded.
-#[repr(C, align(64))]
-struct Ring([[MaybeUninit<f32>; 2 * SLOTS]; 2]);
+/// # Safety
+/// The tiles have the shapes of [`hold`]; 32 rows of `columns` elements, a multiple of 32, at `v`; the weights of each
+/// row at `p`; O of so many rows and columns.
+unsafe fn output(p: *const f32, rows: usize, v: *const bf16, row: usize, columns: usize, o: *mut f32) {
+    let tile = 2 * rows * 16;
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        asm!(
+            "tileloadd tmm4, [{p0} + {line}*1]",
+            "tileloadd tmm5, [{p1} + {line}*1]",
+            "tileloadd tmm6, [{p2} + {line}*1]",
+            "tileloadd tmm7, [{p3} + {line}*1]",
+            "2:",
+            "tileloadd tmm3, [{o} + {line}*1]",
+            "tileloadd tmm2, [{v0} + {row}*1]",
+            // The small part first: the sum is rounded at its full size as seldom as can be.
+            "tdpbf16ps tmm3, tmm5, tmm2",
+            "tdpbf16ps tmm3, tmm4, tmm2",
+            "tileloadd tmm2, [{v1} + {row}*1]",
+            "tdpbf16ps tmm3, tmm7, tmm2",
+            "tdpbf16ps tmm3, tmm6, tmm2",
+            "tilestored [{o} + {line}*1], tmm3",
+            "add {o}, {tile}",
+            "add {v0}, 64",
+            "add {v1}, 64",
+            "dec {left}",
+            "jnz 2b",
+            p0 = in(reg) p,
+            p1 = in(reg) p.add(tile),
+            p2 = in(reg) p.add(2 * tile),
+            p3 = in(reg) p.add(3 * tile),
+            line = in(reg) 64usize,
+            o = inout(reg) o => _,
+            tile = in(reg) 4 * tile,
+            v0 = inout(reg) v => _,
+            v1 = inout(reg) v.add(16 * row) => _,
+            row = in(reg) 2 * row,
+            left = inout(reg) columns / 32 => _,
+            out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack)
+        )
+    }
+}
 
 /// # Safety
-/// The tiles have the shapes of [`hold`]; 32 rows of `columns` elements, a multiple of 32, at `v`; two parts of
-/// weights of each row at `p`; `rows` rows of O, `ldo` apart.
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn output(p: *const f32, rows: usize, v: *const bf16, row: usize, columns: usize, o: *mut f32, ldo: usize) {
-    let mut ring = Ring([[MaybeUninit::uninit(); 2 * SLOTS]; 2]);
-    for (step, column) in (0..columns).step_by(32).enumerate() {
-        let paired = ring.0[step % 2].as_mut_ptr().cast::<f32>();
-        // SAFETY: inside the extents (caller).
-        unsafe {
-            for j in 0..16 {
-                let at = v.add(2 * j * row + column);
-                let (a, b) = (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(row).cast()));
-                // Pair order: even columns in one tile, odd ones in the other.
-                let even = _mm512_mask_blend_epi16(0xaaaa_aaaa, a, _mm512_slli_epi32::<16>(b));
-                let odd = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(a), b);
-                _mm512_store_si512(paired.add(16 * j).cast(), even);
-                _mm512_store_si512(paired.add(SLOTS + 16 * j).cast(), odd);
-            }
-            asm!(
-                "tileloadd tmm2, [{o} + {ldo}*1]",
-                "tileloadd tmm3, [{o} + {ldo}*1 + 64]",
-                "tileloadd tmm6, [{p1} + {line}*1]",
-                "tileloadd tmm7, [{v} + {line}*1]",
-                "tdpbf16ps tmm2, tmm6, tmm7",
-                "tileloadd tmm4, [{v} + {line}*1 + 1024]",
-                "tdpbf16ps tmm3, tmm6, tmm4",
-                "tileloadd tmm6, [{p0} + {line}*1]",
-                "tdpbf16ps tmm2, tmm6, tmm7",
-                "tdpbf16ps tmm3, tmm6, tmm4",
-                "tilestored [{o} + {ldo}*1], tmm2",
-                "tilestored [{o} + {ldo}*1 + 64], tmm3",
-                o = in(reg) o.add(column),
-                ldo = in(reg) 4 * ldo,
-                // The small part first: the sum is rounded at its full size as seldom as can be.
-                p0 = in(reg) p,
-                p1 = in(reg) p.add(16 * rows),
-                v = in(reg) paired,
-                line = in(reg) 64usize,
-                out("tmm2") _, out("tmm3") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-                options(nostack)
-            )
+/// AVX-512 is present.
+unsafe fn touch(p: *const bf16, elements: usize) {
+    let bytes = 2 * elements;
+    for page in (0..bytes).step_by(4096) {
+        for line in (page..bytes.min(page + 64 * LINES)).step_by(64) {
+            // SAFETY: any address is allowed.
+            unsafe { Avx512::prefetch(p.cast::<u8>().wrapping_add(line)) };
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Few queries against a strip of bf16 keys on a matrix unit: the safe face.
 //!
-//! Keys are the rows of A and are read where they lie; values become the summed axis of B by pairing two rows on the
-//! way. Nothing is packed but the queries, once. P has two parts, so that it loses nothing that shows.
+//! Keys are the rows of A and values the rows of B, both read where they lie: nothing is packed but the queries, once.
+//! A row of B is pairs of neighbouring columns where the unit wants pairs of neighbouring keys; so weights come in
+//! two rows, one with zeros for the second of each pair and one with zeros for the first, and give even and odd
+//! columns. P has two parts, so that it loses nothing that shows.
 
 use super::algorithms::SoftmaxStats;
 use super::kernels::extent;
@@ -11,10 +13,13 @@ use half::bf16;
 
 /// Keys of a strip: the summed axis of one tile product.
 pub(crate) const STRIP: usize = DEPTH;
+/// The most rows of queries: two rows of weights of each fill a tile.
+const ROWS: usize = GROUP / 2;
 /// Slots that the scores of a strip take; its weights lie behind them.
-pub(super) const SCORES: usize = STRIP * GROUP;
-/// Columns of one tile of O, twice: what one pairing of values gives.
-const PAIRED: usize = 2 * GROUP;
+pub(super) const SCORES: usize = STRIP * ROWS;
+
+/// Slots of weights for each row: two halves of a strip, two parts, even and odd columns.
+const WEIGHTS: usize = 2 * 2 * 2 * GROUP;
 
 /// Rows of `n` elements, `row` apart, from `offset` on: one for each key of a strip.
 #[derive(Clone, Copy)]
@@ -53,8 +58,10 @@ pub(crate) struct StripKernels {
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32),
     /// Rows and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 2]) -> SoftmaxStats,
-    /// Weights, rows, first value, elements from value to value, columns of O, O, its row.
-    pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, usize),
+    /// Weights, rows, first value, elements from value to value, columns of O, O.
+    pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32),
+    /// Asks for the first lines of each page of a span of elements.
+    pub(super) touch: unsafe fn(*const bf16, usize),
 }
 
 /// The unit of one thread, shaped for strips of so many rows.
@@ -65,12 +72,19 @@ pub(crate) struct Strips {
 }
 
 impl StripKernels {
-    /// Slots of scores and weights of a strip.
-    pub const ROOM: usize = 2 * SCORES;
+    /// Whether keys and values of these dimensions are whole tiles, and so many rows fit.
+    pub fn suits(rows: usize, d: usize, dv: usize) -> bool {
+        rows <= ROWS && d.is_multiple_of(DEPTH) && dv.is_multiple_of(2 * DEPTH)
+    }
 
-    /// Whether keys and values of these dimensions are whole tiles.
-    pub fn suits(d: usize, dv: usize) -> bool {
-        d.is_multiple_of(DEPTH) && dv.is_multiple_of(2 * PAIRED)
+    /// Slots of scores and weights of a strip.
+    pub fn room(rows: usize) -> usize {
+        SCORES + WEIGHTS * rows
+    }
+
+    /// Slots of O as the unit sums it.
+    pub fn output_room(rows: usize, dv: usize) -> usize {
+        rows * dv
     }
 
     /// Slots that packed queries take.
@@ -91,9 +105,25 @@ impl StripKernels {
         }
     }
 
+    /// Multiplies the rows of O that [`Strips::output`] has summed.
+    pub fn scale(o: &mut [f32], rows: usize, factors: &[f32]) {
+        for (i, slots) in o.chunks_exact_mut(GROUP).enumerate() {
+            slots.iter_mut().for_each(|x| *x *= factors[i % rows]);
+        }
+    }
+
+    /// Adds what [`Strips::output`] has summed to rows in pair order, `ldo` apart.
+    pub fn add_to(o: &[f32], rows: usize, to: &mut [f32], ldo: usize) {
+        for (i, slots) in o.chunks_exact(GROUP).enumerate() {
+            // Of each 32 columns first the even ones of all rows, then the odd ones.
+            let to = &mut to[i % rows * ldo + i / rows * GROUP..][..GROUP];
+            to.iter_mut().zip(slots).for_each(|(to, x)| *to += x);
+        }
+    }
+
     /// Shapes the unit of this thread. No other product may run on it before the result is dropped.
     pub fn hold(&'static self, rows: usize) -> Strips {
-        assert!((1..=GROUP).contains(&rows), "rows of a tile");
+        assert!((1..=ROWS).contains(&rows), "rows of a tile");
         Strips { kernels: self, rows, _hold: (self.hold)([rows, columns(rows)]) }
     }
 }
@@ -114,18 +144,27 @@ impl Strips {
 
     /// Scores to weights, which replace nothing: they lie behind the scores.
     pub fn softmax(&self, args: &mut StripSoftmax<'_>) -> SoftmaxStats {
-        assert!(args.s.len() >= StripKernels::ROOM, "too small");
+        assert!(args.s.len() >= StripKernels::room(self.rows), "too small");
         assert!([args.m.len(), args.l.len(), args.alpha.len()].iter().all(|&n| n >= self.rows), "rows of the strip");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.kernels.softmax)(args, [self.rows, columns(self.rows)]) }
     }
 
-    /// `o[row][..] += sum_key p[row][key] v[key][..]`, O in pair order, with the weights of [`softmax`](Self::softmax).
-    pub fn output(&self, s: &[f32], values: StripRows<'_>, o: &mut [f32], ldo: usize) {
-        assert!(values.n.is_multiple_of(2 * PAIRED), "whole pairs of tiles");
-        assert!(s.len() >= StripKernels::ROOM && o.len() >= extent(self.rows, ldo, values.n), "too small");
+    /// O += P V with the weights of [`softmax`](Self::softmax).
+    pub fn output(&self, s: &[f32], values: StripRows<'_>, o: &mut [f32]) {
+        assert!(values.n.is_multiple_of(DEPTH) && values.n > 0, "whole tiles");
+        assert!(s.len() >= StripKernels::room(self.rows), "too small");
+        assert!(o.len() >= StripKernels::output_room(self.rows, values.n), "too small");
         let (p, o) = (s[SCORES..].as_ptr(), o.as_mut_ptr());
         // SAFETY: the machine has the unit, shaped for these rows, and the extents were just checked.
-        unsafe { (self.kernels.output)(p, self.rows, values.start(), values.row, values.n, o, ldo) }
+        unsafe { (self.kernels.output)(p, self.rows, values.start(), values.row, values.n, o) }
+    }
+
+    /// Asks for the beginning of each page of a span, so that the hardware follows it when it is read.
+    pub fn touch(&self, data: &[bf16], span: std::ops::Range<usize>) {
+        if let Some(span) = data.get(span) {
+            // SAFETY: the machine has the instruction set; asking reads nothing.
+            unsafe { (self.kernels.touch)(span.as_ptr(), span.len()) }
+        }
     }
 }
