@@ -427,16 +427,19 @@ def said():
 
 
 def kept(rows):
-    """The same rows among those of the file, in the order of a whole run; what is measured anew replaces the old."""
+    """The rows among those of the file, in the order of a whole run, what is measured anew in place of the old; and the
+    commands that made them."""
+    command = " ".join(["python", "bench/cpu.py", *said()])
     if not (args.onto and args.json.exists()):
-        return rows
+        return rows, command
     old = json.loads(args.json.read_text())
+    commands = dict.fromkeys([*old["command"].split("; "), command])
     known = {(row["part"], row["cell"]): row | {"commit": row.get("commit", old["commit"])} for row in old["rows"]}
     known |= {(row["part"], row["cell"]): row for row in rows}
     cells = [f"d{dim} s{seq} {mask}" for dim in (64, 128) for seq in (512, 1024, 2048, 4096, 8192)
              for mask in ("full", "causal")]  # fmt: skip
     place = lambda key: (("matmul", *PARTS).index(key[0]), cells.index(key[1]) if key[1] in cells else len(cells))
-    return [known[key] for key in sorted(known, key=place)]
+    return [known[key] for key in sorted(known, key=place)], "; ".join(commands)
 
 
 def main():
@@ -447,7 +450,7 @@ def main():
         rows += globals()[part]()
     for row in rows:
         row["commit"] = commit()
-    rows = kept(rows)
+    rows, command = kept(rows)
     lines = summary(rows)
     record = {
         "date": today(),
@@ -455,7 +458,7 @@ def main():
         "threads": args.threads,
         "versions": {"fulgurite": fulgurite.__version__, "python": sys.version.split()[0]} | peers.versions(),
         "commit": ", ".join(dict.fromkeys(row["commit"] for row in rows)),
-        "command": " ".join(["python", "bench/cpu.py", *said()]),
+        "command": command,
         "steal": steal.share(),
         "summary": lines,
         "problems": problems,

@@ -121,7 +121,7 @@ fn planted_errors_in_sums_are_found() {
 }
 
 /// The allowance of a sum over rows follows the roundings of its rows: honest errors are of the size that it says, and a
-/// hundredth of the sizes of the terms is still found.
+/// clear mistake is still found, whatever the sample did.
 #[test]
 fn the_noise_of_sums_is_that_of_their_rows() {
     for dtype in [DType::F16, DType::Bf16] {

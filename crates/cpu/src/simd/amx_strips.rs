@@ -3,7 +3,7 @@
 //! 16 keys are a tile of A as they lie in memory, and 16 values a tile of B, so a strip of all heads is read nearly in
 //! sequence. Pages begin cold, though, and the prefetcher needs a few accesses to follow each: the first lines of every
 //! page of the next strip are asked for, no more. Asking for all lines, or copying keys into a buffer first, was
-//! slower than not asking at all (lab 011).
+//! slower than not asking at all (lab 001).
 
 use super::Simd;
 use super::algorithms::{EXP2_NATIVE, SoftmaxStats, exp2_scalar};
@@ -19,7 +19,7 @@ use std::f32::consts::{LN_2, LOG2_E};
 
 pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, output, touch };
 
-/// Of a page of 4 KiB, what is asked for. A quarter was best of 0, 4, 8, 16, 32 and 64 lines, lab 011.
+/// Of a page of 4 KiB, what is asked for. A quarter was best of 0, 4, 8, 16, 32 and 64 lines, lab 001.
 const LINES: usize = 16;
 
 /// Tile 0 is scores of 16 keys, 1 queries, 2 keys or values, 3 is O, 4 to 7 are weights.
