@@ -384,14 +384,14 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
     let problem = bound.problem();
     let Sums { mut d_sinks, mut d_aux, .. } = Sums::zeros(problem);
     for sequence in bound.sequences() {
-        for h in 0..problem.q_heads() {
+        for (h, d_sink) in d_sinks.iter_mut().enumerate() {
             let (exact, rounded) = (Head::new::<A>(bound, *sequence, h), Head::new::<B>(bound, *sequence, h));
             for q in 0..sequence.q_len {
                 let given = exact.cotangent(q, d_o, d_lse);
                 let (row_a, row_b) = (A::row(&exact, q), B::row(&rounded, q));
                 let a = A::row_gradient(&exact, q, &row_a, &given);
                 let b = B::row_gradient(&rounded, q, &row_b, &given);
-                d_sinks[h] += (a.d_sink - b.d_sink).powi(2);
+                *d_sink += (a.d_sink - b.d_sink).powi(2);
                 // Many scores of a row may add to one element, and they share the rounding of its D.
                 let mut steps = BTreeMap::new();
                 aux_terms(&exact, q, &row_a, &a, |aux, at, x, y| *steps.entry((aux, at)).or_insert(0.0) += x * y);

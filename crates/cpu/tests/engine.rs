@@ -200,12 +200,7 @@ fn few_queries_agree_with_the_oracle_and_keep_their_bits() {
             for rescale in [Rescale::Always, Rescale::Lazy(8.0)] {
                 let attend = |threads| {
                     let mut result = Forward::zeros(&problem).unwrap();
-                    let options = Options {
-                        isa: Some(isa),
-                        threads: Some(threads),
-                        rescale: Some(rescale),
-                        ..Options::default()
-                    };
+                    let options = Options { isa: Some(isa), threads: Some(threads), rescale: Some(rescale) };
                     forward(&bound, &mut result.outputs(), &options);
                     result
                 };
