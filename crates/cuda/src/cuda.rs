@@ -51,6 +51,54 @@ struct Loaded {
     log: Log,
     /// Whether a launch may start while the one before it ends: the kernel itself waits for it.
     overlaps: bool,
+    last: Mutex<Encoded>,
+}
+
+/// A launch as it was asked for, checked, and as the driver takes it. Most launches differ from the one before in little
+/// or nothing, and a tensor costs the driver a tenth of a launch.
+#[derive(Default)]
+struct Encoded {
+    /// None before the first.
+    grid: Option<[u32; 3]>,
+    values: Vec<Value>,
+    arguments: Vec<Argument>,
+}
+
+impl Encoded {
+    /// Becomes another launch of the same kernel: what is the same stays. After an error it is empty.
+    fn renew(
+        &mut self,
+        entered: &Entered<'_>,
+        kernel: &Kernel,
+        grid: [u32; 3],
+        args: &[Value],
+    ) -> Result<(), DeviceError> {
+        let old = std::mem::take(self);
+        if old.grid == Some(grid) && old.values == args {
+            *self = old;
+            return Ok(());
+        }
+        check_launch(kernel, grid, args)?;
+        let mut arguments = old.arguments;
+        arguments.resize(args.len(), Argument::number(0));
+        for (i, (param, value)) in kernel.params.iter().zip(args).enumerate() {
+            if old.values.get(i) == Some(value) {
+                continue;
+            }
+            arguments[i] = match (value, &param.kind) {
+                (Value::U32(n), _) => Argument::number(u64::from(*n)),
+                (Value::F32(x), _) => Argument::number(u64::from(x.to_bits())),
+                (Value::U64(n), _) => Argument::number(*n),
+                (Value::Pointer(span), _) => Argument::number(span.address),
+                (Value::Tensor(tensor), ParamKind::Tensor(shape)) => {
+                    entered.tensor(&map(kernel, &param.name, shape, tensor)?)?
+                }
+                (Value::Tensor(_), _) => unreachable!("bug in fulgurite: a tensor passed the check of its kind"),
+            };
+        }
+        *self = Encoded { grid: Some(grid), values: args.to_vec(), arguments };
+        Ok(())
+    }
 }
 
 /// A GPU, by its driver.
@@ -146,7 +194,7 @@ impl Cuda {
             return Err(DeviceError::Compile { kernel: name.into(), log: log.losses.join("\n") });
         }
         entered.prepare(&code, kernel.shared_bytes, kernel.cluster)?;
-        Ok(Loaded { code, log, overlaps: waits_for_grid(kernel) })
+        Ok(Loaded { code, log, overlaps: waits_for_grid(kernel), last: Mutex::default() })
     }
 }
 
@@ -284,21 +332,11 @@ impl Device for Cuda {
             call: "launch",
             what: format!("the module of `{}` is another device's; load the kernel on this one", kernel.name),
         })?;
-        check_launch(kernel, grid, args)?;
         let entered = self.context.enter()?;
-        let mut arguments = Vec::with_capacity(args.len());
-        for (param, value) in kernel.params.iter().zip(args) {
-            arguments.push(match (value, &param.kind) {
-                (Value::U32(n), _) => Argument::number(u64::from(*n)),
-                (Value::F32(x), _) => Argument::number(u64::from(x.to_bits())),
-                (Value::U64(n), _) => Argument::number(*n),
-                (Value::Pointer(span), _) => Argument::number(span.address),
-                (Value::Tensor(tensor), ParamKind::Tensor(shape)) => {
-                    entered.tensor(&map(kernel, &param.name, shape, tensor)?)?
-                }
-                (Value::Tensor(_), _) => unreachable!("bug in fulgurite: a tensor passed the check of its kind"),
-            });
-        }
+        // While another thread launches the same kernel, this one encodes for itself.
+        let (mut kept, mut own) = (loaded.last.try_lock().ok(), Encoded::default());
+        let encoded = kept.as_deref_mut().unwrap_or(&mut own);
+        encoded.renew(&entered, kernel, grid, args)?;
         let grid = Grid {
             blocks: grid,
             threads: kernel.threads,
@@ -306,7 +344,7 @@ impl Device for Cuda {
             cluster: kernel.cluster,
             overlaps: loaded.overlaps,
         };
-        entered.launch(&loaded.code, grid, &arguments, stream)
+        entered.launch(&loaded.code, grid, &encoded.arguments, stream)
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {

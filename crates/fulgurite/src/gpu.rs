@@ -33,7 +33,7 @@ pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
-use fulgurite_ptx::device::{Device, Module};
+use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;
@@ -93,6 +93,8 @@ pub struct Attention {
     recorded: Option<Buffer>,
     /// The same for copies, where tensors are copied however they lie.
     recorded_copies: Option<Buffer>,
+    /// The last call and its launch: most calls are like the one before.
+    last: Mutex<Option<(Tensors, Option<Launch>)>>,
 }
 
 impl Attention {
@@ -220,7 +222,8 @@ impl Gpu {
             bytes => Some(self.cuda.allocate(bytes)?),
         };
         let recorded_copies = plan.least_copies().map(|copies| self.cuda.allocate(copies.bytes())).transpose()?;
-        Ok(Attention { ready: plan.ready(module.shared_kernel()), module, recorded, recorded_copies })
+        let (ready, last) = (plan.ready(module.shared_kernel()), Mutex::default());
+        Ok(Attention { ready, module, recorded, recorded_copies, last })
     }
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
@@ -236,9 +239,16 @@ impl Gpu {
         if let Some(copies) = plan.copies(&tensors.rows) {
             return self.forward_copied(attention, &copies, tensors, stream, capturing);
         }
-        match attention.ready.launch(tensors, self.cuda.multiprocessors())? {
-            Some(launch) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
-            None => Ok(()),
+        // While another thread calls, this one computes for itself.
+        let (mut kept, mut own) = (attention.last.try_lock().ok(), None);
+        let last = kept.as_deref_mut().unwrap_or(&mut own);
+        if last.as_ref().is_none_or(|(known, _)| known != tensors) {
+            let launch = attention.ready.launch(tensors, self.cuda.multiprocessors())?;
+            *last = Some((tensors.clone(), launch));
+        }
+        match last {
+            Some((_, Some(launch))) => Ok(self.cuda.launch(&attention.module, launch.grid, &launch.args, stream)?),
+            _ => Ok(()),
         }
     }
 
@@ -251,32 +261,46 @@ impl Gpu {
         stream: Stream,
         capturing: bool,
     ) -> Result<(), GpuError> {
-        let recorded = attention.recorded_copies.as_ref().map(Buffer::span);
-        let room = match recorded.filter(|span| span.bytes >= copies.bytes()) {
-            Some(span) if capturing => span,
-            None if capturing => {
-                let what = format!(
-                    "`{}` must be copied for its strides, and nothing can be allocated while launches are recorded; make it contiguous",
-                    copies.names().join("`, `")
-                );
-                return Err(DeviceError::Failed { call: "launch", what }.into());
-            }
-            _ => self.launch_scratch(&self.copies, stream, copies.bytes())?,
-        };
-        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
-        if copying.is_none() {
-            let kernels = Copying::new(self.hopper()?).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-            let modules = [self.cuda.load(kernels.pack.clone())?, self.cuda.load(kernels.unpack.clone())?];
-            *copying = Some((kernels, modules));
-        }
-        let (kernels, [pack, unpack]) = copying.clone().expect("bug in fulgurite: it was just made");
-        drop(copying);
+        let room = self.copies_room(copies, attention.recorded_copies.as_ref(), stream, capturing)?;
+        let (kernels, [pack, unpack]) = self.copying()?;
         let plan = attention.ready.with_copies(copies, &kernels, tensors, room, self.cuda.multiprocessors())?;
         Ok(plan.run(&self.cuda, stream, &mut |kernel| {
             let all = [&attention.module, &pack, &unpack];
             let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
             Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
         })?)
+    }
+
+    /// Memory for the copies of a call; what was kept for recorded launches, while they are recorded.
+    fn copies_room(
+        &self,
+        copies: &Copies,
+        recorded: Option<&Buffer>,
+        stream: Stream,
+        capturing: bool,
+    ) -> Result<Span, GpuError> {
+        if !capturing {
+            return Ok(self.launch_scratch(&self.copies, stream, copies.bytes())?);
+        }
+        let kept = recorded.map(Buffer::span).filter(|span| span.bytes >= copies.bytes());
+        kept.ok_or_else(|| {
+            let what = format!(
+                "`{}` must be copied for its strides, and nothing can be allocated while launches are recorded; make it contiguous",
+                copies.names().join("`, `")
+            );
+            DeviceError::Failed { call: "launch", what }.into()
+        })
+    }
+
+    /// The kernels that copy, made with the first call that needs them.
+    fn copying(&self) -> Result<(Copying, [Module; 2]), GpuError> {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if copying.is_none() {
+            let kernels = Copying::new(self.hopper()?).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+            let modules = [self.cuda.load(kernels.pack.clone())?, self.cuda.load(kernels.unpack.clone())?];
+            *copying = Some((kernels, modules));
+        }
+        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
     }
 
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
@@ -293,13 +317,24 @@ impl Gpu {
     /// come past it.
     pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
         let Gradient { plan, kernels, modules, recorded } = gradient;
-        let scratch = match self.cuda.is_capturing(stream)? {
+        let capturing = self.cuda.is_capturing(stream)?;
+        let scratch = match capturing {
             true => recorded.span(),
             false => self.launch_scratch(&self.scratch, stream, plan.scratch_bytes().max(16))?,
         };
-        let launches = plan.plan(kernels, tensors, scratch, self.cuda.multiprocessors())?;
+        let (multiprocessors, mut copying) = (self.cuda.multiprocessors(), None);
+        let launches = match plan.copies(tensors) {
+            None => plan.plan(kernels, tensors, scratch, multiprocessors)?,
+            Some(copies) => {
+                let room = self.copies_room(&copies, None, stream, capturing)?;
+                let (copy_kernels, loaded) = self.copying()?;
+                copying = Some(loaded);
+                plan.with_copies((&copies, &copy_kernels, room), kernels, tensors, scratch, multiprocessors)?
+            }
+        };
         Ok(launches.run(&self.cuda, stream, &mut |kernel| {
-            let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
+            let all = modules.iter().chain(copying.iter().flatten());
+            let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
             Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
         })?)
     }

@@ -425,12 +425,21 @@ impl Engine for OnDevice {
             BackwardTensors { d_lse, sinks, ..BackwardTensors::new([q, k, v, o], lse, d_o, [d_q, d_k, d_v]) };
         (tensors.cu_seqlens, tensors.used) = self.lengths(memory, inputs)?;
         tensors.aux = self.aux(memory, &bound)?;
-        tensors.coverage = bound.block_mask().map(|mask| self.upload(memory, &coverage_bytes(mask))).transpose()?;
+        tensors.lists = bound.block_mask().map(|mask| self.lists(memory, mask)).transpose()?;
         for to in &gradients.d_aux {
             let room = to.as_ref().map(|to| self.room(memory, 4 * to.shape().count())).transpose()?;
             tensors.d_aux.push(room);
         }
-        let launches = plan.plan(&kernels, &tensors, scratch, self.device.multiprocessors());
+        let (multiprocessors, mut modules) = (self.device.multiprocessors(), modules);
+        let launches = match plan.copies(&tensors) {
+            None => plan.plan(&kernels, &tensors, scratch, multiprocessors),
+            Some(copies) => {
+                let (copying, loaded) = self.copying()?;
+                modules.extend(loaded);
+                let room = self.room(memory, copies.bytes() as usize)?;
+                plan.with_copies((&copies, &copying, room), &kernels, &tensors, scratch, multiprocessors)
+            }
+        };
         let launches = launches.map_err(|missing| self.refuse(missing.feature))?;
         self.launch(&launches, &modules, run)?;
         self.download(d_q.span, &mut gradients.d_q)?;

@@ -292,6 +292,27 @@ fn tensors_and_shared_memory_are_announced() {
     assert_eq!(seen.args[0], [9, 0x1000, 128, 64, 2, 256, 16384, 64, 3]);
     assert_eq!(seen.args[2], [9, 0x3000, 64, 64, 2, 128, 8192, 64, 3]);
     assert_eq!(seen.args[3..].iter().map(|words| words[0]).collect::<Vec<_>>(), [1, 1, 2, 2]);
+
+    // What has not changed since the last launch is not encoded again; a launch that is refused leaves nothing behind.
+    assert_eq!(books(|b| b.encoded), 3);
+    gpu.launch(&module, launch.grid, &launch.args, Stream(0)).unwrap();
+    assert_eq!(books(|b| (b.encoded, b.seen.pop())), (3, Some(seen)));
+    let moved = gemm.launch(kernel, [matrix(0x1000), matrix(0x4000), c], gpu.multiprocessors()).unwrap();
+    gpu.launch(&module, moved.grid, &moved.args, Stream(0)).unwrap();
+    assert_eq!(books(|b| (b.encoded, b.seen.pop().unwrap().args[1][1])), (4, 0x4000));
+    assert!(gpu.launch(&module, [0, 0, 0], &moved.args, Stream(0)).is_err());
+    gpu.launch(&module, moved.grid, &moved.args, Stream(0)).unwrap();
+    assert_eq!(books(|b| (b.encoded, b.seen.pop().unwrap().args[0][1])), (7, 0x1000));
+}
+
+#[test]
+fn a_kernel_without_parameters_has_its_grid_checked() {
+    let gpu = fake_gpu(Options::default());
+    let kernel = Kernel::build("nothing", Target::HOPPER, |k| k.threads(32, |w| w.sync_warp()));
+    let module = gpu.load(Arc::new(kernel.unwrap())).unwrap();
+    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream(0)).is_err());
+    gpu.launch(&module, [1, 1, 1], &[], Stream(0)).unwrap();
+    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream(0)).is_err());
 }
 
 /// The driver's number for the most dynamic shared memory.

@@ -50,6 +50,7 @@ entries! {
     cuDeviceGetAttribute(*mut c_int, c_uint, sys::CUdevice);
     cuDevicePrimaryCtxRetain(*mut sys::CUcontext, sys::CUdevice);
     cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
+    cuCtxGetCurrent(*mut sys::CUcontext);
     cuCtxPushCurrent_v2(sys::CUcontext);
     cuCtxPopCurrent_v2(*mut sys::CUcontext);
     cuMemAlloc_v2(*mut sys::CUdeviceptr, usize);

@@ -33,6 +33,8 @@ pub(crate) struct Books {
     next_address: u64,
     pub modules: i32,
     pub compiled: u32,
+    /// Tensors that were encoded.
+    pub encoded: u32,
     pub seen: Vec<Seen>,
     /// Attributes of functions: which, and the value.
     pub attributes: Vec<(u32, i32)>,
@@ -127,6 +129,9 @@ fakes! {
         put(context, handle())
     }
     cuDevicePrimaryCtxRelease_v2(device: sys::CUdevice) { books(|b| b.contexts -= 1); 0 }
+    cuCtxGetCurrent(context: *mut sys::CUcontext) {
+        put(context, if books(|b| b.current > 0) { handle() } else { ptr::null_mut() })
+    }
     cuCtxPushCurrent_v2(context: sys::CUcontext) { books(|b| b.current += 1); 0 }
     cuCtxPopCurrent_v2(context: *mut sys::CUcontext) { books(|b| b.current -= 1); put(context, handle()) }
     cuMemAlloc_v2(address: *mut sys::CUdeviceptr, bytes: usize) {
@@ -237,6 +242,7 @@ fakes! {
             [u64::from(kind), address.addr() as u64, extent.read(), extent.add(1).read(), extent.add(2).read(),
              strides.read(), strides.add(1).read(), u64::from(box_extent.read()), u64::from(swizzle)]
         };
+        books(|b| b.encoded += 1);
         put(map.cast(), words);
         current()
     }

@@ -93,10 +93,18 @@ impl Context {
 
     /// Makes the context current in this thread until the result is dropped.
     pub fn enter(self: &Arc<Self>) -> Result<Entered<'_>, DeviceError> {
-        // SAFETY: the handle is retained until `self` is dropped.
-        let code = unsafe { (self.api.cuCtxPushCurrent_v2)(self.handle) };
-        self.api.check("cuCtxPushCurrent_v2", code)?;
-        Ok(Entered { context: self, api: self.api, here: PhantomData })
+        let mut current = ptr::null_mut();
+        // SAFETY: `current` is written.
+        let code = unsafe { (self.api.cuCtxGetCurrent)(&mut current) };
+        self.api.check("cuCtxGetCurrent", code)?;
+        // As it mostly is, where a library that shares the context calls: asking is cheaper than pushing and popping.
+        let pushed = current != self.handle;
+        if pushed {
+            // SAFETY: the handle is retained until `self` is dropped.
+            let code = unsafe { (self.api.cuCtxPushCurrent_v2)(self.handle) };
+            self.api.check("cuCtxPushCurrent_v2", code)?;
+        }
+        Ok(Entered { context: self, api: self.api, pushed, here: PhantomData })
     }
 }
 
@@ -123,18 +131,22 @@ fn find(api: &Api, ordinal: u32) -> Result<sys::CUdevice, DeviceError> {
     Ok(device)
 }
 
-/// The proof that a context is current in this thread; it stays here.
+/// The proof that a context is current in this thread; it stays here, and one that was made while another lived goes first.
 pub(crate) struct Entered<'a> {
     context: &'a Arc<Context>,
     api: &'static Api,
+    /// Whether it was made current for this one.
+    pushed: bool,
     here: PhantomData<*const ()>,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        let mut popped = ptr::null_mut();
-        // SAFETY: `popped` is written; the context was pushed by this thread.
-        unsafe { (self.api.cuCtxPopCurrent_v2)(&mut popped) };
+        if self.pushed {
+            let mut popped = ptr::null_mut();
+            // SAFETY: `popped` is written; the context was pushed by this thread.
+            unsafe { (self.api.cuCtxPopCurrent_v2)(&mut popped) };
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use super::placed::{Arguments, Slots};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
 use super::repack;
 pub use super::repack::{Copies, Copying};
+use super::repack::{Direction, Named};
 pub use super::tuning::{End, Row, Table, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
@@ -281,7 +282,7 @@ impl Forward {
     pub fn copies(&self, rows: &[Placed; 4]) -> Option<Copies> {
         match rows[3].shape.contains(&0) {
             true => None,
-            false => Copies::of(rows, self.dims, self.features.ragged.any()),
+            false => Copies::of(&named(rows), self.features.ragged.any()),
         }
     }
 
@@ -480,10 +481,16 @@ impl Ready {
         room: Span,
         multiprocessors: u32,
     ) -> Result<Plan, Missing> {
-        let (tensors, [before, after]) = copies.launches(copying, tensors, room)?;
-        let launch = self.launch(&tensors, multiprocessors)?;
+        let (rows, [before, after]) = copies.launches(copying, &named(&tensors.rows), room)?;
+        let launch = self.launch(&Tensors { rows, ..tensors.clone() }, multiprocessors)?;
         Ok(Plan { launches: before.into_iter().chain(launch).chain(after).collect() })
     }
+}
+
+/// The rows of a forward call, as they would be copied.
+fn named(&[q, k, v, o]: &[Placed; 4]) -> [Named; 4] {
+    let input = |name, placed| (name, placed, Direction::Pack);
+    [input("q", q), input("k", k), input("v", v), ("o", o, Direction::Unpack)]
 }
 
 /// Elements from one to the next along each axis of a contiguous tensor.

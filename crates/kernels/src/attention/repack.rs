@@ -2,11 +2,11 @@
 //! apart, memory that begins between, head dimensions that are no multiple of 8, and sequences that do not begin at
 //! whole rows where their lengths differ.
 //!
-//! Inputs are packed before the launch that reads them, o is unpacked after the one that writes it. Elements of a packed
+//! Inputs are packed before the launches that read them, results are unpacked after those that write them. Elements of a packed
 //! row that the tensor does not have are zeros, which changes no score and no result. A call that needs no copy pays a
 //! few comparisons of its strides.
 
-use super::placed::{Arguments, Placed, Slots, Tensors};
+use super::placed::{Arguments, Placed, Slots};
 use super::plan::Missing;
 use fulgurite_ptx::device::{Launch, Span, Value};
 use fulgurite_ptx::{BuildError, Kernel, Pair, Target, bf16};
@@ -93,37 +93,41 @@ impl Copying {
     }
 }
 
+/// A tensor of a call, by name, and which way it is copied if it must be.
+pub(super) type Named = (&'static str, Placed, Direction);
+
 /// The tensors of a call that are copied, and the memory for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copies {
-    /// For q, k, v and o: where the copy begins, and its shape.
-    places: [Option<(u64, [u64; 4])>; 4],
+    copies: Vec<PackedCopy>,
     bytes: u64,
 }
 
-/// What the copies are made of.
-const NAMES: [&str; 4] = ["q", "k", "v", "o"];
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PackedCopy {
+    name: &'static str,
+    /// Which of the call's tensors it stands for.
+    index: usize,
+    /// Where it begins in the memory for copies, and its shape.
+    begin: u64,
+    shape: [u64; 4],
+}
 
 impl Copies {
-    /// The copies that a call needs, if any: `dims` are the head dimensions of the tensors, `unequal` tells that sequences
-    /// have lengths of their own.
-    pub(super) fn of(rows: &[Placed; 4], dims: [usize; 2], unequal: bool) -> Option<Copies> {
-        let whole = dims.iter().all(|d| d.is_multiple_of(UNIT as usize));
-        if whole && rows.iter().all(|placed| is_fine(placed, unequal)) {
+    /// The copies that a call needs, if any; `unequal` tells that sequences have lengths of their own.
+    pub(super) fn of(tensors: &[Named], unequal: bool) -> Option<Copies> {
+        let fine = |placed: &Placed| placed.shape[3].is_multiple_of(UNIT) && is_fine(placed, unequal);
+        if tensors.iter().all(|(_, placed, _)| fine(placed)) {
             return None;
         }
-        let mut bytes = 0;
-        let places = rows.map(|placed| {
+        let (mut copies, mut bytes) = (Vec::new(), 0);
+        for (index, &(name, placed, _)) in tensors.iter().enumerate().filter(|(_, (_, placed, _))| !fine(placed)) {
             let [b, s, h, d] = placed.shape;
-            if d.is_multiple_of(UNIT) && is_fine(&placed, unequal) {
-                return None;
-            }
             let shape = [b, s, h, d.next_multiple_of(UNIT)];
-            let begin = bytes;
+            copies.push(PackedCopy { name, index, begin: bytes, shape });
             bytes += (2 * shape.iter().product::<u64>()).next_multiple_of(ALIGN);
-            Some((begin, shape))
-        });
-        Some(Copies { places, bytes })
+        }
+        Some(Copies { copies, bytes })
     }
 
     /// Bytes of memory for them, from a multiple of 16.
@@ -133,27 +137,26 @@ impl Copies {
 
     /// Which tensors are copied.
     pub fn names(&self) -> Vec<&'static str> {
-        NAMES.into_iter().zip(&self.places).filter(|(_, place)| place.is_some()).map(|(name, _)| name).collect()
+        self.copies.iter().map(|copy| copy.name).collect()
     }
 
-    /// The tensors as the kernel gets them, and the launches before and after its own.
-    pub(super) fn launches(
+    /// The tensors as the kernels get them, and the launches before and after their own.
+    pub(super) fn launches<const N: usize>(
         &self,
         copying: &Copying,
-        tensors: &Tensors,
+        tensors: &[Named; N],
         room: Span,
-    ) -> Result<(Tensors, [Vec<Launch>; 2]), Missing> {
-        let (mut replaced, mut launches) = (tensors.clone(), [Vec::new(), Vec::new()]);
-        for (i, (place, name)) in self.places.iter().zip(NAMES).enumerate() {
-            let Some((begin, shape)) = *place else { continue };
+    ) -> Result<([Placed; N], [Vec<Launch>; 2]), Missing> {
+        let (mut replaced, mut launches) = (tensors.map(|(_, placed, _)| placed), [Vec::new(), Vec::new()]);
+        for &PackedCopy { name, index, begin, shape } in &self.copies {
             let span = Span { bytes: 2 * shape.iter().product::<u64>(), ..room.from(begin) };
-            let (packed, strided) = (Placed::packed(span, shape), tensors.rows[i]);
-            replaced.rows[i] = packed;
-            let (to, kernel) = match name {
-                "o" => (&mut launches[1], &copying.unpack),
-                _ => (&mut launches[0], &copying.pack),
+            let (_, strided, direction) = tensors[index];
+            replaced[index] = Placed::packed(span, shape);
+            let (to, kernel) = match direction {
+                Direction::Pack => (&mut launches[0], &copying.pack),
+                Direction::Unpack => (&mut launches[1], &copying.unpack),
             };
-            to.extend(copy(kernel, name, &strided, &packed)?);
+            to.extend(copy(kernel, name, &strided, &replaced[index])?);
         }
         Ok((replaced, launches))
     }
