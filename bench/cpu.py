@@ -3,6 +3,7 @@
     python bench/cpu.py                                all parts, all cores
     python bench/cpu.py forward --dims 64 --seqs 512   a corner of the grid
     python bench/cpu.py --json out/cpu.json --md out/cpu.md
+    python bench/cpu.py decode --onto --json out/cpu.json --md out/cpu.md      a piece of it anew, the rest as it was
 
 Parts: forward, backward, decode, memory. Every contender's result is compared before it is timed; a wrong one, or
 a bar that is not met, makes the exit status 1.
@@ -35,12 +36,15 @@ def arguments():
     parser.add_argument("--engine", help="one of ours by name, such as cpu:avx2")
     parser.add_argument("--no-peers", action="store_true", help="only ours and the matrix product")
     parser.add_argument("--no-build", action="store_true", help="use the extension as it is")
+    parser.add_argument("--onto", action="store_true", help="keep cells of the file of --json that this run leaves out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--md", type=Path)
     args = parser.parse_args()
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         parser.error(f"part {unknown[0]!r} does not exist; allowed: {', '.join(PARTS)}")
+    if args.onto and not args.json:
+        parser.error("--onto has nothing to keep; name the file with --json")
     args.parts = args.parts or list(PARTS)
     return args
 
@@ -93,8 +97,8 @@ def heads_outside(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def ours_forward(q, k, v, causal, dtype):
-    q, k, v = (heads_outside(as_torch(x, dtype)) for x in (q, k, v))
+def ours_forward(q, k, v, causal, dtype, order=heads_outside, name="ours"):
+    q, k, v = (order(as_torch(x, dtype)) for x in (q, k, v))
     out = torch.zeros_like(q)
     call = lambda: fulgurite.attention(q, k, v, causal=causal, out=out, **HOW) is None or None
 
@@ -102,7 +106,7 @@ def ours_forward(q, k, v, causal, dtype):
         call()
         return [out.float().numpy()]
 
-    return Contender(f"ours {dtype}", call, result)
+    return Contender(f"{name} {dtype}", call, result)
 
 
 def ours_gemm():
@@ -158,6 +162,8 @@ def forward():
         q, k, v = (random(*shape, seed=seed) for seed in range(3))
         row = {"part": "forward", "cell": f"d{dim} s{seq} {'causal' if causal else 'full'}", "shape": shape}
         ours = [ours_forward(q, k, v, causal, dtype) for dtype in ("f32", "bf16", "f16")]
+        # The other memory order, `[batch, sequence, heads, dim]`.
+        ours.append(ours_forward(q, k, v, causal, "f32", order=lambda x: x, name="ours inside"))
         rivals = [peers.torch_forward(q, k, v, causal)]
         if not args.no_peers:
             rivals.append(peers.onnxruntime_forward(q, k, v, causal, args.threads))
@@ -171,6 +177,7 @@ def forward():
         rates(row, {None: flops} | {c.name: c.flops for c in products}, "gflops")
         compare(row, "gflops", "ours f32", [c.name for c in rivals])
         compare(row, "gflops", "ours f32", [c.name for c in products], "share")
+        compare(row, "gflops", "ours inside f32", [c.name for c in products], "inside")
         for dtype in ("bf16", "f16"):
             compare(row, "gflops", f"ours {dtype}", ["ours f32"], dtype)
         row["steal"] = steal.share()
@@ -179,7 +186,7 @@ def forward():
         say(
             f"forward  {row['cell']:20} ours {timing['median_gflops']:6.1f} GFLOP/s  x{row['ratio_median']:.2f} of"
             f" {row['ratio_to_median']} (bests x{row['ratio_best']:.2f})  share {row['share_median']:.2f}"
-            f"  bf16 x{row['bf16_median']:.2f}  f16 x{row['f16_median']:.2f}  {timing['cpus']:.1f} CPUs"
+            f" (inside {row['inside_median']:.2f})  bf16 x{row['bf16_median']:.2f}  f16 x{row['f16_median']:.2f}  {timing['cpus']:.1f} CPUs"
             f"  steal {row['steal']:.0%}" + ("  WRONG" if row.get("wrong") else "")
         )
     return rows
@@ -337,6 +344,9 @@ def summary(rows):
             if part == "forward":
                 share = min(row[f"share_{statistic}"] for row in cells)
                 add(part, f"smallest share of the matrix product beside it, {by}", share, least=0.85)
+                inside = [row[f"inside_{statistic}"] for row in cells if f"inside_{statistic}" in row]
+                if inside:
+                    add(part, f"smallest share with heads inside, {by}", min(inside))
                 for dtype in ("bf16", "f16"):
                     ratio = min(row[f"{dtype}_{statistic}"] for row in cells)
                     add(part, f"smallest ratio of {dtype} to f32, {by}", ratio, least=0.9)
@@ -367,11 +377,12 @@ def markdown(record):
     speed = lambda t, unit: f"{t['median_' + unit]:.1f} ({t['best_' + unit]:.1f})"
     if of("forward"):
         text += "## Forward, f32, GFLOP/s\n\n"
-        header = "cell, ours, best peer, which, ratio, matmul, share, bf16/f32, f16/f32, CPUs, steal"
+        text += "Share: of the matrix product beside it; heads inside: the same for tensors `[batch, sequence, heads, dim]`.\n\n"
+        header = "cell, ours, best peer, which, ratio, matmul, share, heads inside, bf16/f32, f16/f32, CPUs, steal"
         text += table(header.split(", "), [
             [r["cell"], speed(r["timings"]["ours f32"], "gflops"), speed(r["timings"][r["ratio_to_median"]], "gflops"),
              r["ratio_to_median"], both(r, "ratio"), speed(r["timings"][r["share_to_median"]], "gflops"),
-             both(r, "share"), both(r, "bf16"), both(r, "f16"), f"{r['timings']['ours f32']['cpus']:.2f}",
+             both(r, "share"), both(r, "inside") if "inside_median" in r else "-", both(r, "bf16"), both(r, "f16"), f"{r['timings']['ours f32']['cpus']:.2f}",
              f"{r['steal']:.0%}"] for r in of("forward")
         ])  # fmt: skip
     if of("backward"):
@@ -415,20 +426,39 @@ def said():
             yield word
 
 
+def kept(rows):
+    """The rows among those of the file, in the order of a whole run, what is measured anew in place of the old; and the
+    commands that made them."""
+    command = " ".join(["python", "bench/cpu.py", *said()])
+    if not (args.onto and args.json.exists()):
+        return rows, command
+    old = json.loads(args.json.read_text())
+    commands = dict.fromkeys([*old["command"].split("; "), command])
+    known = {(row["part"], row["cell"]): row | {"commit": row.get("commit", old["commit"])} for row in old["rows"]}
+    known |= {(row["part"], row["cell"]): row for row in rows}
+    cells = [f"d{dim} s{seq} {mask}" for dim in (64, 128) for seq in (512, 1024, 2048, 4096, 8192)
+             for mask in ("full", "causal")]  # fmt: skip
+    place = lambda key: (("matmul", *PARTS).index(key[0]), cells.index(key[1]) if key[1] in cells else len(cells))
+    return [known[key] for key in sorted(known, key=place)], "; ".join(commands)
+
+
 def main():
     steal, rows = Steal(), []
     if "forward" in args.parts:
         rows += large_matmul()
     for part in args.parts:
         rows += globals()[part]()
+    for row in rows:
+        row["commit"] = commit()
+    rows, command = kept(rows)
     lines = summary(rows)
     record = {
         "date": today(),
         "machine": machine(),
         "threads": args.threads,
         "versions": {"fulgurite": fulgurite.__version__, "python": sys.version.split()[0]} | peers.versions(),
-        "commit": commit(),
-        "command": " ".join(["python", "bench/cpu.py", *said()]),
+        "commit": ", ".join(dict.fromkeys(row["commit"] for row in rows)),
+        "command": command,
         "steal": steal.share(),
         "summary": lines,
         "problems": problems,

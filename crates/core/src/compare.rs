@@ -4,7 +4,9 @@
 //! `max|got - want| <= rtol * max|plain - want| + atol`. rtol is 2, or 3 with softcap. For 16-bit results atol
 //! is twice the largest |(r + 0.3 - 0.3) - r| with r = want rounded to the type and every operation in it, plus
 //! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. The f32 gradients of sinks and auxiliary tensors
-//! are sums over terms in the inputs' type and get both. NaN and infinities must sit in the same places.
+//! are sums over terms in the inputs' type and get both. Of these a tensor has a few elements only, where the one sample
+//! `plain` may be near `want` by luck: its error counts as at least two standard deviations of the random walk that the
+//! roundings of its rows make ([`plain::noise`]). NaN and infinities must sit in the same places.
 
 use crate::dtype::DType;
 use crate::exp::Exp;
@@ -100,6 +102,11 @@ impl Rule {
 
     /// The largest difference allowed.
     pub fn allowed(&self, want: &[f64], plain: &[f64]) -> f64 {
+        self.allowed_beside(want, largest(want.iter().zip(plain).map(|(w, p)| p - w)))
+    }
+
+    /// The same, where the largest error of honest code is known.
+    fn allowed_beside(&self, want: &[f64], error: f64) -> f64 {
         let rtol = if self.softcap { 3.0 } else { 2.0 };
         let steps = |dtype: DType| {
             let step = |&x: &f64| {
@@ -112,7 +119,7 @@ impl Rule {
             DType::F32 => 1e-6 * largest(want.iter().copied()) + self.terms.map_or(0.0, steps),
             dtype => steps(dtype) + if self.softcap && self.gradient { 3e-4 } else { 0.0 },
         };
-        rtol * largest(want.iter().zip(plain).map(|(w, p)| p - w)) + atol
+        rtol * error + atol
     }
 
     /// Compares `got` with the oracle's `want`; `plain` sets the allowance. Panics if the lengths differ.
@@ -121,7 +128,27 @@ impl Rule {
         let allowed = self.allowed(want, plain);
         compare(got, want, self.dtype, |_| allowed)
     }
+
+    /// The same for a sum over rows; `noise` is the standard deviation of honest code's error at each element.
+    ///
+    /// ```
+    /// use fulgurite_core::compare::Rule;
+    /// use fulgurite_core::DType;
+    ///
+    /// let rule = Rule { dtype: DType::F32, softcap: false, gradient: true, terms: Some(DType::F32) };
+    /// let lucky = [10.0]; // exactly what is wanted, but rows were off by some 0.1 in all
+    /// assert!(rule.judge_sum(&[10.39], &[10.0], &lucky, &[0.1]).ok());
+    /// assert!(!rule.judge_sum(&[10.41], &[10.0], &lucky, &[0.1]).ok());
+    /// ```
+    pub fn judge_sum(&self, got: &[f64], want: &[f64], plain: &[f64], noise: &[f64]) -> Verdict {
+        let error = largest(want.iter().zip(plain).map(|(w, p)| p - w));
+        let allowed = self.allowed_beside(want, error.max(DEVIATIONS * largest(noise.iter().copied())));
+        compare(got, want, self.dtype, |_| allowed)
+    }
 }
+
+/// Standard deviations that the error of honest code counts as, where it is smaller: it exceeds them once in twenty times.
+const DEVIATIONS: f64 = 2.0;
 
 /// The rule for the LSE: 1e-3 (1e-5 where q, k and v are f32) plus 4 * 2^-23 * max(1, |want|) at each element.
 /// `extra` is what a forced polynomial may add.
@@ -346,7 +373,16 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
     for side in &mut sides[3..] {
         side.excuse(|_| reach.anything());
     }
-    sides.iter().map(|s| s.judge(problem)).collect()
+    let mut verdicts: Vec<(String, Verdict)> = sides.iter().map(|s| s.judge(problem)).collect();
+    // The walk that tells the noise costs as much as all the rest: only where it decides.
+    if verdicts[3..].iter().any(|(_, verdict)| !verdict.ok()) {
+        let noise = plain::noise(bound, d_o, d_lse);
+        for (i, (side, noise)) in sides[3..].iter().zip(noise).enumerate() {
+            let sum = Rule::sums(problem).judge_sum(&side.got, &side.want, &side.plain, &noise);
+            verdicts[3 + i].1 = sum;
+        }
+    }
+    verdicts
 }
 
 /// How far non-finite keys and values that some row sees may spread: to the rows of their sequence and head.

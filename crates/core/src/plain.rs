@@ -39,6 +39,15 @@ pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorVi
     GradientAnswer::new(bound.problem(), arithmetic!(bound, walk::backward(bound, d_o, d_lse)))
 }
 
+/// The standard deviation of what honest rounding does to the gradients of sinks (if the problem has them), then to those
+/// of each auxiliary tensor that has one: the root of the sum over rows of the squares of what each row's part is off.
+pub fn noise(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Vec<Vec<f64>> {
+    match bound.problem().precision() {
+        Precision::Native => walk::noise::<Exact, Rounded>(bound, d_o, d_lse),
+        _ => walk::noise::<Exact, Stored>(bound, d_o, d_lse),
+    }
+}
+
 /// d_q of chosen query rows.
 pub fn backward_rows(
     bound: &Bound<'_>,

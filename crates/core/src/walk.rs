@@ -9,6 +9,7 @@ use crate::inputs::{Bound, Rows, Sequence};
 use crate::precision::{GroupAttention, Int8Attention, Precision};
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, TensorView};
+use std::collections::BTreeMap;
 
 /// One row of a head: a query where queries are meant, a key where keys are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -333,6 +334,30 @@ impl KeySums {
     }
 }
 
+/// Calls `visit` with each term of a row in the gradients of auxiliary tensors: which, where, and its two factors.
+fn aux_terms<T: Copy>(
+    head: &Head<'_, T>,
+    q: usize,
+    row: &Row,
+    gradient: &RowGradient,
+    mut visit: impl FnMut(usize, usize, f64, f64),
+) {
+    for load in head.problem().aux_gradients() {
+        let spec = &head.problem().aux()[load.aux];
+        if !spec.grad {
+            continue;
+        }
+        for (j, &k) in row.keys.iter().enumerate() {
+            let env = head.env(row.scaled[j], q, k);
+            let position =
+                load.at.iter().zip(&spec.shape).fold(0, |position, (index, &n)| {
+                    position * n + index.eval(&env).int().clamp(0, n as i64 - 1) as usize
+                });
+            visit(load.aux, position, gradient.d_modified[j], load.derivative.eval(&env).float());
+        }
+    }
+}
+
 /// Adds a row's part of the gradients of auxiliary tensors.
 fn add_aux<A: Arithmetic>(
     head: &Head<'_, A::Number>,
@@ -341,18 +366,47 @@ fn add_aux<A: Arithmetic>(
     gradient: &RowGradient,
     d_aux: &mut [Option<Vec<f64>>],
 ) {
-    for load in head.problem().aux_gradients() {
-        let shape = &head.problem().aux()[load.aux].shape;
-        let Some(sums) = &mut d_aux[load.aux] else { continue };
-        for (j, &k) in row.keys.iter().enumerate() {
-            let env = head.env(row.scaled[j], q, k);
-            let position =
-                load.at.iter().zip(shape).fold(0, |position, (index, &n)| {
-                    position * n + index.eval(&env).int().clamp(0, n as i64 - 1) as usize
-                });
-            sums[position] = A::add(sums[position], gradient.d_modified[j], load.derivative.eval(&env).float());
+    aux_terms(head, q, row, gradient, |aux, position, x, y| {
+        if let Some(sums) = &mut d_aux[aux] {
+            sums[position] = A::add(sums[position], x, y);
+        }
+    });
+}
+
+/// How far the gradients of sinks (if there are any) and of each auxiliary tensor may be off by rounding in `B`: rows
+/// round independently, so the error of their sum is a random walk whose steps are the errors of the rows' parts, and its
+/// standard deviation is the root of the sum of their squares.
+pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
+    bound: &Bound<'_>,
+    d_o: &TensorView<'_>,
+    d_lse: Option<&TensorView<'_>>,
+) -> Vec<Vec<f64>> {
+    let problem = bound.problem();
+    let Sums { mut d_sinks, mut d_aux, .. } = Sums::zeros(problem);
+    for sequence in bound.sequences() {
+        for (h, d_sink) in d_sinks.iter_mut().enumerate() {
+            let (exact, rounded) = (Head::new::<A>(bound, *sequence, h), Head::new::<B>(bound, *sequence, h));
+            for q in 0..sequence.q_len {
+                let given = exact.cotangent(q, d_o, d_lse);
+                let (row_a, row_b) = (A::row(&exact, q), B::row(&rounded, q));
+                let a = A::row_gradient(&exact, q, &row_a, &given);
+                let b = B::row_gradient(&rounded, q, &row_b, &given);
+                *d_sink += (a.d_sink - b.d_sink).powi(2);
+                // Many scores of a row may add to one element, and they share the rounding of its D.
+                let mut steps = BTreeMap::new();
+                aux_terms(&exact, q, &row_a, &a, |aux, at, x, y| *steps.entry((aux, at)).or_insert(0.0) += x * y);
+                aux_terms(&rounded, q, &row_b, &b, |aux, at, x, y| *steps.entry((aux, at)).or_insert(0.0) -= x * y);
+                for ((aux, at), step) in steps {
+                    if let Some(squares) = &mut d_aux[aux] {
+                        squares[at] += step * step;
+                    }
+                }
+            }
         }
     }
+    let sinks = problem.has_sinks().then_some(d_sinks);
+    let squares = sinks.into_iter().chain(d_aux.into_iter().flatten());
+    squares.map(|squares| squares.into_iter().map(f64::sqrt).collect()).collect()
 }
 
 /// All gradients.

@@ -3,7 +3,7 @@
 use fulgurite_core::cases::{self, Case, FEATURES};
 use fulgurite_core::compare::{self, Rule, Verdict, check_backward, check_forward, judge_lse};
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, plain};
+use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, oracle, plain};
 
 /// The plain implementation as if it were an engine.
 fn honest(case: &Case) -> (Forward, Gradients) {
@@ -118,6 +118,38 @@ fn planted_errors_in_sums_are_found() {
     let (forward, mut gradients) = honest(case);
     plant(gradients.d_aux[0].as_mut().unwrap(), 4, |x| x + 1.0);
     assert!(!named(&verdicts(case, &forward, &gradients), "d_relative").ok());
+}
+
+/// The allowance of a sum over rows follows the roundings of its rows: honest errors are of the size that it says, and a
+/// clear mistake is still found, whatever the sample did.
+#[test]
+fn the_noise_of_sums_is_that_of_their_rows() {
+    for dtype in [DType::F16, DType::Bf16] {
+        let mut ratios = Vec::new();
+        for case in cases::cases(dtype) {
+            let bound = case.bound();
+            let d_lse = case.d_lse();
+            if !case.problem().has_sinks() || d_lse.is_some() {
+                continue;
+            }
+            let (want, plain) =
+                (oracle::backward(&bound, &case.d_o(), None), plain::backward(&bound, &case.d_o(), None));
+            let noise = &plain::noise(&bound, &case.d_o(), None)[0];
+            let pairs = want.d_sinks.iter().flatten().zip(plain.d_sinks.iter().flatten()).zip(noise);
+            ratios.extend(pairs.filter(|(_, noise)| **noise > 0.0).map(|((w, p), noise)| ((p - w) / noise).powi(2)));
+            // What is wrong by a few times the noise is found, whatever the sample did.
+            let (forward, gradients) = honest(&case);
+            for (head, &noise) in noise.iter().enumerate().filter(|(_, noise)| **noise > 0.0).take(1) {
+                let mut wrong = gradients.clone();
+                let largest = want.d_sinks.iter().flatten().fold(0.0f64, |m, x| m.max(x.abs()));
+                plant(wrong.d_sinks.as_mut().unwrap(), head, |x| x + 20.0 * noise + 0.02 * largest + 0.02);
+                assert!(!named(&verdicts(&case, &forward, &wrong), "d_sinks").ok(), "{}", case.name);
+            }
+        }
+        assert!(ratios.len() >= 4, "{} sums", ratios.len());
+        let mean = (ratios.iter().sum::<f64>() / ratios.len() as f64).sqrt();
+        assert!((0.3..3.0).contains(&mean), "{dtype}: errors are {mean} standard deviations");
+    }
 }
 
 #[test]

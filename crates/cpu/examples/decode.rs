@@ -13,9 +13,14 @@ fn read(buffers: [&[u64]; 2], threads: usize) -> f64 {
         let start = Instant::now();
         for buffer in buffers {
             let n = buffer.len() / threads;
-            let mut sums = [0u64; 32];
-            for chunk in buffer[i * n..(i + 1) * n].chunks_exact(32) {
-                sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum = sum.wrapping_add(*x));
+            // Four streams side by side, as the comparison with peers reads: the prefetchers follow more than one page.
+            let own = &buffer[i * n..(i + 1) * n];
+            let (stream, mut sums) = (n / 4, [[0u64; 8]; 4]);
+            for at in (0..stream - stream % 8).step_by(8) {
+                for (number, sum) in sums.iter_mut().enumerate() {
+                    let line = &own[number * stream + at..][..8];
+                    sum.iter_mut().zip(line).for_each(|(sum, x)| *sum = sum.wrapping_add(*x));
+                }
             }
             std::hint::black_box(sums);
         }

@@ -7,11 +7,13 @@
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{ExpKind, Policy, SoftmaxArgs, Strided};
+use crate::simd::{
+    ExpKind, Policy, RowsAt, SoftmaxArgs, SoftmaxStats, Strided, StripKernels, StripRows, StripSoftmax, Strips,
+};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{Precision, Rescale, Rows, Sequence};
+use fulgurite_core::{DType, Precision, Rescale, Rows, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -23,6 +25,8 @@ const PART: usize = 512;
 const BLOCK: usize = 64;
 /// Keys of which all heads are read before the next: as many pages as the hardware follows at once.
 const STRIP: usize = 16;
+/// The same on a matrix unit.
+const UNIT_STRIP: usize = crate::simd::STRIP;
 
 /// Whether a sequence is served better by this path.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
@@ -109,10 +113,18 @@ struct Head<'w> {
     step: Option<Step>,
     s: &'w mut [f32],
     q: &'w mut [f32],
+    on_unit: Option<OnUnit<'w>>,
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
     second: Option<Second<'w>>,
+}
+
+/// What a matrix unit keeps for a head: its queries, scores and weights of a strip, and its part of O.
+struct OnUnit<'w> {
+    q: &'w mut [f32],
+    s: &'w mut [f32],
+    o: &'w mut [f32],
 }
 
 /// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
@@ -124,11 +136,30 @@ struct Second<'w> {
 }
 
 fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, probe: Option<&Probe<'_>>) -> Counters {
+    let rows = cx.bound.sequences()[part.sequence].q_len * cx.pack;
+    let strips = if probe.is_none() { strips(cx, rows) } else { None };
+    let found = try_part(cx, part, results, rescale, probe, strips);
+    let again = || try_part(cx, part, results, rescale, probe, None);
+    found.or_else(again).expect("bug in fulgurite: vectors refuse nothing")
+}
+
+/// `None` if a matrix unit met what it cannot do.
+fn try_part(
+    cx: &Context<'_>,
+    part: &Part,
+    results: &mut [f32],
+    rescale: Rescale,
+    probe: Option<&Probe<'_>>,
+    strips: Option<&'static StripKernels>,
+) -> Option<Counters> {
     let sequence = &cx.bound.sequences()[part.sequence];
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
-    let head_room: usize = sizes.iter().map(|&n| Arena::room(n)).sum();
+    let unit_sizes =
+        [StripKernels::queries_room(rows, cx.d), StripKernels::room(rows), StripKernels::output_room(rows, cx.dv)];
+    let room = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    let head_room = room(&sizes) + strips.map_or(0, |_| room(&unit_sizes));
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + copy_room, |workspace| {
@@ -151,6 +182,13 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                 };
                 load(cx, &q_rows, q);
                 o.fill(0.0);
+                let on_unit = strips.and(cx.bound.q().slice()).map(|data| {
+                    let [q, s, o] = unit_sizes.map(|n| arena.take(n));
+                    let starts = cx.row_starts(&tile, cx.bound.q().strides());
+                    StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, q);
+                    o.fill(0.0);
+                    OnUnit { q, s, o }
+                });
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
                     load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
@@ -158,16 +196,23 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                     Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l, second }
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, on_unit, o, m, l, second }
             })
             .collect();
         let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let mut counters = Counters::default();
+        let strips = strips.map(|strips| strips.hold(rows));
         let end = ((part.number + 1) * PART).min(sequence.k_len);
         for start in (part.number * PART..end).step_by(BLOCK) {
             let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
             for head in &mut walk {
                 head.step = cx.step(&head.tile, &head.lanes, &piece, start);
+            }
+            if let Some(strips) = strips.as_ref().filter(|_| walk.iter().all(Head::sees_all)) {
+                for first in (start..start + BLOCK).step_by(UNIT_STRIP) {
+                    strip_on_unit(cx, strips, &mut walk, sequence, first, rescale, &mut counters);
+                }
+                continue;
             }
             for strip in (0..BLOCK).step_by(STRIP) {
                 walk.iter_mut().enumerate().for_each(|(h, head)| head.scores(cx, sequence, h, start, strip));
@@ -180,6 +225,15 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                     .enumerate()
                     .for_each(|(h, head)| head.output(cx, sequence, h, start, strip, &mut copies));
             }
+        }
+        for head in &mut walk {
+            if let Some(own) = &head.on_unit {
+                StripKernels::add_to(own.o, rows, head.o, cx.dv_pad);
+            }
+        }
+        // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
+        if strips.is_some() && walk.iter().any(|head| head.o.iter().any(|x| !x.is_finite())) {
+            return None;
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
             let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
@@ -196,11 +250,107 @@ fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, pr
                 write(&mut second[FEW..], own.o);
             }
         }
-        counters
+        Some(counters)
     })
 }
 
+/// The matrix unit's way with few queries, where it has one: bf16 in whole tiles, and scores that nobody modifies.
+fn strips(cx: &Context<'_>, rows: usize) -> Option<&'static StripKernels> {
+    let unit = cx.kernels.matrix?;
+    let plain = cx.problem.dtype() == DType::Bf16 && cx.problem.score_program().is_none() && cx.rounding.is_none();
+    (plain && unit.narrow.suits(cx.exp) && StripKernels::suits(rows, cx.d, cx.dv)).then_some(unit.strips)
+}
+
+/// A strip of keys that all rows of all heads see: scores of all heads, then their softmax, then their outputs, so that
+/// keys and values are read nearly in sequence.
+fn strip_on_unit(
+    cx: &Context<'_>,
+    strips: &Strips,
+    walk: &mut [Head<'_>],
+    sequence: &Sequence,
+    first: usize,
+    rescale: Rescale,
+    counters: &mut Counters,
+) {
+    let (k, v) = (cx.bound.k(), cx.bound.v());
+    let heads = walk.len();
+    for (h, head) in walk.iter_mut().enumerate() {
+        let Some(own) = &mut head.on_unit else { continue };
+        strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
+        touch(cx, strips, v, sequence, [first, h, heads, cx.dv]);
+    }
+    for head in walk.iter_mut() {
+        let Some(own) = &mut head.on_unit else { continue };
+        let mut alpha = [1.0; FEW];
+        let (m, l) = (&mut head.m[..FEW], &mut head.l[..FEW]);
+        let (scale, tau) = (cx.problem.scale(), tau(rescale));
+        let stats = strips.softmax(&mut StripSoftmax { s: own.s, m, l, alpha: &mut alpha, scale, tau });
+        head.rescale(cx, &stats, &alpha, counters);
+    }
+    for (h, head) in walk.iter_mut().enumerate() {
+        let Some(own) = &mut head.on_unit else { continue };
+        strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
+        touch(cx, strips, k, sequence, [first + UNIT_STRIP, h, heads, cx.d]);
+    }
+}
+
+/// Asks for a head's share of the strip from a key on, where all heads of a key lie together.
+fn touch(
+    cx: &Context<'_>,
+    strips: &Strips,
+    view: &TensorView<'_>,
+    sequence: &Sequence,
+    [first, head, heads, n]: [usize; 4],
+) {
+    let rows = cx.key_rows(view.strides(), sequence);
+    if let (Some(data), true) = (view.slice(), rows.row == heads * n) {
+        let (start, share) = (rows.at(first, 0), UNIT_STRIP * rows.row / heads);
+        strips.touch(data, start + head * share..start + (head + 1) * share);
+    }
+}
+
+/// The rows of a strip from a key on, of one head and `n` elements each.
+fn strip<'b>(
+    cx: &Context<'b>,
+    view: &TensorView<'b>,
+    sequence: &Sequence,
+    [first, kv_head, n]: [usize; 3],
+) -> StripRows<'b> {
+    let rows = cx.key_rows(view.strides(), sequence);
+    let data = view.slice().expect("bug in fulgurite: strips are bf16");
+    StripRows { data, offset: rows.at(first, kv_head), row: rows.row, n }
+}
+
+/// How far a score may exceed the maximum.
+fn tau(rescale: Rescale) -> f32 {
+    match rescale {
+        Rescale::Lazy(tau) => tau,
+        // There is no work to save by trusting a maximum here: the time goes into reading.
+        Rescale::Always | Rescale::Optimistic(_) => 0.0,
+    }
+}
+
 impl Head<'_> {
+    /// Whether all rows see the whole block, and no expression hides a part of it.
+    fn sees_all(&self) -> bool {
+        let whole = |step: &Step| step.ranges[0] == (0, BLOCK) && step.inner[0] == (0, BLOCK) && !step.rest;
+        self.step.as_ref().is_some_and(whole)
+    }
+
+    /// Multiplies what was summed before a raised maximum.
+    fn rescale(&mut self, cx: &Context<'_>, stats: &SoftmaxStats, alpha: &[f32], counters: &mut Counters) {
+        counters.rescales_possible += u64::from(stats.possible);
+        counters.rescales_done += u64::from(stats.rescaled);
+        if stats.rescaled > 0 {
+            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+            if let Some(own) = &mut self.on_unit {
+                StripKernels::scale(own.o, self.tile.rows, alpha);
+            }
+        }
+    }
+
     /// The keys of a strip that this head sees.
     fn seen(&self, strip: usize) -> Range<usize> {
         let hull = self.step.as_ref().map_or(0..0, Step::hull);
@@ -236,11 +386,6 @@ impl Head<'_> {
             cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
         let mut alpha = [1.0; MAX_LANES];
-        let tau = match rescale {
-            Rescale::Lazy(tau) => tau,
-            // There is no work to save by trusting a maximum here: the time goes into reading.
-            Rescale::Always | Rescale::Optimistic(_) => 0.0,
-        };
         let stats = cx.kernels.softmax(&mut SoftmaxArgs {
             s: self.s,
             stride,
@@ -252,16 +397,11 @@ impl Head<'_> {
             l: &mut self.l,
             alpha: &mut alpha,
             exp: cx.exp,
-            policy: Policy::Raise(tau),
+            policy: Policy::Raise(tau(rescale)),
             scale: 1.0,
         });
-        counters.rescales_possible += u64::from(stats.possible);
-        counters.rescales_done += u64::from(stats.rescaled);
-        if stats.rescaled > 0 {
-            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
-        }
+        self.rescale(cx, &stats, &alpha, counters);
+        let Some(step) = &self.step else { return };
         // Where vectors see different keys, what was not computed is not a probability.
         let width = cx.kernels.lanes;
         for (z, &(a, b)) in step.ranges[..stride / width].iter().enumerate() {

@@ -169,3 +169,74 @@ fn bits_do_not_depend_on_the_batch() {
         assert!(alone == together[from * 4 * d..to * 4 * d], "sequence {i} of length {n}");
     }
 }
+
+/// Few bf16 queries over keys that fill whole strips of a matrix unit, and some that do not: lengths, group sizes,
+/// masks that cut blocks, values wider than keys, large and rising scores.
+#[test]
+fn few_queries_agree_with_the_oracle_and_keep_their_bits() {
+    let mut failed = Vec::new();
+    let masks = [Mask::none(), Mask::causal(), Mask::window(Some(100), Some(0))];
+    let shapes = [[1, 700, 4, 2, 64, 64], [1, 192, 3, 3, 32, 128], [4, 643, 8, 2, 128, 64], [3, 130, 10, 2, 96, 64]];
+    for (seed, ([q_len, k_len, heads, kv_heads, d, dv], mask)) in
+        shapes.into_iter().flat_map(|shape| masks.iter().map(move |mask| (shape, mask))).enumerate()
+    {
+        let builder = Problem::builder().dense(2, q_len, k_len).heads(heads, kv_heads).head_dims(d, dv);
+        let problem = builder.dtype(DType::Bf16).mask(mask.clone()).build().unwrap();
+        let mut rng = Rng::new(seed as u64);
+        let mut random = |shape: &[usize], sigma: f64| rng.normals(shape.iter().product(), sigma);
+        let q = random(&problem.q_shape(), if seed % 2 == 0 { 1.0 } else { 8.0 });
+        let mut k = random(&problem.k_shape(), 1.0);
+        let v = random(&problem.v_shape(), 1.0);
+        if seed % 3 == 0 {
+            // The maximum rises from strip to strip.
+            k.iter_mut().enumerate().for_each(|(i, x)| *x *= 1.0 + i as f64 / (kv_heads * d * 100) as f64);
+        }
+        let shapes = [problem.q_shape(), problem.k_shape(), problem.v_shape()];
+        let tensors: Vec<Tensor> =
+            [q, k, v].iter().zip(&shapes).map(|(x, s)| Tensor::from_f64(DType::Bf16, x, s).unwrap()).collect();
+        let inputs = Inputs::new(tensors[0].view(), tensors[1].view(), tensors[2].view());
+        let bound = inputs.bind(&problem).unwrap();
+        for isa in Isa::available() {
+            for rescale in [Rescale::Always, Rescale::Lazy(8.0)] {
+                let attend = |threads| {
+                    let mut result = Forward::zeros(&problem).unwrap();
+                    let options = Options { isa: Some(isa), threads: Some(threads), rescale: Some(rescale) };
+                    forward(&bound, &mut result.outputs(), &options);
+                    result
+                };
+                let (one, three) = (attend(1), attend(3));
+                assert_eq!(one.o.view().to_f64(), three.o.view().to_f64(), "{seed} {isa:?}: threads");
+                let verdicts = check_forward(&bound, &one, 1).into_iter().filter(|(_, v)| !v.ok());
+                failed.extend(verdicts.map(|(name, v)| format!("{seed} {isa:?} {rescale}: {name}: {v}")));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// A key that holds infinity or NaN, read by a matrix unit, shows where it must and nowhere else.
+#[test]
+fn few_queries_keep_what_is_not_finite_to_those_who_see_it() {
+    let problem = Problem::builder().dense(2, 1, 256).heads(4, 2).head_dim(64).dtype(DType::Bf16).build().unwrap();
+    for isa in Isa::available() {
+        for poison in [f64::NAN, f64::INFINITY] {
+            let mut rng = Rng::new(5);
+            let mut random = |shape: Vec<usize>| rng.normals(shape.iter().product(), 1.0);
+            let (q, k, mut v) = (random(problem.q_shape()), random(problem.k_shape()), random(problem.v_shape()));
+            v[(70 * 2 + 1) * 64 + 3] = poison; // batch 0, key 70, head 1, column 3
+            let tensor = |x: &[f64], shape: Vec<usize>| Tensor::from_f64(DType::Bf16, x, &shape).unwrap();
+            let (q, k, v) =
+                (tensor(&q, problem.q_shape()), tensor(&k, problem.k_shape()), tensor(&v, problem.v_shape()));
+            let inputs = Inputs::new(q.view(), k.view(), v.view());
+            let bound = inputs.bind(&problem).unwrap();
+            let mut result = Forward::zeros(&problem).unwrap();
+            forward(&bound, &mut result.outputs(), &Options { isa: Some(isa), ..Options::default() });
+            let o = result.o.view().to_f64();
+            for (i, x) in o.iter().enumerate() {
+                let (batch, head, column) = (i / 256, i / 64 % 4, i % 64);
+                let touched = batch == 0 && head >= 2 && column == 3;
+                assert_eq!(x.is_finite(), !touched, "{isa:?} {poison} at {batch}, {head}, {column}: {x}");
+            }
+        }
+    }
+}

@@ -8,7 +8,7 @@
 use super::algorithms::{Ahead, Row};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16};
+use super::{Kernels, Simd, amx_bf16, amx_strips};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -33,6 +33,7 @@ static TILES: MatrixKernels = MatrixKernels {
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
     narrow: &amx_bf16::NARROW,
+    strips: &amx_strips::STRIPS,
 };
 
 /// Whether the CPU has tiles of bf16, the system saves them, and this process may use them. Asked once.
@@ -98,7 +99,7 @@ fn permitted() -> bool {
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]
-struct Shapes {
+pub(super) struct Shapes {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -106,13 +107,23 @@ struct Shapes {
     rows: [u8; 16],
 }
 
+impl Shapes {
+    pub(super) const NONE: Shapes =
+        Shapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+
+    pub(super) const fn set(&mut self, tile: usize, rows: u8, row_bytes: u16) {
+        assert!(rows > 0 && rows <= 16 && row_bytes > 0 && row_bytes <= 64, "a tile is 16 rows of 64 bytes");
+        self.row_bytes[tile] = row_bytes;
+        self.rows[tile] = rows;
+    }
+}
+
 /// All eight tiles whole.
 static WHOLE: Shapes = {
-    let mut shapes = Shapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+    let mut shapes = Shapes::NONE;
     let mut tile = 0;
     while tile < 8 {
-        shapes.row_bytes[tile] = 64;
-        shapes.rows[tile] = 16;
+        shapes.set(tile, 16, 64);
         tile += 1;
     }
     shapes
@@ -272,23 +283,46 @@ unsafe fn multiply<const A: usize, const B: usize>(
     }
 }
 
-thread_local! {
-    /// Whether the tiles of this thread have their shape.
-    static SHAPED: Cell<bool> = const { Cell::new(false) };
+/// What the tiles of a thread are shaped for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Held {
+    Nothing,
+    Whole,
+    Own,
 }
 
-/// Gives the tiles of this thread their shape, unless they have it.
+thread_local! {
+    static HELD: Cell<Held> = const { Cell::new(Held::Nothing) };
+}
+
+fn release() {
+    // SAFETY: whoever releases has shaped the tiles, so the machine has them and the process may use them; no product
+    // is under way, because each holds the shape itself.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    HELD.set(Held::Nothing);
+}
+
+/// Gives all tiles of this thread their whole shape, unless they have it.
 pub(super) fn hold() -> Hold {
-    if SHAPED.replace(true) {
-        return Hold::new(|| ());
+    match HELD.get() {
+        Held::Whole => Hold::new(|| ()),
+        Held::Own => panic!("bug in fulgurite: a product of whole tiles among others"),
+        Held::Nothing => shape(&WHOLE, Held::Whole),
     }
-    // SAFETY: this is called by kernels of this table only, so the machine has tiles and the process may use them.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &WHOLE, options(nostack, readonly)) };
-    Hold::new(|| {
-        // SAFETY: as above; no product is under way, because each holds the shape itself.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
-        SHAPED.set(false);
-    })
+}
+
+/// Gives the tiles of this thread shapes of the caller's own.
+pub(super) fn hold_shapes(shapes: &Shapes) -> Hold {
+    assert!(HELD.get() == Held::Nothing, "bug in fulgurite: tiles are shaped already");
+    shape(shapes, Held::Own)
+}
+
+fn shape(shapes: &Shapes, held: Held) -> Hold {
+    // SAFETY: kernels of this table alone come here, so the machine has tiles and the process may use them; the shapes
+    // are valid, or `Shapes::set` had refused them.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) shapes, options(nostack, readonly)) };
+    HELD.set(held);
+    Hold::new(release)
 }
 
 /// Numbers in parts: the upper halves of the results are bf16, whose sum is the number where PARTS suffice. Each but the

@@ -11,6 +11,7 @@
 use super::algorithms::Ahead;
 use super::kernels::{MatrixMut, Sum, extent};
 use super::narrow::NarrowKernels;
+use super::strips::StripKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -95,6 +96,8 @@ pub(crate) struct MatrixKernels {
     pub(super) lanes: [PackLanes; 3],
     /// What bf16 needs beside.
     pub narrow: &'static NarrowKernels,
+    /// Few queries against many keys, in bf16.
+    pub strips: &'static StripKernels,
 }
 
 /// Rows of a tensor to pack: `rows` of `n` elements, `row` apart, from `offset` on.

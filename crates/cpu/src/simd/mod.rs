@@ -16,6 +16,8 @@ mod amx_bf16;
 #[cfg(target_arch = "x86_64")]
 mod amx_int8;
 #[cfg(target_arch = "x86_64")]
+mod amx_strips;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -29,6 +31,7 @@ mod narrow;
 mod neon;
 pub(crate) mod packed;
 mod portable;
+mod strips;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
@@ -37,6 +40,7 @@ pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};
+pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax, Strips};
 
 /// A vector of f32 and what the kernels do with it.
 ///

@@ -4,7 +4,7 @@ use crate::simd::Simd;
 use fulgurite_core::exp::SAS_POLY;
 
 /// Coefficients of 2^r on [0, 1), lowest first; relative error 5e-9, far below one f32 rounding.
-pub(super) const EXP2_NATIVE: [f32; 8] = [
+pub(in crate::simd) const EXP2_NATIVE: [f32; 8] = [
     1.0,
     std::f32::consts::LN_2,
     0.240_226_5,
