@@ -23,9 +23,11 @@ const FUZZ_SECONDS: u64 = 60;
 const EXAMPLES: &[(&str, &[&str])] = &[
     ("attention", &[]),
     ("key_selector", &[]),
+    ("needle", &["--quick"]),
     ("score_modifier", &[]),
     ("train", &["--check-gradients"]),
     ("train", &["--steps", "60"]),
+    ("train", &["--gated-delta", "40"]),
 ];
 
 /// All tests.

@@ -25,6 +25,7 @@ pub mod precision;
 pub mod problem;
 pub mod random;
 pub mod skip;
+mod skip_text;
 pub mod tensor;
 mod walk;
 
