@@ -283,7 +283,7 @@ fn on_stream(
     }
 }
 
-/// Fills the gradients of q, k, v and sinks on the stream that the library of q works on.
+/// Fills the gradients of q, k, v, sinks and auxiliary tensors on the stream that the library of q works on.
 pub fn backward(
     call: &Call<'_, '_>,
     [o, lse, d_o]: [&Array; 3],
@@ -293,9 +293,6 @@ pub fn backward(
     let &Call { description, problem, object, rows: [q, k, v], extras } = call;
     let py = object.py();
     let number = number(q).expect("bug in fulgurite: q lies on a GPU");
-    if problem.blocks().is_some() {
-        return Err(wrong("gradients of block masks are not on the GPU yet; the engine `cpu` has them"));
-    }
     let [d_q, d_k, d_v, others @ ..] = gradients else {
         return Err(wrong("gradients of q, k and v are wanted"));
     };
@@ -343,6 +340,7 @@ pub fn backward(
         used,
         aux: call.aux()?,
         d_aux,
+        lists: problem.blocks().map(|_| lists(description, problem, extras)).transpose()?,
         ..GradientTensors::new(inputs, contiguous("lse", lse)?, rows("d_o", d_o)?, results)
     };
     on_stream(&device, object, number, |stream| device.gpu.backward(&gradient, &tensors, stream))

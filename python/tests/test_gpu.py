@@ -127,6 +127,28 @@ def test_modifiers_have_gradients():
         close(a, b)
 
 
+def test_block_masks_have_gradients():
+    """Two sequences with masks of their own: documents of 100 positions, and a window."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return ((b == 0) & (q_idx // 100 == kv_idx // 100)) | ((b == 1) & (q_idx - kv_idx < 50) & (q_idx >= kv_idx))
+
+    blocks = fulgurite.create_block_mask(mask_mod, 2, None, 300, 300, device="cuda")
+    o = fulgurite.attention(q, k, v, block_mask=blocks)
+    d_o = torch.randn_like(o)
+    got = torch.autograd.grad(o, (q, k, v), d_o)
+    i, j = torch.arange(300, device="cuda")[:, None], torch.arange(300, device="cuda")
+    seen = torch.stack([i // 100 == j // 100, (i - j < 50) & (i >= j)])[:, None]
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.float())
+    # The first rows of a window see few keys, so that some elements are far larger than most: compared in the norm.
+    wanted = (plain, *torch.autograd.grad(plain, (q, k, v), d_o.float()))
+    for a, b in zip((o, *got), wanted):
+        assert (a.float() - b).norm() <= 0.01 * b.norm()
+
+
 def test_jax_arrays():
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":

@@ -127,5 +127,6 @@ fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
 
 /// Builds the extension and puts it where Python finds it.
 fn extension(python: &Path) -> Result<(), Trouble> {
-    must(command(python).arg("python/build.py"))
+    // The profile of the other tests, whose dependencies are there already; wheels are built for release.
+    must(command(python).args(["python/build.py", "--debug"]))
 }

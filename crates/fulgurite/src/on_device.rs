@@ -425,7 +425,7 @@ impl Engine for OnDevice {
             BackwardTensors { d_lse, sinks, ..BackwardTensors::new([q, k, v, o], lse, d_o, [d_q, d_k, d_v]) };
         (tensors.cu_seqlens, tensors.used) = self.lengths(memory, inputs)?;
         tensors.aux = self.aux(memory, &bound)?;
-        tensors.coverage = bound.block_mask().map(|mask| self.upload(memory, &coverage_bytes(mask))).transpose()?;
+        tensors.lists = bound.block_mask().map(|mask| self.lists(memory, mask)).transpose()?;
         for to in &gradients.d_aux {
             let room = to.as_ref().map(|to| self.room(memory, 4 * to.shape().count())).transpose()?;
             tensors.d_aux.push(room);

@@ -7,6 +7,7 @@
 
 mod by_columns;
 mod by_keys;
+pub mod cover;
 pub mod finish;
 pub mod main;
 mod modified;

@@ -1,10 +1,10 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
 use super::tiles::STEPS;
-use super::{Derived, Features, Order, Share, Tuning, finish, is_one, main, prepare, sinks, zero};
+use super::{Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
 use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
-use crate::attention::plan::{AuxPlaced, Missing, Placed, covered, row_major};
+use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
 use crate::attention::work::Ragged;
 use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
@@ -43,6 +43,8 @@ pub struct Backward {
     heads: [u64; 2],
     scale: f32,
     has_sinks: bool,
+    has_blocks: bool,
+    /// Of auxiliary tensors; where there is a block mask, the last is its table of blocks.
     aux_shapes: Vec<Vec<usize>>,
 }
 
@@ -59,12 +61,14 @@ pub struct Kernels {
     pub sinks: Option<Arc<Kernel>>,
     /// Zeros where gradients of auxiliary tensors are summed.
     pub zero: Option<Arc<Kernel>>,
+    /// What each block of a block mask is, where there is one.
+    pub cover: Option<Arc<Kernel>>,
 }
 
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks).chain(&self.zero)
+        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks).chain(&self.zero).chain(&self.cover)
     }
 }
 
@@ -101,16 +105,16 @@ pub struct Tensors {
     pub aux: Vec<AuxPlaced>,
     /// Their gradients, f32 and contiguous, for those that want one.
     pub d_aux: Vec<Option<Span>>,
-    /// What each block of a block mask is, as [forward](crate::attention::plan::Tensors) says.
-    pub coverage: Option<Span>,
+    /// The lists of a block mask.
+    pub lists: Option<ListsPlaced>,
 }
 
 impl Tensors {
     /// Those that every call has: inputs, output and LSE of forward, the gradient of the output, and room for the results.
     pub fn new([q, k, v, o]: [Placed; 4], lse: Span, d_o: Placed, [d_q, d_k, d_v]: [Placed; 3]) -> Tensors {
-        let (d_lse, sinks, cu_seqlens, used, coverage) = (None, None, None, [None; 2], None);
+        let (d_lse, sinks, cu_seqlens, used, lists) = (None, None, None, [None; 2], None);
         let (aux, d_aux) = (Vec::new(), Vec::new());
-        Tensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks, cu_seqlens, used, aux, d_aux, coverage }
+        Tensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks, cu_seqlens, used, aux, d_aux, lists }
     }
 }
 
@@ -163,7 +167,8 @@ impl Backward {
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
-        let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, aux_shapes };
+        let has_blocks = problem.blocks().is_some();
+        let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
         // Rows and items of the preparation are counted in 32 bits.
         let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
         if most.max(plan.lengths()[1]) >= OUTSIDE {
@@ -199,13 +204,14 @@ impl Backward {
             finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
             zero: (!self.features.modified.aux.is_empty()).then(|| zero::kernel(target)).transpose()?.map(Arc::new),
+            cover: self.has_blocks.then(|| cover::kernel(target)).transpose()?.map(Arc::new),
         })
     }
 
     /// Whether another call has the same kernels.
     pub fn same_kernels(&self, other: &Backward) -> bool {
-        (self.number, &self.features, self.tuning, self.has_sinks)
-            == (other.number, &other.features, other.tuning, other.has_sinks)
+        (self.number, &self.features, self.tuning, self.has_sinks, self.has_blocks)
+            == (other.number, &other.features, other.tuning, other.has_sinks, other.has_blocks)
     }
 
     /// Rows of q, and of k and v: of each sequence, or of all where they are packed.
@@ -242,17 +248,24 @@ impl Backward {
         self.all_heads() * self.steps() * u64::from(self.tuning.rows)
     }
 
-    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters.
-    fn parts(&self) -> [u64; 5] {
+    /// The table of blocks of a block mask: how many elements it has.
+    fn cover_elements(&self) -> u64 {
+        let shape = self.aux_shapes.last().filter(|_| self.has_blocks);
+        shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
+    }
+
+    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are.
+    fn parts(&self) -> [u64; 6] {
         let rows = self.rows();
         let mut end = 0;
-        let sizes = [rows * u64::from(self.features.dims[0]) * 4, rows * 4, rows * 4, self.counters() * 4];
+        let of_sums = rows * u64::from(self.features.dims[0]) * 4;
+        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4];
         let starts = sizes.map(|bytes| {
             let start = end;
             end = (end + bytes).next_multiple_of(ALIGN);
             start
         });
-        [starts[0], starts[1], starts[2], starts[3], end]
+        [starts[0], starts[1], starts[2], starts[3], starts[4], end]
     }
 
     /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
@@ -273,7 +286,7 @@ impl Backward {
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
     pub fn scratch_bytes(&self) -> u64 {
-        self.parts()[4]
+        self.parts()[5]
     }
 
     /// Its launches; none where there is nothing to compute.
@@ -289,7 +302,7 @@ impl Backward {
             return Ok(Plan::default());
         }
         let parts = self.parts().map(|at| scratch.from(at));
-        let [sums, shift, delta, ..] = parts;
+        let [sums, shift, delta, _, blocks, _] = parts;
         let mut launches = vec![self.prepare(kernels, tensors, parts)];
         for (span, shape) in tensors.d_aux.iter().zip(&self.aux_shapes) {
             let count = shape.iter().product::<usize>() as u64;
@@ -298,6 +311,9 @@ impl Backward {
                 let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
                 launches.push(Launch { kernel: kernel.clone(), grid, args });
             }
+        }
+        if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.cover_elements()) {
+            launches.push(self.cover(kernel, lists, blocks));
         }
         if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
             let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
@@ -337,7 +353,7 @@ impl Backward {
         Ok(Plan { launches })
     }
 
-    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, _]: [Span; 5]) -> Launch {
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 6]) -> Launch {
         let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
@@ -367,12 +383,28 @@ impl Backward {
         Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args: args.finish() }
     }
 
+    fn cover(&self, kernel: &Arc<Kernel>, lists: ListsPlaced, to: Span) -> Launch {
+        let columns = self.aux_shapes.last().and_then(|shape| shape.last()).map_or(1, |&n| n as u64);
+        let ListsPlaced { counts, blocks, widths } = lists;
+        let slots = Slots::of(kernel);
+        let mut args = Arguments::new(&slots);
+        args.add("to", Value::Pointer(to));
+        args.add_u32("columns", columns);
+        for (i, name) in ["partial", "full"].into_iter().enumerate() {
+            args.add(&format!("{name}_counts"), Value::Pointer(counts[i]));
+            args.add(&format!("{name}_blocks"), Value::Pointer(blocks[i]));
+            args.add_u32(&format!("{name}_width"), widths[i].into());
+        }
+        let grid = [(self.cover_elements() / columns) as u32, 1, 1];
+        Launch { kernel: kernel.clone(), grid, args: args.finish() }
+    }
+
     /// Arguments of the main kernel.
     fn main(
         &self,
         kernels: &Kernels,
         tensors: &Tensors,
-        [sums, shift, delta, counters, _]: [Span; 5],
+        [sums, shift, delta, counters, blocks, _]: [Span; 6],
     ) -> Result<Vec<Value>, Missing> {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
@@ -389,7 +421,7 @@ impl Backward {
         // Modified scores come with the scale in them.
         let scale_log2 = if self.features.modified.modifiers.score.is_some() { LOG2_E } else { self.scale * LOG2_E };
         args.add("scale_log2", Value::F32(scale_log2));
-        self.modified(&mut args, tensors);
+        self.modified(&mut args, tensors, blocks);
         args.add("scale", Value::F32(self.scale));
         match (self.layout, self.features.ragged.any()) {
             (Layout::Dense { batch, q_len, k_len }, false) => self.equal(&mut args, tensors, [batch, q_len, k_len]),
@@ -399,9 +431,9 @@ impl Backward {
     }
 
     /// Arguments of modifiers.
-    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
-        let coverage = tensors.coverage.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
-        args.aux(tensors.aux.iter().chain(&coverage), &self.aux_shapes);
+    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, blocks: Span) {
+        let blocks = AuxPlaced { span: blocks, strides: row_major(self.aux_shapes.last()) };
+        args.aux(tensors.aux.iter().chain(self.has_blocks.then_some(&blocks)), &self.aux_shapes);
         for (i, gradient) in self.features.modified.aux.iter().enumerate() {
             let shape = self.aux_shapes.get(gradient.aux);
             if let Some(Some(span)) = tensors.d_aux.get(gradient.aux) {
