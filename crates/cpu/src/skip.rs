@@ -247,13 +247,7 @@ struct Walker<'w> {
 const NEAR: f32 = 5.0;
 
 impl<'w> Walker<'w> {
-    fn new(
-        cx: &Context<'_>,
-        skip: &SkipBound<'_>,
-        tile: Tile,
-        [q, o]: [&'w mut [f32]; 2],
-        rows: &mut [f32],
-    ) -> Self {
+    fn new(cx: &Context<'_>, skip: &SkipBound<'_>, tile: Tile, [q, o]: [&'w mut [f32]; 2], rows: &mut [f32]) -> Self {
         let sequence = &cx.bound.sequences()[tile.sequence];
         let class = skip.problem().skip().class(tile.head);
         let part = |i: usize| cx.lanes_within(&tile, |q| class.keys(q, sequence.q_len, sequence.k_len)[i].clone());
