@@ -21,3 +21,19 @@ pub mod neighbors {}
 /// `docs/guide/writing-a-kernel.md`.
 #[doc = include_str!("guide/writing-a-kernel.md")]
 pub mod writing_a_kernel {}
+
+/// `docs/guide/block-skipping.md`.
+#[doc = include_str!("guide/block-skipping.md")]
+pub mod block_skipping {}
+
+/// `docs/guide/lighthouse.md`.
+#[doc = include_str!("guide/lighthouse.md")]
+pub mod lighthouse {}
+
+/// `docs/guide/parallax.md`.
+#[doc = include_str!("guide/parallax.md")]
+pub mod parallax {}
+
+/// `docs/guide/gated-delta-rule.md`.
+#[doc = include_str!("guide/gated-delta-rule.md")]
+pub mod gated_delta_rule {}

@@ -1,17 +1,24 @@
 //! Trains a small language model, character by character, on this repository's own documents.
 //!
-//! Attention, forward and backward, is fulgurite's: causal, grouped heads, ALiBi instead of positions. Everything
-//! else (embedding, linear layers, RMS norm, GELU, cross entropy, Adam) is written out below in plain f32 loops.
+//! What mixes tokens, forward and backward, is fulgurite's: causal attention with grouped heads and ALiBi instead of
+//! positions, or the gated delta rule (`train/mixer.rs`). Everything else (embedding, linear layers, RMS norm, GELU, cross
+//! entropy, Adam) is written out below in plain f32 loops.
 //!
 //!     cargo run --release -p fulgurite --example train                        # about half a minute on two cores
 //!     cargo run --release -p fulgurite --example train -- --steps 2000        # longer, better
 //!     cargo run --release -p fulgurite --example train -- --check-gradients   # the whole model against finite differences
 //!     cargo run --release -p fulgurite --example train -- --fp4 [FILE]        # 4-bit attention: before and after training with it
+//!     cargo run --release -p fulgurite --example train -- --gated-delta [STEPS [FILE.svg]]  # both mixers, loss by step
+
+#[path = "train/mixer.rs"]
+mod mixer;
+#[path = "plot.rs"]
+mod plot;
 
 use fulgurite::format::GroupFormat;
-use fulgurite::{
-    Choice, Delta, Engine, Forward, GroupAttention, Inputs, Mask, Precision, Problem, Run, Tensor, TensorView, engine,
-};
+use fulgurite::{Delta, GroupAttention, Precision, Tensor};
+use mixer::{Mixed, Mixer, Output};
+use plot::{Plot, Series};
 use std::error::Error;
 
 const TEXT: &str = concat!(
@@ -31,12 +38,21 @@ fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => train(400),
-        ["--steps", n] => train(n.parse().map_err(|_| format!("`--steps` is {n}, allowed: a whole number"))?),
+        ["--steps", n] => train(whole(n)?),
         ["--check-gradients"] => check_gradients(),
         ["--fp4"] => fp4(None),
         ["--fp4", file] => fp4(Some(file)),
-        _ => Err("usage: train [--steps N | --check-gradients | --fp4 [FILE]]".into()),
+        ["--gated-delta"] => mixers(400, None),
+        ["--gated-delta", steps] => mixers(whole(steps)?, None),
+        ["--gated-delta", steps, file] => mixers(whole(steps)?, Some(file)),
+        _ => {
+            Err("usage: train [--steps N | --check-gradients | --fp4 [FILE] | --gated-delta [STEPS [FILE.svg]]]".into())
+        }
     }
+}
+
+fn whole(text: &str) -> Result<usize> {
+    Ok(text.parse().map_err(|_| format!("steps are {text}, allowed: a whole number"))?)
 }
 
 /// Sizes of a model and of one step of training.
@@ -51,11 +67,13 @@ struct Size {
     context: usize,
 }
 
+const SIZE: Size = Size { dim: 64, heads: (4, 2), head_dim: 16, hidden: 192, layers: 2, batch: 8, context: 64 };
+
 fn train(steps: usize) -> Result<()> {
-    let size = Size { dim: 64, heads: (4, 2), head_dim: 16, hidden: 192, layers: 2, batch: 8, context: 64 };
+    let size = SIZE;
     let text = Text::new(TEXT);
     let mut random = Random(1);
-    let mut model = Model::new(size, text.alphabet.len(), &mut random)?;
+    let mut model = Model::new(size, Mixer::attention(&size, Precision::Native)?, text.alphabet.len(), &mut random)?;
     let parameters: usize = model.parameters().iter().map(|p| p.w.len()).sum();
     println!("{} characters, {} different, {parameters} parameters", text.tokens.len(), text.alphabet.len());
     let started = std::time::Instant::now();
@@ -88,7 +106,7 @@ fn fp4(file: Option<&str>) -> Result<()> {
     let (steps, more, batches) = (2000, 600, 100);
     let text = Text::new(TEXT);
     let mut random = Random(1);
-    let mut model = Model::new(size, text.alphabet.len(), &mut random)?;
+    let mut model = Model::new(size, Mixer::attention(&size, Precision::Native)?, text.alphabet.len(), &mut random)?;
     let all = Some(GroupFormat::NVFP4);
     let exact = Precision::NVFP4;
     let naive = Precision::Groups(GroupAttention { qk: all, pv: all, delta: Delta::Rounded });
@@ -96,7 +114,7 @@ fn fp4(file: Option<&str>) -> Result<()> {
     model.learn(&text, &mut random, steps, 4e-3)?;
     let start: Vec<Vec<f32>> = model.parameters().iter().map(|p| p.w.clone()).collect();
     let mut found = vec![("a: f32", model.evaluate(&text.held_out, batches)?)];
-    model.attention = Attention::new(&size, exact)?;
+    model.mixer = Mixer::attention(&size, exact)?;
     found.push(("b: its weights in fp4", model.evaluate(&text.held_out, batches)?));
     // Everybody goes on from the same weights over the same pieces of text: what is compared is the attention.
     let runs =
@@ -106,7 +124,7 @@ fn fp4(file: Option<&str>) -> Result<()> {
         for (parameter, w) in model.parameters().into_iter().zip(&start) {
             *parameter = Parameter::new(parameter.name, w.clone());
         }
-        model.attention = Attention::new(&size, precision)?;
+        model.mixer = Mixer::attention(&size, precision)?;
         losses.push(model.learn(&text, &mut Random(2), more, 1e-3)?);
         found.push((name, model.evaluate(&text.held_out, batches)?));
     }
@@ -123,6 +141,42 @@ fn fp4(file: Option<&str>) -> Result<()> {
     Ok(())
 }
 
+/// Trains one model with attention and one with the gated delta rule over the same pieces of text; the losses over steps go
+/// to `file` as a picture.
+fn mixers(steps: usize, file: Option<&str>) -> Result<()> {
+    let text = Text::new(TEXT);
+    let mut series = Vec::new();
+    for (name, mixer) in
+        [("attention", Mixer::attention(&SIZE, Precision::Native)?), ("gated delta rule", Mixer::delta(&SIZE)?)]
+    {
+        let mut random = Random(1);
+        let mut model = Model::new(SIZE, mixer, text.alphabet.len(), &mut random)?;
+        let parameters: usize = model.parameters().iter().map(|p| p.w.len()).sum();
+        let started = std::time::Instant::now();
+        let mut losses = Vec::with_capacity(steps);
+        let mut pieces = Random(2);
+        for step in 0..steps {
+            let (inputs, targets) = text.batch(&SIZE, &mut pieces);
+            losses.push(model.step(&inputs, &targets)?);
+            let rate = 4e-3 * (step as f32 / 20.0).min(1.0) * (1.0 - 0.9 * step as f32 / steps as f32);
+            model.parameters().into_iter().for_each(|p| p.adam(rate, step as i32 + 1));
+        }
+        let (first, last) = (losses.first().copied().unwrap_or(0.0), mean(&losses, 20));
+        let seconds = started.elapsed().as_secs_f64();
+        println!("{name:>16}: {parameters} parameters, loss {first:.3} -> {last:.3} in {steps} steps, {seconds:.1} s");
+        assert!(steps < 30 || last < first - 0.7, "the loss of {name} did not fall: {first} -> {last}");
+        let points = (0..steps).map(|i| ((i + 1) as f64, mean(&losses[..=i], 20))).collect();
+        series.push(Series { name: name.into(), points, dots: false });
+    }
+    if let Some(file) = file {
+        let title = "A small language model by what mixes its tokens".into();
+        let (x, y) = ("step".into(), "loss, nats a character, mean of 20 steps".into());
+        std::fs::write(file, Plot { title, x, y, powers: false, series }.svg())?;
+        println!("picture: {file}");
+    }
+    Ok(())
+}
+
 fn mean(losses: &[f64], last: usize) -> f64 {
     let tail = &losses[losses.len().saturating_sub(last)..];
     tail.iter().sum::<f64>() / tail.len() as f64
@@ -131,9 +185,20 @@ fn mean(losses: &[f64], last: usize) -> f64 {
 /// Steps along a direction and compares the change of the loss with what the gradient says, one parameter at a time.
 fn check_gradients() -> Result<()> {
     let size = Size { dim: 12, heads: (4, 2), head_dim: 5, hidden: 20, layers: 2, batch: 2, context: 9 };
+    for (name, mixer) in
+        [("attention", Mixer::attention(&size, Precision::Native)?), ("gated delta rule", Mixer::delta(&size)?)]
+    {
+        println!("{name}");
+        check_gradients_of(size, mixer)?;
+    }
+    println!("all gradients agree");
+    Ok(())
+}
+
+fn check_gradients_of(size: Size, mixer: Mixer) -> Result<()> {
     let text = Text::new(TEXT);
     let mut random = Random(7);
-    let mut model = Model::new(size, text.alphabet.len(), &mut random)?;
+    let mut model = Model::new(size, mixer, text.alphabet.len(), &mut random)?;
     let (inputs, targets) = text.batch(&size, &mut random);
     model.step(&inputs, &targets)?;
     // The loss is near 4 and known to about 2^-22; over a step of 2h that is an error of 5e-5 in the slope. The
@@ -160,7 +225,6 @@ fn check_gradients() -> Result<()> {
         println!("{name:>15}  slope {want:9.5}  by differences {got:9.5}");
         assert!(difference <= 5e-3 * norm + 1e-4, "{name}: {got}, by the gradient {want}");
     }
-    println!("all gradients agree");
     Ok(())
 }
 
@@ -309,6 +373,8 @@ struct Layer {
     query: Linear,
     key: Linear,
     value: Linear,
+    /// Decays and steps of the delta rule.
+    gates: Option<[Linear; 2]>,
     merge: Linear,
     before_mlp: Norm,
     up: Linear,
@@ -319,52 +385,12 @@ struct Layer {
 struct LayerSaved {
     x: Vec<f32>,
     normed: Vec<f32>,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    attention: Forward,
+    mixed: Mixed,
+    output: Output,
     middle: Vec<f32>,
     middle_normed: Vec<f32>,
     up: Vec<f32>,
     bent: Vec<f32>,
-}
-
-/// Attention over a batch: the one part that is not written out here.
-struct Attention {
-    problem: Problem,
-    slopes: Tensor,
-    engine: Box<dyn Engine>,
-}
-
-impl Attention {
-    fn new(size: &Size, precision: Precision) -> Result<Attention> {
-        let problem = Problem::builder()
-            .dense(size.batch, size.context, size.context)
-            .heads(size.heads.0, size.heads.1)
-            .head_dim(size.head_dim)
-            .mask(Mask::causal())
-            .alibi()
-            .precision(precision)
-            .build()?;
-        let slopes: Vec<f32> = (0..size.heads.0).map(|head| 0.5f32.powi(head as i32)).collect();
-        Ok(Attention { problem, slopes: Tensor::new(slopes, &[size.heads.0])?, engine: engine(Choice::Best)? })
-    }
-    fn inputs<'a>(&'a self, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Inputs<'a>> {
-        let q = TensorView::new(q, &self.problem.q_shape())?;
-        let k = TensorView::new(k, &self.problem.k_shape())?;
-        let v = TensorView::new(v, &self.problem.v_shape())?;
-        Ok(Inputs::new(q, k, v).aux("alibi_slopes", self.slopes.view()))
-    }
-    fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Forward> {
-        Ok(self.engine.forward(&self.problem, &self.inputs(q, k, v)?, &Run::default())?)
-    }
-    /// Gives the gradients of q, k and v.
-    fn backward(&self, saved: &LayerSaved, d_o: &[f32]) -> Result<[Tensor; 3]> {
-        let inputs = self.inputs(&saved.q, &saved.k, &saved.v)?;
-        let d_o = TensorView::new(d_o, &self.problem.o_shape())?;
-        let gradients = self.engine.backward(&self.problem, &inputs, &saved.attention.saved(d_o), &Run::default())?;
-        Ok([gradients.d_q, gradients.d_k, gradients.d_v])
-    }
 }
 
 fn values(tensor: &Tensor) -> &[f32] {
@@ -372,48 +398,55 @@ fn values(tensor: &Tensor) -> &[f32] {
 }
 
 impl Layer {
-    fn new(size: &Size, random: &mut Random) -> Layer {
-        let (q_width, kv_width) = (size.heads.0 * size.head_dim, size.heads.1 * size.head_dim);
+    fn new(size: &Size, mixer: &Mixer, random: &mut Random) -> Layer {
+        let [q, k, v] = mixer.heads(size).map(|heads| heads * size.head_dim);
+        let o = size.heads.0 * size.head_dim;
         Layer {
             before_attention: Norm::new("attention norm", size.dim),
-            query: Linear::new("query", size.dim, q_width, random),
-            key: Linear::new("key", size.dim, kv_width, random),
-            value: Linear::new("value", size.dim, kv_width, random),
-            merge: Linear::new("merge", q_width, size.dim, random),
+            query: Linear::new("query", size.dim, q, random),
+            key: Linear::new("key", size.dim, k, random),
+            value: Linear::new("value", size.dim, v, random),
+            gates: mixer.has_gates().then(|| ["decay", "step"].map(|n| Linear::new(n, size.dim, size.heads.0, random))),
+            merge: Linear::new("merge", o, size.dim, random),
             before_mlp: Norm::new("mlp norm", size.dim),
             up: Linear::new("up", size.dim, size.hidden, random),
             down: Linear::new("down", size.hidden, size.dim, random),
         }
     }
-    fn forward(&self, x: Vec<f32>, attention: &Attention) -> Result<(Vec<f32>, LayerSaved)> {
+    fn forward(&self, x: Vec<f32>, mixer: &Mixer) -> Result<(Vec<f32>, LayerSaved)> {
         let normed = self.before_attention.forward(&x);
         let (q, k, v) = (self.query.forward(&normed), self.key.forward(&normed), self.value.forward(&normed));
-        let seen = attention.forward(&q, &k, &v)?;
-        let middle = sum(&x, &self.merge.forward(values(&seen.o)));
+        let gates = self.gates.as_ref().map(|gates| gates.each_ref().map(|linear| linear.forward(&normed)));
+        let mixed = Mixed { q, k, v, gates };
+        let output = mixer.forward(&mixed)?;
+        let middle = sum(&x, &self.merge.forward(values(&output.o)));
         let middle_normed = self.before_mlp.forward(&middle);
         let up = self.up.forward(&middle_normed);
         let bent: Vec<f32> = up.iter().map(|&x| gelu(x).0).collect();
         let y = sum(&middle, &self.down.forward(&bent));
-        Ok((y, LayerSaved { x, normed, q, k, v, attention: seen, middle, middle_normed, up, bent }))
+        Ok((y, LayerSaved { x, normed, mixed, output, middle, middle_normed, up, bent }))
     }
-    fn backward(&mut self, saved: &LayerSaved, dy: Vec<f32>, attention: &Attention) -> Result<Vec<f32>> {
+    fn backward(&mut self, saved: &LayerSaved, dy: Vec<f32>, mixer: &Mixer) -> Result<Vec<f32>> {
         let mut d_up = self.down.backward(&saved.bent, &dy);
         d_up.iter_mut().zip(&saved.up).for_each(|(d, &x)| *d *= gelu(x).1);
         let d_normed = self.up.backward(&saved.middle_normed, &d_up);
         let d_middle = sum(&dy, &self.before_mlp.backward(&saved.middle, &d_normed));
-        let d_o = self.merge.backward(values(&saved.attention.o), &d_middle);
-        let [d_q, d_k, d_v] = attention.backward(saved, &d_o)?;
-        let from_q = self.query.backward(&saved.normed, values(&d_q));
-        let from_k = self.key.backward(&saved.normed, values(&d_k));
-        let from_v = self.value.backward(&saved.normed, values(&d_v));
-        let d_normed = sum(&from_q, &sum(&from_k, &from_v));
+        let d_o = self.merge.backward(values(&saved.output.o), &d_middle);
+        let d = mixer.backward(&saved.mixed, &saved.output, &d_o)?;
+        let from_q = self.query.backward(&saved.normed, values(&d.d_q));
+        let from_k = self.key.backward(&saved.normed, values(&d.d_k));
+        let from_v = self.value.backward(&saved.normed, values(&d.d_v));
+        let mut d_normed = sum(&from_q, &sum(&from_k, &from_v));
+        for (linear, d) in self.gates.iter_mut().flatten().zip(d.gates.iter().flatten()) {
+            d_normed = sum(&d_normed, &linear.backward(&saved.normed, d));
+        }
         Ok(sum(&d_middle, &self.before_attention.backward(&saved.x, &d_normed)))
     }
 }
 
 struct Model {
     size: Size,
-    attention: Attention,
+    mixer: Mixer,
     embedding: Parameter,
     layers: Vec<Layer>,
     last_norm: Norm,
@@ -430,13 +463,13 @@ struct Pass {
 }
 
 impl Model {
-    fn new(size: Size, alphabet: usize, random: &mut Random) -> Result<Model> {
+    fn new(size: Size, mixer: Mixer, alphabet: usize, random: &mut Random) -> Result<Model> {
         let embedding = (0..alphabet * size.dim).map(|_| 0.5 * random.normal()).collect();
         Ok(Model {
             size,
-            attention: Attention::new(&size, Precision::Native)?,
             embedding: Parameter::new("embedding", embedding),
-            layers: (0..size.layers).map(|_| Layer::new(&size, random)).collect(),
+            layers: (0..size.layers).map(|_| Layer::new(&size, &mixer, random)).collect(),
+            mixer,
             last_norm: Norm::new("last norm", size.dim),
             output: Linear::new("output", size.dim, alphabet, random),
         })
@@ -468,6 +501,7 @@ impl Model {
             all.extend([&mut layer.before_attention.gain, &mut layer.before_mlp.gain]);
             let linear = [&mut layer.query, &mut layer.key, &mut layer.value, &mut layer.merge];
             all.extend(linear.map(|linear| &mut linear.weight));
+            all.extend(layer.gates.iter_mut().flatten().map(|linear| &mut linear.weight));
             all.extend([&mut layer.up.weight, &mut layer.down.weight]);
         }
         all
@@ -477,7 +511,7 @@ impl Model {
         let mut x: Vec<f32> = tokens.iter().flat_map(|&t| &self.embedding.w[t * dim..][..dim]).copied().collect();
         let mut layers = Vec::with_capacity(self.layers.len());
         for layer in &self.layers {
-            let (y, saved) = layer.forward(x, &self.attention)?;
+            let (y, saved) = layer.forward(x, &self.mixer)?;
             layers.push(saved);
             x = y;
         }
@@ -502,7 +536,7 @@ impl Model {
         let d_normed = self.output.backward(&pass.normed, &pass.probabilities);
         let mut dx = self.last_norm.backward(&pass.last, &d_normed);
         for (layer, saved) in self.layers.iter_mut().zip(&pass.layers).rev() {
-            dx = layer.backward(saved, dx, &self.attention)?;
+            dx = layer.backward(saved, dx, &self.mixer)?;
         }
         for (&token, dx) in tokens.iter().zip(dx.chunks_exact(self.size.dim)) {
             let row = &mut self.embedding.g[token * self.size.dim..][..self.size.dim];
@@ -513,8 +547,8 @@ impl Model {
     /// Writes on, one character at a time; the whole context is computed again for each.
     fn continue_with(&mut self, start: &[usize], count: usize, random: &mut Random) -> Result<Vec<usize>> {
         let context = self.size.context;
-        let trained =
-            std::mem::replace(&mut self.attention, Attention::new(&Size { batch: 1, ..self.size }, Precision::Native)?);
+        let alone = self.mixer.again(&Size { batch: 1, ..self.size })?;
+        let trained = std::mem::replace(&mut self.mixer, alone);
         let mut text = start.to_vec();
         for _ in 0..count {
             let from = text.len().saturating_sub(context);
@@ -530,7 +564,7 @@ impl Model {
             });
             text.push(chosen.unwrap_or(row.len() - 1));
         }
-        self.attention = trained;
+        self.mixer = trained;
         Ok(text)
     }
 }

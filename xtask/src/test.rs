@@ -24,9 +24,11 @@ const EXAMPLES: &[(&str, &[&str])] = &[
     ("attention", &[]),
     ("cluster_skip", &[]),
     ("key_selector", &[]),
+    ("needle", &["--quick"]),
     ("score_modifier", &[]),
     ("train", &["--check-gradients"]),
     ("train", &["--steps", "60"]),
+    ("train", &["--gated-delta", "40"]),
 ];
 
 /// All tests.

@@ -1,7 +1,10 @@
 //! The arguments of the command.
 
+use crate::around::args::{AroundArgs, Op};
+use crate::around::bench::System;
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use clap::{CommandFactory, Parser, Subcommand};
+use fulgurite::around::Skip;
 use fulgurite::gpu::Target;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
@@ -93,6 +96,12 @@ pub struct BenchArgs {
     /// A small grid that takes a second or two
     #[arg(long)]
     pub quick: bool,
+    /// Systems around attention, each in turn with our own attention; only the CPU has them
+    #[arg(long, value_delimiter = ',', value_name = "NAME,..", default_value = "skip,parallax,lighthouse,gated-delta")]
+    pub around: Vec<System>,
+    /// Leave the systems around attention out
+    #[arg(long)]
+    pub attention_only: bool,
     /// Seed of the random tensors
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
@@ -154,6 +163,12 @@ pub struct RunArgs {
     /// FILE.safetensors, or a folder for .npy files
     #[arg(short, long, value_name = "OUT")]
     pub output: PathBuf,
+    /// attention, parallax, lighthouse or gated-delta
+    #[arg(long, default_value = "attention", value_name = "NAME")]
+    pub op: Op,
+    /// What only some of them have.
+    #[command(flatten)]
+    pub around: AroundArgs,
     /// A query sees keys up to its own position, counted from the end
     #[arg(long)]
     pub causal: bool,
@@ -200,8 +215,12 @@ Tensors read from IN:
   bias             [batch, heads, q_len, k_len], each full or 1: added to the scores
   documents_q, documents_k   [batch, len]: queries see keys of their own document
   prefix_lengths   [batch]: keys before it are visible to all queries, the others causally
+  r                --op parallax: probes, shaped like q
+  g, beta          --op gated-delta: [batch, tokens, value_heads], log decays and steps
+  initial_state    --op gated-delta: f32, [batch, value_heads, key_dim, value_dim]; d_final_state likewise
 Tensors written to OUT:
-  o, lse (f32, [batch, heads, sequence]) and, with d_o: d_q, d_k, d_v, d_sink, d_bias";
+  o, lse (f32, [batch, heads, sequence]) and, with d_o: d_q, d_k, d_v, d_sink, d_bias
+  --op parallax also d_r; --op gated-delta o, final_state and, with d_o: d_q, d_k, d_v, d_g, d_beta, d_initial_state";
 
 /// Arguments of `doctor`.
 #[derive(Debug, clap::Args)]
@@ -256,6 +275,18 @@ pub struct ExplainArgs {
     /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native
     #[arg(long, default_value = "native", value_name = "NAME")]
     pub precision: Precision,
+    /// Instead, say which tiles block skipping leaves out and why; parts as of `run --skip`
+    #[arg(long, value_name = "PARTS")]
+    pub skip: Option<Skip>,
+    /// With --skip: q, k and v are read from here instead of drawn
+    #[arg(long, value_name = "IN", requires = "skip")]
+    pub tensors: Option<PathBuf>,
+    /// With --skip: draw the tiles as an SVG picture
+    #[arg(long, value_name = "FILE", requires = "skip")]
+    pub picture: Option<PathBuf>,
+    /// With --skip: seed of tensors that are drawn
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub seed: u64,
     /// Who computes.
     #[command(flatten)]
     pub engine: EngineArgs,

@@ -1,9 +1,10 @@
 //! `check`: every engine, every feature, every dtype against the f64 oracle.
 
 use crate::args::CheckArgs;
+use crate::around::check as around;
 use crate::{Failure, json, progress, say};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::{Choice, Engine, Error, Forward, Gradients, Run, engine_with, engines};
+use fulgurite::{Choice, DType, Engine, Error, Forward, Gradients, Run, engine_with, engines};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{self, Verdict};
 use serde::Serialize;
@@ -76,6 +77,9 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
             }
         }
         bar.finish_and_clear();
+        // Each of them judges many tensors: a quarter as many say as much.
+        let seeds = (0..around::CASES).chain((0..args.long as u64 / 4).map(|i| seed.wrapping_add(i)));
+        around::compare(&choices, &settings, dtype, seeds, &mut ledger)?;
     }
     let results = ledger.results(args, seed, engines.iter().map(|e| e.name().to_string()).collect());
     if args.json {
@@ -96,7 +100,7 @@ fn clock() -> u64 {
 }
 
 #[derive(Default)]
-struct Ledger {
+pub(crate) struct Ledger {
     /// By feature, engine and dtype.
     columns: BTreeMap<(&'static str, String, &'static str), Column>,
     comparisons: usize,
@@ -107,7 +111,7 @@ struct Ledger {
 fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result<(), Failure> {
     let (problem, inputs, bound) = (case.problem(), case.inputs(), case.bound());
     if engine.supports(problem).is_err() {
-        ledger.refused(engine, case);
+        case.features.iter().for_each(|feature| ledger.refused(engine.name(), feature, case.dtype()));
         return Ok(());
     }
     let run = Run::default();
@@ -123,7 +127,7 @@ fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result
         Err(Error::Unsupported(_)) => {}
         Err(other) => return Err(other.into()),
     }
-    ledger.enter(engine, case, &verdicts);
+    ledger.enter(engine.name(), &case.features, case.dtype(), &case.to_string(), &verdicts);
     Ok(())
 }
 
@@ -134,17 +138,22 @@ impl Ledger {
         self.columns.entry((feature, engine.to_string(), dtype)).or_insert_with(fresh)
     }
 
-    fn refused(&mut self, engine: &dyn Engine, case: &Case) {
-        for feature in &case.features {
-            self.column(feature, engine.name(), case.dtype().name()).refused += 1;
-        }
+    pub fn refused(&mut self, engine: &str, feature: &'static str, dtype: DType) {
+        self.column(feature, engine, dtype.name()).refused += 1;
     }
 
-    fn enter(&mut self, engine: &dyn Engine, case: &Case, verdicts: &[(String, Verdict)]) {
+    pub fn enter(
+        &mut self,
+        engine: &str,
+        features: &[&'static str],
+        dtype: DType,
+        case: &str,
+        verdicts: &[(String, Verdict)],
+    ) {
         let failures = verdicts.iter().filter(|(_, verdict)| !verdict.ok()).count();
         let share = verdicts.iter().map(|(_, verdict)| share(verdict)).fold(0.0, f64::max);
-        for feature in &case.features {
-            let column = self.column(feature, engine.name(), case.dtype().name());
+        for feature in features {
+            let column = self.column(feature, engine, dtype.name());
             column.cases += 1;
             column.failures += failures;
             column.worst_share = column.worst_share.max(share);
@@ -152,7 +161,7 @@ impl Ledger {
         self.comparisons += verdicts.len();
         for (tensor, verdict) in verdicts.iter().filter(|(_, verdict)| !verdict.ok()) {
             self.failures.push(Failed {
-                engine: engine.name().to_string(),
+                engine: engine.to_string(),
                 case: case.to_string(),
                 tensor: tensor.clone(),
                 why: verdict.to_string(),
@@ -161,7 +170,7 @@ impl Ledger {
     }
 
     fn results(self, args: &CheckArgs, seed: u64, engines: Vec<String>) -> Results {
-        let rows = cases::FEATURES.iter().map(|&feature| {
+        let rows = cases::FEATURES.iter().chain(&around::FEATURES).map(|&feature| {
             let all = engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
             let columns =
                 all.filter_map(|(engine, dtype)| self.columns.get(&(feature, engine.clone(), dtype)).cloned());
@@ -181,7 +190,7 @@ impl Ledger {
 }
 
 /// Error as a share of what is allowed.
-fn share(verdict: &Verdict) -> f64 {
+pub(crate) fn share(verdict: &Verdict) -> f64 {
     match (verdict.ok(), verdict.worst == 0.0) {
         (true, true) => 0.0,
         (true, false) => verdict.worst / verdict.allowed,

@@ -44,9 +44,10 @@ struct Unit {
 
 /// Runs `explain`.
 pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
-    let builder = args.builder();
-    let sizes = args.sizes();
-    let problem = builder.clone().dense(sizes[0], sizes[1], sizes[2]).build().map_err(fulgurite::Error::from)?;
+    if let Some(skip) = &args.skip {
+        return crate::around::explain::main(args, skip);
+    }
+    let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
         problem: args.words(),
@@ -61,6 +62,12 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
 }
 
 impl ExplainArgs {
+    /// The problem that the arguments describe.
+    pub(crate) fn problem(&self) -> Result<Problem, fulgurite::Error> {
+        let [batch, q_len, k_len] = self.sizes();
+        Ok(self.builder().dense(batch, q_len, k_len).build()?)
+    }
+
     fn sizes(&self) -> [usize; 3] {
         [self.batch, self.q_len, self.k_len.unwrap_or(self.q_len)]
     }

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod around;
 pub mod bench;
 pub mod cache;
 pub mod check;

@@ -1,10 +1,13 @@
 //! `run`: attention of the tensors in a file.
 
 use crate::args::RunArgs;
+use crate::around::args::Op;
+use crate::around::run as around;
 use crate::io::{self, Format, Stored, Tensors};
 use crate::{Failure, json, say};
 use fulgurite::{
-    Counters, DType, Forward, Gradients, Inputs, Problem, Rescale, Run, Tally, Tensor, attention, engine_with, explain,
+    Attention, Counters, DType, Forward, Gradients, Problem, Rescale, Run, Tally, Tensor, attention, engine_with,
+    explain,
 };
 use serde::Serialize;
 use std::time::Instant;
@@ -50,14 +53,18 @@ struct Summary {
 }
 
 #[derive(Serialize)]
-struct Shape {
-    name: String,
-    dtype: String,
-    shape: Vec<usize>,
+pub(crate) struct Shape {
+    pub name: String,
+    pub dtype: String,
+    pub shape: Vec<usize>,
 }
 
 /// Runs `run`.
 pub fn main(args: &RunArgs) -> Result<(), Failure> {
+    around::flags_fit(args)?;
+    if args.op != Op::Attention || args.around.skip.is_some() {
+        return around::main(args);
+    }
     let format = Format::of(&args.output)?;
     let tensors = io::read(&args.input)?;
     let given = Given::new(&tensors, args)?;
@@ -65,7 +72,8 @@ pub fn main(args: &RunArgs) -> Result<(), Failure> {
     let mut settings = args.engine.settings();
     settings.rescale = args.tau.map(Rescale::Lazy).or(args.rescale);
     let engine = engine_with(args.engine.engine, &settings)?;
-    let (problem, inputs) = given.call(args)?;
+    let call = given.call(args)?;
+    let (problem, inputs) = (call.problem()?, call.inputs()?);
 
     let tally = Tally::default();
     let run = Run::default().tally(&tally);
@@ -128,7 +136,7 @@ fn report(args: &RunArgs, summary: &Summary) -> Result<(), Failure> {
     say(&lines.join("\n"))
 }
 
-fn shape(name: &str, tensor: &Tensor) -> Shape {
+pub(crate) fn shape(name: &str, tensor: &Tensor) -> Shape {
     Shape { name: name.into(), dtype: tensor.dtype().to_string(), shape: tensor.shape().to_vec() }
 }
 
@@ -144,11 +152,11 @@ fn results<'a>(problem: &Problem, forward: &'a Forward, gradients: Option<&'a Gr
 }
 
 /// The tensors of the file by their roles.
-struct Given<'a> {
+pub(crate) struct Given<'a> {
     q: &'a Tensor,
     k: &'a Tensor,
     v: &'a Tensor,
-    d_o: Option<&'a Tensor>,
+    pub d_o: Option<&'a Tensor>,
     d_lse: Option<&'a Tensor>,
     sinks: Option<&'a Tensor>,
     cu_seqlens: Option<[&'a Tensor; 2]>,
@@ -161,16 +169,11 @@ struct Given<'a> {
 }
 
 impl<'a> Given<'a> {
-    fn new(tensors: &'a Tensors, args: &RunArgs) -> Result<Given<'a>, Failure> {
+    pub fn new(tensors: &'a Tensors, args: &RunArgs) -> Result<Given<'a>, Failure> {
         let file = args.input.display();
-        let float = |name: &str| get(tensors, name, "f32, f16, bf16", DType::is_float);
+        let float = |name: &str| float(tensors, name);
         let integer = |name: &str| get(tensors, name, "i32, i64", |dtype| dtype == DType::I32);
-        let needed = |name: &'static str| {
-            float(name)?.ok_or_else(|| {
-                let has = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-                Failure::input(format_args!("{file} has no tensor `{name}`, it has: {has}; q, k and v are needed"))
-            })
-        };
+        let needed = |name: &'static str| needed(tensors, args, name);
         let both = |names: [&'static str; 2]| match (integer(names[0])?, integer(names[1])?) {
             (Some(q), Some(k)) => Ok(Some([q, k])),
             (None, None) => Ok(None),
@@ -219,8 +222,16 @@ impl<'a> Given<'a> {
         })
     }
 
-    /// The problem that the file and the flags describe together.
-    fn call(&'a self, args: &RunArgs) -> Result<(Problem, Inputs<'a>), Failure> {
+    /// Refuses a gradient of lse, which only attention has.
+    pub fn no_d_lse(&self) -> Result<(), Failure> {
+        match self.d_lse {
+            None => Ok(()),
+            Some(_) => Err(Failure::input("the file has `d_lse`, allowed: d_o alone; leave it out")),
+        }
+    }
+
+    /// The call that the file and the flags describe together.
+    pub fn call(&'a self, args: &RunArgs) -> Result<Attention<'a>, Failure> {
         let mut call = attention(self.q, self.k, self.v).exp(args.exp).precision(args.precision);
         if let Some(lengths) = self.prefix_lengths {
             call = call.prefix(lengths); // causal after the prefix, with or without the flag
@@ -265,7 +276,7 @@ impl<'a> Given<'a> {
                 format_args!("`q` has {batch} sequences of {heads} heads, allowed: {MAX_HEADS} heads in all; split it");
             return Err(Failure::input(text));
         }
-        Ok((problem, call.inputs()?))
+        Ok(call)
     }
 
     fn shapes(&self, tensors: &Tensors) -> Vec<Shape> {
@@ -278,8 +289,27 @@ impl<'a> Given<'a> {
     }
 }
 
+/// A tensor of the file that there must be.
+pub(crate) fn needed<'a>(tensors: &'a Tensors, args: &RunArgs, name: &'static str) -> Result<&'a Tensor, Failure> {
+    float(tensors, name)?.ok_or_else(|| {
+        let has = tensors.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        let needed = match args.op {
+            Op::Attention | Op::Lighthouse => "q, k and v",
+            Op::Parallax => "q, r, k and v",
+            Op::GatedDelta => "q, k, v, g and beta",
+        };
+        let file = args.input.display();
+        Failure::input(format_args!("{file} has no tensor `{name}`, it has: {has}; {needed} are needed"))
+    })
+}
+
+/// A tensor of floats, if it is there.
+pub(crate) fn float<'a>(tensors: &'a Tensors, name: &str) -> Result<Option<&'a Tensor>, Failure> {
+    get(tensors, name, "f32, f16, bf16", DType::is_float)
+}
+
 /// A tensor of the file, if it is there, of an allowed type.
-fn get<'a>(
+pub(crate) fn get<'a>(
     tensors: &'a Tensors,
     name: &str,
     allowed: &str,

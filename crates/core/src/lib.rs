@@ -26,6 +26,7 @@ pub mod problem;
 pub mod random;
 pub mod skip;
 mod skip_clusters;
+mod skip_text;
 pub mod tensor;
 mod walk;
 

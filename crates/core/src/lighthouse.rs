@@ -10,11 +10,12 @@
 //! **The selection sees the future**: which nodes are picked depends on norms of later tokens of the tile. Given the
 //! selection, the layer is causal. It replaces attention in the first part of a training, not in generation.
 
+use crate::compare::{Rule, Verdict};
 use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
 use crate::inputs::{dtype_is, last_stride, shape_is};
 use crate::parallax::Arithmetic;
-use crate::tensor::TensorView;
+use crate::tensor::{Tensor, TensorView};
 
 /// A validated problem over `[batch, len, heads, dim]`.
 ///
@@ -285,6 +286,59 @@ pub fn oracle(
         x.iter_mut().for_each(|x| *x = a.operand(*x));
         x
     })
+}
+
+/// Judges o and, where they are given with d_o, the gradients of q, k and v, by the tolerance rule: each sequence and
+/// head with the nodes that were picked for it. The verdict of a tensor is that of its worst head.
+///
+/// Panics if the tensors do not have the shapes of the problem.
+pub fn check(
+    light: &Lighthouse,
+    entries: &[Vec<Entry>],
+    [q, k, v]: [&Tensor; 3],
+    o: &Tensor,
+    gradients: Option<(&Tensor, [&Tensor; 3])>,
+) -> Vec<(String, Verdict)> {
+    let head = |t: &Tensor, batch: usize, head: usize| -> Vec<f64> {
+        let (view, shape) = (t.view(), t.shape());
+        let places = (0..shape[1]).flat_map(|i| (0..shape[3]).map(move |c| [batch, i, head, c]));
+        places.map(|at| view.get(&at)).collect()
+    };
+    let rule = Rule { dtype: light.dtype, softcap: false, gradient: false, terms: None };
+    let mut all: Vec<(String, Verdict)> = Vec::new();
+    let mut enter = |name: &str, verdict: Verdict| {
+        let share = |v: &Verdict| if v.ok() { v.worst / v.allowed } else { f64::INFINITY };
+        match all.iter_mut().find(|(known, _)| known == name) {
+            None => all.push((name.to_string(), verdict)),
+            Some((_, worst)) if share(worst) >= share(&verdict) => {}
+            Some((_, worst)) => *worst = verdict,
+        }
+    };
+    let group = light.heads / light.kv_heads;
+    for (b, key_head) in (0..light.batch).flat_map(|b| (0..light.kv_heads).map(move |h| (b, h))) {
+        // Of d_k and d_v, exact and honest: sums over the heads of the group.
+        let mut sums = [const { Vec::new() }; 4];
+        for h in key_head * group..(key_head + 1) * group {
+            let own = [head(q, b, h), head(k, b, key_head), head(v, b, key_head)];
+            let given = gradients.map(|(d_o, _)| head(d_o, b, h));
+            let entries = &entries[b * light.heads + h];
+            let run = |rounded| oracle(light, entries, own.each_ref().map(Vec::as_slice), given.as_deref(), rounded);
+            let (want, plain) = (run(None), run(Some(light.dtype)));
+            enter("o", rule.judge(&head(o, b, h), &want[0], &plain[0]));
+            if let Some((_, [d_q, ..])) = gradients {
+                enter("d_q", rule.judge(&head(d_q, b, h), &want[1], &plain[1]));
+            }
+            for (sum, from) in sums.iter_mut().zip([&want[2], &plain[2], &want[3], &plain[3]]) {
+                sum.resize(from.len(), 0.0);
+                sum.iter_mut().zip(from).for_each(|(s, x)| *s += x);
+            }
+        }
+        if let Some((_, [_, d_k, d_v])) = gradients {
+            enter("d_k", rule.judge(&head(d_k, b, key_head), &sums[0], &sums[1]));
+            enter("d_v", rule.judge(&head(d_v, b, key_head), &sums[2], &sums[3]));
+        }
+    }
+    all
 }
 
 #[cfg(test)]

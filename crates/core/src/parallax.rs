@@ -14,6 +14,7 @@ use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
 use crate::exp::Exp;
 use crate::inputs::{Bound, Forward, Inputs, Outputs, Sequence};
+use crate::precision::Precision;
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, Tensor, TensorError, TensorView, TensorViewMut};
 use crate::walk::visible;
@@ -50,6 +51,9 @@ impl Parallax {
         }
         if matches!(problem.exp(), Exp::Sas { .. }) {
             return refuse("exp sas", "use auto");
+        }
+        if problem.precision() != Precision::Native {
+            return refuse("quantised products", "use precision native");
         }
         let probe = problem.with_scale(1.0);
         Ok(Parallax { problem, probe })

@@ -16,10 +16,13 @@ use crate::exp::Exp;
 use crate::expr::{Expr, head, k, k_len, q, q_len};
 use crate::inputs::{Bound, Inputs, Sequence};
 use crate::mask::Mask;
+use crate::precision::Precision;
 use crate::problem::{Problem, ProblemBuilder, Side};
 use crate::skip_clusters::Clusters;
 use std::ops::Range;
 use std::sync::Arc;
+
+pub use crate::skip_text::SkipTextError;
 
 /// What a head looks at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -106,6 +109,9 @@ impl SkipProblem {
         }
         if base.has_sinks() || matches!(base.exp(), Exp::Sas { .. }) {
             return refuse("sink logits and exp sas", "leave them out");
+        }
+        if base.precision() != Precision::Native {
+            return refuse("quantised products", "use precision native");
         }
         let number =
             |arg, got, allowed: &str, hint| Err(ProblemError::Number { arg, got, allowed: allowed.into(), hint });

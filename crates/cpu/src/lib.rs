@@ -24,6 +24,7 @@ mod simd;
 mod skip;
 mod tiles;
 mod unit;
+mod window;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
 pub use lighthouse::{

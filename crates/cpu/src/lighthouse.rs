@@ -168,6 +168,13 @@ pub fn lighthouse_backward(
     options: &Options,
 ) -> Result<LighthouseGradients, LighthouseError> {
     fulgurite_core::inputs::check_like("d_o", d_o, &light.o_shape(), light.element())?;
+    fulgurite_core::inputs::check_like("o", &saved.o.view(), &light.o_shape(), light.element())?;
+    let own = [saved.problem.max_q_len(), saved.problem.head_dim(), saved.problem.value_dim()];
+    let want = [light.picked(), light.dims()[0], light.dims()[1]];
+    if own != want {
+        // What another description picked cannot be scattered by this one.
+        return Err(InputError::Shape { arg: "picked".into(), got: own.to_vec(), want: want.to_vec() }.into());
+    }
     let [batch, len, heads, kv_heads] = light.sizes();
     let ([dim, value_dim], picked, group) = (light.dims(), light.picked(), heads / kv_heads);
     let dense = d_o.to_tensor();

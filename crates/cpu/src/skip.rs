@@ -8,9 +8,10 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, SoftmaxArgs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::unit::{Keys, Products, Scratch, Vectors};
-use crate::{Options, pool};
+use crate::{Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
 use fulgurite_core::{BlockMask, Outputs};
+use std::cell::LazyCell;
 use std::sync::Mutex;
 
 /// What a call kept.
@@ -26,18 +27,18 @@ pub struct SkipOutcome {
 
 /// What one row of tiles kept.
 #[derive(Default, Clone)]
-struct Found {
-    kept: Vec<i32>,
-    counts: TileCounts,
+pub(crate) struct Found {
+    pub kept: Vec<i32>,
+    pub counts: TileCounts,
     /// lambda times the keys that were dropped.
     dropped: f64,
 }
 
 /// Tiles of rows of one sequence and query head.
-struct Item {
-    sequence: usize,
-    head: usize,
-    tiles: std::ops::Range<usize>,
+pub(crate) struct Item {
+    pub sequence: usize,
+    pub head: usize,
+    pub tiles: std::ops::Range<usize>,
 }
 
 /// Forward of block-skip attention: fills `outputs`, which must fit the base problem ([`Outputs::check`]).
@@ -65,6 +66,8 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
     let mut items = Vec::new();
     for sequence in 0..bound.sequences().len() {
         for head in 0..heads {
+            let window = matches!(skip.problem().skip().class(head), HeadClass::Window { .. });
+            let share = if window { share.min(window::ITEM_ROWS.div_ceil(rows)) } else { share };
             // Long rows first, so that no long item is left to the end.
             let starts: Vec<usize> = (0..tiles).step_by(share).collect();
             items.extend(starts.into_iter().rev().map(|t| Item { sequence, head, tiles: t..(t + share).min(tiles) }));
@@ -74,13 +77,18 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
         vec![Found::default(); bound.sequences().len() * heads * tiles].into_iter().map(Mutex::new).collect();
     pool::run(threads, items.len(), &|i| {
         let item = &items[i];
+        let keep = |tile: usize, found: Found| {
+            let at = (item.sequence * heads + item.head) * tiles + tile;
+            *all[at].lock().unwrap_or_else(|e| e.into_inner()) = found;
+        };
+        if let Some(spans) = window::spans(&cx, skip, item) {
+            window::walk(&cx, skip, item, &spans, &out, &keep);
+            return cx.kernels.fence();
+        }
         let window = matches!(skip.problem().skip().class(item.head), HeadClass::Window { .. });
         // A window is too narrow to pay for packing its keys.
         let cx = if window { &Context { unit: &Vectors, ..cx } } else { &cx };
-        walk(cx, skip, item, &out, &|tile, found| {
-            let at = (item.sequence * heads + item.head) * tiles + tile;
-            *all[at].lock().unwrap_or_else(|e| e.into_inner()) = found;
-        });
+        walk(cx, skip, item, &out, &keep);
         cx.kernels.fence();
     });
     let all: Vec<Found> = all.into_iter().map(|f| f.into_inner().unwrap_or_else(|e| e.into_inner())).collect();
@@ -97,96 +105,119 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
     SkipOutcome { counts, kept, error_bound: 2.0 * dropped * largest }
 }
 
-/// A block of keys and values, packed when the first tile asks.
-enum Block<'w> {
-    Room(&'w mut [f32], &'w mut [f32]),
-    /// And whether all keys are finite.
-    Packed([KeyRows<'w>; 2], bool),
+/// A tile of rows on its way over the keys.
+struct Rows<'w> {
+    number: usize,
+    /// Tiles of keys that levels 1 and 2 left, ascending.
+    admitted: Vec<usize>,
+    lambda: f64,
+    /// The logarithm of lambda in units of scores, where the kernel drops.
+    limit: Option<f32>,
+    walkers: Vec<Walker<'w>>,
+    found: Found,
 }
 
+/// Takes the tiles of an item over the keys together: each block of keys is packed once for all of them, and stays in the
+/// cache while they look at it. Every tile meets its keys in the order of the problem.
 fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done: &dyn Fn(usize, Found)) {
     let sequence = &cx.bound.sequences()[item.sequence];
     let (room, block, lanes) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let [rows, cols] = skip.problem().skip().tile;
-    let blocks = sequence.k_len.div_ceil(block);
     let subs = rows.div_ceil(lanes);
     let scratch = Arena::room(lanes * cx.d_pad) + lanes * cx.d_pad.max(cx.dv_pad);
-    let sizes = [blocks * block * room.key, blocks * room.values, scratch, room.values, room.weights];
-    let per_row = [block * lanes, room.queries, cx.dv_pad * lanes];
-    let all = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>()
-        + subs * per_row.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    let sizes = [block * room.key, room.values, scratch, room.values, room.weights];
+    let per_row = [room.queries, cx.dv_pad * lanes];
+    let of = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    let all = of(&sizes) + subs * Arena::room(block * lanes) + item.tiles.len() * subs * of(&per_row);
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k, v, rows, values, weights] = sizes.map(|n| arena.take(n));
+        let [k_buffer, v_buffer, rows, values, weights] = sizes.map(|n| arena.take(n));
         let mut scratch = Scratch::new(values, weights);
-        let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
-        let mut packed: Vec<Block<'_>> = parts.map(|(k, v)| Block::Room(k, v)).collect();
-        let mut space: Vec<[&mut [f32]; 3]> = (0..subs).map(|_| per_row.map(|n| arena.take(n))).collect();
-        let _held = cx.unit.hold();
-        for tile in item.tiles.clone() {
-            let own = skip.rows(sequence, tile);
+        let mut scored: Vec<&mut [f32]> = (0..subs).map(|_| arena.take(block * lanes)).collect();
+        let mut tiles: Vec<Rows<'_>> = Vec::with_capacity(item.tiles.len());
+        for number in item.tiles.clone() {
+            let own = skip.rows(sequence, number);
             let mut found = Found::default();
-            let admitted = skip.admitted(sequence, item.head, tile, &mut found.counts);
-            let mut walkers: Vec<Walker<'_>> = own
-                .clone()
-                .step_by(lanes)
-                .zip(&mut space)
-                .map(|(first, [s, q, o])| {
-                    let tile =
-                        Tile { sequence: item.sequence, head: item.head, first, rows: lanes.min(own.end - first) };
-                    Walker::new(cx, skip, tile, [s, q, o], rows)
-                })
-                .collect();
-            let lambda = skip.lambda(sequence, item.head, own.clone());
-            let limit = lambda.map(|lambda| (lambda.ln() / f64::from(cx.score_scale())) as f32);
-            let ahead = &mut Ahead::default();
-            for t in skip.order(&admitted) {
-                let keys = t * cols..((t + 1) * cols).min(sequence.k_len);
-                let number = keys.start / block;
-                if let Block::Room(..) = &packed[number] {
-                    let range = number * block..((number + 1) * block).min(sequence.k_len);
-                    let group = cx.problem.group();
-                    let keys = Keys { sequence, head: item.head / group, range };
-                    let Block::Room(k, v) = std::mem::replace(&mut packed[number], Block::Room(&mut [], &mut []))
-                    else {
-                        continue;
-                    };
-                    let finite = limit.is_none() || all_finite(cx, &keys, rows);
-                    packed[number] = Block::Packed([cx.unit.keys(cx, &keys, k), cx.unit.values(cx, &keys, v)], finite);
-                }
-                let Block::Packed([k, v], finite) = &packed[number] else { continue };
-                let piece = Piece { keys: keys.clone(), masked: true };
-                let origin = number * block;
-                let mut seen = false;
-                for walker in &mut walkers {
-                    seen |= walker.look(cx, &piece, origin);
-                }
-                if !seen {
-                    continue;
-                }
-                if let Some(limit) = limit {
-                    // Every walker looks, so that none decides alone.
-                    let mut drop = *finite;
-                    for walker in &mut walkers {
-                        drop &= walker.below(cx, *k, origin, limit, ahead);
-                    }
-                    if drop {
-                        found.dropped += lambda.unwrap_or(0.0) * keys.len() as f64;
-                        continue;
-                    }
-                }
-                walkers.iter_mut().for_each(|w| w.fold(cx, [*k, *v], origin, limit.is_some(), &mut scratch, ahead));
-                found.kept.push(t as i32);
+            let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
+            let mut walkers = Vec::with_capacity(subs);
+            for first in own.clone().step_by(lanes) {
+                let tile = Tile { sequence: item.sequence, head: item.head, first, rows: lanes.min(own.end - first) };
+                walkers.push(Walker::new(cx, skip, tile, per_row.map(|n| arena.take(n)), rows));
             }
-            let scale = cx.score_scale();
-            for walker in &mut walkers {
+            let lambda = skip.lambda(sequence, item.head, own);
+            let limit = lambda.map(|lambda| (lambda.ln() / f64::from(cx.score_scale())) as f32);
+            tiles.push(Rows { number, admitted, lambda: lambda.unwrap_or(0.0), limit, walkers, found });
+        }
+        let seen: Vec<usize> = {
+            let mut all: Vec<usize> = tiles.iter().flat_map(|t| t.admitted.iter().copied()).collect();
+            all.sort_unstable();
+            all.dedup();
+            all
+        };
+        let looks = tiles.iter().any(|t| t.limit.is_some());
+        let ahead = &mut [Ahead::default(); 2];
+        let visits = skip.order(&seen);
+        let _held = cx.unit.hold();
+        let mut groups = visits.chunk_by(|a, b| a * cols / block == b * cols / block).peekable();
+        while let Some(group) = groups.next() {
+            let number = group[0] * cols / block;
+            let range = number * block..((number + 1) * block).min(sequence.k_len);
+            let keys = Keys { sequence, head: item.head / cx.problem.group(), range };
+            if let Some(next) = groups.peek() {
+                ask(cx, &keys, next[0] * cols / block * block, ahead);
+            }
+            let finite = !looks || all_finite(cx, &keys, rows);
+            let k = cx.unit.keys(cx, &keys, &mut *k_buffer);
+            let v = LazyCell::new(|| cx.unit.values(cx, &keys, &mut *v_buffer));
+            for &t in group {
+                let own = t * cols..((t + 1) * cols).min(sequence.k_len);
+                let piece = Piece { keys: own.clone(), masked: true };
+                for tile in tiles.iter_mut().filter(|tile| tile.admitted.binary_search(&t).is_ok()) {
+                    let mut seen = false;
+                    for walker in &mut tile.walkers {
+                        seen |= walker.look(cx, &piece, number * block);
+                    }
+                    if !seen {
+                        continue;
+                    }
+                    if let Some(limit) = tile.limit {
+                        // Every walker looks, so that none decides alone.
+                        let mut drop = finite;
+                        for (walker, s) in tile.walkers.iter_mut().zip(&mut scored) {
+                            drop &= walker.below(cx, k, number * block, limit, s, &mut ahead[0]);
+                        }
+                        if drop {
+                            tile.found.dropped += tile.lambda * own.len() as f64;
+                            continue;
+                        }
+                    }
+                    let looked = tile.limit.is_some();
+                    for (walker, s) in tile.walkers.iter_mut().zip(&mut scored) {
+                        walker.fold(cx, [k, *v], number * block, looked, s, &mut scratch, ahead);
+                    }
+                    tile.found.kept.push(t as i32);
+                }
+            }
+        }
+        let scale = cx.score_scale();
+        for mut tile in tiles {
+            for walker in &mut tile.walkers {
                 walker.row.m.iter_mut().for_each(|m| *m *= scale);
                 finish(cx, &mut walker.row, rows, out);
             }
-            found.kept.sort_unstable();
-            done(tile, found);
+            tile.found.kept.sort_unstable();
+            done(tile.number, tile.found);
         }
     });
+}
+
+/// Asks for the block of keys and values that begins at `start`, which will be read next.
+fn ask(cx: &Context<'_>, keys: &Keys<'_>, start: usize, ahead: &mut [Ahead; 2]) {
+    let rows = cx.unit.block(cx).min(keys.sequence.k_len - start);
+    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
+        let at = cx.key_rows(view.strides(), keys.sequence);
+        ahead.push_rows(&view.data(), at.at(start, keys.head), at.row, n, rows);
+    }
 }
 
 /// Whether a block of keys holds nothing but numbers; `row` is scratch. A NaN score is no maximum: a tile of them would
@@ -204,7 +235,6 @@ struct Walker<'w> {
     parts: Vec<Lanes>,
     /// What it sees of the current tile of keys, by part.
     steps: Vec<Option<Step>>,
-    s: &'w mut [f32],
     /// The true maximum of each lane so far; that of the row is what its sums are relative to.
     top: [f32; MAX_LANES],
     /// Whether the current scores exceed the row's reference by little, and no sum has to be rescaled.
@@ -217,13 +247,7 @@ struct Walker<'w> {
 const NEAR: f32 = 5.0;
 
 impl<'w> Walker<'w> {
-    fn new(
-        cx: &Context<'_>,
-        skip: &SkipBound<'_>,
-        tile: Tile,
-        [s, q, o]: [&'w mut [f32]; 3],
-        rows: &mut [f32],
-    ) -> Self {
+    fn new(cx: &Context<'_>, skip: &SkipBound<'_>, tile: Tile, [q, o]: [&'w mut [f32]; 2], rows: &mut [f32]) -> Self {
         let sequence = &cx.bound.sequences()[tile.sequence];
         let class = skip.problem().skip().class(tile.head);
         let part = |i: usize| cx.lanes_within(&tile, |q| class.keys(q, sequence.q_len, sequence.k_len)[i].clone());
@@ -234,14 +258,16 @@ impl<'w> Walker<'w> {
         let view = cx.bound.q();
         let at = cx.query_rows(view.strides(), sequence);
         let mut finite = true;
-        for i in tile.first..tile.first + tile.rows {
+        // Asked only where tiles may be dropped.
+        let rows_of = if skip.problem().skip().lambda.is_some() { tile.first..tile.first + tile.rows } else { 0..0 };
+        for i in rows_of {
             finite &= cx.kernels.widen(&view.data(), at.at(i, tile.head), &mut rows[..cx.d]);
         }
         cx.unit.queries(cx, &tile, stride, rows, q);
         let o = &mut o[..cx.dv_pad * stride];
         o.fill(0.0);
         let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-        Walker { row, parts, steps: Vec::new(), s, top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
+        Walker { row, parts, steps: Vec::new(), top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
     }
 
     /// Finds what it sees of a tile of keys; false if nothing.
@@ -256,13 +282,21 @@ impl<'w> Walker<'w> {
     }
 
     /// Computes the scores and says whether all of them are below the running maximum by more than `limit`.
-    fn below(&mut self, cx: &Context<'_>, k: KeyRows<'_>, origin: usize, limit: f32, ahead: &mut Ahead) -> bool {
+    fn below(
+        &mut self,
+        cx: &Context<'_>,
+        k: KeyRows<'_>,
+        origin: usize,
+        limit: f32,
+        s: &mut [f32],
+        ahead: &mut Ahead,
+    ) -> bool {
         let mut top = [f32::NEG_INFINITY; MAX_LANES];
         for step in self.steps.iter().flatten() {
-            scores(cx, &self.row, step, origin, k, self.s, ahead);
+            scores(cx, &self.row, step, origin, k, s, ahead);
             let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
             cx.kernels.softmax(&mut SoftmaxArgs {
-                s: self.s,
+                s,
                 stride: self.row.lanes.stride,
                 ranges: step.ranges,
                 inner: step.inner,
@@ -288,15 +322,17 @@ impl<'w> Walker<'w> {
         low
     }
 
-    /// Folds the tile into the running summary. `scored`: the scores of a single part are there already.
+    /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.
+    #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
     fn fold(
         &mut self,
         cx: &Context<'_>,
         [k, v]: [KeyRows<'_>; 2],
         origin: usize,
         scored: bool,
+        s: &mut [f32],
         scratch: &mut Scratch<'_>,
-        ahead: &mut Ahead,
+        ahead: &mut [Ahead; 2],
     ) {
         // Rows whose reference is near need no maximum.
         let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
@@ -304,15 +340,15 @@ impl<'w> Walker<'w> {
         let stride = self.row.lanes.stride;
         for step in std::mem::take(&mut self.steps).into_iter().flatten() {
             if !(scored && alone) {
-                scores(cx, &self.row, &step, origin, k, self.s, ahead);
+                scores(cx, &self.row, &step, origin, k, s, &mut ahead[0]);
             }
             let mut alpha = [1.0; MAX_LANES];
-            let stats = softmax(cx, &mut self.row, &step, self.s, [k, v], scratch, &mut alpha, policy);
+            let stats = softmax(cx, &mut self.row, &step, s, [k, v], scratch, &mut alpha, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }
-            let products = Products { step: &step, stride, ahead };
-            cx.unit.output(cx, products, v, self.s, self.row.o, scratch);
+            let products = Products { step: &step, stride, ahead: &mut ahead[1] };
+            cx.unit.output(cx, products, v, s, self.row.o, scratch);
         }
     }
 }

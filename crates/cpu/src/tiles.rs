@@ -36,6 +36,8 @@ pub(crate) struct Context<'a> {
     pub exp: ExpKind,
     /// What weights are rounded to before they meet V.
     pub rounding: Option<GroupFormat>,
+    /// Keys in a block where it is not the unit's usual number: a multiple of 64.
+    pub block: Option<usize>,
 }
 
 impl<'a> Context<'a> {
@@ -72,6 +74,7 @@ impl<'a> Context<'a> {
             pack: if own_blocks { 1 } else { problem.group() },
             exp,
             rounding: None,
+            block: None,
         }
     }
 

@@ -120,11 +120,11 @@ impl Unit for Vectors {
     fn hold(&self) -> Option<Hold> {
         None
     }
-    fn block(&self, _: &Context<'_>) -> usize {
-        Self::BLOCK
+    fn block(&self, cx: &Context<'_>) -> usize {
+        cx.block.unwrap_or(Self::BLOCK)
     }
     fn room(&self, cx: &Context<'_>) -> Room {
-        let values = Self::BLOCK * cx.dv_pad;
+        let values = self.block(cx) * cx.dv_pad;
         Room { queries: cx.kernels.tile * cx.d_pad, key: cx.d_pad, values, weights: 0 }
     }
     fn score_scale(&self, _: &Context<'_>) -> f32 {
@@ -199,8 +199,8 @@ impl Unit for MatrixKernels {
     }
     /// Tiles load from the second-level cache as fast as from the first, and a long block loads and stores O less often:
     /// 8 to 18 % over 64 keys in bf16, lab 002.
-    fn block(&self, _: &Context<'_>) -> usize {
-        128
+    fn block(&self, cx: &Context<'_>) -> usize {
+        cx.block.unwrap_or(128)
     }
     fn room(&self, cx: &Context<'_>) -> Room {
         let Sizes { parts, weight_parts, block, d, dv } = Sizes::new(self, cx);

@@ -1,111 +1,19 @@
 //! The gated delta rule against its oracle: both forms, every instruction set, forward and backward.
 
-use fulgurite_core::gated_delta::{
-    DeltaForward, DeltaGradients, DeltaInputs, DeltaSaved, GatedDelta, QkNorm, check_backward, check_forward,
-};
+use fulgurite_core::cases::around::{DeltaCase, DeltaSizes};
+use fulgurite_core::gated_delta::{DeltaForward, DeltaGradients, GatedDelta, QkNorm, check_backward, check_forward};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};
 use fulgurite_cpu::{DeltaCounters, DeltaForm, DeltaSegments, Isa, Options, gated_delta_backward, gated_delta_forward};
 
-/// Tensors of one problem, with gates and keys as the rule is used: keys of length 1, steps below 1.
-struct Case {
-    problem: GatedDelta,
-    tensors: Vec<Tensor>,
-    offsets: Option<Tensor>,
+/// What a test does with a case.
+trait Runs {
+    fn forward(&self, form: DeltaForm, how: DeltaSegments, options: &Options) -> (DeltaForward, DeltaCounters);
+    fn backward(&self, options: &Options) -> DeltaGradients;
+    fn failures(&self, name: &str, options: &Options) -> Vec<String>;
 }
 
-struct Sizes {
-    lengths: Vec<usize>,
-    packed: bool,
-    heads: [usize; 2],
-    dims: [usize; 2],
-    decay: f64,
-    norm: QkNorm,
-    initial: bool,
-}
-
-impl Case {
-    fn new(rng: &mut Rng, dtype: DType, sizes: &Sizes) -> Case {
-        let Sizes { lengths, packed, heads: [h, hv], dims: [kd, vd], decay, norm, initial } = sizes;
-        let mut offsets = vec![0i32];
-        lengths.iter().for_each(|n| offsets.push(offsets[offsets.len() - 1] + *n as i32));
-        let mut builder = GatedDelta::builder().heads(*h, *hv).head_dims(*kd, *vd).dtype(dtype).qk_norm(*norm);
-        builder = if *packed { builder.packed(&offsets) } else { builder.dense(lengths.len(), lengths[0]) };
-        if *initial {
-            builder = builder.initial_state();
-        }
-        let problem = builder.build().unwrap();
-        let mut random = |shape: &[usize], dtype, map: &dyn Fn(usize, f64) -> f64| {
-            let n = shape.iter().product();
-            let values: Vec<f64> = rng.normals(n, 1.0).into_iter().enumerate().map(|(i, x)| map(i, x)).collect();
-            Tensor::from_f64(dtype, &values, shape).unwrap()
-        };
-        let same = |_: usize, x: f64| x;
-        let softplus = |x: f64| (1.0 + x.exp()).ln();
-        // Decays as published tests draw them: from no decay in the first head to the strongest in the last.
-        let gate = |i: usize, x: f64| -decay * (i % hv) as f64 / (*hv as f64) * softplus(0.5 * x + 1.0);
-        let (q, v, gates) = (problem.q_shape(), problem.v_shape(), problem.gate_shape());
-        let state = problem.state_shape();
-        // Keys longer than 1 make the rule overshoot, and states grow without bound.
-        let unit = |rows: Tensor| {
-            let mut values = rows.view().to_f64();
-            for row in values.chunks_exact_mut(*kd).filter(|_| *norm == QkNorm::Given) {
-                let length = row.iter().map(|x| x * x).sum::<f64>().sqrt();
-                row.iter_mut().for_each(|x| *x /= length);
-            }
-            Tensor::from_f64(dtype, &values, rows.shape()).unwrap()
-        };
-        let tensors = vec![
-            unit(random(&q, DType::F32, &same)),
-            unit(random(&q, DType::F32, &same)),
-            random(&v, dtype, &same),
-            random(&gates, DType::F32, &gate),
-            random(&gates, DType::F32, &|_, x| 1.0 / (1.0 + (-x).exp())),
-            random(&state, DType::F32, &same),
-            random(&v, dtype, &same),
-            random(&state, DType::F32, &|_, x| x / 8.0),
-        ];
-        let offsets = packed.then(|| Tensor::new(offsets.clone(), &[offsets.len()]).unwrap());
-        Case { problem, tensors, offsets }
-    }
-
-    fn random(seed: u64, dtype: DType) -> Case {
-        let mut rng = Rng::new(seed);
-        let heads = rng.range(1..4);
-        let dims = [5, 8, 16, 20, 33, 48, 64];
-        let packed = rng.chance(0.5);
-        let lengths = [0, 1, 2, 17, 63, 64, 65, 100, 128, 200];
-        let count = rng.range(1..4);
-        let one = rng.pick(&lengths);
-        let lengths = (0..count).map(|_| if packed { rng.pick(&lengths) } else { one }).collect();
-        let sizes = Sizes {
-            lengths,
-            packed,
-            heads: [heads, heads * rng.range(1..4)],
-            dims: [rng.pick(&dims), rng.pick(&[1, 3, 8, 33, 64])],
-            decay: rng.pick(&[0.0, 0.1, 1.0, 16.0]),
-            norm: rng.pick(&[QkNorm::Given, QkNorm::Inside]),
-            initial: rng.chance(0.5),
-        };
-        Case::new(&mut rng, dtype, &sizes)
-    }
-
-    fn inputs(&self) -> DeltaInputs<'_> {
-        let view = |i: usize| self.tensors[i].view();
-        let mut inputs = DeltaInputs::new(view(0), view(1), view(2), view(3), view(4));
-        if self.problem.has_initial_state() {
-            inputs = inputs.initial_state(view(5));
-        }
-        if let Some(offsets) = &self.offsets {
-            inputs = inputs.cu_seqlens(offsets.view());
-        }
-        inputs
-    }
-
-    fn saved(&self) -> DeltaSaved<'_> {
-        DeltaSaved { d_o: self.tensors[6].view(), d_final_state: Some(self.tensors[7].view()) }
-    }
-
+impl Runs for DeltaCase {
     fn forward(&self, form: DeltaForm, how: DeltaSegments, options: &Options) -> (DeltaForward, DeltaCounters) {
         let mut out = DeltaForward::zeros(&self.problem).unwrap();
         out.o.view_mut().fill(f64::NAN);
@@ -148,7 +56,7 @@ fn long() -> bool {
 fn random_problems_agree_with_the_oracle() {
     let mut failed = Vec::new();
     for seed in 0..if long() { 1000 } else { 200 } {
-        let case = Case::random(seed, DType::FLOATS[seed as usize % 3]);
+        let case = DeltaCase::random(seed, DType::FLOATS[seed as usize % 3]);
         let isa = Isa::available()[(seed / 3) as usize % Isa::available().len()];
         let options = Options { isa: Some(isa), ..Options::default() };
         failed.extend(case.failures(&format!("{seed} {:?}", case.problem), &options));
@@ -156,8 +64,8 @@ fn random_problems_agree_with_the_oracle() {
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
 }
 
-fn one_head(len: usize, decay: f64, dtype: DType) -> Case {
-    let sizes = Sizes {
+fn one_head(len: usize, decay: f64, dtype: DType) -> DeltaCase {
+    let sizes = DeltaSizes {
         lengths: vec![len],
         packed: false,
         heads: [1, 2],
@@ -166,7 +74,7 @@ fn one_head(len: usize, decay: f64, dtype: DType) -> Case {
         norm: QkNorm::Inside,
         initial: true,
     };
-    Case::new(&mut Rng::new(9), dtype, &sizes)
+    DeltaCase::new(&mut Rng::new(9), dtype, &sizes)
 }
 
 /// Relative distance in the Euclidean norm.
@@ -202,7 +110,7 @@ fn segments_agree_with_the_whole() {
 #[test]
 fn bits_do_not_depend_on_threads() {
     let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
-    for case in [one_head(2000, 1.0, DType::F32), one_head(1500, 0.0, DType::Bf16), Case::random(4, DType::F32)] {
+    for case in [one_head(2000, 1.0, DType::F32), one_head(1500, 0.0, DType::Bf16), DeltaCase::random(4, DType::F32)] {
         let run = |threads| {
             let options = Options { threads: Some(threads), ..Options::default() };
             let (out, _) = case.forward(DeltaForm::Chunked, DeltaSegments::Auto, &options);
@@ -219,10 +127,10 @@ fn bits_do_not_depend_on_threads() {
 fn two_halves_are_the_whole() {
     for form in [DeltaForm::Chunked, DeltaForm::Recurrent] {
         let (n, cut, d) = (150, 77, 16);
-        let case = Case::new(
+        let case = DeltaCase::new(
             &mut Rng::new(3),
             DType::F32,
-            &Sizes {
+            &DeltaSizes {
                 lengths: vec![n],
                 packed: false,
                 heads: [1, 1],
@@ -234,17 +142,15 @@ fn two_halves_are_the_whole() {
         );
         let (whole, _) = case.forward(form, DeltaSegments::Auto, &Options::default());
         let part = |from: usize, to: usize, state: &Tensor| {
-            let mut tensors: Vec<Tensor> = (0..5)
-                .map(|i| {
-                    let view = case.tensors[i].view();
-                    let (values, width) = (view.to_f64(), if i < 3 { d } else { 1 });
-                    let shape: &[usize] = if i < 3 { &[1, to - from, 1, d] } else { &[1, to - from, 1] };
-                    Tensor::from_f64(DType::F32, &values[from * width..to * width], shape).unwrap()
-                })
-                .collect();
-            tensors.push(state.clone());
+            let mut tensors = case.tensors.clone();
+            for (i, tensor) in tensors.iter_mut().enumerate().take(5) {
+                let (values, width) = (tensor.view().to_f64(), if i < 3 { d } else { 1 });
+                let shape: &[usize] = if i < 3 { &[1, to - from, 1, d] } else { &[1, to - from, 1] };
+                *tensor = Tensor::from_f64(DType::F32, &values[from * width..to * width], shape).unwrap();
+            }
+            tensors[5] = state.clone();
             let problem = GatedDelta::builder().dense(1, to - from).heads(1, 1).head_dim(d).initial_state().build();
-            Case { problem: problem.unwrap(), tensors, offsets: None }
+            DeltaCase { problem: problem.unwrap(), tensors, offsets: None }
                 .forward(form, DeltaSegments::Auto, &Options::default())
                 .0
         };

@@ -49,8 +49,8 @@ pub struct Attention<'a> {
     inputs: Result<Inputs<'a>, Error>,
     builder: ProblemBuilder,
     bias: Option<(TensorView<'a>, bool)>,
-    choice: Choice,
-    settings: Settings,
+    pub(crate) choice: Choice,
+    pub(crate) settings: Settings,
 }
 
 impl<'a> Attention<'a> {
@@ -237,6 +237,11 @@ impl<'a> Attention<'a> {
     /// # Ok::<(), fulgurite::Error>(())
     /// ```
     pub fn problem(&self) -> Result<Problem, Error> {
+        Ok(self.description()?.build()?)
+    }
+
+    /// The description that the shapes complete, to be built or to be changed further.
+    pub fn description(&self) -> Result<ProblemBuilder, Error> {
         let inputs = self.inputs.as_ref().map_err(Clone::clone)?;
         let packed = inputs.cu_seqlens_q.is_some();
         let rank = |arg: &'static str, view: &TensorView<'_>| {
@@ -266,13 +271,11 @@ impl<'a> Attention<'a> {
             };
             builder = builder.bias(shape, view.dtype(), *grad);
         }
-        let problem = builder
+        Ok(builder
             .heads(q[axes - 2], k[axes - 2])
             .head_dims(q[axes - 1], v[axes - 1])
             .dtype(inputs.q.dtype())
-            .used_lengths(inputs.used_q.is_some(), inputs.used_k.is_some())
-            .build()?;
-        Ok(problem)
+            .used_lengths(inputs.used_q.is_some(), inputs.used_k.is_some()))
     }
 
     /// The tensors that were given.
@@ -297,7 +300,7 @@ impl<'a> Attention<'a> {
     }
 }
 
-fn integers(view: &TensorView<'_>) -> Vec<i32> {
+pub(crate) fn integers(view: &TensorView<'_>) -> Vec<i32> {
     view.to_f64().into_iter().map(|x| x as i32).collect()
 }
 

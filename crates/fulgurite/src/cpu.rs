@@ -58,7 +58,8 @@ impl Cpu {
         self.threads
     }
 
-    fn options(&self) -> Options {
+    /// The same for the functions of `fulgurite_cpu`.
+    pub fn options(&self) -> Options {
         Options { isa: Some(self.isa), threads: Some(self.threads), rescale: self.rescale }
     }
 }

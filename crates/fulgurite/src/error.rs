@@ -61,3 +61,14 @@ pub enum Error {
         hint: &'static str,
     },
 }
+
+impl From<fulgurite_cpu::LighthouseError> for Error {
+    fn from(e: fulgurite_cpu::LighthouseError) -> Error {
+        use fulgurite_cpu::LighthouseError;
+        match e {
+            LighthouseError::Input(e) => e.into(),
+            LighthouseError::Problem(e) => e.into(),
+            LighthouseError::Tensor(e) => e.into(),
+        }
+    }
+}

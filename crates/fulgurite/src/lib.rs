@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod adder;
+pub mod around;
 mod attention;
 mod choice;
 mod cpu;

@@ -5,6 +5,7 @@ mod cell;
 pub use cell::{Cell, MaskKind, Pass, Worst};
 
 use crate::args::BenchArgs;
+use crate::around::bench as around;
 use crate::machine::{self, Machine};
 use crate::report::{html, svg};
 use crate::{Failure, io, json, progress, say};
@@ -32,6 +33,8 @@ pub struct Results {
     pub repeats: usize,
     /// The grid.
     pub cells: Vec<Cell>,
+    /// The systems around attention.
+    pub around: Vec<around::Row>,
 }
 
 struct Grid {
@@ -130,6 +133,7 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
         seed: args.seed,
         repeats: args.repeats,
         cells,
+        around: around::measure(args, &grid.dtypes)?,
     };
     let picture = svg::draw(&chart(&results));
     for (name, text) in [
@@ -144,14 +148,18 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
     } else {
         let out = args.out.display();
         say(&format!("{}\n{}\n{}\n", results.engine, results.machine.line(), table(&results)))?;
+        if !results.around.is_empty() {
+            say(&format!("{}\n", around::table(&results.around)))?;
+        }
         say(&format!("report: {out}/bench.html, {out}/bench.svg, {out}/bench.json"))?;
     }
     let wrong = results.cells.iter().filter(|cell| !cell.ok()).count();
+    let wrong = wrong + results.around.iter().filter(|row| !row.ok).count();
     match wrong {
         0 => Ok(()),
         n => Err(Failure::work(format_args!(
             "{n} of {} results are outside the tolerance; `fulgurite check` narrows it down",
-            results.cells.len()
+            results.cells.len() + results.around.len()
         ))),
     }
 }

@@ -17,6 +17,8 @@ th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left } .bad { color: #b4231
 /// The page.
 pub fn page(results: &Results, svg: &str) -> String {
     let wrong = results.cells.iter().filter(|cell| !cell.ok()).count();
+    let wrong = wrong + results.around.iter().filter(|row| !row.ok).count();
+    let all = results.cells.len() + results.around.len();
     html! {
         (DOCTYPE)
         html lang="en" {
@@ -32,7 +34,7 @@ pub fn page(results: &Results, svg: &str) -> String {
                     @if wrong == 0 {
                         "Every result below was compared with the f64 oracle and is within the tolerance rule."
                     } @else {
-                        span.bad { (wrong) " of " (results.cells.len()) " results are outside the tolerance rule." }
+                        span.bad { (wrong) " of " (all) " results are outside the tolerance rule." }
                     }
                 }
                 dl {
@@ -53,6 +55,21 @@ pub fn page(results: &Results, svg: &str) -> String {
                         th { "ms" } th { "GFLOP/s" } th { "error" } th { "allowed" }
                     } }
                     tbody { @for cell in &results.cells { (row(cell)) } }
+                }
+                @if !results.around.is_empty() {
+                    h2 { "Around attention: forward, in turn with causal attention of the same shape" }
+                    table {
+                        thead { tr {
+                            th { "system" } th { "dtype" } th { "sizes" } th { "ms" } th { "attention ms" } th { "faster by" }
+                            th { "error / allowed" }
+                        } }
+                        tbody { @for row in &results.around { tr {
+                            td { (row.system.name()) } td { (row.dtype) } td { (row.what) }
+                            td { (format!("{:.2}", row.seconds * 1e3)) } td { (format!("{:.2}", row.attention_seconds * 1e3)) }
+                            td { (format!("{:.2}", row.attention_seconds / row.seconds)) }
+                            td class=[(!row.ok).then_some("bad")] { (format!("{:.2}", row.worst_share)) }
+                        } } }
+                    }
                 }
                 h2 { "How to read it" }
                 p {

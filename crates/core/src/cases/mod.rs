@@ -3,6 +3,7 @@
 //! A [`Case`] owns a problem and all tensors of a forward and a backward call. [`cases`] is the table;
 //! [`random`] draws mixtures without end for long runs. Both are the same on every machine.
 
+pub mod around;
 mod recipe;
 mod table;
 

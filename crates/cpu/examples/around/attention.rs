@@ -28,14 +28,26 @@ fn options(threads: usize) -> Options {
     Options { threads: Some(threads), ..Options::default() }
 }
 
-pub fn skip(threads: usize) -> Vec<Line> {
-    let mut lines = Vec::new();
-    let (n, h, d) = (8192, 8, 64);
-    for dtype in [DType::F32, DType::Bf16] {
-        let builder = || -> ProblemBuilder {
-            Problem::builder().dense(1, n, n).heads(h, h).head_dim(d).dtype(dtype).mask(Mask::causal())
-        };
-        let dense = builder().build().expect("a problem");
+/// The tensors of block skipping, 8192 keys, 8 heads of 64.
+struct Long {
+    dense: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: Vec<usize>,
+}
+
+const LONG: [usize; 3] = [8192, 8, 64];
+
+fn builder(dtype: DType) -> ProblemBuilder {
+    let [n, h, d] = LONG;
+    Problem::builder().dense(1, n, n).heads(h, h).head_dim(d).dtype(dtype).mask(Mask::causal())
+}
+
+impl Long {
+    fn new(dtype: DType) -> Long {
+        let [n, _, d] = LONG;
+        let dense = builder(dtype).build().expect("a problem");
         let rng = &mut Rng::new(1);
         let shape = dense.q_shape();
         let mut of = |by: f64| random(rng, dtype, &shape, |x| by * x);
@@ -46,49 +58,104 @@ pub fn skip(threads: usize) -> Vec<Line> {
             all.into_iter().enumerate().map(|(i, x)| if i / d % n / 128 % 10 < 3 { x } else { 0.05 * x }).collect()
         };
         let k = Tensor::from_f64(dtype, &keys, &shape).expect("keys");
-        let [qv, kv, vv] = [&q, &k, &v].map(|x| heads_outside(x, &shape));
-        let inputs = Inputs::new(qv, kv, vv);
-        let bound = inputs.bind(&dense).expect("tensors that fit");
-        let window =
-            Skip { classes: vec![HeadClass::Window { keys: 128, sinks: 16 }], tile: [64, 128], ..Skip::default() };
-        let window = SkipProblem::new(builder(), window).expect("a problem");
+        Long { dense, q, k, v, shape }
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| heads_outside(x, &self.shape));
+        Inputs::new(q, k, v)
+    }
+}
+
+fn windows(dtype: DType) -> SkipProblem {
+    let classes = vec![HeadClass::Window { keys: 128, sinks: 16 }];
+    SkipProblem::new(builder(dtype), Skip { classes, tile: [64, 128], ..Skip::default() }).expect("a problem")
+}
+
+/// Windows many times and nothing else, for a profiler.
+pub fn window_alone(threads: usize) -> Vec<Line> {
+    let one = |dtype: DType| {
+        let (long, window) = (Long::new(dtype), windows(dtype));
+        let inputs = long.inputs();
+        let bound = window.bind(&inputs).expect("fits");
+        let mut out = Forward::zeros(&long.dense).expect("outputs");
+        let [time] = race(
+            40,
+            [&mut || {
+                skip_forward(&bound, &mut out.outputs(), &options(threads));
+            }],
+        );
+        Line(format!("window 128, 16 sinks, {dtype}"), vec![("seconds".into(), time)])
+    };
+    vec![one(DType::F32), one(DType::Bf16)]
+}
+
+pub fn window(threads: usize) -> Vec<Line> {
+    let one = |dtype: DType| {
+        let (long, window) = (Long::new(dtype), windows(dtype));
+        let inputs = long.inputs();
+        let (all, some) = (inputs.bind(&long.dense).expect("fits"), window.bind(&inputs).expect("fits"));
+        let mut outs: [Forward; 2] = std::array::from_fn(|_| Forward::zeros(&long.dense).expect("outputs"));
+        let [a, b] = &mut outs;
+        let [dense, windowed] = race(
+            9,
+            [
+                &mut || {
+                    forward(&all, &mut a.outputs(), &options(threads));
+                },
+                &mut || {
+                    skip_forward(&some, &mut b.outputs(), &options(threads));
+                },
+            ],
+        );
+        Line(
+            format!("window 128, 16 sinks, {dtype}, 8192 keys, causal, 8 heads, d 64"),
+            vec![
+                ("dense_seconds".into(), dense),
+                ("window_seconds".into(), windowed),
+                ("dense_over_window".into(), dense / windowed),
+            ],
+        )
+    };
+    vec![one(DType::F32), one(DType::Bf16)]
+}
+
+pub fn skip(threads: usize) -> Vec<Line> {
+    let one = |dtype: DType| {
+        let long = Long::new(dtype);
+        let inputs = long.inputs();
         let lambda = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
-        let lambda = SkipProblem::new(builder(), lambda).expect("a problem");
-        let (bw, bl) = (window.bind(&inputs).expect("fits"), lambda.bind(&inputs).expect("fits"));
-        let mut outs: [Forward; 3] = std::array::from_fn(|_| Forward::zeros(&dense).expect("outputs"));
-        let [a, b, c] = &mut outs;
+        let lambda = SkipProblem::new(builder(dtype), lambda).expect("a problem");
+        let (bound, some) = (inputs.bind(&long.dense).expect("fits"), lambda.bind(&inputs).expect("fits"));
+        let mut outs: [Forward; 2] = std::array::from_fn(|_| Forward::zeros(&long.dense).expect("outputs"));
+        let [a, b] = &mut outs;
         let mut outcome = None;
-        let [all, windowed, dropped] = race(
-            5,
+        let [all, dropped] = race(
+            9,
             [
                 &mut || {
                     forward(&bound, &mut a.outputs(), &options(threads));
                 },
-                &mut || {
-                    skip_forward(&bw, &mut b.outputs(), &options(threads));
-                },
-                &mut || outcome = Some(skip_forward(&bl, &mut c.outputs(), &options(threads))),
+                &mut || outcome = Some(skip_forward(&some, &mut b.outputs(), &options(threads))),
             ],
         );
         let outcome = outcome.expect("a run");
-        let pairs = outs[2].o.view().to_f64().into_iter().zip(outs[0].o.view().to_f64());
+        let pairs = outs[1].o.view().to_f64().into_iter().zip(outs[0].o.view().to_f64());
         let error = pairs.map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
         let share = 1.0 - outcome.counts.kept as f64 / outcome.counts.visible as f64;
-        lines.push(Line(
-            format!("block skipping, {dtype}, 8192 keys, causal, {h} heads, d {d}"),
+        Line(
+            format!("skip in the kernel, {dtype}, 8192 keys, causal, 8 heads, d 64"),
             vec![
                 ("dense_seconds".into(), all),
-                ("window_128_sinks_16_seconds".into(), windowed),
-                ("dense_over_window".into(), all / windowed),
                 ("lambda_seconds".into(), dropped),
                 ("dense_over_lambda".into(), all / dropped),
                 ("skipped_share".into(), share),
                 ("error".into(), error),
                 ("error_bound".into(), outcome.error_bound),
             ],
-        ));
-    }
-    lines
+        )
+    };
+    vec![one(DType::F32), one(DType::Bf16)]
 }
 
 pub fn parallax(threads: usize) -> Vec<Line> {

@@ -1,6 +1,6 @@
 //! The systems around attention beside what they are compared with, alternating in one run; prints JSON.
 //!
-//! `around [gated-delta|skip|lighthouse|parallax]... [--threads N]`
+//! `around [gated-delta|window|skip|lighthouse|parallax|window-alone]... [--threads N]`
 
 mod attention;
 mod gated_delta;
@@ -42,12 +42,14 @@ fn main() {
         threads = args.get(at + 1).and_then(|n| n.parse().ok()).expect("--threads N");
         args.drain(at..at + 2);
     }
-    let all = ["gated-delta", "skip", "parallax", "lighthouse"];
+    let all = ["gated-delta", "window", "skip", "parallax", "lighthouse"];
     let chosen: Vec<&str> = if args.is_empty() { all.to_vec() } else { args.iter().map(String::as_str).collect() };
     let mut lines = Vec::new();
     for part in chosen {
         lines.extend(match part {
             "gated-delta" => gated_delta::measure(threads),
+            "window" => attention::window(threads),
+            "window-alone" => attention::window_alone(threads),
             "skip" => attention::skip(threads),
             "parallax" => attention::parallax(threads),
             "lighthouse" => attention::lighthouse(threads),

@@ -221,10 +221,11 @@ fn back(
     // X = -e dW
     let minus = head.map(|e| -e);
     cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
+    // d_g is a sum of large terms that nearly cancel: f32 dots would show.
     let add_dots = |d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize| {
-        let mut dots = [0.0f32; CHUNK];
-        cx.kernels.stage(Stage::RowDots { out: &mut dots, x, y, width });
-        d_g.iter_mut().zip(dots).for_each(|(d, x)| *d += f64::from(x));
+        for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
+            *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
+        }
     };
     add_dots(&mut d_g, space.scaled, work.u, vs);
 

@@ -7,12 +7,11 @@
 //! W = V - e (K S)       V' = Ag W       O = scale (e (Q S) + (G (Q K^T)) V')       S' = e_last S + K^T (t V')
 //! ```
 
-use super::products::{Operand, Part, product, product_turned};
+use super::products::{EXACT, Narrow, Operand, Part, product, product_exact, product_turned};
 use super::{Context, Place};
 use crate::memory::Arena;
 use crate::simd::{Ahead, INVERT, Matrix, MatrixMut, Stage, Sum};
 use fulgurite_core::gated_delta::Tokens;
-use half::bf16;
 
 /// Tokens of a chunk.
 pub(super) const CHUNK: usize = 64;
@@ -61,7 +60,7 @@ pub(super) struct Shared<'w> {
     pub kk: &'w mut [f32],
     pub qk: &'w mut [f32],
     k_turned: &'w mut [f32],
-    narrow: Vec<bf16>,
+    narrow: Narrow,
     /// Rows of the next chunk, asked for while products run: tokens lie far apart.
     ahead: Ahead,
     /// 1 / length of each row of q and k.
@@ -71,8 +70,8 @@ pub(super) struct Shared<'w> {
 impl<'w> Shared<'w> {
     fn sizes(cx: &Context<'_>) -> [usize; 9] {
         let rows = CHUNK * cx.kp;
-        let left = Operand::room(cx, CHUNK, cx.kd);
-        let turned = Operand::room(cx, cx.kp, CHUNK);
+        let left = Operand::room(cx, CHUNK, cx.kd, 1);
+        let turned = Operand::room(cx, cx.kp, CHUNK, 1);
         [rows, rows, rows, CHUNK * CHUNK, CHUNK * CHUNK, left, left, left, turned]
     }
     pub fn room(cx: &Context<'_>) -> usize {
@@ -82,13 +81,13 @@ impl<'w> Shared<'w> {
         let [k, q, kt, kk, qk, k_left, q_left, kt_right, k_turned] = Self::sizes(cx).map(|n| arena.take(n));
         [&mut *kk, &mut *qk].into_iter().for_each(|x| x.fill(0.0));
         Shared {
-            k: Operand { rows: k, stride: cx.kp, n: cx.kp, panels: k_left },
-            q: Operand { rows: q, stride: cx.kp, n: cx.kp, panels: q_left },
-            kt: Operand { rows: kt, stride: CHUNK, n: CHUNK, panels: kt_right },
+            k: Operand { rows: k, stride: cx.kp, n: cx.kp, panels: k_left, parts: 1 },
+            q: Operand { rows: q, stride: cx.kp, n: cx.kp, panels: q_left, parts: 1 },
+            kt: Operand { rows: kt, stride: CHUNK, n: CHUNK, panels: kt_right, parts: 1 },
             kk,
             qk,
             k_turned,
-            narrow: Vec::new(),
+            narrow: Narrow::default(),
             ahead: Ahead::default(),
             lengths: [Vec::new(), Vec::new()],
         }
@@ -132,17 +131,17 @@ pub(super) struct Work<'w> {
     pub o: &'w mut [f32],
     s_panels: &'w mut [f32],
     scratch: &'w mut [f32],
-    narrow: Vec<bf16>,
+    narrow: Narrow,
     ahead: Ahead,
 }
 
 impl<'w> Work<'w> {
     fn sizes(cx: &Context<'_>, width: usize) -> [usize; 12] {
         let (square, values) = (CHUNK * CHUNK, CHUNK * cx.stride(width));
-        let left = Operand::room(cx, CHUNK, CHUNK);
-        let right = Operand::room(cx, width, CHUNK);
-        let state = Operand::room(cx, width, cx.kd);
-        [square, square, square, left, values, values, values, right, values, right, values, state]
+        let left = Operand::room(cx, CHUNK, CHUNK, 1);
+        let [right, exact] = [1, EXACT].map(|parts| Operand::room(cx, width, CHUNK, parts));
+        let state = Operand::room(cx, width, cx.kd, EXACT);
+        [square, square, square, left, values, values, values, exact, values, right, values, state]
     }
     pub fn room(cx: &Context<'_>, width: usize) -> usize {
         let scratch = Arena::room(INVERT * (CHUNK + INVERT));
@@ -159,15 +158,15 @@ impl<'w> Work<'w> {
             stride,
             g,
             a,
-            ag: Operand { rows: ag, stride: CHUNK, n: CHUNK, panels: ag_left },
+            ag: Operand { rows: ag, stride: CHUNK, n: CHUNK, panels: ag_left, parts: 1 },
             v,
             u,
-            w: Operand { rows: w, stride, n: width, panels: w_right },
-            vn: Operand { rows: vn, stride, n: width, panels: vn_right },
+            w: Operand { rows: w, stride, n: width, panels: w_right, parts: EXACT },
+            vn: Operand { rows: vn, stride, n: width, panels: vn_right, parts: 1 },
             o,
             s_panels,
             scratch: arena.take(INVERT * (CHUNK + INVERT)),
-            narrow: Vec::new(),
+            narrow: Narrow::default(),
             ahead: Ahead::default(),
         }
     }
@@ -188,7 +187,7 @@ impl<'w> Work<'w> {
         let tail: [f32; CHUNK] = std::array::from_fn(|j| self.g[(CHUNK - 1) * CHUNK + j]);
         if need == Need::Outputs {
             // O = scale e (Q S) + Pg V'; S is still packed.
-            let s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels };
+            let s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels, parts: EXACT };
             product(cx, self.o, &keys.q, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
             let scale = cx.problem.scale();
             let factor = gates.head.map(|e| scale * e);
@@ -221,18 +220,17 @@ impl<'w> Work<'w> {
         cx.kernels.stage(Stage::Decays { decay: &gates.decay, g: self.g });
         self.solve(cx, keys, gates);
         cx.kernels.stage(Stage::Weigh { out: self.ag.rows, x: self.a, g: self.g, factor: &gates.beta });
-        self.ag.pack_left(cx, CHUNK, &mut self.narrow);
         let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
         cx.load_values(cx.bound.v(), &v_rows, at, first, self.v, self.stride);
         cx.ask(cx.bound.v(), at.sequence, at.head, first + CHUNK, cx.vd, &mut self.ahead);
-        let mut s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels };
+        let mut s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels, parts: EXACT };
         s.pack_right(cx, cx.kd);
         product(cx, self.u, &keys.k, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
         let (out, factor) = (&mut *self.w.rows, &gates.head);
         cx.kernels.stage(Stage::Residual { out, x: self.v, y: self.u, factor, width: self.stride });
-        self.w.pack_right(cx, CHUNK);
+        // Roundings of A would reach the states through every later token of the chunk.
         let size = [CHUNK, self.width, CHUNK];
-        product(cx, self.vn.rows, &self.ag, &self.w, size, Part::LowerLeft, Sum::Fresh, &mut self.ahead);
+        product_exact(cx, self.vn.rows, &self.ag, &self.w, size, Part::LowerLeft, &mut self.ahead);
     }
 
     /// A = (1 + strictly lower (beta K K^T))^-1: squares on the diagonal by substitution, then row by row of squares

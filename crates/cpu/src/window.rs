@@ -1,0 +1,151 @@
+//! Windows with sinks, where nothing else is skipped: every tile of rows folds its window in one step, and its sinks in
+//! another, whatever the length of the sequence.
+//!
+//! An item's keys are packed once, as one block that begins where its first row's window does; a tile of rows meets
+//! no border of blocks inside its window.
+
+use crate::forward::{Out, Row, finish, scores, softmax};
+use crate::memory::{Arena, with_workspace};
+use crate::simd::{Ahead, DEPTH, Policy};
+use crate::skip::{Found, Item};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
+use crate::unit::{Keys, Products, Scratch};
+use fulgurite_core::skip::{HeadClass, SkipBound};
+use std::ops::Range;
+
+/// Rows of an item: its keys and values, in parts, stay in the second-level cache.
+pub(crate) const ITEM_ROWS: usize = 512;
+/// Keys of an item, or sinks, beyond which blocks are walked one after the other instead.
+const MOST: usize = 4096;
+
+/// The keys that an item's rows see: at the beginning, and in their windows.
+pub(crate) struct Spans {
+    sinks: Range<usize>,
+    window: Range<usize>,
+}
+
+/// The spans of an item that this walk takes: windows alone, none of them too long.
+pub(crate) fn spans(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item) -> Option<Spans> {
+    let own = skip.problem().skip();
+    let class = own.class(item.head);
+    if !matches!(class, HeadClass::Window { .. }) || own.proxy.is_some() || own.lambda.is_some() {
+        return None;
+    }
+    let s = &cx.bound.sequences()[item.sequence];
+    let rows = skip.rows(s, item.tiles.start).start..skip.rows(s, item.tiles.end - 1).end;
+    if rows.is_empty() {
+        return None;
+    }
+    let part = |q: usize, i: usize| {
+        let (span, own) = (cx.problem.mask().keys(q, s.q_len, s.k_len), class.keys(q, s.q_len, s.k_len));
+        own[i].start.max(span.start)..own[i].end.min(span.end)
+    };
+    // Spans move with the rows, so the first and the last row have the ends.
+    let hull = |i: usize| {
+        let (a, b) = (part(rows.start, i), part(rows.end - 1, i));
+        let ends = [a, b].into_iter().filter(|p| p.start < p.end);
+        ends.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
+    };
+    let (sinks, window) = (hull(0), hull(1));
+    let window = window.start / DEPTH * DEPTH..window.end;
+    (sinks.end <= MOST && window.len() <= MOST).then_some(Spans { sinks: 0..sinks.end, window })
+}
+
+/// Computes an item.
+pub(crate) fn walk(
+    cx: &Context<'_>,
+    skip: &SkipBound<'_>,
+    item: &Item,
+    spans: &Spans,
+    out: &Out<'_>,
+    done: &dyn Fn(usize, Found),
+) {
+    let sequence = &cx.bound.sequences()[item.sequence];
+    let class = skip.problem().skip().class(item.head);
+    let with =
+        |keys: &Range<usize>| Context { block: Some(keys.len().next_multiple_of(2 * DEPTH).max(2 * DEPTH)), ..*cx };
+    let (near, far) = (with(&spans.window), with(&spans.sinks));
+    let (rooms, blocks) = ([near.unit.room(&near), far.unit.room(&far)], [&near, &far].map(|cx| cx.unit.block(cx)));
+    let tile = cx.kernels.tile;
+    let longest = blocks[0].max(blocks[1]);
+    let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
+    let most = |of: fn(&crate::unit::Room) -> usize| of(&rooms[0]).max(of(&rooms[1]));
+    let sizes = [
+        blocks[0] * rooms[0].key,
+        rooms[0].values,
+        blocks[1] * rooms[1].key,
+        rooms[1].values,
+        most(|r| r.values),
+        most(|r| r.weights),
+        longest * tile,
+        scratch,
+        most(|r| r.queries),
+        cx.dv_pad * tile,
+    ];
+    let all = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
+    with_workspace(all, |workspace| {
+        let mut arena = Arena::new(workspace);
+        let [near_k, near_v, far_k, far_v, values, weights, s, rows, q, o] = sizes.map(|n| arena.take(n));
+        let mut scratch = Scratch::new(values, weights);
+        let _held = cx.unit.hold();
+        let head = item.head / cx.problem.group();
+        let keys = |range: &Range<usize>| Keys { sequence, head, range: range.clone() };
+        let window = near.unit.block_of(&near, &keys(&spans.window), [near_k, near_v]);
+        let sinks = far.unit.block_of(&far, &keys(&spans.sinks), [far_k, far_v]);
+        for number in item.tiles.clone() {
+            let own = skip.rows(sequence, number);
+            let mut found = Found::default();
+            let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
+            found.kept = admitted.into_iter().map(|t| t as i32).collect();
+            for first in own.clone().step_by(tile) {
+                let tile = Tile { sequence: item.sequence, head: item.head, first, rows: tile.min(own.end - first) };
+                let lanes =
+                    |i: usize| near.lanes_within(&tile, |q| class.keys(q, sequence.q_len, sequence.k_len)[i].clone());
+                let lanes = [lanes(1), lanes(0)];
+                let stride = lanes[0].stride;
+                cx.unit.queries(cx, &tile, stride, rows, q);
+                let o = &mut o[..cx.dv_pad * stride];
+                o.fill(0.0);
+                let [own, beginning] = lanes;
+                let mut row = Row { tile, lanes: own, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+                if !spans.sinks.is_empty() {
+                    let piece = Piece { keys: spans.sinks.clone(), masked: true };
+                    fold(&far, &mut row, Some(&beginning), piece, 0, sinks, s, &mut scratch);
+                }
+                let (from, to) = row.lanes.reach();
+                let piece = Piece { keys: from.max(spans.window.start)..to.min(spans.window.end), masked: true };
+                fold(&near, &mut row, None, piece, spans.window.start, window, s, &mut scratch);
+                let scale = cx.score_scale();
+                row.m.iter_mut().for_each(|m| *m *= scale);
+                finish(cx, &mut row, rows, out);
+            }
+            done(number, found);
+        }
+    });
+}
+
+/// S, then P, then O of a piece, with the lanes of a row or others.
+#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
+fn fold(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    lanes: Option<&Lanes>,
+    piece: Piece,
+    origin: usize,
+    [k, v]: [KeyRows<'_>; 2],
+    s: &mut [f32],
+    scratch: &mut Scratch<'_>,
+) {
+    if piece.keys.is_empty() {
+        return;
+    }
+    let Some(step) = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin) else { return };
+    let (stride, ahead) = (row.lanes.stride, &mut Ahead::default());
+    scores(cx, row, &step, origin, k, s, ahead);
+    let mut alpha = [1.0; MAX_LANES];
+    let stats = softmax(cx, row, &step, s, [k, v], scratch, &mut alpha, Policy::Raise(0.0));
+    if stats.rescaled > 0 {
+        cx.kernels.scale_lanes(row.o, &alpha[..stride]);
+    }
+    cx.unit.output(cx, Products { step: &step, stride, ahead }, v, s, row.o, scratch);
+}
