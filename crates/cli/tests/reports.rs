@@ -46,7 +46,7 @@ fn bench_prints_json_and_takes_a_grid() {
 fn the_best_engine_passes_bench_and_check() {
     let folder = folder("best");
     succeeds(&folder, &["bench", "--quick"]);
-    succeeds(&folder, &["check", "--long", "20", "--seed", "1"]);
+    succeeds(&folder, &["check", "--long", "8", "--seed", "1"]);
 }
 
 #[test]
