@@ -20,11 +20,14 @@ use std::time::Instant;
 /// A system that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-#[allow(missing_docs)]
 pub enum System {
+    /// Block skipping.
     Skip,
+    /// Attention with a probe.
     Parallax,
+    /// Attention over picked nodes of a pyramid.
     Lighthouse,
+    /// Linear attention with a state.
     GatedDelta,
 }
 

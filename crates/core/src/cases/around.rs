@@ -17,12 +17,16 @@ fn normal(rng: &mut Rng, dtype: DType, shape: &[usize], sigma: f64) -> Tensor {
 
 /// Block-skip attention.
 #[derive(Debug, Clone)]
-#[allow(missing_docs)]
 pub struct SkipCase {
+    /// What is computed.
     pub problem: SkipProblem,
+    /// Queries.
     pub q: Tensor,
+    /// Keys.
     pub k: Tensor,
+    /// Values.
     pub v: Tensor,
+    /// Gradient of the output.
     pub d_o: Tensor,
 }
 
@@ -76,14 +80,20 @@ impl SkipCase {
 
 /// Parallax.
 #[derive(Debug, Clone)]
-#[allow(missing_docs)]
 pub struct ParallaxCase {
+    /// What is computed.
     pub parallax: Parallax,
+    /// Queries.
     pub q: Tensor,
+    /// Probes, one beside each query.
     pub r: Tensor,
+    /// Keys.
     pub k: Tensor,
+    /// Values.
     pub v: Tensor,
+    /// Gradient of the output.
     pub d_o: Tensor,
+    /// Documents of queries and of keys, where the mask asks for them.
     documents: Option<[Tensor; 2]>,
 }
 
@@ -130,12 +140,16 @@ impl ParallaxCase {
 
 /// Lighthouse.
 #[derive(Debug, Clone)]
-#[allow(missing_docs)]
 pub struct LighthouseCase {
+    /// What is computed.
     pub light: Lighthouse,
+    /// Queries.
     pub q: Tensor,
+    /// Keys.
     pub k: Tensor,
+    /// Values.
     pub v: Tensor,
+    /// Gradient of the output.
     pub d_o: Tensor,
 }
 

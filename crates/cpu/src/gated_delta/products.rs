@@ -87,8 +87,8 @@ pub(super) struct Narrow {
     ordered: Vec<bf16>,
 }
 
-#[allow(clippy::too_many_arguments)] // as for every product
 /// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works.
+#[allow(clippy::too_many_arguments)] // as for every product
 pub(super) fn product(
     cx: &Context<'_>,
     c: &mut [f32],
