@@ -56,6 +56,16 @@ fn seconds<const N: usize>(case: &Case, rounds: usize, how: [(DeltaForm, DeltaSe
     race(rounds, calls.each_mut().map(|call| call as &mut dyn FnMut()))
 }
 
+/// The chunked form many times and nothing else, for a profiler.
+pub fn alone(threads: usize) -> Vec<Line> {
+    let one = |dtype: DType| {
+        let case = Case::new(4096, [16, 32], dtype, 0.1);
+        let [time] = seconds(&case, 25, [(DeltaForm::Chunked, DeltaSegments::Whole, threads)]);
+        Line(format!("gated delta rule, {dtype}, chunked"), vec![("seconds".into(), time)])
+    };
+    vec![one(DType::F32), one(DType::Bf16)]
+}
+
 pub fn measure(threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     let whole = DeltaSegments::Whole;

@@ -17,7 +17,8 @@ use chunk::{CHUNK, Shared, Work};
 use fulgurite_core::gated_delta::{
     DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
 };
-use fulgurite_core::{DType, Rows, TensorView};
+use fulgurite_core::{Rows, TensorView};
+use products::Parts;
 use segments::{Plan, Segment};
 
 /// Which form computes.
@@ -61,8 +62,9 @@ pub(crate) struct Context<'a> {
     pub bound: &'a DeltaBound<'a>,
     pub problem: &'a GatedDelta,
     pub kernels: &'static Kernels,
-    /// The matrix unit, for 16-bit types whose parts are one bf16.
+    /// The matrix unit, where there is one, and how operands are packed for it.
     pub matrix: Option<&'static MatrixKernels>,
+    pub parts: Parts,
     pub kd: usize,
     pub vd: usize,
     /// The same in whole vectors.
@@ -85,7 +87,8 @@ impl<'a> Context<'a> {
             bound,
             problem,
             kernels,
-            matrix: kernels.matrix.filter(|_| problem.dtype() == DType::Bf16),
+            matrix: kernels.matrix,
+            parts: Parts::new(problem.dtype()),
             kd,
             vd,
             kp: kd.next_multiple_of(kernels.lanes),

@@ -50,7 +50,7 @@ impl<'a> Panels<'a> {
         Panels { data: &self.data[(group * self.depth + tile) * self.parts * SLOTS..], ..self }
     }
     /// Elements of memory that panels take.
-    pub fn room(groups: usize, depth: usize, parts: usize) -> usize {
+    pub const fn room(groups: usize, depth: usize, parts: usize) -> usize {
         groups * depth * parts * SLOTS
     }
     fn holds(&self, groups: usize, depth: usize) -> bool {
