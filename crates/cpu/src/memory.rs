@@ -1,6 +1,6 @@
 //! Workspaces, and writing to one output from many threads.
 
-use crate::simd::Kernels;
+use crate::simd::{Ahead, Kernels};
 use fulgurite_core::{DataMut, TensorViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
@@ -57,6 +57,18 @@ pub(crate) fn ask<T>(x: &[T]) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().cast::<i8>().wrapping_add(line)) }
     }
     let _ = x;
+}
+
+/// Asks for memory that will be used later: as far as the second-level cache. Any address will do.
+pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // One line more where the first byte is inside one.
+    for line in (0..bytes + start.addr() % LINE).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(line)) }
+    }
+    let _ = (start, bytes);
 }
 
 /// Cuts a workspace into parts that begin on cache lines.
@@ -130,6 +142,16 @@ impl<'a> SharedRows<'a> {
                 Start::Bf16(p) => kernels.narrow_bf16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
             }
         }
+    }
+
+    /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.
+    pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
+        let (start, size) = match self.start {
+            Start::F32(p) => (p.cast::<u8>(), 4),
+            Start::F16(p) => (p.cast(), 2),
+            Start::Bf16(p) => (p.cast(), 2),
+        };
+        ahead.push(start.wrapping_add(offset * size), [row, n].map(|n| n * size), rows);
     }
 
     /// A row of an f32 tensor, for reading and writing.

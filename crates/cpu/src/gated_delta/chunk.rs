@@ -61,8 +61,6 @@ pub(super) struct Shared<'w> {
     pub qk: &'w mut [f32],
     /// K^T as a left operand, where the matrix unit works.
     k_turned: Operand<'w>,
-    /// Rows of the next chunk, asked for while products run: tokens lie far apart.
-    ahead: Ahead,
     /// 1 / length of each row of q and k.
     pub lengths: [Vec<f32>; 2],
 }
@@ -89,13 +87,20 @@ impl<'w> Shared<'w> {
             kk,
             qk,
             k_turned: Operand::new(&mut [], CHUNK, CHUNK, k_turned),
-            ahead: Ahead::default(),
             lengths: [Vec::new(), Vec::new()],
         }
     }
 
     /// Loads the tokens from `first` on of a key head.
-    pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need) {
+    pub fn load(
+        &mut self,
+        cx: &Context<'_>,
+        s: &Tokens,
+        key_head: usize,
+        first: usize,
+        need: Need,
+        ahead: &mut Ahead,
+    ) {
         self.lengths[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k.rows);
         if cx.matrix.is_some() {
             self.k.pack_left(cx, cx.kd, cx.parts.keys);
@@ -105,13 +110,10 @@ impl<'w> Shared<'w> {
             cx.kernels.transpose(self.k.rows, cx.kp, self.kt.rows, CHUNK, CHUNK, cx.kp);
         }
         let size = [CHUNK, CHUNK, cx.kd];
-        let ahead = &mut self.ahead;
-        cx.ask(cx.bound.k(), s, key_head, first + CHUNK, cx.kd, ahead);
         product(cx, self.kk, &self.k, &self.kt, size, Part::LowerResult, Sum::Fresh, ahead);
         if need == Need::Outputs {
             self.lengths[0] = cx.load_keys(cx.bound.q(), s, key_head, first, self.q.rows);
             self.q.pack_left(cx, cx.kd, cx.parts.keys);
-            cx.ask(cx.bound.q(), s, key_head, first + CHUNK, cx.kd, ahead);
             product(cx, self.qk, &self.q, &self.kt, size, Part::LowerResult, Sum::Fresh, ahead);
         }
     }
@@ -135,7 +137,8 @@ pub(super) struct Work<'w> {
     pub o: &'w mut [f32],
     s_panels: &'w mut [f32],
     scratch: &'w mut [f32],
-    ahead: Ahead,
+    /// Rows that will be read and written next, asked for while products run: tokens lie far apart.
+    pub ahead: Ahead,
 }
 
 impl<'w> Work<'w> {
@@ -174,6 +177,13 @@ impl<'w> Work<'w> {
         }
     }
 
+    /// Asks for rows between products, where those do not ask themselves.
+    fn ask(&mut self, cx: &Context<'_>, rows: usize) {
+        if cx.matrix.is_some() {
+            self.ahead.take(rows);
+        }
+    }
+
     /// A chunk from `first` on: `state` becomes the state after it, and `o` the outputs.
     pub fn chunk(
         &mut self,
@@ -184,6 +194,7 @@ impl<'w> Work<'w> {
         state: &mut [f32],
         need: Need,
     ) {
+        self.ask(cx, 32);
         let gates = Gates::new(cx, at, first);
         self.corrections(cx, keys, at, &gates, first, state);
         let size = [CHUNK, self.width, CHUNK];
@@ -203,6 +214,7 @@ impl<'w> Work<'w> {
             product(cx, self.u, &self.ag, &self.vn, size, Part::LowerLeft, Sum::Onto, &mut self.ahead);
             std::mem::swap(&mut self.o, &mut self.u);
         }
+        self.ask(cx, 4 * CHUNK);
         // S' = e_last S + K^T (t V')
         cx.kernels.stage(Stage::Fade { x: state, factor: gates.head[CHUNK - 1] });
         cx.kernels.stage(Stage::ScaleRows { out: self.w.rows, x: self.vn.rows, factor: &tail, width: self.stride });
@@ -221,12 +233,12 @@ impl<'w> Work<'w> {
         first: usize,
         state: &mut [f32],
     ) {
+        self.ask(cx, 32);
         cx.kernels.stage(Stage::Decays { decay: &gates.decay, g: self.g });
         self.solve(cx, keys, gates);
         cx.kernels.stage(Stage::Weigh { out: self.ag.rows, x: self.a, g: self.g, factor: &gates.beta });
         let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
         cx.load_values(cx.bound.v(), &v_rows, at, first, self.v, self.stride);
-        cx.ask(cx.bound.v(), at.sequence, at.head, first + CHUNK, cx.vd, &mut self.ahead);
         let mut s = Operand::new(state, self.stride, self.width, self.s_panels);
         s.pack_right(cx, cx.kd, cx.parts.state);
         product(cx, self.u, &keys.k, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
@@ -247,6 +259,9 @@ impl<'w> Work<'w> {
         let mut ahead = Ahead::default();
         for block in (0..CHUNK).step_by(INVERT) {
             let at = block * CHUNK + block;
+            if cx.matrix.is_some() {
+                self.ahead.take(24);
+            }
             cx.kernels.stage(Stage::Invert { l: &l[at..], a: &mut self.a[at..], stride: CHUNK });
             if block == 0 {
                 continue;

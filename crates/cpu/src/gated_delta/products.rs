@@ -111,7 +111,8 @@ impl<'w> Operand<'w> {
     }
 }
 
-/// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works.
+/// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works. The vectors ask for the rows `ahead` on the
+/// way; tiles do not, since they come through the same few buffers that wait for memory (lab 009).
 #[allow(clippy::too_many_arguments)] // as for every product
 pub(super) fn product(
     cx: &Context<'_>,
@@ -133,7 +134,7 @@ pub(super) fn product(
         if let Some(matrix) = cx.matrix {
             let (pa, pb) = (a.panels().at(row / GROUP, 0), b.panels());
             let size = [rows.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)];
-            matrix.multiply(to, pa, pb, size, sum, ahead);
+            matrix.multiply(to, pa, pb, size, sum, &mut Ahead::default());
         } else {
             let left = Matrix::new(a.rows, a.stride).at(row, 0);
             cx.kernels.gemm(to, left, Matrix::new(b.rows, b.stride), [rows, n, k], sum, ahead);
@@ -154,7 +155,7 @@ pub(super) fn product_turned(
     let to = MatrixMut::at(c, b.stride, 0, 0);
     if let Some(matrix) = cx.matrix {
         let size = [m.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)];
-        matrix.multiply(to, turned.panels(), b.panels(), size, Sum::Onto, ahead);
+        matrix.multiply(to, turned.panels(), b.panels(), size, Sum::Onto, &mut Ahead::default());
     } else {
         let (a, b) = (Matrix::new(a.rows, a.stride), Matrix::new(b.rows, b.stride));
         cx.kernels.gemm_transposed(to, a, b, [m, n, k], Sum::Onto, ahead);
