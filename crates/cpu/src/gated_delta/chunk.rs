@@ -216,14 +216,18 @@ impl<'w> Work<'w> {
         }
         self.ask(cx, 4 * CHUNK);
         // S' = e_last S + K^T (t V')
-        cx.kernels.stage(Stage::Fade { x: state, factor: gates.head[CHUNK - 1] });
-        cx.kernels.stage(Stage::ScaleRows { out: self.w.rows, x: self.vn.rows, factor: &tail, width: self.stride });
-        self.w.pack_right(cx, CHUNK, cx.parts.state);
+        if cx.matrix.is_some() {
+            self.vn.pack_scaled(cx, &tail, cx.parts.state, &mut self.w);
+        } else {
+            cx.kernels.stage(Stage::Fade { x: state, factor: gates.head[CHUNK - 1] });
+            cx.kernels.stage(Stage::ScaleRows { out: self.w.rows, x: self.vn.rows, factor: &tail, width: self.stride });
+        }
         let size = [cx.kd, self.width, CHUNK];
         product_turned(cx, state, &keys.k, &keys.k_turned, &self.w, size, &mut self.ahead);
     }
 
-    /// U, W, V' and everything before them; leaves G, A and Ag behind.
+    /// U, W, V' and everything before them; leaves G, A and Ag behind. Where the matrix unit works, S has faded afterwards,
+    /// and what it was lies in its panels.
     pub fn corrections(
         &mut self,
         cx: &Context<'_>,
@@ -240,7 +244,7 @@ impl<'w> Work<'w> {
         let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
         cx.load_values(cx.bound.v(), &v_rows, at, first, self.v, self.stride);
         let mut s = Operand::new(state, self.stride, self.width, self.s_panels);
-        s.pack_right(cx, cx.kd, cx.parts.state);
+        s.pack_faded(cx, cx.kd, gates.head[CHUNK - 1], cx.parts.state);
         product(cx, self.u, &keys.k, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
         let (out, factor) = (&mut *self.w.rows, &gates.head);
         cx.kernels.stage(Stage::Residual { out, x: self.v, y: self.u, factor, width: self.stride });

@@ -86,6 +86,26 @@ impl<'w> Operand<'w> {
         }
     }
 
+    /// Packs as a right operand, each row times its factor, where the matrix unit works.
+    pub fn pack_scaled(&self, cx: &Context<'_>, factors: &[f32], parts: usize, to: &mut Operand<'_>) {
+        let Some(matrix) = cx.matrix else { return };
+        to.packed = [parts, factors.len().div_ceil(DEPTH)];
+        let room = Panels::room(1, to.packed[1], parts);
+        for (z, to) in to.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
+            matrix.pack_scaled(&self.rows[z * GROUP..], self.stride, factors, to, parts);
+        }
+    }
+
+    /// Packs as a right operand of `k` rows, which fade by `factor` afterwards, where the matrix unit works.
+    pub fn pack_faded(&mut self, cx: &Context<'_>, k: usize, factor: f32, parts: usize) {
+        let Some(matrix) = cx.matrix else { return };
+        self.packed = [parts, k.div_ceil(DEPTH)];
+        let room = Panels::room(1, self.packed[1], parts);
+        for (z, to) in self.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
+            matrix.pack_faded(&mut self.rows[z * GROUP..], [self.stride, k], factor, to, parts);
+        }
+    }
+
     /// The transpose of a packed left operand as a right one: tiles lie where they lay, each turned.
     pub fn turn_panels(&mut self, cx: &Context<'_>, from: &Operand<'_>) {
         self.packed = from.packed;

@@ -116,12 +116,9 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 }
             }
             Stage::Fade { x, factor } => {
-                let (factor, zero) = (S::splat(*factor), S::splat(0.0));
                 for at in (0..x.len()).step_by(S::LANES) {
                     let at = x.as_mut_ptr().add(at);
-                    let y = S::mul(S::load(at), factor);
-                    let tiny = S::lt(S::max(y, S::sub(zero, y)), S::splat(GONE));
-                    S::store(at, S::select(tiny, zero, y));
+                    S::store(at, faded::<S>(S::load(at), S::splat(*factor)));
                 }
             }
             Stage::RowDots { out, x, y, width } => {
@@ -184,6 +181,20 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
             }
             Stage::Token(t) => token::<S>(t),
         }
+    }
+}
+
+/// x times a factor; what becomes tiny is zero.
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn faded<S: Simd>(x: S::V, factor: S::V) -> S::V {
+    // SAFETY: passed on.
+    unsafe {
+        let (y, zero) = (S::mul(x, factor), S::splat(0.0));
+        let tiny = S::lt(S::max(y, S::sub(zero, y)), S::splat(GONE));
+        S::select(tiny, zero, y)
     }
 }
 
