@@ -127,17 +127,33 @@ struct OnUnit<'w> {
     o: &'w mut [f32],
 }
 
+impl<'w> OnUnit<'w> {
+    fn sizes(cx: &Context<'_>, rows: usize) -> [usize; 3] {
+        [StripKernels::queries_room(rows, cx.d), StripKernels::room(rows), StripKernels::output_room(rows, cx.dv)]
+    }
+
+    fn new(cx: &Context<'_>, tile: &Tile, arena: &mut Arena<'w>) -> Option<Self> {
+        let data = cx.bound.q().slice()?;
+        let [q, s, o] = Self::sizes(cx, tile.rows).map(|n| arena.take(n));
+        let starts = cx.row_starts(tile, cx.bound.q().strides());
+        StripKernels::queries(RowsAt { data, starts: &starts[..tile.rows], n: cx.d }, q);
+        o.fill(0.0);
+        Some(OnUnit { q, s, o })
+    }
+}
+
 /// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
 struct Second<'w> {
     r: &'w mut [f32],
     u: &'w mut [f32],
+    on_unit: Option<OnUnit<'w>>,
     o: &'w mut [f32],
     l: [f32; MAX_LANES],
 }
 
 fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, probe: Option<&Probe<'_>>) -> Counters {
     let rows = cx.bound.sequences()[part.sequence].q_len * cx.pack;
-    let strips = if probe.is_none() { strips(cx, rows) } else { None };
+    let strips = strips(cx, rows);
     let found = try_part(cx, part, results, rescale, probe, strips);
     let again = || try_part(cx, part, results, rescale, probe, None);
     found.or_else(again).expect("bug in fulgurite: vectors refuse nothing")
@@ -156,10 +172,8 @@ fn try_part(
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
-    let unit_sizes =
-        [StripKernels::queries_room(rows, cx.d), StripKernels::room(rows), StripKernels::output_room(rows, cx.dv)];
     let room = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
-    let head_room = room(&sizes) + strips.map_or(0, |_| room(&unit_sizes));
+    let head_room = room(&sizes) + strips.map_or(0, |_| room(&OnUnit::sizes(cx, rows)));
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + copy_room, |workspace| {
@@ -182,18 +196,13 @@ fn try_part(
                 };
                 load(cx, &q_rows, q);
                 o.fill(0.0);
-                let on_unit = strips.and(cx.bound.q().slice()).map(|data| {
-                    let [q, s, o] = unit_sizes.map(|n| arena.take(n));
-                    let starts = cx.row_starts(&tile, cx.bound.q().strides());
-                    StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, q);
-                    o.fill(0.0);
-                    OnUnit { q, s, o }
-                });
+                let on_unit = strips.and_then(|_| OnUnit::new(cx, &tile, &mut arena));
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
                     load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
                     o.fill(0.0);
-                    Second { r, u, o, l: [0.0; MAX_LANES] }
+                    let on_unit = strips.and_then(|_| OnUnit::new(probe.cx, &tile, &mut arena));
+                    Second { r, u, on_unit, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
                 Head { tile, lanes: cx.lanes(&tile), step: None, s, q, on_unit, o, m, l, second }
@@ -230,9 +239,14 @@ fn try_part(
             if let Some(own) = &head.on_unit {
                 StripKernels::add_to(own.o, rows, head.o, cx.dv_pad);
             }
+            if let Some(Second { on_unit: Some(own), o, .. }) = &mut head.second {
+                StripKernels::add_to(own.o, rows, o, cx.dv_pad);
+            }
         }
         // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
-        if strips.is_some() && walk.iter().any(|head| head.o.iter().any(|x| !x.is_finite())) {
+        let spoiled = |o: &[f32]| o.iter().any(|x| !x.is_finite());
+        let any = |head: &Head<'_>| spoiled(head.o) || head.second.as_ref().is_some_and(|own| spoiled(own.o));
+        if strips.is_some() && walk.iter().any(any) {
             return None;
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
@@ -277,6 +291,9 @@ fn strip_on_unit(
     for (h, head) in walk.iter_mut().enumerate() {
         let Some(own) = &mut head.on_unit else { continue };
         strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
+        if let Some(Second { on_unit: Some(own), .. }) = &mut head.second {
+            strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
+        }
         touch(cx, strips, v, sequence, [first, h, heads, cx.dv]);
     }
     for head in walk.iter_mut() {
@@ -286,10 +303,16 @@ fn strip_on_unit(
         let (scale, tau) = (cx.problem.scale(), tau(rescale));
         let stats = strips.softmax(&mut StripSoftmax { s: own.s, m, l, alpha: &mut alpha, scale, tau });
         head.rescale(cx, &stats, &alpha, counters);
+        if let (Some(own), Some(Second { on_unit: Some(probe), l, .. })) = (&head.on_unit, &mut head.second) {
+            strips.probe(own.s, probe.s, l);
+        }
     }
     for (h, head) in walk.iter_mut().enumerate() {
         let Some(own) = &mut head.on_unit else { continue };
         strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
+        if let Some(Second { on_unit: Some(own), .. }) = &mut head.second {
+            strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
+        }
         touch(cx, strips, k, sequence, [first + UNIT_STRIP, h, heads, cx.d]);
     }
 }
@@ -342,11 +365,19 @@ impl Head<'_> {
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);
         if stats.rescaled > 0 {
-            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
-            if let Some(own) = &mut self.on_unit {
-                StripKernels::scale(own.o, self.tile.rows, alpha);
+            let rows = self.tile.rows;
+            let scale = |o: &mut [f32], on_unit: &mut Option<OnUnit<'_>>| {
+                for (row, &factor) in o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
+                    row.iter_mut().for_each(|x| *x *= factor);
+                }
+                if let Some(own) = on_unit {
+                    StripKernels::scale(own.o, rows, alpha);
+                }
+            };
+            scale(self.o, &mut self.on_unit);
+            if let Some(Second { o, on_unit, l, .. }) = &mut self.second {
+                scale(o, on_unit);
+                l.iter_mut().zip(alpha).for_each(|(l, factor)| *l *= factor);
             }
         }
     }
@@ -410,10 +441,6 @@ impl Head<'_> {
             }
         }
         if let Some(second) = &mut self.second {
-            for (row, &factor) in second.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
-            second.l.iter_mut().zip(&alpha).for_each(|(l, factor)| *l *= factor);
             for key in step.hull() {
                 let p = &self.s[key * stride..(key + 1) * stride];
                 let u = &mut second.u[key * stride..(key + 1) * stride];

@@ -17,7 +17,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::f32::consts::{LN_2, LOG2_E};
 
-pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, output, touch };
+pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, probe, output, touch };
 
 /// Of a page of 4 KiB, what is asked for. A quarter was best of 0, 4, 8, 16, 32 and 64 lines, lab 001.
 const LINES: usize = 16;
@@ -107,6 +107,55 @@ unsafe fn turn(s: *const f32, columns: usize) -> [__m512; 4] {
     }
 }
 
+/// Weights of 32 keys of a row in two parts, for even and for odd columns of values.
+///
+/// # Safety
+/// AVX-512 is present; room for weights behind the scores at `s`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn store_weights(s: *mut f32, [rows, row]: [usize; 2], halves: [__m512; 2]) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        for (half, x) in halves.into_iter().enumerate() {
+            let first = rounded(x);
+            let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(first, upper)));
+            for (part, bits) in [first, rounded(rest)].into_iter().enumerate() {
+                let to = s.add(SCORES + ((half * 2 + part) * 2 * rows + row) * 16);
+                // For even columns the weight comes first in its pair, for odd ones second.
+                _mm512_storeu_si512(to.cast(), _mm512_srli_epi32::<16>(bits));
+                _mm512_storeu_si512(to.add(rows * 16).cast(), _mm512_and_si512(bits, upper));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// AVX-512 is present; scores and weights of 32 keys at `s`, scores and room for weights at `u`, and `rows` sums.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn probe(s: *const f32, u: *mut f32, l: &mut [f32], [rows, columns]: [usize; 2]) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        for first in (0..rows).step_by(4) {
+            let halves = [turn(u.add(first), columns), turn(u.add(first + 16 * columns), columns)];
+            for row in first..rows.min(first + 4) {
+                let weighted = std::array::from_fn(|half| {
+                    // The weights of odd columns are numbers as they lie.
+                    let part = |part: usize| {
+                        Avx512::load(s.add(SCORES + (((half * 2 + part) * 2 + 1) * rows + row) * 16))
+                    };
+                    let p = _mm512_add_ps(part(0), part(1));
+                    // A key that weighs nothing may hold anything.
+                    let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p), _mm512_castps_si512(p));
+                    _mm512_maskz_mul_ps(seen, p, halves[half][row - first])
+                });
+                l[row] += _mm512_reduce_add_ps(_mm512_add_ps(weighted[0], weighted[1]));
+                store_weights(u, [rows, row], weighted);
+            }
+        }
+    }
+}
+
 /// # Safety
 /// AVX-512 is present; scores of 32 keys, room for two parts of weights of each row, and `rows` running values.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
@@ -116,7 +165,6 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> S
     unsafe {
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let (scale, log2_e) = (_mm512_set1_ps(args.scale), _mm512_set1_ps(LOG2_E));
-        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
         let s = args.s.as_mut_ptr();
         for first in (0..rows).step_by(4) {
             let (low, high) = (turn(s.add(first), columns), turn(s.add(first + 16 * columns), columns));
@@ -139,16 +187,7 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> S
                 args.m[row] = m;
                 args.l[row] = args.l[row] * alpha + _mm512_reduce_add_ps(_mm512_add_ps(x, y));
                 args.alpha[row] = alpha;
-                for (half, x) in [x, y].into_iter().enumerate() {
-                    let first = rounded(x);
-                    let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(first, upper)));
-                    for (part, bits) in [first, rounded(rest)].into_iter().enumerate() {
-                        let to = s.add(SCORES + ((half * 2 + part) * 2 * rows + row) * 16);
-                        // For even columns the weight comes first in its pair, for odd ones second.
-                        _mm512_storeu_si512(to.cast(), _mm512_srli_epi32::<16>(bits));
-                        _mm512_storeu_si512(to.add(rows * 16).cast(), _mm512_and_si512(bits, upper));
-                    }
-                }
+                store_weights(s, [rows, row], [x, y]);
             }
         }
     }

@@ -58,6 +58,8 @@ pub(crate) struct StripKernels {
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32),
     /// Rows and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 2]) -> SoftmaxStats,
+    /// Scores and weights, scores and room for weights of the probes, their sums, rows and columns.
+    pub(super) probe: unsafe fn(*const f32, *mut f32, &mut [f32], [usize; 2]),
     /// Weights, rows, first value, elements from value to value, columns of O, O.
     pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32),
     /// Asks for the first lines of each page of a span of elements.
@@ -148,6 +150,15 @@ impl Strips {
         assert!([args.m.len(), args.l.len(), args.alpha.len()].iter().all(|&n| n >= self.rows), "rows of the strip");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.kernels.softmax)(args, [self.rows, columns(self.rows)]) }
+    }
+
+    /// The scores U of probes to weights P U, with the P that [`softmax`](Self::softmax) has left behind `s`; adds their
+    /// sums to `l`.
+    pub fn probe(&self, s: &[f32], u: &mut [f32], l: &mut [f32]) {
+        let room = StripKernels::room(self.rows);
+        assert!(s.len() >= room && u.len() >= room && l.len() >= self.rows, "too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.kernels.probe)(s.as_ptr(), u.as_mut_ptr(), l, [self.rows, columns(self.rows)]) }
     }
 
     /// O += P V with the weights of [`softmax`](Self::softmax).
