@@ -92,15 +92,7 @@ impl<'w> Shared<'w> {
     }
 
     /// Loads the tokens from `first` on of a key head.
-    pub fn load(
-        &mut self,
-        cx: &Context<'_>,
-        s: &Tokens,
-        key_head: usize,
-        first: usize,
-        need: Need,
-        ahead: &mut Ahead,
-    ) {
+    pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need, ahead: &mut Ahead) {
         self.lengths[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k.rows);
         if cx.matrix.is_some() {
             self.k.pack_left(cx, cx.kd, cx.parts.keys);

@@ -14,7 +14,7 @@ use fulgurite_core::exp::EXP2_POLY;
 use half::bf16;
 use std::arch::x86_64::*;
 
-pub(super) static NARROW: NarrowKernels = 
+pub(super) static NARROW: NarrowKernels =
     NarrowKernels { copy_at, turn_at, pair_at, softmax, probe, reweigh, grad, pack_grad };
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
@@ -505,7 +505,8 @@ unsafe fn each_slot(args: &PackedProbe<'_>, z: usize, mut f: impl FnMut(usize, [
         for j in 0..16 {
             let at = (tile * 32 + j) * stride + z * 16;
             // SAFETY: whole tiles are inside U (caller).
-            let u = unsafe { [Avx512::load(args.u.as_ptr().add(at)), Avx512::load(args.u.as_ptr().add(at + 16 * stride))] };
+            let u =
+                unsafe { [Avx512::load(args.u.as_ptr().add(at)), Avx512::load(args.u.as_ptr().add(at + 16 * stride))] };
             f(tile * SLOTS + j * 16, u);
         }
     }

@@ -141,9 +141,8 @@ unsafe fn probe(s: *const f32, u: *mut f32, l: &mut [f32], [rows, columns]: [usi
             for row in first..rows.min(first + 4) {
                 let weighted = std::array::from_fn(|half| {
                     // The weights of odd columns are numbers as they lie.
-                    let part = |part: usize| {
-                        Avx512::load(s.add(SCORES + (((half * 2 + part) * 2 + 1) * rows + row) * 16))
-                    };
+                    let part =
+                        |part: usize| Avx512::load(s.add(SCORES + (((half * 2 + part) * 2 + 1) * rows + row) * 16));
                     let p = _mm512_add_ps(part(0), part(1));
                     // A key that weighs nothing may hold anything.
                     let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p), _mm512_castps_si512(p));

@@ -74,6 +74,8 @@ pub(super) type Multiply =
     unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
 pub(super) type PackLanes = unsafe fn(*const f32, usize, [usize; 2], [usize; 2], *mut f32);
+pub(super) type PackScaled = unsafe fn(*const f32, usize, usize, *const f32, *mut f32);
+pub(super) type PackFaded = unsafe fn(*mut f32, usize, usize, f32, *mut f32);
 
 /// Entry points of a matrix unit. As with [`Kernels`](super::Kernels), holding one tells you that the machine has it
 /// and that the process may use it.
@@ -94,8 +96,8 @@ pub(crate) struct MatrixKernels {
     pub(super) turned_bf16: Pack<bf16>,
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
-    pub(super) lanes_scaled: [unsafe fn(*const f32, usize, usize, *const f32, *mut f32); 3],
-    pub(super) lanes_faded: [unsafe fn(*mut f32, usize, usize, f32, *mut f32); 3],
+    pub(super) lanes_scaled: [PackScaled; 3],
+    pub(super) lanes_faded: [PackFaded; 3],
     /// What bf16 needs beside.
     pub narrow: &'static NarrowKernels,
     /// Few queries against many keys, in bf16.

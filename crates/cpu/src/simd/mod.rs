@@ -39,7 +39,7 @@ pub(crate) use coding::BYTES;
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
-pub(crate) use narrow::{PackedProbe, GradPanels, KEY_TILES, LANE_TILES, RowsAt};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt};
 pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax, Strips};
 
 /// A vector of f32 and what the kernels do with it.

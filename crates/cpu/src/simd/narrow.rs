@@ -1,7 +1,7 @@
 //! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
 
-use super::algorithms::{ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
 use super::MAX_VECTORS;
+use super::algorithms::{ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
 use super::matrix::{DEPTH, GROUP, Panels, SLOTS};
 use half::bf16;
 

@@ -10,8 +10,8 @@ mod rounding;
 mod rows;
 mod softmax;
 
-pub(super) use delta::stage;
 pub(in crate::simd) use delta::faded;
+pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
 pub(crate) use exponential::ExpKind;
 pub(super) use exponential::{EXP2_NATIVE, exp2_scalar};
