@@ -163,7 +163,7 @@ fn part(
     rescale: Rescale,
     probe: Option<&Probe<'_>>,
 ) -> Counters {
-    let on_unit = if probe.is_none() { on_unit::part(cx, part, next, results, rescale) } else { None };
+    let on_unit = on_unit::part(cx, part, next, results, rescale, probe);
     on_unit.unwrap_or_else(|| on_vectors(cx, part, results, rescale, probe))
 }
 

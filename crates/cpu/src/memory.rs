@@ -1,6 +1,6 @@
 //! Workspaces, and writing to one output from many threads.
 
-use crate::simd::Kernels;
+use crate::simd::{Ahead, Kernels};
 use fulgurite_core::{DataMut, TensorViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
@@ -74,6 +74,18 @@ pub(crate) fn ask<T>(x: &[T]) {
     let _ = x;
 }
 
+/// Asks for memory that will be used later: as far as the second-level cache. Any address will do.
+pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // One line more where the first byte is inside one.
+    for line in (0..bytes + start.addr() % LINE).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(line)) }
+    }
+    let _ = (start, bytes);
+}
+
 /// Cuts a workspace into parts that begin on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);
 
@@ -145,6 +157,16 @@ impl<'a> SharedRows<'a> {
                 Start::Bf16(p) => kernels.narrow_bf16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
             }
         }
+    }
+
+    /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.
+    pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
+        let (start, size) = match self.start {
+            Start::F32(p) => (p.cast::<u8>(), 4),
+            Start::F16(p) => (p.cast(), 2),
+            Start::Bf16(p) => (p.cast(), 2),
+        };
+        ahead.push(start.wrapping_add(offset * size), [row, n].map(|n| n * size), rows);
     }
 
     /// A row of an f32 tensor, for reading and writing.

@@ -10,7 +10,7 @@ use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::unit::{Keys, Products, Scratch, Vectors};
 use crate::{Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
-use fulgurite_core::{BlockMask, Outputs};
+use fulgurite_core::{BlockMask, Data, Outputs, TensorView, bf16, f16};
 use std::cell::LazyCell;
 use std::sync::Mutex;
 
@@ -100,10 +100,49 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
         counts.kept += found.kept.len() as u64;
     }
     let dropped = all.iter().map(|f| f.dropped).fold(0.0, f64::max);
-    let largest = if dropped > 0.0 { bound.v().to_f64().into_iter().map(f64::abs).fold(0.0, f64::max) } else { 0.0 };
+    let largest = if dropped > 0.0 { largest(bound.v(), threads) } else { 0.0 };
     let kept = skip.block_mask(all.into_iter().map(|f| f.kept).collect());
     SkipOutcome { counts, kept, error_bound: 2.0 * dropped * largest }
 }
+
+/// The largest |x| of a tensor whose last axis lies in one piece; NaN counts for nothing.
+fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
+    let (Some((&width, outer)), strides) = (view.shape().split_last(), view.strides()) else { return 0.0 };
+    let rows: usize = outer.iter().product();
+    let found = Mutex::new(0.0f64);
+    // Without its sign, a number's bits are an integer that grows with it, up to infinity; above that are NaN.
+    fn top<T: Copy>(row: &[T], bits: impl Fn(T) -> u32, infinity: u32) -> u32 {
+        let all = row.iter().fold(0, |top, &x| bits(x).max(top));
+        if all <= infinity { all } else { row.iter().map(|&x| bits(x)).filter(|&x| x <= infinity).max().unwrap_or(0) }
+    }
+    pool::run(threads, rows.div_ceil(SHARE), &|i| {
+        let mut own = 0;
+        for row in i * SHARE..((i + 1) * SHARE).min(rows) {
+            let (mut at, mut rest) = (0, row);
+            for (&extent, &stride) in outer.iter().zip(strides.iter()).rev() {
+                at += rest % extent * stride;
+                rest /= extent;
+            }
+            own = own.max(match view.data() {
+                Data::F32(x) => top(&x[at..at + width], |x| x.to_bits() & 0x7fff_ffff, 0x7f80_0000),
+                Data::F16(x) => top(&x[at..at + width], |x| u32::from(x.to_bits() & 0x7fff), 0x7c00),
+                Data::Bf16(x) => top(&x[at..at + width], |x| u32::from(x.to_bits() & 0x7fff), 0x7f80),
+                _ => unreachable!("bug in fulgurite: values of a type that Problem refuses"),
+            });
+        }
+        let own = match view.data() {
+            Data::F16(_) => f16::from_bits(own as u16).to_f64(),
+            Data::Bf16(_) => bf16::from_bits(own as u16).to_f64(),
+            _ => f64::from(f32::from_bits(own)),
+        };
+        let mut found = found.lock().unwrap_or_else(|e| e.into_inner());
+        *found = found.max(own);
+    });
+    found.into_inner().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Rows of the tensor of values that are looked through at once.
+const SHARE: usize = 4096;
 
 /// A tile of rows on its way over the keys.
 struct Rows<'w> {

@@ -1,8 +1,9 @@
 //! Parallax against its oracle, and against attention where the probes are zero.
 
 use fulgurite_core::cases::around::ParallaxCase;
-use fulgurite_core::parallax::{ParallaxForward, ParallaxGradients, check};
-use fulgurite_core::{DType, Forward, Tensor};
+use fulgurite_core::parallax::{Parallax, ParallaxForward, ParallaxGradients, check};
+use fulgurite_core::random::Rng;
+use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Tensor};
 use fulgurite_cpu::{Isa, Options, forward, parallax_backward, parallax_forward};
 
 fn run(case: &ParallaxCase, r: &Tensor, options: &Options) -> ParallaxForward {
@@ -38,16 +39,12 @@ fn random_problems_agree_with_the_oracle() {
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
 }
 
-/// Bit for bit, on tiles and with few queries; but for bf16 on matrix units, where attention packs its weights on the way
-/// out of the exponential and Parallax reweighs them first.
+/// Bit for bit, on tiles and with few queries.
 #[test]
 fn probes_of_zero_are_attention() {
     for seed in 0..60 {
         let case = ParallaxCase::random(seed, DType::FLOATS[seed as usize % 3]);
         let options = options(seed);
-        if options.isa == Some(Isa::Amx) && case.q.dtype() == DType::Bf16 {
-            continue;
-        }
         let zero = Tensor::zeros(case.q.dtype(), case.q.shape()).unwrap();
         let found = run(&case, &zero, &options);
         let mut plain = Forward::zeros(case.parallax.problem()).unwrap();
@@ -56,6 +53,40 @@ fn probes_of_zero_are_attention() {
         let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
         assert!(bits(&found.own.o) == bits(&plain.o), "{seed} {:?}", options.isa);
         assert!(bits(&found.own.lse) == bits(&plain.lse), "{seed} {:?}", options.isa);
+    }
+}
+
+/// Few queries of whole tiles, which go in strips where there is a matrix unit: against the oracle, and bit for bit.
+#[test]
+fn few_queries_in_strips() {
+    for (rows, heads) in [(1, [2, 2]), (3, [2, 1]), (1, [8, 1])] {
+        let problem = Problem::builder().dense(1, rows, 700).heads(heads[0], heads[1]).head_dim(64).dtype(DType::Bf16);
+        let parallax = Parallax::new(problem.mask(Mask::causal()).build().unwrap()).unwrap();
+        let rng = &mut Rng::new(7);
+        let mut of = |shape: &[usize], by: f64| {
+            Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), by), shape).unwrap()
+        };
+        let (q, r) = (of(&parallax.problem().q_shape(), 1.0), of(&parallax.problem().q_shape(), 0.1));
+        let (k, v) = (of(&parallax.problem().k_shape(), 1.0), of(&parallax.problem().v_shape(), 1.0));
+        let zero = Tensor::zeros(DType::Bf16, q.shape()).unwrap();
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        for isa in Isa::available() {
+            let options = Options { isa: Some(isa), ..Options::default() };
+            let run = |r: &Tensor| {
+                let mut out = ParallaxForward::zeros(&parallax).unwrap();
+                parallax_forward(&parallax.bind(&inputs, r.view()).unwrap(), &mut out.outputs(), &options);
+                out
+            };
+            let bound = parallax.bind(&inputs, r.view()).unwrap();
+            for (what, verdict) in check(&bound, &run(&r), None) {
+                assert!(verdict.ok(), "{isa:?} {rows} {heads:?} {what}: {verdict}");
+            }
+            let mut plain = Forward::zeros(parallax.problem()).unwrap();
+            forward(&inputs.bind(parallax.problem()).unwrap(), &mut plain.outputs(), &options);
+            let found = run(&zero);
+            let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+            assert!(bits(&found.own.o) == bits(&plain.o) && bits(&found.own.lse) == bits(&plain.lse), "{isa:?}");
+        }
     }
 }
 

@@ -56,6 +56,16 @@ fn seconds<const N: usize>(case: &Case, rounds: usize, how: [(DeltaForm, DeltaSe
     race(rounds, calls.each_mut().map(|call| call as &mut dyn FnMut()))
 }
 
+/// The chunked form many times and nothing else, for a profiler.
+pub fn alone(threads: usize) -> Vec<Line> {
+    let one = |dtype: DType| {
+        let case = Case::new(4096, [16, 32], dtype, 0.1);
+        let [time] = seconds(&case, 25, [(DeltaForm::Chunked, DeltaSegments::Whole, threads)]);
+        Line(format!("gated delta rule, {dtype}, chunked"), vec![("seconds".into(), time)])
+    };
+    vec![one(DType::F32), one(DType::Bf16)]
+}
+
 pub fn measure(threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     let whole = DeltaSegments::Whole;
@@ -84,12 +94,24 @@ pub fn measure(threads: usize) -> Vec<Line> {
         ));
     }
     for dtype in [DType::F32, DType::Bf16] {
-        let mut numbers = Vec::new();
-        for len in [1024usize, 4096, 16384, 65536] {
-            let case = Case::new(len, [2, 2], dtype, 0.1);
-            let [time] = seconds(&case, if len > 20000 { 3 } else { 9 }, [(DeltaForm::Chunked, whole, threads)]);
-            numbers.push((format!("us_a_token_{len}"), time / len as f64 * 1e6));
-        }
+        // The lengths in turn, so that whatever else the machine does meets all of them.
+        let lengths = [1024usize, 4096, 16384, 65536];
+        let cases = lengths.map(|len| Case::new(len, [2, 2], dtype, 0.1));
+        let inputs = cases.each_ref().map(Case::inputs);
+        let mut calls: [_; 4] = std::array::from_fn(|i| {
+            let bound = inputs[i].bind(&cases[i].problem).expect("tensors that fit");
+            let mut out = DeltaForward::zeros(&cases[i].problem).expect("outputs");
+            let options = Options { threads: Some(threads), ..Options::default() };
+            // Short ones several times: as many tokens each.
+            move || {
+                for _ in 0..65536 / lengths[i] {
+                    gated_delta_forward(&bound, &mut out.outputs(), DeltaForm::Chunked, whole, &options);
+                }
+            }
+        });
+        let times = race(9, calls.each_mut().map(|call| call as &mut dyn FnMut()));
+        let numbers = lengths.iter().zip(times).map(|(len, time)| (format!("us_a_token_{len}"), time / 65536.0 * 1e6));
+        let numbers = numbers.collect();
         lines.push(Line(format!("gated delta rule, {dtype}, 2 heads, d 128, uncut: time by length"), numbers));
     }
     for dtype in [DType::F32, DType::Bf16] {

@@ -1,6 +1,6 @@
 //! The systems around attention beside what they are compared with, alternating in one run; prints JSON.
 //!
-//! `around [gated-delta|window|skip|lighthouse|parallax|window-alone]... [--threads N]`
+//! `around [gated-delta|window|skip|lighthouse|parallax|window-alone|gated-delta-alone]... [--threads N]`
 
 mod attention;
 mod gated_delta;
@@ -48,6 +48,7 @@ fn main() {
     for part in chosen {
         lines.extend(match part {
             "gated-delta" => gated_delta::measure(threads),
+            "gated-delta-alone" => gated_delta::alone(threads),
             "window" => attention::window(threads),
             "window-alone" => attention::window_alone(threads),
             "skip" => attention::skip(threads),

@@ -1,9 +1,9 @@
 //! Few queries on a matrix unit: bf16 keys and values read where they lie, in strips that all rows see.
 
-use super::{FEW, PART, Part, record, sees_all, tau, tile};
+use super::{FEW, PART, Part, Probe, record, sees_all, tau, tile};
 use crate::Counters;
 use crate::memory::{Arena, with_workspace};
-use crate::simd::{Coming, GROUP, RowsAt, STRIP, Share, Strided, StripKernels, StripRows, StripSoftmax};
+use crate::simd::{Coming, GROUP, RowsAt, STRIP, Share, Strided, StripKernels, StripProbe, StripRows, StripSoftmax};
 use crate::tiles::Context;
 use fulgurite_core::{DType, Rescale, Sequence, TensorView};
 
@@ -17,6 +17,16 @@ struct Head<'w> {
     weights: &'w mut [f32],
     o: &'w mut [f32],
     m: [f32; GROUP],
+    l: [f32; GROUP],
+    second: Option<Second<'w>>,
+}
+
+/// The same of a probe: r, its scores U and weights P U, and O weighted by U.
+struct Second<'w> {
+    r: &'w mut [f32],
+    u: &'w mut [f32],
+    weights: &'w mut [f32],
+    o: &'w mut [f32],
     l: [f32; GROUP],
 }
 
@@ -39,6 +49,7 @@ pub(super) fn part(
     next: Option<&Part>,
     results: &mut [f32],
     rescale: Rescale,
+    probe: Option<&Probe<'_>>,
 ) -> Option<Counters> {
     let kernels = kernels(cx, part)?;
     let sequence = &cx.bound.sequences()[part.sequence];
@@ -50,23 +61,36 @@ pub(super) fn part(
         StripKernels::output_room(rows, cx.dv),
     ];
     let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
-    with_workspace(heads * room, |workspace| {
+    with_workspace(heads * room * if probe.is_some() { 2 } else { 1 }, |workspace| {
         let mut arena = Arena::new(workspace);
-        let (data, q_rows) = (cx.bound.q().slice()?, cx.query_rows(cx.bound.q().strides(), sequence));
-        let mut walk: Vec<Head<'_>> = (0..heads)
-            .map(|h| {
-                let [q, s, weights, o] = sizes.map(|n| arena.take(n));
-                let tile = tile(cx, part.sequence, h);
-                let start = |lane: usize| {
-                    let (q, head) = cx.row(&tile, lane);
-                    q_rows.at(q, head)
-                };
-                let starts: [usize; FEW] = std::array::from_fn(|lane| start(lane.min(rows - 1)));
-                StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, q);
-                o.fill(0.0);
-                Head { q, s, weights, o, m: [f32::NEG_INFINITY; GROUP], l: [0.0; GROUP] }
-            })
-            .collect();
+        // The queries of a head, or its probes.
+        let load = |own: &Context<'_>, head: usize, to: &mut [f32]| {
+            let (data, q_rows) = (own.bound.q().slice()?, cx.query_rows(own.bound.q().strides(), sequence));
+            let tile = tile(cx, part.sequence, head);
+            let start = |lane: usize| {
+                let (q, head) = cx.row(&tile, lane);
+                q_rows.at(q, head)
+            };
+            let starts: [usize; FEW] = std::array::from_fn(|lane| start(lane.min(rows - 1)));
+            StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, to);
+            Some(())
+        };
+        let mut walk = Vec::with_capacity(heads);
+        for h in 0..heads {
+            let [q, s, weights, o] = sizes.map(|n| arena.take(n));
+            load(cx, h, q)?;
+            o.fill(0.0);
+            let second = match probe {
+                Some(probe) => {
+                    let [r, u, weights, o] = sizes.map(|n| arena.take(n));
+                    load(probe.cx, h, r)?;
+                    o.fill(0.0);
+                    Some(Second { r, u, weights, o, l: [0.0; GROUP] })
+                }
+                None => None,
+            };
+            walk.push(Head { q, s, weights, o, m: [f32::NEG_INFINITY; GROUP], l: [0.0; GROUP], second });
+        }
         let strips = kernels.hold(rows);
         let mut counters = Counters::default();
         let (k, v) = (cx.bound.k(), cx.bound.v());
@@ -88,6 +112,9 @@ pub(super) fn part(
             for (h, head) in walk.iter_mut().enumerate() {
                 let coming = Share::ALL.of(&own_v(h).into(), [STRIP, cx.dv], [h, heads]);
                 strips.scores(head.q, own_k(h), head.s, coming);
+                if let Some(own) = &mut head.second {
+                    strips.scores(own.r, own_k(h), own.u, Coming::NOTHING);
+                }
             }
             for (h, head) in walk.iter_mut().enumerate() {
                 let (mut alpha, coming) = ([1.0; GROUP], coming(Share::FIRST, h));
@@ -99,22 +126,39 @@ pub(super) fn part(
                 if stats.rescaled > 0 {
                     StripKernels::scale(head.o, rows, alpha);
                 }
+                if let (Some(own), Some(probe)) = (&mut head.second, probe) {
+                    if stats.rescaled > 0 {
+                        StripKernels::scale(own.o, rows, alpha);
+                        own.l.iter_mut().zip(&*alpha).for_each(|(l, factor)| *l *= factor);
+                    }
+                    let (p, u, scale) = (&*head.weights, &*own.u, probe.cx.problem.scale());
+                    strips.probe(&mut StripProbe { p, u, weights: own.weights, l: &mut own.l, scale });
+                }
             }
             for (h, head) in walk.iter_mut().enumerate() {
                 strips.output(head.weights, own_v(h), head.o, coming(Share::REST, h));
+                if let Some(own) = &mut head.second {
+                    strips.output(own.weights, own_v(h), own.o, Coming::NOTHING);
+                }
             }
         }
         // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
         let spoiled = |o: &[f32]| o.iter().fold(false, |found, x| found | (x.abs().to_bits() as i32 > FINITE));
-        if walk.iter().any(|head| spoiled(head.o)) {
+        let any = |head: &Head<'_>| spoiled(head.o) || head.second.as_ref().is_some_and(|own| spoiled(own.o));
+        if walk.iter().any(any) {
             return None;
         }
-        for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, None))) {
+        for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
+            let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
             for row in 0..rows {
-                record[row] = head.m[row];
-                record[FEW + row] = StripKernels::total(&head.l, rows, row);
+                first[row] = head.m[row];
+                first[FEW + row] = StripKernels::total(&head.l, rows, row);
             }
-            StripKernels::rows_of(head.o, rows, cx.dv, &mut record[2 * FEW..]);
+            StripKernels::rows_of(head.o, rows, cx.dv, &mut first[2 * FEW..]);
+            if let Some(own) = &head.second {
+                second[..FEW].copy_from_slice(&own.l[..FEW]);
+                StripKernels::rows_of(own.o, rows, cx.dv, &mut second[FEW..]);
+            }
         }
         Some(counters)
     })

@@ -12,7 +12,7 @@
 //! ```
 
 use super::chunk::{CHUNK, Gates, Need, Shared, Work};
-use super::{Context, Place};
+use super::{Context, PACE, Place};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
@@ -116,13 +116,15 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
             cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs);
             for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
                 kept.copy_from_slice(state);
-                shared.load(cx, s, key_head, chunk * CHUNK, Need::State);
+                work.ahead = Ahead::paced(PACE);
+                cx.ask(&mut work.ahead, &at, (chunk + 1) * CHUNK, Need::State, true);
+                shared.load(cx, s, key_head, chunk * CHUNK, Need::State, &mut work.ahead);
                 work.chunk(cx, &shared, &at, chunk * CHUNK, state, Need::State);
             }
             cx.load_state(s.number, head, saved.d_final_state.as_ref(), d_state, cx.vs);
             for chunk in (0..chunks).rev() {
                 let first = chunk * CHUNK;
-                shared.load(cx, s, key_head, first, Need::Outputs);
+                shared.load(cx, s, key_head, first, Need::Outputs, &mut work.ahead);
                 let kept = &mut states[chunk * size..(chunk + 1) * size];
                 back(cx, &shared, &mut work, &at, first, kept, d_state, saved, &mut space, out);
                 let own = first * cx.kp..(first + CHUNK) * cx.kp;
@@ -138,7 +140,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
         }
         if cx.problem.qk_norm() == QkNorm::Inside {
             for chunk in 0..chunks {
-                shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs);
+                shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs, &mut work.ahead);
                 for (i, rows) in [&*shared.q.rows, &*shared.k.rows].into_iter().enumerate() {
                     normal[i].extend_from_slice(rows);
                     lengths[i].extend(&shared.lengths[i]);

@@ -7,10 +7,10 @@
 //! W = V - e (K S)       V' = Ag W       O = scale (e (Q S) + (G (Q K^T)) V')       S' = e_last S + K^T (t V')
 //! ```
 
-use super::products::{EXACT, Narrow, Operand, Part, product, product_exact, product_turned};
+use super::products::{Operand, Part, product, product_turned};
 use super::{Context, Place};
 use crate::memory::Arena;
-use crate::simd::{Ahead, INVERT, Matrix, MatrixMut, Stage, Sum};
+use crate::simd::{Ahead, DEPTH, INVERT, Matrix, MatrixMut, Stage, Sum};
 use fulgurite_core::gated_delta::Tokens;
 
 /// Tokens of a chunk.
@@ -59,10 +59,8 @@ pub(super) struct Shared<'w> {
     /// K K^T and Q K^T, lower triangles.
     pub kk: &'w mut [f32],
     pub qk: &'w mut [f32],
-    k_turned: &'w mut [f32],
-    narrow: Narrow,
-    /// Rows of the next chunk, asked for while products run: tokens lie far apart.
-    ahead: Ahead,
+    /// K^T as a left operand, where the matrix unit works.
+    k_turned: Operand<'w>,
     /// 1 / length of each row of q and k.
     pub lengths: [Vec<f32>; 2],
 }
@@ -70,9 +68,11 @@ pub(super) struct Shared<'w> {
 impl<'w> Shared<'w> {
     fn sizes(cx: &Context<'_>) -> [usize; 9] {
         let rows = CHUNK * cx.kp;
-        let left = Operand::room(cx, CHUNK, cx.kd, 1);
-        let turned = Operand::room(cx, cx.kp, CHUNK, 1);
-        [rows, rows, rows, CHUNK * CHUNK, CHUNK * CHUNK, left, left, left, turned]
+        let left = Operand::room(cx, CHUNK, cx.kd, cx.parts.keys);
+        let turned = Operand::room(cx, cx.kp, CHUNK, cx.parts.keys);
+        // The vectors take K^T as it is, the matrix unit turns packed tiles.
+        let kt = if cx.matrix.is_some() { 0 } else { rows };
+        [rows, rows, kt, CHUNK * CHUNK, CHUNK * CHUNK, left, left, left, turned]
     }
     pub fn room(cx: &Context<'_>) -> usize {
         Self::sizes(cx).into_iter().map(Arena::room).sum()
@@ -81,33 +81,31 @@ impl<'w> Shared<'w> {
         let [k, q, kt, kk, qk, k_left, q_left, kt_right, k_turned] = Self::sizes(cx).map(|n| arena.take(n));
         [&mut *kk, &mut *qk].into_iter().for_each(|x| x.fill(0.0));
         Shared {
-            k: Operand { rows: k, stride: cx.kp, n: cx.kp, panels: k_left, parts: 1 },
-            q: Operand { rows: q, stride: cx.kp, n: cx.kp, panels: q_left, parts: 1 },
-            kt: Operand { rows: kt, stride: CHUNK, n: CHUNK, panels: kt_right, parts: 1 },
+            k: Operand::new(k, cx.kp, cx.kp, k_left),
+            q: Operand::new(q, cx.kp, cx.kp, q_left),
+            kt: Operand::new(kt, CHUNK, CHUNK, kt_right),
             kk,
             qk,
-            k_turned,
-            narrow: Narrow::default(),
-            ahead: Ahead::default(),
+            k_turned: Operand::new(&mut [], CHUNK, CHUNK, k_turned),
             lengths: [Vec::new(), Vec::new()],
         }
     }
 
     /// Loads the tokens from `first` on of a key head.
-    pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need) {
+    pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need, ahead: &mut Ahead) {
         self.lengths[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k.rows);
-        self.k.pack_left(cx, cx.kd, &mut self.narrow);
-        self.k.pack_turned(cx, cx.kd, &self.narrow, self.k_turned);
-        cx.kernels.transpose(self.k.rows, cx.kp, self.kt.rows, CHUNK, CHUNK, cx.kp);
-        self.kt.pack_right(cx, cx.kd);
+        if cx.matrix.is_some() {
+            self.k.pack_left(cx, cx.kd, cx.parts.keys);
+            self.k_turned.pack_turned(cx, &self.k, cx.parts.keys);
+            self.kt.turn_panels(cx, &self.k);
+        } else {
+            cx.kernels.transpose(self.k.rows, cx.kp, self.kt.rows, CHUNK, CHUNK, cx.kp);
+        }
         let size = [CHUNK, CHUNK, cx.kd];
-        let ahead = &mut self.ahead;
-        cx.ask(cx.bound.k(), s, key_head, first + CHUNK, cx.kd, ahead);
         product(cx, self.kk, &self.k, &self.kt, size, Part::LowerResult, Sum::Fresh, ahead);
         if need == Need::Outputs {
             self.lengths[0] = cx.load_keys(cx.bound.q(), s, key_head, first, self.q.rows);
-            self.q.pack_left(cx, cx.kd, &mut self.narrow);
-            cx.ask(cx.bound.q(), s, key_head, first + CHUNK, cx.kd, ahead);
+            self.q.pack_left(cx, cx.kd, cx.parts.keys);
             product(cx, self.qk, &self.q, &self.kt, size, Part::LowerResult, Sum::Fresh, ahead);
         }
     }
@@ -131,16 +129,17 @@ pub(super) struct Work<'w> {
     pub o: &'w mut [f32],
     s_panels: &'w mut [f32],
     scratch: &'w mut [f32],
-    narrow: Narrow,
-    ahead: Ahead,
+    /// Rows that will be read and written next, asked for while products run: tokens lie far apart.
+    pub ahead: Ahead,
 }
 
 impl<'w> Work<'w> {
     fn sizes(cx: &Context<'_>, width: usize) -> [usize; 12] {
         let (square, values) = (CHUNK * CHUNK, CHUNK * cx.stride(width));
-        let left = Operand::room(cx, CHUNK, CHUNK, 1);
-        let [right, exact] = [1, EXACT].map(|parts| Operand::room(cx, width, CHUNK, parts));
-        let state = Operand::room(cx, width, cx.kd, EXACT);
+        let parts = &cx.parts;
+        let left = Operand::room(cx, CHUNK, CHUNK, parts.inverse.max(parts.weights));
+        let [right, exact] = [parts.weights, parts.state].map(|parts| Operand::room(cx, width, CHUNK, parts));
+        let state = Operand::room(cx, width, cx.kd, parts.state);
         [square, square, square, left, values, values, values, exact, values, right, values, state]
     }
     pub fn room(cx: &Context<'_>, width: usize) -> usize {
@@ -158,16 +157,22 @@ impl<'w> Work<'w> {
             stride,
             g,
             a,
-            ag: Operand { rows: ag, stride: CHUNK, n: CHUNK, panels: ag_left, parts: 1 },
+            ag: Operand::new(ag, CHUNK, CHUNK, ag_left),
             v,
             u,
-            w: Operand { rows: w, stride, n: width, panels: w_right, parts: EXACT },
-            vn: Operand { rows: vn, stride, n: width, panels: vn_right, parts: 1 },
+            w: Operand::new(w, stride, width, w_right),
+            vn: Operand::new(vn, stride, width, vn_right),
             o,
             s_panels,
             scratch: arena.take(INVERT * (CHUNK + INVERT)),
-            narrow: Narrow::default(),
             ahead: Ahead::default(),
+        }
+    }
+
+    /// Asks for rows between products, where those do not ask themselves.
+    fn ask(&mut self, cx: &Context<'_>, rows: usize) {
+        if cx.matrix.is_some() {
+            self.ahead.take(rows);
         }
     }
 
@@ -181,33 +186,40 @@ impl<'w> Work<'w> {
         state: &mut [f32],
         need: Need,
     ) {
+        self.ask(cx, 32);
         let gates = Gates::new(cx, at, first);
         self.corrections(cx, keys, at, &gates, first, state);
         let size = [CHUNK, self.width, CHUNK];
         let tail: [f32; CHUNK] = std::array::from_fn(|j| self.g[(CHUNK - 1) * CHUNK + j]);
         if need == Need::Outputs {
             // O = scale e (Q S) + Pg V'; S is still packed.
-            let s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels, parts: EXACT };
+            let mut s = Operand::new(state, self.stride, self.width, self.s_panels);
+            s.packed = [cx.parts.state, cx.kd.div_ceil(DEPTH)];
             product(cx, self.o, &keys.q, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
             let scale = cx.problem.scale();
             let factor = gates.head.map(|e| scale * e);
             cx.kernels.stage(Stage::ScaleRows { out: self.u, x: self.o, factor: &factor, width: self.stride });
             let scales = [scale; CHUNK];
             cx.kernels.stage(Stage::Weigh { out: self.ag.rows, x: keys.qk, g: self.g, factor: &scales });
-            self.ag.pack_left(cx, CHUNK, &mut self.narrow);
-            self.vn.pack_right(cx, CHUNK);
+            self.ag.pack_left(cx, CHUNK, cx.parts.weights);
+            self.vn.pack_right(cx, CHUNK, cx.parts.weights);
             product(cx, self.u, &self.ag, &self.vn, size, Part::LowerLeft, Sum::Onto, &mut self.ahead);
             std::mem::swap(&mut self.o, &mut self.u);
         }
+        self.ask(cx, 4 * CHUNK);
         // S' = e_last S + K^T (t V')
-        cx.kernels.stage(Stage::Fade { x: state, factor: gates.head[CHUNK - 1] });
-        cx.kernels.stage(Stage::ScaleRows { out: self.w.rows, x: self.vn.rows, factor: &tail, width: self.stride });
-        self.w.pack_right(cx, CHUNK);
+        if cx.matrix.is_some() {
+            self.vn.pack_scaled(cx, &tail, cx.parts.state, &mut self.w);
+        } else {
+            cx.kernels.stage(Stage::Fade { x: state, factor: gates.head[CHUNK - 1] });
+            cx.kernels.stage(Stage::ScaleRows { out: self.w.rows, x: self.vn.rows, factor: &tail, width: self.stride });
+        }
         let size = [cx.kd, self.width, CHUNK];
-        product_turned(cx, state, &keys.k, keys.k_turned, &self.w, size, &mut self.ahead);
+        product_turned(cx, state, &keys.k, &keys.k_turned, &self.w, size, &mut self.ahead);
     }
 
-    /// U, W, V' and everything before them; leaves G, A and Ag behind.
+    /// U, W, V' and everything before them; leaves G, A and Ag behind. Where the matrix unit works, S has faded afterwards,
+    /// and what it was lies in its panels.
     pub fn corrections(
         &mut self,
         cx: &Context<'_>,
@@ -217,20 +229,21 @@ impl<'w> Work<'w> {
         first: usize,
         state: &mut [f32],
     ) {
+        self.ask(cx, 32);
         cx.kernels.stage(Stage::Decays { decay: &gates.decay, g: self.g });
         self.solve(cx, keys, gates);
         cx.kernels.stage(Stage::Weigh { out: self.ag.rows, x: self.a, g: self.g, factor: &gates.beta });
         let v_rows = cx.bound.rows(cx.bound.v().strides(), at.sequence);
         cx.load_values(cx.bound.v(), &v_rows, at, first, self.v, self.stride);
-        cx.ask(cx.bound.v(), at.sequence, at.head, first + CHUNK, cx.vd, &mut self.ahead);
-        let mut s = Operand { rows: state, stride: self.stride, n: self.width, panels: self.s_panels, parts: EXACT };
-        s.pack_right(cx, cx.kd);
+        let mut s = Operand::new(state, self.stride, self.width, self.s_panels);
+        s.pack_faded(cx, cx.kd, gates.head[CHUNK - 1], cx.parts.state);
         product(cx, self.u, &keys.k, &s, [CHUNK, self.width, cx.kd], Part::Whole, Sum::Fresh, &mut self.ahead);
         let (out, factor) = (&mut *self.w.rows, &gates.head);
         cx.kernels.stage(Stage::Residual { out, x: self.v, y: self.u, factor, width: self.stride });
-        // Roundings of A would reach the states through every later token of the chunk.
+        self.ag.pack_left(cx, CHUNK, cx.parts.inverse);
+        self.w.pack_right(cx, CHUNK, cx.parts.state);
         let size = [CHUNK, self.width, CHUNK];
-        product_exact(cx, self.vn.rows, &self.ag, &self.w, size, Part::LowerLeft, &mut self.ahead);
+        product(cx, self.vn.rows, &self.ag, &self.w, size, Part::LowerLeft, Sum::Fresh, &mut self.ahead);
     }
 
     /// A = (1 + strictly lower (beta K K^T))^-1: squares on the diagonal by substitution, then row by row of squares
@@ -242,6 +255,9 @@ impl<'w> Work<'w> {
         let mut ahead = Ahead::default();
         for block in (0..CHUNK).step_by(INVERT) {
             let at = block * CHUNK + block;
+            if cx.matrix.is_some() {
+                self.ahead.take(24);
+            }
             cx.kernels.stage(Stage::Invert { l: &l[at..], a: &mut self.a[at..], stride: CHUNK });
             if block == 0 {
                 continue;

@@ -17,7 +17,8 @@ use chunk::{CHUNK, Shared, Work};
 use fulgurite_core::gated_delta::{
     DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
 };
-use fulgurite_core::{DType, Rows, TensorView};
+use fulgurite_core::{Rows, TensorView};
+use products::Parts;
 use segments::{Plan, Segment};
 
 /// Which form computes.
@@ -57,12 +58,16 @@ pub struct DeltaCounters {
 /// Elements of states that an item keeps in the second-level cache.
 const ITEM_ELEMENTS: usize = 256 * 1024;
 
+/// Rows asked for during each block of a product: those of k, q, v and o of a chunk of few tiles.
+const PACE: usize = 6;
+
 pub(crate) struct Context<'a> {
     pub bound: &'a DeltaBound<'a>,
     pub problem: &'a GatedDelta,
     pub kernels: &'static Kernels,
-    /// The matrix unit, for 16-bit types whose parts are one bf16.
+    /// The matrix unit, where there is one, and how operands are packed for it.
     pub matrix: Option<&'static MatrixKernels>,
+    pub parts: Parts,
     pub kd: usize,
     pub vd: usize,
     /// The same in whole vectors.
@@ -85,7 +90,8 @@ impl<'a> Context<'a> {
             bound,
             problem,
             kernels,
-            matrix: kernels.matrix.filter(|_| problem.dtype() == DType::Bf16),
+            matrix: kernels.matrix,
+            parts: Parts::new(problem.dtype()),
             kd,
             vd,
             kp: kd.next_multiple_of(kernels.lanes),
@@ -122,31 +128,41 @@ impl<'a> Context<'a> {
     /// zero. Returns 1 / length of each row.
     fn load_keys(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, to: &mut [f32]) -> Vec<f32> {
         let rows = self.bound.rows(view.strides(), s);
-        let mut lengths = Vec::new();
+        let used = (s.len - first).min(to.len() / self.kp);
         for (i, row) in to.chunks_exact_mut(self.kp).enumerate() {
-            if first + i >= s.len {
-                row.fill(0.0);
-                continue;
+            let n = if i < used { self.kd } else { 0 };
+            if n > 0 {
+                self.kernels.widen(&view.data(), rows.at(first + i, head), &mut row[..n]);
             }
-            self.kernels.widen(&view.data(), rows.at(first + i, head), &mut row[..self.kd]);
-            row[self.kd..].fill(0.0);
-            if self.problem.qk_norm() == QkNorm::Inside {
-                let mut squares = [0.0f32];
-                self.kernels.stage(Stage::RowDots { out: &mut squares, x: row, y: row, width: self.kp });
-                let inverse = 1.0 / (squares[0] + L2_EPS as f32).sqrt();
-                self.kernels.scale_lanes(row, &[inverse; 256][..self.kp]);
-                lengths.push(inverse);
-            }
+            row[n..].fill(0.0);
         }
-        lengths
+        if self.problem.qk_norm() != QkNorm::Inside {
+            return Vec::new();
+        }
+        let mut inverse = vec![0.0; used];
+        let stage = Stage::Normalise { x: to, inverse: &mut inverse, eps: L2_EPS as f32, width: self.kp };
+        self.kernels.stage(stage);
+        inverse
     }
 
-    /// Asks for the rows of a chunk that will be read later.
-    fn ask(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, n: usize, ahead: &mut Ahead) {
-        if first < s.len {
-            let rows = self.bound.rows(view.strides(), s);
-            ahead.push_rows(&view.data(), rows.at(first, head), rows.row, n, CHUNK.min(s.len - first));
+    /// Asks for the rows of v of a chunk, and those of k (and q for outputs) where `keys` says that they are new.
+    fn ask(&self, ahead: &mut Ahead, at: &Place<'_>, first: usize, need: chunk::Need, keys: bool) {
+        if first >= at.sequence.len {
+            return;
         }
+        let n = CHUNK.min(at.sequence.len - first);
+        let mut ask = |view: &TensorView<'_>, head: usize, width: usize| {
+            let rows = self.bound.rows(view.strides(), at.sequence);
+            ahead.push_rows(&view.data(), rows.at(first, head), rows.row, width, n);
+        };
+        let key_head = at.head / self.problem.group();
+        if keys {
+            ask(self.bound.k(), key_head, self.kd);
+        }
+        if keys && need == chunk::Need::Outputs {
+            ask(self.bound.q(), key_head, self.kd);
+        }
+        ask(self.bound.v(), at.head, self.vd);
     }
 
     /// Rows of v or d_o of a value head, as f32 `[row][width]`; zero around them.
@@ -300,10 +316,21 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
             let mut loaded = None;
             for (state, head) in states.iter_mut().zip(item.heads.clone()) {
                 let key_head = head / cx.problem.group();
-                if loaded.replace(key_head) != Some(key_head) {
-                    shared.load(cx, s, key_head, first, chunk::Need::Outputs);
-                }
                 let at = Place { sequence: s, head };
+                // What is written at the end of this chunk, then what the next one reads.
+                work.ahead = Ahead::paced(PACE);
+                let rows = cx.bound.rows(out.o_strides, s);
+                out.o.ask(&mut work.ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
+                if head + 1 < item.heads.end {
+                    let new = (head + 1) / cx.problem.group() != key_head;
+                    cx.ask(&mut work.ahead, &Place { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
+                } else {
+                    let next = Place { head: item.heads.start, ..at };
+                    cx.ask(&mut work.ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
+                }
+                if loaded.replace(key_head) != Some(key_head) {
+                    shared.load(cx, s, key_head, first, chunk::Need::Outputs, &mut work.ahead);
+                }
                 work.chunk(cx, &shared, &at, first, state, chunk::Need::Outputs);
                 out.rows(cx, &at, first, work.o, cx.vs);
             }

@@ -1,8 +1,9 @@
-//! Products of chunk-sized matrices: by the vectors, or on the matrix unit with operands rounded to bf16.
+//! Products of chunk-sized matrices: by the vectors, or on the matrix unit with operands in parts of bf16.
 
 use super::Context;
-use crate::simd::{Ahead, DEPTH, GROUP, Matrix, MatrixKernels, MatrixMut, Panels, Source, Sum};
-use half::bf16;
+use super::chunk::CHUNK;
+use crate::simd::{Ahead, DEPTH, GROUP, Matrix, MatrixMut, Panels, SLOTS, Sum};
+use fulgurite_core::DType;
 
 /// Rows that are taken at once where a triangle is left out.
 const STEP: usize = 32;
@@ -18,6 +19,30 @@ pub(super) enum Part {
     LowerLeft,
 }
 
+/// In how many bf16 the operands are packed, so that what they lose is below the rounding of the type. Roundings of what
+/// states come from add up over the whole sequence, so those have more.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Parts {
+    /// K and Q, on either side.
+    pub keys: usize,
+    /// S, W and t V'.
+    pub state: usize,
+    /// A: its roundings reach the states through every later token of the chunk.
+    pub inverse: usize,
+    /// The weights of outputs, and V' beside them.
+    pub weights: usize,
+}
+
+impl Parts {
+    pub fn new(dtype: DType) -> Self {
+        match dtype {
+            DType::Bf16 => Parts { keys: 1, state: 2, inverse: 2, weights: 1 },
+            DType::F16 => Parts { keys: 2, state: 2, inverse: 2, weights: 2 },
+            _ => Parts { keys: 3, state: 3, inverse: 3, weights: 3 },
+        }
+    }
+}
+
 /// A row-major matrix, and the same packed for the matrix unit (empty for the vectors).
 pub(super) struct Operand<'w> {
     pub rows: &'w mut [f32],
@@ -25,100 +50,92 @@ pub(super) struct Operand<'w> {
     /// Columns in use.
     pub n: usize,
     pub panels: &'w mut [f32],
-    /// Parts of bf16 that a right operand is packed in.
-    pub parts: usize,
+    /// How the panels were packed last: parts, and tiles along the summed axis.
+    pub packed: [usize; 2],
 }
 
-/// Parts of a right operand from which states come: they are sums over the whole sequence, and roundings add up.
-pub(super) const EXACT: usize = 2;
+impl<'w> Operand<'w> {
+    pub fn new(rows: &'w mut [f32], stride: usize, n: usize, panels: &'w mut [f32]) -> Self {
+        Operand { rows, stride, n, panels, packed: [1, 1] }
+    }
 
-impl Operand<'_> {
     /// Elements for panels of a left operand of `rows` x `k`, or a right one of `k` x `rows`.
     pub fn room(cx: &Context<'_>, rows: usize, k: usize, parts: usize) -> usize {
         if cx.matrix.is_some() { Panels::room(rows.div_ceil(GROUP), k.div_ceil(DEPTH), parts) } else { 0 }
     }
 
-    /// Packs rows as rows of a left operand, `k` elements each.
-    pub fn pack_left(&mut self, cx: &Context<'_>, k: usize, narrow: &mut Narrow) {
-        let Some(matrix) = cx.matrix else { return };
-        narrow.rows.resize(self.rows.len(), bf16::ZERO);
-        cx.kernels.narrow_bf16(self.rows, &mut narrow.rows);
-        // Rows of bf16 are packed as they lie, in pairs of neighbours; the right operand has pairs half a tile apart.
-        const HALF: usize = DEPTH / 2;
-        let (rows, row) = (self.rows.len() / self.stride, k.next_multiple_of(DEPTH));
-        narrow.ordered.resize(rows * row, bf16::ZERO);
-        for (to, from) in narrow.ordered.chunks_exact_mut(row).zip(narrow.rows.chunks_exact(self.stride)) {
-            for (to, from) in to.as_chunks_mut::<DEPTH>().0.iter_mut().zip(from[..k].chunks(DEPTH)) {
-                let mut own = [bf16::ZERO; DEPTH];
-                own[..from.len()].copy_from_slice(from);
-                for i in 0..HALF {
-                    to[2 * i] = own[i];
-                    to[2 * i + 1] = own[HALF + i];
-                }
-            }
-        }
-        let from = Source { data: (&narrow.ordered).into(), offset: 0, row, rows, n: row };
-        matrix.pack_rows(&from, self.panels, k.div_ceil(DEPTH));
+    fn panels(&self) -> Panels<'_> {
+        Panels::new(self.panels, self.packed[1], self.packed[0])
     }
 
-    /// Packs rows as the summed axis of a left operand, into other panels. `narrow` holds what
-    /// [`pack_left`](Self::pack_left) has made of the same rows.
-    pub fn pack_turned(&self, cx: &Context<'_>, n: usize, narrow: &Narrow, to: &mut [f32]) {
+    /// Packs rows as rows of a left operand, `k` elements each.
+    pub fn pack_left(&mut self, cx: &Context<'_>, k: usize, parts: usize) {
         let Some(matrix) = cx.matrix else { return };
-        let rows = self.rows.len() / self.stride;
-        let from = Source { data: (&narrow.rows).into(), offset: 0, row: self.stride, rows, n };
-        matrix.pack_turned(&from, to, rows.div_ceil(DEPTH));
+        self.packed = [parts, k.div_ceil(DEPTH)];
+        let size = [self.stride, self.rows.len() / self.stride, k];
+        matrix.pack_rows_in(self.rows, size, self.panels, self.packed[1], parts);
     }
 
     /// Packs as a right operand: `k` rows of the summed axis.
-    pub fn pack_right(&mut self, cx: &Context<'_>, k: usize) {
+    pub fn pack_right(&mut self, cx: &Context<'_>, k: usize, parts: usize) {
         let Some(matrix) = cx.matrix else { return };
-        let room = Panels::room(1, k.div_ceil(DEPTH), self.parts);
+        self.packed = [parts, k.div_ceil(DEPTH)];
+        let room = Panels::room(1, self.packed[1], parts);
         for (z, to) in self.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
-            matrix.pack_lanes(&self.rows[z * GROUP..], self.stride, [0, k], to, self.parts);
+            matrix.pack_lanes(&self.rows[z * GROUP..], self.stride, [0, k], to, parts);
+        }
+    }
+
+    /// Packs as a right operand, each row times its factor, where the matrix unit works.
+    pub fn pack_scaled(&self, cx: &Context<'_>, factors: &[f32], parts: usize, to: &mut Operand<'_>) {
+        let Some(matrix) = cx.matrix else { return };
+        to.packed = [parts, factors.len().div_ceil(DEPTH)];
+        let room = Panels::room(1, to.packed[1], parts);
+        for (z, to) in to.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
+            matrix.pack_scaled(&self.rows[z * GROUP..], self.stride, factors, to, parts);
+        }
+    }
+
+    /// Packs as a right operand of `k` rows, which fade by `factor` afterwards, where the matrix unit works.
+    pub fn pack_faded(&mut self, cx: &Context<'_>, k: usize, factor: f32, parts: usize) {
+        let Some(matrix) = cx.matrix else { return };
+        self.packed = [parts, k.div_ceil(DEPTH)];
+        let room = Panels::room(1, self.packed[1], parts);
+        for (z, to) in self.panels.chunks_exact_mut(room).take(self.n / GROUP).enumerate() {
+            matrix.pack_faded(&mut self.rows[z * GROUP..], [self.stride, k], factor, to, parts);
+        }
+    }
+
+    /// The transpose of a packed left operand as a right one: tiles lie where they lay, each turned.
+    pub fn turn_panels(&mut self, cx: &Context<'_>, from: &Operand<'_>) {
+        self.packed = from.packed;
+        for (to, from) in self.panels.chunks_exact_mut(SLOTS).zip(from.panels.chunks_exact(SLOTS)) {
+            cx.kernels.transpose(from, GROUP, to, GROUP, GROUP, GROUP);
+        }
+    }
+
+    /// The transpose of rows as a left operand: the rows are the summed axis, as for a right operand, and tiles are
+    /// turned afterwards.
+    pub fn pack_turned(&mut self, cx: &Context<'_>, from: &Operand<'_>, parts: usize) {
+        let Some(matrix) = cx.matrix else { return };
+        let rows = from.rows.len() / from.stride;
+        self.packed = [parts, rows.div_ceil(DEPTH)];
+        let room = Panels::room(1, self.packed[1], parts);
+        let mut group = [0.0; Panels::room(1, CHUNK / DEPTH, 3)];
+        for (z, to) in self.panels.chunks_exact_mut(room).take(from.n / GROUP).enumerate() {
+            matrix.pack_lanes(&from.rows[z * GROUP..], from.stride, [0, rows], &mut group, parts);
+            for (to, from) in to.chunks_exact_mut(SLOTS).zip(group.chunks_exact(SLOTS)) {
+                cx.kernels.transpose(from, GROUP, to, GROUP, GROUP, GROUP);
+            }
         }
     }
 }
 
-/// Rows in bf16 on their way to panels: as they are, and in the order of tiles.
-#[derive(Default)]
-pub(super) struct Narrow {
-    rows: Vec<bf16>,
-    ordered: Vec<bf16>,
-}
-
-/// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works.
+/// C (+)= A B, A m x k and B k x n, both packed where the matrix unit works. The vectors ask for the rows `ahead` on the
+/// way; tiles do not, since they come through the same few buffers that wait for memory (lab 009).
 #[allow(clippy::too_many_arguments)] // as for every product
 pub(super) fn product(
     cx: &Context<'_>,
-    c: &mut [f32],
-    a: &Operand<'_>,
-    b: &Operand<'_>,
-    [m, n, k]: [usize; 3],
-    part: Part,
-    sum: Sum,
-    ahead: &mut Ahead,
-) {
-    multiply(cx, cx.matrix, c, a, b, [m, n, k], part, sum, ahead);
-}
-
-/// The same by the vectors, in f32: nothing is rounded, and nothing has to be packed.
-pub(super) fn product_exact(
-    cx: &Context<'_>,
-    c: &mut [f32],
-    a: &Operand<'_>,
-    b: &Operand<'_>,
-    size: [usize; 3],
-    part: Part,
-    ahead: &mut Ahead,
-) {
-    multiply(cx, None, c, a, b, size, part, Sum::Fresh, ahead);
-}
-
-#[allow(clippy::too_many_arguments)] // as for every product
-fn multiply(
-    cx: &Context<'_>,
-    matrix: Option<&MatrixKernels>,
     c: &mut [f32],
     a: &Operand<'_>,
     b: &Operand<'_>,
@@ -134,11 +151,10 @@ fn multiply(
         let n = if part == Part::LowerResult { (row + rows).min(n) } else { n };
         let k = if part == Part::LowerLeft { (row + rows).min(k) } else { k };
         let to = MatrixMut::at(c, stride, row, 0);
-        if let Some(matrix) = matrix {
-            let pa = Panels::new(a.panels, a_depth(a), 1).at(row / GROUP, 0);
-            let pb = Panels::new(b.panels, b_depth(b), b.parts);
+        if let Some(matrix) = cx.matrix {
+            let (pa, pb) = (a.panels().at(row / GROUP, 0), b.panels());
             let size = [rows.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)];
-            matrix.multiply(to, pa, pb, size, sum, ahead);
+            matrix.multiply(to, pa, pb, size, sum, &mut Ahead::default());
         } else {
             let left = Matrix::new(a.rows, a.stride).at(row, 0);
             cx.kernels.gemm(to, left, Matrix::new(b.rows, b.stride), [rows, n, k], sum, ahead);
@@ -146,29 +162,20 @@ fn multiply(
     }
 }
 
-/// Tiles along the summed axis of packed operands: panels are sized exactly.
-fn a_depth(a: &Operand<'_>) -> usize {
-    a.panels.len() / Panels::room((a.rows.len() / a.stride).div_ceil(GROUP), 1, 1)
-}
-fn b_depth(b: &Operand<'_>) -> usize {
-    b.panels.len() / Panels::room(b.n / GROUP, 1, b.parts)
-}
-
 /// C += A^T B, A k x m in rows (and `turned` for the matrix unit), B k x n.
 pub(super) fn product_turned(
     cx: &Context<'_>,
     c: &mut [f32],
     a: &Operand<'_>,
-    turned: &[f32],
+    turned: &Operand<'_>,
     b: &Operand<'_>,
     [m, n, k]: [usize; 3],
     ahead: &mut Ahead,
 ) {
     let to = MatrixMut::at(c, b.stride, 0, 0);
     if let Some(matrix) = cx.matrix {
-        let pa = Panels::new(turned, k.div_ceil(DEPTH), 1);
-        let pb = Panels::new(b.panels, b_depth(b), b.parts);
-        matrix.multiply(to, pa, pb, [m.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)], Sum::Onto, ahead);
+        let size = [m.div_ceil(GROUP), n / GROUP, k.div_ceil(DEPTH)];
+        matrix.multiply(to, turned.panels(), b.panels(), size, Sum::Onto, &mut Ahead::default());
     } else {
         let (a, b) = (Matrix::new(a.rows, a.stride), Matrix::new(b.rows, b.stride));
         cx.kernels.gemm_transposed(to, a, b, [m, n, k], Sum::Onto, ahead);

@@ -6,7 +6,7 @@
 //! identity. What is cut and how depends on the sequence alone.
 
 use super::chunk::{CHUNK, Need, Shared, Work};
-use super::{Context, DeltaCounters, DeltaSegments, Place};
+use super::{Context, DeltaCounters, DeltaSegments, PACE, Place};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixKernels, MatrixMut, Sum};
@@ -162,7 +162,10 @@ fn end_of(cx: &Context<'_>, at: &Place<'_>, segment: &Segment, way: Way, state: 
             Way::Whole | Way::Exact => segment.chunks.clone(),
         };
         for chunk in chunks {
-            shared.load(cx, at.sequence, at.head / cx.problem.group(), chunk * CHUNK, Need::State);
+            work.ahead = Ahead::paced(PACE);
+            cx.ask(&mut work.ahead, at, (chunk + 1) * CHUNK, Need::State, true);
+            let key_head = at.head / cx.problem.group();
+            shared.load(cx, at.sequence, key_head, chunk * CHUNK, Need::State, &mut work.ahead);
             work.chunk(cx, &shared, at, chunk * CHUNK, both, Need::State);
         }
         for (i, row) in both.chunks_exact(stride).enumerate() {

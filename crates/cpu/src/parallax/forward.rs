@@ -5,7 +5,7 @@ use crate::decode::Probe;
 use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, Policy, Stage};
+use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use fulgurite_core::Rescale;
@@ -29,6 +29,10 @@ struct Done {
     step: Step,
     /// What O had to be multiplied with before it.
     alpha: Option<[f32; MAX_LANES]>,
+    /// Whether its weights are packed already.
+    packed: bool,
+    /// The weights of a block's later pieces.
+    own: Vec<f32>,
 }
 
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
@@ -48,12 +52,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
         cx.dv_pad * tile,
         scratch,
         room.values,
-        room.weights,
+        blocks * room.weights,
     ];
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch::new(values, weights);
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let packed: Vec<[KeyRows<'_>; 2]> = parts
             .enumerate()
@@ -76,43 +79,61 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
-                // P itself is wanted, not packed weights: as where values are not finite.
-                let bare = [*k, KeyRows { finite: false, ..*v }];
                 let keys = start..(start + block).min(sequence.k_len);
-                for piece in cx.pieces(&row.tile, keys) {
+                for (n, piece) in cx.pieces(&row.tile, keys).enumerate() {
                     let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                    // Packed weights are whole tiles: a second piece of a block may share one with the first.
+                    let mut own = vec![0.0; if n == 0 { 0 } else { room.weights }];
+                    let to = if n == 0 { &mut weights[i * room.weights..(i + 1) * room.weights] } else { &mut own[..] };
+                    let mut scratch = Scratch::new(values, to);
                     let (s, u) = (&mut s_all[start * stride..], &mut u_all[start * stride..]);
                     let (s, u) = (&mut s[..block * stride], &mut u[..block * stride]);
                     scores(cx, &row, &step, start, *k, s, ahead);
                     let before = (row.m, row.l);
                     let mut alpha = [1.0; MAX_LANES];
-                    let mut stats = softmax(cx, &mut row, &step, s, bare, &mut scratch, &mut alpha, policy);
+                    let mut stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
                     if stats.distrusted > 0 {
                         (row.m, row.l) = before;
                         scores(cx, &row, &step, start, *k, s, ahead);
-                        stats = softmax(cx, &mut row, &step, s, bare, &mut scratch, &mut alpha, Policy::Raise(0.0));
+                        stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, Policy::Raise(0.0));
                     }
                     rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                     let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));
                     let factors = alpha.unwrap_or([1.0; MAX_LANES]);
-                    let ranges = step.ranges;
-                    cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: &factors[..stride], ranges });
-                    done.push(Done { start, step, alpha });
+                    let (ranges, factors) = (step.ranges, &factors[..stride]);
+                    if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix) {
+                        let mut args = PackedProbe { u, ranges, lanes: sums, alpha: factors };
+                        unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
+                    } else {
+                        cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: factors, ranges });
+                    }
+                    let packed = scratch.packed;
+                    done.push(Done { start, step, alpha, packed, own });
                 }
             }
             let mut mean = [0.0; MAX_LANES];
             for lane in 0..stride {
                 mean[lane] = if row.l[lane] == 0.0 { 0.0 } else { sums[lane] / row.l[lane] };
             }
-            for Done { start, step, alpha } in &done {
+            for Done { start, step, alpha, packed: weighed, own } in &mut done {
                 if let Some(alpha) = alpha {
                     cx.kernels.scale_lanes(row.o, &alpha[..stride]);
                 }
-                let (s, u) = (&mut s_all[start * stride..], &u_all[start * stride..]);
+                let (s, u) = (&mut s_all[*start * stride..], &u_all[*start * stride..]);
                 let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
-                cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                let at = *start / block * room.weights;
+                let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
+                let mut scratch = Scratch::new(values, to);
+                scratch.packed = *weighed;
+                if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix) {
+                    let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
+                    let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
+                    unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);
+                } else {
+                    cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                }
                 let products = Products { step, stride, ahead };
-                cx.unit.output(cx, products, packed[start / block][1], s, row.o, &mut scratch);
+                cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
             }
             let scale = cx.score_scale();
             row.m.iter_mut().for_each(|m| *m *= scale);

@@ -5,7 +5,7 @@
 //! of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so whoever has many products holds it over
 //! all of them; afterwards it is released, and the system has no tiles to save.
 
-use super::algorithms::{Ahead, Row};
+use super::algorithms::{Ahead, Row, faded};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
 use super::{Kernels, Simd, amx_bf16, amx_strips};
@@ -32,6 +32,8 @@ static TILES: MatrixKernels = MatrixKernels {
     turned_f16: pack_turned::<f16, 2>,
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
+    lanes_scaled: [pack_scaled::<1>, pack_scaled::<2>, pack_scaled::<3>],
+    lanes_faded: [pack_faded::<1>, pack_faded::<2>, pack_faded::<3>],
     narrow: &amx_bf16::NARROW,
     strips: &amx_strips::STRIPS,
 };
@@ -479,6 +481,55 @@ unsafe fn pack_lanes<const PARTS: usize>(
                     if (seen[0]..seen[1]).contains(&(first + r)) { row(first + r) } else { Avx512::splat(0.0) }
                 });
             }
+        }
+    }
+}
+
+/// Rows of 16 lanes, each times its factor.
+///
+/// # Safety
+/// As for [`Simd`]: `rows` rows of 16 lanes, `stride` apart, as many factors, and room for their tiles.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn pack_scaled<const PARTS: usize>(
+    src: *const f32,
+    stride: usize,
+    rows: usize,
+    factors: *const f32,
+    dst: *mut f32,
+) {
+    // SAFETY: inside the extents; rows past the last are not read.
+    unsafe {
+        for tile in 0..rows.div_ceil(32) {
+            pack_tile::<PARTS>(dst.add(tile * PARTS * SLOTS), |r| {
+                let r = tile * 32 + r;
+                if r >= rows {
+                    return Avx512::splat(0.0);
+                }
+                Avx512::mul(Avx512::load(src.add(r * stride)), Avx512::splat(*factors.add(r)))
+            });
+        }
+    }
+}
+
+/// Rows of 16 lanes, which fade where they lie afterwards.
+///
+/// # Safety
+/// As for [`Simd`]: `rows` rows of 16 lanes, `stride` apart, and room for their tiles.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn pack_faded<const PARTS: usize>(src: *mut f32, stride: usize, rows: usize, factor: f32, dst: *mut f32) {
+    // SAFETY: inside the extents; rows past the last are not touched.
+    unsafe {
+        for tile in 0..rows.div_ceil(32) {
+            pack_tile::<PARTS>(dst.add(tile * PARTS * SLOTS), |r| {
+                let r = tile * 32 + r;
+                if r >= rows {
+                    return Avx512::splat(0.0);
+                }
+                let at = src.add(r * stride);
+                let x = Avx512::load(at);
+                Avx512::store(at, faded::<Avx512>(x, Avx512::splat(factor)));
+                x
+            });
         }
     }
 }

@@ -9,12 +9,13 @@ use super::algorithms::{GradArgs, SoftmaxArgs, SoftmaxStats, begin, end};
 use super::amx::{join, rounded};
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels};
+use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, PackedProbe};
 use fulgurite_core::exp::EXP2_POLY;
 use half::bf16;
 use std::arch::x86_64::*;
 
-pub(super) static NARROW: NarrowKernels = NarrowKernels { copy_at, turn_at, pair_at, softmax, grad, pack_grad };
+pub(super) static NARROW: NarrowKernels =
+    NarrowKernels { copy_at, turn_at, pair_at, softmax, probe, reweigh, grad, pack_grad };
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
 pub(super) const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];
@@ -485,6 +486,87 @@ unsafe fn pack<G: Gradient>(args: &GradArgs<'_>, from: &G, out: &mut GradPanels<
                     }
                 }
             }
+        }
+    }
+}
+
+/// The slots of packed weights that a vector of lanes sees, with where their two keys' U lie.
+///
+/// # Safety
+/// As for [`probe`].
+#[inline(always)]
+unsafe fn each_slot(args: &PackedProbe<'_>, z: usize, mut f: impl FnMut(usize, [__m512; 2])) {
+    let (start, end) = args.ranges[z];
+    let stride = args.lanes.len();
+    if start >= end {
+        return;
+    }
+    for tile in start / 32..end.div_ceil(32) {
+        for j in 0..16 {
+            let at = (tile * 32 + j) * stride + z * 16;
+            // SAFETY: whole tiles are inside U (caller).
+            let u =
+                unsafe { [Avx512::load(args.u.as_ptr().add(at)), Avx512::load(args.u.as_ptr().add(at + 16 * stride))] };
+            f(tile * SLOTS + j * 16, u);
+        }
+    }
+}
+
+/// The two weights of each slot.
+///
+/// # Safety
+/// AVX-512 is present; a slot of each lane at `p`.
+#[inline(always)]
+unsafe fn weights(p: *const f32) -> [__m512; 2] {
+    // SAFETY: as above.
+    unsafe {
+        let both = _mm512_loadu_si512(p.cast());
+        let upper = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000u32 as i32));
+        [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(both)), _mm512_castsi512_ps(upper)]
+    }
+}
+
+/// # Safety
+/// AVX-512 is present; groups of lanes are `pitch` slots apart in the weights, and all whole tiles of the ranges are
+/// inside them and U.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn probe(args: &mut PackedProbe<'_>, panels: *const f32, pitch: usize) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        for z in 0..args.lanes.len() / 16 {
+            let own = args.lanes.as_mut_ptr().add(z * 16);
+            let before = _mm512_mul_ps(Avx512::load(own), Avx512::load(args.alpha.as_ptr().add(z * 16)));
+            let mut sums = [before, _mm512_setzero_ps()];
+            each_slot(args, z, |at, u| {
+                let p = weights(panels.add(z * pitch + at));
+                for half in 0..2 {
+                    // A key that weighs nothing may hold anything.
+                    let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p[half]), _mm512_castps_si512(p[half]));
+                    sums[half] = _mm512_mask3_fmadd_ps(p[half], u[half], sums[half], seen);
+                }
+            });
+            Avx512::store(own, _mm512_add_ps(sums[0], sums[1]));
+        }
+    }
+}
+
+/// # Safety
+/// As for [`probe`].
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn reweigh(args: &mut PackedProbe<'_>, panels: *mut f32, pitch: usize) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        for z in 0..args.lanes.len() / 16 {
+            let one = _mm512_add_ps(_mm512_set1_ps(1.0), Avx512::load(args.lanes.as_ptr().add(z * 16)));
+            each_slot(args, z, |at, u| {
+                let to = panels.add(z * pitch + at);
+                let p = weights(to);
+                let [first, second] = std::array::from_fn(|half| {
+                    let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p[half]), _mm512_castps_si512(p[half]));
+                    rounded(_mm512_maskz_mul_ps(seen, p[half], _mm512_sub_ps(one, u[half])))
+                });
+                _mm512_storeu_si512(to.cast(), join(first, second));
+            });
         }
     }
 }

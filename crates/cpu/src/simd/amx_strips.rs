@@ -14,13 +14,13 @@ use super::amx_bf16::CUBIC;
 use super::avx512::Avx512;
 use super::coming::Coming;
 use super::matrix::Hold;
-use super::strips::{StripKernels, StripSoftmax};
+use super::strips::{StripKernels, StripProbe, StripSoftmax};
 use half::bf16;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::f32::consts::{LN_2, LOG2_E};
 
-pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, output };
+pub(super) static STRIPS: StripKernels = StripKernels { hold, scores, softmax, probe, output };
 
 /// Tile 0 is scores of 16 keys, 1 queries, 2 keys or values, 3 is O, 4 and 5 are weights.
 fn hold([rows, columns]: [usize; 2]) -> Hold {
@@ -117,6 +117,80 @@ unsafe fn turn([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     [a, b, c, d].map(|x| _mm512_permutexvar_epi32(order, x))
 }
 
+/// The rows of 16 keys from the vectors of them as scores lie: the first half of `x`, N of 32 keys; rows past the last are
+/// whatever lies there.
+///
+/// # Safety
+/// AVX-512 is present.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn rows_of<const N: usize>(x: &[__m512i; N]) -> [__m512i; 8] {
+    // SAFETY: the instruction set is present (caller).
+    unsafe {
+        if N == 8 {
+            let [a, b, c, d] = turn([x[0], x[1], x[2], x[3]]);
+            return [a, b, c, d, a, b, c, d];
+        }
+        // Two keys in a vector: the lower or upper four columns of four keys from two of them.
+        let low = |a, b| _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b);
+        let high = |a, b| _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b);
+        let pairs = [(0, 1), (2, 3), (4, 5), (6, 7)].map(|(a, b)| (x[a], x[b]));
+        let [a, b, c, d] = turn(pairs.map(|(a, b)| low(a, b)));
+        let [e, f, g, h] = turn(pairs.map(|(a, b)| high(a, b)));
+        [a, b, c, d, e, f, g, h]
+    }
+}
+
+/// Writes the weights of 16 keys of a row: for even columns the weight comes first in its pair, for odd ones second.
+///
+/// # Safety
+/// AVX-512 is present; room for a vector at `to`, and for one so many rows behind.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn store_weights(to: *mut f32, rows: usize, bits: __m512i) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+        _mm512_storeu_si512(to.cast(), _mm512_srli_epi32::<16>(bits));
+        _mm512_storeu_si512(to.add(rows * 16).cast(), _mm512_and_si512(bits, upper));
+    }
+}
+
+/// # Safety
+/// AVX-512 is present; scores of 32 keys, weights and room for weights of each row.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn probe(args: &mut StripProbe<'_>, [rows, columns]: [usize; 2]) {
+    // SAFETY: inside the extents (caller).
+    unsafe { if columns == 4 { probe_of::<8>(args, rows) } else { probe_of::<16>(args, rows) } }
+}
+
+/// # Safety
+/// As for [`probe`]; N is twice the columns.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn probe_of<const N: usize>(args: &mut StripProbe<'_>, rows: usize) {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        let scale = _mm512_set1_ps(args.scale);
+        for half in 0..2 {
+            let mut u = [_mm512_setzero_si512(); N];
+            for (i, u) in u.iter_mut().take(N / 2).enumerate() {
+                *u = _mm512_loadu_si512(args.u.as_ptr().add(16 * (half * N / 2 + i)).cast());
+            }
+            for (row, u) in (0..rows).zip(rows_of::<N>(&u)) {
+                let at = (half * 2 * rows + row) * 16;
+                // The weights of odd columns are numbers as they lie.
+                let p = _mm512_loadu_ps(args.p.as_ptr().add(at + rows * 16));
+                // A key that weighs nothing may hold anything.
+                let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p), _mm512_castps_si512(p));
+                let weighted = _mm512_maskz_mul_ps(seen, p, _mm512_mul_ps(_mm512_castsi512_ps(u), scale));
+                args.l[row] += _mm512_reduce_add_ps(weighted);
+                store_weights(args.weights.as_mut_ptr().add(at), rows, rounded(weighted));
+            }
+        }
+    }
+}
+
 /// # Safety
 /// AVX-512 is present; scores of 32 keys, room for the weights of each row, 16 running values each.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
@@ -174,7 +248,6 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, rows: usize) -
         // m is -inf in a row that has seen no key: subtract 0 there, not inf - inf.
         let seen = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, _mm512_set1_ps(f32::NEG_INFINITY));
         let shift = _mm512_maskz_mov_ps(seen, m);
-        let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
         for half in 0..2 {
             let mut bits = [_mm512_setzero_si512(); N];
             for i in half * N / 2..(half + 1) * N / 2 {
@@ -183,23 +256,8 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, rows: usize) -
                 bits[i - half * N / 2] = rounded(p);
             }
             ask();
-            let mut store = |first: usize, quad: [__m512i; 4]| {
-                for (row, bits) in (first..rows).zip(turn(quad)) {
-                    let to = args.weights.as_mut_ptr().add((half * 2 * rows + row) * 16);
-                    // For even columns the weight comes first in its pair, for odd ones second.
-                    _mm512_storeu_si512(to.cast(), _mm512_srli_epi32::<16>(bits));
-                    _mm512_storeu_si512(to.add(rows * 16).cast(), _mm512_and_si512(bits, upper));
-                }
-            };
-            if columns == 4 {
-                store(0, [bits[0], bits[1], bits[2], bits[3]]);
-            } else {
-                // Two keys in a vector: the lower or upper four columns of four keys from two of them.
-                let low = |a, b| _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b);
-                let high = |a, b| _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b);
-                let pairs = [(0, 1), (2, 3), (4, 5), (6, 7)].map(|(a, b)| (bits[a], bits[b]));
-                store(0, pairs.map(|(a, b)| low(a, b)));
-                store(4, pairs.map(|(a, b)| high(a, b)));
+            for (row, bits) in (0..rows).zip(rows_of::<N>(&bits)) {
+                store_weights(args.weights.as_mut_ptr().add((half * 2 * rows + row) * 16), rows, bits);
             }
         }
         _mm512_storeu_ps(args.l.as_mut_ptr(), sum);

@@ -50,7 +50,7 @@ impl<'a> Panels<'a> {
         Panels { data: &self.data[(group * self.depth + tile) * self.parts * SLOTS..], ..self }
     }
     /// Elements of memory that panels take.
-    pub fn room(groups: usize, depth: usize, parts: usize) -> usize {
+    pub const fn room(groups: usize, depth: usize, parts: usize) -> usize {
         groups * depth * parts * SLOTS
     }
     fn holds(&self, groups: usize, depth: usize) -> bool {
@@ -74,6 +74,8 @@ pub(super) type Multiply =
     unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
 pub(super) type PackLanes = unsafe fn(*const f32, usize, [usize; 2], [usize; 2], *mut f32);
+pub(super) type PackScaled = unsafe fn(*const f32, usize, usize, *const f32, *mut f32);
+pub(super) type PackFaded = unsafe fn(*mut f32, usize, usize, f32, *mut f32);
 
 /// Entry points of a matrix unit. As with [`Kernels`](super::Kernels), holding one tells you that the machine has it
 /// and that the process may use it.
@@ -94,6 +96,8 @@ pub(crate) struct MatrixKernels {
     pub(super) turned_bf16: Pack<bf16>,
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
+    pub(super) lanes_scaled: [PackScaled; 3],
+    pub(super) lanes_faded: [PackFaded; 3],
     /// What bf16 needs beside.
     pub narrow: &'static NarrowKernels,
     /// Few queries against many keys, in bf16.
@@ -227,6 +231,23 @@ impl MatrixKernels {
         assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
+    }
+
+    /// As [`pack_lanes`](Self::pack_lanes) of all rows, each times its factor.
+    pub fn pack_scaled(&self, x: &[f32], stride: usize, factors: &[f32], to: &mut [f32], parts: usize) {
+        let rows = factors.len();
+        assert!(x.len() >= extent(rows, stride, GROUP), "lanes too small");
+        assert!(to.len() >= Panels::room(1, rows.div_ceil(DEPTH), parts), "panels too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.lanes_scaled[parts - 1])(x.as_ptr(), stride, rows, factors.as_ptr(), to.as_mut_ptr()) }
+    }
+
+    /// As [`pack_lanes`](Self::pack_lanes) of `rows` rows, which are multiplied with `factor` where they lie afterwards.
+    pub fn pack_faded(&self, x: &mut [f32], [stride, rows]: [usize; 2], factor: f32, to: &mut [f32], parts: usize) {
+        assert!(x.len() >= extent(rows, stride, GROUP), "lanes too small");
+        assert!(to.len() >= Panels::room(1, rows.div_ceil(DEPTH), parts), "panels too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.lanes_faded[parts - 1])(x.as_mut_ptr(), stride, rows, factor, to.as_mut_ptr()) }
     }
 }
 

@@ -41,8 +41,8 @@ pub(crate) use coming::{Coming, Share};
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
-pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};
-pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt};
+pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
 
 /// A vector of f32 and what the kernels do with it.
 ///

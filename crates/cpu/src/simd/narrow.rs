@@ -1,5 +1,6 @@
 //! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
 
+use super::MAX_VECTORS;
 use super::algorithms::{ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
 use super::matrix::{DEPTH, GROUP, Panels, SLOTS};
 use half::bf16;
@@ -22,6 +23,16 @@ impl GradPanels<'_> {
     pub const ROOM: usize = 2 * KEY_TILES * LANE_TILES * SLOTS;
 }
 
+/// Probes beside packed weights: U of a tile, `[key][lane]`, for each vector of lanes a range of keys; what is not seen
+/// weighs 0 and may be anything.
+pub(crate) struct PackedProbe<'a> {
+    pub u: &'a [f32],
+    pub ranges: [(usize, usize); MAX_VECTORS],
+    /// A number of each lane: sums of P U, or their mean.
+    pub lanes: &'a mut [f32],
+    pub alpha: &'a [f32],
+}
+
 type At = unsafe fn(*const bf16, &[usize], usize, *mut f32, usize);
 
 /// Entry points, as in [`MatrixKernels`](super::MatrixKernels).
@@ -30,6 +41,8 @@ pub(crate) struct NarrowKernels {
     pub(super) turn_at: At,
     pub(super) pair_at: At,
     pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize) -> SoftmaxStats,
+    pub(super) probe: unsafe fn(&mut PackedProbe<'_>, *const f32, usize),
+    pub(super) reweigh: unsafe fn(&mut PackedProbe<'_>, *mut f32, usize),
     pub(super) grad: unsafe fn(&GradArgs<'_>, f32, &mut GradPanels<'_>),
     pub(super) pack_grad: unsafe fn(&GradArgs<'_>, &mut GradPanels<'_>),
 }
@@ -85,6 +98,20 @@ impl NarrowKernels {
         unsafe { (self.softmax)(args, weights.as_mut_ptr(), depth * SLOTS) }
     }
 
+    /// `lanes = lanes alpha + sum over keys of P U`, P as [`softmax`](Self::softmax) has packed it.
+    pub fn probe(&self, args: &mut PackedProbe<'_>, weights: &[f32], depth: usize) {
+        args.check(weights.len(), depth);
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.probe)(args, weights.as_ptr(), depth * SLOTS) }
+    }
+
+    /// P becomes P (1 + lanes - U), where it is packed. With lanes and U of 0 no bit changes.
+    pub fn reweigh(&self, args: &mut PackedProbe<'_>, weights: &mut [f32], depth: usize) {
+        args.check(weights.len(), depth);
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.reweigh)(args, weights.as_mut_ptr(), depth * SLOTS) }
+    }
+
     /// The element-wise part of backward, from scores in units of `score_scale`; P and dS go to panels.
     pub fn grad(&self, args: &GradArgs<'_>, score_scale: f32, out: &mut GradPanels<'_>) {
         self.check_grad(args, out);
@@ -107,6 +134,19 @@ impl NarrowKernels {
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
         let panels = [&out.p_rows, &out.ds_rows, &out.ds_lanes];
         assert!(panels.iter().all(|x| x.len() >= GradPanels::ROOM), "panels too small");
+    }
+}
+
+impl PackedProbe<'_> {
+    fn check(&self, weights: usize, depth: usize) {
+        let vectors = check_tile(self.u.len(), self.lanes.len(), &self.ranges);
+        assert!(self.alpha.len() >= self.lanes.len() && weights >= Panels::room(vectors, depth, 1), "too small");
+        // Whole tiles are read.
+        let inside = |&(start, end): &(usize, usize)| {
+            let end = end.next_multiple_of(DEPTH);
+            start >= end || end <= depth * DEPTH && end * self.lanes.len() <= self.u.len()
+        };
+        assert!(self.ranges[..vectors].iter().all(inside), "keys of the block");
     }
 }
 

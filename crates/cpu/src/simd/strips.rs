@@ -55,6 +55,20 @@ pub(crate) struct StripSoftmax<'a> {
     pub coming: Coming,
 }
 
+/// The probes of the rows of a strip.
+pub(crate) struct StripProbe<'a> {
+    /// Weights P of [`Strips::softmax`].
+    pub p: &'a [f32],
+    /// Scores U of the probes, without the scale.
+    pub u: &'a [f32],
+    /// Weights P U.
+    pub weights: &'a mut [f32],
+    /// Sums of P U of each row.
+    pub l: &'a mut [f32; GROUP],
+    /// What a score must be multiplied with.
+    pub scale: f32,
+}
+
 /// Entry points, as in [`MatrixKernels`](super::MatrixKernels).
 pub(crate) struct StripKernels {
     /// By rows of queries and their columns.
@@ -63,6 +77,8 @@ pub(crate) struct StripKernels {
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
     /// Rows and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 2]) -> SoftmaxStats,
+    /// Rows and columns.
+    pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 2]),
     /// Weights, rows, first value, elements from value to value, columns of O, O, what to ask for.
     pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
 }
@@ -162,6 +178,15 @@ impl Strips {
         assert!(args.weights.len() >= StripKernels::weights_room(self.rows), "too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
         unsafe { (self.kernels.softmax)(args, [self.rows, columns(self.rows)]) }
+    }
+
+    /// Scores of probes to weights P U; adds their sums.
+    pub fn probe(&self, args: &mut StripProbe<'_>) {
+        assert!(args.u.len() >= StripKernels::scores_room(self.rows), "too small");
+        let room = StripKernels::weights_room(self.rows);
+        assert!(args.p.len() >= room && args.weights.len() >= room, "too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.kernels.probe)(args, [self.rows, columns(self.rows)]) }
     }
 
     /// O += P V with the weights of [`softmax`](Self::softmax).

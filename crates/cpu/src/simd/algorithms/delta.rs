@@ -23,6 +23,9 @@ pub(crate) enum Stage<'a> {
     Fade { x: &'a mut [f32], factor: f32 },
     /// `out[i] += x[i] . y[i]`, rows of `width`.
     RowDots { out: &'a mut [f32], x: &'a [f32], y: &'a [f32], width: usize },
+    /// Rows of `width` divided by `sqrt(eps + their squares)`, as many as `inverse` holds; what they were multiplied with is
+    /// left there.
+    Normalise { x: &'a mut [f32], inverse: &'a mut [f32], eps: f32, width: usize },
     /// The inverse of 1 + the strict lower triangle of `l`, a square of [`INVERT`] at the same place of both; rows
     /// are `stride` apart.
     Invert { l: &'a [f32], a: &'a mut [f32], stride: usize },
@@ -67,6 +70,7 @@ impl Stage<'_> {
             Stage::ScaleRows { out, x, factor, width } => rows(factor.len(), *width, &[&**out, x]),
             Stage::Fade { x, .. } => x.len().is_multiple_of(lanes),
             Stage::RowDots { out, x, y, width } => rows(out.len(), *width, &[x, y]),
+            Stage::Normalise { x, inverse, width, .. } => rows(inverse.len(), *width, &[&**x]),
             Stage::Invert { l, a, stride } => {
                 let need = (INVERT - 1) * stride + INVERT;
                 *stride >= INVERT && l.len() >= need && a.len() >= need && INVERT.is_multiple_of(lanes)
@@ -112,12 +116,9 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 }
             }
             Stage::Fade { x, factor } => {
-                let (factor, zero) = (S::splat(*factor), S::splat(0.0));
                 for at in (0..x.len()).step_by(S::LANES) {
                     let at = x.as_mut_ptr().add(at);
-                    let y = S::mul(S::load(at), factor);
-                    let tiny = S::lt(S::max(y, S::sub(zero, y)), S::splat(GONE));
-                    S::store(at, S::select(tiny, zero, y));
+                    S::store(at, faded::<S>(S::load(at), S::splat(*factor)));
                 }
             }
             Stage::RowDots { out, x, y, width } => {
@@ -129,6 +130,21 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                     let mut lanes = [0.0f32; 16];
                     S::store(lanes.as_mut_ptr(), sum);
                     *out += lanes[..S::LANES].iter().sum::<f32>();
+                }
+            }
+            Stage::Normalise { x, inverse, eps, width } => {
+                for (i, inverse) in inverse.iter_mut().enumerate() {
+                    let (row, mut sums) = (x.as_mut_ptr().add(i * *width), [S::splat(0.0); 2]);
+                    for (n, at) in (0..*width).step_by(S::LANES).enumerate() {
+                        let x = S::load(row.add(at));
+                        sums[n % 2] = S::fma(x, x, sums[n % 2]);
+                    }
+                    let mut lanes = [0.0f32; 16];
+                    S::store(lanes.as_mut_ptr(), S::add(sums[0], sums[1]));
+                    *inverse = 1.0 / (lanes[..S::LANES].iter().sum::<f32>() + *eps).sqrt();
+                    for at in (0..*width).step_by(S::LANES) {
+                        S::store(row.add(at), S::mul(S::load(row.add(at)), S::splat(*inverse)));
+                    }
                 }
             }
             Stage::Invert { l, a, stride } => invert::<S>(l.as_ptr(), a.as_mut_ptr(), *stride),
@@ -168,19 +184,51 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
     }
 }
 
+/// x times a factor; what becomes tiny is zero.
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+pub(in crate::simd) unsafe fn faded<S: Simd>(x: S::V, factor: S::V) -> S::V {
+    // SAFETY: passed on.
+    unsafe {
+        let (y, zero) = (S::mul(x, factor), S::splat(0.0));
+        let tiny = S::lt(S::max(y, S::sub(zero, y)), S::splat(GONE));
+        S::select(tiny, zero, y)
+    }
+}
+
+/// A vector with 1 in one lane: written with its row, because a row of two stores waits for both when it is loaded next.
+///
+/// # Safety
+/// As for [`Simd`]; `lane` < LANES.
+#[inline(always)]
+unsafe fn one_at<S: Simd>(lane: usize) -> S::V {
+    const ONE: [f32; 32] = {
+        let mut all = [0.0; 32];
+        all[16] = 1.0;
+        all
+    };
+    // SAFETY: lanes of a vector are at most 16.
+    unsafe { S::load(ONE.as_ptr().add(16 - lane)) }
+}
+
 #[inline(always)]
 unsafe fn decays<S: Simd>(decay: &[f32], g: *mut f32) {
     let n = decay.len();
     // SAFETY: n x n elements at `g`.
     unsafe {
-        for (i, &d) in decay.iter().enumerate() {
-            for j in (0..n).step_by(S::LANES) {
-                let at = g.add(i * n + j);
-                let above = if i == 0 { S::splat(0.0) } else { S::load(at.sub(n)) };
-                let next = S::mul(above, S::splat(d));
-                S::store(at, S::select(S::lt(next, S::splat(GONE)), S::splat(0.0), next));
+        for j in (0..n).step_by(S::LANES) {
+            let mut row = S::splat(0.0);
+            (0..j).for_each(|i| S::store(g.add(i * n + j), row));
+            for (i, &d) in decay.iter().enumerate().skip(j) {
+                row = S::mul(row, S::splat(d));
+                row = S::select(S::lt(row, S::splat(GONE)), S::splat(0.0), row);
+                if i < j + S::LANES {
+                    row = S::add(row, one_at::<S>(i - j));
+                }
+                S::store(g.add(i * n + j), row);
             }
-            *g.add(i * n + i) = 1.0;
         }
     }
 }
@@ -190,16 +238,17 @@ unsafe fn decays<S: Simd>(decay: &[f32], g: *mut f32) {
 unsafe fn invert<S: Simd>(l: *const f32, a: *mut f32, stride: usize) {
     // SAFETY: INVERT rows of INVERT elements, `stride` apart, on both sides.
     unsafe {
-        for i in 0..INVERT {
-            for c in (0..INVERT).step_by(S::LANES) {
-                let mut sums = [S::splat(0.0); 2];
+        for c in (0..INVERT).step_by(S::LANES) {
+            let mut rows = [S::splat(0.0); INVERT];
+            for i in 0..INVERT {
+                let own = if (c..c + S::LANES).contains(&i) { one_at::<S>(i - c) } else { S::splat(0.0) };
+                let mut sums = [own, S::splat(0.0)];
                 for j in 0..i {
-                    let weight = S::splat(-*l.add(i * stride + j));
-                    sums[j % 2] = S::fma(weight, S::load(a.add(j * stride + c)), sums[j % 2]);
+                    sums[j % 2] = S::fma(S::splat(-*l.add(i * stride + j)), rows[j], sums[j % 2]);
                 }
-                S::store(a.add(i * stride + c), S::add(sums[0], sums[1]));
+                rows[i] = S::add(sums[0], sums[1]);
+                S::store(a.add(i * stride + c), rows[i]);
             }
-            *a.add(i * stride + i) += 1.0;
         }
     }
 }

@@ -10,6 +10,7 @@ mod rounding;
 mod rows;
 mod softmax;
 
+pub(in crate::simd) use delta::faded;
 pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
 pub(crate) use exponential::ExpKind;

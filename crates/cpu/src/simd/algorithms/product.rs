@@ -50,9 +50,17 @@ unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: boo
 
 /// Rows that will be read soon: a product asks for a few after each of its blocks, so that memory works while the
 /// multipliers do, and no burst of requests stops them.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Ahead {
-    streams: [Stream; 3],
+    streams: [Stream; 4],
+    /// Rows asked for after each block.
+    pace: usize,
+}
+
+impl Default for Ahead {
+    fn default() -> Self {
+        Ahead::paced(3)
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -70,8 +78,10 @@ impl Default for Stream {
 }
 
 impl Ahead {
-    /// Rows asked for after each block.
-    const ROWS: usize = 3;
+    /// With a pace of its own, in rows for each block of a product.
+    pub fn paced(pace: usize) -> Self {
+        Ahead { streams: [Stream::default(); 4], pace }
+    }
 
     /// Adds `rows` rows of `n` elements, `row` apart, from `offset` on. Nothing is read: any address will do.
     pub fn push_rows(&mut self, data: &Data<'_>, offset: usize, row: usize, n: usize, rows: usize) {
@@ -81,8 +91,23 @@ impl Ahead {
             Data::Bf16(s) => (s.as_ptr().cast(), 2),
             _ => return,
         };
+        self.push(start.wrapping_add(offset * size), [row, n].map(|n| n * size), rows);
+    }
+
+    /// Adds rows by their address, the bytes from one to the next and those of one.
+    pub fn push(&mut self, start: *const u8, [row_bytes, bytes]: [usize; 2], rows: usize) {
         if let Some(free) = self.streams.iter_mut().find(|s| s.rows == 0) {
-            *free = Stream { start: start.wrapping_add(offset * size), row_bytes: row * size, bytes: n * size, rows };
+            *free = Stream { start, row_bytes, bytes, rows };
+        }
+    }
+
+    /// Asks for the next `rows` rows now.
+    pub fn take(&mut self, rows: usize) {
+        for _ in 0..rows {
+            let Some(stream) = self.streams.iter_mut().find(|s| s.rows > 0) else { return };
+            crate::memory::ask_bytes(stream.start, stream.bytes);
+            stream.start = stream.start.wrapping_add(stream.row_bytes);
+            stream.rows -= 1;
         }
     }
 
@@ -94,14 +119,14 @@ impl Ahead {
             if stream.rows == 0 {
                 continue;
             }
-            for _ in 0..Self::ROWS.min(stream.rows) {
+            for _ in 0..self.pace.min(stream.rows) {
                 for line in (0..stream.bytes).step_by(64) {
                     // SAFETY: passed on; a prefetch may name any address.
                     unsafe { S::prefetch(stream.start.wrapping_add(line)) };
                 }
                 stream.start = stream.start.wrapping_add(stream.row_bytes);
             }
-            stream.rows = stream.rows.saturating_sub(Self::ROWS);
+            stream.rows = stream.rows.saturating_sub(self.pace);
             return;
         }
     }
