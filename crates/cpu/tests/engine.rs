@@ -3,7 +3,7 @@
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{check_backward, check_forward};
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Rescale, Saved, Tensor, TensorView};
+use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Precision, Problem, Rescale, Saved, Tensor, TensorView};
 use fulgurite_cpu::{Isa, Options, backward, forward};
 
 fn saved<'a>(case: &'a Case, result: &'a Forward) -> Saved<'a> {
@@ -21,15 +21,24 @@ fn run(case: &Case, options: &Options) -> (Forward, Gradients) {
     gradients.outputs().d_q.fill(f64::NAN);
     gradients.outputs().d_k.fill(f64::NAN);
     gradients.outputs().d_v.fill(f64::NAN);
-    backward(&bound, &saved(case, &result), &mut gradients.outputs(), options);
+    if has_gradients(case) {
+        backward(&bound, &saved(case, &result), &mut gradients.outputs(), options);
+    }
     (result, gradients)
+}
+
+/// INT8 products have none.
+fn has_gradients(case: &Case) -> bool {
+    !matches!(case.problem().precision(), Precision::Int8(_))
 }
 
 fn failures(case: &Case, options: &Options) -> Vec<String> {
     let (result, gradients) = run(case, options);
     let bound = case.bound();
     let mut verdicts = check_forward(&bound, &result, 1);
-    verdicts.extend(check_backward(&bound, &saved(case, &result), &gradients, 1));
+    if has_gradients(case) {
+        verdicts.extend(check_backward(&bound, &saved(case, &result), &gradients, 1));
+    }
     let failed = verdicts.into_iter().filter(|(_, v)| !v.ok());
     failed.map(|(name, v)| format!("{} {:?}: {name}: {v}", case.name, options.isa)).collect()
 }
@@ -91,9 +100,10 @@ fn every_rescale_policy_agrees_with_the_oracle() {
     let lazy = [Rescale::Always, Rescale::Lazy(0.0), Rescale::Lazy(8.0), Rescale::Lazy(30.0)];
     let mut failed = Vec::new();
     for rescale in lazy.into_iter().chain([Rescale::Optimistic(1.0), Rescale::Optimistic(limit)]) {
-        for case in cases::cases(DType::F32) {
+        // Codes of weights belong to one maximum: no policy moves it.
+        for case in cases::cases(DType::F32).iter().filter(|c| c.problem().precision() == Precision::Native) {
             let options = Options { rescale: Some(rescale), ..Options::default() };
-            failed.extend(failures(&case, &options).into_iter().map(|f| format!("{rescale}: {f}")));
+            failed.extend(failures(case, &options).into_iter().map(|f| format!("{rescale}: {f}")));
         }
     }
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
