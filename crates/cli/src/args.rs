@@ -96,8 +96,13 @@ pub struct BenchArgs {
     /// A small grid that takes a second or two
     #[arg(long)]
     pub quick: bool,
-    /// Systems around attention, each in turn with our own attention; only the CPU has them
-    #[arg(long, value_delimiter = ',', value_name = "NAME,..", default_value = "skip,parallax,lighthouse,gated-delta")]
+    /// Systems around attention and other precisions, each in turn with our own attention; only the CPU has them
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "NAME,..",
+        default_value = "skip,parallax,lighthouse,gated-delta,int8,nvfp4,mxfp4,mxfp8,cache"
+    )]
     pub around: Vec<System>,
     /// Leave the systems around attention out
     #[arg(long)]

@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::exp::{self, Exp};
 use crate::format::GroupFormat;
 use crate::oracle::Exact;
-use crate::precision::{Delta, GroupAttention, INT8_LARGEST, Int8Attention, Precision};
+use crate::precision::{CACHE_PART, Delta, GroupAttention, INT8_LARGEST, Int8Attention, Precision};
 use crate::problem::Problem;
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
@@ -24,14 +24,15 @@ pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
 
 /// Maps the scores of a row, as distances from a maximum, to weights against its final maximum. INT8 walks blocks of keys
 /// and has the maximum so far in each; in all other precisions the maximum is the final one. `weigh` gets together what
-/// shares a scale or a maximum.
-pub(crate) fn by_groups(
-    problem: &Problem,
+/// shares a scale or a maximum. Parts of a cache know nothing of each other's maxima.
+pub(crate) fn by_groups<T: Copy>(
+    head: &Head<'_, T>,
     keys: &[usize],
     scores: &[f64],
     weigh: impl Fn(&[f64]) -> Vec<f64>,
 ) -> Vec<f64> {
-    let size = match problem.precision() {
+    let (precision, mut part) = (head.problem().precision(), 0);
+    let size = match precision {
         Precision::Int8(spec) => spec.block,
         Precision::Groups(GroupAttention { pv: Some(format), .. }) => format.group(),
         _ => usize::MAX,
@@ -42,7 +43,10 @@ pub(crate) fn by_groups(
     while first < keys.len() {
         let number = keys[first] / size;
         let end = first + keys[first..].iter().take_while(|&&k| k / size == number).count();
-        max = if matches!(problem.precision(), Precision::Int8(_)) { highest(&scores[first..end], max) } else { last };
+        if keys[first] / head.part != part {
+            (part, max) = (keys[first] / head.part, f64::NEG_INFINITY);
+        }
+        max = if matches!(precision, Precision::Int8(_)) { highest(&scores[first..end], max) } else { last };
         let distances: Vec<f64> = scores[first..end].iter().map(|s| s - max).collect();
         let factor = if max == last { 1.0 } else { (max - last).exp() };
         out.extend(weigh(&distances).into_iter().map(|w| w * factor));
@@ -103,10 +107,11 @@ impl Codes {
 }
 
 /// The weights of a row as the product with V takes them, against its final maximum; `None` where they are no codes.
-pub(crate) fn weights(problem: &Problem, keys: &[usize], scores: &[f64]) -> Option<Vec<f64>> {
+pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64]) -> Option<Vec<f64>> {
+    let problem = head.problem();
     let codes = Codes::of(problem)?;
     let weigh = |x: &[f64]| codes.meaning(&x.iter().map(|&x| exponential(problem, x)).collect::<Vec<f64>>());
-    Some(by_groups(problem, keys, scores, weigh))
+    Some(by_groups(head, keys, scores, weigh))
 }
 
 /// How far an exponential may be off, as a share of itself: a cubic is enough for 16-bit results, or may be forced.
@@ -162,7 +167,7 @@ impl Arithmetic for Borders {
         };
         let max = highest(&scores, f64::NEG_INFINITY);
         let share = if row.lse == f64::NEG_INFINITY { 0.0 } else { (max - row.lse).exp() };
-        let widths = by_groups(problem, &row.keys, &scores, widths);
+        let widths = by_groups(head, &row.keys, &scores, widths);
         let widths: Vec<f64> = widths.into_iter().map(|w| w * share).collect();
         let mut o = vec![0.0; problem.value_dim()];
         for (w, &k) in widths.iter().zip(&row.keys) {
@@ -197,6 +202,39 @@ impl Arithmetic for Borders {
 
     fn store(_: &Problem, x: f64) -> f64 {
         x
+    }
+}
+
+/// Another arithmetic over keys and values that are held as they are, in a packed cache: only queries and weights are in
+/// codes.
+pub(crate) struct Held<A>(std::marker::PhantomData<A>);
+
+impl<A: Arithmetic> Arithmetic for Held<A> {
+    type Number = A::Number;
+    const PART: usize = CACHE_PART;
+
+    fn key(problem: &Problem, x: f64) -> A::Number {
+        A::key(problem, x)
+    }
+
+    fn value(x: f64) -> A::Number {
+        A::value(x)
+    }
+
+    fn row(head: &Head<'_, A::Number>, q: usize) -> walk::Row {
+        A::row(head, q)
+    }
+
+    fn row_gradient(head: &Head<'_, A::Number>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
+        A::row_gradient(head, q, row, given)
+    }
+
+    fn add(sum: f64, x: f64, y: f64) -> f64 {
+        A::add(sum, x, y)
+    }
+
+    fn store(problem: &Problem, x: f64) -> f64 {
+        A::store(problem, x)
     }
 }
 

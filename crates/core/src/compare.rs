@@ -9,12 +9,12 @@
 //! roundings of its rows make ([`plain::noise`]). Where weights are in codes, one that f32 cannot tell from the border of
 //! two may have either, and each element gets what that changes in it. NaN and infinities must sit in the same places.
 
-use crate::codes::Borders;
+use crate::codes::{Borders, Held};
 use crate::dtype::DType;
 use crate::exp::Exp;
 use crate::inputs::{Bound, Forward, Gradients, Rows, Saved, Sequence};
-use crate::oracle::{self, At};
-use crate::plain;
+use crate::oracle::{self, At, Exact};
+use crate::plain::{self, Coded};
 use crate::precision::{GroupAttention, Precision};
 use crate::problem::{Problem, Side};
 use crate::random::Rng;
@@ -355,6 +355,19 @@ pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String
     sides[0].excuse(|i| reach.rows(&problem.o_shape(), Side::Query, i));
     sides[1].excuse(|i| reach.lse(i));
     sides.iter().map(|s| s.judge(problem)).collect()
+}
+
+/// Judges attention over a packed cache, `o` of type `dtype` and `lse`: `bound` holds the queries, and the keys and
+/// values as the cache gives them back, under [`Int8Attention::CACHE`](crate::Int8Attention::CACHE) in f32.
+///
+/// Panics if the tensors do not have the shapes of the problem.
+pub fn check_held(bound: &Bound<'_>, got: &Forward, dtype: DType) -> Vec<(String, Verdict)> {
+    let problem = bound.problem();
+    let (want, plain) = (walk::forward::<Held<Exact>>(bound), walk::forward::<Held<Coded>>(bound));
+    let rule = Rule { dtype, ..Rule::output(problem) };
+    let mut o = Sides::whole("o", Some(rule), &got.o, want.0, plain.0);
+    o.borders = walk::forward::<Held<Borders>>(bound).0;
+    [o, Sides::whole("lse", None, &got.lse, want.1, plain.1)].iter().map(|s| s.judge(problem)).collect()
 }
 
 /// Judges gradients: `d_q`, `d_k`, `d_v`, then `d_sinks` and `d_` with the name of each auxiliary tensor that has

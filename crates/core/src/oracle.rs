@@ -194,7 +194,7 @@ impl Arithmetic for Exact {
         }
         let max = codes::highest(&scores, f64::NEG_INFINITY);
         let exp = |x: &[f64]| x.iter().map(|&x| codes::exponential(problem, x)).collect();
-        let mut p = codes::by_groups(problem, &keys, &scores, exp);
+        let mut p = codes::by_groups(head, &keys, &scores, exp);
         let lse = log_add(max + p.iter().sum::<f64>().ln(), head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY));
         let share = if lse == f64::NEG_INFINITY { 0.0 } else { (max - lse).exp() };
         let weighted = |p: &[f64]| {
@@ -205,7 +205,7 @@ impl Arithmetic for Exact {
             o
         };
         p.iter_mut().for_each(|p| *p *= share);
-        let Some(mut coded) = codes::weights(problem, &keys, &scores) else {
+        let Some(mut coded) = codes::weights(head, &keys, &scores) else {
             let o = weighted(&p);
             return walk::Row { keys, scaled, p, o, lse, exact: None };
         };

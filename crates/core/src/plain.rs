@@ -103,7 +103,7 @@ impl GradientAnswer {
 struct Rounded;
 
 /// Arithmetic of f32 on the oracle's codes.
-struct Coded;
+pub(crate) struct Coded;
 
 impl Arithmetic for Coded {
     type Number = f64;
@@ -119,7 +119,7 @@ impl Arithmetic for Coded {
     fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
         let problem = head.problem();
         let exact = Exact::row(head, q);
-        let coded = codes::weights(problem, &exact.keys, &codes::scores(head, q, &exact));
+        let coded = codes::weights(head, &exact.keys, &codes::scores(head, q, &exact));
         let (query, taken_out) = (narrow(&head.query(q)), head.taken_out(q) as f32);
         let score = |&k: &usize| (dot(&query, &narrow(head.key(k))) + taken_out) * problem.scale();
         let scaled: Vec<f64> = exact.keys.iter().map(score).map(f64::from).collect();
@@ -127,7 +127,7 @@ impl Arithmetic for Coded {
         let scores: Vec<f64> = exact.keys.iter().zip(&scaled).map(modified).collect();
         let max = codes::highest(&scores, f64::NEG_INFINITY) as f32;
         let exp = |x: &[f64]| x.iter().map(|&x| f64::from(exponential(problem, x as f32))).collect();
-        let p = narrow(&codes::by_groups(problem, &exact.keys, &scores, exp));
+        let p = narrow(&codes::by_groups(head, &exact.keys, &scores, exp));
         let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
         let (share, lse) = normaliser(max, p.iter().sum(), sink);
         // Weights that are no codes are numbers of the problem's type.
