@@ -52,7 +52,7 @@ pub enum Command {
 /// Who computes.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
+    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
     #[arg(long, default_value = "best", value_name = "NAME")]
     pub engine: Choice,
     /// Threads; one a core if not given

@@ -42,7 +42,7 @@ pub(crate) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
-        Context::with(bound, kernels, kernels.matrix.map_or(&Vectors, |unit| unit))
+        Context::with(bound, kernels, kernels.matrix_for(bound.problem().dtype()).map_or(&Vectors, |unit| unit))
     }
 
     /// With a unit of the call's own.

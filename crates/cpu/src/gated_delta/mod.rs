@@ -85,7 +85,7 @@ impl<'a> Context<'a> {
             bound,
             problem,
             kernels,
-            matrix: kernels.matrix.filter(|_| problem.dtype() == DType::Bf16),
+            matrix: kernels.matrix_for(problem.dtype()).filter(|_| problem.dtype() == DType::Bf16),
             kd,
             vd,
             kp: kd.next_multiple_of(kernels.lanes),

@@ -58,6 +58,8 @@ pub(crate) struct Kernels {
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
+    /// Vectors that multiply bf16 as a matrix unit does, from its panels; they would be slow for every other type.
+    pub(super) pairs: Option<&'static MatrixKernels>,
 }
 
 /// The kernels of an instruction set, if this machine has it.
@@ -74,6 +76,10 @@ pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
                 && is_x86_feature_detected!("fma")
                 && is_x86_feature_detected!("f16c");
             has.then_some(&super::avx512::KERNELS)
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => {
+            (kernels(Isa::Avx512).is_some() && super::dots::has_pairs()).then_some(&super::dots::KERNELS)
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
@@ -137,6 +143,11 @@ impl Strided<'_> {
 }
 
 impl Kernels {
+    /// Who multiplies tensors of this type from panels, if anybody does.
+    pub fn matrix_for(&self, dtype: DType) -> Option<&'static MatrixKernels> {
+        self.matrix.or(self.pairs.filter(|_| dtype == DType::Bf16))
+    }
+
     /// C (+)= A B for `[m, n, k]`: C is m x n, A m x k, B k x n; n is a multiple of the lanes.
     pub fn gemm(
         &self,
@@ -585,6 +596,7 @@ macro_rules! define_kernels {
                 stage,
                 round_weights,
                 matrix: None,
+                pairs: None,
             }
         };
     };

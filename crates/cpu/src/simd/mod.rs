@@ -22,6 +22,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod coding;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 mod folds;
 mod int8;
 mod kernels;
@@ -32,6 +34,8 @@ mod neon;
 pub(crate) mod packed;
 mod portable;
 mod strips;
+#[cfg(target_arch = "x86_64")]
+mod vector_int8;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
@@ -41,6 +45,14 @@ pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, 
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, RowsAt};
 pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax, Strips};
+
+/// Whether vectors multiply bytes in fours.
+pub(crate) fn has_quads() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return dots::has_quads();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
 
 /// A vector of f32 and what the kernels do with it.
 ///
