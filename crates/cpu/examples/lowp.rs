@@ -6,7 +6,7 @@ use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
 use fulgurite_core::*;
 use fulgurite_cpu::cache::{CacheSpec, KvCache, Storage};
-use fulgurite_cpu::{Isa, Options, backward, forward};
+use fulgurite_cpu::{Isa, Options, backward, forward_inputs};
 use std::time::Instant;
 
 type Contender<'a> = (String, Box<dyn FnMut() + 'a>);
@@ -57,15 +57,15 @@ fn vectors(rng: &mut Rng, options: Options, seconds: f64) {
             let inputs = Inputs::new(tensors[0].view(), tensors[1].view(), tensors[2].view());
             let mut result = Forward::zeros(problem).expect("outputs");
             let mut gradients = Gradients::zeros(problem).expect("outputs");
-            forward(&inputs.bind(problem).expect("fits"), &mut result.outputs(), &options);
+            forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
             contenders.push((
                 name.clone(),
                 Box::new(move || {
-                    let bound = inputs.bind(problem).expect("fits");
                     if backwards {
+                        let bound = inputs.bind(problem).expect("fits");
                         backward(&bound, &result.saved(tensors[3].view()), &mut gradients.outputs(), &options);
                     } else {
-                        forward(&bound, &mut result.outputs(), &options);
+                        forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
                     }
                 }),
             ));
@@ -106,7 +106,7 @@ fn main() {
             contenders.push((
                 name.clone(),
                 Box::new(move || {
-                    forward(&inputs.bind(problem).expect("fits"), &mut result.outputs(), &options);
+                    forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
                 }),
             ));
         }

@@ -8,12 +8,14 @@ pub mod cache;
 mod decode;
 mod dense;
 mod evaluate;
+mod expanded;
 mod forward;
 mod gated_delta;
 mod groups;
 mod int8;
 mod lighthouse;
 mod memory;
+mod packed_qkv;
 mod parallax;
 #[doc(hidden)]
 pub mod pool;
@@ -30,10 +32,11 @@ pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backw
 pub use lighthouse::{
     LighthouseError, LighthouseForward, LighthouseGradients, lighthouse_backward, lighthouse_forward,
 };
+pub use packed_qkv::{PackedError, PackedQkv, packed_forward};
 pub use parallax::{parallax_backward, parallax_forward};
 pub use skip::{SkipOutcome, skip_forward};
 
-use fulgurite_core::{Bound, DType, GradientOutputs, Outputs, Precision, Problem, Rescale, Saved};
+use fulgurite_core::{Bound, DType, GradientOutputs, InputError, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 
 /// An instruction set this crate has kernels for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -163,6 +166,27 @@ pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) 
         Precision::Groups(spec) => groups::forward(bound, &spec, outputs, options),
         _ => forward::run(&tiles::Context::new(bound, kernels), outputs, &plan),
     }
+}
+
+/// Binds and runs forward in one call. Elements of quantised tensors are looked at where they are read, which is cheaper
+/// than to look at all of them before.
+pub fn forward_inputs(
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+    outputs: &mut Outputs<'_>,
+    options: &Options,
+) -> Result<Counters, InputError> {
+    let Precision::Int8(spec) = problem.precision() else {
+        return Ok(forward(&inputs.bind(problem)?, outputs, options));
+    };
+    let (kernels, threads) = (options.kernels(), options.threads());
+    let bound = inputs.bind_unlooked(problem)?;
+    let unit = int8::Int8Unit::new(&bound, &spec, kernels, threads);
+    if unit.suspicious() {
+        inputs.bind(problem)?;
+    }
+    let plan = forward::Plan { rescale: options.rescale(), threads };
+    Ok(forward::run(&tiles::Context::with(&bound, kernels, &unit), outputs, &plan))
 }
 
 /// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],

@@ -8,7 +8,7 @@ use fulgurite_core::{
     DType, Delta, Exp, Forward, Gradients, GroupAttention, Inputs, Int8Attention, Mask, Precision, Problem,
     ProblemBuilder, Tensor,
 };
-use fulgurite_cpu::{Isa, Options, backward, forward};
+use fulgurite_cpu::{Isa, Options, PackedQkv, backward, forward, forward_inputs, packed_forward};
 
 struct Call {
     problem: Problem,
@@ -219,6 +219,33 @@ fn gradients_are_finite_differences_at_the_rounded_operands() {
     }
 }
 
+/// Numbers whose distance from the mean is none: they take the largest code, and are not mistaken for what is not finite.
+#[test]
+fn differences_that_overflow_are_not_refused() {
+    let mut call = Call::new(
+        Problem::builder().dense(1, 2, 3).heads(1, 1).head_dim(1).precision("int8".parse().unwrap()),
+        1,
+        1e-38,
+    );
+    let k = [f64::from(f32::MAX), f64::from(f32::MAX), f64::from(f32::MIN)];
+    call.tensors[1] = Tensor::from_f64(DType::F32, &k, &call.problem.k_shape()).unwrap();
+    let mut out = Forward::zeros(&call.problem).unwrap();
+    forward_inputs(&call.problem, &call.inputs(), &mut out.outputs(), &Options::default()).unwrap();
+    // Scores overflow too: NaN, where it belongs.
+    assert_eq!(format!("{out:?}"), format!("{:?}", call.forward(&Options::default())));
+    for place in 0..3 {
+        for bad in [f64::NAN, f64::INFINITY] {
+            let mut x = call.tensors[place].view().to_f64();
+            let good = call.tensors[place].clone();
+            x[1] = bad;
+            call.tensors[place] = Tensor::from_f64(DType::F32, &x, good.shape()).unwrap();
+            let found = forward_inputs(&call.problem, &call.inputs(), &mut out.outputs(), &Options::default());
+            assert!(found.unwrap_err().to_string().contains("element 1 is"), "tensor {place}");
+            call.tensors[place] = good;
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_quantised_is_refused() {
     for text in ["int8", "nvfp4"] {
@@ -232,5 +259,65 @@ fn what_cannot_be_quantised_is_refused() {
         call.tensors[2] = Tensor::from_f64(DType::F32, &v, &call.problem.v_shape()).unwrap();
         let found = call.inputs().bind(&call.problem).map(|_| ()).unwrap_err().to_string();
         assert!(found.starts_with("`v`: element 6 is NaN, allowed: finite numbers"), "{found}");
+        let mut out = Forward::zeros(&call.problem).unwrap();
+        let late = forward_inputs(&call.problem, &call.inputs(), &mut out.outputs(), &Options::default()).unwrap_err();
+        assert_eq!(late.to_string(), found);
     }
+}
+
+/// Codes that are expanded block by block give what tensors give that are rounded as they are read, to the bit.
+#[test]
+fn packed_operands_have_the_bits_of_rounded_tensors() {
+    let mut rng = Rng::new(41);
+    for (case, text) in ["nvfp4", "mxfp4", "mxfp8", "nvfp4/mxfp8", "mxfp8/nvfp4", "nvfp4"].into_iter().enumerate() {
+        let builder = shapes(&mut rng).precision(text.parse().unwrap());
+        let dtype = DType::FLOATS[case % 3];
+        let call = Call::new(builder.dtype(dtype), case as u64, 1.3);
+        let [q, k, v, _] = call.tensors.each_ref().map(|t| t.view());
+        let packed = PackedQkv::new(&call.problem, &q, &k, &v).unwrap();
+        for options in isas() {
+            let want = call.forward(&options);
+            let mut got = Forward::zeros(&call.problem).unwrap();
+            packed_forward(&call.problem, &packed, &mut got.outputs(), &options).unwrap();
+            assert_eq!(got, want, "{text} {dtype} {:?}", options.isa);
+        }
+        let [q, k, v] = packed.codes().map(Clone::clone);
+        assert_eq!(PackedQkv::from_codes(&call.problem, q.clone(), k.clone(), v.clone()).unwrap(), packed);
+        let found = PackedQkv::from_codes(&call.problem, q.clone(), k.clone(), q.clone()).unwrap_err().to_string();
+        assert!(found.starts_with("`v` "), "{found}");
+    }
+}
+
+#[test]
+fn packed_operands_say_what_they_cannot_have() {
+    let base = || Problem::builder().dense(1, 3, 5).heads(1, 1).head_dim(4);
+    let refused = |builder: ProblemBuilder| {
+        let call = Call::new(builder, 1, 1.0);
+        let [q, k, v, _] = call.tensors.each_ref().map(|t| t.view());
+        PackedQkv::new(&call.problem, &q, &k, &v).unwrap_err().to_string()
+    };
+    let nvfp4 = || base().precision(Precision::NVFP4);
+    assert_eq!(
+        refused(base().precision("int8".parse().unwrap())),
+        "packed operands with precision int8:64, allowed: nvfp4, mxfp4, mxfp8 or two of them; use nvfp4"
+    );
+    assert!(refused(base().precision("nvfp4/native".parse().unwrap())).contains("a format for QK and one for PV"));
+    assert!(refused(nvfp4().sinks()).contains("with sinks, allowed: q, k and v alone"));
+    assert!(refused(nvfp4().alibi()).contains("auxiliary tensors"));
+    let call = Call::new(nvfp4(), 1, 1.0);
+    let [q, k, v, _] = call.tensors.each_ref().map(|t| t.view());
+    let packed = PackedQkv::new(&call.problem, &q, &k, &v).unwrap();
+    let other = Call::new(base().precision("mxfp4".parse().unwrap()), 1, 1.0).problem;
+    let mut out = Forward::zeros(&other).unwrap();
+    let found = packed_forward(&other, &packed, &mut out.outputs(), &Options::default()).unwrap_err();
+    assert!(found.to_string().starts_with("`q` is in nvfp4, allowed: mxfp4"), "{found}");
+    let longer = Call::new(base().dense(1, 4, 5).precision(Precision::NVFP4), 1, 1.0).problem;
+    let mut out = Forward::zeros(&longer).unwrap();
+    let found = packed_forward(&longer, &packed, &mut out.outputs(), &Options::default()).unwrap_err();
+    assert!(found.to_string().starts_with("`q` has [3, 4] rows and columns, allowed: [4, 4]"), "{found}");
+    let mut bad = v.to_f64();
+    bad[2] = f64::INFINITY;
+    let bad = Tensor::from_f64(DType::F32, &bad, &call.problem.v_shape()).unwrap();
+    let found = PackedQkv::new(&call.problem, &q, &k, &bad.view()).unwrap_err().to_string();
+    assert!(found.starts_with("`v`: element 2 is inf"), "{found}");
 }

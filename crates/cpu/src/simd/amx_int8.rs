@@ -3,14 +3,26 @@
 use super::amx::hold;
 use std::arch::asm;
 
+/// Asks for one tile of A, line by line.
+macro_rules! asks {
+    () => {
+        "prefetcht0 [{ask}]\n prefetcht0 [{ask} + 64]\n prefetcht0 [{ask} + 128]\n prefetcht0 [{ask} + 192]\n
+         prefetcht0 [{ask} + 256]\n prefetcht0 [{ask} + 320]\n prefetcht0 [{ask} + 384]\n prefetcht0 [{ask} + 448]\n
+         prefetcht0 [{ask} + 512]\n prefetcht0 [{ask} + 576]\n prefetcht0 [{ask} + 640]\n prefetcht0 [{ask} + 704]\n
+         prefetcht0 [{ask} + 768]\n prefetcht0 [{ask} + 832]\n prefetcht0 [{ask} + 896]\n prefetcht0 [{ask} + 960]"
+    };
+}
+
 /// One block of C of `$m` by `$n` tiles; tiles 0 to 3 are C, 4 and 5 of A, 6 and 7 of B.
 macro_rules! block {
-    ($zero:literal, $loads:literal, $products:literal, $stores:literal, $c:expr, $row:expr, $a:expr, $b:expr, $k:expr) => {
+    ($zero:literal, $loads:literal, $products:literal, $stores:literal, $c:expr, $row:expr, $a:expr, $b:expr, $k:expr, $ask:expr) => {
         asm!(
             $zero,
             "2:",
             $loads,
             $products,
+            asks!(),
+            "add {ask}, 1024",
             "add {a0}, 1024", "add {a1}, 1024", "add {b0}, 1024", "add {b1}, 1024",
             "dec {k}",
             "jnz 2b",
@@ -24,6 +36,7 @@ macro_rules! block {
             b0 = inout(reg) $b[0] => _,
             b1 = inout(reg) $b[1] => _,
             k = inout(reg) $k => _,
+            ask = inout(reg) $ask => _,
             line = in(reg) 64usize,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -55,6 +68,8 @@ pub(super) unsafe fn multiply(
                 let (a, b) = (a.add(i * a_pitch), b.add(j * b_pitch));
                 let (a, b) = ([a, a.add((rows - 1) * a_pitch)], [b, b.add((columns - 1) * b_pitch)]);
                 let (c, row) = (c.add(i * 16 * ldc + j * 16), ldc * 4);
+                // Groups of the next two rows, one for each of the first two columns; any address is allowed.
+                let ask = a[0].wrapping_add((2 + j / 2 % 2) * a_pitch);
                 match (rows, columns) {
                     (2, 2) => block!(
                         "tilezero tmm0\n tilezero tmm1\n tilezero tmm2\n tilezero tmm3",
@@ -65,7 +80,8 @@ pub(super) unsafe fn multiply(
                         row,
                         a,
                         b,
-                        k
+                        k,
+                        ask
                     ),
                     (2, _) => block!(
                         "tilezero tmm0\n tilezero tmm2",
@@ -76,7 +92,8 @@ pub(super) unsafe fn multiply(
                         row,
                         a,
                         b,
-                        k
+                        k,
+                        ask
                     ),
                     (_, 2) => block!(
                         "tilezero tmm0\n tilezero tmm1",
@@ -87,7 +104,8 @@ pub(super) unsafe fn multiply(
                         row,
                         a,
                         b,
-                        k
+                        k,
+                        ask
                     ),
                     (_, _) => block!(
                         "tilezero tmm0",
@@ -98,7 +116,8 @@ pub(super) unsafe fn multiply(
                         row,
                         a,
                         b,
-                        k
+                        k,
+                        ask
                     ),
                 }
             }

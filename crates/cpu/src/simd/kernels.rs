@@ -4,7 +4,7 @@ use super::MatrixKernels;
 use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use crate::Isa;
 use crate::evaluate::Evaluator;
-use fulgurite_core::format::GroupFormat;
+use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 
@@ -56,6 +56,8 @@ pub(crate) struct Kernels {
     pub(super) folds: super::folds::Folds,
     pub(super) stage: unsafe fn(&mut Stage<'_>),
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
+    pub(super) round_rows: unsafe fn(&mut [f32], usize, GroupFormat),
+    pub(super) expand: unsafe fn(&Grouped, usize, usize, &mut [f32]),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
     /// Vectors that multiply bf16 as a matrix unit does, from its panels; they would be slow for every other type.
@@ -368,6 +370,18 @@ impl Kernels {
         unsafe { (self.round_weights)(p, stride, lane, range, format) }
     }
 
+    /// Rounds rows of `cols` elements in groups along each row.
+    pub fn round_rows(&self, x: &mut [f32], cols: usize, format: GroupFormat) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.round_rows)(x, cols, format) }
+    }
+
+    /// What the codes of one row mean, from column `first` on, which begins a group.
+    pub fn expand(&self, from: &Grouped, row: usize, first: usize, out: &mut [f32]) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.expand)(from, row, first, out) }
+    }
+
     /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
     pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
         let stride = out.len();
@@ -567,6 +581,15 @@ macro_rules! define_kernels {
                 alg::round_weights::<{ $simd::LANES }>(p, stride, lane, range, format)
             }
 
+            $(#[$feature])?
+            unsafe fn round_rows(x: &mut [f32], cols: usize, format: fulgurite_core::format::GroupFormat) {
+                alg::round_rows(x, cols, format)
+            }
+            $(#[$feature])?
+            unsafe fn expand(from: &fulgurite_core::format::Grouped, row: usize, first: usize, out: &mut [f32]) {
+                alg::expand(from, row, first, out)
+            }
+
             super::Kernels {
                 lanes: $simd::LANES,
                 tile: $simd::LANES * $simd::VECTORS,
@@ -595,6 +618,8 @@ macro_rules! define_kernels {
                 folds: super::folds::define_folds!($simd, [$($feature)?]),
                 stage,
                 round_weights,
+                round_rows,
+                expand,
                 matrix: None,
                 pairs: None,
             }
