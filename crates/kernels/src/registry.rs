@@ -334,6 +334,16 @@ const ALL: &[Entry] = &[
         build: |target| gradients::<f16>(target, 128, Mask::causal()),
     },
     Entry {
+        name: "backward-bf16-d128-packed",
+        summary: "gradients of attention, bf16, head_dim 128, causal mask, sequences with lengths of their own",
+        build: |target| {
+            let mut features = of_backward(128, Mask::causal());
+            features.ragged.packed = true;
+            let tuning = backward::Tuning::with_room(128, backward::Order::Any, true, false);
+            backward::main::kernel::<bf16>(target, &features, tuning)
+        },
+    },
+    Entry {
         name: "backward-bf16-d256-full",
         summary: "gradients of attention, bf16, head_dim 256, no mask",
         build: |target| gradients::<bf16>(target, 256, Mask::none()),

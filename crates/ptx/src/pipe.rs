@@ -233,6 +233,13 @@ impl<'k> Pipe<'k> {
         Pipe { ring: self.ring.in_step(&leader.ring), ..self }
     }
 
+    pub(crate) fn depth(&self) -> u32 {
+        self.ring.depth
+    }
+    pub(crate) fn id(&self) -> usize {
+        self.ring.id
+    }
+
     fn bytes(&self) -> u32 {
         self.tiles.iter().map(|(shape, _)| shape.bytes()).sum::<u32>() + 4 * self.numbers.0
     }

@@ -466,6 +466,34 @@ impl<'k> Scope<'k, Group> {
         self.write_parts::<T>(tile, fragment.cols, |j| std::array::from_fn(|i| fragment.regs[4 * j + i]));
     }
 
+    /// Writes a fragment to 64 columns of a tile, which lie in one chunk: its rows as columns.
+    #[track_caller]
+    pub fn write_fragment_turned<T: Half>(&self, tile: Tile<'k>, fragment: &Fragment<'k, T>)
+    where
+        Pair<T>: Word,
+    {
+        let (shape, rows) = (tile.shape, fragment.cols);
+        if tile.rows < rows || shape.cols < 64 || shape.chunk() != 64 || shape.number != T::NUMBER {
+            self.k.refuse(format!(
+                "64x{rows} {} written to columns of {} rows of {shape:?}, allowed: as many rows, the same type, chunks of 64 columns",
+                T::NAME,
+                tile.rows
+            ));
+            return;
+        }
+        // Lane l gives the address of row l % 8 + 8 (l / 16) of 16, columns 8 (l / 8 % 2) and on of its warp's 16.
+        let lane = self.lane();
+        let row = (lane & 7) + ((lane >> 4) << 3);
+        let col = (self.thread_in_group() / 32).mul_add(32, (lane & 8) * 2);
+        let linear = row.mul_add(shape.swizzle.line(), col);
+        let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
+        let base = (tile.address + spread).in_register();
+        for (j, regs) in fragment.regs.chunks_exact(4).enumerate() {
+            let place = Arg::Address(Base::Reg(base), (j as u32 * 16 * shape.swizzle.line()) as i32);
+            self.k.emit(&memory::STMATRIX, [place, Arg::List(regs.into()), Arg::Word("x4"), Arg::Word(".trans")]);
+        }
+    }
+
     /// Writes 16 columns at a time to 64 rows of a tile: `pairs` gives the registers of the `j`-th.
     #[track_caller]
     fn write_parts<T: Half>(&self, tile: Tile<'k>, cols: u32, pairs: impl Fn(usize) -> [Reg; 4])
@@ -520,6 +548,11 @@ impl<'k> Scope<'k, Thread> {
 }
 
 impl<'k> Tensor<'k> {
+    /// The shape of the tiles that it is moved in.
+    pub fn tile(&self) -> TileShape {
+        self.tile
+    }
+
     /// Coordinates of a chunk of the tile at `at`.
     #[track_caller]
     fn coordinates(&self, at: &[Val<'k, u32>], chunk: u32) -> (Arg, &'static str) {

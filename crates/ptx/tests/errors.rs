@@ -408,3 +408,34 @@ fn the_first_mistake_is_reported() {
     });
     assert!(message.contains("accumulators of 100 columns"), "{message}");
 }
+
+#[test]
+fn outboxes() {
+    let message = refused(|k| {
+        let ring = k.pipe("q", 3, &[TILE]);
+        let _ = k.outbox("sums", 2, 512).in_step(&ring);
+        in_group(k, |_| {});
+    });
+    assert!(message.contains("an outbox in step with a ring of 3 stages, allowed: 2"), "{message}");
+    let message = refused(|k| {
+        let _ = k.outbox("sums", 2, 100);
+        in_group(k, |_| {});
+    });
+    assert!(message.contains("outbox `sums` has places for 100 numbers, allowed: multiples of 512"), "{message}");
+    let message = refused(|k| {
+        let outbox = k.outbox("sums", 2, 512);
+        in_group(k, |w| {
+            outbox.as_tile(w, TILE);
+        });
+    });
+    assert!(message.contains("a tile of 8192 bytes in a place of 2048"), "{message}");
+}
+
+#[test]
+fn fragments_turned() {
+    let message = refused(|k| {
+        let tile = k.tile("d_z", TileShape { rows: 32, ..TILE });
+        in_group(k, |w| w.write_fragment_turned(tile, &w.fragment::<bf16>(64)));
+    });
+    assert!(message.contains("64x64 bf16 written to columns of 32 rows"), "{message}");
+}

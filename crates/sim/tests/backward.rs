@@ -5,7 +5,7 @@ mod common;
 use common::backward::Case;
 use common::{Random, sim};
 use fulgurite_core::{DType, Mask};
-use fulgurite_kernels::attention::backward::Order;
+use fulgurite_kernels::attention::backward::{Order, Tuning};
 use fulgurite_sim::{Options, Sim};
 
 #[test]
@@ -54,7 +54,24 @@ fn gradients_are_clean_whatever_the_order() {
             d_lse: below(3) == 0,
             order: if below(3) == 0 { Order::Fixed } else { Order::Any },
             blocks: 1 + below(3) as u32,
+            tuning: None,
         };
+        case.check(&sim(seed));
+    }
+}
+
+/// Steps of 80 queries under masks, which short sequences take 64 for.
+#[test]
+fn long_steps_under_masks_are_right() {
+    let base = Case { dims: [128, 128], tuning: Some(Tuning::hopper(128)), ..Case::base() };
+    for (case, seed) in [
+        Case { mask: Mask::causal(), q_len: 350, k_len: 300, blocks: 2, ..base.clone() },
+        Case { mask: Mask::window(Some(50), Some(7)), q_len: 170, k_len: 260, dtype: DType::F16, ..base.clone() },
+        Case { mask: Mask::causal_top_left(), q_len: 90, k_len: 400, d_lse: true, dims: [128, 80], ..base },
+    ]
+    .into_iter()
+    .zip(20..)
+    {
         case.check(&sim(seed));
     }
 }

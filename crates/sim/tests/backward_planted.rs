@@ -3,10 +3,10 @@
 mod common;
 
 use common::backward::Case;
-use common::mutate::{change, drop, drop_loop, drop_wait, drop_waits_at, line, replace};
+use common::mutate::{change, drop, drop_at, drop_loop, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
-use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Kernels;
+use fulgurite_kernels::attention::backward::{Order, Tuning};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Fault, Line, Options, Sim};
 use std::sync::Arc;
@@ -25,6 +25,11 @@ struct Bug {
 
 fn case(blocks: u32) -> Case {
     Case { dims: [128, 128], q_len: 330, k_len: 300, heads: [1, 1], blocks, ..Case::base() }
+}
+
+/// The same, where threads add d_q themselves.
+fn by_threads(blocks: u32) -> Case {
+    Case { tuning: Some(Tuning::with_room(128, Order::Fixed, false, false)), ..case(blocks) }
 }
 
 fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels, Arc<Kernel>) -> Kernels) {
@@ -48,13 +53,13 @@ fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels,
 
 #[test]
 fn in_the_gradients() {
-    let case = case(1);
+    let case = by_threads(1);
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let at = |row: &str, n: usize| line(&k(), row, n);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let (load_d_o, load_q, load_k) =
-        (at("cp.async.bulk.tensor.load", 0), at("cp.async.bulk.tensor.load", 2), at("cp.async.bulk.tensor.load", 4));
+        (at("cp.async.bulk.tensor.load", 0), at("cp.async.bulk.tensor.load", 2), at("cp.async.bulk.tensor.load", 6));
     let (scores, products) = (at("wgmma.ss", 0), at("wgmma.ss", 8));
     let (query_sums, onto) = (at("wgmma.ss", 16), at("wgmma.rs", 0));
     let (write, add) = (at("stmatrix", 0), at("red.add.f32", 0));
@@ -74,9 +79,9 @@ fn in_the_gradients() {
                 &[load_d_o, onto],
             )
         },
-        bug("q not waited for", drop_wait(k(), 7), Fault::Race, &[load_q, scores]),
+        bug("q not waited for", drop_wait(k(), 9), Fault::Race, &[load_q, scores]),
         bug("d_o not waited for", drop_wait(k(), 10), Fault::Race, &[load_d_o, products]),
-        bug("keys not waited for", drop_wait(k(), 6), Fault::Race, &[load_k, scores]),
+        bug("keys not waited for", drop_wait(k(), 8), Fault::Race, &[load_k, scores]),
         Bug {
             or: &[Fault::TooManyArrivals, Fault::PhaseMissed],
             ..bug("q filled before it is empty", drop_wait(k(), 1), Fault::Race, &[load_q])
@@ -93,7 +98,7 @@ fn in_the_gradients() {
 
 #[test]
 fn in_what_comes_before() {
-    let case = case(1);
+    let case = by_threads(1);
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.prepare);
     let add = line(&kernels.main, "red.add.f32", 0);
@@ -110,7 +115,7 @@ fn in_what_comes_before() {
 /// Blocks that add to the same sums: one that writes instead takes what others have added.
 #[test]
 fn in_the_sums_of_two_blocks() {
-    let case = case(2);
+    let case = by_threads(2);
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let add = line(&k(), "red.add.f32", 0);
@@ -121,6 +126,46 @@ fn in_the_sums_of_two_blocks() {
         lines: vec![add],
         or: &[],
     }];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
+/// What the copy engine adds, and results that leave through the same places.
+#[test]
+fn in_what_the_copy_engine_adds() {
+    let case = case(1);
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    // The lines of a file that use a row, in the order of the text.
+    let lines = |row: &str, file: &str| {
+        let mut lines: Vec<Line> = Vec::new();
+        k().each_op(&mut |op| {
+            let at = Line::from(op.at);
+            if op.inst.name == row && at.to_string().contains(file) && !lines.contains(&at) {
+                lines.push(at);
+            }
+        });
+        lines
+    };
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let waits = lines("mbarrier.try_wait", "sent.rs");
+    let [.., send, place_of_d_k, _end] = waits[..] else { panic!("{waits:?}") };
+    let keep = line(&k(), "cp.reduce.async.bulk", 0);
+    let reads = lines("cp.async.bulk.wait_group.read", "sent.rs");
+    let [next_tile, _end] = reads[..] else { panic!("{reads:?}") };
+    let (write, write_d_v) = (line(&k(), "stmatrix", 0), line(&k(), "stmatrix", 5));
+    let bugs = vec![
+        bug("d_q written over one that is not read", drop_waits_at(k(), send), Fault::Race, &[send, keep]),
+        bug("d_q not published", drop_at(k(), "fence.proxy.async", send), Fault::ProxyRace, &[send, keep]),
+        bug("d_k written over d_q", drop_waits_at(k(), place_of_d_k), Fault::Race, &[keep]),
+        bug(
+            "d_z written over d_v that leaves",
+            drop_at(k(), "cp.async.bulk.wait_group.read", next_tile),
+            Fault::Race,
+            &[write],
+        ),
+        bug("d_v written over d_z that is read", drop(k(), "bar.sync", 2), Fault::Race, &[write_d_v]),
+        bug("nobody is told that d_q is there", drop_at(k(), "mbarrier.arrive", send), Fault::Deadlock, &[keep]),
+    ];
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
 

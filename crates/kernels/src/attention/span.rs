@@ -218,7 +218,15 @@ impl<'k> Limits<'k> {
     /// Sets scores of keys that a row does not see to -inf.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>) {
+        self.apply_set(w, s, block, |_| {});
+    }
+
+    /// The same, where `set` sets the limits of the thread's rows again, the same for the whole tile: they take no registers
+    /// where no block is cut.
+    #[track_caller]
+    pub fn apply_set(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>, set: impl FnOnce(&Scope<'k, Group>)) {
         w.when(self.cuts(block, s.cols()), |w| {
+            set(w);
             // Of a block that is seen whole, whatever the spans say: as far as there are keys.
             let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
                 Some((full, all)) => {

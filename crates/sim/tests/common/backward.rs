@@ -2,8 +2,8 @@
 
 use super::Random;
 use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, compare, oracle};
-use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
+use fulgurite_kernels::attention::backward::{Order, Tuning};
 use fulgurite_kernels::attention::plan::Placed;
 use fulgurite_ptx::Target;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
@@ -21,6 +21,8 @@ pub struct Case {
     pub d_lse: bool,
     pub order: Order,
     pub blocks: u32,
+    /// Other than the usual.
+    pub tuning: Option<Tuning>,
 }
 
 impl Case {
@@ -36,6 +38,7 @@ impl Case {
             d_lse: false,
             order: Order::Any,
             blocks: 1,
+            tuning: None,
         }
     }
 
@@ -51,7 +54,8 @@ impl Case {
     }
 
     pub fn plan(&self) -> Backward {
-        Backward::new(&self.problem(), self.d_lse, self.order).unwrap()
+        let plan = Backward::new(&self.problem(), self.d_lse, self.order).unwrap();
+        self.tuning.map_or(plan.clone(), |tuning| plan.tuned(tuning))
     }
 
     /// Runs these kernels on random inputs; the gradients, and what is wrong with them.

@@ -22,7 +22,7 @@ where
     let (tuning, [d, dv]) = (main.tuning, main.dims);
     let (rows, cols) = (tuning.rows, [d / 2, dv / 2]);
     let half = rows / 2;
-    let Main { queries, outputs, keys, tickets, .. } = main;
+    let Main { queries, outputs, keys, values, tickets, .. } = main;
     // Rows are keys. Chunks of half the columns: each warpgroup writes one.
     let shape = TileShape { swizzle: Swizzle::B64, ..tile::<T>(tuning, tuning.keys(), rows) };
     let tiles = |name| -> Vec<Tile<'k>> { (0..tuning.depth).map(|_| main.k.tile(name, shape)).collect() };
@@ -42,7 +42,7 @@ where
         w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
     };
     let products = |w: &Scope<'k, Group>| {
-        let (d_o, value) = (outputs.wait(w)[0].rows(own, half), keys.current(w)[1]);
+        let (d_o, value) = (outputs.wait(w)[0].rows(own, half), values.current(w)[0]);
         w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
     };
     let tile_of = |w: &Scope<'k, Group>, tiles: &[Tile<'k>]| queries.beside(w, tiles[0]);
@@ -79,9 +79,10 @@ where
         clear(&d_k);
         clear(&d_v);
         set_head(w);
+        values.wait(w);
         keys.wait(w);
         if main.modified.as_ref().is_some_and(|modified| modified.hides()) {
-            clean::<T>(w, &keys.current(w));
+            clean::<T>(w, &[keys.current(w)[0], values.current(w)[0]]);
             w.sync_role(&all);
         }
         scores(w);
@@ -133,7 +134,7 @@ where
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
-        let [to_k, to_v] = [0, 1].map(|i| keys.current(w)[i].cols(own, cols[i]));
+        let [to_k, to_v] = [(keys, cols[0]), (values, cols[1])].map(|(ring, cols)| ring.current(w)[0].cols(own, cols));
         w.write::<T>(to_v, &d_v);
         w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
         w.publish_shared();
@@ -145,6 +146,7 @@ where
             t.commit_stores();
             t.wait_stores_read(0);
         });
+        values.done(w);
         keys.done(w);
     });
     walk.end(w);

@@ -21,7 +21,7 @@ where
 {
     let (tuning, [d, dv]) = (main.tuning, main.dims);
     let (rows, cols) = (tuning.rows, tuning.cols(d));
-    let Main { queries, outputs, keys, tickets, .. } = main;
+    let Main { queries, outputs, keys, values, tickets, .. } = main;
     // One for each stage of q, one after the other.
     let exchange: Vec<_> =
         (0..tuning.depth).map(|_| main.k.tile("d_z", tile::<T>(tuning, tuning.keys(), rows))).collect();
@@ -43,7 +43,7 @@ where
         w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
     };
     let products = |w: &Scope<'k, Group>| {
-        let (d_o, value) = (outputs.wait(w)[0], keys.current(w)[1].rows(own, 64));
+        let (d_o, value) = (outputs.wait(w)[0], values.current(w)[0].rows(own, 64));
         w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
     };
     let onto = |w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Tile<'k>| {
@@ -68,6 +68,7 @@ where
         clear(&d_k);
         clear(&d_v);
         fresh.set(true);
+        values.wait(w);
         keys.wait(w);
         scores(w);
         products(w);
@@ -122,7 +123,7 @@ where
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
-        let [to_k, to_v] = [0, 1].map(|i| keys.current(w)[i].rows(own, 64));
+        let [to_k, to_v] = [keys, values].map(|ring| ring.current(w)[0].rows(own, 64));
         w.write::<T>(to_v, &d_v);
         w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
         w.publish_shared();
@@ -134,6 +135,7 @@ where
             t.commit_stores();
             t.wait_stores_read(0);
         });
+        values.done(w);
         keys.done(w);
     });
     walk.end(w);

@@ -1,79 +1,131 @@
 //! After the gradients: the sums of d_q, scaled and rounded.
 //!
 //! Sums lie as the accumulators of the main kernel's warpgroups did, `[warpgroup][eight columns][thread][4]`, so that a
-//! warp adds 512 bytes that lie together. A thread here takes two rows, 8 apart, of eight columns: 64 bytes in a row.
+//! warp adds 512 bytes that lie together. A four has two neighbours of a row and two of the row 8 below. Rows are queries,
+//! and a thread here takes two of them, eight columns each; or rows are elements of d_q (turned), and a thread takes sixteen
+//! of two queries.
 
-use super::{Features, Tuning};
+use super::{Adds, Features, Tuning};
 use crate::attention::work::Sides;
-use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Word};
+use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Target, Val, Word};
 
-/// Threads of a block, which has the rows of one step of the main kernel.
-pub const THREADS: u32 = 256;
+/// Eight elements of a row of d_q.
+struct Eight<'k> {
+    row: Val<'k, u32>,
+    /// Which eight of the row.
+    eight: Val<'k, u32>,
+    sums: [Val<'k, f32>; 8],
+}
 
 /// d_q of `rows` queries of a head, one block each.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
-    let (d, rows) = (features.dims[0], tuning.rows);
-    let cols = tuning.cols(d);
-    Kernel::build("attention_backward_finish", target, |k| {
-        let sums = k.pointer::<f32>("sums");
-        let d_q = k.pointer::<Pair<T>>("d_q");
-        let [q_len, head_dim] = ["q_len", "head_dim"].map(|name| k.param::<u32>(name));
-        let (steps, heads) = (k.divisor("steps"), k.divisor("heads"));
-        let [batch_stride, row_stride, head_stride] =
-            ["batch_stride", "row_stride", "head_stride"].map(|name| k.param::<u32>(name));
-        let scale = k.param::<f32>("scale");
-        let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
-        k.threads(THREADS, |w| {
-            let [rest, step] = steps.div_rem(w.block());
-            let sums = sums.at_wide(w.block().mul_wide(rows * d));
-            // Where its sequence begins, its number, the step of the sequence, and rows of it.
-            let (of_sequence, head, step, q_len) = match &sides {
-                Some(sides) => {
-                    let batch = sides.of_step(w, step, rows);
-                    let [start, room] = sides.room(w, 0, batch);
-                    let packed = features.ragged.packed;
-                    let of = if packed { start.mul_wide(row_stride) } else { batch.mul_wide(batch_stride) };
-                    (of, rest, step - sides.first_step(w, batch, rows), room)
-                }
-                None => {
-                    let [batch, head] = heads.div_rem(rest);
-                    (batch.mul_wide(batch_stride), head, step, q_len)
-                }
-            };
-            let d_q = d_q.at_wide(of_sequence + head.mul_wide(head_stride));
-            let eights = d / 8;
-            // All loads before all stores.
-            let items = rows / 2 * eights;
-            let parts: Vec<_> = (0..items.div_ceil(THREADS))
-                .map(|i| {
-                    let item = w.thread() + i * THREADS;
-                    // Rows in sixteens, of which a thread has one of the first eight and the one 8 below.
-                    let (eight, pair) = (item % eights, item / eights);
-                    let (sixteen, row) = (pair / 8, pair & 7);
-                    let (group, eight_of_group, warp) = match cols == d {
-                        true => (sixteen / 4, eight, sixteen & 3),
-                        false => (eight / (cols / 8), eight % (cols / 8), sixteen),
-                    };
-                    let at = group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16;
-                    // The last round of a block need not be whole.
-                    let here = item.lt(items);
-                    let at = here.select::<u32>(at, 0);
-                    let loaded: [_; 4] = std::array::from_fn(|j| sums.at(at).load_some::<_, 4>(w, 4 * j as u32));
-                    (here, step * rows + sixteen * 16 + row, eight, loaded)
-                })
-                .collect();
-            for (here, first, eight, loaded) in parts {
-                for half in 0..2 {
-                    let row = first + 8 * half as u32;
-                    let pairs = loaded.map(|four| (four[2 * half] * scale).pair_with::<T>(four[2 * half + 1] * scale));
-                    w.when(here & row.lt(q_len) & (eight * 8).lt(head_dim), |w| {
-                        d_q.at_wide(row.mul_wide(row_stride)).store_some(w, eight * 4, pairs);
-                    });
-                }
+    Kernel::build("attention_backward_finish", target, |k| build::<T>(k, features, tuning))
+}
+
+fn build<'k, T: Half>(k: &'k Builder, features: &Features, tuning: Tuning)
+where
+    Pair<T>: Word,
+{
+    let (d, rows, turned) = (features.dims[0], tuning.rows, tuning.adds == Adds::Engine);
+    let items = rows / 2 * d / if turned { 16 } else { 8 };
+    let threads = if turned { items / 2 } else { 256 };
+    let sums = k.pointer::<f32>("sums");
+    let d_q = k.pointer::<Pair<T>>("d_q");
+    let [q_len, head_dim] = ["q_len", "head_dim"].map(|name| k.param::<u32>(name));
+    let (steps, heads) = (k.divisor("steps"), k.divisor("heads"));
+    let [batch_stride, row_stride, head_stride] =
+        ["batch_stride", "row_stride", "head_stride"].map(|name| k.param::<u32>(name));
+    let scale = k.param::<f32>("scale");
+    let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
+    k.threads(threads, |w| {
+        let [rest, step] = steps.div_rem(w.block());
+        let sums = sums.at_wide(w.block().mul_wide(rows * d));
+        // Where its sequence begins, its number, the step of the sequence, and rows of it.
+        let (of_sequence, head, step, q_len) = match &sides {
+            Some(sides) => {
+                let batch = sides.of_step(w, step, rows);
+                let [start, room] = sides.room(w, 0, batch);
+                let packed = features.ragged.packed;
+                let of = if packed { start.mul_wide(row_stride) } else { batch.mul_wide(batch_stride) };
+                (of, rest, step - sides.first_step(w, batch, rows), room)
             }
-        });
-    })
+            None => {
+                let [batch, head] = heads.div_rem(rest);
+                (batch.mul_wide(batch_stride), head, step, q_len)
+            }
+        };
+        let d_q = d_q.at_wide(of_sequence + head.mul_wide(head_stride));
+        // All loads before all stores.
+        let parts: Vec<_> = (0..items.div_ceil(threads))
+            .map(|i| {
+                let item = w.thread() + i * threads;
+                // The last round of a block need not be whole.
+                let here = item.lt(items);
+                let load = |at: Val<'k, u32>, apart: u32, count: usize| -> Vec<[Val<'k, f32>; 4]> {
+                    let from = sums.at(here.select::<u32>(at, 0));
+                    (0..count as u32).map(|j| from.load_some(w, apart * j)).collect()
+                };
+                let eights = match turned {
+                    true => of_elements(d, tuning.cols(d), item, load),
+                    false => of_queries(d, tuning.cols(d), item, load),
+                };
+                (here, eights)
+            })
+            .collect();
+        for (here, eights) in parts {
+            for Eight { row, eight, sums } in eights {
+                let row = step * rows + row;
+                let pairs: [_; 4] =
+                    std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
+                w.when(here & row.lt(q_len) & (eight * 8).lt(head_dim), |w| {
+                    d_q.at_wide(row.mul_wide(row_stride)).store_some(w, eight * 4, pairs);
+                });
+            }
+        }
+    });
+}
+
+/// What a thread takes where rows of the sums are queries: of two rows, 8 apart, eight columns.
+fn of_queries<'k>(
+    d: u32,
+    cols: u32,
+    item: Val<'k, u32>,
+    load: impl Fn(Val<'k, u32>, u32, usize) -> Vec<[Val<'k, f32>; 4]>,
+) -> Vec<Eight<'k>> {
+    let eights = d / 8;
+    let (eight, pair) = (item % eights, item / eights);
+    let (sixteen, row) = (pair / 8, pair & 7);
+    let (group, eight_of_group, warp) = match cols == d {
+        true => (sixteen / 4, eight, sixteen & 3),
+        false => (eight / (cols / 8), eight % (cols / 8), sixteen),
+    };
+    let fours = load(group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16, 4, 4);
+    let of = |half: usize| Eight {
+        row: sixteen * 16 + row + 8 * half as u32,
+        eight,
+        sums: std::array::from_fn(|i| fours[i / 2][2 * half + i % 2]),
+    };
+    vec![of(0), of(1)]
+}
+
+/// What a thread takes where rows of the sums are elements: sixteen of two neighbouring queries.
+fn of_elements<'k>(
+    d: u32,
+    cols: u32,
+    item: Val<'k, u32>,
+    load: impl Fn(Val<'k, u32>, u32, usize) -> Vec<[Val<'k, f32>; 4]>,
+) -> Vec<Eight<'k>> {
+    let sixteens = d / 16;
+    let (sixteen, pair) = (item % sixteens, item / sixteens);
+    let (group, warp) = (sixteen / 4, sixteen & 3);
+    let fours = load(group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8);
+    let of = |query: usize, half: usize| Eight {
+        row: pair * 2 + query as u32,
+        eight: sixteen * 2 + half as u32,
+        sums: std::array::from_fn(|i| fours[i][2 * half + query]),
+    };
+    vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
 }

@@ -8,13 +8,13 @@
 use super::modified::Modified;
 use super::tiles::{Of, STEPS, Tiles};
 use super::turns::Turns;
-use super::{Features, Order, Share, Tuning, by_columns, by_keys};
+use super::{Adds, Features, Order, Share, Tuning, by_columns, by_keys, sent};
 use crate::attention::span::Spans;
 use crate::attention::work::Unequal;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Half, Kernel, Mailbox, Pair, Pipe, Pointer, Swizzle, Target, Tensor, TileShape, Val,
-    Warpgroups, Word,
+    BuildError, Builder, Divisor, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Swizzle, Target, Tensor,
+    TileShape, Val, Warpgroups, Word,
 };
 
 /// The main kernel.
@@ -26,6 +26,7 @@ where
         let main = Main::new::<T>(k, features, tuning);
         main.load();
         k.role("compute", Warpgroups(2).registers(tuning.registers[0]), |w| match tuning.share {
+            Share::Keys if main.outbox.is_some() => sent::compute::<T>(w, &main),
             Share::Keys => by_keys::compute::<T>(w, &main),
             Share::Columns => by_columns::compute::<T>(w, &main),
         });
@@ -67,7 +68,11 @@ pub(super) struct Main<'k> {
     /// Stages of d_o, in step with those of q.
     pub outputs: Pipe<'k>,
     pub keys: Pipe<'k>,
+    /// Stages of v, in step with those of k.
+    pub values: Pipe<'k>,
     pub tickets: Mailbox<'k>,
+    /// Where the copy engine adds: what it is to add.
+    pub outbox: Option<Outbox<'k>>,
 }
 
 impl<'k> Main<'k> {
@@ -103,8 +108,11 @@ impl<'k> Main<'k> {
         let queries = k.pipe_with_numbers("q", tuning.depth, &[shape(rows, d)], rows);
         // A stage is filled before that of q, and given back before the role goes on.
         let outputs = k.pipe_with_numbers("d_o", tuning.depth, &[shape(rows, dv)], rows).in_step(&queries);
-        let keys = k.pipe("kv", tuning.key_depth, &[shape(keys, d), shape(keys, dv)]);
+        let [keys, values] =
+            [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, tuning.key_depth, &[shape(keys, cols)]));
+        let values = values.in_step(&keys);
         let tickets = k.mailbox("tiles", tuning.key_depth, tiles.words()).in_step(&keys);
+        let outbox = (tuning.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * tuning.cols(d)).in_step(&queries));
         Main {
             k,
             tuning,
@@ -131,7 +139,9 @@ impl<'k> Main<'k> {
             queries,
             outputs,
             keys,
+            values,
             tickets,
+            outbox,
         }
     }
 
@@ -141,6 +151,9 @@ impl<'k> Main<'k> {
         self.k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
             // First, so that where they stand takes no registers of the thread that loads.
             self.turns.iter().for_each(|turns| turns.keep(w, self));
+            if let Some(outbox) = &self.outbox {
+                (0..2).for_each(|group| w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group)));
+            }
             w.one_thread(|t| {
                 let zero = t.constant(0u32);
                 // In a fixed order a tile waits for those before it: none belongs to a block that may not have begun.
@@ -178,11 +191,9 @@ impl<'k> Main<'k> {
                         // After the first queries, which need not wait until the tile before has left.
                         t.when(!started.get(), |t| {
                             self.tickets.put(t, &work.message());
-                            self.keys.put(t, |t, stage| {
-                                let at = |of| self.at(of, &work, [zero, work.tile * tuning.keys(), work.head]);
-                                stage.load(t, stage.tile(0), &self.key, &at(Of::K));
-                                stage.load(t, stage.tile(1), &self.value, &at(Of::V));
-                            });
+                            let at = |of| self.at(of, &work, [zero, work.tile * tuning.keys(), work.head]);
+                            self.values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.value, &at(Of::V)));
+                            self.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.key, &at(Of::K)));
                         });
                         started.set(true);
                         if let Some(turns) = &self.turns {

@@ -13,6 +13,7 @@ pub mod main;
 mod modified;
 pub mod plan;
 pub mod prepare;
+mod sent;
 pub mod sinks;
 mod tiles;
 mod turns;
@@ -43,6 +44,16 @@ pub enum Pack {
     Late,
 }
 
+/// Who adds d_q to its sums in global memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adds {
+    /// The threads that have it in registers.
+    Threads,
+    /// The copy engine, from shared memory. d_q is multiplied transposed, for rows of 128 elements: each warpgroup has 64 of
+    /// them as rows of its product, and queries are columns, of which there can be as many as registers allow.
+    Engine,
+}
+
 /// In which order blocks add to d_q.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
@@ -58,8 +69,11 @@ pub enum Order {
 pub struct Tuning {
     /// What the warpgroups share out.
     pub share: Share,
-    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows.
+    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows. Where
+    /// the copy engine adds, any multiple of 16.
     pub rows: u32,
+    /// Who adds d_q to its sums.
+    pub adds: Adds,
     /// Stages of Q and of d_o, and tiles of d_z.
     pub depth: u32,
     /// Stages of K and V.
@@ -82,6 +96,7 @@ impl Tuning {
         let base = Tuning {
             share: Share::Keys,
             rows: 64,
+            adds: Adds::Threads,
             depth: 2,
             key_depth: 1,
             registers: [240, 24],
@@ -92,17 +107,21 @@ impl Tuning {
         };
         match head_dim {
             ..=64 => Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base },
-            65..=128 => Tuning { key_depth: 2, ..base },
+            65..=128 => Tuning { rows: 80, adds: Adds::Engine, ..base },
             _ => Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base },
         }
     }
 
-    /// The same where sequences have lengths of their own, or scores are modified: both keep more in registers.
-    pub fn with_room(head_dim: u32, ragged: bool, modified: bool) -> Tuning {
+    /// The same where threads add in turns, sequences have lengths of their own, or scores are modified: the last two keep
+    /// more in registers.
+    pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: bool) -> Tuning {
+        let usual = Tuning::hopper(head_dim);
         match head_dim {
-            ..=64 if ragged && !modified => Tuning { registers: [232, 40], ..Tuning::hopper(head_dim) },
+            ..=64 if ragged && !modified => Tuning { registers: [232, 40], ..usual },
+            65..=128 if ragged && !modified => Tuning { rows: 64, registers: [232, 40], ..usual },
             _ if ragged || modified => Tuning::hopper(u32::MAX),
-            _ => Tuning::hopper(head_dim),
+            65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
+            _ => usual,
         }
     }
 
@@ -114,9 +133,13 @@ impl Tuning {
         }
     }
 
-    /// Columns of d_q that a warpgroup has, for rows of `dim` elements.
+    /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
-        if self.rows == 64 { dim / 2 } else { dim }
+        match (self.adds, self.rows) {
+            (Adds::Engine, rows) => rows,
+            (Adds::Threads, 64) => dim / 2,
+            (Adds::Threads, _) => dim,
+        }
     }
 }
 

@@ -1,11 +1,12 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
 use super::tiles::STEPS;
-use super::{Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
+use super::{Adds, Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
 use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
 use crate::attention::repack::{Copies, Copying, Direction, Named};
+use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
 use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
@@ -20,6 +21,8 @@ use std::sync::Arc;
 const UNIT: usize = 8;
 /// The largest head dimension.
 const MOST: usize = 256;
+/// Up to so many queries, longer steps waste more at the edges of a mask than they save.
+const SHORT: usize = 2048;
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
 /// A part of the second-level cache.
@@ -159,7 +162,13 @@ impl Backward {
             return missing("gradients of auxiliary tensors in a fixed order".into());
         }
         let largest = dims[0].max(dims[1]) as u32;
-        let tuning = Tuning::with_room(largest, ragged.any(), !modified.is_empty());
+        let mut tuning = Tuning::with_room(largest, order, ragged.any(), !modified.is_empty());
+        // Longer steps fit the registers where the mask has one edge at most and exponentials are the unit's own.
+        let spans = Spans::of(&mask).transposed();
+        let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
+        if tuning.adds == Adds::Engine && !(fits && (!spans.bounded_left() || problem.max_q_len() > SHORT)) {
+            tuning.rows = 64;
+        }
         // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
         let padded = match (tuning.share, largest) {
             (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64) as u32),
@@ -280,11 +289,11 @@ impl Backward {
         }
     }
 
-    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. What they
-    /// read and add to should fit the second-level cache.
+    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
+    /// tiles are spread over the whole of their pair, and what they read and add to must stay in the second-level cache.
     fn fixed_order(&self) -> u64 {
         let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
-        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(8, 64)
+        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(1, 64)
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.

@@ -3,7 +3,7 @@
 use super::main::Main;
 use super::tiles::{END, FIRST, Tiles, Work};
 use crate::exp::exp2;
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Numbers, Pair, Pointer, Scope, Val, Var, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Numbers, Outbox, Pair, Pointer, Scope, Val, Var, Word};
 
 /// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
 pub(super) struct Walk<'a, 'k> {
@@ -12,7 +12,7 @@ pub(super) struct Walk<'a, 'k> {
     left: Var<'k, u32>,
     /// The head of queries, where somebody asks.
     head: Option<Var<'k, u32>>,
-    /// Address of this thread's part of the sums.
+    /// Address of this thread's part of the sums; of its warpgroup's where the copy engine adds.
     place: Var<'k, u64>,
 }
 
@@ -31,8 +31,9 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
         let step = main.steps_before(work) + first;
-        let thread = w.group() * (64 * main.tuning.cols(d)) + w.thread_in_group() * 4;
-        self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(thread).address());
+        let group = w.group() * (64 * main.tuning.cols(d));
+        let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
+        self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
 
     /// After the last tile.
@@ -80,6 +81,15 @@ impl<'a, 'k> Walk<'a, 'k> {
             self.head.iter().for_each(|head| head.set(head.get() + 1));
             next(w);
         });
+    }
+
+    /// Has the copy engine add d_q.
+    #[track_caller]
+    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>) {
+        let elements: Vec<_> = d_q.elements().collect();
+        outbox.open(w, self.place.get());
+        outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
+        outbox.send(w);
     }
 
     /// Adds a part of d_q, counted in fours of each thread; parts come in order.

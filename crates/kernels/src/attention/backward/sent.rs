@@ -1,0 +1,112 @@
+//! The gradients of a tile of 128 keys, 64 a warpgroup, whose d_q the copy engine adds.
+//!
+//! As in `by_keys`, p^T and d_z^T leave the registers as left operands of d_v and d_k, and d_z of both warpgroups go through
+//! shared memory. d_q is multiplied transposed: then queries are columns of four of the five products, and more of them in a
+//! step, 80 instead of 64, read less of shared memory for each product. There are registers for that because nothing of the
+//! next step is under way before this one is done.
+//!
+//! A step: start s and d_p | p, d_z, written | start d_v | barrier | start d_q and d_k | wait for d_q, send it | wait for d_k.
+//!
+//! d_k and d_v leave through the places of d_z and d_q: the keys of the next tile arrive meanwhile.
+
+use super::main::{Main, tile};
+use super::tiles::{Of, Work};
+use super::walk::{Walk, clear, pack, probabilities, score_gradients};
+use crate::attention::span::{Block, Limits};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tile, Word};
+
+/// What the warpgroups do.
+pub(super) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
+where
+    Pair<T>: Word,
+{
+    let (tuning, [d, dv]) = (main.tuning, main.dims);
+    let rows = tuning.rows;
+    let Main { queries, outputs, keys, values, tickets, .. } = main;
+    let outbox = main.outbox.as_ref().expect("bug in fulgurite: nobody adds d_q");
+    // Rows are queries. One for each stage of q, one after the other.
+    let exchange: Vec<_> =
+        (0..tuning.depth).map(|_| main.k.tile("d_z", tile::<T>(tuning, rows, tuning.keys()))).collect();
+    let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
+    let d_q = d_p.part(0, rows);
+    let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
+    let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
+    let limits = Limits::of_keys(w, &main.spans);
+    let (all, barrier) = (w.role_barrier(), w.group_barrier());
+    let own = w.group();
+    let walk = Walk::new(w, main);
+
+    let onto = |w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Tile<'k>| {
+        w.multiply_fragment(acc, left, right.operand(Major::Outer), Sum::Onto, |_| {});
+    };
+    let set_limits = |w: &Scope<'k, Group>, work: &Work<'k>| {
+        let first_key = (work.tile * tuning.keys() + own * 64).to_i32();
+        limits.set_keys(w, first_key, main.k_len(work.sequence).to_i32(), main.lengths(work.sequence));
+    };
+
+    w.repeat(|w, leave| {
+        let work = main.read(&tickets.wait(w));
+        leave.when(work.steps[1].eq(0));
+        set_limits(w, &work);
+        walk.start(w, &work);
+        clear(&d_k);
+        clear(&d_v);
+        // The results of the tile before have left the places of d_z and d_q.
+        w.one_thread_of_group(|t| t.wait_stores_read(0));
+        w.sync_role(&all);
+        values.wait(w);
+        keys.wait(w);
+        w.repeat(|w, leave| {
+            let (q, key) = (queries.wait(w)[0], keys.current(w)[0].rows(own, 64));
+            w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
+            let (d_o, value) = (outputs.wait(w)[0], values.current(w)[0].rows(own, 64));
+            w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
+            w.wait_products(1); // s
+            let block = Block { first: walk.first_query(), full: None };
+            limits.apply_set(w, &s, &block, |w| set_limits(w, &main.read(&tickets.again(w))));
+            probabilities(w, main, &s, queries.numbers(w), |_| {});
+            // d_p. The assembler takes it before the exponentials; holding it back gains nothing.
+            w.wait_products_anywhere(0);
+            score_gradients(w, [&s, &d_p], outputs.numbers(w), |eight| {
+                pack(&p, eight, &s);
+                pack(&d_z, eight, &d_p);
+            });
+            w.write_fragment_turned(queries.beside(w, exchange[0]).cols(own, 64), &d_z);
+            onto(w, &d_v, &p, d_o);
+            w.publish_shared();
+            // One barrier is enough for two tiles of d_z: whoever passes it has waited for the d_q before.
+            w.sync_role(&all);
+            let (d_z_tile, key) = (queries.beside(w, exchange[0]), keys.current(w)[0].cols(own, 64));
+            w.multiply(&d_q, key.operand(Major::Outer), d_z_tile.operand(Major::Inner), Sum::Fresh);
+            onto(w, &d_k, &d_z, queries.current(w)[0]);
+            w.wait_products(1); // d_v and d_q
+            walk.send(w, outbox, &d_q);
+            w.wait_products(0); // d_k
+            outputs.done(w);
+            queries.done(w);
+            leave.when(walk.last());
+            walk.forward(w, |_| {});
+        });
+        // Read again: kept over the loop it would take registers of it.
+        let work = main.read(&tickets.again(w));
+        tickets.done(w);
+        values.done(w);
+        keys.done(w);
+        // Both are done with d_z.
+        w.sync_role(&all);
+        let to_v = Tile::at(main.d_v.tile(), exchange[0].nth(own).address());
+        w.write::<T>(to_v, &d_v);
+        let to_k = outbox.as_tile(w, main.d_k.tile());
+        w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
+        w.publish_shared();
+        w.sync_group(&barrier);
+        w.one_thread_of_group(|t| {
+            let at = |of| main.at(of, &work, [t.constant(0), work.tile * tuning.keys() + own * 64, work.head]);
+            t.store_tile(&main.d_v, &at(Of::DV), to_v);
+            t.store_tile(&main.d_k, &at(Of::DK), to_k);
+            t.commit_stores();
+        });
+    });
+    outbox.end(w);
+    w.one_thread_of_group(|t| t.wait_stores_read(0));
+}

@@ -1,0 +1,165 @@
+//! Results on their way to sums in global memory: warpgroups write them to shared memory, and a thread that does nothing
+//! else has the copy engine add them.
+//!
+//! Nobody who computes waits for the additions, or for anything that is in their way.
+
+use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var};
+use crate::inst::{Arg, Base, Class};
+use crate::pipe::{Pipe, wait_phase};
+use crate::product::{Swizzle, TileShape};
+use crate::table::{bytes, mbarrier, memory, sync};
+use crate::tile::Tile;
+use std::panic::Location;
+
+/// A place in shared memory for each warpgroup of a role, from which a run of numbers is added to global memory.
+pub struct Outbox<'k> {
+    k: &'k Builder,
+    id: usize,
+    /// Numbers of a place, and where the first begins.
+    count: u32,
+    first: u32,
+    /// Where the destinations stand.
+    to: u32,
+    full: u32,
+    empty: u32,
+    /// A ring of two stages that moves on with it.
+    leader: Option<usize>,
+}
+
+/// Warps of a warpgroup.
+const WARPS: u32 = 4;
+
+impl Builder {
+    /// Places for `count` numbers (a multiple of 512) of each of so many warpgroups.
+    #[track_caller]
+    pub fn outbox(&self, name: &str, groups: u32, count: u32) -> Outbox<'_> {
+        let id = self.new_pipe(name, 1);
+        self.pipe_filled(id);
+        if !count.is_multiple_of(512) {
+            self.refuse(format!("outbox `{name}` has places for {count} numbers, allowed: multiples of 512"));
+        }
+        // A place can hold a tile meanwhile: it begins where one may.
+        let first = self.take_shared(name, 4 * groups * count, Swizzle::B128.period());
+        let to = self.take_small(&format!("{name}.to"), 8 * groups, 8);
+        let full = self.mbarriers(&format!("{name}.full"), groups, Count::Fixed(WARPS));
+        let empty = self.mbarriers(&format!("{name}.empty"), groups, Count::Fixed(1));
+        Outbox { k: self, id, count, first, to, full, empty, leader: None }
+    }
+}
+
+impl<'k> Outbox<'k> {
+    #[track_caller]
+    fn parity(&self, side: &'static str, start: u32) -> Var<'k, u32> {
+        self.k.cursor(self.id, side, [start, 0])[0]
+    }
+
+    #[track_caller]
+    fn arrive(&self, bar: Val<'k, u32>) {
+        self.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(bar.in_register()), 0)]);
+    }
+
+    /// The same, where each stage that the role takes of a ring of two is followed by one thing that it sends: one register
+    /// less.
+    #[track_caller]
+    pub fn in_step(self, leader: &Pipe<'k>) -> Self {
+        if leader.depth() != 2 {
+            self.k.refuse(format!("an outbox in step with a ring of {} stages, allowed: 2", leader.depth()));
+        }
+        Outbox { leader: Some(leader.id()), ..self }
+    }
+
+    #[track_caller]
+    fn wait_empty(&self, w: &Scope<'k, Group>) {
+        // A fresh barrier's phase of parity 1 counts as over.
+        let parity = match self.leader {
+            Some(ring) => self.k.cursor(ring, "take", [0, 0])[0].now() ^ 1,
+            None => self.parity("write", 1).now(),
+        };
+        wait_phase(self.k, w.group().mul_add(8, self.k.shared_address(self.empty)), parity);
+    }
+
+    /// Waits until the place is free, and says to which numbers what comes next is added. 0: to none, and nothing comes
+    /// after.
+    #[track_caller]
+    pub fn open(&self, w: &Scope<'k, Group>, to: Val<'k, u64>) {
+        let group = w.group();
+        self.wait_empty(w);
+        if self.leader.is_none() {
+            let parity = self.parity("write", 1);
+            parity.set(parity.now() ^ 1);
+        }
+        let (first, at) = (w.thread_in_group().eq(0), Location::caller());
+        w.when(first, |_| {
+            self.k.placed(at, || {
+                let place = group.mul_add(8, self.k.shared_address(self.to)).in_register();
+                let to = Arg::List([to.in_register()].into());
+                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), 0), to, Arg::Word("")]);
+            });
+        });
+    }
+
+    /// Writes fours of each thread, `[four][thread][4]`.
+    #[track_caller]
+    pub fn write(&self, w: &Scope<'k, Group>, fours: impl IntoIterator<Item = [Val<'k, f32>; 4]>) {
+        let start = w.group().mul_add(4 * self.count, self.k.shared_address(self.first));
+        let own = w.thread_in_group().mul_add(16, start).in_register();
+        for (i, four) in fours.into_iter().enumerate() {
+            let regs: Vec<_> = four.iter().map(|x| x.in_register()).collect();
+            let place = Arg::Address(Base::Reg(own), i as i32 * 2048);
+            self.k.emit(&memory::ST_SHARED_F32, [place, Arg::List(regs.into()), Arg::Word(".v4")]);
+        }
+    }
+
+    /// What was written leaves.
+    #[track_caller]
+    pub fn send(&self, w: &Scope<'k, Group>) {
+        self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
+        w.sync_warp();
+        let (first, at) = (w.lane().eq(0), Location::caller());
+        w.when(first, |w| {
+            self.k.placed(at, || self.arrive(w.group().mul_add(8, self.k.shared_address(self.full))));
+        });
+    }
+
+    /// The warpgroup's place as a tile, as soon as nothing is read of it any more: for what leaves in another way, before the
+    /// next numbers come.
+    #[track_caller]
+    pub fn as_tile(&self, w: &Scope<'k, Group>, shape: TileShape) -> Tile<'k> {
+        if shape.bytes() > 4 * self.count {
+            self.k.refuse(format!("a tile of {} bytes in a place of {}", shape.bytes(), 4 * self.count));
+        }
+        self.wait_empty(w);
+        Tile::at(shape, w.group().mul_add(4 * self.count, self.k.shared_address(self.first)))
+    }
+
+    /// No more will come.
+    #[track_caller]
+    pub fn end(&self, w: &Scope<'k, Group>) {
+        self.open(w, w.constant(0u64));
+        self.send(w);
+    }
+
+    /// The thread that has what the `group`-th warpgroup sends added.
+    #[track_caller]
+    pub fn keep(&self, t: &Scope<'k, Thread>, group: u32) {
+        self.k.pipe_emptied(self.id);
+        let parity = self.parity("keep", 0);
+        self.k.placed(Location::caller(), || {
+            t.repeat(|t, leave| {
+                wait_phase(self.k, self.k.shared_address(self.full + 8 * group), parity.now());
+                parity.set(parity.now() ^ 1);
+                let to = self.k.register(Class::B64);
+                let place = Arg::Address(Base::Reg(self.k.shared_address(self.to + 8 * group).in_register()), 0);
+                self.k.emit(&memory::LD_SHARED_64, [Arg::List([to].into()), place, Arg::Word("")]);
+                leave.when(Val::<u64>::reg(self.k, to).eq(0));
+                let from = self.k.shared_address(self.first + 4 * self.count * group).in_register();
+                let [to, from] = [to, from].map(|reg| Arg::Address(Base::Reg(reg), 0));
+                let bytes = t.constant(4 * self.count);
+                self.k.emit(&bytes::REDUCE_BYTES, [to, from, bytes.arg(), Arg::Word("add.f32")]);
+                t.commit_stores();
+                t.wait_stores_read(0);
+                self.arrive(self.k.shared_address(self.empty + 8 * group));
+            });
+        });
+    }
+}
