@@ -52,7 +52,7 @@ pub enum Command {
 /// Who computes.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
+    /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
     #[arg(long, default_value = "best", value_name = "NAME")]
     pub engine: Choice,
     /// Threads; one a core if not given
@@ -96,8 +96,13 @@ pub struct BenchArgs {
     /// A small grid that takes a second or two
     #[arg(long)]
     pub quick: bool,
-    /// Systems around attention, each in turn with our own attention; only the CPU has them
-    #[arg(long, value_delimiter = ',', value_name = "NAME,..", default_value = "skip,parallax,lighthouse,gated-delta")]
+    /// Systems around attention and other precisions, each in turn with our own attention; only the CPU has them
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "NAME,..",
+        default_value = "skip,parallax,lighthouse,gated-delta,int8,nvfp4,mxfp4,mxfp8,cache"
+    )]
     pub around: Vec<System>,
     /// Leave the systems around attention out
     #[arg(long)]

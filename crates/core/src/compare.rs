@@ -6,13 +6,16 @@
 //! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. The f32 gradients of sinks and auxiliary tensors
 //! are sums over terms in the inputs' type and get both. Of these a tensor has a few elements only, where the one sample
 //! `plain` may be near `want` by luck: its error counts as at least two standard deviations of the random walk that the
-//! roundings of its rows make ([`plain::noise`]). NaN and infinities must sit in the same places.
+//! roundings of its rows make ([`plain::noise`]). Where weights are in codes, one that f32 cannot tell from the border of
+//! two may have either, and each element gets what that changes in it. NaN and infinities must sit in the same places.
 
+use crate::codes::{Borders, Held};
 use crate::dtype::DType;
 use crate::exp::Exp;
 use crate::inputs::{Bound, Forward, Gradients, Rows, Saved, Sequence};
-use crate::oracle::{self, At};
-use crate::plain;
+use crate::oracle::{self, At, Exact};
+use crate::plain::{self, Coded};
+use crate::precision::{GroupAttention, Precision};
 use crate::problem::{Problem, Side};
 use crate::random::Rng;
 use crate::tensor::{Tensor, TensorView};
@@ -124,9 +127,26 @@ impl Rule {
 
     /// Compares `got` with the oracle's `want`; `plain` sets the allowance. Panics if the lengths differ.
     pub fn judge(&self, got: &[f64], want: &[f64], plain: &[f64]) -> Verdict {
+        self.judge_codes(got, want, plain, &[])
+    }
+
+    /// The same where weights are in codes; `borders` is what those on the border of two may change at each element, or
+    /// nothing.
+    ///
+    /// ```
+    /// use fulgurite_core::compare::Rule;
+    /// use fulgurite_core::DType;
+    ///
+    /// let rule = Rule { dtype: DType::F32, softcap: false, gradient: false, terms: None };
+    /// let (want, borders) = ([1.0, 2.0], [0.01, 0.0]);
+    /// assert!(rule.judge_codes(&[1.01, 2.0], &want, &want, &borders).ok());
+    /// assert!(!rule.judge_codes(&[1.0, 2.01], &want, &want, &borders).ok());
+    /// ```
+    pub fn judge_codes(&self, got: &[f64], want: &[f64], plain: &[f64], borders: &[f64]) -> Verdict {
         assert_eq!(want.len(), plain.len(), "elements of `plain`");
+        assert!(borders.is_empty() || borders.len() == want.len(), "elements of `borders`");
         let allowed = self.allowed(want, plain);
-        compare(got, want, self.dtype, |_| allowed)
+        compare(got, want, self.dtype, |at, _| allowed + borders.get(at).unwrap_or(&0.0))
     }
 
     /// The same for a sum over rows; `noise` is the standard deviation of honest code's error at each element.
@@ -143,7 +163,7 @@ impl Rule {
     pub fn judge_sum(&self, got: &[f64], want: &[f64], plain: &[f64], noise: &[f64]) -> Verdict {
         let error = largest(want.iter().zip(plain).map(|(w, p)| p - w));
         let allowed = self.allowed_beside(want, error.max(DEVIATIONS * largest(noise.iter().copied())));
-        compare(got, want, self.dtype, |_| allowed)
+        compare(got, want, self.dtype, |_, _| allowed)
     }
 }
 
@@ -154,7 +174,7 @@ const DEVIATIONS: f64 = 2.0;
 /// `extra` is what a forced polynomial may add.
 pub fn judge_lse(got: &[f64], want: &[f64], dtype: DType, extra: f64) -> Verdict {
     let base = if dtype == DType::F32 { 1e-5 } else { 1e-3 };
-    compare(got, want, DType::F32, |want| base + extra + 4.0 * f64::from(f32::EPSILON) * want.abs().max(1.0))
+    compare(got, want, DType::F32, |_, want| base + extra + 4.0 * f64::from(f32::EPSILON) * want.abs().max(1.0))
 }
 
 /// The largest finite magnitude. What is not finite is left out: it would allow everything.
@@ -163,11 +183,11 @@ fn largest(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Finds the element that exceeds its allowance most. `dtype` decides where `want` overflows to an infinity.
-fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(f64) -> f64) -> Verdict {
+fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(usize, f64) -> f64) -> Verdict {
     assert_eq!(got.len(), want.len(), "elements of `got`");
     let none = Verdict {
         worst: 0.0,
-        allowed: allowed(0.0),
+        allowed: allowed(0, 0.0),
         at: 0,
         got: 0.0,
         want: 0.0,
@@ -191,7 +211,7 @@ fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(f64) -> f64
             squares += worst * worst;
         }
         verdict.misplaced += usize::from(!finite && !same);
-        let limit = if finite { allowed(want) } else { allowed(0.0) };
+        let limit = allowed(at, if finite { want } else { 0.0 });
         // A NaN excess (infinite allowance) must be reported, not passed over.
         let over = worst - limit;
         if over > excess || over.is_nan() {
@@ -212,12 +232,14 @@ struct Sides {
     plain: Vec<f64>,
     /// Flat index in the tensor of each element compared.
     index: Vec<usize>,
+    /// What weights on the border of two codes may change at each; empty where there are none.
+    borders: Vec<f64>,
 }
 
 impl Sides {
     fn whole(name: &str, rule: Option<Rule>, got: &Tensor, want: Vec<f64>, plain: Vec<f64>) -> Sides {
         let index = (0..want.len()).collect();
-        Sides { rule, name: name.into(), got: got.view().to_f64(), want, plain, index }
+        Sides { rule, name: name.into(), got: got.view().to_f64(), want, plain, index, borders: Vec::new() }
     }
 
     /// Some rows of a tensor; `starts` is where each begins.
@@ -232,7 +254,7 @@ impl Sides {
         let index: Vec<usize> = starts.iter().zip(&want).flat_map(|(&start, row)| start..start + row.len()).collect();
         let view = got.view();
         let got = index.iter().map(|&i| view.at(i)).collect();
-        Sides { rule, name: name.into(), got, want: want.concat(), plain: plain.concat(), index }
+        Sides { rule, name: name.into(), got, want: want.concat(), plain: plain.concat(), index, borders: Vec::new() }
     }
 
     /// Lets NaN pass where a non-finite key or value that some row sees may reach.
@@ -246,7 +268,7 @@ impl Sides {
 
     fn judge(&self, problem: &Problem) -> (String, Verdict) {
         let verdict = match self.rule {
-            Some(rule) => rule.judge(&self.got, &self.want, &self.plain),
+            Some(rule) => rule.judge_codes(&self.got, &self.want, &self.plain, &self.borders),
             None => {
                 // Only a forced polynomial is another exponential than the oracle's.
                 let forced = matches!(problem.exp(), Exp::Poly { .. });
@@ -257,6 +279,11 @@ impl Sides {
         let at = self.index.get(verdict.at).copied().unwrap_or(0);
         (self.name.clone(), Verdict { at, ..verdict })
     }
+}
+
+/// Whether the weights of a problem are in codes.
+fn in_codes(problem: &Problem) -> bool {
+    !matches!(problem.precision(), Precision::Native | Precision::Groups(GroupAttention { pv: None, .. }))
 }
 
 /// Whether checks of this problem look at a sample only.
@@ -304,24 +331,43 @@ fn starts(bound: &Bound<'_>, shape: &[usize], side: Side, rows: &[At]) -> Vec<us
 pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String, Verdict)> {
     let problem = bound.problem();
     let rule = Some(Rule::output(problem));
-    let mut sides = if is_sampled(problem) {
-        let rows = sample_rows(bound, &mut Rng::new(seed));
-        let (want, plain) = (oracle::forward_rows(bound, &rows), plain::forward_rows(bound, &rows));
+    let rows = is_sampled(problem).then(|| sample_rows(bound, &mut Rng::new(seed)));
+    let mut sides = if let Some(rows) = &rows {
+        let (want, plain) = (oracle::forward_rows(bound, rows), plain::forward_rows(bound, rows));
         let lse = |rows: &[oracle::Row]| rows.iter().map(|r| vec![r.lse]).collect();
         let lse_starts: Vec<usize> =
             rows.iter().map(|at| walk::packed_lse(bound, &bound.sequences()[at.batch]).at(at.row, at.head)).collect();
         let lse = Sides::rows("lse", None, &got.lse, &lse_starts, lse(&want), lse(&plain));
         let o = |rows: Vec<oracle::Row>| rows.into_iter().map(|r| r.o).collect();
-        let o_starts = starts(bound, &problem.o_shape(), Side::Query, &rows);
+        let o_starts = starts(bound, &problem.o_shape(), Side::Query, rows);
         [Sides::rows("o", rule, &got.o, &o_starts, o(want), o(plain)), lse]
     } else {
         let (want, plain) = (oracle::forward(bound), plain::forward(bound));
         [Sides::whole("o", rule, &got.o, want.o, plain.o), Sides::whole("lse", None, &got.lse, want.lse, plain.lse)]
     };
+    if in_codes(problem) {
+        sides[0].borders = match &rows {
+            Some(rows) => walk::forward_rows::<Borders>(bound, rows).into_iter().flat_map(|(o, _)| o).collect(),
+            None => walk::forward::<Borders>(bound).0,
+        };
+    }
     let reach = Reach::new(bound);
     sides[0].excuse(|i| reach.rows(&problem.o_shape(), Side::Query, i));
     sides[1].excuse(|i| reach.lse(i));
     sides.iter().map(|s| s.judge(problem)).collect()
+}
+
+/// Judges attention over a packed cache, `o` of type `dtype` and `lse`: `bound` holds the queries, and the keys and
+/// values as the cache gives them back, under [`Int8Attention::CACHE`](crate::Int8Attention::CACHE) in f32.
+///
+/// Panics if the tensors do not have the shapes of the problem.
+pub fn check_held(bound: &Bound<'_>, got: &Forward, dtype: DType) -> Vec<(String, Verdict)> {
+    let problem = bound.problem();
+    let (want, plain) = (walk::forward::<Held<Exact>>(bound), walk::forward::<Held<Coded>>(bound));
+    let rule = Rule { dtype, ..Rule::output(problem) };
+    let mut o = Sides::whole("o", Some(rule), &got.o, want.0, plain.0);
+    o.borders = walk::forward::<Held<Borders>>(bound).0;
+    [o, Sides::whole("lse", None, &got.lse, want.1, plain.1)].iter().map(|s| s.judge(problem)).collect()
 }
 
 /// Judges gradients: `d_q`, `d_k`, `d_v`, then `d_sinks` and `d_` with the name of each auxiliary tensor that has
@@ -348,7 +394,15 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
         let (k_starts, v_starts) =
             (starts(bound, &problem.k_shape(), Side::Key, &keys), starts(bound, &problem.v_shape(), Side::Key, &keys));
         let d_k = Sides::rows("d_k", rule, &got.d_k, &k_starts, want_k, plain_k);
-        vec![d_q, d_k, Sides::rows("d_v", rule, &got.d_v, &v_starts, want_v, plain_v)]
+        let mut all = vec![d_q, d_k, Sides::rows("d_v", rule, &got.d_v, &v_starts, want_v, plain_v)];
+        if in_codes(problem) {
+            all[0].borders = walk::backward_rows::<Borders>(bound, d_o, d_lse, &rows).concat();
+            for (d_k, d_v) in walk::backward_keys::<Borders>(bound, d_o, d_lse, &keys) {
+                all[1].borders.extend(d_k);
+                all[2].borders.extend(d_v);
+            }
+        }
+        all
     } else {
         let (want, plain) = (oracle::backward(bound, d_o, d_lse), plain::backward(bound, d_o, d_lse));
         let mut all = vec![
@@ -364,6 +418,13 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
             if let (Some(got), Some(want), Some(plain)) = (got, want, plain) {
                 all.push(Sides::whole(&format!("d_{}", spec.name), sums, got, want, plain));
             }
+        }
+        if in_codes(problem) {
+            let found = walk::backward::<Borders>(bound, d_o, d_lse);
+            let sinks = problem.has_sinks().then_some(found.d_sinks);
+            let sums = sinks.into_iter().chain(found.d_aux.into_iter().flatten());
+            let borders = [found.d_q, found.d_k, found.d_v].into_iter().chain(sums);
+            all.iter_mut().zip(borders).for_each(|(side, borders)| side.borders = borders);
         }
         all
     };

@@ -86,6 +86,18 @@ impl<'a> Inputs<'a> {
     where
         Self: 'a,
     {
+        let bound = bind(self, problem)?;
+        bound.quantisable()?;
+        Ok(bound)
+    }
+
+    /// The same for engines that look at the elements of quantised tensors while they read them: whoever finds one that is
+    /// not finite asks [`bind`](Self::bind) for the error.
+    #[doc(hidden)]
+    pub fn bind_unlooked(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
+    where
+        Self: 'a,
+    {
         bind(self, problem)
     }
 }
@@ -384,7 +396,6 @@ fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, Inpu
         sequences: sequences(inputs, problem)?,
     };
     bound.loads_inside()?;
-    bound.quantisable()?;
     Ok(bound)
 }
 

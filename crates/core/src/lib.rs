@@ -7,6 +7,7 @@
 
 pub mod block;
 pub mod cases;
+mod codes;
 pub mod compare;
 pub mod dtype;
 pub mod error;

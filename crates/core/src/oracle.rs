@@ -4,10 +4,10 @@
 //! A masked key takes no part in any arithmetic, so nothing that it holds can leak. A row without visible
 //! keys has o = 0 and LSE = -inf, or the value of its sink. NaN propagates.
 
-use crate::exp::{self, Exp};
-use crate::format::{Granularity, GroupFormat};
+use crate::codes;
+use crate::format::Granularity;
 use crate::inputs::Bound;
-use crate::precision::{Delta, GroupAttention, INT8_LARGEST, Int8Attention, Precision};
+use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::TensorView;
 pub use crate::walk::At;
@@ -154,49 +154,6 @@ fn quantise(problem: &Problem, k: &mut [f64], v: &mut [f64]) -> Option<Vec<f32>>
     }
 }
 
-/// Weights of visible keys, rounded in groups that count hidden ones as 0.
-fn rounded_weights(keys: &[usize], p: &[f64], format: GroupFormat) -> Vec<f64> {
-    let (size, mut out) = (format.group(), Vec::with_capacity(p.len()));
-    let mut first = 0;
-    while first < keys.len() {
-        let number = keys[first] / size;
-        let end = first + keys[first..].iter().take_while(|&&k| k / size == number).count();
-        let mut group: Vec<f32> = p[first..end].iter().map(|&x| x as f32).collect();
-        format.fake_group(&mut group);
-        out.extend(group.into_iter().map(f64::from));
-        first = end;
-    }
-    out
-}
-
-/// The row of an INT8 problem: `row.p` holds scores; blocks of keys in order, weights in codes against the maximum so far.
-fn by_blocks(head: &Head<'_, f64>, spec: &Int8Attention, mut row: walk::Row, exp: impl Fn(f64) -> f64) -> walk::Row {
-    let scores = std::mem::take(&mut row.p);
-    let (mut max, mut sum, mut o) = (f64::NEG_INFINITY, 0.0, vec![0.0; head.problem().value_dim()]);
-    let mut first = 0;
-    while first < row.keys.len() {
-        let number = row.keys[first] / spec.block;
-        let end = first + row.keys[first..].iter().take_while(|&&k| k / spec.block == number).count();
-        let old = max;
-        max = scores[first..end].iter().fold(max, |m, &s| if s.is_nan() || s > m { s } else { m });
-        let alpha = if old == f64::NEG_INFINITY { 0.0 } else { (old - max).exp() };
-        sum *= alpha;
-        o.iter_mut().for_each(|o| *o *= alpha);
-        for (&k, &s) in row.keys[first..end].iter().zip(&scores[first..end]) {
-            let p = exp(s - max);
-            sum += p;
-            let code = f64::from(Int8Attention::weight(p as f32)) / f64::from(INT8_LARGEST);
-            o.iter_mut().zip(head.value(k)).for_each(|(o, v)| *o += code * v);
-        }
-        first = end;
-    }
-    row.lse = log_add(max + sum.ln(), head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY));
-    let share = if row.lse == f64::NEG_INFINITY { 0.0 } else { (max - row.lse).exp() };
-    row.p = scores.iter().map(|&s| exp(s - max) * share).collect();
-    row.o = o.into_iter().map(|o| o * share).collect();
-    row
-}
-
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
@@ -235,21 +192,9 @@ impl Arithmetic for Exact {
                 scores.push(modified);
             }
         }
-        // A NaN becomes the maximum and stays it.
-        let max = scores.iter().fold(f64::NEG_INFINITY, |m, &s| if s.is_nan() || s > m { s } else { m });
-        let exp = |x: f64| match problem.exp() {
-            Exp::Sas { threshold } => exp::sas(x, threshold),
-            Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
-        };
-        if let Precision::Int8(spec) = problem.precision() {
-            return by_blocks(
-                head,
-                &spec,
-                walk::Row { keys, scaled, p: scores, o: Vec::new(), lse: 0.0, exact: None },
-                exp,
-            );
-        }
-        let mut p: Vec<f64> = scores.iter().map(|s| exp(s - max)).collect();
+        let max = codes::highest(&scores, f64::NEG_INFINITY);
+        let exp = |x: &[f64]| x.iter().map(|&x| codes::exponential(problem, x)).collect();
+        let mut p = codes::by_groups(head, &keys, &scores, exp);
         let lse = log_add(max + p.iter().sum::<f64>().ln(), head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY));
         let share = if lse == f64::NEG_INFINITY { 0.0 } else { (max - lse).exp() };
         let weighted = |p: &[f64]| {
@@ -259,23 +204,18 @@ impl Arithmetic for Exact {
             }
             o
         };
-        let rounded = match problem.precision() {
-            Precision::Groups(GroupAttention { pv: Some(format), delta, .. }) => {
-                let rounded: Vec<f64> = rounded_weights(&keys, &p, format).into_iter().map(|p| p * share).collect();
-                Some((rounded, delta))
-            }
-            _ => None,
-        };
         p.iter_mut().for_each(|p| *p *= share);
-        let o = weighted(&p);
-        match rounded {
-            None => walk::Row { keys, scaled, p, o, lse, exact: None },
-            Some((rounded, delta)) => {
-                let own = weighted(&rounded);
-                let exact = Some((p, if delta == Delta::Exact { o } else { own.clone() }));
-                walk::Row { keys, scaled, p: rounded, o: own, lse, exact }
-            }
-        }
+        let Some(mut coded) = codes::weights(head, &keys, &scores) else {
+            let o = weighted(&p);
+            return walk::Row { keys, scaled, p, o, lse, exact: None };
+        };
+        coded.iter_mut().for_each(|p| *p *= share);
+        let own = weighted(&coded);
+        let delta = match problem.precision() {
+            Precision::Groups(spec) if spec.delta == Delta::Exact => weighted(&p),
+            _ => own.clone(),
+        };
+        walk::Row { keys, scaled, p: coded, o: own, lse, exact: Some((p, delta)) }
     }
 
     fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {

@@ -5,20 +5,21 @@
 //! plain f32. Where the problem forces an exponential, this uses the same. Which keys are visible is not
 //! decided here.
 
+use crate::codes;
 use crate::exp::{self, Exp};
 use crate::inputs::{Bound, Forward, Gradients};
 use crate::oracle::{Answer, At, Exact, GradientAnswer, KeyGradient, Row};
-use crate::precision::Precision;
+use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
-/// Honest code for quantised products is the definition itself with results rounded: codes are codes.
+/// Honest code for quantised products takes the oracle's codes, and f32 for everything else.
 macro_rules! arithmetic {
     ($bound:expr, walk::$function:ident($($arg:expr),*)) => {
         match $bound.problem().precision() {
             Precision::Native => walk::$function::<Rounded>($($arg),*),
-            _ => walk::$function::<Stored>($($arg),*),
+            _ => walk::$function::<Coded>($($arg),*),
         }
     };
 }
@@ -44,7 +45,7 @@ pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorVi
 pub fn noise(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Vec<Vec<f64>> {
     match bound.problem().precision() {
         Precision::Native => walk::noise::<Exact, Rounded>(bound, d_o, d_lse),
-        _ => walk::noise::<Exact, Stored>(bound, d_o, d_lse),
+        _ => walk::noise::<Exact, Coded>(bound, d_o, d_lse),
     }
 }
 
@@ -101,10 +102,10 @@ impl GradientAnswer {
 
 struct Rounded;
 
-/// The oracle's arithmetic with results rounded to the problem's type.
-struct Stored;
+/// Arithmetic of f32 on the oracle's codes.
+pub(crate) struct Coded;
 
-impl Arithmetic for Stored {
+impl Arithmetic for Coded {
     type Number = f64;
     fn key(problem: &Problem, x: f64) -> f64 {
         Exact::key(problem, x)
@@ -116,19 +117,62 @@ impl Arithmetic for Stored {
         Exact::quantise(problem, k, v)
     }
     fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
-        let mut row = Exact::row(head, q);
-        row.o.iter_mut().for_each(|o| *o = head.problem().dtype().round(*o));
-        row
+        let problem = head.problem();
+        let exact = Exact::row(head, q);
+        let coded = codes::weights(head, &exact.keys, &codes::scores(head, q, &exact));
+        let (query, taken_out) = (narrow(&head.query(q)), head.taken_out(q) as f32);
+        let score = |&k: &usize| (dot(&query, &narrow(head.key(k))) + taken_out) * problem.scale();
+        let scaled: Vec<f64> = exact.keys.iter().map(score).map(f64::from).collect();
+        let modified = |(&k, &s): (&usize, &f64)| f64::from(head.modified(s, q, k) as f32);
+        let scores: Vec<f64> = exact.keys.iter().zip(&scaled).map(modified).collect();
+        let max = codes::highest(&scores, f64::NEG_INFINITY) as f32;
+        let exp = |x: &[f64]| x.iter().map(|&x| f64::from(exponential(problem, x as f32))).collect();
+        let p = narrow(&codes::by_groups(head, &exact.keys, &scores, exp));
+        let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
+        let (share, lse) = normaliser(max, p.iter().sum(), sink);
+        // Weights that are no codes are numbers of the problem's type.
+        let own = |p: &f32| round(problem, p * share);
+        let p: Vec<f32> = p.iter().map(own).collect();
+        let weighted = |p: &[f32], factor: f32| -> Vec<f64> {
+            let mut o = vec![0.0f32; problem.value_dim()];
+            for (p, &k) in p.iter().zip(&exact.keys) {
+                o.iter_mut().zip(head.value(k)).for_each(|(o, &v)| *o += p * v as f32);
+            }
+            o.into_iter().map(|o| f64::from(round(problem, o * factor))).collect()
+        };
+        let wide = |p: &[f32], factor: f32| p.iter().map(|&p| f64::from(p * factor)).collect::<Vec<f64>>();
+        let (keys, lse) = (exact.keys.clone(), f64::from(lse));
+        let Some(coded) = coded else {
+            return walk::Row { keys, scaled, o: weighted(&p, 1.0), p: wide(&p, 1.0), lse, exact: None };
+        };
+        let coded = narrow(&coded);
+        let o = weighted(&coded, share);
+        let delta = match problem.precision() {
+            Precision::Groups(spec) if spec.delta == Delta::Exact => weighted(&p, 1.0),
+            _ => o.clone(),
+        };
+        walk::Row { keys, scaled, p: wide(&coded, share), o, lse, exact: Some((wide(&p, 1.0), delta)) }
     }
     fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
-        Exact::row_gradient(head, q, row, given)
+        row_gradient(head, q, row, given, head.problem().scale())
     }
     fn add(sum: f64, x: f64, y: f64) -> f64 {
-        sum + x * y
+        Rounded::add(sum, x, y)
     }
     fn store(problem: &Problem, x: f64) -> f64 {
-        problem.dtype().round(x)
+        Rounded::store(problem, x)
     }
+}
+
+/// What weights against `max` with this sum are multiplied with, and the LSE. The sink may exceed every score: whichever
+/// is larger is taken out of the sum.
+fn normaliser(max: f32, sum: f32, sink: f32) -> (f32, f32) {
+    let top = if sink > max { sink } else { max };
+    if top == f32::NEG_INFINITY {
+        return (0.0, top);
+    }
+    let total = sum * (max - top).exp() + (sink - top).exp();
+    ((max - top).exp() / total, top + total.ln())
 }
 
 /// Rounded to the problem's type.
@@ -183,14 +227,7 @@ impl Arithmetic for Rounded {
         let mut p: Vec<f32> = scores.iter().map(|s| exponential(problem, s - max)).collect();
         let sum: f32 = p.iter().sum();
         let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
-        // The sink may exceed every score: whichever is larger is taken out of the sum.
-        let top = if sink > max { sink } else { max };
-        let (share, lse) = if top == f32::NEG_INFINITY {
-            (0.0, top)
-        } else {
-            let total = sum * (max - top).exp() + (sink - top).exp();
-            ((max - top).exp() / total, top + total.ln())
-        };
+        let (share, lse) = normaliser(max, sum, sink);
         let mut o = vec![0.0f32; problem.value_dim()];
         for (p, &k) in p.iter_mut().zip(&keys) {
             *p = round(problem, *p * share);
@@ -209,26 +246,8 @@ impl Arithmetic for Rounded {
     }
 
     fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
-        let problem = head.problem();
-        let d_o = narrow(&given.d_o);
-        let delta = dot(&d_o, &narrow(&row.o)) - given.d_lse as f32;
-        let mut d_q = vec![0.0f32; problem.head_dim()];
-        let (mut d_modified, mut d_scaled) = (Vec::new(), Vec::new());
-        for (j, &k) in row.keys.iter().enumerate() {
-            let d_s = row.p[j] as f32 * (dot(&d_o, head.value(k)) - delta);
-            let d_x = round(problem, d_s * head.derivative(row.scaled[j], q, k) as f32);
-            for (d, k) in d_q.iter_mut().zip(head.key(k)) {
-                *d += d_x * k;
-            }
-            d_modified.push(f64::from(round(problem, d_s)));
-            d_scaled.push(f64::from(d_x));
-        }
-        let d_sink = match head.bound.sink(head.head) {
-            Some(sink) if row.lse != f64::NEG_INFINITY => -((sink - row.lse) as f32).exp() * delta,
-            _ => 0.0,
-        };
-        let d_q = d_q.into_iter().map(f64::from).collect();
-        walk::RowGradient { d_q, d_modified, d_scaled, d_sink: f64::from(d_sink) }
+        // K carries the scale.
+        row_gradient(head, q, row, given, 1.0)
     }
 
     fn add(sum: f64, x: f64, y: f64) -> f64 {
@@ -238,4 +257,37 @@ impl Arithmetic for Rounded {
     fn store(problem: &Problem, x: f64) -> f64 {
         problem.dtype().round(x)
     }
+}
+
+/// The gradient of a row; `scale` is what keys are multiplied with.
+fn row_gradient<T: Copy + Into<f64>>(
+    head: &Head<'_, T>,
+    q: usize,
+    row: &walk::Row,
+    given: &Cotangent,
+    scale: f32,
+) -> walk::RowGradient {
+    let problem = head.problem();
+    let d_o = narrow(&given.d_o);
+    let (p, o) = row.exact.as_ref().map_or((&row.p, &row.o), |(p, o)| (p, o));
+    let delta = dot(&d_o, &narrow(o)) - given.d_lse as f32;
+    let mut d_q = vec![0.0f32; problem.head_dim()];
+    let (mut d_modified, mut d_scaled) = (Vec::new(), Vec::new());
+    let as_f32 = |x: &T| -> f32 { (*x).into() as f32 };
+    for (j, &k) in row.keys.iter().enumerate() {
+        let d_p: f32 = d_o.iter().zip(head.value(k)).map(|(d, v)| d * as_f32(v)).sum();
+        let d_s = p[j] as f32 * (d_p - delta);
+        let d_x = round(problem, d_s * head.derivative(row.scaled[j], q, k) as f32);
+        for (d, k) in d_q.iter_mut().zip(head.key(k)) {
+            *d += d_x * as_f32(k);
+        }
+        d_modified.push(f64::from(round(problem, d_s)));
+        d_scaled.push(f64::from(d_x));
+    }
+    let d_sink = match head.bound.sink(head.head) {
+        Some(sink) if row.lse != f64::NEG_INFINITY => -((sink - row.lse) as f32).exp() * delta,
+        _ => 0.0,
+    };
+    let d_q = d_q.into_iter().map(|d| f64::from(d * scale)).collect();
+    walk::RowGradient { d_q, d_modified, d_scaled, d_sink: f64::from(d_sink) }
 }

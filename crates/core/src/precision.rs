@@ -157,6 +157,15 @@ impl std::fmt::Display for Precision {
     }
 }
 
+/// Tokens of a packed cache that share a running maximum: parts are computed apart, and merged.
+pub const CACHE_PART: usize = 2048;
+
+impl Int8Attention {
+    /// What attention over a packed cache does with its queries and weights. Keys and values are what the cache holds.
+    pub const CACHE: Int8Attention =
+        Int8Attention { q: Granularity::Token, k: Granularity::Token, block: 64, smooth_k: false };
+}
+
 /// Largest code of K, Q, V and P in [`Int8Attention`].
 pub const INT8_LARGEST: i8 = 127;
 

@@ -57,6 +57,8 @@ pub(crate) struct Cotangent {
 pub(crate) trait Arithmetic {
     /// What the products of a row read.
     type Number: Copy;
+    /// Keys after which the maximum of INT8 begins anew.
+    const PART: usize = usize::MAX;
     /// An element of k.
     fn key(problem: &Problem, x: f64) -> Self::Number;
     /// An element of v.
@@ -81,6 +83,8 @@ pub(crate) struct Head<'a, T> {
     k: Vec<T>,
     v: Vec<T>,
     mean: Option<Vec<f32>>,
+    /// Keys of a part.
+    pub part: usize,
 }
 
 /// `n` elements of a row that begins at `offset`.
@@ -105,7 +109,7 @@ impl<'a, T: Copy> Head<'a, T> {
             v.extend(read(bound.v(), v_rows.at(j, kv_head), problem.value_dim()).map(A::value));
         }
         let mean = A::quantise(problem, &mut k, &mut v);
-        Head { bound, sequence, head, k, v, mean }
+        Head { bound, sequence, head, k, v, mean, part: A::PART }
     }
 
     pub fn problem(&self) -> &'a Problem {

@@ -2,8 +2,12 @@
 
 use fulgurite_core::cases::{self, Case, FEATURES};
 use fulgurite_core::compare::{self, Rule, Verdict, check_backward, check_forward, judge_lse};
+use fulgurite_core::format::{Granularity, GroupFormat};
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, oracle, plain};
+use fulgurite_core::{
+    DType, Delta, Forward, Gradients, GroupAttention, Inputs, Int8Attention, Mask, Precision, Problem, Saved, Tensor,
+    oracle, plain,
+};
 
 /// The plain implementation as if it were an engine.
 fn honest(case: &Case) -> (Forward, Gradients) {
@@ -257,4 +261,82 @@ fn a_verdict_is_one_readable_line() {
     assert_eq!(text, "WRONG: worst 5.000e-1 of 2.000e-6 allowed, rms 3.5e-1, at 1 of 2: 2.5e0, want 2e0");
     let text = rule.judge(&[f64::NAN, 2.0], &[1.0, 2.0], &[1.0, 2.0]).to_string();
     assert!(text.ends_with("at 0 of 2: NaN, want 1e0; 1 NaN or inf out of place"), "{text}");
+}
+
+/// A problem in codes, judged with what the oracle says of another one, as an engine with a mistake would give it.
+fn judged_as(own: Precision, mistaken: Precision, dtype: DType) -> Vec<(String, Verdict)> {
+    let problem = |precision: Precision| {
+        let builder = Problem::builder().dense(1, 70, 300).heads(1, 1).head_dim(32).dtype(dtype);
+        builder.precision(precision).build().unwrap()
+    };
+    let (own, mistaken) = (problem(own), problem(mistaken));
+    let mut rng = Rng::new(8);
+    let mut normal =
+        |shape: Vec<usize>| Tensor::from_f64(dtype, &rng.normals(shape.iter().product(), 1.0), &shape).unwrap();
+    let tensors = [own.q_shape(), own.k_shape(), own.v_shape(), own.o_shape()].map(&mut normal);
+    let [q, k, v, d_o] = tensors.each_ref().map(|t| t.view());
+    let inputs = Inputs::new(q, k, v);
+    let wrong = inputs.bind(&mistaken).unwrap();
+    let forward = oracle::forward(&wrong).to_forward(&own).unwrap();
+    let gradients = oracle::backward(&wrong, &d_o, None).to_gradients(&own).unwrap();
+    let bound = inputs.bind(&own).unwrap();
+    let mut all = check_forward(&bound, &forward, 1);
+    if !matches!(own.precision(), Precision::Int8(_)) {
+        all.extend(check_backward(&bound, &forward.saved(d_o), &gradients, 1));
+    }
+    all
+}
+
+#[test]
+fn mistakes_in_codes_are_found_beside_what_borders_allow() {
+    let nvfp4 = GroupAttention { qk: None, pv: Some(GroupFormat::NVFP4), delta: Delta::Exact };
+    let named_as = |text: &str| text.parse::<Precision>().unwrap();
+    let smooth = Precision::Int8(Int8Attention { smooth_k: false, ..Int8Attention::default() });
+    let by_token = Precision::Int8(Int8Attention { q: Granularity::Token, ..Int8Attention::default() });
+    let native = named_as("native/nvfp4");
+    let cases = [
+        // Blocks of another size, K not smoothed, scales for other rows, another format, D from the wrong output.
+        (named_as("int8"), named_as("int8:128"), vec!["o"]),
+        (named_as("int8"), smooth, vec!["o"]),
+        (named_as("int8"), by_token, vec!["o"]),
+        (named_as("nvfp4"), named_as("mxfp4"), vec!["o", "d_q", "d_k", "d_v"]),
+        (native, Precision::Native, vec!["o", "d_v"]),
+        (native, Precision::Groups(GroupAttention { delta: Delta::Rounded, ..nvfp4 }), vec!["d_q", "d_k"]),
+    ];
+    for dtype in [DType::F32, DType::Bf16] {
+        for (own, mistaken, wrong) in &cases {
+            for (name, verdict) in judged_as(*own, *own, dtype) {
+                assert!(verdict.ok(), "{own} {dtype}: {name}: {verdict}");
+            }
+            // Only another format is more than the rounding of bf16.
+            for name in wrong.iter().filter(|_| dtype == DType::F32 || wrong.len() == 4) {
+                let all = judged_as(*own, *mistaken, dtype);
+                assert!(!named(&all, name).ok(), "{own} {dtype} as {mistaken}: {name}: {}", named(&all, name));
+            }
+        }
+    }
+}
+
+/// One weight of each row off by one code: by chance a border allows it, in most rows nothing does.
+#[test]
+fn a_code_off_by_one_is_found() {
+    let (rows, keys, dim) = (40, 60, 16);
+    let builder = Problem::builder().dense(1, rows, keys).heads(1, 1).head_dim(dim);
+    let problem = builder.precision("int8".parse().unwrap()).build().unwrap();
+    let mut rng = Rng::new(9);
+    let mut normal = |n: usize| Tensor::from_f64(DType::F32, &rng.normals(n * dim, 1.0), &[1, n, 1, dim]).unwrap();
+    let (q, k, v) = (normal(rows), normal(keys), normal(keys));
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let bound = inputs.bind(&problem).unwrap();
+    let answer = oracle::forward(&bound);
+    let found = (0..rows).filter(|&row| {
+        let mut moved = answer.clone();
+        // The largest weight of a row is at least an even share, and a code is a 127th of it.
+        let step = 1.0 / (127 * keys) as f64;
+        let value = v.view().to_f64()[row * dim..(row + 1) * dim].to_vec();
+        moved.o[row * dim..].iter_mut().zip(value).for_each(|(o, v)| *o += step * v);
+        !named(&check_forward(&bound, &moved.to_forward(&problem).unwrap(), 1), "o").ok()
+    });
+    let found = found.count();
+    assert!(found * 10 >= rows * 9, "{found} of {rows}");
 }

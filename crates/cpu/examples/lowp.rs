@@ -1,12 +1,12 @@
 //! INT8 attention beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
 //!
-//! `lowp [threads] [seconds] [int8|decode]`
+//! `lowp [threads] [seconds] [int8|vectors|decode]`; `vectors` is what a machine without tiles would do.
 
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
 use fulgurite_core::*;
 use fulgurite_cpu::cache::{CacheSpec, KvCache, Storage};
-use fulgurite_cpu::{Options, forward};
+use fulgurite_cpu::{Isa, Options, backward, forward_inputs};
 use std::time::Instant;
 
 type Contender<'a> = (String, Box<dyn FnMut() + 'a>);
@@ -26,6 +26,57 @@ fn race(seconds: f64, contenders: &mut [Contender<'_>]) -> Vec<(String, f64, f64
         (t[t.len() / 2], t[0])
     });
     contenders.iter().map(|c| c.0.clone()).zip(summary).map(|(name, (median, best))| (name, median, best)).collect()
+}
+
+/// Tiles left alone: every type and product beside f32 on vectors, forward and backward.
+fn vectors(rng: &mut Rng, options: Options, seconds: f64) {
+    let rows = [
+        ("f32", DType::F32, "native", Isa::Avx512),
+        ("bf16", DType::Bf16, "native", Isa::Avx512),
+        ("bf16, pairs", DType::Bf16, "native", Isa::Avx512Bf16),
+        ("int8:256", DType::Bf16, "int8:256", Isa::Avx512),
+    ];
+    for (d, s, backwards) in [(64, 2048, false), (128, 2048, false), (64, 2048, true), (128, 2048, true)] {
+        let (h, shape) = (1024 / d, [1, s, 1024 / d, d]);
+        let values: Vec<Vec<f64>> = (0..4).map(|_| rng.normals(s * h * d, 1.0)).collect();
+        let has =
+            |row: &&(&str, DType, &str, Isa)| Isa::available().contains(&row.3) && !(backwards && row.2 != "native");
+        let calls: Vec<(String, Problem, Vec<Tensor>, Isa)> = rows
+            .iter()
+            .filter(has)
+            .map(|&(name, dtype, precision, isa)| {
+                let builder = Problem::builder().dense(1, s, s).heads(h, h).head_dim(d).dtype(dtype);
+                let problem = builder.precision(precision.parse().expect("precision")).build().expect("problem");
+                let tensors = values.iter().map(|x| Tensor::from_f64(dtype, x, &shape).expect("tensor"));
+                (name.into(), problem, tensors.collect(), isa)
+            })
+            .collect();
+        let mut contenders: Vec<Contender<'_>> = Vec::new();
+        for (name, problem, tensors, isa) in &calls {
+            let options = Options { isa: Some(*isa), ..options };
+            let inputs = Inputs::new(tensors[0].view(), tensors[1].view(), tensors[2].view());
+            let mut result = Forward::zeros(problem).expect("outputs");
+            let mut gradients = Gradients::zeros(problem).expect("outputs");
+            forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
+            contenders.push((
+                name.clone(),
+                Box::new(move || {
+                    if backwards {
+                        let bound = inputs.bind(problem).expect("fits");
+                        backward(&bound, &result.saved(tensors[3].view()), &mut gradients.outputs(), &options);
+                    } else {
+                        forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
+                    }
+                }),
+            ));
+        }
+        let pass = if backwards { "backward" } else { "forward" };
+        let found = race(seconds, &mut contenders);
+        for (name, median, best) in &found {
+            let (ratio, by_best) = (found[0].1 / median, found[0].2 / best);
+            println!("vectors, {pass} d{d} s{s} {name:11} {:7.2} ms  x{ratio:.2} ({by_best:.2}) of f32", median * 1e3);
+        }
+    }
 }
 
 fn main() {
@@ -55,7 +106,7 @@ fn main() {
             contenders.push((
                 name.clone(),
                 Box::new(move || {
-                    forward(&inputs.bind(problem).expect("fits"), &mut result.outputs(), &options);
+                    forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
                 }),
             ));
         }
@@ -66,6 +117,9 @@ fn main() {
             let (ratio, by_best) = (found[0].1 / median, found[0].2 / best);
             println!("d{d} s{s} {name:9} {rate:6.0} GOP/s (best {top:6.0})  x{ratio:.2} ({by_best:.2}) of bf16");
         }
+    }
+    if asked("vectors") {
+        vectors(&mut rng, options, seconds);
     }
     if !asked("decode") {
         return;

@@ -1,5 +1,7 @@
-//! Attention on minifloats in groups: rounded tensors, then the ordinary walk with rounded weights.
+//! Attention on minifloats in groups: operands rounded as they are read (for backward, before), then the ordinary walk
+//! with rounded weights.
 
+use crate::expanded::{Expanded, Operand};
 use crate::forward::{Plan, run};
 use crate::tiles::Context;
 use crate::{Counters, Options};
@@ -60,9 +62,21 @@ pub(crate) fn forward(
     outputs: &mut Outputs<'_>,
     options: &Options,
 ) -> Counters {
-    let rounded = Rounded::new(bound, spec);
-    let bound = rounded.bound(bound);
-    let cx = Context { rounding: spec.pv, ..Context::new(&bound, options.kernels()) };
+    let [qk, pv] = [spec.qk, spec.pv].map(|format| format.map_or(Operand::Tensor, Operand::Rounded));
+    over(bound, spec, [qk, qk, pv], outputs, options)
+}
+
+/// Forward over operands from anywhere.
+pub(crate) fn over(
+    bound: &Bound<'_>,
+    spec: &GroupAttention,
+    [q, k, v]: [Operand<'_>; 3],
+    outputs: &mut Outputs<'_>,
+    options: &Options,
+) -> Counters {
+    let kernels = options.kernels();
+    let unit = Expanded { inner: Context::new(bound, kernels).unit, q, k, v };
+    let cx = Context { rounding: spec.pv, ..Context::with(bound, kernels, &unit) };
     run(&cx, outputs, &plan(options))
 }
 

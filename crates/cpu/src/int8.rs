@@ -2,13 +2,16 @@
 
 use crate::memory::{Arena, ask, bytes_of};
 use crate::pool;
-use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
+use crate::simd::{
+    BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats, Source,
+};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
+use crate::unit::{Keys, Operands, Products, QueryRows, Room, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
 use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, TensorView};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The operands of a call in codes.
 pub(crate) struct Int8Unit {
@@ -26,6 +29,8 @@ pub(crate) struct Int8Unit {
     kv_heads: usize,
     /// Whether all 64 keys of a tile share a scale.
     even: bool,
+    /// Whether a row was too large for a scale: an element that is not finite, or a difference that overflowed.
+    suspicious: AtomicBool,
 }
 
 /// Groups of columns of V that are multiplied at a time: their integers stay in the first-level cache.
@@ -107,8 +112,11 @@ impl Rows<'_> {
             let n = chunk.min(self.n - start);
             for (i, row) in rows.chunks_exact_mut(dim).take(n).enumerate() {
                 self.widen(start + i, row);
-                let scale = &mut scales[granularity.scale_of(start + i)];
-                *scale = scale.max(coding.size(row, mean));
+                let (scale, size) = (&mut scales[granularity.scale_of(start + i)], coding.size(row, mean));
+                if size == f32::MAX {
+                    self.unit.suspicious.store(true, Ordering::Relaxed);
+                }
+                *scale = scale.max(size);
             }
             for (i, row) in rows.chunks_exact(dim).take(n).enumerate() {
                 let scale = scales[granularity.scale_of(start + i)] / f32::from(INT8_LARGEST);
@@ -137,6 +145,7 @@ impl Int8Unit {
             q_heads,
             kv_heads,
             even: matches!(spec.k, Granularity::Block(rows) if rows.is_multiple_of(BYTES)),
+            suspicious: AtomicBool::new(false),
         };
         let sequences = bound.sequences();
         let keys: Vec<Mutex<KeyPanels>> = (0..sequences.len() * kv_heads).map(|_| Mutex::default()).collect();
@@ -154,6 +163,11 @@ impl Int8Unit {
         });
         unit.queries = queries.into_iter().map(|x| x.into_inner().unwrap_or_else(|e| e.into_inner())).collect();
         unit
+    }
+
+    /// Whether some element may not be finite: whoever did not look before has to now.
+    pub fn suspicious(&self) -> bool {
+        self.suspicious.load(Ordering::Relaxed)
     }
 
     fn rows<'a>(
@@ -285,10 +299,13 @@ impl Unit for Int8Unit {
             self.kernels.coding.turn_rows(&rows[own], self.d, to);
         }
     }
-    fn keys<'b>(&self, _: &Context<'b>, _: &Keys<'_>, _: &'b mut [f32]) -> KeyRows<'b> {
+    fn queries_from(&self, _: &Context<'_>, _: &QueryRows<'_>, _: usize, _: &mut [f32], _: &mut [f32]) {
+        unreachable!("bug in fulgurite: queries are in codes already")
+    }
+    fn keys_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
         unreachable!("bug in fulgurite: blocks of codes are borrowed")
     }
-    fn values<'b>(&self, _: &Context<'b>, _: &Keys<'_>, _: &'b mut [f32]) -> KeyRows<'b> {
+    fn values_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
         unreachable!("bug in fulgurite: blocks of codes are borrowed")
     }
     fn block_of<'b>(&'b self, _: &Context<'b>, keys: &Keys<'_>, _: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {

@@ -8,12 +8,14 @@ pub mod cache;
 mod decode;
 mod dense;
 mod evaluate;
+mod expanded;
 mod forward;
 mod gated_delta;
 mod groups;
 mod int8;
 mod lighthouse;
 mod memory;
+mod packed_qkv;
 mod parallax;
 #[doc(hidden)]
 pub mod pool;
@@ -30,10 +32,11 @@ pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backw
 pub use lighthouse::{
     LighthouseError, LighthouseForward, LighthouseGradients, lighthouse_backward, lighthouse_forward,
 };
+pub use packed_qkv::{PackedError, PackedQkv, packed_forward};
 pub use parallax::{parallax_backward, parallax_forward};
 pub use skip::{SkipOutcome, skip_forward};
 
-use fulgurite_core::{Bound, DType, GradientOutputs, Outputs, Precision, Problem, Rescale, Saved};
+use fulgurite_core::{Bound, DType, GradientOutputs, InputError, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 
 /// An instruction set this crate has kernels for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,6 +46,9 @@ pub enum Isa {
     Amx,
     /// 512-bit vectors, x86-64.
     Avx512,
+    /// The same with products of bf16 in pairs. Behind [`Isa::Avx512`], because the machines that were measured multiply
+    /// pairs at half the rate of f32: it runs where it is asked for.
+    Avx512Bf16,
     /// 256-bit vectors with fused multiply-add, x86-64.
     Avx2,
     /// 128-bit vectors, AArch64.
@@ -53,7 +59,7 @@ pub enum Isa {
 
 impl Isa {
     /// All that exist, fastest first.
-    pub const ALL: [Isa; 5] = [Isa::Amx, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
+    pub const ALL: [Isa; 6] = [Isa::Amx, Isa::Avx512, Isa::Avx512Bf16, Isa::Avx2, Isa::Neon, Isa::Portable];
 
     /// What this machine can run, fastest first. Never empty.
     pub fn available() -> Vec<Isa> {
@@ -77,7 +83,11 @@ impl Isa {
     pub fn unit_of(self, problem: &Problem) -> &'static str {
         match (self, problem.precision(), problem.dtype()) {
             (Isa::Amx, Precision::Int8(_), _) => "matrix tiles, INT8 summed in 32 bits",
+            (Isa::Avx512 | Isa::Avx512Bf16, Precision::Int8(_), _) if simd::has_quads() => {
+                "vectors of bytes (VNNI), INT8 summed in 32 bits"
+            }
             (_, Precision::Int8(_), _) => "plain integers, INT8 summed in 32 bits",
+            (Isa::Avx512Bf16, _, DType::Bf16) => "vectors of bf16 in pairs, summed in f32",
             (Isa::Amx, _, DType::Bf16) => "matrix tiles, bf16 summed in f32",
             (Isa::Amx, _, DType::F16) => {
                 "matrix tiles, f16 in two parts of bf16, summed in f32; gradients but S on vectors"
@@ -87,11 +97,12 @@ impl Isa {
         }
     }
 
-    /// The lower-case name: `amx`, `avx512`, `avx2`, `neon`, `portable`.
+    /// The lower-case name: `amx`, `avx512`, `avx512bf16`, `avx2`, `neon`, `portable`.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Amx => "amx",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512bf16",
             Isa::Avx2 => "avx2",
             Isa::Neon => "neon",
             Isa::Portable => "portable",
@@ -155,6 +166,27 @@ pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) 
         Precision::Groups(spec) => groups::forward(bound, &spec, outputs, options),
         _ => forward::run(&tiles::Context::new(bound, kernels), outputs, &plan),
     }
+}
+
+/// Binds and runs forward in one call. Elements of quantised tensors are looked at where they are read, which is cheaper
+/// than to look at all of them before.
+pub fn forward_inputs(
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+    outputs: &mut Outputs<'_>,
+    options: &Options,
+) -> Result<Counters, InputError> {
+    let Precision::Int8(spec) = problem.precision() else {
+        return Ok(forward(&inputs.bind(problem)?, outputs, options));
+    };
+    let (kernels, threads) = (options.kernels(), options.threads());
+    let bound = inputs.bind_unlooked(problem)?;
+    let unit = int8::Int8Unit::new(&bound, &spec, kernels, threads);
+    if unit.suspicious() {
+        inputs.bind(problem)?;
+    }
+    let plan = forward::Plan { rescale: options.rescale(), threads };
+    Ok(forward::run(&tiles::Context::with(&bound, kernels, &unit), outputs, &plan))
 }
 
 /// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],

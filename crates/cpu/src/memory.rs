@@ -63,6 +63,17 @@ pub(crate) fn bytes_of(x: &mut [f32]) -> &mut [i8] {
     unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), size_of_val(x)) }
 }
 
+/// Types of 16 bits that take any bits.
+pub(crate) trait Half: Copy {}
+impl Half for f16 {}
+impl Half for bf16 {}
+
+/// A workspace as numbers of 16 bits, two in the place of an f32.
+pub(crate) fn halves_of<T: Half>(x: &mut [f32]) -> &mut [T] {
+    // SAFETY: both types take any bits, an f32 is aligned for them, and the borrow is passed on.
+    unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), 2 * x.len()) }
+}
+
 /// Asks for memory that will be read soon.
 pub(crate) fn ask<T>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]

@@ -7,8 +7,8 @@
 //! what nobody sees changes no bits.
 
 use crate::evaluate::{Evaluator, LaneEnv};
-use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix};
-use crate::unit::{Unit, Vectors};
+use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
+use crate::unit::{QueryRows, Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
@@ -42,7 +42,7 @@ pub(crate) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
-        Context::with(bound, kernels, kernels.matrix.map_or(&Vectors, |unit| unit))
+        Context::with(bound, kernels, kernels.matrix_for(bound.problem().dtype()).map_or(&Vectors, |unit| unit))
     }
 
     /// With a unit of the call's own.
@@ -341,18 +341,19 @@ impl<'a> Context<'a> {
     }
 
     /// Q^T of a tile times `scale`, `[d][lane]`; `rows` is scratch of the same size.
-    pub fn turned_queries(&self, tile: &Tile, stride: usize, scale: f32, rows: &mut [f32], out: &mut [f32]) {
-        let (q, s) = (self.bound.q(), &self.bound.sequences()[tile.sequence]);
-        let at = self.query_rows(q.strides(), s);
-        let whole = self.pack == 1 && tile.rows == stride && self.d == self.d_pad;
-        match q.slice::<f32>() {
-            Some(all) if whole => {
-                let own = &all[at.at(tile.first, tile.head)..];
-                self.kernels.transpose(own, at.row, out, stride, stride, self.d);
+    pub fn turned_queries(&self, from: &QueryRows<'_>, stride: usize, scale: f32, rows: &mut [f32], out: &mut [f32]) {
+        let whole = from.rows == stride && self.d == self.d_pad;
+        match (from.data, from.row) {
+            (Data::F32(all), Some(row)) if whole => {
+                self.kernels.transpose(&all[from.starts[0]..], row, out, stride, stride, self.d);
             }
             _ => {
                 let own = &mut rows[..stride * self.d_pad];
-                self.gather(tile, &q.data(), &at, self.d, own, self.d_pad);
+                for (lane, row) in own.chunks_exact_mut(self.d_pad).enumerate() {
+                    let n = if lane < from.rows { self.d } else { 0 };
+                    self.kernels.widen(&from.data, from.starts[lane.min(from.rows - 1)], &mut row[..n]);
+                    row[n..].fill(0.0);
+                }
                 self.kernels.transpose(own, self.d_pad, out, stride, stride, self.d_pad);
             }
         }
@@ -371,15 +372,20 @@ impl<'a> Context<'a> {
         buffer: &'b mut [f32],
     ) -> KeyRows<'b> {
         let rows = self.key_rows(view.strides(), sequence);
+        let (offset, count) = (rows.at(keys.start, head), keys.len());
+        self.keys_from(Source { data: view.data(), offset, row: rows.row, rows: count, n }, width, buffer)
+    }
+
+    /// The same of any rows.
+    pub fn keys_from<'b>(&self, from: Source<'b>, width: usize, buffer: &'b mut [f32]) -> KeyRows<'b> {
         // Rows far apart cost a page each, every time; a copy pays once for all tiles.
-        if let (Some(all), true) = (view.slice::<f32>(), rows.row <= 2 * width && n == width) {
-            let rows = Matrix::new(&all[rows.at(keys.start, head)..], rows.row);
-            return KeyRows { rows, finite: false };
+        if let (Data::F32(all), true) = (from.data, from.row <= 2 * width && from.n == width) {
+            return KeyRows { rows: Matrix::new(&all[from.offset..], from.row), finite: false };
         }
         let mut finite = true;
-        for (key, row) in keys.zip(buffer.chunks_exact_mut(width)) {
-            finite &= self.kernels.widen(&view.data(), rows.at(key, head), &mut row[..n]);
-            row[n..].fill(0.0);
+        for (key, row) in (0..from.rows).zip(buffer.chunks_exact_mut(width)) {
+            finite &= self.kernels.widen(&from.data, from.offset + key * from.row, &mut row[..from.n]);
+            row[from.n..].fill(0.0);
         }
         KeyRows { rows: Matrix::new(buffer, width), finite }
     }

@@ -9,7 +9,7 @@ use crate::simd::{
     Source, Sum, forget, parts,
 };
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
-use fulgurite_core::{DType, Sequence, TensorView, bf16};
+use fulgurite_core::{DType, Data, Sequence, TensorView};
 use std::ops::Range;
 
 /// Elements of workspace that a unit wants, all in f32.
@@ -72,9 +72,19 @@ pub(crate) trait Unit: Sync {
     /// What a score has to be multiplied with to be in natural units.
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
-    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
-    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// The same, of the problem's tensors.
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
+    }
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.keys_from(cx, source(cx, cx.bound.k(), keys, cx.d), buffer)
+    }
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.values_from(cx, source(cx, cx.bound.v(), keys, cx.dv), buffer)
+    }
     /// A block of keys and values; the buffers are those of `keys` and `values`.
     fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
         [self.keys(cx, keys, k), self.values(cx, keys, v)]
@@ -130,14 +140,14 @@ impl Unit for Vectors {
     fn score_scale(&self, _: &Context<'_>) -> f32 {
         1.0
     }
-    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        cx.turned_queries(tile, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        cx.turned_queries(from, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
     }
-    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys(cx.bound.k(), keys.sequence, keys.head, keys.range.clone(), [cx.d, cx.d_pad], buffer)
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.d_pad, buffer)
     }
-    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys(cx.bound.v(), keys.sequence, keys.head, keys.range.clone(), [cx.dv, cx.dv_pad], buffer)
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.dv_pad, buffer)
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -215,30 +225,29 @@ impl Unit for MatrixKernels {
     fn score_scale(&self, cx: &Context<'_>) -> f32 {
         if cx.problem.dtype() == DType::F32 { 1.0 } else { cx.problem.scale() }
     }
-    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        if let Some(data) = cx.bound.q().slice::<bf16>() {
-            let starts = cx.row_starts(tile, cx.bound.q().strides());
-            let rows = RowsAt { data, starts: &starts[..tile.rows], n: cx.d };
+        if let Data::Bf16(data) = from.data {
+            let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
             // Lanes past the last row are not written: what they hold is dropped.
             return self.narrow.turn(rows, out, d);
         }
         let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
         let scale = cx.problem.scale() / self.score_scale(cx);
-        cx.turned_queries(tile, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
+        cx.turned_queries(from, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
         for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
             self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
         }
     }
-    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        self.pack_rows(&source(cx, cx.bound.k(), keys, cx.d), buffer, d);
+        self.pack_rows(&from, buffer, d);
         // A key that holds NaN spoils its own scores only.
         KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
     }
-    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { block, .. } = Sizes::new(self, cx);
-        let finite = self.pack_turned(&source(cx, cx.bound.v(), keys, cx.dv), buffer, block);
+        let finite = self.pack_turned(&from, buffer, block);
         // The keys are the summed axis: a block is taken whole.
         KeyRows { rows: Matrix::new(buffer, 0), finite }
     }
@@ -300,6 +309,25 @@ impl Unit for MatrixKernels {
             let o = MatrixMut::at(o, stride, 0, lane);
             self.multiply(o, v, p, [dv, lanes / GROUP, keys / DEPTH], Sum::Onto, ahead);
         }
+    }
+}
+
+/// The rows of a tile of queries.
+pub(crate) struct QueryRows<'a> {
+    pub data: Data<'a>,
+    /// Where each begins, and how many there are; the others repeat the last.
+    pub starts: [usize; MAX_LANES],
+    pub rows: usize,
+    /// How far apart they are, where that is the same for all.
+    pub row: Option<usize>,
+}
+
+impl<'a> QueryRows<'a> {
+    fn of(cx: &Context<'a>, tile: &Tile) -> Self {
+        let q = cx.bound.q();
+        let at = cx.query_rows(q.strides(), &cx.bound.sequences()[tile.sequence]);
+        let starts = cx.row_starts(tile, q.strides());
+        QueryRows { data: q.data(), starts, rows: tile.rows, row: (cx.pack == 1).then_some(at.row) }
     }
 }
 

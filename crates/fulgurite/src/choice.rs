@@ -49,7 +49,7 @@ pub enum Choice {
 pub enum ChoiceError {
     /// A name nobody has.
     #[error(
-        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
+        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
     )]
     Name {
         /// The text given.
@@ -314,9 +314,19 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for name in
-            ["best", "cpu", "cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:portable", "cuda", "sim", "oracle"]
-        {
+        for name in [
+            "best",
+            "cpu",
+            "cpu:amx",
+            "cpu:avx512",
+            "cpu:avx512bf16",
+            "cpu:avx2",
+            "cpu:neon",
+            "cpu:portable",
+            "cuda",
+            "sim",
+            "oracle",
+        ] {
             assert_eq!(name.parse::<Choice>().unwrap().to_string(), name);
         }
     }
@@ -325,7 +335,7 @@ mod tests {
     fn bad_choices_say_what_is_allowed() {
         assert_eq!(
             "gpu".parse::<Choice>().unwrap_err().to_string(),
-            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
+            "`engine` is \"gpu\", allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
         );
         assert!("cpu:".parse::<Choice>().is_err());
         let missing = Isa::ALL.into_iter().find(|isa| !Isa::available().contains(isa)).expect("no machine has all");

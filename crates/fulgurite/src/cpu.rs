@@ -105,9 +105,8 @@ impl Engine for Cpu {
         run: &Run<'_>,
     ) -> Result<(), Error> {
         self.supports(problem)?;
-        let bound = inputs.bind(problem)?;
         outputs.check(problem)?;
-        let counters = fulgurite_cpu::forward(&bound, outputs, &self.options());
+        let counters = fulgurite_cpu::forward_inputs(problem, inputs, outputs, &self.options())?;
         if let Some(tally) = run.tally {
             tally.add(counters);
         }

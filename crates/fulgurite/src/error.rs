@@ -48,6 +48,9 @@ pub enum Error {
     /// The profile of the GPU cannot be used.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
+    /// A cache of keys and values refused.
+    #[error(transparent)]
+    Cache(#[from] crate::cache::CacheError),
     /// A tensor with the wrong number of axes.
     #[error("`{arg}` has shape {got:?}, allowed: {allowed}; {hint}")]
     Rank {

@@ -59,7 +59,7 @@ pub use fulgurite_core::{
     TensorView, TensorViewMut, bf16, f16,
 };
 pub use fulgurite_core::{expr, format};
-pub use fulgurite_cpu::{Counters, Isa, cache};
+pub use fulgurite_cpu::{Counters, Isa, PackedError, PackedQkv, cache, packed_forward};
 
 /// k-means, nearest neighbours, HDBSCAN, DBSCAN, PCA and truncated SVD: the tile loop with other folds.
 pub use fulgurite_neighbors as neighbors;

@@ -3,14 +3,17 @@
 
 use crate::Failure;
 use crate::args::BenchArgs;
+use crate::around::check::judge_cache;
 use crate::check::share;
 use comfy_table::{CellAlignment, Table};
 use fulgurite::around::{
     self, DeltaForm, DeltaForward, DeltaInputs, DeltaSegments, GatedDelta, HeadClass, Lighthouse, Parallax,
     ParallaxForward, QkNorm, Skip, SkipProblem,
 };
-use fulgurite::{Cpu, DType, Engine, Error, Forward, Inputs, Mask, Problem, Run, Tensor};
+use fulgurite::cache::{CacheSpec, KvCache, Storage};
+use fulgurite::{Cpu, DType, Engine, Error, Forward, Inputs, Mask, Precision, Problem, Run, Tensor};
 use fulgurite_core::compare::{self, Verdict};
+use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
 use fulgurite_core::{gated_delta, lighthouse, parallax};
 use serde::Serialize;
@@ -29,9 +32,50 @@ pub enum System {
     Lighthouse,
     /// Linear attention with a state.
     GatedDelta,
+    /// Attention in another precision.
+    In(Format),
+    /// One query over a cache packed to four bits.
+    Cache,
+}
+
+/// A precision that is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// Eight-bit integers.
+    Int8,
+    /// E2M1 in groups of 16.
+    Nvfp4,
+    /// E2M1 in groups of 32.
+    Mxfp4,
+    /// E4M3 in groups of 32.
+    Mxfp8,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Format::Int8 => "int8",
+            Format::Nvfp4 => "nvfp4",
+            Format::Mxfp4 => "mxfp4",
+            Format::Mxfp8 => "mxfp8",
+        }
+    }
 }
 
 impl System {
+    const ALL: [System; 9] = [
+        System::Skip,
+        System::Parallax,
+        System::Lighthouse,
+        System::GatedDelta,
+        System::In(Format::Int8),
+        System::In(Format::Nvfp4),
+        System::In(Format::Mxfp4),
+        System::In(Format::Mxfp8),
+        System::Cache,
+    ];
+
     /// As it is typed.
     pub fn name(self) -> &'static str {
         match self {
@@ -39,6 +83,8 @@ impl System {
             System::Parallax => "parallax",
             System::Lighthouse => "lighthouse",
             System::GatedDelta => "gated-delta",
+            System::In(format) => format.name(),
+            System::Cache => "cache",
         }
     }
 }
@@ -47,9 +93,8 @@ impl FromStr for System {
     type Err = String;
 
     fn from_str(text: &str) -> Result<System, String> {
-        let all = [System::Skip, System::Parallax, System::Lighthouse, System::GatedDelta];
-        let found = all.into_iter().find(|system| system.name() == text);
-        found.ok_or_else(|| format!("allowed: {}", all.map(System::name).join(", ")))
+        let found = System::ALL.into_iter().find(|system| system.name() == text);
+        found.ok_or_else(|| format!("allowed: {}", System::ALL.map(System::name).join(", ")))
     }
 }
 
@@ -97,6 +142,8 @@ pub fn measure(args: &BenchArgs, dtypes: &[DType]) -> Result<Vec<Row>, Failure> 
                 System::Parallax => setup.parallax()?,
                 System::Lighthouse => setup.lighthouse()?,
                 System::GatedDelta => setup.gated_delta()?,
+                System::In(format) => setup.precision(format)?,
+                System::Cache => setup.cache()?,
             });
         }
     }
@@ -172,6 +219,44 @@ impl Setup<'_> {
         let found = compare::check_forward(&inputs.bind(problem.meaning())?, &out, 0);
         let what = format!("{n} tokens, 2 heads, d 64, causal, window 128, 16 sinks");
         Ok(self.row(System::Skip, what, times, &found))
+    }
+
+    fn precision(&mut self, format: Format) -> Result<Row, Error> {
+        let n = if self.quick { 256 } else { 4096 };
+        let builder = Problem::builder().dense(1, n, n).heads(2, 2).head_dim(128).dtype(self.dtype);
+        let precision: Precision = format.name().parse().map_err(fulgurite_core::ProblemError::from)?;
+        let (plain, problem) = (builder.clone().build()?, builder.precision(precision).build()?);
+        let shape = problem.q_shape();
+        let (q, k, v) = (self.normal(&shape)?, self.normal(&shape)?, self.normal(&shape)?);
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        let mut out = Forward::zeros(&problem)?;
+        let times = self.race(&plain, &inputs, || {
+            self.engine.forward_into(&problem, &inputs, &mut out.outputs(), &Run::default())
+        })?;
+        let found = compare::check_forward(&inputs.bind(&problem)?, &out, 0);
+        Ok(self.row(System::In(format), format!("{n} tokens, 2 heads, d 128"), times, &found))
+    }
+
+    fn cache(&mut self) -> Result<Row, Error> {
+        let (n, heads, dim) = (if self.quick { 512 } else { 8192 }, 8, 128);
+        let bits = vec![Bits::Four; heads];
+        let storage = Storage::Packed { k: bits.clone(), v: bits };
+        let mut cache = KvCache::new(CacheSpec { heads, head_dim: dim, value_dim: dim, capacity: n, storage })?;
+        let problem = Problem::builder().dense(1, 1, n).heads(4 * heads, heads).head_dim(dim).dtype(self.dtype);
+        let problem = problem.mask(Mask::causal()).build()?;
+        let (k, v) = (self.normal(&[n, heads, dim])?, self.normal(&[n, heads, dim])?);
+        cache.append(&k.view(), &v.view())?;
+        let q = self.normal(&[1, 4 * heads, dim])?;
+        let shape = problem.k_shape();
+        let same = |x: &Tensor, shape: &[usize]| Tensor::from_f64(self.dtype, &x.view().to_f64(), shape);
+        let (plain_q, k, v) = (same(&q, &problem.q_shape())?, same(&k, &shape)?, same(&v, &shape)?);
+        let inputs = Inputs::new(plain_q.view(), k.view(), v.view());
+        let times = self.race(&problem, &inputs, || {
+            cache.attend(&q.view(), problem.scale(), &self.engine.options())?;
+            Ok(())
+        })?;
+        let found = judge_cache(self.engine, &cache, &q)?;
+        Ok(self.row(System::Cache, format!("1 query over {n} tokens, 32 over 8 heads, d 128, INT4"), times, &found))
     }
 
     fn parallax(&mut self) -> Result<Row, Error> {

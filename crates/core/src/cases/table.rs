@@ -6,7 +6,9 @@ use crate::block::BlockSpec;
 use crate::dtype::DType;
 use crate::exp::Exp;
 use crate::expr::{Expr, head, k, k_len, load, q, q_len, score, select};
+use crate::format::GroupFormat;
 use crate::mask::Mask;
+use crate::precision::{Delta, GroupAttention, Precision};
 use crate::problem::{Packed, Problem, ProblemBuilder};
 use crate::random::Rng;
 
@@ -42,6 +44,10 @@ pub const FEATURES: &[&str] = &[
     "exp",
     "d_lse",
     "decode",
+    "int8",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
 ];
 
 /// A bias by relative position from a table with gradient, one row for each head.
@@ -285,6 +291,7 @@ pub fn cases(dtype: DType) -> Vec<Case> {
             small(66, 66).exp(exp).mask(Mask::causal()),
         ));
     }
+    table.extend(quantised(dtype));
     let rows_behind = Packed { batch: 2, total_q: 60, total_k: 70, max_q: 32, max_k: 40 };
     let mut behind = case("packed, rows behind the last", &["packed", "poison"], packed().packed_sizes(rows_behind))
         .poison(Poison::Padding);
@@ -296,6 +303,52 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         recipe.build(&mut Rng::new(seed))
     };
     table.into_iter().map(build).collect()
+}
+
+/// Cases whose products are in codes: keys that end inside a block and a group, dimensions that no group divides.
+fn quantised(dtype: DType) -> Vec<Recipe> {
+    let with = |name: &str, features: &[&'static str], text: &str, builder: ProblemBuilder| {
+        let precision = text.parse().expect("a name of a precision");
+        Recipe::new(format!("{text}{name}"), features, builder.precision(precision).dtype(dtype))
+    };
+    let small = |q_len, k_len| Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(32);
+    let rounded = GroupAttention { qk: None, pv: Some(GroupFormat::NVFP4), delta: Delta::Rounded };
+    let packed = Problem::builder().heads(4, 2).head_dim(40);
+    let sas: Exp = "sas".parse().expect("a name of an exponential");
+    vec![
+        with(", one by one", &["int8"], "int8", small(1, 1)),
+        with(", 2 over 1", &["int8", "gqa"], "int8", small(70, 140)),
+        with(
+            ", causal, 72",
+            &["int8", "causal", "odd_head_dim"],
+            "int8:128",
+            small(130, 300).head_dim(72).mask(Mask::causal()),
+        ),
+        with(", sas, window", &["int8", "exp", "window"], "int8", small(66, 90).exp(sas).mask(Mask::window(30, 9))),
+        with(", softcap, sinks", &["int8", "softcap", "sinks"], "int8", small(40, 70).softcap(5.0)).sinks(&[0.5, -1.0]),
+        with(", packed", &["int8", "packed"], "int8", packed.clone()).packed(&[30, 0, 65], &[30, 7, 80]),
+        with(", used keys", &["int8", "used_lengths", "poison"], "int8", small(20, 100).dense(2, 20, 100))
+            .used(None, Some(&[70, 100]))
+            .poison(Poison::Padding),
+        with(", causal", &["nvfp4", "causal"], "nvfp4", small(70, 70).mask(Mask::causal())),
+        with(", packed, 40", &["nvfp4", "packed", "odd_head_dim"], "nvfp4", packed).packed(&[30, 0, 65], &[30, 7, 80]),
+        with(
+            ", window, heads outside",
+            &["nvfp4", "window", "strided"],
+            "nvfp4",
+            small(60, 90).mask(Mask::window(20, 10)),
+        )
+        .heads_outside(),
+        with(", d_lse", &["nvfp4", "d_lse"], "nvfp4/native", small(50, 60)).d_lse(),
+        Recipe::new(
+            "native/nvfp4, D of rounded weights",
+            &["nvfp4"],
+            small(50, 77).dtype(dtype).precision(Precision::Groups(rounded)),
+        ),
+        with(", 13", &["mxfp4", "value_dim"], "mxfp4", small(66, 140).head_dims(64, 13)),
+        with(", causal", &["mxfp8", "causal"], "mxfp8", small(66, 130).mask(Mask::causal())),
+        with(", alibi", &["mxfp8", "nvfp4", "alibi"], "nvfp4/mxfp8", small(40, 80).alibi()),
+    ]
 }
 
 /// A random mixture of shapes and features, decided by `seed`.

@@ -65,8 +65,23 @@ impl GroupFormat {
         if self.bits() == 8 { E4m3::from_f32(x).0 } else { E2m1::from_f32(x).0 }
     }
 
-    fn value(self, code: u8) -> f32 {
-        if self.bits() == 8 { E4m3(code).to_f32() } else { E2m1(code & 15).to_f32() }
+    /// The scale of a group without a second level, from the largest size in it, and what to multiply with instead of
+    /// dividing by it.
+    #[inline(always)]
+    pub fn scale_of(self, largest: f32) -> [f32; 2] {
+        let scale = match self {
+            GroupFormat::Nvfp4 { .. } => E4m3::nearest(largest / E2m1::MAX),
+            GroupFormat::Mxfp4 => Ue8m0::at_least(largest / E2m1::MAX).to_f32(),
+            GroupFormat::Mxfp8 => Ue8m0::at_least(largest / E4m3::MAX).to_f32(),
+        };
+        // A scale that rounded to zero: all codes 0.
+        [scale, if scale == 0.0 { 0.0 } else { 1.0 / scale }]
+    }
+
+    /// The value of the code of a number that was divided by its group's scale.
+    #[inline(always)]
+    pub fn nearest(self, x: f32) -> f32 {
+        if self.bits() == 8 { E4m3::nearest(x) } else { E2m1::nearest(x) }
     }
 
     /// The second level of a tensor: what scales are multiplied with before they are rounded, and its inverse.
@@ -81,14 +96,15 @@ impl GroupFormat {
 
     /// Replaces a group by what its codes mean: one scale for all of `x`. This is the arithmetic of [`Grouped::new`]
     /// without the second level.
+    #[inline(always)]
     pub fn fake_group(self, x: &mut [f32]) {
-        let scale = self.scale_value(self.scale(x.iter().fold(0.0f32, |m, x| m.max(x.abs())), 1.0));
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        x.iter_mut().for_each(|x| *x = self.value(self.code(*x * inverse)) * scale);
+        let [scale, inverse] = self.scale_of(x.iter().fold(0.0f32, |m, x| if x.abs() > m { x.abs() } else { m }));
+        x.iter_mut().for_each(|x| *x = self.nearest(*x * inverse) * scale);
     }
 
     /// Replaces rows of `cols` elements by what their codes mean, without the second level. The last group of a row may
     /// be short.
+    #[inline(always)]
     pub fn fake_rows(self, x: &mut [f32], cols: usize) {
         for row in x.chunks_mut(cols.max(1)) {
             row.chunks_mut(self.group()).for_each(|group| self.fake_group(group));
@@ -158,18 +174,34 @@ impl Grouped {
 
     /// What the codes mean.
     pub fn decode(&self) -> Vec<f32> {
-        let (group, per_byte) = (self.format.group(), 8 / self.format.bits());
-        let groups = self.cols.div_ceil(group);
-        let mut out = Vec::with_capacity(self.rows * self.cols);
-        for row in 0..self.rows {
-            for col in 0..self.cols {
-                let at = row * groups * group + col;
-                let code = self.codes[at / per_byte] >> (at % per_byte * self.format.bits());
-                let scale = self.format.scale_value(self.scales[row * groups + col / group]);
-                out.push(self.format.value(code) * scale * self.level);
-            }
-        }
+        let mut out = vec![0.0; self.rows * self.cols];
+        out.chunks_exact_mut(self.cols.max(1)).enumerate().for_each(|(row, out)| self.expand(row, 0, out));
         out
+    }
+
+    /// What the codes of one row mean, from column `first` on, which begins a group. Panics outside of the matrix.
+    #[inline(always)]
+    pub fn expand(&self, row: usize, first: usize, out: &mut [f32]) {
+        let (size, bits) = (self.format.group(), self.format.bits());
+        assert!(
+            first.is_multiple_of(size) && row < self.rows && first + out.len() <= self.cols,
+            "outside of the matrix"
+        );
+        let number = row * self.cols.div_ceil(size) + first / size;
+        let groups = self.codes[number * size * bits / 8..].chunks_exact(size * bits / 8);
+        for ((out, codes), &scale) in out.chunks_mut(size).zip(groups).zip(&self.scales[number..]) {
+            let scale = self.format.scale_value(scale);
+            let mut all = [0.0f32; 32];
+            if bits == 8 {
+                all.iter_mut().zip(codes).for_each(|(x, &code)| *x = E4m3(code).to_f32() * scale * self.level);
+            } else {
+                for (x, &code) in all.chunks_exact_mut(2).zip(codes) {
+                    x[0] = E2m1(code).to_f32() * scale * self.level;
+                    x[1] = E2m1(code >> 4).to_f32() * scale * self.level;
+                }
+            }
+            out.copy_from_slice(&all[..out.len()]);
+        }
     }
 
     /// The format.

@@ -32,6 +32,17 @@ fn value(code: u8, bits: i32, bias: i32) -> f32 {
     (if code >> 7 == 1 { -size } else { size }) as f32
 }
 
+/// The value of the nearest code, ties to even: the same as through the code, in f32 without branches. What exceeds `most`
+/// becomes it; NaN stays.
+#[inline(always)]
+fn nearest(x: f32, bits: u32, least: u32, most: f32) -> f32 {
+    // Added and taken away, 1.5 * 2^23 steps round to a whole number of steps; a step is 2^-bits of the power of two below x.
+    let power = (x.to_bits() & 0x7f80_0000).max(least << 23).min(200 << 23);
+    let steps = f32::from_bits(power + ((23 - bits) << 23) | 0x40_0000);
+    let size = (x.abs() + steps) - steps;
+    (if size > most { most } else { size }).copysign(x)
+}
+
 /// FP4: sign, two bits of exponent, one of mantissa. 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 ///
 /// ```
@@ -45,7 +56,6 @@ pub struct E2m1(pub u8);
 impl E2m1 {
     /// The largest value.
     pub const MAX: f32 = 6.0;
-    const SIZES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
     /// The nearest, ties to the even code; what is larger than 6 becomes 6. NaN becomes 6: refuse it before.
     pub fn from_f32(x: f32) -> E2m1 {
@@ -58,10 +68,18 @@ impl E2m1 {
         E2m1(above.into_iter().map(u8::from).sum::<u8>() | if x.is_sign_negative() { 8 } else { 0 })
     }
 
+    /// The value of the code that [`from_f32`](Self::from_f32) finds, but NaN stays.
+    #[inline(always)]
+    pub fn nearest(x: f32) -> f32 {
+        nearest(x, 1, 127, Self::MAX)
+    }
+
     /// The value of the code's four bits.
+    #[inline(always)]
     pub fn to_f32(self) -> f32 {
-        let size = Self::SIZES[usize::from(self.0 & 7)];
-        if self.0 & 8 != 0 { -size } else { size }
+        let code = u32::from(self.0);
+        // Where an f32 has exponent and mantissa; the factor moves one bias to the other, subnormals included.
+        f32::from_bits((code & 7) << 22 | (code & 8) << 28) * f32::from_bits(253 << 23)
     }
 }
 
@@ -87,9 +105,19 @@ impl E4m3 {
         E4m3(code(round(x, 3, -6).clamp(-448.0, 448.0), 3, 7))
     }
 
+    /// The value of the code that [`from_f32`](Self::from_f32) finds.
+    #[inline(always)]
+    pub fn nearest(x: f32) -> f32 {
+        nearest(x, 3, 121, Self::MAX)
+    }
+
     /// The value.
+    #[inline(always)]
     pub fn to_f32(self) -> f32 {
-        if self.0 & 0x7f == 0x7f { f32::NAN } else { value(self.0, 3, 7) }
+        let code = u32::from(self.0);
+        // Where an f32 has exponent and mantissa; the factor moves one bias to the other, subnormals included.
+        let value = f32::from_bits((code & 0x7f) << 20 | (code & 0x80) << 24) * f32::from_bits(247 << 23);
+        if code & 0x7f == 0x7f { f32::NAN } else { value }
     }
 }
 
@@ -136,6 +164,7 @@ pub struct Ue8m0(pub u8);
 
 impl Ue8m0 {
     /// The smallest power of two that is not below x, within the format.
+    #[inline(always)]
     pub fn at_least(x: f32) -> Ue8m0 {
         let bits = x.max(0.0).to_bits();
         // A number with digits behind its leading one needs the next power. Up to 2^-127, the subnormal 0x40_0000,
@@ -145,6 +174,7 @@ impl Ue8m0 {
     }
 
     /// The value.
+    #[inline(always)]
     pub fn to_f32(self) -> f32 {
         match self.0 {
             0 => f32::from_bits(0x0040_0000), // 2^-127 is subnormal in f32
@@ -189,6 +219,10 @@ mod tests {
             assert_eq!(E4m3::from_f32(x).0 & 0x7f, nearest(x, |c| E4m3(c).to_f32(), 0..=0x7e), "{x}");
             assert_eq!(E5m2::from_f32(x).0 & 0x7f, nearest(x, |c| E5m2(c).to_f32(), 0..=0x7b), "{x}");
             assert_eq!(E2m1::from_f32(x).0 & 7, nearest(x, |c| E2m1(c).to_f32(), 0..=7), "{x}");
+            for x in [x, x * 1e-20, x * 1e20, x * 1e-38, f32::from_bits(x.to_bits() & 0xfff0_0000)] {
+                assert_eq!(E2m1::nearest(x).to_bits(), E2m1::from_f32(x).to_f32().to_bits(), "{x}");
+                assert_eq!(E4m3::nearest(x).to_bits(), E4m3::from_f32(x).to_f32().to_bits(), "{x}");
+            }
             let power = Ue8m0::at_least(x.abs()).to_f32();
             assert!(power >= x.abs() && power * 0.5 < x.abs(), "{x}");
         }
@@ -200,11 +234,14 @@ mod tests {
         for (x, want) in ties {
             assert_eq!(E2m1::from_f32(x).to_f32(), want, "{x}");
             assert_eq!(E2m1::from_f32(-x).to_f32(), -want, "-{x}");
+            assert_eq!(E2m1::nearest(x), want, "{x}");
         }
-        assert_eq!(E2m1::from_f32(f32::INFINITY).to_f32(), 6.0);
+        assert_eq!([E2m1::from_f32(f32::INFINITY).to_f32(), E2m1::nearest(f32::INFINITY)], [6.0; 2]);
+        let sizes: Vec<f32> = (0..16).map(|code| E2m1(code).to_f32()).collect();
+        assert_eq!(sizes, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]);
         let ends = [(464.0, 448.0), (463.9, 448.0), (1e30, 448.0), (f32::INFINITY, 448.0), (0.000_976_562_5, 0.0)];
         for (x, want) in ends {
-            assert_eq!(E4m3::from_f32(x).to_f32(), want, "{x}");
+            assert_eq!([E4m3::from_f32(x).to_f32(), E4m3::nearest(x)], [want; 2], "{x}");
         }
         assert_eq!(E4m3::from_f32(0.000_976_563).to_f32(), 0.001_953_125);
         assert!(E4m3::from_f32(f32::NAN).to_f32().is_nan() && E5m2::from_f32(f32::NAN).to_f32().is_nan());

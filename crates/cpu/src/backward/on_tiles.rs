@@ -16,7 +16,7 @@ use std::ops::Range;
 
 /// The unit, if a problem's gradients run on one.
 pub(super) fn unit(cx: &Context<'_>) -> Option<&'static MatrixKernels> {
-    cx.kernels.matrix.filter(|_| cx.problem.dtype() == DType::Bf16)
+    cx.kernels.matrix_for(cx.problem.dtype()).filter(|_| cx.problem.dtype() == DType::Bf16)
 }
 
 /// Tiles along the dimensions of k and v, and groups of their columns.

@@ -10,12 +10,12 @@ use crate::memory::SharedRows;
 use crate::simd::packed::{Packed, QUERIES, Running};
 use crate::{Options, pool};
 use fulgurite_core::format::{Granularity, Int8};
-use fulgurite_core::precision::INT8_LARGEST;
+use fulgurite_core::precision::{CACHE_PART, INT8_LARGEST};
 use fulgurite_core::{DType, Tensor, TensorView};
 use std::ops::Range;
 
 /// Tiles in a part: parts are computed apart and merged in order.
-const PART: usize = 32;
+const PART: usize = CACHE_PART / TILE;
 
 /// Rows of queries that walk the cache together; their summaries wait for the last part.
 const ROWS: usize = 8;

@@ -101,7 +101,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));
                     let factors = alpha.unwrap_or([1.0; MAX_LANES]);
                     let (ranges, factors) = (step.ranges, &factors[..stride]);
-                    if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix) {
+                    if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
                         let mut args = PackedProbe { u, ranges, lanes: sums, alpha: factors };
                         unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
                     } else {
@@ -125,7 +125,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
-                if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix) {
+                if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
                     let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
                     let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
                     unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);

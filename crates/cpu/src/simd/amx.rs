@@ -18,7 +18,10 @@ use std::sync::OnceLock;
 /// The vectors of AVX-512, with products on tiles.
 pub(super) static KERNELS: Kernels = Kernels { matrix: Some(&TILES), ..TABLE };
 
-static TILES: MatrixKernels = MatrixKernels {
+static TILES: MatrixKernels = TABLE_OF_TILES;
+
+/// All of it but products and strips needs AVX-512 alone.
+pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     hold,
     multiply_1_1: multiply::<1, 1>,
     multiply_1_2: multiply::<1, 2>,

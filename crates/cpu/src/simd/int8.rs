@@ -11,7 +11,7 @@ use super::kernels::extent;
 use super::matrix::{GROUP, SLOTS};
 
 type ToScores = unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]);
-type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
+pub(super) type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
 
 /// Scores that are still integers, and what makes numbers of them: `key * lane * integer + bias`.
 pub(crate) struct Integers<'a> {
@@ -49,7 +49,11 @@ impl Kernels {
     pub fn int8(&self) -> &'static Int8Kernels {
         #[cfg(target_arch = "x86_64")]
         if self.matrix.is_some() && super::amx::has_int8() {
-            return &super::amx_int8::KERNELS;
+            return &super::vector_int8::TILES;
+        }
+        #[cfg(target_arch = "x86_64")]
+        if self.lanes == GROUP {
+            return super::vector_int8::without_tiles();
         }
         &PLAIN
     }
@@ -139,12 +143,12 @@ unsafe fn pack_weights(p: &[f32], stride: usize, seen: [usize; 2], to: &mut [f32
     }
 }
 
-mod plain {
+pub(super) mod plain {
     use super::{GROUP, SLOTS, bytes};
 
     /// # Safety
     /// The extents are valid.
-    pub(super) unsafe fn multiply(
+    pub(in super::super) unsafe fn multiply(
         c: *mut f32,
         ldc: usize,
         a: *const f32,
@@ -204,7 +208,7 @@ mod tests {
     #[test]
     fn products_are_exact() {
         let mut rng = Rng::new(2);
-        let tables = [Some(&PLAIN), crate::simd::kernels(Isa::Amx).map(|k| k.int8())];
+        let tables = [Isa::Portable, Isa::Avx512, Isa::Amx].map(|isa| crate::simd::kernels(isa).map(|k| k.int8()));
         for [m, n, k] in [[1, 1, 1], [2, 2, 1], [3, 2, 3], [5, 4, 2]] {
             let mut random = |groups: usize| -> Vec<i8> {
                 (0..groups * k * SLOTS * 4).map(|_| (rng.range(0..255) as i32 - 127) as i8).collect()

@@ -5,7 +5,7 @@ use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paire
 use super::coming::Coming;
 use crate::Isa;
 use crate::evaluate::Evaluator;
-use fulgurite_core::format::GroupFormat;
+use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
 
@@ -57,8 +57,12 @@ pub(crate) struct Kernels {
     pub(super) folds: super::folds::Folds,
     pub(super) stage: unsafe fn(&mut Stage<'_>),
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
+    pub(super) round_rows: unsafe fn(&mut [f32], usize, GroupFormat),
+    pub(super) expand: unsafe fn(&Grouped, usize, usize, &mut [f32]),
     /// A matrix unit beside the vectors, for the products of forward.
     pub matrix: Option<&'static MatrixKernels>,
+    /// Vectors that multiply bf16 as a matrix unit does, from its panels; they would be slow for every other type.
+    pub(super) pairs: Option<&'static MatrixKernels>,
 }
 
 /// The kernels of an instruction set, if this machine has it.
@@ -75,6 +79,10 @@ pub(crate) fn kernels(isa: Isa) -> Option<&'static Kernels> {
                 && is_x86_feature_detected!("fma")
                 && is_x86_feature_detected!("f16c");
             has.then_some(&super::avx512::KERNELS)
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => {
+            (kernels(Isa::Avx512).is_some() && super::dots::has_pairs()).then_some(&super::dots::KERNELS)
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
@@ -138,6 +146,11 @@ impl Strided<'_> {
 }
 
 impl Kernels {
+    /// Who multiplies tensors of this type from panels, if anybody does.
+    pub fn matrix_for(&self, dtype: DType) -> Option<&'static MatrixKernels> {
+        self.matrix.or(self.pairs.filter(|_| dtype == DType::Bf16))
+    }
+
     /// C (+)= A B for `[m, n, k]`: C is m x n, A m x k, B k x n; n is a multiple of the lanes.
     pub fn gemm(
         &self,
@@ -358,6 +371,18 @@ impl Kernels {
         unsafe { (self.round_weights)(p, stride, lane, range, format) }
     }
 
+    /// Rounds rows of `cols` elements in groups along each row.
+    pub fn round_rows(&self, x: &mut [f32], cols: usize, format: GroupFormat) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.round_rows)(x, cols, format) }
+    }
+
+    /// What the codes of one row mean, from column `first` on, which begins a group.
+    pub fn expand(&self, from: &Grouped, row: usize, first: usize, out: &mut [f32]) {
+        // SAFETY: the machine has the instruction set.
+        unsafe { (self.expand)(from, row, first, out) }
+    }
+
     /// `out[lane] = sum_i a[i][lane] b[i][lane]`, summed as [`gemm`](Self::gemm) sums.
     pub fn lane_dots(&self, a: &[f32], b: &[f32], out: &mut [f32]) {
         let stride = out.len();
@@ -557,6 +582,15 @@ macro_rules! define_kernels {
                 alg::round_weights::<{ $simd::LANES }>(p, stride, lane, range, format)
             }
 
+            $(#[$feature])?
+            unsafe fn round_rows(x: &mut [f32], cols: usize, format: fulgurite_core::format::GroupFormat) {
+                alg::round_rows(x, cols, format)
+            }
+            $(#[$feature])?
+            unsafe fn expand(from: &fulgurite_core::format::Grouped, row: usize, first: usize, out: &mut [f32]) {
+                alg::expand(from, row, first, out)
+            }
+
             super::Kernels {
                 lanes: $simd::LANES,
                 tile: $simd::LANES * $simd::VECTORS,
@@ -585,7 +619,10 @@ macro_rules! define_kernels {
                 folds: super::folds::define_folds!($simd, [$($feature)?]),
                 stage,
                 round_weights,
+                round_rows,
+                expand,
                 matrix: None,
+                pairs: None,
             }
         };
     };

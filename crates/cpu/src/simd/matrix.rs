@@ -258,9 +258,10 @@ mod tests {
     use crate::simd::RowsAt;
     use fulgurite_core::random::Rng;
 
-    fn unit() -> Option<&'static MatrixKernels> {
-        let found = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix);
-        if found.is_none() {
+    fn units() -> Vec<&'static MatrixKernels> {
+        let unit = |isa| crate::simd::kernels(isa).and_then(|kernels| kernels.matrix_for(DType::Bf16));
+        let found: Vec<_> = [Isa::Amx, Isa::Avx512Bf16].into_iter().filter_map(unit).collect();
+        if found.is_empty() {
             eprintln!("skipped: this machine has no matrix unit, or the process may not use it");
         }
         found
@@ -269,9 +270,8 @@ mod tests {
     /// Products of every size up to three by three tiles, one tile and more deep, rows as rows and as columns of A.
     #[test]
     fn products_are_exact_to_the_rounding_of_sums() {
-        let Some(unit) = unit() else { return };
         let mut rng = Rng::new(5);
-        for dtype in DType::FLOATS {
+        for (unit, dtype) in units().into_iter().flat_map(|unit| DType::FLOATS.map(|dtype| (unit, dtype))) {
             for [m, n, k] in [[1, 16, 1], [16, 16, 32], [17, 32, 33], [40, 48, 70], [33, 16, 100]] {
                 let mut random =
                     |n: usize| -> Vec<f32> { rng.normals(n, 1.0).into_iter().map(|x| dtype.round(x) as f32).collect() };
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn forgotten_elements_weigh_nothing() {
-        let Some(unit) = unit() else { return };
+        let Some(unit) = units().pop() else { return };
         // Column p of A and row p of B hold p + 1, but A has NaN where B must not be seen.
         let (k, hidden) = (40, [3, 19, 35]);
         let a: Vec<f32> = (0..k).map(|p| if hidden.contains(&p) { f32::NAN } else { p as f32 + 1.0 }).collect();

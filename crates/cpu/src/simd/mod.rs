@@ -23,6 +23,8 @@ mod avx2;
 mod avx512;
 mod coding;
 mod coming;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 mod folds;
 mod int8;
 mod kernels;
@@ -33,6 +35,8 @@ mod neon;
 pub(crate) mod packed;
 mod portable;
 mod strips;
+#[cfg(target_arch = "x86_64")]
+mod vector_int8;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
@@ -43,6 +47,14 @@ pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, 
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt};
 pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
+
+/// Whether vectors multiply bytes in fours.
+pub(crate) fn has_quads() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return dots::has_quads();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
 
 /// A vector of f32 and what the kernels do with it.
 ///

@@ -21,7 +21,7 @@ pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
 pub(crate) use product::Ahead;
 pub(super) use product::block;
-pub(super) use rounding::round_weights;
+pub(super) use rounding::{expand, round_rows, round_weights};
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
 pub(super) use softmax::{begin, end, grad, settle, softmax};
