@@ -391,3 +391,22 @@ impl<'w> Walker<'w> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::{DType, Tensor};
+
+    #[test]
+    fn the_largest_value_is_found_beside_nan_in_every_type() {
+        for dtype in DType::FLOATS {
+            let mut values = vec![0.5; 2 * 3 * 5];
+            (values[7], values[22], values[29]) = (f64::NAN, -7.0, 3.0);
+            let tensor = Tensor::from_f64(dtype, &values, &[2, 3, 1, 5]).unwrap();
+            assert_eq!(largest(&tensor.view(), 2), 7.0, "{dtype}");
+            // Without the row of -7: what a view leaves out is not seen.
+            let view = TensorView::strided(tensor.view().data(), &[1, 3, 1, 5], &[15, 5, 5, 1]).unwrap();
+            assert_eq!(largest(&view, 1), 0.5, "{dtype}");
+        }
+    }
+}

@@ -8,7 +8,7 @@ use crate::pool;
 use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
 use crate::unit::{Keys, Products, Scratch};
-use fulgurite_core::Rescale;
+use fulgurite_core::{DType, Rescale};
 
 pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan, probe: &Probe<'_>) {
     let items = items(cx, sequences, plan.threads);
@@ -41,6 +41,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let last = tiles.iter().map(|t| cx.lanes(t).reach().1).max().unwrap_or(0);
     let (room, block, tile) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let blocks = last.div_ceil(block);
+    // Weights that softmax packs are kept for all blocks; others are packed one block after the other, in one place.
+    let kept = if cx.problem.dtype() == DType::Bf16 { blocks } else { blocks.min(1) };
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
     let sizes = [
         blocks * block * room.key,
@@ -52,7 +54,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
         cx.dv_pad * tile,
         scratch,
         room.values,
-        blocks * room.weights,
+        kept * room.weights,
     ];
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
@@ -84,7 +86,14 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
                     // Packed weights are whole tiles: a second piece of a block may share one with the first.
                     let mut own = vec![0.0; if n == 0 { 0 } else { room.weights }];
-                    let to = if n == 0 { &mut weights[i * room.weights..(i + 1) * room.weights] } else { &mut own[..] };
+                    let to = if n == 0 {
+                        {
+                            let at = i.min(kept - 1) * room.weights;
+                            &mut weights[at..at + room.weights]
+                        }
+                    } else {
+                        &mut own[..]
+                    };
                     let mut scratch = Scratch::new(values, to);
                     let (s, u) = (&mut s_all[start * stride..], &mut u_all[start * stride..]);
                     let (s, u) = (&mut s[..block * stride], &mut u[..block * stride]);
@@ -121,7 +130,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 }
                 let (s, u) = (&mut s_all[*start * stride..], &u_all[*start * stride..]);
                 let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
-                let at = *start / block * room.weights;
+                let at = (*start / block).min(kept - 1) * room.weights;
                 let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
