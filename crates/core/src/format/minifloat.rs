@@ -38,7 +38,7 @@ fn value(code: u8, bits: i32, bias: i32) -> f32 {
 fn nearest(x: f32, bits: u32, least: u32, most: f32) -> f32 {
     // Added and taken away, 1.5 * 2^23 steps round to a whole number of steps; a step is 2^-bits of the power of two below x.
     let power = (x.to_bits() & 0x7f80_0000).max(least << 23).min(200 << 23);
-    let steps = f32::from_bits(power + ((23 - bits) << 23) | 0x40_0000);
+    let steps = f32::from_bits((power + ((23 - bits) << 23)) | 0x40_0000);
     let size = (x.abs() + steps) - steps;
     (if size > most { most } else { size }).copysign(x)
 }
