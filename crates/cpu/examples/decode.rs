@@ -65,12 +65,16 @@ fn main() {
                 };
                 let [k, v] = next();
                 let sum = read([k, v], threads);
-                let [k, v] = next().each_ref().map(|words| view(words, dtype, &problem.k_shape()));
-                let inputs = Inputs::new(q.view(), k, v);
-                let bound = inputs.bind(&problem).expect("fits");
-                let start = Instant::now();
-                forward(&bound, &mut f.outputs(), &options);
-                let own = start.elapsed().as_secs_f64();
+                // The second call counts, as in the comparison with peers: the first wakes the threads.
+                let mut own = 0.0;
+                for _ in 0..2 {
+                    let [k, v] = next().each_ref().map(|words| view(words, dtype, &problem.k_shape()));
+                    let inputs = Inputs::new(q.view(), k, v);
+                    let bound = inputs.bind(&problem).expect("fits");
+                    let start = Instant::now();
+                    forward(&bound, &mut f.outputs(), &options);
+                    own = start.elapsed().as_secs_f64();
+                }
                 rates.push(bytes as f64 / own / 1e9);
                 shares.push(sum / own);
             }

@@ -6,16 +6,16 @@
 //! sequence: only then the hardware fetches ahead.
 
 use crate::forward::{Out, Plan, with_sink};
-use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{
-    ExpKind, Policy, RowsAt, SoftmaxArgs, SoftmaxStats, Strided, StripKernels, StripRows, StripSoftmax, Strips,
-};
+use crate::memory::{Arena, SharedRows, with_results, with_workspace};
+use crate::simd::{Coming, ExpKind, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
-use fulgurite_core::{DType, Precision, Rescale, Rows, Sequence, TensorView};
+use fulgurite_core::{Precision, Rescale, Rows, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
+
+mod on_unit;
 
 /// Rows of a group that still count as few: their scores fill one narrow tile.
 const FEW: usize = 16;
@@ -23,10 +23,8 @@ const FEW: usize = 16;
 const PART: usize = 512;
 /// Keys in a block of scores.
 const BLOCK: usize = 64;
-/// Keys of which all heads are read before the next: as many pages as the hardware follows at once.
+/// Keys of which all heads are read before the next; meanwhile the next are asked for.
 const STRIP: usize = 16;
-/// The same on a matrix unit.
-const UNIT_STRIP: usize = crate::simd::STRIP;
 
 /// Whether a sequence is served better by this path.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
@@ -53,6 +51,12 @@ struct Part {
     at: usize,
 }
 
+impl Part {
+    fn keys(&self, s: &Sequence) -> Range<usize> {
+        self.number * PART..((self.number + 1) * PART).min(s.k_len)
+    }
+}
+
 pub(crate) fn run(
     cx: &Context<'_>,
     sequences: &[usize],
@@ -71,21 +75,22 @@ pub(crate) fn run(
             room += cx.problem.kv_heads() * record(cx, s, probe);
         }
     }
-    let mut partial = vec![0.0f32; room];
     let total = Mutex::new(Counters::default());
-    {
-        let shared = SharedRows::over(&mut partial);
+    with_results(room, |partial| {
+        let shared = SharedRows::over(partial);
         pool::run(plan.threads, parts.len(), &|i| {
             let len = cx.problem.kv_heads() * record(cx, &cx.bound.sequences()[parts[i].sequence], probe);
             // SAFETY: each part has its own room.
             let results = unsafe { shared.row(parts[i].at, len) };
-            let counters = part(cx, &parts[i], results, plan.rescale, probe);
+            // Parts are handed out in order: this thread's next one is about as many ahead as there are threads.
+            let next = parts.get(i + plan.threads);
+            let counters = part(cx, &parts[i], next, results, plan.rescale, probe);
             total.lock().unwrap_or_else(|e| e.into_inner()).add(&counters);
         });
-    }
-    let heads = cx.problem.kv_heads();
-    pool::run(plan.threads, sequences.len() * heads, &|i| {
-        merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out, probe)
+        let (heads, partial) = (cx.problem.kv_heads(), &*partial);
+        pool::run(plan.threads, sequences.len() * heads, &|i| {
+            merge(cx, sequences[i / heads], i % heads, &partial[starts[i / heads]..], out, probe)
+        });
     });
     total.into_inner().unwrap_or_else(|e| e.into_inner())
 }
@@ -94,13 +99,28 @@ fn count(s: &Sequence) -> usize {
     s.k_len.div_ceil(PART).max(1)
 }
 
+/// Whether every row of every head sees every key of a part.
+fn sees_all(cx: &Context<'_>, part: &Part) -> bool {
+    let keys = part.keys(&cx.bound.sequences()[part.sequence]);
+    let seen = |head: usize| {
+        let (tile, piece) = (tile(cx, part.sequence, head), Piece { keys: keys.clone(), masked: true });
+        let lanes = cx.lanes(&tile);
+        let step = cx.step(&tile, &lanes, &piece, keys.start);
+        let vectors = lanes.stride / cx.kernels.lanes;
+        step.is_some_and(|step| !step.rest && step.inner[..vectors].iter().all(|&inner| inner == (0, keys.len())))
+    };
+    // Without an expression, all heads see the same keys.
+    let heads = if cx.problem.mask_rest().is_some() { cx.problem.kv_heads() } else { 1 };
+    !keys.is_empty() && (0..heads).all(seen)
+}
+
 fn tile(cx: &Context<'_>, sequence: usize, kv_head: usize) -> Tile {
     let s = &cx.bound.sequences()[sequence];
     Tile { sequence, head: kv_head * cx.pack, first: 0, rows: s.q_len * cx.pack }
 }
 
 /// Elements a part writes for one key/value head: maximum and sum of each lane, then the rows of O; with probes also
-/// the sum of u of each lane, and the rows of O weighted by u.
+/// the sum of u of each lane, and the rows of O weighted by u. Rows are in the kernels' pair order.
 fn record(cx: &Context<'_>, s: &Sequence, probe: Option<&Probe<'_>>) -> usize {
     let rows = s.q_len * cx.pack * cx.dv;
     2 * FEW + rows + if probe.is_some() { FEW + rows } else { 0 }
@@ -113,74 +133,60 @@ struct Head<'w> {
     step: Option<Step>,
     s: &'w mut [f32],
     q: &'w mut [f32],
-    on_unit: Option<OnUnit<'w>>,
     o: &'w mut [f32],
     m: [f32; MAX_LANES],
     l: [f32; MAX_LANES],
     second: Option<Second<'w>>,
 }
 
-/// What a matrix unit keeps for a head: its queries, scores and weights of a strip, and its part of O.
-struct OnUnit<'w> {
-    q: &'w mut [f32],
-    s: &'w mut [f32],
-    o: &'w mut [f32],
-}
-
-impl<'w> OnUnit<'w> {
-    fn sizes(cx: &Context<'_>, rows: usize) -> [usize; 3] {
-        [StripKernels::queries_room(rows, cx.d), StripKernels::room(rows), StripKernels::output_room(rows, cx.dv)]
-    }
-
-    fn new(cx: &Context<'_>, tile: &Tile, arena: &mut Arena<'w>) -> Option<Self> {
-        let data = cx.bound.q().slice()?;
-        let [q, s, o] = Self::sizes(cx, tile.rows).map(|n| arena.take(n));
-        let starts = cx.row_starts(tile, cx.bound.q().strides());
-        StripKernels::queries(RowsAt { data, starts: &starts[..tile.rows], n: cx.d }, q);
-        o.fill(0.0);
-        Some(OnUnit { q, s, o })
-    }
+/// A strip of a block of keys, which begins at `start`, and what is asked for while it is read.
+#[derive(Clone, Copy)]
+struct Strip {
+    start: usize,
+    strip: usize,
+    coming: Coming,
 }
 
 /// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
 struct Second<'w> {
     r: &'w mut [f32],
     u: &'w mut [f32],
-    on_unit: Option<OnUnit<'w>>,
     o: &'w mut [f32],
     l: [f32; MAX_LANES],
 }
 
-fn part(cx: &Context<'_>, part: &Part, results: &mut [f32], rescale: Rescale, probe: Option<&Probe<'_>>) -> Counters {
-    let rows = cx.bound.sequences()[part.sequence].q_len * cx.pack;
-    let strips = strips(cx, rows);
-    let found = try_part(cx, part, results, rescale, probe, strips);
-    let again = || try_part(cx, part, results, rescale, probe, None);
-    found.or_else(again).expect("bug in fulgurite: vectors refuse nothing")
+fn part(
+    cx: &Context<'_>,
+    part: &Part,
+    next: Option<&Part>,
+    results: &mut [f32],
+    rescale: Rescale,
+    probe: Option<&Probe<'_>>,
+) -> Counters {
+    let on_unit = if probe.is_none() { on_unit::part(cx, part, next, results, rescale) } else { None };
+    on_unit.unwrap_or_else(|| on_vectors(cx, part, results, rescale, probe))
 }
 
-/// `None` if a matrix unit met what it cannot do.
-fn try_part(
+fn on_vectors(
     cx: &Context<'_>,
     part: &Part,
     results: &mut [f32],
     rescale: Rescale,
     probe: Option<&Probe<'_>>,
-    strips: Option<&'static StripKernels>,
-) -> Option<Counters> {
+) -> Counters {
     let sequence = &cx.bound.sequences()[part.sequence];
     let rows = sequence.q_len * cx.pack;
     let heads = cx.problem.kv_heads();
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
     let room = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
-    let head_room = room(&sizes) + strips.map_or(0, |_| room(&OnUnit::sizes(cx, rows)));
+    let head_room = room(&sizes);
     let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
     with_workspace(heads_room + copy_room, |workspace| {
         let mut arena = Arena::new(workspace);
         let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         let dtype = cx.problem.dtype();
-        let (q_order, o_order) = (cx.kernels.pair_order(dtype, cx.d), cx.kernels.pair_order(dtype, cx.dv));
+        let order = cx.kernels.pair_order(dtype, cx.d);
         let mut walk: Vec<Head<'_>> = (0..heads)
             .map(|h| {
                 let tile = tile(cx, part.sequence, h);
@@ -189,65 +195,55 @@ fn try_part(
                     cx.gather(&tile, &cx.bound.q().data(), rows, cx.d, q, cx.d_pad);
                     for row in q.chunks_exact_mut(cx.d_pad) {
                         let natural = row.to_vec();
-                        for (x, &i) in row.iter_mut().zip(&q_order) {
+                        for (x, &i) in row.iter_mut().zip(&order) {
                             *x = natural[i] * cx.problem.scale();
                         }
                     }
                 };
                 load(cx, &q_rows, q);
                 o.fill(0.0);
-                let on_unit = strips.and_then(|_| OnUnit::new(cx, &tile, &mut arena));
                 let second = probe.map(|probe| {
                     let [u, r, o] = sizes.map(|n| arena.take(n));
                     load(probe.cx, &cx.query_rows(probe.cx.bound.q().strides(), sequence), r);
                     o.fill(0.0);
-                    let on_unit = strips.and_then(|_| OnUnit::new(probe.cx, &tile, &mut arena));
-                    Second { r, u, on_unit, o, l: [0.0; MAX_LANES] }
+                    Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, on_unit, o, m, l, second }
+                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l, second }
             })
             .collect();
         let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
         let mut counters = Counters::default();
-        let strips = strips.map(|strips| strips.hold(rows));
-        let end = ((part.number + 1) * PART).min(sequence.k_len);
-        for start in (part.number * PART..end).step_by(BLOCK) {
+        let Range { start: first, end } = part.keys(sequence);
+        let whole = sees_all(cx, part);
+        for start in (first..end).step_by(BLOCK) {
             let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
-            for head in &mut walk {
-                head.step = cx.step(&head.tile, &head.lanes, &piece, start);
-            }
-            if let Some(strips) = strips.as_ref().filter(|_| walk.iter().all(Head::sees_all)) {
-                for first in (start..start + BLOCK).step_by(UNIT_STRIP) {
-                    strip_on_unit(cx, strips, &mut walk, sequence, first, rescale, &mut counters);
+            // Where every row sees every key, whole blocks differ in nothing.
+            if !whole || start == first || piece.keys.len() < BLOCK {
+                for head in &mut walk {
+                    head.step = cx.step(&head.tile, &head.lanes, &piece, start);
                 }
-                continue;
             }
+            // What is read after a strip: the next one, and after the last of the keys the first of the values.
+            let at = |strip: usize, h: usize, [first, second]: [(&TensorView<'_>, usize); 2], then: usize| {
+                let ((view, n), key) =
+                    if strip + STRIP < BLOCK { (first, start + strip + STRIP) } else { (second, then) };
+                Strip { start, strip, coming: coming(cx, view, sequence, key, n, [h, heads]) }
+            };
+            let (k, v) = ((cx.bound.k(), cx.d), (cx.bound.v(), cx.dv));
             for strip in (0..BLOCK).step_by(STRIP) {
-                walk.iter_mut().enumerate().for_each(|(h, head)| head.scores(cx, sequence, h, start, strip));
+                for (h, head) in walk.iter_mut().enumerate() {
+                    head.scores(cx, sequence, h, at(strip, h, [k, v], start));
+                }
             }
             for head in &mut walk {
                 head.softmax(cx, start, rescale, &mut counters);
             }
             for strip in (0..BLOCK).step_by(STRIP) {
-                walk.iter_mut()
-                    .enumerate()
-                    .for_each(|(h, head)| head.output(cx, sequence, h, start, strip, &mut copies));
+                for (h, head) in walk.iter_mut().enumerate() {
+                    head.output(cx, sequence, h, at(strip, h, [v, k], start + BLOCK), &mut copies);
+                }
             }
-        }
-        for head in &mut walk {
-            if let Some(own) = &head.on_unit {
-                StripKernels::add_to(own.o, rows, head.o, cx.dv_pad);
-            }
-            if let Some(Second { on_unit: Some(own), o, .. }) = &mut head.second {
-                StripKernels::add_to(own.o, rows, o, cx.dv_pad);
-            }
-        }
-        // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
-        let spoiled = |o: &[f32]| o.iter().any(|x| !x.is_finite());
-        let any = |head: &Head<'_>| spoiled(head.o) || head.second.as_ref().is_some_and(|own| spoiled(own.o));
-        if strips.is_some() && walk.iter().any(any) {
-            return None;
         }
         for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
             let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
@@ -255,7 +251,7 @@ fn try_part(
             first[FEW..2 * FEW].copy_from_slice(&head.l[..FEW]);
             let write = |to: &mut [f32], from: &[f32]| {
                 for (to, from) in to.chunks_exact_mut(cx.dv).zip(from.chunks_exact(cx.dv_pad)) {
-                    o_order.iter().zip(from).for_each(|(&i, &x)| to[i] = x);
+                    to.copy_from_slice(&from[..cx.dv]);
                 }
             };
             write(&mut first[2 * FEW..], head.o);
@@ -264,84 +260,25 @@ fn try_part(
                 write(&mut second[FEW..], own.o);
             }
         }
-        Some(counters)
+        counters
     })
 }
 
-/// The matrix unit's way with few queries, where it has one: bf16 in whole tiles, and scores that nobody modifies.
-fn strips(cx: &Context<'_>, rows: usize) -> Option<&'static StripKernels> {
-    let unit = cx.kernels.matrix?;
-    let plain = cx.problem.dtype() == DType::Bf16 && cx.problem.score_program().is_none() && cx.rounding.is_none();
-    (plain && unit.narrow.suits(cx.exp) && StripKernels::suits(rows, cx.d, cx.dv)).then_some(unit.strips)
-}
-
-/// A strip of keys that all rows of all heads see: scores of all heads, then their softmax, then their outputs, so that
-/// keys and values are read nearly in sequence.
-fn strip_on_unit(
+/// A head's share of the strip from a key on.
+fn coming(
     cx: &Context<'_>,
-    strips: &Strips,
-    walk: &mut [Head<'_>],
-    sequence: &Sequence,
-    first: usize,
-    rescale: Rescale,
-    counters: &mut Counters,
-) {
-    let (k, v) = (cx.bound.k(), cx.bound.v());
-    let heads = walk.len();
-    for (h, head) in walk.iter_mut().enumerate() {
-        let Some(own) = &mut head.on_unit else { continue };
-        strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
-        if let Some(Second { on_unit: Some(own), .. }) = &mut head.second {
-            strips.scores(own.q, strip(cx, k, sequence, [first, h, cx.d]), own.s);
-        }
-        touch(cx, strips, v, sequence, [first, h, heads, cx.dv]);
-    }
-    for head in walk.iter_mut() {
-        let Some(own) = &mut head.on_unit else { continue };
-        let mut alpha = [1.0; FEW];
-        let (m, l) = (&mut head.m[..FEW], &mut head.l[..FEW]);
-        let (scale, tau) = (cx.problem.scale(), tau(rescale));
-        let stats = strips.softmax(&mut StripSoftmax { s: own.s, m, l, alpha: &mut alpha, scale, tau });
-        head.rescale(cx, &stats, &alpha, counters);
-        if let (Some(own), Some(Second { on_unit: Some(probe), l, .. })) = (&head.on_unit, &mut head.second) {
-            strips.probe(own.s, probe.s, l);
-        }
-    }
-    for (h, head) in walk.iter_mut().enumerate() {
-        let Some(own) = &mut head.on_unit else { continue };
-        strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
-        if let Some(Second { on_unit: Some(own), .. }) = &mut head.second {
-            strips.output(own.s, strip(cx, v, sequence, [first, h, cx.dv]), own.o);
-        }
-        touch(cx, strips, k, sequence, [first + UNIT_STRIP, h, heads, cx.d]);
-    }
-}
-
-/// Asks for a head's share of the strip from a key on, where all heads of a key lie together.
-fn touch(
-    cx: &Context<'_>,
-    strips: &Strips,
     view: &TensorView<'_>,
     sequence: &Sequence,
-    [first, head, heads, n]: [usize; 4],
-) {
-    let rows = cx.key_rows(view.strides(), sequence);
-    if let (Some(data), true) = (view.slice(), rows.row == heads * n) {
-        let (start, share) = (rows.at(first, 0), UNIT_STRIP * rows.row / heads);
-        strips.touch(data, start + head * share..start + (head + 1) * share);
+    first: usize,
+    n: usize,
+    [head, heads]: [usize; 2],
+) -> Coming {
+    if first + STRIP > sequence.k_len {
+        return Coming::NOTHING;
     }
-}
-
-/// The rows of a strip from a key on, of one head and `n` elements each.
-fn strip<'b>(
-    cx: &Context<'b>,
-    view: &TensorView<'b>,
-    sequence: &Sequence,
-    [first, kv_head, n]: [usize; 3],
-) -> StripRows<'b> {
     let rows = cx.key_rows(view.strides(), sequence);
-    let data = view.slice().expect("bug in fulgurite: strips are bf16");
-    StripRows { data, offset: rows.at(first, kv_head), row: rows.row, n }
+    let strip = Strided { data: view.data(), offset: rows.at(first, head), row: rows.row };
+    Share::ALL.of(&strip, [STRIP, n], [head, heads])
 }
 
 /// How far a score may exceed the maximum.
@@ -354,30 +291,13 @@ fn tau(rescale: Rescale) -> f32 {
 }
 
 impl Head<'_> {
-    /// Whether all rows see the whole block, and no expression hides a part of it.
-    fn sees_all(&self) -> bool {
-        let whole = |step: &Step| step.ranges[0] == (0, BLOCK) && step.inner[0] == (0, BLOCK) && !step.rest;
-        self.step.as_ref().is_some_and(whole)
-    }
-
     /// Multiplies what was summed before a raised maximum.
     fn rescale(&mut self, cx: &Context<'_>, stats: &SoftmaxStats, alpha: &[f32], counters: &mut Counters) {
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);
         if stats.rescaled > 0 {
-            let rows = self.tile.rows;
-            let scale = |o: &mut [f32], on_unit: &mut Option<OnUnit<'_>>| {
-                for (row, &factor) in o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
-                    row.iter_mut().for_each(|x| *x *= factor);
-                }
-                if let Some(own) = on_unit {
-                    StripKernels::scale(own.o, rows, alpha);
-                }
-            };
-            scale(self.o, &mut self.on_unit);
-            if let Some(Second { o, on_unit, l, .. }) = &mut self.second {
-                scale(o, on_unit);
-                l.iter_mut().zip(alpha).for_each(|(l, factor)| *l *= factor);
+            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
+                row.iter_mut().for_each(|x| *x *= factor);
             }
         }
     }
@@ -389,7 +309,7 @@ impl Head<'_> {
         start..end.max(start)
     }
 
-    fn scores(&mut self, cx: &Context<'_>, sequence: &Sequence, kv_head: usize, start: usize, strip: usize) {
+    fn scores(&mut self, cx: &Context<'_>, sequence: &Sequence, kv_head: usize, Strip { start, strip, coming }: Strip) {
         let seen = self.seen(strip);
         let k = cx.bound.k();
         let rows = cx.key_rows(k.strides(), sequence);
@@ -401,12 +321,12 @@ impl Head<'_> {
         let s = &mut self.s[seen.start * stride..seen.end * stride];
         // Lanes past the last row hold what the last block left: make it harmless.
         s.fill(0.0);
-        cx.kernels.dots(s, stride, self.q, cx.d_pad, &keys, size, STRIP);
+        cx.kernels.dots(s, stride, self.q, cx.d_pad, &keys, size, coming);
         if let Some(second) = &mut self.second {
             let u = &mut second.u[seen.start * stride..seen.end * stride];
             u.fill(0.0);
             // The keys are near by now: nothing to ask for.
-            cx.kernels.dots(u, stride, second.r, cx.d_pad, &keys, size, 0);
+            cx.kernels.dots(u, stride, second.r, cx.d_pad, &keys, size, Coming::NOTHING);
         }
     }
 
@@ -441,6 +361,10 @@ impl Head<'_> {
             }
         }
         if let Some(second) = &mut self.second {
+            for (row, &factor) in second.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+            second.l.iter_mut().zip(&alpha).for_each(|(l, factor)| *l *= factor);
             for key in step.hull() {
                 let p = &self.s[key * stride..(key + 1) * stride];
                 let u = &mut second.u[key * stride..(key + 1) * stride];
@@ -458,8 +382,7 @@ impl Head<'_> {
         cx: &Context<'_>,
         sequence: &Sequence,
         kv_head: usize,
-        start: usize,
-        strip: usize,
+        Strip { start, strip, coming }: Strip,
         copies: &mut [&mut [f32]; 2],
     ) {
         let seen = self.seen(strip);
@@ -480,17 +403,25 @@ impl Head<'_> {
                 let rows = (0..seen.len()).flat_map(|key| order.iter().map(move |&i| clean.at(key, i).data[0]));
                 let rows: Vec<f32> = rows.collect();
                 values = Strided { data: (&rows).into(), offset: 0, row: cx.dv };
-                cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, 0);
+                cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, Coming::NOTHING);
                 if let Some(second) = &mut self.second {
                     let u = &second.u[seen.start * stride..];
-                    cx.kernels.combine(second.o, cx.dv_pad, u, stride, &values, size, 0);
+                    cx.kernels.combine(second.o, cx.dv_pad, u, stride, &values, size, Coming::NOTHING);
                 }
                 return;
             }
         }
-        cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, STRIP);
+        cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, coming);
         if let Some(second) = &mut self.second {
-            cx.kernels.combine(second.o, cx.dv_pad, &second.u[seen.start * stride..], stride, &values, size, 0);
+            cx.kernels.combine(
+                second.o,
+                cx.dv_pad,
+                &second.u[seen.start * stride..],
+                stride,
+                &values,
+                size,
+                Coming::NOTHING,
+            );
         }
     }
 }
@@ -507,7 +438,8 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         })
         .collect();
     let (o_rows, lse_rows) = (cx.query_rows(out.o_strides, s), cx.bound.lse_rows(out.lse_strides, s));
-    let (mut o, mut weighted) = (vec![0.0f32; cx.dv], vec![0.0f32; cx.dv]);
+    let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
+    let (mut o, mut weighted, mut natural) = (vec![0.0f32; cx.dv], vec![0.0f32; cx.dv], vec![0.0f32; cx.dv]);
     for lane in 0..tile.rows {
         let weights = Weights::new(all.iter().map(|part| Log::<Natural>::new(part[lane])));
         let row = |first: usize| all.iter().map(move |part| &part[first + lane * cx.dv..first + (lane + 1) * cx.dv]);
@@ -531,9 +463,10 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
             // SAFETY: every (sequence, head, query) is merged once.
             unsafe { probe.mean.store(cx.kernels, rows.at(q, head), &[mean]) };
         }
+        order.iter().zip(&o).for_each(|(&i, &x)| natural[i] = x);
         // SAFETY: every (sequence, head, query) is merged once.
         unsafe {
-            out.o.store(cx.kernels, o_rows.at(q, head), &o);
+            out.o.store(cx.kernels, o_rows.at(q, head), &natural);
             out.lse.store(cx.kernels, lse_rows.at(q, head), &[lse]);
         }
     }

@@ -5,6 +5,7 @@ use fulgurite_core::{DataMut, TensorViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::thread::LocalKey;
 
 /// Bytes of a cache line; loads that cross one take twice as long.
 const LINE: usize = 64;
@@ -20,12 +21,26 @@ pub(crate) struct Line(pub [u8; LINE]);
 
 thread_local! {
     static WORKSPACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static RESULTS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
+
+/// Elements of partial results that a thread keeps for its next call: fresh pages cost a call of a millisecond a tenth.
+const KEPT_RESULTS: usize = 256 * 1024;
 
 /// Calls `f` with this thread's workspace of at least `len` elements, aligned to a cache line. Contents are
 /// whatever the last call left. It is kept for the next call: O(threads x tile).
 pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
-    WORKSPACE.with(|cell| {
+    with_kept(&WORKSPACE, len, f)
+}
+
+/// The same for what several threads write and the caller reads at the end: it lies beside the workspace, since the
+/// caller needs both. Much is not kept.
+pub(crate) fn with_results<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    if len > KEPT_RESULTS { f(&mut vec![0.0; len]) } else { with_kept(&RESULTS, len, f) }
+}
+
+fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    kept.with(|cell| {
         // A call inside a call (an item that panicked and was caught) gets memory of its own.
         let mut own = Vec::new();
         let mut kept = cell.try_borrow_mut();

@@ -176,7 +176,7 @@ fn bits_do_not_depend_on_the_batch() {
 fn few_queries_agree_with_the_oracle_and_keep_their_bits() {
     let mut failed = Vec::new();
     let masks = [Mask::none(), Mask::causal(), Mask::window(Some(100), Some(0))];
-    let shapes = [[1, 700, 4, 2, 64, 64], [1, 192, 3, 3, 32, 128], [4, 643, 8, 2, 128, 64], [3, 130, 10, 2, 96, 64]];
+    let shapes = [[1, 700, 4, 2, 64, 64], [1, 192, 3, 3, 32, 128], [2, 640, 6, 2, 128, 64], [3, 130, 10, 2, 96, 64]];
     for (seed, ([q_len, k_len, heads, kv_heads, d, dv], mask)) in
         shapes.into_iter().flat_map(|shape| masks.iter().map(move |mask| (shape, mask))).enumerate()
     {

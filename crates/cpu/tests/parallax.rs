@@ -56,7 +56,8 @@ fn probes_of_zero_are_attention() {
     }
 }
 
-/// Few queries of whole tiles, which go in strips where there is a matrix unit: against the oracle, and bit for bit.
+/// Few queries of whole tiles, which attention takes in strips where there is a matrix unit: against the oracle, and bit for
+/// bit elsewhere.
 #[test]
 fn few_queries_in_strips() {
     for (rows, heads) in [(1, [2, 2]), (3, [2, 1]), (1, [8, 1])] {
@@ -83,6 +84,10 @@ fn few_queries_in_strips() {
             }
             let mut plain = Forward::zeros(parallax.problem()).unwrap();
             forward(&inputs.bind(parallax.problem()).unwrap(), &mut plain.outputs(), &options);
+            // Attention's strips on matrix units have no place for probes yet: Parallax takes the vectors there.
+            if isa == Isa::Amx {
+                continue;
+            }
             let found = run(&zero);
             let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
             assert!(bits(&found.own.o) == bits(&plain.o) && bits(&found.own.lse) == bits(&plain.lse), "{isa:?}");

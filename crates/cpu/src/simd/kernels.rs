@@ -2,6 +2,7 @@
 
 use super::MatrixKernels;
 use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
+use super::coming::Coming;
 use crate::Isa;
 use crate::evaluate::Evaluator;
 use fulgurite_core::format::GroupFormat;
@@ -21,8 +22,8 @@ pub(crate) enum Sum {
 type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 type Finish = unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
-type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
-type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], usize);
+type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], Coming);
+type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], Coming);
 
 /// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
 /// that instruction set: [`kernels`] checks before it hands one out.
@@ -277,7 +278,7 @@ impl Kernels {
         unsafe { (self.narrow_bf16)(src, dst) }
     }
 
-    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. Keys `ahead` of each are prefetched.
+    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. What comes is asked for.
     pub fn dots(
         &self,
         s: &mut [f32],
@@ -286,24 +287,24 @@ impl Kernels {
         ldq: usize,
         k: &Strided<'_>,
         [rows, keys, d]: [usize; 3],
-        ahead: usize,
+        coming: Coming,
     ) {
         assert!(rows <= stride && s.len() >= extent(keys, stride, rows), "scores too small");
         assert!(q.len() >= extent(rows, ldq, d), "queries too small");
         let (range, row, size) = (k.range(keys, d), k.row, [rows, keys, d]);
-        let (s, q, ahead) = (s.as_mut_ptr(), q.as_ptr(), ahead * row);
+        let (s, q) = (s.as_mut_ptr(), q.as_ptr());
         // SAFETY: the machine has the instruction set, and the extents were just checked (keys by slicing).
         unsafe {
             match k.data {
-                Data::F32(k) => (self.dots_f32)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
-                Data::F16(k) => (self.dots_f16)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
-                Data::Bf16(k) => (self.dots_bf16)(s, stride, q, ldq, k[range].as_ptr(), row, size, ahead),
+                Data::F32(k) => (self.dots_f32)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
+                Data::F16(k) => (self.dots_f16)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
+                Data::Bf16(k) => (self.dots_bf16)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
     }
 
-    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. Values `ahead` are prefetched.
+    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. What comes is asked for.
     pub fn combine(
         &self,
         o: &mut [f32],
@@ -312,18 +313,18 @@ impl Kernels {
         stride: usize,
         v: &Strided<'_>,
         [rows, keys, d]: [usize; 3],
-        ahead: usize,
+        coming: Coming,
     ) {
         assert!(rows <= stride && p.len() >= extent(keys, stride, rows), "probabilities too small");
         assert!(o.len() >= extent(rows, ldo, d), "output too small");
         let (range, row, size) = (v.range(keys, d), v.row, [rows, keys, d]);
-        let (o, p, ahead) = (o.as_mut_ptr(), p.as_ptr(), ahead * row);
+        let (o, p) = (o.as_mut_ptr(), p.as_ptr());
         // SAFETY: the machine has the instruction set, and the extents were just checked (values by slicing).
         unsafe {
             match v.data {
-                Data::F32(v) => (self.combine_f32)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
-                Data::F16(v) => (self.combine_f16)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
-                Data::Bf16(v) => (self.combine_bf16)(o, ldo, p, stride, v[range].as_ptr(), row, size, ahead),
+                Data::F32(v) => (self.combine_f32)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
+                Data::F16(v) => (self.combine_f16)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
+                Data::Bf16(v) => (self.combine_bf16)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
@@ -466,7 +467,7 @@ macro_rules! define_kernels {
             /// Rows four at a time (else one by one), keys as many as one transpose can take.
             $(#[$feature])?
             unsafe fn dots<T: Row>(
-                s: *mut f32, stride: usize, q: *const f32, ldq: usize, k: *const T, row: usize, [rows, keys, d]: [usize; 3], ahead: usize,
+                s: *mut f32, stride: usize, q: *const f32, ldq: usize, k: *const T, row: usize, [rows, keys, d]: [usize; 3], mut coming: crate::simd::Coming,
             ) {
                 const BY_FOUR: usize = $simd::LANES / 4;
                 const BY_ONE: usize = $simd::LANES;
@@ -481,10 +482,10 @@ macro_rules! define_kernels {
                         unsafe {
                             let (s, q, k) = (s.add(j * stride + r), q.add(r * ldq), k.add(j * row));
                             match (four, many) {
-                                (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s, stride, q, ldq, k, row, d, ahead),
-                                (true, false) => alg::dots::<$simd, T, 4, 1>(s, stride, q, ldq, k, row, d, ahead),
-                                (false, true) => alg::dots::<$simd, T, 1, BY_ONE>(s, stride, q, ldq, k, row, d, ahead),
-                                (false, false) => alg::dots::<$simd, T, 1, 1>(s, stride, q, ldq, k, row, d, ahead),
+                                (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s, stride, q, ldq, k, row, d, &mut coming),
+                                (true, false) => alg::dots::<$simd, T, 4, 1>(s, stride, q, ldq, k, row, d, &mut coming),
+                                (false, true) => alg::dots::<$simd, T, 1, BY_ONE>(s, stride, q, ldq, k, row, d, &mut coming),
+                                (false, false) => alg::dots::<$simd, T, 1, 1>(s, stride, q, ldq, k, row, d, &mut coming),
                             }
                         }
                         j += if many { most } else { 1 };
@@ -495,7 +496,7 @@ macro_rules! define_kernels {
             /// Rows four at a time, columns four vectors at a time, the last columns one by one.
             $(#[$feature])?
             unsafe fn combine<T: Row>(
-                o: *mut f32, ldo: usize, p: *const f32, stride: usize, v: *const T, row: usize, [rows, keys, d]: [usize; 3], ahead: usize,
+                o: *mut f32, ldo: usize, p: *const f32, stride: usize, v: *const T, row: usize, [rows, keys, d]: [usize; 3], mut coming: crate::simd::Coming,
             ) {
                 let mut r = 0;
                 while r < rows {
@@ -519,10 +520,10 @@ macro_rules! define_kernels {
                                 break;
                             }
                             match (four, wide) {
-                                (true, true) => alg::combine::<$simd, T, 4, 4>(o, ldo, p, stride, v, row, keys, ahead),
-                                (true, false) => alg::combine::<$simd, T, 4, 1>(o, ldo, p, stride, v, row, keys, ahead),
-                                (false, true) => alg::combine::<$simd, T, 1, 4>(o, ldo, p, stride, v, row, keys, ahead),
-                                (false, false) => alg::combine::<$simd, T, 1, 1>(o, ldo, p, stride, v, row, keys, ahead),
+                                (true, true) => alg::combine::<$simd, T, 4, 4>(o, ldo, p, stride, v, row, keys, &mut coming),
+                                (true, false) => alg::combine::<$simd, T, 4, 1>(o, ldo, p, stride, v, row, keys, &mut coming),
+                                (false, true) => alg::combine::<$simd, T, 1, 4>(o, ldo, p, stride, v, row, keys, &mut coming),
+                                (false, false) => alg::combine::<$simd, T, 1, 1>(o, ldo, p, stride, v, row, keys, &mut coming),
                             }
                         }
                         c += if wide { 4 * $simd::LANES } else { $simd::LANES };

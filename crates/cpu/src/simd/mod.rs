@@ -22,6 +22,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod coding;
+mod coming;
 mod folds;
 mod int8;
 mod kernels;
@@ -36,11 +37,12 @@ mod strips;
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
 pub(crate) use coding::BYTES;
+pub(crate) use coming::{Coming, Share};
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt};
-pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax, Strips};
+pub(crate) use strips::{STRIP, StripKernels, StripRows, StripSoftmax};
 
 /// A vector of f32 and what the kernels do with it.
 ///

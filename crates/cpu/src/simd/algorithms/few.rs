@@ -2,6 +2,7 @@
 
 use super::rows::Row;
 use crate::simd::Simd;
+use crate::simd::coming::{Coming, LINE};
 
 /// Elements that [`dots`] and [`combine`] read in pair order: whole groups of four vectors.
 pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
@@ -22,7 +23,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
     k: *const T,
     row: usize,
     d: usize,
-    ahead: usize,
+    coming: &mut Coming,
 ) {
     // SAFETY: inside the extents.
     unsafe {
@@ -34,10 +35,10 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
                 let at = q.add(r * ldq + i);
                 *x = (S::load(at), S::load(at.add(S::LANES)));
             }
+            // As many lines as are read.
+            coming.ask::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
             for (j, sum) in sums.iter_mut().enumerate() {
-                let at = k.add(j * row + i);
-                S::prefetch(at.wrapping_add(ahead).cast());
-                let (a, b) = T::pair::<S>(at);
+                let (a, b) = T::pair::<S>(k.add(j * row + i));
                 for r in 0..R {
                     sum[r] = S::fma(b, rows[r].1, S::fma(a, rows[r].0, sum[r]));
                 }
@@ -89,7 +90,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
     v: *const T,
     row: usize,
     keys: usize,
-    ahead: usize,
+    coming: &mut Coming,
 ) {
     // SAFETY: inside the extents.
     unsafe {
@@ -104,10 +105,9 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
             if V == 1 {
                 values[0] = T::vector::<S>(v.add(j * row));
             } else {
+                coming.ask::<S>((V * S::LANES * size_of::<T>()).div_ceil(LINE));
                 for z in 0..V / 2 {
-                    let at = v.add(j * row + 2 * z * S::LANES);
-                    S::prefetch(at.wrapping_add(ahead).cast());
-                    (values[2 * z], values[2 * z + 1]) = T::pair::<S>(at);
+                    (values[2 * z], values[2 * z + 1]) = T::pair::<S>(v.add(j * row + 2 * z * S::LANES));
                 }
             }
             for (r, sum) in sums.iter_mut().enumerate() {

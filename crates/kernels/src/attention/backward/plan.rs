@@ -289,11 +289,11 @@ impl Backward {
         }
     }
 
-    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. What they
-    /// read and add to should fit the second-level cache.
+    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
+    /// tiles are spread over the whole of their pair, and what they read and add to must stay in the second-level cache.
     fn fixed_order(&self) -> u64 {
         let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
-        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(8, 64)
+        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(1, 64)
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.
