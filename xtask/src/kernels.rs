@@ -1,8 +1,8 @@
 //! NVIDIA's assembler for the tests that want it, and every kernel through it.
 
-use crate::cargo;
 use crate::python;
 use crate::steps::{Report, Trouble, must, works};
+use crate::{build_programs, cargo, program};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -41,9 +41,10 @@ pub fn assemble(ptxas: Option<&PathBuf>) -> Result<(), Trouble> {
     if ptxas.is_none() {
         return Err(Trouble::skip("there is no assembler, see above"));
     }
+    build_programs()?;
     for arch in ARCHITECTURES {
-        let run = ["run", "--quiet", "--package", "fulgurite-cli", "--", "kernel", "assemble", "--all", "--arch", arch];
-        must(&mut cargo_with(ptxas, &run))?;
+        let args = ["kernel", "assemble", "--all", "--arch", arch];
+        must(program("fulgurite").args(args).envs(ptxas.map(|path| (VARIABLE, path))))?;
     }
     Ok(())
 }

@@ -43,6 +43,19 @@ fn cargo(args: &[&str]) -> Command {
     command
 }
 
+/// The workspace's programs as the tests have them, built together: one package alone would be built with other features
+/// of its dependencies, and these with it.
+fn build_programs() -> Result<(), steps::Trouble> {
+    steps::must(&mut cargo(&["build", "--workspace", "--bins", "--examples"]))
+}
+
+/// A program that [`build_programs`] has built, by its place under the folder of the profile.
+fn program(place: &str) -> Command {
+    let mut command = Command::new(target().join("debug").join(format!("{place}{}", std::env::consts::EXE_SUFFIX)));
+    command.current_dir(root());
+    command
+}
+
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();

@@ -1,7 +1,7 @@
 //! `cargo xtask test` and `cargo xtask ci`.
 
 use crate::steps::{Report, Trouble, must, works};
-use crate::{cargo, fuzz, kernels, python, root};
+use crate::{build_programs, cargo, fuzz, kernels, program, python, root};
 use std::process::Command;
 
 /// How much to test.
@@ -46,10 +46,9 @@ pub fn run(report: &mut Report, extent: Extent) {
     report.step("GPU kernels through the assembler", || kernels::assemble(ptxas));
     report.step("documentation tests", || must(&mut cargo(&["test", "--workspace", "--doc", "--no-fail-fast"])));
     report.step("examples", || {
-        must(&mut cargo(&["build", "--workspace", "--examples"]))?;
+        build_programs()?;
         for (example, args) in EXAMPLES {
-            let run = ["run", "--quiet", "--package", "fulgurite", "--example", example, "--"];
-            must(cargo(&run).args(*args))?;
+            must(program(&format!("examples/{example}")).args(*args))?;
         }
         Ok(())
     });

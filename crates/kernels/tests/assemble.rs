@@ -58,6 +58,20 @@ fn gradients_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// In a fixed order threads add, whose turns are kept; the copy engine does not wait for one.
+#[test]
+fn a_fixed_order_is_for_threads() {
+    for packed in [false, true] {
+        for order in [Order::Any, Order::Fixed] {
+            let problem = Problem::builder().heads(2, 1).head_dim(128).dtype(DType::Bf16);
+            let problem = if packed { problem.packed(&[0, 40, 90], &[0, 50, 300]) } else { problem.dense(1, 90, 300) };
+            let plan = Backward::new(&problem.build().unwrap(), false, order).unwrap();
+            let text = plan.kernels(Target::HOPPER).unwrap().main.ptx();
+            assert_eq!(text.contains("cp.reduce.async.bulk"), order == Order::Any, "packed {packed}, {order:?}");
+        }
+    }
+}
+
 #[test]
 fn gradients_of_sequences_with_lengths_of_their_own_assemble() {
     let Some(assembler) = assembler() else { return };

@@ -9,11 +9,11 @@ use super::{Adds, Features, Tuning};
 use crate::attention::work::Sides;
 use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Target, Val, Word};
 
-/// Eight elements of a row of d_q.
+/// Eight elements of a row of d_q: which row, and which eight of it, each as a number and what is added to it. They are added
+/// where they are used: until then they would take registers.
 struct Eight<'k> {
-    row: Val<'k, u32>,
-    /// Which eight of the row.
-    eight: Val<'k, u32>,
+    row: (Val<'k, u32>, u32),
+    eight: (Val<'k, u32>, u32),
     sums: [Val<'k, f32>; 8],
 }
 
@@ -58,31 +58,35 @@ where
             }
         };
         let d_q = d_q.at_wide(of_sequence + head.mul_wide(head_stride));
-        // All loads before all stores.
-        let parts: Vec<_> = (0..items.div_ceil(threads))
-            .map(|i| {
-                let item = w.thread() + i * threads;
-                // The last round of a block need not be whole.
-                let here = item.lt(items);
-                let load = |at: Val<'k, u32>, apart: u32, count: usize| -> Vec<[Val<'k, f32>; 4]> {
-                    let from = sums.at(here.select::<u32>(at, 0));
-                    (0..count as u32).map(|j| from.load_some(w, apart * j)).collect()
-                };
-                let eights = match turned {
-                    true => of_elements(d, tuning.cols(d), item, load),
-                    false => of_queries(d, tuning.cols(d), item, load),
-                };
-                (here, eights)
-            })
-            .collect();
-        for (here, eights) in parts {
-            for Eight { row, eight, sums } in eights {
-                let row = step * rows + row;
-                let pairs: [_; 4] =
-                    std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
-                w.when(here & row.lt(q_len) & (eight * 8).lt(head_dim), |w| {
-                    d_q.at_wide(row.mul_wide(row_stride)).store_some(w, eight * 4, pairs);
-                });
+        // Some loads before their stores: as many as there are registers for.
+        let rounds: Vec<u32> = (0..items.div_ceil(threads)).collect();
+        for rounds in rounds.chunks(if turned { 1 } else { 4 }) {
+            let parts: Vec<_> = rounds
+                .iter()
+                .map(|i| {
+                    let item = w.thread() + i * threads;
+                    // The last round of a block need not be whole.
+                    let here = item.lt(items);
+                    let load = |at: Val<'k, u32>, apart: u32, count: usize| -> Vec<[Val<'k, f32>; 4]> {
+                        let from = sums.at(here.select::<u32>(at, 0));
+                        (0..count as u32).map(|j| from.load_some(w, apart * j)).collect()
+                    };
+                    let eights = match turned {
+                        true => of_elements(d, tuning.cols(d), item, load),
+                        false => of_queries(d, tuning.cols(d), item, load),
+                    };
+                    (here, eights)
+                })
+                .collect();
+            for (here, eights) in parts {
+                for Eight { row, eight, sums } in eights {
+                    let (row, eight) = (step * rows + row.0 + row.1, eight.0 + eight.1);
+                    let pairs: [_; 4] =
+                        std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
+                    w.when(here & row.lt(q_len) & (eight * 8).lt(head_dim), |w| {
+                        d_q.at_wide(row.mul_wide(row_stride)).store_some(w, eight * 4, pairs);
+                    });
+                }
             }
         }
     });
@@ -103,9 +107,10 @@ fn of_queries<'k>(
         false => (eight / (cols / 8), eight % (cols / 8), sixteen),
     };
     let fours = load(group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16, 4, 4);
+    let first = sixteen * 16 + row;
     let of = |half: usize| Eight {
-        row: sixteen * 16 + row + 8 * half as u32,
-        eight,
+        row: (first, 8 * half as u32),
+        eight: (eight, 0),
         sums: std::array::from_fn(|i| fours[i / 2][2 * half + i % 2]),
     };
     vec![of(0), of(1)]
@@ -122,9 +127,10 @@ fn of_elements<'k>(
     let (sixteen, pair) = (item % sixteens, item / sixteens);
     let (group, warp) = (sixteen / 4, sixteen & 3);
     let fours = load(group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8);
+    let (first, eight) = (pair * 2, sixteen * 2);
     let of = |query: usize, half: usize| Eight {
-        row: pair * 2 + query as u32,
-        eight: sixteen * 2 + half as u32,
+        row: (first, query as u32),
+        eight: (eight, half as u32),
         sums: std::array::from_fn(|i| fours[i][2 * half + query]),
     };
     vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]

@@ -118,7 +118,9 @@ impl Tuning {
         let usual = Tuning::hopper(head_dim);
         match head_dim {
             ..=64 if ragged && !modified => Tuning { registers: [232, 40], ..usual },
-            65..=128 if ragged && !modified => Tuning { rows: 64, registers: [232, 40], ..usual },
+            65..=128 if ragged && !modified && order == Order::Any => {
+                Tuning { rows: 64, registers: [232, 40], ..usual }
+            }
             _ if ragged || modified => Tuning::hopper(u32::MAX),
             65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
             _ => usual,
