@@ -86,16 +86,19 @@ pub(crate) fn ask<T>(x: &[T]) {
 }
 
 /// Asks for memory that will be used later: as far as the second-level cache. Any address will do.
+#[cfg(target_arch = "x86_64")]
 pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
     // One line more where the first byte is inside one.
     for line in (0..bytes + start.addr() % LINE).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: prefetching never faults.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(start.cast::<i8>().wrapping_add(line)) }
     }
-    let _ = (start, bytes);
 }
+
+/// Other machines follow a run of lines by themselves.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn ask_bytes(_: *const u8, _: usize) {}
 
 /// Cuts a workspace into parts that begin on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);

@@ -9,10 +9,9 @@
 
 use super::main::{Main, tile};
 use super::modified::clean;
-use super::tiles::Of;
-use super::walk::{Walk, clear, pack, probabilities, score_gradients};
+use super::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Tile, TileShape, Word};
+use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Thread, Tile, TileShape, Word};
 
 /// What the warpgroups do.
 pub(super) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
@@ -135,17 +134,9 @@ where
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
         let [to_k, to_v] = [(keys, cols[0]), (values, cols[1])].map(|(ring, cols)| ring.current(w)[0].cols(own, cols));
-        w.write::<T>(to_v, &d_v);
-        w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
-        w.publish_shared();
-        w.sync_group(&barrier);
-        w.one_thread_of_group(|t| {
-            let at = |of, cols: u32| main.at(of, &work, [own * cols, work.tile * tuning.keys(), work.head]);
-            t.store_tile(&main.d_v, &at(Of::DV, cols[1]), to_v);
-            t.store_tile(&main.d_k, &at(Of::DK, cols[0]), to_k);
-            t.commit_stores();
-            t.wait_stores_read(0);
-        });
+        let at = |_: &Scope<'k, Thread>, i: usize| [own * cols[i], work.tile * tuning.keys()];
+        store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
+        w.one_thread_of_group(|t| t.wait_stores_read(0));
         values.done(w);
         keys.done(w);
     });

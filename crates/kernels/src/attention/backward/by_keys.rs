@@ -9,10 +9,9 @@
 
 use super::Pack;
 use super::main::{Main, tile};
-use super::tiles::Of;
-use super::walk::{Walk, clear, pack, probabilities, score_gradients};
+use super::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tile, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
 
 /// What the warpgroups do.
 pub(super) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
@@ -124,17 +123,9 @@ where
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);
         let [to_k, to_v] = [keys, values].map(|ring| ring.current(w)[0].rows(own, 64));
-        w.write::<T>(to_v, &d_v);
-        w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
-        w.publish_shared();
-        w.sync_group(&barrier);
-        w.one_thread_of_group(|t| {
-            let at = |of| main.at(of, &work, [t.constant(0), work.tile * tuning.keys() + own * 64, work.head]);
-            t.store_tile(&main.d_v, &at(Of::DV), to_v);
-            t.store_tile(&main.d_k, &at(Of::DK), to_k);
-            t.commit_stores();
-            t.wait_stores_read(0);
-        });
+        let at = |w: &Scope<'k, Thread>, _| [w.constant(0), work.tile * tuning.keys() + own * 64];
+        store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
+        w.one_thread_of_group(|t| t.wait_stores_read(0));
         values.done(w);
         keys.done(w);
     });

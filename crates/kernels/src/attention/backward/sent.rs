@@ -10,10 +10,10 @@
 //! d_k and d_v leave through the places of d_z and d_q: the keys of the next tile arrive meanwhile.
 
 use super::main::{Main, tile};
-use super::tiles::{Of, Work};
-use super::walk::{Walk, clear, pack, probabilities, score_gradients};
+use super::tiles::Work;
+use super::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tile, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
 
 /// What the warpgroups do.
 pub(super) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
@@ -95,17 +95,9 @@ where
         // Both are done with d_z.
         w.sync_role(&all);
         let to_v = Tile::at(main.d_v.tile(), exchange[0].nth(own).address());
-        w.write::<T>(to_v, &d_v);
         let to_k = outbox.as_tile(w, main.d_k.tile());
-        w.write_with::<T>(to_k, &d_k, |_, x| x * main.scale);
-        w.publish_shared();
-        w.sync_group(&barrier);
-        w.one_thread_of_group(|t| {
-            let at = |of| main.at(of, &work, [t.constant(0), work.tile * tuning.keys() + own * 64, work.head]);
-            t.store_tile(&main.d_v, &at(Of::DV), to_v);
-            t.store_tile(&main.d_k, &at(Of::DK), to_k);
-            t.commit_stores();
-        });
+        let at = |w: &Scope<'k, Thread>, _| [w.constant(0), work.tile * tuning.keys() + own * 64];
+        store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
     });
     outbox.end(w);
     w.one_thread_of_group(|t| t.wait_stores_read(0));

@@ -1,9 +1,11 @@
 //! The steps of a tile, as the warpgroups walk them, and what they do with scores.
 
 use super::main::Main;
-use super::tiles::{END, FIRST, Tiles, Work};
+use super::tiles::{END, FIRST, Of, Tiles, Work};
 use crate::exp::exp2;
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Numbers, Outbox, Pair, Pointer, Scope, Val, Var, Word};
+use fulgurite_ptx::{
+    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Outbox, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
+};
 
 /// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
 pub(super) struct Walk<'a, 'k> {
@@ -166,4 +168,31 @@ where
 /// Zeros.
 pub(super) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
+}
+
+/// d_k and d_v leave through tiles that nobody reads any more. `at` is the first column and key of the warpgroup's part of
+/// either; the thread that stores them is always the same one of the warpgroup, and waits for them elsewhere.
+pub(super) fn store_results<'k, T: Half>(
+    w: &Scope<'k, Group>,
+    main: &Main<'k>,
+    work: &Work<'k>,
+    barrier: &GroupBarrier,
+    [(d_k, to_k), (d_v, to_v)]: [(&Acc<'k>, Tile<'k>); 2],
+    at: impl Fn(&Scope<'k, Thread>, usize) -> [Val<'k, u32>; 2],
+) where
+    Pair<T>: Word,
+{
+    w.write::<T>(to_v, d_v);
+    w.write_with::<T>(to_k, d_k, |_, x| x * main.scale);
+    w.publish_shared();
+    w.sync_group(barrier);
+    w.one_thread_of_group(|t| {
+        let place = |of, i| {
+            let [col, key] = at(t, i);
+            main.at(of, work, [col, key, work.head])
+        };
+        t.store_tile(&main.d_v, &place(Of::DV, 1), to_v);
+        t.store_tile(&main.d_k, &place(Of::DK, 0), to_k);
+        t.commit_stores();
+    });
 }
