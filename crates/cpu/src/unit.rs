@@ -8,7 +8,8 @@ use crate::simd::{
     Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
     Source, Sum, forget, parts,
 };
-use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::step::{Cover, Step};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
 use std::ops::Range;
 
@@ -254,7 +255,7 @@ impl Unit for MatrixKernels {
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        for seg in step.segments(GROUP) {
+        for seg in step.paired_segments(GROUP, Cover::Pair) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let k = Panels::new(k.rows.at(key, 0).data, d, parts);
             let q = Panels::new(q, d, parts).at(lane / GROUP, 0);
@@ -302,7 +303,7 @@ impl Unit for MatrixKernels {
             let (a, b) = step.ranges[z];
             self.pack_lanes(&p[z * GROUP..], stride, [a, b.max(a)], to, weight_parts);
         }
-        for seg in step.segments(DEPTH) {
+        for seg in step.paired_segments(DEPTH, Cover::Seen) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let v = Panels::new(values, block, parts).at(0, key / DEPTH);
             let p = Panels::new(packed, block, weight_parts).at(lane / GROUP, key / DEPTH);

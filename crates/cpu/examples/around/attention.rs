@@ -72,22 +72,35 @@ fn windows(dtype: DType) -> SkipProblem {
     SkipProblem::new(builder(dtype), Skip { classes, tile: [64, 128], ..Skip::default() }).expect("a problem")
 }
 
-/// Windows many times and nothing else, for a profiler.
-pub fn window_alone(threads: usize) -> Vec<Line> {
+fn lambda(dtype: DType) -> SkipProblem {
+    let skip = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
+    SkipProblem::new(builder(dtype), skip).expect("a problem")
+}
+
+/// Windows, or the skip in the kernel, many times and nothing else, for a profiler.
+fn alone(what: &str, problem: fn(DType) -> SkipProblem, rounds: usize, threads: usize) -> Vec<Line> {
     let one = |dtype: DType| {
-        let (long, window) = (Long::new(dtype), windows(dtype));
+        let (long, problem) = (Long::new(dtype), problem(dtype));
         let inputs = long.inputs();
-        let bound = window.bind(&inputs).expect("fits");
+        let bound = problem.bind(&inputs).expect("fits");
         let mut out = Forward::zeros(&long.dense).expect("outputs");
         let [time] = race(
-            40,
+            rounds,
             [&mut || {
                 skip_forward(&bound, &mut out.outputs(), &options(threads));
             }],
         );
-        Line(format!("window 128, 16 sinks, {dtype}"), vec![("seconds".into(), time)])
+        Line(format!("{what}, {dtype}"), vec![("seconds".into(), time)])
     };
     vec![one(DType::F32), one(DType::Bf16)]
+}
+
+pub fn window_alone(threads: usize) -> Vec<Line> {
+    alone("window 128, 16 sinks", windows, 40, threads)
+}
+
+pub fn skip_alone(threads: usize) -> Vec<Line> {
+    alone("skip in the kernel", lambda, 10, threads)
 }
 
 pub fn window(threads: usize) -> Vec<Line> {
@@ -124,8 +137,7 @@ pub fn skip(threads: usize) -> Vec<Line> {
     let one = |dtype: DType| {
         let long = Long::new(dtype);
         let inputs = long.inputs();
-        let lambda = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
-        let lambda = SkipProblem::new(builder(dtype), lambda).expect("a problem");
+        let lambda = lambda(dtype);
         let (bound, some) = (inputs.bind(&long.dense).expect("fits"), lambda.bind(&inputs).expect("fits"));
         let mut outs: [Forward; 2] = std::array::from_fn(|_| Forward::zeros(&long.dense).expect("outputs"));
         let [a, b] = &mut outs;

@@ -52,6 +52,7 @@ fn main() {
             "window" => attention::window(threads),
             "window-alone" => attention::window_alone(threads),
             "skip" => attention::skip(threads),
+            "skip-alone" => attention::skip_alone(threads),
             "parallax" => attention::parallax(threads),
             "lighthouse" => attention::lighthouse(threads),
             other => panic!("no part {other:?}, there are: {all:?}"),

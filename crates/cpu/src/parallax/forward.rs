@@ -6,7 +6,8 @@ use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
-use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use fulgurite_core::{DType, Rescale};
 
