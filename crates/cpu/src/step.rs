@@ -4,12 +4,15 @@ use crate::simd::MAX_VECTORS;
 use crate::tiles::MAX_LANES;
 use std::ops::Range;
 
+/// For each vector of lanes, from a key to past another.
+pub(crate) type Ranges = [(usize, usize); MAX_VECTORS];
+
 /// What to compute of a block of scores, relative to its first key.
 pub(crate) struct Step {
     /// Keys each vector of lanes sees.
-    pub ranges: [(usize, usize); MAX_VECTORS],
+    pub ranges: Ranges,
     /// Of these, keys that every lane of the vector sees.
-    pub inner: [(usize, usize); MAX_VECTORS],
+    pub inner: Ranges,
     /// Interval of each lane.
     pub lo: [f32; MAX_LANES],
     pub hi: [f32; MAX_LANES],
@@ -123,9 +126,17 @@ impl Step {
         found.into_iter().take(n)
     }
 
-    fn rounded(&self, grain: usize) -> [(usize, usize); MAX_VECTORS] {
+    fn rounded(&self, grain: usize) -> Ranges {
         self.ranges.map(|(a, b)| if a < b { (a - a % grain, b.next_multiple_of(grain)) } else { (0, 0) })
     }
+}
+
+/// Ranges of two vectors at a time, of those that see something: what is done with their scores stays in the first-level
+/// cache. All together with `whole`, for whoever looks at scores of all lanes.
+pub(crate) fn in_pairs(ranges: Ranges, whole: bool) -> impl Iterator<Item = Ranges> {
+    let size = if whole { MAX_VECTORS } else { 2 };
+    let own = move |z: usize| std::array::from_fn(|i| if i / size == z / size { ranges[i] } else { (0, 0) });
+    (0..MAX_VECTORS).step_by(size).map(own).filter(|own: &Ranges| own.iter().any(|(a, b)| a < b))
 }
 
 /// What [`Step::paired_segments`] cover.
@@ -144,7 +155,7 @@ mod tests {
     #[test]
     fn segments_tile_the_ranges() {
         let step = |ranges| Step { ranges, inner: ranges, lo: [0.0; 64], hi: [0.0; 64], rest: false };
-        let all: [[(usize, usize); MAX_VECTORS]; 6] = [
+        let all: [Ranges; 6] = [
             [(0, 32), (16, 48), (32, 64), (48, 64)],
             [(0, 64), (0, 64), (0, 64), (0, 64)],
             [(0, 16), (0, 32), (0, 48), (0, 64)],

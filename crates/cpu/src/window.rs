@@ -7,8 +7,9 @@
 use crate::Counters;
 use crate::forward::{Out, Row, finish, fold};
 use crate::memory::{Arena, with_workspace};
-use crate::simd::{Ahead, DEPTH, MAX_VECTORS, Policy};
+use crate::simd::{Ahead, DEPTH, Policy};
 use crate::skip::{Found, Item};
+use crate::step::in_pairs;
 use crate::tiles::{Context, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Scratch};
 use fulgurite_core::Rescale;
@@ -144,11 +145,9 @@ pub(crate) fn walk(
                     let piece = Piece { keys, masked: true };
                     let step = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin);
                     let Some(mut step) = step else { continue };
-                    // Two vectors at a time: their scores and weights stay in the first-level cache.
                     let all = std::mem::take(&mut step.ranges);
-                    for z in (0..MAX_VECTORS).step_by(2).filter(|z| all[*z..z + 2].iter().any(|(a, b)| a < b)) {
-                        step.ranges = Default::default();
-                        step.ranges[z..z + 2].copy_from_slice(&all[z..z + 2]);
+                    for ranges in in_pairs(all, cx.is_modified()) {
+                        step.ranges = ranges;
                         fold(cx, &mut row, &step, origin, block, s, &mut scratch, policy, &mut ahead, &mut counters);
                     }
                 }

@@ -171,6 +171,15 @@ pub fn skip(threads: usize) -> Vec<Line> {
 }
 
 pub fn parallax(threads: usize) -> Vec<Line> {
+    parallax_beside(true, threads)
+}
+
+/// Parallax's forward many times and nothing else, for a profiler.
+pub fn parallax_alone(threads: usize) -> Vec<Line> {
+    parallax_beside(false, threads)
+}
+
+fn parallax_beside(attention: bool, threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         for (name, q_len, n, heads, kv, d, rounds) in
@@ -189,17 +198,21 @@ pub fn parallax(threads: usize) -> Vec<Line> {
             let (bound, both) = (inputs.bind(&problem).expect("fits"), parallax.bind(&inputs, rv).expect("fits"));
             let mut a = Forward::zeros(&problem).expect("outputs");
             let mut b = ParallaxForward::zeros(&parallax).expect("outputs");
-            let [plain, corrected] = race(
-                rounds,
-                [
-                    &mut || {
-                        forward(&bound, &mut a.outputs(), &options(threads));
-                    },
-                    &mut || parallax_forward(&both, &mut b.outputs(), &options(threads)),
-                ],
-            );
+            let mut corrected = || parallax_forward(&both, &mut b.outputs(), &options(threads));
+            let what = format!("parallax {name}, {dtype}, {q_len} queries, {n} keys, {heads} heads, d {d}");
+            if !attention {
+                if q_len > 1 {
+                    let [seconds] = race(100, [&mut corrected]);
+                    lines.push(Line(what, vec![("seconds".into(), seconds)]));
+                }
+                continue;
+            }
+            let mut plain = || {
+                forward(&bound, &mut a.outputs(), &options(threads));
+            };
+            let [plain, corrected] = race(rounds, [&mut plain, &mut corrected]);
             lines.push(Line(
-                format!("parallax {name}, {dtype}, {q_len} queries, {n} keys, {heads} heads, d {d}"),
+                what,
                 vec![
                     ("attention_seconds".into(), plain),
                     ("parallax_seconds".into(), corrected),

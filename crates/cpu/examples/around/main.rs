@@ -54,6 +54,7 @@ fn main() {
             "skip" => attention::skip(threads),
             "skip-alone" => attention::skip_alone(threads),
             "parallax" => attention::parallax(threads),
+            "parallax-alone" => attention::parallax_alone(threads),
             "lighthouse" => attention::lighthouse(threads),
             other => panic!("no part {other:?}, there are: {all:?}"),
         });

@@ -6,7 +6,7 @@ use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
-use crate::step::Step;
+use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use fulgurite_core::{DType, Rescale};
@@ -43,7 +43,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let (room, block, tile) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let blocks = last.div_ceil(block);
     // Weights that softmax packs are kept for all blocks; others are packed one block after the other, in one place.
-    let kept = if cx.problem.dtype() == DType::Bf16 { blocks } else { blocks.min(1) };
+    let bf16 = cx.problem.dtype() == DType::Bf16;
+    let kept = if bf16 { blocks } else { blocks.min(1) };
+    // Whether softmax packs what is finite: all of its blocks do the same.
+    let unit = cx.kernels.matrix_for(cx.problem.dtype());
+    let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.narrow.suits(cx.exp));
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
     let sizes = [
         blocks * block * room.key,
@@ -84,7 +88,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let start = i * block;
                 let keys = start..(start + block).min(sequence.k_len);
                 for (n, piece) in cx.pieces(&row.tile, keys).enumerate() {
-                    let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                    let Some(mut step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
                     // Packed weights are whole tiles: a second piece of a block may share one with the first.
                     let mut own = vec![0.0; if n == 0 { 0 } else { room.weights }];
                     let to = if n == 0 {
@@ -96,28 +100,39 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         &mut own[..]
                     };
                     let mut scratch = Scratch::new(values, to);
-                    let (s, u) = (&mut s_all[start * stride..], &mut u_all[start * stride..]);
-                    let (s, u) = (&mut s[..block * stride], &mut u[..block * stride]);
-                    scores(cx, &row, &step, start, *k, s, ahead);
-                    let before = (row.m, row.l);
-                    let mut alpha = [1.0; MAX_LANES];
-                    let mut stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
-                    if stats.distrusted > 0 {
-                        (row.m, row.l) = before;
+                    let u = &mut u_all[start * stride..][..block * stride];
+                    // Weights that are packed leave nothing to keep of S.
+                    let place = if packs && v.finite { 0 } else { start * stride };
+                    let s = &mut s_all[place..][..block * stride];
+                    let mut factors = [1.0; MAX_LANES];
+                    let mut rescaled = false;
+                    let seen = std::mem::take(&mut step.ranges);
+                    for ranges in in_pairs(seen, cx.is_modified()) {
+                        step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
-                        stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, Policy::Raise(0.0));
+                        rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                        let before = (row.m, row.l);
+                        let mut alpha = [1.0; MAX_LANES];
+                        let mut stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                        if stats.distrusted > 0 {
+                            let policy = Policy::Raise(0.0);
+                            (row.m, row.l) = before;
+                            scores(cx, &row, &step, start, *k, s, ahead);
+                            stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                        }
+                        let (ranges, sums) = (step.ranges, &mut sums[..stride]);
+                        if let (true, Some(unit)) = (scratch.packed, unit) {
+                            let mut args = PackedProbe { u, ranges, lanes: sums, alpha: &alpha[..stride] };
+                            unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
+                        } else {
+                            cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: &alpha[..stride], ranges });
+                        }
+                        rescaled |= stats.rescaled > 0;
+                        factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
                     }
-                    rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                    let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));
-                    let factors = alpha.unwrap_or([1.0; MAX_LANES]);
-                    let (ranges, factors) = (step.ranges, &factors[..stride]);
-                    if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
-                        let mut args = PackedProbe { u, ranges, lanes: sums, alpha: factors };
-                        unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
-                    } else {
-                        cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: factors, ranges });
-                    }
-                    let packed = scratch.packed;
+                    step.ranges = seen;
+                    assert!(scratch.packed == (packs && v.finite), "bug in fulgurite: weights were to be packed");
+                    let (packed, alpha) = (scratch.packed, rescaled.then_some(factors));
                     done.push(Done { start, step, alpha, packed, own });
                 }
             }
@@ -135,15 +150,20 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
-                if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
-                    let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
-                    let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
-                    unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);
-                } else {
-                    cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                let seen = std::mem::take(&mut step.ranges);
+                // On vectors sums are cut where neighbours begin or end: as attention's are.
+                for ranges in in_pairs(seen, unit.is_none()) {
+                    step.ranges = ranges;
+                    if let (true, Some(unit)) = (scratch.packed, unit) {
+                        let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
+                        let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
+                        unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);
+                    } else {
+                        cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                    }
+                    let products = Products { step, stride, ahead };
+                    cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
                 }
-                let products = Products { step, stride, ahead };
-                cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
             }
             let scale = cx.score_scale();
             row.m.iter_mut().for_each(|m| *m *= scale);

@@ -490,24 +490,26 @@ unsafe fn pack<G: Gradient>(args: &GradArgs<'_>, from: &G, out: &mut GradPanels<
     }
 }
 
-/// The slots of packed weights that a vector of lanes sees, with where their two keys' U lie.
+/// The slots of packed weights that a vector of lanes sees, with the U of their two keys, in turns of two.
 ///
 /// # Safety
 /// As for [`probe`].
 #[inline(always)]
-unsafe fn each_slot(args: &PackedProbe<'_>, z: usize, mut f: impl FnMut(usize, [__m512; 2])) {
+unsafe fn each_slot(args: &PackedProbe<'_>, z: usize, mut f: impl FnMut(usize, usize, [__m512; 2])) {
     let (start, end) = args.ranges[z];
     let stride = args.lanes.len();
     if start >= end {
         return;
     }
     for tile in start / 32..end.div_ceil(32) {
-        for j in 0..16 {
-            let at = (tile * 32 + j) * stride + z * 16;
-            // SAFETY: whole tiles are inside U (caller).
-            let u =
-                unsafe { [Avx512::load(args.u.as_ptr().add(at)), Avx512::load(args.u.as_ptr().add(at + 16 * stride))] };
-            f(tile * SLOTS + j * 16, u);
+        for j in (0..16).step_by(2) {
+            for i in 0..2 {
+                let at = (tile * 32 + j + i) * stride + z * 16;
+                let u = args.u.as_ptr();
+                // SAFETY: whole tiles are inside U (caller).
+                let u = unsafe { [Avx512::load(u.add(at)), Avx512::load(u.add(at + 16 * stride))] };
+                f(i, tile * SLOTS + (j + i) * 16, u);
+            }
         }
     }
 }
@@ -536,16 +538,18 @@ unsafe fn probe(args: &mut PackedProbe<'_>, panels: *const f32, pitch: usize) {
         for z in 0..args.lanes.len() / 16 {
             let own = args.lanes.as_mut_ptr().add(z * 16);
             let before = _mm512_mul_ps(Avx512::load(own), Avx512::load(args.alpha.as_ptr().add(z * 16)));
-            let mut sums = [before, _mm512_setzero_ps()];
-            each_slot(args, z, |at, u| {
-                let p = weights(panels.add(z * pitch + at));
+            // Four chains cover the latency of a sum.
+            let mut sums = [[before, _mm512_setzero_ps()], [_mm512_setzero_ps(); 2]];
+            each_slot(args, z, |turn, at, u| {
+                let (p, sums) = (weights(panels.add(z * pitch + at)), &mut sums[turn]);
                 for half in 0..2 {
                     // A key that weighs nothing may hold anything.
                     let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p[half]), _mm512_castps_si512(p[half]));
                     sums[half] = _mm512_mask3_fmadd_ps(p[half], u[half], sums[half], seen);
                 }
             });
-            Avx512::store(own, _mm512_add_ps(sums[0], sums[1]));
+            let [first, second] = sums.map(|[a, b]| _mm512_add_ps(a, b));
+            Avx512::store(own, _mm512_add_ps(first, second));
         }
     }
 }
@@ -558,7 +562,7 @@ unsafe fn reweigh(args: &mut PackedProbe<'_>, panels: *mut f32, pitch: usize) {
     unsafe {
         for z in 0..args.lanes.len() / 16 {
             let one = _mm512_add_ps(_mm512_set1_ps(1.0), Avx512::load(args.lanes.as_ptr().add(z * 16)));
-            each_slot(args, z, |at, u| {
+            each_slot(args, z, |_, at, u| {
                 let to = panels.add(z * pitch + at);
                 let p = weights(to);
                 let [first, second] = std::array::from_fn(|half| {
