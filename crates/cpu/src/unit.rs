@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
-    Source, Sum, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Policy, RowsAt, SoftmaxArgs,
+    SoftmaxStats, Source, Sum, forget, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -48,11 +48,13 @@ pub(crate) struct Scratch<'a> {
     pub packed: bool,
     /// What O is to be multiplied with, where the unit [rescales](Unit::rescales).
     pub alpha: [f32; MAX_LANES],
+    /// Probes, for a softmax that packs.
+    pub probe: Option<PackedProbe<'a>>,
 }
 
 impl<'a> Scratch<'a> {
     pub fn new(values: &'a mut [f32], weights: &'a mut [f32]) -> Self {
-        Scratch { values, weights, packed: false, alpha: [1.0; MAX_LANES] }
+        Scratch { values, weights, packed: false, alpha: [1.0; MAX_LANES], probe: None }
     }
 }
 
@@ -275,7 +277,11 @@ impl Unit for MatrixKernels {
         let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
         let narrow = narrow && cx.rounding.is_none();
         scratch.packed = narrow && v.finite;
-        if scratch.packed { self.narrow.softmax(args, scratch.weights, block) } else { cx.kernels.softmax(args) }
+        if scratch.packed {
+            self.narrow.softmax(args, scratch.weights, block, scratch.probe.as_mut())
+        } else {
+            cx.kernels.softmax(args)
+        }
     }
     fn output(
         &self,

@@ -32,8 +32,34 @@ struct Done {
     alpha: Option<[f32; MAX_LANES]>,
     /// Whether its weights are packed already.
     packed: bool,
-    /// The weights of a block's later pieces.
-    own: Vec<f32>,
+    /// The packed weights and U of a block's later pieces.
+    own: [Vec<f32>; 2],
+}
+
+/// Where the packed weights and U of a piece are: its own, or from `at` on in those of all blocks.
+fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n: usize) -> [&'a mut [f32]; 2] {
+    let [weights, probes] = own;
+    if !weights.is_empty() {
+        return [weights, probes];
+    }
+    // U of what is not packed has no place here.
+    all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
+}
+
+/// Asks for the rows of O that a tile writes, and the queries and probes of the next.
+fn ask(cx: &Context<'_>, probe: &Probe<'_>, tile: &Tile, next: Option<&Tile>, out: &Out<'_>, ahead: &mut Ahead) {
+    let sequence = &cx.bound.sequences()[tile.sequence];
+    let o_rows = cx.query_rows(out.o_strides, sequence);
+    if cx.pack > 1 {
+        return;
+    }
+    out.o.ask(ahead, o_rows.at(tile.first, tile.head), o_rows.row, cx.dv, tile.rows);
+    if let Some(next) = next {
+        for view in [cx.bound.q(), probe.cx.bound.q()] {
+            let rows = cx.query_rows(view.strides(), sequence);
+            ahead.push_rows(&view.data(), rows.at(next.first, next.head), rows.row, cx.d, next.rows);
+        }
+    }
 }
 
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
@@ -60,10 +86,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
         scratch,
         room.values,
         kept * room.weights,
+        if packs { kept * room.weights } else { 0 },
     ];
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
+        let [k, v, s_all, u_all, q, r, o, rows, values, weights, probes] = sizes.map(|n| arena.take(n));
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let packed: Vec<[KeyRows<'_>; 2]> = parts
             .enumerate()
@@ -75,9 +102,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             .collect();
         let _held = cx.unit.hold();
         let ahead = &mut Ahead::default();
-        for &tile in tiles {
+        for (i, &tile) in tiles.iter().enumerate() {
             let lanes = cx.lanes(&tile);
             let stride = lanes.stride;
+            ask(cx, probe, &tile, tiles.get(i + 1), out, ahead);
             cx.unit.queries(cx, &tile, stride, rows, q);
             rx.unit.queries(rx, &tile, stride, rows, r);
             let o = &mut o[..cx.dv_pad * stride];
@@ -90,20 +118,14 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 for (n, piece) in cx.pieces(&row.tile, keys).enumerate() {
                     let Some(mut step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
                     // Packed weights are whole tiles: a second piece of a block may share one with the first.
-                    let mut own = vec![0.0; if n == 0 { 0 } else { room.weights }];
-                    let to = if n == 0 {
-                        {
-                            let at = i.min(kept - 1) * room.weights;
-                            &mut weights[at..at + room.weights]
-                        }
-                    } else {
-                        &mut own[..]
-                    };
-                    let mut scratch = Scratch::new(values, to);
-                    let u = &mut u_all[start * stride..][..block * stride];
-                    // Weights that are packed leave nothing to keep of S.
-                    let place = if packs && v.finite { 0 } else { start * stride };
+                    let mut own = [(); 2].map(|_| vec![0.0; if n == 0 { 0 } else { room.weights }]);
+                    let at = i.min(kept - 1) * room.weights;
+                    let packed = packs && v.finite;
+                    let [to, packed_u] = places(&mut own, [weights, probes], at, room.weights);
+                    // What is packed leaves nothing to keep of S and U.
+                    let place = if packed { 0 } else { start * stride };
                     let s = &mut s_all[place..][..block * stride];
+                    let u = &mut u_all[place..][..block * stride];
                     let mut factors = [1.0; MAX_LANES];
                     let mut rescaled = false;
                     let seen = std::mem::take(&mut step.ranges);
@@ -111,28 +133,30 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                        let before = (row.m, row.l);
+                        let before = (row.m, row.l, sums);
                         let mut alpha = [1.0; MAX_LANES];
-                        let mut stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                        let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
+                            let mut scratch = Scratch::new(values, to);
+                            scratch.probe = packed.then(|| PackedProbe { u, packed: packed_u, sums });
+                            let stats = softmax(cx, row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                            assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
+                            stats
+                        };
+                        let mut stats = fold(&mut row, s, &mut sums[..stride], policy);
                         if stats.distrusted > 0 {
-                            let policy = Policy::Raise(0.0);
-                            (row.m, row.l) = before;
+                            (row.m, row.l, sums) = before;
                             scores(cx, &row, &step, start, *k, s, ahead);
-                            stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                            stats = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
                         }
-                        let (ranges, sums) = (step.ranges, &mut sums[..stride]);
-                        if let (true, Some(unit)) = (scratch.packed, unit) {
-                            let mut args = PackedProbe { u, ranges, lanes: sums, alpha: &alpha[..stride] };
-                            unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
-                        } else {
-                            cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: &alpha[..stride], ranges });
+                        if !packed {
+                            let (sums, alpha) = (&mut sums[..stride], &alpha[..stride]);
+                            cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha, ranges });
                         }
                         rescaled |= stats.rescaled > 0;
                         factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
                     }
                     step.ranges = seen;
-                    assert!(scratch.packed == (packs && v.finite), "bug in fulgurite: weights were to be packed");
-                    let (packed, alpha) = (scratch.packed, rescaled.then_some(factors));
+                    let alpha = rescaled.then_some(factors);
                     done.push(Done { start, step, alpha, packed, own });
                 }
             }
@@ -144,22 +168,22 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 if let Some(alpha) = alpha {
                     cx.kernels.scale_lanes(row.o, &alpha[..stride]);
                 }
+                let at = (*start / block).min(kept - 1) * room.weights;
+                let [to, packed_u] = places(own, [weights, probes], at, room.weights);
                 let (s, u) = (&mut s_all[*start * stride..], &u_all[*start * stride..]);
                 let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
-                let at = (*start / block).min(kept - 1) * room.weights;
-                let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
                 let seen = std::mem::take(&mut step.ranges);
                 // On vectors sums are cut where neighbours begin or end: as attention's are.
                 for ranges in in_pairs(seen, unit.is_none()) {
                     step.ranges = ranges;
-                    if let (true, Some(unit)) = (scratch.packed, unit) {
-                        let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
-                        let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
-                        unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);
-                    } else {
-                        cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                    let mean = &mean[..stride];
+                    match unit {
+                        Some(unit) if scratch.packed => {
+                            unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
+                        }
+                        _ => cx.kernels.stage(Stage::Reweigh { p: s, u, mean, ranges }),
                     }
                     let products = Products { step, stride, ahead };
                     cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
