@@ -6,7 +6,7 @@
 use crate::forward::{Out, Row, finish, items_of, scores, softmax};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, SoftmaxArgs};
-use crate::step::Step;
+use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Products, Scratch, Vectors};
 use crate::{Options, pool, window};
@@ -208,8 +208,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             if let Some(next) = groups.peek() {
                 ask(cx, &keys, next[0] * cols / block * block, ahead);
             }
-            let finite = !looks || all_finite(cx, &keys, rows);
             let k = cx.unit.keys(cx, &keys, &mut *k_buffer);
+            let finite = !looks || k.finite || all_finite(cx, &keys, rows);
             let v = LazyCell::new(|| cx.unit.values(cx, &keys, &mut *v_buffer));
             for &t in group {
                 let own = t * cols..((t + 1) * cols).min(sequence.k_len);
@@ -338,23 +338,28 @@ impl<'w> Walker<'w> {
         ahead: &mut Ahead,
     ) -> bool {
         let mut top = [f32::NEG_INFINITY; MAX_LANES];
-        for step in self.steps.iter().flatten() {
-            scores(cx, &self.row, step, origin, k, s, ahead);
-            let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
-            cx.kernels.softmax(&mut SoftmaxArgs {
-                s,
-                stride: self.row.lanes.stride,
-                ranges: step.ranges,
-                inner: step.inner,
-                lo: &step.lo,
-                hi: &step.hi,
-                m: &mut top,
-                l: &mut l,
-                alpha: &mut alpha,
-                exp: cx.exp,
-                policy: Policy::MaxOnly,
-                scale: cx.score_scale(),
-            });
+        for step in self.steps.iter_mut().flatten() {
+            let seen = step.ranges;
+            for ranges in in_pairs(seen, cx.whole_products()) {
+                step.ranges = ranges;
+                scores(cx, &self.row, step, origin, k, s, ahead);
+                let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
+                cx.kernels.softmax(&mut SoftmaxArgs {
+                    s,
+                    stride: self.row.lanes.stride,
+                    ranges,
+                    inner: step.inner,
+                    lo: &step.lo,
+                    hi: &step.hi,
+                    m: &mut top,
+                    l: &mut l,
+                    alpha: &mut alpha,
+                    exp: cx.exp,
+                    policy: Policy::MaxOnly,
+                    scale: cx.score_scale(),
+                });
+            }
+            step.ranges = seen;
         }
         let (scale, stride) = (cx.score_scale(), self.row.lanes.stride);
         // Without branches: a lane takes less than a cycle. Lanes past the last row have queries of zero and no say.

@@ -84,6 +84,17 @@ impl<'a> Context<'a> {
         self.problem.score_program().is_some() || self.problem.mask_rest().is_some()
     }
 
+    /// Whether scores are looked at in tiles of all lanes; else in pairs of vectors, which stay in the first-level cache.
+    pub fn whole_tiles(&self) -> bool {
+        self.is_modified() || self.kernels.matrix_for(self.problem.dtype()).is_none()
+    }
+
+    /// The same where all lanes see the same keys: in parts these are longer than that cache, and better read once for all
+    /// lanes than once for each pair.
+    pub fn whole_products(&self) -> bool {
+        self.whole_tiles() || self.problem.dtype() != DType::Bf16
+    }
+
     /// What a score must be multiplied with in softmax to be in natural units.
     pub fn score_scale(&self) -> f32 {
         if self.is_modified() { 1.0 } else { self.unit.score_scale(self) }

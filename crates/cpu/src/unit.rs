@@ -244,9 +244,8 @@ impl Unit for MatrixKernels {
     }
     fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        self.pack_rows(&from, buffer, d);
-        // A key that holds NaN spoils its own scores only.
-        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
+        let finite = self.pack_rows(&from, buffer, d);
+        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite }
     }
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { block, .. } = Sizes::new(self, cx);

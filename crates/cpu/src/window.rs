@@ -146,7 +146,7 @@ pub(crate) fn walk(
                     let step = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin);
                     let Some(mut step) = step else { continue };
                     let all = std::mem::take(&mut step.ranges);
-                    for ranges in in_pairs(all, cx.is_modified()) {
+                    for ranges in in_pairs(all, cx.whole_tiles()) {
                         step.ranges = ranges;
                         fold(cx, &mut row, &step, origin, block, s, &mut scratch, policy, &mut ahead, &mut counters);
                     }

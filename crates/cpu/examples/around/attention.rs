@@ -183,7 +183,7 @@ fn parallax_beside(attention: bool, threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         for (name, q_len, n, heads, kv, d, rounds) in
-            [("forward, causal", 2048, 2048, 8, 8, 64, 9), ("decode", 1, 16384, 8, 8, 128, 31)]
+            [("forward, causal", 2048, 2048, 8, 8, 64, 31), ("decode", 1, 16384, 8, 8, 128, 31)]
         {
             let problem = Problem::builder().dense(1, q_len, n).heads(heads, kv).head_dim(d).dtype(dtype);
             let problem = problem.mask(Mask::causal()).build().expect("a problem");

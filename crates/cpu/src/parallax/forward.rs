@@ -46,22 +46,6 @@ fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n:
     all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
-/// Asks for the rows of O that a tile writes, and the queries and probes of the next.
-fn ask(cx: &Context<'_>, probe: &Probe<'_>, tile: &Tile, next: Option<&Tile>, out: &Out<'_>, ahead: &mut Ahead) {
-    let sequence = &cx.bound.sequences()[tile.sequence];
-    let o_rows = cx.query_rows(out.o_strides, sequence);
-    if cx.pack > 1 {
-        return;
-    }
-    out.o.ask(ahead, o_rows.at(tile.first, tile.head), o_rows.row, cx.dv, tile.rows);
-    if let Some(next) = next {
-        for view in [cx.bound.q(), probe.cx.bound.q()] {
-            let rows = cx.query_rows(view.strides(), sequence);
-            ahead.push_rows(&view.data(), rows.at(next.first, next.head), rows.row, cx.d, next.rows);
-        }
-    }
-}
-
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
     let rx = probe.cx;
     let sequence = &cx.bound.sequences()[tiles[0].sequence];
@@ -102,10 +86,9 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             .collect();
         let _held = cx.unit.hold();
         let ahead = &mut Ahead::default();
-        for (i, &tile) in tiles.iter().enumerate() {
+        for &tile in tiles {
             let lanes = cx.lanes(&tile);
             let stride = lanes.stride;
-            ask(cx, probe, &tile, tiles.get(i + 1), out, ahead);
             cx.unit.queries(cx, &tile, stride, rows, q);
             rx.unit.queries(rx, &tile, stride, rows, r);
             let o = &mut o[..cx.dv_pad * stride];
@@ -129,7 +112,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let mut factors = [1.0; MAX_LANES];
                     let mut rescaled = false;
                     let seen = std::mem::take(&mut step.ranges);
-                    for ranges in in_pairs(seen, cx.is_modified()) {
+                    for ranges in in_pairs(seen, cx.whole_products()) {
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
@@ -176,7 +159,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 scratch.packed = *weighed;
                 let seen = std::mem::take(&mut step.ranges);
                 // On vectors sums are cut where neighbours begin or end: as attention's are.
-                for ranges in in_pairs(seen, unit.is_none()) {
+                for ranges in in_pairs(seen, cx.whole_products()) {
                     step.ranges = ranges;
                     let mean = &mean[..stride];
                     match unit {

@@ -88,8 +88,7 @@ pub(super) unsafe fn copy_rows(
     depth: usize,
 ) -> bool {
     // SAFETY: inside the extents; rows past the last are not read.
-    unsafe { copy(|r| src.wrapping_add(r * row), [rows, n], dst, depth) };
-    true
+    unsafe { copy(|r| src.wrapping_add(r * row), [rows, n], dst, depth) }
 }
 
 /// The same for rows that begin at `starts`.
@@ -99,20 +98,24 @@ pub(super) unsafe fn copy_rows(
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn copy_at(src: *const bf16, starts: &[usize], n: usize, dst: *mut f32, depth: usize) {
     // SAFETY: passed on; only rows below the number of starts are asked for.
-    unsafe { copy(|r| src.add(starts[r]), [starts.len(), n], dst, depth) }
+    unsafe { copy(|r| src.add(starts[r]), [starts.len(), n], dst, depth) };
 }
 
+/// True if all elements are finite.
 #[inline(always)]
-unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *mut f32, depth: usize) {
-    for r in 0..rows.next_multiple_of(16) {
-        for tile in 0..depth {
-            // SAFETY: inside the extents (caller).
-            unsafe {
+unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *mut f32, depth: usize) -> bool {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        let mut largest = _mm512_setzero_si512();
+        for r in 0..rows.next_multiple_of(16) {
+            for tile in 0..depth {
                 let left = if r < rows { n.saturating_sub(tile * 32) } else { 0 };
                 let x = if left == 0 { _mm512_setzero_si512() } else { line(at(r).add(tile * 32), left) };
+                largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
                 _mm512_storeu_si512(dst.add((r / 16 * depth + tile) * SLOTS + r % 16 * 16).cast(), x);
             }
         }
+        _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0
     }
 }
 
