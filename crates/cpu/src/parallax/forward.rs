@@ -120,7 +120,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         let mut alpha = [1.0; MAX_LANES];
                         let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
                             let mut scratch = Scratch::new(values, to);
-                            scratch.probe = packed.then(|| PackedProbe { u, packed: packed_u, sums });
+                            scratch.probe = packed.then_some(PackedProbe { u, packed: packed_u, sums });
                             let stats = softmax(cx, row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
                             assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
                             stats
