@@ -12,7 +12,7 @@ use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
-use super::tuning::{Added, Tuning};
+use super::tuning::{Added, End, Tuning};
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
 use fulgurite_core::{DType, Exp, Mask};
 use fulgurite_ptx::{
@@ -116,6 +116,11 @@ where
     Pair<T>: Word,
 {
     fn new(k: &'k Builder, features: &'a Features, tuning: Tuning) -> Self {
+        let tuning = match features.exp {
+            // All scores of a tile are seen before its first p: there is nothing to join.
+            Exp::Sas { .. } => Tuning { end: End::Parts, ..tuning },
+            _ => tuning,
+        };
         let (d, dv) = (features.dims[0], features.own_columns(&tuning));
         let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let tensor = |name, rows, cols| match features.ragged.any() {
@@ -142,6 +147,7 @@ where
         // Tiles of q and of v in a stage: each warpgroup has its own of one of them, and the other is everyone's.
         let [q_tiles, v_tiles] = if wide { [1, tuning.groups] } else { [tuning.groups, 1] };
         let tile_rows = features.tile_rows(&tuning);
+        let scans = matches!(features.exp, Exp::Sas { .. });
         let lse = k.pointer::<f32>("lse");
         // Two words: tiles handed out, and blocks done again.
         let counters = k.pointer::<u32>("counters");
@@ -290,12 +296,27 @@ where
                     tickets.put(t, &work.message());
                     n.set(work.blocks[1] - 1);
                 };
+                // All keys once more than others have them, where all scores are seen first.
+                let scan = |t: &Scope<'k, Thread>, work: &Work<'k>| {
+                    load_q(t, work);
+                    let n = t.var(n.get());
+                    t.repeat(|t, leave| {
+                        load_k(t, n.get(), tag(t, n.get(), work), kv_head.get(), work);
+                        leave.when(n.get().eq(work.blocks[0]));
+                        n.set(n.get() - 1);
+                    });
+                };
                 let run = |t: &Scope<'k, Thread>| {
                     begin(t, find(t, t.block()));
+                    if scans {
+                        scan(t, &now.get());
+                    }
                     let first = tag(t, n.get(), &now.get());
                     set_tag(first);
                     load_k(t, n.get(), first, kv_head.get(), &now.get());
-                    load_q(t, &now.get());
+                    if !scans {
+                        load_q(t, &now.get());
+                    }
                     t.repeat(|t, leave| {
                         // Asked for early: the answer is used after this tile's loads.
                         let ticket = counters.fetch_add(t, 0, 1);
@@ -327,9 +348,11 @@ where
                                 set_tag(next_tag);
                                 if tuning.joined() {
                                     load_q(t, &next);
+                                } else if scans {
+                                    scan(t, &next);
                                 }
                                 load_k(t, n.get(), next_tag, kv_head.get(), &next);
-                                if !tuning.joined() {
+                                if !tuning.joined() && !scans {
                                     load_q(t, &next);
                                 }
                             },
@@ -464,9 +487,22 @@ where
                 set_tile(w, &now.get());
                 zero();
                 queries.wait(w);
-                scores(w, q(w), false);
-                w.wait_products(0);
-                settle(w, &take_block(w, n.get()));
+                let see = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
+                    scores(w, q(w), false);
+                    w.wait_products(0);
+                    settle(w, &take_block(w, n));
+                };
+                if scans {
+                    softmax.forget();
+                    let n = w.var(n.get());
+                    w.repeat(|w, leave| {
+                        see(w, n.get());
+                        softmax.see(w, &s);
+                        leave.when(n.get().eq(now.get().blocks[0]));
+                        n.set(n.get() - 1);
+                    });
+                }
+                see(w, n.get());
                 softmax.first(w, &s, &p[0]);
             };
             // One block: its scores beside p v of the block before.
@@ -552,6 +588,7 @@ where
                         modify: &modify,
                         rows: &rows,
                         first_column,
+                        exp: features.exp,
                         scale: scale_log2,
                     };
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
