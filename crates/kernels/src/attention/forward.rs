@@ -8,81 +8,19 @@
 
 use super::careful::{Careful, Redo, Rows};
 use super::epilogue::Epilogue;
-use super::lists::{Blocks, Lists, Tag};
-use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
+pub use super::features::Features;
+use super::lists::{Lists, Tag};
+use super::modifier::{Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
 use super::tuning::{Added, End, Tuning};
-use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
-use fulgurite_core::{DType, Exp, Mask};
+use super::work::{Equal, Of, Shape, Unequal, Work, WorkVars};
+use fulgurite_core::Exp;
 use fulgurite_ptx::{
     BuildError, Builder, Fragment, Group, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread, Tile,
     TileShape, Val, Warpgroups, Word,
 };
 use std::f32::consts::LOG2_E;
-
-/// What of a problem shapes the kernel's text: everything but lengths.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Features {
-    /// Elements of a row of q and k, and of v and o: multiples of 16, and of [`Features::value_unit`].
-    pub dims: [u32; 2],
-    /// Which keys a query sees, as far as that is an interval.
-    pub mask: Mask,
-    /// Expressions over scores and indices.
-    pub modifiers: Modifiers,
-    /// Type of a logit for each head that joins the denominator.
-    pub sinks: Option<DType>,
-    /// Lengths that differ from sequence to sequence.
-    pub ragged: Ragged,
-    /// Lists of the blocks that are seen.
-    pub blocks: Option<Blocks>,
-    /// How p is computed.
-    pub exp: Exp,
-}
-
-/// Columns of o that the registers of a warpgroup have room for.
-const COLUMNS: u32 = 256;
-
-impl Features {
-    /// Whether a row is too wide for one warpgroup: then all compute the same scores of 64 queries, and share the columns of
-    /// v and o instead of rows. Scores are computed twice, which is the price of a plain way up to twice the columns.
-    pub fn wide(&self) -> bool {
-        self.dims.iter().any(|d| *d > COLUMNS)
-    }
-
-    /// Rows of queries of a tile.
-    pub fn tile_rows(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { 64 } else { tuning.rows() }
-    }
-
-    /// What the columns of v must be a multiple of.
-    pub fn value_unit(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { 16 * tuning.groups } else { 16 }
-    }
-
-    /// Columns of v and o of a warpgroup.
-    fn own_columns(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { self.dims[1] / tuning.groups } else { self.dims[1] }
-    }
-
-    /// Whether some keys are hidden element by element, beside spans.
-    pub fn hides_elements(&self) -> bool {
-        self.modifiers.mask.is_some() || self.blocks.is_some()
-    }
-
-    /// Those of equal sequences under a mask of spans, without anything else.
-    pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
-        Features {
-            dims,
-            mask,
-            modifiers: Modifiers::default(),
-            sinks: None,
-            ragged: Ragged::default(),
-            blocks: None,
-            exp: Exp::Auto,
-        }
-    }
-}
 
 /// The forward kernel.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
