@@ -456,6 +456,12 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
+    /// Whether every lane sees all of these keys, as far as intervals tell.
+    pub fn see(&self, keys: &Range<usize>) -> bool {
+        self.lo[..self.stride].iter().all(|&lo| lo as usize <= keys.start)
+            && self.hi[..self.stride].iter().all(|&hi| hi as usize >= keys.end)
+    }
+
     /// From the first key that some lane sees to past the last.
     pub fn reach(&self) -> (usize, usize) {
         let first = self.some.iter().map(|keys| keys.0).min().unwrap_or(0);
@@ -502,6 +508,12 @@ impl Segment {
 }
 
 impl Step {
+    /// Keys that every lane of some vectors sees.
+    pub fn whole(keys: Range<usize>, vectors: Range<usize>) -> Self {
+        let ranges = std::array::from_fn(|z| if vectors.contains(&z) { (keys.start, keys.end) } else { (0, 0) });
+        Step { ranges, inner: ranges, lo: [0.0; MAX_LANES], hi: [0.0; MAX_LANES], rest: false }
+    }
+
     /// All keys that some vector sees.
     pub fn hull(&self) -> Range<usize> {
         let seen = || self.ranges.iter().filter(|(a, b)| a < b);

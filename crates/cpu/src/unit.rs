@@ -6,7 +6,7 @@
 use crate::memory::Arena;
 use crate::simd::{
     Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
-    Source, Sum, forget, parts,
+    Source, Sum, Woven, forget, parts,
 };
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
@@ -63,6 +63,20 @@ pub(crate) struct Operands<'a> {
     pub v: KeyRows<'a>,
 }
 
+/// Blocks for [`Unit::weave`]; see [`Woven`].
+pub(crate) struct Run<'a> {
+    pub blocks: &'a [[KeyRows<'a>; 2]],
+    pub first: usize,
+    pub q: &'a [f32],
+    pub o: &'a mut [f32],
+    pub m: &'a [f32],
+    pub l: &'a mut [f32],
+    pub limit: f32,
+    pub s: &'a mut [f32],
+    pub weights: &'a mut [f32],
+    pub ahead: &'a mut Ahead,
+}
+
 pub(crate) trait Unit: Sync {
     /// What a thread keeps while it multiplies.
     fn hold(&self) -> Option<Hold>;
@@ -91,6 +105,15 @@ pub(crate) trait Unit: Sync {
     }
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
+    /// Blocks that are packed together, so that a tile takes several in a row.
+    fn span(&self, _: &Context<'_>) -> usize {
+        1
+    }
+    /// Several blocks at once that all lanes of a tile see whole, where [`span`](Self::span) is more than one: returns how
+    /// far it came. What is left is for the single steps.
+    fn weave(&self, _: &Context<'_>, run: Run<'_>) -> usize {
+        run.first
+    }
     /// Whether `output` multiplies O with alpha itself.
     fn rescales(&self) -> bool {
         false
@@ -261,6 +284,33 @@ impl Unit for MatrixKernels {
             let to = MatrixMut::at(s, stride, key, lane);
             self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
         }
+    }
+    /// Four blocks: Q and O then stay in the first-level cache over 512 keys.
+    fn span(&self, cx: &Context<'_>) -> usize {
+        let plain = !cx.is_modified() && cx.rounding.is_none() && cx.problem.blocks().is_none();
+        let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
+        if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 4 } else { 1 }
+    }
+    fn weave(&self, cx: &Context<'_>, run: Run<'_>) -> usize {
+        // Values that are not finite ask which keys weigh nothing.
+        if run.blocks.iter().any(|[_, v]| !v.finite) {
+            return run.first;
+        }
+        let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
+        let blocks: Vec<[&[f32]; 2]> = run.blocks.iter().map(|own| own.map(|x| x.rows.data)).collect();
+        let mut woven = Woven {
+            blocks: &blocks,
+            first: run.first,
+            q: run.q,
+            o: run.o,
+            m: run.m,
+            l: run.l,
+            log2_e: std::f32::consts::LOG2_E * cx.score_scale(),
+            limit: run.limit,
+            s: run.s,
+            weights: run.weights,
+        };
+        MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
     }
     fn softmax(
         &self,

@@ -1,8 +1,8 @@
 //! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
 
 use super::MAX_VECTORS;
-use super::algorithms::{ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
-use super::matrix::{DEPTH, GROUP, Panels, SLOTS};
+use super::algorithms::{Ahead, ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
+use super::matrix::{DEPTH, GROUP, MatrixKernels, Panels, SLOTS};
 use half::bf16;
 
 /// Keys in a block of scores, in tiles: the most that panels of a block have room for.
@@ -31,6 +31,60 @@ pub(crate) struct PackedProbe<'a> {
     /// A number of each lane: sums of P U, or their mean.
     pub lanes: &'a mut [f32],
     pub alpha: &'a [f32],
+}
+
+/// Lanes that the woven kernel takes at a time: half a tile.
+pub(crate) const STRIP_LANES: usize = 2 * GROUP;
+
+/// Blocks of keys that 64 lanes see whole, against maxima that are trusted. Work is counted in strips and blocks: all
+/// blocks of the first strip, then those of the second.
+pub(crate) struct Woven<'a> {
+    /// Panels of K and V, each block's own.
+    pub blocks: &'a [[&'a [f32]; 2]],
+    /// Where to begin.
+    pub first: usize,
+    pub q: &'a [f32],
+    /// `[column][lane]`.
+    pub o: &'a mut [f32],
+    pub m: &'a [f32],
+    pub l: &'a mut [f32],
+    /// What a score is multiplied with to be a power of two.
+    pub log2_e: f32,
+    /// The largest sum of a block that still trusts its maximum.
+    pub limit: f32,
+    /// Scratch.
+    pub s: &'a mut [f32],
+    pub weights: &'a mut [f32],
+}
+
+pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut Ahead) -> usize;
+
+impl MatrixKernels {
+    /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// is one.
+    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<Weave> {
+        let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
+        self.weave.map(|kernels| kernels[which])
+    }
+
+    /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
+    pub fn weaves(&self, sizes: [usize; 3]) -> bool {
+        self.weaver(sizes).is_some()
+    }
+
+    /// Softmax and both products of all blocks, up to one whose maximum cannot be trusted; how far it came.
+    pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut Ahead) -> usize {
+        let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
+        assert!(args.q.len() >= Panels::room(groups, d, 1), "panels of queries");
+        let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
+        assert!(args.blocks.iter().all(|own| own[0].len() >= k && own[1].len() >= v), "panels of a block");
+        assert!(args.o.len() >= dv * GROUP * 2 * STRIP_LANES, "columns of O");
+        assert!(args.m.len().min(args.l.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        assert!(args.s.len() >= 2 * DEPTH * STRIP_LANES && args.weights.len() >= Panels::room(groups, block, 1), "scratch");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { kernel(args, ahead) }
+    }
 }
 
 type At = unsafe fn(*const bf16, &[usize], usize, *mut f32, usize);
