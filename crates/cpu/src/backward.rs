@@ -45,7 +45,9 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
     // In f32 the output itself is the accumulator; narrower types need one beside it.
     let in_place = cx.problem.dtype() == fulgurite_core::DType::F32;
     let q_strides = *gradients.d_q.strides();
-    gradients.d_q.fill(0.0);
+    if in_place || !cx.bound.all_queries_used() {
+        gradients.d_q.fill(0.0);
+    }
     let mut wide = if in_place { Vec::new() } else { vec![0.0f32; rows.len * cx.d] };
     let aux: Mutex<Vec<Vec<f64>>> = Mutex::new(
         cx.problem
