@@ -270,7 +270,7 @@ fn weave(
                 limit,
                 s: state.s,
                 weights: state.scratch.weights,
-                ahead: &mut state.ahead[0],
+                ahead: state.ahead,
             },
         );
         if done < strips * blocks.len() {

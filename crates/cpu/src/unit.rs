@@ -74,7 +74,7 @@ pub(crate) struct Run<'a> {
     pub limit: f32,
     pub s: &'a mut [f32],
     pub weights: &'a mut [f32],
-    pub ahead: &'a mut Ahead,
+    pub ahead: &'a mut [Ahead; 2],
 }
 
 pub(crate) trait Unit: Sync {
@@ -285,11 +285,11 @@ impl Unit for MatrixKernels {
             self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
         }
     }
-    /// Four blocks: Q and O then stay in the first-level cache over 512 keys.
+    /// Eight blocks: Q and O then stay in the first-level cache over 1024 keys.
     fn span(&self, cx: &Context<'_>) -> usize {
         let plain = !cx.is_modified() && cx.rounding.is_none() && cx.problem.blocks().is_none();
         let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
-        if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 4 } else { 1 }
+        if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 8 } else { 1 }
     }
     fn weave(&self, cx: &Context<'_>, run: Run<'_>) -> usize {
         // Values that are not finite ask which keys weigh nothing.

@@ -213,7 +213,7 @@ struct Waiting {
 /// The machine has tiles and the process may use them; the extents are checked by the table, DEPTH being the tiles
 /// along d and half the groups of columns of V.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut Ahead) -> usize {
+pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut [Ahead; 2]) -> usize {
     let _held = hold();
     let (n, panel) = (args.blocks.len(), DEPTH * SLOTS);
     let mut waiting: Option<Waiting> = None;
@@ -228,12 +228,12 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut
             let Some(c) = constants(&args.m[lanes..], args.log2_e) else { break };
             let [k, v] = [0, 1].map(|i| args.blocks[block][i].as_ptr());
             if block == 0 || unit == args.first {
-                multiply::<1, 1>(s, STRIP_LANES, k, panel, q, panel, [2, 2, DEPTH], false, ahead);
+                multiply::<1, 1>(s, STRIP_LANES, k, panel, q, panel, [2, 2, DEPTH], false, &mut ahead[0]);
             }
             let p = weights.add(unit % 2 * 8 * SLOTS);
             let mut sums = [[_mm512_setzero_ps(); 2]; 2];
             for i in 0..4 {
-                ahead.ask::<Avx512>();
+                ahead[i % 2].ask::<Avx512>();
                 // Past the last keys of a strip these again: nobody reads their scores.
                 let next = match args.blocks.get(block + 1) {
                     _ if i < 3 => k.add((i + 1) * 2 * panel),
@@ -273,7 +273,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut
             unit += 1;
         }
         if let Some(Waiting { v, p, o }) = waiting {
-            multiply::<1, 1>(o, 2 * STRIP_LANES, v, 4 * SLOTS, p, 4 * SLOTS, [2 * DEPTH, 2, 4], true, ahead);
+            multiply::<1, 1>(o, 2 * STRIP_LANES, v, 4 * SLOTS, p, 4 * SLOTS, [2 * DEPTH, 2, 4], true, &mut ahead[1]);
         }
     }
     unit

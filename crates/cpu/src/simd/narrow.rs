@@ -57,7 +57,7 @@ pub(crate) struct Woven<'a> {
     pub weights: &'a mut [f32],
 }
 
-pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut Ahead) -> usize;
+pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut [Ahead; 2]) -> usize;
 
 impl MatrixKernels {
     /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
@@ -73,7 +73,7 @@ impl MatrixKernels {
     }
 
     /// Softmax and both products of all blocks, up to one whose maximum cannot be trusted; how far it came.
-    pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut Ahead) -> usize {
+    pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> usize {
         let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
         let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
         assert!(args.q.len() >= Panels::room(groups, d, 1), "panels of queries");
@@ -289,7 +289,7 @@ mod tests {
                 let blocks = &blocks[..n];
                 let log2_e = std::f32::consts::LOG2_E * (log2_e / std::f32::consts::LOG2_E);
                 let mut args = Woven { blocks, first, q: &q, o, m, l, log2_e, limit, s, weights: &mut weights };
-                unit.weave(&mut args, [KEY_TILES, d, dv], none)
+                unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
             };
             // Sums of a strip beyond any limit stop it before they are added.
             assert_eq!(weave(1, 1, 0.0, &m), 1);
