@@ -310,7 +310,7 @@ impl Work<'_> {
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
             let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
-            let packed = cx.unit.keys(cx, &own, k_packed);
+            let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
                 let row = self.row(tile);

@@ -206,8 +206,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
                 ask(cx, &keys, next[0] * cols / block * block, ahead);
             }
             let finite = !looks || all_finite(cx, &keys, rows);
-            let k = cx.unit.keys(cx, &keys, &mut *k_buffer);
-            let v = LazyCell::new(|| cx.unit.values(cx, &keys, &mut *v_buffer));
+            let k = cx.packer.keys(cx, &keys, &mut *k_buffer);
+            let v = LazyCell::new(|| cx.packer.values(cx, &keys, &mut *v_buffer));
             for &t in group {
                 let own = t * cols..((t + 1) * cols).min(sequence.k_len);
                 let piece = Piece { keys: own.clone(), masked: true };

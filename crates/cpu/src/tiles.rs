@@ -8,7 +8,7 @@
 
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
-use crate::unit::{QueryRows, Unit, Vectors};
+use crate::unit::{Packer, QueryRows, Unit};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
@@ -26,6 +26,8 @@ pub(crate) struct Context<'a> {
     pub kernels: &'static Kernels,
     /// Who does the products of forward.
     pub unit: &'a dyn Unit,
+    /// Who packs the problem's tensors, whatever the unit works on.
+    pub packer: &'static dyn Packer,
     /// Dimensions of k and v, and the same rounded up to whole vectors.
     pub d: usize,
     pub dv: usize,
@@ -42,7 +44,7 @@ pub(crate) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
-        Context::with(bound, kernels, kernels.matrix_for(bound.problem().dtype()).map_or(&Vectors, |unit| unit))
+        Context::with(bound, kernels, kernels.packer(bound.problem().dtype()))
     }
 
     /// With a unit of the call's own.
@@ -67,6 +69,7 @@ impl<'a> Context<'a> {
             problem,
             kernels,
             unit,
+            packer: kernels.packer(problem.dtype()),
             d,
             dv,
             d_pad: d.next_multiple_of(kernels.lanes),

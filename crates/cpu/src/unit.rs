@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs, SoftmaxStats,
-    Source, Sum, Woven, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs,
+    SoftmaxStats, Source, Sum, Woven, forget, parts,
 };
 use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
@@ -86,23 +86,9 @@ pub(crate) trait Unit: Sync {
     /// What a score has to be multiplied with to be in natural units.
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
-    /// The same, of the problem's tensors.
-    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
-    }
-    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        self.keys_from(cx, source(cx, cx.bound.k(), keys, cx.d), buffer)
-    }
-    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        self.values_from(cx, source(cx, cx.bound.v(), keys, cx.dv), buffer)
-    }
-    /// A block of keys and values; the buffers are those of `keys` and `values`.
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        [self.keys(cx, keys, k), self.values(cx, keys, v)]
-    }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    /// A block of keys and values, in buffers of the sizes in [`Room`].
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffers: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2];
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
     /// Blocks that are packed together, so that a tile takes several in a row.
@@ -141,6 +127,29 @@ pub(crate) trait Unit: Sync {
     );
 }
 
+/// A unit that packs whatever rows it is given.
+pub(crate) trait Packer: Unit {
+    /// As [`Unit::queries`], of any rows.
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// Keys of the problem.
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.keys_from(cx, source(cx, cx.bound.k(), keys, cx.d), buffer)
+    }
+    /// Values of the problem.
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.values_from(cx, source(cx, cx.bound.v(), keys, cx.dv), buffer)
+    }
+}
+
+impl Kernels {
+    /// Who packs rows of this type: a matrix unit, or the vectors.
+    pub fn packer(&self, dtype: DType) -> &'static dyn Packer {
+        self.matrix_for(dtype).map_or(&Vectors, |unit| unit)
+    }
+}
+
 /// Products by fused multiply-adds. Nothing is packed but what has to be converted.
 pub(crate) struct Vectors;
 
@@ -163,14 +172,11 @@ impl Unit for Vectors {
     fn score_scale(&self, _: &Context<'_>) -> f32 {
         1.0
     }
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        cx.turned_queries(from, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys_from(from, cx.d_pad, buffer)
-    }
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys_from(from, cx.dv_pad, buffer)
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -198,6 +204,18 @@ impl Unit for Vectors {
             let o = MatrixMut::at(o, stride, 0, lane);
             cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, ahead);
         }
+    }
+}
+
+impl Packer for Vectors {
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        cx.turned_queries(from, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    }
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.d_pad, buffer)
+    }
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.dv_pad, buffer)
     }
 }
 
@@ -248,31 +266,11 @@ impl Unit for MatrixKernels {
     fn score_scale(&self, cx: &Context<'_>) -> f32 {
         if cx.problem.dtype() == DType::F32 { 1.0 } else { cx.problem.scale() }
     }
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        if let Data::Bf16(data) = from.data {
-            let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
-            // Lanes past the last row are not written: what they hold is dropped.
-            return self.narrow.turn(rows, out, d);
-        }
-        let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
-        let scale = cx.problem.scale() / self.score_scale(cx);
-        cx.turned_queries(from, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
-        for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
-            self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
-        }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        self.pack_rows(&from, buffer, d);
-        // A key that holds NaN spoils its own scores only.
-        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
-    }
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        let Sizes { block, .. } = Sizes::new(self, cx);
-        let finite = self.pack_turned(&from, buffer, block);
-        // The keys are the summed axis: a block is taken whole.
-        KeyRows { rows: Matrix::new(buffer, 0), finite }
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -359,6 +357,35 @@ impl Unit for MatrixKernels {
             let o = MatrixMut::at(o, stride, 0, lane);
             self.multiply(o, v, p, [dv, lanes / GROUP, keys / DEPTH], Sum::Onto, ahead);
         }
+    }
+}
+
+impl Packer for MatrixKernels {
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        if let Data::Bf16(data) = from.data {
+            let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
+            // Lanes past the last row are not written: what they hold is dropped.
+            return self.narrow.turn(rows, out, d);
+        }
+        let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
+        let scale = cx.problem.scale() / self.score_scale(cx);
+        cx.turned_queries(from, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
+        for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
+            self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
+        }
+    }
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        self.pack_rows(&from, buffer, d);
+        // A key that holds NaN spoils its own scores only.
+        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
+    }
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { block, .. } = Sizes::new(self, cx);
+        let finite = self.pack_turned(&from, buffer, block);
+        // The keys are the summed axis: a block is taken whole.
+        KeyRows { rows: Matrix::new(buffer, 0), finite }
     }
 }
 
