@@ -65,8 +65,11 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], table: &Table) -> Re
         ),
         None => {
             let tuning = plan.tuning();
-            let from =
-                if tuning == Table::default().find(longest as u32, k_len as u64) { "built-in" } else { "adapted" };
+            let from = if tuning == Table::default().find(longest as u32, Forward::keys_seen(&problem)) {
+                "built-in"
+            } else {
+                "adapted"
+            };
             (
                 [plan.tile_rows(), tuning.cols],
                 format!("{tuning} rescale={}", tuning.rescale),
@@ -129,7 +132,7 @@ fn units(
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         let sim = Arc::new(Sim::default());
         // The cut of the whole problem, not the one of a short sequence.
-        let keys = problem.max_k_len() as u64;
+        let keys = Forward::keys_seen(problem);
         let engine = OnDevice::new("sim", sim.clone(), None, table.clone().as_for(keys));
         let mut rng = Rng::new(1);
         let mut tensor =

@@ -22,6 +22,8 @@ pub struct Tuning {
     pub registers: [u32; 2],
     /// A warpgroup passes its turn this many steps before its p v is all started.
     pub early: u32,
+    /// Who adds up the rows of p.
+    pub added: Added,
     /// How the running maximum is kept.
     pub rescale: Rescale,
 }
@@ -39,6 +41,27 @@ impl End {
     const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
 }
 
+/// Who adds up the rows of p.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// Each thread the elements it has: p before it is rounded, an instruction an element.
+    ByThreads,
+    /// The tensor cores, as one more column of p v, where v is 1: p as it is rounded.
+    ByColumn,
+}
+
+impl Added {
+    const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
+
+    /// Partial sums of a row that a thread keeps.
+    pub(super) fn chains(self) -> usize {
+        match self {
+            Added::ByThreads => 2,
+            Added::ByColumn => 0,
+        }
+    }
+}
+
 /// Which cut is for which problems. Only head dimensions and the keys of a sequence choose, so that a row's bits are the
 /// same alone and in a batch.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,7 +72,7 @@ pub struct Table(Vec<Row>);
 pub struct Row {
     /// The larger of both head dimensions, padded.
     pub head_dims: RangeInclusive<u32>,
-    /// Keys of the longest sequence.
+    /// Keys that a query of the longest sequence sees, about: half of them under a causal mask.
     pub keys: Range<u64>,
     /// The cut.
     pub tuning: Tuning,
@@ -71,6 +94,7 @@ impl Default for Table {
             end: End::Joined,
             registers: [232, 40],
             early: 0,
+            added: Added::ByThreads,
             rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
         };
         let small = Tuning { depth: 3, ..base };
@@ -181,18 +205,24 @@ impl Tuning {
     }
 }
 
-/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0`; the rescale policy is not part of it.
+/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`; the rescale policy is not part of it.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
+        let Tuning { groups, cols, depth, end, registers: [compute, load], early, added, .. } = self;
         let end = End::NAMES.iter().find(|(_, e)| e == end).map_or("", |(name, _)| name);
-        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} early={early}")
+        let added = Added::NAMES.iter().find(|(_, a)| a == added).map_or("", |(name, _)| name);
+        write!(
+            f,
+            "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} early={early} added={added}"
+        )
     }
 }
 
 /// A cut that is not one.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`tuning` has {entry:?}, allowed: groups=N cols=N depth=N end=joined|parts registers=N:N early=N")]
+#[error(
+    "`tuning` has {entry:?}, allowed: groups=N cols=N depth=N end=joined|parts registers=N:N early=N added=threads|column"
+)]
 pub struct TuningError {
     entry: String,
 }
@@ -213,6 +243,7 @@ impl FromStr for Tuning {
                 "depth" => tuning.depth = number(value)?,
                 "early" => tuning.early = number(value)?,
                 "end" => tuning.end = End::NAMES.iter().find(|(name, _)| *name == value).ok_or_else(wrong)?.1,
+                "added" => tuning.added = Added::NAMES.iter().find(|(name, _)| *name == value).ok_or_else(wrong)?.1,
                 "registers" => {
                     let (compute, load) = value.split_once(':').ok_or_else(wrong)?;
                     tuning.registers = [number(compute)?, number(load)?];
