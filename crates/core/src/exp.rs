@@ -162,8 +162,8 @@ pub enum Rescale {
     Always,
     /// Raised only when the new maximum exceeds the old by more than this many powers of two.
     Lazy(f32),
-    /// The first block takes its true maximum, later blocks use it unseen; a block whose sum exceeds this
-    /// limit is done again with its own maximum.
+    /// The first keys of a row (how many, is the engine's matter) settle its maximum, later ones use it unseen; a block
+    /// whose sum exceeds this limit is done again with its own maximum.
     Optimistic(f32),
 }
 

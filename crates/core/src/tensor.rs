@@ -441,8 +441,17 @@ impl<'a> TensorViewMut<'a> {
 
     /// Writes `x` everywhere.
     pub fn fill(&mut self, x: f64) {
-        let (shape, strides) = (self.shape, self.strides);
-        for_each_offset(&shape, &strides, |offset| self.set_at(offset, x));
+        let (mut outer, strides) = (self.shape, self.strides);
+        let mut row = 1;
+        // Rows in one piece, where they are.
+        if let (Some(last), Some(1)) = (outer.len().checked_sub(1), strides.last()) {
+            row = outer[last];
+            outer.axes[last] = row.min(1);
+        }
+        per_dtype!(&mut self.data, s => {
+            let x = Element::from_f64(x);
+            for_each_offset(&outer, &strides, |offset| s[offset..offset + row].fill(x));
+        }, DataMut)
     }
 
     /// Writes all elements in row-major order, each rounded to the element type.

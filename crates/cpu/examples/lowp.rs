@@ -1,6 +1,6 @@
-//! INT8 attention beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
+//! INT8 and minifloats beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
 //!
-//! `lowp [threads] [seconds] [int8|vectors|decode]`; `vectors` is what a machine without tiles would do.
+//! `lowp [threads] [seconds] [int8|minifloat|vectors|decode]`; `vectors` is what a machine without tiles would do.
 
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
@@ -87,16 +87,20 @@ fn main() {
     let mut rng = Rng::new(1);
     let wanted = std::env::args().nth(3);
     let asked = |what: &str| wanted.as_deref().is_none_or(|w| w == what);
-    for (d, s) in [(64, 2048), (128, 2048), (256, 2048), (256, 4096)].into_iter().filter(|_| asked("int8")) {
+    let int8: &[&str] = &["native", "int8:64", "int8:256", "int8:512"];
+    let minifloat: &[&str] = &["native", "nvfp4", "mxfp4", "mxfp8"];
+    let cells = [(64, 2048), (128, 2048), (256, 2048), (256, 4096)];
+    let cells = cells.map(|(d, s)| ("int8", int8, d, s)).into_iter().chain([("minifloat", minifloat, 128, 2048)]);
+    for (_, precisions, d, s) in cells.filter(|cell| asked(cell.0)) {
         let h = 1024 / d;
         let shape = [1, s, h, d];
         let mut random = || Tensor::from_f64(DType::Bf16, &rng.normals(s * h * d, 1.0), &shape).expect("tensor");
         let [q, k, v] = [random(), random(), random()];
-        let problems: Vec<(String, Problem)> = ["native", "int8:64", "int8:256", "int8:512"]
-            .into_iter()
+        let problems: Vec<(String, Problem)> = precisions
+            .iter()
             .map(|text| {
                 let builder = Problem::builder().dense(1, s, s).heads(h, h).head_dim(d).dtype(DType::Bf16);
-                (text.into(), builder.precision(text.parse().expect("precision")).build().expect("problem"))
+                (text.to_string(), builder.precision(text.parse().expect("precision")).build().expect("problem"))
             })
             .collect();
         let mut contenders: Vec<Contender<'_>> = Vec::new();

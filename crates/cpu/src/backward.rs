@@ -46,7 +46,9 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
     // In f32 the output itself is the accumulator; narrower types need one beside it.
     let in_place = cx.problem.dtype() == fulgurite_core::DType::F32;
     let q_strides = *gradients.d_q.strides();
-    gradients.d_q.fill(0.0);
+    if in_place || !cx.bound.all_queries_used() {
+        gradients.d_q.fill(0.0);
+    }
     let mut wide = if in_place { Vec::new() } else { vec![0.0f32; rows.len * cx.d] };
     let aux: Mutex<Vec<Vec<f64>>> = Mutex::new(
         cx.problem
@@ -309,7 +311,7 @@ impl Work<'_> {
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
             let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
-            let packed = cx.unit.keys(cx, &own, k_packed);
+            let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
                 let row = self.row(tile);

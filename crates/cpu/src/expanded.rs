@@ -4,7 +4,7 @@
 use crate::memory::{Arena, halves_of};
 use crate::simd::{Hold, Kernels, SoftmaxArgs, SoftmaxStats, Source};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Products, QueryRows, Room, Scratch, Unit, source};
+use crate::unit::{Keys, Operands, Packer, Products, QueryRows, Room, Scratch, Unit, source};
 use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data, TensorView, bf16, f16};
 
@@ -21,7 +21,7 @@ pub(crate) enum Operand<'a> {
 
 /// Another unit over expanded operands.
 pub(crate) struct Expanded<'a> {
-    pub inner: &'a dyn Unit,
+    pub inner: &'a dyn Packer,
     pub q: Operand<'a>,
     pub k: Operand<'a>,
     pub v: Operand<'a>,
@@ -201,15 +201,6 @@ impl Unit for Expanded<'_> {
         let (v, v_space) = v.split_at_mut(Arena::room(room.values));
         let (k_rows, v_rows) = (self.key_rows(cx, keys, k_space), self.value_rows(cx, keys, v_space));
         [self.inner.keys_from(cx, k_rows, k), self.inner.values_from(cx, v_rows, &mut v[..room.values])]
-    }
-    fn queries_from(&self, _: &Context<'_>, _: &QueryRows<'_>, _: usize, _: &mut [f32], _: &mut [f32]) {
-        unreachable!("bug in fulgurite: rows that are expanded already")
-    }
-    fn keys_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
-        unreachable!("bug in fulgurite: rows that are expanded already")
-    }
-    fn values_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
-        unreachable!("bug in fulgurite: rows that are expanded already")
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         self.inner.scores(cx, products, k, q, s);

@@ -4,13 +4,14 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
+use crate::simd::{Ahead, ExpKind, Policy, STRIP_LANES, SoftmaxArgs};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Products, Scratch};
+use crate::unit::{Keys, Operands, Products, Run, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Precision, Rescale};
 use std::cell::LazyCell;
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// Elements of Q that the tiles of one item may hold: they share each block of keys, and stay in the
@@ -137,12 +138,15 @@ fn walk(
     let (room, block_keys) = (cx.unit.room(cx), cx.unit.block(cx));
     // Scratch for one tile: rows and columns of Q, later rows of O.
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
-    let sizes = [block_keys * room.key, room.values, room.values, room.weights, block_keys * tile, scratch];
+    let sizes = [room.values, room.weights, block_keys * tile, scratch];
+    let (span, block_sizes) = (cx.unit.span(cx), [block_keys * room.key, room.values]);
     let per_row = Arena::room(room.queries) + Arena::room(cx.dv_pad * tile);
     let all = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>() + item.tiles.len() * per_row;
+    let all = all + span * block_sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k_buffer, v_buffer, values, weights, s, rows] = sizes.map(|n| arena.take(n));
+        let [values, weights, s, rows] = sizes.map(|n| arena.take(n));
+        let mut buffers: Vec<[&mut [f32]; 2]> = (0..span).map(|_| block_sizes.map(|n| arena.take(n))).collect();
         let mut scratch = Scratch::new(values, weights);
         let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
         let mut walk: Vec<Row<'_>> = item
@@ -168,24 +172,44 @@ fn walk(
         let mut ahead = [Ahead::default(); 2];
         let _held = cx.unit.hold();
         for &policy in passes {
-            for start in (0..last).step_by(block_keys) {
-                let keys = start..(start + block_keys).min(sequence.k_len);
-                // Packed when the first tile asks.
-                let block = LazyCell::new(|| {
-                    let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
-                    cx.unit.block_of(cx, &own, [&mut *k_buffer, &mut *v_buffer])
-                });
-                if keys.end < last {
-                    ask(cx, item, keys.end, &mut ahead);
+            for start in (0..last).step_by(span * block_keys) {
+                let starts = (start..last.min(start + span * block_keys)).step_by(block_keys);
+                let blocks: Vec<Block<'_, _>> = starts
+                    .zip(&mut buffers)
+                    .map(|(start, [k, v])| {
+                        let range = start..(start + block_keys).min(sequence.k_len);
+                        let own = Keys { sequence, head: item.kv_head, range: range.clone() };
+                        // Packed when the first tile asks.
+                        Block { keys: range, rows: LazyCell::new(move || cx.unit.block_of(cx, &own, [k, v])) }
+                    })
+                    .collect();
+                let end = blocks.last().map_or(last, |block| block.keys.end);
+                if end < last {
+                    ask(cx, item, end, span, &mut ahead);
                 }
                 if let (Some(next), 0) = (next, start) {
-                    ask(cx, next, 0, &mut ahead);
+                    ask(cx, next, 0, span, &mut ahead);
                     ask_queries(cx, next, &mut ahead[0]);
                 }
+                let mut state = State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
                 for row in &mut walk {
-                    for piece in cx.pieces(&row.tile, keys.clone()) {
-                        let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                        fold(cx, row, &step, start, *block, s, &mut scratch, policy, &mut ahead, &mut counters);
+                    // Blocks that all lanes see whole are taken together, where the unit can.
+                    let together = matches!(policy, Policy::Trust(_)) && span > 1 && row.lanes.stride == tile;
+                    let mut rest = &blocks[..];
+                    while let Some(block) = rest.first() {
+                        let whole = |keys: &Range<usize>| keys.len() == block_keys && row.lanes.see(keys);
+                        let run = rest.iter().take_while(|block| together && whole(&block.keys)).count();
+                        if run > 0 {
+                            let rows: Vec<[KeyRows<'_>; 2]> = rest[..run].iter().map(|block| *block.rows).collect();
+                            weave(cx, row, block.keys.start, &rows, policy, &mut state);
+                        } else {
+                            let origin = block.keys.start;
+                            for piece in cx.pieces(&row.tile, block.keys.clone()) {
+                                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, origin) else { continue };
+                                fold(cx, row, &step, origin, *block.rows, policy, &mut state);
+                            }
+                        }
+                        rest = &rest[run.max(1)..];
                     }
                 }
             }
@@ -199,10 +223,72 @@ fn walk(
     })
 }
 
-/// Asks for a block of keys and values that will be read next.
-fn ask(cx: &Context<'_>, item: &Item, start: usize, ahead: &mut [Ahead; 2]) {
+/// Keys and values that are packed together.
+struct Block<'b, F> {
+    keys: Range<usize>,
+    rows: LazyCell<[KeyRows<'b>; 2], F>,
+}
+
+/// What a walk over the keys uses on the way.
+pub(crate) struct State<'w, 'a> {
+    pub s: &'w mut [f32],
+    pub scratch: &'w mut Scratch<'a>,
+    pub ahead: &'w mut [Ahead; 2],
+    pub counters: &'w mut Counters,
+}
+
+/// Keys whose scores settle the maximum of a row that has none, before blocks are taken together.
+const FIRST_KEYS: usize = 32;
+
+/// Blocks from key `start` on that a tile sees whole, one after the other, each strip of lanes by itself.
+fn weave(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    start: usize,
+    blocks: &[[KeyRows<'_>; 2]],
+    policy: Policy,
+    state: &mut State<'_, '_>,
+) {
+    let (Policy::Trust(limit), lanes) = (policy, row.lanes.stride) else { unreachable!("maxima are trusted") };
+    if row.m[..lanes].contains(&f32::NEG_INFINITY) {
+        let step = Step::whole(0..FIRST_KEYS, 0..lanes / cx.kernels.lanes);
+        scores(cx, row, &step, start, blocks[0][0], state.s, &mut state.ahead[0]);
+        let mut alpha = [1.0; MAX_LANES];
+        softmax(cx, row, &step, state.s, blocks[0], state.scratch, &mut alpha, Policy::MaxOnly);
+    }
+    let (block_keys, strips) = (cx.unit.block(cx), lanes / STRIP_LANES);
+    let mut done = 0;
+    while done < strips * blocks.len() {
+        done = cx.unit.weave(
+            cx,
+            Run {
+                blocks,
+                first: done,
+                q: row.q,
+                o: row.o,
+                m: &row.m,
+                l: &mut row.l,
+                limit,
+                s: state.s,
+                weights: state.scratch.weights,
+                ahead: state.ahead,
+            },
+        );
+        if done < strips * blocks.len() {
+            // One block of one strip that is not for the quick way.
+            let (strip, block) = (done / blocks.len(), done % blocks.len());
+            let vectors = STRIP_LANES / cx.kernels.lanes;
+            let step = Step::whole(0..block_keys, strip * vectors..(strip + 1) * vectors);
+            fold(cx, row, &step, start + block * block_keys, blocks[block], policy, state);
+            done += 1;
+        }
+    }
+}
+
+/// Asks for blocks of keys and values that will be read next.
+fn ask(cx: &Context<'_>, item: &Item, start: usize, blocks: usize, ahead: &mut [Ahead; 2]) {
     let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
-    let rows = cx.unit.block(cx).min(sequence.k_len - start.min(sequence.k_len));
+    let rows = (blocks * cx.unit.block(cx)).min(sequence.k_len - start.min(sequence.k_len));
     for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
         let at = cx.key_rows(view.strides(), sequence);
         ahead.push_rows(&view.data(), at.at(start, item.kv_head), at.row, n, rows);
@@ -221,18 +307,14 @@ fn ask_queries(cx: &Context<'_>, item: &Item, ahead: &mut Ahead) {
 }
 
 /// S, then P, then O: one block of keys folded into a tile's running summary.
-#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
 pub(crate) fn fold(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,
     start: usize,
     [k, v]: [KeyRows<'_>; 2],
-    s: &mut [f32],
-    scratch: &mut Scratch<'_>,
     policy: Policy,
-    ahead: &mut [Ahead; 2],
-    counters: &mut Counters,
+    State { s, scratch, ahead, counters }: &mut State<'_, '_>,
 ) {
     scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
@@ -278,7 +360,7 @@ pub(crate) fn scores(
     }
 }
 
-#[allow(clippy::too_many_arguments)] // as for `fold`
+#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
 pub(crate) fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,

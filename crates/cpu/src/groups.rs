@@ -75,7 +75,7 @@ pub(crate) fn over(
     options: &Options,
 ) -> Counters {
     let kernels = options.kernels();
-    let unit = Expanded { inner: Context::new(bound, kernels).unit, q, k, v };
+    let unit = Expanded { inner: kernels.packer(bound.problem().dtype()), q, k, v };
     let cx = Context { rounding: spec.pv, ..Context::with(bound, kernels, &unit) };
     run(&cx, outputs, &plan(options))
 }

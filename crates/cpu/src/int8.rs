@@ -2,11 +2,9 @@
 
 use crate::memory::{Arena, ask, bytes_of};
 use crate::pool;
-use crate::simd::{
-    BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats, Source,
-};
+use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
-use crate::unit::{Keys, Operands, Products, QueryRows, Room, Scratch, Unit};
+use crate::unit::{Keys, Operands, Products, Room, Scratch, Unit};
 use fulgurite_core::format::Granularity;
 use fulgurite_core::precision::INT8_LARGEST;
 use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, TensorView};
@@ -298,15 +296,6 @@ impl Unit for Int8Unit {
             let own = group * GROUP..((group + 1) * GROUP).min(tile.rows).max(group * GROUP);
             self.kernels.coding.turn_rows(&rows[own], self.d, to);
         }
-    }
-    fn queries_from(&self, _: &Context<'_>, _: &QueryRows<'_>, _: usize, _: &mut [f32], _: &mut [f32]) {
-        unreachable!("bug in fulgurite: queries are in codes already")
-    }
-    fn keys_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
-        unreachable!("bug in fulgurite: blocks of codes are borrowed")
-    }
-    fn values_from<'b>(&self, _: &Context<'b>, _: Source<'b>, _: &'b mut [f32]) -> KeyRows<'b> {
-        unreachable!("bug in fulgurite: blocks of codes are borrowed")
     }
     fn block_of<'b>(&'b self, _: &Context<'b>, keys: &Keys<'_>, _: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
         let (own, first) = (self.panels(keys), keys.range.start);

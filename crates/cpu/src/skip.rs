@@ -208,9 +208,9 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             if let Some(next) = groups.peek() {
                 ask(cx, &keys, next[0] * cols / block * block, ahead);
             }
-            let k = cx.unit.keys(cx, &keys, &mut *k_buffer);
+            let k = cx.packer.keys(cx, &keys, &mut *k_buffer);
             let finite = !looks || k.finite || all_finite(cx, &keys, rows);
-            let v = LazyCell::new(|| cx.unit.values(cx, &keys, &mut *v_buffer));
+            let v = LazyCell::new(|| cx.packer.values(cx, &keys, &mut *v_buffer));
             for &t in group {
                 let own = t * cols..((t + 1) * cols).min(sequence.k_len);
                 let piece = Piece { keys: own.clone(), masked: true };

@@ -39,6 +39,12 @@ impl Segment {
 }
 
 impl Step {
+    /// Keys that every lane of some vectors sees.
+    pub fn whole(keys: Range<usize>, vectors: Range<usize>) -> Self {
+        let ranges = std::array::from_fn(|z| if vectors.contains(&z) { (keys.start, keys.end) } else { (0, 0) });
+        Step { ranges, inner: ranges, lo: [0.0; MAX_LANES], hi: [0.0; MAX_LANES], rest: false }
+    }
+
     /// All keys that some vector sees.
     pub fn hull(&self) -> Range<usize> {
         let seen = || self.ranges.iter().filter(|(a, b)| a < b);

@@ -9,7 +9,7 @@
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
-use crate::unit::{QueryRows, Unit, Vectors};
+use crate::unit::{Packer, QueryRows, Unit};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
@@ -27,6 +27,8 @@ pub(crate) struct Context<'a> {
     pub kernels: &'static Kernels,
     /// Who does the products of forward.
     pub unit: &'a dyn Unit,
+    /// Who packs the problem's tensors, whatever the unit works on.
+    pub packer: &'static dyn Packer,
     /// Dimensions of k and v, and the same rounded up to whole vectors.
     pub d: usize,
     pub dv: usize,
@@ -43,7 +45,7 @@ pub(crate) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
-        Context::with(bound, kernels, kernels.matrix_for(bound.problem().dtype()).map_or(&Vectors, |unit| unit))
+        Context::with(bound, kernels, kernels.packer(bound.problem().dtype()))
     }
 
     /// With a unit of the call's own.
@@ -68,6 +70,7 @@ impl<'a> Context<'a> {
             problem,
             kernels,
             unit,
+            packer: kernels.packer(problem.dtype()),
             d,
             dv,
             d_pad: d.next_multiple_of(kernels.lanes),
@@ -492,6 +495,12 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
+    /// Whether every lane sees all of these keys, as far as intervals tell.
+    pub fn see(&self, keys: &Range<usize>) -> bool {
+        self.lo[..self.stride].iter().all(|&lo| lo as usize <= keys.start)
+            && self.hi[..self.stride].iter().all(|&hi| hi as usize >= keys.end)
+    }
+
     /// From the first key that some lane sees to past the last.
     pub fn reach(&self) -> (usize, usize) {
         let first = self.some.iter().map(|keys| keys.0).min().unwrap_or(0);

@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Policy, RowsAt, SoftmaxArgs,
-    SoftmaxStats, Source, Sum, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Policy, RowsAt,
+    SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, forget, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -66,6 +66,20 @@ pub(crate) struct Operands<'a> {
     pub v: KeyRows<'a>,
 }
 
+/// Blocks for [`Unit::weave`]; see [`Woven`].
+pub(crate) struct Run<'a> {
+    pub blocks: &'a [[KeyRows<'a>; 2]],
+    pub first: usize,
+    pub q: &'a [f32],
+    pub o: &'a mut [f32],
+    pub m: &'a [f32],
+    pub l: &'a mut [f32],
+    pub limit: f32,
+    pub s: &'a mut [f32],
+    pub weights: &'a mut [f32],
+    pub ahead: &'a mut [Ahead; 2],
+}
+
 pub(crate) trait Unit: Sync {
     /// What a thread keeps while it multiplies.
     fn hold(&self) -> Option<Hold>;
@@ -75,25 +89,20 @@ pub(crate) trait Unit: Sync {
     /// What a score has to be multiplied with to be in natural units.
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
-    /// The same, of the problem's tensors.
-    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
-    }
-    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        self.keys_from(cx, source(cx, cx.bound.k(), keys, cx.d), buffer)
-    }
-    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        self.values_from(cx, source(cx, cx.bound.v(), keys, cx.dv), buffer)
-    }
-    /// A block of keys and values; the buffers are those of `keys` and `values`.
-    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
-        [self.keys(cx, keys, k), self.values(cx, keys, v)]
-    }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    /// A block of keys and values, in buffers of the sizes in [`Room`].
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffers: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2];
     /// S = K Q^T where the step asks for it.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
+    /// Blocks that are packed together, so that a tile takes several in a row.
+    fn span(&self, _: &Context<'_>) -> usize {
+        1
+    }
+    /// Several blocks at once that all lanes of a tile see whole, where [`span`](Self::span) is more than one: returns how
+    /// far it came. What is left is for the single steps.
+    fn weave(&self, _: &Context<'_>, run: Run<'_>) -> usize {
+        run.first
+    }
     /// Whether `output` multiplies O with alpha itself.
     fn rescales(&self) -> bool {
         false
@@ -121,6 +130,29 @@ pub(crate) trait Unit: Sync {
     );
 }
 
+/// A unit that packs whatever rows it is given.
+pub(crate) trait Packer: Unit {
+    /// As [`Unit::queries`], of any rows.
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
+    /// Keys of the problem.
+    fn keys<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.keys_from(cx, source(cx, cx.bound.k(), keys, cx.d), buffer)
+    }
+    /// Values of the problem.
+    fn values<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        self.values_from(cx, source(cx, cx.bound.v(), keys, cx.dv), buffer)
+    }
+}
+
+impl Kernels {
+    /// Who packs rows of this type: a matrix unit, or the vectors.
+    pub fn packer(&self, dtype: DType) -> &'static dyn Packer {
+        self.matrix_for(dtype).map_or(&Vectors, |unit| unit)
+    }
+}
+
 /// Products by fused multiply-adds. Nothing is packed but what has to be converted.
 pub(crate) struct Vectors;
 
@@ -143,14 +175,11 @@ impl Unit for Vectors {
     fn score_scale(&self, _: &Context<'_>) -> f32 {
         1.0
     }
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        cx.turned_queries(from, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys_from(from, cx.d_pad, buffer)
-    }
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys_from(from, cx.dv_pad, buffer)
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -178,6 +207,18 @@ impl Unit for Vectors {
             let o = MatrixMut::at(o, stride, 0, lane);
             cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, ahead);
         }
+    }
+}
+
+impl Packer for Vectors {
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        cx.turned_queries(from, stride, cx.problem.scale(), rows, &mut out[..cx.d_pad * stride]);
+    }
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.d_pad, buffer)
+    }
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        cx.keys_from(from, cx.dv_pad, buffer)
     }
 }
 
@@ -228,30 +269,11 @@ impl Unit for MatrixKernels {
     fn score_scale(&self, cx: &Context<'_>) -> f32 {
         if cx.problem.dtype() == DType::F32 { 1.0 } else { cx.problem.scale() }
     }
-    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
-        let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        if let Data::Bf16(data) = from.data {
-            let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
-            // Lanes past the last row are not written: what they hold is dropped.
-            return self.narrow.turn(rows, out, d);
-        }
-        let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
-        let scale = cx.problem.scale() / self.score_scale(cx);
-        cx.turned_queries(from, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
-        for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
-            self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
-        }
+    fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        self.queries_from(cx, &QueryRows::of(cx, tile), stride, rows, out);
     }
-    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        let finite = self.pack_rows(&from, buffer, d);
-        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite }
-    }
-    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        let Sizes { block, .. } = Sizes::new(self, cx);
-        let finite = self.pack_turned(&from, buffer, block);
-        // The keys are the summed axis: a block is taken whole.
-        KeyRows { rows: Matrix::new(buffer, 0), finite }
+    fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, [k, v]: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2] {
+        [self.keys(cx, keys, k), self.values(cx, keys, v)]
     }
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
@@ -263,6 +285,33 @@ impl Unit for MatrixKernels {
             let to = MatrixMut::at(s, stride, key, lane);
             self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
         }
+    }
+    /// Eight blocks: Q and O then stay in the first-level cache over 1024 keys.
+    fn span(&self, cx: &Context<'_>) -> usize {
+        let plain = !cx.is_modified() && cx.rounding.is_none() && cx.problem.blocks().is_none();
+        let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
+        if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 8 } else { 1 }
+    }
+    fn weave(&self, cx: &Context<'_>, run: Run<'_>) -> usize {
+        // Values that are not finite ask which keys weigh nothing.
+        if run.blocks.iter().any(|[_, v]| !v.finite) {
+            return run.first;
+        }
+        let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
+        let blocks: Vec<[&[f32]; 2]> = run.blocks.iter().map(|own| own.map(|x| x.rows.data)).collect();
+        let mut woven = Woven {
+            blocks: &blocks,
+            first: run.first,
+            q: run.q,
+            o: run.o,
+            m: run.m,
+            l: run.l,
+            log2_e: std::f32::consts::LOG2_E * cx.score_scale(),
+            limit: run.limit,
+            s: run.s,
+            weights: run.weights,
+        };
+        MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
     }
     fn softmax(
         &self,
@@ -315,6 +364,34 @@ impl Unit for MatrixKernels {
             let o = MatrixMut::at(o, stride, 0, lane);
             self.multiply(o, v, p, [dv, lanes / GROUP, keys / DEPTH], Sum::Onto, ahead);
         }
+    }
+}
+
+impl Packer for MatrixKernels {
+    fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]) {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        if let Data::Bf16(data) = from.data {
+            let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
+            // Lanes past the last row are not written: what they hold is dropped.
+            return self.narrow.turn(rows, out, d);
+        }
+        let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
+        let scale = cx.problem.scale() / self.score_scale(cx);
+        cx.turned_queries(from, stride, scale, rows, &mut turned[..cx.d_pad * stride]);
+        for (lanes, to) in (0..stride).step_by(GROUP).zip(out.chunks_exact_mut(Panels::room(1, d, parts))) {
+            self.pack_lanes(&turned[lanes..], stride, [0, cx.d_pad], to, parts);
+        }
+    }
+    fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { parts, d, .. } = Sizes::new(self, cx);
+        let finite = self.pack_rows(&from, buffer, d);
+        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite }
+    }
+    fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
+        let Sizes { block, .. } = Sizes::new(self, cx);
+        let finite = self.pack_turned(&from, buffer, block);
+        // The keys are the summed axis: a block is taken whole.
+        KeyRows { rows: Matrix::new(buffer, 0), finite }
     }
 }
 

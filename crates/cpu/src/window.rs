@@ -5,7 +5,7 @@
 //! no border of blocks inside its window.
 
 use crate::Counters;
-use crate::forward::{Out, Row, finish, fold};
+use crate::forward::{Out, Row, State, finish, fold};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{Ahead, DEPTH, Policy};
 use crate::skip::{Found, Item};
@@ -148,7 +148,8 @@ pub(crate) fn walk(
                     let all = std::mem::take(&mut step.ranges);
                     for ranges in in_pairs(all, cx.whole_tiles()) {
                         step.ranges = ranges;
-                        fold(cx, &mut row, &step, origin, block, s, &mut scratch, policy, &mut ahead, &mut counters);
+                        let state = &mut State { s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
+                        fold(cx, &mut row, &step, origin, block, policy, state);
                     }
                 }
                 let scale = cx.score_scale();

@@ -110,6 +110,54 @@ fn every_rescale_policy_agrees_with_the_oracle() {
     assert!(failed.is_empty(), "{} failures:\n{}", failed.len(), failed.join("\n"));
 }
 
+/// Sizes at which a matrix unit takes several blocks of keys together: scores that fit, that rise too far in some lanes
+/// only, that are too large for a fused subtraction, and values that are not finite.
+#[test]
+fn blocks_taken_together_agree_with_the_oracle() {
+    let (q_len, k_len) = (133, 1180);
+    for (d, causal) in [(64, false), (64, true), (128, false), (50, false)] {
+        let mask = if causal { Mask::causal() } else { Mask::none() };
+        let builder = Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(d).dtype(DType::Bf16).mask(mask);
+        let problem = builder.build().unwrap();
+        for what in ["normal", "rising", "large", "a value", "a low limit"] {
+            let mut rng = Rng::new(11);
+            let mut random = |n: usize| rng.normals(n * d, 1.0);
+            let (mut q, mut k, mut v) = (random(q_len * 2), random(k_len), random(k_len));
+            match what {
+                // Queries 20 to 29 meet two keys whose scores are some 90 and 180 above the others.
+                "rising" => {
+                    q[40 * d..60 * d].iter_mut().for_each(|x| *x = 1.5);
+                    k[600 * d..601 * d].iter_mut().for_each(|x| *x = 8.0);
+                    k[1100 * d..1101 * d].iter_mut().for_each(|x| *x = 16.0);
+                }
+                "large" => q.iter_mut().for_each(|x| *x *= 2000.0),
+                "a value" => v[700 * d] = f64::INFINITY,
+                _ => {}
+            }
+            let tensors = [(q, q_len, 2), (k, k_len, 1), (v, k_len, 1)]
+                .map(|(x, n, heads)| Tensor::from_f64(DType::Bf16, &x, &[1, n, heads, d]).unwrap());
+            let inputs = Inputs::new(tensors[0].view(), tensors[1].view(), tensors[2].view());
+            let bound = inputs.bind(&problem).unwrap();
+            let call = |threads| {
+                let mut result = Forward::zeros(&problem).unwrap();
+                let rescale = (what == "a low limit").then_some(Rescale::Optimistic(1.0));
+                let options = Options { threads: Some(threads), rescale, ..Options::default() };
+                let counters = forward(&bound, &mut result.outputs(), &options);
+                (result, counters.blocks_redone)
+            };
+            let (result, redone) = call(1);
+            for (name, verdict) in check_forward(&bound, &result, 1) {
+                assert!(verdict.ok(), "d {d}, causal {causal}, {what}: {name}: {verdict}");
+            }
+            assert!(!["rising", "a low limit"].contains(&what) || redone > 0, "d {d}, {what}: no block was done again");
+            let bits = |x: &Forward| -> Vec<u64> {
+                [x.o.view(), x.lse.view()].iter().flat_map(|v| v.to_f64()).map(f64::to_bits).collect()
+            };
+            assert!(bits(&call(3).0) == bits(&result), "d {d}, causal {causal}, {what}: with 3 threads");
+        }
+    }
+}
+
 /// A row of one problem, alone and in company, with rising or falling scores along the keys.
 fn trend(rising: f64) -> [Tensor; 3] {
     let mut rng = Rng::new(7);

@@ -81,7 +81,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             .map(|(i, (k, v))| {
                 let range = i * block..((i + 1) * block).min(sequence.k_len);
                 let keys = Keys { sequence, head: kv_head, range };
-                [cx.unit.keys(cx, &keys, k), cx.unit.values(cx, &keys, v)]
+                [cx.packer.keys(cx, &keys, k), cx.packer.values(cx, &keys, v)]
             })
             .collect();
         let _held = cx.unit.hold();

@@ -8,7 +8,7 @@
 use super::algorithms::{Ahead, Row, faded};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_strips};
+use super::{Kernels, Simd, amx_bf16, amx_strips, amx_woven};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -38,6 +38,7 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     lanes_scaled: [pack_scaled::<1>, pack_scaled::<2>, pack_scaled::<3>],
     lanes_faded: [pack_faded::<1>, pack_faded::<2>, pack_faded::<3>],
     narrow: &amx_bf16::NARROW,
+    weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
     strips: &amx_strips::STRIPS,
 };
 
@@ -235,7 +236,7 @@ macro_rules! block {
 ///
 /// # Safety
 /// The machine has tiles and the process may use them; the extents are valid, with pitches in slots.
-unsafe fn multiply<const A: usize, const B: usize>(
+pub(super) unsafe fn multiply<const A: usize, const B: usize>(
     c: *mut f32,
     ldc: usize,
     a: *const f32,

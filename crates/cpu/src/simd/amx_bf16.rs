@@ -21,7 +21,7 @@ pub(super) static NARROW: NarrowKernels =
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
 pub(super) const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];
 /// Above this many powers of two, a fused subtraction would round by more than bf16 does: 2^12 2^-24 ln 2.
-const FUSED_LIMIT: f32 = 4096.0;
+pub(super) const FUSED_LIMIT: f32 = 4096.0;
 
 /// The next 32 elements of a row, zero past its end.
 ///

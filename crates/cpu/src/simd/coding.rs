@@ -145,6 +145,16 @@ mod tests {
                 let (x, mean) = (row(), row());
                 let largest = x.iter().zip(&mean).fold(0.0f32, |m, (x, y)| m.max((x - y).abs()));
                 assert_eq!(table.size(&x, &mean), largest);
+                // Halves of a step everywhere in the last but one, up to a rounding; scales without an inverse.
+                let ties: Vec<f32> = (0..n).map(|i| mean[i] + 0.125 * (i as f32 + 0.5)).collect();
+                let near = |x: &f32| f32::from_bits(x.to_bits() ^ 1);
+                let nearly: Vec<f32> = ties.iter().map(near).collect();
+                for (x, scale) in [(&ties, 0.125), (&nearly, 0.125), (&ties, 0.1), (&x, 1e-39), (&x, 2e38)] {
+                    let mut codes = vec![1i8; n];
+                    table.encode(x, &mean, scale, &mut codes);
+                    let want = x.iter().zip(&mean).map(|(x, y)| quantise(x - y, scale, 127));
+                    assert!(codes.iter().copied().eq(want), "{n} by {scale}");
+                }
                 for scale in [largest / 127.0, 0.0, largest / 500.0] {
                     let mut codes = vec![1i8; n];
                     table.encode(&x, &mean, scale, &mut codes);

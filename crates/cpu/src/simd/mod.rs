@@ -18,22 +18,29 @@ mod amx_int8;
 #[cfg(target_arch = "x86_64")]
 mod amx_strips;
 #[cfg(target_arch = "x86_64")]
+mod amx_woven;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod coding;
+// Matrix units are known on x86-64 alone: elsewhere their safe faces are compiled, and nothing enters them.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod coming;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 mod folds;
 mod int8;
 mod kernels;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
 mod matrix;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
 mod narrow;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub(crate) mod packed;
 mod portable;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
 mod strips;
 #[cfg(target_arch = "x86_64")]
 mod vector_int8;
@@ -45,7 +52,7 @@ pub(crate) use coming::{Coming, Share};
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
-pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt};
+pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt, STRIP_LANES, Woven};
 pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
 
 /// Whether vectors multiply bytes in fours.

@@ -1,8 +1,8 @@
 //! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
 
 use super::MAX_VECTORS;
-use super::algorithms::{ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
-use super::matrix::{DEPTH, GROUP, Panels, SLOTS};
+use super::algorithms::{Ahead, ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
+use super::matrix::{DEPTH, GROUP, MatrixKernels, Panels, SLOTS};
 use crate::step::Ranges;
 use half::bf16;
 
@@ -32,6 +32,63 @@ pub(crate) struct PackedProbe<'a> {
     pub packed: &'a mut [f32],
     /// Of each lane, sums of P U; multiplied with alpha before.
     pub sums: &'a mut [f32],
+}
+
+/// Lanes that the woven kernel takes at a time: half a tile.
+pub(crate) const STRIP_LANES: usize = 2 * GROUP;
+
+/// Blocks of keys that 64 lanes see whole, against maxima that are trusted. Work is counted in strips and blocks: all
+/// blocks of the first strip, then those of the second.
+pub(crate) struct Woven<'a> {
+    /// Panels of K and V, each block's own.
+    pub blocks: &'a [[&'a [f32]; 2]],
+    /// Where to begin.
+    pub first: usize,
+    pub q: &'a [f32],
+    /// `[column][lane]`.
+    pub o: &'a mut [f32],
+    pub m: &'a [f32],
+    pub l: &'a mut [f32],
+    /// What a score is multiplied with to be a power of two.
+    pub log2_e: f32,
+    /// The largest sum of a block that still trusts its maximum.
+    pub limit: f32,
+    /// Scratch.
+    pub s: &'a mut [f32],
+    pub weights: &'a mut [f32],
+}
+
+pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut [Ahead; 2]) -> usize;
+
+impl MatrixKernels {
+    /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// is one.
+    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<Weave> {
+        let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
+        self.weave.map(|kernels| kernels[which])
+    }
+
+    /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
+    pub fn weaves(&self, sizes: [usize; 3]) -> bool {
+        self.weaver(sizes).is_some()
+    }
+
+    /// Softmax and both products of all blocks, up to one whose maximum cannot be trusted; how far it came.
+    pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> usize {
+        let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
+        assert!(args.q.len() >= Panels::room(groups, d, 1), "panels of queries");
+        let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
+        assert!(args.blocks.iter().all(|own| own[0].len() >= k && own[1].len() >= v), "panels of a block");
+        assert!(args.o.len() >= dv * GROUP * 2 * STRIP_LANES, "columns of O");
+        assert!(args.m.len().min(args.l.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        assert!(
+            args.s.len() >= 2 * DEPTH * STRIP_LANES && args.weights.len() >= Panels::room(groups, block, 1),
+            "scratch"
+        );
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { kernel(args, ahead) }
+    }
 }
 
 type At = unsafe fn(*const bf16, &[usize], usize, *mut f32, usize);
@@ -151,4 +208,90 @@ fn check_tile(len: usize, stride: usize, ranges: &[(usize, usize)]) -> usize {
     assert!(stride.is_multiple_of(GROUP) && stride <= LANE_TILES * DEPTH, "lanes of the tile");
     assert!(ranges[..vectors].iter().all(|&(start, end)| start >= end || end * stride <= len), "keys of the tile");
     vectors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::simd::{MatrixMut, Policy, Sum};
+    use fulgurite_core::DType;
+    use fulgurite_core::random::Rng;
+
+    /// Woven or one after the other: the same bits, also from the middle on and up to a block that asks for a maximum.
+    #[test]
+    fn woven_blocks_have_the_bits_of_single_steps() {
+        let unit = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix_for(DType::Bf16));
+        let Some(unit) = unit else {
+            return eprintln!("skipped: this machine has no tiles, or the process may not use them");
+        };
+        let (lanes, keys) = (2 * STRIP_LANES, KEY_TILES * DEPTH);
+        let mut rng = Rng::new(3);
+        for (d, dv) in [(2, 4), (4, 8)] {
+            let mut panels = |n: usize, scale: f64| -> Vec<f32> {
+                let halves: Vec<u32> =
+                    rng.normals(2 * n, scale).iter().map(|&x| u32::from(bf16::from_f64(x).to_bits())).collect();
+                halves.chunks_exact(2).map(|x| f32::from_bits(x[0] | x[1] << 16)).collect()
+            };
+            let q = panels(Panels::room(lanes / GROUP, d, 1), 0.3);
+            let sizes = [Panels::room(keys / GROUP, d, 1), Panels::room(dv, KEY_TILES, 1)];
+            let blocks: Vec<[Vec<f32>; 2]> = (0..3).map(|_| sizes.map(|n| panels(n, 1.0))).collect();
+            let blocks: Vec<[&[f32]; 2]> = blocks.iter().map(|own| [&own[0][..], &own[1][..]]).collect();
+            let (mut m, log2_e) = ([1.0f32; 64], 1.2f32);
+            let mut weights = vec![f32::NAN; Panels::room(lanes / GROUP, KEY_TILES, 1)];
+            let (mut s, none) = (vec![f32::NAN; keys * lanes], &mut Ahead::default());
+            let (mut o, mut l) = (vec![0.5f32; dv * GROUP * lanes], [0.25f32; 64]);
+            let (mut woven_o, mut woven_l) = (o.clone(), l);
+            for [k, v] in &blocks {
+                let (k, q) = (Panels::new(k, d, 1), Panels::new(&q, d, 1));
+                unit.multiply(
+                    MatrixMut::at(&mut s, lanes, 0, 0),
+                    k,
+                    q,
+                    [keys / GROUP, lanes / GROUP, d],
+                    Sum::Fresh,
+                    none,
+                );
+                let (ranges, mut alpha) = ([(0, keys); MAX_VECTORS], [0.0; 64]);
+                let (lo, hi) = ([0.0; 64], [keys as f32; 64]);
+                let mut args = SoftmaxArgs {
+                    s: &mut s,
+                    stride: lanes,
+                    ranges,
+                    inner: ranges,
+                    lo: &lo,
+                    hi: &hi,
+                    m: &mut m,
+                    l: &mut l,
+                    alpha: &mut alpha,
+                    exp: ExpKind::Poly(3),
+                    policy: Policy::Trust(f32::MAX),
+                    scale: log2_e / std::f32::consts::LOG2_E,
+                };
+                unit.narrow.softmax(&mut args, &mut weights, KEY_TILES, None);
+                let (v, p) = (Panels::new(v, KEY_TILES, 1), Panels::new(&weights, KEY_TILES, 1));
+                unit.multiply(
+                    MatrixMut::at(&mut o, lanes, 0, 0),
+                    v,
+                    p,
+                    [dv, lanes / GROUP, KEY_TILES],
+                    Sum::Onto,
+                    none,
+                );
+            }
+            let mut weave = |first: usize, n: usize, limit: f32, m: &[f32; 64]| {
+                let (o, l, s) = (&mut woven_o[..], &mut woven_l[..], &mut s[..]);
+                let blocks = &blocks[..n];
+                let log2_e = std::f32::consts::LOG2_E * (log2_e / std::f32::consts::LOG2_E);
+                let mut args = Woven { blocks, first, q: &q, o, m, l, log2_e, limit, s, weights: &mut weights };
+                unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
+            };
+            // Sums of a strip beyond any limit stop it before they are added.
+            assert_eq!(weave(1, 1, 0.0, &m), 1);
+            assert_eq!(weave(0, 3, f32::MAX, &std::array::from_fn(|i| if i == 40 { 1e4 } else { m[i] })), 3);
+            assert_eq!(weave(3, 3, f32::MAX, &m), 6);
+            assert!(woven_l == l, "sums at {d} tiles");
+            assert!(woven_o == o, "outputs at {d} tiles");
+        }
+    }
 }

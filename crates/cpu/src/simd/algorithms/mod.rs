@@ -10,11 +10,14 @@ mod rounding;
 mod rows;
 mod softmax;
 
+#[cfg(target_arch = "x86_64")]
 pub(in crate::simd) use delta::faded;
 pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
+#[cfg(target_arch = "x86_64")]
+pub(super) use exponential::EXP2_NATIVE;
 pub(crate) use exponential::ExpKind;
-pub(super) use exponential::{EXP2_NATIVE, exp2_scalar};
+pub(super) use exponential::exp2_scalar;
 pub(super) use few::{FewRows, combine, dots, paired};
 pub(crate) use fold::{AboveArgs, BestArgs, OtherArgs};
 pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
@@ -24,4 +27,6 @@ pub(super) use product::block;
 pub(super) use rounding::{expand, round_rows, round_weights};
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
 pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
-pub(super) use softmax::{begin, end, grad, settle, softmax};
+#[cfg(target_arch = "x86_64")]
+pub(super) use softmax::{begin, end, settle};
+pub(super) use softmax::{grad, softmax};
