@@ -8,7 +8,7 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, SoftmaxArgs};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
-use crate::unit::{Keys, Products, Scratch, Vectors};
+use crate::unit::{Keys, Products, Scratch};
 use crate::{Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
 use fulgurite_core::{BlockMask, Data, Outputs, TensorView, bf16, f16};
@@ -90,7 +90,7 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
         }
         let window = matches!(skip.problem().skip().class(item.head), HeadClass::Window { .. });
         // A window is too narrow to pay for packing its keys.
-        let cx = if window { &Context { unit: &Vectors, ..cx } } else { &cx };
+        let cx = if window { &cx.on_vectors() } else { &cx };
         walk(cx, skip, item, &out, &keep);
         cx.kernels.fence();
     });

@@ -9,7 +9,7 @@
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
-use crate::unit::{Packer, QueryRows, Unit};
+use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
@@ -46,6 +46,11 @@ pub(crate) struct Context<'a> {
 impl<'a> Context<'a> {
     pub fn new(bound: &'a Bound<'a>, kernels: &'static Kernels) -> Self {
         Context::with(bound, kernels, kernels.packer(bound.problem().dtype()))
+    }
+
+    /// The same with products by the vectors.
+    pub fn on_vectors(&self) -> Self {
+        Context { unit: &Vectors, packer: &Vectors, ..*self }
     }
 
     /// With a unit of the call's own.

@@ -27,7 +27,7 @@ pub(super) fn run(
     let dense: Option<Tensor> = (d_o.strides().last() != Some(&1)).then(|| d_o.to_tensor());
     let d_o = dense.as_ref().map_or(*d_o, Tensor::view);
     // Products of f32, for every type: gradients are differences.
-    let (cx, rx) = (&Context { unit: &Vectors, ..*cx }, &Context { unit: &Vectors, ..*rx });
+    let (cx, rx) = (&cx.on_vectors(), &rx.on_vectors());
     for tensor in [&mut gradients.d_q, &mut gradients.d_r, &mut gradients.d_k, &mut gradients.d_v] {
         tensor.view_mut().fill(0.0);
     }
