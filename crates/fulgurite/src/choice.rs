@@ -5,11 +5,10 @@ use crate::cpu::Cpu;
 use crate::engine::{Engine, Run, Unsupported};
 use crate::on_device::OnDevice;
 use crate::oracle::Oracle;
-use crate::profile::Profile;
+use crate::profile::{Profile, Tables};
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
-use fulgurite_kernels::attention::plan::Table;
 use fulgurite_ptx::device::Device;
 use fulgurite_sim::Sim;
 use std::fmt;
@@ -164,10 +163,10 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
         Choice::Cuda => {
             let cuda = Cuda::open(0, Options::default())?;
-            let table = Profile::table_for(&cuda.name())?;
-            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, table))
+            let tables = Profile::tables_for(&cuda.name())?;
+            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, tables))
         }
-        Choice::Sim => Box::new(OnDevice::new("sim", Arc::new(Sim::default()), settings.rescale, Table::default())),
+        Choice::Sim => Box::new(OnDevice::new("sim", Arc::new(Sim::default()), settings.rescale, Tables::default())),
         Choice::Oracle => Box::new(Oracle),
     })
 }

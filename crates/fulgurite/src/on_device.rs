@@ -4,18 +4,21 @@
 //! tensors on the device already does not want the copies, and [`Choice::Best`](crate::Choice::Best) never takes it.
 
 use crate::engine::{Engine, Run, Unsupported};
+use crate::profile::Tables;
 use crate::{Counters, Error};
 use fulgurite_core::expr::Coverage;
 use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
     TensorViewMut,
 };
-use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
 use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Table, Tensors,
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
 };
+use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
@@ -23,8 +26,10 @@ pub(crate) struct OnDevice {
     name: &'static str,
     device: Arc<dyn Device>,
     rescale: Option<Rescale>,
-    /// Cuts of the forward kernel.
-    table: Table,
+    /// Cuts of the kernels.
+    tables: Tables,
+    /// The cut of backward, whatever the table and its rules say.
+    forced: Option<GradientTuning>,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
@@ -34,13 +39,23 @@ pub(crate) struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
+    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, tables: Tables) -> Self {
         let (loaded, loaded_backward) = Default::default();
-        OnDevice { name, device, rescale, table, loaded, loaded_backward, copying: Mutex::default() }
+        OnDevice { name, device, rescale, tables, forced: None, loaded, loaded_backward, copying: Mutex::default() }
+    }
+
+    /// The same with one cut of backward for everything: of a short problem it is that of the long one it stands for.
+    pub fn forcing(self, tuning: GradientTuning) -> Self {
+        OnDevice { forced: Some(tuning), ..self }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::by_table(problem, self.rescale, &self.table))
+        self.planned(Forward::by_table(problem, self.rescale, &self.tables.forward))
+    }
+
+    fn backward_plan(&self, problem: &Problem, d_lse: bool) -> Result<Backward, Unsupported> {
+        let plan = self.planned(Backward::by_table(problem, d_lse, Order::Any, &self.tables.backward))?;
+        Ok(self.forced.map_or(plan.clone(), |tuning| plan.tuned(tuning)))
     }
 
     /// The plan, or why there is none on this device.
@@ -56,12 +71,20 @@ impl OnDevice {
         Unsupported { engine: self.name.into(), feature, instead: "the engine `cpu` has it".into() }
     }
 
+    /// A plan that has no kernel: a cut of the profile's, or our mistake.
+    fn unbuilt(&self, e: &BuildError, plan: &dyn Debug) -> Unsupported {
+        match self.tables == Tables::default() {
+            true => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            false => self.refuse(format!("a kernel cut as the profile of {} says: {e}", self.device.name())),
+        }
+    }
+
     fn module(&self, plan: &Forward) -> Result<Module, Error> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, module)) = loaded.iter().find(|(known, _)| known.same_kernel(plan)) {
             return Ok(module.clone());
         }
-        let kernel = plan.kernel(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let kernel = plan.kernel(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
         let module = self.device.load(Arc::new(kernel))?;
         loaded.push((plan.clone(), module.clone()));
         Ok(module)
@@ -72,7 +95,7 @@ impl OnDevice {
         if let Some((_, kernels, modules)) = loaded.iter().find(|(known, ..)| known.same_kernels(plan)) {
             return Ok((kernels.clone(), modules.clone()));
         }
-        let kernels = plan.kernels(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let kernels = plan.kernels(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
         let load = |kernel: &Arc<_>| self.device.load(Arc::clone(kernel));
         let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
         loaded.push((plan.clone(), kernels.clone(), modules.clone()));
@@ -398,7 +421,7 @@ impl Engine for OnDevice {
         gradients: &mut GradientOutputs<'_>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
+        let plan = self.backward_plan(problem, saved.d_lse.is_some())?;
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;

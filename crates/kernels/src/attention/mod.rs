@@ -2,6 +2,7 @@
 
 pub mod backward;
 mod careful;
+pub mod cuts;
 mod epilogue;
 pub mod few;
 mod few_plan;

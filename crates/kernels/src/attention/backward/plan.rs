@@ -1,11 +1,14 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
+pub use super::placed::Tensors;
+use super::placed::{named, pairs};
 use super::tiles::STEPS;
 use super::{Adds, Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
+use crate::attention::cuts::Table;
 use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
-use crate::attention::repack::{Copies, Copying, Direction, Named};
+use crate::attention::repack::{Copies, Copying};
 use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
 use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
@@ -76,55 +79,15 @@ impl Kernels {
     }
 }
 
-/// Where the tensors of a call lie. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
-#[derive(Debug, Clone)]
-pub struct Tensors {
-    /// Inputs of forward.
-    pub q: Placed,
-    /// The same.
-    pub k: Placed,
-    /// The same.
-    pub v: Placed,
-    /// Output of forward.
-    pub o: Placed,
-    /// LSE of forward.
-    pub lse: Span,
-    /// Gradient of o.
-    pub d_o: Placed,
-    /// Gradient of the LSE, where there is one.
-    pub d_lse: Option<Span>,
-    /// Results.
-    pub d_q: Placed,
-    /// The same.
-    pub d_k: Placed,
-    /// The same.
-    pub d_v: Placed,
-    /// Sinks and their gradients, `[heads]`, f32, where the problem has them.
-    pub sinks: Option<[Span; 2]>,
-    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
-    pub cu_seqlens: Option<[Span; 2]>,
-    /// Queries and keys in use: i32, `[batch]`.
-    pub used: [Option<Span>; 2],
-    /// Auxiliary tensors in the order of the problem.
-    pub aux: Vec<AuxPlaced>,
-    /// Their gradients, f32 and contiguous, for those that want one.
-    pub d_aux: Vec<Option<Span>>,
-    /// The lists of a block mask.
-    pub lists: Option<ListsPlaced>,
-}
-
-impl Tensors {
-    /// Those that every call has: inputs, output and LSE of forward, the gradient of the output, and room for the results.
-    pub fn new([q, k, v, o]: [Placed; 4], lse: Span, d_o: Placed, [d_q, d_k, d_v]: [Placed; 3]) -> Tensors {
-        let (d_lse, sinks, cu_seqlens, used, lists) = (None, None, None, [None; 2], None);
-        let (aux, d_aux) = (Vec::new(), Vec::new());
-        Tensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks, cu_seqlens, used, aux, d_aux, lists }
-    }
-}
-
 impl Backward {
     /// How a problem is run; `d_lse` tells whether its LSE has a gradient.
     pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<Backward, Missing> {
+        Backward::by_table(problem, d_lse, order, &Table::default())
+    }
+
+    /// The same with cuts of the main kernel from a table. They are for equal sequences and scores as they are, added in any
+    /// order; whatever keeps more in registers than that has the built-in ones.
+    pub fn by_table(problem: &Problem, d_lse: bool, order: Order, table: &Table<Tuning>) -> Result<Backward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -162,12 +125,18 @@ impl Backward {
             return missing("gradients of auxiliary tensors in a fixed order".into());
         }
         let largest = dims[0].max(dims[1]) as u32;
-        let mut tuning = Tuning::with_room(largest, order, ragged.any(), !modified.is_empty());
+        let mut tuning = match order == Order::Any && !ragged.any() && modified.is_empty() {
+            true => table.find(largest, problem.max_k_len() as u64),
+            false => Tuning::with_room(largest, order, ragged.any(), !modified.is_empty()),
+        };
+        if !tuning.has_kernel(largest) {
+            return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
+        }
         // Longer steps fit the registers where the mask has one edge at most and exponentials are the unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
         if tuning.adds == Adds::Engine && !(fits && (!spans.bounded_left() || problem.max_q_len() > SHORT)) {
-            tuning.rows = 64;
+            tuning.rows = tuning.rows.min(64);
         }
         // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
         let padded = match (tuning.share, largest) {
@@ -193,6 +162,7 @@ impl Backward {
     pub fn tuned(self, tuning: Tuning) -> Backward {
         Backward { tuning, ..self }
     }
+
     /// How the main kernel is cut.
     pub fn tuning(&self) -> Tuning {
         self.tuning
@@ -258,6 +228,20 @@ impl Backward {
     /// Rows of all heads, each head's padded to whole steps.
     fn rows(&self) -> u64 {
         self.all_heads() * self.steps() * u64::from(self.tuning.rows)
+    }
+
+    /// Steps of queries of all tiles of keys, where sequences are equal: those in which some query sees a key of the tile.
+    pub fn steps_of_tiles(&self) -> u64 {
+        let Layout::Dense { batch, q_len, k_len } = self.layout else { return 0 };
+        let (keys, rows) = (self.tuning.keys() as usize, self.tuning.rows as usize);
+        let spans: Vec<MaskSpan> = self.features.mask.spans().iter().map(MaskSpan::transposed).collect();
+        let of_tile = |first: usize| {
+            let last = (first + keys).min(k_len) - 1;
+            let (start, end) =
+                (columns(&spans, first, [k_len, q_len]).start, columns(&spans, last, [k_len, q_len]).end);
+            (end.max(start).div_ceil(rows) - start / rows).max(1) as u64
+        };
+        (0..k_len).step_by(keys).map(of_tile).sum::<u64>() * batch as u64 * self.heads[0]
     }
 
     /// The table of blocks of a block mask: how many elements it has.
@@ -570,30 +554,10 @@ fn seen(spans: &[MaskSpan], [rows, cols]: [usize; 2]) -> Range<usize> {
     if rows == 0 {
         return 0..0;
     }
-    let all = |row: usize| {
-        spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
-    };
-    all(0).start..all(rows - 1).end
+    columns(spans, 0, [rows, cols]).start..columns(spans, rows - 1, [rows, cols]).end
 }
 
-/// The rows of a call, as they would be copied.
-fn named(tensors: &Tensors) -> [Named; 8] {
-    let &Tensors { q, k, v, o, d_o, d_q, d_k, d_v, .. } = tensors;
-    let input = |name, placed| (name, placed, Direction::Pack);
-    let result = |name, placed| (name, placed, Direction::Unpack);
-    [
-        input("q", q),
-        input("k", k),
-        input("v", v),
-        input("o", o),
-        input("d_o", d_o),
-        result("d_q", d_q),
-        result("d_k", d_k),
-        result("d_v", d_v),
-    ]
-}
-
-/// Strides of batch, row and head in pairs of elements.
-fn pairs(placed: &Placed) -> [u64; 3] {
-    placed.strides.map(|stride| stride / 2)
+/// The columns that a row of a mask sees.
+fn columns(spans: &[MaskSpan], row: usize, [rows, cols]: [usize; 2]) -> Range<usize> {
+    spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
 }
