@@ -8,6 +8,7 @@
 mod by_columns;
 mod by_keys;
 pub mod cover;
+pub mod exact;
 pub mod finish;
 pub mod main;
 mod modified;
@@ -22,7 +23,7 @@ mod turns;
 mod walk;
 pub mod zero;
 
-pub use modified::{Derived, is_one};
+pub use modified::Derived;
 pub use tuning::{Adds, Pack, Share, Tuning};
 
 use super::work::Ragged;

@@ -3,17 +3,15 @@
 pub use super::placed::Tensors;
 use super::placed::{named, pairs};
 use super::tiles::STEPS;
-use super::{Adds, Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
+use super::{Adds, Derived, Features, Order, Share, Tuning, cover, exact, finish, main, prepare, sinks, zero};
 use crate::attention::cuts::Table;
-use crate::attention::modifier::Modifiers;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
 use crate::attention::repack::{Copies, Copying};
 use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
-use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
-use fulgurite_core::{AuxGradient, DType, Exp, Layout, Mask, Problem};
+use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use std::f32::consts::LOG2_E;
@@ -68,6 +66,8 @@ pub struct Kernels {
     pub sinks: Option<Arc<Kernel>>,
     /// Zeros where gradients of auxiliary tensors are summed.
     pub zero: Option<Arc<Kernel>>,
+    /// Their sums, where they are exact.
+    pub exact: Option<Arc<Kernel>>,
     /// What each block of a block mask is, where there is one.
     pub cover: Option<Arc<Kernel>>,
 }
@@ -75,7 +75,8 @@ pub struct Kernels {
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks).chain(&self.zero).chain(&self.cover)
+        let some = [&self.sinks, &self.zero, &self.exact, &self.cover];
+        [&self.prepare, &self.main, &self.finish].into_iter().chain(some.into_iter().flatten())
     }
 }
 
@@ -120,10 +121,7 @@ impl Backward {
         if let Some(spec) = problem.blocks() {
             (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
         }
-        let modified = derived(problem, rest.as_ref(), &aux)?;
-        if order == Order::Fixed && !modified.aux.is_empty() {
-            return missing("gradients of auxiliary tensors in a fixed order".into());
-        }
+        let modified = Derived::of(problem, rest.as_ref(), &aux, order)?;
         let largest = dims[0].max(dims[1]) as u32;
         let mut tuning = match order == Order::Any && !ragged.any() && modified.is_empty() {
             true => table.find(largest, problem.max_k_len() as u64),
@@ -154,6 +152,11 @@ impl Backward {
         let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
         if most.max(plan.lengths()[1]) >= OUTSIDE {
             return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
+        }
+        if let Some(n) = (0..plan.aux_shapes.len()).map(|aux| plan.words(aux)).find(|n| *n >= 1 << 31) {
+            return missing(format!(
+                "gradients of auxiliary tensors in a fixed order in {n} words (it has less than 2^31)"
+            ));
         }
         Ok(plan)
     }
@@ -186,6 +189,14 @@ impl Backward {
             finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
             zero: (!self.features.modified.aux.is_empty()).then(|| zero::kernel(target)).transpose()?.map(Arc::new),
+            exact: self
+                .features
+                .modified
+                .exact
+                .contains(&true)
+                .then(|| exact::kernel(target))
+                .transpose()?
+                .map(Arc::new),
             cover: self.has_blocks.then(|| cover::kernel(target)).transpose()?.map(Arc::new),
         })
     }
@@ -250,18 +261,36 @@ impl Backward {
         shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
     }
 
-    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are.
-    fn parts(&self) -> [u64; 6] {
+    /// Words of 64 bits in which the gradient of an auxiliary tensor is summed exactly.
+    fn words(&self, aux: usize) -> u64 {
+        let Derived { aux: gradients, exact, .. } = &self.features.modified;
+        let exact = gradients.iter().zip(exact).any(|(gradient, exact)| gradient.aux == aux && *exact);
+        let elements = || self.aux_shapes[aux].iter().map(|&n| n as u64).product::<u64>();
+        if exact { exact::WORDS * elements() } else { 0 }
+    }
+
+    /// Where those of an auxiliary tensor lie, of where all of them do.
+    fn words_at(&self, all: Span, aux: usize) -> Option<Span> {
+        let before: u64 = (0..aux).map(|aux| self.words(aux)).sum();
+        let words = self.words(aux);
+        (words > 0).then(|| Span { bytes: 8 * words, ..all.from(8 * before) })
+    }
+
+    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are,
+    /// exact sums.
+    fn parts(&self) -> [u64; 7] {
         let rows = self.rows();
         let mut end = 0;
         let of_sums = rows * u64::from(self.features.dims[0]) * 4;
-        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4];
+        let words: u64 = (0..self.aux_shapes.len()).map(|aux| self.words(aux)).sum();
+        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4, words * 8];
         let starts = sizes.map(|bytes| {
             let start = end;
             end = (end + bytes).next_multiple_of(ALIGN);
             start
         });
-        [starts[0], starts[1], starts[2], starts[3], starts[4], end]
+        let [a, b, c, d, e, f] = starts;
+        [a, b, c, d, e, f, end]
     }
 
     /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
@@ -304,7 +333,7 @@ impl Backward {
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
     pub fn scratch_bytes(&self) -> u64 {
-        self.parts()[5]
+        self.parts()[6]
     }
 
     /// Its launches; none where there is nothing to compute.
@@ -320,14 +349,22 @@ impl Backward {
             return Ok(Plan::default());
         }
         let parts = self.parts().map(|at| scratch.from(at));
-        let [sums, shift, delta, _, blocks, _] = parts;
+        let [sums, shift, delta, _, blocks, words, _] = parts;
         let mut launches = vec![self.prepare(kernels, tensors, parts)];
-        for (span, shape) in tensors.d_aux.iter().zip(&self.aux_shapes) {
+        let zeros = |span: Span, count: u64| {
+            let (kernel, args) = (kernels.zero.clone()?, vec![Value::Pointer(span), Value::U32(count as u32)]);
+            Some(Launch { kernel, grid: [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1], args })
+        };
+        let mut after = Vec::new();
+        for (aux, (span, shape)) in tensors.d_aux.iter().zip(&self.aux_shapes).enumerate() {
             let count = shape.iter().product::<usize>() as u64;
-            if let (Some(span), Some(kernel), 1..) = (span, &kernels.zero, count) {
-                let args = vec![Value::Pointer(*span), Value::U32(count as u32)];
-                let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
-                launches.push(Launch { kernel: kernel.clone(), grid, args });
+            let (Some(span), 1..) = (*span, count) else { continue };
+            launches.extend(zeros(span, count));
+            if let (Some(words), Some(kernel)) = (self.words_at(words, aux), kernels.exact.clone()) {
+                // In halves.
+                launches.extend(zeros(words, words.bytes / 4));
+                let args = vec![Value::Pointer(words), Value::Pointer(span), Value::U32(count as u32)];
+                after.push(Launch { kernel, grid: [count.div_ceil(u64::from(exact::THREADS)) as u32, 1, 1], args });
             }
         }
         if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.cover_elements()) {
@@ -368,10 +405,11 @@ impl Backward {
             let grid = [(self.all_heads() * self.steps()) as u32, 1, 1];
             launches.push(Launch { kernel: kernels.finish.clone(), grid, args: args.finish() });
         }
+        launches.extend(after);
         Ok(Plan { launches })
     }
 
-    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 6]) -> Launch {
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 7]) -> Launch {
         let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
@@ -422,7 +460,7 @@ impl Backward {
         &self,
         kernels: &Kernels,
         tensors: &Tensors,
-        [sums, shift, delta, counters, blocks, _]: [Span; 6],
+        [sums, shift, delta, counters, blocks, words, _]: [Span; 7],
     ) -> Result<Vec<Value>, Missing> {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
@@ -439,7 +477,7 @@ impl Backward {
         // Modified scores come with the scale in them.
         let scale_log2 = if self.features.modified.modifiers.score.is_some() { LOG2_E } else { self.scale * LOG2_E };
         args.add("scale_log2", Value::F32(scale_log2));
-        self.modified(&mut args, tensors, blocks);
+        self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
         match (self.layout, self.features.ragged.any()) {
             (Layout::Dense { batch, q_len, k_len }, false) => self.equal(&mut args, tensors, [batch, q_len, k_len]),
@@ -449,13 +487,16 @@ impl Backward {
     }
 
     /// Arguments of modifiers.
-    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, blocks: Span) {
+    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, [blocks, words]: [Span; 2]) {
         let blocks = AuxPlaced { span: blocks, strides: row_major(self.aux_shapes.last()) };
         args.aux(tensors.aux.iter().chain(self.has_blocks.then_some(&blocks)), &self.aux_shapes);
         for (i, gradient) in self.features.modified.aux.iter().enumerate() {
             let shape = self.aux_shapes.get(gradient.aux);
             if let Some(Some(span)) = tensors.d_aux.get(gradient.aux) {
                 args.add(&format!("d_aux{i}"), Value::Pointer(*span));
+            }
+            if let (true, Some(words)) = (self.features.modified.exact[i], self.words_at(words, gradient.aux)) {
+                args.add(&format!("d_aux{i}_words"), Value::Pointer(words));
             }
             for (axis, (n, stride)) in shape.into_iter().flatten().zip(row_major(shape)).enumerate() {
                 args.add_u32(&format!("d_aux{i}_last{axis}"), (*n as u64).saturating_sub(1));
@@ -532,21 +573,6 @@ impl Backward {
         args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
         Ok(())
     }
-}
-
-/// The expressions of a problem, for scores whose rows are keys.
-fn derived(problem: &Problem, rest: Option<&Program>, aux: &[AuxSpec]) -> Result<Derived, Missing> {
-    if problem.score_program().is_none() && rest.is_none() {
-        return Ok(Derived::default());
-    }
-    let longest = problem.max_q_len().max(problem.max_k_len());
-    let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
-    let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
-    if problem.aux_gradients().iter().any(by_score) {
-        return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
-    }
-    let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
-    Ok(Derived { modifiers, derivative, aux: problem.aux_gradients().to_vec() })
 }
 
 /// The columns that some row of a mask sees. Intervals only move right with the row.
