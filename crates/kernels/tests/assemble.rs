@@ -99,6 +99,8 @@ fn gradients_of_modified_scores_assemble() {
         let blocks = BlockSpec { rows: 128, cols: 128, ..BlockSpec::default() };
         for problem in [
             base().softcap(30.0).mask(Mask::causal()),
+            base().softcap(30.0).alibi().mask(Mask::window(Some(90), Some(3))),
+            base().mask(Mask::documents().and(Mask::causal())),
             base().alibi().mask(Mask::documents()),
             base().bias([2, 2, 64, 700], DType::F32, true),
             base().bias([2, 1, 1, 700], DType::F32, true).mask(Mask::causal()),

@@ -23,7 +23,7 @@ mod turns;
 mod walk;
 pub mod zero;
 
-pub use modified::Derived;
+pub use modified::{Derived, Room};
 pub use tuning::{Adds, Pack, Share, Tuning};
 
 use super::work::Ragged;

@@ -23,6 +23,17 @@ pub struct Derived {
     pub exact: Vec<bool>,
 }
 
+/// What modified scores keep in registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// They are not modified.
+    None,
+    /// As much as there is beside whole rows of d_k and d_v of 128 elements.
+    Little,
+    /// More.
+    Much,
+}
+
 impl Derived {
     /// The expressions of a problem, for scores whose rows are keys.
     pub(super) fn of(
@@ -52,6 +63,15 @@ impl Derived {
         };
         let exact = gradients.iter().map(|gradient| order == Order::Fixed && !alone(gradient)).collect();
         Ok(Derived { modifiers, derivative, aux: gradients.to_vec(), exact })
+    }
+
+    /// How much they keep in registers.
+    pub fn room(&self) -> Room {
+        match self.aux.is_empty() && self.modifiers.are_light(self.derivative.as_ref()) {
+            _ if self.is_empty() => Room::None,
+            true => Room::Little,
+            false => Room::Much,
+        }
     }
 
     /// Whether there are none.
@@ -155,9 +175,9 @@ pub(super) struct Slopes<'k> {
 }
 
 impl<'k> Modifying<'_, 'k> {
-    /// For a tile of 64 keys and a head of queries.
-    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>) {
-        let first = (work.tile * main.tuning.keys() + w.first_row()).to_i32();
+    /// For a head of queries and the warpgroup's 64 keys of a tile, of which this is the first.
+    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
+        let first = (key + w.first_row()).to_i32();
         let (q_len, k_len) = match (work.sequence, self.of.q_len) {
             (Some(sequence), _) => (sequence.q_len, sequence.k_len),
             (None, Some(q_len)) => (q_len, main.k_len(None)),

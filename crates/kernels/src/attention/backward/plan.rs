@@ -125,7 +125,7 @@ impl Backward {
         let largest = dims[0].max(dims[1]) as u32;
         let mut tuning = match order == Order::Any && !ragged.any() && modified.is_empty() {
             true => table.find(largest, problem.max_k_len() as u64),
-            false => Tuning::with_room(largest, order, ragged.any(), !modified.is_empty()),
+            false => Tuning::with_room(largest, order, ragged.any(), modified.room()),
         };
         if !tuning.has_kernel(largest) {
             return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));

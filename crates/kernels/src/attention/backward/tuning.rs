@@ -1,6 +1,6 @@
 //! How the main kernel of the gradients is cut: measured choices, in one place.
 
-use super::Order;
+use super::{Order, Room};
 use crate::attention::cuts::{self, Cut, Row, Table, TuningError};
 use std::fmt;
 use std::str::FromStr;
@@ -132,14 +132,15 @@ impl Tuning {
 
     /// What measured best, or fits at all, where threads add in turns, sequences have lengths of their own, or scores are
     /// modified: the last two keep more in registers.
-    pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: bool) -> Tuning {
+    pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
         let usual = Tuning::hopper(head_dim);
         match head_dim {
-            ..=64 if ragged && !modified => Tuning { registers: [232, 40], ..usual },
-            65..=128 if ragged && !modified && order == Order::Any => {
+            ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual },
+            65..=128 if ragged && modified == Room::None && order == Order::Any => {
                 Tuning { rows: 64, registers: [232, 40], ..usual }
             }
-            _ if ragged || modified => Tuning::hopper(u32::MAX),
+            65..=128 if !ragged && modified == Room::Little && order == Order::Any => Tuning { rows: 64, ..usual },
+            _ if ragged || modified != Room::None => Tuning::hopper(u32::MAX),
             65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
             _ => usual,
         }
