@@ -5,7 +5,7 @@ use crate::description::{BLOCK_LISTS, Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
     self, Attention, AuxPlaced, BlockForm, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order,
-    Placed, Span, Stream, Tensors,
+    Placed, Span, Stream, Tensors, Wish,
 };
 use fulgurite::{DType, Problem};
 use pyo3::exceptions::PyRuntimeError;
@@ -61,11 +61,11 @@ impl Device {
     }
 }
 
-/// What was compiled for the problems of a description, by problem and GPU (and whether the LSE has a gradient). Each
-/// holds its problem, so that its address stays its own.
+/// What was compiled for the problems of a description, by problem and GPU (and whether the LSE is read, or has a gradient).
+/// Each holds its problem, so that its address stays its own.
 #[derive(Default)]
 pub struct Compiled {
-    forward: Mutex<HashMap<(usize, i32), Known<Attention>>>,
+    forward: Mutex<HashMap<(usize, i32, bool), Known<Attention>>>,
     backward: Mutex<HashMap<(usize, i32, bool), Known<Gradient>>>,
 }
 
@@ -77,18 +77,18 @@ impl Compiled {
         py: Python<'_>,
         description: &Description,
         problem: &Arc<Problem>,
-        sinks: Option<DType>,
+        (sinks, lse): (Option<DType>, bool),
         number: i32,
     ) -> PyResult<(Arc<Device>, Arc<Attention>)> {
-        let key = (Arc::as_ptr(problem) as usize, number);
+        let key = (Arc::as_ptr(problem) as usize, number, lse);
         let all = || self.forward.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, device, attention)) = all().get(&key) {
             return Ok((device.clone(), attention.clone()));
         }
-        let rescale = description.rescale;
+        let wish = Wish { sinks, rescale: description.rescale, tuning: description.tuning, lse };
         let (device, attention) = py.detach(|| -> PyResult<_> {
             let device = device(number)?;
-            let attention = device.gpu.attention(problem, sinks, rescale, description.tuning).map_err(refuse)?;
+            let attention = device.gpu.attention(problem, &wish).map_err(refuse)?;
             Ok((device, Arc::new(attention)))
         })?;
         all().insert(key, (problem.clone(), device.clone(), attention.clone()));
@@ -244,7 +244,7 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     }
     let sinks = call.find(Role::Sinks);
     let sink_type = sinks.map(|array| array.dtype("sinks")).transpose()?;
-    let (device, attention) = description.compiled.get(py, description, problem, sink_type, number)?;
+    let (device, attention) = description.compiled.get(py, description, problem, (sink_type, lse.is_some()), number)?;
     let lse_span = match lse {
         Some(array) => contiguous("lse", array)?,
         None => device.unwanted(4 * problem.lse_shape().iter().product::<usize>() as u64).map_err(refuse)?,

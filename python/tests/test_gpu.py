@@ -165,6 +165,34 @@ def test_block_masks_have_gradients():
         assert (a.float() - b).norm() <= 0.01 * b.norm()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("data", ["plain", "growing", "hundreds", "tiny first", "alone"])
+def test_without_lse(data, causal):
+    """Nobody reads the LSE: rows are added up as they are rounded, also where maxima grow from block to block."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if data == "growing":
+        # Blocks come from the last to the first.
+        k *= torch.linspace(40, 0.1, 700, device="cuda").bfloat16()[:, None, None]
+    elif data == "hundreds":
+        q, k = q * 10, k * 10
+    elif data == "tiny first":
+        k[:, 512:] *= 1e-3
+        k[:, :512] *= 30
+    elif data == "alone":
+        k, v = k[:, :1], v[:, :1]
+        causal = False
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8
+    if causal:
+        s += torch.full((700, 700), float("-inf"), device="cuda").triu(1)
+    p = s.softmax(-1)
+    want = torch.einsum("bhqk,bkhd->bqhd", p, v.double())
+    rounded = torch.einsum("bhqk,bkhd->bqhd", p.bfloat16().double(), v.double()).bfloat16()
+    got = fulgurite.attention(q, k, v, causal=causal)
+    assert torch.equal(got, fulgurite.attention(q, k, v, causal=causal))
+    assert (got.double() - want).abs().max() <= 2 * (rounded.double() - want).abs().max() + 1e-5
+
+
 def test_jax_arrays():
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":

@@ -1,9 +1,9 @@
-//! How fast a GPU reads keys for few queries: `few_rate [ROUNDS [COLSxDEPTH]...]`.
+//! How fast a GPU reads keys for few queries: `few_rate [ROUNDS [COLSxDEPTH[@BLOCKS]]...]`.
 //!
 //! For 1 to 16 queries over 8192 and 65536 keys (32 query heads, 8 of keys, head_dim 128, bf16), one sequence and 32: the
 //! median time of a launch alone, of launches in a row that find their keys where the last left them, and of launches
 //! in a row on keys that were not read for long; bytes of K and V a second, and the share of what a copy kernel moves
-//! (half read, half written) in the same run. Other cuts of the kernel may be named, as keys of a block x stages. Every
+//! (half read, half written) in the same run. Other cuts of the kernel may be named, as keys of a block x stages, and for how many multiprocessors the launch is made. Every
 //! result is compared with the first one's bits. `PTXAS` may name an assembler to use instead of the driver's.
 
 use fulgurite_core::{DType, Problem};
@@ -104,8 +104,17 @@ const KEYS_BYTES: u64 = 32 * 65536 * KV_HEADS * DIM * 2;
 /// Room for q, o and LSE, each.
 const SMALL_BYTES: u64 = 32 * 16 * HEADS * DIM * 2;
 
+/// Another cut of the kernel.
+#[derive(Clone, Copy)]
+struct Cut {
+    cols: u32,
+    depth: u32,
+    /// Multiprocessors that the launch is made for.
+    blocks: Option<u32>,
+}
+
 impl Cell {
-    fn plan(&self, cut: Option<(u32, u32)>) -> Result<Forward, Box<dyn Error>> {
+    fn plan(&self, cut: Option<Cut>) -> Result<Forward, Box<dyn Error>> {
         let [batch, q_len, k_len] = [self.batch, self.q_len, self.k_len].map(|n| n as usize);
         let problem = Problem::builder()
             .dense(batch, q_len, k_len)
@@ -115,7 +124,7 @@ impl Cell {
             .build()?;
         let plan = Forward::new(&problem, None)?;
         Ok(match cut {
-            Some((cols, depth)) => plan.few_tuned(|tuning| Tuning { cols, depth, ..tuning }),
+            Some(Cut { cols, depth, .. }) => plan.few_tuned(|tuning| Tuning { cols, depth, ..tuning }),
             None => plan,
         })
     }
@@ -142,13 +151,7 @@ impl Cell {
         launch.ok().flatten().expect("bug in fulgurite: a cell without rows")
     }
 
-    fn run(
-        &self,
-        gpu: &Cuda,
-        memory: &Memory,
-        rounds: usize,
-        cut: Option<(u32, u32)>,
-    ) -> Result<String, Box<dyn Error>> {
+    fn run(&self, gpu: &Cuda, memory: &Memory, rounds: usize, cut: Option<Cut>) -> Result<String, Box<dyn Error>> {
         let plan = self.plan(cut)?;
         let wanted = [plan.counter_bytes(), plan.scratch_bytes()];
         if wanted[0] > memory.counters.span().bytes || wanted[1] > memory.scratch.span().bytes {
@@ -157,7 +160,8 @@ impl Cell {
         gpu.upload(memory.counters.span(), &vec![0; memory.counters.span().bytes as usize])?;
         let kernel = Arc::new(plan.kernel(gpu.target())?);
         let module = gpu.load(kernel.clone())?;
-        let launch = |part| self.launch(&plan, &kernel, memory, part, gpu.multiprocessors());
+        let processors = cut.and_then(|cut| cut.blocks).unwrap_or(gpu.multiprocessors());
+        let launch = |part| self.launch(&plan, &kernel, memory, part, processors);
         let result = || -> Result<Vec<u8>, DeviceError> {
             let first = launch(0);
             gpu.launch(&module, first.grid, &first.args, Stream::default())?;
@@ -206,9 +210,11 @@ fn copy_rate(gpu: &Cuda, memory: &Memory, bytes: u64, rounds: usize) -> Result<f
 fn run() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
     let rounds: usize = args.next().map_or(Ok(100), |n| n.parse())?;
-    let cut = |word: String| -> Result<Option<(u32, u32)>, Box<dyn Error>> {
-        let (cols, depth) = word.split_once('x').ok_or("a cut is keys of a block x stages, as in 128x3")?;
-        Ok(Some((cols.parse()?, depth.parse()?)))
+    let cut = |word: String| -> Result<Option<Cut>, Box<dyn Error>> {
+        let (cols, rest) = word.split_once('x').ok_or("a cut is keys of a block x stages, as in 128x3")?;
+        let (depth, blocks) = rest.split_once('@').map_or((rest, None), |(depth, blocks)| (depth, Some(blocks)));
+        let blocks = blocks.map(str::parse).transpose()?;
+        Ok(Some(Cut { cols: cols.parse()?, depth: depth.parse()?, blocks }))
     };
     let mut cuts = vec![None];
     cuts.extend(args.map(cut).collect::<Result<Vec<_>, _>>()?);
@@ -233,7 +239,9 @@ fn run() -> Result<(), Box<dyn Error>> {
     for (batch, k_len) in [(1, 8192), (1, 65536), (32, 8192), (32, 65536)] {
         for q_len in [1, 2, 4, 8, 16] {
             for cut in &cuts {
-                let name = cut.map_or("default".into(), |(cols, depth)| format!("{cols}x{depth}"));
+                let name = cut.map_or("default".into(), |Cut { cols, depth, blocks }| {
+                    format!("{cols}x{depth}{}", blocks.map_or(String::new(), |n| format!("@{n}")))
+                });
                 let line = Cell { q_len, k_len, batch }.run(&gpu, &memory, rounds, *cut);
                 let line = line.unwrap_or_else(|e| format!("FAILED: {e}"));
                 println!("{batch:>5} {k_len:>6} {q_len:>7} {name:<8} {line}");

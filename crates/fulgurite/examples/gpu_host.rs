@@ -4,7 +4,7 @@
 //! the next, the median of rounds of 100 calls that nobody waits for. `launch` is a launch whose arguments are ready,
 //! `forward` all that a call of the library does: counters, scratch, arguments, the launch.
 
-use fulgurite::gpu::{Gpu, Options, Placed, Tensors};
+use fulgurite::gpu::{Gpu, Options, Placed, Tensors, Wish};
 use fulgurite::{DType, Problem};
 use fulgurite_kernels::attention::plan::Forward;
 use fulgurite_ptx::device::{DeviceError, Stream};
@@ -37,7 +37,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     let [batch, len, heads, dim] = [1u64, 128, 16, 128];
     let problem = Problem::builder().dense(1, len as usize, len as usize).heads(heads as usize, heads as usize);
     let problem = problem.head_dim(dim as usize).dtype(DType::Bf16).build()?;
-    let attention = gpu.attention(&problem, None, None, None)?;
+    let attention = gpu.attention(&problem, &Wish { lse: false, ..Wish::default() })?;
     let bytes = batch * len * heads * dim * 2;
     let memory = (0..6).map(|_| gpu.device().allocate(bytes)).collect::<Result<Vec<_>, DeviceError>>()?;
     for buffer in &memory {

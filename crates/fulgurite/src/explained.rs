@@ -70,7 +70,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
         ),
         None => {
             let tuning = plan.tuning();
-            let from = origin(tuning, table, longest, k_len);
+            let from = origin(tuning, table, longest, Forward::keys_seen(&problem));
             (
                 [plan.tile_rows(), tuning.cols],
                 format!("{tuning} rescale={}", tuning.rescale),
@@ -121,7 +121,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
         Adds::Threads => "threads add d_q from registers",
         Adds::Engine => "the copy engine adds d_q from shared memory",
     };
-    let from = origin(tuning, &tables.backward, longest.next_multiple_of(8), k_len);
+    let from = origin(tuning, &tables.backward, longest.next_multiple_of(8), k_len as u64);
     let units = step_units(builder, &problem, tuning, (&kernels.main.name, tables))?;
     let blocks = plan.steps_of_tiles();
     // o, d_o and d_q in 16 bits; d_q's sums in 32 are zeroed before, and read after.
@@ -147,8 +147,8 @@ fn refuse(missing: Missing) -> Unsupported {
 }
 
 /// Where a cut is from.
-fn origin<T: Cut>(tuning: T, table: &Table<T>, head_dim: usize, keys: usize) -> &'static str {
-    let (head_dim, keys) = (head_dim as u32, keys as u64);
+fn origin<T: Cut>(tuning: T, table: &Table<T>, head_dim: usize, keys: u64) -> &'static str {
+    let head_dim = head_dim as u32;
     match tuning {
         _ if tuning == Table::default().find(head_dim, keys) => "the built-in cut for them",
         _ if tuning == table.find(head_dim, keys) => "the cut that the profile of this GPU has for them",
@@ -200,7 +200,7 @@ fn units(
         let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         // The cut of the whole problem, not the one of a short sequence.
-        let forward = tables.forward.clone().as_for(problem.max_k_len() as u64);
+        let forward = tables.forward.clone().as_for(Forward::keys_seen(problem));
         let tables = Tables { forward, ..tables.clone() };
         simulated(
             kernel,

@@ -85,6 +85,26 @@ pub struct Gpu {
     copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
+/// What a caller of forward attention may say beside the problem.
+#[derive(Debug, Clone, Copy)]
+pub struct Wish {
+    /// Type of the sinks, where the problem has them; f32 if not said.
+    pub sinks: Option<DType>,
+    /// The rescale policy; the fastest one if not said.
+    pub rescale: Option<Rescale>,
+    /// The cut of the kernel; the fastest one if not said.
+    pub tuning: Option<Tuning>,
+    /// Whether the LSE is read. It is written in any case; where nobody reads it, it may be off by as much as p is rounded.
+    pub lse: bool,
+}
+
+/// Nothing is said, and the LSE is read.
+impl Default for Wish {
+    fn default() -> Self {
+        Wish { sinks: None, rescale: None, tuning: None, lse: true }
+    }
+}
+
 /// Forward attention on a problem, compiled for a GPU.
 pub struct Attention {
     ready: Ready,
@@ -191,16 +211,13 @@ impl Gpu {
         Ok(self.cuda.launch(&module, launch.grid, &launch.args, stream)?)
     }
 
-    /// Forward attention on a problem: planned, built and compiled. `sinks` is the type of the sinks where the problem has
-    /// them, f32 if not said; the rescale policy and the cut of the kernel are the fastest ones unless given.
-    pub fn attention(
-        &self,
-        problem: &Problem,
-        sinks: Option<DType>,
-        rescale: Option<Rescale>,
-        tuning: Option<Tuning>,
-    ) -> Result<Attention, GpuError> {
+    /// Forward attention on a problem: planned, built and compiled.
+    pub fn attention(&self, problem: &Problem, wish: &Wish) -> Result<Attention, GpuError> {
+        let Wish { sinks, rescale, tuning, lse } = *wish;
         let mut plan = Forward::by_table(problem, rescale, &self.tables.forward)?;
+        if !lse {
+            plan = plan.without_lse();
+        }
         if let Some(tuning) = tuning {
             plan = plan.tuned(|usual| Tuning { rescale: usual.rescale, ..tuning });
         }

@@ -4,7 +4,7 @@
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
-use fulgurite_kernels::attention::plan::Forward;
+use fulgurite_kernels::attention::plan::{Added, Forward};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::{Kernel, Target, bf16, f16};
@@ -145,6 +145,30 @@ fn odd_head_dimensions_assemble() {
             let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
             assert!(report.verdict().is_ok(), "{d}, {dv}, {q_len} queries: {:?}", report.verdict());
         }
+    }
+}
+
+/// Where nobody reads the LSE, the tensor cores add up rows: for masks, lengths of their own and sinks.
+#[test]
+fn rows_added_by_products_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let base = || Problem::builder().heads(4, 2).head_dim(64).dtype(DType::Bf16);
+    let problems = [
+        base().dense(1, 700, 700),
+        base().dense(1, 700, 8192),
+        base().dense(1, 700, 700).mask(Mask::causal()),
+        base().dense(1, 700, 8192).mask(Mask::causal()).sinks(),
+        base().dense(1, 700, 8192).mask(Mask::window(Some(128), Some(0))),
+        base().dense(1, 700, 8192).used_lengths(false, true),
+        base().packed(&[0, 200, 500], &[0, 300, 700]).mask(Mask::causal()),
+        base().packed(&[0, 200, 4500], &[0, 300, 4700]),
+    ];
+    for problem in problems {
+        let problem = problem.build().unwrap();
+        let plan = Forward::new(&problem, None).unwrap().without_lse();
+        assert_eq!(plan.tuning().added, Added::ByColumn);
+        let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
+        assert!(report.verdict().is_ok(), "{:?}, {:?}: {:?}", problem.layout(), problem.mask(), report.verdict());
     }
 }
 

@@ -155,7 +155,7 @@ impl<'k> Tile<'k> {
             Major::Inner => (self.rows, self.shape.cols),
             Major::Outer => (self.shape.cols, self.rows),
         };
-        Operand { tile: self, major, outer, inner }
+        Operand { tile: self, major, outer, inner, beside: None }
     }
 
     /// Writes 16 bytes, the `unit`-th of a row, as four words.
@@ -184,14 +184,33 @@ pub struct Operand<'k> {
     major: Major,
     outer: u32,
     inner: u32,
+    /// Where the columns behind the first chunk lie, if not in the same tile.
+    beside: Option<Val<'k, u32>>,
 }
 
 impl<'k> Operand<'k> {
+    /// The same with the first `count` columns of another tile behind its own: both have one chunk, and equal rows. The other
+    /// tile lies behind this one in shared memory.
+    #[track_caller]
+    pub fn beside(self, other: Tile<'k>, count: u32) -> Self {
+        let (own, k) = (self.tile.shape, self.tile.address.k);
+        let whole = |tile: &Tile<'k>| tile.shape.cols == tile.shape.chunk() && tile.rows == tile.shape.rows;
+        if self.major != Major::Outer || !whole(&self.tile) || !whole(&other) || other.shape != own || count > own.cols
+        {
+            k.refuse(format!(
+                "{count} columns of {:?} beside {own:?}, allowed: one chunk each, across rows",
+                other.shape
+            ));
+            return self;
+        }
+        Operand { outer: self.outer + count, beside: Some(other.address), ..self }
+    }
+
     /// The matrix descriptors of the steps of a product over it.
     #[track_caller]
     fn descriptors(&self) -> Vec<Reg> {
         let (k, shape) = (self.tile.address.k, self.tile.shape);
-        let bits = shape.descriptor(self.major);
+        let mut bits = shape.descriptor(self.major);
         // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
         // step adds to the low half without a carry into other fields. In a cluster, the block's number stands above.
         let start = match k.cluster_blocks() {
@@ -199,6 +218,14 @@ impl<'k> Operand<'k> {
             _ => (self.tile.address & 0x3_ffff) >> 4,
         };
         let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
+        let start = match self.beside {
+            // The distance of chunks is known when the kernel runs.
+            Some(other) => {
+                bits &= 0xffff;
+                start + ((((other & 0x3_ffff) >> 4) - start) << 16)
+            }
+            None => start,
+        };
         let step = |j| {
             let low = start + (bits as u32 + (shape.step(self.major, j) >> 4));
             let (d, whole) = Val::<u64>::fresh(k);
@@ -283,6 +310,10 @@ where
         let mask = low.select::<u32>(0xffff, 0) | high.select::<u32>(0xffff_0000, 0);
         let kept = Val::<u32>::reg(self.k, self.regs[i]) & mask;
         self.k.emit(&convert::MOV_32, [Arg::Reg(self.regs[i]), kept.arg()]);
+    }
+    /// The `i`-th pair.
+    pub fn pair(&self, i: usize) -> Val<'k, u32> {
+        Val::reg(self.k, self.regs[i])
     }
     /// Takes over another fragment.
     #[track_caller]
@@ -447,6 +478,19 @@ impl<'k> Scope<'k, Group> {
                 let (low, high) = (f(Acc::row_of(i), part[i]), f(Acc::row_of(i + 1), part[i + 1]));
                 self.k.placed(at, || low.pair_with::<T>(high).in_register())
             })
+        });
+    }
+
+    /// Writes one number everywhere in a tile, which the threads of the role share.
+    #[track_caller]
+    pub fn fill<T: Half>(&self, tile: Tile<'k>, x: T) {
+        let (first, warps) = self.k.role_warps();
+        let own = self.thread() - 32 * first;
+        let half = x.bits() as u32;
+        let words = [self.constant(half << 16 | half).in_register(); 4];
+        self.each(own * 16, tile.shape.bytes(), warps * 32 * 16, |w, offset| {
+            let place = Arg::Address(Base::Reg((tile.address + offset).in_register()), 0);
+            w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(words.into()), Arg::Word(".v4")]);
         });
     }
 

@@ -10,7 +10,9 @@ fn check(case: Case, seed: u64) {
     let worst = case.run(&sim, case.kernel()).unwrap_or_else(|e| {
         panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
     });
-    assert!(worst[0] < 1e-2 && worst[1] < 1e-3, "{case:?}: {worst:?}");
+    // Rows of p that are added up as they are rounded are off by at most 2^-8.
+    let lse = if case.tuning.is_some_and(|text| text.contains("column")) { 4e-3 } else { 1e-3 };
+    assert!(worst[0] < 1e-2 && worst[1] < lse, "{case:?}: {worst:?}");
 }
 
 #[test]
@@ -24,6 +26,20 @@ fn forward_agrees_with_the_reference() {
     // Another cut than the library's.
     let tuning = Some("cols=64 depth=3 end=parts registers=232:40 early=1");
     check(Case { q_len: 150, k_len: 230, causal: true, dim: 128, rescale: optimistic, tuning, ..BASE }, 6);
+}
+
+/// Sums as one more column of p v: with and without blocks that are done again, and under the other policies.
+#[test]
+fn tensor_cores_add_up_rows() {
+    let tuning = Some("groups=3 cols=96 depth=3 registers=160:32 added=column");
+    let base = Case { q_len: 70, k_len: 330, heads: [1, 1], tuning, ..BASE };
+    let always = Rescale::Always;
+    for (seed, rescale) in (11..).zip([Rescale::Optimistic(1e9), Rescale::Optimistic(4.0), Rescale::Lazy(8.0), always])
+    {
+        check(Case { rescale, causal: seed % 2 == 0, ..base.clone() }, seed);
+    }
+    let joined = Case { q_len: 300, k_len: 200, causal: true, blocks: 2, rescale: Rescale::Optimistic(1e9), ..base };
+    check(joined, 15);
 }
 
 /// Warpgroups that take turns, joined tiles, a mailbox and an accumulator in flight across blocks: in any order.

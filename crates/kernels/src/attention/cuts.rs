@@ -24,7 +24,8 @@ pub struct Table<T = super::tuning::Tuning>(Vec<Row<T>>);
 pub struct Row<T = super::tuning::Tuning> {
     /// The larger of both head dimensions, padded.
     pub head_dims: RangeInclusive<u32>,
-    /// Keys of the longest sequence.
+    /// Keys, as the pass counts them: forward those that a query of the longest sequence sees, about (half of them under a
+    /// causal mask), backward those of the longest sequence.
     pub keys: Range<u64>,
     /// The cut.
     pub tuning: T,

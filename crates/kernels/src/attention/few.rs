@@ -15,6 +15,7 @@ use super::modifier::{Modify, Parameters, Place, Tanh};
 use super::partial::{Merged, Partials, Slot};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
+use super::tuning::Added;
 use super::work::{Of, Sequence, Unequal, Work as Tiled};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{
@@ -52,11 +53,14 @@ impl Tuning {
     pub fn hopper([d, dv]: [u32; 2]) -> Tuning {
         /// What is left of shared memory beside barriers.
         const BYTES: u32 = 225 << 10;
+        /// What memory needs to have under way; more only makes blocks run apart.
+        const UNDER_WAY: u32 = 96 << 10;
         let cols = 64;
         // A second tile of Q may cost a third of what large heads could have under way.
         let queries = if d > 128 { 1 } else { 2 };
         let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
-        let depth = ((BYTES - queries_bytes) / stage_bytes).clamp(2, 8);
+        let wanted = (UNDER_WAY / stage_bytes).clamp(3, 8);
+        let depth = wanted.min((BYTES - queries_bytes) / stage_bytes).max(2);
         let rescale = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
         // A second o in registers: larger ones have no room for it.
         Tuning { cols, depth, queries, registers: [240, 40, 152], whole: dv <= 128, rescale }
@@ -395,7 +399,7 @@ where
                 Some(_) => w.constant(LOG2_E * features.modifiers.factors()[1]),
                 None => self.scale,
             };
-            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, self.counters);
+            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, Added::ByThreads, self.counters);
             let limits = Limits::new(w, &self.spans);
             let modify = Modify::new(w, &features.modifiers, &self.parameters, self.scale, Tanh::of(T::NUMBER));
             let barrier = w.group_barrier();
@@ -451,7 +455,7 @@ where
                         step(w, &p[1], &p[0]);
                     });
                     output(w, &p[0]);
-                    let totals = softmax.totals(w);
+                    let totals = softmax.totals(w, &o);
                     w.wait_products(0);
                     values.done(w);
                     totals

@@ -118,6 +118,16 @@ impl Few {
         }
     }
 
+    /// Blocks that run at the same time. The rows of all key/value heads of a key lie side by side, and memory reads them
+    /// faster together: heads of a sequence start and go on together where that leaves no more than a few multiprocessors
+    /// without work.
+    fn together(&self, counts: &Counts, multiprocessors: u64) -> u64 {
+        let sequence = counts.tiles * self.heads[1];
+        let whole = multiprocessors / sequence.max(1) * sequence;
+        let as_soon = whole > 0 && counts.all.div_ceil(whole) == counts.all.div_ceil(multiprocessors);
+        if as_soon && counts.all >= whole { whole } else { multiprocessors }
+    }
+
     /// Its arguments beside those that every launch has; the grid.
     pub fn arguments(
         &self,
@@ -154,7 +164,8 @@ impl Few {
         }
         args.add("partial", Value::Pointer(scratch));
         args.add("sums", Value::Pointer(scratch.from(sums)));
-        let whole = self.whole(&counts, multiprocessors.into());
+        let processors = self.together(&counts, multiprocessors.into());
+        let whole = self.whole(&counts, processors);
         let items = whole + (counts.all - whole) * counts.splits;
         for (name, n) in [
             ("items", items),
@@ -168,7 +179,7 @@ impl Few {
         args.divisor(["splits", "splits_magic", "splits_shift"], counts.splits);
         args.divisor(["tiles", "tiles_magic", "tiles_shift"], counts.tiles);
         args.divisor(["kv_heads", "kv_heads_magic", "kv_heads_shift"], kv_heads);
-        Ok([items.clamp(1, multiprocessors.into()) as u32, 1, 1])
+        Ok([items.clamp(1, processors) as u32, 1, 1])
     }
 }
 
@@ -237,6 +248,21 @@ mod tests {
             let splits = if k_len == 8192 { 8 } else { 1 };
             assert_eq!(launch.grid, [4 * splits, 1, 1]); // four heads of keys in all
         }
+    }
+
+    #[test]
+    fn heads_of_a_sequence_run_together_where_that_costs_no_round() {
+        let blocks = |batch: usize, kv_heads: usize| {
+            let plan = plan([batch, 1, 8192], [4 * kv_heads, kv_heads], [128; 2], Mask::none());
+            let few = plan.few.as_ref().unwrap();
+            few.together(&few.counts(), 132)
+        };
+        // Two rounds of 16 sequences; of 132 blocks the second round would have a few less.
+        assert_eq!(blocks(32, 8), 128);
+        // Three rounds of 16 sequences, or of 130 tiles; 33 sequences of 4 heads are one round of all.
+        assert_eq!([blocks(48, 8), blocks(33, 4)], [128, 132]);
+        // One round more than with all multiprocessors, fewer tiles than blocks, more heads than multiprocessors.
+        assert_eq!([blocks(33, 8), blocks(4, 8), blocks(3, 200)], [132; 3]);
     }
 
     #[test]

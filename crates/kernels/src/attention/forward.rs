@@ -12,7 +12,7 @@ use super::lists::{Blocks, Lists, Tag};
 use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
-use super::tuning::Tuning;
+use super::tuning::{Added, Tuning};
 use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
 use fulgurite_core::{DType, Exp, Mask};
 use fulgurite_ptx::{
@@ -176,6 +176,8 @@ where
         let [part, buffers] = tuning.parts(dv);
         let staging: Vec<Tile<'k>> = (0..buffers).map(|_| k.tile("o", shape(tuning.rows(), part))).collect();
         let work_shape = Shape { first: self.spans.bounded_left() && lists.is_none(), ragged: features.ragged.any() };
+        // Its columns beside those of v: what rows of p add up to.
+        let ones = (tuning.added == Added::ByColumn).then(|| k.tile("ones", shape(tuning.cols, dv)));
         let tickets = k.mailbox("tiles", 2, work_shape.words());
         let spans = lists.is_none().then_some(&self.spans);
 
@@ -354,7 +356,7 @@ where
 
         k.role("compute", Warpgroups(tuning.groups).registers(tuning.registers[0]), |w| {
             let s = w.accumulators(tuning.cols);
-            let o = w.accumulators(dv);
+            let o = w.accumulators(dv + if ones.is_some() { 8 } else { 0 });
             // Two, so that one is packed while the product of the other runs.
             let p = [w.fragment::<T>(tuning.cols), w.fragment::<T>(tuning.cols)];
             // What the scores are multiplied by in the exponent: modified ones come with the scale in them.
@@ -362,7 +364,7 @@ where
                 Some(_) => w.constant(LOG2_E * features.modifiers.factors()[1]),
                 None => scale,
             };
-            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, counters);
+            let softmax = Softmax::new(w, scale_log2, tuning.rescale, features.exp, tuning.added, counters);
             let limits = Limits::new(w, &self.spans);
             let modify = Modify::new(w, &features.modifiers, &parameters, scale, Tanh::of(T::NUMBER));
             let turns = w.turns();
@@ -390,7 +392,9 @@ where
             let output = |w: &Scope<'k, Group>, p: &Fragment<'k, T>, pass: bool| {
                 let value = values.wait(w)[0];
                 let value = if wide { value.nth(group_number) } else { value };
-                w.multiply_fragment(&o, p, value.operand(Major::Outer), Sum::Onto, |left| {
+                let value = value.operand(Major::Outer);
+                let value = ones.map_or(value, |ones| value.beside(ones, 8));
+                w.multiply_fragment(&o, p, value, Sum::Onto, |left| {
                     if pass && left == tuning.early {
                         w.pass_turn(&turns);
                     }
@@ -446,6 +450,11 @@ where
                 true => queries.current(w)[0],
                 false => queries.current(w)[0].nth(own),
             };
+            if let Some(ones) = ones {
+                w.fill(ones, T::ONE);
+                w.publish_shared();
+                w.sync_role(&w.role_barrier());
+            }
             let zero = || (0..o.elements().count()).for_each(|i| o.set(i, 0.0));
 
             let now = WorkVars::new(w, work_shape);
@@ -546,9 +555,9 @@ where
                         scale: scale_log2,
                     };
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));
-                    careful.run(w, &redo, &o, &totals, [&|w| set_tile(w, work), &back]);
+                    careful.run(w, &redo, &o.part(0, dv), &totals, [&|w| set_tile(w, work), &back]);
                 }
-                end.run::<T>(w, work, &o, totals);
+                end.run::<T>(w, work, &o.part(0, dv), totals);
             };
             let run = |w: &Scope<'k, Group>| {
                 if tuning.joined() {
@@ -562,7 +571,7 @@ where
                         queries.wait(w);
                         scores(w, q(w), true);
                         output(w, &p[0], true);
-                        let totals = softmax.totals(w);
+                        let totals = softmax.totals(w, &o);
                         now.set(next);
                         n.set(next.blocks[1] - 1);
                         set_tile(w, &next);
@@ -577,7 +586,7 @@ where
                         zero();
                     });
                     output(w, &p[0], false);
-                    let totals = softmax.totals(w);
+                    let totals = softmax.totals(w, &o);
                     w.wait_products(0);
                     values.done(w);
                     finish(w, &now.get(), None, totals);
@@ -588,7 +597,7 @@ where
                         // The next tile's queries come beside the end of this one.
                         queries.done(w);
                         output(w, &p[0], false);
-                        let totals = softmax.totals(w);
+                        let totals = softmax.totals(w, &o);
                         w.wait_products(0);
                         values.done(w);
                         finish(w, &now.get(), None, totals);

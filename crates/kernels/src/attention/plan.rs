@@ -12,7 +12,8 @@ pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
 use super::repack;
 pub use super::repack::{Copies, Copying};
 use super::repack::{Direction, Named};
-pub use super::tuning::{End, Tuning};
+use super::span::Spans;
+pub use super::tuning::{Added, End, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
@@ -104,13 +105,19 @@ pub struct Forward {
     blocks: Option<(BlockSpec, BlockForm)>,
     scale: f32,
     /// The kernel for few queries, where it takes the call.
-    few: Option<Few>,
+    pub(super) few: Option<Few>,
 }
 
 impl Forward {
     /// How a problem is run; the rescale policy is the fastest one unless given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<Forward, Missing> {
         Forward::by_table(problem, rescale, &Table::default())
+    }
+
+    /// Keys that a query sees, by which a cut is found: half of them on average under a causal mask.
+    pub fn keys_seen(problem: &Problem) -> u64 {
+        let causal = Spans::of(&problem.mask().spans_only()).bounded_right();
+        problem.max_k_len() as u64 / if causal { 2 } else { 1 }
     }
 
     /// The same with cuts of the kernel from a table.
@@ -150,7 +157,7 @@ impl Forward {
         };
         let mut padded = dims.map(|d| d.next_multiple_of(16) as u32);
         let head_dim = padded[0].max(padded[1]);
-        let base = table.find(head_dim, problem.max_k_len() as u64);
+        let base = table.find(head_dim, Forward::keys_seen(problem));
         let wide = Features::plain(padded, Mask::none()).wide();
         padded[1] = padded[1].next_multiple_of(Features::plain(padded, Mask::none()).value_unit(&base));
         // Where warpgroups share columns there must be as many of them.
@@ -213,6 +220,18 @@ impl Forward {
     pub fn with_sinks(mut self, dtype: DType) -> Forward {
         self.features.sinks = Some(dtype);
         self.few.iter_mut().for_each(|few| few.features.sinks = Some(dtype));
+        self
+    }
+
+    /// The same where nobody reads the LSE: then rows of p may be added up as they are rounded, which o wants anyway and the
+    /// LSE is too exact for. For bf16, which has the exponents, and head dimensions of 64, which have the registers and wait for
+    /// threads; larger ones wait for products.
+    pub fn without_lse(mut self) -> Forward {
+        let Features { dims, modifiers, blocks, .. } = &self.features;
+        let optimistic = matches!(self.tuning.rescale, Rescale::Optimistic(_));
+        if self.number == Number::Bf16 && optimistic && *dims == [64; 2] && modifiers.is_empty() && blocks.is_none() {
+            self.tuning.added = Added::ByColumn;
+        }
         self
     }
 

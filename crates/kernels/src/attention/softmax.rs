@@ -3,6 +3,7 @@
 //! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The running maximum is kept by the
 //! rescale policy; all three give the same result up to rounding.
 
+use super::tuning::Added;
 use crate::exp::exp2;
 use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, Scope, Val, Var, Word};
@@ -43,8 +44,17 @@ pub struct Softmax<'k> {
     max: [Var<'k, f32>; 2],
     /// -m scale, added to the scaled scores.
     shift: [Var<'k, f32>; 2],
-    /// Two partial sums a row: two chains of additions instead of one.
-    sums: [[Var<'k, f32>; 2]; 2],
+    added: Added,
+    /// Partial sums of both rows, where threads add: two chains of additions instead of one.
+    sums: Vec<[Var<'k, f32>; 2]>,
+}
+
+/// What the numerators of a block leave beside p.
+struct Made<'k> {
+    /// Partial sums of both rows, where threads add.
+    sums: Vec<[Val<'k, f32>; 2]>,
+    /// All bits of p, where they do not.
+    bits: Option<Val<'k, u32>>,
 }
 
 /// What a tile needs to know of its rows at the end.
@@ -66,10 +76,21 @@ impl<'k> Softmax<'k> {
         scale: Val<'k, f32>,
         rescale: Rescale,
         exp: Exp,
+        added: Added,
         counters: Pointer<'k, u32>,
     ) -> Self {
         let pair = || [w.var(0.0f32), w.var(0.0f32)];
-        Softmax { scale, rescale, exp, counters, max: pair(), shift: pair(), sums: [pair(), pair()] }
+        let sums = (0..added.chains()).map(|_| pair()).collect();
+        Softmax { scale, rescale, exp, counters, max: pair(), shift: pair(), added, sums }
+    }
+
+    /// How many powers of two p is smaller than what it stands for: where nobody adds up what is in registers, a p of 2 or
+    /// more, which a bit of it shows, says that the maximum is too low.
+    fn margin(&self) -> Option<f32> {
+        match (self.added, self.rescale) {
+            (Added::ByColumn, Rescale::Optimistic(limit)) => Some(limit.log2() - 1.0),
+            _ => None,
+        }
     }
 
     /// The largest score of each row, over the four lanes that share it.
@@ -88,7 +109,8 @@ impl<'k> Softmax<'k> {
     fn set_max(&self, new: [Val<'k, f32>; 2]) {
         for (i, new) in new.into_iter().enumerate() {
             self.max[i].set(new);
-            self.shift[i].set(-(new * self.scale));
+            let shift = -(new * self.scale);
+            self.shift[i].set(self.margin().map_or(shift, |margin| shift - margin));
         }
     }
 
@@ -96,41 +118,45 @@ impl<'k> Softmax<'k> {
         Settled(self.scale)
     }
 
-    /// p of every score, packed into `p`; the partial sums of each row.
-    fn numerators<T: Half>(
-        &self,
-        s: &Acc<'k>,
-        p: &Fragment<'k, T>,
-        scores: &mut dyn Scores<'k>,
-    ) -> [[Val<'k, f32>; 2]; 2]
+    /// p of every score, packed into `p`.
+    fn numerators<T: Half>(&self, s: &Acc<'k>, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
     where
         Pair<T>: Word,
     {
         let shift = self.shift.map(|shift| shift.get());
-        let mut sums: [[Option<Val<'k, f32>>; 2]; 2] = [[None; 2]; 2];
+        let mut sums = vec![[None; 2]; self.added.chains()];
+        let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
         for (i, x) in s.elements().enumerate() {
             let row = Acc::row_of(i);
             let e = exp2(self.exp, Acc::col_of(i), scores.exponent(i, x, shift[row]));
-            let sum = &mut sums[row][i % 2];
-            *sum = Some(sum.map_or(e, |sum| sum + e));
+            if let Some(rows) = sums.get_mut(i % 2) {
+                let sum: &mut Option<Val<'k, f32>> = &mut rows[row];
+                *sum = Some(sum.map_or(e, |sum| sum + e));
+            }
             match low.take() {
                 None => low = Some(e),
-                Some(low) => p.set_pair(i / 2, low, e),
+                Some(low) => {
+                    p.set_pair(i / 2, low, e);
+                    if self.added == Added::ByColumn {
+                        let pair = p.pair(i / 2);
+                        bits = Some(bits.map_or(pair, |bits| bits | pair));
+                    }
+                }
             }
         }
-        sums.map(|row| row.map(|sum| sum.expect("bug in fulgurite: a tile without columns")))
+        let sums = sums.into_iter().map(|rows| rows.map(|sum| sum.expect("bug in fulgurite: a tile without columns")));
+        Made { sums: sums.collect(), bits }
     }
 
-    /// The first block of a tile: its own maximum, fresh sums. What was summed, for a wait that must come after.
-    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>) -> Vec<Val<'k, f32>>
+    /// The first block of a tile: its own maximum, fresh sums.
+    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>)
     where
         Pair<T>: Word,
     {
         self.set_max(self.row_max(w, s).map(|m| m.max(FLOOR)));
-        let sums = self.numerators(s, p, &mut self.settled());
-        self.sums.iter().flatten().zip(sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
-        sums.into_iter().flatten().collect()
+        let made = self.numerators(s, p, &mut self.settled());
+        self.sums.as_flattened().iter().zip(made.sums.as_flattened()).for_each(|(var, &sum)| var.set(sum));
     }
 
     /// A later block: the sums grow. Products into `o` may still run; they are waited for before this returns, and `o`
@@ -166,10 +192,17 @@ impl<'k> Softmax<'k> {
     ) where
         Pair<T>: Word,
     {
-        let parts = self.numerators(s, p, scores).map(|row| row.map(|sum| w.var(sum)));
+        /// Of either half, set if it is 2 or more, or no number.
+        const TWO: u32 = 0x4000_4000;
+        let made = self.numerators(s, p, scores);
+        let parts: Vec<_> = made.sums.into_iter().map(|rows| rows.map(|sum| w.var(sum))).collect();
         let most = parts.as_flattened().iter().map(|part| part.get()).reduce(|a, b| a.max(b));
-        let most = most.expect("bug in fulgurite: a tile without columns");
-        let again = scores.doubt().map_or(most.gt(limit), |doubt| most.gt(limit) | doubt);
+        let low = match (most, made.bits) {
+            (Some(most), _) => most.gt(limit),
+            (None, Some(bits)) => (bits & TWO).ne(0),
+            (None, None) => unreachable!("bug in fulgurite: a tile without columns"),
+        };
+        let again = scores.doubt().map_or(low, |doubt| low | doubt);
         // The branch needs every exponential, so the wait below stays behind them.
         w.when_rarely(w.any(again), |w| {
             w.when(w.lane().eq(0), |w| {
@@ -177,7 +210,7 @@ impl<'k> Softmax<'k> {
             });
             scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
-            let again = self.numerators(s, p, &mut self.settled());
+            let again = self.numerators(s, p, &mut self.settled()).sums;
             parts.as_flattened().iter().zip(again.as_flattened()).for_each(|(part, &sum)| part.set(sum));
             w.wait_products(0);
             scale_rows(o, alpha);
@@ -203,9 +236,11 @@ impl<'k> Softmax<'k> {
             None => new,
         };
         let alpha = self.raise_to(raised);
-        let parts = self.numerators(s, p, &mut self.settled());
-        self.sums.as_flattened().iter().zip(parts.as_flattened()).for_each(|(sum, &part)| sum.set(sum.get() + part));
-        w.wait_products_after(0, parts.as_flattened());
+        let made = self.numerators(s, p, &mut self.settled());
+        let sums = self.sums.as_flattened().iter().zip(made.sums.as_flattened());
+        sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
+        let bits = made.bits.map(|bits| bits.to_f32_bits());
+        w.wait_products_after(0, &made.sums.as_flattened().iter().copied().chain(bits).collect::<Vec<_>>());
         match moved {
             Some(moved) => w.when(moved, |_| scale_rows(o, alpha)),
             None => scale_rows(o, alpha),
@@ -217,17 +252,29 @@ impl<'k> Softmax<'k> {
         let old = self.max.map(|max| max.get());
         let new = [0, 1].map(|i| new[i].max(old[i]));
         let alpha = [0, 1].map(|i| ((old[i] - new[i]) * self.scale).exp2());
-        for (row, alpha) in self.sums.iter().zip(alpha) {
-            row.iter().for_each(|sum| sum.set(sum.get() * alpha));
+        for rows in &self.sums {
+            rows.iter().zip(alpha).for_each(|(sum, alpha)| sum.set(sum.get() * alpha));
         }
         self.set_max(new);
         alpha
     }
 
-    /// Maximum and sum of each row.
-    pub fn totals(&self, w: &Scope<'k, Group>) -> Totals<'k> {
-        let sum = self.sums.map(|[a, b]| w.reduce(a.get() + b.get(), 4, |a, b| a + b));
-        Totals { max: self.max.map(|max| max.get()), sum }
+    /// Maximum and sum of each row. Sums in a column of `o` are the accumulators themselves: products into it must be done
+    /// when they are read.
+    pub fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k> {
+        let margin = self.margin().map(|margin| self.scale.recip() * margin);
+        let max = self.max.map(|max| margin.map_or(max.get(), |margin| max.get() + margin));
+        let sum = [0, 1].map(|row| match self.added {
+            Added::ByThreads => {
+                let own = self.sums.iter().map(|rows| rows[row].get()).reduce(|a, b| a + b);
+                w.reduce(own.expect("bug in fulgurite: a row has sums"), 4, |a, b| a + b)
+            }
+            Added::ByColumn => {
+                let last = (0..).zip(o.elements()).filter(|(i, _)| Acc::row_of(*i) == row).last();
+                last.expect("bug in fulgurite: a tile without columns").1
+            }
+        });
+        Totals { max, sum }
     }
 }
 

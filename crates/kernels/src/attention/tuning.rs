@@ -21,6 +21,8 @@ pub struct Tuning {
     pub registers: [u32; 2],
     /// A warpgroup passes its turn this many steps before its p v is all started.
     pub early: u32,
+    /// Who adds up the rows of p.
+    pub added: Added,
     /// How the running maximum is kept.
     pub rescale: Rescale,
 }
@@ -38,6 +40,27 @@ impl End {
     const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
 }
 
+/// Who adds up the rows of p.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// Each thread the elements it has: p before it is rounded, an instruction an element.
+    ByThreads,
+    /// The tensor cores, as one more column of p v, where v is 1: p as it is rounded.
+    ByColumn,
+}
+
+impl Added {
+    const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
+
+    /// Partial sums of a row that a thread keeps.
+    pub(super) fn chains(self) -> usize {
+        match self {
+            Added::ByThreads => 2,
+            Added::ByColumn => 0,
+        }
+    }
+}
+
 impl Cut for Tuning {
     fn built_in() -> Vec<Row> {
         let base = Tuning {
@@ -47,6 +70,7 @@ impl Cut for Tuning {
             end: End::Joined,
             registers: [232, 40],
             early: 0,
+            added: Added::ByThreads,
             rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
         };
         let small = Tuning { depth: 3, ..base };
@@ -134,18 +158,19 @@ impl Tuning {
     }
 }
 
-/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0`; the rescale policy is not part of it.
+/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`; the rescale policy is not part of it.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tuning { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
-        let end = cuts::name_of(&End::NAMES, *end);
-        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} early={early}")
+        let (end, added) = (cuts::name_of(&End::NAMES, *end), cuts::name_of(&Added::NAMES, self.added));
+        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} ")?;
+        write!(f, "early={early} added={added}")
     }
 }
 
 /// What a cut is written as.
 const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
-                       registers=N:N (24 to 256, multiples of 8) early=0|1|2";
+                       registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
 
 /// Entries that are left out are as at head dimension 128.
 impl FromStr for Tuning {
@@ -160,6 +185,7 @@ impl FromStr for Tuning {
                 "depth" => tuning.depth = cuts::number(value, |n| (1..=8).contains(&n))?,
                 "early" => tuning.early = cuts::number(value, |n| n <= 2)?,
                 "end" => tuning.end = cuts::named(&End::NAMES, value)?,
+                "added" => tuning.added = cuts::named(&Added::NAMES, value)?,
                 "registers" => tuning.registers = cuts::registers(value)?,
                 _ => return None,
             }

@@ -56,12 +56,16 @@ impl<T: Half> Pair<T> {
 pub trait Half: Word {
     /// Its element type in tensor products and tensors.
     const NUMBER: crate::Number;
+    /// 1.
+    const ONE: Self;
 }
 impl Half for f16 {
     const NUMBER: crate::Number = crate::Number::F16;
+    const ONE: f16 = f16::ONE;
 }
 impl Half for bf16 {
     const NUMBER: crate::Number = crate::Number::Bf16;
+    const ONE: bf16 = bf16::ONE;
 }
 
 /// Makes a type invariant in the lifetime of its kernel. Otherwise the compiler would shorten the lifetimes of two
