@@ -5,7 +5,8 @@
 
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, ExpKind, Policy, SoftmaxArgs};
-use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Keys, Operands, Products, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Precision, Rescale};
@@ -221,7 +222,7 @@ fn ask_queries(cx: &Context<'_>, item: &Item, ahead: &mut Ahead) {
 
 /// S, then P, then O: one block of keys folded into a tile's running summary.
 #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-fn fold(
+pub(crate) fn fold(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,

@@ -4,6 +4,7 @@ pub mod backward;
 mod careful;
 pub mod cuts;
 mod epilogue;
+mod features;
 pub mod few;
 mod few_plan;
 pub mod forward;
