@@ -208,6 +208,33 @@ def grid(options, peers):
     return {"rows": rows, "product": product, "geometric_mean": mean}
 
 
+def gradient_calls(peers, q, k, v, d_o, causal):
+    """Who computes gradients of these tensors, each as a call."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def gradients(o):
+        return functools.partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
+
+    o, lse = fulgurite.attention(q, k, v, causal=causal, return_lse=True)
+    out = tuple(torch.empty_like(x) for x in (q, k, v))
+    calls = {
+        "ours": functools.partial(fulgurite.attention_backward, d_o, q, k, v, o, lse, causal=causal, out=out),
+        "cudnn": gradients(sdpa(SDPBackend.CUDNN_ATTENTION, *leaves, causal)()),
+    }
+    if peers["fa4"]:
+        try:
+            calls["fa4"] = gradients(first(peers["fa4"](*leaves, causal=causal)))
+            calls["fa4"]()
+        except Exception as failure:  # a peer that cannot do it does not take part
+            say(f"  fa4 does not take part: {str(failure).splitlines()[0][:120]}")
+            del calls["fa4"]
+    if peers["sketch_backward"]:
+        made = peers["sketch_backward"](q, k, v, o, lse, d_o, causal)
+        if made is not None:
+            calls["sketch"] = made
+    return calls
+
+
 def backward(options, peers):
     """Gradients, what is before and after the main kernel included."""
     rows = []
@@ -216,30 +243,7 @@ def backward(options, peers):
             for n in (1024, 4096, 16384):
                 q, k, v = tensors(TOKENS // n, n, WIDTH // d, d)
                 d_o = torch.randn_like(q)
-                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-                def gradients(o, leaves=leaves, d_o=d_o):
-                    return functools.partial(torch.autograd.grad, o, leaves, d_o, retain_graph=True)
-
-                o, lse = fulgurite.attention(q, k, v, causal=causal, return_lse=True)
-                out = tuple(torch.empty_like(x) for x in (q, k, v))
-                calls = {
-                    "ours": functools.partial(
-                        fulgurite.attention_backward, d_o, q, k, v, o, lse, causal=causal, out=out
-                    ),
-                    "cudnn": gradients(sdpa(SDPBackend.CUDNN_ATTENTION, *leaves, causal)()),
-                }
-                if peers["fa4"]:
-                    try:
-                        calls["fa4"] = gradients(first(peers["fa4"](*leaves, causal=causal)))
-                        calls["fa4"]()
-                    except Exception as failure:  # a peer that cannot do it does not take part
-                        say(f"  fa4 does not take part: {str(failure).splitlines()[0][:120]}")
-                        del calls["fa4"]
-                if peers["sketch_backward"]:
-                    made = peers["sketch_backward"](q, k, v, o, lse, d_o, causal)
-                    if made is not None:
-                        calls["sketch"] = made
+                calls = gradient_calls(peers, q, k, v, d_o, causal)
                 want = gradient_reference(q, k, v, d_o, causal)
                 got = calls["ours"]()
                 wrong = max(((g[0, :, :1].double() - w).norm() / w.norm()).item() for g, w in zip(got, want))
@@ -252,7 +256,7 @@ def backward(options, peers):
                 text = " ".join(f"{name} {x:.0f}" for name, x in rate.items())
                 against = f", sketch {rate['ours'] / rate['sketch']:.3f}" if "sketch" in rate else ""
                 say(f"backward d {d} {'causal' if causal else 'full'} {n}: {text}; best {row['ratio']:.3f}{against}, error {wrong:.1e}")
-                del calls, leaves, want, got
+                del calls, want, got
     return {"rows": rows}
 
 
@@ -414,32 +418,47 @@ def cold(options, peers):
 
 
 def sustained(options, peers, seconds=1.0):
+    """Each alone for a while: what the clock and the power let it do. Forward at 16k, gradients at 4k and 16k."""
     rows, meter = [], Meter()
     for d in options.dims:
         for causal in (False, True):
-            q, k, v = tensors(1, 16384, WIDTH // d, d)
-            calls = {"ours": ours(q, k, v, causal=causal), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)}
-            if peers["fa4"]:
-                calls["fa4"] = functools.partial(peers["fa4"], q, k, v, causal=causal)
-            for name, call in calls.items():
-                call()
-                torch.cuda.synchronize()
-                start, end, count = event(), event(), 0
-                with meter:
-                    begin = time.perf_counter()
-                    start.record()
-                    while time.perf_counter() - begin < seconds:
-                        for _ in range(4):
-                            call()
-                        count += 4
-                        torch.cuda.current_stream().synchronize()
-                    end.record()
-                    torch.cuda.synchronize()
-                clock, power = meter.mean()
-                rate = 4 * q.numel() * 16384 * (0.5 if causal else 1.0) / (start.elapsed_time(end) / count) / 1e9
-                rows.append({"d": d, "causal": causal, "who": name, "tflops": rate, "mhz": clock, "watts": power})
-                say(f"sustained d {d} {'causal' if causal else 'full'} {name}: {rate:.0f} TFLOP/s at {clock:.0f} MHz, {power:.0f} W, {power / rate:.2f} J/TFLOP")
+            for kind, n in (("forward", 16384), ("backward", 4096), ("backward", 16384)):
+                q, k, v = tensors(TOKENS // n, n, WIDTH // d, d)
+                if kind == "forward":
+                    calls = {"ours": ours(q, k, v, causal=causal), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)}
+                    if peers["fa4"]:
+                        calls["fa4"] = functools.partial(peers["fa4"], q, k, v, causal=causal)
+                else:
+                    calls = gradient_calls(peers, q, k, v, torch.randn_like(q), causal)
+                flops = (4 if kind == "forward" else 10) * q.numel() * n * (0.5 if causal else 1.0)
+                for name, call in calls.items():
+                    ms, clock, power = alone(call, meter, seconds)
+                    rate = flops / ms / 1e9
+                    rows.append({"pass": kind, "d": d, "causal": causal, "n": n, "who": name, "tflops": rate, "mhz": clock, "watts": power})
+                    say(
+                        f"sustained {kind} d {d} {'causal' if causal else 'full'} {n} {name}: {rate:.0f} TFLOP/s at {clock:.0f} MHz,"
+                        f" {power:.0f} W, {power / rate:.2f} J/TFLOP"
+                    )
+                del calls
     return {"rows": rows}
+
+
+def alone(call, meter, seconds):
+    """Milliseconds of a call that runs alone for so long, with the mean clock and power."""
+    call()
+    torch.cuda.synchronize()
+    start, end, count = event(), event(), 0
+    with meter:
+        begin = time.perf_counter()
+        start.record()
+        while time.perf_counter() - begin < seconds:
+            for _ in range(4):
+                call()
+            count += 4
+            torch.cuda.current_stream().synchronize()
+        end.record()
+        torch.cuda.synchronize()
+    return start.elapsed_time(end) / count, *meter.mean()
 
 
 PARTS = {"grid": grid, "backward": backward, "decode": decode, "features": features, "varlen": varlen, "cold": cold, "sustained": sustained}

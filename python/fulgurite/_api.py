@@ -38,6 +38,7 @@ def attention(
     tau: float | None = None,
     engine: str | None = None,
     threads: int | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Any:
@@ -62,6 +63,8 @@ def attention(
     exp, rescale, tau, engine, threads
                   how it is computed: the exponential ("native", "poly:5", "sas"), the running maximum ("always",
                   "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, threads
+    deterministic the gradients have the same bits every time on a GPU too, where d_q otherwise is added up in any order;
+                  everything else has them anyway
     return_lse    also return log of the softmax denominator, float32 `[batch, heads, sequence]`
     out           write the result here; not where gradients are wanted
 
@@ -83,18 +86,18 @@ def attention(
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
     ):
-        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
         try:
             prepared = _quick.get(key)
         except TypeError:  # a list, or an array
             prepared = None
         if prepared is None:
             prepared = _dispatch.description(
-                _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+                _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
             )
             _remember(key, prepared)
         return prepared.forward(q, k, v, (), out, return_lse)
-    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
     packed = cu_seqlens is not None
     call = _general
     if ops is not None and not (score_mod is mask_mod is block_mask is None) and ops.torch.compiler.is_compiling():
@@ -220,6 +223,7 @@ def attention_backward(
     tau: float | None = None,
     engine: str | None = None,
     threads: int | None = None,
+    deterministic: bool = False,
     out: tuple | None = None,
 ) -> tuple:
     """The gradients of `attention`, given what it was called with, what it returned, and the gradient of o.
@@ -228,7 +232,7 @@ def attention_backward(
     gradients of sinks, of bias and of each float array that `score_mod` captures, where there are such. `out` takes as
     many arrays to write into.
     """
-    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads)
+    text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
     extras = _extras(
         mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 _CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;"}
 
 
-def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads) -> str:
+def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic=False) -> str:
     """The part that numbers and names say. Values are checked where they are read, unless only Python can."""
     text = ""
     if causal is True:
@@ -34,6 +34,10 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads) 
             text += f"{key} {_word(key, name)};"
     if threads is not None:
         text += f"threads {_integer('threads', threads)};"
+    if deterministic not in (True, False):
+        raise ValueError(f"`deterministic` is {deterministic!r}, allowed: True, False")
+    if deterministic:
+        text += "order fixed;"
     return text
 
 

@@ -1,8 +1,9 @@
 """The functions of flash-attn, with its signatures and its meaning.
 
 Layout `[batch, sequence, heads, head_dim]`, packed `[total, heads, head_dim]`. `causal` is aligned bottom-right: the
-last query sees the last key. A side of `window_size` that is -1 or None is unbounded. Every result is deterministic, so
-`deterministic` changes nothing; neither do arguments that only tune a GPU (`num_splits`, `pack_gqa`, `sm_margin`).
+last query sees the last key. A side of `window_size` that is -1 or None is unbounded. `deterministic` counts for
+gradients on a GPU; everything else is deterministic anyway. Arguments that only tune a GPU (`num_splits`, `pack_gqa`,
+`sm_margin`) change nothing.
 Arguments that are known and not available raise NotImplementedError with their name.
 """
 
@@ -143,8 +144,9 @@ def flash_attn_func(
         )
     sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
-        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse
-    )
+        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 @renaming(_NAMES)
@@ -203,7 +205,7 @@ def flash_attn_varlen_func(
     sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used, deterministic=deterministic,
     )  # fmt: skip
 
 

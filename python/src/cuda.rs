@@ -99,7 +99,7 @@ impl Compiled {
         &self,
         py: Python<'_>,
         problem: &Arc<Problem>,
-        d_lse: bool,
+        (d_lse, order): (bool, Order),
         number: i32,
     ) -> PyResult<(Arc<Device>, Arc<Gradient>)> {
         let key = (Arc::as_ptr(problem) as usize, number, d_lse);
@@ -109,7 +109,7 @@ impl Compiled {
         }
         let (device, gradient) = py.detach(|| -> PyResult<_> {
             let device = device(number)?;
-            let gradient = device.gpu.gradient(problem, d_lse, Order::Any).map_err(refuse)?;
+            let gradient = device.gpu.gradient(problem, d_lse, order).map_err(refuse)?;
             Ok((device, Arc::new(gradient)))
         })?;
         all().insert(key, (problem.clone(), device.clone(), gradient.clone()));
@@ -329,7 +329,8 @@ pub fn backward(
     for (arg, array) in [("lse", lse)].into_iter().chain(d_lse.map(|array| ("d_lse", array))) {
         fits(arg, array, &problem.lse_shape(), DType::F32)?;
     }
-    let (device, gradient) = description.compiled.gradient(py, problem, d_lse.is_some(), number)?;
+    let (device, gradient) =
+        description.compiled.gradient(py, problem, (d_lse.is_some(), description.order), number)?;
     let inputs = [rows("q", q)?, rows("k", k)?, rows("v", v)?, rows("o", o)?];
     let results = [rows("d_q", d_q)?, rows("d_k", d_k)?, rows("d_v", d_v)?];
     let (cu_seqlens, used) = call.lengths()?;

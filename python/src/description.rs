@@ -6,7 +6,7 @@
 //! ```text
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
 //! tuning groups=N cols=N ... (of a GPU kernel: for measurements)
-//! exp NAME   engine NAME   threads N   rescale NAME                          blocks ROWS COLS
+//! exp NAME   engine NAME   threads N   rescale NAME   order fixed            blocks ROWS COLS
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
 //! with ROLE [NAME] [grad]             one for each tensor that comes beside q, k and v, in their order
 //! ```
@@ -14,7 +14,7 @@
 use crate::array::{Array, wrong};
 use crate::cuda::{self, Compiled};
 use crate::expression;
-use fulgurite::gpu::Tuning;
+use fulgurite::gpu::{Order, Tuning};
 use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
 use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
@@ -101,6 +101,8 @@ pub struct Description {
     pub choice: Choice,
     pub rescale: Option<Rescale>,
     pub tuning: Option<Tuning>,
+    /// In which order a GPU adds up gradients.
+    pub order: Order,
     /// What was compiled for arrays on a GPU.
     pub compiled: Compiled,
     problems: Mutex<HashMap<Vec<usize>, Arc<Problem>>>,
@@ -146,6 +148,7 @@ impl Description {
                     let policy = name.parse::<Rescale>().map_err(|e| say(&e))?;
                     (settings, rescale) = (settings.rescale(policy), Some(policy));
                 }
+                ("order", ["fixed"]) => settings = settings.order(Order::Fixed),
                 ("tuning", _) => tuning = Some(rest.parse::<Tuning>().map_err(|e| say(&e))?),
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
@@ -172,6 +175,7 @@ impl Description {
             choice,
             rescale,
             tuning,
+            order: settings.order,
             compiled,
             problems,
         })

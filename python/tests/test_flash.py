@@ -134,6 +134,7 @@ def test_refusals_use_the_names_of_the_function():
     assert refused(flash, q, k, v, window_size=3).startswith("`window_size` is 3, allowed: (left, right)")
     assert refused(flash, q, k, v, window_size=(1.5, 2)).startswith("`window_size` is 1.5, allowed: an integer")
     assert refused(flash, q, k, v, causal="yes") == "`causal` is 'yes', allowed: True, False"
+    assert refused(flash, q, k, v, deterministic="yes") == "`deterministic` is 'yes', allowed: True, False"
     assert "one argument" in refused(flash, q, k, v, s_aux=q, learnable_sink=q)
     assert refused(fulgurite.flash_attn_qkvpacked_func, q).startswith(
         "`qkv` has shape [2, 9, 4, 8], allowed: 3 at axis 2"

@@ -143,6 +143,25 @@ def test_gradients_of_rows_that_must_be_copied(dim):
     assert (got.float() - want).norm() <= 0.01 * want.norm()
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_deterministic_gradients_have_the_same_bits(dim):
+    """d_q, and the gradient of a bias that all heads and sequences share."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    bias = torch.randn(700, 700, device="cuda", requires_grad=True)
+    d_o = torch.randn_like(q)
+
+    def gradients(**options):
+        o = fulgurite.attention(q, k, v, causal=True, bias=bias, **options)
+        return torch.autograd.grad(o, (q, k, v, bias), d_o)
+
+    usual, first = gradients(), gradients(deterministic=True)
+    for a, b in zip(usual, first):
+        close(a, b)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(deterministic=True)))
+
+
 def test_block_masks_have_gradients():
     """Two sequences with masks of their own: documents of 100 positions, and a window."""
     torch.manual_seed(0)

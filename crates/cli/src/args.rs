@@ -280,6 +280,9 @@ pub struct ExplainArgs {
     /// native, int8, int8:BLOCK, nvfp4, mxfp4, mxfp8, or QK/PV such as nvfp4/native
     #[arg(long, default_value = "native", value_name = "NAME")]
     pub precision: Precision,
+    /// Explain the gradients
+    #[arg(long, conflicts_with = "skip")]
+    pub backward: bool,
     /// Instead, say which tiles block skipping leaves out and why; parts as of `run --skip`
     #[arg(long, value_name = "PARTS")]
     pub skip: Option<Skip>,
@@ -306,6 +309,9 @@ pub struct ExplainArgs {
 /// Arguments of `tune`.
 #[derive(Debug, clap::Args)]
 pub struct TuneArgs {
+    /// Search for cuts of the kernel of the gradients, not of forward's
+    #[arg(long)]
+    pub backward: bool,
     /// Head dimensions
     #[arg(long, value_delimiter = ',', value_name = "D,..", default_value = "64,128,256")]
     pub dims: Vec<u32>,

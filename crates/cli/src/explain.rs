@@ -1,8 +1,9 @@
-//! `explain`: who would run a problem and why, and what bounds it on a GPU.
+//! `explain`: who would run a problem or its gradients and why, and what bounds it on a GPU.
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, kernel, say};
-use fulgurite::gpu::{self, Explained, Table};
+use fulgurite::gpu::{self, Cuda, Explained, Options, Profile, Tables};
+use fulgurite::sim::Device;
 use fulgurite::{
     Choice, Inputs, Mask, Precision, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain,
 };
@@ -12,6 +13,7 @@ use serde::Serialize;
 #[derive(Serialize)]
 struct Results {
     version: &'static str,
+    pass: &'static str,
     problem: String,
     /// Each engine and its verdict.
     engines: Vec<String>,
@@ -29,6 +31,8 @@ struct Hopper {
     tile: [u32; 2],
     blocks: u64,
     units: Vec<Unit>,
+    /// Of the bound: what runs before and after the kernel.
+    around_us: f64,
     bound_us: f64,
     bound_tflops: f64,
     /// On the GPU of this machine, where there is one.
@@ -48,17 +52,27 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
         return crate::around::explain::main(args, skip);
     }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
+    let explained = if args.backward { gpu::explain_backward } else { gpu::explain };
     let results = Results {
         version: env!("CARGO_PKG_VERSION"),
+        pass: if args.backward { "backward" } else { "forward" },
         problem: args.words(),
         engines: explain(&problem, args.engine.engine).lines().map(String::from).collect(),
-        hopper: match gpu::explain(&builder, sizes, &Table::default()) {
+        hopper: match explained(&builder, sizes, &tables()?) {
             Ok(explained) => Ok(hopper(args, &problem, &explained)?),
             Err(fulgurite::Error::Unsupported(refused)) => Err(refused.to_string()),
             Err(e) => return Err(e.into()),
         },
     };
     if args.json { json::print(&results) } else { say(&text(&results)) }
+}
+
+/// The cuts that a call here would take: those of the profile, where there is a GPU that has one.
+fn tables() -> Result<Tables, fulgurite::Error> {
+    match Cuda::open(0, Options::default()) {
+        Ok(gpu) => Ok(Profile::tables_for(&gpu.name())?),
+        Err(_) => Ok(Tables::default()),
+    }
 }
 
 impl ExplainArgs {
@@ -106,7 +120,10 @@ impl ExplainArgs {
         let [batch, q_len, k_len] = self.sizes();
         let seen: usize = (0..q_len).map(|q| problem.mask().keys(q, q_len, k_len).len()).sum();
         let pairs = (seen * batch * problem.q_heads()) as f64;
-        pairs * 2.0 * (problem.head_dim() + problem.value_dim()) as f64
+        let (d, dv) = (problem.head_dim(), problem.value_dim());
+        // Scores and outputs; scores again, d_k and d_q, d_p and d_v.
+        let row = if self.backward { 3 * d + 2 * dv } else { d + dv };
+        pairs * 2.0 * row as f64
     }
 }
 
@@ -137,6 +154,7 @@ fn hopper(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Resul
         tile: explained.tile,
         blocks: explained.blocks,
         units: units.collect(),
+        around_us: explained.around_seconds * 1e6,
         bound_us: explained.bound_seconds * 1e6,
         bound_tflops: args.flops(problem) / explained.bound_seconds.max(1e-12) / 1e12,
         measured_us: measure(args, problem)?.map(|seconds| seconds * 1e6),
@@ -155,8 +173,16 @@ fn measure(args: &ExplainArgs, problem: &Problem) -> Result<Option<f64>, Failure
         Tensor::from_f64(problem.dtype(), &values, shape).map_err(fulgurite::Error::from)
     };
     let (q, k, v) = (tensor(&problem.q_shape())?, tensor(&problem.k_shape())?, tensor(&problem.v_shape())?);
-    let stopwatch = Stopwatch::rounds(5);
-    engine.forward(problem, &Inputs::new(q.view(), k.view(), v.view()), &Run::default().stopwatch(&stopwatch))?;
+    let (inputs, stopwatch) = (Inputs::new(q.view(), k.view(), v.view()), Stopwatch::rounds(5));
+    let timed = Run::default().stopwatch(&stopwatch);
+    match args.backward {
+        false => engine.forward(problem, &inputs, &timed).map(|_| ())?,
+        true => {
+            let d_o = tensor(&problem.o_shape())?;
+            let forward = engine.forward(problem, &inputs, &Run::default())?;
+            engine.backward(problem, &inputs, &forward.saved(d_o.view()), &timed)?;
+        }
+    }
     let mut seconds = stopwatch.seconds();
     seconds.sort_by(f64::total_cmp);
     Ok(seconds.get(seconds.len() / 2).copied())
@@ -172,13 +198,25 @@ fn text(results: &Results) -> String {
             let [rows, cols] = hopper.tile;
             lines.push(format!("on Hopper: {}, {}", hopper.kernel, hopper.why));
             lines.push(format!("  cut        {}", hopper.cut));
-            lines.push(format!("  tiles      {rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks));
+            let backward = results.pass == "backward";
+            let of_tiles = match backward {
+                false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks),
+                true => format!("{rows} keys, {cols} queries a step, {} steps", hopper.blocks),
+            };
+            lines.push(format!("  tiles      {of_tiles}"));
             lines.extend(hopper.assembler.iter().map(|report| format!("  assembler  {report}")));
-            lines.push("  cycles of a multiprocessor for a block of keys, counted by the simulator".into());
+            let block = if backward { "step of queries" } else { "block of keys" };
+            lines.push(format!("  cycles of a multiprocessor for a {block}, counted by the simulator"));
             for Unit { name, cycles_a_block, share } in &hopper.units {
                 lines.push(format!("    {name:<24} {cycles_a_block:>7.0}  {:>4.0} %", share * 100.0));
             }
             let (bound, tflops) = (hopper.bound_us, hopper.bound_tflops);
+            if hopper.around_us > 0.0 {
+                lines.push(format!(
+                    "  around     {:.1} us of memory for the launches before and after it, part of the bound",
+                    hopper.around_us
+                ));
+            }
             lines.push(format!(
                 "  bound      {bound:.1} us, {tflops:.0} TFLOP/s: the busiest unit alone, H200 at full clock"
             ));

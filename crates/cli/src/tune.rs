@@ -2,7 +2,7 @@
 
 use crate::args::TuneArgs;
 use crate::{Failure, json, progress, say};
-use fulgurite::gpu::{Cuda, Options, Place, Profile, Tried, TuneError, tune};
+use fulgurite::gpu::{Cuda, GradientTuning, Measured, Options, Pass, Place, Profile, Tried, TuneError, Tuning, tune};
 use fulgurite::sim::Device;
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -15,6 +15,7 @@ const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 #[derive(Serialize)]
 struct Results {
     version: &'static str,
+    pass: &'static str,
     gpu: String,
     profile: String,
     used: Vec<Used>,
@@ -43,45 +44,53 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
         places.retain(|place| lens.contains(&place.len));
     }
     let device = Arc::new(Cuda::open(0, Options::default()).map_err(fulgurite::Error::from)?);
-    let gpu = device.name();
-    let path = args.profile.clone().or_else(|| Profile::default_path(&gpu)).ok_or_else(|| {
+    let path = args.profile.clone().or_else(|| Profile::default_path(&device.name())).ok_or_else(|| {
         Failure::input("there is no folder for the profile; name one with `--profile FILE` or FULGURITE_PROFILE")
     })?;
     let (start, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
     let bar = progress(places.len());
-    let (mut measured, mut finished) = (0, true);
-    let mut report = |place: &Place, tried: &Tried| {
-        measured += 1;
+    let mut finished = true;
+    let mut report = |place: &Place, gain: f64, tuning: &dyn std::fmt::Display| {
         let done = places.iter().position(|other| other == place).unwrap_or(0);
         bar.set_position(done as u64);
-        let Tried { head_dim, len, tuning, gain } = tried;
-        bar.set_message(format!("head_dim {head_dim} length {len}: {gain:.3} {tuning}"));
+        bar.set_message(format!("head_dim {} length {}: {gain:.3} {tuning}", place.head_dim, place.len));
         if limit.is_some_and(|limit| start.elapsed() >= limit) {
             finished = false;
             return ControlFlow::Break(());
         }
         ControlFlow::Continue(())
     };
-    let profile = tune(device, &places, &path, &mut report).map_err(failure)?;
+    let gpu = device.name();
+    let (used, tried) = match args.backward {
+        false => {
+            let mut report = |place: &Place, tried: &Tried<Tuning>| report(place, tried.gain, &tried.tuning);
+            used(&tune(device, &places, &path, &mut report).map_err(failure)?.forward)
+        }
+        true => {
+            let mut report = |place: &Place, tried: &Tried<GradientTuning>| report(place, tried.gain, &tried.tuning);
+            used(&tune(device, &places, &path, &mut report).map_err(failure)?.backward)
+        }
+    };
     bar.finish_and_clear();
-    let used = profile.rows.iter().map(|row| Used {
+    let pass = if args.backward { "backward" } else { "forward" };
+    let (version, profile) = (env!("CARGO_PKG_VERSION"), path.display().to_string());
+    let results = Results { version, pass, gpu, profile, used, tried, finished };
+    if args.json { json::print(&results) } else { say(&text(&results)) }
+}
+
+/// What is used, and how many cuts were measured.
+fn used<T: Pass>(measured: &Measured<T>) -> (Vec<Used>, usize) {
+    let rows = measured.rows.iter().map(|row| Used {
         head_dims: [*row.head_dims.start(), *row.head_dims.end()],
         keys: [row.keys.start, row.keys.end],
         tuning: row.tuning.to_string(),
     });
-    let results = Results {
-        version: env!("CARGO_PKG_VERSION"),
-        gpu,
-        profile: path.display().to_string(),
-        used: used.collect(),
-        tried: profile.tried.len(),
-        finished,
-    };
-    if args.json { json::print(&results) } else { say(&text(&results)) }
+    (rows.collect(), measured.tried.len())
 }
 
 fn text(results: &Results) -> String {
-    let mut lines = vec![format!("{}: {} cuts measured, {}", results.gpu, results.tried, results.profile)];
+    let mut lines =
+        vec![format!("{}, {}: {} cuts measured, {}", results.gpu, results.pass, results.tried, results.profile)];
     for Used { head_dims: [first, last], keys: [from, to], tuning } in &results.used {
         let to = if *to == u64::MAX { String::new() } else { to.to_string() };
         lines.push(format!("  head_dim {first} to {last}, keys {from}..{to}: {tuning}"));

@@ -26,6 +26,34 @@ fn a_problem_is_explained_without_a_gpu() {
     assert!(found["engines"].as_array().unwrap().iter().any(|line| line.as_str().unwrap().contains("runs it")));
 }
 
+#[test]
+fn gradients_are_explained_without_a_gpu() {
+    let found = explained(&["--backward", "--q-len", "4096"]);
+    let hopper = &found["hopper"]["Ok"];
+    assert_eq!((&found["pass"], &hopper["kernel"]), (&"backward".into(), &"attention_backward".into()));
+    assert!(hopper["cut"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
+    assert!(hopper["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
+    // 32 tiles of 128 keys see 52 steps of 80 queries each, the last not whole, in 16 heads.
+    assert_eq!(hopper["blocks"], 16 * 32 * 52);
+    // Five products of 2 x 128 x 80 x 128 FLOP, of which a multiprocessor does 4096 a cycle.
+    let tensor = hopper["units"].as_array().unwrap().iter().find(|unit| unit["name"] == "tensor").unwrap();
+    assert_eq!(tensor["cycles_a_block"], 3200.0);
+    // o, d_o, d_q, and sums twice, of 16 x 4096 rows.
+    let around = (16 * 4096) as f64 * (3.0 * 2.0 + 2.0 * 4.0) * 128.0 / 4.8e12 * 1e6;
+    assert!((hopper["around_us"].as_f64().unwrap() / around - 1.0).abs() < 1e-3, "{found}");
+    assert!(hopper["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
+    // Another mask, other cuts: half the steps and those on the diagonal.
+    let causal = explained(&["--backward", "--causal", "--q-len", "512", "--heads", "2"]);
+    assert_eq!(causal["hopper"]["Ok"]["tile"], serde_json::json!([128, 64]));
+    assert_eq!(causal["hopper"]["Ok"]["blocks"], 2 * (8 + 6 + 4 + 2));
+    assert!(causal["hopper"]["Ok"]["why"].as_str().unwrap().contains("adapted"), "{causal}");
+    let softcap = explained(&["--backward", "--softcap", "30", "--q-len", "512", "--window", "40,0"]);
+    let cycles = softcap["hopper"]["Ok"]["units"][0]["cycles_a_block"].as_f64().unwrap();
+    assert!(cycles >= 1280.0, "at least the products of 64 keys and 64 queries: {softcap}");
+    let f32 = explained(&["--backward", "--dtype", "f32"]);
+    assert!(f32["hopper"]["Err"].as_str().unwrap().contains("does not have dtype f32"), "{f32}");
+}
+
 /// Few queries wait for memory: as many bytes as their keys have.
 #[test]
 fn few_queries_are_bound_by_memory() {
@@ -61,6 +89,7 @@ fn the_unit_of_a_precision_is_said() {
 fn wrong_calls_are_refused() {
     let folder = folder("explain-wrong");
     refuses(&folder, &["tune", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");
+    refuses(&folder, &["tune", "--backward", "--dims", "65"], "`--dims` has 65, allowed: 64, 96, 128, 192, 256");
     refuses(&folder, &["tune", "--lens", "7"], "`--lens` has 7, allowed: 512, 1024, 2048, 8192");
     let done = fulgurite(&folder, &["explain", "--heads", "3", "--kv-heads", "2"]);
     assert_eq!(done.code, 2);

@@ -1,15 +1,15 @@
 //! Checks and times the gradients of attention on a GPU: `gpu_backward [DIMS [ROUNDS [TUNING..]]]`.
 //!
 //! bf16, 16384 tokens, heads x dim 2048, sequences of 1k, 4k and 16k, full and causal. `DIMS` is a list like `64,128`.
-//! Each `TUNING` is a variant beside the usual one, such as `rows=64,adds=threads,key_depth=2,early=2,drain=1,pack=late,order=fixed`; variants alternate in
+//! Each `TUNING` is a variant beside the usual one, such as `rows=64,adds=threads,key_depth=2,early=2,drain=yes,pack=late,order=fixed`; variants alternate in
 //! each round, and times are medians. Before it is timed, each variant is compared with sums in f64 for a few rows
 //! and keys, and d_k and d_v (in a fixed order also d_q) must come out the same twice. The last line says whether everything held; so does the exit code.
 
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
-use fulgurite_kernels::attention::backward::{Adds, Order, Pack};
 use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors as Inputs};
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Stream};
@@ -27,23 +27,8 @@ const ALLOWED: f64 = 2e-2;
 fn variant(problem: &Problem, text: &str) -> Result<(Backward, Order), Box<dyn Error>> {
     let order = if text.contains("order=fixed") { Order::Fixed } else { Order::Any };
     let plan = Backward::new(problem, false, order)?;
-    let mut tuning = plan.tuning();
-    for part in text.split(',').filter(|part| !part.is_empty()) {
-        let (name, value) = part.split_once('=').ok_or_else(|| format!("`{part}` is not NAME=VALUE"))?;
-        let number = || value.parse::<u32>().map_err(|e| format!("`{part}`: {e}"));
-        match name {
-            "rows" => tuning.rows = number()?,
-            "adds" => tuning.adds = if value == "engine" { Adds::Engine } else { Adds::Threads },
-            "depth" => tuning.depth = number()?,
-            "key_depth" => tuning.key_depth = number()?,
-            "early" => tuning.early = number()?,
-            "pairs" => tuning.pairs = Some(number()?),
-            "drain" => tuning.drain = number()? != 0,
-            "pack" => tuning.pack = if value == "late" { Pack::Late } else { Pack::Early },
-            "order" if ["any", "fixed"].contains(&value) => {}
-            _ => return Err(format!("there is no tuning `{part}`").into()),
-        }
-    }
+    let entries = text.split(',').filter(|part| !["order=any", "order=fixed"].contains(part));
+    let tuning = plan.tuning().changed(&entries.collect::<Vec<_>>().join(" "))?;
     Ok((plan.tuned(tuning), order))
 }
 

@@ -5,11 +5,11 @@ use crate::cpu::Cpu;
 use crate::engine::{Engine, Run, Unsupported};
 use crate::on_device::OnDevice;
 use crate::oracle::Oracle;
-use crate::profile::Profile;
+use crate::profile::{Profile, Tables};
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
-use fulgurite_kernels::attention::plan::Table;
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_ptx::device::Device;
 use fulgurite_sim::Sim;
 use std::fmt;
@@ -120,6 +120,8 @@ pub struct Settings {
     pub threads: Option<usize>,
     /// How the running maximum is kept; `None` is what measures fastest.
     pub rescale: Option<Rescale>,
+    /// In which order a GPU adds up gradients; the CPU has one order always.
+    pub order: Order,
 }
 
 impl Settings {
@@ -129,6 +131,12 @@ impl Settings {
     /// Sets the number of threads.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
+        self
+    }
+
+    /// Sets the order in which a GPU adds up gradients.
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
         self
     }
 
@@ -164,10 +172,13 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
         Choice::Cuda => {
             let cuda = Cuda::open(0, Options::default())?;
-            let table = Profile::table_for(&cuda.name())?;
-            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, table))
+            let tables = Profile::tables_for(&cuda.name())?;
+            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, tables).in_order(settings.order))
         }
-        Choice::Sim => Box::new(OnDevice::new("sim", Arc::new(Sim::default()), settings.rescale, Table::default())),
+        Choice::Sim => {
+            let sim = Arc::new(Sim::default());
+            Box::new(OnDevice::new("sim", sim, settings.rescale, Tables::default()).in_order(settings.order))
+        }
         Choice::Oracle => Box::new(Oracle),
     })
 }

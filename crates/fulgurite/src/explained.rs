@@ -1,35 +1,41 @@
 //! Why a problem runs on Hopper as it does, and how fast it could: nothing of it needs a GPU.
 //!
-//! The kernel runs on the simulator for a few blocks of keys of one tile; what two such runs differ by is what a block
-//! costs each unit of a multiprocessor. The busiest one bounds the whole.
+//! The kernel runs on the simulator for a few blocks of keys of one tile (of backward: steps of queries of a few tiles of
+//! keys); what two such runs differ by is what a block costs each unit of a multiprocessor. The busiest one bounds the whole.
 
 use crate::engine::{Engine, Run};
 use crate::on_device::OnDevice;
+use crate::profile::Tables;
 use crate::{Error, Unsupported};
 use fulgurite_core::random::Rng;
-use fulgurite_core::{Inputs, Problem, ProblemBuilder, Tensor};
+use fulgurite_core::{Inputs, Problem, ProblemBuilder, Saved, Tensor};
+use fulgurite_kernels::attention::backward::plan::Backward;
+use fulgurite_kernels::attention::backward::{Adds, Order, Share, Tuning as GradientTuning};
 use fulgurite_kernels::attention::few::ROWS;
-use fulgurite_kernels::attention::plan::{Forward, Table};
+use fulgurite_kernels::attention::plan::{Cut, Forward, Missing, Table};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Architecture, Sim};
 use std::sync::Arc;
 
-/// How forward attention on a problem runs on Hopper.
+/// How attention on a problem, or its gradients, run on Hopper.
 #[derive(Debug, Clone)]
 pub struct Explained {
-    /// The kernel.
+    /// The kernel; of backward the one that computes the gradients.
     pub kernel: Kernel,
     /// How it is cut.
     pub cut: String,
     /// Why it is this kernel and this cut.
     pub why: String,
-    /// Rows of queries of a tile, and keys of a block.
+    /// Rows of queries of a tile, and keys of a block; of backward keys of a tile, and queries of a step.
     pub tile: [u32; 2],
-    /// Blocks of keys of all tiles.
+    /// Blocks of keys, or steps of queries, of all tiles.
     pub blocks: u64,
-    /// Cycles of a multiprocessor's units for one block of keys of one tile, the busiest first.
+    /// Cycles of a multiprocessor's units for one of them, the busiest first.
     pub units: Vec<(&'static str, f64)>,
-    /// Seconds that the busiest unit needs for everything, on all multiprocessors of an H200 at its full clock.
+    /// Seconds that the memory of an H200 needs for what runs before and after the kernel.
+    pub around_seconds: f64,
+    /// Seconds that the busiest unit needs for everything, on all multiprocessors of an H200 at its full clock, and those
+    /// around the kernel.
     pub bound_seconds: f64,
 }
 
@@ -45,12 +51,11 @@ pub struct Explained {
 /// assert_eq!(explained.units[0].0, "tensor");
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
-pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], table: &Table) -> Result<Explained, Error> {
-    let refuse =
-        |feature: String| Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() };
+pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
+    let table = &tables.forward;
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = Forward::by_table(&problem, None, table).map_err(|missing| refuse(missing.feature))?;
+    let plan = Forward::by_table(&problem, None, table).map_err(refuse)?;
     let kernel = plan.kernel(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
@@ -65,15 +70,11 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], table: &Table) -> Re
         ),
         None => {
             let tuning = plan.tuning();
-            let from = if tuning == Table::default().find(longest as u32, Forward::keys_seen(&problem)) {
-                "built-in"
-            } else {
-                "adapted"
-            };
+            let from = origin(tuning, table, longest, Forward::keys_seen(&problem));
             (
                 [plan.tile_rows(), tuning.cols],
                 format!("{tuning} rescale={}", tuning.rescale),
-                format!("head_dim {longest}, {k_len} keys: the {from} cut for them"),
+                format!("head_dim {longest}, {k_len} keys: {from}"),
             )
         }
     };
@@ -86,11 +87,79 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], table: &Table) -> Re
     };
     let is_few = plan.few_tuning().is_some();
     let blocks = blocks(&problem, tile, is_few);
-    let units = units(builder, &problem, (tile, is_few), table)?;
-    let busiest = units.first().map_or(0.0, |(_, cycles)| *cycles);
+    let units = units(builder, &problem, (tile, is_few), (&kernel.name, tables))?;
+    let (around_seconds, bound_seconds) = (0.0, bound(&units, blocks));
+    Ok(Explained { kernel, cut, why, tile, blocks, units, around_seconds, bound_seconds })
+}
+
+/// Explains the gradients of a problem whose description is `builder` without its sizes.
+///
+/// ```
+/// use fulgurite::gpu::explain_backward;
+/// use fulgurite::{DType, Problem};
+///
+/// let builder = Problem::builder().heads(16, 16).head_dim(128).dtype(DType::Bf16);
+/// let explained = explain_backward(&builder, [1, 4096, 4096], &Default::default())?;
+/// assert_eq!(explained.kernel.name, "attention_backward");
+/// assert_eq!(explained.tile, [128, 80]);
+/// # Ok::<(), fulgurite::Error>(())
+/// ```
+pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
+    let [batch, q_len, k_len] = sizes;
+    let problem = builder.clone().dense(batch, q_len, k_len).build()?;
+    let plan = Backward::by_table(&problem, false, Order::Any, &tables.backward).map_err(refuse)?;
+    let kernels = plan.kernels(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+    let (tuning, longest) = (plan.tuning(), problem.head_dim().max(problem.value_dim()));
+    let shares = match tuning.share {
+        Share::Keys => "warpgroups share the keys of a tile and keep whole rows of d_k and d_v",
+        Share::Columns => {
+            "warpgroups share the columns of d_k, d_v and d_q, whose whole rows and what else is kept take \
+                           more registers than one has"
+        }
+    };
+    let adds = match tuning.adds {
+        Adds::Threads => "threads add d_q from registers",
+        Adds::Engine => "the copy engine adds d_q from shared memory",
+    };
+    let from = origin(tuning, &tables.backward, longest.next_multiple_of(8), k_len as u64);
+    let units = step_units(builder, &problem, tuning, (&kernels.main.name, tables))?;
+    let blocks = plan.steps_of_tiles();
+    // o, d_o and d_q in 16 bits; d_q's sums in 32 are zeroed before, and read after.
+    let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
+    let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64;
     let h200 = Architecture::H200;
-    let bound_seconds = busiest * blocks as f64 / f64::from(h200.multiprocessors) / (h200.gigahertz * 1e9);
-    Ok(Explained { kernel, cut, why, tile, blocks, units, bound_seconds })
+    let around_seconds = bytes / (h200.global_bytes * f64::from(h200.multiprocessors) * h200.gigahertz * 1e9);
+    Ok(Explained {
+        kernel: kernels.main.as_ref().clone(),
+        cut: tuning.to_string(),
+        why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}"),
+        tile: [tuning.keys(), tuning.rows],
+        blocks,
+        around_seconds,
+        bound_seconds: bound(&units, blocks) + around_seconds,
+        units,
+    })
+}
+
+fn refuse(missing: Missing) -> Unsupported {
+    let Missing { feature } = missing;
+    Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() }
+}
+
+/// Where a cut is from.
+fn origin<T: Cut>(tuning: T, table: &Table<T>, head_dim: usize, keys: u64) -> &'static str {
+    let head_dim = head_dim as u32;
+    match tuning {
+        _ if tuning == Table::default().find(head_dim, keys) => "the built-in cut for them",
+        _ if tuning == table.find(head_dim, keys) => "the cut that the profile of this GPU has for them",
+        _ => "the cut for them, adapted to the mask, the exponential and what else is kept in registers",
+    }
+}
+
+/// Seconds of the busiest unit for so many blocks.
+fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
+    let (busiest, h200) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::H200);
+    busiest * blocks as f64 / f64::from(h200.multiprocessors) / (h200.gigahertz * 1e9)
 }
 
 /// Blocks of keys that some row of a tile sees, over all tiles.
@@ -120,37 +189,93 @@ fn units(
     builder: &ProblemBuilder,
     problem: &Problem,
     ([rows, cols], is_few): ([u32; 2], bool),
-    table: &Table,
+    (kernel, tables): (&str, &Tables),
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     /// Blocks of keys of the two runs.
     const RUNS: [usize; 2] = [4, 8];
     let group = problem.group();
     let q_len = (rows as usize).min(problem.max_q_len()).max(1);
-    let cycles = |blocks: usize| -> Result<Vec<(&'static str, f64)>, Error> {
+    let cycles = |blocks: usize| {
         // Beside those that a mask may cut.
         let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
-        let sim = Arc::new(Sim::default());
         // The cut of the whole problem, not the one of a short sequence.
-        let keys = Forward::keys_seen(problem);
-        let engine = OnDevice::new("sim", sim.clone(), None, table.clone().as_for(keys));
-        let mut rng = Rng::new(1);
-        let mut tensor =
-            |shape: &[usize]| Tensor::from_f64(small.dtype(), &rng.normals(shape.iter().product(), 1.0), shape);
-        let (q, k, v) = (tensor(&small.q_shape())?, tensor(&small.k_shape())?, tensor(&small.v_shape())?);
-        // Whatever auxiliary tensors hold, the work is the same.
-        let aux = small.aux().iter().map(|aux| Tensor::zeros(aux.dtype, &aux.shape)).collect::<Result<Vec<_>, _>>()?;
-        let mut inputs = Inputs::new(q.view(), k.view(), v.view());
-        inputs.aux = small.aux().iter().zip(&aux).map(|(spec, tensor)| (&spec.name[..], tensor.view())).collect();
-        engine.forward(&small, &inputs, &Run::default())?;
-        Ok(Architecture::H200.cycles(&sim.report().total()))
+        let forward = tables.forward.clone().as_for(Forward::keys_seen(problem));
+        let tables = Tables { forward, ..tables.clone() };
+        simulated(
+            kernel,
+            &small,
+            |sim| OnDevice::new("sim", sim, None, tables),
+            |engine, inputs| engine.forward(&small, inputs, &Run::default()).map(|_| ()),
+        )
     };
     let [few, many] = [cycles(RUNS[0])?, cycles(RUNS[1])?];
     // Each head of the group has a tile of its own, unless queries are few.
     let each = ((RUNS[1] - RUNS[0]) * if is_few { 1 } else { group }) as f64;
-    let both = few.iter().zip(&many).map(|(few, many)| (few.0, (many.1 - few.1) / each));
     // Keys of one head that many tiles read come from the second-level cache: only few queries wait for memory.
-    let mut units: Vec<_> = both.filter(|(unit, _)| is_few || *unit != "global memory").collect();
+    Ok(apart(few, many, each, |unit| is_few || unit != "global memory"))
+}
+
+/// What a step of queries costs each unit: the same for backward. As many tiles of keys in both runs, but more queries.
+fn step_units(
+    builder: &ProblemBuilder,
+    problem: &Problem,
+    tuning: GradientTuning,
+    (kernel, tables): (&str, &Tables),
+) -> Result<Vec<(&'static str, f64)>, Error> {
+    const TILES: usize = 2;
+    let group = problem.group();
+    let k_len = TILES * tuning.keys() as usize;
+    let cycles = |q_len: usize| {
+        let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
+        let plan = Backward::by_table(&small, false, Order::Any, &tables.backward).map_err(refuse)?;
+        let steps = plan.tuned(tuning).steps_of_tiles();
+        // The sums of p are off where the LSE is not forward's: the work is the same.
+        let [o, d_o] =
+            [Tensor::zeros(small.dtype(), &small.o_shape())?, Tensor::zeros(small.dtype(), &small.o_shape())?];
+        let lse = Tensor::zeros(fulgurite_core::DType::F32, &small.lse_shape())?;
+        let saved = Saved { o: o.view(), lse: lse.view(), d_o: d_o.view(), d_lse: None };
+        let engine = |sim| OnDevice::new("sim", sim, None, tables.clone()).forcing(tuning);
+        let backward = |engine: &OnDevice, inputs: &Inputs<'_>| {
+            engine.backward(&small, inputs, &saved, &Run::default()).map(|_| ())
+        };
+        Ok::<_, Error>((simulated(kernel, &small, engine, backward)?, steps))
+    };
+    let (few, few_steps) = cycles(tuning.rows as usize)?;
+    let (many, many_steps) = cycles(4 * tuning.rows as usize)?;
+    Ok(apart(few, many, (many_steps - few_steps) as f64, |unit| unit != "global memory"))
+}
+
+/// Cycles of each unit for a kernel of a call on the simulator.
+fn simulated(
+    kernel: &str,
+    problem: &Problem,
+    engine: impl FnOnce(Arc<dyn fulgurite_ptx::device::Device>) -> OnDevice,
+    call: impl FnOnce(&OnDevice, &Inputs<'_>) -> Result<(), Error>,
+) -> Result<Vec<(&'static str, f64)>, Error> {
+    let sim = Arc::new(Sim::default());
+    let engine = engine(sim.clone());
+    let mut rng = Rng::new(1);
+    let mut tensor =
+        |shape: &[usize]| Tensor::from_f64(problem.dtype(), &rng.normals(shape.iter().product(), 1.0), shape);
+    let (q, k, v) = (tensor(&problem.q_shape())?, tensor(&problem.k_shape())?, tensor(&problem.v_shape())?);
+    // Whatever auxiliary tensors hold, the work is the same.
+    let aux = problem.aux().iter().map(|aux| Tensor::zeros(aux.dtype, &aux.shape)).collect::<Result<Vec<_>, _>>()?;
+    let mut inputs = Inputs::new(q.view(), k.view(), v.view());
+    inputs.aux = problem.aux().iter().zip(&aux).map(|(spec, tensor)| (&spec.name[..], tensor.view())).collect();
+    call(&engine, &inputs)?;
+    Ok(Architecture::H200.cycles(&sim.counts_of(kernel)))
+}
+
+/// What one more block costs, the busiest unit first.
+fn apart(
+    few: Vec<(&'static str, f64)>,
+    many: Vec<(&'static str, f64)>,
+    blocks: f64,
+    counts: impl Fn(&str) -> bool,
+) -> Vec<(&'static str, f64)> {
+    let both = few.iter().zip(&many).map(|(few, many)| (few.0, (many.1 - few.1) / blocks));
+    let mut units: Vec<_> = both.filter(|(unit, _)| counts(unit)).collect();
     units.sort_by(|a, b| b.1.total_cmp(&a.1));
-    Ok(units)
+    units
 }

@@ -13,7 +13,7 @@
 
 pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
 pub use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copies, ListsPlaced, Placed, Row, Table, Tensors, Tuning,
+    AuxPlaced, BlockForm, Copies, Cut, ListsPlaced, Placed, Row, Table, Tensors, Tuning, TuningError,
 };
 pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
 pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
@@ -24,17 +24,18 @@ pub use fulgurite_ptx::assemble::{
 pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
 pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
 
-pub use crate::explained::{Explained, explain};
-pub use crate::profile::{Profile, ProfileError, Tried};
+pub use crate::explained::{Explained, explain, explain_backward};
+pub use crate::profile::{Measured, Pass, Profile, ProfileError, Tables, Tried};
 pub use crate::tune::{Place, TuneError, tune};
-pub use fulgurite_kernels::attention::backward::Order;
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
+pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tuning as GradientTuning};
 
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 use thiserror::Error;
 
@@ -74,8 +75,8 @@ pub struct Gpu {
     products: Mutex<HashMap<Gemm, Module>>,
     /// Made with the first attention.
     counters: Mutex<Option<Counters>>,
-    /// Cuts of the forward kernel.
-    table: Table,
+    /// Cuts of the kernels.
+    tables: Tables,
     /// What launches on a stream need for themselves: they follow each other and share it.
     scratch: Mutex<HashMap<Stream, Buffer>>,
     /// The same for copies of tensors.
@@ -187,9 +188,9 @@ impl Gpu {
     /// ```
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
         let cuda = Cuda::open(ordinal, options)?;
-        let table = Profile::table_for(&cuda.name())?;
+        let tables = Profile::tables_for(&cuda.name())?;
         let (products, counters, scratch) = Default::default();
-        Ok(Gpu { cuda, table, products, counters, scratch, copies: Mutex::default(), copying: Mutex::default() })
+        Ok(Gpu { cuda, tables, products, counters, scratch, copies: Mutex::default(), copying: Mutex::default() })
     }
 
     /// Its name.
@@ -213,7 +214,7 @@ impl Gpu {
     /// Forward attention on a problem: planned, built and compiled.
     pub fn attention(&self, problem: &Problem, wish: &Wish) -> Result<Attention, GpuError> {
         let Wish { sinks, rescale, tuning, lse } = *wish;
-        let mut plan = Forward::by_table(problem, rescale, &self.table)?;
+        let mut plan = Forward::by_table(problem, rescale, &self.tables.forward)?;
         if !lse {
             plan = plan.without_lse();
         }
@@ -226,7 +227,7 @@ impl Gpu {
         let target = self.hopper()?;
         let kernel = plan.kernel(target).map_err(|e| match tuning {
             Some(_) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
-            None => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            None => self.unbuilt(&e, &plan),
         })?;
         let module = self.cuda.load(Arc::new(kernel))?;
         // Not while launches are recorded, when nothing may be allocated.
@@ -322,9 +323,8 @@ impl Gpu {
 
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
     pub fn gradient(&self, problem: &Problem, d_lse: bool, order: Order) -> Result<Gradient, GpuError> {
-        let plan = Backward::new(problem, d_lse, order)?;
-        let target = self.hopper()?;
-        let kernels = plan.kernels(target).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let plan = Backward::by_table(problem, d_lse, order, &self.tables.backward)?;
+        let kernels = plan.kernels(self.hopper()?).map_err(|e| self.unbuilt(&e, &plan))?;
         let modules = kernels.all().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
         let recorded = self.cuda.allocate(plan.scratch_bytes().max(16))?;
         Ok(Gradient { plan, kernels, modules, recorded })
@@ -354,6 +354,14 @@ impl Gpu {
             let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
             Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
         })?)
+    }
+
+    /// A plan that has no kernel: a cut of the profile's, or our mistake.
+    fn unbuilt(&self, e: &BuildError, plan: &dyn Debug) -> GpuError {
+        match self.tables == Tables::default() {
+            true => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            false => GpuError::Missing { feature: format!("a kernel cut as the profile of {} says: {e}", self.name()) },
+        }
     }
 
     /// What kernels are printed for, where there are kernels for it.

@@ -4,18 +4,21 @@
 //! tensors on the device already does not want the copies, and [`Choice::Best`](crate::Choice::Best) never takes it.
 
 use crate::engine::{Engine, Run, Unsupported};
+use crate::profile::Tables;
 use crate::{Counters, Error};
 use fulgurite_core::expr::Coverage;
 use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
     TensorViewMut,
 };
-use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
 use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Table, Tensors,
+    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
 };
+use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A device as an engine.
@@ -23,8 +26,12 @@ pub(crate) struct OnDevice {
     name: &'static str,
     device: Arc<dyn Device>,
     rescale: Option<Rescale>,
-    /// Cuts of the forward kernel.
-    table: Table,
+    /// Cuts of the kernels.
+    tables: Tables,
+    /// In which order d_q is added up.
+    order: Order,
+    /// The cut of backward, whatever the table and its rules say.
+    forced: Option<GradientTuning>,
     /// Kernels that were compiled, each with a call that it was compiled for.
     loaded: Mutex<Vec<(Forward, Module)>>,
     /// The same for backward, its kernels in the order in which they run.
@@ -34,13 +41,29 @@ pub(crate) struct OnDevice {
 }
 
 impl OnDevice {
-    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, table: Table) -> Self {
+    pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, tables: Tables) -> Self {
         let (loaded, loaded_backward) = Default::default();
-        OnDevice { name, device, rescale, table, loaded, loaded_backward, copying: Mutex::default() }
+        let (order, forced, copying) = (Order::Any, None, Mutex::default());
+        OnDevice { name, device, rescale, tables, order, forced, loaded, loaded_backward, copying }
+    }
+
+    /// The same with gradients that are added up in this order.
+    pub fn in_order(self, order: Order) -> Self {
+        OnDevice { order, ..self }
+    }
+
+    /// The same with one cut of backward for everything: of a short problem it is that of the long one it stands for.
+    pub fn forcing(self, tuning: GradientTuning) -> Self {
+        OnDevice { forced: Some(tuning), ..self }
     }
 
     fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::by_table(problem, self.rescale, &self.table))
+        self.planned(Forward::by_table(problem, self.rescale, &self.tables.forward))
+    }
+
+    fn backward_plan(&self, problem: &Problem, d_lse: bool) -> Result<Backward, Unsupported> {
+        let plan = self.planned(Backward::by_table(problem, d_lse, self.order, &self.tables.backward))?;
+        Ok(self.forced.map_or(plan.clone(), |tuning| plan.tuned(tuning)))
     }
 
     /// The plan, or why there is none on this device.
@@ -56,12 +79,20 @@ impl OnDevice {
         Unsupported { engine: self.name.into(), feature, instead: "the engine `cpu` has it".into() }
     }
 
+    /// A plan that has no kernel: a cut of the profile's, or our mistake.
+    fn unbuilt(&self, e: &BuildError, plan: &dyn Debug) -> Unsupported {
+        match self.tables == Tables::default() {
+            true => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            false => self.refuse(format!("a kernel cut as the profile of {} says: {e}", self.device.name())),
+        }
+    }
+
     fn module(&self, plan: &Forward) -> Result<Module, Error> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, module)) = loaded.iter().find(|(known, _)| known.same_kernel(plan)) {
             return Ok(module.clone());
         }
-        let kernel = plan.kernel(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let kernel = plan.kernel(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
         let module = self.device.load(Arc::new(kernel))?;
         loaded.push((plan.clone(), module.clone()));
         Ok(module)
@@ -72,7 +103,7 @@ impl OnDevice {
         if let Some((_, kernels, modules)) = loaded.iter().find(|(known, ..)| known.same_kernels(plan)) {
             return Ok((kernels.clone(), modules.clone()));
         }
-        let kernels = plan.kernels(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+        let kernels = plan.kernels(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
         let load = |kernel: &Arc<_>| self.device.load(Arc::clone(kernel));
         let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
         loaded.push((plan.clone(), kernels.clone(), modules.clone()));
@@ -398,7 +429,7 @@ impl Engine for OnDevice {
         gradients: &mut GradientOutputs<'_>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let plan = self.planned(Backward::new(problem, saved.d_lse.is_some(), Order::Any))?;
+        let plan = self.backward_plan(problem, saved.d_lse.is_some())?;
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;
@@ -454,5 +485,39 @@ impl Engine for OnDevice {
             to.write_f64(&numbers.collect::<Vec<_>>());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::cases::{self, Case};
+    use fulgurite_core::compare::check_backward;
+    use fulgurite_core::{DType, Gradients, oracle};
+    use fulgurite_sim::{Options, Sim};
+
+    /// Gradients of a case in a fixed order, with all blocks at once; they are right.
+    fn fixed(case: &Case, seed: u64) -> Gradients {
+        let sim = Sim::new(Options { seed, resident: 8, ..Options::default() });
+        let engine = OnDevice::new("sim", Arc::new(sim), None, Tables::default()).in_order(Order::Fixed);
+        let forward = oracle::forward(&case.bound()).to_forward(case.problem()).unwrap();
+        let saved = Saved { d_lse: case.d_lse(), ..forward.saved(case.d_o()) };
+        let gradients = engine.backward(case.problem(), &case.inputs(), &saved, &Run::default()).unwrap();
+        for (name, verdict) in check_backward(&case.bound(), &saved, &gradients, 0) {
+            assert!(verdict.ok(), "{case} {name}: {verdict}");
+        }
+        gradients
+    }
+
+    /// Every gradient of an auxiliary tensor of the table, whoever adds first.
+    #[test]
+    fn a_fixed_order_gives_auxiliary_tensors_the_same_bits() {
+        let mut table = cases::cases(DType::Bf16);
+        table.retain(|case| !case.problem().aux_gradients().is_empty());
+        assert!(table.len() > 2, "{}", table.len());
+        for case in &table {
+            let first = fixed(case, 1);
+            assert!((2..4).all(|seed| fixed(case, seed) == first), "{case}");
+        }
     }
 }

@@ -1,44 +1,92 @@
-//! What was measured on a GPU, in a file: cuts of the kernel that are faster there than the built-in ones.
+//! What was measured on a GPU, in a file: cuts of the kernels that are faster there than the built-in ones.
 //!
 //! ```text
 //! fulgurite profile 1
 //! gpu NVIDIA H200
 //! use head_dims 65..128 keys 0..1024: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
 //! tried head_dim 128 length 512 1.0132: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
+//! use backward head_dims 65..128 keys 0..1024: share=keys rows=64 adds=engine depth=2 key_depth=1 registers=240:24 ..
 //! ```
 //!
-//! `use` lines are what runs; `tried` lines tell a search where it stopped. Ranges are from the first to past the last
+//! `use` lines are what runs; `tried` lines tell a search where it stopped. Those of the gradients say so. Ranges are from the first to past the last
 //! key, and from the first to the last head dimension.
 
 use fulgurite_cuda::default_cache_dir;
-use fulgurite_kernels::attention::plan::{Row, Table, Tuning};
+use fulgurite_kernels::attention::backward::Tuning as GradientTuning;
+use fulgurite_kernels::attention::plan::{Cut, Row, Table, Tuning};
 use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 use thiserror::Error;
 
-/// Cuts of the kernel that measured best on a GPU.
+/// Cuts of the kernels that measured best on a GPU.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Profile {
     /// Name of the GPU.
     pub gpu: String,
+    /// Of forward attention.
+    pub forward: Measured<Tuning>,
+    /// Of its gradients.
+    pub backward: Measured<GradientTuning>,
+}
+
+/// What is known about the cuts of a pass.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measured<T> {
     /// What to use.
-    pub rows: Vec<Row>,
+    pub rows: Vec<Row<T>>,
     /// What a search has measured.
-    pub tried: Vec<Tried>,
+    pub tried: Vec<Tried<T>>,
+}
+
+impl<T> Default for Measured<T> {
+    fn default() -> Self {
+        Measured { rows: Vec::new(), tried: Vec::new() }
+    }
 }
 
 /// A measurement.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Tried {
+pub struct Tried<T> {
     /// Where: head dimension and length of the sequences.
     pub head_dim: u32,
     /// Queries and keys of a sequence.
     pub len: u64,
     /// The cut.
-    pub tuning: Tuning,
+    pub tuning: T,
     /// How many times as fast as the built-in cut; 0 where it has no kernel or is wrong.
     pub gain: f64,
+}
+
+/// A pass whose kernel can be cut in many ways: forward, or backward.
+pub trait Pass: Cut {
+    /// What a profile's lines call it.
+    const WORD: &'static str;
+    /// What a profile knows about it.
+    fn of(profile: &mut Profile) -> &mut Measured<Self>;
+}
+
+impl Pass for Tuning {
+    const WORD: &'static str = "";
+    fn of(profile: &mut Profile) -> &mut Measured<Self> {
+        &mut profile.forward
+    }
+}
+
+impl Pass for GradientTuning {
+    const WORD: &'static str = "backward ";
+    fn of(profile: &mut Profile) -> &mut Measured<Self> {
+        &mut profile.backward
+    }
+}
+
+/// Which cuts are for which problems, of every pass.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Tables {
+    /// Of forward attention.
+    pub forward: Table,
+    /// Of its gradients.
+    pub backward: Table<GradientTuning>,
 }
 
 /// A profile that cannot be used.
@@ -106,16 +154,19 @@ impl Profile {
         fs::write(&beside, self.to_string()).and_then(|()| fs::rename(&beside, path)).map_err(failed)
     }
 
-    /// The built-in table where this profile does not say otherwise.
-    pub fn table(&self) -> Table {
-        Table::default().with(self.rows.iter().cloned())
+    /// The built-in tables where this profile does not say otherwise.
+    pub fn tables(&self) -> Tables {
+        Tables {
+            forward: Table::default().with(self.forward.rows.iter().cloned()),
+            backward: Table::default().with(self.backward.rows.iter().cloned()),
+        }
     }
 
-    /// The table for a GPU: its profile's, if it has one.
-    pub(crate) fn table_for(gpu: &str) -> Result<Table, ProfileError> {
+    /// The tables for a GPU: its profile's, if it has one.
+    pub fn tables_for(gpu: &str) -> Result<Tables, ProfileError> {
         match Profile::default_path(gpu) {
-            Some(path) => Ok(Profile::load(&path, gpu)?.table()),
-            None => Ok(Table::default()),
+            Some(path) => Ok(Profile::load(&path, gpu)?.tables()),
+            None => Ok(Tables::default()),
         }
     }
 
@@ -128,8 +179,13 @@ impl Profile {
                 _ if i == 0 && line == FIRST => {}
                 _ if i == 0 => return Err(wrong(&format!("is not {FIRST:?}"))),
                 Some(("gpu", name)) => profile.gpu = name.into(),
-                Some(("use", rest)) => profile.rows.push(row(rest).map_err(|what| wrong(&what))?),
-                Some(("tried", rest)) => profile.tried.push(tried(rest).map_err(|what| wrong(&what))?),
+                Some((kind @ ("use" | "tried"), rest)) => {
+                    let read = match rest.strip_prefix(GradientTuning::WORD) {
+                        Some(rest) => profile.backward.read(kind, rest),
+                        None => profile.forward.read(kind, rest),
+                    };
+                    read.map_err(|what| wrong(&what))?;
+                }
                 _ if line.is_empty() => {}
                 _ => return Err(wrong("begins with none of gpu, use, tried")),
             }
@@ -145,11 +201,33 @@ fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("has {text:?} where a number belongs"))
 }
 
-fn tuning(text: &str) -> Result<Tuning, String> {
-    text.parse::<Tuning>().map_err(|e| format!("is no cut: {e}"))
+impl<T: Pass> Measured<T> {
+    /// Takes a line without its first word and that of the pass.
+    fn read(&mut self, kind: &str, text: &str) -> Result<(), String> {
+        match kind {
+            "use" => self.rows.push(row(text)?),
+            _ => self.tried.push(tried(text)?),
+        }
+        Ok(())
+    }
+
+    fn write(&self, text: &mut String) -> fmt::Result {
+        for Row { head_dims, keys, tuning } in &self.rows {
+            let (d0, d1) = head_dims.clone().into_inner();
+            writeln!(text, "use {}head_dims {d0}..{d1} keys {}..{}: {tuning}", T::WORD, keys.start, keys.end)?;
+        }
+        for Tried { head_dim, len, tuning, gain } in &self.tried {
+            writeln!(text, "tried {}head_dim {head_dim} length {len} {gain:.4}: {tuning}", T::WORD)?;
+        }
+        Ok(())
+    }
 }
 
-fn row(text: &str) -> Result<Row, String> {
+fn tuning<T: Cut>(text: &str) -> Result<T, String> {
+    text.parse::<T>().map_err(|e| format!("is no cut: {e}"))
+}
+
+fn row<T: Cut>(text: &str) -> Result<Row<T>, String> {
     let (range, cut) = text.split_once(": ").ok_or("has no cut")?;
     let ["head_dims", dims, "keys", keys] = range.split_whitespace().collect::<Vec<_>>()[..] else {
         return Err("has no `head_dims A..B keys A..B`".into());
@@ -159,7 +237,7 @@ fn row(text: &str) -> Result<Row, String> {
     Ok(Row { head_dims: number(&d0)?..=number(&d1)?, keys: number(&k0)?..number(&k1)?, tuning: tuning(cut)? })
 }
 
-fn tried(text: &str) -> Result<Tried, String> {
+fn tried<T: Cut>(text: &str) -> Result<Tried<T>, String> {
     let (place, cut) = text.split_once(": ").ok_or("has no cut")?;
     let ["head_dim", head_dim, "length", len, gain] = place.split_whitespace().collect::<Vec<_>>()[..] else {
         return Err("has no `head_dim N length N GAIN`".into());
@@ -174,13 +252,8 @@ fn tried(text: &str) -> Result<Tried, String> {
 impl fmt::Display for Profile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = format!("{FIRST}\ngpu {}\n", self.gpu);
-        for Row { head_dims, keys, tuning } in &self.rows {
-            let (d0, d1) = head_dims.clone().into_inner();
-            writeln!(text, "use head_dims {d0}..{d1} keys {}..{}: {tuning}", keys.start, keys.end)?;
-        }
-        for Tried { head_dim, len, tuning, gain } in &self.tried {
-            writeln!(text, "tried head_dim {head_dim} length {len} {gain:.4}: {tuning}")?;
-        }
+        self.forward.write(&mut text)?;
+        self.backward.write(&mut text)?;
         f.write_str(&text)
     }
 }
@@ -189,21 +262,30 @@ impl fmt::Display for Profile {
 mod tests {
     use super::*;
 
-    fn profile() -> Profile {
-        let tuning = Tuning { cols: 112, ..Tuning::hopper(128, 512) };
-        Profile {
-            gpu: "Some GPU".into(),
+    fn measured<T: Pass>(tuning: T) -> Measured<T> {
+        Measured {
             rows: vec![Row { head_dims: 65..=128, keys: 0..1024, tuning }],
             tried: vec![Tried { head_dim: 128, len: 512, tuning, gain: 1.25 }],
+        }
+    }
+
+    fn profile() -> Profile {
+        Profile {
+            gpu: "Some GPU".into(),
+            forward: measured(Tuning { cols: 112, ..Tuning::hopper(128, 512) }),
+            backward: measured(GradientTuning { rows: 96, ..GradientTuning::hopper(128) }),
         }
     }
 
     #[test]
     fn it_is_read_as_it_is_written() {
         assert_eq!(Profile::parse(&profile().to_string()), Ok(profile()));
-        assert_eq!(profile().table().find(128, 512).cols, 112);
-        assert_eq!(profile().table().find(128, 1024).cols, 128);
-        assert_eq!(profile().table().find(64, 512), Tuning::hopper(64, 512));
+        let Tables { forward, backward } = profile().tables();
+        assert_eq!(forward.find(128, 512).cols, 112);
+        assert_eq!(forward.find(128, 1024).cols, 128);
+        assert_eq!(forward.find(64, 512), Tuning::hopper(64, 512));
+        assert_eq!(backward.find(128, 512).rows, 96);
+        assert_eq!(backward.find(128, 1024), GradientTuning::hopper(128));
     }
 
     #[test]
@@ -216,6 +298,8 @@ mod tests {
             (text.replace("1.2500", "NaN"), 4),
             (text.replace("gpu Some GPU\n", ""), 1),
             (text.replace("tried", "tied"), 4),
+            (text.replace("rows=96", "rows=97"), 5),
+            (text.replace("backward", "sideward"), 5),
             (String::new(), 1),
         ];
         for (text, line) in damage {
@@ -229,8 +313,8 @@ mod tests {
         let path = folder.join("x.profile");
         profile().save(&path).unwrap();
         assert_eq!(Profile::load(&path, "Some GPU"), Ok(profile()));
-        assert!(Profile::load(&path, "Another GPU").unwrap().rows.is_empty());
-        assert!(Profile::load(&folder.join("none"), "Some GPU").unwrap().rows.is_empty());
+        assert!(Profile::load(&path, "Another GPU").unwrap().forward.rows.is_empty());
+        assert!(Profile::load(&folder.join("none"), "Some GPU").unwrap().forward.rows.is_empty());
         fs::write(&path, "nonsense").unwrap();
         let refused = Profile::load(&path, "Some GPU").unwrap_err().to_string();
         assert!(refused.contains("line 1") && refused.contains("x.profile"), "{refused}");

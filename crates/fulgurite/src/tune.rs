@@ -1,4 +1,4 @@
-//! The search for faster cuts of the forward kernel on the GPU that is present.
+//! The search for faster cuts of the kernels of forward and of backward on the GPU that is present.
 //!
 //! From the built-in cut it goes to the best of those that differ in one number, as long as one is faster. A candidate
 //! counts only if it is right: it is compared with the oracle before it is timed, and timed beside the built-in cut,
@@ -6,24 +6,39 @@
 
 use crate::engine::{Engine, Run};
 use crate::on_device::OnDevice;
-use crate::profile::{Profile, ProfileError, Tried};
+use crate::profile::{Pass, Profile, ProfileError, Tables, Tried};
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Inputs, Mask, Problem, Tensor, compare};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Row, Table, Tensors, Tuning};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream, Value};
+use fulgurite_core::{DType, Inputs, Mask, Problem, Tensor, compare, oracle};
+use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as GradientTensors};
+use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
+use fulgurite_kernels::attention::plan::{Forward, Missing, Placed, Row, Table, Tensors, Tuning};
+use fulgurite_ptx::Target;
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream};
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Tokens of all sequences together, and heads x head_dim: what the GPU is measured on.
-const TOKENS: u64 = 16384;
-const WIDTH: u64 = 2048;
 /// How much faster a cut must be to be taken: below that two runs of the same one differ.
 const MARGIN: f64 = 1.005;
-/// Rounds of the two cuts in turn, and what a round takes at least.
-const ROUNDS: usize = 7;
-const SECONDS: f64 = 2e-3;
+
+/// What a device is measured on.
+#[derive(Debug, Clone, Copy)]
+struct Scale {
+    /// Tokens of all sequences together.
+    tokens: u64,
+    /// Heads x head_dim.
+    width: u64,
+    /// Rounds of the two cuts in turn.
+    rounds: usize,
+    /// What a round takes at least.
+    seconds: f64,
+    /// Queries and keys of the problems that are compared with the oracle: without a mask, and under a causal one.
+    odd: [[usize; 2]; 2],
+}
+
+/// A GPU.
+const GPU: Scale = Scale { tokens: 16384, width: 2048, rounds: 7, seconds: 2e-3, odd: [[300, 333], [275, 401]] };
 
 /// What is searched for: a head dimension and sequences of a length, and which problems the result is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +60,7 @@ impl Place {
     }
 
     /// Head dimensions that its result is for: those that are padded to as many columns.
-    fn row(&self, tuning: Tuning) -> Row {
+    fn row<T>(&self, tuning: T) -> Row<T> {
         let first = match self.head_dim {
             ..=64 => 0,
             65..=128 => 65,
@@ -84,22 +99,33 @@ pub enum TuneError {
 }
 
 /// Searches at each place, writes the profile after every measurement, and goes on where an earlier search stopped.
-/// `report` is told what was tried, and may break off.
-pub fn tune(
+/// `report` is told what was tried, and may break off. `T` is the pass: [`Tuning`] of forward,
+/// [`GradientTuning`] of backward.
+pub fn tune<T: Raced>(
     device: Arc<dyn Device>,
     places: &[Place],
     path: &Path,
-    report: &mut dyn FnMut(&Place, &Tried) -> ControlFlow<()>,
+    report: &mut dyn FnMut(&Place, &Tried<T>) -> ControlFlow<()>,
+) -> Result<Profile, TuneError> {
+    tune_at(GPU, device, places, path, report)
+}
+
+fn tune_at<T: Raced>(
+    scale: Scale,
+    device: Arc<dyn Device>,
+    places: &[Place],
+    path: &Path,
+    report: &mut dyn FnMut(&Place, &Tried<T>) -> ControlFlow<()>,
 ) -> Result<Profile, TuneError> {
     if device.timed(Stream::default(), &mut || Ok(()))?.is_none() {
         return Err(TuneError::Clock { device: device.name() });
     }
     let mut profile = Profile::load(path, &device.name())?;
     for place in places {
-        let race = Race::new(device.clone(), place)?;
+        let race = Race::<T>::new(scale, device.clone(), place)?;
         let mut stopped = false;
-        let mut measure = |tuning: &Tuning| -> Result<Option<f64>, TuneError> {
-            let known = profile.tried.iter().find(|t| {
+        let mut measure = |tuning: &T| -> Result<Option<f64>, TuneError> {
+            let known = T::of(&mut profile).tried.iter().find(|t| {
                 (t.head_dim, t.len) == (place.head_dim, place.len) && t.tuning.to_string() == tuning.to_string()
             });
             if let Some(known) = known {
@@ -110,7 +136,7 @@ pub fn tune(
             }
             let gain = race.gain(tuning)?;
             let tried = Tried { head_dim: place.head_dim, len: place.len, tuning: *tuning, gain };
-            profile.tried.push(tried.clone());
+            T::of(&mut profile).tried.push(tried.clone());
             profile.save(path)?;
             stopped = report(place, &tried).is_break();
             Ok(Some(gain))
@@ -119,10 +145,10 @@ pub fn tune(
         if stopped {
             return Ok(profile);
         }
-        let row = place.row(best);
-        profile.rows.retain(|old| (&old.head_dims, &old.keys) != (&row.head_dims, &row.keys));
+        let (row, rows) = (place.row(best), &mut T::of(&mut profile).rows);
+        rows.retain(|old| (&old.head_dims, &old.keys) != (&row.head_dims, &row.keys));
         if best != race.usual {
-            profile.rows.push(row);
+            rows.push(row);
         }
         profile.save(path)?;
     }
@@ -131,11 +157,7 @@ pub fn tune(
 
 /// The best cut that can be reached in steps that each gain something; `measure` tells how many times as fast as the
 /// usual one a cut is, or that the search is over.
-fn search<E>(
-    usual: Tuning,
-    head_dim: u32,
-    measure: &mut dyn FnMut(&Tuning) -> Result<Option<f64>, E>,
-) -> Result<Tuning, E> {
+fn search<T: Pass, E>(usual: T, head_dim: u32, measure: &mut dyn FnMut(&T) -> Result<Option<f64>, E>) -> Result<T, E> {
     let (mut best, mut gain) = (usual, 1.0);
     loop {
         let mut next = None;
@@ -152,28 +174,123 @@ fn search<E>(
     }
 }
 
+/// A pass, as it is raced.
+pub trait Raced: Pass {
+    /// Tensors of rows that it reads and writes: those of q's size.
+    const ROWS: usize;
+    /// Tables with this one.
+    fn tables(table: Table<Self>) -> Tables;
+    /// The built-in cut for a problem.
+    fn usual(problem: &Problem) -> Result<Self, Missing>;
+    /// Whether a problem has kernels by this table.
+    fn builds(problem: &Problem, table: &Table<Self>, target: Target) -> bool;
+    /// What must run once before a problem is raced.
+    fn lead_in(race: &Race<Self>, problem: &Problem) -> Result<(), TuneError>;
+    /// The launches of a problem by this table, with the memory they need; `None` where there are none.
+    fn contender(race: &Race<Self>, problem: &Problem, table: &Table<Self>) -> Option<Contender>;
+    /// Whether an engine's results agree with the oracle's.
+    fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, d_o: &Tensor) -> bool;
+}
+
+impl Raced for Tuning {
+    const ROWS: usize = 4;
+
+    fn tables(forward: Table) -> Tables {
+        Tables { forward, ..Tables::default() }
+    }
+
+    fn usual(problem: &Problem) -> Result<Tuning, Missing> {
+        Forward::new(problem, None).map(|plan| plan.tuning())
+    }
+
+    fn builds(problem: &Problem, table: &Table, target: Target) -> bool {
+        Forward::by_table(problem, None, table).is_ok_and(|plan| plan.kernel(target).is_ok())
+    }
+
+    fn lead_in(_: &Race<Tuning>, _: &Problem) -> Result<(), TuneError> {
+        Ok(())
+    }
+
+    fn contender(race: &Race<Tuning>, problem: &Problem, table: &Table) -> Option<Contender> {
+        race.forward(problem, table)
+    }
+
+    fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, _: &Tensor) -> bool {
+        let Ok(got) = engine.forward(problem, inputs, &Run::default()) else { return false };
+        let Ok(bound) = inputs.bind(problem) else { return false };
+        compare::check_forward(&bound, &got, 1).iter().all(|(_, verdict)| verdict.ok())
+    }
+}
+
+impl Raced for GradientTuning {
+    const ROWS: usize = 8;
+
+    fn tables(backward: Table<GradientTuning>) -> Tables {
+        Tables { backward, ..Tables::default() }
+    }
+
+    fn usual(problem: &Problem) -> Result<GradientTuning, Missing> {
+        // As the table has it: what a mask changes in it is changed in every candidate too.
+        Backward::new(problem, false, Order::Any).map(|plan| plan.tuning())
+    }
+
+    fn builds(problem: &Problem, table: &Table<GradientTuning>, target: Target) -> bool {
+        Backward::by_table(problem, false, Order::Any, table).is_ok_and(|plan| plan.kernels(target).is_ok())
+    }
+
+    /// o and the LSE of this mask.
+    fn lead_in(race: &Race<GradientTuning>, problem: &Problem) -> Result<(), TuneError> {
+        let Some(forward) = race.forward(problem, &Table::default()) else {
+            return Err(race.wrong("forward does not run"));
+        };
+        race.time(&forward, 1).map(|_| ())
+    }
+
+    fn contender(race: &Race<GradientTuning>, problem: &Problem, table: &Table<GradientTuning>) -> Option<Contender> {
+        let plan = Backward::by_table(problem, false, Order::Any, table).ok()?;
+        let kernels = plan.kernels(race.device.target()).ok()?;
+        let scratch = race.device.allocate(plan.scratch_bytes()).ok()?;
+        let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| race.rows[i]);
+        let tensors = GradientTensors::new([q, k, v, o], race.lse, d_o, [d_q, d_k, d_v]);
+        let launches = plan.plan(&kernels, &tensors, scratch.span(), race.device.multiprocessors()).ok()?.launches;
+        race.loaded(launches, Some(scratch))
+    }
+
+    fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, d_o: &Tensor) -> bool {
+        let Ok(bound) = inputs.bind(problem) else { return false };
+        let Ok(forward) = oracle::forward(&bound).to_forward(problem) else { return false };
+        let saved = forward.saved(d_o.view());
+        let Ok(got) = engine.backward(problem, inputs, &saved, &Run::default()) else { return false };
+        compare::check_backward(&bound, &saved, &got, 1).iter().all(|(_, verdict)| verdict.ok())
+    }
+}
+
 /// Tensors of a place, and its usual cut.
-struct Race {
+pub struct Race<T> {
+    scale: Scale,
     device: Arc<dyn Device>,
-    head_dim: u32,
-    usual: Tuning,
+    place: Place,
+    usual: T,
     problems: [Problem; 2],
-    tensors: Tensors,
+    /// The usual cut on both, once it is known to be right.
+    standing: Vec<Contender>,
+    rows: Vec<Placed>,
+    lse: Span,
+    counters: Span,
     _memory: Vec<Buffer>,
 }
 
-/// A kernel with its arguments.
-struct Contender {
-    module: Module,
-    grid: [u32; 3],
-    args: Vec<Value>,
+/// Kernels with their arguments, in order.
+pub struct Contender {
+    launches: Vec<(Module, Launch)>,
+    _scratch: Option<Buffer>,
 }
 
-impl Race {
-    fn new(device: Arc<dyn Device>, place: &Place) -> Result<Race, TuneError> {
+impl<T: Raced> Race<T> {
+    fn new(scale: Scale, device: Arc<dyn Device>, place: &Place) -> Result<Race<T>, TuneError> {
         let Place { head_dim, len, .. } = *place;
         let wrong = |what: String| TuneError::Place { head_dim, len, what };
-        let [batch, heads] = [(TOKENS / len).max(1), (WIDTH / u64::from(head_dim)).max(1)];
+        let [batch, heads] = [(scale.tokens / len).max(1), (scale.width / u64::from(head_dim)).max(1)];
         let shape = [batch, len, heads, u64::from(head_dim)];
         let problem = |mask| {
             let builder = Problem::builder().dense(batch as usize, len as usize, len as usize);
@@ -187,51 +304,61 @@ impl Race {
             Ok(memory[memory.len() - 1].span())
         };
         let bytes = 2 * shape.iter().product::<u64>();
-        let rows = [room(bytes)?, room(bytes)?, room(bytes)?, room(bytes)?];
+        let spans = (0..T::ROWS).map(|_| room(bytes)).collect::<Result<Vec<_>, _>>()?;
         let (lse, counters) = (room(4 * batch * heads * len)?, room(64)?);
         device.upload(counters, &[0; 64])?;
         let mut rng = Rng::new(1);
-        for span in &rows[..3] {
+        for span in &spans {
             fill(device.as_ref(), *span, &mut rng)?;
         }
-        let tensors = Tensors::new(rows.map(|span| Placed::packed(span, shape)), lse, counters);
-        let usual = Forward::new(&problems[0], None).map_err(|missing| wrong(missing.feature))?.tuning();
-        let race = Race { device, head_dim, usual, problems, tensors, _memory: memory };
-        match race.is_right(&race.usual) {
-            true => Ok(race),
-            false => Err(wrong("the built-in cut does not agree with the oracle; `fulgurite check` says more".into())),
+        let rows = spans.into_iter().map(|span| Placed::packed(span, shape)).collect();
+        let usual = T::usual(&problems[0]).map_err(|missing| wrong(missing.feature))?;
+        let place = place.clone();
+        let standing = Vec::new();
+        let mut race = Race { scale, device, place, usual, problems, standing, rows, lse, counters, _memory: memory };
+        if !race.is_right(&race.usual) {
+            return Err(race.wrong("the built-in cut does not agree with the oracle; `fulgurite check` says more"));
+        }
+        race.standing = race.contenders(usual).into_iter().flatten().collect();
+        match race.standing.len() {
+            2 => Ok(race),
+            _ => Err(race.wrong("the built-in cut cannot be loaded; `fulgurite kernel assemble` says more")),
         }
     }
 
-    fn table(&self, tuning: &Tuning) -> Table {
-        Table::default().with([Row { head_dims: 0..=u32::MAX, keys: 0..u64::MAX, tuning: *tuning }])
+    fn wrong(&self, what: &str) -> TuneError {
+        TuneError::Place { head_dim: self.place.head_dim, len: self.place.len, what: what.into() }
     }
 
     /// How many times as fast as the usual cut this one is, over both masks; 0 if it has no kernel or is wrong. The best of
     /// many is lucky in part: what looks faster is timed again, and the lesser counts.
-    fn gain(&self, tuning: &Tuning) -> Result<f64, TuneError> {
+    fn gain(&self, tuning: &T) -> Result<f64, TuneError> {
         if !self.is_right(tuning) {
             return Ok(0.0);
         }
-        match self.race(tuning)? {
-            gain if gain > MARGIN => Ok(gain.min(self.race(tuning)?)),
+        let [Some(full), Some(causal)] = self.contenders(*tuning) else { return Ok(0.0) };
+        let others = [full, causal];
+        match self.race(&others)? {
+            gain if gain > MARGIN => Ok(gain.min(self.race(&others)?)),
             gain => Ok(gain),
         }
     }
 
-    fn race(&self, tuning: &Tuning) -> Result<f64, TuneError> {
+    /// A cut on both problems.
+    fn contenders(&self, tuning: T) -> [Option<Contender>; 2] {
+        self.problems.each_ref().map(|problem| T::contender(self, problem, &Table::of(tuning)))
+    }
+
+    fn race(&self, others: &[Contender; 2]) -> Result<f64, TuneError> {
         let mut gain = 1.0;
-        for problem in &self.problems {
-            let (Some(one), Some(other)) = (self.contender(problem, &self.usual), self.contender(problem, tuning))
-            else {
-                return Ok(0.0);
-            };
+        for ((problem, one), other) in self.problems.iter().zip(&self.standing).zip(others) {
+            T::lead_in(self, problem)?;
             let mut times = [Vec::new(), Vec::new()];
-            let count = (SECONDS / self.time(&one, 1)?).ceil() as usize;
-            self.time(&other, 1)?;
-            for _ in 0..ROUNDS {
-                times[0].push(self.time(&one, count)?);
-                times[1].push(self.time(&other, count)?);
+            let count = (self.scale.seconds / self.time(one, 1)?).ceil().max(1.0) as usize;
+            self.time(other, 1)?;
+            for _ in 0..self.scale.rounds {
+                times[0].push(self.time(one, count)?);
+                times[1].push(self.time(other, count)?);
             }
             let [usual, this] = times.map(median);
             gain *= usual / this;
@@ -240,50 +367,59 @@ impl Race {
     }
 
     fn time(&self, contender: &Contender, count: usize) -> Result<f64, TuneError> {
-        let Contender { module, grid, args } = contender;
-        let mut work = || (0..count).try_for_each(|_| self.device.launch(module, *grid, args, Stream::default()));
+        let mut work = || {
+            (0..count).flat_map(|_| &contender.launches).try_for_each(|(module, launch)| {
+                self.device.launch(module, launch.grid, &launch.args, Stream::default())
+            })
+        };
         let seconds = self.device.timed(Stream::default(), &mut work)?;
         let seconds = seconds.ok_or_else(|| TuneError::Clock { device: self.device.name() })?;
         Ok(seconds / count as f64)
     }
 
-    /// A cut's kernel and launch; `None` where there is no such kernel, or the assembler is not content with it.
-    fn contender(&self, problem: &Problem, tuning: &Tuning) -> Option<Contender> {
-        let plan = Forward::by_table(problem, None, &self.table(tuning)).ok()?;
-        let kernel = plan.kernel(self.device.target()).ok()?;
-        let module = self.device.load(Arc::new(kernel)).ok()?;
-        let launch = plan.launch(module.shared_kernel(), &self.tensors, self.device.multiprocessors()).ok()??;
-        Some(Contender { module, grid: launch.grid, args: launch.args })
+    /// Launches with their modules; `None` where the assembler is not content with one.
+    fn loaded(&self, launches: Vec<Launch>, scratch: Option<Buffer>) -> Option<Contender> {
+        let load = |launch: Launch| Some((self.device.load(launch.kernel.clone()).ok()?, launch));
+        Some(Contender { launches: launches.into_iter().map(load).collect::<Option<_>>()?, _scratch: scratch })
+    }
+
+    /// The launch of forward; `None` where there is no such kernel.
+    fn forward(&self, problem: &Problem, table: &Table) -> Option<Contender> {
+        let plan = Forward::by_table(problem, None, table).ok()?;
+        let kernel = Arc::new(plan.kernel(self.device.target()).ok()?);
+        let tensors = Tensors::new(std::array::from_fn(|i| self.rows[i]), self.lse, self.counters);
+        let launch = plan.launch(kernel, &tensors, self.device.multiprocessors()).ok()??;
+        self.loaded(vec![launch], None)
     }
 
     /// Whether a cut has a kernel that agrees with the oracle, on odd lengths with and without a mask.
-    fn is_right(&self, tuning: &Tuning) -> bool {
-        let engine = OnDevice::new("tune", self.device.clone(), None, self.table(tuning));
-        [(Mask::none(), 300, 333), (Mask::causal(), 275, 401)].into_iter().all(|(mask, q_len, k_len)| {
-            let builder = Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(self.head_dim as usize);
+    fn is_right(&self, tuning: &T) -> bool {
+        let table = Table::of(*tuning);
+        let engine = OnDevice::new("tune", self.device.clone(), None, T::tables(table.clone()));
+        let head_dim = self.place.head_dim as usize;
+        let lengths = self.scale.odd;
+        [Mask::none(), Mask::causal()].into_iter().zip(lengths).all(|(mask, [q_len, k_len])| {
+            let builder = Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(head_dim);
             let Ok(problem) = builder.dtype(DType::Bf16).mask(mask).build() else { return false };
-            let plan = Forward::by_table(&problem, None, &self.table(tuning));
-            // The engine takes a cut that has no kernel for a bug.
-            if !plan.is_ok_and(|plan| plan.kernel(self.device.target()).is_ok()) {
+            if !T::builds(&problem, &table, self.device.target()) {
                 return false;
             }
             let mut rng = Rng::new(7);
             let mut tensor = |len: usize, heads: usize| {
-                let shape = [1, len, heads, self.head_dim as usize];
+                let shape = [1, len, heads, head_dim];
                 Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), 1.0), &shape)
             };
             let (Ok(q), Ok(k), Ok(v)) = (tensor(q_len, 2), tensor(k_len, 1), tensor(k_len, 1)) else { return false };
-            let inputs = Inputs::new(q.view(), k.view(), v.view());
-            let Ok(got) = engine.forward(&problem, &inputs, &Run::default()) else { return false };
-            let Ok(bound) = inputs.bind(&problem) else { return false };
-            compare::check_forward(&bound, &got, 1).iter().all(|(_, verdict)| verdict.ok())
+            let Ok(d_o) = tensor(q_len, 2) else { return false };
+            T::is_right(&engine, &problem, &Inputs::new(q.view(), k.view(), v.view()), &d_o)
         })
     }
 }
 
 /// Random numbers over a whole span: a piece of them, again and again.
 fn fill(device: &dyn Device, span: Span, rng: &mut Rng) -> Result<(), DeviceError> {
-    let piece: Vec<u8> = (0..1 << 20).flat_map(|_| half::bf16::from_f64(rng.normal()).to_le_bytes()).collect();
+    let count = (1 << 20).min(span.bytes / 2);
+    let piece: Vec<u8> = (0..count).flat_map(|_| half::bf16::from_f64(rng.normal()).to_le_bytes()).collect();
     for at in (0..span.bytes).step_by(piece.len()) {
         let part = piece.len().min((span.bytes - at) as usize);
         device.upload(span.from(at), &piece[..part])?;
@@ -299,7 +435,10 @@ fn median(mut times: Vec<f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fulgurite_sim::Sim;
+    use crate::profile::Measured;
+    use fulgurite_kernels::attention::plan::Cut;
+    use fulgurite_ptx::device::Value;
+    use fulgurite_sim::{Architecture, Sim};
 
     /// A made-up GPU on which this many keys of a block are best.
     fn speed(tuning: &Tuning, best_cols: u32) -> f64 {
@@ -310,17 +449,17 @@ mod tests {
     fn the_search_climbs_and_never_takes_a_slower_cut() {
         let usual = Tuning::hopper(128, 8192);
         let of_usual = |best| move |tuning: &Tuning| speed(tuning, best) / speed(&usual, best);
-        let run = |best: u32| search::<()>(usual, 128, &mut |tuning| Ok(Some(of_usual(best)(tuning)))).unwrap();
+        let run = |best: u32| search::<_, ()>(usual, 128, &mut |tuning| Ok(Some(of_usual(best)(tuning)))).unwrap();
         assert_eq!(run(64).cols, 64);
         assert_eq!(run(192).cols, 192);
         // Nothing is faster: it stays where it is, bit by bit.
         assert_eq!(run(128), usual);
         // Less faster than two runs of the same differ by.
-        assert_eq!(search::<()>(usual, 128, &mut |_| Ok(Some(1.004))).unwrap(), usual);
+        assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(Some(1.004))).unwrap(), usual);
         // Wrong candidates are not taken.
-        assert_eq!(search::<()>(usual, 128, &mut |_| Ok(Some(0.0))).unwrap(), usual);
+        assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(Some(0.0))).unwrap(), usual);
         // Broken off.
-        assert_eq!(search::<()>(usual, 128, &mut |_| Ok(None)).unwrap(), usual);
+        assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(None)).unwrap(), usual);
     }
 
     /// The simulator has no clock.
@@ -328,8 +467,110 @@ mod tests {
     fn a_device_without_a_clock_is_refused() {
         let path = std::env::temp_dir().join(format!("fulgurite-tune-{}.profile", std::process::id()));
         let place = Place { head_dim: 64, len: 64, keys: 0..128 };
-        let refused = tune(Arc::new(Sim::default()), &[place], &path, &mut |_, _| ControlFlow::Continue(()));
+        let refused = tune::<Tuning>(Arc::new(Sim::default()), &[place], &path, &mut |_, _| ControlFlow::Continue(()));
         assert!(matches!(refused, Err(TuneError::Clock { .. })), "{refused:?}");
         assert!(!path.exists());
+    }
+
+    /// A simulator with a clock: a launch takes what its busiest unit needs.
+    #[derive(Default)]
+    struct Clocked {
+        sim: Sim,
+        cycles: std::sync::Mutex<f64>,
+    }
+
+    impl Device for Clocked {
+        fn name(&self) -> String {
+            "a simulator with a clock".into()
+        }
+        fn target(&self) -> Target {
+            self.sim.target()
+        }
+        fn multiprocessors(&self) -> u32 {
+            self.sim.multiprocessors()
+        }
+        fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+            self.sim.allocate(bytes)
+        }
+        fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
+            self.sim.upload(to, bytes)
+        }
+        fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
+            self.sim.download(from, bytes)
+        }
+        fn load(&self, kernel: Arc<fulgurite_ptx::Kernel>) -> Result<Module, DeviceError> {
+            self.sim.load(kernel)
+        }
+        fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError> {
+            self.sim.launch(module, grid, args, stream)?;
+            let units = Architecture::H200.cycles(&self.sim.report().total());
+            *self.cycles.lock().unwrap() += units.into_iter().map(|(_, cycles)| cycles).fold(0.0, f64::max);
+            Ok(())
+        }
+        fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+            self.sim.synchronize(stream)
+        }
+        fn timed(
+            &self,
+            _: Stream,
+            work: &mut dyn FnMut() -> Result<(), DeviceError>,
+        ) -> Result<Option<f64>, DeviceError> {
+            *self.cycles.lock().unwrap() = 0.0;
+            work()?;
+            Ok(Some(self.cycles.lock().unwrap().max(1.0)))
+        }
+    }
+
+    /// A search that is broken off goes on where it stopped, measures nothing twice, and takes what is faster and right.
+    #[test]
+    fn backward_is_searched_on_a_simulator_with_a_clock() {
+        let scale = Scale { tokens: 64, width: 128, rounds: 1, seconds: 0.0, odd: [[9, 20], [17, 12]] };
+        let device: Arc<dyn Device> = Arc::new(Clocked::default());
+        let path = std::env::temp_dir().join(format!("fulgurite-tune-backward-{}.profile", std::process::id()));
+        let places = [Place { head_dim: 128, len: 64, keys: 0..128 }];
+        let run = |most: usize| {
+            let mut tried = Vec::new();
+            let mut report = |_: &Place, one: &Tried<GradientTuning>| {
+                tried.push(one.tuning.to_string());
+                if tried.len() == most { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            };
+            let profile = tune_at(scale, device.clone(), &places, &path, &mut report).unwrap();
+            (tried, profile)
+        };
+        // An earlier search has measured most of it.
+        let usual = GradientTuning::hopper(128);
+        let near = GradientTuning { rows: 64, ..usual };
+        let known = usual.neighbours(128).into_iter().chain(near.neighbours(128));
+        let known = known.filter(|tuning| *tuning != near && tuning.registers == usual.registers);
+        let tried = known.map(|tuning| Tried { head_dim: 128, len: 64, tuning, gain: 0.5 }).collect();
+        let earlier =
+            Profile { gpu: device.name(), backward: Measured { tried, rows: Vec::new() }, ..Profile::default() };
+        earlier.save(&path).unwrap();
+
+        let (first, stopped) = run(1);
+        assert_eq!((first.len(), stopped.backward.rows.len()), (1, 0));
+        let (second, profile) = run(usize::MAX);
+        assert_eq!(second.len(), 2, "{second:?}");
+        assert!(second.iter().all(|tuning| !first.contains(tuning)), "{second:?}");
+        assert!(run(usize::MAX).0.is_empty(), "a search that is done measures nothing");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), profile.to_string());
+        std::fs::remove_file(&path).unwrap();
+        // Of 64 queries a step of 80 has a fifth for nothing.
+        let [used] = &profile.backward.rows[..] else { panic!("{profile}") };
+        assert_eq!((used.tuning.rows, &used.keys), (64, &(0..128)), "{profile}");
+        let gain = |tuning: &GradientTuning| profile.backward.tried.iter().find(|t| t.tuning == *tuning).unwrap().gain;
+        let most = profile.backward.tried.iter().map(|tried| tried.gain).fold(0.0, f64::max);
+        assert!(gain(&used.tuning) > MARGIN && gain(&used.tuning) * MARGIN >= most, "{profile}");
+        assert!(profile.forward.tried.is_empty());
+    }
+
+    #[test]
+    fn a_cut_without_a_kernel_gains_nothing() {
+        let scale = Scale { tokens: 64, width: 64, rounds: 1, seconds: 0.0, odd: [[5, 9], [9, 5]] };
+        let place = Place { head_dim: 64, len: 64, keys: 0..128 };
+        let race = Race::<GradientTuning>::new(scale, Arc::new(Clocked::default()), &place).unwrap();
+        let engine = GradientTuning { adds: fulgurite_kernels::attention::backward::Adds::Engine, ..race.usual };
+        assert_eq!(race.gain(&engine), Ok(0.0));
+        assert_eq!(race.gain(&GradientTuning { registers: [248, 248], ..race.usual }), Ok(0.0));
     }
 }

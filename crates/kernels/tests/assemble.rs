@@ -99,6 +99,8 @@ fn gradients_of_modified_scores_assemble() {
         let blocks = BlockSpec { rows: 128, cols: 128, ..BlockSpec::default() };
         for problem in [
             base().softcap(30.0).mask(Mask::causal()),
+            base().softcap(30.0).alibi().mask(Mask::window(Some(90), Some(3))),
+            base().mask(Mask::documents().and(Mask::causal())),
             base().alibi().mask(Mask::documents()),
             base().bias([2, 2, 64, 700], DType::F32, true),
             base().bias([2, 1, 1, 700], DType::F32, true).mask(Mask::causal()),
@@ -106,6 +108,14 @@ fn gradients_of_modified_scores_assemble() {
             base().packed(&[0, 40, 90], &[0, 50, 300]).softcap(20.0).alibi().mask(Mask::window(Some(90), Some(0))),
         ] {
             wrong.extend(gradients(&assembler, problem, Order::Any));
+        }
+        // Exact sums beside turns.
+        for shape in [[1, 1, 64, 700], [2, 1, 1, 700], [2, 2, 64, 1]] {
+            wrong.extend(gradients(
+                &assembler,
+                base().bias(shape, DType::F32, true).mask(Mask::causal()),
+                Order::Fixed,
+            ));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

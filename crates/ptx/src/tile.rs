@@ -304,6 +304,13 @@ where
         let to = Arg::Reg(self.regs[i]);
         self.k.emit(&convert::CVT_PAIR, [to, high.arg(), low.arg(), Arg::Word(<Pair<T> as Word>::NAME)]);
     }
+    /// Keeps of the `i`-th pair the elements for which it holds; the others are 0, whatever they were.
+    #[track_caller]
+    pub fn keep(&self, i: usize, [low, high]: [Val<'k, bool>; 2]) {
+        let mask = low.select::<u32>(0xffff, 0) | high.select::<u32>(0xffff_0000, 0);
+        let kept = Val::<u32>::reg(self.k, self.regs[i]) & mask;
+        self.k.emit(&convert::MOV_32, [Arg::Reg(self.regs[i]), kept.arg()]);
+    }
     /// The `i`-th pair.
     pub fn pair(&self, i: usize) -> Val<'k, u32> {
         Val::reg(self.k, self.regs[i])

@@ -9,6 +9,7 @@ use crate::timeline::Timeline;
 use crate::world::World;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream, Value, check_launch};
 use fulgurite_ptx::kernel::{Kernel, Target};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Multiprocessors of the simulated GPU: those of an H200.
@@ -42,6 +43,8 @@ struct State {
     memory: Memory,
     options: Options,
     last: Report,
+    /// By the names of kernels.
+    counts: BTreeMap<String, Counts>,
     /// The first failure on the stream, until somebody asks.
     failed: Option<DeviceError>,
 }
@@ -78,7 +81,8 @@ impl Default for Sim {
 impl Sim {
     /// A simulated H200.
     pub fn new(options: Options) -> Self {
-        let state = State { memory: Memory::new(CAPACITY), options, last: Report::default(), failed: None };
+        let (memory, last, counts) = (Memory::new(CAPACITY), Report::default(), BTreeMap::new());
+        let state = State { memory, options, last, counts, failed: None };
         Sim { state: Arc::new(Mutex::new(state)), target: Target::HOPPER }
     }
 
@@ -90,6 +94,11 @@ impl Sim {
     /// What the last launch did.
     pub fn report(&self) -> Report {
         lock(&self.state).last.clone()
+    }
+
+    /// What all launches of the kernels with this name did.
+    pub fn counts_of(&self, kernel: &str) -> Counts {
+        lock(&self.state).counts.get(kernel).cloned().unwrap_or_default()
     }
 
     /// What is wrong with the last launch.
@@ -156,7 +165,7 @@ impl Device for Sim {
             .handle::<Program>()
             .ok_or(DeviceError::Failed { call: "launch", what: "the module was loaded by another device".into() })?;
         let mut guard = lock(&self.state);
-        let State { memory, options, last, failed } = &mut *guard;
+        let State { memory, options, last, counts, failed } = &mut *guard;
         for (param, value) in module.kernel().params.iter().zip(args) {
             let span = match value {
                 Value::Pointer(span) => *span,
@@ -178,6 +187,7 @@ impl Device for Sim {
         let roles = names.into_iter().zip(world.counts).collect();
         let (findings, timeline) = (world.findings, world.timeline);
         *last = Report { findings, roles, blocks, timeline };
+        counts.entry(module.kernel().name.clone()).or_default().add(&last.total());
         match last.findings.first() {
             None => Ok(()),
             Some(finding) => {

@@ -5,8 +5,11 @@ mod common;
 use common::backward::Case;
 use common::{Random, sim};
 use fulgurite_core::{DType, Mask};
-use fulgurite_kernels::attention::backward::{Order, Tuning};
+use fulgurite_kernels::attention::backward::{Order, Tuning, exact};
+use fulgurite_ptx::device::{Device, Stream, Value};
+use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Options, Sim};
+use std::sync::Arc;
 
 #[test]
 fn gradients_are_right() {
@@ -99,4 +102,66 @@ fn a_fixed_order_gives_the_same_bits() {
         let first = run(1);
         assert!((2..5).all(|seed| run(seed) == first), "{case:?}");
     }
+}
+
+/// Exact sums on the simulator: rows of 32 terms, a lane each, one element a row.
+fn exact_sums(rows: &[[f32; 32]], seed: u64) -> Vec<f32> {
+    let sim = Sim::new(Options { seed, ..Options::default() });
+    let add = Kernel::build("terms", Target::HOPPER, |k| {
+        let (terms, words, to) = (k.pointer::<f32>("terms"), k.pointer::<u64>("words"), k.pointer::<f32>("to"));
+        k.threads(32, |w| {
+            let x = terms.load(w, w.block() * 32 + w.thread());
+            exact::add(w, words, to, w.block().to_u64(), x);
+        });
+    });
+    let count = rows.len();
+    let words = 8 * exact::WORDS as usize * count;
+    let memory = [128 * count, words, 4 * count].map(|bytes| sim.allocate(bytes as u64).unwrap());
+    let bytes: Vec<u8> = rows.iter().flatten().flat_map(|x| x.to_le_bytes()).collect();
+    sim.upload(memory[0].span(), &bytes).unwrap();
+    sim.upload(memory[1].span(), &vec![0; words]).unwrap();
+    sim.upload(memory[2].span(), &vec![0; 4 * count]).unwrap();
+    let [terms, words, to] = [0, 1, 2].map(|i| Value::Pointer(memory[i].span()));
+    let run = |kernel: Kernel, grid: usize, args: &[Value]| {
+        sim.launch(&sim.load(Arc::new(kernel)).unwrap(), [grid as u32, 1, 1], args, Stream::default()).unwrap();
+    };
+    run(add.unwrap(), count, &[terms, words.clone(), to.clone()]);
+    let grid = count.div_ceil(exact::THREADS as usize);
+    run(exact::kernel(Target::HOPPER).unwrap(), grid, &[words, to, Value::U32(count as u32)]);
+    let bytes = common::download(&sim, &memory[2]);
+    bytes.chunks_exact(4).take(count).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect()
+}
+
+/// Terms of all sizes, also such that cancel, are summed to the last place but one, and alike in any order.
+#[test]
+fn exact_sums_are_exact() {
+    let mut random = Random(5);
+    let mut rows: Vec<[f32; 32]> = (0..40)
+        .map(|row| {
+            std::array::from_fn(|_| {
+                let exponent = random.below(2 + 2 * row) as i32 - row as i32;
+                (random.unit() - 0.5) * 2f32.powi(exponent)
+            })
+        })
+        .collect();
+    // What is left when all but a little cancels.
+    rows.push(std::array::from_fn(|i| [1.5e30, 3.0e-20, -1.5e30, 2.0e-20][i % 4]));
+    rows.push(std::array::from_fn(|i| [f32::MAX, -f32::MAX][i % 2]));
+    rows.push(std::array::from_fn(|i| if i == 7 { -1e-28 } else { 0.0 }));
+    rows.push([f32::MAX; 32]);
+    rows.push([-f32::MAX; 32]);
+    rows.push(std::array::from_fn(|i| if i == 3 { f32::NEG_INFINITY } else { 1.0 }));
+    rows.push(std::array::from_fn(|i| if i == 30 { f32::NAN } else { 1.0 }));
+    let got = exact_sums(&rows, 1);
+    for (row, got) in rows.iter().zip(&got) {
+        // Large and small apart: no f64 holds both.
+        let sum = |pick: &dyn Fn(f32) -> bool| row.iter().filter(|x| pick(**x)).map(|&x| f64::from(x)).sum::<f64>();
+        let want = (sum(&|x| x.abs() >= 1e10) + sum(&|x| x.abs() < 1e10 || x.is_nan())) as f32;
+        let near = (f64::from(*got) - f64::from(want)).abs() <= 2f64.powi(-22) * f64::from(want.abs());
+        assert!(near || *got == want || (got.is_nan() && want.is_nan()), "{got} of {want}: {row:?}");
+    }
+    // The same terms the other way round, and other seeds.
+    let turned: Vec<[f32; 32]> = rows.iter().map(|row| std::array::from_fn(|i| row[31 - i])).collect();
+    let bits = |sums: &[f32]| sums.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&exact_sums(&turned, 2)));
 }

@@ -6,7 +6,7 @@ use common::backward::Case;
 use common::mutate::{change, drop, drop_at, drop_loop, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
 use fulgurite_kernels::attention::backward::plan::Kernels;
-use fulgurite_kernels::attention::backward::{Order, Tuning};
+use fulgurite_kernels::attention::backward::{Order, Room, Tuning};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Fault, Line, Options, Sim};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn case(blocks: u32) -> Case {
 
 /// The same, where threads add d_q themselves.
 fn by_threads(blocks: u32) -> Case {
-    Case { tuning: Some(Tuning::with_room(128, Order::Fixed, false, false)), ..case(blocks) }
+    Case { tuning: Some(Tuning::with_room(128, Order::Fixed, false, Room::None)), ..case(blocks) }
 }
 
 fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels, Arc<Kernel>) -> Kernels) {

@@ -107,6 +107,23 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         case("alibi", &["alibi"], small(70, 90).heads(4, 2).alibi()),
         case("alibi, causal", &["alibi", "causal"], small(70, 70).heads(4, 4).alibi().mask(Mask::causal())),
         case("softcap", &["softcap"], base(1, 70, 90).softcap(15.0)).q_sigma(15.0 / 4.0),
+        // Rows that take most of a GPU's registers, and more keys than a tile has.
+        case(
+            "softcap, causal, long rows",
+            &["softcap", "causal"],
+            base(1, 90, 150).heads(2, 1).head_dim(128).softcap(9.0).mask(Mask::causal()),
+        )
+        .q_sigma(2.0),
+        case(
+            "softcap, alibi, window, long rows",
+            &["softcap", "alibi", "window"],
+            base(1, 70, 140).heads(2, 2).head_dim(104).softcap(5.0).alibi().mask(Mask::window(60, 5)),
+        ),
+        case(
+            "documents, long rows",
+            &["documents"],
+            base(2, 66, 131).heads(1, 1).head_dims(96, 128).mask(Mask::documents()),
+        ),
         case(
             "softcap, alibi, causal",
             &["softcap", "alibi", "causal"],

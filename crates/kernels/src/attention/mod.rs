@@ -2,6 +2,7 @@
 
 pub mod backward;
 mod careful;
+pub mod cuts;
 mod epilogue;
 mod features;
 pub mod few;

@@ -1,6 +1,7 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
+pub use super::cuts::{Cut, Row, Table, TuningError};
 use super::few;
 use super::few_plan::Few;
 use super::forward::{self, Features};
@@ -12,7 +13,7 @@ use super::repack;
 pub use super::repack::{Copies, Copying};
 use super::repack::{Direction, Named};
 use super::span::Spans;
-pub use super::tuning::{Added, End, Row, Table, Tuning};
+pub use super::tuning::{Added, End, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Problem, Rescale};

@@ -3,7 +3,7 @@
 
 use fulgurite_core::Mask;
 use fulgurite_core::mask::{Align, Span};
-use fulgurite_ptx::{Acc, Group, Scope, Val, Var};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Scope, Val, Var, Word};
 
 /// The spans of a mask.
 #[derive(Debug, Clone, PartialEq)]
@@ -225,7 +225,46 @@ impl<'k> Limits<'k> {
     /// where no block is cut.
     #[track_caller]
     pub fn apply_set(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>, set: impl FnOnce(&Scope<'k, Group>)) {
-        w.when(self.cuts(block, s.cols()), |w| {
+        self.where_cut(w, s.cols(), block, set, |seen| {
+            for (i, x) in s.elements().enumerate() {
+                if let Some(seen) = seen(i) {
+                    s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
+                }
+            }
+        });
+    }
+
+    /// Sets what was made of scores that a row does not see to 0, in fragments of as many columns as the block.
+    #[track_caller]
+    pub fn hide<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        (fragments, cols): ([&Fragment<'k, T>; 2], u32),
+        block: &Block<'k>,
+        set: impl FnOnce(&Scope<'k, Group>),
+    ) where
+        Pair<T>: Word,
+    {
+        self.where_cut(w, cols, block, set, |seen| {
+            for pair in 0..cols as usize / 4 {
+                if let Some(both) = seen(2 * pair).zip(seen(2 * pair + 1)) {
+                    fragments.iter().for_each(|fragment| fragment.keep(pair, both.into()));
+                }
+            }
+        });
+    }
+
+    /// Calls `change` where a block is cut, with what tells whether the thread's `i`-th element is seen.
+    #[track_caller]
+    fn where_cut(
+        &self,
+        w: &Scope<'k, Group>,
+        cols: u32,
+        block: &Block<'k>,
+        set: impl FnOnce(&Scope<'k, Group>),
+        change: impl FnOnce(&dyn Fn(usize) -> Option<Val<'k, bool>>),
+    ) {
+        w.when(self.cuts(block, cols), |w| {
             set(w);
             // Of a block that is seen whole, whatever the spans say: as far as there are keys.
             let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
@@ -236,12 +275,10 @@ impl<'k> Limits<'k> {
                 None => limits,
             };
             let limits = self.rows.map(|row| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first));
-            for (i, x) in s.elements().enumerate() {
+            change(&|i| {
                 let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
-                if let Some(seen) = self.inside(|| start.le(col), || end.gt(col)) {
-                    s.set(i, seen.select::<f32>(x, f32::NEG_INFINITY));
-                }
-            }
+                self.inside(|| start.le(col), || end.gt(col))
+            });
         });
     }
 }

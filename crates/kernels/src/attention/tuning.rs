@@ -1,11 +1,10 @@
 //! How the forward kernel is cut: measured choices, in one place.
 
+use super::cuts::{self, Cut, Row, Table, TuningError};
 use super::forward::Features;
 use fulgurite_core::{BlockSpec, Rescale};
 use std::fmt;
-use std::ops::{Range, RangeInclusive};
 use std::str::FromStr;
-use thiserror::Error;
 
 /// How the kernel is cut.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -62,31 +61,8 @@ impl Added {
     }
 }
 
-/// Which cut is for which problems. Only head dimensions and the keys of a sequence choose, so that a row's bits are the
-/// same alone and in a batch.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Table(Vec<Row>);
-
-/// A cut, and what it is for.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Row {
-    /// The larger of both head dimensions, padded.
-    pub head_dims: RangeInclusive<u32>,
-    /// Keys that a query of the longest sequence sees, about: half of them under a causal mask.
-    pub keys: Range<u64>,
-    /// The cut.
-    pub tuning: Tuning,
-}
-
-impl Row {
-    fn is_for(&self, head_dim: u32, keys: u64) -> bool {
-        self.head_dims.contains(&head_dim) && self.keys.contains(&keys)
-    }
-}
-
-/// What measured best on an H200.
-impl Default for Table {
-    fn default() -> Self {
+impl Cut for Tuning {
+    fn built_in() -> Vec<Row> {
         let base = Tuning {
             groups: 2,
             cols: 128,
@@ -108,40 +84,10 @@ impl Default for Table {
             // More keys of a block spill.
             (257..=u32::MAX, 0..u64::MAX, Tuning { cols: 32, registers: [232, 40], ..large }),
         ];
-        Table(rows.map(|(head_dims, keys, tuning)| Row { head_dims, keys, tuning }).to_vec())
-    }
-}
-
-impl Table {
-    /// The same where these do not say otherwise.
-    pub fn with(self, rows: impl IntoIterator<Item = Row>) -> Table {
-        Table(rows.into_iter().chain(self.0).collect())
+        rows.map(|(head_dims, keys, tuning)| Row { head_dims, keys, tuning }).to_vec()
     }
 
-    /// The same for any number of keys as it is for so many.
-    pub fn as_for(self, keys: u64) -> Table {
-        let keys = keys.min(u64::MAX - 1);
-        let rows = self.0.into_iter().filter(|row| row.keys.contains(&keys));
-        Table(rows.map(|row| Row { keys: 0..u64::MAX, ..row }).collect())
-    }
-
-    /// The cut for a head dimension and about so many keys.
-    pub fn find(&self, head_dim: u32, keys: u64) -> Tuning {
-        // `u64::MAX` keys are in no range.
-        let keys = keys.min(u64::MAX - 1);
-        let found = self.0.iter().find(|row| row.is_for(head_dim, keys));
-        found.expect("bug in fulgurite: a table that does not end with rows for everything").tuning
-    }
-}
-
-impl Tuning {
-    /// What measured best on an H200 for a head dimension and about so many keys.
-    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
-        Table::default().find(head_dim, k_len as u64)
-    }
-
-    /// Cuts that differ from this one in one number, for a head dimension: some have no kernel.
-    pub fn neighbours(self, head_dim: u32) -> Vec<Tuning> {
+    fn neighbours(self, head_dim: u32) -> Vec<Tuning> {
         let near = [self.cols.saturating_sub(32), self.cols.saturating_sub(16), self.cols + 16, self.cols + 32];
         let cols = near.into_iter().filter(|cols| (32..=256).contains(cols)).map(|cols| Tuning { cols, ..self });
         let depth = [2, 3, 4].into_iter().map(|depth| Tuning { depth, ..self });
@@ -160,6 +106,13 @@ impl Tuning {
         };
         let all = cols.chain(depth).chain(early).chain(end).chain(registers).chain(groups);
         all.filter(|tuning| *tuning != self).collect()
+    }
+}
+
+impl Tuning {
+    /// What measured best on an H200 for a head dimension and about so many keys.
+    pub fn hopper(head_dim: u32, k_len: usize) -> Tuning {
+        Table::default().find(head_dim, k_len as u64)
     }
 
     /// The same with room for what a problem's features keep in registers.
@@ -208,24 +161,16 @@ impl Tuning {
 /// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`; the rescale policy is not part of it.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { groups, cols, depth, end, registers: [compute, load], early, added, .. } = self;
-        let end = End::NAMES.iter().find(|(_, e)| e == end).map_or("", |(name, _)| name);
-        let added = Added::NAMES.iter().find(|(_, a)| a == added).map_or("", |(name, _)| name);
-        write!(
-            f,
-            "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} early={early} added={added}"
-        )
+        let Tuning { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
+        let (end, added) = (cuts::name_of(&End::NAMES, *end), cuts::name_of(&Added::NAMES, self.added));
+        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} ")?;
+        write!(f, "early={early} added={added}")
     }
 }
 
-/// A cut that is not one.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error(
-    "`tuning` has {entry:?}, allowed: groups=N cols=N depth=N end=joined|parts registers=N:N early=N added=threads|column"
-)]
-pub struct TuningError {
-    entry: String,
-}
+/// What a cut is written as.
+const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
+                       registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
 
 /// Entries that are left out are as at head dimension 128.
 impl FromStr for Tuning {
@@ -233,24 +178,19 @@ impl FromStr for Tuning {
 
     fn from_str(text: &str) -> Result<Self, TuningError> {
         let mut tuning = Tuning::hopper(128, 8192);
-        for entry in text.split_whitespace() {
-            let wrong = || TuningError { entry: entry.into() };
-            let (key, value) = entry.split_once('=').ok_or_else(wrong)?;
-            let number = |text: &str| text.parse::<u32>().map_err(|_| wrong());
-            match key {
-                "groups" => tuning.groups = number(value)?,
-                "cols" => tuning.cols = number(value)?,
-                "depth" => tuning.depth = number(value)?,
-                "early" => tuning.early = number(value)?,
-                "end" => tuning.end = End::NAMES.iter().find(|(name, _)| *name == value).ok_or_else(wrong)?.1,
-                "added" => tuning.added = Added::NAMES.iter().find(|(name, _)| *name == value).ok_or_else(wrong)?.1,
-                "registers" => {
-                    let (compute, load) = value.split_once(':').ok_or_else(wrong)?;
-                    tuning.registers = [number(compute)?, number(load)?];
-                }
-                _ => return Err(wrong()),
+        cuts::read(text, ALLOWED, |name, value| {
+            match name {
+                "groups" => tuning.groups = cuts::number(value, |n| (1..=4).contains(&n))?,
+                "cols" => tuning.cols = cuts::number(value, |n| (32..=256).contains(&n) && n.is_multiple_of(16))?,
+                "depth" => tuning.depth = cuts::number(value, |n| (1..=8).contains(&n))?,
+                "early" => tuning.early = cuts::number(value, |n| n <= 2)?,
+                "end" => tuning.end = cuts::named(&End::NAMES, value)?,
+                "added" => tuning.added = cuts::named(&Added::NAMES, value)?,
+                "registers" => tuning.registers = cuts::registers(value)?,
+                _ => return None,
             }
-        }
+            Some(())
+        })?;
         Ok(tuning)
     }
 }

@@ -153,6 +153,16 @@ impl<'k> Pointer<'k, f32> {
     }
 }
 
+impl<'k> Pointer<'k, u64> {
+    /// Adds to an element in one step, modulo 2^64: in whatever order threads come, the sum is the same.
+    #[track_caller]
+    pub fn add<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: Val<'k, u64>) {
+        // The assembler makes a reduction of it, since nobody reads the old value.
+        let (d, _) = Val::<u64>::fresh(w.k);
+        w.k.emit(&crate::table::atomic::ATOM_64, [d, self.place(index), x.arg(), Arg::Word("add.u64")]);
+    }
+}
+
 impl<'k> Pointer<'k, u32> {
     /// Waits until an element has this value; what its writer [`publish`](Self::publish)ed with it can then be seen.
     #[track_caller]

@@ -61,7 +61,8 @@ where
     let modifying = main.modified.as_ref().map(|modified| modified.in_role(w, main.scale));
     let set_head = |w: &Scope<'k, Group>| {
         if let Some(modifying) = &modifying {
-            modifying.set(w, main, &main.read(&tickets.again(w)), walk.head());
+            let work = main.read(&tickets.again(w));
+            modifying.set(w, main, &work, walk.head(), work.tile * tuning.keys());
         }
     };
 

@@ -3,9 +3,11 @@
 
 use super::main::Main;
 use super::tiles::Work;
+use super::{Order, exact};
 use crate::attention::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
-use fulgurite_core::AuxGradient;
-use fulgurite_core::expr::{Program, Step};
+use crate::attention::plan::Missing;
+use fulgurite_core::expr::{AuxSpec, Program, Step, Var as Index};
+use fulgurite_core::{AuxGradient, Problem};
 use fulgurite_ptx::{Acc, Builder, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
 
 /// The expressions of a problem, and their derivatives.
@@ -17,9 +19,61 @@ pub struct Derived {
     pub derivative: Option<Program>,
     /// dm/da of every element that is read, of tensors that want a gradient.
     pub aux: Vec<AuxGradient>,
+    /// For each of them whether it is summed so that the order does not matter.
+    pub exact: Vec<bool>,
+}
+
+/// What modified scores keep in registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// They are not modified.
+    None,
+    /// As much as there is beside whole rows of d_k and d_v of 128 elements.
+    Little,
+    /// More.
+    Much,
 }
 
 impl Derived {
+    /// The expressions of a problem, for scores whose rows are keys.
+    pub(super) fn of(
+        problem: &Problem,
+        rest: Option<&Program>,
+        aux: &[AuxSpec],
+        order: Order,
+    ) -> Result<Derived, Missing> {
+        if problem.score_program().is_none() && rest.is_none() {
+            return Ok(Derived::default());
+        }
+        let longest = problem.max_q_len().max(problem.max_k_len());
+        let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
+        let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
+        if problem.aux_gradients().iter().any(by_score) {
+            return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
+        }
+        let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
+        let gradients = problem.aux_gradients();
+        // An element that one score reads has one addition, and no order.
+        let alone = |gradient: &AuxGradient| {
+            let has = |var: Index| gradient.at.iter().any(|at| matches!(at.steps(), [Step::Var(own)] if *own == var));
+            let only = gradients.iter().filter(|other| other.aux == gradient.aux).count() == 1;
+            let [batch, head] = [(problem.batch(), Index::Batch), (problem.q_heads(), Index::Head)]
+                .map(|(n, index)| n == 1 || has(index));
+            only && batch && head && has(Index::Query) && has(Index::Key)
+        };
+        let exact = gradients.iter().map(|gradient| order == Order::Fixed && !alone(gradient)).collect();
+        Ok(Derived { modifiers, derivative, aux: gradients.to_vec(), exact })
+    }
+
+    /// How much they keep in registers.
+    pub fn room(&self) -> Room {
+        match self.aux.is_empty() && self.modifiers.are_light(self.derivative.as_ref()) {
+            _ if self.is_empty() => Room::None,
+            true => Room::Little,
+            false => Room::Much,
+        }
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.modifiers.is_empty()
@@ -34,12 +88,28 @@ pub fn is_one(program: &Program) -> bool {
 /// For each axis of a tensor the last index and the stride.
 type Axes<'k> = Vec<[Val<'k, u32>; 2]>;
 
+/// The array of a gradient, and its words where it is summed exactly.
+#[derive(Clone, Copy)]
+struct Sums<'k> {
+    to: Pointer<'k, f32>,
+    words: Option<Pointer<'k, u64>>,
+}
+
+impl<'k> Sums<'k> {
+    fn add(self, w: &Scope<'k, Group>, at: Val<'k, u64>, x: Val<'k, f32>) {
+        match self.words {
+            Some(words) => exact::add(w, words, self.to, at, x),
+            None => self.to.at_wide(at).add(w, 0, x),
+        }
+    }
+}
+
 /// What modifiers read and add to, declared before any role.
 pub(super) struct Modified<'k> {
     derived: Derived,
     parameters: Parameters<'k>,
-    /// For each gradient its array, and for each axis the last index and the stride.
-    sums: Vec<(Pointer<'k, f32>, Axes<'k>)>,
+    /// For each gradient where it is summed, and for each axis the last index and the stride.
+    sums: Vec<(Sums<'k>, Axes<'k>)>,
     q_len: Option<Val<'k, u32>>,
 }
 
@@ -52,7 +122,9 @@ impl<'k> Modified<'k> {
         let parameters = Parameters::new(k, &derived.modifiers);
         let sums = derived.aux.iter().enumerate().map(|(i, gradient)| {
             let axis = |axis| ["last", "stride"].map(|what| k.param::<u32>(&format!("d_aux{i}_{what}{axis}")));
-            (k.array(&format!("d_aux{i}")), (0..gradient.at.len()).map(axis).collect())
+            let to = k.array(&format!("d_aux{i}"));
+            let words = derived.exact[i].then(|| k.pointer(&format!("d_aux{i}_words")));
+            (Sums { to, words }, (0..gradient.at.len()).map(axis).collect())
         });
         let sums = sums.collect();
         let q_len = (!ragged).then(|| k.param::<u32>("q_len"));
@@ -66,7 +138,7 @@ impl<'k> Modified<'k> {
 
     /// In the role that computes.
     pub fn in_role(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> Modifying<'_, 'k> {
-        let Derived { modifiers, derivative, aux } = &self.derived;
+        let Derived { modifiers, derivative, aux, .. } = &self.derived;
         let function = |program: &Program| Function::new(w, program, modifiers, &self.parameters, scale);
         Modifying {
             of: self,
@@ -103,9 +175,9 @@ pub(super) struct Slopes<'k> {
 }
 
 impl<'k> Modifying<'_, 'k> {
-    /// For a tile of 64 keys and a head of queries.
-    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>) {
-        let first = (work.tile * main.tuning.keys() + w.first_row()).to_i32();
+    /// For a head of queries and the warpgroup's 64 keys of a tile, of which this is the first.
+    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
+        let first = (key + w.first_row()).to_i32();
         let (q_len, k_len) = match (work.sequence, self.of.q_len) {
             (Some(sequence), _) => (sequence.q_len, sequence.k_len),
             (None, Some(q_len)) => (q_len, main.k_len(None)),
@@ -187,7 +259,7 @@ impl<'k> Modifying<'_, 'k> {
     fn add(
         &self,
         w: &Scope<'k, Group>,
-        to: Pointer<'k, f32>,
+        to: Sums<'k>,
         terms: &[Val<'k, f32>],
         places: &[Val<'k, u64>],
         [same_cols, same_rows]: [bool; 2],
@@ -201,13 +273,13 @@ impl<'k> Modifying<'_, 'k> {
         match (same_cols, same_rows) {
             (true, true) => {
                 let total = w.reduce(sum(&|_| true), 32, plus);
-                w.when(w.lane().eq(0), |w| to.at_wide(places[0]).add(w, 0, total));
+                w.when(w.lane().eq(0), |w| to.add(w, places[0], total));
             }
             (true, false) => (0..2).for_each(|row| {
                 let of_row = |i: usize| Acc::row_of(i) == row;
                 // Four lanes share a row.
                 let total = w.reduce(sum(&of_row), 4, plus);
-                w.when(w.first_col().eq(0), |w| to.at_wide(first_of(&of_row)).add(w, 0, total));
+                w.when(w.first_col().eq(0), |w| to.add(w, first_of(&of_row), total));
             }),
             (false, true) => {
                 let mut cols: Vec<u32> = (0..terms.len()).map(Acc::col_of).collect();
@@ -217,10 +289,10 @@ impl<'k> Modifying<'_, 'k> {
                     let of_col = |i: usize| Acc::col_of(i) == col;
                     // Eight lanes have the same columns.
                     let total = [4, 8, 16].into_iter().fold(sum(&of_col), |x, bits| x + w.exchange(x, bits));
-                    w.when(w.lane().lt(4), |w| to.at_wide(first_of(&of_col)).add(w, 0, total));
+                    w.when(w.lane().lt(4), |w| to.add(w, first_of(&of_col), total));
                 }
             }
-            (false, false) => terms.iter().zip(places).for_each(|(&x, &at)| to.at_wide(at).add(w, 0, x)),
+            (false, false) => terms.iter().zip(places).for_each(|(&x, &at)| to.add(w, at, x)),
         }
     }
 }

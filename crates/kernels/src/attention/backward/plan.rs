@@ -1,16 +1,17 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
+pub use super::placed::Tensors;
+use super::placed::{named, pairs};
 use super::tiles::STEPS;
-use super::{Adds, Derived, Features, Order, Share, Tuning, cover, finish, is_one, main, prepare, sinks, zero};
-use crate::attention::modifier::Modifiers;
+use super::{Adds, Derived, Features, Order, Share, Tuning, cover, exact, finish, main, prepare, sinks, zero};
+use crate::attention::cuts::Table;
 use crate::attention::placed::{Arguments, Slots};
 use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
-use crate::attention::repack::{Copies, Copying, Direction, Named};
+use crate::attention::repack::{Copies, Copying};
 use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
-use fulgurite_core::expr::{AuxSpec, Program, Var as Index};
 use fulgurite_core::mask::Span as MaskSpan;
-use fulgurite_core::{AuxGradient, DType, Exp, Layout, Mask, Problem};
+use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use std::f32::consts::LOG2_E;
@@ -65,6 +66,8 @@ pub struct Kernels {
     pub sinks: Option<Arc<Kernel>>,
     /// Zeros where gradients of auxiliary tensors are summed.
     pub zero: Option<Arc<Kernel>>,
+    /// Their sums, where they are exact.
+    pub exact: Option<Arc<Kernel>>,
     /// What each block of a block mask is, where there is one.
     pub cover: Option<Arc<Kernel>>,
 }
@@ -72,59 +75,20 @@ pub struct Kernels {
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        [&self.prepare, &self.main, &self.finish].into_iter().chain(&self.sinks).chain(&self.zero).chain(&self.cover)
-    }
-}
-
-/// Where the tensors of a call lie. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
-#[derive(Debug, Clone)]
-pub struct Tensors {
-    /// Inputs of forward.
-    pub q: Placed,
-    /// The same.
-    pub k: Placed,
-    /// The same.
-    pub v: Placed,
-    /// Output of forward.
-    pub o: Placed,
-    /// LSE of forward.
-    pub lse: Span,
-    /// Gradient of o.
-    pub d_o: Placed,
-    /// Gradient of the LSE, where there is one.
-    pub d_lse: Option<Span>,
-    /// Results.
-    pub d_q: Placed,
-    /// The same.
-    pub d_k: Placed,
-    /// The same.
-    pub d_v: Placed,
-    /// Sinks and their gradients, `[heads]`, f32, where the problem has them.
-    pub sinks: Option<[Span; 2]>,
-    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
-    pub cu_seqlens: Option<[Span; 2]>,
-    /// Queries and keys in use: i32, `[batch]`.
-    pub used: [Option<Span>; 2],
-    /// Auxiliary tensors in the order of the problem.
-    pub aux: Vec<AuxPlaced>,
-    /// Their gradients, f32 and contiguous, for those that want one.
-    pub d_aux: Vec<Option<Span>>,
-    /// The lists of a block mask.
-    pub lists: Option<ListsPlaced>,
-}
-
-impl Tensors {
-    /// Those that every call has: inputs, output and LSE of forward, the gradient of the output, and room for the results.
-    pub fn new([q, k, v, o]: [Placed; 4], lse: Span, d_o: Placed, [d_q, d_k, d_v]: [Placed; 3]) -> Tensors {
-        let (d_lse, sinks, cu_seqlens, used, lists) = (None, None, None, [None; 2], None);
-        let (aux, d_aux) = (Vec::new(), Vec::new());
-        Tensors { q, k, v, o, lse, d_o, d_lse, d_q, d_k, d_v, sinks, cu_seqlens, used, aux, d_aux, lists }
+        let some = [&self.sinks, &self.zero, &self.exact, &self.cover];
+        [&self.prepare, &self.main, &self.finish].into_iter().chain(some.into_iter().flatten())
     }
 }
 
 impl Backward {
     /// How a problem is run; `d_lse` tells whether its LSE has a gradient.
     pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<Backward, Missing> {
+        Backward::by_table(problem, d_lse, order, &Table::default())
+    }
+
+    /// The same with cuts of the main kernel from a table. They are for equal sequences and scores as they are, added in any
+    /// order; whatever keeps more in registers than that has the built-in ones.
+    pub fn by_table(problem: &Problem, d_lse: bool, order: Order, table: &Table<Tuning>) -> Result<Backward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
@@ -157,17 +121,20 @@ impl Backward {
         if let Some(spec) = problem.blocks() {
             (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
         }
-        let modified = derived(problem, rest.as_ref(), &aux)?;
-        if order == Order::Fixed && !modified.aux.is_empty() {
-            return missing("gradients of auxiliary tensors in a fixed order".into());
-        }
+        let modified = Derived::of(problem, rest.as_ref(), &aux, order)?;
         let largest = dims[0].max(dims[1]) as u32;
-        let mut tuning = Tuning::with_room(largest, order, ragged.any(), !modified.is_empty());
+        let mut tuning = match order == Order::Any && !ragged.any() && modified.is_empty() {
+            true => table.find(largest, problem.max_k_len() as u64),
+            false => Tuning::with_room(largest, order, ragged.any(), modified.room()),
+        };
+        if !tuning.has_kernel(largest) {
+            return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
+        }
         // Longer steps fit the registers where the mask has one edge at most and exponentials are the unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
         if tuning.adds == Adds::Engine && !(fits && (!spans.bounded_left() || problem.max_q_len() > SHORT)) {
-            tuning.rows = 64;
+            tuning.rows = tuning.rows.min(64);
         }
         // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
         let padded = match (tuning.share, largest) {
@@ -186,6 +153,11 @@ impl Backward {
         if most.max(plan.lengths()[1]) >= OUTSIDE {
             return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
         }
+        if let Some(n) = (0..plan.aux_shapes.len()).map(|aux| plan.words(aux)).find(|n| *n >= 1 << 31) {
+            return missing(format!(
+                "gradients of auxiliary tensors in a fixed order in {n} words (it has less than 2^31)"
+            ));
+        }
         Ok(plan)
     }
 
@@ -193,6 +165,7 @@ impl Backward {
     pub fn tuned(self, tuning: Tuning) -> Backward {
         Backward { tuning, ..self }
     }
+
     /// How the main kernel is cut.
     pub fn tuning(&self) -> Tuning {
         self.tuning
@@ -216,6 +189,14 @@ impl Backward {
             finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
             zero: (!self.features.modified.aux.is_empty()).then(|| zero::kernel(target)).transpose()?.map(Arc::new),
+            exact: self
+                .features
+                .modified
+                .exact
+                .contains(&true)
+                .then(|| exact::kernel(target))
+                .transpose()?
+                .map(Arc::new),
             cover: self.has_blocks.then(|| cover::kernel(target)).transpose()?.map(Arc::new),
         })
     }
@@ -260,24 +241,56 @@ impl Backward {
         self.all_heads() * self.steps() * u64::from(self.tuning.rows)
     }
 
+    /// Steps of queries of all tiles of keys, where sequences are equal: those in which some query sees a key of the tile.
+    pub fn steps_of_tiles(&self) -> u64 {
+        let Layout::Dense { batch, q_len, k_len } = self.layout else { return 0 };
+        let (keys, rows) = (self.tuning.keys() as usize, self.tuning.rows as usize);
+        let spans: Vec<MaskSpan> = self.features.mask.spans().iter().map(MaskSpan::transposed).collect();
+        let of_tile = |first: usize| {
+            let last = (first + keys).min(k_len) - 1;
+            let (start, end) =
+                (columns(&spans, first, [k_len, q_len]).start, columns(&spans, last, [k_len, q_len]).end);
+            (end.max(start).div_ceil(rows) - start / rows).max(1) as u64
+        };
+        (0..k_len).step_by(keys).map(of_tile).sum::<u64>() * batch as u64 * self.heads[0]
+    }
+
     /// The table of blocks of a block mask: how many elements it has.
     fn cover_elements(&self) -> u64 {
         let shape = self.aux_shapes.last().filter(|_| self.has_blocks);
         shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
     }
 
-    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are.
-    fn parts(&self) -> [u64; 6] {
+    /// Words of 64 bits in which the gradient of an auxiliary tensor is summed exactly.
+    fn words(&self, aux: usize) -> u64 {
+        let Derived { aux: gradients, exact, .. } = &self.features.modified;
+        let exact = gradients.iter().zip(exact).any(|(gradient, exact)| gradient.aux == aux && *exact);
+        let elements = || self.aux_shapes[aux].iter().map(|&n| n as u64).product::<u64>();
+        if exact { exact::WORDS * elements() } else { 0 }
+    }
+
+    /// Where those of an auxiliary tensor lie, of where all of them do.
+    fn words_at(&self, all: Span, aux: usize) -> Option<Span> {
+        let before: u64 = (0..aux).map(|aux| self.words(aux)).sum();
+        let words = self.words(aux);
+        (words > 0).then(|| Span { bytes: 8 * words, ..all.from(8 * before) })
+    }
+
+    /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are,
+    /// exact sums.
+    fn parts(&self) -> [u64; 7] {
         let rows = self.rows();
         let mut end = 0;
         let of_sums = rows * u64::from(self.features.dims[0]) * 4;
-        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4];
+        let words: u64 = (0..self.aux_shapes.len()).map(|aux| self.words(aux)).sum();
+        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4, words * 8];
         let starts = sizes.map(|bytes| {
             let start = end;
             end = (end + bytes).next_multiple_of(ALIGN);
             start
         });
-        [starts[0], starts[1], starts[2], starts[3], starts[4], end]
+        let [a, b, c, d, e, f] = starts;
+        [a, b, c, d, e, f, end]
     }
 
     /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
@@ -320,7 +333,7 @@ impl Backward {
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
     pub fn scratch_bytes(&self) -> u64 {
-        self.parts()[5]
+        self.parts()[6]
     }
 
     /// Its launches; none where there is nothing to compute.
@@ -336,14 +349,22 @@ impl Backward {
             return Ok(Plan::default());
         }
         let parts = self.parts().map(|at| scratch.from(at));
-        let [sums, shift, delta, _, blocks, _] = parts;
+        let [sums, shift, delta, _, blocks, words, _] = parts;
         let mut launches = vec![self.prepare(kernels, tensors, parts)];
-        for (span, shape) in tensors.d_aux.iter().zip(&self.aux_shapes) {
+        let zeros = |span: Span, count: u64| {
+            let (kernel, args) = (kernels.zero.clone()?, vec![Value::Pointer(span), Value::U32(count as u32)]);
+            Some(Launch { kernel, grid: [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1], args })
+        };
+        let mut after = Vec::new();
+        for (aux, (span, shape)) in tensors.d_aux.iter().zip(&self.aux_shapes).enumerate() {
             let count = shape.iter().product::<usize>() as u64;
-            if let (Some(span), Some(kernel), 1..) = (span, &kernels.zero, count) {
-                let args = vec![Value::Pointer(*span), Value::U32(count as u32)];
-                let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
-                launches.push(Launch { kernel: kernel.clone(), grid, args });
+            let (Some(span), 1..) = (*span, count) else { continue };
+            launches.extend(zeros(span, count));
+            if let (Some(words), Some(kernel)) = (self.words_at(words, aux), kernels.exact.clone()) {
+                // In halves.
+                launches.extend(zeros(words, words.bytes / 4));
+                let args = vec![Value::Pointer(words), Value::Pointer(span), Value::U32(count as u32)];
+                after.push(Launch { kernel, grid: [count.div_ceil(u64::from(exact::THREADS)) as u32, 1, 1], args });
             }
         }
         if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.cover_elements()) {
@@ -384,10 +405,11 @@ impl Backward {
             let grid = [(self.all_heads() * self.steps()) as u32, 1, 1];
             launches.push(Launch { kernel: kernels.finish.clone(), grid, args: args.finish() });
         }
+        launches.extend(after);
         Ok(Plan { launches })
     }
 
-    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 6]) -> Launch {
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 7]) -> Launch {
         let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
@@ -438,7 +460,7 @@ impl Backward {
         &self,
         kernels: &Kernels,
         tensors: &Tensors,
-        [sums, shift, delta, counters, blocks, _]: [Span; 6],
+        [sums, shift, delta, counters, blocks, words, _]: [Span; 7],
     ) -> Result<Vec<Value>, Missing> {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
@@ -455,7 +477,7 @@ impl Backward {
         // Modified scores come with the scale in them.
         let scale_log2 = if self.features.modified.modifiers.score.is_some() { LOG2_E } else { self.scale * LOG2_E };
         args.add("scale_log2", Value::F32(scale_log2));
-        self.modified(&mut args, tensors, blocks);
+        self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
         match (self.layout, self.features.ragged.any()) {
             (Layout::Dense { batch, q_len, k_len }, false) => self.equal(&mut args, tensors, [batch, q_len, k_len]),
@@ -465,13 +487,16 @@ impl Backward {
     }
 
     /// Arguments of modifiers.
-    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, blocks: Span) {
+    fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, [blocks, words]: [Span; 2]) {
         let blocks = AuxPlaced { span: blocks, strides: row_major(self.aux_shapes.last()) };
         args.aux(tensors.aux.iter().chain(self.has_blocks.then_some(&blocks)), &self.aux_shapes);
         for (i, gradient) in self.features.modified.aux.iter().enumerate() {
             let shape = self.aux_shapes.get(gradient.aux);
             if let Some(Some(span)) = tensors.d_aux.get(gradient.aux) {
                 args.add(&format!("d_aux{i}"), Value::Pointer(*span));
+            }
+            if let (true, Some(words)) = (self.features.modified.exact[i], self.words_at(words, gradient.aux)) {
+                args.add(&format!("d_aux{i}_words"), Value::Pointer(words));
             }
             for (axis, (n, stride)) in shape.into_iter().flatten().zip(row_major(shape)).enumerate() {
                 args.add_u32(&format!("d_aux{i}_last{axis}"), (*n as u64).saturating_sub(1));
@@ -550,50 +575,15 @@ impl Backward {
     }
 }
 
-/// The expressions of a problem, for scores whose rows are keys.
-fn derived(problem: &Problem, rest: Option<&Program>, aux: &[AuxSpec]) -> Result<Derived, Missing> {
-    if problem.score_program().is_none() && rest.is_none() {
-        return Ok(Derived::default());
-    }
-    let longest = problem.max_q_len().max(problem.max_k_len());
-    let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
-    let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
-    if problem.aux_gradients().iter().any(by_score) {
-        return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
-    }
-    let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
-    Ok(Derived { modifiers, derivative, aux: problem.aux_gradients().to_vec() })
-}
-
 /// The columns that some row of a mask sees. Intervals only move right with the row.
 fn seen(spans: &[MaskSpan], [rows, cols]: [usize; 2]) -> Range<usize> {
     if rows == 0 {
         return 0..0;
     }
-    let all = |row: usize| {
-        spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
-    };
-    all(0).start..all(rows - 1).end
+    columns(spans, 0, [rows, cols]).start..columns(spans, rows - 1, [rows, cols]).end
 }
 
-/// The rows of a call, as they would be copied.
-fn named(tensors: &Tensors) -> [Named; 8] {
-    let &Tensors { q, k, v, o, d_o, d_q, d_k, d_v, .. } = tensors;
-    let input = |name, placed| (name, placed, Direction::Pack);
-    let result = |name, placed| (name, placed, Direction::Unpack);
-    [
-        input("q", q),
-        input("k", k),
-        input("v", v),
-        input("o", o),
-        input("d_o", d_o),
-        result("d_q", d_q),
-        result("d_k", d_k),
-        result("d_v", d_v),
-    ]
-}
-
-/// Strides of batch, row and head in pairs of elements.
-fn pairs(placed: &Placed) -> [u64; 3] {
-    placed.strides.map(|stride| stride / 2)
+/// The columns that a row of a mask sees.
+fn columns(spans: &[MaskSpan], row: usize, [rows, cols]: [usize; 2]) -> Range<usize> {
+    spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
 }

@@ -159,9 +159,17 @@ pub(super) fn pack<'k, T: Half>(to: &Fragment<'k, T>, eight: u32, from: &Acc<'k>
 where
     Pair<T>: Word,
 {
-    let from: Vec<_> = from.elements().collect();
-    for pair in [2 * eight as usize, 2 * eight as usize + 1] {
-        to.set_pair(pair, from[2 * pair], from[2 * pair + 1]);
+    pack_part(to, eight, from, eight);
+}
+
+/// The same of a part, whose `eight`-th eight columns are the `whole`-th of the whole.
+pub(super) fn pack_part<'k, T: Half>(to: &Fragment<'k, T>, whole: u32, from: &Acc<'k>, eight: u32)
+where
+    Pair<T>: Word,
+{
+    let from: Vec<_> = from.elements().skip(4 * eight as usize).take(4).collect();
+    for pair in 0..2 {
+        to.set_pair(2 * whole as usize + pair, from[2 * pair], from[2 * pair + 1]);
     }
 }
 

@@ -63,12 +63,70 @@ impl Modifiers {
         self.score.iter().chain(&self.mask).any(moves)
     }
 
+    /// Whether a derivative and what it is the derivative of fit the registers beside many others, as far as the assembler was
+    /// asked: not more than softcap with ALiBi takes, and of a mask not more than that of documents.
+    pub fn are_light(&self, derivative: Option<&Program>) -> bool {
+        let weigh = |program: Option<&Program>| program.map_or(Weight::default(), |program| self.weight(program));
+        let (score, slope, mask) = (weigh(self.score.as_ref()), weigh(derivative), weigh(self.mask.as_ref()));
+        match (&self.score, &self.mask) {
+            (None, _) => mask.within(Weight { kept: 3, steps: 3, tangents: 0, axes: 2, heavy: 0 }),
+            (Some(_), None) => {
+                let most = Weight { kept: 5, steps: 12, tangents: 1, axes: 0, heavy: 0 };
+                // Of a tangent, or short.
+                let most_slope = Weight { kept: 1, steps: if slope.tangents == 1 { 7 } else { 4 }, ..most };
+                score.within(most) && slope.within(most_slope)
+            }
+            (Some(_), Some(_)) => false,
+        }
+    }
+
+    fn weight(&self, program: &Program) -> Weight {
+        let analysed = Analysed::new(program, false, self);
+        let kept = analysed.kept.iter().map(|&i| if analysed.reads[i].row { 2 } else { 1 }).sum();
+        let mut weight = Weight { kept, ..Weight::default() };
+        let steps = program.steps();
+        for (step, _) in steps.iter().zip(&analysed.reads).filter(|(_, reads)| reads.moves()) {
+            weight.steps += 1;
+            match step {
+                Step::Load(_, at) => weight.axes = weight.axes.max(at.len()),
+                Step::Unary(Unary::Tanh, _) => weight.tangents += 1,
+                Step::Var(_) | Step::Float(_) | Step::Int(_) | Step::Bool(_) => {}
+                Step::Unary(Unary::Neg | Unary::Abs | Unary::ToFloat, _) => {}
+                Step::Binary(Binary::Add | Binary::Sub | Binary::Mul | Binary::Eq, ..) => {}
+                Step::Binary(Binary::Div, _, by) if matches!(steps[*by], Step::Float(_)) => {}
+                _ => weight.heavy += 1,
+            }
+        }
+        weight
+    }
+
     /// What the scores of the kernel are multiplied by before and after the modifier, beside the scale and log2(e): a
     /// constant factor on either side of it goes there instead of into an instruction for each element.
     pub fn factors(&self) -> [f32; 2] {
         let Some(score) = &self.score else { return [1.0; 2] };
         let folded = Folded::of(score);
         [folded.input.map_or(1.0, |(_, x)| x), folded.output.map_or(1.0, |(_, x)| x)]
+    }
+}
+
+/// What programs take of a thread.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Weight {
+    /// Registers that stay over a tile.
+    kept: usize,
+    /// Steps for each score.
+    steps: usize,
+    /// Of which tangents, and such that take more than an instruction or two.
+    tangents: usize,
+    heavy: usize,
+    /// Axes of the largest tensor that is read for each score.
+    axes: usize,
+}
+
+impl Weight {
+    fn within(self, most: Weight) -> bool {
+        let fits = [self.kept <= most.kept, self.steps <= most.steps, self.tangents <= most.tangents];
+        fits.iter().all(|fits| *fits) && self.heavy <= most.heavy && self.axes <= most.axes
     }
 }
 

@@ -1,0 +1,272 @@
+//! How the main kernel of the gradients is cut: measured choices, in one place.
+
+use super::{Order, Room};
+use crate::attention::cuts::{self, Cut, Row, Table, TuningError};
+use std::fmt;
+use std::str::FromStr;
+
+/// What the two warpgroups of a block share out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// The keys of a tile of 128: each has d_k and d_v of its 64, whole rows.
+    Keys,
+    /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
+    /// d_z of half the queries, for both.
+    Columns,
+}
+
+impl Share {
+    const NAMES: [(&str, Share); 2] = [("keys", Share::Keys), ("columns", Share::Columns)];
+}
+
+/// When p is rounded to the operand of d_v.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pack {
+    /// With the exponentials.
+    Early,
+    /// With d_z: fewer registers while d_p is waited for.
+    Late,
+}
+
+impl Pack {
+    const NAMES: [(&str, Pack); 2] = [("early", Pack::Early), ("late", Pack::Late)];
+}
+
+/// Who adds d_q to its sums in global memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adds {
+    /// The threads that have it in registers.
+    Threads,
+    /// The copy engine, from shared memory. d_q is multiplied transposed, for rows of 128 elements: each warpgroup has 64 of
+    /// them as rows of its product, and queries are columns, of which there can be as many as registers allow.
+    Engine,
+}
+
+impl Adds {
+    const NAMES: [(&str, Adds); 2] = [("threads", Adds::Threads), ("engine", Adds::Engine)];
+}
+
+/// How the main kernel is cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Tuning {
+    /// What the warpgroups share out.
+    pub share: Share,
+    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows. Where
+    /// the copy engine adds, any multiple of 16.
+    pub rows: u32,
+    /// Who adds d_q to its sums.
+    pub adds: Adds,
+    /// Stages of Q and of d_o, and tiles of d_z.
+    pub depth: u32,
+    /// Stages of K and V.
+    pub key_depth: u32,
+    /// Registers of a thread that computes, and of one that loads.
+    pub registers: [u32; 2],
+    /// In eighths: how much of d_q is added before the scores of the next step are started.
+    pub early: u32,
+    /// Whether nothing is in flight when the scores of the next step are started.
+    pub drain: bool,
+    /// When p is rounded.
+    pub pack: Pack,
+    /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
+    pub pairs: Option<u32>,
+}
+
+impl Cut for Tuning {
+    fn built_in() -> Vec<Row<Tuning>> {
+        let base = Tuning {
+            share: Share::Keys,
+            rows: 64,
+            adds: Adds::Threads,
+            depth: 2,
+            key_depth: 1,
+            registers: [240, 24],
+            early: 4,
+            drain: false,
+            pack: Pack::Early,
+            pairs: None,
+        };
+        let rows = [
+            (0..=64, Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base }),
+            (65..=128, Tuning { rows: 80, adds: Adds::Engine, ..base }),
+            (129..=u32::MAX, Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base }),
+        ];
+        rows.map(|(head_dims, tuning)| Row { head_dims, keys: 0..u64::MAX, tuning }).to_vec()
+    }
+
+    fn neighbours(self, head_dim: u32) -> Vec<Tuning> {
+        let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| Tuning { rows, ..self });
+        let adds = match self.adds {
+            Adds::Threads => Tuning { adds: Adds::Engine, ..self },
+            Adds::Engine => Tuning { adds: Adds::Threads, rows: 64, ..self },
+        };
+        let depth = [2, 3].map(|depth| Tuning { depth, ..self });
+        let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
+        let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
+        let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
+        // What only threads that add, and only in `by_keys`, ask for.
+        let of_threads = [
+            Tuning { early: self.early.saturating_sub(2), ..self },
+            Tuning { early: self.early + 2, ..self },
+            Tuning { drain: !self.drain, ..self },
+            Tuning { pack: if self.pack == Pack::Late { Pack::Early } else { Pack::Late }, ..self },
+        ];
+        let asked = (self.share, self.adds) == (Share::Keys, Adds::Threads);
+        let of_threads = of_threads.into_iter().filter(|_| asked);
+        let all = rows.into_iter().chain([adds]).chain(depth).chain(key_depth).chain(registers).chain(pairs);
+        let mut found: Vec<Tuning> = Vec::new();
+        for tuning in all.chain(of_threads).filter(|tuning| *tuning != self && tuning.has_kernel(head_dim)) {
+            if !found.contains(&tuning) {
+                found.push(tuning);
+            }
+        }
+        found
+    }
+}
+
+impl Tuning {
+    /// What measured best on an H200 for a head dimension.
+    pub fn hopper(head_dim: u32) -> Tuning {
+        Table::default().find(head_dim, 0)
+    }
+
+    /// What measured best, or fits at all, where threads add in turns, sequences have lengths of their own, or scores are
+    /// modified: the last two keep more in registers.
+    pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
+        let usual = Tuning::hopper(head_dim);
+        match head_dim {
+            ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual },
+            65..=128 if ragged && modified == Room::None && order == Order::Any => {
+                Tuning { rows: 64, registers: [232, 40], ..usual }
+            }
+            65..=128 if !ragged && modified == Room::Little && order == Order::Any => Tuning { rows: 64, ..usual },
+            _ if ragged || modified != Room::None => Tuning::hopper(u32::MAX),
+            65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
+            _ => usual,
+        }
+    }
+
+    /// Whether the kernel can be cut so for rows of so many elements; it may still want too much of the machine.
+    pub fn has_kernel(&self, head_dim: u32) -> bool {
+        let rows = match (self.share, self.adds) {
+            (Share::Columns, Adds::Threads) => self.rows == 64,
+            (Share::Columns, Adds::Engine) => false,
+            // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit
+            // the registers where they are short.
+            (Share::Keys, Adds::Threads) => match head_dim {
+                ..=64 => self.rows == 128,
+                65..=128 => self.rows == 64,
+                _ => false,
+            },
+            // d_k and d_v leave through places that are large enough from 64 rows on.
+            (Share::Keys, Adds::Engine) => {
+                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && (65..=128).contains(&head_dim)
+            }
+        };
+        rows && (2..=4).contains(&self.depth) && (1..=2).contains(&self.key_depth) && self.early <= 8
+    }
+
+    /// Keys of a tile.
+    pub fn keys(&self) -> u32 {
+        match self.share {
+            Share::Keys => 128,
+            Share::Columns => 64,
+        }
+    }
+
+    /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
+    pub fn cols(&self, dim: u32) -> u32 {
+        match (self.adds, self.rows) {
+            (Adds::Engine, rows) => rows,
+            (Adds::Threads, 64) => dim / 2,
+            (Adds::Threads, _) => dim,
+        }
+    }
+}
+
+/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early pairs=rule`.
+impl fmt::Display for Tuning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, .. } = self;
+        let (share, adds) = (cuts::name_of(&Share::NAMES, self.share), cuts::name_of(&Adds::NAMES, self.adds));
+        let (drain, pack) = (cuts::name_of(&DRAIN, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
+        write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
+        write!(f, "registers={compute}:{load} early={early} drain={drain} pack={pack} pairs=")?;
+        match pairs {
+            Some(pairs) => write!(f, "{pairs}"),
+            None => f.write_str(RULE),
+        }
+    }
+}
+
+const DRAIN: [(&str, bool); 2] = [("no", false), ("yes", true)];
+/// Pairs that are not given.
+const RULE: &str = "rule";
+/// What a cut is written as.
+const ALLOWED: &str = "share=keys|columns rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
+                       key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
+                       pack=early|late pairs=rule|N (1 to 65536)";
+
+impl Tuning {
+    /// The same but for these entries.
+    pub fn changed(mut self, text: &str) -> Result<Tuning, TuningError> {
+        cuts::read(text, ALLOWED, |name, value| {
+            match name {
+                "share" => self.share = cuts::named(&Share::NAMES, value)?,
+                "rows" => self.rows = cuts::number(value, |n| (64..=128).contains(&n) && n.is_multiple_of(16))?,
+                "adds" => self.adds = cuts::named(&Adds::NAMES, value)?,
+                "depth" => self.depth = cuts::number(value, |n| (2..=4).contains(&n))?,
+                "key_depth" => self.key_depth = cuts::number(value, |n| (1..=2).contains(&n))?,
+                "registers" => self.registers = cuts::registers(value)?,
+                "early" => self.early = cuts::number(value, |n| n <= 8)?,
+                "drain" => self.drain = cuts::named(&DRAIN, value)?,
+                "pack" => self.pack = cuts::named(&Pack::NAMES, value)?,
+                "pairs" if value == RULE => self.pairs = None,
+                "pairs" => self.pairs = Some(cuts::number(value, |n| (1..=1 << 16).contains(&n))?),
+                _ => return None,
+            }
+            Some(())
+        })?;
+        Ok(self)
+    }
+}
+
+/// Entries that are left out are as at head dimension 128.
+impl FromStr for Tuning {
+    type Err = TuningError;
+
+    fn from_str(text: &str) -> Result<Self, TuningError> {
+        Tuning::hopper(128).changed(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_is_read_as_it_is_written() {
+        for head_dim in [64, 128, 256] {
+            let usual = Tuning::hopper(head_dim);
+            let near = usual.neighbours(head_dim);
+            assert!(near.len() > 4 && !near.contains(&usual), "{near:?}");
+            for tuning in near.into_iter().chain([usual]) {
+                assert!(tuning.has_kernel(head_dim), "{tuning}");
+                assert_eq!(tuning.to_string().parse(), Ok(tuning));
+            }
+        }
+        for wrong in ["rows=72", "rows=256", "adds=nobody", "registers=240", "early=9", "pairs=0", "depth", "cols=64"] {
+            let refused = wrong.parse::<Tuning>().unwrap_err().to_string();
+            assert!(refused.contains(wrong) && refused.contains("adds=threads|engine"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_has_no_kernel_is_known() {
+        let usual = Tuning::hopper(128);
+        assert!(!usual.has_kernel(64) && !usual.has_kernel(256));
+        assert!(!Tuning { rows: 48, ..usual }.has_kernel(128));
+        assert!(!Tuning::hopper(64).has_kernel(192) && !Tuning { rows: 64, ..Tuning::hopper(64) }.has_kernel(64));
+        assert!(!Tuning { adds: Adds::Engine, ..Tuning::hopper(256) }.has_kernel(256));
+    }
+}
