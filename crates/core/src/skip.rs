@@ -297,7 +297,8 @@ impl<'a> SkipBound<'a> {
             tiles.dedup();
             tiles
         };
-        counts.visible += count(hull(false)).len() as u64;
+        let [_, all] = hull(false);
+        counts.visible += (all.end.div_ceil(cols) - all.start / cols) as u64;
         let mut tiles = count(hull(true));
         tiles.sort_unstable();
         tiles.dedup();

@@ -8,7 +8,8 @@
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
 use crate::simd::{Coming, ExpKind, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
-use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Step, Tile};
+use crate::step::Step;
+use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
 use fulgurite_core::{Precision, Rescale, Rows, Sequence, TensorView};
@@ -321,12 +322,14 @@ impl Head<'_> {
         let s = &mut self.s[seen.start * stride..seen.end * stride];
         // Lanes past the last row hold what the last block left: make it harmless.
         s.fill(0.0);
-        cx.kernels.dots(s, stride, self.q, cx.d_pad, &keys, size, coming);
-        if let Some(second) = &mut self.second {
-            let u = &mut second.u[seen.start * stride..seen.end * stride];
-            u.fill(0.0);
-            // The keys are near by now: nothing to ask for.
-            cx.kernels.dots(u, stride, second.r, cx.d_pad, &keys, size, Coming::NOTHING);
+        let (steps, own) = ([stride, cx.d_pad], (s, &*self.q));
+        match &mut self.second {
+            None => cx.kernels.dots(&mut [own], steps, &keys, size, coming),
+            Some(second) => {
+                let u = &mut second.u[seen.start * stride..seen.end * stride];
+                u.fill(0.0);
+                cx.kernels.dots(&mut [own, (u, &*second.r)], steps, &keys, size, coming);
+            }
         }
     }
 
@@ -382,7 +385,7 @@ impl Head<'_> {
         cx: &Context<'_>,
         sequence: &Sequence,
         kv_head: usize,
-        Strip { start, strip, coming }: Strip,
+        Strip { start, strip, mut coming }: Strip,
         copies: &mut [&mut [f32]; 2],
     ) {
         let seen = self.seen(strip);
@@ -391,6 +394,7 @@ impl Head<'_> {
         let rows = cx.key_rows(v.strides(), sequence);
         let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.dv]);
         let p = &self.s[seen.start * stride..];
+        let cleaned: Vec<f32>;
         let mut values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         if step.rest {
             // A key that nobody sees may hold NaN, and NaN times 0 would show.
@@ -401,27 +405,18 @@ impl Head<'_> {
                 let clean = cx.only_seen(found, cx.dv, p, &step.part(&seen), stride, copy).rows;
                 let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
                 let rows = (0..seen.len()).flat_map(|key| order.iter().map(move |&i| clean.at(key, i).data[0]));
-                let rows: Vec<f32> = rows.collect();
-                values = Strided { data: (&rows).into(), offset: 0, row: cx.dv };
-                cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, Coming::NOTHING);
-                if let Some(second) = &mut self.second {
-                    let u = &second.u[seen.start * stride..];
-                    cx.kernels.combine(second.o, cx.dv_pad, u, stride, &values, size, Coming::NOTHING);
-                }
-                return;
+                cleaned = rows.collect();
+                values = Strided { data: (&cleaned).into(), offset: 0, row: cx.dv };
+                coming = Coming::NOTHING;
             }
         }
-        cx.kernels.combine(self.o, cx.dv_pad, p, stride, &values, size, coming);
-        if let Some(second) = &mut self.second {
-            cx.kernels.combine(
-                second.o,
-                cx.dv_pad,
-                &second.u[seen.start * stride..],
-                stride,
-                &values,
-                size,
-                Coming::NOTHING,
-            );
+        let (steps, own) = ([stride, cx.dv_pad], (&mut *self.o, p));
+        match &mut self.second {
+            None => cx.kernels.combine(&mut [own], steps, &values, size, coming),
+            Some(second) => {
+                let u = &second.u[seen.start * stride..];
+                cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, coming);
+            }
         }
     }
 }

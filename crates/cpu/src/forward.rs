@@ -5,7 +5,8 @@
 
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, ExpKind, Policy, STRIP_LANES, SoftmaxArgs};
-use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Step, Tile};
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Keys, Operands, Products, Run, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Precision, Rescale};
@@ -229,11 +230,11 @@ struct Block<'b, F> {
 }
 
 /// What a walk over the keys uses on the way.
-struct State<'w, 'a> {
-    s: &'w mut [f32],
-    scratch: &'w mut Scratch<'a>,
-    ahead: &'w mut [Ahead; 2],
-    counters: &'w mut Counters,
+pub(crate) struct State<'w, 'a> {
+    pub s: &'w mut [f32],
+    pub scratch: &'w mut Scratch<'a>,
+    pub ahead: &'w mut [Ahead; 2],
+    pub counters: &'w mut Counters,
 }
 
 /// Keys whose scores settle the maximum of a row that has none, before blocks are taken together.
@@ -306,7 +307,7 @@ fn ask_queries(cx: &Context<'_>, item: &Item, ahead: &mut Ahead) {
 }
 
 /// S, then P, then O: one block of keys folded into a tile's running summary.
-fn fold(
+pub(crate) fn fold(
     cx: &Context<'_>,
     row: &mut Row<'_>,
     step: &Step,

@@ -399,7 +399,7 @@ impl Unit for Int8Unit {
 
 /// Zeros in tiles of weights that were not written because their lanes see none of their keys.
 fn clear_around(
-    step: &crate::tiles::Step,
+    step: &crate::step::Step,
     weights: &mut [f32],
     [groups, tiles, first, last]: [usize; 4],
     width: usize,

@@ -24,6 +24,7 @@ pub mod probe;
 pub mod scan;
 mod simd;
 mod skip;
+mod step;
 mod tiles;
 mod unit;
 mod window;

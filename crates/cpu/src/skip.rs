@@ -6,7 +6,8 @@
 use crate::forward::{Out, Row, finish, items_of, scores, softmax};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, SoftmaxArgs};
-use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Step, Tile};
+use crate::step::{Step, in_pairs};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use crate::{Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
@@ -82,7 +83,9 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
             *all[at].lock().unwrap_or_else(|e| e.into_inner()) = found;
         };
         if let Some(spans) = window::spans(&cx, skip, item) {
-            window::walk(&cx, skip, item, &spans, &out, &keep);
+            // Items are handed out in order: this thread's next one is about as many ahead as there are threads.
+            let next = items.get(i + threads).and_then(|item| Some((item, window::spans(&cx, skip, item)?)));
+            window::walk(&cx, skip, item, &spans, next.as_ref(), &out, &keep);
             return cx.kernels.fence();
         }
         let window = matches!(skip.problem().skip().class(item.head), HeadClass::Window { .. });
@@ -205,8 +208,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             if let Some(next) = groups.peek() {
                 ask(cx, &keys, next[0] * cols / block * block, ahead);
             }
-            let finite = !looks || all_finite(cx, &keys, rows);
             let k = cx.packer.keys(cx, &keys, &mut *k_buffer);
+            let finite = !looks || k.finite || all_finite(cx, &keys, rows);
             let v = LazyCell::new(|| cx.packer.values(cx, &keys, &mut *v_buffer));
             for &t in group {
                 let own = t * cols..((t + 1) * cols).min(sequence.k_len);
@@ -306,16 +309,20 @@ impl<'w> Walker<'w> {
         let o = &mut o[..cx.dv_pad * stride];
         o.fill(0.0);
         let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-        Walker { row, parts, steps: Vec::new(), top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
+        let steps = parts.iter().map(|_| None).collect();
+        Walker { row, parts, steps, top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
     }
 
     /// Finds what it sees of a tile of keys; false if nothing.
     fn look(&mut self, cx: &Context<'_>, piece: &Piece, origin: usize) -> bool {
-        self.steps.clear();
-        for lanes in &self.parts {
+        for (lanes, own) in self.parts.iter().zip(&mut self.steps) {
             let (first, last) = lanes.reach();
-            let meets = first < piece.keys.end && piece.keys.start < last;
-            self.steps.push(meets.then(|| cx.step(&self.row.tile, lanes, piece, origin)).flatten());
+            // Most tiles are seen whole, after another that was.
+            let again = own.as_mut().is_some_and(|own| cx.step_again(lanes, piece, origin, own));
+            if !again {
+                let meets = first < piece.keys.end && piece.keys.start < last;
+                *own = meets.then(|| cx.step(&self.row.tile, lanes, piece, origin)).flatten();
+            }
         }
         self.steps.iter().any(Option::is_some)
     }
@@ -331,34 +338,42 @@ impl<'w> Walker<'w> {
         ahead: &mut Ahead,
     ) -> bool {
         let mut top = [f32::NEG_INFINITY; MAX_LANES];
-        for step in self.steps.iter().flatten() {
-            scores(cx, &self.row, step, origin, k, s, ahead);
-            let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
-            cx.kernels.softmax(&mut SoftmaxArgs {
-                s,
-                stride: self.row.lanes.stride,
-                ranges: step.ranges,
-                inner: step.inner,
-                lo: &step.lo,
-                hi: &step.hi,
-                m: &mut top,
-                l: &mut l,
-                alpha: &mut alpha,
-                exp: cx.exp,
-                policy: Policy::MaxOnly,
-                scale: cx.score_scale(),
-            });
+        for step in self.steps.iter_mut().flatten() {
+            let seen = step.ranges;
+            for ranges in in_pairs(seen, cx.whole_products()) {
+                step.ranges = ranges;
+                scores(cx, &self.row, step, origin, k, s, ahead);
+                let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
+                cx.kernels.softmax(&mut SoftmaxArgs {
+                    s,
+                    stride: self.row.lanes.stride,
+                    ranges,
+                    inner: step.inner,
+                    lo: &step.lo,
+                    hi: &step.hi,
+                    m: &mut top,
+                    l: &mut l,
+                    alpha: &mut alpha,
+                    exp: cx.exp,
+                    policy: Policy::MaxOnly,
+                    scale: cx.score_scale(),
+                });
+            }
+            step.ranges = seen;
         }
-        let (mut low, mut near) = (self.finite, true);
-        for (lane, &own) in top.iter().enumerate().take(self.row.lanes.stride) {
-            let next = self.top[lane].max(own);
-            // Lanes past the last row have queries of zero and no say.
-            low &= lane >= self.row.tile.rows || own == f32::NEG_INFINITY || own - next < limit;
-            near &= self.row.m[lane] != f32::NEG_INFINITY && (own - self.row.m[lane]) * cx.score_scale() < NEAR;
-            self.top[lane] = next;
+        let (scale, stride) = (cx.score_scale(), self.row.lanes.stride);
+        // Without branches: a lane takes less than a cycle. Lanes past the last row have queries of zero and no say.
+        let mut high = false;
+        for (before, &own) in self.top[..self.row.tile.rows].iter_mut().zip(&top) {
+            let next = if own > *before { own } else { *before };
+            // Neither where no key was seen: -inf - -inf is NaN.
+            high |= own - next >= limit;
+            *before = next;
         }
-        self.near = near;
-        low
+        let excess = |(m, own): (&f32, &f32)| (own - m) * scale;
+        let far = self.row.m[..stride].iter().zip(&top).map(excess).fold(false, |far, x| far | !matches!(x, ..NEAR));
+        self.near = !far;
+        self.finite && !high
     }
 
     /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.
@@ -377,16 +392,16 @@ impl<'w> Walker<'w> {
         let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
         let alone = self.steps.iter().flatten().count() == 1;
         let stride = self.row.lanes.stride;
-        for step in std::mem::take(&mut self.steps).into_iter().flatten() {
+        for step in self.steps.iter().flatten() {
             if !(scored && alone) {
-                scores(cx, &self.row, &step, origin, k, s, &mut ahead[0]);
+                scores(cx, &self.row, step, origin, k, s, &mut ahead[0]);
             }
             let mut alpha = [1.0; MAX_LANES];
-            let stats = softmax(cx, &mut self.row, &step, s, [k, v], scratch, &mut alpha, policy);
+            let stats = softmax(cx, &mut self.row, step, s, [k, v], scratch, &mut alpha, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }
-            let products = Products { step: &step, stride, ahead: &mut ahead[1] };
+            let products = Products { step, stride, ahead: &mut ahead[1] };
             cx.unit.output(cx, products, v, s, self.row.o, scratch);
         }
     }

@@ -8,6 +8,7 @@
 
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
+use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
 use fulgurite_core::format::GroupFormat;
@@ -91,6 +92,17 @@ impl<'a> Context<'a> {
         self.problem.score_program().is_some() || self.problem.mask_rest().is_some()
     }
 
+    /// Whether scores are looked at in tiles of all lanes; else in pairs of vectors, which stay in the first-level cache.
+    pub fn whole_tiles(&self) -> bool {
+        self.is_modified() || self.kernels.matrix_for(self.problem.dtype()).is_none()
+    }
+
+    /// The same where all lanes see the same keys: in parts these are longer than that cache, and better read once for all
+    /// lanes than once for each pair.
+    pub fn whole_products(&self) -> bool {
+        self.whole_tiles() || self.problem.dtype() != DType::Bf16
+    }
+
     /// What a score must be multiplied with in softmax to be in natural units.
     pub fn score_scale(&self) -> f32 {
         if self.is_modified() { 1.0 } else { self.unit.score_scale(self) }
@@ -139,7 +151,8 @@ impl<'a> Context<'a> {
         self.lanes_within(tile, |_| 0..usize::MAX)
     }
 
-    /// The same, where a query sees only keys of an interval beside the mask.
+    /// The same, where a query sees only keys of an interval beside the mask. From a query to the next its ends move by one key
+    /// or not at all, as those of spans do.
     pub fn lanes_within(&self, tile: &Tile, limit: impl Fn(usize) -> Range<usize>) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
         let grain = if matches!(self.problem.precision(), Precision::Int8(_)) { GROUP } else { self.kernels.lanes };
@@ -153,16 +166,25 @@ impl<'a> Context<'a> {
             all: [(0, usize::MAX); MAX_VECTORS],
             some: [(usize::MAX, 0); MAX_VECTORS],
         };
-        let mut last = (usize::MAX, 0..0);
+        let span = |q: usize| {
+            let (keys, limit) = (self.problem.mask().keys(q, s.q_len, s.k_len), limit(q));
+            let start = keys.start.max(limit.start).min(s.k_len);
+            start..keys.end.min(limit.end).max(start)
+        };
+        // An end that moves by as many keys as there are queries between, or by none, moves evenly.
+        let queries = self.queries(tile);
+        let (first, last) = (span(queries.start), span(queries.end - 1));
+        let pace = |a: usize, b: usize| match b - a {
+            0 => Some(0),
+            n if n + 1 == queries.len() => Some(1),
+            _ => None,
+        };
+        let paces = pace(first.start, last.start).zip(pace(first.end, last.end));
         for lane in 0..stride {
             // Lanes past the last row repeat it: their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
-            if last.0 != q {
-                let (keys, limit) = (self.problem.mask().keys(q, s.q_len, s.k_len), limit(q));
-                let start = keys.start.max(limit.start).min(s.k_len);
-                last = (q, start..keys.end.min(limit.end).max(start));
-            }
-            let keys = &last.1;
+            let n = q - queries.start;
+            let keys = paces.map_or_else(|| span(q), |(a, b)| first.start + a * n..first.end + b * n);
             (lanes.q[lane], lanes.head[lane]) = (q as i32, head as i32);
             (lanes.lo[lane], lanes.hi[lane]) = (keys.start as i32, keys.end as i32);
             let z = lane / self.kernels.lanes;
@@ -178,7 +200,8 @@ impl<'a> Context<'a> {
     /// Query and head of a lane.
     pub fn row(&self, tile: &Tile, lane: usize) -> (usize, usize) {
         let p = tile.first + lane;
-        (p / self.pack, tile.head + p % self.pack)
+        // Divisions take as long as all the rest of a lane.
+        if self.pack == 1 { (p, tile.head) } else { (p / self.pack, tile.head + p % self.pack) }
     }
 
     /// Queries of a tile.
@@ -264,6 +287,19 @@ impl<'a> Context<'a> {
             }
         }
         Some(step)
+    }
+
+    /// Makes a step that of a piece which all lanes see whole, as they saw that of the step; false if they do not.
+    pub fn step_again(&self, lanes: &Lanes, piece: &Piece, origin: usize, step: &mut Step) -> bool {
+        let vectors = lanes.stride / self.kernels.lanes;
+        let whole = |&(start, end): &(usize, usize)| start <= piece.keys.start && piece.keys.end <= end;
+        if self.problem.mask_rest().is_some() || !lanes.all[..vectors].iter().all(whole) {
+            return false;
+        }
+        let own = (piece.keys.start - origin, piece.keys.end - origin);
+        step.ranges[..vectors].fill(own);
+        step.inner[..vectors].fill(own);
+        true
     }
 
     fn coverage(&self, rest: &Program, tile: &Tile, keys: &Range<usize>) -> Coverage {
@@ -484,130 +520,10 @@ pub(crate) struct Piece {
     pub masked: bool,
 }
 
-/// What to compute of a block of scores, relative to its first key.
-pub(crate) struct Step {
-    /// Keys each vector of lanes sees.
-    pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Of these, keys that every lane of the vector sees.
-    pub inner: [(usize, usize); MAX_VECTORS],
-    /// Interval of each lane.
-    pub lo: [f32; MAX_LANES],
-    pub hi: [f32; MAX_LANES],
-    /// Whether the rest of the mask must be evaluated.
-    pub rest: bool,
-}
-
-/// Keys that a run of vectors sees: a rectangle to multiply.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Segment {
-    pub keys: (usize, usize),
-    pub vectors: (usize, usize),
-}
-
-impl Segment {
-    /// First key and number of keys.
-    pub fn keys(&self) -> (usize, usize) {
-        (self.keys.0, self.keys.1 - self.keys.0)
-    }
-    /// First lane and number of lanes, with vectors of `width`.
-    pub fn lanes(&self, width: usize) -> (usize, usize) {
-        (self.vectors.0 * width, (self.vectors.1 - self.vectors.0) * width)
-    }
-}
-
-impl Step {
-    /// Keys that every lane of some vectors sees.
-    pub fn whole(keys: Range<usize>, vectors: Range<usize>) -> Self {
-        let ranges = std::array::from_fn(|z| if vectors.contains(&z) { (keys.start, keys.end) } else { (0, 0) });
-        Step { ranges, inner: ranges, lo: [0.0; MAX_LANES], hi: [0.0; MAX_LANES], rest: false }
-    }
-
-    /// All keys that some vector sees.
-    pub fn hull(&self) -> Range<usize> {
-        let seen = || self.ranges.iter().filter(|(a, b)| a < b);
-        seen().map(|r| r.0).min().unwrap_or(0)..seen().map(|r| r.1).max().unwrap_or(0)
-    }
-
-    /// The part of this step inside a range of keys, counted from its first.
-    pub fn part(&self, keys: &Range<usize>) -> Step {
-        let inside = |(a, b): (usize, usize)| {
-            let (a, b) = (a.max(keys.start), b.min(keys.end));
-            if a < b { (a - keys.start, b - keys.start) } else { (0, 0) }
-        };
-        Step {
-            ranges: self.ranges.map(inside),
-            inner: self.inner.map(inside),
-            lo: self.lo,
-            hi: self.hi,
-            rest: self.rest,
-        }
-    }
-
-    /// Whether some lane gives a key a weight other than 0. `weights` is the tile of scores after softmax, in
-    /// vectors of `width`.
-    pub fn weighs(&self, key: usize, weights: &[f32], stride: usize, width: usize) -> bool {
-        self.ranges.iter().enumerate().any(|(z, &(a, b))| {
-            let at = key * stride + z * width;
-            (a..b).contains(&key) && weights[at..at + width].iter().any(|&w| w != 0.0)
-        })
-    }
-
-    /// The rectangles that make up the ranges, rounded outwards to `grain` keys, in ascending order of keys.
-    pub fn segments(&self, grain: usize) -> impl Iterator<Item = Segment> + use<> {
-        let rounded = |(a, b): (usize, usize)| if a < b { (a - a % grain, b.next_multiple_of(grain)) } else { (0, 0) };
-        let ranges = self.ranges.map(rounded);
-        let mut cuts = [0usize; 2 * MAX_VECTORS];
-        for (z, &(a, b)) in ranges.iter().enumerate() {
-            (cuts[2 * z], cuts[2 * z + 1]) = (a, b);
-        }
-        cuts.sort_unstable();
-        (1..cuts.len()).filter(move |&i| cuts[i - 1] < cuts[i]).flat_map(move |i| {
-            let keys = (cuts[i - 1], cuts[i]);
-            let active = move |z: usize| z < MAX_VECTORS && ranges[z].0 <= keys.0 && keys.1 <= ranges[z].1;
-            (0..MAX_VECTORS).filter(move |&z| active(z) && (z == 0 || !active(z - 1))).map(move |z| {
-                let end = (z..=MAX_VECTORS).find(|&e| !active(e)).unwrap_or(MAX_VECTORS);
-                Segment { keys, vectors: (z, end) }
-            })
-        })
-    }
-}
-
 /// Rows of keys or values as f32: where they lie, or converted.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyRows<'a> {
     pub rows: Matrix<'a>,
     /// Whether all are known to be finite.
     pub finite: bool,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn segments_tile_the_ranges() {
-        let step = |ranges| Step { ranges, inner: ranges, lo: [0.0; 64], hi: [0.0; 64], rest: false };
-        for ranges in [
-            [(0, 64), (0, 64), (0, 64), (0, 64)],
-            [(0, 16), (0, 32), (0, 48), (0, 64)],
-            [(8, 40), (24, 56), (40, 64), (0, 0)],
-            [(0, 8), (0, 0), (0, 8), (8, 16)],
-            [(0, 0); 4],
-        ] {
-            for grain in [1, 16, 32] {
-                let mut covered = [[0; 64]; 4];
-                for s in step(ranges).segments(grain) {
-                    for row in &mut covered[s.vectors.0..s.vectors.1] {
-                        row[s.keys.0..s.keys.1].iter_mut().for_each(|n| *n += 1);
-                    }
-                }
-                for (z, &(a, b)) in ranges.iter().enumerate() {
-                    let rounded = if a < b { a / grain * grain..b.next_multiple_of(grain) } else { 0..0 };
-                    for (key, &n) in covered[z].iter().enumerate() {
-                        assert_eq!(n, i32::from(rounded.contains(&key)), "{ranges:?} by {grain}, vector {z} key {key}");
-                    }
-                }
-            }
-        }
-    }
 }

@@ -5,10 +5,11 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, Panels, Policy, RowsAt, SoftmaxArgs,
-    SoftmaxStats, Source, Sum, Woven, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Policy, RowsAt,
+    SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, forget, parts,
 };
-use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::step::{Cover, Step};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
 use std::ops::Range;
 
@@ -47,11 +48,13 @@ pub(crate) struct Scratch<'a> {
     pub packed: bool,
     /// What O is to be multiplied with, where the unit [rescales](Unit::rescales).
     pub alpha: [f32; MAX_LANES],
+    /// Probes, for a softmax that packs.
+    pub probe: Option<PackedProbe<'a>>,
 }
 
 impl<'a> Scratch<'a> {
     pub fn new(values: &'a mut [f32], weights: &'a mut [f32]) -> Self {
-        Scratch { values, weights, packed: false, alpha: [1.0; MAX_LANES] }
+        Scratch { values, weights, packed: false, alpha: [1.0; MAX_LANES], probe: None }
     }
 }
 
@@ -275,7 +278,7 @@ impl Unit for MatrixKernels {
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]) {
         let Products { step, stride, ahead } = products;
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        for seg in step.segments(GROUP) {
+        for seg in step.paired_segments(GROUP, Cover::Pair) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let k = Panels::new(k.rows.at(key, 0).data, d, parts);
             let q = Panels::new(q, d, parts).at(lane / GROUP, 0);
@@ -322,7 +325,11 @@ impl Unit for MatrixKernels {
         let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
         let narrow = narrow && cx.rounding.is_none();
         scratch.packed = narrow && v.finite;
-        if scratch.packed { self.narrow.softmax(args, scratch.weights, block) } else { cx.kernels.softmax(args) }
+        if scratch.packed {
+            self.narrow.softmax(args, scratch.weights, block, scratch.probe.as_mut())
+        } else {
+            cx.kernels.softmax(args)
+        }
     }
     fn output(
         &self,
@@ -350,7 +357,7 @@ impl Unit for MatrixKernels {
             let (a, b) = step.ranges[z];
             self.pack_lanes(&p[z * GROUP..], stride, [a, b.max(a)], to, weight_parts);
         }
-        for seg in step.segments(DEPTH) {
+        for seg in step.paired_segments(DEPTH, Cover::Seen) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let v = Panels::new(values, block, parts).at(0, key / DEPTH);
             let p = Panels::new(packed, block, weight_parts).at(lane / GROUP, key / DEPTH);
@@ -377,9 +384,8 @@ impl Packer for MatrixKernels {
     }
     fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
-        self.pack_rows(&from, buffer, d);
-        // A key that holds NaN spoils its own scores only.
-        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite: true }
+        let finite = self.pack_rows(&from, buffer, d);
+        KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite }
     }
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
         let Sizes { block, .. } = Sizes::new(self, cx);

@@ -4,12 +4,15 @@
 //! An item's keys are packed once, as one block that begins where its first row's window does; a tile of rows meets
 //! no border of blocks inside its window.
 
-use crate::forward::{Out, Row, finish, scores, softmax};
+use crate::Counters;
+use crate::forward::{Out, Row, State, finish, fold};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{Ahead, DEPTH, Policy};
 use crate::skip::{Found, Item};
-use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
-use crate::unit::{Keys, Products, Scratch};
+use crate::step::in_pairs;
+use crate::tiles::{Context, MAX_LANES, Piece, Tile};
+use crate::unit::{Keys, Scratch};
+use fulgurite_core::Rescale;
 use fulgurite_core::skip::{HeadClass, SkipBound};
 use std::ops::Range;
 
@@ -17,6 +20,10 @@ use std::ops::Range;
 pub(crate) const ITEM_ROWS: usize = 512;
 /// Keys of an item, or sinks, beyond which blocks are walked one after the other instead.
 const MOST: usize = 4096;
+
+/// Rows that are asked for after a block of products: a tile of 64 rows has some 20 blocks, and as many rows of keys,
+/// values, queries and outputs come with it.
+const PACE: usize = 12;
 
 /// The keys that an item's rows see: at the beginning, and in their windows.
 pub(crate) struct Spans {
@@ -57,6 +64,7 @@ pub(crate) fn walk(
     skip: &SkipBound<'_>,
     item: &Item,
     spans: &Spans,
+    next: Option<&(&Item, Spans)>,
     out: &Out<'_>,
     done: &dyn Fn(usize, Found),
 ) {
@@ -92,8 +100,25 @@ pub(crate) fn walk(
         let keys = |range: &Range<usize>| Keys { sequence, head, range: range.clone() };
         let window = near.unit.block_of(&near, &keys(&spans.window), [near_k, near_v]);
         let sinks = far.unit.block_of(&far, &keys(&spans.sinks), [far_k, far_v]);
-        for number in item.tiles.clone() {
+        let mut coming = next.map(|(item, spans)| (*item, spans.window.clone()));
+        let mut counters = Counters::default();
+        for (i, number) in item.tiles.clone().enumerate() {
             let own = skip.rows(sequence, number);
+            let mut ahead = [Ahead::paced(PACE); 2];
+            let o_rows = cx.query_rows(out.o_strides, sequence);
+            out.o.ask(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
+            // Of the keys that come, as many with each tile.
+            if let Some((next, keys)) = &mut coming {
+                let rows = keys.len().div_ceil(item.tiles.len() - i);
+                ask_keys(cx, next, keys.start..keys.start + rows, &mut ahead);
+                keys.start += rows;
+            }
+            if number + 1 < item.tiles.end {
+                ask_queries(cx, item, skip.rows(sequence, number + 1), &mut ahead[0]);
+            } else if let Some((next, _)) = next {
+                let rows = skip.rows(&cx.bound.sequences()[next.sequence], next.tiles.start);
+                ask_queries(cx, next, rows, &mut ahead[0]);
+            }
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
             found.kept = admitted.into_iter().map(|t| t as i32).collect();
@@ -108,15 +133,29 @@ pub(crate) fn walk(
                 o.fill(0.0);
                 let [own, beginning] = lanes;
                 let mut row = Row { tile, lanes: own, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-                if !spans.sinks.is_empty() {
-                    let piece = Piece { keys: spans.sinks.clone(), masked: true };
-                    fold(&far, &mut row, Some(&beginning), piece, 0, sinks, s, &mut scratch);
-                }
+                // The window first: what its maximum is to the sinks needs no rescaling, as a rule.
                 let (from, to) = row.lanes.reach();
-                let piece = Piece { keys: from.max(spans.window.start)..to.min(spans.window.end), masked: true };
-                fold(&near, &mut row, None, piece, spans.window.start, window, s, &mut scratch);
+                let keys = from.max(spans.window.start)..to.min(spans.window.end);
+                let mut parts = vec![(&near, window, spans.window.start, keys, Policy::Raise(0.0), None)];
+                if !spans.sinks.is_empty() {
+                    let policy = Policy::Trust(Rescale::OPTIMISTIC_LIMIT);
+                    parts.push((&far, sinks, 0, spans.sinks.clone(), policy, Some(&beginning)));
+                }
+                for (cx, block, origin, keys, policy, lanes) in parts {
+                    let piece = Piece { keys, masked: true };
+                    let step = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin);
+                    let Some(mut step) = step else { continue };
+                    let all = std::mem::take(&mut step.ranges);
+                    for ranges in in_pairs(all, cx.whole_tiles()) {
+                        step.ranges = ranges;
+                        let mut state =
+                            State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
+                        fold(cx, &mut row, &step, origin, block, policy, &mut state);
+                    }
+                }
                 let scale = cx.score_scale();
                 row.m.iter_mut().for_each(|m| *m *= scale);
+                ahead.iter_mut().for_each(|ahead| ahead.take(usize::MAX));
                 finish(cx, &mut row, rows, out);
             }
             done(number, found);
@@ -124,28 +163,18 @@ pub(crate) fn walk(
     });
 }
 
-/// S, then P, then O of a piece, with the lanes of a row or others.
-#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-fn fold(
-    cx: &Context<'_>,
-    row: &mut Row<'_>,
-    lanes: Option<&Lanes>,
-    piece: Piece,
-    origin: usize,
-    [k, v]: [KeyRows<'_>; 2],
-    s: &mut [f32],
-    scratch: &mut Scratch<'_>,
-) {
-    if piece.keys.is_empty() {
-        return;
+/// Asks for keys and values of an item that comes.
+fn ask_keys(cx: &Context<'_>, item: &Item, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
+    let sequence = &cx.bound.sequences()[item.sequence];
+    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
+        let at = cx.key_rows(view.strides(), sequence);
+        ahead.push_rows(&view.data(), at.at(keys.start, item.head / cx.problem.group()), at.row, n, keys.len());
     }
-    let Some(step) = cx.step(&row.tile, lanes.unwrap_or(&row.lanes), &piece, origin) else { return };
-    let (stride, ahead) = (row.lanes.stride, &mut Ahead::default());
-    scores(cx, row, &step, origin, k, s, ahead);
-    let mut alpha = [1.0; MAX_LANES];
-    let stats = softmax(cx, row, &step, s, [k, v], scratch, &mut alpha, Policy::Raise(0.0));
-    if stats.rescaled > 0 {
-        cx.kernels.scale_lanes(row.o, &alpha[..stride]);
-    }
-    cx.unit.output(cx, Products { step: &step, stride, ahead }, v, s, row.o, scratch);
+}
+
+/// Asks for queries of an item.
+fn ask_queries(cx: &Context<'_>, item: &Item, rows: Range<usize>, ahead: &mut Ahead) {
+    let view = cx.bound.q();
+    let at = cx.query_rows(view.strides(), &cx.bound.sequences()[item.sequence]);
+    ahead.push_rows(&view.data(), at.at(rows.start, item.head), at.row, cx.d, rows.len());
 }

@@ -1,5 +1,6 @@
-//! Head dimensions above 256 on the simulated GPU, where warpgroups share the columns of a row: against the oracle, by the
-//! tolerance rule, with every feature that goes with them.
+//! Ways of forward on the simulated GPU that are not the quickest: head dimensions above 256, where warpgroups share the
+//! columns of a row, and the table exponential, for which all keys are walked twice. Against the oracle, by the tolerance
+//! rule, with every feature that goes with them.
 
 mod common;
 
@@ -52,4 +53,26 @@ fn lengths_of_their_own() {
     let offsets = Some([vec![0.0, 70.0, 80.0], vec![0.0, 100.0, 150.0]]);
     let builder = Problem::builder().packed_sizes(packed).heads(2, 1).head_dim(512).mask(Mask::causal());
     check("packed", DType::Bf16, builder, &More { offsets, ..More::default() });
+}
+
+/// Not a function of the difference to a running maximum: a larger one that comes late must not change what came before.
+#[test]
+fn table_exponential() {
+    let plain = More::default();
+    let sas = |q_len, k_len, dim| dense(q_len, k_len, [dim, dim]).exp("sas".parse().unwrap());
+    check("64", DType::Bf16, sas(140, 330, 64), &plain);
+    check("64, f16, causal", DType::F16, sas(200, 230, 64).mask(Mask::causal()), &plain);
+    check("128, window", DType::Bf16, sas(130, 300, 128).mask(Mask::window(70, 3)), &plain);
+    check("256, causal", DType::Bf16, sas(70, 150, 256).mask(Mask::causal()), &plain);
+    check("512", DType::Bf16, sas(66, 70, 512), &plain);
+    check("few queries", DType::Bf16, sas(3, 300, 64).mask(Mask::causal()), &plain);
+    check("softcap", DType::Bf16, sas(66, 300, 64).softcap(4.0), &plain);
+    let more = More { poison: Some((7, f64::NAN)), ..More::default() };
+    check("a comb", DType::Bf16, sas(20, 140, 64).mask(Mask::custom((k() % 10).differs(7))), &more);
+    let more = More { sinks: Some(vec![0.5, 3.0]), ..More::default() };
+    check("sinks", DType::Bf16, sas(66, 120, 64).sinks().mask(Mask::causal()), &more);
+    let used = [Some(vec![70.0, 3.0]), Some(vec![100.0, 33.0])];
+    let builder = Problem::builder().dense(2, 80, 100).heads(2, 1).head_dim(64).used_lengths(true, true);
+    let builder = builder.exp("sas".parse().unwrap()).mask(Mask::causal());
+    check("used", DType::Bf16, builder, &More { used, ..More::default() });
 }

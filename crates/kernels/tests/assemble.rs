@@ -138,6 +138,30 @@ fn odd_head_dimensions_assemble() {
     }
 }
 
+#[test]
+fn table_exponentials_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for dim in [64, 96, 128, 192, 256, 512] {
+        let base = || Problem::builder().heads(4, 2).head_dim(dim).dtype(DType::Bf16).exp("sas".parse().unwrap());
+        for problem in [
+            base().dense(1, 700, 8192),
+            base().dense(1, 3, 700).mask(Mask::causal()).sinks(),
+            base().dense(1, 700, 700).mask(Mask::window(Some(128), Some(0))),
+            base().packed(&[0, 200, 500], &[0, 300, 700]).mask(Mask::causal()),
+            base().dense(1, 700, 700).softcap(30.0),
+            base().dense(2, 200, 700).block_mask(BlockSpec::default()).mask(Mask::causal()),
+        ] {
+            let problem = problem.build().unwrap();
+            let kernel = Forward::new(&problem, None).unwrap().kernel(Target::HOPPER).unwrap();
+            if let Err(faults) = assembler.assemble(&kernel).unwrap().verdict() {
+                wrong.push(format!("{dim}, {:?}, {:?}: {faults:.200?}", problem.layout(), problem.mask()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// Where nobody reads the LSE, the tensor cores add up rows: for masks, lengths of their own and sinks.
 #[test]
 fn rows_added_by_products_assemble() {

@@ -72,22 +72,35 @@ fn windows(dtype: DType) -> SkipProblem {
     SkipProblem::new(builder(dtype), Skip { classes, tile: [64, 128], ..Skip::default() }).expect("a problem")
 }
 
-/// Windows many times and nothing else, for a profiler.
-pub fn window_alone(threads: usize) -> Vec<Line> {
+fn lambda(dtype: DType) -> SkipProblem {
+    let skip = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
+    SkipProblem::new(builder(dtype), skip).expect("a problem")
+}
+
+/// Windows, or the skip in the kernel, many times and nothing else, for a profiler.
+fn alone(what: &str, problem: fn(DType) -> SkipProblem, rounds: usize, threads: usize) -> Vec<Line> {
     let one = |dtype: DType| {
-        let (long, window) = (Long::new(dtype), windows(dtype));
+        let (long, problem) = (Long::new(dtype), problem(dtype));
         let inputs = long.inputs();
-        let bound = window.bind(&inputs).expect("fits");
+        let bound = problem.bind(&inputs).expect("fits");
         let mut out = Forward::zeros(&long.dense).expect("outputs");
         let [time] = race(
-            40,
+            rounds,
             [&mut || {
                 skip_forward(&bound, &mut out.outputs(), &options(threads));
             }],
         );
-        Line(format!("window 128, 16 sinks, {dtype}"), vec![("seconds".into(), time)])
+        Line(format!("{what}, {dtype}"), vec![("seconds".into(), time)])
     };
     vec![one(DType::F32), one(DType::Bf16)]
+}
+
+pub fn window_alone(threads: usize) -> Vec<Line> {
+    alone("window 128, 16 sinks", windows, 40, threads)
+}
+
+pub fn skip_alone(threads: usize) -> Vec<Line> {
+    alone("skip in the kernel", lambda, 10, threads)
 }
 
 pub fn window(threads: usize) -> Vec<Line> {
@@ -124,8 +137,7 @@ pub fn skip(threads: usize) -> Vec<Line> {
     let one = |dtype: DType| {
         let long = Long::new(dtype);
         let inputs = long.inputs();
-        let lambda = Skip { lambda: Some(Lambda::Fixed(1e-3)), tile: [64, 128], ..Skip::default() };
-        let lambda = SkipProblem::new(builder(dtype), lambda).expect("a problem");
+        let lambda = lambda(dtype);
         let (bound, some) = (inputs.bind(&long.dense).expect("fits"), lambda.bind(&inputs).expect("fits"));
         let mut outs: [Forward; 2] = std::array::from_fn(|_| Forward::zeros(&long.dense).expect("outputs"));
         let [a, b] = &mut outs;
@@ -159,10 +171,19 @@ pub fn skip(threads: usize) -> Vec<Line> {
 }
 
 pub fn parallax(threads: usize) -> Vec<Line> {
+    parallax_beside(true, threads)
+}
+
+/// Parallax's forward many times and nothing else, for a profiler.
+pub fn parallax_alone(threads: usize) -> Vec<Line> {
+    parallax_beside(false, threads)
+}
+
+fn parallax_beside(attention: bool, threads: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         for (name, q_len, n, heads, kv, d, rounds) in
-            [("forward, causal", 2048, 2048, 8, 8, 64, 9), ("decode", 1, 16384, 8, 8, 128, 31)]
+            [("forward, causal", 2048, 2048, 8, 8, 64, 31), ("decode", 1, 16384, 8, 8, 128, 31)]
         {
             let problem = Problem::builder().dense(1, q_len, n).heads(heads, kv).head_dim(d).dtype(dtype);
             let problem = problem.mask(Mask::causal()).build().expect("a problem");
@@ -177,17 +198,21 @@ pub fn parallax(threads: usize) -> Vec<Line> {
             let (bound, both) = (inputs.bind(&problem).expect("fits"), parallax.bind(&inputs, rv).expect("fits"));
             let mut a = Forward::zeros(&problem).expect("outputs");
             let mut b = ParallaxForward::zeros(&parallax).expect("outputs");
-            let [plain, corrected] = race(
-                rounds,
-                [
-                    &mut || {
-                        forward(&bound, &mut a.outputs(), &options(threads));
-                    },
-                    &mut || parallax_forward(&both, &mut b.outputs(), &options(threads)),
-                ],
-            );
+            let mut corrected = || parallax_forward(&both, &mut b.outputs(), &options(threads));
+            let what = format!("parallax {name}, {dtype}, {q_len} queries, {n} keys, {heads} heads, d {d}");
+            if !attention {
+                if q_len > 1 {
+                    let [seconds] = race(100, [&mut corrected]);
+                    lines.push(Line(what, vec![("seconds".into(), seconds)]));
+                }
+                continue;
+            }
+            let mut plain = || {
+                forward(&bound, &mut a.outputs(), &options(threads));
+            };
+            let [plain, corrected] = race(rounds, [&mut plain, &mut corrected]);
             lines.push(Line(
-                format!("parallax {name}, {dtype}, {q_len} queries, {n} keys, {heads} heads, d {d}"),
+                what,
                 vec![
                     ("attention_seconds".into(), plain),
                     ("parallax_seconds".into(), corrected),

@@ -52,7 +52,9 @@ fn main() {
             "window" => attention::window(threads),
             "window-alone" => attention::window_alone(threads),
             "skip" => attention::skip(threads),
+            "skip-alone" => attention::skip_alone(threads),
             "parallax" => attention::parallax(threads),
+            "parallax-alone" => attention::parallax_alone(threads),
             "lighthouse" => attention::lighthouse(threads),
             other => panic!("no part {other:?}, there are: {all:?}"),
         });

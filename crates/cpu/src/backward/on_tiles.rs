@@ -9,7 +9,8 @@ use crate::simd::{
     Ahead, DEPTH, GROUP, GradArgs, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt,
     Source, Sum, forget,
 };
-use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, source};
 use fulgurite_core::{DType, TensorView, bf16};
 use std::ops::Range;

@@ -21,13 +21,24 @@ struct Head<'w> {
     second: Option<Second<'w>>,
 }
 
-/// The same of a probe: r, its scores U and weights P U, and O weighted by U.
+/// The sums of probes, and where these do not fit beside their queries in one tile, the rest of a head for them: r, the scores U
+/// and weights P U, and O weighted by U.
 struct Second<'w> {
+    l: [f32; GROUP],
+    apart: Option<Apart<'w>>,
+}
+
+struct Apart<'w> {
     r: &'w mut [f32],
     u: &'w mut [f32],
     weights: &'w mut [f32],
     o: &'w mut [f32],
-    l: [f32; GROUP],
+}
+
+impl<'w> Head<'w> {
+    fn apart(&mut self) -> Option<&mut Apart<'w>> {
+        self.second.as_mut()?.apart.as_mut()
+    }
 }
 
 /// The kernels of a part that the unit can do: bf16 in whole tiles and strips, scores that nobody modifies, and keys that
@@ -54,17 +65,20 @@ pub(super) fn part(
     let kernels = kernels(cx, part)?;
     let sequence = &cx.bound.sequences()[part.sequence];
     let (rows, heads) = (sequence.q_len * cx.pack, cx.problem.kv_heads());
+    let joined = probe.is_some() && StripKernels::joins(rows);
+    // Rows of the tiles: probes beside their queries cost no product.
+    let all = if joined { 2 * rows } else { rows };
     let sizes = [
-        StripKernels::queries_room(rows, cx.d),
-        StripKernels::scores_room(rows),
-        StripKernels::weights_room(rows),
-        StripKernels::output_room(rows, cx.dv),
+        StripKernels::queries_room(all, cx.d),
+        StripKernels::scores_room(all),
+        StripKernels::weights_room(all),
+        StripKernels::output_room(all, cx.dv),
     ];
     let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
     with_workspace(heads * room * if probe.is_some() { 2 } else { 1 }, |workspace| {
         let mut arena = Arena::new(workspace);
-        // The queries of a head, or its probes.
-        let load = |own: &Context<'_>, head: usize, to: &mut [f32]| {
+        // The queries of a head, or its probes, as columns from `first` on.
+        let load = |own: &Context<'_>, head: usize, first: usize, to: &mut [f32]| {
             let (data, q_rows) = (own.bound.q().slice()?, cx.query_rows(own.bound.q().strides(), sequence));
             let tile = tile(cx, part.sequence, head);
             let start = |lane: usize| {
@@ -72,26 +86,32 @@ pub(super) fn part(
                 q_rows.at(q, head)
             };
             let starts: [usize; FEW] = std::array::from_fn(|lane| start(lane.min(rows - 1)));
-            StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, to);
+            StripKernels::queries(RowsAt { data, starts: &starts[..rows], n: cx.d }, [first, all], to);
             Some(())
         };
         let mut walk = Vec::with_capacity(heads);
         for h in 0..heads {
             let [q, s, weights, o] = sizes.map(|n| arena.take(n));
-            load(cx, h, q)?;
+            q.fill(0.0);
+            load(cx, h, 0, q)?;
             o.fill(0.0);
             let second = match probe {
+                Some(probe) if joined => {
+                    load(probe.cx, h, rows, q)?;
+                    Some(Second { l: [0.0; GROUP], apart: None })
+                }
                 Some(probe) => {
                     let [r, u, weights, o] = sizes.map(|n| arena.take(n));
-                    load(probe.cx, h, r)?;
+                    r.fill(0.0);
+                    load(probe.cx, h, 0, r)?;
                     o.fill(0.0);
-                    Some(Second { r, u, weights, o, l: [0.0; GROUP] })
+                    Some(Second { l: [0.0; GROUP], apart: Some(Apart { r, u, weights, o }) })
                 }
                 None => None,
             };
             walk.push(Head { q, s, weights, o, m: [f32::NEG_INFINITY; GROUP], l: [0.0; GROUP], second });
         }
-        let strips = kernels.hold(rows);
+        let strips = kernels.hold(rows, all);
         let mut counters = Counters::default();
         let (k, v) = (cx.bound.k(), cx.bound.v());
         let keys = part.keys(sequence);
@@ -112,7 +132,7 @@ pub(super) fn part(
             for (h, head) in walk.iter_mut().enumerate() {
                 let coming = Share::ALL.of(&own_v(h).into(), [STRIP, cx.dv], [h, heads]);
                 strips.scores(head.q, own_k(h), head.s, coming);
-                if let Some(own) = &mut head.second {
+                if let Some(own) = head.apart() {
                     strips.scores(own.r, own_k(h), own.u, Coming::NOTHING);
                 }
             }
@@ -123,41 +143,52 @@ pub(super) fn part(
                 let stats = strips.softmax(&mut StripSoftmax { s, weights, m, l, alpha, scale, tau, coming });
                 counters.rescales_possible += u64::from(stats.possible);
                 counters.rescales_done += u64::from(stats.rescaled);
+                // A probe's sums go with its query's.
+                let (own, others) = alpha.split_at_mut(rows);
+                others[..all - rows].copy_from_slice(&own[..all - rows]);
                 if stats.rescaled > 0 {
-                    StripKernels::scale(head.o, rows, alpha);
+                    StripKernels::scale(head.o, all, alpha);
                 }
-                if let (Some(own), Some(probe)) = (&mut head.second, probe) {
+                if let (Some(second), Some(probe)) = (&mut head.second, probe) {
                     if stats.rescaled > 0 {
-                        StripKernels::scale(own.o, rows, alpha);
-                        own.l.iter_mut().zip(&*alpha).for_each(|(l, factor)| *l *= factor);
+                        second.apart.iter_mut().for_each(|own| StripKernels::scale(own.o, rows, alpha));
+                        second.l.iter_mut().zip(&*alpha).for_each(|(l, factor)| *l *= factor);
                     }
-                    let (p, u, scale) = (&*head.weights, &*own.u, probe.cx.problem.scale());
-                    strips.probe(&mut StripProbe { p, u, weights: own.weights, l: &mut own.l, scale });
+                    let (l, scale) = (&mut second.l, probe.cx.problem.scale());
+                    strips.probe(&mut match &mut second.apart {
+                        Some(Apart { u, weights, .. }) => StripProbe { p: Some(head.weights), u, weights, l, scale },
+                        None => StripProbe { p: None, u: head.s, weights: head.weights, l, scale },
+                    });
                 }
             }
             for (h, head) in walk.iter_mut().enumerate() {
                 strips.output(head.weights, own_v(h), head.o, coming(Share::REST, h));
-                if let Some(own) = &mut head.second {
+                if let Some(own) = head.apart() {
                     strips.output(own.weights, own_v(h), own.o, Coming::NOTHING);
                 }
             }
         }
         // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
         let spoiled = |o: &[f32]| o.iter().fold(false, |found, x| found | (x.abs().to_bits() as i32 > FINITE));
-        let any = |head: &Head<'_>| spoiled(head.o) || head.second.as_ref().is_some_and(|own| spoiled(own.o));
-        if walk.iter().any(any) {
+        if walk.iter_mut().any(|head| spoiled(head.o) || head.apart().is_some_and(|own| spoiled(own.o))) {
             return None;
         }
-        for (head, record) in walk.iter().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
+        let mut natural = vec![0.0; all * cx.dv];
+        for (head, record) in walk.iter_mut().zip(results.chunks_exact_mut(record(cx, sequence, probe))) {
             let (first, second) = record.split_at_mut(2 * FEW + rows * cx.dv);
             for row in 0..rows {
                 first[row] = head.m[row];
-                first[FEW + row] = StripKernels::total(&head.l, rows, row);
+                first[FEW + row] = StripKernels::total(&head.l, all, row);
             }
-            StripKernels::rows_of(head.o, rows, cx.dv, &mut first[2 * FEW..]);
-            if let Some(own) = &head.second {
-                second[..FEW].copy_from_slice(&own.l[..FEW]);
-                StripKernels::rows_of(own.o, rows, cx.dv, &mut second[FEW..]);
+            StripKernels::rows_of(head.o, all, cx.dv, &mut natural);
+            let (own, others) = natural.split_at(rows * cx.dv);
+            first[2 * FEW..].copy_from_slice(own);
+            if let Some(sums) = &head.second {
+                second[..FEW].copy_from_slice(&sums.l[..FEW]);
+                match &sums.apart {
+                    Some(apart) => StripKernels::rows_of(apart.o, rows, cx.dv, &mut second[FEW..]),
+                    None => second[FEW..].copy_from_slice(others),
+                }
             }
         }
         Some(counters)

@@ -6,7 +6,8 @@ use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
-use crate::tiles::{Context, KeyRows, MAX_LANES, Step, Tile};
+use crate::step::{Step, in_pairs};
+use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use fulgurite_core::{DType, Rescale};
 
@@ -31,8 +32,18 @@ struct Done {
     alpha: Option<[f32; MAX_LANES]>,
     /// Whether its weights are packed already.
     packed: bool,
-    /// The weights of a block's later pieces.
-    own: Vec<f32>,
+    /// The packed weights and U of a block's later pieces.
+    own: [Vec<f32>; 2],
+}
+
+/// Where the packed weights and U of a piece are: its own, or from `at` on in those of all blocks.
+fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n: usize) -> [&'a mut [f32]; 2] {
+    let [weights, probes] = own;
+    if !weights.is_empty() {
+        return [weights, probes];
+    }
+    // U of what is not packed has no place here.
+    all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
@@ -42,7 +53,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let (room, block, tile) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let blocks = last.div_ceil(block);
     // Weights that softmax packs are kept for all blocks; others are packed one block after the other, in one place.
-    let kept = if cx.problem.dtype() == DType::Bf16 { blocks } else { blocks.min(1) };
+    let bf16 = cx.problem.dtype() == DType::Bf16;
+    let kept = if bf16 { blocks } else { blocks.min(1) };
+    // Whether softmax packs what is finite: all of its blocks do the same.
+    let unit = cx.kernels.matrix_for(cx.problem.dtype());
+    let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.narrow.suits(cx.exp));
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
     let sizes = [
         blocks * block * room.key,
@@ -55,10 +70,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
         scratch,
         room.values,
         kept * room.weights,
+        if packs { kept * room.weights } else { 0 },
     ];
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k, v, s_all, u_all, q, r, o, rows, values, weights] = sizes.map(|n| arena.take(n));
+        let [k, v, s_all, u_all, q, r, o, rows, values, weights, probes] = sizes.map(|n| arena.take(n));
         let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
         let packed: Vec<[KeyRows<'_>; 2]> = parts
             .enumerate()
@@ -83,40 +99,47 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let start = i * block;
                 let keys = start..(start + block).min(sequence.k_len);
                 for (n, piece) in cx.pieces(&row.tile, keys).enumerate() {
-                    let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                    let Some(mut step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
                     // Packed weights are whole tiles: a second piece of a block may share one with the first.
-                    let mut own = vec![0.0; if n == 0 { 0 } else { room.weights }];
-                    let to = if n == 0 {
-                        {
-                            let at = i.min(kept - 1) * room.weights;
-                            &mut weights[at..at + room.weights]
-                        }
-                    } else {
-                        &mut own[..]
-                    };
-                    let mut scratch = Scratch::new(values, to);
-                    let (s, u) = (&mut s_all[start * stride..], &mut u_all[start * stride..]);
-                    let (s, u) = (&mut s[..block * stride], &mut u[..block * stride]);
-                    scores(cx, &row, &step, start, *k, s, ahead);
-                    let before = (row.m, row.l);
-                    let mut alpha = [1.0; MAX_LANES];
-                    let mut stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
-                    if stats.distrusted > 0 {
-                        (row.m, row.l) = before;
+                    let mut own = [(); 2].map(|_| vec![0.0; if n == 0 { 0 } else { room.weights }]);
+                    let at = i.min(kept - 1) * room.weights;
+                    let packed = packs && v.finite;
+                    let [to, packed_u] = places(&mut own, [weights, probes], at, room.weights);
+                    // What is packed leaves nothing to keep of S and U.
+                    let place = if packed { 0 } else { start * stride };
+                    let s = &mut s_all[place..][..block * stride];
+                    let u = &mut u_all[place..][..block * stride];
+                    let mut factors = [1.0; MAX_LANES];
+                    let mut rescaled = false;
+                    let seen = std::mem::take(&mut step.ranges);
+                    for ranges in in_pairs(seen, cx.whole_products()) {
+                        step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
-                        stats = softmax(cx, &mut row, &step, s, [*k, *v], &mut scratch, &mut alpha, Policy::Raise(0.0));
+                        rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                        let before = (row.m, row.l, sums);
+                        let mut alpha = [1.0; MAX_LANES];
+                        let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
+                            let mut scratch = Scratch::new(values, to);
+                            scratch.probe = packed.then_some(PackedProbe { u, packed: packed_u, sums });
+                            let stats = softmax(cx, row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                            assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
+                            stats
+                        };
+                        let mut stats = fold(&mut row, s, &mut sums[..stride], policy);
+                        if stats.distrusted > 0 {
+                            (row.m, row.l, sums) = before;
+                            scores(cx, &row, &step, start, *k, s, ahead);
+                            stats = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
+                        }
+                        if !packed {
+                            let (sums, alpha) = (&mut sums[..stride], &alpha[..stride]);
+                            cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha, ranges });
+                        }
+                        rescaled |= stats.rescaled > 0;
+                        factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
                     }
-                    rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                    let (sums, alpha) = (&mut sums[..stride], (stats.rescaled > 0).then_some(alpha));
-                    let factors = alpha.unwrap_or([1.0; MAX_LANES]);
-                    let (ranges, factors) = (step.ranges, &factors[..stride]);
-                    if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
-                        let mut args = PackedProbe { u, ranges, lanes: sums, alpha: factors };
-                        unit.narrow.probe(&mut args, scratch.weights, block / DEPTH);
-                    } else {
-                        cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha: factors, ranges });
-                    }
-                    let packed = scratch.packed;
+                    step.ranges = seen;
+                    let alpha = rescaled.then_some(factors);
                     done.push(Done { start, step, alpha, packed, own });
                 }
             }
@@ -128,21 +151,26 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 if let Some(alpha) = alpha {
                     cx.kernels.scale_lanes(row.o, &alpha[..stride]);
                 }
+                let at = (*start / block).min(kept - 1) * room.weights;
+                let [to, packed_u] = places(own, [weights, probes], at, room.weights);
                 let (s, u) = (&mut s_all[*start * stride..], &u_all[*start * stride..]);
                 let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
-                let at = (*start / block).min(kept - 1) * room.weights;
-                let to = if own.is_empty() { &mut weights[at..at + room.weights] } else { &mut own[..] };
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
-                if let (true, Some(unit)) = (scratch.packed, cx.kernels.matrix_for(cx.problem.dtype())) {
-                    let (lanes, alpha) = (&mut mean[..stride], &[1.0; MAX_LANES][..stride]);
-                    let mut args = PackedProbe { u, ranges: step.ranges, lanes, alpha };
-                    unit.narrow.reweigh(&mut args, scratch.weights, block / DEPTH);
-                } else {
-                    cx.kernels.stage(Stage::Reweigh { p: s, u, mean: &mean[..stride], ranges: step.ranges });
+                let seen = std::mem::take(&mut step.ranges);
+                // On vectors sums are cut where neighbours begin or end: as attention's are.
+                for ranges in in_pairs(seen, cx.whole_products()) {
+                    step.ranges = ranges;
+                    let mean = &mean[..stride];
+                    match unit {
+                        Some(unit) if scratch.packed => {
+                            unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
+                        }
+                        _ => cx.kernels.stage(Stage::Reweigh { p: s, u, mean, ranges }),
+                    }
+                    let products = Products { step, stride, ahead };
+                    cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
                 }
-                let products = Products { step, stride, ahead };
-                cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
             }
             let scale = cx.score_scale();
             row.m.iter_mut().for_each(|m| *m *= scale);

@@ -402,25 +402,27 @@ unsafe fn pack_rows<T: Row, const PARTS: usize>(
     dst: *mut f32,
     depth: usize,
 ) -> bool {
-    for r in 0..rows.next_multiple_of(16) {
-        for tile in 0..depth {
-            // SAFETY: inside the extents; rows past the last are not read.
-            unsafe {
+    // SAFETY: inside the extents; rows past the last are not read.
+    unsafe {
+        // x * 0 is 0 for finite x and NaN for the others.
+        let mut odd = [Avx512::splat(0.0); 2];
+        for r in 0..rows.next_multiple_of(16) {
+            for tile in 0..depth {
                 let left = if r < rows { n.saturating_sub(tile * 32) } else { 0 };
                 let p = src.wrapping_add(r * row + tile * 32);
+                let x = [vector(p, left), vector(p.wrapping_add(16), left.saturating_sub(16))];
+                odd = std::array::from_fn(|i| Avx512::fma(x[i], Avx512::splat(0.0), odd[i]));
                 // A single part of an f32 is rounded, as in `pack_tile`; one of a bf16 is exact.
                 let cut = PARTS == 1 && size_of::<T>() == 4;
-                let parts = |x| split::<PARTS>(if cut { _mm512_castsi512_ps(rounded(x)) } else { x });
-                let first = parts(vector(p, left));
-                let second = parts(vector(p.wrapping_add(16), left.saturating_sub(16)));
+                let [first, second] = x.map(|x| split::<PARTS>(if cut { _mm512_castsi512_ps(rounded(x)) } else { x }));
                 let to = dst.add((r / 16 * depth + tile) * PARTS * SLOTS + r % 16 * 16);
                 for part in 0..PARTS {
                     _mm512_storeu_si512(to.add(part * SLOTS).cast(), join(first[part], second[part]));
                 }
             }
         }
+        Avx512::count(Avx512::lt(Avx512::add(odd[0], odd[1]), Avx512::splat(1.0))) == 16
     }
-    true
 }
 
 /// # Safety

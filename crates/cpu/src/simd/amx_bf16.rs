@@ -10,12 +10,13 @@ use super::amx::{join, rounded};
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
 use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, PackedProbe};
+use crate::step::Ranges;
 use fulgurite_core::exp::EXP2_POLY;
 use half::bf16;
 use std::arch::x86_64::*;
 
 pub(super) static NARROW: NarrowKernels =
-    NarrowKernels { copy_at, turn_at, pair_at, softmax, probe, reweigh, grad, pack_grad };
+    NarrowKernels { copy_at, turn_at, pair_at, softmax, reweigh, grad, pack_grad };
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
 pub(super) const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];
@@ -87,8 +88,7 @@ pub(super) unsafe fn copy_rows(
     depth: usize,
 ) -> bool {
     // SAFETY: inside the extents; rows past the last are not read.
-    unsafe { copy(|r| src.wrapping_add(r * row), [rows, n], dst, depth) };
-    true
+    unsafe { copy(|r| src.wrapping_add(r * row), [rows, n], dst, depth) }
 }
 
 /// The same for rows that begin at `starts`.
@@ -98,20 +98,24 @@ pub(super) unsafe fn copy_rows(
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn copy_at(src: *const bf16, starts: &[usize], n: usize, dst: *mut f32, depth: usize) {
     // SAFETY: passed on; only rows below the number of starts are asked for.
-    unsafe { copy(|r| src.add(starts[r]), [starts.len(), n], dst, depth) }
+    unsafe { copy(|r| src.add(starts[r]), [starts.len(), n], dst, depth) };
 }
 
+/// True if all elements are finite.
 #[inline(always)]
-unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *mut f32, depth: usize) {
-    for r in 0..rows.next_multiple_of(16) {
-        for tile in 0..depth {
-            // SAFETY: inside the extents (caller).
-            unsafe {
+unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *mut f32, depth: usize) -> bool {
+    // SAFETY: inside the extents (caller).
+    unsafe {
+        let mut largest = _mm512_setzero_si512();
+        for r in 0..rows.next_multiple_of(16) {
+            for tile in 0..depth {
                 let left = if r < rows { n.saturating_sub(tile * 32) } else { 0 };
                 let x = if left == 0 { _mm512_setzero_si512() } else { line(at(r).add(tile * 32), left) };
+                largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
                 _mm512_storeu_si512(dst.add((r / 16 * depth + tile) * SLOTS + r % 16 * 16).cast(), x);
             }
         }
+        _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0
     }
 }
 
@@ -258,7 +262,12 @@ impl Argument {
 /// # Safety
 /// As for [`Simd`]; the extents are checked by the table.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn softmax(args: &mut SoftmaxArgs<'_>, out: *mut f32, pitch: usize) -> SoftmaxStats {
+unsafe fn softmax(
+    args: &mut SoftmaxArgs<'_>,
+    out: *mut f32,
+    pitch: usize,
+    mut probe: Option<&mut PackedProbe<'_>>,
+) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
     // SAFETY: as for `Simd`.
     unsafe {
@@ -266,45 +275,72 @@ unsafe fn softmax(args: &mut SoftmaxArgs<'_>, out: *mut f32, pitch: usize) -> So
             let Some(begun) = begin::<Avx512>(args, z, &mut stats) else { continue };
             let (argument, fused) = Argument::new(begun.shift, std::f32::consts::LOG2_E * args.scale);
             let (s, to) = (args.s.as_ptr().add(z * 16), out.add(z * pitch));
-            let sum = if fused {
-                weigh::<true>(s, args.stride, args.ranges[z], argument, to)
+            let (stride, range) = (args.stride, args.ranges[z]);
+            let Some(probe) = &mut probe else {
+                let [sum, _] = if fused {
+                    weigh::<true, false>(s, stride, range, argument, to, (s, to))
+                } else {
+                    weigh::<false, false>(s, stride, range, argument, to, (s, to))
+                };
+                end::<Avx512>(args, z, begun, sum, &mut stats);
+                continue;
+            };
+            let u = (probe.u.as_ptr().add(z * 16), probe.packed.as_mut_ptr().add(z * pitch));
+            let [sum, own] = if fused {
+                weigh::<true, true>(s, stride, range, argument, to, u)
             } else {
-                weigh::<false>(s, args.stride, args.ranges[z], argument, to)
+                weigh::<false, true>(s, stride, range, argument, to, u)
             };
             end::<Avx512>(args, z, begun, sum, &mut stats);
+            let (at, alpha) = (probe.sums.as_mut_ptr().add(z * 16), args.alpha.as_ptr().add(z * 16));
+            Avx512::store(at, Avx512::fma(Avx512::load(at), Avx512::load(alpha), own));
         }
     }
     stats
 }
 
-/// P of one vector of lanes, packed; the sum.
+/// P of one vector of lanes, packed; the sum. With PROBE also U, packed, and the sum of P U.
 #[inline(always)]
-unsafe fn weigh<const FUSED: bool>(
+unsafe fn weigh<const FUSED: bool, const PROBE: bool>(
     s: *const f32,
     stride: usize,
     (start, end): (usize, usize),
     argument: Argument,
     out: *mut f32,
-) -> __m512 {
+    (u, u_out): (*const f32, *mut f32),
+) -> [__m512; 2] {
     // SAFETY: keys of the range are valid (caller).
     unsafe {
         let mut sums = [_mm512_setzero_ps(); 2];
+        let mut probed = [_mm512_setzero_ps(); 2];
         for tile in start / 32..end.div_ceil(32) {
-            let (first, to) = (tile * 32, out.add(tile * SLOTS));
+            let first = tile * 32;
             let whole = start <= first && first + 32 <= end;
             for j in 0..16 {
                 let keys = [first + j, first + 16 + j];
                 let mut p = [_mm512_setzero_ps(); 2];
+                let mut own = [_mm512_setzero_ps(); 2];
                 for i in 0..2 {
                     if whole || (start <= keys[i] && keys[i] < end) {
                         p[i] = argument.exp::<FUSED>(_mm512_loadu_ps(s.add(keys[i] * stride)));
                         sums[i] = _mm512_add_ps(sums[i], p[i]);
+                        if PROBE {
+                            // A key that weighs nothing may hold anything.
+                            let bits = _mm512_castps_si512(p[i]);
+                            let seen = _mm512_test_epi32_mask(bits, bits);
+                            own[i] = _mm512_maskz_loadu_ps(seen, u.add(keys[i] * stride));
+                            probed[i] = _mm512_fmadd_ps(p[i], own[i], probed[i]);
+                        }
                     }
                 }
-                _mm512_storeu_si512(to.add(j * 16).cast(), join(rounded(p[0]), rounded(p[1])));
+                let at = tile * SLOTS + j * 16;
+                _mm512_storeu_si512(out.add(at).cast(), join(rounded(p[0]), rounded(p[1])));
+                if PROBE {
+                    _mm512_storeu_si512(u_out.add(at).cast(), join(rounded(own[0]), rounded(own[1])));
+                }
             }
         }
-        _mm512_add_ps(sums[0], sums[1])
+        [sums, probed].map(|[a, b]| _mm512_add_ps(a, b))
     }
 }
 
@@ -490,28 +526,6 @@ unsafe fn pack<G: Gradient>(args: &GradArgs<'_>, from: &G, out: &mut GradPanels<
     }
 }
 
-/// The slots of packed weights that a vector of lanes sees, with where their two keys' U lie.
-///
-/// # Safety
-/// As for [`probe`].
-#[inline(always)]
-unsafe fn each_slot(args: &PackedProbe<'_>, z: usize, mut f: impl FnMut(usize, [__m512; 2])) {
-    let (start, end) = args.ranges[z];
-    let stride = args.lanes.len();
-    if start >= end {
-        return;
-    }
-    for tile in start / 32..end.div_ceil(32) {
-        for j in 0..16 {
-            let at = (tile * 32 + j) * stride + z * 16;
-            // SAFETY: whole tiles are inside U (caller).
-            let u =
-                unsafe { [Avx512::load(args.u.as_ptr().add(at)), Avx512::load(args.u.as_ptr().add(at + 16 * stride))] };
-            f(tile * SLOTS + j * 16, u);
-        }
-    }
-}
-
 /// The two weights of each slot.
 ///
 /// # Safety
@@ -527,46 +541,24 @@ unsafe fn weights(p: *const f32) -> [__m512; 2] {
 }
 
 /// # Safety
-/// AVX-512 is present; groups of lanes are `pitch` slots apart in the weights, and all whole tiles of the ranges are
-/// inside them and U.
+/// AVX-512 is present; groups of lanes are `pitch` slots apart in the weights and U, and all whole tiles of the ranges are
+/// inside them.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn probe(args: &mut PackedProbe<'_>, panels: *const f32, pitch: usize) {
-    // SAFETY: inside the extents (caller).
-    unsafe {
-        for z in 0..args.lanes.len() / 16 {
-            let own = args.lanes.as_mut_ptr().add(z * 16);
-            let before = _mm512_mul_ps(Avx512::load(own), Avx512::load(args.alpha.as_ptr().add(z * 16)));
-            let mut sums = [before, _mm512_setzero_ps()];
-            each_slot(args, z, |at, u| {
-                let p = weights(panels.add(z * pitch + at));
-                for half in 0..2 {
-                    // A key that weighs nothing may hold anything.
-                    let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p[half]), _mm512_castps_si512(p[half]));
-                    sums[half] = _mm512_mask3_fmadd_ps(p[half], u[half], sums[half], seen);
-                }
-            });
-            Avx512::store(own, _mm512_add_ps(sums[0], sums[1]));
+unsafe fn reweigh(panels: *mut f32, u: *const f32, pitch: usize, ranges: &Ranges, mean: &[f32]) {
+    for (z, mean) in mean.as_chunks::<16>().0.iter().enumerate() {
+        let (start, end) = ranges[z];
+        if start >= end {
+            continue;
         }
-    }
-}
-
-/// # Safety
-/// As for [`probe`].
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn reweigh(args: &mut PackedProbe<'_>, panels: *mut f32, pitch: usize) {
-    // SAFETY: inside the extents (caller).
-    unsafe {
-        for z in 0..args.lanes.len() / 16 {
-            let one = _mm512_add_ps(_mm512_set1_ps(1.0), Avx512::load(args.lanes.as_ptr().add(z * 16)));
-            each_slot(args, z, |at, u| {
+        // SAFETY: inside the extents (caller).
+        unsafe {
+            let one = _mm512_add_ps(_mm512_set1_ps(1.0), Avx512::load(mean.as_ptr()));
+            for at in (start / 32 * SLOTS..end.div_ceil(32) * SLOTS).step_by(16) {
                 let to = panels.add(z * pitch + at);
-                let p = weights(to);
-                let [first, second] = std::array::from_fn(|half| {
-                    let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p[half]), _mm512_castps_si512(p[half]));
-                    rounded(_mm512_maskz_mul_ps(seen, p[half], _mm512_sub_ps(one, u[half])))
-                });
-                _mm512_storeu_si512(to.cast(), join(first, second));
-            });
+                let (p, u) = (weights(to), weights(u.add(z * pitch + at)));
+                let own = |half: usize| rounded(_mm512_mul_ps(p[half], _mm512_sub_ps(one, u[half])));
+                _mm512_storeu_si512(to.cast(), join(own(0), own(1)));
+            }
         }
     }
 }

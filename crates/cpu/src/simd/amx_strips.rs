@@ -159,33 +159,39 @@ unsafe fn store_weights(to: *mut f32, rows: usize, bits: __m512i) {
 /// # Safety
 /// AVX-512 is present; scores of 32 keys, weights and room for weights of each row.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn probe(args: &mut StripProbe<'_>, [rows, columns]: [usize; 2]) {
+unsafe fn probe(args: &mut StripProbe<'_>, [queries, rows, columns]: [usize; 3]) {
     // SAFETY: inside the extents (caller).
-    unsafe { if columns == 4 { probe_of::<8>(args, rows) } else { probe_of::<16>(args, rows) } }
+    unsafe { if columns == 4 { probe_of::<8>(args, [queries, rows]) } else { probe_of::<16>(args, [queries, rows]) } }
 }
 
 /// # Safety
 /// As for [`probe`]; N is twice the columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn probe_of<const N: usize>(args: &mut StripProbe<'_>, rows: usize) {
+unsafe fn probe_of<const N: usize>(args: &mut StripProbe<'_>, [queries, rows]: [usize; 2]) {
     // SAFETY: inside the extents (caller).
     unsafe {
         let scale = _mm512_set1_ps(args.scale);
+        let to = args.weights.as_mut_ptr();
+        let from = args.p.map_or(to.cast_const(), <[f32]>::as_ptr);
+        // Beside their queries, probes are the rows after them.
+        let first = rows - queries;
         for half in 0..2 {
             let mut u = [_mm512_setzero_si512(); N];
             for (i, u) in u.iter_mut().take(N / 2).enumerate() {
                 *u = _mm512_loadu_si512(args.u.as_ptr().add(16 * (half * N / 2 + i)).cast());
             }
-            for (row, u) in (0..rows).zip(rows_of::<N>(&u)) {
+            let u = rows_of::<N>(&u);
+            for row in 0..queries {
                 let at = (half * 2 * rows + row) * 16;
                 // The weights of odd columns are numbers as they lie.
-                let p = _mm512_loadu_ps(args.p.as_ptr().add(at + rows * 16));
+                let p = _mm512_loadu_ps(from.add(at + rows * 16));
                 // A key that weighs nothing may hold anything.
                 let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p), _mm512_castps_si512(p));
-                let weighted = _mm512_maskz_mul_ps(seen, p, _mm512_mul_ps(_mm512_castsi512_ps(u), scale));
+                let own = _mm512_castsi512_ps(u[first + row]);
+                let weighted = _mm512_maskz_mul_ps(seen, p, _mm512_mul_ps(own, scale));
                 args.l[row] += _mm512_reduce_add_ps(weighted);
-                store_weights(args.weights.as_mut_ptr().add(at), rows, rounded(weighted));
+                store_weights(to.add(at + first * 16), rows, rounded(weighted));
             }
         }
     }
@@ -194,9 +200,11 @@ unsafe fn probe_of<const N: usize>(args: &mut StripProbe<'_>, rows: usize) {
 /// # Safety
 /// AVX-512 is present; scores of 32 keys, room for the weights of each row, 16 running values each.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> SoftmaxStats {
+unsafe fn softmax(args: &mut StripSoftmax<'_>, [queries, rows, columns]: [usize; 3]) -> SoftmaxStats {
     // SAFETY: inside the extents (caller).
-    unsafe { if columns == 4 { softmax_of::<8>(args, rows) } else { softmax_of::<16>(args, rows) } }
+    unsafe {
+        if columns == 4 { softmax_of::<8>(args, [queries, rows]) } else { softmax_of::<16>(args, [queries, rows]) }
+    }
 }
 
 /// Lanes are as the scores lie: N vectors, each of 16 / columns keys.
@@ -205,7 +213,7 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [rows, columns]: [usize; 2]) -> S
 /// As for [`softmax`]; N is twice the columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, rows: usize) -> SoftmaxStats {
+unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows]: [usize; 2]) -> SoftmaxStats {
     let columns = N / 2;
     let mut stats = SoftmaxStats::default();
     // SAFETY: inside the extents (caller).
@@ -233,7 +241,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, rows: usize) -
             let bar = _mm512_add_ps(m, _mm512_set1_ps(args.tau * LN_2));
             let raise = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(bar, top);
             let seen = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(m, _mm512_set1_ps(f32::NEG_INFINITY));
-            let own = (1u16 << rows) - 1;
+            let own = (1u16 << queries) - 1;
             stats.possible = (higher & seen & own).count_ones();
             stats.rescaled = (raise & seen & own).count_ones();
             let raised = _mm512_mask_mov_ps(m, raise, top);
@@ -256,7 +264,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, rows: usize) -
                 bits[i - half * N / 2] = rounded(p);
             }
             ask();
-            for (row, bits) in (0..rows).zip(rows_of::<N>(&bits)) {
+            for (row, bits) in (0..queries).zip(rows_of::<N>(&bits)) {
                 store_weights(args.weights.as_mut_ptr().add((half * 2 * rows + row) * 16), rows, bits);
             }
         }

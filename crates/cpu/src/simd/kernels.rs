@@ -1,7 +1,7 @@
 //! The table of entry points of an instruction set, and its safe face.
 
 use super::MatrixKernels;
-use super::algorithms::{Ahead, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
+use super::algorithms::{Ahead, FewRows, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use super::coming::Coming;
 use crate::Isa;
 use crate::evaluate::Evaluator;
@@ -22,8 +22,7 @@ pub(crate) enum Sum {
 type Gemm = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 type Finish = unsafe fn(&[f32], &[f32], &mut [f32], &mut [f32]);
 type Widen<T> = unsafe fn(*const T, *mut f32, usize) -> bool;
-type Dots<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], Coming);
-type Combine<T> = unsafe fn(*mut f32, usize, *const f32, usize, *const T, usize, [usize; 3], Coming);
+type Few<T> = unsafe fn(FewRows, [usize; 2], *const T, usize, [usize; 3], Coming);
 
 /// Entry points compiled for one instruction set. Holding a reference to one tells you that this machine has
 /// that instruction set: [`kernels`] checks before it hands one out.
@@ -45,12 +44,12 @@ pub(crate) struct Kernels {
     pub(super) narrow_bf16: unsafe fn(&[f32], &mut [bf16]),
     pub(super) stream: unsafe fn(*const f32, *mut f32, usize),
     pub(super) fence: unsafe fn(),
-    pub(super) dots_f32: Dots<f32>,
-    pub(super) dots_f16: Dots<f16>,
-    pub(super) dots_bf16: Dots<bf16>,
-    pub(super) combine_f32: Combine<f32>,
-    pub(super) combine_f16: Combine<f16>,
-    pub(super) combine_bf16: Combine<bf16>,
+    pub(super) dots_f32: Few<f32>,
+    pub(super) dots_f16: Few<f16>,
+    pub(super) dots_bf16: Few<bf16>,
+    pub(super) combine_f32: Few<f32>,
+    pub(super) combine_f16: Few<f16>,
+    pub(super) combine_bf16: Few<bf16>,
     pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
@@ -291,53 +290,55 @@ impl Kernels {
         unsafe { (self.narrow_bf16)(src, dst) }
     }
 
-    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. What comes is asked for.
+    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`; `rows` has s and q, which is `ldq` from row to row,
+    /// and maybe a second pair beside it: its bits are those of a call of its own. What comes is asked for.
     pub fn dots(
         &self,
-        s: &mut [f32],
-        stride: usize,
-        q: &[f32],
-        ldq: usize,
+        rows: &mut [(&mut [f32], &[f32])],
+        [stride, ldq]: [usize; 2],
         k: &Strided<'_>,
-        [rows, keys, d]: [usize; 3],
+        size: [usize; 3],
         coming: Coming,
     ) {
-        assert!(rows <= stride && s.len() >= extent(keys, stride, rows), "scores too small");
-        assert!(q.len() >= extent(rows, ldq, d), "queries too small");
-        let (range, row, size) = (k.range(keys, d), k.row, [rows, keys, d]);
-        let (s, q) = (s.as_mut_ptr(), q.as_ptr());
+        let [n, keys, d] = size;
+        for (s, q) in &*rows {
+            assert!(n <= stride && s.len() >= extent(keys, stride, n), "scores too small");
+            assert!(q.len() >= extent(n, ldq, d), "queries too small");
+        }
+        let (range, row, rows) = (k.range(keys, d), k.row, FewRows::new(rows));
         // SAFETY: the machine has the instruction set, and the extents were just checked (keys by slicing).
         unsafe {
             match k.data {
-                Data::F32(k) => (self.dots_f32)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
-                Data::F16(k) => (self.dots_f16)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
-                Data::Bf16(k) => (self.dots_bf16)(s, stride, q, ldq, k[range].as_ptr(), row, size, coming),
+                Data::F32(k) => (self.dots_f32)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
+                Data::F16(k) => (self.dots_f16)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
+                Data::Bf16(k) => (self.dots_bf16)(rows, [stride, ldq], k[range].as_ptr(), row, size, coming),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
     }
 
-    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. What comes is asked for.
+    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`; `rows` has o, which is `ldo` from row to row, and
+    /// p, as for [`dots`](Self::dots). What comes is asked for.
     pub fn combine(
         &self,
-        o: &mut [f32],
-        ldo: usize,
-        p: &[f32],
-        stride: usize,
+        rows: &mut [(&mut [f32], &[f32])],
+        [stride, ldo]: [usize; 2],
         v: &Strided<'_>,
-        [rows, keys, d]: [usize; 3],
+        size: [usize; 3],
         coming: Coming,
     ) {
-        assert!(rows <= stride && p.len() >= extent(keys, stride, rows), "probabilities too small");
-        assert!(o.len() >= extent(rows, ldo, d), "output too small");
-        let (range, row, size) = (v.range(keys, d), v.row, [rows, keys, d]);
-        let (o, p) = (o.as_mut_ptr(), p.as_ptr());
+        let [n, keys, d] = size;
+        for (o, p) in &*rows {
+            assert!(n <= stride && p.len() >= extent(keys, stride, n), "probabilities too small");
+            assert!(o.len() >= extent(n, ldo, d), "output too small");
+        }
+        let (range, row, rows) = (v.range(keys, d), v.row, FewRows::new(rows));
         // SAFETY: the machine has the instruction set, and the extents were just checked (values by slicing).
         unsafe {
             match v.data {
-                Data::F32(v) => (self.combine_f32)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
-                Data::F16(v) => (self.combine_f16)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
-                Data::Bf16(v) => (self.combine_bf16)(o, ldo, p, stride, v[range].as_ptr(), row, size, coming),
+                Data::F32(v) => (self.combine_f32)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
+                Data::F16(v) => (self.combine_f16)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
+                Data::Bf16(v) => (self.combine_bf16)(rows, [stride, ldo], v[range].as_ptr(), row, size, coming),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
         }
@@ -409,7 +410,8 @@ macro_rules! define_kernels {
         pub(super) static KERNELS: super::Kernels = TABLE;
         pub(super) const TABLE: super::Kernels = {
             use crate::simd::algorithms as alg;
-            use crate::simd::algorithms::Row;
+            use crate::simd::Coming;
+            use crate::simd::algorithms::{FewRows, Row};
             use half::{bf16, f16};
 
             #[inline(always)]
@@ -489,28 +491,46 @@ macro_rules! define_kernels {
                 // SAFETY: passed on.
                 unsafe { $simd::fence() }
             }
-            /// Rows four at a time (else one by one), keys as many as one transpose can take.
+            /// Rows four at a time (else one by one, or one of each pair), keys as many as one transpose can take.
             $(#[$feature])?
             unsafe fn dots<T: Row>(
-                s: *mut f32, stride: usize, q: *const f32, ldq: usize, k: *const T, row: usize, [rows, keys, d]: [usize; 3], mut coming: crate::simd::Coming,
+                rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
             ) {
                 const BY_FOUR: usize = $simd::LANES / 4;
                 const BY_ONE: usize = $simd::LANES;
+                const BY_TWO: usize = $simd::LANES / 2;
                 let mut r = 0;
-                while r < rows {
-                    let four = rows - r >= 4;
+                while r < n {
+                    let four = n - r >= 4;
                     let most = if four { BY_FOUR } else { BY_ONE };
                     let mut j = 0;
                     while j < keys {
                         let many = keys - j >= most;
                         // SAFETY: rows r .. r + 4 or r + 1 and keys j .. j + most or j + 1 are inside.
                         unsafe {
-                            let (s, q, k) = (s.add(j * stride + r), q.add(r * ldq), k.add(j * row));
-                            match (four, many) {
-                                (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s, stride, q, ldq, k, row, d, &mut coming),
-                                (true, false) => alg::dots::<$simd, T, 4, 1>(s, stride, q, ldq, k, row, d, &mut coming),
-                                (false, true) => alg::dots::<$simd, T, 1, BY_ONE>(s, stride, q, ldq, k, row, d, &mut coming),
-                                (false, false) => alg::dots::<$simd, T, 1, 1>(s, stride, q, ldq, k, row, d, &mut coming),
+                            let (s, q) = (rows.out.map(|s| s.wrapping_add(j * stride + r)), rows.by.map(|q| q.wrapping_add(r * ldq)));
+                            let k = k.add(j * row);
+                            if !four && many && rows.both {
+                                // The keys that one row alone takes at once, so that sums are the same.
+                                for half in 0..2 {
+                                    let s = s.map(|s| s.add(half * BY_TWO * stride));
+                                    alg::dots::<$simd, T, 2, BY_TWO>(s, stride, q, k.add(half * BY_TWO * row), row, d, &mut coming);
+                                }
+                            } else {
+                                for i in 0..if rows.both { 2 } else { 1 } {
+                                    let fours = |p: *mut f32| [0, 1, 2, 3].map(|r| p.wrapping_add(r));
+                                    let (s, s4, q) = (s[i], fours(s[i]), q[i]);
+                                    let q4 = [0, 1, 2, 3].map(|r| q.wrapping_add(r * ldq));
+                                    // The second of a pair reads what the first has read.
+                                    let mut nothing = Coming::NOTHING;
+                                    let coming = if i == 0 { &mut coming } else { &mut nothing };
+                                    match (four, many) {
+                                        (true, true) => alg::dots::<$simd, T, 4, BY_FOUR>(s4, stride, q4, k, row, d, coming),
+                                        (true, false) => alg::dots::<$simd, T, 4, 1>(s4, stride, q4, k, row, d, coming),
+                                        (false, true) => alg::dots::<$simd, T, 1, BY_ONE>([s], stride, [q], k, row, d, coming),
+                                        (false, false) => alg::dots::<$simd, T, 1, 1>([s], stride, [q], k, row, d, coming),
+                                    }
+                                }
                             }
                         }
                         j += if many { most } else { 1 };
@@ -521,34 +541,47 @@ macro_rules! define_kernels {
             /// Rows four at a time, columns four vectors at a time, the last columns one by one.
             $(#[$feature])?
             unsafe fn combine<T: Row>(
-                o: *mut f32, ldo: usize, p: *const f32, stride: usize, v: *const T, row: usize, [rows, keys, d]: [usize; 3], mut coming: crate::simd::Coming,
+                rows: FewRows, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
             ) {
+                let both = if rows.both { 2 } else { 1 };
                 let mut r = 0;
-                while r < rows {
-                    let four = rows - r >= 4;
+                while r < n {
+                    let four = n - r >= 4;
                     let mut c = 0;
                     while c < d {
                         let wide = d - c >= 4 * $simd::LANES;
                         // SAFETY: rows r .. r + 4 or r + 1 and the columns of each arm are inside.
                         unsafe {
-                            let (o, p, v) = (o.add(r * ldo + c), p.add(r), v.add(c));
+                            let (o, p) = (rows.out.map(|o| o.wrapping_add(r * ldo + c)), rows.by.map(|p| p.wrapping_add(r)));
+                            let v = v.add(c);
                             if d - c < $simd::LANES {
-                                for i in 0..if four { 4 } else { 1 } {
-                                    for x in 0..d - c {
-                                        let mut sum = *o.add(i * ldo + x);
-                                        for j in 0..keys {
-                                            sum += *p.add(j * stride + i) * (*v.add(j * row + x)).one();
-                                        }
-                                        *o.add(i * ldo + x) = sum;
+                                for (x, i, which) in (0..d - c).flat_map(|x| (0..if four { 4 } else { 1 }).flat_map(move |i| (0..both).map(move |w| (x, i, w)))) {
+                                    let to = o[which].add(i * ldo + x);
+                                    for j in 0..keys {
+                                        *to += *p[which].add(j * stride + i) * (*v.add(j * row + x)).one();
                                     }
                                 }
                                 break;
                             }
-                            match (four, wide) {
-                                (true, true) => alg::combine::<$simd, T, 4, 4>(o, ldo, p, stride, v, row, keys, &mut coming),
-                                (true, false) => alg::combine::<$simd, T, 4, 1>(o, ldo, p, stride, v, row, keys, &mut coming),
-                                (false, true) => alg::combine::<$simd, T, 1, 4>(o, ldo, p, stride, v, row, keys, &mut coming),
-                                (false, false) => alg::combine::<$simd, T, 1, 1>(o, ldo, p, stride, v, row, keys, &mut coming),
+                            if rows.both && !four {
+                                if wide {
+                                    alg::combine::<$simd, T, 2, 4>(o, p, stride, v, row, keys, &mut coming);
+                                } else {
+                                    alg::combine::<$simd, T, 2, 1>(o, p, stride, v, row, keys, &mut coming);
+                                }
+                            } else {
+                                for i in 0..both {
+                                    let (o, o4) = (o[i], [0, 1, 2, 3].map(|r| o[i].wrapping_add(r * ldo)));
+                                    let (p, p4) = (p[i], [0, 1, 2, 3].map(|r| p[i].wrapping_add(r)));
+                                    let mut nothing = Coming::NOTHING;
+                                    let coming = if i == 0 { &mut coming } else { &mut nothing };
+                                    match (four, wide) {
+                                        (true, true) => alg::combine::<$simd, T, 4, 4>(o4, p4, stride, v, row, keys, coming),
+                                        (true, false) => alg::combine::<$simd, T, 4, 1>(o4, p4, stride, v, row, keys, coming),
+                                        (false, true) => alg::combine::<$simd, T, 1, 4>([o], [p], stride, v, row, keys, coming),
+                                        (false, false) => alg::combine::<$simd, T, 1, 1>([o], [p], stride, v, row, keys, coming),
+                                    }
+                                }
                             }
                         }
                         c += if wide { 4 * $simd::LANES } else { $simd::LANES };

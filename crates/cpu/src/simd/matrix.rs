@@ -174,8 +174,8 @@ impl MatrixKernels {
     }
 
     /// Rows as rows of A, `depth` tiles a group; what is missing of the last group and tile is zero. In bf16 they want
-    /// columns from [`NarrowKernels::turn`].
-    pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) {
+    /// columns from [`NarrowKernels::turn`]. True if all elements are finite.
+    pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) -> bool {
         assert!(from.n <= depth * DEPTH, "rows too long");
         let (row, size, range) = self.packed(from, to, [from.rows, depth]);
         // SAFETY: the machine has the unit, and the extents were just checked (the source by slicing).
@@ -186,7 +186,7 @@ impl MatrixKernels {
                 Data::Bf16(x) => (self.rows_bf16)(x[range].as_ptr(), row, size, to.as_mut_ptr(), depth),
                 _ => unreachable!("bug in fulgurite: rows of a type that Problem refuses"),
             }
-        };
+        }
     }
 
     /// Rows of f32 as rows of A in one or two parts, which lose their last digits, or in three.

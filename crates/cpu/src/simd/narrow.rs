@@ -3,6 +3,7 @@
 use super::MAX_VECTORS;
 use super::algorithms::{Ahead, ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
 use super::matrix::{DEPTH, GROUP, MatrixKernels, Panels, SLOTS};
+use crate::step::Ranges;
 use half::bf16;
 
 /// Keys in a block of scores, in tiles: the most that panels of a block have room for.
@@ -23,14 +24,14 @@ impl GradPanels<'_> {
     pub const ROOM: usize = 2 * KEY_TILES * LANE_TILES * SLOTS;
 }
 
-/// Probes beside packed weights: U of a tile, `[key][lane]`, for each vector of lanes a range of keys; what is not seen
-/// weighs 0 and may be anything.
+/// Probes beside the weights that softmax packs.
 pub(crate) struct PackedProbe<'a> {
+    /// U of the tile, `[key][lane]`.
     pub u: &'a [f32],
-    pub ranges: [(usize, usize); MAX_VECTORS],
-    /// A number of each lane: sums of P U, or their mean.
-    pub lanes: &'a mut [f32],
-    pub alpha: &'a [f32],
+    /// Where U goes, packed as the weights are; what weighs nothing is 0.
+    pub packed: &'a mut [f32],
+    /// Of each lane, sums of P U; multiplied with alpha before.
+    pub sums: &'a mut [f32],
 }
 
 /// Lanes that the woven kernel takes at a time: half a tile.
@@ -97,9 +98,8 @@ pub(crate) struct NarrowKernels {
     pub(super) copy_at: At,
     pub(super) turn_at: At,
     pub(super) pair_at: At,
-    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize) -> SoftmaxStats,
-    pub(super) probe: unsafe fn(&mut PackedProbe<'_>, *const f32, usize),
-    pub(super) reweigh: unsafe fn(&mut PackedProbe<'_>, *mut f32, usize),
+    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize, Option<&mut PackedProbe<'_>>) -> SoftmaxStats,
+    pub(super) reweigh: unsafe fn(*mut f32, *const f32, usize, &Ranges, &[f32]),
     pub(super) grad: unsafe fn(&GradArgs<'_>, f32, &mut GradPanels<'_>),
     pub(super) pack_grad: unsafe fn(&GradArgs<'_>, &mut GradPanels<'_>),
 }
@@ -145,28 +145,36 @@ impl NarrowKernels {
 
     /// One step of the online softmax; P goes to `weights`, groups of lanes `depth` tiles apart. Scores are left as
     /// they are, but for hidden ones.
-    pub fn softmax(&self, args: &mut SoftmaxArgs<'_>, weights: &mut [f32], depth: usize) -> SoftmaxStats {
+    pub fn softmax(
+        &self,
+        args: &mut SoftmaxArgs<'_>,
+        weights: &mut [f32],
+        depth: usize,
+        probe: Option<&mut PackedProbe<'_>>,
+    ) -> SoftmaxStats {
         let vectors = check_tile(args.s.len(), args.stride, &args.ranges);
         let lanes = [args.m.len(), args.l.len(), args.alpha.len(), args.lo.len(), args.hi.len()];
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
         assert!(args.ranges[..vectors].iter().all(|r| r.1 <= depth * DEPTH), "keys of the block");
         assert!(weights.len() >= Panels::room(vectors, depth, 1), "panels too small");
+        if let Some(probe) = &probe {
+            check_tile(probe.u.len(), args.stride, &args.ranges);
+            let fits = probe.sums.len() >= args.stride && probe.packed.len() >= Panels::room(vectors, depth, 1);
+            assert!(fits, "probes too small");
+        }
         // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.softmax)(args, weights.as_mut_ptr(), depth * SLOTS) }
+        unsafe { (self.softmax)(args, weights.as_mut_ptr(), depth * SLOTS, probe) }
     }
 
-    /// `lanes = lanes alpha + sum over keys of P U`, P as [`softmax`](Self::softmax) has packed it.
-    pub fn probe(&self, args: &mut PackedProbe<'_>, weights: &[f32], depth: usize) {
-        args.check(weights.len(), depth);
+    /// P becomes P (1 + mean - U), both packed, for each vector of lanes in a range of keys. With a mean and U of 0 no bit
+    /// changes.
+    pub fn reweigh(&self, weights: &mut [f32], u: &[f32], depth: usize, ranges: &Ranges, mean: &[f32]) {
+        let vectors = mean.len() / GROUP;
+        assert!(mean.len().is_multiple_of(GROUP) && vectors <= MAX_VECTORS, "lanes of the tile");
+        assert!(weights.len().min(u.len()) >= Panels::room(vectors, depth, 1), "panels too small");
+        assert!(ranges[..vectors].iter().all(|r| r.1 <= depth * DEPTH), "keys of the block");
         // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.probe)(args, weights.as_ptr(), depth * SLOTS) }
-    }
-
-    /// P becomes P (1 + lanes - U), where it is packed. With lanes and U of 0 no bit changes.
-    pub fn reweigh(&self, args: &mut PackedProbe<'_>, weights: &mut [f32], depth: usize) {
-        args.check(weights.len(), depth);
-        // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.reweigh)(args, weights.as_mut_ptr(), depth * SLOTS) }
+        unsafe { (self.reweigh)(weights.as_mut_ptr(), u.as_ptr(), depth * SLOTS, ranges, mean) }
     }
 
     /// The element-wise part of backward, from scores in units of `score_scale`; P and dS go to panels.
@@ -191,19 +199,6 @@ impl NarrowKernels {
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
         let panels = [&out.p_rows, &out.ds_rows, &out.ds_lanes];
         assert!(panels.iter().all(|x| x.len() >= GradPanels::ROOM), "panels too small");
-    }
-}
-
-impl PackedProbe<'_> {
-    fn check(&self, weights: usize, depth: usize) {
-        let vectors = check_tile(self.u.len(), self.lanes.len(), &self.ranges);
-        assert!(self.alpha.len() >= self.lanes.len() && weights >= Panels::room(vectors, depth, 1), "too small");
-        // Whole tiles are read.
-        let inside = |&(start, end): &(usize, usize)| {
-            let end = end.next_multiple_of(DEPTH);
-            start >= end || end <= depth * DEPTH && end * self.lanes.len() <= self.u.len()
-        };
-        assert!(self.ranges[..vectors].iter().all(inside), "keys of the block");
     }
 }
 
@@ -273,7 +268,7 @@ mod tests {
                     policy: Policy::Trust(f32::MAX),
                     scale: log2_e / std::f32::consts::LOG2_E,
                 };
-                unit.narrow.softmax(&mut args, &mut weights, KEY_TILES);
+                unit.narrow.softmax(&mut args, &mut weights, KEY_TILES, None);
                 let (v, p) = (Panels::new(v, KEY_TILES, 1), Panels::new(&weights, KEY_TILES, 1));
                 unit.multiply(
                     MatrixMut::at(&mut o, lanes, 0, 0),

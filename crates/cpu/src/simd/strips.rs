@@ -57,9 +57,9 @@ pub(crate) struct StripSoftmax<'a> {
 
 /// The probes of the rows of a strip.
 pub(crate) struct StripProbe<'a> {
-    /// Weights P of [`Strips::softmax`].
-    pub p: &'a [f32],
-    /// Scores U of the probes, without the scale.
+    /// Weights P of [`Strips::softmax`] where the probes have a tile of their own; else they come first in `weights`.
+    pub p: Option<&'a [f32]>,
+    /// Scores U of the probes, without the scale; beside queries they are the columns after those.
     pub u: &'a [f32],
     /// Weights P U.
     pub weights: &'a mut [f32],
@@ -75,10 +75,10 @@ pub(crate) struct StripKernels {
     pub(super) hold: fn([usize; 2]) -> Hold,
     /// Queries, their columns, first key, elements from key to key, d, scores, what to ask for.
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
-    /// Rows and columns.
-    pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 2]) -> SoftmaxStats,
-    /// Rows and columns.
-    pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 2]),
+    /// Rows of queries, all rows of the tile, and columns.
+    pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 3]) -> SoftmaxStats,
+    /// The same.
+    pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 3]),
     /// Weights, rows, first value, elements from value to value, columns of O, O, what to ask for.
     pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
 }
@@ -86,7 +86,9 @@ pub(crate) struct StripKernels {
 /// The unit of one thread, shaped for strips of so many rows.
 pub(crate) struct Strips {
     kernels: &'static StripKernels,
+    /// Rows of the tile; the first are queries.
     rows: usize,
+    queries: usize,
     _hold: Hold,
 }
 
@@ -116,12 +118,12 @@ impl StripKernels {
         columns(rows) * d / 2
     }
 
-    /// Queries as columns of B, neighbours in a slot; columns past the last are zero.
-    pub fn queries(rows: RowsAt<'_>, to: &mut [f32]) {
-        let columns = columns(rows.starts.len());
+    /// Queries as columns of B from `first` on, of a tile of so many rows, neighbours in a slot; what they do not fill is not
+    /// written.
+    pub fn queries(rows: RowsAt<'_>, [first, all]: [usize; 2], to: &mut [f32]) {
+        let columns = columns(all);
         let to = &mut to[..columns * rows.n / 2];
-        to.fill(0.0);
-        for (column, &start) in rows.starts.iter().enumerate() {
+        for (column, &start) in (first..all).zip(rows.starts) {
             let pairs = rows.data[start..start + rows.n].as_chunks::<2>().0;
             for (slots, [a, b]) in to.chunks_exact_mut(columns).zip(pairs) {
                 slots[column] = f32::from_bits(u32::from(a.to_bits()) | u32::from(b.to_bits()) << 16);
@@ -149,10 +151,17 @@ impl StripKernels {
         }
     }
 
-    /// Shapes the unit of this thread. No other product may run on it before the result is dropped.
-    pub fn hold(&'static self, rows: usize) -> Strips {
-        assert!((1..=ROWS).contains(&rows), "rows of a tile");
-        Strips { kernels: self, rows, _hold: (self.hold)([rows, columns(rows)]) }
+    /// Whether probes of so many queries fit beside them, in columns that are there anyway: more columns would change the
+    /// order of sums.
+    pub fn joins(queries: usize) -> bool {
+        2 * queries <= columns(queries)
+    }
+
+    /// Shapes the unit of this thread for so many rows, of which the first are queries. No other product may run on it
+    /// before the result is dropped.
+    pub fn hold(&'static self, queries: usize, rows: usize) -> Strips {
+        assert!((1..=rows).contains(&queries) && rows <= ROWS, "rows of a tile");
+        Strips { kernels: self, rows, queries, _hold: (self.hold)([rows, columns(rows)]) }
     }
 }
 
@@ -177,16 +186,18 @@ impl Strips {
         assert!(args.s.len() >= StripKernels::scores_room(self.rows), "too small");
         assert!(args.weights.len() >= StripKernels::weights_room(self.rows), "too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.kernels.softmax)(args, [self.rows, columns(self.rows)]) }
+        unsafe { (self.kernels.softmax)(args, [self.queries, self.rows, columns(self.rows)]) }
     }
 
-    /// Scores of probes to weights P U; adds their sums.
+    /// Scores of probes to weights P U; adds their sums. Where all rows are queries, the probes have tiles of their own.
     pub fn probe(&self, args: &mut StripProbe<'_>) {
+        assert!(args.p.is_some() == (self.rows == self.queries), "probes beside queries, or apart");
+        assert!(self.rows.is_multiple_of(self.queries) && self.rows / self.queries <= 2, "a probe for each query");
         assert!(args.u.len() >= StripKernels::scores_room(self.rows), "too small");
         let room = StripKernels::weights_room(self.rows);
-        assert!(args.p.len() >= room && args.weights.len() >= room, "too small");
+        assert!(args.p.is_none_or(|p| p.len() >= room) && args.weights.len() >= room, "too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.kernels.probe)(args, [self.rows, columns(self.rows)]) }
+        unsafe { (self.kernels.probe)(args, [self.queries, self.rows, columns(self.rows)]) }
     }
 
     /// O += P V with the weights of [`softmax`](Self::softmax).

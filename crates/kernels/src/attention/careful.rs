@@ -10,6 +10,8 @@ use super::modifier::Modify;
 use super::softmax::Totals;
 use super::span::Limits;
 use super::work::{Of, Unequal, Work};
+use crate::exp::exp2;
+use fulgurite_core::Exp;
 use fulgurite_ptx::{Acc, Builder, Group, Half, Pair, Pointer, Scope, Val, Word};
 
 /// Elements of a vector that is loaded at once.
@@ -53,6 +55,8 @@ pub struct Redo<'a, 'k> {
     pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
     /// The first column of v, where it is not 0.
     pub first_column: Option<Val<'k, u32>>,
+    /// How p is computed.
+    pub exp: Exp,
     /// From scores to powers of two.
     pub scale: Val<'k, f32>,
 }
@@ -152,7 +156,11 @@ where
                 let number = (key + redo.first).to_i32();
                 let score = redo.modify.one(w, raw, i, number, full);
                 let seen = redo.limits.sees(w, i, key.to_i32(), full) & key.lt(redo.keys);
-                let p = score.mul_add(redo.scale, -(totals.max[i] * redo.scale)).exp2();
+                let power = score.mul_add(redo.scale, -(totals.max[i] * redo.scale));
+                let p = match redo.exp {
+                    Exp::Sas { .. } => exp2(redo.exp, 0, power),
+                    _ => power.exp2(),
+                };
                 seen.select::<f32>(p, 0.0)
             })
             .collect();

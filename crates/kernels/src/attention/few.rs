@@ -537,6 +537,7 @@ where
             modify,
             rows: &rows,
             first_column: None,
+            exp: self.features.exp,
             scale,
         };
         careful.run(w, &redo, o, totals, [&|_| {}, &|_| {}]);

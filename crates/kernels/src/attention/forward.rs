@@ -8,81 +8,19 @@
 
 use super::careful::{Careful, Redo, Rows};
 use super::epilogue::Epilogue;
-use super::lists::{Blocks, Lists, Tag};
-use super::modifier::{Modifiers, Modify, Parameters, Place, Sinks, Tanh};
+pub use super::features::Features;
+use super::lists::{Lists, Tag};
+use super::modifier::{Modify, Parameters, Place, Sinks, Tanh};
 use super::softmax::{Settled, Softmax, Totals};
 use super::span::{Block, Lengths, Limits, Spans};
-use super::tuning::{Added, Tuning};
-use super::work::{Equal, Of, Ragged, Shape, Unequal, Work, WorkVars};
-use fulgurite_core::{DType, Exp, Mask};
+use super::tuning::{Added, End, Tuning};
+use super::work::{Equal, Of, Shape, Unequal, Work, WorkVars};
+use fulgurite_core::Exp;
 use fulgurite_ptx::{
     BuildError, Builder, Fragment, Group, Half, Kernel, Leave, Major, Pair, Scope, Sum, Target, Tensor, Thread, Tile,
     TileShape, Val, Warpgroups, Word,
 };
 use std::f32::consts::LOG2_E;
-
-/// What of a problem shapes the kernel's text: everything but lengths.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Features {
-    /// Elements of a row of q and k, and of v and o: multiples of 16, and of [`Features::value_unit`].
-    pub dims: [u32; 2],
-    /// Which keys a query sees, as far as that is an interval.
-    pub mask: Mask,
-    /// Expressions over scores and indices.
-    pub modifiers: Modifiers,
-    /// Type of a logit for each head that joins the denominator.
-    pub sinks: Option<DType>,
-    /// Lengths that differ from sequence to sequence.
-    pub ragged: Ragged,
-    /// Lists of the blocks that are seen.
-    pub blocks: Option<Blocks>,
-    /// How p is computed.
-    pub exp: Exp,
-}
-
-/// Columns of o that the registers of a warpgroup have room for.
-const COLUMNS: u32 = 256;
-
-impl Features {
-    /// Whether a row is too wide for one warpgroup: then all compute the same scores of 64 queries, and share the columns of
-    /// v and o instead of rows. Scores are computed twice, which is the price of a plain way up to twice the columns.
-    pub fn wide(&self) -> bool {
-        self.dims.iter().any(|d| *d > COLUMNS)
-    }
-
-    /// Rows of queries of a tile.
-    pub fn tile_rows(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { 64 } else { tuning.rows() }
-    }
-
-    /// What the columns of v must be a multiple of.
-    pub fn value_unit(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { 16 * tuning.groups } else { 16 }
-    }
-
-    /// Columns of v and o of a warpgroup.
-    fn own_columns(&self, tuning: &Tuning) -> u32 {
-        if self.wide() { self.dims[1] / tuning.groups } else { self.dims[1] }
-    }
-
-    /// Whether some keys are hidden element by element, beside spans.
-    pub fn hides_elements(&self) -> bool {
-        self.modifiers.mask.is_some() || self.blocks.is_some()
-    }
-
-    /// Those of equal sequences under a mask of spans, without anything else.
-    pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
-        Features {
-            dims,
-            mask,
-            modifiers: Modifiers::default(),
-            sinks: None,
-            ragged: Ragged::default(),
-            blocks: None,
-            exp: Exp::Auto,
-        }
-    }
-}
 
 /// The forward kernel.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
@@ -116,6 +54,11 @@ where
     Pair<T>: Word,
 {
     fn new(k: &'k Builder, features: &'a Features, tuning: Tuning) -> Self {
+        let tuning = match features.exp {
+            // All scores of a tile are seen before its first p: there is nothing to join.
+            Exp::Sas { .. } => Tuning { end: End::Parts, ..tuning },
+            _ => tuning,
+        };
         let (d, dv) = (features.dims[0], features.own_columns(&tuning));
         let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
         let tensor = |name, rows, cols| match features.ragged.any() {
@@ -142,6 +85,7 @@ where
         // Tiles of q and of v in a stage: each warpgroup has its own of one of them, and the other is everyone's.
         let [q_tiles, v_tiles] = if wide { [1, tuning.groups] } else { [tuning.groups, 1] };
         let tile_rows = features.tile_rows(&tuning);
+        let scans = matches!(features.exp, Exp::Sas { .. });
         let lse = k.pointer::<f32>("lse");
         // Two words: tiles handed out, and blocks done again.
         let counters = k.pointer::<u32>("counters");
@@ -290,12 +234,27 @@ where
                     tickets.put(t, &work.message());
                     n.set(work.blocks[1] - 1);
                 };
+                // All keys once more than others have them, where all scores are seen first.
+                let scan = |t: &Scope<'k, Thread>, work: &Work<'k>| {
+                    load_q(t, work);
+                    let n = t.var(n.get());
+                    t.repeat(|t, leave| {
+                        load_k(t, n.get(), tag(t, n.get(), work), kv_head.get(), work);
+                        leave.when(n.get().eq(work.blocks[0]));
+                        n.set(n.get() - 1);
+                    });
+                };
                 let run = |t: &Scope<'k, Thread>| {
                     begin(t, find(t, t.block()));
+                    if scans {
+                        scan(t, &now.get());
+                    }
                     let first = tag(t, n.get(), &now.get());
                     set_tag(first);
                     load_k(t, n.get(), first, kv_head.get(), &now.get());
-                    load_q(t, &now.get());
+                    if !scans {
+                        load_q(t, &now.get());
+                    }
                     t.repeat(|t, leave| {
                         // Asked for early: the answer is used after this tile's loads.
                         let ticket = counters.fetch_add(t, 0, 1);
@@ -327,9 +286,11 @@ where
                                 set_tag(next_tag);
                                 if tuning.joined() {
                                     load_q(t, &next);
+                                } else if scans {
+                                    scan(t, &next);
                                 }
                                 load_k(t, n.get(), next_tag, kv_head.get(), &next);
-                                if !tuning.joined() {
+                                if !tuning.joined() && !scans {
                                     load_q(t, &next);
                                 }
                             },
@@ -464,9 +425,22 @@ where
                 set_tile(w, &now.get());
                 zero();
                 queries.wait(w);
-                scores(w, q(w), false);
-                w.wait_products(0);
-                settle(w, &take_block(w, n.get()));
+                let see = |w: &Scope<'k, Group>, n: Val<'k, u32>| {
+                    scores(w, q(w), false);
+                    w.wait_products(0);
+                    settle(w, &take_block(w, n));
+                };
+                if scans {
+                    softmax.forget();
+                    let n = w.var(n.get());
+                    w.repeat(|w, leave| {
+                        see(w, n.get());
+                        softmax.see(w, &s);
+                        leave.when(n.get().eq(now.get().blocks[0]));
+                        n.set(n.get() - 1);
+                    });
+                }
+                see(w, n.get());
                 softmax.first(w, &s, &p[0]);
             };
             // One block: its scores beside p v of the block before.
@@ -552,6 +526,7 @@ where
                         modify: &modify,
                         rows: &rows,
                         first_column,
+                        exp: features.exp,
                         scale: scale_log2,
                     };
                     let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| set_tile(w, next));

@@ -3,6 +3,7 @@
 pub mod backward;
 mod careful;
 mod epilogue;
+mod features;
 pub mod few;
 mod few_plan;
 pub mod forward;

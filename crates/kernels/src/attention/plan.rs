@@ -15,7 +15,7 @@ use super::span::Spans;
 pub use super::tuning::{Added, End, Row, Table, Tuning};
 use super::work::{Ragged, STEPS};
 use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
-use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, Rescale};
+use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::f32::consts::LOG2_E;
@@ -133,8 +133,9 @@ impl Forward {
             return missing(format!("precision {precision}"));
         }
         let exp = problem.exp();
-        if matches!(exp, fulgurite_core::Exp::Sas { .. }) {
-            return missing(format!("exp {exp}"));
+        let scans = matches!(exp, Exp::Sas { .. });
+        if let (true, Some(rescale @ (Rescale::Lazy(_) | Rescale::Optimistic(_)))) = (scans, rescale) {
+            return missing(format!("exp {exp} with rescale {rescale}; leave rescale out, or use always"));
         }
         let layout = problem.layout();
         let longest = problem.max_q_len().max(problem.max_k_len());
@@ -185,6 +186,9 @@ impl Forward {
         if let Some((spec, Some(_))) = divided {
             tuning = tuning.dividing(&spec).unwrap_or(tuning);
         }
+        if scans {
+            tuning.rescale = Rescale::Always;
+        }
         let limit = |limit: f32| if number == Number::F16 { limit.min(F16_LIMIT) } else { limit };
         tuning.rescale = match rescale.unwrap_or(tuning.rescale) {
             Rescale::Optimistic(most) => Rescale::Optimistic(limit(most)),
@@ -195,7 +199,7 @@ impl Forward {
         let heads = [problem.q_heads() as u64, problem.kv_heads() as u64];
         let few = match divided {
             Some(_) => None,
-            None if wide => None,
+            None if wide || scans => None,
             None => {
                 let dims = dims.map(|d| d.next_multiple_of(UNIT));
                 Few::new(number, &features, dims, layout, heads, tuning.rescale)
@@ -606,7 +610,10 @@ mod tests {
             Forward::new(&problem.build().unwrap(), None).unwrap_err().to_string()
         };
         assert_eq!(refused(problem(64, 64, DType::F32)), "dtype f32");
-        assert_eq!(refused(problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 })), "exp sas:-10");
+        let sas = problem(64, 64, DType::Bf16).exp(Exp::Sas { threshold: -10.0 }).build().unwrap();
+        let lazy = Forward::new(&sas, Some(Rescale::Lazy(8.0))).unwrap_err().feature;
+        assert_eq!(lazy, "exp sas:-10 with rescale lazy:8; leave rescale out, or use always");
+        assert!(Forward::new(&sas, Some(Rescale::Always)).is_ok());
     }
 
     #[test]

@@ -149,12 +149,31 @@ impl<'k> Softmax<'k> {
         Made { sums: sums.collect(), bits }
     }
 
-    /// The first block of a tile: its own maximum, fresh sums.
+    /// Whether p is no function of the difference to any maximum but the row's last: all scores are seen before the first p.
+    pub fn scans(&self) -> bool {
+        matches!(self.exp, Exp::Sas { .. })
+    }
+
+    /// Before the first block of a tile.
+    pub fn forget(&self) {
+        self.max.iter().for_each(|max| max.set(FLOOR));
+    }
+
+    /// Raises the maxima to those of a block.
+    pub fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>) {
+        let new = self.row_max(w, s);
+        self.set_max([0, 1].map(|i| new[i].max(self.max[i].get())));
+    }
+
+    /// The first block of a tile: its own maximum, unless all were seen, and fresh sums.
     pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>)
     where
         Pair<T>: Word,
     {
-        self.set_max(self.row_max(w, s).map(|m| m.max(FLOOR)));
+        if !self.scans() {
+            self.forget();
+            self.see(w, s);
+        }
         let made = self.numerators(s, p, &mut self.settled());
         self.sums.as_flattened().iter().zip(made.sums.as_flattened()).for_each(|(var, &sum)| var.set(sum));
     }

@@ -153,16 +153,29 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 for lane in (0..stride).step_by(S::LANES) {
                     let (start, end) = ranges[lane / S::LANES];
                     let at = sums.as_mut_ptr().add(lane);
-                    let mut parts = [S::mul(S::load(at), S::load(alpha.as_ptr().add(lane))), S::splat(0.0)];
-                    for key in start..end {
+                    let product = |key: usize| {
                         let i = key * stride + lane;
                         let weight = S::load(p.as_ptr().add(i));
                         let product = S::mul(weight, S::load(u.as_ptr().add(i)));
                         // A hidden key may hold anything; a NaN weight stays one.
                         let hidden = S::lt(weight, S::splat(f32::MIN_POSITIVE));
-                        parts[key % 2] = S::add(parts[key % 2], S::select(hidden, S::splat(0.0), product));
+                        S::select(hidden, S::splat(0.0), product)
+                    };
+                    // Four chains cover the latency of a sum.
+                    let zero = S::splat(0.0);
+                    let mut parts = [S::mul(S::load(at), S::load(alpha.as_ptr().add(lane))), zero, zero, zero];
+                    let mut key = start;
+                    while key + 4 <= end {
+                        for (i, part) in parts.iter_mut().enumerate() {
+                            *part = S::add(*part, product(key + i));
+                        }
+                        key += 4;
                     }
-                    S::store(at, S::add(parts[0], parts[1]));
+                    while key < end {
+                        parts[0] = S::add(parts[0], product(key));
+                        key += 1;
+                    }
+                    S::store(at, S::add(S::add(parts[0], parts[1]), S::add(parts[2], parts[3])));
                 }
             }
             Stage::Reweigh { p, u, mean, ranges } => {

@@ -9,17 +9,33 @@ pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
     d / (4 * lanes) * (4 * lanes)
 }
 
-/// Scores of R rows against K keys, read where they lie: `s[j * stride + r] = q[r] . k[j]`. Vectors run along
+/// What few rows write and what they are multiplied by: one set of them, or a second beside it that meets the same keys.
+#[derive(Clone, Copy)]
+pub(in crate::simd) struct FewRows {
+    pub out: [*mut f32; 2],
+    pub by: [*const f32; 2],
+    pub both: bool,
+}
+
+impl FewRows {
+    pub fn new(rows: &mut [(&mut [f32], &[f32])]) -> Self {
+        assert!((1..=2).contains(&rows.len()), "one set of rows, or two");
+        let last = rows.len() - 1;
+        let (out, by) = ([0, last].map(|i| rows[i].0.as_mut_ptr()), [0, last].map(|i| rows[i].1.as_ptr()));
+        FewRows { out, by, both: last > 0 }
+    }
+}
+
+/// Scores of R rows against K keys, read where they lie: `s[r][j * stride] = q[r] . k[j]`. Vectors run along
 /// the head dimension, q in pair order; R * K is the number of lanes, or K is 1.
 ///
 /// # Safety
-/// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; R rows of `d`, `ldq` apart, at `q`.
+/// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; `d` elements at each of `q`.
 #[inline(always)]
 pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
-    s: *mut f32,
+    s: [*mut f32; R],
     stride: usize,
-    q: *const f32,
-    ldq: usize,
+    q: [*const f32; R],
     k: *const T,
     row: usize,
     d: usize,
@@ -32,7 +48,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
         while i < paired(d, S::LANES) {
             let mut rows = [(S::splat(0.0), S::splat(0.0)); R];
             for (r, x) in rows.iter_mut().enumerate() {
-                let at = q.add(r * ldq + i);
+                let at = q[r].add(i);
                 *x = (S::load(at), S::load(at.add(S::LANES)));
             }
             // As many lines as are read.
@@ -49,7 +65,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
             for (j, sum) in sums.iter_mut().enumerate() {
                 let key = T::vector::<S>(k.add(j * row + i));
                 for (r, sum) in sum.iter_mut().enumerate() {
-                    *sum = S::fma(key, S::load(q.add(r * ldq + i)), *sum);
+                    *sum = S::fma(key, S::load(q[r].add(i)), *sum);
                 }
             }
             i += S::LANES;
@@ -68,24 +84,23 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
             for r in 0..R {
                 let mut score = totals[j * R + r];
                 for x in i..d {
-                    score += *q.add(r * ldq + x) * (*k.add(j * row + x)).one();
+                    score += *q[r].add(x) * (*k.add(j * row + x)).one();
                 }
-                *s.add(j * stride + r) = score;
+                *s[r].add(j * stride) = score;
             }
         }
     }
 }
 
-/// `o[r][..] += sum_j p[j * stride + r] v[j][..]` for R rows and V vectors of columns: one, or an even number
+/// `o[r][..] += sum_j p[r][j * stride] v[j][..]` for R rows and V vectors of columns: one, or an even number
 /// in pair order.
 ///
 /// # Safety
 /// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
 #[inline(always)]
 pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
-    o: *mut f32,
-    ldo: usize,
-    p: *const f32,
+    o: [*mut f32; R],
+    p: [*const f32; R],
     stride: usize,
     v: *const T,
     row: usize,
@@ -97,7 +112,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
         let mut sums = [[S::splat(0.0); V]; R];
         for (r, sum) in sums.iter_mut().enumerate() {
             for (z, x) in sum.iter_mut().enumerate() {
-                *x = S::load(o.add(r * ldo + z * S::LANES));
+                *x = S::load(o[r].add(z * S::LANES));
             }
         }
         for j in 0..keys {
@@ -111,7 +126,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
                 }
             }
             for (r, sum) in sums.iter_mut().enumerate() {
-                let weight = S::splat(*p.add(j * stride + r));
+                let weight = S::splat(*p[r].add(j * stride));
                 for z in 0..V {
                     sum[z] = S::fma(weight, values[z], sum[z]);
                 }
@@ -119,7 +134,7 @@ pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: 
         }
         for (r, sum) in sums.iter().enumerate() {
             for (z, &x) in sum.iter().enumerate() {
-                S::store(o.add(r * ldo + z * S::LANES), x);
+                S::store(o[r].add(z * S::LANES), x);
             }
         }
     }

@@ -18,7 +18,7 @@ pub(crate) use delta::{INVERT, Stage, Token};
 pub(super) use exponential::EXP2_NATIVE;
 pub(crate) use exponential::ExpKind;
 pub(super) use exponential::exp2_scalar;
-pub(super) use few::{combine, dots, paired};
+pub(super) use few::{FewRows, combine, dots, paired};
 pub(crate) use fold::{AboveArgs, BestArgs, OtherArgs};
 pub(super) use fold::{above, add_wide, best, distance, dot, frame, other};
 pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
