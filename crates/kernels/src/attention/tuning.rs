@@ -120,12 +120,13 @@ impl Tuning {
         let loads = features.modifiers.loads_move();
         match head_dim {
             257.. if loads => Tuning { cols: 16.min(self.cols), ..self },
+            129.. if loads => Tuning { cols: 32.min(self.cols), registers: [232, 40], ..self },
             129.. if features.ragged.any() || !features.modifiers.is_empty() => {
                 Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
             }
             129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
             ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
-            65.. if loads => Tuning { cols: 112.min(self.cols), ..self },
+            65..=128 if loads => Tuning { cols: 80.min(self.cols), ..self },
             _ => self,
         }
     }
