@@ -173,6 +173,23 @@ impl<'a> SharedRows<'a> {
         }
     }
 
+    /// Whether rows are better written past the caches.
+    pub fn is_large(&self) -> bool {
+        self.large
+    }
+
+    /// The address of `rows` rows of `n` elements, `row` apart, for a kernel that writes them.
+    pub fn place(&self, offset: usize, [row, rows, n]: [usize; 3]) -> *mut u8 {
+        let extent = rows.saturating_sub(1).checked_mul(row).and_then(|x| x.checked_add(n));
+        let end = extent.and_then(|x| x.checked_add(offset));
+        assert!(end.is_some_and(|end| end <= self.len), "rows outside the tensor");
+        match self.start {
+            Start::F32(p) => p.wrapping_add(offset).cast(),
+            Start::F16(p) => p.wrapping_add(offset).cast(),
+            Start::Bf16(p) => p.wrapping_add(offset).cast(),
+        }
+    }
+
     /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.
     pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
         let (start, size) = match self.start {

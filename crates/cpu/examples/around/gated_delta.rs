@@ -6,7 +6,7 @@ use fulgurite_core::gated_delta::{
 };
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};
-use fulgurite_cpu::{DeltaForm, DeltaSegments, Options, gated_delta_backward, gated_delta_forward};
+use fulgurite_cpu::{DeltaForm, DeltaSegments, Isa, Options, gated_delta_backward, gated_delta_forward};
 
 struct Case {
     problem: GatedDelta,
@@ -42,13 +42,18 @@ impl Case {
     }
 }
 
-fn seconds<const N: usize>(case: &Case, rounds: usize, how: [(DeltaForm, DeltaSegments, usize); N]) -> [f64; N] {
+fn seconds<const N: usize>(
+    case: &Case,
+    rounds: usize,
+    isa: Option<Isa>,
+    how: [(DeltaForm, DeltaSegments, usize); N],
+) -> [f64; N] {
     let inputs = case.inputs();
     let bound = inputs.bind(&case.problem).expect("tensors that fit");
     let bound = &bound;
     let mut calls = how.map(|(form, segments, threads)| {
         let mut out = DeltaForward::zeros(&case.problem).expect("outputs");
-        let options = Options { threads: Some(threads), ..Options::default() };
+        let options = Options { threads: Some(threads), isa, ..Options::default() };
         move || {
             gated_delta_forward(bound, &mut out.outputs(), form, segments, &options);
         }
@@ -60,7 +65,7 @@ fn seconds<const N: usize>(case: &Case, rounds: usize, how: [(DeltaForm, DeltaSe
 pub fn alone(threads: usize) -> Vec<Line> {
     let one = |dtype: DType| {
         let case = Case::new(4096, [16, 32], dtype, 0.1);
-        let [time] = seconds(&case, 25, [(DeltaForm::Chunked, DeltaSegments::Whole, threads)]);
+        let [time] = seconds(&case, 25, None, [(DeltaForm::Chunked, DeltaSegments::Whole, threads)]);
         Line(format!("gated delta rule, {dtype}, chunked"), vec![("seconds".into(), time)])
     };
     vec![one(DType::F32), one(DType::Bf16)]
@@ -72,7 +77,7 @@ pub fn measure(threads: usize) -> Vec<Line> {
     for dtype in [DType::F32, DType::Bf16] {
         let case = Case::new(4096, [16, 32], dtype, 0.1);
         let how = [(DeltaForm::Chunked, whole, threads), (DeltaForm::Recurrent, whole, threads)];
-        let [chunked, recurrent] = seconds(&case, 5, how);
+        let [chunked, recurrent] = seconds(&case, 5, None, how);
         let mut gradients = DeltaGradients::zeros(&case.problem).expect("gradients");
         let inputs = case.inputs();
         let bound = inputs.bind(&case.problem).expect("tensors that fit");
@@ -115,10 +120,18 @@ pub fn measure(threads: usize) -> Vec<Line> {
         lines.push(Line(format!("gated delta rule, {dtype}, 2 heads, d 128, uncut: time by length"), numbers));
     }
     for dtype in [DType::F32, DType::Bf16] {
-        for (name, decay, how) in [("decaying", 0.1, DeltaSegments::Auto), ("exact", 0.1, DeltaSegments::Exact)] {
-            let case = Case::new(16384, [1, 1], dtype, decay);
+        // Beside the best instruction set the vectors, which no matrix unit holds back.
+        let vectors = Some(Isa::Avx512).filter(|isa| Isa::available().contains(isa));
+        let ways = [
+            ("decaying", DeltaSegments::Auto, None),
+            ("exact", DeltaSegments::Exact, None),
+            ("decaying, by vectors,", DeltaSegments::Auto, vectors),
+        ];
+        for (name, how, isa) in ways {
+            let case = Case::new(16384, [1, 1], dtype, 0.1);
             let form = DeltaForm::Chunked;
-            let [one, many, uncut] = seconds(&case, 5, [(form, how, 1), (form, how, threads), (form, whole, 1)]);
+            let ways = [(form, how, 1), (form, how, threads), (form, whole, 1)];
+            let [one, many, uncut] = seconds(&case, 7, isa, ways);
             lines.push(Line(
                 format!("gated delta rule, {dtype}, 16384 tokens, 1 head, {name} segments"),
                 vec![

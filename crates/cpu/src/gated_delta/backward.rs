@@ -141,7 +141,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
         if cx.problem.qk_norm() == QkNorm::Inside {
             for chunk in 0..chunks {
                 shared.load(cx, s, key_head, chunk * CHUNK, Need::Outputs, &mut work.ahead);
-                for (i, rows) in [&*shared.q.rows, &*shared.k.rows].into_iter().enumerate() {
+                for (i, rows) in [&*shared.q, &*shared.k].into_iter().enumerate() {
                     normal[i].extend_from_slice(rows);
                     lengths[i].extend(&shared.lengths[i]);
                 }
@@ -195,7 +195,7 @@ fn back(
     cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
 
     // dV' = t (K dS) + Pg^T dO
-    let (k, q) = (Matrix::new(keys.k.rows, kp), Matrix::new(keys.q.rows, kp));
+    let (k, q) = (Matrix::new(keys.k, kp), Matrix::new(keys.q, kp));
     let ds = Matrix::new(d_state, vs);
     cx.kernels.gemm(MatrixMut::at(space.scaled, vs, 0, 0), k, ds, [CHUNK, vp, cx.kd], Sum::Fresh, ahead);
     cx.kernels.stage(Stage::ScaleRows { out: space.d_vn, x: space.scaled, factor: &tail, width: vs });
@@ -206,11 +206,11 @@ fn back(
     let d_vn = Matrix::new(space.d_vn, vs);
 
     // dAg = dV' W^T, dW = Ag^T dV' = dV
-    cx.kernels.transpose(work.w.rows, vs, space.turned, CHUNK, CHUNK, vp);
+    cx.kernels.transpose(work.w, vs, space.turned, CHUNK, CHUNK, vp);
     let squares = [CHUNK, CHUNK, cx.vd];
     let turned = Matrix::new(space.turned, CHUNK);
     cx.kernels.gemm(MatrixMut::at(space.d_ag, CHUNK, 0, 0), d_vn, turned, squares, Sum::Fresh, ahead);
-    let ag = Matrix::new(work.ag.rows, CHUNK);
+    let ag = Matrix::new(work.ag, CHUNK);
     cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
     let (to, strides) = &out.d_v;
     let rows = cx.bound.rows(strides, at.sequence);
@@ -235,11 +235,11 @@ fn back(
     let by_keys = [CHUNK, kp, cx.vd];
     cx.kernels.transpose(d_state, vs, space.state_turned, kp, kp, vp);
     let ds_turned = Matrix::new(space.state_turned, kp);
-    let vn = Matrix::new(work.vn.rows, vs);
+    let vn = Matrix::new(work.vn, vs);
     cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), vn, ds_turned, by_keys, Sum::Fresh, ahead);
     cx.kernels.stage(Stage::ScaleRows { out: space.d_k, x: space.rows, factor: &tail, width: kp });
     let mut y = [0.0f32; CHUNK];
-    cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k.rows, y: space.d_k, width: kp });
+    cx.kernels.stage(Stage::RowDots { out: &mut y, x: keys.k, y: space.d_k, width: kp });
     let mut d_last = y.iter().map(|&y| f64::from(y)).sum::<f64>();
     d_g.iter_mut().zip(y).for_each(|(d, y)| *d -= f64::from(y));
     cx.kernels.transpose(state, vs, space.state_turned, kp, kp, vp);
@@ -251,7 +251,7 @@ fn back(
     let factor = head.map(|e| scale * e);
     cx.kernels.gemm(MatrixMut::at(space.rows, kp, 0, 0), d_o, s_turned, by_keys, Sum::Fresh, ahead);
     cx.kernels.stage(Stage::ScaleRows { out: space.d_q, x: space.rows, factor: &factor, width: kp });
-    add_dots(&mut d_g, keys.q.rows, space.d_q, kp);
+    add_dots(&mut d_g, keys.q, space.d_q, kp);
 
     // dS <- e_last dS + K^T X + Q^T (scale e dO)
     cx.kernels.stage(Stage::Fade { x: d_state, factor: head[CHUNK - 1] });
@@ -265,7 +265,7 @@ fn back(
     cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
 
     // dPg = dO V'^T; dP = scale G dPg
-    cx.kernels.transpose(work.vn.rows, vs, space.turned, CHUNK, CHUNK, vp);
+    cx.kernels.transpose(work.vn, vs, space.turned, CHUNK, CHUNK, vp);
     let turned = Matrix::new(space.turned, CHUNK);
     cx.kernels.gemm(MatrixMut::at(space.square, CHUNK, 0, 0), d_o, turned, squares, Sum::Fresh, ahead);
     gate_sums(space.square, space.pg, &mut d_g);
@@ -276,7 +276,7 @@ fn back(
     cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), d_p, q, by_tokens, Sum::Onto, ahead);
 
     // dAb = G dAg; its part of the gates, of beta, and of L
-    gate_sums(space.d_ag, work.ag.rows, &mut d_g);
+    gate_sums(space.d_ag, work.ag, &mut d_g);
     let ones = [1.0; CHUNK];
     cx.kernels.stage(Stage::Weigh { out: space.square, x: space.d_ag, g: work.g, factor: &ones });
     for (row, a) in space.square.chunks_exact(CHUNK).zip(work.a.chunks_exact(CHUNK)) {

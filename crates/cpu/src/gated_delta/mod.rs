@@ -6,19 +6,20 @@
 
 mod backward;
 mod chunk;
-mod products;
+mod pass;
 mod recurrent;
 mod segments;
+mod tiled;
 
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Kernels, MatrixKernels, Stage};
 use crate::{Options, pool};
-use chunk::{CHUNK, Shared, Work};
+use chunk::CHUNK;
 use fulgurite_core::gated_delta::{
     DeltaBound, DeltaGradientOutputs, DeltaOutputs, DeltaSaved, GatedDelta, L2_EPS, QkNorm, Tokens,
 };
 use fulgurite_core::{Rows, TensorView};
-use products::Parts;
+use pass::Pass;
 use segments::{Plan, Segment};
 
 /// Which form computes.
@@ -65,9 +66,8 @@ pub(crate) struct Context<'a> {
     pub bound: &'a DeltaBound<'a>,
     pub problem: &'a GatedDelta,
     pub kernels: &'static Kernels,
-    /// The matrix unit, where there is one, and how operands are packed for it.
+    /// The matrix unit, where there is one.
     pub matrix: Option<&'static MatrixKernels>,
-    pub parts: Parts,
     pub kd: usize,
     pub vd: usize,
     /// The same in whole vectors.
@@ -91,7 +91,6 @@ impl<'a> Context<'a> {
             problem,
             kernels,
             matrix: kernels.matrix,
-            parts: Parts::new(problem.dtype()),
             kd,
             vd,
             kp: kd.next_multiple_of(kernels.lanes),
@@ -272,11 +271,11 @@ fn chunked(cx: &Context<'_>, out: &Out<'_>, how: DeltaSegments, threads: usize) 
     let plans: Vec<Plan> = cx.bound.sequences().iter().map(|s| Plan::new(cx, s, how)).collect();
     let starts: Vec<Vec<f32>> = segments::starts(cx, &plans, threads);
     // How many value heads share an item changes no bits. Neighbours lie side by side in memory, and their states in
-    // the second-level cache; but there must be enough items that the threads finish together.
+    // the second-level cache and of the tables of pages; but there must be enough items that the threads finish together.
     let heads = cx.problem.value_heads();
     let segments: usize = plans.iter().map(|plan| plan.segments.len()).sum();
     let most = (ITEM_ELEMENTS / cx.state_len()).max(1);
-    let run = (heads * segments / (4 * threads)).clamp(1, most.min(heads));
+    let run = (heads * segments / (2 * threads)).clamp(1, most.min(heads));
     let mut items = Vec::new();
     for (sequence, plan) in plans.iter().enumerate() {
         for segment in &plan.segments {
@@ -298,11 +297,10 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
     let s = &cx.bound.sequences()[item.sequence];
     let size = cx.state_len();
     let n = item.heads.len();
-    let room = Shared::room(cx) + Work::room(cx, cx.vp) + n * Arena::room(size);
+    let room = Pass::room(cx, cx.vp) + n * Arena::room(size);
     with_workspace(room, |workspace| {
         let mut arena = Arena::new(workspace);
-        let mut shared = Shared::new(cx, &mut arena);
-        let mut work = Work::new(cx, &mut arena, cx.vp);
+        let mut pass = Pass::new(cx, &mut arena, cx.vp);
         let _held = cx.matrix.map(MatrixKernels::hold);
         let mut states: Vec<&mut [f32]> = (0..n).map(|_| arena.take(size)).collect();
         for (state, head) in states.iter_mut().zip(item.heads.clone()) {
@@ -317,22 +315,24 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
             for (state, head) in states.iter_mut().zip(item.heads.clone()) {
                 let key_head = head / cx.problem.group();
                 let at = Place { sequence: s, head };
-                // What is written at the end of this chunk, then what the next one reads.
-                work.ahead = Ahead::paced(PACE);
-                let rows = cx.bound.rows(out.o_strides, s);
-                out.o.ask(&mut work.ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
+                // What is written at the end of this chunk, unless it goes past the caches, then what the next one reads.
+                let ahead = pass.ahead();
+                *ahead = Ahead::paced(PACE);
+                if !out.o.is_large() {
+                    let rows = cx.bound.rows(out.o_strides, s);
+                    out.o.ask(ahead, rows.at(first, head), rows.row, cx.vd, CHUNK.min(s.len - first));
+                }
                 if head + 1 < item.heads.end {
                     let new = (head + 1) / cx.problem.group() != key_head;
-                    cx.ask(&mut work.ahead, &Place { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
+                    cx.ask(ahead, &Place { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
                 } else {
                     let next = Place { head: item.heads.start, ..at };
-                    cx.ask(&mut work.ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
+                    cx.ask(ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
                 }
                 if loaded.replace(key_head) != Some(key_head) {
-                    shared.load(cx, s, key_head, first, chunk::Need::Outputs, &mut work.ahead);
+                    pass.load(cx, s, key_head, first, true);
                 }
-                work.chunk(cx, &shared, &at, first, state, chunk::Need::Outputs);
-                out.rows(cx, &at, first, work.o, cx.vs);
+                pass.chunk(cx, &at, first, state, Some(out));
             }
         }
         if item.segment.chunks.end == s.len.div_ceil(CHUNK) {

@@ -5,7 +5,8 @@
 //! elsewhere M is computed beside h, exactly: M is the state of a sequence without values that begins with the
 //! identity. What is cut and how depends on the sequence alone.
 
-use super::chunk::{CHUNK, Need, Shared, Work};
+use super::chunk::{CHUNK, Need};
+use super::pass::Pass;
 use super::{Context, DeltaCounters, DeltaSegments, PACE, Place};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
@@ -145,11 +146,10 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Ve
 fn end_of(cx: &Context<'_>, at: &Place<'_>, segment: &Segment, way: Way, state: &mut [f32], map: &mut [f32]) {
     let width = if way == Way::Exact { cx.vp + cx.kp } else { cx.vp };
     let stride = cx.stride(width);
-    let room = Shared::room(cx) + Work::room(cx, width) + Arena::room(cx.kp * stride);
+    let room = Pass::room(cx, width) + Arena::room(cx.kp * stride);
     with_workspace(room, |workspace| {
         let mut arena = Arena::new(workspace);
-        let mut shared = Shared::new(cx, &mut arena);
-        let mut work = Work::new(cx, &mut arena, width);
+        let mut pass = Pass::new(cx, &mut arena, width);
         let both = arena.take(cx.kp * stride);
         let _held = cx.matrix.map(MatrixKernels::hold);
         let begin = if way == Way::Whole { cx.bound.initial_state() } else { None };
@@ -162,11 +162,10 @@ fn end_of(cx: &Context<'_>, at: &Place<'_>, segment: &Segment, way: Way, state: 
             Way::Whole | Way::Exact => segment.chunks.clone(),
         };
         for chunk in chunks {
-            work.ahead = Ahead::paced(PACE);
-            cx.ask(&mut work.ahead, at, (chunk + 1) * CHUNK, Need::State, true);
-            let key_head = at.head / cx.problem.group();
-            shared.load(cx, at.sequence, key_head, chunk * CHUNK, Need::State, &mut work.ahead);
-            work.chunk(cx, &shared, at, chunk * CHUNK, both, Need::State);
+            *pass.ahead() = Ahead::paced(PACE);
+            cx.ask(pass.ahead(), at, (chunk + 1) * CHUNK, Need::State, true);
+            pass.load(cx, at.sequence, at.head / cx.problem.group(), chunk * CHUNK, false);
+            pass.chunk(cx, at, chunk * CHUNK, both, None);
         }
         for (i, row) in both.chunks_exact(stride).enumerate() {
             state[i * cx.vs..i * cx.vs + cx.vp].copy_from_slice(&row[..cx.vp]);

@@ -5,10 +5,10 @@
 //! of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so whoever has many products holds it over
 //! all of them; afterwards it is released, and the system has no tiles to save.
 
-use super::algorithms::{Ahead, Row, faded};
+use super::algorithms::{Ahead, Row};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_strips, amx_woven};
+use super::{Kernels, Simd, amx_bf16, amx_delta, amx_strips, amx_woven};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -23,10 +23,11 @@ static TILES: MatrixKernels = TABLE_OF_TILES;
 /// All of it but products and strips needs AVX-512 alone.
 pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     hold,
-    multiply_1_1: multiply::<1, 1>,
-    multiply_1_2: multiply::<1, 2>,
-    multiply_2_2: multiply::<2, 2>,
-    multiply_3_3: multiply::<3, 3>,
+    multiply_1_1: multiply::<1, 1, 1>,
+    multiply_1_1_of_2: multiply::<1, 1, 2>,
+    multiply_1_2: multiply::<1, 2, 2>,
+    multiply_2_2: multiply::<2, 2, 2>,
+    multiply_3_3: multiply::<3, 3, 3>,
     rows_f32: pack_rows::<f32, 3>,
     rows_f32_short: [pack_rows::<f32, 1>, pack_rows::<f32, 2>],
     rows_f16: pack_rows::<f16, 2>,
@@ -35,11 +36,10 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     turned_f16: pack_turned::<f16, 2>,
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
-    lanes_scaled: [pack_scaled::<1>, pack_scaled::<2>, pack_scaled::<3>],
-    lanes_faded: [pack_faded::<1>, pack_faded::<2>, pack_faded::<3>],
     narrow: &amx_bf16::NARROW,
     weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
     strips: &amx_strips::STRIPS,
+    delta: &amx_delta::DELTA,
 };
 
 /// Whether the CPU has tiles of bf16, the system saves them, and this process may use them. Asked once.
@@ -199,9 +199,9 @@ macro_rules! tiles {
     (walk $a:tt $b:tt $m:tt $n:tt) => { concat!("3:\n", tiles!(step $a $b $m $n), tiles!(next), "jnz 3b\n") };
 }
 
-/// One block of C of `$m` by `$n` tiles, A in `$a` parts and B in `$b`.
+/// One block of C of `$m` by `$n` tiles, A in `$a` parts and B in `$b` of `$stored`.
 macro_rules! block {
-    ($block:expr, $a:tt $b:tt, $m:tt $n:tt) => {
+    ($block:expr, $a:tt $b:tt $stored:tt, $m:tt $n:tt) => {
         asm!(
             "test {add:e}, {add:e}",
             "jnz 2f",
@@ -224,7 +224,7 @@ macro_rules! block {
             all = in(reg) $block.k * $a * 1024,
             line = in(reg) 64usize,
             a_bytes = const $a * 1024,
-            b_bytes = const $b * 1024,
+            b_bytes = const $stored * 1024,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack)
@@ -236,7 +236,7 @@ macro_rules! block {
 ///
 /// # Safety
 /// The machine has tiles and the process may use them; the extents are valid, with pitches in slots.
-pub(super) unsafe fn multiply<const A: usize, const B: usize>(
+pub(super) unsafe fn multiply<const A: usize, const B: usize, const STORED: usize>(
     c: *mut f32,
     ldc: usize,
     a: *const f32,
@@ -266,23 +266,27 @@ pub(super) unsafe fn multiply<const A: usize, const B: usize>(
                     k,
                     add,
                 };
-                match (A, B, rows, columns) {
-                    (1, 1, 2, 2) => block!(block, 1 1, 2 2),
-                    (1, 1, 2, _) => block!(block, 1 1, 2 1),
-                    (1, 1, _, 2) => block!(block, 1 1, 1 2),
-                    (1, 1, _, _) => block!(block, 1 1, 1 1),
-                    (1, 2, 2, 2) => block!(block, 1 2, 2 2),
-                    (1, 2, 2, _) => block!(block, 1 2, 2 1),
-                    (1, 2, _, 2) => block!(block, 1 2, 1 2),
-                    (1, 2, _, _) => block!(block, 1 2, 1 1),
-                    (2, 2, 2, 2) => block!(block, 2 2, 2 2),
-                    (2, 2, 2, _) => block!(block, 2 2, 2 1),
-                    (2, 2, _, 2) => block!(block, 2 2, 1 2),
-                    (2, 2, _, _) => block!(block, 2 2, 1 1),
-                    (_, _, 2, 2) => block!(block, 3 3, 2 2),
-                    (_, _, 2, _) => block!(block, 3 3, 2 1),
-                    (_, _, _, 2) => block!(block, 3 3, 1 2),
-                    (_, _, _, _) => block!(block, 3 3, 1 1),
+                match (A, STORED, rows, columns) {
+                    (1, 1, 2, 2) => block!(block, 1 1 1, 2 2),
+                    (1, 1, 2, _) => block!(block, 1 1 1, 2 1),
+                    (1, 1, _, 2) => block!(block, 1 1 1, 1 2),
+                    (1, 1, _, _) => block!(block, 1 1 1, 1 1),
+                    (2, 2, 2, 2) => block!(block, 2 2 2, 2 2),
+                    (2, 2, 2, _) => block!(block, 2 2 2, 2 1),
+                    (2, 2, _, 2) => block!(block, 2 2 2, 1 2),
+                    (2, 2, _, _) => block!(block, 2 2 2, 1 1),
+                    (1, _, 2, 2) if B == 1 => block!(block, 1 1 2, 2 2),
+                    (1, _, 2, _) if B == 1 => block!(block, 1 1 2, 2 1),
+                    (1, _, _, 2) if B == 1 => block!(block, 1 1 2, 1 2),
+                    (1, _, _, _) if B == 1 => block!(block, 1 1 2, 1 1),
+                    (1, _, 2, 2) => block!(block, 1 2 2, 2 2),
+                    (1, _, 2, _) => block!(block, 1 2 2, 2 1),
+                    (1, _, _, 2) => block!(block, 1 2 2, 1 2),
+                    (1, _, _, _) => block!(block, 1 2 2, 1 1),
+                    (_, _, 2, 2) => block!(block, 3 3 3, 2 2),
+                    (_, _, 2, _) => block!(block, 3 3 3, 2 1),
+                    (_, _, _, 2) => block!(block, 3 3 3, 1 2),
+                    (_, _, _, _) => block!(block, 3 3 3, 1 1),
                 }
             }
         }
@@ -487,55 +491,6 @@ unsafe fn pack_lanes<const PARTS: usize>(
                     if (seen[0]..seen[1]).contains(&(first + r)) { row(first + r) } else { Avx512::splat(0.0) }
                 });
             }
-        }
-    }
-}
-
-/// Rows of 16 lanes, each times its factor.
-///
-/// # Safety
-/// As for [`Simd`]: `rows` rows of 16 lanes, `stride` apart, as many factors, and room for their tiles.
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_scaled<const PARTS: usize>(
-    src: *const f32,
-    stride: usize,
-    rows: usize,
-    factors: *const f32,
-    dst: *mut f32,
-) {
-    // SAFETY: inside the extents; rows past the last are not read.
-    unsafe {
-        for tile in 0..rows.div_ceil(32) {
-            pack_tile::<PARTS>(dst.add(tile * PARTS * SLOTS), |r| {
-                let r = tile * 32 + r;
-                if r >= rows {
-                    return Avx512::splat(0.0);
-                }
-                Avx512::mul(Avx512::load(src.add(r * stride)), Avx512::splat(*factors.add(r)))
-            });
-        }
-    }
-}
-
-/// Rows of 16 lanes, which fade where they lie afterwards.
-///
-/// # Safety
-/// As for [`Simd`]: `rows` rows of 16 lanes, `stride` apart, and room for their tiles.
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_faded<const PARTS: usize>(src: *mut f32, stride: usize, rows: usize, factor: f32, dst: *mut f32) {
-    // SAFETY: inside the extents; rows past the last are not touched.
-    unsafe {
-        for tile in 0..rows.div_ceil(32) {
-            pack_tile::<PARTS>(dst.add(tile * PARTS * SLOTS), |r| {
-                let r = tile * 32 + r;
-                if r >= rows {
-                    return Avx512::splat(0.0);
-                }
-                let at = src.add(r * stride);
-                let x = Avx512::load(at);
-                Avx512::store(at, faded::<Avx512>(x, Avx512::splat(factor)));
-                x
-            });
         }
     }
 }

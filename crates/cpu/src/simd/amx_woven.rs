@@ -228,7 +228,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut
             let Some(c) = constants(&args.m[lanes..], args.log2_e) else { break };
             let [k, v] = [0, 1].map(|i| args.blocks[block][i].as_ptr());
             if block == 0 || unit == args.first {
-                multiply::<1, 1>(s, STRIP_LANES, k, panel, q, panel, [2, 2, DEPTH], false, &mut ahead[0]);
+                multiply::<1, 1, 1>(s, STRIP_LANES, k, panel, q, panel, [2, 2, DEPTH], false, &mut ahead[0]);
             }
             let p = weights.add(unit % 2 * 8 * SLOTS);
             let mut sums = [[_mm512_setzero_ps(); 2]; 2];
@@ -273,7 +273,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut
             unit += 1;
         }
         if let Some(Waiting { v, p, o }) = waiting {
-            multiply::<1, 1>(o, 2 * STRIP_LANES, v, 4 * SLOTS, p, 4 * SLOTS, [2 * DEPTH, 2, 4], true, &mut ahead[1]);
+            multiply::<1, 1, 1>(o, 2 * STRIP_LANES, v, 4 * SLOTS, p, 4 * SLOTS, [2 * DEPTH, 2, 4], true, &mut ahead[1]);
         }
     }
     unit

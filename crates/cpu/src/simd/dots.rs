@@ -14,10 +14,11 @@ pub(super) static KERNELS: Kernels = Kernels { pairs: Some(&PAIRS), ..TABLE };
 
 static PAIRS: MatrixKernels = MatrixKernels {
     hold: || Hold::new(|| ()),
-    multiply_1_1: multiply_pairs::<1, 1>,
-    multiply_1_2: multiply_pairs::<1, 2>,
-    multiply_2_2: multiply_pairs::<2, 2>,
-    multiply_3_3: multiply_pairs::<3, 3>,
+    multiply_1_1: multiply_pairs::<1, 1, 1>,
+    multiply_1_1_of_2: multiply_pairs::<1, 1, 2>,
+    multiply_1_2: multiply_pairs::<1, 2, 2>,
+    multiply_2_2: multiply_pairs::<2, 2, 2>,
+    multiply_3_3: multiply_pairs::<3, 3, 3>,
     weave: None,
     ..super::amx::TABLE_OF_TILES
 };
@@ -119,7 +120,7 @@ struct Block {
 /// # Safety
 /// As for [`Simd`](super::Simd), the extents are valid.
 #[inline(always)]
-unsafe fn block<D: Dot, const A: usize, const B: usize, const N: usize>(
+unsafe fn block<D: Dot, const A: usize, const B: usize, const STORED: usize, const N: usize>(
     Block { c, ldc, a, k, add }: &Block,
     b: [*const f32; N],
     starts: &[__m512i; ROWS],
@@ -138,7 +139,7 @@ unsafe fn block<D: Dot, const A: usize, const B: usize, const N: usize>(
             for &[i, j] in parts::<A, B>() {
                 let a = a.add((tile * A + i) * SLOTS);
                 for slot in 0..16 {
-                    let at = (tile * B + j) * SLOTS + slot * 16;
+                    let at = (tile * STORED + j) * SLOTS + slot * 16;
                     let b = b.map(|b| D::prepare(_mm512_loadu_si512(b.add(at).cast())));
                     for (r, row) in sums.iter_mut().enumerate() {
                         let a = _mm512_set1_epi32((*a.add(r * 16 + slot)).to_bits() as i32);
@@ -162,7 +163,7 @@ unsafe fn block<D: Dot, const A: usize, const B: usize, const N: usize>(
 /// # Safety
 /// As for [`Simd`](super::Simd), the extents are valid, with pitches in slots.
 #[inline(always)]
-unsafe fn multiply<D: Dot, const A: usize, const B: usize>(
+unsafe fn multiply<D: Dot, const A: usize, const B: usize, const STORED: usize>(
     (c, ldc): (*mut f32, usize),
     (a, a_pitch): (*const f32, usize),
     (b, b_pitch): (*const f32, usize),
@@ -180,9 +181,9 @@ unsafe fn multiply<D: Dot, const A: usize, const B: usize>(
                 let own = Block { c: c.add(row * ldc + j * 16), ldc, a, k, add };
                 let b = b.add(j * b_pitch);
                 if j + 1 < n {
-                    block::<D, A, B, 2>(&own, [b, b.add(b_pitch)], &starts);
+                    block::<D, A, B, STORED, 2>(&own, [b, b.add(b_pitch)], &starts);
                 } else {
-                    block::<D, A, B, 1>(&own, [b], &starts);
+                    block::<D, A, B, STORED, 1>(&own, [b], &starts);
                 }
             }
         }
@@ -192,7 +193,7 @@ unsafe fn multiply<D: Dot, const A: usize, const B: usize>(
 /// # Safety
 /// The machine has AVX512-BF16; the extents are valid, with pitches in slots.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn multiply_pairs<const A: usize, const B: usize>(
+unsafe fn multiply_pairs<const A: usize, const B: usize, const STORED: usize>(
     c: *mut f32,
     ldc: usize,
     a: *const f32,
@@ -206,7 +207,7 @@ unsafe fn multiply_pairs<const A: usize, const B: usize>(
     // SAFETY: as promised.
     let ask = || unsafe { ahead.ask::<Avx512>() };
     // SAFETY: as promised.
-    unsafe { multiply::<Pairs, A, B>((c, ldc), (a, a_pitch), (b, b_pitch), size, add, ask) }
+    unsafe { multiply::<Pairs, A, B, STORED>((c, ldc), (a, a_pitch), (b, b_pitch), size, add, ask) }
 }
 
 /// # Safety
@@ -222,5 +223,5 @@ pub(super) unsafe fn multiply_quads(
     size: [usize; 3],
 ) {
     // SAFETY: as promised.
-    unsafe { multiply::<Quads, 1, 1>((c, ldc), (a, a_pitch), (b, b_pitch), size, false, || ()) }
+    unsafe { multiply::<Quads, 1, 1, 1>((c, ldc), (a, a_pitch), (b, b_pitch), size, false, || ()) }
 }

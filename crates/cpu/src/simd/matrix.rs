@@ -9,6 +9,7 @@
 //! they lie, with elements 2j and 2j + 1. A workspace of f32 is the memory: a slot is the size of one.
 
 use super::algorithms::Ahead;
+use super::delta::DeltaKernels;
 use super::kernels::{MatrixMut, Sum, extent};
 use super::narrow::{NarrowKernels, Weave};
 use super::strips::StripKernels;
@@ -38,23 +39,29 @@ pub(crate) struct Panels<'a> {
     data: &'a [f32],
     /// Tiles along the summed axis from group to group.
     depth: usize,
+    /// Parts that are multiplied, of those that lie there.
     parts: usize,
+    stored: usize,
 }
 
 impl<'a> Panels<'a> {
     pub fn new(data: &'a [f32], depth: usize, parts: usize) -> Self {
-        Panels { data, depth, parts }
+        Panels { data, depth, parts, stored: parts }
+    }
+    /// The first `parts` alone: the same numbers, rounded to fewer digits.
+    pub fn first(self, parts: usize) -> Self {
+        Panels { parts: parts.min(self.stored), ..self }
     }
     /// The part from a group and a tile of the summed axis on.
     pub fn at(self, group: usize, tile: usize) -> Self {
-        Panels { data: &self.data[(group * self.depth + tile) * self.parts * SLOTS..], ..self }
+        Panels { data: &self.data[(group * self.depth + tile) * self.stored * SLOTS..], ..self }
     }
     /// Elements of memory that panels take.
     pub const fn room(groups: usize, depth: usize, parts: usize) -> usize {
         groups * depth * parts * SLOTS
     }
     fn holds(&self, groups: usize, depth: usize) -> bool {
-        self.data.len() >= extent(groups, self.depth * self.parts * SLOTS, depth * self.parts * SLOTS)
+        self.data.len() >= extent(groups, self.depth * self.stored * SLOTS, depth * self.stored * SLOTS)
     }
 }
 
@@ -74,8 +81,6 @@ pub(super) type Multiply =
     unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
 pub(super) type PackLanes = unsafe fn(*const f32, usize, [usize; 2], [usize; 2], *mut f32);
-pub(super) type PackScaled = unsafe fn(*const f32, usize, usize, *const f32, *mut f32);
-pub(super) type PackFaded = unsafe fn(*mut f32, usize, usize, f32, *mut f32);
 
 /// Entry points of a matrix unit. As with [`Kernels`](super::Kernels), holding one tells you that the machine has it
 /// and that the process may use it.
@@ -83,6 +88,8 @@ pub(crate) struct MatrixKernels {
     pub(super) hold: fn() -> Hold,
     /// By the parts of A and B.
     pub(super) multiply_1_1: Multiply,
+    /// With the first part of a B that has two.
+    pub(super) multiply_1_1_of_2: Multiply,
     pub(super) multiply_1_2: Multiply,
     pub(super) multiply_2_2: Multiply,
     pub(super) multiply_3_3: Multiply,
@@ -96,14 +103,14 @@ pub(crate) struct MatrixKernels {
     pub(super) turned_bf16: Pack<bf16>,
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
-    pub(super) lanes_scaled: [PackScaled; 3],
-    pub(super) lanes_faded: [PackFaded; 3],
     /// What bf16 needs beside.
     pub narrow: &'static NarrowKernels,
     /// Blocks of forward in bf16 with softmax and products at once, for 2 and 4 tiles along d.
     pub(super) weave: Option<[Weave; 2]>,
     /// Few queries against many keys, in bf16.
     pub strips: &'static StripKernels,
+    /// The gated delta rule, for f32, f16 and bf16.
+    pub(super) delta: &'static [DeltaKernels; 3],
 }
 
 /// Rows of a tensor to pack: `rows` of `n` elements, `row` apart, from `offset` on.
@@ -146,6 +153,11 @@ impl MatrixKernels {
         self.hold
     }
 
+    /// What the gated delta rule does between products, for tensors of a type.
+    pub fn delta(&self, dtype: DType) -> &'static DeltaKernels {
+        self.delta.iter().find(|x| x.dtype == dtype).expect("bug in fulgurite: a type that GatedDelta refuses")
+    }
+
     /// C (+)= A B, in groups of rows and columns and tiles of the summed axis.
     pub fn multiply(
         &self,
@@ -158,14 +170,16 @@ impl MatrixKernels {
     ) {
         assert!(c.data.len() >= extent(m * GROUP, c.stride, n * GROUP), "C too small");
         assert!(a.holds(m, k) && b.holds(n, k), "operands too small");
-        let multiply = match (a.parts, b.parts) {
-            (1, 1) => self.multiply_1_1,
-            (1, 2) => self.multiply_1_2,
-            (2, 2) => self.multiply_2_2,
-            (3, 3) => self.multiply_3_3,
+        let multiply = match (a.parts, b.parts, b.stored) {
+            _ if a.parts != a.stored => unreachable!("bug in fulgurite: some parts of a left operand"),
+            (1, 1, 1) => self.multiply_1_1,
+            (1, 1, 2) => self.multiply_1_1_of_2,
+            (1, 2, 2) => self.multiply_1_2,
+            (2, 2, 2) => self.multiply_2_2,
+            (3, 3, 3) => self.multiply_3_3,
             parts => unreachable!("bug in fulgurite: operands in {parts:?} parts"),
         };
-        let pitch = |x: &Panels<'_>| x.depth * x.parts * SLOTS;
+        let pitch = |x: &Panels<'_>| x.depth * x.stored * SLOTS;
         let (to, onto) = (c.data.as_mut_ptr(), sum == Sum::Onto);
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe {
@@ -233,23 +247,6 @@ impl MatrixKernels {
         assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
-    }
-
-    /// As [`pack_lanes`](Self::pack_lanes) of all rows, each times its factor.
-    pub fn pack_scaled(&self, x: &[f32], stride: usize, factors: &[f32], to: &mut [f32], parts: usize) {
-        let rows = factors.len();
-        assert!(x.len() >= extent(rows, stride, GROUP), "lanes too small");
-        assert!(to.len() >= Panels::room(1, rows.div_ceil(DEPTH), parts), "panels too small");
-        // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.lanes_scaled[parts - 1])(x.as_ptr(), stride, rows, factors.as_ptr(), to.as_mut_ptr()) }
-    }
-
-    /// As [`pack_lanes`](Self::pack_lanes) of `rows` rows, which are multiplied with `factor` where they lie afterwards.
-    pub fn pack_faded(&self, x: &mut [f32], [stride, rows]: [usize; 2], factor: f32, to: &mut [f32], parts: usize) {
-        assert!(x.len() >= extent(rows, stride, GROUP), "lanes too small");
-        assert!(to.len() >= Panels::room(1, rows.div_ceil(DEPTH), parts), "panels too small");
-        // SAFETY: the machine has the unit, and the extents were just checked.
-        unsafe { (self.lanes_faded[parts - 1])(x.as_mut_ptr(), stride, rows, factor, to.as_mut_ptr()) }
     }
 }
 

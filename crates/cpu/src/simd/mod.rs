@@ -14,6 +14,8 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_bf16;
 #[cfg(target_arch = "x86_64")]
+mod amx_delta;
+#[cfg(target_arch = "x86_64")]
 mod amx_int8;
 #[cfg(target_arch = "x86_64")]
 mod amx_strips;
@@ -27,6 +29,8 @@ mod coding;
 // Matrix units are known on x86-64 alone: elsewhere their safe faces are compiled, and nothing enters them.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod coming;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // as for `coming`
+mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 mod folds;
@@ -49,6 +53,7 @@ pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
 pub(crate) use coding::BYTES;
 pub(crate) use coming::{Coming, Share};
+pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};

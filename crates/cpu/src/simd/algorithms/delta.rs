@@ -202,7 +202,7 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
 /// # Safety
 /// As for [`Simd`].
 #[inline(always)]
-pub(in crate::simd) unsafe fn faded<S: Simd>(x: S::V, factor: S::V) -> S::V {
+unsafe fn faded<S: Simd>(x: S::V, factor: S::V) -> S::V {
     // SAFETY: passed on.
     unsafe {
         let (y, zero) = (S::mul(x, factor), S::splat(0.0));

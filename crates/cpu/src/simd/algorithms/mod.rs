@@ -11,7 +11,6 @@ mod rows;
 mod softmax;
 
 #[cfg(target_arch = "x86_64")]
-pub(in crate::simd) use delta::faded;
 pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
 #[cfg(target_arch = "x86_64")]

@@ -1,0 +1,64 @@
+//! Chunks one after the other, on the matrix unit where there is one, else by the vectors.
+
+use super::chunk::{Need, Shared, Work};
+use super::tiled::Tiled;
+use super::{Context, Out, Place};
+use crate::memory::Arena;
+use crate::simd::Ahead;
+use fulgurite_core::gated_delta::Tokens;
+
+/// Who computes.
+pub(super) enum Pass<'w> {
+    Vectors(Box<(Shared<'w>, Work<'w>)>),
+    Tiles(Box<Tiled<'w>>),
+}
+
+impl<'w> Pass<'w> {
+    pub fn room(cx: &Context<'_>, width: usize) -> usize {
+        match cx.matrix {
+            Some(matrix) => Tiled::room(cx, matrix),
+            None => Shared::room(cx) + Work::room(cx, width),
+        }
+    }
+
+    /// For states of `width` columns.
+    pub fn new(cx: &Context<'_>, arena: &mut Arena<'w>, width: usize) -> Self {
+        match cx.matrix {
+            Some(matrix) => Pass::Tiles(Box::new(Tiled::new(cx, matrix, arena, width))),
+            None => Pass::Vectors(Box::new((Shared::new(cx, arena), Work::new(cx, arena, width)))),
+        }
+    }
+
+    /// What is asked for on the way.
+    pub fn ahead(&mut self) -> &mut Ahead {
+        match self {
+            Pass::Vectors(pass) => &mut pass.1.ahead,
+            Pass::Tiles(tiled) => &mut tiled.ahead,
+        }
+    }
+
+    /// Loads the keys of the tokens from `first` on, and the queries where there will be outputs.
+    pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, outputs: bool) {
+        match self {
+            Pass::Vectors(pass) => {
+                let (shared, work) = &mut **pass;
+                shared.load(cx, s, key_head, first, Need::of(outputs), &mut work.ahead);
+            }
+            Pass::Tiles(tiled) => tiled.load(cx, s, key_head, first, outputs),
+        }
+    }
+
+    /// A chunk of a value head from `first` on: `state` becomes the state after it, and `out` has its outputs.
+    pub fn chunk(&mut self, cx: &Context<'_>, at: &Place<'_>, first: usize, state: &mut [f32], out: Option<&Out<'_>>) {
+        match self {
+            Pass::Vectors(pass) => {
+                let (shared, work) = &mut **pass;
+                work.chunk(cx, shared, at, first, state, Need::of(out.is_some()));
+                if let Some(out) = out {
+                    out.rows(cx, at, first, work.o, cx.vs);
+                }
+            }
+            Pass::Tiles(tiled) => tiled.chunk(cx, at, first, state, out),
+        }
+    }
+}
