@@ -222,6 +222,14 @@ macro_rules! warps {
                 raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
                     .to_f32_bits()
             }
+            /// The same of two 16-bit floats.
+            #[track_caller]
+            pub fn exchange_pair<T: Half>(&self, x: Val<'k, Pair<T>>, bits: u32) -> Val<'k, Pair<T>>
+            where
+                Pair<T>: Word,
+            {
+                x.compute(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
+            }
             /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
             #[track_caller]
             pub fn reduce(&self, x: Val<'k, f32>, lanes: u32, f: impl Fn(Val<'k, f32>, Val<'k, f32>) -> Val<'k, f32>) -> Val<'k, f32> {

@@ -10,18 +10,13 @@ use crate::attention::work::Sides;
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Target, Val, Word};
 use std::f32::consts::LOG2_E;
 
-/// Threads of a block.
-const THREADS: u32 = 256;
+/// Rows of a block, which is one warp: what few read and write together lies together.
+pub const ROWS: u32 = 16;
 
-/// Rows of a warp.
-const WARP_ROWS: u32 = 16;
-
-/// Rows of a block.
-pub const ROWS: u32 = THREADS / 32 * WARP_ROWS;
-
-/// Columns of a product of the tensor cores, and how many products' operands are asked for at once.
-const STEP: u32 = 16;
-const AHEAD: u32 = 4;
+/// Columns that four lanes bring of a row, eight each: two steps of the tensor cores. And how many such parts are asked for
+/// at once.
+const PART: u32 = 32;
+const AHEAD: usize = 2;
 
 /// delta and -LSE log2(e) of rows in the order batch, query, head; the accumulators of d_q and the counters are zeroed.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
@@ -41,23 +36,21 @@ where
         let (heads, rows) = (k.divisor("heads"), k.divisor("rows"));
         let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
-        k.threads(THREADS, |w| {
+        k.threads(32, |w| {
             // There are fewer words than threads: two for each step, which has at least 64 rows.
-            let thread = w.block().mul_add(THREADS, w.thread());
+            let thread = w.block().mul_add(32, w.thread());
             w.when(thread.lt(words), |w| counters.store(w, thread, 0));
             let first = w.block() * ROWS;
             let zero = w.constant(0.0f32);
             // Rows lie in another order among the sums; for zeros it does not matter.
             let to = sums.at_wide(first.mul_wide(d));
-            w.each(w.thread() * 4, (all_rows - first).min(ROWS) * d, 4 * THREADS, |w, i| {
-                to.store_some(w, i, [zero; 4])
-            });
+            w.each(w.lane() * 4, (all_rows - first).min(ROWS) * d, 4 * 32, |w, i| to.store_some(w, i, [zero; 4]));
 
             // As the tensor cores have it: four lanes for a row and for the one eight below.
             let [lane_row, lane_col] = [w.lane() / 4, w.lane() & 3];
             let packed = features.ragged.packed;
             let own = [0, 8].map(|below| {
-                let row = (w.thread() / 32).mul_add(WARP_ROWS, first) + lane_row + below;
+                let row = first + lane_row + below;
                 let [rest, head] = heads.div_rem(row);
                 // A sequence, its first row, a query of it and how many it has; where the padded rows of its head begin.
                 let (batch, start, query, q_len, padded) = match &sides {
@@ -93,29 +86,39 @@ where
 
             // Of o with d_o of the upper rows, and of the lower.
             let mut products = [[zero; 4]; 2];
-            for ahead in (0..dv.div_ceil(STEP)).step_by(AHEAD as usize) {
-                let steps = ahead..(ahead + AHEAD).min(dv.div_ceil(STEP));
-                let pair = || [(); 2].map(|()| w.var(Pair::<T>::from_bits(0)));
-                // By step and row, of o and of d_o.
-                let parts: Vec<_> = steps.clone().map(|_| [[pair(), pair()], [pair(), pair()]]).collect();
+            let parts: Vec<u32> = (0..dv.div_ceil(PART)).collect();
+            let first_lanes = lane_col.lt(2);
+            for ahead in parts.chunks(AHEAD) {
+                let four = || [(); 4].map(|()| w.var(Pair::<T>::from_bits(0)));
+                // By part and row, of o and of d_o.
+                let words: Vec<_> = ahead.iter().map(|_| [[four(), four()], [four(), four()]]).collect();
                 for (r, row) in own.iter().enumerate() {
-                    for (step, parts) in steps.clone().zip(&parts) {
-                        // Which of the sixteen a lane has is its own affair, if o and d_o agree.
-                        let col = lane_col * 4 + step * STEP;
+                    for (part, words) in ahead.iter().zip(&words) {
+                        let col = lane_col * 8 + *part * PART;
                         w.when(row.inside & col.lt(value_dim), |w| {
-                            for (from, to) in row.memory.iter().zip(&parts[r]) {
-                                let words = from.load_some::<_, 2>(w, col / 2);
+                            for (from, to) in row.memory.iter().zip(&words[r]) {
+                                let words = from.load_some::<_, 4>(w, col / 2);
                                 to.iter().zip(words).for_each(|(to, word)| to.set(word));
                             }
                         });
                     }
                 }
-                for [upper, lower] in parts {
-                    let [[upper, d_upper], [lower, d_lower]] =
-                        [upper, lower].map(|row| row.map(|x| x.map(|x| x.get())));
-                    let left = [upper[0], lower[0], upper[1], lower[1]];
-                    for (sum, right) in products.iter_mut().zip([d_upper, d_lower]) {
-                        *sum = w.multiply_warp::<T>(left, right, *sum);
+                for words in words {
+                    // The first two lanes have the first step of a part, the others the second: each gives half of what it has for
+                    // half of the other's. Which of the sixteen a lane has is its own affair, if o and d_o agree.
+                    let [[upper, d_upper], [lower, d_lower]] = words.map(|row| {
+                        row.map(|words| {
+                            let [a, b, c, d] = words.map(|word| word.get());
+                            let [x, y] = [(c, a), (d, b)].map(|(c, a)| w.exchange_pair(first_lanes.select(c, a), 2));
+                            let own = |ours, theirs| first_lanes.select::<Pair<T>>(ours, theirs);
+                            [[own(a, x), own(b, y)], [own(x, c), own(y, d)]]
+                        })
+                    });
+                    for step in 0..2 {
+                        let left = [upper[step][0], lower[step][0], upper[step][1], lower[step][1]];
+                        for (sum, right) in products.iter_mut().zip([d_upper[step], d_lower[step]]) {
+                            *sum = w.multiply_warp::<T>(left, right, *sum);
+                        }
                     }
                 }
             }
