@@ -59,7 +59,7 @@ impl Element for f32 {
     unsafe fn store(p: *mut f32, x: [__m512; 2], masks: [__mmask16; 2], stream: bool) {
         // SAFETY: the caller's; a streamed vector is whole and on a line.
         unsafe {
-            if stream && masks == [0xffff; 2] && p.addr() % 64 == 0 {
+            if stream && masks == [0xffff; 2] && p.addr().is_multiple_of(64) {
                 _mm512_stream_ps(p, x[0]);
                 return _mm512_stream_ps(p.add(16), x[1]);
             }
@@ -77,7 +77,7 @@ impl Element for f32 {
 unsafe fn store_halves(p: *mut u16, x: __m512i, masks: [__mmask16; 2], stream: bool) {
     // SAFETY: the caller's; a streamed vector is whole and on a line.
     unsafe {
-        if stream && masks == [0xffff; 2] && p.addr() % 64 == 0 {
+        if stream && masks == [0xffff; 2] && p.addr().is_multiple_of(64) {
             return _mm512_stream_si512(p.cast(), x);
         }
         _mm512_mask_storeu_epi16(p.cast(), u32::from(masks[0]) | u32::from(masks[1]) << 16, x);
@@ -398,8 +398,8 @@ unsafe fn substitute(l: *const f32, rows: &mut [__m512; GROUP]) {
     unsafe {
         for i in 1..GROUP {
             let mut sum = rows[i];
-            for j in 0..i {
-                sum = _mm512_fnmadd_ps(_mm512_set1_ps(*l.add(i * TOKENS + j)), rows[j], sum);
+            for (j, &row) in rows.iter().enumerate().take(i) {
+                sum = _mm512_fnmadd_ps(_mm512_set1_ps(*l.add(i * TOKENS + j)), row, sum);
             }
             rows[i] = sum;
         }
