@@ -5,15 +5,17 @@
 //! over the runs of keys in ascending order, whatever thread gets there first: each tile has a turn.
 
 mod on_tiles;
+mod rows;
 
 use crate::evaluate::Evaluator;
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, ExpKind, GROUP, GradArgs, Matrix, MatrixMut, Sum};
+use crate::simd::{Ahead, GROUP, GradArgs, Matrix, MatrixMut, Sum};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
 use crate::unit::{Keys, Products};
-use fulgurite_core::{GradientOutputs, Saved, Sequence, Tensor};
+use fulgurite_core::{GradientOutputs, Saved, Tensor};
+use rows::{RowTable, Stats, sink_gradients};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,8 +35,7 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         saved.d_o = dense.view();
     }
     let rows = RowTable::new(cx);
-    let mut stats = Stats { lse: vec![0.0; rows.len], delta: vec![0.0; rows.len], max: vec![0.0; rows.len] };
-    stats.fill(cx, &saved, &rows, threads);
+    let stats = Stats::new(cx, &saved, &rows, threads);
     if let Some(d_sinks) = &mut gradients.d_sinks {
         d_sinks.write_f64(&sink_gradients(cx, &stats, &rows));
     }
@@ -98,105 +99,6 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
 fn pairs(cx: &Context<'_>) -> impl Iterator<Item = (usize, usize)> {
     let heads = cx.problem.kv_heads();
     (0..cx.bound.sequences().len()).flat_map(move |s| (0..heads).map(move |h| (s, h)))
-}
-
-/// Where a number for each (sequence, head, query) lies.
-struct RowTable {
-    starts: Vec<usize>,
-    len: usize,
-}
-
-impl RowTable {
-    fn new(cx: &Context<'_>) -> Self {
-        let mut len = 0;
-        let mut start = |s: &Sequence| {
-            let at = len;
-            len += cx.problem.q_heads() * s.q_len;
-            at
-        };
-        let starts = cx.bound.sequences().iter().map(&mut start).collect();
-        RowTable { starts, len }
-    }
-    fn at(&self, cx: &Context<'_>, sequence: usize, head: usize, q: usize) -> usize {
-        self.starts[sequence] + head * cx.bound.sequences()[sequence].q_len + q
-    }
-}
-
-/// A number for each row: LSE, D, and (for TurboAttention's function) the maximum.
-struct Stats {
-    lse: Vec<f32>,
-    delta: Vec<f32>,
-    max: Vec<f32>,
-}
-
-impl Stats {
-    fn fill(&mut self, cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) {
-        let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
-        let pairs: Vec<(usize, usize)> = pairs(cx).collect();
-        let size = cx.kernels.tile * cx.dv_pad;
-        let unit = on_tiles::unit(cx);
-        pool::run(threads, pairs.len(), &|i| {
-            with_workspace(3 * Arena::room(size), |workspace| {
-                let mut arena = Arena::new(workspace);
-                let [rows, o, d_o] = [size; 3].map(|n| arena.take(n));
-                let s = &cx.bound.sequences()[pairs[i].0];
-                let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
-                let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
-                for tile in cx.tiles(pairs[i].0, pairs[i].1) {
-                    let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
-                    let dots = if let Some(unit) = unit {
-                        on_tiles::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
-                    } else {
-                        for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
-                            let own = &mut rows[..stride * cx.dv_pad];
-                            cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
-                            cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
-                        }
-                        let mut dots = [0.0; MAX_LANES];
-                        cx.kernels.lane_dots(&o[..cx.dv * stride], &d_o[..cx.dv * stride], &mut dots[..stride]);
-                        dots
-                    };
-                    for (lane, dot) in dots[..tile.rows].iter().enumerate() {
-                        let (q, head) = cx.row(&tile, lane);
-                        let at = table.at(cx, tile.sequence, head, q);
-                        let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
-                        // SAFETY: each row belongs to one tile.
-                        unsafe {
-                            delta_out.row(at, 1)[0] = dot - d_lse;
-                            lse_out.row(at, 1)[0] = saved.lse.at(lse_rows.at(q, head)) as f32;
-                        }
-                    }
-                }
-            });
-        });
-        if matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some() {
-            let max = SharedRows::over(&mut self.max);
-            crate::forward::maxima(cx, threads, &|tile, lane, m| {
-                let (q, head) = cx.row(tile, lane);
-                // SAFETY: each row belongs to one tile.
-                unsafe { max.row(table.at(cx, tile.sequence, head, q), 1)[0] = m };
-            });
-        }
-    }
-}
-
-/// d_sink = -sum over rows of exp(sink - LSE) D.
-fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) -> Vec<f64> {
-    let gradient = |head: usize| {
-        let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
-        let mut sum = 0.0;
-        for (i, s) in cx.bound.sequences().iter().enumerate() {
-            let at = table.at(cx, i, head, 0);
-            for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
-                // A row that saw nothing has no sink either.
-                if lse != f32::NEG_INFINITY && sink != f64::NEG_INFINITY {
-                    sum -= (sink - f64::from(lse)).exp() * f64::from(delta);
-                }
-            }
-        }
-        sum
-    };
-    (0..cx.problem.q_heads()).map(gradient).collect()
 }
 
 /// A run of keys of one sequence and key/value head.

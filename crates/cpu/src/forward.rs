@@ -4,7 +4,7 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, TurnedRows, WovenTile};
+use crate::simd::{Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, TurnedRows, WovenTile};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Operands, Products, Run, Scratch};
@@ -185,11 +185,11 @@ fn walk(
                     .collect();
                 let end = blocks.last().map_or(last, |block| block.keys.end);
                 if end < last {
-                    ask(cx, item, end, span, &mut ahead);
+                    let coming = end..(end + span * block_keys).min(sequence.k_len);
+                    cx.ask_keys(sequence, item.kv_head, coming, &mut ahead);
                 }
                 if let (Some(next), 0) = (next, start) {
-                    ask(cx, next, 0, span, &mut ahead);
-                    ask_queries(cx, next, &mut ahead[0]);
+                    ask_item(cx, next, span * block_keys, &mut ahead);
                 }
                 let mut state = State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
                 // Where the unit takes several blocks at once, the others come before those.
@@ -289,24 +289,15 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     }
 }
 
-/// Asks for blocks of keys and values that will be read next.
-fn ask(cx: &Context<'_>, item: &Item, start: usize, blocks: usize, ahead: &mut [Ahead; 2]) {
-    let sequence = &cx.bound.sequences()[item.tiles[0].sequence];
-    let rows = (blocks * cx.unit.block(cx)).min(sequence.k_len - start.min(sequence.k_len));
-    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
-        let at = cx.key_rows(view.strides(), sequence);
-        ahead.push_rows(&view.data(), at.at(start, item.kv_head), at.row, n, rows);
-    }
-}
-
-/// Asks for the queries of an item.
-fn ask_queries(cx: &Context<'_>, item: &Item, ahead: &mut Ahead) {
-    let (q, sequence) = (cx.bound.q(), &cx.bound.sequences()[item.tiles[0].sequence]);
-    let rows = cx.query_rows(q.strides(), sequence);
-    let first = cx.queries(&item.tiles[0]).start;
-    let last = cx.queries(&item.tiles[item.tiles.len() - 1]).end;
-    if cx.pack == 1 && first < last {
-        ahead.push_rows(&q.data(), rows.at(first, item.tiles[0].head), rows.row, cx.d, last - first);
+/// Asks for the first blocks of keys of an item that comes, and for its queries.
+fn ask_item(cx: &Context<'_>, item: &Item, keys: usize, ahead: &mut [Ahead; 2]) {
+    let (first, last) = (&item.tiles[0], &item.tiles[item.tiles.len() - 1]);
+    let sequence = &cx.bound.sequences()[first.sequence];
+    cx.ask_keys(sequence, item.kv_head, 0..keys.min(sequence.k_len), ahead);
+    if cx.pack == 1 {
+        // Of none, where the last tile is another head's and earlier.
+        let queries = cx.queries(first).start..cx.queries(last).end;
+        cx.ask_queries(sequence, first.head, queries, &mut ahead[0]);
     }
 }
 
@@ -322,14 +313,13 @@ pub(crate) fn fold(
 ) {
     scores(cx, row, step, start, k, s, &mut ahead[0]);
     let before = (row.m, row.l);
-    let mut alpha = [1.0; MAX_LANES];
-    let mut stats = softmax(cx, row, step, s, [k, v], scratch, &mut alpha, policy);
+    let (mut stats, mut alpha) = softmax(cx, row, step, s, [k, v], scratch, policy);
     if stats.distrusted > 0 {
         // The cold path: the trusted maximum was too low. Again, with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
         scores(cx, row, step, start, k, s, &mut ahead[0]);
-        stats = softmax(cx, row, step, s, [k, v], scratch, &mut alpha, Policy::Raise(0.0));
+        (stats, alpha) = softmax(cx, row, step, s, [k, v], scratch, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
         return;
@@ -364,7 +354,7 @@ pub(crate) fn scores(
     }
 }
 
-#[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
+/// P of a step, from its scores; what it did, and what O has to be multiplied with before it takes in the step.
 pub(crate) fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,
@@ -372,9 +362,9 @@ pub(crate) fn softmax(
     s: &mut [f32],
     [k, v]: [KeyRows<'_>; 2],
     scratch: &mut Scratch<'_>,
-    alpha: &mut [f32; MAX_LANES],
     policy: Policy,
-) -> crate::simd::SoftmaxStats {
+) -> (SoftmaxStats, [f32; MAX_LANES]) {
+    let mut alpha = [1.0; MAX_LANES];
     let mut args = SoftmaxArgs {
         s,
         stride: row.lanes.stride,
@@ -384,12 +374,13 @@ pub(crate) fn softmax(
         hi: &step.hi,
         m: &mut row.m,
         l: &mut row.l,
-        alpha,
+        alpha: &mut alpha,
         exp: cx.exp,
         policy,
         scale: cx.score_scale(),
     };
-    cx.unit.softmax(cx, &mut args, Operands { q: row.q, k, v }, scratch)
+    let stats = cx.unit.softmax(cx, &mut args, Operands { q: row.q, k, v }, scratch);
+    (stats, alpha)
 }
 
 /// O / l and the LSE, written to the outputs.

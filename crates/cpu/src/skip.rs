@@ -3,13 +3,13 @@
 //! A window with sinks is two intervals of keys for each row: each is walked by the closed form that spans have, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
-use crate::forward::{Out, Row, finish, items_of, scores, softmax};
+use crate::forward::{Out, Row, State, finish, items_of, scores, softmax};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, SoftmaxArgs};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Products, Scratch};
-use crate::{Options, pool, window};
+use crate::{Counters, Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
 use fulgurite_core::{BlockMask, Data, Outputs, TensorView, bf16, f16};
 use std::cell::LazyCell;
@@ -197,7 +197,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             all
         };
         let looks = tiles.iter().any(|t| t.limit.is_some());
-        let ahead = &mut [Ahead::default(); 2];
+        let (mut ahead, mut counters) = ([Ahead::default(); 2], Counters::default());
         let visits = skip.order(&seen);
         let _held = cx.unit.hold();
         let mut groups = visits.chunk_by(|a, b| a * cols / block == b * cols / block).peekable();
@@ -206,7 +206,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             let range = number * block..((number + 1) * block).min(sequence.k_len);
             let keys = Keys { sequence, head: item.head / cx.problem.group(), range };
             if let Some(next) = groups.peek() {
-                ask(cx, &keys, next[0] * cols / block * block, ahead);
+                let start = next[0] * cols / block * block;
+                cx.ask_keys(sequence, keys.head, start..(start + block).min(sequence.k_len), &mut ahead);
             }
             let k = cx.packer.keys(cx, &keys, &mut *k_buffer);
             let finite = !looks || k.finite || all_finite(cx, &keys, rows);
@@ -235,7 +236,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
                     }
                     let looked = tile.limit.is_some();
                     for (walker, s) in tile.walkers.iter_mut().zip(&mut scored) {
-                        walker.fold(cx, [k, *v], number * block, looked, s, &mut scratch, ahead);
+                        let (scratch, ahead, counters) = (&mut scratch, &mut ahead, &mut counters);
+                        walker.fold(cx, [k, *v], number * block, looked, State { s, scratch, ahead, counters });
                     }
                     tile.found.kept.push(t as i32);
                 }
@@ -251,15 +253,6 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             done(tile.number, tile.found);
         }
     });
-}
-
-/// Asks for the block of keys and values that begins at `start`, which will be read next.
-fn ask(cx: &Context<'_>, keys: &Keys<'_>, start: usize, ahead: &mut [Ahead; 2]) {
-    let rows = cx.unit.block(cx).min(keys.sequence.k_len - start);
-    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
-        let at = cx.key_rows(view.strides(), keys.sequence);
-        ahead.push_rows(&view.data(), at.at(start, keys.head), at.row, n, rows);
-    }
 }
 
 /// Whether a block of keys holds nothing but numbers; `row` is scratch. A NaN score is no maximum: a tile of them would
@@ -377,17 +370,8 @@ impl<'w> Walker<'w> {
     }
 
     /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.
-    #[allow(clippy::too_many_arguments)] // the state of the walk; a struct would only rename it
-    fn fold(
-        &mut self,
-        cx: &Context<'_>,
-        [k, v]: [KeyRows<'_>; 2],
-        origin: usize,
-        scored: bool,
-        s: &mut [f32],
-        scratch: &mut Scratch<'_>,
-        ahead: &mut [Ahead; 2],
-    ) {
+    fn fold(&mut self, cx: &Context<'_>, [k, v]: [KeyRows<'_>; 2], origin: usize, scored: bool, state: State<'_, '_>) {
+        let State { s, scratch, ahead, .. } = state;
         // Rows whose reference is near need no maximum.
         let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
         let alone = self.steps.iter().flatten().count() == 1;
@@ -396,8 +380,7 @@ impl<'w> Walker<'w> {
             if !(scored && alone) {
                 scores(cx, &self.row, step, origin, k, s, &mut ahead[0]);
             }
-            let mut alpha = [1.0; MAX_LANES];
-            let stats = softmax(cx, &mut self.row, step, s, [k, v], scratch, &mut alpha, policy);
+            let (stats, alpha) = softmax(cx, &mut self.row, step, s, [k, v], scratch, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }

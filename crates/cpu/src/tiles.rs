@@ -7,7 +7,7 @@
 //! what nobody sees changes no bits.
 
 use crate::evaluate::{Evaluator, LaneEnv};
-use crate::simd::{ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
+use crate::simd::{Ahead, ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
 use fulgurite_core::expr::{Coverage, Domain, Program};
@@ -471,6 +471,21 @@ impl<'a> Context<'a> {
     }
     pub fn query_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
         self.bound.rows(strides, sequence, Side::Query)
+    }
+
+    /// Asks for keys and values that will be read.
+    pub fn ask_keys(&self, sequence: &Sequence, kv_head: usize, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
+        for ((view, n), ahead) in [(self.bound.k(), self.d), (self.bound.v(), self.dv)].into_iter().zip(ahead) {
+            let at = self.key_rows(view.strides(), sequence);
+            ahead.push_rows(&view.data(), at.at(keys.start, kv_head), at.row, n, keys.len());
+        }
+    }
+
+    /// Asks for queries of one head that will be read.
+    pub fn ask_queries(&self, sequence: &Sequence, head: usize, queries: Range<usize>, ahead: &mut Ahead) {
+        let view = self.bound.q();
+        let at = self.query_rows(view.strides(), sequence);
+        ahead.push_rows(&view.data(), at.at(queries.start, head), at.row, self.d, queries.len());
     }
 }
 

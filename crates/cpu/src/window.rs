@@ -110,14 +110,15 @@ pub(crate) fn walk(
             // Of the keys that come, as many with each tile.
             if let Some((next, keys)) = &mut coming {
                 let rows = keys.len().div_ceil(item.tiles.len() - i);
-                ask_keys(cx, next, keys.start..keys.start + rows, &mut ahead);
+                let (sequence, head) = (&cx.bound.sequences()[next.sequence], next.head / cx.problem.group());
+                cx.ask_keys(sequence, head, keys.start..keys.start + rows, &mut ahead);
                 keys.start += rows;
             }
             if number + 1 < item.tiles.end {
-                ask_queries(cx, item, skip.rows(sequence, number + 1), &mut ahead[0]);
+                cx.ask_queries(sequence, item.head, skip.rows(sequence, number + 1), &mut ahead[0]);
             } else if let Some((next, _)) = next {
-                let rows = skip.rows(&cx.bound.sequences()[next.sequence], next.tiles.start);
-                ask_queries(cx, next, rows, &mut ahead[0]);
+                let sequence = &cx.bound.sequences()[next.sequence];
+                cx.ask_queries(sequence, next.head, skip.rows(sequence, next.tiles.start), &mut ahead[0]);
             }
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
@@ -160,20 +161,4 @@ pub(crate) fn walk(
             done(number, found);
         }
     });
-}
-
-/// Asks for keys and values of an item that comes.
-fn ask_keys(cx: &Context<'_>, item: &Item, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
-    let sequence = &cx.bound.sequences()[item.sequence];
-    for ((view, n), ahead) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)].into_iter().zip(ahead) {
-        let at = cx.key_rows(view.strides(), sequence);
-        ahead.push_rows(&view.data(), at.at(keys.start, item.head / cx.problem.group()), at.row, n, keys.len());
-    }
-}
-
-/// Asks for queries of an item.
-fn ask_queries(cx: &Context<'_>, item: &Item, rows: Range<usize>, ahead: &mut Ahead) {
-    let view = cx.bound.q();
-    let at = cx.query_rows(view.strides(), &cx.bound.sequences()[item.sequence]);
-    ahead.push_rows(&view.data(), at.at(rows.start, item.head), at.row, cx.d, rows.len());
 }

@@ -117,19 +117,18 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                         let before = (row.m, row.l, sums);
-                        let mut alpha = [1.0; MAX_LANES];
                         let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
                             let mut scratch = Scratch::new(values, to);
                             scratch.probe = packed.then_some(PackedProbe { u, packed: packed_u, sums });
-                            let stats = softmax(cx, row, &step, s, [*k, *v], &mut scratch, &mut alpha, policy);
+                            let did = softmax(cx, row, &step, s, [*k, *v], &mut scratch, policy);
                             assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
-                            stats
+                            did
                         };
-                        let mut stats = fold(&mut row, s, &mut sums[..stride], policy);
+                        let (mut stats, mut alpha) = fold(&mut row, s, &mut sums[..stride], policy);
                         if stats.distrusted > 0 {
                             (row.m, row.l, sums) = before;
                             scores(cx, &row, &step, start, *k, s, ahead);
-                            stats = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
+                            (stats, alpha) = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
                         }
                         if !packed {
                             let (sums, alpha) = (&mut sums[..stride], &alpha[..stride]);

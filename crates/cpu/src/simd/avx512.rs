@@ -2,7 +2,7 @@
 //! operands, and every fused multiply-add has its latency covered.
 
 use super::Simd;
-use super::kernels::define_kernels;
+use super::define::define_kernels;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]

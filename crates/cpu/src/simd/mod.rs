@@ -29,6 +29,7 @@ mod coding;
 // Matrix units are known on x86-64 alone: elsewhere their safe faces are compiled, and nothing enters them.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod coming;
+mod define;
 #[cfg(target_arch = "x86_64")]
 mod dots;
 mod folds;

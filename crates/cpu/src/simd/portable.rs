@@ -1,7 +1,7 @@
 //! Plain Rust that any compiler turns into the vectors it has.
 
 use super::Simd;
-use super::kernels::define_kernels;
+use super::define::define_kernels;
 use half::f16;
 
 const LANES: usize = 8;

@@ -31,7 +31,12 @@ where
 {
     let (d, rows, turned) = (features.dims[0], tuning.rows, tuning.adds == Adds::Engine);
     let items = rows / 2 * d / if turned { 16 } else { 8 };
-    let threads = if turned { items / 2 } else { 256 };
+    // With lengths of their own, blocks of twice as many threads spill.
+    let threads = match turned {
+        true if features.ragged.any() => items / 2,
+        true => items,
+        false => 256,
+    };
     let sums = k.pointer::<f32>("sums");
     let d_q = k.pointer::<Pair<T>>("d_q");
     let [q_len, head_dim] = ["q_len", "head_dim"].map(|name| k.param::<u32>(name));

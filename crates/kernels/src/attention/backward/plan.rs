@@ -148,8 +148,8 @@ impl Backward {
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
         let has_blocks = problem.blocks().is_some();
         let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
-        // Rows and items of the preparation are counted in 32 bits.
-        let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
+        // Of the preparation, threads and parts of rows of eight elements are counted in 32 bits.
+        let most = plan.rows() * u64::from(padded[0].max(padded[1]) / 8);
         if most.max(plan.lengths()[1]) >= OUTSIDE {
             return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
         }
@@ -410,7 +410,6 @@ impl Backward {
     }
 
     fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 7]) -> Launch {
-        let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
         for (name, placed) in [("o", &tensors.o), ("d_o", &tensors.d_o)] {
@@ -426,7 +425,7 @@ impl Backward {
         }
         tensors.d_lse.into_iter().for_each(|span| args.add("d_lse", Value::Pointer(span)));
         let numbers = [
-            ("items", items),
+            ("all_rows", self.rows()),
             ("lse_rows", self.lengths()[0]),
             ("value_dim", self.dims[1]),
             ("words", self.counters()),
@@ -435,7 +434,7 @@ impl Backward {
         args.divisor(["heads", "heads_magic", "heads_shift"], self.heads[0]);
         args.divisor(["rows", "rows_magic", "rows_shift"], self.steps() * u64::from(self.tuning.rows));
         args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
-        let blocks = items.div_ceil(u64::from(prepare::THREADS)).max(1);
+        let blocks = self.rows().div_ceil(u64::from(prepare::ROWS)).max(1);
         Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args: args.finish() }
     }
 

@@ -1,0 +1,114 @@
+//! What backward knows of each row before it walks the keys: its LSE and D, and what follows from them alone.
+
+use super::{on_tiles, pairs};
+use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::pool;
+use crate::simd::ExpKind;
+use crate::tiles::{Context, MAX_LANES};
+use fulgurite_core::{Saved, Sequence};
+
+/// Where a number for each (sequence, head, query) lies.
+pub(super) struct RowTable {
+    starts: Vec<usize>,
+    pub len: usize,
+}
+
+impl RowTable {
+    pub fn new(cx: &Context<'_>) -> Self {
+        let mut len = 0;
+        let mut start = |s: &Sequence| {
+            let at = len;
+            len += cx.problem.q_heads() * s.q_len;
+            at
+        };
+        let starts = cx.bound.sequences().iter().map(&mut start).collect();
+        RowTable { starts, len }
+    }
+    pub fn at(&self, cx: &Context<'_>, sequence: usize, head: usize, q: usize) -> usize {
+        self.starts[sequence] + head * cx.bound.sequences()[sequence].q_len + q
+    }
+}
+
+/// A number for each row: LSE, D, and (for TurboAttention's function) the maximum.
+pub(super) struct Stats {
+    pub lse: Vec<f32>,
+    pub delta: Vec<f32>,
+    pub max: Vec<f32>,
+}
+
+impl Stats {
+    pub fn new(cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) -> Self {
+        let [lse, delta, max] = [(); 3].map(|_| vec![0.0; table.len]);
+        let mut stats = Stats { lse, delta, max };
+        stats.fill(cx, saved, table, threads);
+        stats
+    }
+
+    fn fill(&mut self, cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) {
+        let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
+        let pairs: Vec<(usize, usize)> = pairs(cx).collect();
+        let size = cx.kernels.tile * cx.dv_pad;
+        let unit = on_tiles::unit(cx);
+        pool::run(threads, pairs.len(), &|i| {
+            with_workspace(3 * Arena::room(size), |workspace| {
+                let mut arena = Arena::new(workspace);
+                let [rows, o, d_o] = [size; 3].map(|n| arena.take(n));
+                let s = &cx.bound.sequences()[pairs[i].0];
+                let lse_rows = cx.bound.lse_rows(saved.lse.strides(), s);
+                let d_lse_rows = saved.d_lse.map(|d| (d, cx.bound.lse_rows(d.strides(), s)));
+                for tile in cx.tiles(pairs[i].0, pairs[i].1) {
+                    let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
+                    let dots = if let Some(unit) = unit {
+                        on_tiles::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
+                    } else {
+                        for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
+                            let own = &mut rows[..stride * cx.dv_pad];
+                            cx.gather(&tile, &view.data(), &cx.query_rows(view.strides(), s), cx.dv, own, cx.dv_pad);
+                            cx.kernels.transpose(rows, cx.dv_pad, turned, stride, stride, cx.dv_pad);
+                        }
+                        let mut dots = [0.0; MAX_LANES];
+                        cx.kernels.lane_dots(&o[..cx.dv * stride], &d_o[..cx.dv * stride], &mut dots[..stride]);
+                        dots
+                    };
+                    for (lane, dot) in dots[..tile.rows].iter().enumerate() {
+                        let (q, head) = cx.row(&tile, lane);
+                        let at = table.at(cx, tile.sequence, head, q);
+                        let d_lse = d_lse_rows.as_ref().map_or(0.0, |(d, rows)| d.at(rows.at(q, head)) as f32);
+                        // SAFETY: each row belongs to one tile.
+                        unsafe {
+                            delta_out.row(at, 1)[0] = dot - d_lse;
+                            lse_out.row(at, 1)[0] = saved.lse.at(lse_rows.at(q, head)) as f32;
+                        }
+                    }
+                }
+            });
+        });
+        if matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some() {
+            let max = SharedRows::over(&mut self.max);
+            crate::forward::maxima(cx, threads, &|tile, lane, m| {
+                let (q, head) = cx.row(tile, lane);
+                // SAFETY: each row belongs to one tile.
+                unsafe { max.row(table.at(cx, tile.sequence, head, q), 1)[0] = m };
+            });
+        }
+    }
+}
+
+/// d_sink = -sum over rows of exp(sink - LSE) D.
+pub(super) fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) -> Vec<f64> {
+    let gradient = |head: usize| {
+        let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
+        let mut sum = 0.0;
+        for (i, s) in cx.bound.sequences().iter().enumerate() {
+            let at = table.at(cx, i, head, 0);
+            for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
+                // A row that saw nothing has no sink either.
+                if lse != f32::NEG_INFINITY && sink != f64::NEG_INFINITY {
+                    sum -= (sink - f64::from(lse)).exp() * f64::from(delta);
+                }
+            }
+        }
+        sum
+    };
+    (0..cx.problem.q_heads()).map(gradient).collect()
+}
