@@ -259,14 +259,16 @@ macro_rules! warps {
                 Pair<T>: Word,
             {
                 let to: [Reg; 4] = std::array::from_fn(|_| self.k.register(Class::F32));
-                let args = [
-                    Arg::List(to.into()),
-                    Arg::List(a.map(|x| x.in_register()).into()),
-                    Arg::List(b.map(|x| x.in_register()).into()),
-                    Arg::List(c.map(|x| x.in_register()).into()),
-                    Arg::Word(T::NUMBER.name()),
-                ];
-                self.k.emit(&tensor::MMA_HALF, args);
+                self.k.placed(Location::caller(), || {
+                    let args = [
+                        Arg::List(to.into()),
+                        Arg::List(a.map(|x| x.in_register()).into()),
+                        Arg::List(b.map(|x| x.in_register()).into()),
+                        Arg::List(c.map(|x| x.in_register()).into()),
+                        Arg::Word(T::NUMBER.name()),
+                    ];
+                    self.k.emit(&tensor::MMA_HALF, args);
+                });
                 to.map(|reg| Val::reg(self.k, reg))
             }
             /// The lanes of each warp meet, and see each other's memory.
