@@ -515,12 +515,6 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
-    /// Whether every lane sees all of these keys, as far as intervals tell.
-    pub fn see(&self, keys: &Range<usize>) -> bool {
-        self.lo[..self.stride].iter().all(|&lo| lo as usize <= keys.start)
-            && self.hi[..self.stride].iter().all(|&hi| hi as usize >= keys.end)
-    }
-
     /// From the first key that some lane sees to past the last.
     pub fn reach(&self) -> (usize, usize) {
         let first = self.some.iter().map(|keys| keys.0).min().unwrap_or(0);
