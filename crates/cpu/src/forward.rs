@@ -201,7 +201,7 @@ fn walk(
                         let run = rest.iter().take_while(|block| together && whole(&block.keys)).count();
                         if run > 0 {
                             let rows: Vec<[KeyRows<'_>; 2]> = rest[..run].iter().map(|block| *block.rows).collect();
-                            weave(cx, row, block.keys.start, &rows, policy, &mut state);
+                            weave(cx, row, &rows, policy, &mut state);
                         } else {
                             let origin = block.keys.start;
                             for piece in cx.pieces(&row.tile, block.keys.clone()) {
@@ -240,11 +240,11 @@ pub(crate) struct State<'w, 'a> {
 /// Keys whose scores settle the maximum of a row that has none, before blocks are taken together.
 const FIRST_KEYS: usize = 32;
 
-/// Blocks from key `start` on that a tile sees whole, one after the other, each strip of lanes by itself.
-fn weave(
+/// Blocks that a tile sees whole, one after the other, each strip of lanes by itself. Only where nothing modifies scores, so
+/// that it does not matter which keys they are.
+pub(crate) fn weave(
     cx: &Context<'_>,
     row: &mut Row<'_>,
-    start: usize,
     blocks: &[[KeyRows<'_>; 2]],
     policy: Policy,
     state: &mut State<'_, '_>,
@@ -252,7 +252,7 @@ fn weave(
     let (Policy::Trust(limit), lanes) = (policy, row.lanes.stride) else { unreachable!("maxima are trusted") };
     if row.m[..lanes].contains(&f32::NEG_INFINITY) {
         let step = Step::whole(0..FIRST_KEYS, 0..lanes / cx.kernels.lanes);
-        scores(cx, row, &step, start, blocks[0][0], state.s, &mut state.ahead[0]);
+        scores(cx, row, &step, 0, blocks[0][0], state.s, &mut state.ahead[0]);
         softmax(cx, row, &step, state.s, blocks[0], state.scratch, Policy::MaxOnly);
     }
     let (block_keys, strips) = (cx.unit.block(cx), lanes / STRIP_LANES);
@@ -278,7 +278,7 @@ fn weave(
             let (strip, block) = (done / blocks.len(), done % blocks.len());
             let vectors = STRIP_LANES / cx.kernels.lanes;
             let step = Step::whole(0..block_keys, strip * vectors..(strip + 1) * vectors);
-            fold(cx, row, &step, start + block * block_keys, blocks[block], policy, state);
+            fold(cx, row, &step, 0, blocks[block], policy, state);
             done += 1;
         }
     }

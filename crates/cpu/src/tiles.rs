@@ -517,8 +517,8 @@ pub(crate) struct Lanes {
 impl Lanes {
     /// Whether every lane sees all of these keys, as far as intervals tell.
     pub fn see(&self, keys: &Range<usize>) -> bool {
-        self.lo[..self.stride].iter().all(|&lo| lo as usize <= keys.start)
-            && self.hi[..self.stride].iter().all(|&hi| hi as usize >= keys.end)
+        // Vectors past the last say yes.
+        self.all.iter().all(|all| all.0 <= keys.start && keys.end <= all.1)
     }
 
     /// From the first key that some lane sees to past the last.

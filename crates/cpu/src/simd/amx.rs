@@ -8,7 +8,7 @@
 use super::algorithms::{Ahead, Row, faded};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_strips, amx_woven};
+use super::{Kernels, Simd, amx_bf16, amx_look, amx_strips, amx_woven};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -39,6 +39,7 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     lanes_faded: [pack_faded::<1>, pack_faded::<2>, pack_faded::<3>],
     narrow: &amx_bf16::NARROW,
     weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
+    look: Some([amx_look::look::<2>, amx_look::look::<4>]),
     strips: &amx_strips::STRIPS,
 };
 

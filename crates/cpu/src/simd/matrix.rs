@@ -10,7 +10,7 @@
 
 use super::algorithms::Ahead;
 use super::kernels::{MatrixMut, Sum, extent};
-use super::narrow::{NarrowKernels, Weave};
+use super::narrow::{Look, NarrowKernels, Weave};
 use super::strips::StripKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
@@ -102,6 +102,8 @@ pub(crate) struct MatrixKernels {
     pub narrow: &'static NarrowKernels,
     /// Blocks of forward in bf16 with softmax and products at once, for 2 and 4 tiles along d.
     pub(super) weave: Option<[Weave; 2]>,
+    /// The largest scores of such blocks.
+    pub(super) look: Option<[Look; 2]>,
     /// Few queries against many keys, in bf16.
     pub strips: &'static StripKernels,
 }

@@ -59,13 +59,27 @@ pub(crate) struct Woven<'a> {
 }
 
 pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut [Ahead; 2]) -> usize;
+pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
+
+/// Scratch of [`MatrixKernels::look`], in f32.
+pub(super) const LOOK_ROOM: usize = 8 * SLOTS;
+
+/// What 64 lanes have seen, all in units of scores.
+pub(crate) struct Seen<'a> {
+    /// The largest score so far, and what sums are relative to.
+    pub top: &'a mut [f32],
+    pub m: &'a [f32],
+    /// What a score may be below the largest, negative; and above the reference.
+    pub limit: f32,
+    pub near: f32,
+}
 
 impl MatrixKernels {
-    /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
-    /// is one.
-    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<Weave> {
+    /// The woven kernels for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// are any.
+    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<(Weave, Look)> {
         let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
-        self.weave.map(|kernels| kernels[which])
+        self.weave.zip(self.look).map(|(weave, look)| (weave[which], look[which]))
     }
 
     /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
@@ -75,7 +89,7 @@ impl MatrixKernels {
 
     /// Softmax and both products of all blocks, up to one whose maximum cannot be trusted; how far it came.
     pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> usize {
-        let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let (kernel, _) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
         let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
         assert!(args.q.len() >= Panels::room(groups, d, 1), "panels of queries");
         let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
@@ -88,6 +102,18 @@ impl MatrixKernels {
         );
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { kernel(args, ahead) }
+    }
+
+    /// Looks at the scores of a block of keys of such sizes, from its panels and those of 64 queries; `s` is scratch. Whether
+    /// some lane has one within its limit, and whether all are near the references. Scores that are NaN count for nothing.
+    pub fn look(&self, [k, q]: [&[f32]; 2], sizes: [usize; 3], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let (_, kernel) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let [block, d, _] = sizes;
+        assert!(k.len() >= Panels::room(block * DEPTH / GROUP, d, 1), "panels of a block");
+        assert!(q.len() >= Panels::room(2 * STRIP_LANES / GROUP, d, 1) && s.len() >= LOOK_ROOM, "panels of queries");
+        assert!(seen.top.len().min(seen.m.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { kernel([k.as_ptr(), q.as_ptr()], s.as_mut_ptr(), seen) }
     }
 }
 
@@ -242,16 +268,33 @@ mod tests {
             let (mut s, none) = (vec![f32::NAN; keys * lanes], &mut Ahead::default());
             let (mut o, mut l) = (vec![0.5f32; dv * GROUP * lanes], [0.25f32; 64]);
             let (mut woven_o, mut woven_l) = (o.clone(), l);
-            for [k, v] in &blocks {
-                let (k, q) = (Panels::new(k, d, 1), Panels::new(&q, d, 1));
+            for [panels_k, v] in &blocks {
                 unit.multiply(
                     MatrixMut::at(&mut s, lanes, 0, 0),
-                    k,
-                    q,
+                    Panels::new(panels_k, d, 1),
+                    Panels::new(&q, d, 1),
                     [keys / GROUP, lanes / GROUP, d],
                     Sum::Fresh,
                     none,
                 );
+                // What a look finds: every lane's largest score, beside ones of before that are larger but in one lane.
+                let largest: [f32; 64] =
+                    std::array::from_fn(|lane| s.iter().skip(lane).step_by(lanes).fold(f32::MIN, |a, &b| a.max(b)));
+                let look = |lane: usize, by: f32, above: f32| {
+                    let (mut top, mut m) = (largest.map(|x| x + 3.0), largest);
+                    (top[lane], m[lane]) = (largest[lane] + by, largest[lane] - above);
+                    let mut room = vec![f32::NAN; LOOK_ROOM];
+                    let seen = &mut Seen { top: &mut top, m: &m, limit: -2.0, near: 1.0 };
+                    let found = unit.look([panels_k, &q], [KEY_TILES, d, dv], &mut room, seen);
+                    assert!(top[lane] == largest[lane].max(largest[lane] + by), "lane {lane} at {d} tiles");
+                    found
+                };
+                for lane in [0, 17, 40, 63] {
+                    assert_eq!(look(lane, -1.0, 0.0), [true, true]);
+                    assert_eq!(look(lane, 1.5, 2.0), [true, false]);
+                    assert_eq!(look(lane, 2.5, 0.5), [false, true]);
+                    assert_eq!(look(lane, 2.5, f32::INFINITY), [false, false]);
+                }
                 let (ranges, mut alpha) = ([(0, keys); MAX_VECTORS], [0.0; 64]);
                 let (lo, hi) = ([0.0; 64], [keys as f32; 64]);
                 let mut args = SoftmaxArgs {
