@@ -66,8 +66,8 @@ struct Rows<'a> {
 const AHEAD: usize = 8;
 
 impl Rows<'_> {
-    /// A row as f32.
-    fn widen(&self, i: usize, to: &mut [f32]) {
+    /// Asks for a row to come.
+    fn ask(&self, i: usize) {
         if i + AHEAD < self.n {
             let at = self.at.at(i + AHEAD, self.head);
             match self.view.data() {
@@ -77,6 +77,10 @@ impl Rows<'_> {
                 _ => (),
             }
         }
+    }
+
+    /// A row as f32.
+    fn widen(&self, i: usize, to: &mut [f32]) {
         self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), to);
     }
 
@@ -84,6 +88,7 @@ impl Rows<'_> {
     fn each(&self, mut f: impl FnMut(usize, &[f32])) {
         let mut row = vec![0.0; self.dim];
         for i in 0..self.n {
+            self.ask(i);
             self.widen(i, &mut row);
             f(i, &row);
         }
@@ -105,21 +110,24 @@ impl Rows<'_> {
         };
         let (coding, dim) = (self.unit.kernels.coding, self.dim);
         let mut scales = vec![0.0f32; granularity.scales(self.n)];
-        let (mut rows, mut codes) = (vec![0.0f32; chunk * dim], vec![0i8; width]);
+        let (mut row, mut codes) = (vec![0.0f32; dim], vec![0i8; width]);
         for start in (0..self.n).step_by(chunk.max(1)) {
-            let n = chunk.min(self.n - start);
-            for (i, row) in rows.chunks_exact_mut(dim).take(n).enumerate() {
-                self.widen(start + i, row);
-                let (scale, size) = (&mut scales[granularity.scale_of(start + i)], coding.size(row, mean));
+            let rows = start..(start + chunk).min(self.n);
+            for i in rows.clone() {
+                self.ask(i);
+                self.widen(i, &mut row);
+                let (scale, size) = (&mut scales[granularity.scale_of(i)], coding.size(&row, mean));
                 if size == f32::MAX {
                     self.unit.suspicious.store(true, Ordering::Relaxed);
                 }
                 *scale = scale.max(size);
             }
-            for (i, row) in rows.chunks_exact(dim).take(n).enumerate() {
-                let scale = scales[granularity.scale_of(start + i)] / f32::from(INT8_LARGEST);
-                coding.encode(row, mean, scale, &mut codes[..dim]);
-                f(start + i, row, &codes);
+            // Again from the tensor: in f32 the rows of a block would push each other out of the cache.
+            for i in rows {
+                self.widen(i, &mut row);
+                let scale = scales[granularity.scale_of(i)] / f32::from(INT8_LARGEST);
+                coding.encode(&row, mean, scale, &mut codes[..dim]);
+                f(i, &row, &codes);
             }
         }
         scales.iter_mut().for_each(|scale| *scale /= f32::from(INT8_LARGEST));

@@ -1,7 +1,7 @@
 //! Workspaces, and writing to one output from many threads.
 
-use crate::simd::{Ahead, Kernels};
-use fulgurite_core::{DataMut, TensorViewMut};
+use crate::simd::{Ahead, Kernels, TurnedRows};
+use fulgurite_core::{DType, DataMut, TensorViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -171,6 +171,21 @@ impl<'a> SharedRows<'a> {
                 Start::Bf16(p) => kernels.narrow_bf16(row, std::slice::from_raw_parts_mut(p.add(offset), row.len())),
             }
         }
+    }
+
+    /// Rounds and writes rows of O^T at once, if the tensor is of bf16 and the machine can; else nothing happens, and the
+    /// result is false. Before other threads read them, [`Kernels::fence`].
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), for each row.
+    pub unsafe fn store_turned(&self, kernels: &Kernels, mut rows: TurnedRows<'_>) -> bool {
+        let (Start::Bf16(to), Some(unit)) = (self.start, kernels.matrix_for(DType::Bf16)) else { return false };
+        let inside = |&start: &usize| start.checked_add(rows.n).is_some_and(|end| end <= self.len);
+        assert!(rows.starts.iter().all(inside), "row outside the tensor");
+        rows.past = self.large;
+        // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+        unsafe { unit.narrow.store(&rows, to) };
+        true
     }
 
     /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.

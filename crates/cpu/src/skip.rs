@@ -3,7 +3,7 @@
 //! A window with sinks is two intervals of keys for each row: each is walked by the closed form that spans have, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
-use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave};
+use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave_whole};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::simd::{Ahead, Policy, Seen, SoftmaxArgs};
 use crate::step::{Step, in_pairs};
@@ -471,7 +471,7 @@ impl<'w> Walker<'w> {
     ) {
         let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };
         let rows: Vec<[KeyRows<'_>; 2]> = kept.drain(..).map(|i| [blocks[i].k, *blocks[i].v]).collect();
-        weave(cx, &mut self.row, &rows, Policy::Trust(Rescale::OPTIMISTIC_LIMIT), &mut state);
+        weave_whole(cx, &mut self.row, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
     }
 
     /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.
