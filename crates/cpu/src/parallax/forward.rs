@@ -46,6 +46,28 @@ fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n:
     all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
+/// Gives lanes that have no maximum that of a block's first keys, as attention does before it takes several blocks at once:
+/// the bits of all that follows depend on it.
+fn settle(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    step: &Step,
+    s: &mut [f32],
+    kv: [KeyRows<'_>; 2],
+    scratch: &mut Scratch<'_>,
+) {
+    let before = row.m;
+    let lanes = |z: usize| z * cx.kernels.lanes..(z + 1) * cx.kernels.lanes;
+    let fresh = |(z, &(a, b)): (usize, &(usize, usize))| a < b && before[lanes(z)].contains(&f32::NEG_INFINITY);
+    if !step.ranges.iter().enumerate().any(fresh) {
+        return;
+    }
+    softmax(cx, row, &step.part(&(0..DEPTH)), s, kv, scratch, Policy::MaxOnly);
+    for (m, before) in row.m.iter_mut().zip(before).filter(|(_, before)| *before != f32::NEG_INFINITY) {
+        *m = before;
+    }
+}
+
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
     let rx = probe.cx;
     let sequence = &cx.bound.sequences()[tiles[0].sequence];
@@ -94,6 +116,9 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let o = &mut o[..cx.dv_pad * stride];
             o.fill(0.0);
             let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+            // From here on attention takes several blocks at once, where it does.
+            let seen_from = row.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
+            let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
@@ -116,6 +141,9 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                        if woven && start >= seen_from && v.finite {
+                            settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
+                        }
                         let before = (row.m, row.l, sums);
                         let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
                             let mut scratch = Scratch::new(values, to);
