@@ -4,8 +4,8 @@ use crate::array::{Array, Place, wrong};
 use crate::description::{BLOCK_LISTS, Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Attention, AuxPlaced, BlockForm, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order,
-    Placed, Span, Stream, Tensors, Wish,
+    self, Attention, AuxPlaced, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order, Placed, Span,
+    Stream, Tensors, Wish,
 };
 use fulgurite::{DType, Problem};
 use pyo3::exceptions::PyRuntimeError;
@@ -257,12 +257,8 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     }
     (tensors.cu_seqlens, tensors.used) = call.lengths()?;
     tensors.aux = call.aux()?;
-    match attention.block_form() {
-        Some(BlockForm::Lists) => tensors.lists = Some(lists(description, problem, extras)?),
-        Some(BlockForm::Coverage) => {
-            return Err(wrong("block sizes that are not multiples of 64 x 16 are not on the GPU yet; use 128 x 128"));
-        }
-        None => {}
+    if problem.blocks().is_some() {
+        tensors.lists = Some(lists(description, problem, extras)?);
     }
     on_stream(&device, object, number, |stream| device.gpu.forward(&attention, &mut tensors, stream))
 }

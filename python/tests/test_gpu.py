@@ -162,15 +162,16 @@ def test_deterministic_gradients_have_the_same_bits(dim):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(deterministic=True)))
 
 
-def test_block_masks_have_gradients():
-    """Two sequences with masks of their own: documents of 100 positions, and a window."""
+@pytest.mark.parametrize("size", [128, (32, 40)])
+def test_block_masks_have_gradients(size):
+    """Two sequences with masks of their own: documents of 100 positions, and a window. Also in blocks that no tile divides."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
 
     def mask_mod(b, h, q_idx, kv_idx):
         return ((b == 0) & (q_idx // 100 == kv_idx // 100)) | ((b == 1) & (q_idx - kv_idx < 50) & (q_idx >= kv_idx))
 
-    blocks = fulgurite.create_block_mask(mask_mod, 2, None, 300, 300, device="cuda")
+    blocks = fulgurite.create_block_mask(mask_mod, 2, None, 300, 300, device="cuda", BLOCK_SIZE=size)
     o = fulgurite.attention(q, k, v, block_mask=blocks)
     d_o = torch.randn_like(o)
     got = torch.autograd.grad(o, (q, k, v), d_o)

@@ -32,6 +32,7 @@ pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tunin
 
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
+use fulgurite_kernels::attention::cover;
 use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
@@ -109,6 +110,8 @@ impl Default for Wish {
 pub struct Attention {
     ready: Ready,
     module: Module,
+    /// What makes the table of blocks that elements look up.
+    cover: Option<Module>,
     /// Scratch of recorded launches, where they need any: nothing can be allocated while they are recorded. Recordings with
     /// launches of one `Attention` are not replayed at the same time.
     recorded: Option<Buffer>,
@@ -240,8 +243,15 @@ impl Gpu {
             bytes => Some(self.cuda.allocate(bytes)?),
         };
         let recorded_copies = plan.least_copies().map(|copies| self.cuda.allocate(copies.bytes())).transpose()?;
+        let cover = match plan.block_form() {
+            Some(BlockForm::Coverage) => {
+                let kernel = cover::kernel(target).map_err(|e| self.unbuilt(&e, &plan))?;
+                Some(self.cuda.load(Arc::new(kernel))?)
+            }
+            _ => None,
+        };
         let (ready, last) = (plan.ready(module.shared_kernel()), Mutex::default());
-        Ok(Attention { ready, module, recorded, recorded_copies, last })
+        Ok(Attention { ready, module, cover, recorded, recorded_copies, last })
     }
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
@@ -254,6 +264,11 @@ impl Gpu {
             (Some(recorded), true) => Some(recorded.span()),
             (Some(_), false) => Some(self.launch_scratch(&self.scratch, stream, plan.scratch_bytes())?),
         };
+        if let Some(module) = &attention.cover
+            && let Some(launch) = plan.cover(&module.shared_kernel(), tensors)
+        {
+            self.cuda.launch(module, launch.grid, &launch.args, stream)?;
+        }
         if let Some(copies) = plan.copies(&tensors.rows) {
             return self.forward_copied(attention, &copies, tensors, stream, capturing);
         }

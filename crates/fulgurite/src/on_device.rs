@@ -6,13 +6,13 @@
 use crate::engine::{Engine, Run, Unsupported};
 use crate::profile::Tables;
 use crate::{Counters, Error};
-use fulgurite_core::expr::Coverage;
 use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
     TensorViewMut,
 };
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
+use fulgurite_kernels::attention::cover;
 use fulgurite_kernels::attention::plan::{
     AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
 };
@@ -131,9 +131,17 @@ impl OnDevice {
     ) -> Result<(), Error> {
         let (refuse, multiprocessors) =
             (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
-        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
         let mut modules = vec![module.clone()];
-        let launches = match copies {
+        let cover = match plan.block_form() {
+            Some(BlockForm::Coverage) => {
+                let kernel = cover::kernel(self.device.target()).map_err(|e| self.unbuilt(&e, &plan))?;
+                modules.push(self.device.load(Arc::new(kernel))?);
+                plan.cover(&modules[1].shared_kernel(), tensors)
+            }
+            _ => None,
+        };
+        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
+        let mut launches = match copies {
             None => {
                 let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
                 Launches { launches: launch.into_iter().collect() }
@@ -148,6 +156,7 @@ impl OnDevice {
         if launches.launches.is_empty() {
             return Ok(());
         }
+        launches.launches.splice(0..0, cover);
         self.launch(&launches, &modules, run)
     }
 
@@ -238,7 +247,6 @@ impl OnDevice {
     fn more(
         &self,
         memory: &mut Vec<Buffer>,
-        plan: &Forward,
         inputs: &Inputs<'_>,
         bound: &Bound<'_>,
         tensors: &mut Tensors,
@@ -247,12 +255,7 @@ impl OnDevice {
         let mut whole = |view: &TensorView<'_>| self.upload(memory, &packed_bytes(view));
         tensors.sinks = inputs.sinks.as_ref().map(&mut whole).transpose()?;
         tensors.aux = self.aux(memory, bound)?;
-        if let (Some(mask), Some(form)) = (bound.block_mask(), plan.block_form()) {
-            match form {
-                BlockForm::Lists => tensors.lists = Some(self.lists(memory, mask)?),
-                BlockForm::Coverage => tensors.coverage = Some(self.upload(memory, &coverage_bytes(mask))?),
-            }
-        }
+        tensors.lists = bound.block_mask().map(|mask| self.lists(memory, mask)).transpose()?;
         Ok(())
     }
 
@@ -281,25 +284,6 @@ impl OnDevice {
 
 /// Offsets of q and of k, and used lengths of both.
 type Lengths = (Option<[Span; 2]>, [Option<Span>; 2]);
-
-/// What each block of a block mask is: hidden 0, partial 1, whole 2.
-fn coverage_bytes(mask: &BlockMask) -> Vec<u8> {
-    let (spec, [q_blocks, k_blocks]) = (mask.spec(), mask.blocks());
-    let mut bytes = Vec::new();
-    for b in 0..spec.batch {
-        for h in 0..spec.heads {
-            for (i, j) in (0..q_blocks).flat_map(|i| (0..k_blocks).map(move |j| (i, j))) {
-                let word = match mask.coverage(b, h, i * spec.rows, j * spec.cols) {
-                    Coverage::Empty => 0i32,
-                    Coverage::Partial => 1,
-                    Coverage::Full => 2,
-                };
-                bytes.extend(word.to_le_bytes());
-            }
-        }
-    }
-    bytes
-}
 
 /// A shape of rows with its batch axis: a packed batch is one sequence.
 fn four_axes(shape: &[usize]) -> [u64; 4] {
@@ -398,7 +382,7 @@ impl Engine for OnDevice {
         let counters = self.upload(memory, &vec![0; plan.counter_bytes() as usize])?;
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
-        self.more(memory, &plan, inputs, &bound, &mut tensors)?;
+        self.more(memory, inputs, &bound, &mut tensors)?;
         self.run(memory, plan, &module, &tensors, run)?;
 
         self.download(o.span, &mut outputs.o)?;

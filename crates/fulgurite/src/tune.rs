@@ -45,7 +45,8 @@ const GPU: Scale = Scale { tokens: 16384, width: 2048, rounds: 7, seconds: 2e-3,
 pub struct Place {
     /// The head dimension that is measured.
     pub head_dim: u32,
-    /// The length that is measured.
+    /// The length that is measured, without a mask; under a causal one, whose queries see half of the keys, forward is measured at twice
+    /// the length.
     pub len: u64,
     /// Keys of the problems that it stands for.
     pub keys: Range<u64>,
@@ -180,6 +181,8 @@ pub trait Raced: Pass {
     const ROWS: usize;
     /// Tables with this one.
     fn tables(table: Table<Self>) -> Tables;
+    /// Keys of a causal problem that has the cut of a full one with so many.
+    fn causal_len(len: u64) -> u64;
     /// The built-in cut for a problem.
     fn usual(problem: &Problem) -> Result<Self, Missing>;
     /// Whether a problem has kernels by this table.
@@ -197,6 +200,11 @@ impl Raced for Tuning {
 
     fn tables(forward: Table) -> Tables {
         Tables { forward, ..Tables::default() }
+    }
+
+    /// Cuts are found by the keys that a query sees: half of them on average.
+    fn causal_len(len: u64) -> u64 {
+        2 * len
     }
 
     fn usual(problem: &Problem) -> Result<Tuning, Missing> {
@@ -229,6 +237,10 @@ impl Raced for GradientTuning {
         Tables { backward, ..Tables::default() }
     }
 
+    fn causal_len(len: u64) -> u64 {
+        len
+    }
+
     fn usual(problem: &Problem) -> Result<GradientTuning, Missing> {
         // As the table has it: what a mask changes in it is changed in every candidate too.
         Backward::new(problem, false, Order::Any).map(|plan| plan.tuning())
@@ -250,7 +262,7 @@ impl Raced for GradientTuning {
         let plan = Backward::by_table(problem, false, Order::Any, table).ok()?;
         let kernels = plan.kernels(race.device.target()).ok()?;
         let scratch = race.device.allocate(plan.scratch_bytes()).ok()?;
-        let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| race.rows[i]);
+        let [q, k, v, o, d_o, d_q, d_k, d_v] = race.rows(problem);
         let tensors = GradientTensors::new([q, k, v, o], race.lse, d_o, [d_q, d_k, d_v]);
         let launches = plan.plan(&kernels, &tensors, scratch.span(), race.device.multiprocessors()).ok()?.launches;
         race.loaded(launches, Some(scratch))
@@ -274,7 +286,8 @@ pub struct Race<T> {
     problems: [Problem; 2],
     /// The usual cut on both, once it is known to be right.
     standing: Vec<Contender>,
-    rows: Vec<Placed>,
+    /// Of tensors of rows.
+    spans: Vec<Span>,
     lse: Span,
     counters: Span,
     _memory: Vec<Buffer>,
@@ -290,32 +303,34 @@ impl<T: Raced> Race<T> {
     fn new(scale: Scale, device: Arc<dyn Device>, place: &Place) -> Result<Race<T>, TuneError> {
         let Place { head_dim, len, .. } = *place;
         let wrong = |what: String| TuneError::Place { head_dim, len, what };
-        let [batch, heads] = [(scale.tokens / len).max(1), (scale.width / u64::from(head_dim)).max(1)];
-        let shape = [batch, len, heads, u64::from(head_dim)];
-        let problem = |mask| {
+        let heads = (scale.width / u64::from(head_dim)).max(1) as usize;
+        let problem = |mask, len: u64| {
+            let batch = (scale.tokens / len).max(1);
             let builder = Problem::builder().dense(batch as usize, len as usize, len as usize);
-            let builder = builder.heads(heads as usize, heads as usize).head_dim(head_dim as usize);
+            let builder = builder.heads(heads, heads).head_dim(head_dim as usize);
             builder.dtype(DType::Bf16).mask(mask).build().map_err(|e| wrong(e.to_string()))
         };
-        let problems = [problem(Mask::none())?, problem(Mask::causal())?];
+        let problems = [problem(Mask::none(), len)?, problem(Mask::causal(), T::causal_len(len))?];
         let mut memory = Vec::new();
         let mut room = |bytes: u64| -> Result<Span, DeviceError> {
             memory.push(device.allocate(bytes)?);
             Ok(memory[memory.len() - 1].span())
         };
-        let bytes = 2 * shape.iter().product::<u64>();
+        let most = |shape: fn(&Problem) -> Vec<usize>| {
+            problems.iter().map(|problem| shape(problem).iter().product::<usize>() as u64).max().unwrap_or(0)
+        };
+        let bytes = 2 * most(Problem::q_shape);
         let spans = (0..T::ROWS).map(|_| room(bytes)).collect::<Result<Vec<_>, _>>()?;
-        let (lse, counters) = (room(4 * batch * heads * len)?, room(64)?);
+        let (lse, counters) = (room(4 * most(Problem::lse_shape))?, room(64)?);
         device.upload(counters, &[0; 64])?;
         let mut rng = Rng::new(1);
         for span in &spans {
             fill(device.as_ref(), *span, &mut rng)?;
         }
-        let rows = spans.into_iter().map(|span| Placed::packed(span, shape)).collect();
         let usual = T::usual(&problems[0]).map_err(|missing| wrong(missing.feature))?;
         let place = place.clone();
         let standing = Vec::new();
-        let mut race = Race { scale, device, place, usual, problems, standing, rows, lse, counters, _memory: memory };
+        let mut race = Race { scale, device, place, usual, problems, standing, spans, lse, counters, _memory: memory };
         if !race.is_right(&race.usual) {
             return Err(race.wrong("the built-in cut does not agree with the oracle; `fulgurite check` says more"));
         }
@@ -324,6 +339,12 @@ impl<T: Raced> Race<T> {
             2 => Ok(race),
             _ => Err(race.wrong("the built-in cut cannot be loaded; `fulgurite kernel assemble` says more")),
         }
+    }
+
+    /// Tensors of a problem's rows.
+    fn rows<const N: usize>(&self, problem: &Problem) -> [Placed; N] {
+        let shape: Vec<u64> = problem.q_shape().iter().map(|&n| n as u64).collect();
+        std::array::from_fn(|i| Placed::packed(self.spans[i], std::array::from_fn(|axis| shape[axis])))
     }
 
     fn wrong(&self, what: &str) -> TuneError {
@@ -387,7 +408,7 @@ impl<T: Raced> Race<T> {
     fn forward(&self, problem: &Problem, table: &Table) -> Option<Contender> {
         let plan = Forward::by_table(problem, None, table).ok()?;
         let kernel = Arc::new(plan.kernel(self.device.target()).ok()?);
-        let tensors = Tensors::new(std::array::from_fn(|i| self.rows[i]), self.lse, self.counters);
+        let tensors = Tensors::new(self.rows(problem), self.lse, self.counters);
         let launch = plan.launch(kernel, &tensors, self.device.multiprocessors()).ok()??;
         self.loaded(vec![launch], None)
     }

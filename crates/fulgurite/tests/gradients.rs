@@ -47,6 +47,8 @@ const REFUSED: usize = 3;
 #[test]
 fn gradients_of_the_table_are_right() {
     let mut table = cases::cases(DType::Bf16);
+    // In f16 keys of 1000 are exact, and so must be what cancels before it is multiplied with them.
+    table.extend(cases::cases(DType::F16).into_iter().filter(|case| case.features.contains(&"large_logits")));
     table.retain(|case| case.problem().precision() == Precision::Native);
     let (ran, wrong) = run(&table);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

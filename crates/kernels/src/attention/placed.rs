@@ -114,11 +114,8 @@ pub struct Tensors {
     pub used: [Option<Span>; 2],
     /// Auxiliary tensors in the order of the problem.
     pub aux: Vec<AuxPlaced>,
-    /// The lists of a block mask, where the kernel walks them.
+    /// The lists of a block mask.
     pub lists: Option<ListsPlaced>,
-    /// What each block of a block mask is, where the kernel asks for each element: i32, contiguous,
-    /// `[batch | 1, heads | 1, query blocks, key blocks]`; hidden 0, partial 1, whole 2.
-    pub coverage: Option<Span>,
 }
 
 impl Tensors {
@@ -134,7 +131,6 @@ impl Tensors {
             used: [None; 2],
             aux: Vec::new(),
             lists: None,
-            coverage: None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Forward attention as a launch: a problem and where its tensors lie in, a kernel and its arguments out.
 
 use super::careful::{DIMS, STRIDES as ROW_STRIDES, TENSORS};
+use super::cover::{self, covered};
 pub use super::cuts::{Cut, Row, Table, TuningError};
 use super::few;
 use super::few_plan::Few;
@@ -15,7 +16,6 @@ use super::repack::{Direction, Named};
 use super::span::Spans;
 pub use super::tuning::{Added, End, Tuning};
 use super::work::{Ragged, STEPS};
-use fulgurite_core::expr::{AuxSpec, Program, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
@@ -29,8 +29,6 @@ const UNIT: usize = repack::UNIT as usize;
 const F16_LIMIT: f32 = 16384.0;
 /// Bytes of keys and values of the (head, batch) pairs whose tiles run together: a part of the second-level cache.
 const CACHE_BYTES: u64 = 32 << 20;
-/// Name of the tensor that says for each block of a block mask whether it is hidden (0), partial (1) or whole (2).
-const COVERAGE: &str = "block coverage";
 
 /// What the kernel does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -48,7 +46,7 @@ type Call = ([u32; 3], Vec<Value>);
 pub enum BlockForm {
     /// As lists: only listed blocks are computed.
     Lists,
-    /// As a matrix that each element looks up, for blocks that no tile divides.
+    /// As a table that each element looks up, for blocks that no tile divides: [`Forward::cover`] makes it from the lists.
     Coverage,
 }
 
@@ -280,7 +278,22 @@ impl Forward {
 
     /// Bytes that a launch needs beside everything else, whatever they hold.
     pub fn scratch_bytes(&self) -> u64 {
-        self.few.as_ref().map_or(0, Few::scratch_bytes)
+        match self.coverage() {
+            Some(shape) => 4 * shape.iter().map(|&n| n as u64).product::<u64>(),
+            None => self.few.as_ref().map_or(0, Few::scratch_bytes),
+        }
+    }
+
+    /// The shape of the table of blocks, where each element looks its block up.
+    fn coverage(&self) -> Option<&[usize]> {
+        let looked_up = self.block_form() == Some(BlockForm::Coverage);
+        self.aux_shapes.last().filter(|_| looked_up).map(Vec::as_slice)
+    }
+
+    /// The launch that makes the table of blocks from the lists, before its own, where each element looks its block up:
+    /// [`cover::kernel`] makes it in the scratch memory.
+    pub fn cover(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
+        Some(cover::launch(kernel, tensors.lists?, self.coverage()?, tensors.scratch?))
     }
 
     /// Its kernel.
@@ -434,9 +447,10 @@ impl Forward {
         if let Some(span) = tensors.sinks {
             args.add("sinks", Value::Pointer(span));
         }
-        let coverage = tensors.coverage.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
-        args.aux(tensors.aux.iter().chain(&coverage), &self.aux_shapes);
-        if let (Some(lists), Some((spec, _))) = (&tensors.lists, self.blocks) {
+        let table = self.coverage().and(tensors.scratch);
+        let table = table.map(|span| AuxPlaced { span, strides: row_major(self.aux_shapes.last()) });
+        args.aux(tensors.aux.iter().chain(&table), &self.aux_shapes);
+        if let (Some(lists), Some((spec, BlockForm::Lists))) = (&tensors.lists, self.blocks) {
             for (i, name) in NAMES.into_iter().enumerate() {
                 args.add(&format!("{name}_counts"), Value::Pointer(lists.counts[i]));
                 args.add(&format!("{name}_blocks"), Value::Pointer(lists.blocks[i]));
@@ -521,20 +535,6 @@ fn named(&[q, k, v, o]: &[Placed; 4]) -> [Named; 4] {
 pub(super) fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
     let shape = shape.map_or(&[][..], |shape| shape);
     (0..shape.len()).map(|axis| shape[axis + 1..].iter().map(|&n| n as u64).product()).collect()
-}
-
-/// The mask of a problem with a block mask whose blocks no tile divides: each element looks its block up.
-pub(super) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Program {
-    let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
-    let shape = vec![spec.batch, spec.heads, q_blocks, k_blocks];
-    aux.push(AuxSpec { name: COVERAGE.into(), dtype: DType::I32, shape, grad: false });
-    let shared = |n: usize, index: fulgurite_core::expr::Expr| if n == 1 { 0.into() } else { index };
-    let at = [shared(spec.batch, batch()), shared(spec.heads, head()), q() / spec.rows as i32, k() / spec.cols as i32];
-    let coverage = load(COVERAGE, at);
-    let partial = coverage.clone().equals(1);
-    let partial = problem.mask().expr().map_or(partial.clone(), |mask| partial & mask);
-    Program::compile(&(coverage.equals(2) | partial), aux, Type::Bool)
-        .unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
 }
 
 #[cfg(test)]

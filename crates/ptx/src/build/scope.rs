@@ -3,11 +3,11 @@
 //! What one thread may start (copies), what a warpgroup does together (products) and what everybody may do are
 //! methods of different scopes, so a wrong call does not compile.
 
-use super::value::{Brand, IntoVal, Val, Var, Word};
+use super::value::{Brand, Half, IntoVal, Pair, Val, Var, Word};
 use super::{Builder, WARPGROUP};
-use crate::inst::{Arg, Inst};
+use crate::inst::{Arg, Class, Inst, Reg};
 use crate::kernel::Stmt;
-use crate::table::{convert, sync, warp};
+use crate::table::{convert, sync, tensor, warp};
 use std::marker::PhantomData;
 use std::panic::Location;
 
@@ -222,6 +222,14 @@ macro_rules! warps {
                 raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
                     .to_f32_bits()
             }
+            /// The same of two 16-bit floats.
+            #[track_caller]
+            pub fn exchange_pair<T: Half>(&self, x: Val<'k, Pair<T>>, bits: u32) -> Val<'k, Pair<T>>
+            where
+                Pair<T>: Word,
+            {
+                x.compute(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
+            }
             /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
             #[track_caller]
             pub fn reduce(&self, x: Val<'k, f32>, lanes: u32, f: impl Fn(Val<'k, f32>, Val<'k, f32>) -> Val<'k, f32>) -> Val<'k, f32> {
@@ -237,6 +245,31 @@ macro_rules! warps {
             #[track_caller]
             pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
                 p.compute(&warp::VOTE, &[Arg::Word("any")])
+            }
+            /// a b + c, 16 x 16 by 16 x 8, of each warp by itself: pairs of rows and of columns lie in lanes as PTX says of
+            /// `mma.m16n8k16`.
+            #[track_caller]
+            pub fn multiply_warp<T: Half>(
+                &self,
+                a: [Val<'k, Pair<T>>; 4],
+                b: [Val<'k, Pair<T>>; 2],
+                c: [Val<'k, f32>; 4],
+            ) -> [Val<'k, f32>; 4]
+            where
+                Pair<T>: Word,
+            {
+                let to: [Reg; 4] = std::array::from_fn(|_| self.k.register(Class::F32));
+                self.k.placed(Location::caller(), || {
+                    let args = [
+                        Arg::List(to.into()),
+                        Arg::List(a.map(|x| x.in_register()).into()),
+                        Arg::List(b.map(|x| x.in_register()).into()),
+                        Arg::List(c.map(|x| x.in_register()).into()),
+                        Arg::Word(T::NUMBER.name()),
+                    ];
+                    self.k.emit(&tensor::MMA_HALF, args);
+                });
+                to.map(|reg| Val::reg(self.k, reg))
             }
             /// The lanes of each warp meet, and see each other's memory.
             #[track_caller]

@@ -31,7 +31,12 @@ where
 {
     let (d, rows, turned) = (features.dims[0], tuning.rows, tuning.adds == Adds::Engine);
     let items = rows / 2 * d / if turned { 16 } else { 8 };
-    let threads = if turned { items / 2 } else { 256 };
+    // With lengths of their own, blocks of twice as many threads spill.
+    let threads = match turned {
+        true if features.ragged.any() => items / 2,
+        true => items,
+        false => 256,
+    };
     let sums = k.pointer::<f32>("sums");
     let d_q = k.pointer::<Pair<T>>("d_q");
     let [q_len, head_dim] = ["q_len", "head_dim"].map(|name| k.param::<u32>(name));
@@ -41,6 +46,7 @@ where
     let scale = k.param::<f32>("scale");
     let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
     k.threads(threads, |w| {
+        w.wait_for_previous_grid();
         let [rest, step] = steps.div_rem(w.block());
         let sums = sums.at_wide(w.block().mul_wide(rows * d));
         // Where its sequence begins, its number, the step of the sequence, and rows of it.

@@ -7,7 +7,6 @@
 
 mod by_columns;
 mod by_keys;
-pub mod cover;
 pub mod exact;
 pub mod finish;
 pub mod main;

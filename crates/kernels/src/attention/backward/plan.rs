@@ -3,10 +3,11 @@
 pub use super::placed::Tensors;
 use super::placed::{named, pairs};
 use super::tiles::STEPS;
-use super::{Adds, Derived, Features, Order, Share, Tuning, cover, exact, finish, main, prepare, sinks, zero};
+use super::{Adds, Derived, Features, Order, Share, Tuning, exact, finish, main, prepare, sinks, zero};
+use crate::attention::cover::{self, covered};
 use crate::attention::cuts::Table;
 use crate::attention::placed::{Arguments, Slots};
-use crate::attention::plan::{AuxPlaced, ListsPlaced, Missing, Placed, covered, row_major};
+use crate::attention::plan::{AuxPlaced, Missing, Placed, row_major};
 use crate::attention::repack::{Copies, Copying};
 use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
@@ -148,8 +149,8 @@ impl Backward {
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
         let has_blocks = problem.blocks().is_some();
         let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
-        // Rows and items of the preparation are counted in 32 bits.
-        let most = plan.rows() * u64::from(prepare::lanes(&plan.features));
+        // Of the preparation, threads and parts of rows of eight elements are counted in 32 bits.
+        let most = plan.rows() * u64::from(padded[0].max(padded[1]) / 8);
         if most.max(plan.lengths()[1]) >= OUTSIDE {
             return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
         }
@@ -368,7 +369,8 @@ impl Backward {
             }
         }
         if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.cover_elements()) {
-            launches.push(self.cover(kernel, lists, blocks));
+            let shape = self.aux_shapes.last().map_or(&[][..], Vec::as_slice);
+            launches.push(cover::launch(kernel, lists, shape, blocks));
         }
         if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
             let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
@@ -410,7 +412,6 @@ impl Backward {
     }
 
     fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 7]) -> Launch {
-        let items = self.rows() * u64::from(prepare::lanes(&self.features));
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
         for (name, placed) in [("o", &tensors.o), ("d_o", &tensors.d_o)] {
@@ -426,7 +427,7 @@ impl Backward {
         }
         tensors.d_lse.into_iter().for_each(|span| args.add("d_lse", Value::Pointer(span)));
         let numbers = [
-            ("items", items),
+            ("all_rows", self.rows()),
             ("lse_rows", self.lengths()[0]),
             ("value_dim", self.dims[1]),
             ("words", self.counters()),
@@ -435,24 +436,8 @@ impl Backward {
         args.divisor(["heads", "heads_magic", "heads_shift"], self.heads[0]);
         args.divisor(["rows", "rows_magic", "rows_shift"], self.steps() * u64::from(self.tuning.rows));
         args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
-        let blocks = items.div_ceil(u64::from(prepare::THREADS)).max(1);
+        let blocks = self.rows().div_ceil(u64::from(prepare::ROWS)).max(1);
         Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args: args.finish() }
-    }
-
-    fn cover(&self, kernel: &Arc<Kernel>, lists: ListsPlaced, to: Span) -> Launch {
-        let columns = self.aux_shapes.last().and_then(|shape| shape.last()).map_or(1, |&n| n as u64);
-        let ListsPlaced { counts, blocks, widths } = lists;
-        let slots = Slots::of(kernel);
-        let mut args = Arguments::new(&slots);
-        args.add("to", Value::Pointer(to));
-        args.add_u32("columns", columns);
-        for (i, name) in ["partial", "full"].into_iter().enumerate() {
-            args.add(&format!("{name}_counts"), Value::Pointer(counts[i]));
-            args.add(&format!("{name}_blocks"), Value::Pointer(blocks[i]));
-            args.add_u32(&format!("{name}_width"), widths[i].into());
-        }
-        let grid = [(self.cover_elements() / columns) as u32, 1, 1];
-        Launch { kernel: kernel.clone(), grid, args: args.finish() }
     }
 
     /// Arguments of the main kernel.
