@@ -5,7 +5,7 @@ use crate::decode::Probe;
 use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
+use crate::simd::{Ahead, DEPTH, GROUP, PackedProbe, Panels, Policy, Stage, parts};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
@@ -97,8 +97,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s_all, u_all, q, r, o, rows, values, weights, probes] = sizes.map(|n| arena.take(n));
-        let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
-        let packed: Vec<[KeyRows<'_>; 2]> = parts
+        let buffers = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
+        let packed: Vec<[KeyRows<'_>; 2]> = buffers
             .enumerate()
             .map(|(i, (k, v))| {
                 let range = i * block..((i + 1) * block).min(sequence.k_len);
@@ -189,14 +189,26 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 for ranges in in_pairs(seen, cx.whole_products()) {
                     step.ranges = ranges;
                     let mean = &mean[..stride];
+                    let v = packed[*start / block][1];
                     match unit {
-                        Some(unit) if scratch.packed => {
+                        Some(unit) if *weighed => {
                             unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
+                        }
+                        // On the way into the panels. Values that are not finite ask for weights themselves.
+                        Some(unit) if v.finite && cx.rounding.is_none() => {
+                            let parts = parts(cx.problem.dtype());
+                            let panels = scratch.weights.chunks_exact_mut(Panels::room(1, block / DEPTH, parts));
+                            for ((z, mean), to) in mean.chunks_exact(GROUP).enumerate().zip(panels) {
+                                let (start, end) = ranges[z];
+                                let own = [&s[z * GROUP..], &u[z * GROUP..]];
+                                unit.pack_reweighed(own, stride, [start, end.max(start)], mean, to, parts);
+                            }
+                            scratch.packed = true;
                         }
                         _ => cx.kernels.stage(Stage::Reweigh { p: s, u, mean, ranges }),
                     }
                     let products = Products { step, stride, ahead };
-                    cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
+                    cx.unit.output(cx, products, v, s, row.o, &mut scratch);
                 }
             }
             let scale = cx.score_scale();
