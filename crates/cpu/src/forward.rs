@@ -258,16 +258,44 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
         .filter(|(_, begin)| **begin < blocks.len())
         .map(|(row, n)| (row, n - earliest))
         .collect();
+    weave_rows(cx, &mut walk, first.keys.start, &rows, limit, state);
+}
+
+/// Blocks that a tile sees whole, whichever they are, against a maximum that is trusted.
+pub(crate) fn weave_whole(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    blocks: &[[KeyRows<'_>; 2]],
+    limit: f32,
+    state: &mut State<'_, '_>,
+) {
+    // As if they were the first keys, and the last that it sees.
+    let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
+    let own = std::mem::replace(&mut row.lanes, seen);
+    weave_rows(cx, &mut [(row, 0)], 0, blocks, limit, state);
+    row.lanes = own;
+}
+
+/// Takes each tile over the blocks, whose keys are those from `origin` on, from its own first block on.
+fn weave_rows(
+    cx: &Context<'_>,
+    walk: &mut [(&mut Row<'_>, usize)],
+    origin: usize,
+    rows: &[[KeyRows<'_>; 2]],
+    limit: f32,
+    state: &mut State<'_, '_>,
+) {
+    let block_keys = cx.unit.block(cx);
     let mut place = Place::default();
     loop {
         let mut tiles = Vec::with_capacity(walk.len());
-        for (row, begin) in &mut walk {
+        for (row, begin) in walk.iter_mut() {
             let Row { q, o, m, l, lanes, .. } = &mut **row;
             tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin });
         }
         let run = Run {
-            blocks: &rows,
-            origin: first.keys.start,
+            blocks: rows,
+            origin,
             tiles: &mut tiles,
             first: place,
             limit,
@@ -278,12 +306,13 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
         let Some(stop) = cx.unit.weave(cx, run) else { return };
         // One block of one strip that is not for the quick way.
         let (own, block) = (&mut *walk[stop.tile].0, stop.block.unwrap_or(0));
-        let keys = blocks[earliest + block].keys.clone();
-        let (origin, piece) = (keys.start, Piece { keys, masked: true });
-        if let Some(mut step) = cx.step(&own.tile, &own.lanes, &piece, origin) {
+        let start = origin + block * block_keys;
+        let k_len = cx.bound.sequences()[own.tile.sequence].k_len;
+        let piece = Piece { keys: start..(start + block_keys).min(k_len), masked: true };
+        if let Some(mut step) = cx.step(&own.tile, &own.lanes, &piece, start) {
             let vectors = STRIP_LANES / cx.kernels.lanes;
             step.only(stop.strip * vectors..(stop.strip + 1) * vectors);
-            fold(cx, own, &step, origin, rows[block], policy, state);
+            fold(cx, own, &step, start, rows[block], Policy::Trust(limit), state);
         }
         place = Place { block: Some(block + 1), ..stop };
     }

@@ -6,7 +6,7 @@
 use crate::memory::Arena;
 use crate::simd::{
     Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Place, Policy, RowsAt,
-    SLOTS, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, forget, parts,
+    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, forget, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -100,6 +100,11 @@ pub(crate) trait Unit: Sync {
     /// before the end. That block is for the single steps.
     fn weave(&self, _: &Context<'_>, _: Run<'_, '_>) -> Option<Place> {
         unreachable!("bug in fulgurite: this unit takes one block at a time")
+    }
+    /// Whether some score of a whole block of keys is within its lane's limit, and whether all are near the references, where
+    /// [`span`](Self::span) is more than one; `s` is scratch of a tile.
+    fn look(&self, _: &Context<'_>, _: KeyRows<'_>, _: &[f32], _s: &mut [f32], _: &mut Seen<'_>) -> [bool; 2] {
+        unreachable!("bug in fulgurite: a unit that takes single steps")
     }
     /// Whether `output` multiplies O with alpha itself.
     fn rescales(&self) -> bool {
@@ -306,6 +311,10 @@ impl Unit for MatrixKernels {
             weights: run.weights,
         };
         MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
+    }
+    fn look(&self, cx: &Context<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
+        MatrixKernels::look(self, [k.rows.data, q], [block, d, dv], s, seen)
     }
     fn softmax(
         &self,

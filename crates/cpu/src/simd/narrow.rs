@@ -55,6 +55,21 @@ pub(crate) struct Woven<'a, 't> {
     pub weights: &'a mut [f32],
 }
 
+pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
+
+/// Scratch of [`MatrixKernels::look`], in f32.
+pub(super) const LOOK_ROOM: usize = 8 * SLOTS;
+
+/// What 64 lanes have seen, all in units of scores.
+pub(crate) struct Seen<'a> {
+    /// The largest score so far, and what sums are relative to.
+    pub top: &'a mut [f32],
+    pub m: &'a [f32],
+    /// What a score may be below the largest, negative; and above the reference.
+    pub limit: f32,
+    pub near: f32,
+}
+
 /// Panels of a block of keys and values, the values 0 past the last key.
 #[derive(Clone, Copy)]
 pub(crate) struct WovenBlock<'a> {
@@ -89,11 +104,11 @@ pub(crate) struct Place {
 pub(super) type Weave = unsafe fn(&mut Woven<'_, '_>, &mut [Ahead; 2]) -> Option<Place>;
 
 impl MatrixKernels {
-    /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
-    /// is one.
-    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<Weave> {
+    /// The woven kernels for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// are any.
+    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<(Weave, Look)> {
         let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
-        self.weave.map(|kernels| kernels[which])
+        self.weave.zip(self.look).map(|(weave, look)| (weave[which], look[which]))
     }
 
     /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
@@ -103,7 +118,7 @@ impl MatrixKernels {
 
     /// Softmax and both products of all blocks, up to one that is not for it, which is returned.
     pub fn weave(&self, args: &mut Woven<'_, '_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> Option<Place> {
-        let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let (kernel, _) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
         let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
         let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
         assert!(args.blocks.iter().all(|own| own.k.len() >= k && own.v.len() >= v), "panels of a block");
@@ -119,6 +134,18 @@ impl MatrixKernels {
         );
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { kernel(args, ahead) }
+    }
+
+    /// Looks at the scores of a block of keys of such sizes, from its panels and those of 64 queries; `s` is scratch. Whether
+    /// some lane has one within its limit, and whether all are near the references. Scores that are NaN count for nothing.
+    pub fn look(&self, [k, q]: [&[f32]; 2], sizes: [usize; 3], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let (_, kernel) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let [block, d, _] = sizes;
+        assert!(k.len() >= Panels::room(block * DEPTH / GROUP, d, 1), "panels of a block");
+        assert!(q.len() >= Panels::room(2 * STRIP_LANES / GROUP, d, 1) && s.len() >= LOOK_ROOM, "panels of queries");
+        assert!(seen.top.len().min(seen.m.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { kernel([k.as_ptr(), q.as_ptr()], s.as_mut_ptr(), seen) }
     }
 }
 
@@ -308,9 +335,25 @@ mod tests {
             for tile in 0..2 {
                 let (o, m, l) = &mut want[tile];
                 for (b, [k, v]) in blocks.iter().enumerate().skip(begins[tile]) {
-                    let (k, q) = (Panels::new(k, d, 1), Panels::new(&q[tile], d, 1));
+                    let (k, own) = (Panels::new(k, d, 1), Panels::new(&q[tile], d, 1));
                     let to = MatrixMut::at(&mut s, lanes, 0, 0);
-                    unit.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, none);
+                    unit.multiply(to, k, own, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, none);
+                    // What a look finds: every lane's largest score, beside ones of before that are larger but in one lane.
+                    let largest: [f32; 64] =
+                        std::array::from_fn(|lane| s.iter().skip(lane).step_by(lanes).fold(f32::MIN, |a, &b| a.max(b)));
+                    for (lane, by, above, found) in [
+                        (0, -1.0, 0.0, [true, true]),
+                        (17, 1.5, 2.0, [true, false]),
+                        (40, 2.5, 0.5, [false, true]),
+                        (63, 2.5, f32::INFINITY, [false, false]),
+                    ] {
+                        let (mut top, mut m) = (largest.map(|x| x + 3.0), largest);
+                        (top[lane], m[lane]) = (largest[lane] + by, largest[lane] - above);
+                        let seen = &mut Seen { top: &mut top, m: &m, limit: -2.0, near: 1.0 };
+                        let (panels, mut room) = ([&blocks[b][0][..], &q[tile]], vec![f32::NAN; LOOK_ROOM]);
+                        assert_eq!(unit.look(panels, [KEY_TILES, d, dv], &mut room, seen), found, "lane {lane}");
+                        assert!(top[lane] == largest[lane].max(largest[lane] + by), "lane {lane} at {d} tiles");
+                    }
                     let own: [usize; 64] = ends[tile].map(|end| end.saturating_sub(b * keys).min(keys));
                     let of = |z: usize| own[z * GROUP..(z + 1) * GROUP].iter().copied();
                     let range = |z: usize| if z < lanes / GROUP { (0, of(z).max().unwrap_or(0)) } else { (0, 0) };
