@@ -1,6 +1,7 @@
 //! INT8 and minifloats beside bf16, and a packed cache beside a bf16 one: contenders take turns, medians and bests.
 //!
-//! `lowp [threads] [seconds] [int8|minifloat|vectors|decode]`; `vectors` is what a machine without tiles would do.
+//! `lowp [threads] [seconds] [int8|minifloat|f32|vectors|decode]`; `f32` is bf16 beside f32, and `vectors` what a machine without
+//! tiles would do.
 
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
@@ -79,6 +80,35 @@ fn vectors(rng: &mut Rng, options: Options, seconds: f64) {
     }
 }
 
+/// bf16 beside f32 on the grid of bench/lowp.py at head dim 128.
+fn beside_f32(rng: &mut Rng, options: Options, seconds: f64) {
+    let (d, h) = (128, 8);
+    for (s, causal) in [2048, 4096, 8192].into_iter().flat_map(|s| [(s, false), (s, true)]) {
+        let shape = [8192 / s, s, h, d];
+        let values: Vec<Vec<f64>> = (0..3).map(|_| rng.normals(shape.iter().product(), 1.0)).collect();
+        let calls = [DType::Bf16, DType::F32].map(|dtype| {
+            let mask = if causal { Mask::causal() } else { Mask::none() };
+            let builder = Problem::builder().dense(shape[0], s, s).heads(h, h).head_dim(d).dtype(dtype).mask(mask);
+            let tensors = values.iter().map(|x| Tensor::from_f64(dtype, x, &shape).expect("tensor"));
+            (dtype, builder.build().expect("problem"), tensors.collect::<Vec<_>>())
+        });
+        let mut contenders: Vec<Contender<'_>> = Vec::new();
+        for (dtype, problem, tensors) in &calls {
+            let inputs = Inputs::new(tensors[0].view(), tensors[1].view(), tensors[2].view());
+            let mut result = Forward::zeros(problem).expect("outputs");
+            let call = move || {
+                forward_inputs(problem, &inputs, &mut result.outputs(), &options).expect("fits");
+            };
+            contenders.push((dtype.name().into(), Box::new(call)));
+        }
+        let found = race(seconds, &mut contenders);
+        let (median, best) = (found[1].1 / found[0].1, found[1].2 / found[0].2);
+        let flops = 4.0 * (8192 * s * h * d) as f64 / if causal { 2.0 } else { 1.0 };
+        let (rate, mask) = (flops / found[0].1 / 1e9, if causal { "causal" } else { "full" });
+        println!("d{d} s{s} {mask:6} bf16 {rate:5.0} GFLOP/s  x{median:.2} ({best:.2}) of f32");
+    }
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let number = |i: usize, default: f64| args.get(i).map_or(default, |x| x.parse().expect("a number"));
@@ -121,6 +151,9 @@ fn main() {
             let (ratio, by_best) = (found[0].1 / median, found[0].2 / best);
             println!("d{d} s{s} {name:9} {rate:6.0} GOP/s (best {top:6.0})  x{ratio:.2} ({by_best:.2}) of bf16");
         }
+    }
+    if asked("f32") {
+        beside_f32(&mut rng, options, seconds);
     }
     if asked("vectors") {
         vectors(&mut rng, options, seconds);

@@ -4,9 +4,9 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, ExpKind, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats};
+use crate::simd::{Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, TurnedRows, WovenTile};
 use crate::step::Step;
-use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Tile};
+use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Operands, Products, Run, Scratch};
 use crate::{Counters, decode, pool};
 use fulgurite_core::{Outputs, Precision, Rescale};
@@ -192,26 +192,20 @@ fn walk(
                     ask_item(cx, next, span * block_keys, &mut ahead);
                 }
                 let mut state = State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
-                for row in &mut walk {
-                    // Blocks that all lanes see whole are taken together, where the unit can.
-                    let together = matches!(policy, Policy::Trust(_)) && span > 1 && row.lanes.stride == tile;
-                    let mut rest = &blocks[..];
-                    while let Some(block) = rest.first() {
-                        let whole = |keys: &Range<usize>| keys.len() == block_keys && row.lanes.see(keys);
-                        let run = rest.iter().take_while(|block| together && whole(&block.keys)).count();
-                        if run > 0 {
-                            let rows: Vec<[KeyRows<'_>; 2]> = rest[..run].iter().map(|block| *block.rows).collect();
-                            weave(cx, row, block.keys.start, &rows, policy, &mut state);
-                        } else {
-                            let origin = block.keys.start;
-                            for piece in cx.pieces(&row.tile, block.keys.clone()) {
-                                let Some(step) = cx.step(&row.tile, &row.lanes, &piece, origin) else { continue };
-                                fold(cx, row, &step, origin, *block.rows, policy, &mut state);
-                            }
+                // Where the unit takes several blocks at once, the others come before those.
+                let woven = matches!(policy, Policy::Trust(_)) && span > 1;
+                let begins: Vec<usize> =
+                    walk.iter().map(|row| if woven { begin(cx, row, &blocks) } else { blocks.len() }).collect();
+                for (row, &begin) in walk.iter_mut().zip(&begins) {
+                    for block in &blocks[..begin] {
+                        let origin = block.keys.start;
+                        for piece in cx.pieces(&row.tile, block.keys.clone()) {
+                            let Some(step) = cx.step(&row.tile, &row.lanes, &piece, origin) else { continue };
+                            fold(cx, row, &step, origin, *block.rows, policy, &mut state);
                         }
-                        rest = &rest[run.max(1)..];
                     }
                 }
+                weave(cx, &mut walk, &begins, &blocks, policy, &mut state);
             }
         }
         let scale = cx.score_scale();
@@ -237,50 +231,90 @@ pub(crate) struct State<'w, 'a> {
     pub counters: &'w mut Counters,
 }
 
-/// Keys whose scores settle the maximum of a row that has none, before blocks are taken together.
-const FIRST_KEYS: usize = 32;
+/// The first block from which on a tile's lanes all see every key up to their ends, if they see any there; else past the last.
+fn begin<F>(cx: &Context<'_>, row: &Row<'_>, blocks: &[Block<'_, F>]) -> usize {
+    let (lanes, n) = (&row.lanes, blocks.len());
+    let lo = lanes.lo[..lanes.stride].iter().max().map_or(0, |&lo| lo as usize);
+    let first = blocks.iter().position(|block| block.keys.start >= lo).unwrap_or(n);
+    let seen = blocks.get(first).is_some_and(|block| block.keys.start < lanes.reach().1);
+    if seen && lanes.stride == cx.kernels.tile { first } else { n }
+}
 
-/// Blocks from key `start` on that a tile sees whole, one after the other, each strip of lanes by itself.
-fn weave(
+/// Takes each tile over the blocks from its own first on, all together.
+fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     cx: &Context<'_>,
-    row: &mut Row<'_>,
-    start: usize,
-    blocks: &[[KeyRows<'_>; 2]],
+    walk: &mut [Row<'_>],
+    begins: &[usize],
+    blocks: &[Block<'b, F>],
     policy: Policy,
     state: &mut State<'_, '_>,
 ) {
-    let (Policy::Trust(limit), lanes) = (policy, row.lanes.stride) else { unreachable!("maxima are trusted") };
-    if row.m[..lanes].contains(&f32::NEG_INFINITY) {
-        let step = Step::whole(0..FIRST_KEYS, 0..lanes / cx.kernels.lanes);
-        scores(cx, row, &step, start, blocks[0][0], state.s, &mut state.ahead[0]);
-        softmax(cx, row, &step, state.s, blocks[0], state.scratch, Policy::MaxOnly);
-    }
-    let (block_keys, strips) = (cx.unit.block(cx), lanes / STRIP_LANES);
-    let mut done = 0;
-    while done < strips * blocks.len() {
-        done = cx.unit.weave(
-            cx,
-            Run {
-                blocks,
-                first: done,
-                q: row.q,
-                o: row.o,
-                m: &row.m,
-                l: &mut row.l,
-                limit,
-                s: state.s,
-                weights: state.scratch.weights,
-                ahead: state.ahead,
-            },
-        );
-        if done < strips * blocks.len() {
-            // One block of one strip that is not for the quick way.
-            let (strip, block) = (done / blocks.len(), done % blocks.len());
-            let vectors = STRIP_LANES / cx.kernels.lanes;
-            let step = Step::whole(0..block_keys, strip * vectors..(strip + 1) * vectors);
-            fold(cx, row, &step, start + block * block_keys, blocks[block], policy, state);
-            done += 1;
+    let earliest = begins.iter().copied().min().unwrap_or(blocks.len());
+    let (Policy::Trust(limit), Some(first)) = (policy, blocks.get(earliest)) else { return };
+    let rows: Vec<[KeyRows<'_>; 2]> = blocks[earliest..].iter().map(|block| *block.rows).collect();
+    let mut walk: Vec<(&mut Row<'_>, usize)> = walk
+        .iter_mut()
+        .zip(begins)
+        .filter(|(_, begin)| **begin < blocks.len())
+        .map(|(row, n)| (row, n - earliest))
+        .collect();
+    weave_rows(cx, &mut walk, first.keys.start, &rows, limit, state);
+}
+
+/// Blocks that a tile sees whole, whichever they are, against a maximum that is trusted.
+pub(crate) fn weave_whole(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    blocks: &[[KeyRows<'_>; 2]],
+    limit: f32,
+    state: &mut State<'_, '_>,
+) {
+    // As if they were the first keys, and the last that it sees.
+    let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
+    let own = std::mem::replace(&mut row.lanes, seen);
+    weave_rows(cx, &mut [(row, 0)], 0, blocks, limit, state);
+    row.lanes = own;
+}
+
+/// Takes each tile over the blocks, whose keys are those from `origin` on, from its own first block on.
+fn weave_rows(
+    cx: &Context<'_>,
+    walk: &mut [(&mut Row<'_>, usize)],
+    origin: usize,
+    rows: &[[KeyRows<'_>; 2]],
+    limit: f32,
+    state: &mut State<'_, '_>,
+) {
+    let block_keys = cx.unit.block(cx);
+    let mut place = Place::default();
+    loop {
+        let mut tiles = Vec::with_capacity(walk.len());
+        for (row, begin) in walk.iter_mut() {
+            let Row { q, o, m, l, lanes, .. } = &mut **row;
+            tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin });
         }
+        let run = Run {
+            blocks: rows,
+            origin,
+            tiles: &mut tiles,
+            first: place,
+            limit,
+            s: state.s,
+            weights: state.scratch.weights,
+            ahead: state.ahead,
+        };
+        let Some(stop) = cx.unit.weave(cx, run) else { return };
+        // One block of one strip that is not for the quick way.
+        let (own, block) = (&mut *walk[stop.tile].0, stop.block.unwrap_or(0));
+        let start = origin + block * block_keys;
+        let k_len = cx.bound.sequences()[own.tile.sequence].k_len;
+        let piece = Piece { keys: start..(start + block_keys).min(k_len), masked: true };
+        if let Some(mut step) = cx.step(&own.tile, &own.lanes, &piece, start) {
+            let vectors = STRIP_LANES / cx.kernels.lanes;
+            step.only(stop.strip * vectors..(stop.strip + 1) * vectors);
+            fold(cx, own, &step, start, rows[block], Policy::Trust(limit), state);
+        }
+        place = Place { block: Some(block + 1), ..stop };
     }
 }
 
@@ -388,23 +422,32 @@ pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out:
             (inverse[lane], lse[lane]) = with_sink(inverse[lane], lse[lane], sink);
         }
     }
-    cx.kernels.scale_lanes(row.o, &inverse[..stride]);
-    cx.kernels.transpose(row.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
     let sequence = &cx.bound.sequences()[row.tile.sequence];
     let o_rows = cx.query_rows(out.o_strides, sequence);
     let lse_rows = cx.bound.lse_rows(out.lse_strides, sequence);
+    let starts = cx.row_starts(&row.tile, out.o_strides);
+    let (starts, m) = (&starts[..row.tile.rows], &row.m[..]);
+    let turned = TurnedRows { o: row.o, stride, n: cx.dv, factors: &inverse, m, starts, past: false };
+    // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
+    let stored = unsafe { out.o.store_turned(cx.kernels, turned) };
+    if !stored {
+        cx.kernels.scale_lanes(row.o, &inverse[..stride]);
+        cx.kernels.transpose(row.o, stride, rows, cx.dv_pad, cx.dv_pad, stride);
+    }
     for lane in 0..row.tile.rows {
         let (q, head) = cx.row(&row.tile, lane);
+        // SAFETY: as above.
+        unsafe { out.lse.store(cx.kernels, lse_rows.at(q, head), &lse[lane..lane + 1]) };
+        if stored {
+            continue;
+        }
         // A row without keys: 0 / 0 left a zero in O, whatever l was.
         let o = &mut rows[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
         if row.m[lane] == f32::NEG_INFINITY {
             o.fill(0.0);
         }
         // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
-        unsafe {
-            out.o.store(cx.kernels, o_rows.at(q, head), o);
-            out.lse.store(cx.kernels, lse_rows.at(q, head), &lse[lane..lane + 1]);
-        }
+        unsafe { out.o.store(cx.kernels, o_rows.at(q, head), o) };
     }
 }
 

@@ -1,6 +1,6 @@
 //! INT8 attention as a unit of the tile loop: codes are made once for a call, products are integers.
 
-use crate::memory::{Arena, ask, bytes_of};
+use crate::memory::{Arena, Kept, ask, bytes_of};
 use crate::pool;
 use crate::simd::{BYTES, GROUP, Hold, Int8Kernels, Integers, Kernels, Matrix, SLOTS, SoftmaxArgs, SoftmaxStats};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -44,11 +44,11 @@ struct Queries {
 }
 
 /// Keys and values of one head. A group of 16 keys is its panels and then its scales; a block of values its panels and
-/// then its scale.
+/// then its scale, in a group of its own: panels begin on cache lines, or tiles would load twice as long.
 #[derive(Default)]
 struct KeyPanels {
-    k: Vec<f32>,
-    v: Vec<f32>,
+    k: Kept,
+    v: Kept,
     mean: Vec<f32>,
 }
 
@@ -66,8 +66,8 @@ struct Rows<'a> {
 const AHEAD: usize = 8;
 
 impl Rows<'_> {
-    /// A row as f32.
-    fn widen(&self, i: usize, to: &mut [f32]) {
+    /// Asks for a row to come.
+    fn ask(&self, i: usize) {
         if i + AHEAD < self.n {
             let at = self.at.at(i + AHEAD, self.head);
             match self.view.data() {
@@ -77,6 +77,10 @@ impl Rows<'_> {
                 _ => (),
             }
         }
+    }
+
+    /// A row as f32.
+    fn widen(&self, i: usize, to: &mut [f32]) {
         self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), to);
     }
 
@@ -84,6 +88,7 @@ impl Rows<'_> {
     fn each(&self, mut f: impl FnMut(usize, &[f32])) {
         let mut row = vec![0.0; self.dim];
         for i in 0..self.n {
+            self.ask(i);
             self.widen(i, &mut row);
             f(i, &row);
         }
@@ -105,21 +110,24 @@ impl Rows<'_> {
         };
         let (coding, dim) = (self.unit.kernels.coding, self.dim);
         let mut scales = vec![0.0f32; granularity.scales(self.n)];
-        let (mut rows, mut codes) = (vec![0.0f32; chunk * dim], vec![0i8; width]);
+        let (mut row, mut codes) = (vec![0.0f32; dim], vec![0i8; width]);
         for start in (0..self.n).step_by(chunk.max(1)) {
-            let n = chunk.min(self.n - start);
-            for (i, row) in rows.chunks_exact_mut(dim).take(n).enumerate() {
-                self.widen(start + i, row);
-                let (scale, size) = (&mut scales[granularity.scale_of(start + i)], coding.size(row, mean));
+            let rows = start..(start + chunk).min(self.n);
+            for i in rows.clone() {
+                self.ask(i);
+                self.widen(i, &mut row);
+                let (scale, size) = (&mut scales[granularity.scale_of(i)], coding.size(&row, mean));
                 if size == f32::MAX {
                     self.unit.suspicious.store(true, Ordering::Relaxed);
                 }
                 *scale = scale.max(size);
             }
-            for (i, row) in rows.chunks_exact(dim).take(n).enumerate() {
-                let scale = scales[granularity.scale_of(start + i)] / f32::from(INT8_LARGEST);
-                coding.encode(row, mean, scale, &mut codes[..dim]);
-                f(start + i, row, &codes);
+            // Again from the tensor: in f32 the rows of a block would push each other out of the cache.
+            for i in rows {
+                self.widen(i, &mut row);
+                let scale = scales[granularity.scale_of(i)] / f32::from(INT8_LARGEST);
+                coding.encode(&row, mean, scale, &mut codes[..dim]);
+                f(i, &row, &codes);
             }
         }
         scales.iter_mut().for_each(|scale| *scale /= f32::from(INT8_LARGEST));
@@ -201,7 +209,7 @@ impl Int8Unit {
         self.d * SLOTS + GROUP
     }
     fn value_pitch(&self) -> usize {
-        self.dv * self.block / BYTES * SLOTS + 1
+        self.dv * self.block / BYTES * SLOTS + GROUP
     }
 
     fn key_panels(&self, bound: &Bound<'_>, spec: &Int8Attention, s: &Sequence, head: usize) -> KeyPanels {
@@ -215,7 +223,8 @@ impl Int8Unit {
         let mean: Vec<f32> = sums.into_iter().map(|sum| (sum / s.k_len.max(1) as f64) as f32).collect();
         // Whole blocks, so that a block never ends inside the last panels.
         let pitch = self.key_pitch();
-        let mut k = vec![0.0f32; s.k_len.next_multiple_of(self.block) / GROUP * pitch];
+        let mut k = Kept::new(s.k_len.next_multiple_of(self.block) / GROUP * pitch);
+        k[s.k_len / GROUP * pitch..].fill(0.0);
         let scales = given.coded(spec.k, &mean, self.d * BYTES, |key, _, row| {
             let group = bytes_of(&mut k[key / GROUP * pitch..][..self.d * SLOTS]);
             for (tile, piece) in row.chunks_exact(BYTES).enumerate() {
@@ -227,7 +236,8 @@ impl Int8Unit {
         }
         let given = self.rows(bound, bound.v(), s, Side::Key, head, value_dim);
         let (tiles, pitch, width) = (self.block / BYTES, self.value_pitch(), value_dim.next_multiple_of(BYTES));
-        let mut v = vec![0.0f32; s.k_len.div_ceil(self.block) * pitch];
+        let mut v = Kept::new(s.k_len.div_ceil(self.block) * pitch);
+        v[s.k_len / self.block * pitch..].fill(0.0);
         let mut codes = vec![0i8; BYTES * width];
         let scales = given.coded(Granularity::Block(self.block), &vec![0.0; value_dim], width, |key, _, row| {
             codes[key % BYTES * width..][..width].copy_from_slice(row);
@@ -239,7 +249,7 @@ impl Int8Unit {
             }
         });
         for (block, scale) in v.chunks_exact_mut(pitch).zip(scales) {
-            block[pitch - 1] = scale / f32::from(INT8_LARGEST);
+            block[pitch - GROUP] = scale / f32::from(INT8_LARGEST);
         }
         KeyPanels { k, v, mean }
     }
@@ -376,7 +386,7 @@ impl Unit for Int8Unit {
                 self.kernels.pack_weights(&p[z * GROUP..], stride, [a, b.max(a)], to);
             }
         }
-        let factor = v.rows.data[v.rows.data.len() - 1];
+        let factor = v.rows.data[v.rows.data.len() - GROUP];
         // Keys are summed in tiles: those between the first and the last that any lane of a group sees.
         let seen = step.hull();
         let (first, last) = (seen.start / BYTES, seen.end.div_ceil(BYTES));

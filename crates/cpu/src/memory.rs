@@ -1,10 +1,12 @@
 //! Workspaces, and writing to one output from many threads.
 
-use crate::simd::{Ahead, Kernels};
-use fulgurite_core::{DataMut, TensorViewMut};
+use crate::simd::{Ahead, Kernels, TurnedRows};
+use fulgurite_core::{DType, DataMut, TensorViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::sync::Mutex;
 use std::thread::LocalKey;
 
 /// Bytes of a cache line; loads that cross one take twice as long.
@@ -55,6 +57,58 @@ fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl 
         let start = buffer.as_ptr().align_offset(LINE).min(LINE / 4);
         f(&mut buffer[start..start + len])
     })
+}
+
+/// Memory of calls that are over, for the next ones: fresh pages and zeros cost more than what is written over them.
+static SPARE: Mutex<Vec<Vec<f32>>> = Mutex::new(Vec::new());
+
+/// Elements of memory that stays for the next calls: 32 MiB.
+const KEPT_SPARE: usize = 8 << 20;
+
+/// Elements on a cache line, with whatever an earlier call left in them.
+#[derive(Default)]
+pub(crate) struct Kept {
+    buffer: Vec<f32>,
+    len: usize,
+}
+
+impl Kept {
+    pub fn new(len: usize) -> Self {
+        let want = len + LINE / 4;
+        let mut spare = SPARE.lock().unwrap_or_else(|e| e.into_inner());
+        let found = spare.iter().position(|buffer| buffer.len() >= want).map(|i| spare.swap_remove(i));
+        drop(spare);
+        Kept { buffer: found.unwrap_or_else(|| vec![0.0; want]), len }
+    }
+    fn start(&self) -> usize {
+        self.buffer.as_ptr().align_offset(LINE).min(LINE / 4)
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let mut spare = SPARE.lock().unwrap_or_else(|e| e.into_inner());
+        let kept: usize = spare.iter().map(Vec::len).sum();
+        if kept + self.buffer.len() <= KEPT_SPARE && !self.buffer.is_empty() {
+            spare.push(std::mem::take(&mut self.buffer));
+        }
+    }
+}
+
+impl Deref for Kept {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        let start = self.start();
+        &self.buffer[start.min(self.buffer.len())..][..self.len]
+    }
+}
+
+impl DerefMut for Kept {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        let start = self.start();
+        let start = start.min(self.buffer.len());
+        &mut self.buffer[start..][..self.len]
+    }
 }
 
 /// The bytes of a workspace: operands of bytes lie in memory of f32.
@@ -188,6 +242,21 @@ impl<'a> SharedRows<'a> {
             Start::F16(p) => p.wrapping_add(offset).cast(),
             Start::Bf16(p) => p.wrapping_add(offset).cast(),
         }
+    }
+
+    /// Rounds and writes rows of O^T at once, if the tensor is of bf16 and the machine can; else nothing happens, and the
+    /// result is false. Before other threads read them, [`Kernels::fence`].
+    ///
+    /// # Safety
+    /// As for [`store`](Self::store), for each row.
+    pub unsafe fn store_turned(&self, kernels: &Kernels, mut rows: TurnedRows<'_>) -> bool {
+        let (Start::Bf16(to), Some(unit)) = (self.start, kernels.matrix_for(DType::Bf16)) else { return false };
+        let inside = |&start: &usize| start.checked_add(rows.n).is_some_and(|end| end <= self.len);
+        assert!(rows.starts.iter().all(inside), "row outside the tensor");
+        rows.past = self.large;
+        // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+        unsafe { unit.narrow.store(&rows, to) };
+        true
     }
 
     /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.

@@ -3,16 +3,17 @@
 //! A window with sinks is two intervals of keys for each row: each is walked by the closed form that spans have, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
-use crate::forward::{Out, Row, State, finish, items_of, scores, softmax};
+use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave_whole};
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, Policy, SoftmaxArgs};
+use crate::simd::{Ahead, Policy, Seen, SoftmaxArgs};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Products, Scratch};
 use crate::{Counters, Options, pool, window};
 use fulgurite_core::skip::{HeadClass, SkipBound, TileCounts};
-use fulgurite_core::{BlockMask, Data, Outputs, TensorView, bf16, f16};
+use fulgurite_core::{BlockMask, Data, Outputs, Rescale, TensorView, bf16, f16};
 use std::cell::LazyCell;
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// What a call kept.
@@ -114,9 +115,14 @@ fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
     let rows: usize = outer.iter().product();
     let found = Mutex::new(0.0f64);
     // Without its sign, a number's bits are an integer that grows with it, up to infinity; above that are NaN.
-    fn top<T: Copy>(row: &[T], bits: impl Fn(T) -> u32, infinity: u32) -> u32 {
-        let all = row.iter().fold(0, |top, &x| bits(x).max(top));
-        if all <= infinity { all } else { row.iter().map(|&x| bits(x)).filter(|&x| x <= infinity).max().unwrap_or(0) }
+    // Signed: that maximum is what every instruction set has for short integers.
+    fn top<T: Copy, I: Copy + Ord + Default>(row: &[T], bits: impl Fn(T) -> I, infinity: I) -> I {
+        let all = row.iter().fold(I::default(), |top, &x| bits(x).max(top));
+        if all <= infinity {
+            all
+        } else {
+            row.iter().map(|&x| bits(x)).filter(|&x| x <= infinity).max().unwrap_or_default()
+        }
     }
     pool::run(threads, rows.div_ceil(SHARE), &|i| {
         let mut own = 0;
@@ -127,16 +133,16 @@ fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
                 rest /= extent;
             }
             own = own.max(match view.data() {
-                Data::F32(x) => top(&x[at..at + width], |x| x.to_bits() & 0x7fff_ffff, 0x7f80_0000),
-                Data::F16(x) => top(&x[at..at + width], |x| u32::from(x.to_bits() & 0x7fff), 0x7c00),
-                Data::Bf16(x) => top(&x[at..at + width], |x| u32::from(x.to_bits() & 0x7fff), 0x7f80),
+                Data::F32(x) => top(&x[at..at + width], |x| (x.to_bits() & 0x7fff_ffff) as i32, 0x7f80_0000),
+                Data::F16(x) => top(&x[at..at + width], |x| (x.to_bits() & 0x7fff) as i16, 0x7c00).into(),
+                Data::Bf16(x) => top(&x[at..at + width], |x| (x.to_bits() & 0x7fff) as i16, 0x7f80).into(),
                 _ => unreachable!("bug in fulgurite: values of a type that Problem refuses"),
             });
         }
         let own = match view.data() {
             Data::F16(_) => f16::from_bits(own as u16).to_f64(),
             Data::Bf16(_) => bf16::from_bits(own as u16).to_f64(),
-            _ => f64::from(f32::from_bits(own)),
+            _ => f64::from(f32::from_bits(own as u32)),
         };
         let mut found = found.lock().unwrap_or_else(|e| e.into_inner());
         *found = found.max(own);
@@ -159,6 +165,84 @@ struct Rows<'w> {
     found: Found,
 }
 
+/// Keys and values that are packed together.
+struct Block<'b, F> {
+    /// The first key.
+    start: usize,
+    k: KeyRows<'b>,
+    /// Whether the keys hold nothing but numbers, where that is asked.
+    finite: bool,
+    v: LazyCell<KeyRows<'b>, F>,
+}
+
+/// What a walk uses on the way.
+struct Space<'w, 'a> {
+    /// Scores, for each tile of lanes of a tile of rows.
+    scored: Vec<&'w mut [f32]>,
+    scratch: Scratch<'a>,
+    ahead: [Ahead; 2],
+    counters: Counters,
+}
+
+impl<'a> Space<'_, 'a> {
+    fn state(&mut self, walker: usize) -> State<'_, 'a> {
+        let Space { scored, scratch, ahead, counters } = self;
+        State { s: &mut *scored[walker], scratch, ahead, counters }
+    }
+}
+
+impl Rows<'_> {
+    /// Takes in tile `t` of keys, which lie in block `i` of those at hand; drops it, or leaves it to [`Walker::fold_kept`].
+    fn meet<'b, F: FnOnce() -> KeyRows<'b>>(
+        &mut self,
+        cx: &Context<'_>,
+        (t, keys): (usize, Range<usize>),
+        (i, block): (usize, &Block<'b, F>),
+        space: &mut Space<'_, '_>,
+    ) {
+        let whole = block.finite
+            && keys.len() == cx.unit.block(cx)
+            && self.walkers.iter().all(|walker| walker.kept.is_some() && walker.row.lanes.see(&keys));
+        let piece = Piece { keys: keys.clone(), masked: true };
+        let mut seen = whole;
+        for walker in self.walkers.iter_mut().filter(|_| !whole) {
+            seen |= walker.look(cx, &piece, block.start);
+        }
+        if !seen {
+            return;
+        }
+        if let Some(limit) = self.limit {
+            // Every walker looks, so that none decides alone.
+            let mut drop = block.finite;
+            for (walker, s) in self.walkers.iter_mut().zip(&mut space.scored) {
+                drop &= if whole {
+                    walker.is_below_whole(cx, block.k, limit, s)
+                } else {
+                    walker.is_below(cx, block.k, block.start, limit, s, &mut space.ahead[0])
+                };
+            }
+            if drop {
+                self.found.dropped += self.lambda * keys.len() as f64;
+                return;
+            }
+        }
+        self.found.kept.push(t as i32);
+        let looked = self.limit.is_some();
+        for (n, walker) in self.walkers.iter_mut().enumerate() {
+            match &mut walker.kept {
+                // What exceeds the reference by much raises it at once.
+                Some(kept) if whole && (walker.near || !looked) => kept.push(i),
+                _ => {
+                    if whole {
+                        walker.look(cx, &piece, block.start);
+                    }
+                    walker.fold(cx, [block.k, *block.v], block.start, looked && !whole, space.state(n));
+                }
+            }
+        }
+    }
+}
+
 /// Takes the tiles of an item over the keys together: each block of keys is packed once for all of them, and stays in the
 /// cache while they look at it. Every tile meets its keys in the order of the problem.
 fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done: &dyn Fn(usize, Found)) {
@@ -167,15 +251,23 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
     let [rows, cols] = skip.problem().skip().tile;
     let subs = rows.div_ceil(lanes);
     let scratch = Arena::room(lanes * cx.d_pad) + lanes * cx.d_pad.max(cx.dv_pad);
-    let sizes = [block * room.key, room.values, scratch, room.values, room.weights];
+    // Of many blocks few are kept: what they share is paid for less often.
+    let span = 2 * cx.unit.span(cx) - 1;
+    let (sizes, block_sizes) = ([scratch, room.values, room.weights], [block * room.key, room.values]);
     let per_row = [room.queries, cx.dv_pad * lanes];
     let of = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
     let all = of(&sizes) + subs * Arena::room(block * lanes) + item.tiles.len() * subs * of(&per_row);
+    let all = all + span * of(&block_sizes);
     with_workspace(all, |workspace| {
         let mut arena = Arena::new(workspace);
-        let [k_buffer, v_buffer, rows, values, weights] = sizes.map(|n| arena.take(n));
-        let mut scratch = Scratch::new(values, weights);
-        let mut scored: Vec<&mut [f32]> = (0..subs).map(|_| arena.take(block * lanes)).collect();
+        let [rows, values, weights] = sizes.map(|n| arena.take(n));
+        let mut buffers: Vec<[&mut [f32]; 2]> = (0..span).map(|_| block_sizes.map(|n| arena.take(n))).collect();
+        let mut space = Space {
+            scored: (0..subs).map(|_| arena.take(block * lanes)).collect(),
+            scratch: Scratch::new(values, weights),
+            ahead: [Ahead::default(); 2],
+            counters: Counters::default(),
+        };
         let mut tiles: Vec<Rows<'_>> = Vec::with_capacity(item.tiles.len());
         for number in item.tiles.clone() {
             let own = skip.rows(sequence, number);
@@ -197,49 +289,37 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
             all
         };
         let looks = tiles.iter().any(|t| t.limit.is_some());
-        let (mut ahead, mut counters) = ([Ahead::default(); 2], Counters::default());
         let visits = skip.order(&seen);
         let _held = cx.unit.hold();
-        let mut groups = visits.chunk_by(|a, b| a * cols / block == b * cols / block).peekable();
-        while let Some(group) = groups.next() {
-            let number = group[0] * cols / block;
-            let range = number * block..((number + 1) * block).min(sequence.k_len);
-            let keys = Keys { sequence, head: item.head / cx.problem.group(), range };
-            if let Some(next) = groups.peek() {
-                let start = next[0] * cols / block * block;
-                cx.ask_keys(sequence, keys.head, start..(start + block).min(sequence.k_len), &mut ahead);
+        // Which blocks are packed together depends on their places alone. Tile 0 may come first: then by itself.
+        let at = |t: &usize| t * cols / block;
+        let mut spans = visits.chunk_by(|a, b| a > b && at(a) / span == at(b) / span).peekable();
+        while let Some(visits) = spans.next() {
+            let head = item.head / cx.problem.group();
+            if let Some([last, .., first] | [last @ first]) = spans.peek() {
+                let coming = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
+                cx.ask_keys(sequence, head, coming, &mut space.ahead);
             }
-            let k = cx.packer.keys(cx, &keys, &mut *k_buffer);
-            let finite = !looks || k.finite || all_finite(cx, &keys, rows);
-            let v = LazyCell::new(|| cx.packer.values(cx, &keys, &mut *v_buffer));
-            for &t in group {
-                let own = t * cols..((t + 1) * cols).min(sequence.k_len);
-                let piece = Piece { keys: own.clone(), masked: true };
-                for tile in tiles.iter_mut().filter(|tile| tile.admitted.binary_search(&t).is_ok()) {
-                    let mut seen = false;
-                    for walker in &mut tile.walkers {
-                        seen |= walker.look(cx, &piece, number * block);
+            let groups = || visits.chunk_by(|a, b| at(a) == at(b));
+            let blocks: Vec<Block<'_, _>> = groups()
+                .zip(&mut buffers)
+                .map(|(group, [k, v])| {
+                    let start = at(&group[0]) * block;
+                    let keys = Keys { sequence, head, range: start..(start + block).min(sequence.k_len) };
+                    let k = cx.packer.keys(cx, &keys, k);
+                    let finite = !looks || k.finite || all_finite(cx, &keys, rows);
+                    Block { start, k, finite, v: LazyCell::new(move || cx.packer.values(cx, &keys, v)) }
+                })
+                .collect();
+            for tile in &mut tiles {
+                for (i, &t) in groups().enumerate().flat_map(|(i, group)| group.iter().map(move |t| (i, t))) {
+                    if tile.admitted.binary_search(&t).is_ok() {
+                        let keys = t * cols..((t + 1) * cols).min(sequence.k_len);
+                        tile.meet(cx, (t, keys), (i, &blocks[i]), &mut space);
                     }
-                    if !seen {
-                        continue;
-                    }
-                    if let Some(limit) = tile.limit {
-                        // Every walker looks, so that none decides alone.
-                        let mut drop = finite;
-                        for (walker, s) in tile.walkers.iter_mut().zip(&mut scored) {
-                            drop &= walker.below(cx, k, number * block, limit, s, &mut ahead[0]);
-                        }
-                        if drop {
-                            tile.found.dropped += tile.lambda * own.len() as f64;
-                            continue;
-                        }
-                    }
-                    let looked = tile.limit.is_some();
-                    for (walker, s) in tile.walkers.iter_mut().zip(&mut scored) {
-                        let (scratch, ahead, counters) = (&mut scratch, &mut ahead, &mut counters);
-                        walker.fold(cx, [k, *v], number * block, looked, State { s, scratch, ahead, counters });
-                    }
-                    tile.found.kept.push(t as i32);
+                }
+                for (n, walker) in tile.walkers.iter_mut().enumerate() {
+                    walker.fold_kept(cx, &blocks, space.state(n));
                 }
             }
         }
@@ -266,6 +346,8 @@ fn all_finite(cx: &Context<'_>, keys: &Keys<'_>, row: &mut [f32]) -> bool {
 /// A tile of lanes on its way over the keys.
 struct Walker<'w> {
     row: Row<'w>,
+    /// Blocks at hand that it sees whole, has kept and not yet folded; `None` where it takes one after the other.
+    kept: Option<Vec<usize>>,
     /// The intervals of keys that its lanes see: the beginning and the rest, or the rest alone.
     parts: Vec<Lanes>,
     /// What it sees of the current tile of keys, by part.
@@ -278,8 +360,9 @@ struct Walker<'w> {
     finite: bool,
 }
 
-/// Powers of e that scores may exceed the reference by before sums are rescaled.
-const NEAR: f32 = 5.0;
+/// Powers of e that scores may exceed the reference by before sums are rescaled: 128 of them stay below
+/// [`Rescale::OPTIMISTIC_LIMIT`].
+const NEAR: f32 = 14.0;
 
 impl<'w> Walker<'w> {
     fn new(cx: &Context<'_>, skip: &SkipBound<'_>, tile: Tile, [q, o]: [&'w mut [f32]; 2], rows: &mut [f32]) -> Self {
@@ -303,7 +386,9 @@ impl<'w> Walker<'w> {
         o.fill(0.0);
         let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
         let steps = parts.iter().map(|_| None).collect();
-        Walker { row, parts, steps, top: [f32::NEG_INFINITY; MAX_LANES], near: false, finite }
+        let whole = !window && tile.rows == cx.kernels.tile && cx.unit.span(cx) > 1 && finite;
+        let top = [f32::NEG_INFINITY; MAX_LANES];
+        Walker { row, kept: whole.then(Vec::new), parts, steps, top, near: false, finite }
     }
 
     /// Finds what it sees of a tile of keys; false if nothing.
@@ -320,8 +405,16 @@ impl<'w> Walker<'w> {
         self.steps.iter().any(Option::is_some)
     }
 
-    /// Computes the scores and says whether all of them are below the running maximum by more than `limit`.
-    fn below(
+    /// Whether all scores of a block that it sees whole are below the running maximum by more than `limit`.
+    fn is_below_whole(&mut self, cx: &Context<'_>, k: KeyRows<'_>, limit: f32, s: &mut [f32]) -> bool {
+        let seen = &mut Seen { top: &mut self.top, m: &self.row.m, limit, near: NEAR / cx.score_scale() };
+        let [high, near] = cx.unit.look(cx, k, self.row.q, s, seen);
+        self.near = near;
+        !high
+    }
+
+    /// The same of what it sees of any keys, whose scores are in `s` afterwards.
+    fn is_below(
         &mut self,
         cx: &Context<'_>,
         k: KeyRows<'_>,
@@ -367,6 +460,18 @@ impl<'w> Walker<'w> {
         let far = self.row.m[..stride].iter().zip(&top).map(excess).fold(false, |far, x| far | !matches!(x, ..NEAR));
         self.near = !far;
         self.finite && !high
+    }
+
+    /// Folds the blocks that were left.
+    fn fold_kept<'b, F: FnOnce() -> KeyRows<'b>>(
+        &mut self,
+        cx: &Context<'_>,
+        blocks: &[Block<'b, F>],
+        mut state: State<'_, '_>,
+    ) {
+        let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };
+        let rows: Vec<[KeyRows<'_>; 2]> = kept.drain(..).map(|i| [blocks[i].k, *blocks[i].v]).collect();
+        weave_whole(cx, &mut self.row, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
     }
 
     /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.

@@ -39,10 +39,11 @@ impl Segment {
 }
 
 impl Step {
-    /// Keys that every lane of some vectors sees.
-    pub fn whole(keys: Range<usize>, vectors: Range<usize>) -> Self {
-        let ranges = std::array::from_fn(|z| if vectors.contains(&z) { (keys.start, keys.end) } else { (0, 0) });
-        Step { ranges, inner: ranges, lo: [0.0; MAX_LANES], hi: [0.0; MAX_LANES], rest: false }
+    /// Leaves out all but some vectors.
+    pub fn only(&mut self, vectors: Range<usize>) {
+        for z in (0..MAX_VECTORS).filter(|z| !vectors.contains(z)) {
+            (self.ranges[z], self.inner[z]) = ((0, 0), (0, 0));
+        }
     }
 
     /// All keys that some vector sees.

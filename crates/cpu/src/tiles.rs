@@ -515,10 +515,23 @@ pub(crate) struct Lanes {
 }
 
 impl Lanes {
+    /// Lanes that all see the first keys.
+    pub fn whole(stride: usize, keys: usize) -> Self {
+        Lanes {
+            stride,
+            q: [0; MAX_LANES],
+            head: [0; MAX_LANES],
+            lo: [0; MAX_LANES],
+            hi: [keys as i32; MAX_LANES],
+            all: [(0, keys); MAX_VECTORS],
+            some: [(0, keys); MAX_VECTORS],
+        }
+    }
+
     /// Whether every lane sees all of these keys, as far as intervals tell.
     pub fn see(&self, keys: &Range<usize>) -> bool {
-        self.lo[..self.stride].iter().all(|&lo| lo as usize <= keys.start)
-            && self.hi[..self.stride].iter().all(|&hi| hi as usize >= keys.end)
+        // Vectors past the last say yes.
+        self.all.iter().all(|all| all.0 <= keys.start && keys.end <= all.1)
     }
 
     /// From the first key that some lane sees to past the last.

@@ -5,8 +5,8 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Policy, RowsAt,
-    SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, forget, parts,
+    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Place, Policy, RowsAt,
+    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, forget, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -67,13 +67,11 @@ pub(crate) struct Operands<'a> {
 }
 
 /// Blocks for [`Unit::weave`]; see [`Woven`].
-pub(crate) struct Run<'a> {
+pub(crate) struct Run<'a, 't> {
     pub blocks: &'a [[KeyRows<'a>; 2]],
-    pub first: usize,
-    pub q: &'a [f32],
-    pub o: &'a mut [f32],
-    pub m: &'a [f32],
-    pub l: &'a mut [f32],
+    pub origin: usize,
+    pub tiles: &'a mut [WovenTile<'t>],
+    pub first: Place,
     pub limit: f32,
     pub s: &'a mut [f32],
     pub weights: &'a mut [f32],
@@ -98,10 +96,15 @@ pub(crate) trait Unit: Sync {
     fn span(&self, _: &Context<'_>) -> usize {
         1
     }
-    /// Several blocks at once that all lanes of a tile see whole, where [`span`](Self::span) is more than one: returns how
-    /// far it came. What is left is for the single steps.
-    fn weave(&self, _: &Context<'_>, run: Run<'_>) -> usize {
-        run.first
+    /// Several blocks at once for all tiles of an item, where [`span`](Self::span) is more than one: returns where it stopped
+    /// before the end. That block is for the single steps.
+    fn weave(&self, _: &Context<'_>, _: Run<'_, '_>) -> Option<Place> {
+        unreachable!("bug in fulgurite: this unit takes one block at a time")
+    }
+    /// Whether some score of a whole block of keys is within its lane's limit, and whether all are near the references, where
+    /// [`span`](Self::span) is more than one; `s` is scratch of a tile.
+    fn look(&self, _: &Context<'_>, _: KeyRows<'_>, _: &[f32], _s: &mut [f32], _: &mut Seen<'_>) -> [bool; 2] {
+        unreachable!("bug in fulgurite: a unit that takes single steps")
     }
     /// Whether `output` multiplies O with alpha itself.
     fn rescales(&self) -> bool {
@@ -292,26 +295,26 @@ impl Unit for MatrixKernels {
         let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
         if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 8 } else { 1 }
     }
-    fn weave(&self, cx: &Context<'_>, run: Run<'_>) -> usize {
-        // Values that are not finite ask which keys weigh nothing.
-        if run.blocks.iter().any(|[_, v]| !v.finite) {
-            return run.first;
-        }
+    fn weave(&self, cx: &Context<'_>, run: Run<'_, '_>) -> Option<Place> {
         let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
-        let blocks: Vec<[&[f32]; 2]> = run.blocks.iter().map(|own| own.map(|x| x.rows.data)).collect();
+        // Values that are not finite ask which keys weigh nothing.
+        let own = run.blocks.iter().map(|[k, v]| WovenBlock { k: k.rows.data, v: v.rows.data, finite: v.finite });
+        let blocks: Vec<WovenBlock<'_>> = own.collect();
         let mut woven = Woven {
             blocks: &blocks,
+            origin: run.origin,
+            tiles: run.tiles,
             first: run.first,
-            q: run.q,
-            o: run.o,
-            m: run.m,
-            l: run.l,
             log2_e: std::f32::consts::LOG2_E * cx.score_scale(),
             limit: run.limit,
             s: run.s,
             weights: run.weights,
         };
         MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
+    }
+    fn look(&self, cx: &Context<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
+        MatrixKernels::look(self, [k.rows.data, q], [block, d, dv], s, seen)
     }
     fn softmax(
         &self,
@@ -388,7 +391,14 @@ impl Packer for MatrixKernels {
         KeyRows { rows: Matrix::new(buffer, Panels::room(1, d, parts) / GROUP), finite }
     }
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        let Sizes { block, .. } = Sizes::new(self, cx);
+        let Sizes { parts, block, dv, .. } = Sizes::new(self, cx);
+        let written = from.rows.div_ceil(DEPTH);
+        if written < block {
+            // Whoever multiplies a whole block must find numbers there: a weight of 0 times NaN would show.
+            for group in buffer.chunks_exact_mut(Panels::room(1, block, parts)).take(dv) {
+                group[written * parts * SLOTS..].fill(0.0);
+            }
+        }
         let finite = self.pack_turned(&from, buffer, block);
         // The keys are the summed axis: a block is taken whole.
         KeyRows { rows: Matrix::new(buffer, 0), finite }

@@ -111,13 +111,15 @@ fn every_rescale_policy_agrees_with_the_oracle() {
 }
 
 /// Sizes at which a matrix unit takes several blocks of keys together: scores that fit, that rise too far in some lanes
-/// only, that are too large for a fused subtraction, and values that are not finite.
+/// only, that are too large for a fused subtraction, and values that are not finite. Of the window's lanes one sees its first
+/// key with a block, when the others have a maximum.
 #[test]
 fn blocks_taken_together_agree_with_the_oracle() {
     let (q_len, k_len) = (133, 1180);
-    for (d, causal) in [(64, false), (64, true), (128, false), (50, false)] {
-        let mask = if causal { Mask::causal() } else { Mask::none() };
-        let builder = Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(d).dtype(DType::Bf16).mask(mask);
+    let (all, causal, window) = (Mask::none(), Mask::causal(), Mask::window(Some(566), Some(90)));
+    for (d, mask) in [(64, &all), (64, &causal), (128, &causal), (50, &all), (64, &window)] {
+        let builder =
+            Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(d).dtype(DType::Bf16).mask(mask.clone());
         let problem = builder.build().unwrap();
         for what in ["normal", "rising", "large", "a value", "a low limit"] {
             let mut rng = Rng::new(11);
@@ -147,13 +149,13 @@ fn blocks_taken_together_agree_with_the_oracle() {
             };
             let (result, redone) = call(1);
             for (name, verdict) in check_forward(&bound, &result, 1) {
-                assert!(verdict.ok(), "d {d}, causal {causal}, {what}: {name}: {verdict}");
+                assert!(verdict.ok(), "d {d}, {mask:?}, {what}: {name}: {verdict}");
             }
             assert!(!["rising", "a low limit"].contains(&what) || redone > 0, "d {d}, {what}: no block was done again");
             let bits = |x: &Forward| -> Vec<u64> {
                 [x.o.view(), x.lse.view()].iter().flat_map(|v| v.to_f64()).map(f64::to_bits).collect()
             };
-            assert!(bits(&call(3).0) == bits(&result), "d {d}, causal {causal}, {what}: with 3 threads");
+            assert!(bits(&call(3).0) == bits(&result), "d {d}, {mask:?}, {what}: with 3 threads");
         }
     }
 }

@@ -56,6 +56,35 @@ fn probes_of_zero_are_attention() {
     }
 }
 
+/// Bit for bit where attention takes several blocks of keys at once: it settles the maximum by fewer keys.
+#[test]
+fn probes_of_zero_are_attention_over_many_keys() {
+    let masks = [Some(Mask::causal()), None, Some(Mask::causal().and(Mask::window(200, 0)))];
+    for (i, mask) in masks.into_iter().enumerate() {
+        let problem = Problem::builder().dense(1, 150, 420).heads(1, 1).head_dim(64).dtype(DType::Bf16);
+        let problem = match mask {
+            Some(mask) => problem.mask(mask),
+            None => problem,
+        };
+        let parallax = Parallax::new(problem.build().unwrap()).unwrap();
+        let rng = &mut Rng::new(9);
+        let mut of = |shape: &[usize], by: f64| {
+            Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), by), shape).unwrap()
+        };
+        let (q, k) = (of(&parallax.problem().q_shape(), 3.0), of(&parallax.problem().k_shape(), 1.0));
+        let (v, zero) = (of(&parallax.problem().v_shape(), 1.0), Tensor::zeros(DType::Bf16, q.shape()).unwrap());
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        let mut found = ParallaxForward::zeros(&parallax).unwrap();
+        let options = Options::default();
+        parallax_forward(&parallax.bind(&inputs, zero.view()).unwrap(), &mut found.outputs(), &options);
+        let mut plain = Forward::zeros(parallax.problem()).unwrap();
+        forward(&inputs.bind(parallax.problem()).unwrap(), &mut plain.outputs(), &options);
+        let bits = |t: &Tensor| t.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+        assert!(bits(&found.own.lse) == bits(&plain.lse), "LSE of mask {i}");
+        assert!(bits(&found.own.o) == bits(&plain.o), "O of mask {i}");
+    }
+}
+
 /// Few queries of whole tiles, which go in strips where there is a matrix unit: against the oracle, and bit for bit.
 #[test]
 fn few_queries_in_strips() {

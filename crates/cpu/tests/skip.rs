@@ -125,6 +125,45 @@ fn nothing_skipped_is_attention() {
     assert!(bits(1) == bits(2) && bits(1) == bits(5));
 }
 
+/// Long rows, of which a unit takes many blocks at once: decisions and results, and bits whatever the threads.
+#[test]
+fn long_rows_agree_with_the_oracle() {
+    let (n, heads, d) = (2300, 1, 64);
+    let base =
+        || Problem::builder().dense(1, n, n).heads(heads, heads).head_dim(d).dtype(DType::Bf16).mask(Mask::causal());
+    for (lambda, first_tile, rows) in [(Some(1e-3), false, 64), (Some(1e-3), true, 128), (None, true, 64)] {
+        let skip = Skip { lambda: lambda.map(Lambda::Fixed), tile: [rows, 128], first_tile, ..Skip::default() };
+        let problem = SkipProblem::new(base(), skip).unwrap();
+        let mut rng = Rng::new(3);
+        let shape = problem.base().q_shape();
+        let mut of = |by: &dyn Fn(usize) -> f64| {
+            let values = rng.normals(n * heads * d, 1.0);
+            let values: Vec<f64> = values.into_iter().enumerate().map(|(i, x)| by(i / d / 128) * x).collect();
+            Tensor::from_f64(DType::Bf16, &values, &shape).unwrap()
+        };
+        // Some blocks of keys are much longer than others; one rises far above all before it.
+        let (q, v) = (of(&|_| 4.0), of(&|_| 1.0));
+        let k = of(&|block| [1.0, 0.05, 0.05, 1.5, 0.05, 8.0][if block == 5 { 5 } else { block % 5 }]);
+        let inputs = fulgurite_core::Inputs::new(q.view(), k.view(), v.view());
+        let bound = problem.bind(&inputs).unwrap();
+        let run = |threads: usize| {
+            let mut out = Forward::zeros(problem.base()).unwrap();
+            let options = Options { threads: Some(threads), ..Options::default() };
+            let outcome = skip_forward(&bound, &mut out.outputs(), &options);
+            (out, outcome)
+        };
+        let (out, outcome) = run(2);
+        assert!(lambda.is_none() || outcome.counts.kept < outcome.counts.by_proxy, "something is dropped");
+        let meaning = inputs.block_mask(&outcome.kept);
+        let meaning = meaning.bind(problem.meaning()).unwrap();
+        for (what, verdict) in check_forward(&meaning, &out, 1) {
+            assert!(verdict.ok(), "{lambda:?} {what}: {verdict}");
+        }
+        let bits = |out: &Forward| out.o.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+        assert!(bits(&run(1).0) == bits(&out) && bits(&run(5).0) == bits(&out));
+    }
+}
+
 #[test]
 fn bad_descriptions_say_what_is_allowed() {
     let builder = || Problem::builder().dense(1, 64, 64).heads(2, 1).head_dim(8).mask(Mask::causal());

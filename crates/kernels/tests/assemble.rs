@@ -1,6 +1,7 @@
 //! Kernels that are not registered go through the assembler without a loss: attention at odd head dimensions, and the
 //! probe of the tensor cores.
 
+use fulgurite_core::expr::{batch, k, q};
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
 use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
@@ -161,6 +162,31 @@ fn biases_assemble() {
                 let kernel = Forward::new(&problem, None).unwrap().kernel(Target::HOPPER).unwrap();
                 if let Err(faults) = assembler.assemble(&kernel).unwrap().verdict() {
                     wrong.push(format!("{dim}, {mask:?}, {dtype}: {faults:.200?}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Blocks that no tile divides are looked up for each score, beside masks that are expressions.
+#[test]
+fn blocks_that_are_looked_up_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let documents = || (q() / 100).equals(k() / 100);
+    let either = || (batch().equals(0) & documents()) | (batch().equals(1) & (q() - k()).less(50) & q().at_least(k()));
+    let mut wrong = Vec::new();
+    for dim in [64, 128, 256] {
+        for mask in [Mask::none(), Mask::causal(), Mask::custom(documents()), Mask::custom(either())] {
+            for spec in [
+                BlockSpec { rows: 32, cols: 40, ..BlockSpec::default() },
+                BlockSpec { rows: 32, cols: 40, batch: 2, heads: 4 },
+            ] {
+                let base = Problem::builder().dense(2, 300, 300).heads(4, 4).head_dim(dim).dtype(DType::Bf16);
+                let problem = base.mask(mask.clone()).block_mask(spec).build().unwrap();
+                let kernel = Forward::new(&problem, None).unwrap().kernel(Target::HOPPER).unwrap();
+                if let Err(faults) = assembler.assemble(&kernel).unwrap().verdict() {
+                    wrong.push(format!("{dim}, {mask:?}, {}: {faults:.120?}", spec.heads));
                 }
             }
         }

@@ -5,7 +5,7 @@ use crate::decode::Probe;
 use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, DEPTH, PackedProbe, Policy, Stage};
+use crate::simd::{Ahead, DEPTH, GROUP, PackedProbe, Panels, Policy, Stage, parts};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
@@ -46,6 +46,28 @@ fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n:
     all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
+/// Gives lanes that have no maximum that of a block's first keys, as attention does before it takes several blocks at once:
+/// the bits of all that follows depend on it.
+fn settle(
+    cx: &Context<'_>,
+    row: &mut Row<'_>,
+    step: &Step,
+    s: &mut [f32],
+    kv: [KeyRows<'_>; 2],
+    scratch: &mut Scratch<'_>,
+) {
+    let before = row.m;
+    let lanes = |z: usize| z * cx.kernels.lanes..(z + 1) * cx.kernels.lanes;
+    let fresh = |(z, &(a, b)): (usize, &(usize, usize))| a < b && before[lanes(z)].contains(&f32::NEG_INFINITY);
+    if !step.ranges.iter().enumerate().any(fresh) {
+        return;
+    }
+    softmax(cx, row, &step.part(&(0..DEPTH)), s, kv, scratch, Policy::MaxOnly);
+    for (m, before) in row.m.iter_mut().zip(before).filter(|(_, before)| *before != f32::NEG_INFINITY) {
+        *m = before;
+    }
+}
+
 fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &Out<'_>, probe: &Probe<'_>) {
     let rx = probe.cx;
     let sequence = &cx.bound.sequences()[tiles[0].sequence];
@@ -75,8 +97,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
         let mut arena = Arena::new(workspace);
         let [k, v, s_all, u_all, q, r, o, rows, values, weights, probes] = sizes.map(|n| arena.take(n));
-        let parts = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
-        let packed: Vec<[KeyRows<'_>; 2]> = parts
+        let buffers = k.chunks_exact_mut((block * room.key).max(1)).zip(v.chunks_exact_mut(room.values.max(1)));
+        let packed: Vec<[KeyRows<'_>; 2]> = buffers
             .enumerate()
             .map(|(i, (k, v))| {
                 let range = i * block..((i + 1) * block).min(sequence.k_len);
@@ -94,6 +116,9 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let o = &mut o[..cx.dv_pad * stride];
             o.fill(0.0);
             let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+            // From here on attention takes several blocks at once, where it does.
+            let seen_from = row.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
+            let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
@@ -116,6 +141,9 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                        if woven && start >= seen_from && v.finite {
+                            settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
+                        }
                         let before = (row.m, row.l, sums);
                         let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
                             let mut scratch = Scratch::new(values, to);
@@ -161,14 +189,26 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 for ranges in in_pairs(seen, cx.whole_products()) {
                     step.ranges = ranges;
                     let mean = &mean[..stride];
+                    let v = packed[*start / block][1];
                     match unit {
-                        Some(unit) if scratch.packed => {
+                        Some(unit) if *weighed => {
                             unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
+                        }
+                        // On the way into the panels. Values that are not finite ask for weights themselves.
+                        Some(unit) if v.finite && cx.rounding.is_none() => {
+                            let parts = parts(cx.problem.dtype());
+                            let panels = scratch.weights.chunks_exact_mut(Panels::room(1, block / DEPTH, parts));
+                            for ((z, mean), to) in mean.chunks_exact(GROUP).enumerate().zip(panels) {
+                                let (start, end) = ranges[z];
+                                let own = [&s[z * GROUP..], &u[z * GROUP..]];
+                                unit.pack_reweighed(own, stride, [start, end.max(start)], mean, to, parts);
+                            }
+                            scratch.packed = true;
                         }
                         _ => cx.kernels.stage(Stage::Reweigh { p: s, u, mean, ranges }),
                     }
                     let products = Products { step, stride, ahead };
-                    cx.unit.output(cx, products, packed[*start / block][1], s, row.o, &mut scratch);
+                    cx.unit.output(cx, products, v, s, row.o, &mut scratch);
                 }
             }
             let scale = cx.score_scale();

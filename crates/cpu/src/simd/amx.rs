@@ -8,7 +8,7 @@
 use super::algorithms::{Ahead, Row};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_delta, amx_strips, amx_woven};
+use super::{Kernels, Simd, amx_bf16, amx_delta, amx_look, amx_strips, amx_woven};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -36,8 +36,10 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     turned_f16: pack_turned::<f16, 2>,
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
+    lanes_reweighed: [pack_reweighed::<1>, pack_reweighed::<2>, pack_reweighed::<3>],
     narrow: &amx_bf16::NARROW,
     weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
+    look: Some([amx_look::look::<2>, amx_look::look::<4>]),
     strips: &amx_strips::STRIPS,
     delta: &amx_delta::DELTA,
 };
@@ -480,9 +482,47 @@ unsafe fn pack_lanes<const PARTS: usize>(
     dst: *mut f32,
 ) {
     // SAFETY: inside the extents; rows that are not seen are not read.
+    unsafe { pack_seen::<PARTS>(seen, tiles, dst, |r| Avx512::load(src.add(r * stride))) }
+}
+
+/// Weights of 16 lanes times 1 + mean - U, lane by lane; what weighs nothing is 0, whatever U is there.
+///
+/// # Safety
+/// As for [`pack_lanes`], with as many rows of U and 16 means.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn pack_reweighed<const PARTS: usize>(
+    [p, u]: [*const f32; 2],
+    stride: usize,
+    seen: [usize; 2],
+    tiles: [usize; 2],
+    mean: *const f32,
+    dst: *mut f32,
+) {
+    // SAFETY: inside the extents; rows that are not seen are not read.
     unsafe {
-        let row = |r: usize| Avx512::load(src.add(r * stride));
-        for tile in tiles[0]..tiles[1] {
+        let one = Avx512::add(Avx512::splat(1.0), Avx512::load(mean));
+        pack_seen::<PARTS>(seen, tiles, dst, |r| {
+            let (weight, u) = (Avx512::load(p.add(r * stride)), Avx512::load(u.add(r * stride)));
+            let hidden = Avx512::lt(weight, Avx512::splat(f32::MIN_POSITIVE));
+            Avx512::select(hidden, Avx512::splat(0.0), Avx512::mul(weight, Avx512::sub(one, u)))
+        });
+    }
+}
+
+/// Whole tiles of rows of 16 lanes; rows that are not seen are 0 and not asked for.
+///
+/// # Safety
+/// As for [`pack_tile`], for every tile.
+#[inline(always)]
+unsafe fn pack_seen<const PARTS: usize>(
+    seen: [usize; 2],
+    tiles: [usize; 2],
+    dst: *mut f32,
+    row: impl Fn(usize) -> __m512,
+) {
+    for tile in tiles[0]..tiles[1] {
+        // SAFETY: inside the extents (caller).
+        unsafe {
             let (first, to) = (tile * 32, dst.add(tile * PARTS * SLOTS));
             if seen[0] <= first && first + 32 <= seen[1] {
                 pack_tile::<PARTS>(to, |r| row(first + r));

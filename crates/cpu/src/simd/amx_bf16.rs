@@ -7,6 +7,7 @@
 use super::Simd;
 use super::algorithms::{GradArgs, SoftmaxArgs, SoftmaxStats, begin, end};
 use super::amx::{join, rounded};
+use super::amx_rows::store;
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
 use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, PackedProbe};
@@ -16,7 +17,7 @@ use half::bf16;
 use std::arch::x86_64::*;
 
 pub(super) static NARROW: NarrowKernels =
-    NarrowKernels { copy_at, turn_at, pair_at, softmax, reweigh, grad, pack_grad };
+    NarrowKernels { copy_at, turn_at, pair_at, softmax, reweigh, grad, pack_grad, store };
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to bf16.
 pub(super) const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];

@@ -6,6 +6,10 @@
 //! square is 800. K and V come by once for 32 lanes, so their tiles are loaded with the hint that passes the
 //! first-level cache by; what stays there is Q, O, scores and weights.
 //!
+//! The last keys that a strip of lanes sees are a block of fewer stages, in which scores beyond a lane's end are hidden
+//! first. The next strip begins where it ends: its first scores are made, and the last block's weights are added to O,
+//! in the stages between.
+//!
 //! Operations and their order are those of the single steps (`amx_bf16::softmax`, `amx::multiply`): so are the bits.
 
 use super::algorithms::Ahead;
@@ -13,9 +17,10 @@ use super::amx::{hold, multiply};
 use super::amx_bf16::{CUBIC, FUSED_LIMIT};
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{STRIP_LANES, Woven};
+use super::narrow::{KEY_TILES, Place, STRIP_LANES, Woven, WovenBlock};
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 /// Where the operands of a stage lie.
 struct Stage {
@@ -207,91 +212,247 @@ struct Waiting {
     v: *const f32,
     p: *const f32,
     o: *mut f32,
+    /// Tiles of keys that have weights; those of the others are 0.
+    tiles: usize,
+}
+
+impl Waiting {
+    /// Adds the columns from a stage's share on, alone.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    unsafe fn finish<const DEPTH: usize>(self, stage: usize, ahead: &mut Ahead) {
+        let (v, o) = (self.v.wrapping_add(stage * v_share::<DEPTH>()), self.o.wrapping_add(stage * o_share::<DEPTH>()));
+        let size = [(STAGES - stage) * DEPTH / 2, 2, self.tiles];
+        // SAFETY: passed on.
+        unsafe { multiply::<1, 1, 1>(o, 2 * STRIP_LANES, v, STAGES * SLOTS, self.p, STAGES * SLOTS, size, true, ahead) }
+    }
+}
+
+/// Stages of a whole block, of 32 keys each; one adds a quarter of the columns of the block that waits.
+const STAGES: usize = KEY_TILES;
+/// Keys of a stage and of a block.
+const KEYS: usize = 32;
+const BLOCK: usize = STAGES * KEYS;
+
+/// Elements of V and O between the columns of two stages.
+const fn v_share<const DEPTH: usize>() -> usize {
+    DEPTH / 2 * STAGES * SLOTS
+}
+const fn o_share<const DEPTH: usize>() -> usize {
+    DEPTH / 2 * 16 * 2 * STRIP_LANES
+}
+
+/// 32 lanes and the blocks they see.
+struct Strip {
+    tile: usize,
+    strip: usize,
+    q: *const f32,
+    o: *mut f32,
+    m: *mut f32,
+    l: *mut f32,
+    hi: *const i32,
+    /// Keys up to which every lane sees all, and some lane sees any, from the first block on.
+    whole: usize,
+    end: usize,
+    blocks: Range<usize>,
+}
+
+impl Strip {
+    /// All that is to be done, in order.
+    fn all<const DEPTH: usize>(args: &mut Woven<'_, '_>) -> Vec<Strip> {
+        let (first, origin, keys) = (args.first, args.origin, args.blocks.len() * BLOCK);
+        let inside = |key: i32| (key as usize).saturating_sub(origin).min(keys);
+        let mut strips = Vec::with_capacity(2 * args.tiles.len());
+        for (tile, own) in args.tiles.iter_mut().enumerate().skip(first.tile) {
+            for strip in 0..2 {
+                let (here, lanes) = ((tile, strip), strip * STRIP_LANES);
+                let begin = match (first.tile, first.strip) {
+                    passed if here < passed => continue,
+                    start if here == start && first.block.is_some() => first.block,
+                    _ => None,
+                };
+                let hi = &own.hi[lanes..lanes + STRIP_LANES];
+                let [whole, end] = [hi.iter().min(), hi.iter().max()].map(|key| key.map_or(0, |&key| inside(key)));
+                let blocks = begin.unwrap_or(own.begin)..end.div_ceil(BLOCK);
+                if !blocks.is_empty() {
+                    strips.push(Strip {
+                        tile,
+                        strip,
+                        q: own.q[2 * strip * DEPTH * SLOTS..].as_ptr(),
+                        o: own.o[lanes..].as_mut_ptr(),
+                        m: own.m[lanes..].as_mut_ptr(),
+                        l: own.l[lanes..].as_mut_ptr(),
+                        hi: hi.as_ptr(),
+                        whole,
+                        end,
+                        blocks,
+                    });
+                }
+            }
+        }
+        strips
+    }
+
+    fn place(&self, block: usize) -> Option<Place> {
+        Some(Place { tile: self.tile, strip: self.strip, block: Some(block) })
+    }
 }
 
 /// # Safety
 /// The machine has tiles and the process may use them; the extents are checked by the table, DEPTH being the tiles
 /// along d and half the groups of columns of V.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_>, ahead: &mut [Ahead; 2]) -> usize {
+pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: &mut [Ahead; 2]) -> Option<Place> {
     let _held = hold();
-    let (n, panel) = (args.blocks.len(), DEPTH * SLOTS);
-    let mut waiting: Option<Waiting> = None;
+    let (panel, strips) = (DEPTH * SLOTS, Strip::all::<DEPTH>(args));
     let (s, weights) = (args.s.as_mut_ptr(), args.weights.as_mut_ptr());
-    let mut unit = args.first;
+    let mut waiting: Option<Waiting> = None;
+    // Which half of the scores and weights is next, and whether its scores are made.
+    let (mut turn, mut half, mut made) = (0, 0, false);
     // SAFETY: inside the extents (contract).
     unsafe {
-        while unit < 2 * n {
-            let (strip, block) = (unit / n, unit % n);
-            let lanes = strip * STRIP_LANES;
-            let q = args.q.as_ptr().add(2 * strip * panel);
-            let Some(c) = constants(&args.m[lanes..], args.log2_e) else { break };
-            let [k, v] = [0, 1].map(|i| args.blocks[block][i].as_ptr());
-            if block == 0 || unit == args.first {
-                multiply::<1, 1, 1>(s, STRIP_LANES, k, panel, q, panel, [2, 2, DEPTH], false, &mut ahead[0]);
-            }
-            let p = weights.add(unit % 2 * 8 * SLOTS);
-            let mut sums = [[_mm512_setzero_ps(); 2]; 2];
-            for i in 0..4 {
-                ahead[i % 2].ask::<Avx512>();
-                // Past the last keys of a strip these again: nobody reads their scores.
-                let next = match args.blocks.get(block + 1) {
-                    _ if i < 3 => k.add((i + 1) * 2 * panel),
-                    Some(next) => next[0].as_ptr(),
-                    None => k,
-                };
-                let w = waiting.unwrap_or(Waiting { v, p, o: args.o.as_mut_ptr() });
-                let at = Stage {
-                    s: s.add(i % 2 * 1024),
-                    s_next: s.add((i + 1) % 2 * 1024),
-                    p: p.add(i * SLOTS),
-                    k: next,
-                    q,
-                    v: w.v.add(i * DEPTH / 2 * 4 * SLOTS),
-                    p_waiting: w.p,
-                    o: w.o.add(i * DEPTH / 2 * 16 * 2 * STRIP_LANES),
-                };
-                match (DEPTH, waiting.is_some()) {
-                    (2, false) => scores_2(&at, &c, &mut sums),
-                    (2, true) => both_2(&at, &c, &mut sums),
-                    (_, false) => scores_4(&at, &c, &mut sums),
-                    (_, true) => both_4(&at, &c, &mut sums),
+        for (i, strip) in strips.iter().enumerate() {
+            let mut constants_of = None;
+            for block in strip.blocks.clone() {
+                let WovenBlock { k, v, finite } = args.blocks[block];
+                let [k, v] = [k, v].map(<[f32]>::as_ptr);
+                let stages = (strip.end - block * BLOCK).min(BLOCK).div_ceil(KEYS);
+                let p = weights.add(half * 2 * STAGES * SLOTS);
+                let mut sums = [[_mm512_setzero_ps(); 2]; 2];
+                for stage in 0..stages {
+                    let (own, next) = (s.add(turn * KEYS * STRIP_LANES), s.add((1 - turn) * KEYS * STRIP_LANES));
+                    if !made {
+                        let size = [2, 2, DEPTH];
+                        multiply::<1, 1, 1>(own, STRIP_LANES, k, panel, strip.q, panel, size, false, &mut ahead[0]);
+                        made = true;
+                    }
+                    let key = block * BLOCK + stage * KEYS;
+                    if key + KEYS > strip.whole {
+                        hide(own, args.origin + key, strip.hi);
+                    }
+                    if constants_of.is_none() && finite {
+                        settle(own, strip.m);
+                        constants_of = constants(strip.m, args.log2_e);
+                    }
+                    let Some(c) = constants_of.as_ref().filter(|_| finite) else {
+                        waiting.inspect(|own| own.finish::<DEPTH>(0, &mut ahead[1]));
+                        return strip.place(block);
+                    };
+                    ahead[stage % 2].ask::<Avx512>();
+                    // Past the last keys of all, these again: nobody reads their scores.
+                    let follower = strips.get(i + 1);
+                    let first_of = |block: usize| args.blocks[block].k.as_ptr();
+                    let (next_k, q) = if stage + 1 < stages {
+                        (k.add((stage + 1) * 2 * panel), strip.q)
+                    } else if block + 1 < strip.blocks.end {
+                        (first_of(block + 1), strip.q)
+                    } else {
+                        follower.map_or((k, strip.q), |own| (first_of(own.blocks.start), own.q))
+                    };
+                    let w = waiting.unwrap_or(Waiting { v, p, o: strip.o, tiles: 0 });
+                    let at = Stage {
+                        s: own,
+                        s_next: next,
+                        p: p.add(stage * SLOTS),
+                        k: next_k,
+                        q,
+                        v: w.v.add(stage * v_share::<DEPTH>()),
+                        p_waiting: w.p,
+                        o: w.o.add(stage * o_share::<DEPTH>()),
+                    };
+                    match (DEPTH, waiting.is_some()) {
+                        (2, false) => scores_2(&at, c, &mut sums),
+                        (2, true) => both_2(&at, c, &mut sums),
+                        (_, false) => scores_4(&at, c, &mut sums),
+                        (_, true) => both_4(&at, c, &mut sums),
+                    }
+                    turn = 1 - turn;
                 }
+                if stages < STAGES {
+                    waiting.inspect(|own| own.finish::<DEPTH>(stages, &mut ahead[1]));
+                }
+                let sums = sums.map(|[a, b]| _mm512_add_ps(a, b));
+                let limit = _mm512_set1_ps(args.limit);
+                // NaN counts as within: it would come out of a repetition as well.
+                if sums.iter().any(|&sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(limit, sum) != 0) {
+                    return strip.place(block);
+                }
+                for (z, sum) in sums.into_iter().enumerate() {
+                    let at = strip.l.add(z * 16);
+                    _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum));
+                    p.add((z * STAGES + stages) * SLOTS).write_bytes(0, (STAGES - stages) * SLOTS);
+                }
+                waiting = Some(Waiting { v, p, o: strip.o, tiles: stages });
+                half = 1 - half;
             }
-            waiting = None;
-            let sums = sums.map(|[a, b]| _mm512_add_ps(a, b));
-            let limit = _mm512_set1_ps(args.limit);
-            // NaN counts as within: it would come out of a repetition as well.
-            if sums.iter().any(|&sum| _mm512_cmp_ps_mask::<_CMP_LT_OQ>(limit, sum) != 0) {
-                break;
-            }
-            for (z, sum) in sums.into_iter().enumerate() {
-                let at = args.l.as_mut_ptr().add(lanes + z * 16);
-                _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), sum));
-            }
-            waiting = Some(Waiting { v, p, o: args.o.as_mut_ptr().add(lanes) });
-            unit += 1;
         }
-        if let Some(Waiting { v, p, o }) = waiting {
-            multiply::<1, 1, 1>(o, 2 * STRIP_LANES, v, 4 * SLOTS, p, 4 * SLOTS, [2 * DEPTH, 2, 4], true, &mut ahead[1]);
+        waiting.inspect(|own| own.finish::<DEPTH>(0, &mut ahead[1]));
+    }
+    None
+}
+
+/// Scores of 32 keys from `key` on that a lane does not see become -inf.
+///
+/// # Safety
+/// AVX-512 is present; `[32][32]` scores and 32 ends.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn hide(s: *mut f32, key: usize, hi: *const i32) {
+    let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
+    for z in 0..2 {
+        // SAFETY: inside the extents (caller).
+        unsafe {
+            let hi = _mm512_loadu_si512(hi.add(z * 16).cast());
+            for j in 0..KEYS {
+                let seen = _mm512_cmpgt_epi32_mask(hi, _mm512_set1_epi32((key + j) as i32));
+                let at = s.add(j * STRIP_LANES + z * 16);
+                // Whole vectors: they are read again before they have left for the cache.
+                _mm512_storeu_ps(at, _mm512_mask_mov_ps(hidden, seen, _mm512_loadu_ps(at)));
+            }
         }
     }
-    unit
+}
+
+/// Gives lanes that have no maximum that of 32 keys. NaN does not raise it.
+///
+/// # Safety
+/// AVX-512 is present; `[32][32]` scores and 32 maxima.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
+unsafe fn settle(s: *const f32, m: *mut f32) {
+    let none = _mm512_set1_ps(f32::NEG_INFINITY);
+    for z in 0..2 {
+        // SAFETY: inside the extents (caller).
+        unsafe {
+            let at = m.add(z * 16);
+            let old = _mm512_loadu_ps(at);
+            let fresh = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(old, none);
+            if fresh != 0 {
+                let mut top = [none; 4];
+                for j in 0..KEYS {
+                    top[j % 4] = _mm512_max_ps(_mm512_loadu_ps(s.add(j * STRIP_LANES + z * 16)), top[j % 4]);
+                }
+                let top = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+                _mm512_storeu_ps(at, _mm512_mask_mov_ps(old, fresh, top));
+            }
+        }
+    }
 }
 
 /// What the exponentials of a strip need; `None` where a fused subtraction would round too much or a lane has no
 /// maximum.
 ///
 /// # Safety
-/// AVX-512 is present.
+/// AVX-512 is present; 32 maxima.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn constants(m: &[f32], log2_e: f32) -> Option<Constants> {
+unsafe fn constants(m: *const f32, log2_e: f32) -> Option<Constants> {
     let log2_e = _mm512_set1_ps(log2_e);
     let mut shift = [log2_e; 2];
-    for (shift, m) in shift.iter_mut().zip(m.chunks_exact(16)) {
-        // SAFETY: a chunk has 16 elements.
-        *shift = _mm512_mul_ps(unsafe { _mm512_loadu_ps(m.as_ptr()) }, log2_e);
+    for (z, shift) in shift.iter_mut().enumerate() {
+        // SAFETY: inside the extents (caller).
+        *shift = _mm512_mul_ps(unsafe { _mm512_loadu_ps(m.add(z * 16)) }, log2_e);
         if _mm512_cmp_ps_mask::<_CMP_LE_OQ>(_mm512_abs_ps(*shift), _mm512_set1_ps(FUSED_LIMIT)) != 0xffff {
             return None;
         }

@@ -20,6 +20,7 @@ static PAIRS: MatrixKernels = MatrixKernels {
     multiply_2_2: multiply_pairs::<2, 2, 2>,
     multiply_3_3: multiply_pairs::<3, 3, 3>,
     weave: None,
+    look: None,
     ..super::amx::TABLE_OF_TILES
 };
 

@@ -11,7 +11,7 @@
 use super::algorithms::Ahead;
 use super::delta::DeltaKernels;
 use super::kernels::{MatrixMut, Sum, extent};
-use super::narrow::{NarrowKernels, Weave};
+use super::narrow::{Look, NarrowKernels, Weave};
 use super::strips::StripKernels;
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
@@ -81,6 +81,7 @@ pub(super) type Multiply =
     unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
 pub(super) type PackLanes = unsafe fn(*const f32, usize, [usize; 2], [usize; 2], *mut f32);
+pub(super) type PackReweighed = unsafe fn([*const f32; 2], usize, [usize; 2], [usize; 2], *const f32, *mut f32);
 
 /// Entry points of a matrix unit. As with [`Kernels`](super::Kernels), holding one tells you that the machine has it
 /// and that the process may use it.
@@ -103,10 +104,13 @@ pub(crate) struct MatrixKernels {
     pub(super) turned_bf16: Pack<bf16>,
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
+    pub(super) lanes_reweighed: [PackReweighed; 3],
     /// What bf16 needs beside.
     pub narrow: &'static NarrowKernels,
     /// Blocks of forward in bf16 with softmax and products at once, for 2 and 4 tiles along d.
     pub(super) weave: Option<[Weave; 2]>,
+    /// The largest scores of such blocks.
+    pub(super) look: Option<[Look; 2]>,
     /// Few queries against many keys, in bf16.
     pub strips: &'static StripKernels,
     /// The gated delta rule, for f32, f16 and bf16.
@@ -247,6 +251,25 @@ impl MatrixKernels {
         assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
+    }
+
+    /// As [`pack_lanes`](Self::pack_lanes) of weights times 1 + mean - U, lane by lane.
+    pub fn pack_reweighed(
+        &self,
+        [p, u]: [&[f32]; 2],
+        stride: usize,
+        seen: [usize; 2],
+        mean: &[f32],
+        to: &mut [f32],
+        parts: usize,
+    ) {
+        let tiles = [seen[0] / DEPTH, seen[1].div_ceil(DEPTH)];
+        let fits = p.len().min(u.len()) >= extent(seen[1], stride, GROUP) && mean.len() >= GROUP;
+        assert!(seen[0] <= seen[1] && fits, "lanes too small");
+        assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
+        let (operands, to) = ([p.as_ptr(), u.as_ptr()], to.as_mut_ptr());
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { (self.lanes_reweighed[parts - 1])(operands, stride, seen, tiles, mean.as_ptr(), to) }
     }
 }
 

@@ -18,6 +18,10 @@ mod amx_delta;
 #[cfg(target_arch = "x86_64")]
 mod amx_int8;
 #[cfg(target_arch = "x86_64")]
+mod amx_look;
+#[cfg(target_arch = "x86_64")]
+mod amx_rows;
+#[cfg(target_arch = "x86_64")]
 mod amx_strips;
 #[cfg(target_arch = "x86_64")]
 mod amx_woven;
@@ -58,7 +62,10 @@ pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKEN
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
-pub(crate) use narrow::{GradPanels, KEY_TILES, LANE_TILES, PackedProbe, RowsAt, STRIP_LANES, Woven};
+pub(crate) use narrow::{
+    GradPanels, KEY_TILES, LANE_TILES, PackedProbe, Place, RowsAt, STRIP_LANES, Seen, TurnedRows, Woven, WovenBlock,
+    WovenTile,
+};
 pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
 
 /// Whether vectors multiply bytes in fours.

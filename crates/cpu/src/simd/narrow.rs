@@ -37,18 +37,15 @@ pub(crate) struct PackedProbe<'a> {
 /// Lanes that the woven kernel takes at a time: half a tile.
 pub(crate) const STRIP_LANES: usize = 2 * GROUP;
 
-/// Blocks of keys that 64 lanes see whole, against maxima that are trusted. Work is counted in strips and blocks: all
-/// blocks of the first strip, then those of the second.
-pub(crate) struct Woven<'a> {
-    /// Panels of K and V, each block's own.
-    pub blocks: &'a [[&'a [f32]; 2]],
+/// Blocks of keys for tiles of 64 lanes, which see all keys from a block on up to ends of their own, against maxima that are
+/// trusted. The order: tile by tile, of each all blocks of the first strip, then those of the second.
+pub(crate) struct Woven<'a, 't> {
+    pub blocks: &'a [WovenBlock<'a>],
+    /// The first key.
+    pub origin: usize,
+    pub tiles: &'a mut [WovenTile<'t>],
     /// Where to begin.
-    pub first: usize,
-    pub q: &'a [f32],
-    /// `[column][lane]`.
-    pub o: &'a mut [f32],
-    pub m: &'a [f32],
-    pub l: &'a mut [f32],
+    pub first: Place,
     /// What a score is multiplied with to be a power of two.
     pub log2_e: f32,
     /// The largest sum of a block that still trusts its maximum.
@@ -58,14 +55,60 @@ pub(crate) struct Woven<'a> {
     pub weights: &'a mut [f32],
 }
 
-pub(super) type Weave = unsafe fn(&mut Woven<'_>, &mut [Ahead; 2]) -> usize;
+pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
+
+/// Scratch of [`MatrixKernels::look`], in f32.
+pub(super) const LOOK_ROOM: usize = 8 * SLOTS;
+
+/// What 64 lanes have seen, all in units of scores.
+pub(crate) struct Seen<'a> {
+    /// The largest score so far, and what sums are relative to.
+    pub top: &'a mut [f32],
+    pub m: &'a [f32],
+    /// What a score may be below the largest, negative; and above the reference.
+    pub limit: f32,
+    pub near: f32,
+}
+
+/// Panels of a block of keys and values, the values 0 past the last key.
+#[derive(Clone, Copy)]
+pub(crate) struct WovenBlock<'a> {
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+    /// Whether all values are finite: others are not for the woven kernel.
+    pub finite: bool,
+}
+
+/// A tile and how far it came.
+pub(crate) struct WovenTile<'a> {
+    pub q: &'a [f32],
+    /// `[column][lane]`.
+    pub o: &'a mut [f32],
+    /// Lanes without a maximum get that of the first keys.
+    pub m: &'a mut [f32],
+    pub l: &'a mut [f32],
+    /// Past the last key that each lane sees.
+    pub hi: &'a [i32],
+    /// The first block for this tile.
+    pub begin: usize,
+}
+
+/// A block of one strip of a tile; the strip's first, where none is named.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub tile: usize,
+    pub strip: usize,
+    pub block: Option<usize>,
+}
+
+pub(super) type Weave = unsafe fn(&mut Woven<'_, '_>, &mut [Ahead; 2]) -> Option<Place>;
 
 impl MatrixKernels {
-    /// The woven kernel for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
-    /// is one.
-    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<Weave> {
+    /// The woven kernels for blocks of `block` keys, `d` tiles along the dimensions and `dv` groups of columns, if there
+    /// are any.
+    fn weaver(&self, [block, d, dv]: [usize; 3]) -> Option<(Weave, Look)> {
         let which = [[KEY_TILES, 2, 4], [KEY_TILES, 4, 8]].iter().position(|&own| own == [block, d, dv])?;
-        self.weave.map(|kernels| kernels[which])
+        self.weave.zip(self.look).map(|(weave, look)| (weave[which], look[which]))
     }
 
     /// Whether [`weave`](Self::weave) serves blocks of these sizes, all in tiles or groups of 16 columns.
@@ -73,21 +116,36 @@ impl MatrixKernels {
         self.weaver(sizes).is_some()
     }
 
-    /// Softmax and both products of all blocks, up to one whose maximum cannot be trusted; how far it came.
-    pub fn weave(&self, args: &mut Woven<'_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> usize {
-        let kernel = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+    /// Softmax and both products of all blocks, up to one that is not for it, which is returned.
+    pub fn weave(&self, args: &mut Woven<'_, '_>, sizes: [usize; 3], ahead: &mut [Ahead; 2]) -> Option<Place> {
+        let (kernel, _) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
         let ([block, d, dv], groups) = (sizes, 2 * STRIP_LANES / GROUP);
-        assert!(args.q.len() >= Panels::room(groups, d, 1), "panels of queries");
         let [k, v] = [Panels::room(block * DEPTH / GROUP, d, 1), Panels::room(dv, block, 1)];
-        assert!(args.blocks.iter().all(|own| own[0].len() >= k && own[1].len() >= v), "panels of a block");
-        assert!(args.o.len() >= dv * GROUP * 2 * STRIP_LANES, "columns of O");
-        assert!(args.m.len().min(args.l.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        assert!(args.blocks.iter().all(|own| own.k.len() >= k && own.v.len() >= v), "panels of a block");
+        for tile in &*args.tiles {
+            assert!(tile.q.len() >= Panels::room(groups, d, 1), "panels of queries");
+            assert!(tile.o.len() >= dv * GROUP * 2 * STRIP_LANES, "columns of O");
+            let lanes = tile.m.len().min(tile.l.len()).min(tile.hi.len());
+            assert!(lanes >= 2 * STRIP_LANES, "lane arrays too small");
+        }
         assert!(
             args.s.len() >= 2 * DEPTH * STRIP_LANES && args.weights.len() >= Panels::room(groups, block, 1),
             "scratch"
         );
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { kernel(args, ahead) }
+    }
+
+    /// Looks at the scores of a block of keys of such sizes, from its panels and those of 64 queries; `s` is scratch. Whether
+    /// some lane has one within its limit, and whether all are near the references. Scores that are NaN count for nothing.
+    pub fn look(&self, [k, q]: [&[f32]; 2], sizes: [usize; 3], s: &mut [f32], seen: &mut Seen<'_>) -> [bool; 2] {
+        let (_, kernel) = self.weaver(sizes).expect("bug in fulgurite: no such woven kernel");
+        let [block, d, _] = sizes;
+        assert!(k.len() >= Panels::room(block * DEPTH / GROUP, d, 1), "panels of a block");
+        assert!(q.len() >= Panels::room(2 * STRIP_LANES / GROUP, d, 1) && s.len() >= LOOK_ROOM, "panels of queries");
+        assert!(seen.top.len().min(seen.m.len()) >= 2 * STRIP_LANES, "lane arrays too small");
+        // SAFETY: the machine has the unit, and the extents were just checked.
+        unsafe { kernel([k.as_ptr(), q.as_ptr()], s.as_mut_ptr(), seen) }
     }
 }
 
@@ -102,6 +160,7 @@ pub(crate) struct NarrowKernels {
     pub(super) reweigh: unsafe fn(*mut f32, *const f32, usize, &Ranges, &[f32]),
     pub(super) grad: unsafe fn(&GradArgs<'_>, f32, &mut GradPanels<'_>),
     pub(super) pack_grad: unsafe fn(&GradArgs<'_>, &mut GradPanels<'_>),
+    pub(super) store: unsafe fn(&TurnedRows<'_>, *mut bf16),
 }
 
 /// Rows of `n` elements that begin at `starts`.
@@ -118,7 +177,34 @@ impl RowsAt<'_> {
     }
 }
 
+/// O^T `[column][lane]` on its way out as rows of `n` elements.
+pub(crate) struct TurnedRows<'a> {
+    pub o: &'a [f32],
+    pub stride: usize,
+    pub n: usize,
+    /// What each lane is multiplied with, and its maximum: where that is -inf there was no key, and the row is 0.
+    pub factors: &'a [f32],
+    pub m: &'a [f32],
+    /// Where each row begins.
+    pub starts: &'a [usize],
+    /// Whether rows are written past the caches.
+    pub past: bool,
+}
+
 impl NarrowKernels {
+    /// Rounds rows to bf16 and writes them; where `past` asks for it, before other threads read them,
+    /// [`Kernels::fence`](super::Kernels::fence).
+    ///
+    /// # Safety
+    /// Room for `n` elements at each start behind `to`, and no other thread may touch them at the same time.
+    pub unsafe fn store(&self, rows: &TurnedRows<'_>, to: *mut bf16) {
+        let lanes = rows.starts.len().next_multiple_of(GROUP);
+        assert!(lanes <= rows.stride && rows.factors.len().min(rows.m.len()) >= lanes, "lane arrays too small");
+        assert!(rows.o.len() >= rows.n * rows.stride, "columns of O");
+        // SAFETY: the machine has the unit, the extents were just checked, and those behind `to` are the caller's.
+        unsafe { (self.store)(rows, to) }
+    }
+
     /// Rows of A, neighbours in a slot, `depth` tiles a group; what is missing is zero.
     pub fn copy(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.copy_at, rows, to, [rows.starts.len().div_ceil(GROUP), depth], rows.n <= depth * DEPTH);
@@ -218,14 +304,15 @@ mod tests {
     use fulgurite_core::DType;
     use fulgurite_core::random::Rng;
 
-    /// Woven or one after the other: the same bits, also from the middle on and up to a block that asks for a maximum.
+    /// Woven or one after the other: the same bits, also from the middle on, up to a block that is not for the woven
+    /// kernel, and where lanes end inside a block.
     #[test]
     fn woven_blocks_have_the_bits_of_single_steps() {
         let unit = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix_for(DType::Bf16));
         let Some(unit) = unit else {
             return eprintln!("skipped: this machine has no tiles, or the process may not use them");
         };
-        let (lanes, keys) = (2 * STRIP_LANES, KEY_TILES * DEPTH);
+        let (lanes, keys, origin) = (2 * STRIP_LANES, KEY_TILES * DEPTH, 256);
         let mut rng = Rng::new(3);
         for (d, dv) in [(2, 4), (4, 8)] {
             let mut panels = |n: usize, scale: f64| -> Vec<f32> {
@@ -233,65 +320,130 @@ mod tests {
                     rng.normals(2 * n, scale).iter().map(|&x| u32::from(bf16::from_f64(x).to_bits())).collect();
                 halves.chunks_exact(2).map(|x| f32::from_bits(x[0] | x[1] << 16)).collect()
             };
-            let q = panels(Panels::room(lanes / GROUP, d, 1), 0.3);
+            let q = [0, 1].map(|_| panels(Panels::room(lanes / GROUP, d, 1), 0.3));
             let sizes = [Panels::room(keys / GROUP, d, 1), Panels::room(dv, KEY_TILES, 1)];
             let blocks: Vec<[Vec<f32>; 2]> = (0..3).map(|_| sizes.map(|n| panels(n, 1.0))).collect();
-            let blocks: Vec<[&[f32]; 2]> = blocks.iter().map(|own| [&own[0][..], &own[1][..]]).collect();
-            let (mut m, log2_e) = ([1.0f32; 64], 1.2f32);
+            let log2_e = 1.2f32;
+            let scale = log2_e / std::f32::consts::LOG2_E;
             let mut weights = vec![f32::NAN; Panels::room(lanes / GROUP, KEY_TILES, 1)];
             let (mut s, none) = (vec![f32::NAN; keys * lanes], &mut Ahead::default());
-            let (mut o, mut l) = (vec![0.5f32; dv * GROUP * lanes], [0.25f32; 64]);
-            let (mut woven_o, mut woven_l) = (o.clone(), l);
-            for [k, v] in &blocks {
-                let (k, q) = (Panels::new(k, d, 1), Panels::new(&q, d, 1));
-                unit.multiply(
-                    MatrixMut::at(&mut s, lanes, 0, 0),
-                    k,
-                    q,
-                    [keys / GROUP, lanes / GROUP, d],
-                    Sum::Fresh,
-                    none,
-                );
-                let (ranges, mut alpha) = ([(0, keys); MAX_VECTORS], [0.0; 64]);
-                let (lo, hi) = ([0.0; 64], [keys as f32; 64]);
-                let mut args = SoftmaxArgs {
-                    s: &mut s,
-                    stride: lanes,
-                    ranges,
-                    inner: ranges,
-                    lo: &lo,
-                    hi: &hi,
-                    m: &mut m,
-                    l: &mut l,
-                    alpha: &mut alpha,
-                    exp: ExpKind::Poly(3),
-                    policy: Policy::Trust(f32::MAX),
-                    scale: log2_e / std::f32::consts::LOG2_E,
-                };
-                unit.narrow.softmax(&mut args, &mut weights, KEY_TILES, None);
-                let (v, p) = (Panels::new(v, KEY_TILES, 1), Panels::new(&weights, KEY_TILES, 1));
-                unit.multiply(
-                    MatrixMut::at(&mut o, lanes, 0, 0),
-                    v,
-                    p,
-                    [dv, lanes / GROUP, KEY_TILES],
-                    Sum::Onto,
-                    none,
-                );
+            // The first tile begins with the second block; its lanes end one after the other, three see nothing of the third.
+            let ends: [[usize; 64]; 2] = [std::array::from_fn(|i| 2 * keys - 3 + i), [3 * keys - 40; 64]];
+            let begins = [1, 0];
+            let fresh = || (vec![0.5f32; dv * GROUP * lanes], [1.0f32; 64], [0.25f32; 64]);
+            let mut want = [fresh(), fresh()];
+            for tile in 0..2 {
+                let (o, m, l) = &mut want[tile];
+                for (b, [k, v]) in blocks.iter().enumerate().skip(begins[tile]) {
+                    let (k, own) = (Panels::new(k, d, 1), Panels::new(&q[tile], d, 1));
+                    let to = MatrixMut::at(&mut s, lanes, 0, 0);
+                    unit.multiply(to, k, own, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, none);
+                    // What a look finds: every lane's largest score, beside ones of before that are larger but in one lane.
+                    let largest: [f32; 64] =
+                        std::array::from_fn(|lane| s.iter().skip(lane).step_by(lanes).fold(f32::MIN, |a, &b| a.max(b)));
+                    for (lane, by, above, found) in [
+                        (0, -1.0, 0.0, [true, true]),
+                        (17, 1.5, 2.0, [true, false]),
+                        (40, 2.5, 0.5, [false, true]),
+                        (63, 2.5, f32::INFINITY, [false, false]),
+                    ] {
+                        let (mut top, mut m) = (largest.map(|x| x + 3.0), largest);
+                        (top[lane], m[lane]) = (largest[lane] + by, largest[lane] - above);
+                        let seen = &mut Seen { top: &mut top, m: &m, limit: -2.0, near: 1.0 };
+                        let (panels, mut room) = ([&blocks[b][0][..], &q[tile]], vec![f32::NAN; LOOK_ROOM]);
+                        assert_eq!(unit.look(panels, [KEY_TILES, d, dv], &mut room, seen), found, "lane {lane}");
+                        assert!(top[lane] == largest[lane].max(largest[lane] + by), "lane {lane} at {d} tiles");
+                    }
+                    let own: [usize; 64] = ends[tile].map(|end| end.saturating_sub(b * keys).min(keys));
+                    let of = |z: usize| own[z * GROUP..(z + 1) * GROUP].iter().copied();
+                    let range = |z: usize| if z < lanes / GROUP { (0, of(z).max().unwrap_or(0)) } else { (0, 0) };
+                    let inner = |z: usize| if z < lanes / GROUP { (0, of(z).min().unwrap_or(0)) } else { (0, 0) };
+                    let mut args = SoftmaxArgs {
+                        s: &mut s,
+                        stride: lanes,
+                        ranges: std::array::from_fn(range),
+                        inner: std::array::from_fn(inner),
+                        lo: &[0.0; 64],
+                        hi: &own.map(|end| end as f32),
+                        m,
+                        l,
+                        alpha: &mut [0.0; 64],
+                        exp: ExpKind::Poly(3),
+                        policy: Policy::Trust(f32::MAX),
+                        scale,
+                    };
+                    weights.fill(0.0);
+                    unit.narrow.softmax(&mut args, &mut weights, KEY_TILES, None);
+                    let (v, p) = (Panels::new(v, KEY_TILES, 1), Panels::new(&weights, KEY_TILES, 1));
+                    let (to, size) = (MatrixMut::at(o, lanes, 0, 0), [dv, lanes / GROUP, KEY_TILES]);
+                    unit.multiply(to, v, p, size, Sum::Onto, none);
+                }
             }
-            let mut weave = |first: usize, n: usize, limit: f32, m: &[f32; 64]| {
-                let (o, l, s) = (&mut woven_o[..], &mut woven_l[..], &mut s[..]);
-                let blocks = &blocks[..n];
-                let log2_e = std::f32::consts::LOG2_E * (log2_e / std::f32::consts::LOG2_E);
-                let mut args = Woven { blocks, first, q: &q, o, m, l, log2_e, limit, s, weights: &mut weights };
+            let mut got = [fresh(), fresh()];
+            weights.fill(f32::NAN);
+            let mut weave = |first: Place, limit: f32, odd: f32, finite: [bool; 3]| {
+                let hi = ends.map(|ends| ends.map(|end| (origin + end) as i32));
+                let mut tiles = Vec::new();
+                for (((o, m, l), begin), (q, hi)) in got.iter_mut().zip(begins).zip(q.iter().zip(&hi)) {
+                    m[40] = odd;
+                    tiles.push(WovenTile { q, o, m, l, hi, begin });
+                }
+                let own = blocks.iter().zip(finite).map(|([k, v], finite)| WovenBlock { k, v, finite });
+                let blocks: Vec<WovenBlock<'_>> = own.collect();
+                let log2_e = std::f32::consts::LOG2_E * scale;
+                let (s, weights) = (&mut s[..], &mut weights[..]);
+                let tiles = &mut tiles[..];
+                let mut args = Woven { blocks: &blocks, origin, tiles, first, log2_e, limit, s, weights };
                 unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
             };
-            // Sums of a strip beyond any limit stop it before they are added.
-            assert_eq!(weave(1, 1, 0.0, &m), 1);
-            assert_eq!(weave(0, 3, f32::MAX, &std::array::from_fn(|i| if i == 40 { 1e4 } else { m[i] })), 3);
-            assert_eq!(weave(3, 3, f32::MAX, &m), 6);
-            assert!(woven_l == l, "sums at {d} tiles");
-            assert!(woven_o == o, "outputs at {d} tiles");
+            let place = |tile, strip, block| Place { tile, strip, block: Some(block) };
+            let all = [true; 3];
+            // Sums of a strip beyond any limit stop it before they are added; so do maxima too large, and values.
+            assert_eq!(weave(Place::default(), 0.0, 1.0, all), Some(place(0, 0, 1)));
+            assert_eq!(weave(Place::default(), f32::MAX, 1e4, all), Some(place(0, 1, 1)));
+            assert_eq!(weave(place(0, 1, 1), f32::MAX, 1.0, [true, true, false]), Some(place(0, 1, 2)));
+            assert_eq!(weave(place(0, 1, 2), f32::MAX, 1.0, all), None);
+            for (tile, (want, got)) in want.iter().zip(&got).enumerate() {
+                assert!(want.2 == got.2, "sums of tile {tile} at {d} tiles");
+                assert!(want.0 == got.0, "outputs of tile {tile} at {d} tiles");
+            }
         }
+    }
+
+    /// A lane that has no maximum gets that of its first keys, and only such a lane.
+    #[test]
+    fn woven_lanes_settle_their_maxima() {
+        let unit = crate::simd::kernels(Isa::Amx).and_then(|kernels| kernels.matrix_for(DType::Bf16));
+        let Some(unit) = unit else {
+            return eprintln!("skipped: this machine has no tiles, or the process may not use them");
+        };
+        let (d, dv) = (2, 4);
+        // Slots hold two numbers: all of K, V and Q are 1, but for key 3, whose numbers are 2.
+        let one = f32::from_bits(0x3f80_3f80);
+        let mut k = vec![one; Panels::room(KEY_TILES * DEPTH / GROUP, d, 1)];
+        for tile in 0..d {
+            k[tile * SLOTS + 3 * GROUP..][..GROUP].fill(f32::from_bits(0x4000_4000));
+        }
+        let v = vec![one; Panels::room(dv, KEY_TILES, 1)];
+        let q = vec![one; Panels::room(4, d, 1)];
+        let (mut o, mut m, mut l) = (vec![0.0f32; dv * GROUP * 64], [f32::NEG_INFINITY; 64], [0.0f32; 64]);
+        m[5] = 70.0;
+        let hi: [i32; 64] = std::array::from_fn(|lane| if lane == 0 { 3 } else { 128 });
+        let tile = WovenTile { q: &q, o: &mut o, m: &mut m, l: &mut l, hi: &hi, begin: 0 };
+        let (mut s, mut weights) = (vec![f32::NAN; 2 * DEPTH * STRIP_LANES], vec![f32::NAN; Panels::room(4, 4, 1)]);
+        let mut args = Woven {
+            blocks: &[WovenBlock { k: &k, v: &v, finite: true }],
+            origin: 0,
+            tiles: &mut [tile],
+            first: Place::default(),
+            log2_e: 0.01,
+            limit: f32::MAX,
+            s: &mut s,
+            weights: &mut weights,
+        };
+        assert_eq!(unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2]), None);
+        assert_eq!([m[0], m[1], m[5], m[63]], [64.0, 128.0, 70.0, 128.0]);
+        assert_eq!(l[0], 3.0);
+        assert!(o.iter().zip((0..64).cycle()).all(|(x, lane)| lane != 0 || *x == 3.0));
     }
 }

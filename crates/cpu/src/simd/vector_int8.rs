@@ -54,14 +54,17 @@ unsafe fn encode(x: &[f32], mean: &[f32], scale: f32, to: &mut [i8]) {
     }
     let (by, inverse) = (_mm512_set1_ps(scale), _mm512_set1_ps(inverse));
     let (most, near) = (_mm512_set1_ps(127.0), _mm512_set1_ps(NEAR));
-    for at in (0..x.len()).step_by(16) {
-        let mask = (1u32 << (x.len() - at).min(16)).wrapping_sub(1) as __mmask16;
-        // SAFETY: the mask keeps to the extents.
-        unsafe {
-            let own = _mm512_maskz_loadu_ps(mask, x.as_ptr().add(at));
-            let own = _mm512_sub_ps(own, _mm512_maskz_loadu_ps(mask, mean.as_ptr().add(at)));
-            // Where the difference overflowed.
-            let own = _mm512_max_ps(_mm512_min_ps(own, _mm512_set1_ps(f32::MAX)), _mm512_set1_ps(f32::MIN));
+    // Dword 4 v + l of the result is what packing left at 4 l + v.
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for at in (0..x.len()).step_by(BYTES) {
+        let mut codes = [_mm512_setzero_si512(); 4];
+        for (v, codes) in codes.iter_mut().enumerate() {
+            let left = (x.len() - at).saturating_sub(16 * v).min(16);
+            let mask = (1u32 << left).wrapping_sub(1) as __mmask16;
+            let (x, mean) = (x.as_ptr().wrapping_add(at + 16 * v), mean.as_ptr().wrapping_add(at + 16 * v));
+            // SAFETY: the mask keeps to the extents.
+            let own = unsafe { _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_maskz_loadu_ps(mask, mean)) };
+            // Where the difference overflowed it is the largest of all: 127 either way.
             let mut q = _mm512_mul_ps(own, inverse);
             let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(q);
             let off = _mm512_abs_ps(_mm512_sub_ps(q, whole));
@@ -69,8 +72,13 @@ unsafe fn encode(x: &[f32], mean: &[f32], scale: f32, to: &mut [i8]) {
                 q = _mm512_div_ps(own, by);
             }
             let q = _mm512_max_ps(_mm512_min_ps(q, most), _mm512_sub_ps(_mm512_setzero_ps(), most));
-            _mm512_mask_cvtepi32_storeu_epi8(to.as_mut_ptr().add(at).cast(), mask, _mm512_cvtps_epi32(q));
+            *codes = _mm512_cvtps_epi32(q);
         }
+        let halves = [_mm512_packs_epi32(codes[0], codes[1]), _mm512_packs_epi32(codes[2], codes[3])];
+        let bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(halves[0], halves[1]));
+        let left = (x.len() - at).min(BYTES) as u32;
+        // SAFETY: the mask keeps to the extents.
+        unsafe { _mm512_mask_storeu_epi8(to.as_mut_ptr().add(at), u64::MAX >> (BYTES as u32 - left), bytes) };
     }
 }
 

@@ -125,7 +125,10 @@ impl Tuning {
                 Tuning { cols: 48.min(self.cols), registers: [232, 40], ..self }
             }
             129.. if features.blocks.is_some() => Tuning { cols: 32, ..self },
-            ..=64 if loads => Tuning { groups: 2, cols: 112, registers: [232, 40], ..self },
+            ..=64 if loads => {
+                let cols = if features.modifiers.mask.is_some() { 64 } else { 112 };
+                Tuning { groups: 2, cols, registers: [232, 40], ..self }
+            }
             65..=128 if loads => Tuning { cols: 80.min(self.cols), ..self },
             _ => self,
         }

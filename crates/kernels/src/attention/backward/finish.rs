@@ -46,7 +46,6 @@ where
     let scale = k.param::<f32>("scale");
     let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
     k.threads(threads, |w| {
-        w.wait_for_previous_grid();
         let [rest, step] = steps.div_rem(w.block());
         let sums = sums.at_wide(w.block().mul_wide(rows * d));
         // Where its sequence begins, its number, the step of the sequence, and rows of it.

@@ -149,9 +149,6 @@ impl<'k> Main<'k> {
     fn load(&self) {
         let (tuning, rows) = (self.tuning, self.tuning.rows);
         self.k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
-            // Others read and add what they are told of by the thread that loads.
-            w.let_next_grid_start();
-            w.wait_for_previous_grid();
             // First, so that where they stand takes no registers of the thread that loads.
             self.turns.iter().for_each(|turns| turns.keep(w, self));
             if let Some(outbox) = &self.outbox {

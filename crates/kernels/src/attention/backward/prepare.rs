@@ -37,8 +37,6 @@ where
         let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
         k.threads(32, |w| {
-            // Which waits before it reads or adds anything.
-            w.let_next_grid_start();
             // There are fewer words than threads: two for each step, which has at least 64 rows.
             let thread = w.block().mul_add(32, w.thread());
             w.when(thread.lt(words), |w| counters.store(w, thread, 0));
