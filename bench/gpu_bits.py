@@ -28,6 +28,8 @@ def main():
         q = torch.randn(b, n, h, d, device="cuda").bfloat16()
         k, v = (torch.randn(b, m, h_kv, d, device="cuda").bfloat16() for _ in range(2))
         o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+        # Who does not read the LSE may have other last bits of o.
+        unread = fulgurite.attention(q, k, v, **options)
         differ = 0
         for _ in range(200):
             again = fulgurite.attention(q, k, v, return_lse=True, **options)
@@ -44,7 +46,7 @@ def main():
         graph.replay()
         graph.replay()
         torch.cuda.synchronize()
-        same = [differ == 0, torch.equal(alone, o), torch.equal(out, o)]
+        same = [differ == 0, torch.equal(alone, unread), torch.equal(out, unread)]
         wrong += not all(same)
         print(problem, f"runs that differ {differ}, alone equal {same[1]}, graph equal {same[2]}", flush=True)
     return 1 if wrong else 0
