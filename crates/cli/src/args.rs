@@ -156,6 +156,9 @@ pub struct CacheArgs {
     /// Heads that get two bits instead of four when packing
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub two_bit_heads: usize,
+    /// Draw bits and error of each head (their largest elements, where k and v are not known) as FILE.svg
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
 }
 
 /// Arguments of `run`.

@@ -58,7 +58,52 @@ pub fn main(args: &CacheArgs) -> Result<(), Failure> {
         let bytes = encode(&cache).map_err(Failure::work)?;
         std::fs::write(output, bytes).map_err(|e| Failure::work(format_args!("`{}`: {e}", output.display())))?;
     }
-    say(&describe(&cache, given.as_ref()))
+    let heads = heads(&cache, given.as_ref());
+    if let Some(path) = &args.svg {
+        std::fs::write(path, picture(&heads)).map_err(|e| Failure::work(format_args!("`{}`: {e}", path.display())))?;
+    }
+    say(&describe(&cache, &heads))
+}
+
+/// What a head of a cache holds: of k, and of v.
+struct Head {
+    /// Bits of an element, without its scales.
+    bits: [u32; 2],
+    /// As words.
+    kept: String,
+    largest: [f32; 2],
+    /// Relative errors in the norm, where the tensors are known.
+    errors: Option<[f64; 2]>,
+}
+
+fn heads(cache: &KvCache, given: Option<&(Tensor, Tensor)>) -> Vec<Head> {
+    let spec = cache.spec();
+    let of = |head: usize| {
+        let (bits, kept) = match &spec.storage {
+            Storage::Float(dtype) => ([8 * dtype.size_bytes() as u32; 2], dtype.to_string()),
+            Storage::Packed { k, v } => {
+                let bits = [k[head].count(), v[head].count()].map(|n| n as u32);
+                (bits, format!("k {} bits, v {} bits", bits[0], bits[1]))
+            }
+        };
+        let rows: Vec<[Vec<f32>; 2]> = (0..cache.len()).filter_map(|t| cache.get(t, head)).collect();
+        let largest = [0, 1].map(|i| rows.iter().flat_map(|r| &r[i]).fold(0.0f32, |m, x| m.max(x.abs())));
+        let error = |i: usize, x: &Tensor| {
+            let dim = x.shape()[2];
+            let (mut off, mut all) = (0.0f64, 0.0f64);
+            for (t, row) in rows.iter().enumerate() {
+                for (c, &got) in row[i].iter().enumerate() {
+                    let want = x.view().at((t * spec.heads + head) * dim + c);
+                    off += (f64::from(got) - want).powi(2);
+                    all += want * want;
+                }
+            }
+            (off / all.max(1e-300)).sqrt()
+        };
+        let errors = given.map(|(k, v)| [error(0, k), error(1, v)]);
+        Head { bits, kept, largest, errors }
+    };
+    (0..spec.heads).map(of).collect()
 }
 
 /// Tensors `[tokens, heads, dim]` packed; the heads that lose least get two bits.
@@ -80,7 +125,7 @@ fn pack(k: &Tensor, v: &Tensor, two: usize) -> Result<KvCache, Failure> {
 }
 
 /// Sizes, then a line for each head: bits, the range of what it holds, and the error where the tensors are known.
-fn describe(cache: &KvCache, given: Option<&(Tensor, Tensor)>) -> String {
+fn describe(cache: &KvCache, heads: &[Head]) -> String {
     let spec = cache.spec();
     let (bits, bytes) = (cache.bits_per_element(), cache.size_bytes());
     let mut text = format!(
@@ -92,37 +137,63 @@ fn describe(cache: &KvCache, given: Option<&(Tensor, Tensor)>) -> String {
         spec.value_dim,
         16.0 / bits
     );
-    for head in 0..spec.heads {
-        let kept = match &spec.storage {
-            Storage::Float(dtype) => dtype.to_string(),
-            Storage::Packed { k, v } => format!("k {} bits, v {} bits", k[head].count(), v[head].count()),
-        };
-        let rows: Vec<[Vec<f32>; 2]> = (0..cache.len()).filter_map(|t| cache.get(t, head)).collect();
-        let sizes = [0, 1].map(|i| rows.iter().flat_map(|r| &r[i]).fold(0.0f32, |m, x| m.max(x.abs())));
-        text += &format!("head {head:3}  {kept}  largest k {:.3}, v {:.3}", sizes[0], sizes[1]);
-        if let Some((k, v)) = given {
-            let error = |i: usize, x: &Tensor| {
-                let dim = x.shape()[2];
-                let (mut off, mut all) = (0.0f64, 0.0f64);
-                for (t, row) in rows.iter().enumerate() {
-                    for (c, &got) in row[i].iter().enumerate() {
-                        let want = x.view().at((t * spec.heads + head) * dim + c);
-                        off += (f64::from(got) - want).powi(2);
-                        all += want * want;
-                    }
-                }
-                (off / all.max(1e-300)).sqrt()
-            };
-            let (k, v) = (error(0, k), error(1, v));
+    for (number, Head { kept, largest: [k, v], errors, .. }) in heads.iter().enumerate() {
+        text += &format!("head {number:3}  {kept}  largest k {k:.3}, v {v:.3}");
+        if let Some([k, v]) = errors.map(|errors| errors.map(|e| 100.0 * e)) {
             // Twenty strokes are an error of 20 %.
-            text += &format!(
-                "  error k {:4.1} % v {:4.1} %  {}",
-                100.0 * k,
-                100.0 * v,
-                "#".repeat(((100.0 * k.max(v)) as usize).min(60))
-            );
+            text += &format!("  error k {k:4.1} % v {v:4.1} %  {}", "#".repeat((k.max(v) as usize).min(60)));
         }
         text.push('\n');
     }
     text
+}
+
+/// A pair of bars for each head, k and v: as high as the error, or as the largest element where no error is known, and as
+/// dark as the bits are many.
+fn picture(heads: &[Head]) -> String {
+    let [wide, high_most, left, top_edge] = [14.0, 180.0, 64.0, 48.0];
+    let known = heads.iter().all(|head| head.errors.is_some());
+    let heights = |head: &Head| head.errors.unwrap_or(head.largest.map(f64::from));
+    let most = heads.iter().flat_map(heights).filter(|x| x.is_finite()).fold(0.0, f64::max).max(1e-30);
+    let (what, top) = match known {
+        true => ("relative error", format!("{:.1} %", 100.0 * most)),
+        false => ("largest element", format!("{most:.3}")),
+    };
+    let width = left + 3.0 * wide * heads.len() as f64 + 2.0 * wide;
+    let (base, height) = (top_edge + high_most, top_edge + high_most + 40.0);
+    let mut svg = format!(
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{what} by head" font-family="Helvetica, Arial, sans-serif" font-size="11"><rect width="{width}" height="{height}" fill="#ffffff"/><text x="8" y="18" font-size="14">{what} of k and v by head; numbers: bits of an element</text><text x="8" y="{top_edge}">{top}</text><text x="8" y="{base}">0</text>"##
+    );
+    for (number, head) in heads.iter().enumerate() {
+        let x = left + 3.0 * wide * number as f64;
+        for (i, (value, bits)) in heights(head).into_iter().zip(head.bits).enumerate() {
+            let high = high_most * if value.is_finite() { value / most } else { 1.0 };
+            let (x, y) = (x + wide * i as f64, base - high);
+            let color = match bits {
+                ..=2 => "#9ecae1",
+                3..=4 => "#4292c6",
+                _ => "#08519c",
+            };
+            svg += &format!(r#"<rect x="{x}" y="{y:.1}" width="{wide}" height="{high:.1}" fill="{color}"/>"#);
+            svg += &format!(r#"<text x="{x}" y="{:.1}">{bits}</text>"#, y - 3.0);
+        }
+        svg += &format!(r#"<text x="{x}" y="{}">{number}</text>"#, base + 14.0);
+    }
+    svg + "</svg>\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_for_each_side_of_each_head() {
+        let head = |errors| Head { bits: [4, 2], kept: String::new(), largest: [1.0, f32::INFINITY], errors };
+        let known = picture(&[head(Some([0.05, 0.1])), head(Some([0.2, 0.0]))]);
+        assert_eq!(known.matches("<rect").count(), 1 + 4);
+        assert!(known.contains("relative error") && known.contains("20.0 %") && known.contains("height=\"180.0\""));
+        let unknown = picture(&[head(None)]);
+        assert!(unknown.contains("largest element") && !unknown.contains("inf") && !unknown.contains("NaN"));
+        assert!(picture(&[]).ends_with("</svg>\n"));
+    }
 }

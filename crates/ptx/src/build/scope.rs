@@ -249,7 +249,7 @@ macro_rules! warps {
             /// a b + c, 16 x 16 by 16 x 8, of each warp by itself: pairs of rows and of columns lie in lanes as PTX says of
             /// `mma.m16n8k16`.
             #[track_caller]
-            pub fn multiply_warp<T: Half>(
+            pub fn warp_product<T: Half>(
                 &self,
                 a: [Val<'k, Pair<T>>; 4],
                 b: [Val<'k, Pair<T>>; 2],

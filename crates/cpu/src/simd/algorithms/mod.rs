@@ -10,7 +10,6 @@ mod rounding;
 mod rows;
 mod softmax;
 
-#[cfg(target_arch = "x86_64")]
 pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
 #[cfg(target_arch = "x86_64")]

@@ -117,7 +117,7 @@ where
                     for step in 0..2 {
                         let left = [upper[step][0], lower[step][0], upper[step][1], lower[step][1]];
                         for (sum, right) in products.iter_mut().zip([d_upper[step], d_lower[step]]) {
-                            *sum = w.multiply_warp::<T>(left, right, *sum);
+                            *sum = w.warp_product::<T>(left, right, *sum);
                         }
                     }
                 }
