@@ -154,8 +154,8 @@ fn odd_head_dimensions_assemble() {
 fn biases_assemble() {
     let Some(assembler) = assembler() else { return };
     let mut wrong = Vec::new();
-    for dim in [64, 96, 128, 256] {
-        for mask in [Mask::none(), Mask::causal(), Mask::window(Some(100), Some(0))] {
+    for dim in [64, 128, 256] {
+        for mask in [Mask::none(), Mask::causal()] {
             for (shape, dtype) in [([1, 1, 700, 700], DType::F32), ([2, 4, 700, 700], DType::Bf16)] {
                 let base = Problem::builder().dense(2, 700, 700).heads(4, 4).head_dim(dim).dtype(DType::Bf16);
                 let problem = base.mask(mask.clone()).bias(shape, dtype, true).build().unwrap();
