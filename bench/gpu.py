@@ -482,7 +482,7 @@ def main():
         from torch.nn.attention.flex_attention import flex_attention
 
         peers["flex"] = torch.compile(flex_attention, dynamic=False)
-    found = {"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}, "command": " ".join(sys.argv[1:])}
+    found = {"machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}, "command": " ".join(Path(word).name for word in sys.argv[1:])}
     for part in options.parts or PARTS:
         say(f"--- {part}")
         found[part] = PARTS[part](options, peers)

@@ -120,7 +120,7 @@ def main():
                 missed.append((m, n, k, name))
     if options.json:
         machine = {"gpu": props.name, "torch": torch.__version__, "cuda": torch.version.cuda}
-        Path(options.json).write_text(json.dumps({"machine": machine, "command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps({"machine": machine, "command": " ".join(Path(word).name for word in sys.argv), "rows": rows}, indent=1) + "\n")
     for cell in missed:
         print("below the bar:", *cell)
     return 1 if missed else 0

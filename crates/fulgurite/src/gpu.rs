@@ -32,7 +32,6 @@ pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tunin
 
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::cover;
 use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
@@ -243,13 +242,8 @@ impl Gpu {
             bytes => Some(self.cuda.allocate(bytes)?),
         };
         let recorded_copies = plan.least_copies().map(|copies| self.cuda.allocate(copies.bytes())).transpose()?;
-        let cover = match plan.block_form() {
-            Some(BlockForm::Coverage) => {
-                let kernel = cover::kernel(target).map_err(|e| self.unbuilt(&e, &plan))?;
-                Some(self.cuda.load(Arc::new(kernel))?)
-            }
-            _ => None,
-        };
+        let cover = plan.cover_kernel(target).map_err(|e| self.unbuilt(&e, &plan))?;
+        let cover = cover.map(|kernel| self.cuda.load(Arc::new(kernel))).transpose()?;
         let (ready, last) = (plan.ready(module.shared_kernel()), Mutex::default());
         Ok(Attention { ready, module, cover, recorded, recorded_copies, last })
     }

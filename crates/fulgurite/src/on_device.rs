@@ -12,10 +12,7 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
-use fulgurite_kernels::attention::cover;
-use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copying, Forward, ListsPlaced, Missing, Placed, Tensors,
-};
+use fulgurite_kernels::attention::plan::{AuxPlaced, Copying, Forward, ListsPlaced, Missing, Placed, Tensors};
 use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
 use std::fmt::Debug;
@@ -33,7 +30,7 @@ pub(crate) struct OnDevice {
     /// The cut of backward, whatever the table and its rules say.
     forced: Option<GradientTuning>,
     /// Kernels that were compiled, each with a call that it was compiled for.
-    loaded: Mutex<Vec<(Forward, Module)>>,
+    loaded: Mutex<Vec<(Forward, Vec<Module>)>>,
     /// The same for backward, its kernels in the order in which they run.
     loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
     /// Kernels that copy tensors which the others cannot take.
@@ -87,15 +84,19 @@ impl OnDevice {
         }
     }
 
-    fn module(&self, plan: &Forward) -> Result<Module, Error> {
+    /// The module of a plan's kernel, and of the one that makes its table of blocks, if it has one.
+    fn modules(&self, plan: &Forward) -> Result<Vec<Module>, Error> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, module)) = loaded.iter().find(|(known, _)| known.same_kernel(plan)) {
-            return Ok(module.clone());
+        let same = |known: &Forward| known.same_kernel(plan) && known.block_form() == plan.block_form();
+        if let Some((_, modules)) = loaded.iter().find(|(known, _)| same(known)) {
+            return Ok(modules.clone());
         }
-        let kernel = plan.kernel(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
-        let module = self.device.load(Arc::new(kernel))?;
-        loaded.push((plan.clone(), module.clone()));
-        Ok(module)
+        let (target, unbuilt) = (self.device.target(), |e| self.unbuilt(&e, plan));
+        let kernels = [Some(plan.kernel(target).map_err(unbuilt)?), plan.cover_kernel(target).map_err(unbuilt)?];
+        let load = |kernel| self.device.load(Arc::new(kernel));
+        let modules = kernels.into_iter().flatten().map(load).collect::<Result<Vec<_>, _>>()?;
+        loaded.push((plan.clone(), modules.clone()));
+        Ok(modules)
     }
 
     fn backward_modules(&self, plan: &Backward) -> Result<(Kernels, Vec<Module>), Error> {
@@ -125,22 +126,14 @@ impl OnDevice {
         &self,
         memory: &mut Vec<Buffer>,
         plan: Forward,
-        module: &Module,
+        mut modules: Vec<Module>,
         tensors: &Tensors,
         run: &Run<'_>,
     ) -> Result<(), Error> {
         let (refuse, multiprocessors) =
             (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
-        let mut modules = vec![module.clone()];
-        let cover = match plan.block_form() {
-            Some(BlockForm::Coverage) => {
-                let kernel = cover::kernel(self.device.target()).map_err(|e| self.unbuilt(&e, &plan))?;
-                modules.push(self.device.load(Arc::new(kernel))?);
-                plan.cover(&modules[1].shared_kernel(), tensors)
-            }
-            _ => None,
-        };
-        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(module.shared_kernel()));
+        let cover = modules.get(1).and_then(|module| plan.cover(&module.shared_kernel(), tensors));
+        let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(modules[0].shared_kernel()));
         let mut launches = match copies {
             None => {
                 let launch = ready.launch(tensors, multiprocessors).map_err(refuse)?;
@@ -373,7 +366,7 @@ impl Engine for OnDevice {
         if let Some(sinks) = &inputs.sinks {
             plan = plan.with_sinks(sinks.dtype());
         }
-        let module = self.module(&plan)?;
+        let modules = self.modules(&plan)?;
         let memory = &mut Vec::new();
         let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
@@ -383,7 +376,7 @@ impl Engine for OnDevice {
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
         tensors.scratch = Some(self.room(memory, plan.scratch_bytes() as usize)?);
         self.more(memory, inputs, &bound, &mut tensors)?;
-        self.run(memory, plan, &module, &tensors, run)?;
+        self.run(memory, plan, modules, &tensors, run)?;
 
         self.download(o.span, &mut outputs.o)?;
         let mut words = vec![0; 4 * lse_count];

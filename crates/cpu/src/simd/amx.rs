@@ -371,6 +371,22 @@ pub(super) unsafe fn rounded(x: __m512) -> __m512i {
     unsafe { _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)) }
 }
 
+/// Bits whose upper halves are the numbers rounded to bf16, half to even, as `narrow_bf16` rounds; NaN stays NaN.
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+pub(super) unsafe fn nearest(x: __m512) -> __m512i {
+    // SAFETY: AVX-512 is present (contract).
+    unsafe {
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000))
+    }
+}
+
 /// Slots from the upper halves of two vectors.
 ///
 /// # Safety

@@ -2,7 +2,7 @@
 
 use super::Simd;
 use super::algorithms::{EXP2_NATIVE, Row};
-use super::amx::{join, rounded};
+use super::amx::{join, nearest, rounded};
 use super::avx512::Avx512;
 use super::delta::{DeltaGates, DeltaKernels, DeltaParts, DeltaValues, HALF, SLICE, TOKENS, tile};
 use super::matrix::{DEPTH, GROUP, SLOTS};
@@ -132,22 +132,6 @@ const UPPER: [u16; 32] = {
     }
     words
 };
-
-/// Bits whose upper halves are the numbers rounded to bf16, to nearest even; a NaN must not round to infinity.
-///
-/// # Safety
-/// AVX-512 is present.
-#[inline(always)]
-unsafe fn nearest(x: __m512) -> __m512i {
-    // SAFETY: the caller's.
-    unsafe {
-        let bits = _mm512_castps_si512(x);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x0040_0000))
-    }
-}
 
 /// Two vectors as a row of slots, in parts as [`split`](super::amx) makes them; a single part is rounded. Closures would
 /// not be compiled for this instruction set wherever they are not inlined, so there are none.

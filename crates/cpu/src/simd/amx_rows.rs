@@ -1,27 +1,11 @@
 //! O^T out of the tiles of forward: divided, turned and rounded to rows of bf16 in one pass. Numbers are rounded before
 //! they are turned, so that a lane's dword carries two columns and half as many have to be shuffled.
 
-use super::amx::join;
+use super::amx::{join, nearest};
 use super::amx_bf16::turned;
 use super::narrow::TurnedRows;
 use half::bf16;
 use std::arch::x86_64::*;
-
-/// Bits whose upper halves are the numbers rounded to bf16, half to even, as `narrow_bf16` rounds; NaN stays NaN.
-///
-/// # Safety
-/// AVX-512 is present.
-#[inline(always)]
-unsafe fn nearest(x: __m512) -> __m512i {
-    // SAFETY: AVX-512 is present (contract).
-    unsafe {
-        let bits = _mm512_castps_si512(x);
-        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-        let sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-        _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000))
-    }
-}
 
 /// # Safety
 /// AVX-512 is present; the extents of `rows` are checked by the table, and `to` has room for `n` elements at each start.

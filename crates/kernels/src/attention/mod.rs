@@ -2,7 +2,7 @@
 
 pub mod backward;
 mod careful;
-pub mod cover;
+mod cover;
 pub mod cuts;
 mod epilogue;
 mod features;

@@ -290,8 +290,12 @@ impl Forward {
         self.aux_shapes.last().filter(|_| looked_up).map(Vec::as_slice)
     }
 
-    /// The launch that makes the table of blocks from the lists, before its own, where each element looks its block up:
-    /// [`cover::kernel`] makes it in the scratch memory.
+    /// The kernel that makes the table of blocks, where each element looks its block up.
+    pub fn cover_kernel(&self, target: Target) -> Result<Option<Kernel>, BuildError> {
+        self.coverage().map(|_| cover::kernel(target)).transpose()
+    }
+
+    /// Its launch, which goes before that of [`kernel`](Self::kernel): from the lists into the scratch memory.
     pub fn cover(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
         Some(cover::launch(kernel, tensors.lists?, self.coverage()?, tensors.scratch?))
     }
