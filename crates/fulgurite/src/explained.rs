@@ -116,6 +116,10 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
             "warpgroups share the columns of d_k, d_v and d_q, whose whole rows and what else is kept take \
                            more registers than one has"
         }
+        Share::Pairs => {
+            "warpgroups share the columns of d_k and d_v, and a pair of blocks those of d_q, over the keys of both: half \
+                           as much is added to its sums"
+        }
     };
     let adds = match tuning.adds {
         Adds::Threads => "threads add d_q from registers",

@@ -93,7 +93,7 @@ where
     let (memory, row_stride, batch_stride) =
         (k.pointer::<T>("c_memory"), k.param::<u64>("c_row"), k.param::<u64>("c_batch"));
     let whole = n & !(UNIT - 1);
-    let ring = k.pipe("operands", depth, &[a_tile, b_tile]);
+    let ring = k.pipe_for_all("operands", depth, &[a_tile, b_tile], 0);
     // C leaves through two small tiles a warpgroup: one is written while the copy engine reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
 

@@ -14,6 +14,7 @@ mod build;
 pub mod device;
 mod divisor;
 mod error;
+mod exchange;
 pub mod inst;
 pub mod kernel;
 pub mod machine;
@@ -33,6 +34,7 @@ pub use build::{
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
+pub use exchange::{Exchange, Told};
 pub use half::{bf16, f16};
 pub use kernel::{Kernel, Target};
 pub use outbox::Outbox;

@@ -12,24 +12,24 @@ use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
 /// The barriers of a ring.
-struct Ring<'k> {
-    k: &'k Builder,
+pub(crate) struct Ring<'k> {
+    pub(crate) k: &'k Builder,
     id: usize,
     /// The ring whose place it has, if it moves with another.
     leader: Option<usize>,
     depth: u32,
-    full: u32,
+    pub(crate) full: u32,
     empty: u32,
     /// Blocks of the cluster that fill each other's stages.
     blocks: u32,
 }
 
 /// A role's place in a ring.
-type Cursor<'k> = [Var<'k, u32>; 2];
+pub(crate) type Cursor<'k> = [Var<'k, u32>; 2];
 
 impl<'k> Ring<'k> {
     #[track_caller]
-    fn new(k: &'k Builder, name: &str, depth: u32, blocks: u32) -> Self {
+    pub(crate) fn new(k: &'k Builder, name: &str, depth: u32, blocks: u32) -> Self {
         let id = k.new_pipe(name, blocks);
         let full = k.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
         let empty = k.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
@@ -46,14 +46,14 @@ impl<'k> Ring<'k> {
 
     /// Where the role stands on this side of the ring.
     #[track_caller]
-    fn cursor(&self, side: &'static str) -> Cursor<'k> {
+    pub(crate) fn cursor(&self, side: &'static str) -> Cursor<'k> {
         // A fresh barrier's phase of parity 1 counts as over: the first round finds all stages empty.
         let parity = u32::from(side == "put");
         self.k.cursor(self.leader.unwrap_or(self.id), side, [0, parity])
     }
 
     #[track_caller]
-    fn barrier(&self, first: u32, stage: Val<'k, u32>) -> Val<'k, u32> {
+    pub(crate) fn barrier(&self, first: u32, stage: Val<'k, u32>) -> Val<'k, u32> {
         match self.depth {
             1 => self.k.shared_address(first),
             _ => stage.mul_add(8, self.k.shared_address(first)),
@@ -62,7 +62,7 @@ impl<'k> Ring<'k> {
 
     /// To the next stage; past the last, to the first with the other parity.
     #[track_caller]
-    fn advance(&self, [stage, parity]: Cursor<'k>) {
+    pub(crate) fn advance(&self, [stage, parity]: Cursor<'k>) {
         if self.leader.is_some() {
             return;
         }
@@ -78,7 +78,7 @@ impl<'k> Ring<'k> {
 
     /// Waits for an empty stage.
     #[track_caller]
-    fn wait_empty(&self) -> Cursor<'k> {
+    pub(crate) fn wait_empty(&self) -> Cursor<'k> {
         self.k.pipe_filled(self.id);
         let cursor = self.cursor("put");
         wait_phase(self.k, self.barrier(self.empty, cursor[0].now()), cursor[1].now());
@@ -87,7 +87,7 @@ impl<'k> Ring<'k> {
 
     /// Waits for a full stage.
     #[track_caller]
-    fn wait_full(&self) -> Cursor<'k> {
+    pub(crate) fn wait_full(&self) -> Cursor<'k> {
         let cursor = self.cursor("take");
         wait_phase(self.k, self.barrier(self.full, cursor[0].now()), cursor[1].now());
         cursor
@@ -95,22 +95,24 @@ impl<'k> Ring<'k> {
 
     /// One lane of each warp tells that a stage is no longer read.
     #[track_caller]
-    fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
+    pub(crate) fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
         self.k.pipe_emptied(self.id);
         let empty = self.barrier(self.empty, stage);
         let lane = w.lane();
         self.k.placed(Location::caller(), || {
-            w.when(lane.lt(self.blocks), |w| {
-                if self.blocks > 1 {
-                    // Lane i tells block i, which fills this block's stages too.
-                    let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
-                    let place = Arg::Address(Base::Reg(there.in_register()), 0);
-                    w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [place]);
-                } else {
-                    let place = Arg::Address(Base::Reg(empty.in_register()), 0);
-                    w.k.emit(&mbarrier::ARRIVE, [place]);
-                }
-            });
+            let here = |w: &Scope<'k, Group>| {
+                w.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
+            };
+            if self.blocks == 1 {
+                return w.when(lane.lt(1), here);
+            }
+            // Lane i tells block i, which fills this block's stages too, but for numbers: only products read what it fills, and
+            // they are over.
+            let there = |w: &Scope<'k, Group>| {
+                let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
+                w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [Arg::Address(Base::Reg(there.in_register()), 0)]);
+            };
+            w.when(lane.lt(self.blocks), |w| w.choose(lane.eq(w.cluster_rank()), here, there));
         });
     }
 }
@@ -152,6 +154,17 @@ impl Builder {
     /// The same, each stage also with a row of `numbers` floats (a multiple of four).
     #[track_caller]
     pub fn pipe_with_numbers(&self, name: &str, depth: u32, tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
+        self.pipe_of(name, [depth, 1], tiles, numbers)
+    }
+
+    /// A ring whose tiles the blocks of the cluster bring for each other; each brings its own numbers.
+    #[track_caller]
+    pub fn pipe_for_all(&self, name: &str, depth: u32, tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
+        self.pipe_of(name, [depth, self.cluster_blocks()], tiles, numbers)
+    }
+
+    #[track_caller]
+    fn pipe_of(&self, name: &str, [depth, blocks]: [u32; 2], tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
         if !numbers.is_multiple_of(4) {
             self.refuse(format!("ring `{name}` has rows of {numbers} numbers, allowed: multiples of 4"));
         }
@@ -167,7 +180,7 @@ impl Builder {
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
         // Beside the tiles: between them they would cost a whole period.
         let row = if numbers == 0 { 0 } else { self.take_small(&format!("{name}.numbers"), depth * numbers * 4, 16) };
-        let ring = Ring::new(self, name, depth, self.cluster_blocks());
+        let ring = Ring::new(self, name, depth, blocks);
         Pipe { ring, tiles, first, stage, numbers: (numbers, row), tags: None }
     }
 
@@ -407,6 +420,21 @@ impl<'k> Pipe<'k> {
         let tiles = self.stage(cursor[0].now());
         self.ring.advance(cursor);
         tiles
+    }
+
+    /// The tiles of the `index`-th of the stages that were taken and not given back, of which there are no more than the ring
+    /// has.
+    #[track_caller]
+    pub fn held(&self, _: &Scope<'k, Group>, index: Val<'k, u32>) -> Vec<Tile<'k>> {
+        let stage = self.ring.cursor("release")[0].now() + index;
+        let wraps = stage.ge(self.ring.depth);
+        self.stage(wraps.select(stage - self.ring.depth, stage))
+    }
+
+    /// The numbers of the oldest stage that was taken and not given back.
+    #[track_caller]
+    pub fn held_numbers(&self, w: &Scope<'k, Group>) -> Numbers<'k> {
+        Numbers { address: self.row(self.ring.cursor("release")[0].now(), w.first_col()) }
     }
 
     /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.

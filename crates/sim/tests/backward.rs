@@ -33,6 +33,25 @@ fn gradients_are_right() {
     Case { dims: [64, 256], mask: Mask::causal(), dtype: DType::F16, k_len: 65, ..base() }.check(&sim(14));
 }
 
+/// Pairs of blocks: several at once, a last tile whose second half has no keys, heads that share keys, steps that only one of
+/// the two tiles sees, tiles of one step.
+#[test]
+fn pairs_of_blocks_are_right() {
+    let base = Case { dims: [256, 256], blocks: 4, ..Case::base() };
+    for (case, seed) in [
+        Case { mask: Mask::causal(), q_len: 300, k_len: 420, heads: [2, 1], ..base.clone() },
+        Case { mask: Mask::causal(), q_len: 70, k_len: 330, heads: [2, 2], dtype: DType::F16, ..base.clone() },
+        Case { mask: Mask::causal_top_left(), dims: [200, 136], q_len: 190, k_len: 300, ..base.clone() },
+        Case { q_len: 64, k_len: 1100, heads: [1, 1], d_lse: true, ..base },
+    ]
+    .into_iter()
+    .zip(30..)
+    {
+        assert!(case.plan().tuning().blocks() == 2, "{case:?}");
+        case.check(&sim(seed));
+    }
+}
+
 /// A ring of queries, one of keys, tiles of d_z in step with the first, and sums from many blocks: in any order.
 #[test]
 fn gradients_are_clean_whatever_the_order() {

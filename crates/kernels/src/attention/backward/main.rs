@@ -3,18 +3,18 @@
 //! A block has a tile of keys of one head and walks over all queries that see them, a step of some rows at a time, of
 //! all heads that share the keys: d_k and d_v stay in registers to the end and have one order of additions. Keys are
 //! the rows of the scores. d_q is added to sums in global memory from registers. What the warpgroups do is in
-//! `by_keys` and `by_columns`.
+//! `by_keys`, `sent`, `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
 use super::modified::Modified;
-use super::tiles::{Of, STEPS, Tiles};
+use super::tiles::{Of, STEPS, Tiles, Work};
 use super::turns::Turns;
-use super::{Adds, Features, Order, Share, Tuning, by_columns, by_keys, sent};
+use super::{Adds, Features, Order, Share, Tuning, by_columns, by_keys, by_pairs, sent};
 use crate::attention::span::Spans;
 use crate::attention::work::Unequal;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Swizzle, Target, Tensor,
-    TileShape, Val, Warpgroups, Word,
+    BuildError, Builder, Divisor, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Scope, Swizzle, Target,
+    Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
 };
 
 /// The main kernel.
@@ -29,6 +29,7 @@ where
             Share::Keys if main.outbox.is_some() => sent::compute::<T>(w, &main),
             Share::Keys => by_keys::compute::<T>(w, &main),
             Share::Columns => by_columns::compute::<T>(w, &main),
+            Share::Pairs => by_pairs::compute::<T>(w, &main),
         });
     })
 }
@@ -68,6 +69,11 @@ pub(super) struct Main<'k> {
     /// Stages of d_o, in step with those of q.
     pub outputs: Pipe<'k>,
     pub keys: Pipe<'k>,
+    /// Where blocks work in pairs: columns of the other's keys, in step with the own.
+    other: Option<Tensor<'k>>,
+    pub others: Option<Pipe<'k>>,
+    /// Which tile the pair has next.
+    told: Option<Told<'k>>,
     /// Stages of v, in step with those of k.
     pub values: Pipe<'k>,
     pub tickets: Mailbox<'k>,
@@ -77,10 +83,14 @@ pub(super) struct Main<'k> {
 
 impl<'k> Main<'k> {
     fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self {
-        let ([d, dv], rows, keys) = (features.dims, tuning.rows, tuning.keys());
+        let ([d, dv], rows, keys) = (features.dims, tuning.rows, tuning.block_keys());
+        let pairs = tuning.share == Share::Pairs;
+        if pairs {
+            k.cluster(2);
+        }
         let part = |cols| match tuning.share {
             Share::Keys => cols,
-            Share::Columns => cols / 2,
+            Share::Columns | Share::Pairs => cols / 2,
         };
         let shape = |rows, cols| tile::<T>(tuning, rows, cols);
         let tensor = |name, shape| match features.ragged.any() {
@@ -89,8 +99,12 @@ impl<'k> Main<'k> {
             false => k.tensor(name, shape, 4),
         };
         let result = |cols| TileShape { cols: part(cols), ..shape(64, cols) };
-        let [q, d_o] = [("q", d), ("d_o", dv)].map(|(name, cols)| tensor(name, shape(rows, cols)));
+        // Each block of a pair brings its part of the rows, for both.
+        let brought = rows / tuning.blocks();
+        let of_d_o = dv / tuning.blocks();
+        let [q, d_o] = [("q", d), ("d_o", of_d_o)].map(|(name, cols)| tensor(name, shape(brought, cols)));
         let [key, value] = [("k", d), ("v", dv)].map(|(name, cols)| tensor(name, shape(keys, cols)));
+        let other = pairs.then(|| tensor("k_other", shape(keys, d / 2)));
         let [d_k, d_v] = [("d_k", d), ("d_v", dv)].map(|(name, cols)| tensor(name, result(cols)));
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
@@ -105,12 +119,26 @@ impl<'k> Main<'k> {
         let modified = Modified::new(k, &features.modified, features.ragged.any());
         let [scale_log2, scale] = ["scale_log2", "scale"].map(|name| k.param::<f32>(name));
 
-        let queries = k.pipe_with_numbers("q", tuning.depth, &[shape(rows, d)], rows);
-        // A stage is filled before that of q, and given back before the role goes on.
-        let outputs = k.pipe_with_numbers("d_o", tuning.depth, &[shape(rows, dv)], rows).in_step(&queries);
+        let (queries, outputs) = match pairs {
+            // There is room for one and a half of d_o: the second half comes while d_k and the next s are multiplied.
+            true => {
+                let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[shape(rows, cols)], rows);
+                (ring("q", tuning.depth, d), ring("d_o", 3, dv / 2))
+            }
+            false => {
+                let ring = |name, cols| k.pipe_with_numbers(name, tuning.depth, &[shape(rows, cols)], rows);
+                let queries = ring("q", d);
+                // A stage is filled before that of q, and given back before the role goes on.
+                let outputs = ring("d_o", dv).in_step(&queries);
+                (queries, outputs)
+            }
+        };
         let [keys, values] =
             [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, tuning.key_depth, &[shape(keys, cols)]));
         let values = values.in_step(&keys);
+        let others =
+            pairs.then(|| k.pipe("k_other", tuning.key_depth, &[shape(tuning.block_keys(), d / 2)]).in_step(&keys));
+        let told = pairs.then(|| k.told("ticket"));
         let tickets = k.mailbox("tiles", tuning.key_depth, tiles.words()).in_step(&keys);
         let outbox = (tuning.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * tuning.cols(d)).in_step(&queries));
         Main {
@@ -139,10 +167,41 @@ impl<'k> Main<'k> {
             queries,
             outputs,
             keys,
+            other,
+            others,
+            told,
             values,
             tickets,
             outbox,
         }
+    }
+
+    /// Which part of the columns of d_q a warpgroup has.
+    #[track_caller]
+    pub(super) fn quarter(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
+        match self.tuning.share {
+            Share::Pairs => w.cluster_rank() * 2 + w.group(),
+            Share::Keys | Share::Columns => w.group(),
+        }
+    }
+
+    /// The first key of a block's part of a tile.
+    #[track_caller]
+    pub(super) fn first_key<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
+        let first = work.tile * self.tuning.keys();
+        match self.tuning.share {
+            Share::Pairs => w.cluster_rank().mul_add(self.tuning.block_keys(), first),
+            Share::Keys | Share::Columns => first,
+        }
+    }
+
+    /// The number of a tile that nobody has, less that of clusters, each of whose first tile is its own number. In a pair of
+    /// blocks the first draws.
+    fn draw(&self, t: &Scope<'k, Thread>) -> Val<'k, u32> {
+        let Some(_) = self.told else { return self.counters.fetch_add(t, 0, 1) };
+        let ticket = t.var(0u32);
+        t.when(t.cluster_rank().eq(0), |t| ticket.set(self.counters.fetch_add(t, 0, 1)));
+        ticket.get()
     }
 
     /// The role that loads.
@@ -159,7 +218,7 @@ impl<'k> Main<'k> {
                 // In a fixed order a tile waits for those before it: none belongs to a block that may not have begun.
                 let tile = match &self.turns {
                     Some(_) => t.var(self.counters.fetch_add(t, 0, 1)),
-                    None => t.var(t.block()),
+                    None => t.var(t.cluster()),
                 };
                 let walk = self.start_walk(t);
                 t.repeat(|t, leave| {
@@ -167,7 +226,7 @@ impl<'k> Main<'k> {
                     leave.when(!more);
                     let work = self.find(t, walk.as_ref(), tile.get());
                     // Asked for early: the answer is used after this tile's loads.
-                    let ticket = self.turns.is_none().then(|| self.counters.fetch_add(t, 0, 1));
+                    let ticket = self.turns.is_none().then(|| self.draw(t));
                     let [first, end] = work.steps;
                     let step = t.var(first);
                     let left = t.var((end - first) * self.group);
@@ -177,22 +236,50 @@ impl<'k> Main<'k> {
                     let started = t.var(false);
                     t.repeat(|t, leave| {
                         let first_row = step.get() * rows;
-                        let at = |of| self.at(of, &work, [zero, first_row, head.get()]);
+                        let brought = rows / tuning.blocks();
+                        let first_brought = t.cluster_rank().mul_add(brought, first_row);
+                        let at = |of, col| self.at(of, &work, [col, first_brought, head.get()]);
                         let number = row.get() + first_row;
                         let [shift, delta] = self.numbers.map(|numbers| numbers.at(number));
-                        self.outputs.put(t, |t, stage| {
-                            stage.load(t, stage.tile(0), &self.d_o, &at(Of::DO));
-                            stage.load_numbers(t, delta);
-                        });
-                        self.queries.put(t, |t, stage| {
-                            stage.load(t, stage.tile(0), &self.q, &at(Of::Q));
-                            stage.load_numbers(t, shift);
-                        });
+                        // In halves where blocks work in pairs.
+                        let put_outputs = || {
+                            for half in 0..tuning.blocks() {
+                                self.outputs.put(t, |t, stage| {
+                                    let to = stage.tile(0).rows(t.cluster_rank(), brought);
+                                    let col = t.constant(half * (self.dims[1] / 2));
+                                    stage.load_for_all(t, to, &self.d_o, &at(Of::DO, col));
+                                    stage.load_numbers(t, delta);
+                                });
+                            }
+                        };
+                        let put_queries = || {
+                            self.queries.put(t, |t, stage| {
+                                stage.load_for_all(
+                                    t,
+                                    stage.tile(0).rows(t.cluster_rank(), brought),
+                                    &self.q,
+                                    &at(Of::Q, zero),
+                                );
+                                stage.load_numbers(t, shift);
+                            });
+                        };
+                        // A ring that moves with another is filled before it; pairs of blocks wait for q first.
+                        match self.others {
+                            None => (put_outputs(), put_queries()),
+                            Some(_) => (put_queries(), put_outputs()),
+                        };
                         // After the first queries, which need not wait until the tile before has left.
                         t.when(!started.get(), |t| {
                             self.tickets.put(t, &work.message());
-                            let at = |of| self.at(of, &work, [zero, work.tile * tuning.keys(), work.head]);
+                            let first_key = self.first_key(t, &work);
+                            let at = |of| self.at(of, &work, [zero, first_key, work.head]);
                             self.values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.value, &at(Of::V)));
+                            if let (Some(others), Some(other)) = (&self.others, &self.other) {
+                                let (keys, half) = (tuning.block_keys(), self.dims[0] / 2);
+                                let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * tuning.keys());
+                                let at = self.at(Of::K, &work, [t.cluster_rank() * half, first_other, work.head]);
+                                others.put(t, |t, stage| stage.load(t, stage.tile(0), other, &at));
+                            }
                             self.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.key, &at(Of::K)));
                         });
                         started.set(true);
@@ -213,9 +300,11 @@ impl<'k> Main<'k> {
                             // As many tickets as tiles are drawn, for each block's first tile is its number: the last resets
                             // the counter.
                             if let Tiles::Equal { tiles, .. } = &self.tiles {
-                                t.when(ticket.eq(tiles.tiles - 1), |t| self.counters.store(t, 0, 0));
+                                let last = ticket.eq(tiles.tiles - 1) & t.cluster_rank().eq(0);
+                                t.when(last, |t| self.counters.store(t, 0, 0));
                             }
-                            tile.set(ticket + t.blocks());
+                            let ticket = self.told.as_ref().map_or(ticket, |told| told.share(t, ticket));
+                            tile.set(ticket + t.clusters());
                         }
                         // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
                         None => tile.set(self.counters.fetch_add(t, 0, 1)),
@@ -224,6 +313,7 @@ impl<'k> Main<'k> {
                 self.tickets.put(t, &[]);
                 self.turns.iter().for_each(|turns| turns.post_end(t));
             });
+            w.sync_cluster();
         });
     }
 }
@@ -232,7 +322,9 @@ impl<'k> Main<'k> {
 pub(super) fn tile<T: Half>(tuning: Tuning, rows: u32, cols: u32) -> TileShape {
     let shape = TileShape::new(T::NUMBER, rows, cols);
     match tuning.share {
-        Share::Columns if !(cols / 2).is_multiple_of(shape.chunk()) => TileShape { swizzle: Swizzle::B64, ..shape },
+        Share::Columns | Share::Pairs if !(cols / 2).is_multiple_of(shape.chunk()) => {
+            TileShape { swizzle: Swizzle::B64, ..shape }
+        }
         _ => shape,
     }
 }

@@ -7,6 +7,7 @@
 
 mod by_columns;
 mod by_keys;
+mod by_pairs;
 pub mod exact;
 pub mod finish;
 pub mod main;

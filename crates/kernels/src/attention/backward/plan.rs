@@ -131,15 +131,20 @@ impl Backward {
         if !tuning.has_kernel(largest) {
             return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
         }
-        // Longer steps fit the registers where the mask has one edge at most and exponentials are the unit's own.
+        // Longer steps, and pairs of blocks, fit the registers where the mask has one edge at most and exponentials are the
+        // unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
         if tuning.adds == Adds::Engine && !(fits && (!spans.bounded_left() || problem.max_q_len() > SHORT)) {
             tuning.rows = tuning.rows.min(64);
         }
+        if tuning.share == Share::Pairs && !fits {
+            tuning = Tuning::columns();
+        }
         // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
         let padded = match (tuning.share, largest) {
             (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64) as u32),
+            (Share::Pairs, _) => [256, dims[1].next_multiple_of(128) as u32],
             (Share::Keys, 65..) => [128, dims[1].next_multiple_of(16) as u32],
             (Share::Keys, _) => dims.map(|d| d.next_multiple_of(16) as u32),
         };
@@ -386,7 +391,9 @@ impl Backward {
             Layout::Packed(_) => 0,
         };
         if tiles > 0 {
-            let blocks = (tiles * kv_heads).min(u64::from(multiprocessors)) as u32;
+            let together = self.tuning.blocks();
+            let clusters = (tiles * kv_heads).min(u64::from(multiprocessors / together).max(1));
+            let blocks = clusters as u32 * together;
             let args = self.main(kernels, tensors, parts)?;
             launches.push(Launch { kernel: kernels.main.clone(), grid: [blocks, 1, 1], args });
         }
@@ -508,6 +515,7 @@ impl Backward {
             ("q", some(q, &seen_queries)),
             ("d_o", some(d_o, &seen_queries)),
             ("k", some(k, &seen_keys)),
+            ("k_other", some(k, &seen_keys)),
             ("v", some(v, &seen_keys)),
             ("d_k", *d_k),
             ("d_v", *d_v),

@@ -13,10 +13,13 @@ pub enum Share {
     /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
     /// d_z of half the queries, for both.
     Columns,
+    /// The same, and a pair of blocks has two such tiles: d_q is multiplied over the keys of both, half its columns in
+    /// either block. Rows of 256 elements.
+    Pairs,
 }
 
 impl Share {
-    const NAMES: [(&str, Share); 2] = [("keys", Share::Keys), ("columns", Share::Columns)];
+    const NAMES: [(&str, Share); 3] = [("keys", Share::Keys), ("columns", Share::Columns), ("pairs", Share::Pairs)];
 }
 
 /// When p is rounded to the operand of d_v.
@@ -86,10 +89,12 @@ impl Cut for Tuning {
             pack: Pack::Early,
             pairs: None,
         };
+        let columns = Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
         let rows = [
             (0..=64, Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base }),
             (65..=128, Tuning { rows: 80, adds: Adds::Engine, ..base }),
-            (129..=u32::MAX, Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base }),
+            (129..=192, columns),
+            (193..=u32::MAX, Tuning { share: Share::Pairs, early: 2, ..columns }),
         ];
         rows.map(|(head_dims, tuning)| Row { head_dims, keys: 0..u64::MAX, tuning }).to_vec()
     }
@@ -104,16 +109,18 @@ impl Cut for Tuning {
         let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
-        // What only threads that add, and only in `by_keys`, ask for.
+        // What only threads that add ask for, and not in `by_columns`.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
             Tuning { early: self.early + 2, ..self },
             Tuning { drain: !self.drain, ..self },
             Tuning { pack: if self.pack == Pack::Late { Pack::Early } else { Pack::Late }, ..self },
         ];
-        let asked = (self.share, self.adds) == (Share::Keys, Adds::Threads);
+        let asked = self.adds == Adds::Threads && self.share != Share::Columns;
         let of_threads = of_threads.into_iter().filter(|_| asked);
-        let all = rows.into_iter().chain([adds]).chain(depth).chain(key_depth).chain(registers).chain(pairs);
+        let share = [Share::Columns, Share::Pairs].map(|share| Tuning { share, ..self });
+        let all =
+            rows.into_iter().chain([adds]).chain(share).chain(depth).chain(key_depth).chain(registers).chain(pairs);
         let mut found: Vec<Tuning> = Vec::new();
         for tuning in all.chain(of_threads).filter(|tuning| *tuning != self && tuning.has_kernel(head_dim)) {
             if !found.contains(&tuning) {
@@ -130,6 +137,11 @@ impl Tuning {
         Table::default().find(head_dim, 0)
     }
 
+    /// The one that has room for everything.
+    pub fn columns() -> Tuning {
+        Tuning::hopper(192)
+    }
+
     /// What measured best, or fits at all, where threads add in turns, sequences have lengths of their own, or scores are
     /// modified: the last two keep more in registers.
     pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
@@ -140,7 +152,8 @@ impl Tuning {
                 Tuning { rows: 64, registers: [232, 40], ..usual }
             }
             65..=128 if !ragged && modified == Room::Little && order == Order::Any => Tuning { rows: 64, ..usual },
-            _ if ragged || modified != Room::None => Tuning::hopper(u32::MAX),
+            _ if ragged || modified != Room::None => Tuning::columns(),
+            129.. if order == Order::Fixed => Tuning::columns(),
             65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
             _ => usual,
         }
@@ -150,7 +163,10 @@ impl Tuning {
     pub fn has_kernel(&self, head_dim: u32) -> bool {
         let rows = match (self.share, self.adds) {
             (Share::Columns, Adds::Threads) => self.rows == 64,
-            (Share::Columns, Adds::Engine) => false,
+            (Share::Pairs, Adds::Threads) => {
+                self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
+            }
+            (Share::Columns | Share::Pairs, Adds::Engine) => false,
             // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit
             // the registers where they are short.
             (Share::Keys, Adds::Threads) => match head_dim {
@@ -169,16 +185,26 @@ impl Tuning {
     /// Keys of a tile.
     pub fn keys(&self) -> u32 {
         match self.share {
-            Share::Keys => 128,
+            Share::Keys | Share::Pairs => 128,
             Share::Columns => 64,
         }
+    }
+
+    /// Keys of a block's part of a tile.
+    pub fn block_keys(&self) -> u32 {
+        self.keys() / self.blocks()
+    }
+
+    /// Blocks that have a tile together.
+    pub fn blocks(&self) -> u32 {
+        if self.share == Share::Pairs { 2 } else { 1 }
     }
 
     /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
             (Adds::Engine, rows) => rows,
-            (Adds::Threads, 64) => dim / 2,
+            (Adds::Threads, 64) => dim / (2 * self.blocks()),
             (Adds::Threads, _) => dim,
         }
     }
@@ -203,7 +229,7 @@ const DRAIN: [(&str, bool); 2] = [("no", false), ("yes", true)];
 /// Pairs that are not given.
 const RULE: &str = "rule";
 /// What a cut is written as.
-const ALLOWED: &str = "share=keys|columns rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
+const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
                        pack=early|late pairs=rule|N (1 to 65536)";
 
@@ -268,5 +294,6 @@ mod tests {
         assert!(!Tuning { rows: 48, ..usual }.has_kernel(128));
         assert!(!Tuning::hopper(64).has_kernel(192) && !Tuning { rows: 64, ..Tuning::hopper(64) }.has_kernel(64));
         assert!(!Tuning { adds: Adds::Engine, ..Tuning::hopper(256) }.has_kernel(256));
+        assert!(!Tuning::hopper(256).has_kernel(192) && Tuning::hopper(192).has_kernel(256));
     }
 }

@@ -33,7 +33,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
         let step = main.steps_before(work) + first;
-        let group = w.group() * (64 * main.tuning.cols(d));
+        let group = main.quarter(w) * (64 * main.tuning.cols(d));
         let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
@@ -51,6 +51,11 @@ impl<'a, 'k> Walk<'a, 'k> {
     #[track_caller]
     pub fn first_query(&self) -> Val<'k, i32> {
         (self.step.get() * self.main.tuning.rows).to_i32()
+    }
+
+    /// Where this thread adds its part of the step's d_q.
+    pub fn place(&self) -> Val<'k, u64> {
+        self.place.get()
     }
 
     /// One step less to come; whether it was the last.
@@ -97,20 +102,25 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Adds a part of d_q, counted in fours of each thread; parts come in order.
     #[track_caller]
     pub fn add(&self, w: &Scope<'k, Group>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
-        let elements: Vec<_> = d_q.elements().collect();
-        let whole = elements.len() as u32 / 4;
+        let whole = d_q.cols() / 8;
         let [begins, ends] = [part.start == 0 && part.end > 0, part.end == whole && part.start < whole];
         if let (true, Some(turns)) = (begins, &self.main.turns) {
             turns.wait(w);
         }
-        let to = Pointer::<f32>::at_address(self.place.get());
-        for four in part {
-            let at = 4 * four as usize;
-            to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
-        }
+        add_fours(w, self.place.get(), d_q, part);
         if let (true, Some(turns)) = (ends, &self.main.turns) {
             turns.pass(w);
         }
+    }
+}
+
+/// Adds a part of d_q, counted in fours of each thread, to sums that begin at an address.
+#[track_caller]
+pub(super) fn add_fours<'k>(w: &Scope<'k, Group>, to: Val<'k, u64>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
+    let (to, elements) = (Pointer::<f32>::at_address(to), d_q.elements().collect::<Vec<_>>());
+    for four in part {
+        let at = 4 * four as usize;
+        to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
     }
 }
 
