@@ -4,6 +4,7 @@
 //! the number of threads nor on what else is in the batch, and never on the run.
 
 mod backward;
+mod band;
 pub mod cache;
 mod decode;
 mod dense;

@@ -269,6 +269,11 @@ impl<'a> SharedRows<'a> {
         ahead.push(start.wrapping_add(offset * size), [row, n].map(|n| n * size), rows);
     }
 
+    /// Whether elements are f32, which [`row`](Self::row) gives.
+    pub fn is_f32(&self) -> bool {
+        matches!(self.start, Start::F32(_))
+    }
+
     /// A row of an f32 tensor, for reading and writing.
     ///
     /// # Safety

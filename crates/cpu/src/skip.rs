@@ -69,7 +69,7 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
     for sequence in 0..bound.sequences().len() {
         for head in 0..heads {
             let window = matches!(skip.problem().skip().class(head), HeadClass::Window { .. });
-            let share = if window { share.min(window::ITEM_ROWS.div_ceil(rows)) } else { share };
+            let share = if window { share.min(window::item_rows(&cx).div_ceil(rows)) } else { share };
             // Long rows first, so that no long item is left to the end.
             let starts: Vec<usize> = (0..tiles).step_by(share).collect();
             items.extend(starts.into_iter().rev().map(|t| Item { sequence, head, tiles: t..(t + share).min(tiles) }));

@@ -4,7 +4,6 @@
 //! An item's keys are packed once, as one block that begins where its first row's window does; a tile of rows meets
 //! no border of blocks inside its window.
 
-use crate::Counters;
 use crate::forward::{Out, Row, State, finish, fold};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{Ahead, DEPTH, Policy};
@@ -12,12 +11,16 @@ use crate::skip::{Found, Item};
 use crate::step::in_pairs;
 use crate::tiles::{Context, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Scratch};
+use crate::{Counters, band};
 use fulgurite_core::Rescale;
 use fulgurite_core::skip::{HeadClass, SkipBound};
 use std::ops::Range;
 
-/// Rows of an item: its keys and values, in parts, stay in the second-level cache.
-pub(crate) const ITEM_ROWS: usize = 512;
+/// Rows of an item: on a matrix unit its keys and values, in parts, stay in the second-level cache; the vectors take in keys as
+/// rows come to need them, and pay for those before the first row once for more rows.
+pub(crate) fn item_rows(cx: &Context<'_>) -> usize {
+    if cx.kernels.matrix_for(cx.problem.dtype()).is_some() { 512 } else { 1024 }
+}
 /// Keys of an item, or sinks, beyond which blocks are walked one after the other instead.
 const MOST: usize = 4096;
 
@@ -27,8 +30,8 @@ const PACE: usize = 12;
 
 /// The keys that an item's rows see: at the beginning, and in their windows.
 pub(crate) struct Spans {
-    sinks: Range<usize>,
-    window: Range<usize>,
+    pub sinks: Range<usize>,
+    pub window: Range<usize>,
 }
 
 /// The spans of an item that this walk takes: windows alone, none of them too long.
@@ -70,6 +73,9 @@ pub(crate) fn walk(
 ) {
     let sequence = &cx.bound.sequences()[item.sequence];
     let class = skip.problem().skip().class(item.head);
+    if band::suits(cx, class) {
+        return band::walk(cx, skip, item, spans, out, done);
+    }
     let with =
         |keys: &Range<usize>| Context { block: Some(keys.len().next_multiple_of(2 * DEPTH).max(2 * DEPTH)), ..*cx };
     let (near, far) = (with(&spans.window), with(&spans.sinks));

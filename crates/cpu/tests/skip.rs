@@ -125,6 +125,47 @@ fn nothing_skipped_is_attention() {
     assert!(bits(1) == bits(2) && bits(1) == bits(5));
 }
 
+/// Windows of all lengths, aligned and not, beside each other in memory and not: results, and bits whatever the threads.
+#[test]
+fn windows_agree_with_the_oracle() {
+    let shapes = [
+        (128, 16, 64, 600, 600),
+        (40, 0, 24, 333, 333),
+        (5, 3, 16, 90, 200),
+        (300, 70, 32, 420, 410),
+        (1, 1, 8, 50, 50),
+    ];
+    for (seed, (keys, sinks, d, q_len, k_len)) in shapes.into_iter().enumerate() {
+        for dtype in DType::FLOATS {
+            let class = HeadClass::Window { keys, sinks };
+            let builder =
+                Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(d).dtype(dtype).mask(Mask::causal());
+            let skip = Skip { classes: vec![class], tile: [48, 32], ..Skip::default() };
+            let problem = SkipProblem::new(builder, skip).unwrap();
+            let case = SkipCase::new(&mut Rng::new(seed as u64), problem.clone());
+            let inputs = case.inputs();
+            let bound = problem.bind(&inputs).unwrap();
+            for isa in Isa::available() {
+                let run = |threads: usize| {
+                    let mut out = Forward::zeros(problem.base()).unwrap();
+                    out.outputs().o.fill(f64::NAN);
+                    let options = Options { isa: Some(isa), threads: Some(threads), ..Options::default() };
+                    let kept = skip_forward(&bound, &mut out.outputs(), &options).kept;
+                    (out, kept)
+                };
+                let (out, kept) = run(1);
+                let bits = |out: &Forward| out.o.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+                assert!(bits(&out) == bits(&run(3).0), "{isa:?} {dtype} {keys}: bits depend on threads");
+                let meaning = case.inputs().block_mask(&kept);
+                let meaning = meaning.bind(problem.meaning()).unwrap();
+                for (what, verdict) in check_forward(&meaning, &out, 1) {
+                    assert!(verdict.ok(), "{isa:?} {dtype}, window {keys} + {sinks}, {what}: {verdict}");
+                }
+            }
+        }
+    }
+}
+
 /// Long rows, of which a unit takes many blocks at once: decisions and results, and bits whatever the threads.
 #[test]
 fn long_rows_agree_with_the_oracle() {

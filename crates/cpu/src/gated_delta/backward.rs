@@ -19,6 +19,8 @@ use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
 use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, QkNorm, Tokens};
 
 const SQUARE: usize = CHUNK * CHUNK;
+/// Elements of a key up to which dS goes back token by token.
+const FEW: usize = 8;
 
 pub(super) fn run(cx: &Context<'_>, saved: &DeltaSaved<'_>, gradients: &mut DeltaGradientOutputs<'_>, threads: usize) {
     // Products of f32 only: gradients are small differences of large numbers.
@@ -254,6 +256,7 @@ fn back(
     add_dots(&mut d_g, keys.q, space.d_q, kp);
 
     // dS <- e_last dS + K^T X + Q^T (scale e dO)
+    let before = (cx.kd <= FEW).then(|| state_before(cx, keys, at, first, space.d_o, d_state));
     cx.kernels.stage(Stage::Fade { x: d_state, factor: head[CHUNK - 1] });
     let mut sums = [0.0f32; 512];
     cx.kernels.stage(Stage::RowDots { out: &mut sums[..kp], x: d_state, y: state, width: vs });
@@ -263,6 +266,11 @@ fn back(
     cx.kernels.stage(Stage::ScaleRows { out: space.d_w, x: space.d_o, factor: &factor, width: vs });
     let scaled = Matrix::new(space.d_w, vs);
     cx.kernels.gemm_transposed(MatrixMut::at(d_state, vs, 0, 0), q, scaled, to_state, Sum::Onto, ahead);
+    if let Some(before) = before {
+        for (row, before) in d_state.chunks_exact_mut(vs).zip(before.chunks_exact(cx.vd)) {
+            row.iter_mut().zip(before).for_each(|(x, &exact)| *x = exact as f32);
+        }
+    }
 
     // dPg = dO V'^T; dP = scale G dPg
     cx.kernels.transpose(work.vn, vs, space.turned, CHUNK, CHUNK, vp);
@@ -327,4 +335,37 @@ fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
         }
         d_g[i] += row;
     }
+}
+
+/// dS before a chunk, `[key_dim][value_dim]`, from the one after it: token by token in f64. A chunk of 64 keys of few
+/// elements overwrites the state many times, and what reaches back through it would be a small difference of products.
+fn state_before(
+    cx: &Context<'_>,
+    keys: &Shared<'_>,
+    at: &Place<'_>,
+    first: usize,
+    d_o: &[f32],
+    d_state: &[f32],
+) -> Vec<f64> {
+    let scale = f64::from(cx.problem.scale());
+    let own = d_state.chunks_exact(cx.vs).take(cx.kd);
+    let mut d_s: Vec<f64> = own.flat_map(|row| row[..cx.vd].iter().map(|&x| f64::from(x))).collect();
+    let mut seen = vec![0.0f64; cx.vd];
+    for i in (0..CHUNK.min(at.sequence.len - first)).rev() {
+        let gate = cx.bound.gate(at.sequence, first + i, at.head);
+        let (decay, beta) = (f64::from(cx.bound.g()[gate]).exp(), f64::from(cx.bound.beta()[gate]));
+        let (k, q) = (&keys.k[i * cx.kp..][..cx.kd], &keys.q[i * cx.kp..][..cx.kd]);
+        // O = scale S^T q of the state after the token: dS += scale q dO, then dS = decay (dS - beta k (k^T dS)).
+        seen.fill(0.0);
+        for ((row, &q), &k) in d_s.chunks_exact_mut(cx.vd).zip(q).zip(k) {
+            for ((x, seen), &d_o) in row.iter_mut().zip(&mut seen).zip(&d_o[i * cx.vs..]) {
+                *x += scale * f64::from(q) * f64::from(d_o);
+                *seen += f64::from(k) * *x;
+            }
+        }
+        for (row, &k) in d_s.chunks_exact_mut(cx.vd).zip(k) {
+            row.iter_mut().zip(&seen).for_each(|(x, seen)| *x = decay * (*x - beta * f64::from(k) * seen));
+        }
+    }
+    d_s
 }

@@ -247,6 +247,7 @@ macro_rules! define_kernels {
                 finish,
                 lane_dots,
                 folds: super::folds::define_folds!($simd, [$($feature)?]),
+                bands: super::band::define_bands!($simd, [$($feature)?], [$(($vectors, $rows)),*]),
                 stage,
                 round_weights,
                 round_rows,

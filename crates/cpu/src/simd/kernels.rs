@@ -54,6 +54,7 @@ pub(crate) struct Kernels {
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
     pub(super) folds: super::folds::Folds,
+    pub(super) bands: super::band::Bands,
     pub(super) stage: unsafe fn(&mut Stage<'_>),
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
     pub(super) round_rows: unsafe fn(&mut [f32], usize, GroupFormat),

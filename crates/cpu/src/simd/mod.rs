@@ -29,6 +29,7 @@ mod amx_woven;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod band;
 mod coding;
 // Matrix units are known on x86-64 alone: elsewhere their safe faces are compiled, and nothing enters them.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -56,6 +57,7 @@ mod vector_int8;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
 pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
+pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
 pub(crate) use coding::BYTES;
 pub(crate) use coming::{Coming, Share};
 pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};

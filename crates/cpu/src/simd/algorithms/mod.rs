@@ -1,5 +1,6 @@
 //! The kernels, generic over the instruction set and inlined into its entry points.
 
+mod band;
 mod delta;
 mod exponential;
 mod few;
@@ -10,6 +11,8 @@ mod rounding;
 mod rows;
 mod softmax;
 
+pub(crate) use band::{BAND, BAND_ROWS, BandOutput, BandWeights, PANEL, Seen as BandSeen};
+pub(super) use band::{band_output, band_weights};
 pub(super) use delta::stage;
 pub(crate) use delta::{INVERT, Stage, Token};
 #[cfg(target_arch = "x86_64")]

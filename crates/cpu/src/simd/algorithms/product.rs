@@ -3,6 +3,20 @@
 use crate::simd::Simd;
 use fulgurite_core::Data;
 
+/// The same number, of which the compiler knows nothing.
+#[inline(always)]
+fn opaque(x: usize) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut x = x;
+        // SAFETY: no instruction at all.
+        unsafe { std::arch::asm!("/* {0} */", inout(reg) x, options(pure, nomem, nostack, preserves_flags)) };
+        x
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    x
+}
+
 /// One block of MR rows and NV vectors of C (+)= A B. A is read element by element and broadcast:
 /// `a[i * lda + p]`, or `a[p * lda + i]` where it is transposed.
 ///
@@ -25,13 +39,15 @@ unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: boo
         let mut b = b;
         let mut a = a;
         let step = if TRANSPOSED { lda } else { 1 };
+        // Known to the compiler, they would be added up anew in every step.
+        let rows: [usize; MR] = std::array::from_fn(|i| if TRANSPOSED { i } else { opaque(i * lda) });
         for _ in 0..k {
             let mut columns = [S::splat(0.0); NV];
             for (z, column) in columns.iter_mut().enumerate() {
                 *column = S::load(b.add(z * S::LANES));
             }
             for (i, row) in sums.iter_mut().enumerate() {
-                let x = S::splat(*a.add(if TRANSPOSED { i } else { i * lda }));
+                let x = S::splat(*a.add(rows[i]));
                 for z in 0..NV {
                     row[z] = S::fma(x, columns[z], row[z]);
                 }
