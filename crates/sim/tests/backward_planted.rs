@@ -51,6 +51,18 @@ fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels,
     assert!(missed.is_empty(), "{} of {} bugs:\n{}", missed.len(), bugs.len(), missed.join("\n"));
 }
 
+/// The lines of a file that use a row, in the order of the text.
+fn lines_of(kernel: &Kernel, row: &str, file: &str) -> Vec<Line> {
+    let mut lines: Vec<Line> = Vec::new();
+    kernel.each_op(&mut |op| {
+        let at = Line::from(op.at);
+        if op.inst.name == row && at.to_string().contains(file) && !lines.contains(&at) {
+            lines.push(at);
+        }
+    });
+    lines
+}
+
 #[test]
 fn in_the_gradients() {
     let case = by_threads(1);
@@ -135,17 +147,7 @@ fn in_what_the_copy_engine_adds() {
     let case = case(1);
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
-    // The lines of a file that use a row, in the order of the text.
-    let lines = |row: &str, file: &str| {
-        let mut lines: Vec<Line> = Vec::new();
-        k().each_op(&mut |op| {
-            let at = Line::from(op.at);
-            if op.inst.name == row && at.to_string().contains(file) && !lines.contains(&at) {
-                lines.push(at);
-            }
-        });
-        lines
-    };
+    let lines = |row: &str, file: &str| lines_of(&k(), row, file);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let waits = lines("mbarrier.try_wait", "sent.rs");
     let [.., send, place_of_d_k, _end] = waits[..] else { panic!("{waits:?}") };
@@ -169,6 +171,32 @@ fn in_what_the_copy_engine_adds() {
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
 
+/// What two blocks give each other.
+#[test]
+fn in_pairs_of_blocks() {
+    // Nine tiles for two pairs: tickets are told in the place of others that were heard.
+    let case = Case { dims: [256, 256], q_len: 100, k_len: 1100, blocks: 4, ..case(4) };
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let waits = lines_of(&k(), "mbarrier.try_wait", "by_pairs.rs");
+    let [.., d_o, open, other] = waits[..] else { panic!("{waits:?}") };
+    let told = *lines_of(&k(), "mbarrier.try_wait", "main.rs").last().unwrap();
+    let send = line(&k(), "cp.async.bulk.peer", 0);
+    let bugs = vec![
+        bug("d_z of the other block read before it is there", drop_waits_at(k(), other), Fault::Race, &[send]),
+        bug("d_z written over one that is still read", drop_waits_at(k(), open), Fault::Race, &[]),
+        bug("d_z not published", drop(k(), "fence.proxy.async", 0), Fault::ProxyRace, &[send]),
+        bug("d_z not sent", drop(k(), "cp.async.bulk.peer", 0), Fault::Deadlock, &[other]),
+        bug("d_o not waited for", drop_waits_at(k(), d_o), Fault::Race, &[]),
+        Bug {
+            or: &[Fault::Uninitialised],
+            ..bug("a ticket neither waited for nor heard", drop_waits_at(k(), told), Fault::Race, &[told])
+        },
+    ];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
 /// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
 #[test]
 fn in_the_order_of_sums() {
@@ -180,13 +208,7 @@ fn in_the_order_of_sums() {
     let untold = drop(k(), "st.release", 0);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     // The messages: where the one who looks waits for one, who tells, who posts, and those who add.
-    let mut waits: Vec<Line> = Vec::new();
-    k().each_op(&mut |op| {
-        let at = Line::from(op.at);
-        if op.inst.name == "mbarrier.try_wait" && at.to_string().contains("turns.rs") && !waits.contains(&at) {
-            waits.push(at);
-        }
-    });
+    let waits = lines_of(&k(), "mbarrier.try_wait", "turns.rs");
     let [_, tell, post, _, add] = waits[..] else { panic!("{waits:?}") };
     let bugs = vec![
         bug("nobody is told", untold, Fault::Deadlock, &[wait]),
