@@ -21,7 +21,7 @@ use std::ops::Range;
 pub(crate) fn item_rows(cx: &Context<'_>) -> usize {
     if cx.kernels.matrix_for(cx.problem.dtype()).is_some() { 512 } else { 1024 }
 }
-/// Keys of an item, or sinks, beyond which blocks are walked one after the other instead.
+/// Keys that the rows of the longest item see, or sinks, beyond which blocks are walked one after the other instead.
 const MOST: usize = 4096;
 
 /// Rows that are asked for after a block of products: a tile of 64 rows has some 20 blocks, and as many rows of keys,
@@ -34,11 +34,13 @@ pub(crate) struct Spans {
     pub window: Range<usize>,
 }
 
-/// The spans of an item that this walk takes: windows alone, none of them too long.
+/// The spans of an item that this walk takes: windows alone, and not too long ones.
 pub(crate) fn spans(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item) -> Option<Spans> {
     let own = skip.problem().skip();
     let class = own.class(item.head);
-    if !matches!(class, HeadClass::Window { .. }) || own.proxy.is_some() || own.lambda.is_some() {
+    let HeadClass::Window { keys, sinks } = class else { return None };
+    // Nothing of the item decides, whose length depends on the threads: the two walks have different bits.
+    if own.proxy.is_some() || own.lambda.is_some() || sinks > MOST || keys.saturating_add(item_rows(cx)) > MOST {
         return None;
     }
     let s = &cx.bound.sequences()[item.sequence];
@@ -58,7 +60,7 @@ pub(crate) fn spans(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item) -> Opti
     };
     let (sinks, window) = (hull(0), hull(1));
     let window = window.start / DEPTH * DEPTH..window.end;
-    (sinks.end <= MOST && window.len() <= MOST).then_some(Spans { sinks: 0..sinks.end, window })
+    Some(Spans { sinks: 0..sinks.end, window })
 }
 
 /// Computes an item.

@@ -125,6 +125,25 @@ fn nothing_skipped_is_attention() {
     assert!(bits(1) == bits(2) && bits(1) == bits(5));
 }
 
+/// Around the length at which another walk takes over, which items of one thread or of many must agree on.
+#[test]
+fn long_windows_have_the_same_bits_on_any_threads() {
+    for keys in [2900, 3300, 3900] {
+        let builder = Problem::builder().dense(1, 4400, 4400).heads(2, 1).head_dim(8).mask(Mask::causal());
+        let skip = Skip { classes: vec![HeadClass::Window { keys, sinks: 5 }], tile: [16, 32], ..Skip::default() };
+        let problem = SkipProblem::new(builder, skip).unwrap();
+        let case = SkipCase::new(&mut Rng::new(3), problem.clone());
+        let inputs = case.inputs();
+        let bound = problem.bind(&inputs).unwrap();
+        let run = |threads: usize| {
+            let mut out = Forward::zeros(problem.base()).unwrap();
+            skip_forward(&bound, &mut out.outputs(), &Options { threads: Some(threads), ..Options::default() });
+            out.o.view().to_f64().into_iter().map(f64::to_bits).collect::<Vec<_>>()
+        };
+        assert!(run(1) == run(9), "window {keys}: bits depend on threads");
+    }
+}
+
 /// Windows of all lengths, aligned and not, beside each other in memory and not: results, and bits whatever the threads.
 #[test]
 fn windows_agree_with_the_oracle() {

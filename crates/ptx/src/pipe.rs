@@ -93,9 +93,18 @@ impl<'k> Ring<'k> {
         cursor
     }
 
+    /// Nothing is read any more of the stage at which the role stands on this side: it goes back, and the role goes on.
+    #[track_caller]
+    pub(crate) fn give_back(&self, w: &Scope<'k, Group>, side: &'static str) {
+        let cursor = self.cursor(side);
+        w.sync_warp();
+        self.tell_empty(w, cursor[0].now());
+        self.advance(cursor);
+    }
+
     /// One lane of each warp tells that a stage is no longer read.
     #[track_caller]
-    pub(crate) fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
+    fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
         self.k.pipe_emptied(self.id);
         let empty = self.barrier(self.empty, stage);
         let lane = w.lane();
@@ -407,10 +416,7 @@ impl<'k> Pipe<'k> {
     /// Gives the stage back that was waited for: nothing of it is read any more.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
-        let cursor = self.ring.cursor("take");
-        w.sync_warp();
-        self.ring.tell_empty(w, cursor[0].now());
-        self.ring.advance(cursor);
+        self.ring.give_back(w, "take");
     }
 
     /// Waits for the next full stage, of which the role may have several: they are [`release`](Self::release)d in order.
@@ -440,10 +446,7 @@ impl<'k> Pipe<'k> {
     /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
     #[track_caller]
     pub fn release(&self, w: &Scope<'k, Group>) {
-        let cursor = self.ring.cursor("release");
-        w.sync_warp();
-        self.ring.tell_empty(w, cursor[0].now());
-        self.ring.advance(cursor);
+        self.ring.give_back(w, "release");
     }
 }
 
@@ -558,9 +561,6 @@ impl<'k> Mailbox<'k> {
     /// The message that was waited for is not read any more.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
-        let cursor = self.ring.cursor("take");
-        w.sync_warp();
-        self.ring.tell_empty(w, cursor[0].now());
-        self.ring.advance(cursor);
+        self.ring.give_back(w, "take");
     }
 }

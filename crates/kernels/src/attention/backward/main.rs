@@ -101,7 +101,7 @@ impl<'k> Main<'k> {
         let result = |cols| TileShape { cols: part(cols), ..shape(64, cols) };
         // Each block of a pair brings its part of the rows, for both.
         let brought = rows / tuning.blocks();
-        let of_d_o = dv / tuning.blocks();
+        let of_d_o = dv / tuning.d_o_parts();
         let [q, d_o] = [("q", d), ("d_o", of_d_o)].map(|(name, cols)| tensor(name, shape(brought, cols)));
         let [key, value] = [("k", d), ("v", dv)].map(|(name, cols)| tensor(name, shape(keys, cols)));
         let other = pairs.then(|| tensor("k_other", shape(keys, d / 2)));
@@ -123,7 +123,7 @@ impl<'k> Main<'k> {
             // There is room for one and a half of d_o: the second half comes while d_k and the next s are multiplied.
             true => {
                 let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[shape(rows, cols)], rows);
-                (ring("q", tuning.depth, d), ring("d_o", 3, dv / 2))
+                (ring("q", tuning.depth, d), ring("d_o", 3, of_d_o))
             }
             false => {
                 let ring = |name, cols| k.pipe_with_numbers(name, tuning.depth, &[shape(rows, cols)], rows);
@@ -241,12 +241,11 @@ impl<'k> Main<'k> {
                         let at = |of, col| self.at(of, &work, [col, first_brought, head.get()]);
                         let number = row.get() + first_row;
                         let [shift, delta] = self.numbers.map(|numbers| numbers.at(number));
-                        // In halves where blocks work in pairs.
                         let put_outputs = || {
-                            for half in 0..tuning.blocks() {
+                            for part in 0..tuning.d_o_parts() {
                                 self.outputs.put(t, |t, stage| {
                                     let to = stage.tile(0).rows(t.cluster_rank(), brought);
-                                    let col = t.constant(half * (self.dims[1] / 2));
+                                    let col = t.constant(part * (self.dims[1] / tuning.d_o_parts()));
                                     stage.load_for_all(t, to, &self.d_o, &at(Of::DO, col));
                                     stage.load_numbers(t, delta);
                                 });

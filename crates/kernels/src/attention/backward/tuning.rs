@@ -200,6 +200,11 @@ impl Tuning {
         if self.share == Share::Pairs { 2 } else { 1 }
     }
 
+    /// Parts in which the columns of d_o come.
+    pub fn d_o_parts(&self) -> u32 {
+        if self.share == Share::Pairs { 2 } else { 1 }
+    }
+
     /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
