@@ -127,6 +127,6 @@ fn environment(name: &str, packages: &[&str]) -> Result<PathBuf, Trouble> {
 
 /// Builds the extension and puts it where Python finds it.
 fn extension(python: &Path) -> Result<(), Trouble> {
-    // The profile of the other tests, whose dependencies are there already; wheels are built for release.
-    must(command(python).args(["python/build.py", "--debug"]))
+    // The profile and the features of the other tests, whose dependencies are there already; wheels are built for release.
+    must(command(python).args(["python/build.py", "--debug", "--workspace", "--lib", "--examples"]))
 }

@@ -1,6 +1,6 @@
-//! Checks and times the gradients of attention on a GPU: `gpu_backward [DIMS [ROUNDS [TUNING..]]]`.
+//! Checks and times the gradients of attention on a GPU: `gpu_backward [DIMS[:LENGTHS] [ROUNDS [TUNING..]]]`.
 //!
-//! bf16, 16384 tokens, heads x dim 2048, sequences of 1k, 4k and 16k, full and causal. `DIMS` is a list like `64,128`.
+//! bf16, 16384 tokens, heads x dim 2048, sequences of 1k, 4k and 16k, full and causal. `DIMS` and `LENGTHS` are lists like `64,128`.
 //! Each `TUNING` is a variant beside the usual one, such as `rows=64,adds=threads,key_depth=2,early=2,drain=yes,pack=late,order=fixed`; variants alternate in
 //! each round, and times are medians. Before it is timed, each variant is compared with sums in f64 for a few rows
 //! and keys, and d_k and d_v (in a fixed order also d_q) must come out the same twice. The last line says whether everything held; so does the exit code.
@@ -172,10 +172,12 @@ struct Ready {
 
 impl Ready {
     fn run(&self, gpu: &Cuda) -> Result<(), DeviceError> {
-        self.launches
-            .iter()
-            .try_for_each(|(module, launch)| gpu.launch(module, launch.grid, &launch.args, Stream::default()))
+        self.launches.iter().try_for_each(|one| launch(gpu, one))
     }
+}
+
+fn launch(gpu: &Cuda, (module, launch): &(Module, Launch)) -> Result<(), DeviceError> {
+    gpu.launch(module, launch.grid, &launch.args, Stream::default())
 }
 
 fn download(gpu: &Cuda, buffer: &Buffer) -> Result<Vec<bf16>, DeviceError> {
@@ -189,14 +191,17 @@ fn median(mut times: Vec<f32>) -> f64 {
     f64::from(times[times.len() / 2])
 }
 
-fn run(dims: &[usize], rounds: usize, tunings: &[String]) -> Result<bool, Box<dyn Error>> {
+fn run(dims: &[usize], lengths: &[usize], rounds: usize, tunings: &[String]) -> Result<bool, Box<dyn Error>> {
     let ptxas = std::env::var_os("PTXAS").map(Into::into);
     let gpu = Cuda::open(0, Options { cache: None, losses: Losses::Allow, ptxas })?;
-    println!("{}, medians of {rounds} rounds, TFLOP/s (ms of prepare, main, finish)", gpu.name());
+    println!(
+        "{}, medians of {rounds} rounds, TFLOP/s (ms of prepare, main, and finish where there is one)",
+        gpu.name()
+    );
     let mut rng = Rng::new(1);
     let mut held = true;
     for &dim in dims {
-        for length in [1024, 4096, 16384] {
+        for &length in lengths {
             for causal in [false, true] {
                 let cell = Cell::new(&gpu, dim, length, causal, &mut rng)?;
                 let ready: Vec<Ready> = tunings.iter().map(|t| cell.plan(&gpu, t)).collect::<Result<_, _>>()?;
@@ -228,10 +233,13 @@ fn run(dims: &[usize], rounds: usize, tunings: &[String]) -> Result<bool, Box<dy
                 let mask = if causal { "causal" } else { "full" };
                 for (i, (ready, times)) in ready.iter().zip(times).enumerate() {
                     let mut parts = Vec::new();
-                    for (module, launch) in &ready.launches {
-                        let once = || gpu.launch(module, launch.grid, &launch.args, Stream::default());
-                        let times = (0..rounds).map(|_| gpu.time(Stream::default(), once)).collect::<Result<_, _>>()?;
-                        parts.push(format!("{:.3}", median(times)));
+                    for last in 0..ready.launches.len() {
+                        // Each needs what those before it leave.
+                        let time = |_| {
+                            ready.launches[..last].iter().try_for_each(|one| launch(&gpu, one))?;
+                            gpu.time(Stream::default(), || launch(&gpu, &ready.launches[last]))
+                        };
+                        parts.push(format!("{:.3}", median((0..rounds).map(time).collect::<Result<_, _>>()?)));
                     }
                     let rate = cell.flop() / median(times) / 1e9;
                     let name = if tunings[i].is_empty() { "usual" } else { &tunings[i] };
@@ -245,14 +253,17 @@ fn run(dims: &[usize], rounds: usize, tunings: &[String]) -> Result<bool, Box<dy
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
-    let dims: Result<Vec<usize>, _> = args.next().unwrap_or("64,128".into()).split(',').map(str::parse).collect();
+    let cells = args.next().unwrap_or("64,128".into());
+    let (dims, lengths) = cells.split_once(':').unwrap_or((&cells, "1024,4096,16384"));
+    let [dims, lengths] =
+        [dims, lengths].map(|list| list.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>());
     let rounds = args.next().unwrap_or("12".into()).parse::<usize>();
-    let (Ok(dims), Ok(rounds @ 1..)) = (dims, rounds) else {
-        eprintln!("usage: gpu_backward [DIMS [ROUNDS [TUNING..]]]");
+    let (Ok(dims), Ok(lengths), Ok(rounds @ 1..)) = (dims, lengths, rounds) else {
+        eprintln!("usage: gpu_backward [DIMS[:LENGTHS] [ROUNDS [TUNING..]]]");
         return ExitCode::FAILURE;
     };
     let tunings: Vec<String> = std::iter::once(String::new()).chain(args).collect();
-    match run(&dims, rounds, &tunings) {
+    match run(&dims, &lengths, rounds, &tunings) {
         Ok(true) => {
             println!("all right");
             ExitCode::SUCCESS

@@ -3,7 +3,7 @@
 //!
 //! Nobody who computes waits for the additions, or for anything that is in their way.
 
-use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var};
+use crate::build::{Builder, Count, Group, Pointer, Scope, Thread, Val, Var};
 use crate::inst::{Arg, Base, Class};
 use crate::pipe::{Pipe, wait_phase};
 use crate::product::{Swizzle, TileShape};
@@ -18,7 +18,7 @@ pub struct Outbox<'k> {
     /// Numbers of a place, and where the first begins.
     count: u32,
     first: u32,
-    /// Where the destinations stand.
+    /// Where the destinations stand, each with whom to tell.
     to: u32,
     full: u32,
     empty: u32,
@@ -28,6 +28,8 @@ pub struct Outbox<'k> {
 
 /// Warps of a warpgroup.
 const WARPS: u32 = 4;
+/// Bytes of two addresses.
+const PLACE: u32 = 16;
 
 impl Builder {
     /// Places for `count` numbers (a multiple of 512) of each of so many warpgroups.
@@ -40,7 +42,7 @@ impl Builder {
         }
         // A place can hold a tile meanwhile: it begins where one may.
         let first = self.take_shared(name, 4 * groups * count, Swizzle::B128.period());
-        let to = self.take_small(&format!("{name}.to"), 8 * groups, 8);
+        let to = self.take_small(&format!("{name}.to"), PLACE * groups, PLACE);
         let full = self.mbarriers(&format!("{name}.full"), groups, Count::Fixed(WARPS));
         let empty = self.mbarriers(&format!("{name}.empty"), groups, Count::Fixed(1));
         Outbox { k: self, id, count, first, to, full, empty, leader: None }
@@ -91,9 +93,23 @@ impl<'k> Outbox<'k> {
         let (first, at) = (w.thread_in_group().eq(0), Location::caller());
         w.when(first, |_| {
             self.k.placed(at, || {
-                let place = group.mul_add(8, self.k.shared_address(self.to)).in_register();
-                let to = Arg::List([to.in_register()].into());
-                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), 0), to, Arg::Word("")]);
+                let place = group.mul_add(PLACE, self.k.shared_address(self.to)).in_register();
+                let pair = Arg::List([to, w.constant(0u64)].map(|to| to.in_register()).into());
+                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), 0), pair, Arg::Word(".v2")]);
+            });
+        });
+    }
+
+    /// Between [`open`](Self::open) and [`send`](Self::send): when this and all that was sent before it has been added, the
+    /// first of these numbers is raised by one.
+    #[track_caller]
+    pub fn tell(&self, w: &Scope<'k, Group>, whom: Pointer<'k, u32>) {
+        let (first, at) = (w.thread_in_group().eq(0), Location::caller());
+        w.when(first, |w| {
+            self.k.placed(at, || {
+                let place = w.group().mul_add(PLACE, self.k.shared_address(self.to)).in_register();
+                let whom = Arg::List([whom.address().in_register()].into());
+                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), 8), whom, Arg::Word("")]);
             });
         });
     }
@@ -148,9 +164,9 @@ impl<'k> Outbox<'k> {
             t.repeat(|t, leave| {
                 wait_phase(self.k, self.k.shared_address(self.full + 8 * group), parity.now());
                 parity.set(parity.now() ^ 1);
-                let to = self.k.register(Class::B64);
-                let place = Arg::Address(Base::Reg(self.k.shared_address(self.to + 8 * group).in_register()), 0);
-                self.k.emit(&memory::LD_SHARED_64, [Arg::List([to].into()), place, Arg::Word("")]);
+                let [to, whom] = [(); 2].map(|()| self.k.register(Class::B64));
+                let place = Arg::Address(Base::Reg(self.k.shared_address(self.to + PLACE * group).in_register()), 0);
+                self.k.emit(&memory::LD_SHARED_64, [Arg::List([to, whom].into()), place, Arg::Word(".v2")]);
                 leave.when(Val::<u64>::reg(self.k, to).eq(0));
                 let from = self.k.shared_address(self.first + 4 * self.count * group).in_register();
                 let [to, from] = [to, from].map(|reg| Arg::Address(Base::Reg(reg), 0));
@@ -159,6 +175,11 @@ impl<'k> Outbox<'k> {
                 t.commit_stores();
                 t.wait_stores_read(0);
                 self.arrive(self.k.shared_address(self.empty + 8 * group));
+                let whom = Val::<u64>::reg(self.k, whom);
+                t.when(whom.ne(0), |t| {
+                    t.wait_stores(0);
+                    Pointer::<u32>::at_address(whom).fetch_add_in_order(t, 0, 1);
+                });
             });
         });
     }

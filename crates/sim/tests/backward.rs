@@ -52,6 +52,29 @@ fn pairs_of_blocks_are_right() {
     }
 }
 
+/// Sums whose places are used again while blocks still add, and parts of d_q that come with tiles: more pairs than places, last
+/// bands that are not whole, parts that have no step, parts of more steps than are read at once.
+#[test]
+fn sums_are_used_again() {
+    for (i, dims) in [[64, 64], [128, 128], [48, 16]].into_iter().enumerate() {
+        let base = Case { dims, batch: 3, heads: [4, 2], blocks: 4, ..Case::base() };
+        for (case, seed) in [
+            Case { q_len: 150, k_len: 130, ..base.clone() },
+            Case { q_len: 90, k_len: 200, mask: Mask::causal(), heads: [3, 3], ..base.clone() },
+            Case { q_len: 30, k_len: 290, dtype: DType::F16, heads: [5, 5], batch: 1, blocks: 3, ..base.clone() },
+            Case { q_len: 400, k_len: 60, heads: [4, 1], ..base },
+        ]
+        .into_iter()
+        .zip(40 + 4 * i as u64..)
+        {
+            let usual = case.plan().tuning();
+            assert!(usual.rounds, "{case:?}");
+            let tuning = Tuning { pairs: Some(1 + i as u32 % 2), sums: Some(2), ..usual };
+            Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+        }
+    }
+}
+
 /// A ring of queries, one of keys, tiles of d_z in step with the first, and sums from many blocks: in any order.
 #[test]
 fn gradients_are_clean_whatever_the_order() {

@@ -197,6 +197,55 @@ fn in_pairs_of_blocks() {
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
 
+/// Sums whose places are used again, and who may read, zero and add to them when.
+#[test]
+fn in_what_is_rounded() {
+    // Eight pairs of a tile each, in the places of two, by three blocks; parts of more than is read at once.
+    let case = |dims: [usize; 2]| {
+        let case = Case { dims, q_len: 400, k_len: 100, heads: [8, 8], blocks: 3, ..Case::base() };
+        let tuning = Tuning { sums: Some(2), ..case.plan().tuning() };
+        Case { tuning: Some(tuning), ..case }
+    };
+    for (case, engine) in [(case([128, 128]), true), (case([64, 64]), false)] {
+        let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+        let k = || Kernel::clone(&kernels.main);
+        let lines = |row: &str, file: &str| lines_of(&k(), row, file);
+        let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+        let adds = line(&k(), if engine { "cp.reduce.async.bulk" } else { "red.add.f32" }, 0);
+        let (reads, zeros) = (lines("ld.global.f32", "finish.rs"), lines("st.global.f32", "rounding.rs"));
+        // The part that comes with a tile, and the place of the tile's pair; the rest waits at the end.
+        let looks = lines("ld.acquire", "rounding.rs");
+        let [part, place] = looks[..] else { panic!("{looks:?}") };
+        let barriers = lines("bar.sync", "rounding.rs");
+        let [before_zeros, _rest] = barriers[..] else { panic!("{barriers:?}") };
+        // Who tells of what the copy engine added comes after who tells what is rounded.
+        let (tell, [added, rounded]) = ("atom.global.ordered", if engine { [1, 0] } else { [0, 1] });
+        let mut bugs = vec![
+            bug("a part read before all is added", drop_loop(k(), "ld.acquire", 0), Fault::Race, &[adds]),
+            bug("added to a place that is still read", drop_loop(k(), "ld.acquire", 1), Fault::Race, &[adds]),
+            bug(
+                "zeros before all have read",
+                drop_at(k(), "bar.sync", before_zeros),
+                Fault::Race,
+                &[reads[0], zeros[0]],
+            ),
+            bug("nobody is told what is added", drop(k(), tell, added), Fault::Deadlock, &[part]),
+            bug("nobody is told what is rounded", drop(k(), tell, rounded), Fault::Deadlock, &[place]),
+        ];
+        if engine {
+            let publish = *lines("fence.proxy.async", "rounding.rs").first().expect("zeros are published");
+            bugs.push(bug("told before it is added", drop(k(), "cp.async.bulk.wait_group", 0), Fault::Race, &[adds]));
+            bugs.push(bug(
+                "zeros not published",
+                drop_at(k(), "fence.proxy.async", publish),
+                Fault::ProxyRace,
+                &[adds],
+            ));
+        }
+        check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+    }
+}
+
 /// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
 #[test]
 fn in_the_order_of_sums() {

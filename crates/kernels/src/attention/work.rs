@@ -151,7 +151,7 @@ impl<'k> WorkVars<'k> {
 pub struct Equal<'k> {
     pub tiles: Val<'k, u32>,
     m_tiles: Val<'k, u32>,
-    pairs: Val<'k, u32>,
+    pub pairs: Val<'k, u32>,
     band: Divisor<'k>,
     order: Divisor<'k>,
     rest: Divisor<'k>,

@@ -181,6 +181,12 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
     }
 
+    /// What this thread wrote to global memory so far can be read and added to by the copy engine, once others are told.
+    #[track_caller]
+    pub fn publish_global(&self) {
+        self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".global")]);
+    }
+
     /// The grid before this one is done, and what it wrote is visible.
     #[track_caller]
     pub fn wait_for_previous_grid(&self) {

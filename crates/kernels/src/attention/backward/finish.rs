@@ -7,7 +7,7 @@
 
 use super::{Adds, Features, Tuning};
 use crate::attention::work::Sides;
-use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Target, Val, Word};
+use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
 
 /// Eight elements of a row of d_q: which row, and which eight of it, each as a number and what is added to it. They are added
 /// where they are used: until then they would take registers.
@@ -22,121 +22,178 @@ pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> R
 where
     Pair<T>: Word,
 {
-    Kernel::build("attention_backward_finish", target, |k| build::<T>(k, features, tuning))
-}
-
-fn build<'k, T: Half>(k: &'k Builder, features: &Features, tuning: Tuning)
-where
-    Pair<T>: Word,
-{
-    let (d, rows, turned) = (features.dims[0], tuning.rows, tuning.adds == Adds::Engine);
-    let items = rows / 2 * d / if turned { 16 } else { 8 };
-    // With lengths of their own, blocks of twice as many threads spill.
-    let threads = match turned {
-        true if features.ragged.any() => items / 2,
-        true => items,
-        false => 256,
-    };
-    let sums = k.pointer::<f32>("sums");
-    let d_q = k.pointer::<Pair<T>>("d_q");
-    let [q_len, head_dim] = ["q_len", "head_dim"].map(|name| k.param::<u32>(name));
-    let (steps, heads) = (k.divisor("steps"), k.divisor("heads"));
-    let [batch_stride, row_stride, head_stride] =
-        ["batch_stride", "row_stride", "head_stride"].map(|name| k.param::<u32>(name));
-    let scale = k.param::<f32>("scale");
-    let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
-    k.threads(threads, |w| {
-        let [rest, step] = steps.div_rem(w.block());
-        let sums = sums.at_wide(w.block().mul_wide(rows * d));
-        // Where its sequence begins, its number, the step of the sequence, and rows of it.
-        let (of_sequence, head, step, q_len) = match &sides {
-            Some(sides) => {
-                let batch = sides.of_step(w, step, rows);
-                let [start, room] = sides.room(w, 0, batch);
-                let packed = features.ragged.packed;
-                let of = if packed { start.mul_wide(row_stride) } else { batch.mul_wide(batch_stride) };
-                (of, rest, step - sides.first_step(w, batch, rows), room)
-            }
-            None => {
-                let [batch, head] = heads.div_rem(rest);
-                (batch.mul_wide(batch_stride), head, step, q_len)
-            }
+    Kernel::build("attention_backward_finish", target, |k| {
+        let (d, rows) = (features.dims[0], tuning.rows);
+        let results = Results::new::<T>(k, features, tuning);
+        // With lengths of their own, blocks of as many threads as there are items spill.
+        let threads = match results.turned() {
+            true if features.ragged.any() => results.items() / 2,
+            true => results.items(),
+            false => 256,
         };
-        let d_q = d_q.at_wide(of_sequence + head.mul_wide(head_stride));
-        // Some loads before their stores: as many as there are registers for.
-        let rounds: Vec<u32> = (0..items.div_ceil(threads)).collect();
-        for rounds in rounds.chunks(if turned { 1 } else { 4 }) {
-            let parts: Vec<_> = rounds
-                .iter()
-                .map(|i| {
-                    let item = w.thread() + i * threads;
-                    // The last round of a block need not be whole.
-                    let here = item.lt(items);
-                    let load = |at: Val<'k, u32>, apart: u32, count: usize| -> Vec<[Val<'k, f32>; 4]> {
-                        let from = sums.at(here.select::<u32>(at, 0));
-                        (0..count as u32).map(|j| from.load_some(w, apart * j)).collect()
-                    };
-                    let eights = match turned {
-                        true => of_elements(d, tuning.cols(d), item, load),
-                        false => of_queries(d, tuning.cols(d), item, load),
-                    };
-                    (here, eights)
-                })
-                .collect();
-            for (here, eights) in parts {
-                for Eight { row, eight, sums } in eights {
-                    let (row, eight) = (step * rows + row.0 + row.1, eight.0 + eight.1);
-                    let pairs: [_; 4] =
-                        std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
-                    w.when(here & row.lt(q_len) & (eight * 8).lt(head_dim), |w| {
-                        d_q.at_wide(row.mul_wide(row_stride)).store_some(w, eight * 4, pairs);
-                    });
+        let sums = k.pointer::<f32>("sums");
+        let (steps, heads) = (k.divisor("steps"), k.divisor("heads"));
+        let scale = k.param::<f32>("scale");
+        let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
+        k.threads(threads, |w| {
+            let [rest, step] = steps.div_rem(w.block());
+            let sums = sums.at_wide(w.block().mul_wide(rows * d));
+            // Where its sequence begins, its number, the step of the sequence, and rows of it.
+            let (of_sequence, head, step, q_len) = match &sides {
+                Some(sides) => {
+                    let batch = sides.of_step(w, step, rows);
+                    let [start, room] = sides.room(w, 0, batch);
+                    let packed = features.ragged.packed;
+                    let of =
+                        if packed { start.mul_wide(results.row_stride) } else { batch.mul_wide(results.batch_stride) };
+                    (of, rest, step - sides.first_step(w, batch, rows), room)
+                }
+                None => {
+                    let [batch, head] = heads.div_rem(rest);
+                    (batch.mul_wide(results.batch_stride), head, step, results.rows)
+                }
+            };
+            let to = results.head::<T>(of_sequence, head);
+            let rows = Rows { to, step, q_len, scale };
+            let rounds: Vec<u32> = (0..results.items().div_ceil(threads)).collect();
+            // Some loads before their stores: as many as there are registers for.
+            for rounds in rounds.chunks(if results.turned() { 1 } else { 4 }) {
+                let items: Vec<_> = rounds.iter().map(|i| w.thread() + i * threads).collect();
+                let last = results.items() - 1;
+                let loaded: Vec<_> = items.iter().map(|item| results.load(w, sums, item.min(last))).collect();
+                for (item, fours) in items.into_iter().zip(loaded) {
+                    w.when(item.lt(results.items()), |w| results.store(w, rows, item, &fours));
                 }
             }
+        });
+    })
+}
+
+/// Where d_q goes, and how its sums lie.
+pub(super) struct Results<'k> {
+    d: u32,
+    tuning: Tuning,
+    d_q: Val<'k, u64>,
+    /// Of a sequence, where they are equal, and elements of a row.
+    pub rows: Val<'k, u32>,
+    head_dim: Val<'k, u32>,
+    /// In pairs.
+    pub batch_stride: Val<'k, u32>,
+    pub row_stride: Val<'k, u32>,
+    head_stride: Val<'k, u32>,
+}
+
+/// Rows of d_q of a step: where those of its head lie, which step of the head it is, how many rows the head has, and by
+/// what the sums are scaled.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'k, T> {
+    pub to: Pointer<'k, Pair<T>>,
+    pub step: Val<'k, u32>,
+    pub q_len: Val<'k, u32>,
+    pub scale: Val<'k, f32>,
+}
+
+impl<'k> Results<'k> {
+    /// Declares the parameters.
+    pub fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self
+    where
+        Pair<T>: Word,
+    {
+        let d_q = k.pointer::<Pair<T>>("d_q").address();
+        let [rows, head_dim] = ["d_q_rows", "d_q_dim"].map(|name| k.param::<u32>(name));
+        let [batch_stride, row_stride, head_stride] =
+            ["d_q_batch", "d_q_row", "d_q_head"].map(|name| k.param::<u32>(name));
+        Results { d: features.dims[0], tuning, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
+    }
+
+    /// Whether rows of the sums are elements.
+    pub fn turned(&self) -> bool {
+        self.tuning.adds == Adds::Engine
+    }
+
+    /// What of a step one thread takes at once is an item: so many there are.
+    pub fn items(&self) -> u32 {
+        self.tuning.rows / 2 * self.d / if self.turned() { 16 } else { 8 }
+    }
+
+    /// Fours of an item: where the first is, of those of a step, how far apart they are, and how many.
+    fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
+        let (cols, d) = (self.tuning.cols(self.d), self.d);
+        match self.turned() {
+            // Sixteen elements of two neighbouring queries.
+            true => {
+                let (sixteen, pair) = (item % (d / 16), item / (d / 16));
+                let (group, warp) = (sixteen / 4, sixteen & 3);
+                (group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8)
+            }
+            // Eight columns of two rows, 8 apart.
+            false => {
+                let (eight, pair) = (item % (d / 8), item / (d / 8));
+                let (sixteen, row) = (pair / 8, pair & 7);
+                let (group, eight_of_group, warp) = match cols == d {
+                    true => (sixteen / 4, eight, sixteen & 3),
+                    false => (eight / (cols / 8), eight % (cols / 8), sixteen),
+                };
+                (group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16, 4, 4)
+            }
         }
-    });
-}
+    }
 
-/// What a thread takes where rows of the sums are queries: of two rows, 8 apart, eight columns.
-fn of_queries<'k>(
-    d: u32,
-    cols: u32,
-    item: Val<'k, u32>,
-    load: impl Fn(Val<'k, u32>, u32, usize) -> Vec<[Val<'k, f32>; 4]>,
-) -> Vec<Eight<'k>> {
-    let eights = d / 8;
-    let (eight, pair) = (item % eights, item / eights);
-    let (sixteen, row) = (pair / 8, pair & 7);
-    let (group, eight_of_group, warp) = match cols == d {
-        true => (sixteen / 4, eight, sixteen & 3),
-        false => (eight / (cols / 8), eight % (cols / 8), sixteen),
-    };
-    let fours = load(group * (64 * cols) + eight_of_group * 512 + warp * 128 + row * 16, 4, 4);
-    let first = sixteen * 16 + row;
-    let of = |half: usize| Eight {
-        row: (first, 8 * half as u32),
-        eight: (eight, 0),
-        sums: std::array::from_fn(|i| fours[i / 2][2 * half + i % 2]),
-    };
-    vec![of(0), of(1)]
-}
+    /// The rows that an item's fours belong to.
+    fn eights(&self, item: Val<'k, u32>, fours: &[[Val<'k, f32>; 4]]) -> Vec<Eight<'k>> {
+        match self.turned() {
+            true => {
+                let (sixteen, pair) = (item % (self.d / 16), item / (self.d / 16));
+                let of = |query: usize, half: usize| Eight {
+                    row: (pair * 2, query as u32),
+                    eight: (sixteen * 2, half as u32),
+                    sums: std::array::from_fn(|i| fours[i][2 * half + query]),
+                };
+                vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
+            }
+            false => {
+                let (eight, pair) = (item % (self.d / 8), item / (self.d / 8));
+                let of = |half: usize| Eight {
+                    row: ((pair / 8) * 16 + (pair & 7), 8 * half as u32),
+                    eight: (eight, 0),
+                    sums: std::array::from_fn(|i| fours[i / 2][2 * half + i % 2]),
+                };
+                vec![of(0), of(1)]
+            }
+        }
+    }
 
-/// What a thread takes where rows of the sums are elements: sixteen of two neighbouring queries.
-fn of_elements<'k>(
-    d: u32,
-    cols: u32,
-    item: Val<'k, u32>,
-    load: impl Fn(Val<'k, u32>, u32, usize) -> Vec<[Val<'k, f32>; 4]>,
-) -> Vec<Eight<'k>> {
-    let sixteens = d / 16;
-    let (sixteen, pair) = (item % sixteens, item / sixteens);
-    let (group, warp) = (sixteen / 4, sixteen & 3);
-    let fours = load(group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8);
-    let (first, eight) = (pair * 2, sixteen * 2);
-    let of = |query: usize, half: usize| Eight {
-        row: (first, query as u32),
-        eight: (eight, half as u32),
-        sums: std::array::from_fn(|i| fours[i][2 * half + query]),
-    };
-    vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
+    /// The rows of a head of a sequence.
+    pub fn head<T: Half>(&self, of_sequence: Val<'k, u64>, head: Val<'k, u32>) -> Pointer<'k, Pair<T>>
+    where
+        Pair<T>: Word,
+    {
+        Pointer::at_address(self.d_q).at_wide(of_sequence + head.mul_wide(self.head_stride))
+    }
+
+    /// Reads the sums of an item of a step.
+    pub fn load<W: Who>(&self, w: &Scope<'k, W>, sums: Pointer<'k, f32>, item: Val<'k, u32>) -> Vec<[Val<'k, f32>; 4]> {
+        let (first, apart, count) = self.fours(item);
+        let from = sums.at(first);
+        (0..count).map(|i| from.load_some(w, apart * i)).collect()
+    }
+
+    /// Scales and rounds them.
+    pub fn store<T: Half, W: Who>(
+        &self,
+        w: &Scope<'k, W>,
+        Rows { to, step, q_len, scale }: Rows<'k, T>,
+        item: Val<'k, u32>,
+        fours: &[[Val<'k, f32>; 4]],
+    ) where
+        Pair<T>: Word,
+    {
+        for Eight { row, eight, sums } in self.eights(item, fours) {
+            let (row, eight) = (step * self.tuning.rows + row.0 + row.1, eight.0 + eight.1);
+            let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
+            w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
+                to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);
+            });
+        }
+    }
 }

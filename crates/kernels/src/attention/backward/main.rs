@@ -6,6 +6,7 @@
 //! `by_keys`, `sent`, `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
 use super::modified::Modified;
+use super::rounding::Rounding;
 use super::tiles::{Of, STEPS, Tiles, Work};
 use super::turns::Turns;
 use super::{Adds, Features, Order, Share, Tuning, by_columns, by_keys, by_pairs, sent};
@@ -53,6 +54,8 @@ pub(super) struct Main<'k> {
     /// Where d_q is summed.
     pub sums: Pointer<'k, f32>,
     counters: Pointer<'k, u32>,
+    /// Who rounds what of d_q, where there is no kernel for it.
+    pub rounding: Option<Rounding<'k>>,
     /// In a fixed order: who may add when.
     pub turns: Option<Turns<'k>>,
     /// Steps from one head of queries to the next.
@@ -82,7 +85,10 @@ pub(super) struct Main<'k> {
 }
 
 impl<'k> Main<'k> {
-    fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self {
+    fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self
+    where
+        Pair<T>: Word,
+    {
         let ([d, dv], rows, keys) = (features.dims, tuning.rows, tuning.block_keys());
         let pairs = tuning.share == Share::Pairs;
         if pairs {
@@ -109,6 +115,7 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
+        let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
         let turns = (features.order == Order::Fixed).then(|| Turns::new(k));
         let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
         let heads = k.divisor("heads");
@@ -156,6 +163,7 @@ impl<'k> Main<'k> {
             numbers,
             sums,
             counters,
+            rounding,
             turns,
             steps,
             group,
@@ -195,13 +203,17 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// The number of a tile that nobody has, less that of clusters, each of whose first tile is its own number. In a pair of
-    /// blocks the first draws.
+    /// Draws a number that nobody has. In a pair of blocks the first draws.
     fn draw(&self, t: &Scope<'k, Thread>) -> Val<'k, u32> {
         let Some(_) = self.told else { return self.counters.fetch_add(t, 0, 1) };
         let ticket = t.var(0u32);
         t.when(t.cluster_rank().eq(0), |t| ticket.set(self.counters.fetch_add(t, 0, 1)));
         ticket.get()
+    }
+
+    /// What the first of a pair of blocks drew, in both.
+    fn share(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>) -> Val<'k, u32> {
+        self.told.as_ref().map_or(ticket, |told| told.share(t, ticket))
     }
 
     /// The role that loads.
@@ -210,23 +222,23 @@ impl<'k> Main<'k> {
         self.k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
             // First, so that where they stand takes no registers of the thread that loads.
             self.turns.iter().for_each(|turns| turns.keep(w, self));
+            self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
             if let Some(outbox) = &self.outbox {
                 (0..2).for_each(|group| w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group)));
             }
             w.one_thread(|t| {
                 let zero = t.constant(0u32);
-                // In a fixed order a tile waits for those before it: none belongs to a block that may not have begun.
-                let tile = match &self.turns {
-                    Some(_) => t.var(self.counters.fetch_add(t, 0, 1)),
-                    None => t.var(t.cluster()),
-                };
+                // Where a tile waits for those before it, none belongs to a block that may not have begun.
+                let waits = self.turns.is_some() || self.rounding.is_some();
+                let tile = t.var(if waits { self.share(t, self.draw(t)) } else { t.cluster() });
                 let walk = self.start_walk(t);
                 t.repeat(|t, leave| {
                     let more = self.seek(t, walk.as_ref(), tile.get());
                     leave.when(!more);
                     let work = self.find(t, walk.as_ref(), tile.get());
+                    self.rounding.iter().for_each(|r| r.post(t, tile.get(), self.pair(&work)));
                     // Asked for early: the answer is used after this tile's loads.
-                    let ticket = self.turns.is_none().then(|| self.draw(t));
+                    let ticket = (!waits).then(|| self.draw(t));
                     let [first, end] = work.steps;
                     let step = t.var(first);
                     let left = t.var((end - first) * self.group);
@@ -294,23 +306,15 @@ impl<'k> Main<'k> {
                         });
                         leave.when(left.get().eq(0));
                     });
-                    match ticket {
-                        Some(ticket) => {
-                            // As many tickets as tiles are drawn, for each block's first tile is its number: the last resets
-                            // the counter.
-                            if let Tiles::Equal { tiles, .. } = &self.tiles {
-                                let last = ticket.eq(tiles.tiles - 1) & t.cluster_rank().eq(0);
-                                t.when(last, |t| self.counters.store(t, 0, 0));
-                            }
-                            let ticket = self.told.as_ref().map_or(ticket, |told| told.share(t, ticket));
-                            tile.set(ticket + t.clusters());
-                        }
+                    tile.set(match ticket {
+                        Some(ticket) => self.share(t, ticket) + t.clusters(),
                         // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
-                        None => tile.set(self.counters.fetch_add(t, 0, 1)),
-                    }
+                        None => self.share(t, self.draw(t)),
+                    });
                 });
                 self.tickets.put(t, &[]);
                 self.turns.iter().for_each(|turns| turns.post_end(t));
+                self.rounding.iter().for_each(|rounding| rounding.post_end(t));
             });
             w.sync_cluster();
         });

@@ -1,9 +1,9 @@
-//! Gradients of attention on Hopper: three kernels.
+//! Gradients of attention on Hopper: two or three kernels.
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
-//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sum of d_q, [`main`] everything else, and
-//! [`finish`] rounds d_q. A row without keys has a gradient of zeros.
+//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sum of d_q, [`main`] everything else; where
+//! it does not round d_q as well, [`finish`] does. A row without keys has a gradient of zeros.
 
 mod by_columns;
 mod by_keys;
@@ -15,6 +15,7 @@ mod modified;
 mod placed;
 pub mod plan;
 pub mod prepare;
+mod rounding;
 mod sent;
 pub mod sinks;
 mod tiles;
@@ -54,6 +55,9 @@ pub struct Features {
     pub d_lse: bool,
     /// In which order blocks add to d_q.
     pub order: Order,
+    /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where warpgroups share keys, of equal
+    /// sequences that have keys, and in any order.
+    pub rounds: bool,
     /// Lengths that differ from sequence to sequence.
     pub ragged: Ragged,
     /// Expressions over scores and indices.
@@ -64,6 +68,6 @@ impl Features {
     /// Those of equal sequences under a mask of spans, without anything else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         let (ragged, modified) = (Ragged::default(), Derived::default());
-        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, ragged, modified }
+        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, rounds: false, ragged, modified }
     }
 }

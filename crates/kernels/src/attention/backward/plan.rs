@@ -1,5 +1,7 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
+mod bands;
+
 pub use super::placed::Tensors;
 use super::placed::{named, pairs};
 use super::tiles::STEPS;
@@ -25,10 +27,6 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Up to so many queries, longer steps waste more at the edges of a mask than they save.
 const SHORT: usize = 2048;
-/// Pairs of head and sequence whose tiles run together where tiles differ in length.
-const ORDER: u64 = 16;
-/// A part of the second-level cache.
-const CACHE_BYTES: u64 = 32 << 20;
 /// Words before those that keep the order: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
 /// Rows before the first of a tensor that nothing is read of: past all that there can be.
@@ -61,8 +59,8 @@ pub struct Kernels {
     pub prepare: Arc<Kernel>,
     /// The gradients.
     pub main: Arc<Kernel>,
-    /// After.
-    pub finish: Arc<Kernel>,
+    /// After, where the main kernel does not round d_q.
+    pub finish: Option<Arc<Kernel>>,
     /// The gradients of sinks, where there are some.
     pub sinks: Option<Arc<Kernel>>,
     /// Zeros where gradients of auxiliary tensors are summed.
@@ -76,8 +74,8 @@ pub struct Kernels {
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let some = [&self.sinks, &self.zero, &self.exact, &self.cover];
-        [&self.prepare, &self.main, &self.finish].into_iter().chain(some.into_iter().flatten())
+        let some = [&self.finish, &self.sinks, &self.zero, &self.exact, &self.cover];
+        [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
     }
 }
 
@@ -148,12 +146,13 @@ impl Backward {
             (Share::Keys, 65..) => [128, dims[1].next_multiple_of(16) as u32],
             (Share::Keys, _) => dims.map(|d| d.next_multiple_of(16) as u32),
         };
-        let features = Features { dims: padded, mask, exp, d_lse, order, ragged, modified };
+        let features = Features { dims: padded, mask, exp, d_lse, order, rounds: false, ragged, modified };
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
         let has_blocks = problem.blocks().is_some();
         let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
+        let plan = plan.tuned(tuning);
         // Of the preparation, threads and parts of rows of eight elements are counted in 32 bits.
         let most = plan.rows() * u64::from(padded[0].max(padded[1]) / 8);
         if most.max(plan.lengths()[1]) >= OUTSIDE {
@@ -168,7 +167,10 @@ impl Backward {
     }
 
     /// With another tuning, which must fit the head dimensions.
-    pub fn tuned(self, tuning: Tuning) -> Backward {
+    pub fn tuned(mut self, tuning: Tuning) -> Backward {
+        let Features { order, ragged, modified, .. } = &self.features;
+        let plain = *order == Order::Any && !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
+        self.features.rounds = plain && tuning.rounds && tuning.share == Share::Keys;
         Backward { tuning, ..self }
     }
 
@@ -192,7 +194,10 @@ impl Backward {
         Ok(Kernels {
             prepare: Arc::new(prepare::kernel::<T>(target, &self.features, self.tuning)?),
             main: Arc::new(main::kernel::<T>(target, &self.features, self.tuning)?),
-            finish: Arc::new(finish::kernel::<T>(target, &self.features, self.tuning)?),
+            finish: (!self.features.rounds)
+                .then(|| finish::kernel::<T>(target, &self.features, self.tuning))
+                .transpose()?
+                .map(Arc::new),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
             zero: (!self.features.modified.aux.is_empty()).then(|| zero::kernel(target)).transpose()?.map(Arc::new),
             exact: self
@@ -287,7 +292,7 @@ impl Backward {
     fn parts(&self) -> [u64; 7] {
         let rows = self.rows();
         let mut end = 0;
-        let of_sums = rows * u64::from(self.features.dims[0]) * 4;
+        let of_sums = self.sum_rows() * u64::from(self.features.dims[0]) * 4;
         let words: u64 = (0..self.aux_shapes.len()).map(|aux| self.words(aux)).sum();
         let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4, words * 8];
         let starts = sizes.map(|bytes| {
@@ -299,20 +304,15 @@ impl Backward {
         [a, b, c, d, e, f, end]
     }
 
-    /// Words that are zero at the beginning: the tiles handed out, and in a fixed order for each step of each head the tile that
-    /// added last.
+    /// Words that are zero at the beginning: the tiles handed out; where d_q is rounded while they run, for each pair of head
+    /// and sequence the tiles that have added and the parts that are rounded; in a fixed order for each step of each head the
+    /// tile that added last.
     fn counters(&self) -> u64 {
         match self.features.order {
+            Order::Any if self.features.rounds => COUNTERS + 2 * self.pairs(),
             Order::Any => COUNTERS,
             Order::Fixed => COUNTERS + self.rows() / u64::from(self.tuning.rows),
         }
-    }
-
-    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
-    /// tiles are spread over the whole of their pair, and what they read and add to must stay in the second-level cache.
-    fn fixed_order(&self) -> u64 {
-        let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
-        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(1, 64)
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.
@@ -397,22 +397,17 @@ impl Backward {
             let args = self.main(kernels, tensors, parts)?;
             launches.push(Launch { kernel: kernels.main.clone(), grid: [blocks, 1, 1], args });
         }
-        if q_rows > 0 {
-            let slots = Slots::of(&kernels.finish);
+        if let (Some(kernel), 1..) = (&kernels.finish, q_rows) {
+            let slots = Slots::of(kernel);
             let mut args = Arguments::new(&slots);
             args.add("sums", Value::Pointer(sums));
-            args.add("d_q", Value::Pointer(tensors.d_q.span));
-            args.add_u32("q_len", q_rows);
-            args.add_u32("head_dim", self.dims[0]);
+            self.results(&mut args, tensors);
             args.divisor(["steps", "steps_magic", "steps_shift"], self.steps());
             args.divisor(["heads", "heads_magic", "heads_shift"], heads);
-            for (name, stride) in ["batch_stride", "row_stride", "head_stride"].into_iter().zip(pairs(&tensors.d_q)) {
-                args.add_u32(name, stride);
-            }
             args.add("scale", Value::F32(self.scale));
             args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
             let grid = [(self.all_heads() * self.steps()) as u32, 1, 1];
-            launches.push(Launch { kernel: kernels.finish.clone(), grid, args: args.finish() });
+            launches.push(Launch { kernel: kernel.clone(), grid, args: args.finish() });
         }
         launches.extend(after);
         Ok(Plan { launches })
@@ -435,6 +430,7 @@ impl Backward {
         tensors.d_lse.into_iter().for_each(|span| args.add("d_lse", Value::Pointer(span)));
         let numbers = [
             ("all_rows", self.rows()),
+            ("sum_rows", self.sum_rows()),
             ("lse_rows", self.lengths()[0]),
             ("value_dim", self.dims[1]),
             ("words", self.counters()),
@@ -471,11 +467,24 @@ impl Backward {
         args.add("scale_log2", Value::F32(scale_log2));
         self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
+        if self.features.rounds {
+            self.rounding(&mut args, tensors, counters);
+        }
         match (self.layout, self.features.ragged.any()) {
-            (Layout::Dense { batch, q_len, k_len }, false) => self.equal(&mut args, tensors, [batch, q_len, k_len]),
+            (Layout::Dense { q_len, k_len, .. }, false) => self.equal(&mut args, tensors, [q_len, k_len]),
             _ => self.unequal(&mut args, tensors)?,
         }
         Ok(args.finish())
+    }
+
+    /// Where d_q goes.
+    fn results(&self, args: &mut Arguments<'_>, tensors: &Tensors) {
+        args.add("d_q", Value::Pointer(tensors.d_q.span));
+        args.add_u32("d_q_rows", self.lengths()[0]);
+        args.add_u32("d_q_dim", self.dims[0]);
+        for (name, stride) in ["d_q_batch", "d_q_row", "d_q_head"].into_iter().zip(pairs(&tensors.d_q)) {
+            args.add_u32(name, stride);
+        }
     }
 
     /// Arguments of modifiers.
@@ -498,7 +507,7 @@ impl Backward {
     }
 
     /// Arguments of equal sequences.
-    fn equal(&self, args: &mut Arguments<'_>, tensors: &Tensors, [batch, q_len, k_len]: [usize; 3]) {
+    fn equal(&self, args: &mut Arguments<'_>, tensors: &Tensors, [q_len, k_len]: [usize; 2]) {
         // Keys that no query sees, and queries that see no key, are read as zeros: whatever they hold, times a
         // probability of 0, must not show.
         let spans = self.features.mask.spans();
@@ -522,15 +531,7 @@ impl Backward {
         ] {
             args.add(name, Value::Tensor(placed.tensor(self.number)));
         }
-        let key_tiles = (k_len as u64).div_ceil(u64::from(self.tuning.keys()));
-        let pairs = batch as u64 * self.heads[1];
-        let order = match (self.tuning.pairs, self.features.order) {
-            (Some(pairs), _) => u64::from(pairs.max(1)),
-            (None, Order::Any) if spans.is_empty() => 1,
-            (None, Order::Any) => ORDER,
-            (None, Order::Fixed) => self.fixed_order(),
-        };
-        let order = order.min(pairs);
+        let (key_tiles, pairs, order) = (self.key_tiles(), self.pairs(), self.order());
         // Of the last band; never used where there is none.
         let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
         args.divisor(["band", "band_magic", "band_shift"], order * key_tiles);

@@ -30,9 +30,9 @@ where
         let d_lse = features.d_lse.then(|| k.pointer::<f32>("d_lse"));
         let [shift, delta, sums] = ["shift", "delta", "sums"].map(|name| k.pointer::<f32>(name));
         let counters = k.pointer::<u32>("counters");
-        // Rows of all heads with their padding, rows of a head in the LSE.
-        let [all_rows, lse_rows, value_dim, words] =
-            ["all_rows", "lse_rows", "value_dim", "words"].map(|name| k.param::<u32>(name));
+        // Rows of all heads with their padding, those that have sums at once, rows of a head in the LSE.
+        let [all_rows, sum_rows, lse_rows, value_dim, words] =
+            ["all_rows", "sum_rows", "lse_rows", "value_dim", "words"].map(|name| k.param::<u32>(name));
         let (heads, rows) = (k.divisor("heads"), k.divisor("rows"));
         let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
@@ -44,7 +44,8 @@ where
             let zero = w.constant(0.0f32);
             // Rows lie in another order among the sums; for zeros it does not matter.
             let to = sums.at_wide(first.mul_wide(d));
-            w.each(w.lane() * 4, (all_rows - first).min(ROWS) * d, 4 * 32, |w, i| to.store_some(w, i, [zero; 4]));
+            let summed = (sum_rows - first.min(sum_rows)).min(ROWS) * d;
+            w.each(w.lane() * 4, summed, 4 * 32, |w, i| to.store_some(w, i, [zero; 4]));
 
             // As the tensor cores have it: four lanes for a row and for the one eight below.
             let [lane_row, lane_col] = [w.lane() / 4, w.lane() & 3];

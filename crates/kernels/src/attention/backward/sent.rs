@@ -135,13 +135,16 @@ where
         tickets.done(w);
         values.done(w);
         keys.done(w);
+        let part = main.read_part(w);
         // Both are done with d_z.
         w.sync_role(&all);
         let to_v = Tile::at(main.d_v.tile(), exchange[0].nth(own).address());
         let to_k = outbox.as_tile(w, main.d_k.tile());
         let at = |w: &Scope<'k, Thread>, _| [w.constant(0), work.tile * tuning.keys() + own * 64];
         store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
+        main.round::<T>(w, &all, part);
     });
     outbox.end(w);
+    main.round_rest::<T>(w, &all);
     w.one_thread_of_group(|t| t.wait_stores_read(0));
 }

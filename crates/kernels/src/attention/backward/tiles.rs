@@ -186,11 +186,11 @@ impl<'k> Main<'k> {
     /// The tile with a number that was sought. Those of equal sequences come in bands of some (head, batch) pairs; in a band,
     /// and in a sequence, the first keys go first, which under a causal mask most queries see. In a fixed order neighbours
     /// go the other way round.
-    pub(super) fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Work<'k> {
+    pub(super) fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
         let ([batch, head, place], sequence) = match (&self.tiles, walk) {
-            (Tiles::Equal { tiles, .. }, _) => (tiles.place(self.heads, tile), None),
+            (Tiles::Equal { tiles, .. }, _) => (tiles.place(self.heads, number), None),
             (Tiles::Unequal(unequal), Some(walk)) => {
-                let [batch, head, place, _] = unequal.place(walk, tile, self.heads);
+                let [batch, head, place, _] = unequal.place(walk, number, self.heads);
                 ([batch, head, place], self.sequence(t, batch))
             }
             (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
@@ -205,6 +205,15 @@ impl<'k> Main<'k> {
         match work.sequence {
             Some(sequence) => work.head * self.group * self.steps + sequence.first_step,
             None => (work.batch * self.heads.value() + work.head) * self.group * self.steps,
+        }
+    }
+
+    /// The same among the steps that have sums.
+    #[track_caller]
+    pub(super) fn sums_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+        match &self.rounding {
+            Some(rounding) => rounding.place(self.pair(work)) * self.group * self.steps,
+            None => self.steps_before(work),
         }
     }
 

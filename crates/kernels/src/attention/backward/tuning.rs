@@ -3,7 +3,11 @@
 use super::{Order, Room};
 use crate::attention::cuts::{self, Cut, Row, Table, TuningError};
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
+
+/// Fewer keys than this are few.
+const SHORT: u64 = 2049;
 
 /// What the two warpgroups of a block share out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +77,11 @@ pub struct Tuning {
     pub pack: Pack,
     /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
     pub pairs: Option<u32>,
+    /// Whether d_q is rounded by the blocks that add to it, while others still do, where warpgroups share keys: then its sums
+    /// need not leave the second-level cache.
+    pub rounds: bool,
+    /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
+    pub sums: Option<u32>,
 }
 
 impl Cut for Tuning {
@@ -88,15 +97,23 @@ impl Cut for Tuning {
             drain: false,
             pack: Pack::Early,
             pairs: None,
+            rounds: false,
+            sums: None,
         };
         let columns = Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
-        let rows = [
-            (0..=64, Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base }),
-            (65..=128, Tuning { rows: 80, adds: Adds::Engine, ..base }),
-            (129..=192, columns),
-            (193..=u32::MAX, Tuning { share: Share::Pairs, early: 2, ..columns }),
+        let narrow = Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base };
+        let usual = Tuning { rows: 80, adds: Adds::Engine, ..base };
+        let row = |head_dims, keys, tuning| Row { head_dims, keys, tuning };
+        // Of few keys, what runs around the main kernel is a fifth of the time.
+        let rounded = |head_dims: RangeInclusive<u32>, tuning| {
+            let short = row(head_dims.clone(), 0..SHORT, Tuning { rounds: true, ..tuning });
+            [short, row(head_dims, SHORT..u64::MAX, tuning)]
+        };
+        let wide = [
+            row(129..=192, 0..u64::MAX, columns),
+            row(193..=u32::MAX, 0..u64::MAX, Tuning { share: Share::Pairs, early: 2, ..columns }),
         ];
-        rows.map(|(head_dims, tuning)| Row { head_dims, keys: 0..u64::MAX, tuning }).to_vec()
+        [rounded(0..=64, narrow), rounded(65..=128, usual), wide].concat()
     }
 
     fn neighbours(self, head_dim: u32) -> Vec<Tuning> {
@@ -109,6 +126,7 @@ impl Cut for Tuning {
         let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
+        let rounds = [Tuning { rounds: !self.rounds, ..self }].into_iter().filter(|_| self.share == Share::Keys);
         // What only threads that add ask for, and not in `by_columns`.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
@@ -119,8 +137,15 @@ impl Cut for Tuning {
         let asked = self.adds == Adds::Threads && self.share != Share::Columns;
         let of_threads = of_threads.into_iter().filter(|_| asked);
         let share = [Share::Columns, Share::Pairs].map(|share| Tuning { share, ..self });
-        let all =
-            rows.into_iter().chain([adds]).chain(share).chain(depth).chain(key_depth).chain(registers).chain(pairs);
+        let all = rows
+            .into_iter()
+            .chain([adds])
+            .chain(share)
+            .chain(depth)
+            .chain(key_depth)
+            .chain(registers)
+            .chain(pairs)
+            .chain(rounds);
         let mut found: Vec<Tuning> = Vec::new();
         for tuning in all.chain(of_threads).filter(|tuning| *tuning != self && tuning.has_kernel(head_dim)) {
             if !found.contains(&tuning) {
@@ -145,7 +170,7 @@ impl Tuning {
     /// What measured best, or fits at all, where threads add in turns, sequences have lengths of their own, or scores are
     /// modified: the last two keep more in registers.
     pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
-        let usual = Tuning::hopper(head_dim);
+        let usual = Tuning { rounds: false, ..Tuning::hopper(head_dim) };
         match head_dim {
             ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual },
             65..=128 if ragged && modified == Room::None && order == Order::Any => {
@@ -215,28 +240,41 @@ impl Tuning {
     }
 }
 
-/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early pairs=rule`.
+/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early rounds=yes
+/// pairs=rule sums=rule`.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, .. } = self;
+        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, rounds, sums, .. } = self;
         let (share, adds) = (cuts::name_of(&Share::NAMES, self.share), cuts::name_of(&Adds::NAMES, self.adds));
-        let (drain, pack) = (cuts::name_of(&DRAIN, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
+        let (drain, pack) = (cuts::name_of(&ANSWERS, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
         write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
-        write!(f, "registers={compute}:{load} early={early} drain={drain} pack={pack} pairs=")?;
-        match pairs {
-            Some(pairs) => write!(f, "{pairs}"),
-            None => f.write_str(RULE),
-        }
+        write!(
+            f,
+            "registers={compute}:{load} early={early} drain={drain} pack={pack} rounds={}",
+            cuts::name_of(&ANSWERS, *rounds)
+        )?;
+        [("pairs", pairs), ("sums", sums)].into_iter().try_for_each(|(name, value)| match value {
+            Some(value) => write!(f, " {name}={value}"),
+            None => write!(f, " {name}={RULE}"),
+        })
     }
 }
 
-const DRAIN: [(&str, bool); 2] = [("no", false), ("yes", true)];
-/// Pairs that are not given.
+const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
+/// Numbers that are not given.
 const RULE: &str = "rule";
+/// A number, or none where there is a rule for it.
+fn or_rule(text: &str) -> Option<Option<u32>> {
+    match text {
+        RULE => Some(None),
+        _ => cuts::number(text, |n| (1..=1 << 16).contains(&n)).map(Some),
+    }
+}
+
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late pairs=rule|N (1 to 65536)";
+                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N (1 to 65536)";
 
 impl Tuning {
     /// The same but for these entries.
@@ -250,10 +288,11 @@ impl Tuning {
                 "key_depth" => self.key_depth = cuts::number(value, |n| (1..=2).contains(&n))?,
                 "registers" => self.registers = cuts::registers(value)?,
                 "early" => self.early = cuts::number(value, |n| n <= 8)?,
-                "drain" => self.drain = cuts::named(&DRAIN, value)?,
+                "drain" => self.drain = cuts::named(&ANSWERS, value)?,
                 "pack" => self.pack = cuts::named(&Pack::NAMES, value)?,
-                "pairs" if value == RULE => self.pairs = None,
-                "pairs" => self.pairs = Some(cuts::number(value, |n| (1..=1 << 16).contains(&n))?),
+                "pairs" => self.pairs = or_rule(value)?,
+                "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,
+                "sums" => self.sums = or_rule(value)?,
                 _ => return None,
             }
             Some(())

@@ -32,7 +32,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.left.set((end - first) * main.group);
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
-        let step = main.steps_before(work) + first;
+        let step = main.sums_before(work) + first;
         let group = main.quarter(w) * (64 * main.tuning.cols(d));
         let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
@@ -95,6 +95,12 @@ impl<'a, 'k> Walk<'a, 'k> {
     pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>) {
         let elements: Vec<_> = d_q.elements().collect();
         outbox.open(w, self.place.get());
+        if let Some(rounding) = &self.main.rounding {
+            w.when(self.left.get().eq(1), |w| {
+                let work = self.main.read(&self.main.tickets.again(w));
+                outbox.tell(w, rounding.teller(self.main.pair(&work)));
+            });
+        }
         outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
         outbox.send(w);
     }

@@ -1,0 +1,80 @@
+//! Which tiles run together, and how many pairs of head and sequence have sums of d_q at the same time.
+
+use super::super::Order;
+use super::{Arguments, Backward, COUNTERS, Span, Tensors, Value};
+
+/// Pairs of head and sequence whose tiles run together where tiles differ in length.
+const ORDER: u64 = 16;
+/// Tiles of such a band where d_q is rounded while they run: the more, the longer its sums are kept.
+const BAND_TILES: u64 = 32;
+/// Multiprocessors of the GPUs that these kernels are for; another number only means sums that are kept longer than they need
+/// be, or not long enough to never be waited for.
+const MULTIPROCESSORS: u64 = 132;
+/// A part of the second-level cache.
+const CACHE_BYTES: u64 = 32 << 20;
+
+impl Backward {
+    /// Pairs of head of keys and sequence, and tiles of each.
+    pub(super) fn pairs(&self) -> u64 {
+        self.batch() * self.heads[1]
+    }
+    pub(super) fn key_tiles(&self) -> u64 {
+        self.lengths()[1].div_ceil(u64::from(self.tuning.keys()))
+    }
+
+    /// Pairs whose tiles run together, of equal sequences.
+    pub(super) fn order(&self) -> u64 {
+        let order = match (self.tuning.pairs, self.features.order) {
+            (Some(pairs), _) => u64::from(pairs.max(1)),
+            (None, Order::Any) if self.features.mask.spans().is_empty() => 1,
+            (None, Order::Any) if self.features.rounds => (BAND_TILES / self.key_tiles().max(1)).clamp(1, ORDER),
+            (None, Order::Any) => ORDER,
+            (None, Order::Fixed) => self.fixed_order(),
+        };
+        order.min(self.pairs()).max(1)
+    }
+
+    /// Pairs that would have sums at the same time if there were enough, whole bands of them. Half of them are between a part's
+    /// tile and the one it is rounded after: by then all tiles of its band are handed out, and all that run have been
+    /// replaced, the longest too.
+    fn places(&self) -> u64 {
+        let between = if self.features.mask.spans().is_empty() { 5 * MULTIPROCESSORS / 4 } else { 2 * MULTIPROCESSORS };
+        let places = match self.tuning.sums {
+            Some(sums) => u64::from(sums),
+            None => 2 * (self.order() + between.div_ceil(self.key_tiles().max(1))),
+        };
+        places.max(2 * self.order()).next_multiple_of(self.order())
+    }
+
+    /// Rows that have sums at the same time.
+    pub(super) fn sum_rows(&self) -> u64 {
+        match self.features.rounds {
+            true => self.rows() / self.pairs().max(1) * self.places().min(self.pairs()),
+            false => self.rows(),
+        }
+    }
+
+    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
+    /// tiles are spread over the whole of their pair, and what they read and add to must stay in the second-level cache.
+    fn fixed_order(&self) -> u64 {
+        let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
+        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(1, 64)
+    }
+
+    /// Who rounds what of d_q.
+    pub(super) fn rounding(&self, args: &mut Arguments<'_>, tensors: &Tensors, counters: Span) {
+        self.results(args, tensors);
+        let (pairs, tiles, steps) = (self.pairs(), self.key_tiles(), self.steps());
+        let all = self.heads[0] / self.heads[1] * steps;
+        let part = all.div_ceil(tiles);
+        args.add("added", Value::Pointer(counters.from(COUNTERS * 4)));
+        args.add("rounded", Value::Pointer(counters.from((COUNTERS + pairs) * 4)));
+        args.divisor(["places", "places_magic", "places_shift"], self.places());
+        args.divisor(["head_steps", "head_steps_magic", "head_steps_shift"], steps);
+        // Where there are fewer tiles, all parts are left for the end.
+        let lag = (self.places() * tiles / 2).min(pairs * tiles);
+        for (name, n) in [("lag", lag), ("part", part), ("parts", all.div_ceil(part))] {
+            args.add_u32(name, n);
+        }
+    }
+}

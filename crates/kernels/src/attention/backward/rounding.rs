@@ -1,0 +1,308 @@
+//! d_q rounded by the blocks that add to it, while its sums are still in the second-level cache.
+//!
+//! Sums are not kept for all pairs of head and sequence: as many as a few times the tiles that run at once, and a pair has
+//! the place of one that many pairs before it, when that is rounded. With each tile that a block is handed out comes a part
+//! of the d_q of a pair whose tiles were all handed out long before. Blocks seldom wait for each other therefore, and never
+//! in a circle: a part waits for tiles that were handed out before the tile it comes with, and a tile for parts that came
+//! with tiles before it. The parts that come with no tile are shared out among all blocks at the end.
+//!
+//! Nobody who computes waits for memory for that, or tells others: a thread that does nothing else looks whether the additions
+//! to a part have arrived before it is asked for, and tells what was added and rounded after.
+
+use super::finish::{Results, Rows};
+use super::main::Main;
+use super::tiles::{Tiles, Work};
+use super::{Adds, Features, Tuning};
+use fulgurite_ptx::{Builder, Divisor, Group, Half, Pair, Pointer, Relay, RoleBarrier, Scope, Thread, Val, Var, Word};
+
+/// Warpgroups that compute.
+const GROUPS: u32 = 2;
+const THREADS: u32 = GROUPS * 128;
+/// Messages on their way: a tile, and the one whose first queries are loaded.
+const DEPTH: u32 = 2;
+
+/// Who has a message: the thread that loads, the one that looks, the warps that compute, and the one that looked again.
+#[derive(Clone, Copy)]
+enum Hand {
+    Look = 1,
+    Round = 2,
+    Tell = 3,
+}
+
+/// What of d_q is rounded when.
+pub(super) struct Rounding<'k> {
+    results: Results<'k>,
+    messages: Relay<'k>,
+    /// For each pair, how often somebody told that all additions of a tile have arrived, and how many parts are rounded.
+    added: Pointer<'k, u32>,
+    rounded: Pointer<'k, u32>,
+    /// Pairs that have sums at the same time.
+    places: Divisor<'k>,
+    /// How many tiles after the tile with its number a part is rounded.
+    lag: Val<'k, u32>,
+    /// Steps of a part, and parts of a pair.
+    part: Val<'k, u32>,
+    parts: Val<'k, u32>,
+    /// Steps of a head.
+    steps: Divisor<'k>,
+}
+
+/// A part of the d_q of a pair: what of it is rounded at once.
+struct Part<'k> {
+    batch: Val<'k, u32>,
+    head: Val<'k, u32>,
+    pair: Val<'k, u32>,
+    /// Items of whole steps.
+    items: [Val<'k, u32>; 2],
+}
+
+impl<'k> Rounding<'k> {
+    /// Declares the parameters.
+    pub fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self
+    where
+        Pair<T>: Word,
+    {
+        let results = Results::new::<T>(k, features, tuning);
+        let messages = k.relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]);
+        let [added, rounded] = ["added", "rounded"].map(|name| k.array(name));
+        let [lag, part, parts] = ["lag", "part", "parts"].map(|name| k.param::<u32>(name));
+        let [places, steps] = ["places", "head_steps"].map(|name| k.divisor(name));
+        Rounding { results, messages, added, rounded, places, lag, part, parts, steps }
+    }
+
+    /// Items that a thread reads at once, and fours of each: as many as there are registers for.
+    fn at_once(&self) -> (usize, usize) {
+        if self.results.turned() { (3, 8) } else { (4, 4) }
+    }
+
+    /// The place that a pair has.
+    #[track_caller]
+    pub fn place(&self, pair: Val<'k, u32>) -> Val<'k, u32> {
+        self.places.div_rem(pair)[1]
+    }
+
+    /// Where it is told that the additions of a tile have arrived.
+    #[track_caller]
+    pub fn teller(&self, pair: Val<'k, u32>) -> Pointer<'k, u32> {
+        self.added.at(pair)
+    }
+
+    /// The thread that loads a tile: its pair has a place when the one that had it is rounded.
+    pub fn post(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>, pair: Val<'k, u32>) {
+        let (places, zero) = (self.places.value(), t.constant(0u32));
+        self.messages.post(t, [number + 1, zero, zero, zero]);
+        t.when(pair.ge(places), |t| self.rounded.wait_for(t, pair - places, self.parts));
+    }
+
+    /// No more tiles.
+    pub fn post_end(&self, t: &Scope<'k, Thread>) {
+        self.messages.post(t, [0; 4].map(|n| t.constant(n)));
+    }
+
+    /// The thread that looks and tells, of one tile after the other.
+    pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
+        w.one_thread_of_warp(1, |t| {
+            t.repeat(|t, leave| {
+                self.messages.wait(t, Hand::Look as usize);
+                let [after, ..] = self.messages.read(t, Hand::Look as usize);
+                let comes = after.gt(self.lag);
+                t.when(comes, |t| main.wait_for_part(t, self, after - 1 - self.lag));
+                self.messages.pass(t, Hand::Look as usize);
+                leave.when(after.eq(0));
+                self.messages.wait(t, Hand::Tell as usize);
+                if main.tuning.adds == Adds::Threads {
+                    let pair = main.part(self, after - 1).pair;
+                    self.teller(pair).fetch_add_in_order(t, 0, 1);
+                }
+                t.when(comes, |t| {
+                    let part = main.part(self, after - 1 - self.lag);
+                    let told = part.items[0].lt(part.items[1]) & main.used_again(self, part.pair);
+                    t.when(told, |t| {
+                        self.rounded.at(part.pair).fetch_add_in_order(t, 0, 1);
+                    });
+                });
+                self.messages.pass(t, Hand::Tell as usize);
+            });
+        });
+    }
+}
+
+impl<'k> Main<'k> {
+    /// A tile's pair of head and sequence.
+    #[track_caller]
+    pub(super) fn pair(&self, work: &Work<'k>) -> Val<'k, u32> {
+        work.batch * self.heads.value() + work.head
+    }
+
+    /// Before a tile's last additions: reads what it can of the part that comes with it.
+    pub(super) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
+        let rounding = self.rounding.as_ref()?;
+        let (items, fours) = rounding.at_once();
+        let sums = Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect());
+        rounding.messages.wait(w, Hand::Round as usize);
+        let [after, ..] = rounding.messages.read(w, Hand::Round as usize);
+        w.when(after.gt(rounding.lag), |w| {
+            let part = self.part(rounding, after - 1 - rounding.lag);
+            self.read_items(w, rounding, &part, part.items[0], &sums);
+        });
+        Some(sums)
+    }
+
+    /// After a tile's additions, and what of the part could not be read before.
+    pub(super) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &RoleBarrier, sums: Option<Sums<'k>>)
+    where
+        Pair<T>: Word,
+    {
+        let (Some(rounding), Some(sums)) = (&self.rounding, sums) else { return };
+        let [after, ..] = rounding.messages.read(w, Hand::Round as usize);
+        w.when(after.gt(rounding.lag), |w| {
+            let part = self.part(rounding, after - 1 - rounding.lag);
+            self.write_items::<T>(w, rounding, &part, part.items[0], &sums);
+            self.round_items::<T>(w, rounding, &part, rounding.at_once().0);
+            w.when(self.used_again(rounding, part.pair), |w| {
+                w.sync_role(barrier);
+                self.clear(w, rounding, &part);
+            });
+        });
+        if self.tuning.adds == Adds::Engine {
+            w.publish_global();
+        }
+        rounding.messages.pass_together(w, Hand::Round as usize);
+    }
+
+    /// After the last tile: the parts that came with none.
+    pub(super) fn round_rest<T: Half>(&self, w: &Scope<'k, Group>, barrier: &RoleBarrier)
+    where
+        Pair<T>: Word,
+    {
+        if let (Some(rounding), Tiles::Equal { tiles, .. }) = (&self.rounding, &self.tiles) {
+            let first = tiles.tiles - tiles.tiles.min(rounding.lag);
+            w.each(first + w.cluster(), tiles.tiles, w.clusters(), |w, number| {
+                w.one_thread(|t| self.wait_for_part(t, rounding, number));
+                w.sync_role(barrier);
+                // No pair will have its place: there are as many as it takes for the numbers that come with no tile.
+                self.round_items::<T>(w, rounding, &self.part(rounding, number), 0);
+            });
+        }
+    }
+
+    /// The part with a number.
+    fn part(&self, rounding: &Rounding<'k>, number: Val<'k, u32>) -> Part<'k> {
+        let Tiles::Equal { tiles, .. } = &self.tiles else {
+            unreachable!("bug in fulgurite: parts of unequal sequences")
+        };
+        let [batch, head, nth] = tiles.place(self.heads, number);
+        let all = self.group * self.steps;
+        let first = nth * rounding.part;
+        let pair = batch * self.heads.value() + head;
+        let items = [first.min(all), (first + rounding.part).min(all)].map(|step| step * rounding.results.items());
+        Part { batch, head, pair, items }
+    }
+
+    /// Whether another pair will have the place of this one.
+    fn used_again(&self, rounding: &Rounding<'k>, pair: Val<'k, u32>) -> Val<'k, bool> {
+        let Tiles::Equal { tiles, .. } = &self.tiles else {
+            unreachable!("bug in fulgurite: parts of unequal sequences")
+        };
+        (pair + rounding.places.value()).lt(tiles.pairs)
+    }
+
+    /// Waits until all additions to a part have arrived.
+    fn wait_for_part(&self, t: &Scope<'k, Thread>, rounding: &Rounding<'k>, number: Val<'k, u32>) {
+        // The copy engine adds for each warpgroup.
+        let tellers = if self.tuning.adds == Adds::Engine { GROUPS } else { 1 };
+        let part = self.part(rounding, number);
+        rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * tellers);
+    }
+
+    /// An item's step among those of its pair, and its number in the step.
+    fn step_of(&self, rounding: &Rounding<'k>, item: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+        let step = item / rounding.results.items();
+        [step, item - step * rounding.results.items()]
+    }
+
+    /// Where the sums of a step of a pair are.
+    fn sums_of(&self, rounding: &Rounding<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
+        let step = rounding.place(pair) * self.group * self.steps + step;
+        self.sums.at_wide(step.mul_wide(self.tuning.rows * self.dims[0]))
+    }
+
+    /// Items that a thread takes at once, from one of them on.
+    fn taken(&self, w: &Scope<'k, Group>, first: Val<'k, u32>, count: usize) -> impl Iterator<Item = Val<'k, u32>> {
+        let own = w.group() * 128 + w.thread_in_group() + first;
+        (0..count as u32).map(move |i| own + i * THREADS)
+    }
+
+    fn read_items(
+        &self,
+        w: &Scope<'k, Group>,
+        rounding: &Rounding<'k>,
+        part: &Part<'k>,
+        first: Val<'k, u32>,
+        sums: &Sums<'k>,
+    ) {
+        for (item, to) in self.taken(w, first, sums.0.len()).zip(&sums.0) {
+            w.when(item.lt(part.items[1]), |w| {
+                let [step, item] = self.step_of(rounding, item);
+                let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
+                to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
+            });
+        }
+    }
+
+    fn write_items<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        rounding: &Rounding<'k>,
+        part: &Part<'k>,
+        first: Val<'k, u32>,
+        sums: &Sums<'k>,
+    ) where
+        Pair<T>: Word,
+    {
+        let results = &rounding.results;
+        for (item, fours) in self.taken(w, first, sums.0.len()).zip(&sums.0) {
+            w.when(item.lt(part.items[1]), |w| {
+                let [step, item] = self.step_of(rounding, item);
+                let [nth, step] = rounding.steps.div_rem(step);
+                let of_sequence = part.batch.mul_wide(results.batch_stride);
+                let to = results.head::<T>(of_sequence, part.head * self.group + nth);
+                let fours: Vec<_> = fours.iter().map(|four| four.map(|x| x.get())).collect();
+                results.store(w, Rows { to, step, q_len: results.rows, scale: self.scale }, item, &fours);
+            });
+        }
+    }
+
+    /// Rounds a part, but for what each thread has done before.
+    fn round_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, done: usize)
+    where
+        Pair<T>: Word,
+    {
+        let (items, fours) = rounding.at_once();
+        let first = part.items[0] + done as u32 * THREADS;
+        w.each(first, part.items[1], items as u32 * THREADS, |w, first| {
+            let sums =
+                Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect());
+            self.read_items(w, rounding, part, first, &sums);
+            self.write_items::<T>(w, rounding, part, first, &sums);
+        });
+    }
+
+    /// Zeros where the sums of a part were. In the order in which they lie, unlike they are read: to write less than a sector
+    /// at a time takes ten times as long.
+    fn clear(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>) {
+        let [first, end] = part.items.map(|item| item / rounding.results.items());
+        let (sums, zero) = (self.sums_of(rounding, part.pair, first), w.constant(0.0f32));
+        let fours = (end - first) * (self.tuning.rows * self.dims[0] / 4);
+        let own = w.group() * 128 + w.thread_in_group();
+        w.each(own, fours, 4 * THREADS, |w, at| {
+            for i in 0..4 {
+                let at = at + i * THREADS;
+                w.when(at.lt(fours), |w| sums.store_some(w, at * 4, [zero; 4]));
+            }
+        });
+    }
+}
+
+/// Sums that a thread has read, by item and four.
+pub(super) struct Sums<'k>(Vec<Vec<[Var<'k, f32>; 4]>>);
