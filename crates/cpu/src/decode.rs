@@ -340,20 +340,23 @@ impl Head<'_> {
             cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
         let mut alpha = [1.0; MAX_LANES];
-        let stats = cx.kernels.softmax(&mut SoftmaxArgs {
-            s: self.s,
-            stride,
-            ranges: step.ranges,
-            inner: step.inner,
-            lo: &step.lo,
-            hi: &step.hi,
-            m: &mut self.m,
-            l: &mut self.l,
-            alpha: &mut alpha,
-            exp: cx.exp,
-            policy: Policy::Raise(tau(rescale)),
-            scale: 1.0,
-        });
+        let stats = cx.kernels.softmax(
+            &mut SoftmaxArgs {
+                s: self.s,
+                stride,
+                ranges: step.ranges,
+                inner: step.inner,
+                lo: &step.lo,
+                hi: &step.hi,
+                m: &mut self.m,
+                l: &mut self.l,
+                alpha: &mut alpha,
+                exp: cx.exp,
+                policy: Policy::Raise(tau(rescale)),
+                scale: 1.0,
+            },
+            None,
+        );
         self.rescale(cx, &stats, &alpha, counters);
         let Some(step) = &self.step else { return };
         // Where vectors see different keys, what was not computed is not a probability.

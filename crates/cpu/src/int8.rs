@@ -353,7 +353,7 @@ impl Unit for Int8Unit {
             scratch.alpha[..args.stride].copy_from_slice(&args.alpha[..args.stride]);
             return stats;
         }
-        let stats = cx.kernels.softmax(args);
+        let stats = cx.kernels.softmax(args, scratch.probe.as_mut());
         scratch.alpha[..args.stride].copy_from_slice(&args.alpha[..args.stride]);
         // Vectors narrower than a group: what one of them does not see is no weight of the group.
         let width = cx.kernels.lanes;

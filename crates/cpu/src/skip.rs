@@ -430,20 +430,23 @@ impl<'w> Walker<'w> {
                 step.ranges = ranges;
                 scores(cx, &self.row, step, origin, k, s, ahead);
                 let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
-                cx.kernels.softmax(&mut SoftmaxArgs {
-                    s,
-                    stride: self.row.lanes.stride,
-                    ranges,
-                    inner: step.inner,
-                    lo: &step.lo,
-                    hi: &step.hi,
-                    m: &mut top,
-                    l: &mut l,
-                    alpha: &mut alpha,
-                    exp: cx.exp,
-                    policy: Policy::MaxOnly,
-                    scale: cx.score_scale(),
-                });
+                cx.kernels.softmax(
+                    &mut SoftmaxArgs {
+                        s,
+                        stride: self.row.lanes.stride,
+                        ranges,
+                        inner: step.inner,
+                        lo: &step.lo,
+                        hi: &step.hi,
+                        m: &mut top,
+                        l: &mut l,
+                        alpha: &mut alpha,
+                        exp: cx.exp,
+                        policy: Policy::MaxOnly,
+                        scale: cx.score_scale(),
+                    },
+                    None,
+                );
             }
             step.ranges = seen;
         }

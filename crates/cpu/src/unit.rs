@@ -5,7 +5,7 @@
 
 use crate::memory::Arena;
 use crate::simd::{
-    Ahead, DEPTH, GROUP, Hold, Kernels, Matrix, MatrixKernels, MatrixMut, PackedProbe, Panels, Place, Policy, RowsAt,
+    Ahead, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Place, Policy, RowsAt,
     SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, forget, parts,
 };
 use crate::step::{Cover, Step};
@@ -48,8 +48,8 @@ pub(crate) struct Scratch<'a> {
     pub packed: bool,
     /// What O is to be multiplied with, where the unit [rescales](Unit::rescales).
     pub alpha: [f32; MAX_LANES],
-    /// Probes, for a softmax that packs.
-    pub probe: Option<PackedProbe<'a>>,
+    /// Probes beside the weights.
+    pub probe: Option<LaneProbe<'a>>,
 }
 
 impl<'a> Scratch<'a> {
@@ -119,7 +119,7 @@ pub(crate) trait Unit: Sync {
         scratch: &mut Scratch<'_>,
     ) -> SoftmaxStats {
         scratch.packed = false;
-        cx.kernels.softmax(args)
+        cx.kernels.softmax(args, scratch.probe.as_mut())
     }
     /// O += V^T P, after `softmax`.
     fn output(
@@ -331,7 +331,7 @@ impl Unit for MatrixKernels {
         if scratch.packed {
             self.narrow.softmax(args, scratch.weights, block, scratch.probe.as_mut())
         } else {
-            cx.kernels.softmax(args)
+            cx.kernels.softmax(args, scratch.probe.as_mut())
         }
     }
     fn output(

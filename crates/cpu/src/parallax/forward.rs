@@ -5,7 +5,7 @@ use crate::decode::Probe;
 use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
-use crate::simd::{Ahead, DEPTH, GROUP, PackedProbe, Panels, Policy, Stage, parts};
+use crate::simd::{Ahead, DEPTH, GROUP, LaneProbe, Panels, Policy, Stage, parts};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
@@ -147,7 +147,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         let before = (row.m, row.l, sums);
                         let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
                             let mut scratch = Scratch::new(values, to);
-                            scratch.probe = packed.then_some(PackedProbe { u, packed: packed_u, sums });
+                            scratch.probe = Some(LaneProbe { u, packed: packed_u, sums });
                             let did = softmax(cx, row, &step, s, [*k, *v], &mut scratch, policy);
                             assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
                             did
@@ -157,10 +157,6 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                             (row.m, row.l, sums) = before;
                             scores(cx, &row, &step, start, *k, s, ahead);
                             (stats, alpha) = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
-                        }
-                        if !packed {
-                            let (sums, alpha) = (&mut sums[..stride], &alpha[..stride]);
-                            cx.kernels.stage(Stage::Probe { p: s, u, sums, alpha, ranges });
                         }
                         rescaled |= stats.rescaled > 0;
                         factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);

@@ -5,12 +5,12 @@
 //! the summed axis is made here, a slot holds elements j and j + 16 of a tile, which takes no shuffle.
 
 use super::Simd;
-use super::algorithms::{GradArgs, SoftmaxArgs, SoftmaxStats, begin, end};
+use super::algorithms::{GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, begin, end};
 use super::amx::{join, rounded};
 use super::amx_rows::store;
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels, PackedProbe};
+use super::narrow::{GradPanels, KEY_TILES, LANE_TILES, NarrowKernels};
 use crate::step::Ranges;
 use fulgurite_core::exp::EXP2_POLY;
 use half::bf16;
@@ -267,7 +267,7 @@ unsafe fn softmax(
     args: &mut SoftmaxArgs<'_>,
     out: *mut f32,
     pitch: usize,
-    mut probe: Option<&mut PackedProbe<'_>>,
+    mut probe: Option<&mut LaneProbe<'_>>,
 ) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
     // SAFETY: as for `Simd`.

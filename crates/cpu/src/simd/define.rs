@@ -45,9 +45,9 @@ macro_rules! define_kernels {
                 unsafe { product::<true>(c, ldc, a, lda, b, ldb, size, add, ahead) }
             }
             $(#[$feature])?
-            unsafe fn softmax(args: &mut alg::SoftmaxArgs<'_>) -> alg::SoftmaxStats {
+            unsafe fn softmax(args: &mut alg::SoftmaxArgs<'_>, probe: Option<&mut alg::LaneProbe<'_>>) -> alg::SoftmaxStats {
                 // SAFETY: passed on.
-                unsafe { alg::softmax::<$simd>(args) }
+                unsafe { alg::softmax::<$simd>(args, probe) }
             }
             $(#[$feature])?
             unsafe fn grad(args: &mut alg::GradArgs<'_>) {

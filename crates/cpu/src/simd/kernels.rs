@@ -1,7 +1,7 @@
 //! The table of entry points of an instruction set, and its safe face.
 
 use super::MatrixKernels;
-use super::algorithms::{Ahead, FewRows, GradArgs, SoftmaxArgs, SoftmaxStats, Stage, paired};
+use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use super::coming::Coming;
 use crate::Isa;
 use crate::evaluate::Evaluator;
@@ -33,7 +33,7 @@ pub(crate) struct Kernels {
     pub tile: usize,
     pub(super) gemm: Gemm,
     pub(super) gemm_transposed: Gemm,
-    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>) -> SoftmaxStats,
+    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, Option<&mut LaneProbe<'_>>) -> SoftmaxStats,
     pub(super) grad: unsafe fn(&mut GradArgs<'_>),
     pub(super) scale_lanes: unsafe fn(*mut f32, usize, usize, *const f32),
     pub(super) transpose: unsafe fn(*const f32, usize, *mut f32, usize, usize, usize),
@@ -202,13 +202,17 @@ impl Kernels {
         assert!(ranges[..vectors].iter().all(|&(start, end)| start >= end || end * stride <= len), "keys of the tile");
     }
 
-    /// One step of the online softmax.
-    pub fn softmax(&self, args: &mut SoftmaxArgs<'_>) -> SoftmaxStats {
+    /// One step of the online softmax, and the sums of a probe beside it.
+    pub fn softmax(&self, args: &mut SoftmaxArgs<'_>, probe: Option<&mut LaneProbe<'_>>) -> SoftmaxStats {
         self.check_tile(args.s.len(), args.stride, &args.ranges);
+        if let Some(probe) = &probe {
+            self.check_tile(probe.u.len(), args.stride, &args.ranges);
+            assert!(probe.sums.len() >= args.stride, "lane arrays too small");
+        }
         let lanes = [args.m.len(), args.l.len(), args.alpha.len(), args.lo.len(), args.hi.len()];
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.softmax)(args) }
+        unsafe { (self.softmax)(args, probe) }
     }
 
     /// The element-wise part of backward.

@@ -56,7 +56,9 @@ mod strips;
 mod vector_int8;
 
 pub(crate) use algorithms::{AboveArgs, BestArgs, OtherArgs};
-pub(crate) use algorithms::{Ahead, ExpKind, GradArgs, INVERT, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token};
+pub(crate) use algorithms::{
+    Ahead, ExpKind, GradArgs, INVERT, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
+};
 pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
 pub(crate) use coding::BYTES;
 pub(crate) use coming::{Coming, Share};
@@ -65,8 +67,7 @@ pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
 pub(crate) use narrow::{
-    GradPanels, KEY_TILES, LANE_TILES, PackedProbe, Place, RowsAt, STRIP_LANES, Seen, TurnedRows, Woven, WovenBlock,
-    WovenTile,
+    GradPanels, KEY_TILES, LANE_TILES, Place, RowsAt, STRIP_LANES, Seen, TurnedRows, Woven, WovenBlock, WovenTile,
 };
 pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
 

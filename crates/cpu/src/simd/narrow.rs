@@ -1,7 +1,7 @@
 //! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
 
 use super::MAX_VECTORS;
-use super::algorithms::{Ahead, ExpKind, GradArgs, SoftmaxArgs, SoftmaxStats};
+use super::algorithms::{Ahead, ExpKind, GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats};
 use super::matrix::{DEPTH, GROUP, MatrixKernels, Panels, SLOTS};
 use crate::step::Ranges;
 use half::bf16;
@@ -22,16 +22,6 @@ pub(crate) struct GradPanels<'a> {
 impl GradPanels<'_> {
     /// Slots of each of the three.
     pub const ROOM: usize = 2 * KEY_TILES * LANE_TILES * SLOTS;
-}
-
-/// Probes beside the weights that softmax packs.
-pub(crate) struct PackedProbe<'a> {
-    /// U of the tile, `[key][lane]`.
-    pub u: &'a [f32],
-    /// Where U goes, packed as the weights are; what weighs nothing is 0.
-    pub packed: &'a mut [f32],
-    /// Of each lane, sums of P U; multiplied with alpha before.
-    pub sums: &'a mut [f32],
 }
 
 /// Lanes that the woven kernel takes at a time: half a tile.
@@ -156,7 +146,7 @@ pub(crate) struct NarrowKernels {
     pub(super) copy_at: At,
     pub(super) turn_at: At,
     pub(super) pair_at: At,
-    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize, Option<&mut PackedProbe<'_>>) -> SoftmaxStats,
+    pub(super) softmax: unsafe fn(&mut SoftmaxArgs<'_>, *mut f32, usize, Option<&mut LaneProbe<'_>>) -> SoftmaxStats,
     pub(super) reweigh: unsafe fn(*mut f32, *const f32, usize, &Ranges, &[f32]),
     pub(super) grad: unsafe fn(&GradArgs<'_>, f32, &mut GradPanels<'_>),
     pub(super) pack_grad: unsafe fn(&GradArgs<'_>, &mut GradPanels<'_>),
@@ -236,7 +226,7 @@ impl NarrowKernels {
         args: &mut SoftmaxArgs<'_>,
         weights: &mut [f32],
         depth: usize,
-        probe: Option<&mut PackedProbe<'_>>,
+        probe: Option<&mut LaneProbe<'_>>,
     ) -> SoftmaxStats {
         let vectors = check_tile(args.s.len(), args.stride, &args.ranges);
         let lanes = [args.m.len(), args.l.len(), args.alpha.len(), args.lo.len(), args.hi.len()];

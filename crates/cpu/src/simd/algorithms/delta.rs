@@ -29,9 +29,7 @@ pub(crate) enum Stage<'a> {
     /// The inverse of 1 + the strict lower triangle of `l`, a square of [`INVERT`] at the same place of both; rows
     /// are `stride` apart.
     Invert { l: &'a [f32], a: &'a mut [f32], stride: usize },
-    /// `sums = sums alpha + sum over keys of p u`, lane by lane; tiles `[key][lane]`, for each vector of lanes a range.
-    Probe { p: &'a [f32], u: &'a [f32], sums: &'a mut [f32], alpha: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
-    /// `p *= 1 + mean - u`, lane by lane, in the same ranges.
+    /// `p *= 1 + mean - u`, lane by lane; tiles `[key][lane]`, for each vector of lanes a range.
     Reweigh { p: &'a mut [f32], u: &'a [f32], mean: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
     /// One token of the recurrence; see [`Token`].
     Token(Token<'a>),
@@ -60,9 +58,6 @@ impl Stage<'_> {
             stride.is_multiple_of(lanes) && stride / lanes <= MAX_VECTORS && ranges[..stride / lanes].iter().all(inside)
         };
         match self {
-            Stage::Probe { p, u, sums, alpha, ranges } => {
-                sums.len() == alpha.len() && tile(sums.len(), ranges, &[p, u])
-            }
             Stage::Reweigh { p, u, mean, ranges } => tile(mean.len(), ranges, &[&**p, u]),
             Stage::Decays { decay, g } => rows(decay.len(), decay.len(), &[&**g]),
             Stage::Weigh { out, x, g, factor } => rows(factor.len(), factor.len(), &[&**out, x, g]),
@@ -148,36 +143,6 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 }
             }
             Stage::Invert { l, a, stride } => invert::<S>(l.as_ptr(), a.as_mut_ptr(), *stride),
-            Stage::Probe { p, u, sums, alpha, ranges } => {
-                let stride = sums.len();
-                for lane in (0..stride).step_by(S::LANES) {
-                    let (start, end) = ranges[lane / S::LANES];
-                    let at = sums.as_mut_ptr().add(lane);
-                    let product = |key: usize| {
-                        let i = key * stride + lane;
-                        let weight = S::load(p.as_ptr().add(i));
-                        let product = S::mul(weight, S::load(u.as_ptr().add(i)));
-                        // A hidden key may hold anything; a NaN weight stays one.
-                        let hidden = S::lt(weight, S::splat(f32::MIN_POSITIVE));
-                        S::select(hidden, S::splat(0.0), product)
-                    };
-                    // Four chains cover the latency of a sum.
-                    let zero = S::splat(0.0);
-                    let mut parts = [S::mul(S::load(at), S::load(alpha.as_ptr().add(lane))), zero, zero, zero];
-                    let mut key = start;
-                    while key + 4 <= end {
-                        for (i, part) in parts.iter_mut().enumerate() {
-                            *part = S::add(*part, product(key + i));
-                        }
-                        key += 4;
-                    }
-                    while key < end {
-                        parts[0] = S::add(parts[0], product(key));
-                        key += 1;
-                    }
-                    S::store(at, S::add(S::add(parts[0], parts[1]), S::add(parts[2], parts[3])));
-                }
-            }
             Stage::Reweigh { p, u, mean, ranges } => {
                 let stride = mean.len();
                 for lane in (0..stride).step_by(S::LANES) {

@@ -27,7 +27,7 @@ pub(crate) use product::Ahead;
 pub(super) use product::block;
 pub(super) use rounding::{expand, round_rows, round_weights};
 pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
-pub(crate) use softmax::{GradArgs, Policy, SoftmaxArgs, SoftmaxStats};
+pub(crate) use softmax::{GradArgs, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats};
 #[cfg(target_arch = "x86_64")]
 pub(super) use softmax::{begin, end, settle};
 pub(super) use softmax::{grad, softmax};

@@ -40,6 +40,16 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub scale: f32,
 }
 
+/// Probes beside the weights of a softmax.
+pub(crate) struct LaneProbe<'a> {
+    /// U of the tile, `[key][lane]`.
+    pub u: &'a [f32],
+    /// Where a softmax that packs its weights puts U, packed as they are; what weighs nothing is 0.
+    pub packed: &'a mut [f32],
+    /// Of each lane, sums of P U; multiplied with alpha before.
+    pub sums: &'a mut [f32],
+}
+
 /// What a softmax step did, in lanes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SoftmaxStats {
@@ -54,13 +64,71 @@ pub(crate) struct SoftmaxStats {
 /// # Safety
 /// As for [`Simd`]; the extents of `args` are checked by the table.
 #[inline(always)]
-pub(in crate::simd) unsafe fn softmax<S: Simd>(args: &mut SoftmaxArgs<'_>) -> SoftmaxStats {
+pub(in crate::simd) unsafe fn softmax<S: Simd>(
+    args: &mut SoftmaxArgs<'_>,
+    probe: Option<&mut LaneProbe<'_>>,
+) -> SoftmaxStats {
     // SAFETY: passed on.
-    unsafe { with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp)) }
+    unsafe {
+        match probe {
+            None => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, NoProbe)),
+            Some(probe) => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, &mut *probe)),
+        }
+    }
+}
+
+/// What is summed beside the weights of a softmax: nothing, or products with a probe.
+trait Beside<S: Simd> {
+    /// A weight's part of the sum of vector `z`.
+    ///
+    /// # Safety
+    /// As for [`softmax`].
+    unsafe fn part(&self, p: S::V, at: usize) -> Option<S::V>;
+    /// Adds a step's sum to those before it.
+    ///
+    /// # Safety
+    /// As for [`softmax`].
+    unsafe fn end(&mut self, sum: S::V, alpha: S::V, lane: usize);
+}
+
+struct NoProbe;
+
+impl<S: Simd> Beside<S> for NoProbe {
+    #[inline(always)]
+    unsafe fn part(&self, _: S::V, _: usize) -> Option<S::V> {
+        None
+    }
+    #[inline(always)]
+    unsafe fn end(&mut self, _: S::V, _: S::V, _: usize) {}
+}
+
+impl<S: Simd> Beside<S> for &mut LaneProbe<'_> {
+    #[inline(always)]
+    unsafe fn part(&self, p: S::V, at: usize) -> Option<S::V> {
+        // SAFETY: as for `softmax`.
+        unsafe {
+            let product = S::mul(p, S::load(self.u.as_ptr().add(at)));
+            // A hidden key may hold anything; a NaN weight stays one.
+            let hidden = S::lt(p, S::splat(f32::MIN_POSITIVE));
+            Some(S::select(hidden, S::splat(0.0), product))
+        }
+    }
+    #[inline(always)]
+    unsafe fn end(&mut self, sum: S::V, alpha: S::V, lane: usize) {
+        // SAFETY: as for `softmax`.
+        unsafe {
+            let at = self.sums.as_mut_ptr().add(lane);
+            S::store(at, S::fma(S::load(at), alpha, sum));
+        }
+    }
 }
 
 #[inline(always)]
-unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, exp: &E) -> SoftmaxStats {
+unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
+    args: &mut SoftmaxArgs<'_>,
+    exp: &E,
+    mut beside: impl Beside<S>,
+) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
     let log2_e = std::f32::consts::LOG2_E * args.scale;
     // SAFETY: the table checked that ranges lie inside `s` and that lane arrays have `stride` elements.
@@ -69,14 +137,18 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(args: &mut SoftmaxArgs<'_>, e
         for z in 0..args.stride / S::LANES {
             let Some(begun) = begin::<S>(args, z, &mut stats) else { continue };
             let s = args.s.as_mut_ptr().add(z * S::LANES);
-            let mut sum = S::splat(0.0);
+            let (mut sum, mut beside_sum) = (S::splat(0.0), S::splat(0.0));
             for key in args.ranges[z].0..args.ranges[z].1 {
                 let at = s.add(key * args.stride);
                 // Not one fused operation: the maximum must give exactly 1, however large it is.
                 let p = exp.eval(S::mul(S::sub(S::load(at), begun.shift), log2_e), key);
                 S::store(at, p);
                 sum = S::add(sum, p);
+                if let Some(part) = beside.part(p, key * args.stride + z * S::LANES) {
+                    beside_sum = S::add(beside_sum, part);
+                }
             }
+            beside.end(beside_sum, begun.alpha, z * S::LANES);
             end::<S>(args, z, begun, sum, &mut stats);
         }
     }
