@@ -137,8 +137,7 @@ impl<'k> Main<'k> {
     /// Before a tile's last additions: reads what it can of the part that comes with it.
     pub(super) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
         let rounding = self.rounding.as_ref()?;
-        let (items, fours) = rounding.at_once();
-        let sums = Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect());
+        let sums = Sums::new(w, rounding);
         rounding.messages.wait(w, Hand::Round as usize);
         let [after, ..] = rounding.messages.read(w, Hand::Round as usize);
         w.when(after.gt(rounding.lag), |w| {
@@ -229,7 +228,7 @@ impl<'k> Main<'k> {
 
     /// Items that a thread takes at once, from one of them on.
     fn taken(&self, w: &Scope<'k, Group>, first: Val<'k, u32>, count: usize) -> impl Iterator<Item = Val<'k, u32>> {
-        let own = w.group() * 128 + w.thread_in_group() + first;
+        let own = own_number(w) + first;
         (0..count as u32).map(move |i| own + i * THREADS)
     }
 
@@ -278,11 +277,9 @@ impl<'k> Main<'k> {
     where
         Pair<T>: Word,
     {
-        let (items, fours) = rounding.at_once();
         let first = part.items[0] + done as u32 * THREADS;
-        w.each(first, part.items[1], items as u32 * THREADS, |w, first| {
-            let sums =
-                Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect());
+        w.each(first, part.items[1], rounding.at_once().0 as u32 * THREADS, |w, first| {
+            let sums = Sums::new(w, rounding);
             self.read_items(w, rounding, part, first, &sums);
             self.write_items::<T>(w, rounding, part, first, &sums);
         });
@@ -294,8 +291,7 @@ impl<'k> Main<'k> {
         let [first, end] = part.items.map(|item| item / rounding.results.items());
         let (sums, zero) = (self.sums_of(rounding, part.pair, first), w.constant(0.0f32));
         let fours = (end - first) * (self.tuning.rows * self.dims[0] / 4);
-        let own = w.group() * 128 + w.thread_in_group();
-        w.each(own, fours, 4 * THREADS, |w, at| {
+        w.each(own_number(w), fours, 4 * THREADS, |w, at| {
             for i in 0..4 {
                 let at = at + i * THREADS;
                 w.when(at.lt(fours), |w| sums.store_some(w, at * 4, [zero; 4]));
@@ -306,3 +302,15 @@ impl<'k> Main<'k> {
 
 /// Sums that a thread has read, by item and four.
 pub(super) struct Sums<'k>(Vec<Vec<[Var<'k, f32>; 4]>>);
+
+impl<'k> Sums<'k> {
+    fn new(w: &Scope<'k, Group>, rounding: &Rounding<'k>) -> Self {
+        let (items, fours) = rounding.at_once();
+        Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect())
+    }
+}
+
+/// Number of the thread among those that compute.
+fn own_number<'k>(w: &Scope<'k, Group>) -> Val<'k, u32> {
+    w.group() * 128 + w.thread_in_group()
+}
