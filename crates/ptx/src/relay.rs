@@ -98,6 +98,12 @@ impl<'k> Relay<'k> {
         self.advance(0);
     }
 
+    /// The first hand: a message of zeros, by which others know that no more will come.
+    #[track_caller]
+    pub fn post_end(&self, t: &Scope<'k, Thread>) {
+        self.post(t, [0; WORDS].map(|n| t.constant(n)));
+    }
+
     /// Waits until the next message has come to this hand, whose it is until it is passed on.
     #[track_caller]
     pub fn wait<W: Who>(&self, _: &Scope<'k, W>, hand: usize) {

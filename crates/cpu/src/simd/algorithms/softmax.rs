@@ -70,55 +70,10 @@ pub(in crate::simd) unsafe fn softmax<S: Simd>(
 ) -> SoftmaxStats {
     // SAFETY: passed on.
     unsafe {
+        // Inlined for either: a softmax without probes does not ask for them at every key.
         match probe {
-            None => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, NoProbe)),
-            Some(probe) => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, &mut *probe)),
-        }
-    }
-}
-
-/// What is summed beside the weights of a softmax: nothing, or products with a probe.
-trait Beside<S: Simd> {
-    /// A weight's part of the sum of vector `z`.
-    ///
-    /// # Safety
-    /// As for [`softmax`].
-    unsafe fn part(&self, p: S::V, at: usize) -> Option<S::V>;
-    /// Adds a step's sum to those before it.
-    ///
-    /// # Safety
-    /// As for [`softmax`].
-    unsafe fn end(&mut self, sum: S::V, alpha: S::V, lane: usize);
-}
-
-struct NoProbe;
-
-impl<S: Simd> Beside<S> for NoProbe {
-    #[inline(always)]
-    unsafe fn part(&self, _: S::V, _: usize) -> Option<S::V> {
-        None
-    }
-    #[inline(always)]
-    unsafe fn end(&mut self, _: S::V, _: S::V, _: usize) {}
-}
-
-impl<S: Simd> Beside<S> for &mut LaneProbe<'_> {
-    #[inline(always)]
-    unsafe fn part(&self, p: S::V, at: usize) -> Option<S::V> {
-        // SAFETY: as for `softmax`.
-        unsafe {
-            let product = S::mul(p, S::load(self.u.as_ptr().add(at)));
-            // A hidden key may hold anything; a NaN weight stays one.
-            let hidden = S::lt(p, S::splat(f32::MIN_POSITIVE));
-            Some(S::select(hidden, S::splat(0.0), product))
-        }
-    }
-    #[inline(always)]
-    unsafe fn end(&mut self, sum: S::V, alpha: S::V, lane: usize) {
-        // SAFETY: as for `softmax`.
-        unsafe {
-            let at = self.sums.as_mut_ptr().add(lane);
-            S::store(at, S::fma(S::load(at), alpha, sum));
+            None => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, None)),
+            Some(probe) => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, Some(probe))),
         }
     }
 }
@@ -127,7 +82,7 @@ impl<S: Simd> Beside<S> for &mut LaneProbe<'_> {
 unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
     args: &mut SoftmaxArgs<'_>,
     exp: &E,
-    mut beside: impl Beside<S>,
+    mut probe: Option<&mut LaneProbe<'_>>,
 ) -> SoftmaxStats {
     let mut stats = SoftmaxStats::default();
     let log2_e = std::f32::consts::LOG2_E * args.scale;
@@ -137,18 +92,24 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
         for z in 0..args.stride / S::LANES {
             let Some(begun) = begin::<S>(args, z, &mut stats) else { continue };
             let s = args.s.as_mut_ptr().add(z * S::LANES);
-            let (mut sum, mut beside_sum) = (S::splat(0.0), S::splat(0.0));
+            let (mut sum, mut probed) = (S::splat(0.0), S::splat(0.0));
             for key in args.ranges[z].0..args.ranges[z].1 {
                 let at = s.add(key * args.stride);
                 // Not one fused operation: the maximum must give exactly 1, however large it is.
                 let p = exp.eval(S::mul(S::sub(S::load(at), begun.shift), log2_e), key);
                 S::store(at, p);
                 sum = S::add(sum, p);
-                if let Some(part) = beside.part(p, key * args.stride + z * S::LANES) {
-                    beside_sum = S::add(beside_sum, part);
+                if let Some(probe) = &probe {
+                    let product = S::mul(p, S::load(probe.u.as_ptr().add(key * args.stride + z * S::LANES)));
+                    // A hidden key may hold anything; a NaN weight stays one.
+                    let hidden = S::lt(p, S::splat(f32::MIN_POSITIVE));
+                    probed = S::add(probed, S::select(hidden, S::splat(0.0), product));
                 }
             }
-            beside.end(beside_sum, begun.alpha, z * S::LANES);
+            if let Some(probe) = &mut probe {
+                let at = probe.sums.as_mut_ptr().add(z * S::LANES);
+                S::store(at, S::fma(S::load(at), begun.alpha, probed));
+            }
             end::<S>(args, z, begun, sum, &mut stats);
         }
     }

@@ -1,8 +1,8 @@
 //! d_q rounded by the blocks that add to it, while its sums are still in the second-level cache.
 //!
-//! Sums are not kept for all pairs of head and sequence: as many as a few times the tiles that run at once, and a pair has
-//! the place of one that many pairs before it, when that is rounded. With each tile that a block is handed out comes a part
-//! of the d_q of a pair whose tiles were all handed out long before. Blocks seldom wait for each other therefore, and never
+//! Not all pairs of head and sequence have sums at the same time: there are places for those whose tiles run, and for as many
+//! before and after them, and a pair takes the place of one that is rounded. With each tile that a block is handed out comes a
+//! part of the d_q of a pair whose tiles were all handed out long before. Blocks seldom wait for each other therefore, and never
 //! in a circle: a part waits for tiles that were handed out before the tile it comes with, and a tile for parts that came
 //! with tiles before it. The parts that come with no tile are shared out among all blocks at the end.
 //!
@@ -12,6 +12,7 @@
 use super::finish::{Results, Rows};
 use super::main::Main;
 use super::tiles::{Tiles, Work};
+use super::turns::Hand;
 use super::{Adds, Features, Tuning};
 use fulgurite_ptx::{Builder, Divisor, Group, Half, Pair, Pointer, Relay, RoleBarrier, Scope, Thread, Val, Var, Word};
 
@@ -20,14 +21,6 @@ const GROUPS: u32 = 2;
 const THREADS: u32 = GROUPS * 128;
 /// Messages on their way: a tile, and the one whose first queries are loaded.
 const DEPTH: u32 = 2;
-
-/// Who has a message: the thread that loads, the one that looks, the warps that compute, and the one that looked again.
-#[derive(Clone, Copy)]
-enum Hand {
-    Look = 1,
-    Round = 2,
-    Tell = 3,
-}
 
 /// What of d_q is rounded when.
 pub(super) struct Rounding<'k> {
@@ -96,7 +89,7 @@ impl<'k> Rounding<'k> {
 
     /// No more tiles.
     pub fn post_end(&self, t: &Scope<'k, Thread>) {
-        self.messages.post(t, [0; 4].map(|n| t.constant(n)));
+        self.messages.post_end(t);
     }
 
     /// The thread that looks and tells, of one tile after the other.
@@ -138,8 +131,8 @@ impl<'k> Main<'k> {
     pub(super) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
         let rounding = self.rounding.as_ref()?;
         let sums = Sums::new(w, rounding);
-        rounding.messages.wait(w, Hand::Round as usize);
-        let [after, ..] = rounding.messages.read(w, Hand::Round as usize);
+        rounding.messages.wait(w, Hand::Compute as usize);
+        let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
             self.read_items(w, rounding, &part, part.items[0], &sums);
@@ -147,13 +140,13 @@ impl<'k> Main<'k> {
         Some(sums)
     }
 
-    /// After a tile's additions, and what of the part could not be read before.
+    /// After a tile's additions: rounds what was read, and what could not be read before.
     pub(super) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &RoleBarrier, sums: Option<Sums<'k>>)
     where
         Pair<T>: Word,
     {
         let (Some(rounding), Some(sums)) = (&self.rounding, sums) else { return };
-        let [after, ..] = rounding.messages.read(w, Hand::Round as usize);
+        let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
             self.write_items::<T>(w, rounding, &part, part.items[0], &sums);
@@ -166,7 +159,7 @@ impl<'k> Main<'k> {
         if self.tuning.adds == Adds::Engine {
             w.publish_global();
         }
-        rounding.messages.pass_together(w, Hand::Round as usize);
+        rounding.messages.pass_together(w, Hand::Compute as usize);
     }
 
     /// After the last tile: the parts that came with none.
@@ -214,24 +207,33 @@ impl<'k> Main<'k> {
         rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * tellers);
     }
 
-    /// An item's step among those of its pair, and its number in the step.
-    fn step_of(&self, rounding: &Rounding<'k>, item: Val<'k, u32>) -> [Val<'k, u32>; 2] {
-        let step = item / rounding.results.items();
-        [step, item - step * rounding.results.items()]
-    }
-
     /// Where the sums of a step of a pair are.
     fn sums_of(&self, rounding: &Rounding<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
         let step = rounding.place(pair) * self.group * self.steps + step;
         self.sums.at_wide(step.mul_wide(self.tuning.rows * self.dims[0]))
     }
 
-    /// Items that a thread takes at once, from one of them on.
-    fn taken(&self, w: &Scope<'k, Group>, first: Val<'k, u32>, count: usize) -> impl Iterator<Item = Val<'k, u32>> {
-        let own = own_number(w) + first;
-        (0..count as u32).map(move |i| own + i * THREADS)
+    /// What a thread does at once with items of a part, from one of them on: with each, which of `sums` it is, its step among
+    /// those of the pair, and its number in the step.
+    fn each_item(
+        &self,
+        w: &Scope<'k, Group>,
+        rounding: &Rounding<'k>,
+        [first, end]: [Val<'k, u32>; 2],
+        sums: &Sums<'k>,
+        f: impl Fn(&Scope<'k, Group>, &[[Var<'k, f32>; 4]], [Val<'k, u32>; 2]),
+    ) {
+        let (own, items) = (own_number(w) + first, rounding.results.items());
+        for (i, sums) in sums.0.iter().enumerate() {
+            let item = own + i as u32 * THREADS;
+            w.when(item.lt(end), |w| {
+                let step = item / items;
+                f(w, sums, [step, item - step * items]);
+            });
+        }
     }
 
+    /// Reads items of a part, from one of them on.
     fn read_items(
         &self,
         w: &Scope<'k, Group>,
@@ -240,15 +242,13 @@ impl<'k> Main<'k> {
         first: Val<'k, u32>,
         sums: &Sums<'k>,
     ) {
-        for (item, to) in self.taken(w, first, sums.0.len()).zip(&sums.0) {
-            w.when(item.lt(part.items[1]), |w| {
-                let [step, item] = self.step_of(rounding, item);
-                let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
-                to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
-            });
-        }
+        self.each_item(w, rounding, [first, part.items[1]], sums, |w, to, [step, item]| {
+            let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
+            to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
+        });
     }
 
+    /// Rounds what was read.
     fn write_items<T: Half>(
         &self,
         w: &Scope<'k, Group>,
@@ -260,16 +260,13 @@ impl<'k> Main<'k> {
         Pair<T>: Word,
     {
         let results = &rounding.results;
-        for (item, fours) in self.taken(w, first, sums.0.len()).zip(&sums.0) {
-            w.when(item.lt(part.items[1]), |w| {
-                let [step, item] = self.step_of(rounding, item);
-                let [nth, step] = rounding.steps.div_rem(step);
-                let of_sequence = part.batch.mul_wide(results.batch_stride);
-                let to = results.head::<T>(of_sequence, part.head * self.group + nth);
-                let fours: Vec<_> = fours.iter().map(|four| four.map(|x| x.get())).collect();
-                results.store(w, Rows { to, step, q_len: results.rows, scale: self.scale }, item, &fours);
-            });
-        }
+        self.each_item(w, rounding, [first, part.items[1]], sums, |w, from, [step, item]| {
+            let [nth, step] = rounding.steps.div_rem(step);
+            let of_sequence = part.batch.mul_wide(results.batch_stride);
+            let to = results.head::<T>(of_sequence, part.head * self.group + nth);
+            let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
+            results.store(w, Rows { to, step, q_len: results.rows, scale: self.scale }, item, &fours);
+        });
     }
 
     /// Rounds a part, but for what each thread has done before.

@@ -6,8 +6,8 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-/// Fewer keys than this are few.
-const SHORT: u64 = 2049;
+/// From so many keys on, rounding d_q in a kernel of its own is as fast or faster.
+const MANY_KEYS: u64 = 2049;
 
 /// What the two warpgroups of a block share out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,8 +106,8 @@ impl Cut for Tuning {
         let row = |head_dims, keys, tuning| Row { head_dims, keys, tuning };
         // Of few keys, what runs around the main kernel is a fifth of the time.
         let rounded = |head_dims: RangeInclusive<u32>, tuning| {
-            let short = row(head_dims.clone(), 0..SHORT, Tuning { rounds: true, ..tuning });
-            [short, row(head_dims, SHORT..u64::MAX, tuning)]
+            let short = row(head_dims.clone(), 0..MANY_KEYS, Tuning { rounds: true, ..tuning });
+            [short, row(head_dims, MANY_KEYS..u64::MAX, tuning)]
         };
         let wide = [
             row(129..=192, 0..u64::MAX, columns),

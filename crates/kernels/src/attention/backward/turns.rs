@@ -16,11 +16,11 @@ use fulgurite_ptx::{Builder, Group, Pointer, Relay, Scope, Thread, Val};
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
 
-/// Who has a message: the thread that loads, the one that looks, the warps that add, the one that tells.
+/// Who has a message: the thread that loads, the one that looks at memory, the warps that compute, the one that tells others.
 #[derive(Clone, Copy)]
-enum Hand {
+pub(super) enum Hand {
     Look = 1,
-    Add = 2,
+    Compute = 2,
     Tell = 3,
 }
 
@@ -44,7 +44,7 @@ impl<'k> Turns<'k> {
 
     /// No more steps.
     pub fn post_end(&self, t: &Scope<'k, Thread>) {
-        self.messages.post(t, [0; 4].map(|n| t.constant(n)));
+        self.messages.post_end(t);
     }
 
     /// The threads that look and tell. What the first finds out about the order, it has the registers for.
@@ -74,12 +74,12 @@ impl<'k> Turns<'k> {
 
     /// Before the additions of a step.
     pub fn wait(&self, w: &Scope<'k, Group>) {
-        self.messages.wait(w, Hand::Add as usize);
+        self.messages.wait(w, Hand::Compute as usize);
     }
 
     /// After them.
     pub fn pass(&self, w: &Scope<'k, Group>) {
-        self.messages.pass_together(w, Hand::Add as usize);
+        self.messages.pass_together(w, Hand::Compute as usize);
     }
 }
 
