@@ -60,8 +60,8 @@ impl<'k> Outbox<'k> {
         self.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(bar.in_register()), 0)]);
     }
 
-    /// The same, where each stage that the role takes of a ring of two is followed by one thing that it sends: one register
-    /// less.
+    /// The same, where a role that has gone on to the next stage of a ring of two sends one thing for the stage before: one
+    /// register less. A place is used for [something else](Self::as_tile) only after that.
     #[track_caller]
     pub fn in_step(self, leader: &Pipe<'k>) -> Self {
         if leader.depth() != 2 {
@@ -70,22 +70,27 @@ impl<'k> Outbox<'k> {
         Outbox { leader: Some(leader.id()), ..self }
     }
 
+    /// Waits until the place is free; `sent`: nothing of the stage before is still to be sent.
     #[track_caller]
-    fn wait_empty(&self, w: &Scope<'k, Group>) {
+    fn wait_empty(&self, w: &Scope<'k, Group>, sent: bool) {
         // A fresh barrier's phase of parity 1 counts as over.
         let parity = match self.leader {
-            Some(ring) => self.k.cursor(ring, "take", [0, 0])[0].now() ^ 1,
+            Some(ring) => self.k.cursor(ring, "take", [0, 0])[0].now() ^ u32::from(sent),
             None => self.parity("write", 1).now(),
         };
         wait_phase(self.k, w.group().mul_add(8, self.k.shared_address(self.empty)), parity);
     }
 
-    /// Waits until the place is free, and says to which numbers what comes next is added. 0: to none, and nothing comes
-    /// after.
+    /// Waits until the place is free, and says to which numbers what comes next is added.
     #[track_caller]
     pub fn open(&self, w: &Scope<'k, Group>, to: Val<'k, u64>) {
+        self.open_place(w, to, false);
+    }
+
+    #[track_caller]
+    fn open_place(&self, w: &Scope<'k, Group>, to: Val<'k, u64>, sent: bool) {
         let group = w.group();
-        self.wait_empty(w);
+        self.wait_empty(w, sent);
         if self.leader.is_none() {
             let parity = self.parity("write", 1);
             parity.set(parity.now() ^ 1);
@@ -144,14 +149,14 @@ impl<'k> Outbox<'k> {
         if shape.bytes() > 4 * self.count {
             self.k.refuse(format!("a tile of {} bytes in a place of {}", shape.bytes(), 4 * self.count));
         }
-        self.wait_empty(w);
+        self.wait_empty(w, true);
         Tile::at(shape, w.group().mul_add(4 * self.count, self.k.shared_address(self.first)))
     }
 
     /// No more will come.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
-        self.open(w, w.constant(0u64));
+        self.open_place(w, w.constant(0u64), true);
         self.send(w);
     }
 

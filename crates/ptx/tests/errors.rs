@@ -432,6 +432,16 @@ fn outboxes() {
 }
 
 #[test]
+fn swaps() {
+    let message = refused(|k| {
+        let ring = k.pipe("q", 3, &[TILE]);
+        let _ = k.swap("d_z", 2, TILE, &ring);
+        in_group(k, |_| {});
+    });
+    assert!(message.contains("swap `d_z` in step with a ring of 3 stages, allowed: 2"), "{message}");
+}
+
+#[test]
 fn fragments_turned() {
     let message = refused(|k| {
         let tile = k.tile("d_z", TileShape { rows: 32, ..TILE });

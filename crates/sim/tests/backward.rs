@@ -75,6 +75,29 @@ fn sums_are_used_again() {
     }
 }
 
+/// Long and short steps: tiles of many steps and of one, heads that share keys, rows that are padded.
+#[test]
+fn warpgroups_take_turns() {
+    for (i, (dims, rows)) in
+        [([128, 128], 64), ([128, 96], 80), ([64, 64], 128), ([64, 48], 96)].into_iter().enumerate()
+    {
+        let base = Case { dims, blocks: 3, ..Case::base() };
+        for (case, seed) in [
+            Case { q_len: 300, k_len: 260, heads: [2, 1], ..base.clone() },
+            Case { mask: Mask::causal(), q_len: 200, k_len: 420, heads: [2, 2], dtype: DType::F16, ..base.clone() },
+            Case { q_len: 64, k_len: 400, heads: [1, 1], d_lse: true, ..base },
+        ]
+        .into_iter()
+        .zip(60 + 3 * i as u64..)
+        {
+            for rounds in [false, true] {
+                let tuning = Tuning { rows, rounds, ..case.plan().tuning() };
+                Case { tuning: Some(tuning), ..case.clone() }.check(&sim(seed));
+            }
+        }
+    }
+}
+
 /// A ring of queries, one of keys, tiles of d_z in step with the first, and sums from many blocks: in any order.
 #[test]
 fn gradients_are_clean_whatever_the_order() {

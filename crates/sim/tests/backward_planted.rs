@@ -150,23 +150,37 @@ fn in_what_the_copy_engine_adds() {
     let lines = |row: &str, file: &str| lines_of(&k(), row, file);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let waits = lines("mbarrier.try_wait", "sent.rs");
-    let [.., send, place_of_d_k, _end] = waits[..] else { panic!("{waits:?}") };
+    let [.., open, previous, send, _last, place_of_d_k, _end] = waits[..] else { panic!("{waits:?}") };
     let keep = line(&k(), "cp.reduce.async.bulk", 0);
     let reads = lines("cp.async.bulk.wait_group.read", "sent.rs");
-    let [next_tile, _end] = reads[..] else { panic!("{reads:?}") };
-    let (write, write_d_v) = (line(&k(), "stmatrix", 0), line(&k(), "stmatrix", 5));
+    let [have_left] = reads[..] else { panic!("{reads:?}") };
+    let (write, store) = (line(&k(), "stmatrix", 0), line(&k(), "cp.async.bulk.tensor.store", 0));
+    let [_s, _d_p, query_sums] = lines("wgmma.ss", "sent.rs")[..] else { panic!("three products") };
+    let [publish, ..] = lines("fence.proxy.async", "sent.rs")[..] else { panic!("nothing is published") };
+    let given_back = lines("mbarrier.arrive", "sent.rs");
+    let done = given_back[given_back.iter().position(|&at| at == send).unwrap() - 1];
     let bugs = vec![
         bug("d_q written over one that is not read", drop_waits_at(k(), send), Fault::Race, &[send, keep]),
         bug("d_q not published", drop_at(k(), "fence.proxy.async", send), Fault::ProxyRace, &[send, keep]),
         bug("d_k written over d_q", drop_waits_at(k(), place_of_d_k), Fault::Race, &[keep]),
         bug(
-            "d_z written over d_v that leaves",
-            drop_at(k(), "cp.async.bulk.wait_group.read", next_tile),
+            "d_v written over d_k that leaves",
+            drop_at(k(), "cp.async.bulk.wait_group.read", have_left),
             Fault::Race,
-            &[write],
+            &[store],
         ),
-        bug("d_v written over d_z that is read", drop(k(), "bar.sync", 2), Fault::Race, &[write_d_v]),
         bug("nobody is told that d_q is there", drop_at(k(), "mbarrier.arrive", send), Fault::Deadlock, &[keep]),
+        bug(
+            "d_z read before both warpgroups wrote it",
+            drop_waits_at(k(), previous),
+            Fault::Race,
+            &[write, query_sums],
+        ),
+        bug("d_z written over one that is read", drop_waits_at(k(), open), Fault::Race, &[write, query_sums]),
+        bug("d_z not published", drop_at(k(), "fence.proxy.async", publish), Fault::ProxyRace, &[write, query_sums]),
+        bug("nobody is told that d_z is there", drop_at(k(), "mbarrier.arrive", publish), Fault::Deadlock, &[previous]),
+        bug("d_z never given back", drop_at(k(), "mbarrier.arrive", done), Fault::Deadlock, &[open]),
+        bug("a turn not passed on", drop(k(), "bar.arrive", 1), Fault::Deadlock, &[]),
     ];
     check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
@@ -206,12 +220,12 @@ fn in_what_is_rounded() {
         let tuning = Tuning { sums: Some(2), ..case.plan().tuning() };
         Case { tuning: Some(tuning), ..case }
     };
-    for (case, engine) in [(case([128, 128]), true), (case([64, 64]), false)] {
+    for case in [case([128, 128]), case([64, 64])] {
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
         let k = || Kernel::clone(&kernels.main);
         let lines = |row: &str, file: &str| lines_of(&k(), row, file);
         let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
-        let adds = line(&k(), if engine { "cp.reduce.async.bulk" } else { "red.add.f32" }, 0);
+        let adds = line(&k(), "cp.reduce.async.bulk", 0);
         let (reads, zeros) = (lines("ld.global.f32", "finish.rs"), lines("st.global.f32", "rounding.rs"));
         // The part that comes with a tile, and the place of the tile's pair; the rest waits at the end.
         let looks = lines("ld.acquire", "rounding.rs");
@@ -219,8 +233,9 @@ fn in_what_is_rounded() {
         let barriers = lines("bar.sync", "rounding.rs");
         let [before_zeros, _rest] = barriers[..] else { panic!("{barriers:?}") };
         // Who tells of what the copy engine added comes after who tells what is rounded.
-        let (tell, [added, rounded]) = ("atom.global.ordered", if engine { [1, 0] } else { [0, 1] });
-        let mut bugs = vec![
+        let (tell, [added, rounded]) = ("atom.global.ordered", [1, 0]);
+        let publish = *lines("fence.proxy.async", "rounding.rs").first().expect("zeros are published");
+        let bugs = vec![
             bug("a part read before all is added", drop_loop(k(), "ld.acquire", 0), Fault::Race, &[adds]),
             bug("added to a place that is still read", drop_loop(k(), "ld.acquire", 1), Fault::Race, &[adds]),
             bug(
@@ -231,17 +246,9 @@ fn in_what_is_rounded() {
             ),
             bug("nobody is told what is added", drop(k(), tell, added), Fault::Deadlock, &[part]),
             bug("nobody is told what is rounded", drop(k(), tell, rounded), Fault::Deadlock, &[place]),
+            bug("told before it is added", drop(k(), "cp.async.bulk.wait_group", 0), Fault::Race, &[adds]),
+            bug("zeros not published", drop_at(k(), "fence.proxy.async", publish), Fault::ProxyRace, &[adds]),
         ];
-        if engine {
-            let publish = *lines("fence.proxy.async", "rounding.rs").first().expect("zeros are published");
-            bugs.push(bug("told before it is added", drop(k(), "cp.async.bulk.wait_group", 0), Fault::Race, &[adds]));
-            bugs.push(bug(
-                "zeros not published",
-                drop_at(k(), "fence.proxy.async", publish),
-                Fault::ProxyRace,
-                &[adds],
-            ));
-        }
         check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
     }
 }

@@ -112,7 +112,6 @@ where
         value_sums(w);
         query_sums(w);
         key_sums(w);
-        let part = main.read_part(w);
         w.wait_products(0);
         outputs.done(w);
         queries.keep(w);
@@ -129,9 +128,7 @@ where
         w.one_thread_of_group(|t| t.wait_stores_read(0));
         values.done(w);
         keys.done(w);
-        main.round::<T>(w, &all, part);
     });
-    main.round_rest::<T>(w, &all);
     walk.end(w);
     // No wait for the stores: they have read shared memory, and the grid does not end before they are written.
 }

@@ -116,6 +116,16 @@ impl<'k> Results<'k> {
         self.tuning.rows / 2 * self.d / if self.turned() { 16 } else { 8 }
     }
 
+    /// Of a step's items those of half its sums, the first or the second, counted from 0.
+    pub fn item_of(&self, half: Val<'k, u32>, nth: Val<'k, u32>) -> Val<'k, u32> {
+        let whole = self.d / 16;
+        match whole > 4 {
+            // Half the elements of all queries.
+            true => (nth / (whole / 2)) * whole + half * (whole / 2) + nth % (whole / 2),
+            false => half * (self.items() / 2) + nth,
+        }
+    }
+
     /// Fours of an item: where the first is, of those of a step, how far apart they are, and how many.
     fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
         let (cols, d) = (self.tuning.cols(self.d), self.d);

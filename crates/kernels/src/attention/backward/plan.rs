@@ -133,8 +133,14 @@ impl Backward {
         // unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
-        if tuning.adds == Adds::Engine && !(fits && (!spans.bounded_left() || problem.max_q_len() > SHORT)) {
-            tuning.rows = tuning.rows.min(64);
+        if tuning.adds == Adds::Engine {
+            tuning = match largest {
+                ..=64 if !fits => tuning.of_threads(largest),
+                65.. if !fits || (spans.bounded_left() && problem.max_q_len() <= SHORT) => {
+                    Tuning { rows: tuning.rows.min(64), ..tuning }
+                }
+                _ => tuning,
+            };
         }
         if tuning.share == Share::Pairs && !fits {
             tuning = Tuning::columns();
@@ -144,6 +150,7 @@ impl Backward {
             (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64) as u32),
             (Share::Pairs, _) => [256, dims[1].next_multiple_of(128) as u32],
             (Share::Keys, 65..) => [128, dims[1].next_multiple_of(16) as u32],
+            (Share::Keys, _) if tuning.adds == Adds::Engine => [64, dims[1].next_multiple_of(16) as u32],
             (Share::Keys, _) => dims.map(|d| d.next_multiple_of(16) as u32),
         };
         let features = Features { dims: padded, mask, exp, d_lse, order, rounds: false, ragged, modified };
@@ -170,7 +177,7 @@ impl Backward {
     pub fn tuned(mut self, tuning: Tuning) -> Backward {
         let Features { order, ragged, modified, .. } = &self.features;
         let plain = *order == Order::Any && !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
-        self.features.rounds = plain && tuning.rounds && tuning.share == Share::Keys;
+        self.features.rounds = plain && tuning.rounds && tuning.adds == Adds::Engine;
         Backward { tuning, ..self }
     }
 

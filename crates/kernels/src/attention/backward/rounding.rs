@@ -13,12 +13,16 @@ use super::finish::{Results, Rows};
 use super::main::Main;
 use super::tiles::{Tiles, Work};
 use super::turns::Hand;
-use super::{Adds, Features, Tuning};
-use fulgurite_ptx::{Builder, Divisor, Group, Half, Pair, Pointer, Relay, RoleBarrier, Scope, Thread, Val, Var, Word};
+use super::{Features, Tuning};
+use fulgurite_ptx::{Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Relay, Scope, Thread, Val, Var, Word};
 
-/// Warpgroups that compute.
+/// Warpgroups that compute: each has a half of every step, for itself.
 const GROUPS: u32 = 2;
-const THREADS: u32 = GROUPS * 128;
+/// Threads of one.
+const THREADS: u32 = 128;
+/// Items that a thread reads at once, and fours of each: as many as there are registers for.
+const ITEMS: usize = 3;
+const FOURS: usize = 8;
 /// Messages on their way: a tile, and the one whose first queries are loaded.
 const DEPTH: u32 = 2;
 
@@ -45,8 +49,8 @@ struct Part<'k> {
     batch: Val<'k, u32>,
     head: Val<'k, u32>,
     pair: Val<'k, u32>,
-    /// Items of whole steps.
-    items: [Val<'k, u32>; 2],
+    /// The first of its steps, and past the last.
+    steps: [Val<'k, u32>; 2],
 }
 
 impl<'k> Rounding<'k> {
@@ -63,9 +67,9 @@ impl<'k> Rounding<'k> {
         Rounding { results, messages, added, rounded, places, lag, part, parts, steps }
     }
 
-    /// Items that a thread reads at once, and fours of each: as many as there are registers for.
-    fn at_once(&self) -> (usize, usize) {
-        if self.results.turned() { (3, 8) } else { (4, 4) }
+    /// Items of the warpgroup's half of a step.
+    fn items(&self) -> u32 {
+        self.results.items() / GROUPS
     }
 
     /// The place that a pair has.
@@ -103,13 +107,9 @@ impl<'k> Rounding<'k> {
                 self.messages.pass(t, Hand::Look as usize);
                 leave.when(after.eq(0));
                 self.messages.wait(t, Hand::Tell as usize);
-                if main.tuning.adds == Adds::Threads {
-                    let pair = main.part(self, after - 1).pair;
-                    self.teller(pair).fetch_add_in_order(t, 0, 1);
-                }
                 t.when(comes, |t| {
                     let part = main.part(self, after - 1 - self.lag);
-                    let told = part.items[0].lt(part.items[1]) & main.used_again(self, part.pair);
+                    let told = part.steps[0].lt(part.steps[1]) & main.used_again(self, part.pair);
                     t.when(told, |t| {
                         self.rounded.at(part.pair).fetch_add_in_order(t, 0, 1);
                     });
@@ -130,18 +130,18 @@ impl<'k> Main<'k> {
     /// Before a tile's last additions: reads what it can of the part that comes with it.
     pub(super) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
         let rounding = self.rounding.as_ref()?;
-        let sums = Sums::new(w, rounding);
+        let sums = Sums::new(w);
         rounding.messages.wait(w, Hand::Compute as usize);
         let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
-            self.read_items(w, rounding, &part, part.items[0], &sums);
+            self.read_items(w, rounding, &part, w.constant(0), &sums);
         });
         Some(sums)
     }
 
     /// After a tile's additions: rounds what was read, and what could not be read before.
-    pub(super) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &RoleBarrier, sums: Option<Sums<'k>>)
+    pub(super) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, sums: Option<Sums<'k>>)
     where
         Pair<T>: Word,
     {
@@ -149,29 +149,27 @@ impl<'k> Main<'k> {
         let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
-            self.write_items::<T>(w, rounding, &part, part.items[0], &sums);
-            self.round_items::<T>(w, rounding, &part, rounding.at_once().0);
+            self.write_items::<T>(w, rounding, &part, w.constant(0), &sums);
+            self.round_items::<T>(w, rounding, &part, ITEMS as u32 * THREADS);
             w.when(self.used_again(rounding, part.pair), |w| {
-                w.sync_role(barrier);
+                w.sync_group(barrier);
                 self.clear(w, rounding, &part);
             });
         });
-        if self.tuning.adds == Adds::Engine {
-            w.publish_global();
-        }
+        w.publish_global();
         rounding.messages.pass_together(w, Hand::Compute as usize);
     }
 
     /// After the last tile: the parts that came with none.
-    pub(super) fn round_rest<T: Half>(&self, w: &Scope<'k, Group>, barrier: &RoleBarrier)
+    pub(super) fn round_rest<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier)
     where
         Pair<T>: Word,
     {
         if let (Some(rounding), Tiles::Equal { tiles, .. }) = (&self.rounding, &self.tiles) {
             let first = tiles.tiles - tiles.tiles.min(rounding.lag);
             w.each(first + w.cluster(), tiles.tiles, w.clusters(), |w, number| {
-                w.one_thread(|t| self.wait_for_part(t, rounding, number));
-                w.sync_role(barrier);
+                w.one_thread_of_group(|t| self.wait_for_part(t, rounding, number));
+                w.sync_group(barrier);
                 // No pair will have its place: there are as many as it takes for the numbers that come with no tile.
                 self.round_items::<T>(w, rounding, &self.part(rounding, number), 0);
             });
@@ -187,8 +185,7 @@ impl<'k> Main<'k> {
         let all = self.group * self.steps;
         let first = nth * rounding.part;
         let pair = batch * self.heads.value() + head;
-        let items = [first.min(all), (first + rounding.part).min(all)].map(|step| step * rounding.results.items());
-        Part { batch, head, pair, items }
+        Part { batch, head, pair, steps: [first.min(all), (first + rounding.part).min(all)] }
     }
 
     /// Whether another pair will have the place of this one.
@@ -202,9 +199,8 @@ impl<'k> Main<'k> {
     /// Waits until all additions to a part have arrived.
     fn wait_for_part(&self, t: &Scope<'k, Thread>, rounding: &Rounding<'k>, number: Val<'k, u32>) {
         // The copy engine adds for each warpgroup.
-        let tellers = if self.tuning.adds == Adds::Engine { GROUPS } else { 1 };
         let part = self.part(rounding, number);
-        rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * tellers);
+        rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * GROUPS);
     }
 
     /// Where the sums of a step of a pair are.
@@ -213,22 +209,24 @@ impl<'k> Main<'k> {
         self.sums.at_wide(step.mul_wide(self.tuning.rows * self.dims[0]))
     }
 
-    /// What a thread does at once with items of a part, from one of them on: with each, which of `sums` it is, its step among
-    /// those of the pair, and its number in the step.
+    /// What a thread does at once with the warpgroup's items of a part, from one of them on: with each, which of `sums` it is,
+    /// its step among those of the pair, and its number in the step.
     fn each_item(
         &self,
         w: &Scope<'k, Group>,
         rounding: &Rounding<'k>,
-        [first, end]: [Val<'k, u32>; 2],
+        part: &Part<'k>,
+        first: Val<'k, u32>,
         sums: &Sums<'k>,
         f: impl Fn(&Scope<'k, Group>, &[[Var<'k, f32>; 4]], [Val<'k, u32>; 2]),
     ) {
-        let (own, items) = (own_number(w) + first, rounding.results.items());
+        let (own, items) = (w.thread_in_group() + first, rounding.items());
+        let ([first, end], results) = (part.steps, &rounding.results);
         for (i, sums) in sums.0.iter().enumerate() {
             let item = own + i as u32 * THREADS;
-            w.when(item.lt(end), |w| {
+            w.when(item.lt((end - first) * items), |w| {
                 let step = item / items;
-                f(w, sums, [step, item - step * items]);
+                f(w, sums, [first + step, results.item_of(w.group(), item - step * items)]);
             });
         }
     }
@@ -242,7 +240,7 @@ impl<'k> Main<'k> {
         first: Val<'k, u32>,
         sums: &Sums<'k>,
     ) {
-        self.each_item(w, rounding, [first, part.items[1]], sums, |w, to, [step, item]| {
+        self.each_item(w, rounding, part, first, sums, |w, to, [step, item]| {
             let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
             to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
         });
@@ -260,7 +258,7 @@ impl<'k> Main<'k> {
         Pair<T>: Word,
     {
         let results = &rounding.results;
-        self.each_item(w, rounding, [first, part.items[1]], sums, |w, from, [step, item]| {
+        self.each_item(w, rounding, part, first, sums, |w, from, [step, item]| {
             let [nth, step] = rounding.steps.div_rem(step);
             let of_sequence = part.batch.mul_wide(results.batch_stride);
             let to = results.head::<T>(of_sequence, part.head * self.group + nth);
@@ -269,29 +267,28 @@ impl<'k> Main<'k> {
         });
     }
 
-    /// Rounds a part, but for what each thread has done before.
-    fn round_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, done: usize)
+    /// Rounds the warpgroup's half of a part, from an item on.
+    fn round_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, first: u32)
     where
         Pair<T>: Word,
     {
-        let first = part.items[0] + done as u32 * THREADS;
-        w.each(first, part.items[1], rounding.at_once().0 as u32 * THREADS, |w, first| {
-            let sums = Sums::new(w, rounding);
+        let items = (part.steps[1] - part.steps[0]) * rounding.items();
+        w.each(w.constant(first), items, ITEMS as u32 * THREADS, |w, first| {
+            let sums = Sums::new(w);
             self.read_items(w, rounding, part, first, &sums);
             self.write_items::<T>(w, rounding, part, first, &sums);
         });
     }
 
-    /// Zeros where the sums of a part were. In the order in which they lie, unlike they are read: to write less than a sector
-    /// at a time takes ten times as long.
+    /// Zeros where the sums of the warpgroup's half of a part were. In the order in which they lie, unlike they are read: to
+    /// write less than a sector at a time takes ten times as long.
     fn clear(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>) {
-        let [first, end] = part.items.map(|item| item / rounding.results.items());
-        let (sums, zero) = (self.sums_of(rounding, part.pair, first), w.constant(0.0f32));
-        let fours = (end - first) * (self.tuning.rows * self.dims[0] / 4);
-        w.each(own_number(w), fours, 4 * THREADS, |w, at| {
-            for i in 0..4 {
-                let at = at + i * THREADS;
-                w.when(at.lt(fours), |w| sums.store_some(w, at * 4, [zero; 4]));
+        let (half, zero) = (self.tuning.rows * self.dims[0] / GROUPS, w.constant(0.0f32));
+        let own = w.group() * half + w.thread_in_group() * 4;
+        w.each(part.steps[0], part.steps[1], 1, |w, step| {
+            let sums = self.sums_of(rounding, part.pair, step).at(own);
+            for i in 0..half / (4 * THREADS) {
+                sums.store_some(w, i * 4 * THREADS, [zero; 4]);
             }
         });
     }
@@ -301,13 +298,7 @@ impl<'k> Main<'k> {
 pub(super) struct Sums<'k>(Vec<Vec<[Var<'k, f32>; 4]>>);
 
 impl<'k> Sums<'k> {
-    fn new(w: &Scope<'k, Group>, rounding: &Rounding<'k>) -> Self {
-        let (items, fours) = rounding.at_once();
-        Sums((0..items).map(|_| (0..fours).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect())
+    fn new(w: &Scope<'k, Group>) -> Self {
+        Sums((0..ITEMS).map(|_| (0..FOURS).map(|_| [(); 4].map(|()| w.var(0.0f32))).collect()).collect())
     }
-}
-
-/// Number of the thread among those that compute.
-fn own_number<'k>(w: &Scope<'k, Group>) -> Val<'k, u32> {
-    w.group() * 128 + w.thread_in_group()
 }

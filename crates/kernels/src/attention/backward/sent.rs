@@ -2,22 +2,24 @@
 //!
 //! As in `by_keys`, p^T and d_z^T leave the registers as left operands of d_v and d_k, and d_z of both warpgroups go through
 //! shared memory. d_q is multiplied transposed: then queries are columns of four of the five products, and more of them in a
-//! step, 80 instead of 64, read less of shared memory for each product. There are registers for that because nothing of the
-//! next step is under way before this one is done.
+//! step, 80 instead of 64, read less of shared memory for each product.
 //!
-//! A step: start s and d_p | p, d_z, written | start d_v | barrier | start d_q and d_k | wait for d_q, send it | wait for d_k.
+//! d_q of a step is multiplied in the next one. So the warpgroups need not meet: one computes p and d_z while the products of
+//! the other run, which they take turns for. Left alone they would start them at the same time, and wait at the same time.
 //!
-//! d_k and d_v leave through the places of d_z and d_q: the keys of the next tile arrive meanwhile.
+//! A step: start s and d_p | p, d_z, written | start d_v, the d_q before and d_k | send the d_q before.
+//!
+//! d_k and d_v leave through the warpgroup's place of d_q, one after the other: the keys of the next tile arrive meanwhile.
 //!
 //! Modified scores wait for d_p before anything is done with them, and go from the raw score to d_z in parts: the derivative is
 //! then used where it is computed, and takes no registers of the loop.
 
 use super::main::{Main, tile};
 use super::modified::clean;
-use super::tiles::Work;
-use super::walk::{Walk, clear, pack, pack_part, probabilities, score_gradients, store_results};
+use super::tiles::{Of, Work};
+use super::walk::{Walk, clear, pack, pack_part, probabilities, score_gradients, send_results, write_result};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tensor, Thread, Tile, Word};
 
 /// Queries of a step that are modified together.
 const PART: u32 = 8;
@@ -31,15 +33,16 @@ where
     let rows = tuning.rows;
     let Main { queries, outputs, keys, values, tickets, .. } = main;
     let outbox = main.outbox.as_ref().expect("bug in fulgurite: nobody adds d_q");
-    // Rows are queries. One for each stage of q, one after the other.
-    let exchange: Vec<_> =
-        (0..tuning.depth).map(|_| main.k.tile("d_z", tile::<T>(tuning, rows, tuning.keys()))).collect();
+    // Rows are queries.
+    let exchange = main.k.swap("d_z", 2, tile::<T>(tuning, rows, tuning.keys()), queries);
     let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
-    let d_q = d_p.part(0, rows);
+    // Of short rows the assembler finds no registers for the products unless d_q has its own (C7511).
+    let d_q = if d > 64 { d_p.part(0, rows) } else { w.accumulators(tuning.cols(d)) };
     let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
     let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
     let limits = Limits::of_keys(w, &main.spans);
-    let (all, barrier) = (w.role_barrier(), w.group_barrier());
+    let (barrier, turns) = (w.group_barrier(), w.turns());
+    let all = main.modified.as_ref().filter(|modified| modified.hides()).map(|_| w.role_barrier());
     let own = w.group();
     let walk = Walk::new(w, main);
 
@@ -50,13 +53,76 @@ where
         let first_key = (work.tile * tuning.keys() + own * 64).to_i32();
         limits.set_keys(w, first_key, main.k_len(work.sequence).to_i32(), main.lengths(work.sequence));
     };
-
     let modifying = main.modified.as_ref().map(|modified| modified.in_role(w, main.scale));
     let set_head = |w: &Scope<'k, Group>| {
         if let Some(modifying) = &modifying {
             let work = main.read(&tickets.again(w));
             modifying.set(w, main, &work, walk.head(), work.tile * tuning.keys() + own * 64);
         }
+    };
+    // p and d_z of a step whose s and d_p are under way.
+    let weights = |w: &Scope<'k, Group>| {
+        let set_again = |w: &Scope<'k, Group>| set_limits(w, &main.read(&tickets.again(w)));
+        let block = Block { first: walk.first_query(), full: None };
+        let Some(modifying) = &modifying else {
+            w.wait_products(1); // s
+            limits.apply_set(w, &s, &block, set_again);
+            probabilities(w, main, &s, queries.numbers(w), |_| {});
+            // d_p. The assembler takes it before the exponentials; holding it back gains nothing.
+            w.wait_products_anywhere(0);
+            w.pass_turn(&turns);
+            return score_gradients(w, [&s, &d_p], outputs.numbers(w), |eight| {
+                pack(&p, eight, &s);
+                pack(&d_z, eight, &d_p);
+            });
+        };
+        w.wait_products(0); // s and d_p
+        w.pass_turn(&turns);
+        for part in 0..rows / PART {
+            let [s, d_p] = [&s, &d_p].map(|all| all.part(part, PART));
+            let [shift, delta] = [queries, outputs].map(|ring| ring.numbers(w).part(w.constant(part), PART));
+            let first = walk.first_query() + (part * PART) as i32;
+            let slopes = modifying.apply(w, &s, first);
+            probabilities(w, main, &s, shift, |_| {});
+            modifying.gradients(w, [&s, &d_p], delta, &slopes, |eight| {
+                let whole = part * PART / 8 + eight;
+                pack_part(&p, whole, &s, eight);
+                pack_part(&d_z, whole, &d_p, eight);
+            });
+        }
+        // Last, when the fewest registers are taken; whatever a key that nobody sees has made of it is gone then.
+        limits.hide(w, ([&p, &d_z], rows), &block, set_again);
+    };
+    // d_q of the step before. Warpgroups share the columns of long rows, and the queries of short ones.
+    let query_sums = |w: &Scope<'k, Group>| {
+        let (d_z, key) = (exchange.wait_previous(w), keys.current(w)[0]);
+        let (d_z, key) = if d > 64 { (d_z, key.cols(own, 64)) } else { (d_z.rows(own, rows / 2), key) };
+        w.multiply(&d_q, key.operand(Major::Outer), d_z.operand(Major::Inner), Sum::Fresh);
+    };
+    let step = |w: &Scope<'k, Group>, first: bool| {
+        w.await_turn(&turns);
+        let (q, key) = (queries.wait(w)[0], keys.current(w)[0].rows(own, 64));
+        w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
+        let (d_o, value) = (outputs.wait(w)[0], values.current(w)[0].rows(own, 64));
+        w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
+        weights(w);
+        w.write_fragment_turned(exchange.open(w).cols(own, 64), &d_z);
+        exchange.publish(w);
+        w.await_turn(&turns);
+        onto(w, &d_v, &p, d_o);
+        if !first {
+            query_sums(w);
+        }
+        onto(w, &d_k, &d_z, queries.current(w)[0]);
+        w.pass_turn(&turns);
+        if !first {
+            w.wait_products(1); // d_v and d_q
+            exchange.done_previous(w);
+            walk.send(w, outbox, &d_q, false);
+        }
+        w.wait_products(0); // d_k
+        outputs.done(w);
+        queries.done(w);
     };
 
     w.repeat(|w, leave| {
@@ -67,84 +133,44 @@ where
         set_head(w);
         clear(&d_k);
         clear(&d_v);
-        // The results of the tile before have left the places of d_z and d_q.
-        w.one_thread_of_group(|t| t.wait_stores_read(0));
-        w.sync_role(&all);
         values.wait(w);
         keys.wait(w);
-        if main.modified.as_ref().is_some_and(|modified| modified.hides()) {
+        if let Some(all) = &all {
             clean::<T>(w, &[keys.current(w)[0], values.current(w)[0]]);
-            w.sync_role(&all);
+            w.sync_role(all);
         }
+        step(w, true);
         w.repeat(|w, leave| {
-            let (q, key) = (queries.wait(w)[0], keys.current(w)[0].rows(own, 64));
-            w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
-            let (d_o, value) = (outputs.wait(w)[0], values.current(w)[0].rows(own, 64));
-            w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
-            let set_again = |w: &Scope<'k, Group>| set_limits(w, &main.read(&tickets.again(w)));
-            match &modifying {
-                None => {
-                    w.wait_products(1); // s
-                    limits.apply_set(w, &s, &Block { first: walk.first_query(), full: None }, set_again);
-                    probabilities(w, main, &s, queries.numbers(w), |_| {});
-                    // d_p. The assembler takes it before the exponentials; holding it back gains nothing.
-                    w.wait_products_anywhere(0);
-                    score_gradients(w, [&s, &d_p], outputs.numbers(w), |eight| {
-                        pack(&p, eight, &s);
-                        pack(&d_z, eight, &d_p);
-                    });
-                }
-                Some(modifying) => {
-                    w.wait_products(0); // s and d_p
-                    for part in 0..rows / PART {
-                        let [s, d_p] = [&s, &d_p].map(|all| all.part(part, PART));
-                        let [shift, delta] =
-                            [queries, outputs].map(|ring| ring.numbers(w).part(w.constant(part), PART));
-                        let first = walk.first_query() + (part * PART) as i32;
-                        let slopes = modifying.apply(w, &s, first);
-                        probabilities(w, main, &s, shift, |_| {});
-                        modifying.gradients(w, [&s, &d_p], delta, &slopes, |eight| {
-                            let whole = part * PART / 8 + eight;
-                            pack_part(&p, whole, &s, eight);
-                            pack_part(&d_z, whole, &d_p, eight);
-                        });
-                    }
-                    // Last, when the fewest registers are taken; whatever a key that nobody sees has made of it is gone then.
-                    let block = Block { first: walk.first_query(), full: None };
-                    limits.hide(w, ([&p, &d_z], rows), &block, set_again);
-                }
-            }
-            w.write_fragment_turned(queries.beside(w, exchange[0]).cols(own, 64), &d_z);
-            onto(w, &d_v, &p, d_o);
-            w.publish_shared();
-            // One barrier is enough for two tiles of d_z: whoever passes it has waited for the d_q before.
-            w.sync_role(&all);
-            let (d_z_tile, key) = (queries.beside(w, exchange[0]), keys.current(w)[0].cols(own, 64));
-            w.multiply(&d_q, key.operand(Major::Outer), d_z_tile.operand(Major::Inner), Sum::Fresh);
-            onto(w, &d_k, &d_z, queries.current(w)[0]);
-            w.wait_products(1); // d_v and d_q
-            walk.send(w, outbox, &d_q);
-            w.wait_products(0); // d_k
-            outputs.done(w);
-            queries.done(w);
             leave.when(walk.last());
-            walk.forward(w, set_head);
+            walk.forward_step(w, |w, _| set_head(w));
+            step(w, false);
         });
+        query_sums(w);
         // Read again: kept over the loop it would take registers of it.
         let work = main.read(&tickets.again(w));
+        w.wait_products(0);
+        exchange.done_previous(w);
+        walk.send(w, outbox, &d_q, true);
         tickets.done(w);
         values.done(w);
         keys.done(w);
         let part = main.read_part(w);
-        // Both are done with d_z.
-        w.sync_role(&all);
-        let to_v = Tile::at(main.d_v.tile(), exchange[0].nth(own).address());
-        let to_k = outbox.as_tile(w, main.d_k.tile());
-        let at = |w: &Scope<'k, Thread>, _| [w.constant(0), work.tile * tuning.keys() + own * 64];
-        store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
-        main.round::<T>(w, &all, part);
+        let leave_as = |w: &Scope<'k, Group>, of: Of, result: &Acc<'k>, tensor: &Tensor<'k>| {
+            let to = outbox.as_tile(w, tensor.tile());
+            write_result::<T>(w, main, of, result, to);
+            let at = |t: &Scope<'k, Thread>| [t.constant(0), work.tile * tuning.keys() + own * 64];
+            send_results(w, main, &work, &barrier, |t| vec![(of, to, at(t))]);
+        };
+        let have_left = |w: &Scope<'k, Group>| {
+            w.one_thread_of_group(|t| t.wait_stores_read(0));
+            w.sync_group(&barrier);
+        };
+        leave_as(w, Of::DK, &d_k, &main.d_k);
+        have_left(w);
+        leave_as(w, Of::DV, &d_v, &main.d_v);
+        main.round::<T>(w, &barrier, part);
+        have_left(w);
     });
     outbox.end(w);
-    main.round_rest::<T>(w, &all);
-    w.one_thread_of_group(|t| t.wait_stores_read(0));
+    main.round_rest::<T>(w, &barrier);
 }

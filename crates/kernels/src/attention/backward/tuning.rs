@@ -77,7 +77,7 @@ pub struct Tuning {
     pub pack: Pack,
     /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
     pub pairs: Option<u32>,
-    /// Whether d_q is rounded by the blocks that add to it, while others still do, where warpgroups share keys: then its sums
+    /// Whether d_q is rounded by the blocks that add to it, while others still do, where the copy engine adds: then its sums
     /// need not leave the second-level cache.
     pub rounds: bool,
     /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
@@ -101,7 +101,7 @@ impl Cut for Tuning {
             sums: None,
         };
         let columns = Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
-        let narrow = Tuning { rows: 128, key_depth: 2, drain: true, pack: Pack::Late, ..base };
+        let narrow = Tuning { rows: 128, adds: Adds::Engine, ..base };
         let usual = Tuning { rows: 80, adds: Adds::Engine, ..base };
         let row = |head_dims, keys, tuning| Row { head_dims, keys, tuning };
         // Of few keys, what runs around the main kernel is a fifth of the time.
@@ -120,13 +120,13 @@ impl Cut for Tuning {
         let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| Tuning { rows, ..self });
         let adds = match self.adds {
             Adds::Threads => Tuning { adds: Adds::Engine, ..self },
-            Adds::Engine => Tuning { adds: Adds::Threads, rows: 64, ..self },
+            Adds::Engine => self.of_threads(head_dim),
         };
         let depth = [2, 3].map(|depth| Tuning { depth, ..self });
         let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
-        let rounds = [Tuning { rounds: !self.rounds, ..self }].into_iter().filter(|_| self.share == Share::Keys);
+        let rounds = [Tuning { rounds: !self.rounds, ..self }].into_iter().filter(|_| self.adds == Adds::Engine);
         // What only threads that add ask for, and not in `by_columns`.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
@@ -172,15 +172,24 @@ impl Tuning {
     pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
         let usual = Tuning { rounds: false, ..Tuning::hopper(head_dim) };
         match head_dim {
-            ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual },
+            ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual.of_threads(head_dim) },
             65..=128 if ragged && modified == Room::None && order == Order::Any => {
                 Tuning { rows: 64, registers: [232, 40], ..usual }
             }
             65..=128 if !ragged && modified == Room::Little && order == Order::Any => Tuning { rows: 64, ..usual },
             _ if ragged || modified != Room::None => Tuning::columns(),
             129.. if order == Order::Fixed => Tuning::columns(),
-            65..=128 if order == Order::Fixed => Tuning { rows: 64, adds: Adds::Threads, key_depth: 2, ..usual },
+            ..=128 if order == Order::Fixed => usual.of_threads(head_dim),
             _ => usual,
+        }
+    }
+
+    /// The one whose threads add: in a fixed order, and where a mask leaves few registers.
+    pub fn of_threads(self, head_dim: u32) -> Tuning {
+        let base = Tuning { adds: Adds::Threads, key_depth: 2, rounds: false, ..self };
+        match head_dim {
+            ..=64 => Tuning { rows: 128, drain: true, pack: Pack::Late, ..base },
+            _ => Tuning { rows: 64, ..base },
         }
     }
 
@@ -201,7 +210,7 @@ impl Tuning {
             },
             // d_k and d_v leave through places that are large enough from 64 rows on.
             (Share::Keys, Adds::Engine) => {
-                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && (65..=128).contains(&head_dim)
+                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && head_dim <= 128
             }
         };
         rows && (2..=4).contains(&self.depth) && (1..=2).contains(&self.key_depth) && self.early <= 8
@@ -233,7 +242,8 @@ impl Tuning {
     /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
-            (Adds::Engine, rows) => rows,
+            (Adds::Engine, rows) if dim > 64 => rows,
+            (Adds::Engine, rows) => rows / 2,
             (Adds::Threads, 64) => dim / (2 * self.blocks()),
             (Adds::Threads, _) => dim,
         }

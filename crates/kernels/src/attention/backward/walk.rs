@@ -70,39 +70,68 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.head.expect("bug in fulgurite: nobody asked for the head").get()
     }
 
-    /// To the next step; after the last of a head to the first of the next head, of which `next` is told.
+    /// To the next step and its sums; after the last of a head to the first of the next head, of which `next` is told.
     #[track_caller]
     pub fn forward(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>)) {
-        let main = self.main;
-        let step_bytes = main.tuning.rows * main.dims[0] * 4;
-        self.step.set(self.step.get() + 1);
-        self.place.set(self.place.get() + u64::from(step_bytes));
-        // Read again, not kept: registers are short.
-        let all = !main.spans.bounded_right() && matches!(main.tiles, Tiles::Equal { .. });
-        let end = if all { main.steps } else { main.tickets.word(w, END) };
-        w.when(self.step.get().eq(end), |w| {
-            let first = main.tickets.word(w, FIRST);
-            self.step.set(first);
-            // Over the steps that see no key of this tile.
-            self.place.set(self.place.get() + (main.steps - end + first).mul_wide(step_bytes));
-            self.head.iter().for_each(|head| head.set(head.get() + 1));
+        self.place.set(self.place.get() + u64::from(self.step_bytes()));
+        self.forward_step(w, |w, [first, end]| {
+            self.skip_sums([first, end]);
             next(w);
         });
     }
 
-    /// Has the copy engine add d_q.
+    /// The same, and the sums stay those of the step before. `next` is told the first step of its head and where they end.
     #[track_caller]
-    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>) {
+    pub fn forward_step(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>, [Val<'k, u32>; 2])) {
+        self.step.set(self.step.get() + 1);
+        let end = self.end_of_head(w);
+        w.when(self.step.get().eq(end), |w| {
+            let first = self.main.tickets.word(w, FIRST);
+            self.step.set(first);
+            self.head.iter().for_each(|head| head.set(head.get() + 1));
+            next(w, [first, end]);
+        });
+    }
+
+    /// From the sums of the step before to those of this one.
+    #[track_caller]
+    fn forward_sums(&self, w: &Scope<'k, Group>) {
+        self.place.set(self.place.get() + u64::from(self.step_bytes()));
+        let first = self.main.tickets.word(w, FIRST);
+        w.when(self.step.get().eq(first), |w| self.skip_sums([first, self.end_of_head(w)]));
+    }
+
+    /// Over the sums of the steps between two heads that see no key of this tile.
+    #[track_caller]
+    fn skip_sums(&self, [first, end]: [Val<'k, u32>; 2]) {
+        self.place.set(self.place.get() + (self.main.steps - end + first).mul_wide(self.step_bytes()));
+    }
+
+    fn step_bytes(&self) -> u32 {
+        self.main.tuning.rows * self.main.dims[0] * 4
+    }
+
+    /// Past the last step of a head. Read again, not kept: registers are short.
+    #[track_caller]
+    fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
+        let all = !self.main.spans.bounded_right() && matches!(self.main.tiles, Tiles::Equal { .. });
+        if all { self.main.steps } else { self.main.tickets.word(w, END) }
+    }
+
+    /// Has the copy engine add the d_q of the step before; `last` is that of the tile's last step.
+    #[track_caller]
+    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>, last: bool) {
         let elements: Vec<_> = d_q.elements().collect();
         outbox.open(w, self.place.get());
-        if let Some(rounding) = &self.main.rounding {
-            w.when(self.left.get().eq(1), |w| {
-                let work = self.main.read(&self.main.tickets.again(w));
-                outbox.tell(w, rounding.teller(self.main.pair(&work)));
-            });
+        if let (true, Some(rounding)) = (last, &self.main.rounding) {
+            let work = self.main.read(&self.main.tickets.again(w));
+            outbox.tell(w, rounding.teller(self.main.pair(&work)));
         }
         outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
         outbox.send(w);
+        if !last {
+            self.forward_sums(w);
+        }
     }
 
     /// Adds a part of d_q, counted in fours of each thread; parts come in order.
@@ -194,8 +223,38 @@ pub(super) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
-/// d_k and d_v leave through tiles that nobody reads any more. `at` is the first column and key of the warpgroup's part of
-/// either; the thread that stores them is always the same one of the warpgroup, and waits for them elsewhere.
+/// Writes d_k or d_v to a tile that nobody reads any more.
+pub(super) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
+where
+    Pair<T>: Word,
+{
+    match of {
+        Of::DK => w.write_with::<T>(to, result, |_, x| x * main.scale),
+        _ => w.write::<T>(to, result),
+    }
+}
+
+/// What the warpgroup wrote leaves, each with the first column and key of the warpgroup's part. The thread that stores it is
+/// always the same one, and waits for it elsewhere.
+pub(super) fn send_results<'k>(
+    w: &Scope<'k, Group>,
+    main: &Main<'k>,
+    work: &Work<'k>,
+    barrier: &GroupBarrier,
+    results: impl Fn(&Scope<'k, Thread>) -> Vec<(Of, Tile<'k>, [Val<'k, u32>; 2])>,
+) {
+    w.publish_shared();
+    w.sync_group(barrier);
+    w.one_thread_of_group(|t| {
+        for (of, from, [col, key]) in results(t) {
+            let to = if of == Of::DK { &main.d_k } else { &main.d_v };
+            t.store_tile(to, &main.at(of, work, [col, key, work.head]), from);
+        }
+        t.commit_stores();
+    });
+}
+
+/// d_k and d_v leave together. `at` is the first column and key of the warpgroup's part of either.
 pub(super) fn store_results<'k, T: Half>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
@@ -206,17 +265,7 @@ pub(super) fn store_results<'k, T: Half>(
 ) where
     Pair<T>: Word,
 {
-    w.write::<T>(to_v, d_v);
-    w.write_with::<T>(to_k, d_k, |_, x| x * main.scale);
-    w.publish_shared();
-    w.sync_group(barrier);
-    w.one_thread_of_group(|t| {
-        let place = |of, i| {
-            let [col, key] = at(t, i);
-            main.at(of, work, [col, key, work.head])
-        };
-        t.store_tile(&main.d_v, &place(Of::DV, 1), to_v);
-        t.store_tile(&main.d_k, &place(Of::DK, 0), to_k);
-        t.commit_stores();
-    });
+    write_result::<T>(w, main, Of::DV, d_v, to_v);
+    write_result::<T>(w, main, Of::DK, d_k, to_k);
+    send_results(w, main, work, barrier, |t| vec![(Of::DV, to_v, at(t, 1)), (Of::DK, to_k, at(t, 0))]);
 }
