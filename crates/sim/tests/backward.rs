@@ -79,7 +79,7 @@ fn sums_are_used_again() {
 #[test]
 fn warpgroups_take_turns() {
     for (i, (dims, rows)) in
-        [([128, 128], 64), ([128, 96], 80), ([64, 64], 128), ([64, 48], 96)].into_iter().enumerate()
+        [([128, 128], 64), ([128, 96], 80), ([64, 64], 128), ([64, 48], 80)].into_iter().enumerate()
     {
         let base = Case { dims, blocks: 3, ..Case::base() };
         for (case, seed) in [

@@ -344,9 +344,9 @@ mod tests {
     #[test]
     fn what_has_no_kernel_is_known() {
         let usual = Tuning::hopper(128);
-        assert!(!usual.has_kernel(64) && !usual.has_kernel(256));
+        assert!(usual.has_kernel(64) && !usual.has_kernel(256) && !usual.of_threads(128).has_kernel(64));
         assert!(!Tuning { rows: 48, ..usual }.has_kernel(128));
-        assert!(!Tuning::hopper(64).has_kernel(192) && !Tuning { rows: 64, ..Tuning::hopper(64) }.has_kernel(64));
+        assert!(!Tuning::hopper(64).has_kernel(192) && !Tuning::hopper(64).of_threads(64).has_kernel(128));
         assert!(!Tuning { adds: Adds::Engine, ..Tuning::hopper(256) }.has_kernel(256));
         assert!(!Tuning::hopper(256).has_kernel(192) && Tuning::hopper(192).has_kernel(256));
     }
