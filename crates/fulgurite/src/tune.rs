@@ -590,8 +590,8 @@ mod tests {
         let scale = Scale { tokens: 64, width: 64, rounds: 1, seconds: 0.0, odd: [[5, 9], [9, 5]] };
         let place = Place { head_dim: 64, len: 64, keys: 0..128 };
         let race = Race::<GradientTuning>::new(scale, Arc::new(Clocked::default()), &place).unwrap();
-        let engine = GradientTuning { adds: fulgurite_kernels::attention::backward::Adds::Engine, ..race.usual };
-        assert_eq!(race.gain(&engine), Ok(0.0));
+        let pairs = GradientTuning { share: fulgurite_kernels::attention::backward::Share::Pairs, ..race.usual };
+        assert_eq!(race.gain(&pairs), Ok(0.0));
         assert_eq!(race.gain(&GradientTuning { registers: [248, 248], ..race.usual }), Ok(0.0));
     }
 }

@@ -37,10 +37,11 @@ impl Builder {
             self.refuse(format!("swap `{name}` in step with a ring of {} stages, allowed: {TILES}", leader.depth()));
         }
         let id = self.new_pipe(name, 1);
-        let tiles: Vec<_> = (0..TILES).map(|_| self.tile(name, shape)).collect();
+        // One after the other.
+        let [first, _] = [self.tile(name, shape), self.tile(name, shape)];
         let warps = Count::Fixed(4 * warpgroups);
         let [full, empty] = ["full", "empty"].map(|of| self.mbarriers(&format!("{name}.{of}"), TILES, warps));
-        Swap { k: self, id, leader: leader.id(), first: tiles[0], full, empty }
+        Swap { k: self, id, leader: leader.id(), first, full, empty }
     }
 }
 
@@ -48,7 +49,8 @@ impl<'k> Swap<'k> {
     /// Where the role stands: the tile that it writes, and the parity of the round.
     #[track_caller]
     fn place(&self) -> [Val<'k, u32>; 2] {
-        self.k.cursor(self.leader, "take", [0, 0]).map(|var| var.now())
+        let [stage, parity] = self.k.cursor(self.leader, "take", [0, 0]);
+        [stage.now(), parity.now()]
     }
 
     #[track_caller]

@@ -2,8 +2,8 @@
 //!
 //! A block has a tile of keys of one head and walks over all queries that see them, a step of some rows at a time, of
 //! all heads that share the keys: d_k and d_v stay in registers to the end and have one order of additions. Keys are
-//! the rows of the scores. d_q is added to sums in global memory from registers. What the warpgroups do is in
-//! `by_keys`, `sent`, `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
+//! the rows of the scores. d_q is added to sums in global memory. What the warpgroups do is in `by_keys`, `sent`,
+//! `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
 use super::modified::Modified;
 use super::rounding::Rounding;

@@ -44,8 +44,9 @@ impl Pack {
 pub enum Adds {
     /// The threads that have it in registers.
     Threads,
-    /// The copy engine, from shared memory. d_q is multiplied transposed, for rows of 128 elements: each warpgroup has 64 of
-    /// them as rows of its product, and queries are columns, of which there can be as many as registers allow.
+    /// The copy engine, from shared memory. d_q is multiplied transposed: 64 elements are rows of a product, and queries its
+    /// columns, of which there can be as many as registers allow. Of rows of up to 128 elements each warpgroup has 64, of shorter
+    /// ones half the queries.
     Engine,
 }
 
@@ -210,7 +211,7 @@ impl Tuning {
             },
             // d_k and d_v leave through places that are large enough from 64 rows on.
             (Share::Keys, Adds::Engine) => {
-                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && head_dim <= 128
+                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
             }
         };
         rows && (2..=4).contains(&self.depth) && (1..=2).contains(&self.key_depth) && self.early <= 8
