@@ -12,7 +12,7 @@ use crate::table::{mbarrier, sync};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// Tiles, as a role has of them.
+/// Tiles: as many as the ring has stages.
 const TILES: u32 = 2;
 
 /// Two tiles between the warpgroups of a role, in step with a ring of two stages.
@@ -30,16 +30,16 @@ pub struct Swap<'k> {
 }
 
 impl Builder {
-    /// For a role of `warpgroups` that takes the stages of `leader`.
+    /// For the current role, which takes the stages of `leader`.
     #[track_caller]
-    pub fn swap<'k>(&'k self, name: &str, warpgroups: u32, shape: TileShape, leader: &Pipe<'k>) -> Swap<'k> {
+    pub fn swap<'k>(&'k self, name: &str, shape: TileShape, leader: &Pipe<'k>) -> Swap<'k> {
         if leader.depth() != TILES {
             self.refuse(format!("swap `{name}` in step with a ring of {} stages, allowed: {TILES}", leader.depth()));
         }
         let id = self.new_pipe(name, 1);
         // One after the other.
         let [first, _] = [self.tile(name, shape), self.tile(name, shape)];
-        let warps = Count::Fixed(4 * warpgroups);
+        let warps = Count::Fixed(self.role_warps().1);
         let [full, empty] = ["full", "empty"].map(|of| self.mbarriers(&format!("{name}.{of}"), TILES, warps));
         Swap { k: self, id, leader: leader.id(), first, full, empty }
     }

@@ -101,7 +101,7 @@ pub struct Tile<'k> {
 
 impl<'k> Tile<'k> {
     /// A tile of this shape at an address that another tile had.
-    pub fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
+    pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
     }
     /// Where it begins, for a loop that carries it.

@@ -119,7 +119,7 @@ impl<'k> Results<'k> {
     /// Of a step's items those of half its sums, the first or the second, counted from 0.
     pub fn item_of(&self, half: Val<'k, u32>, nth: Val<'k, u32>) -> Val<'k, u32> {
         let whole = self.d / 16;
-        match whole > 4 {
+        match self.tuning.cols(self.d) == self.tuning.rows {
             // Half the elements of all queries.
             true => (nth / (whole / 2)) * whole + half * (whole / 2) + nth % (whole / 2),
             false => half * (self.items() / 2) + nth,

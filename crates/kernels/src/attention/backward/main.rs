@@ -184,7 +184,12 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// Which part of the columns of d_q a warpgroup has.
+    /// Where a gradient goes.
+    pub(super) fn result(&self, of: Of) -> &Tensor<'k> {
+        if of == Of::DK { &self.d_k } else { &self.d_v }
+    }
+
+    /// Which part of d_q a warpgroup has.
     #[track_caller]
     pub(super) fn quarter(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
         match self.tuning.share {

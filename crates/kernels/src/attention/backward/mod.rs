@@ -44,8 +44,8 @@ pub enum Order {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Features {
     /// Elements of a row of q and k, and of v and o, as the products see them: multiples of 16, of 64 where
-    /// warpgroups share columns; the first of 128 where they share keys and the columns of d_q. Rows of tensors may be
-    /// shorter.
+    /// warpgroups share columns; the first of 128 where they share keys and the columns of d_q, of 64 where the copy engine
+    /// adds to shorter rows. Rows of tensors may be shorter.
     pub dims: [u32; 2],
     /// Which keys a query sees.
     pub mask: Mask,
@@ -55,7 +55,7 @@ pub struct Features {
     pub d_lse: bool,
     /// In which order blocks add to d_q.
     pub order: Order,
-    /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where warpgroups share keys, of equal
+    /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where the copy engine adds, of equal
     /// sequences that have keys, and in any order.
     pub rounds: bool,
     /// Lengths that differ from sequence to sequence.

@@ -129,8 +129,8 @@ impl Backward {
         if !tuning.has_kernel(largest) {
             return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
         }
-        // Longer steps, and pairs of blocks, fit the registers where the mask has one edge at most and exponentials are the
-        // unit's own.
+        // Longer steps, additions by the copy engine at head dims up to 64, and pairs of blocks fit the registers where the mask
+        // has one edge at most and exponentials are the unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
         if tuning.adds == Adds::Engine {
@@ -145,14 +145,7 @@ impl Backward {
         if tuning.share == Share::Pairs && !fits {
             tuning = Tuning::columns();
         }
-        // What is missing of a row is read as zeros. Where warpgroups share columns, halves are whole chunks of a tile.
-        let padded = match (tuning.share, largest) {
-            (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64) as u32),
-            (Share::Pairs, _) => [256, dims[1].next_multiple_of(128) as u32],
-            (Share::Keys, 65..) => [128, dims[1].next_multiple_of(16) as u32],
-            (Share::Keys, _) if tuning.adds == Adds::Engine => [64, dims[1].next_multiple_of(16) as u32],
-            (Share::Keys, _) => dims.map(|d| d.next_multiple_of(16) as u32),
-        };
+        let padded = tuning.padded(dims.map(|d| d as u32));
         let features = Features { dims: padded, mask, exp, d_lse, order, rounds: false, ragged, modified };
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
@@ -178,6 +171,7 @@ impl Backward {
         let Features { order, ragged, modified, .. } = &self.features;
         let plain = *order == Order::Any && !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
         self.features.rounds = plain && tuning.rounds && tuning.adds == Adds::Engine;
+        self.features.dims = tuning.padded(self.dims.map(|d| d as u32));
         Backward { tuning, ..self }
     }
 

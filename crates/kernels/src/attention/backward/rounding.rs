@@ -7,7 +7,8 @@
 //! with tiles before it. The parts that come with no tile are shared out among all blocks at the end.
 //!
 //! Nobody who computes waits for memory for that, or tells others: a thread that does nothing else looks whether the additions
-//! to a part have arrived before it is asked for, and tells what was added and rounded after.
+//! to a part have arrived before it is asked for, and tells what was rounded after; what was added is told by whoever has it
+//! added.
 
 use super::finish::{Results, Rows};
 use super::main::Main;
@@ -127,7 +128,7 @@ impl<'k> Main<'k> {
         work.batch * self.heads.value() + work.head
     }
 
-    /// Before a tile's last additions: reads what it can of the part that comes with it.
+    /// Before a tile's results leave: reads what it can of the part that comes with it.
     pub(super) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
         let rounding = self.rounding.as_ref()?;
         let sums = Sums::new(w);
@@ -140,7 +141,7 @@ impl<'k> Main<'k> {
         Some(sums)
     }
 
-    /// After a tile's additions: rounds what was read, and what could not be read before.
+    /// After that: rounds what was read, and what could not be read before.
     pub(super) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, sums: Option<Sums<'k>>)
     where
         Pair<T>: Word,
@@ -198,8 +199,8 @@ impl<'k> Main<'k> {
 
     /// Waits until all additions to a part have arrived.
     fn wait_for_part(&self, t: &Scope<'k, Thread>, rounding: &Rounding<'k>, number: Val<'k, u32>) {
-        // The copy engine adds for each warpgroup.
         let part = self.part(rounding, number);
+        // The copy engine adds for each warpgroup.
         rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * GROUPS);
     }
 

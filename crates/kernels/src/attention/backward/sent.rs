@@ -19,7 +19,7 @@ use super::modified::clean;
 use super::tiles::{Of, Work};
 use super::walk::{Walk, clear, pack, pack_part, probabilities, score_gradients, send_results, write_result};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Tensor, Thread, Tile, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
 
 /// Queries of a step that are modified together.
 const PART: u32 = 8;
@@ -34,10 +34,11 @@ where
     let Main { queries, outputs, keys, values, tickets, .. } = main;
     let outbox = main.outbox.as_ref().expect("bug in fulgurite: nobody adds d_q");
     // Rows are queries.
-    let exchange = main.k.swap("d_z", 2, tile::<T>(tuning, rows, tuning.keys()), queries);
+    let exchange = main.k.swap("d_z", tile::<T>(tuning, rows, tuning.keys()), queries);
     let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
     // Of short rows the assembler finds no registers for the products unless d_q has its own (C7511).
-    let d_q = if d > 64 { d_p.part(0, rows) } else { w.accumulators(tuning.cols(d)) };
+    let by_columns = tuning.cols(d) == rows;
+    let d_q = if by_columns { d_p.part(0, rows) } else { w.accumulators(tuning.cols(d)) };
     let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
     let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
     let limits = Limits::of_keys(w, &main.spans);
@@ -96,7 +97,7 @@ where
     // d_q of the step before. Warpgroups share the columns of long rows, and the queries of short ones.
     let query_sums = |w: &Scope<'k, Group>| {
         let (d_z, key) = (exchange.wait_previous(w), keys.current(w)[0]);
-        let (d_z, key) = if d > 64 { (d_z, key.cols(own, 64)) } else { (d_z.rows(own, rows / 2), key) };
+        let (d_z, key) = if by_columns { (d_z, key.cols(own, 64)) } else { (d_z.rows(own, rows / 2), key) };
         w.multiply(&d_q, key.operand(Major::Outer), d_z.operand(Major::Inner), Sum::Fresh);
     };
     let step = |w: &Scope<'k, Group>, first: bool| {
@@ -118,7 +119,7 @@ where
         if !first {
             w.wait_products(1); // d_v and d_q
             exchange.done_previous(w);
-            walk.send(w, outbox, &d_q, false);
+            walk.send(w, outbox, &d_q, None);
         }
         w.wait_products(0); // d_k
         outputs.done(w);
@@ -150,13 +151,13 @@ where
         let work = main.read(&tickets.again(w));
         w.wait_products(0);
         exchange.done_previous(w);
-        walk.send(w, outbox, &d_q, true);
+        walk.send(w, outbox, &d_q, Some(&work));
         tickets.done(w);
         values.done(w);
         keys.done(w);
         let part = main.read_part(w);
-        let leave_as = |w: &Scope<'k, Group>, of: Of, result: &Acc<'k>, tensor: &Tensor<'k>| {
-            let to = outbox.as_tile(w, tensor.tile());
+        let leave_as = |w: &Scope<'k, Group>, of: Of, result: &Acc<'k>| {
+            let to = outbox.as_tile(w, main.result(of).tile());
             write_result::<T>(w, main, of, result, to);
             let at = |t: &Scope<'k, Thread>| [t.constant(0), work.tile * tuning.keys() + own * 64];
             send_results(w, main, &work, &barrier, |t| vec![(of, to, at(t))]);
@@ -165,9 +166,9 @@ where
             w.one_thread_of_group(|t| t.wait_stores_read(0));
             w.sync_group(&barrier);
         };
-        leave_as(w, Of::DK, &d_k, &main.d_k);
+        leave_as(w, Of::DK, &d_k);
         have_left(w);
-        leave_as(w, Of::DV, &d_v, &main.d_v);
+        leave_as(w, Of::DV, &d_v);
         main.round::<T>(w, &barrier, part);
         have_left(w);
     });

@@ -45,8 +45,8 @@ pub enum Adds {
     /// The threads that have it in registers.
     Threads,
     /// The copy engine, from shared memory. d_q is multiplied transposed: 64 elements are rows of a product, and queries its
-    /// columns, of which there can be as many as registers allow. Of rows of up to 128 elements each warpgroup has 64, of shorter
-    /// ones half the queries.
+    /// columns, of which there can be as many as registers allow. Of rows of more than 64 elements each warpgroup has 64, of
+    /// shorter ones all, for half the queries.
     Engine,
 }
 
@@ -70,11 +70,11 @@ pub struct Tuning {
     pub key_depth: u32,
     /// Registers of a thread that computes, and of one that loads.
     pub registers: [u32; 2],
-    /// In eighths: how much of d_q is added before the scores of the next step are started.
+    /// Where threads add, in eighths: how much of d_q is added before the scores of the next step are started.
     pub early: u32,
-    /// Whether nothing is in flight when the scores of the next step are started.
+    /// Where threads add: whether nothing is in flight when the scores of the next step are started.
     pub drain: bool,
-    /// When p is rounded.
+    /// Where threads add: when p is rounded.
     pub pack: Pack,
     /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
     pub pairs: Option<u32>,
@@ -209,7 +209,7 @@ impl Tuning {
                 65..=128 => self.rows == 64,
                 _ => false,
             },
-            // d_k and d_v leave through places that are large enough from 64 rows on.
+            // d_k and d_v leave through places that are large enough from 64 rows on; d_z and d_q are in step with two stages.
             (Share::Keys, Adds::Engine) => {
                 (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
             }
@@ -238,6 +238,19 @@ impl Tuning {
     /// Parts in which the columns of d_o come.
     pub fn d_o_parts(&self) -> u32 {
         if self.share == Share::Pairs { 2 } else { 1 }
+    }
+
+    /// Elements of rows as the products see them: what is missing is read as zeros. Where warpgroups share columns, halves are
+    /// whole chunks of a tile.
+    pub fn padded(&self, dims: [u32; 2]) -> [u32; 2] {
+        let [d, dv] = dims.map(|d| d.next_multiple_of(16));
+        match (self.share, self.adds) {
+            (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64)),
+            (Share::Pairs, _) => [256, dv.next_multiple_of(128)],
+            (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
+            (Share::Keys, Adds::Engine) => [64, dv],
+            (Share::Keys, Adds::Threads) => [d, dv],
+        }
     }
 
     /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.

@@ -118,18 +118,18 @@ impl<'a, 'k> Walk<'a, 'k> {
         if all { self.main.steps } else { self.main.tickets.word(w, END) }
     }
 
-    /// Has the copy engine add the d_q of the step before; `last` is that of the tile's last step.
+    /// Has the copy engine add the d_q of the step before. After the last step of a tile, with its work, it is told that all of the
+    /// tile is added.
     #[track_caller]
-    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>, last: bool) {
+    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
         let elements: Vec<_> = d_q.elements().collect();
         outbox.open(w, self.place.get());
-        if let (true, Some(rounding)) = (last, &self.main.rounding) {
-            let work = self.main.read(&self.main.tickets.again(w));
-            outbox.tell(w, rounding.teller(self.main.pair(&work)));
+        if let (Some(work), Some(rounding)) = (last, &self.main.rounding) {
+            outbox.tell(w, rounding.teller(self.main.pair(work)));
         }
         outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
         outbox.send(w);
-        if !last {
+        if last.is_none() {
             self.forward_sums(w);
         }
     }
@@ -247,8 +247,7 @@ pub(super) fn send_results<'k>(
     w.sync_group(barrier);
     w.one_thread_of_group(|t| {
         for (of, from, [col, key]) in results(t) {
-            let to = if of == Of::DK { &main.d_k } else { &main.d_v };
-            t.store_tile(to, &main.at(of, work, [col, key, work.head]), from);
+            t.store_tile(main.result(of), &main.at(of, work, [col, key, work.head]), from);
         }
         t.commit_stores();
     });
