@@ -104,8 +104,8 @@ impl<'k> Tile<'k> {
     pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
     }
-    /// Where it begins, for a loop that carries it.
-    pub fn address(self) -> Val<'k, u32> {
+    /// Where it begins.
+    pub(crate) fn address(self) -> Val<'k, u32> {
         self.address
     }
     /// The `index`-th of several tiles of this shape that lie one after the other in a stage.

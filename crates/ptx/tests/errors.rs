@@ -435,7 +435,7 @@ fn outboxes() {
 fn swaps() {
     let message = refused(|k| {
         let ring = k.pipe("q", 3, &[TILE]);
-        let _ = k.swap("d_z", TILE, &ring);
+        k.swap("d_z", TILE, &ring);
         in_group(k, |_| {});
     });
     assert!(message.contains("swap `d_z` in step with a ring of 3 stages, allowed: 2"), "{message}");

@@ -46,12 +46,15 @@ pub(super) struct Rounding<'k> {
 }
 
 /// A part of the d_q of a pair: what of it is rounded at once.
+#[derive(Clone, Copy)]
 struct Part<'k> {
     batch: Val<'k, u32>,
     head: Val<'k, u32>,
     pair: Val<'k, u32>,
     /// The first of its steps, and past the last.
     steps: [Val<'k, u32>; 2],
+    /// From which of the warpgroup's items on.
+    from: Val<'k, u32>,
 }
 
 impl<'k> Rounding<'k> {
@@ -136,7 +139,7 @@ impl<'k> Main<'k> {
         let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
-            self.read_items(w, rounding, &part, w.constant(0), &sums);
+            self.read_items(w, rounding, &part, &sums);
         });
         Some(sums)
     }
@@ -150,7 +153,7 @@ impl<'k> Main<'k> {
         let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
         w.when(after.gt(rounding.lag), |w| {
             let part = self.part(rounding, after - 1 - rounding.lag);
-            self.write_items::<T>(w, rounding, &part, w.constant(0), &sums);
+            self.write_items::<T>(w, rounding, &part, &sums);
             self.round_items::<T>(w, rounding, &part, ITEMS as u32 * THREADS);
             w.when(self.used_again(rounding, part.pair), |w| {
                 w.sync_group(barrier);
@@ -186,7 +189,7 @@ impl<'k> Main<'k> {
         let all = self.group * self.steps;
         let first = nth * rounding.part;
         let pair = batch * self.heads.value() + head;
-        Part { batch, head, pair, steps: [first.min(all), (first + rounding.part).min(all)] }
+        Part { batch, head, pair, steps: [first.min(all), (first + rounding.part).min(all)], from: first.literal(0) }
     }
 
     /// Whether another pair will have the place of this one.
@@ -210,18 +213,17 @@ impl<'k> Main<'k> {
         self.sums.at_wide(step.mul_wide(self.tuning.rows * self.dims[0]))
     }
 
-    /// What a thread does at once with the warpgroup's items of a part, from one of them on: with each, which of `sums` it is,
+    /// What a thread does at once with the warpgroup's items of a part: with each, which of `sums` it is,
     /// its step among those of the pair, and its number in the step.
     fn each_item(
         &self,
         w: &Scope<'k, Group>,
         rounding: &Rounding<'k>,
         part: &Part<'k>,
-        first: Val<'k, u32>,
         sums: &Sums<'k>,
         f: impl Fn(&Scope<'k, Group>, &[[Var<'k, f32>; 4]], [Val<'k, u32>; 2]),
     ) {
-        let (own, items) = (w.thread_in_group() + first, rounding.items());
+        let (own, items) = (w.thread_in_group() + part.from, rounding.items());
         let ([first, end], results) = (part.steps, &rounding.results);
         for (i, sums) in sums.0.iter().enumerate() {
             let item = own + i as u32 * THREADS;
@@ -232,34 +234,21 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// Reads items of a part, from one of them on.
-    fn read_items(
-        &self,
-        w: &Scope<'k, Group>,
-        rounding: &Rounding<'k>,
-        part: &Part<'k>,
-        first: Val<'k, u32>,
-        sums: &Sums<'k>,
-    ) {
-        self.each_item(w, rounding, part, first, sums, |w, to, [step, item]| {
+    /// Reads items of a part.
+    fn read_items(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, sums: &Sums<'k>) {
+        self.each_item(w, rounding, part, sums, |w, to, [step, item]| {
             let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
             to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
         });
     }
 
     /// Rounds what was read.
-    fn write_items<T: Half>(
-        &self,
-        w: &Scope<'k, Group>,
-        rounding: &Rounding<'k>,
-        part: &Part<'k>,
-        first: Val<'k, u32>,
-        sums: &Sums<'k>,
-    ) where
+    fn write_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, sums: &Sums<'k>)
+    where
         Pair<T>: Word,
     {
         let results = &rounding.results;
-        self.each_item(w, rounding, part, first, sums, |w, from, [step, item]| {
+        self.each_item(w, rounding, part, sums, |w, from, [step, item]| {
             let [nth, step] = rounding.steps.div_rem(step);
             let of_sequence = part.batch.mul_wide(results.batch_stride);
             let to = results.head::<T>(of_sequence, part.head * self.group + nth);
@@ -274,10 +263,10 @@ impl<'k> Main<'k> {
         Pair<T>: Word,
     {
         let items = (part.steps[1] - part.steps[0]) * rounding.items();
-        w.each(w.constant(first), items, ITEMS as u32 * THREADS, |w, first| {
-            let sums = Sums::new(w);
-            self.read_items(w, rounding, part, first, &sums);
-            self.write_items::<T>(w, rounding, part, first, &sums);
+        w.each(w.constant(first), items, ITEMS as u32 * THREADS, |w, from| {
+            let (part, sums) = (Part { from, ..*part }, Sums::new(w));
+            self.read_items(w, rounding, &part, &sums);
+            self.write_items::<T>(w, rounding, &part, &sums);
         });
     }
 

@@ -37,8 +37,8 @@ where
     let exchange = main.k.swap("d_z", tile::<T>(tuning, rows, tuning.keys()), queries);
     let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
     // Of short rows the assembler finds no registers for the products unless d_q has its own (C7511).
-    let by_columns = tuning.cols(d) == rows;
-    let d_q = if by_columns { d_p.part(0, rows) } else { w.accumulators(tuning.cols(d)) };
+    let shares_columns = tuning.cols(d) == rows;
+    let d_q = if shares_columns { d_p.part(0, rows) } else { w.accumulators(tuning.cols(d)) };
     let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
     let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
     let limits = Limits::of_keys(w, &main.spans);
@@ -97,7 +97,7 @@ where
     // d_q of the step before. Warpgroups share the columns of long rows, and the queries of short ones.
     let query_sums = |w: &Scope<'k, Group>| {
         let (d_z, key) = (exchange.wait_previous(w), keys.current(w)[0]);
-        let (d_z, key) = if by_columns { (d_z, key.cols(own, 64)) } else { (d_z.rows(own, rows / 2), key) };
+        let (d_z, key) = if shares_columns { (d_z, key.cols(own, 64)) } else { (d_z.rows(own, rows / 2), key) };
         w.multiply(&d_q, key.operand(Major::Outer), d_z.operand(Major::Inner), Sum::Fresh);
     };
     let step = |w: &Scope<'k, Group>, first: bool| {
