@@ -1,4 +1,5 @@
-"""The same bits in 200 runs, alone and in a batch, and in a CUDA graph: python bench/gpu_bits.py (after python/build.py)."""
+"""The same bits in 200 runs, alone and in a batch, and in a CUDA graph; of gradients those of keys and values, and in a fixed order
+all: python bench/gpu_bits.py (after python/build.py)."""
 
 import sys
 from pathlib import Path
@@ -20,9 +21,30 @@ PROBLEMS = (
 )
 
 
+def gradients(problem):
+    """How many of 200 runs have other bits of d_q, d_k and d_v than the first, in any order and in a fixed one."""
+    b, n, m, h, h_kv, d, options = problem
+    q = torch.randn(b, n, h, d, device="cuda").bfloat16().requires_grad_()
+    k, v = (torch.randn(b, m, h_kv, d, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+    d_o = torch.randn(b, n, h, d, device="cuda").bfloat16()
+    found = []
+    for deterministic in (False, True):
+        o = fulgurite.attention(q, k, v, deterministic=deterministic, **options)
+        run = lambda: torch.autograd.grad(o, (q, k, v), d_o, retain_graph=True)  # noqa: E731
+        first, differ = run(), [0, 0, 0]
+        for _ in range(200):
+            differ = [n + (not torch.equal(a, b)) for n, a, b in zip(differ, first, run())]
+        found.append(differ)
+    return found
+
+
 def main():
     torch.manual_seed(3)
     wrong = 0
+    for problem in PROBLEMS[:3] + PROBLEMS[5:]:
+        usual, fixed = gradients(problem)
+        wrong += any(usual[1:]) or any(fixed)
+        print(problem, f"gradients that differ: d_q, d_k, d_v {usual}, in a fixed order {fixed}", flush=True)
     for problem in PROBLEMS:
         b, n, m, h, h_kv, d, options = problem
         q = torch.randn(b, n, h, d, device="cuda").bfloat16()

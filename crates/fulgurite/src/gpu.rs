@@ -111,11 +111,7 @@ pub struct Attention {
     module: Module,
     /// What makes the table of blocks that elements look up.
     cover: Option<Module>,
-    /// Scratch of recorded launches, where they need any: nothing can be allocated while they are recorded. Recordings with
-    /// launches of one `Attention` are not replayed at the same time.
-    recorded: Option<Buffer>,
-    /// The same for copies, where tensors are copied however they lie.
-    recorded_copies: Option<Buffer>,
+    recorded: Recorded,
     /// The last call and its launch: most calls are like the one before.
     last: Mutex<Option<(Tensors, Option<Launch>)>>,
 }
@@ -138,8 +134,31 @@ pub struct Gradient {
     plan: Backward,
     kernels: Kernels,
     modules: Vec<Module>,
-    /// As in [`Attention`], made with the first recorded launch's kernels.
-    recorded: Buffer,
+    recorded: Recorded,
+}
+
+/// Memory of recorded launches, which lives as long as they can be replayed: scratch, and copies of tensors. Recordings with
+/// launches of one problem are not replayed at the same time, so that they can share it.
+#[derive(Default)]
+struct Recorded {
+    scratch: Mutex<Vec<Buffer>>,
+    copies: Mutex<Vec<Buffer>>,
+}
+
+impl Recorded {
+    /// At least so many bytes. What was too few stays: an earlier recording has them.
+    fn room(buffers: &Mutex<Vec<Buffer>>, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
+        let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        match buffers.last() {
+            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
+            _ => {
+                let fresh = cuda.allocate(bytes)?;
+                let span = fresh.span();
+                buffers.push(fresh);
+                Ok(span)
+            }
+        }
+    }
 }
 
 /// Counters of launches that may run at the same time: launches on one stream follow each other and share theirs, a
@@ -232,20 +251,14 @@ impl Gpu {
             None => self.unbuilt(&e, &plan),
         })?;
         let module = self.cuda.load(Arc::new(kernel))?;
-        // Not while launches are recorded, when nothing may be allocated.
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         if counters.is_none() {
             *counters = Some(Counters::new(&self.cuda)?);
         }
-        let recorded = match plan.scratch_bytes() {
-            0 => None,
-            bytes => Some(self.cuda.allocate(bytes)?),
-        };
-        let recorded_copies = plan.least_copies().map(|copies| self.cuda.allocate(copies.bytes())).transpose()?;
         let cover = plan.cover_kernel(target).map_err(|e| self.unbuilt(&e, &plan))?;
         let cover = cover.map(|kernel| self.cuda.load(Arc::new(kernel))).transpose()?;
         let (ready, last) = (plan.ready(module.shared_kernel()), Mutex::default());
-        Ok(Attention { ready, module, cover, recorded, recorded_copies, last })
+        Ok(Attention { ready, module, cover, recorded: Recorded::default(), last })
     }
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
@@ -253,10 +266,9 @@ impl Gpu {
     pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
         let (plan, capturing) = (attention.ready.plan(), self.cuda.is_capturing(stream)?);
         tensors.counters = self.launch_counters(stream, capturing, plan.counter_bytes())?;
-        tensors.scratch = match (&attention.recorded, capturing) {
-            (None, _) => None,
-            (Some(recorded), true) => Some(recorded.span()),
-            (Some(_), false) => Some(self.launch_scratch(&self.scratch, stream, plan.scratch_bytes())?),
+        tensors.scratch = match plan.scratch_bytes() {
+            0 => None,
+            bytes => Some(self.scratch_room(&attention.recorded, stream, capturing, bytes)?),
         };
         if let Some(module) = &attention.cover
             && let Some(launch) = plan.cover(&module.shared_kernel(), tensors)
@@ -288,7 +300,7 @@ impl Gpu {
         stream: Stream,
         capturing: bool,
     ) -> Result<(), GpuError> {
-        let room = self.copies_room(copies, attention.recorded_copies.as_ref(), stream, capturing)?;
+        let room = self.copies_room(&attention.recorded, copies, stream, capturing)?;
         let (kernels, [pack, unpack]) = self.copying()?;
         let plan = attention.ready.with_copies(copies, &kernels, tensors, room, self.cuda.multiprocessors())?;
         Ok(plan.run(&self.cuda, stream, &mut |kernel| {
@@ -298,25 +310,26 @@ impl Gpu {
         })?)
     }
 
-    /// Memory for the copies of a call; what was kept for recorded launches, while they are recorded.
+    /// Scratch memory of a call: of its stream, whose launches follow each other, or of the recording.
+    fn scratch_room(&self, of: &Recorded, stream: Stream, capturing: bool, bytes: u64) -> Result<Span, DeviceError> {
+        match capturing {
+            true => Recorded::room(&of.scratch, &self.cuda, bytes),
+            false => self.launch_scratch(&self.scratch, stream, bytes),
+        }
+    }
+
+    /// Memory for the copies of a call.
     fn copies_room(
         &self,
+        of: &Recorded,
         copies: &Copies,
-        recorded: Option<&Buffer>,
         stream: Stream,
         capturing: bool,
-    ) -> Result<Span, GpuError> {
-        if !capturing {
-            return Ok(self.launch_scratch(&self.copies, stream, copies.bytes())?);
+    ) -> Result<Span, DeviceError> {
+        match capturing {
+            true => Recorded::room(&of.copies, &self.cuda, copies.bytes()),
+            false => self.launch_scratch(&self.copies, stream, copies.bytes()),
         }
-        let kept = recorded.map(Buffer::span).filter(|span| span.bytes >= copies.bytes());
-        kept.ok_or_else(|| {
-            let what = format!(
-                "`{}` must be copied for its strides, and nothing can be allocated while launches are recorded; make it contiguous",
-                copies.names().join("`, `")
-            );
-            DeviceError::Failed { call: "launch", what }.into()
-        })
     }
 
     /// The kernels that copy, made with the first call that needs them.
@@ -335,8 +348,7 @@ impl Gpu {
         let plan = Backward::by_table(problem, d_lse, order, &self.tables.backward)?;
         let kernels = plan.kernels(self.hopper()?).map_err(|e| self.unbuilt(&e, &plan))?;
         let modules = kernels.all().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
-        let recorded = self.cuda.allocate(plan.scratch_bytes().max(16))?;
-        Ok(Gradient { plan, kernels, modules, recorded })
+        Ok(Gradient { plan, kernels, modules, recorded: Recorded::default() })
     }
 
     /// Computes d_q, d_k and d_v on a stream, without waiting. What the tensors lie in must stay alive until the stream has
@@ -344,15 +356,12 @@ impl Gpu {
     pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
         let Gradient { plan, kernels, modules, recorded } = gradient;
         let capturing = self.cuda.is_capturing(stream)?;
-        let scratch = match capturing {
-            true => recorded.span(),
-            false => self.launch_scratch(&self.scratch, stream, plan.scratch_bytes().max(16))?,
-        };
+        let scratch = self.scratch_room(recorded, stream, capturing, plan.scratch_bytes().max(16))?;
         let (multiprocessors, mut copying) = (self.cuda.multiprocessors(), None);
         let launches = match plan.copies(tensors) {
             None => plan.plan(kernels, tensors, scratch, multiprocessors)?,
             Some(copies) => {
-                let room = self.copies_room(&copies, None, stream, capturing)?;
+                let room = self.copies_room(recorded, &copies, stream, capturing)?;
                 let (copy_kernels, loaded) = self.copying()?;
                 copying = Some(loaded);
                 plan.with_copies((&copies, &copy_kernels, room), kernels, tensors, scratch, multiprocessors)?
@@ -410,7 +419,8 @@ impl Gpu {
             _ => {
                 // The driver waits for launches that use what is given back.
                 scratch.remove(&stream);
-                let fresh = self.cuda.allocate(bytes.next_power_of_two())?;
+                // A little more than asked for, so that lengths that grow do not take new memory every time.
+                let fresh = self.cuda.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
                 let span = fresh.span();
                 scratch.insert(stream, fresh);
                 Ok(span)

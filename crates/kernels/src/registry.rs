@@ -339,7 +339,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             let mut features = of_backward(128, Mask::causal());
             features.ragged.packed = true;
-            let tuning = backward::Tuning::with_room(128, backward::Order::Any, true, backward::Room::None);
+            let tuning = backward::Tuning::with_room(128, true, backward::Room::None);
             backward::main::kernel::<bf16>(target, &features, tuning)
         },
     },

@@ -69,16 +69,18 @@ fn gradients_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// In a fixed order threads add, whose turns are kept; the copy engine does not wait for one.
+/// The copy engine adds in either order, and in a fixed one waits for its turn.
 #[test]
-fn a_fixed_order_is_for_threads() {
+fn the_copy_engine_adds_in_turn() {
     for packed in [false, true] {
         for order in [Order::Any, Order::Fixed] {
             let problem = Problem::builder().heads(2, 1).head_dim(128).dtype(DType::Bf16);
-            let problem = if packed { problem.packed(&[0, 40, 90], &[0, 50, 300]) } else { problem.dense(1, 90, 300) };
+            let problem =
+                if packed { problem.packed(&[0, 40, 90], &[0, 50, 4000]) } else { problem.dense(1, 90, 4000) };
             let plan = Backward::new(&problem.build().unwrap(), false, order).unwrap();
             let text = plan.kernels(Target::HOPPER).unwrap().main.ptx();
-            assert_eq!(text.contains("cp.reduce.async.bulk"), order == Order::Any, "packed {packed}, {order:?}");
+            assert!(text.contains("cp.reduce.async.bulk"), "packed {packed}, {order:?}");
+            assert_eq!(text.contains("ld.acquire"), order == Order::Fixed, "packed {packed}, {order:?}");
         }
     }
 }

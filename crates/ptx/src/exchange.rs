@@ -17,10 +17,10 @@ const BLOCKS: u32 = 2;
 /// A ring of places for two tiles, the block's own and the other's.
 pub struct Exchange<'k> {
     ring: Ring<'k>,
-    /// The first of the own tiles, and of the other's.
-    own: Tile<'k>,
-    other: Tile<'k>,
-    bytes: u32,
+    shape: TileShape,
+    /// Where the first of the own tiles begins, and of the other's.
+    own: u32,
+    other: u32,
 }
 
 /// Numbers that one thread of the first block tells one of the second.
@@ -58,12 +58,9 @@ impl Builder {
             let period = shape.swizzle.period();
             self.refuse(format!("exchange `{name}` of tiles of {bytes} bytes, allowed: multiples of {period}"));
         }
-        let tiles = |name: &str| {
-            let first = self.take_shared(name, depth * bytes, shape.swizzle.period());
-            Tile::at(shape, self.shared_address(first))
-        };
-        let (own, other) = self.placed(Location::caller(), || (tiles(name), tiles(&format!("{name}.other"))));
-        Exchange { ring: Ring::new(self, name, depth, BLOCKS), own, other, bytes }
+        let tiles = |name: &str| self.take_shared(name, depth * bytes, shape.swizzle.period());
+        let (own, other) = (tiles(name), tiles(&format!("{name}.other")));
+        Exchange { ring: Ring::new(self, name, depth, BLOCKS), shape, own, other }
     }
 }
 
@@ -105,11 +102,17 @@ impl<'k> Told<'k> {
 }
 
 impl<'k> Exchange<'k> {
+    /// One of the tiles that begin at `first`.
+    #[track_caller]
+    fn tile(&self, first: u32, stage: Val<'k, u32>) -> Tile<'k> {
+        Tile::at(self.shape, self.ring.k.shared_address(first)).nth(stage)
+    }
+
     /// Waits until nobody reads the next place any more, and returns its own tile, for the role to write.
     #[track_caller]
     pub fn open(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         let [stage, _] = self.ring.wait_empty();
-        self.own.nth(stage.now())
+        self.tile(self.own, stage.now())
     }
 
     /// Sends the tile that was opened, and goes on. All threads of the role have written, published and met.
@@ -125,10 +128,10 @@ impl<'k> Exchange<'k> {
                     address.compute(&memory::MAPA, &[(w.cluster_rank() ^ 1).arg()])
                 };
                 let full = self.ring.barrier(self.ring.full, stage);
-                let bytes = w.constant(self.bytes);
+                let bytes = w.constant(self.shape.bytes());
                 // For what the other block sends here, which may come before.
-                w.k.emit(&mbarrier::ARRIVE_EXPECT, [place(full), Arg::Imm(self.bytes.into())]);
-                let [own, other] = [self.own, self.other].map(|tile| tile.nth(stage).address());
+                w.k.emit(&mbarrier::ARRIVE_EXPECT, [place(full), Arg::Imm(self.shape.bytes().into())]);
+                let [own, other] = [self.own, self.other].map(|first| self.tile(first, stage).address());
                 let copy = [place(there(other)), place(own), bytes.arg(), place(there(full))];
                 w.k.emit(&bytes::COPY_TO_PEER, copy);
             });
@@ -139,14 +142,14 @@ impl<'k> Exchange<'k> {
     /// The own tile of the oldest place that the role is not done with.
     #[track_caller]
     pub fn own(&self, _: &Scope<'k, Group>) -> Tile<'k> {
-        self.own.nth(self.ring.cursor("take")[0].now())
+        self.tile(self.own, self.ring.cursor("take")[0].now())
     }
 
     /// Waits for the tile that the other block has sent for the oldest place that the role is not done with.
     #[track_caller]
     pub fn wait(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         let [stage, _] = self.ring.wait_full();
-        self.other.nth(stage.now())
+        self.tile(self.other, stage.now())
     }
 
     /// Nothing of the oldest place is read any more.

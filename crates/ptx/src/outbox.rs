@@ -160,19 +160,30 @@ impl<'k> Outbox<'k> {
         self.send(w);
     }
 
-    /// The thread that has what the `group`-th warpgroup sends added.
+    /// The thread that has what the `group`-th warpgroup sends added. `before` is called before each addition is waited for, and
+    /// before the end; `after` when its place is free again: to know that it has arrived, it waits for the thread's stores.
     #[track_caller]
-    pub fn keep(&self, t: &Scope<'k, Thread>, group: u32) {
+    pub fn keep(
+        &self,
+        t: &Scope<'k, Thread>,
+        group: u32,
+        before: impl Fn(&Scope<'k, Thread>),
+        after: impl Fn(&Scope<'k, Thread>),
+    ) {
         self.k.pipe_emptied(self.id);
-        let parity = self.parity("keep", 0);
-        self.k.placed(Location::caller(), || {
-            t.repeat(|t, leave| {
+        let (parity, at) = (self.parity("keep", 0), Location::caller());
+        t.repeat(|t, leave| {
+            before(t);
+            let [to, whom] = self.k.placed(at, || {
                 wait_phase(self.k, self.k.shared_address(self.full + 8 * group), parity.now());
                 parity.set(parity.now() ^ 1);
-                let [to, whom] = [(); 2].map(|()| self.k.register(Class::B64));
+                let sent = [(); 2].map(|()| self.k.register(Class::B64));
                 let place = Arg::Address(Base::Reg(self.k.shared_address(self.to + PLACE * group).in_register()), 0);
-                self.k.emit(&memory::LD_SHARED_64, [Arg::List([to, whom].into()), place, Arg::Word(".v2")]);
-                leave.when(Val::<u64>::reg(self.k, to).eq(0));
+                self.k.emit(&memory::LD_SHARED_64, [Arg::List(sent.into()), place, Arg::Word(".v2")]);
+                leave.when(Val::<u64>::reg(self.k, sent[0]).eq(0));
+                sent
+            });
+            self.k.placed(at, || {
                 let from = self.k.shared_address(self.first + 4 * self.count * group).in_register();
                 let [to, from] = [to, from].map(|reg| Arg::Address(Base::Reg(reg), 0));
                 let bytes = t.constant(4 * self.count);
@@ -180,6 +191,9 @@ impl<'k> Outbox<'k> {
                 t.commit_stores();
                 t.wait_stores_read(0);
                 self.arrive(self.k.shared_address(self.empty + 8 * group));
+            });
+            after(t);
+            self.k.placed(at, || {
                 let whom = Val::<u64>::reg(self.k, whom);
                 t.when(whom.ne(0), |t| {
                     t.wait_stores(0);

@@ -30,8 +30,14 @@ pub(crate) type Cursor<'k> = [Var<'k, u32>; 2];
 impl<'k> Ring<'k> {
     #[track_caller]
     pub(crate) fn new(k: &'k Builder, name: &str, depth: u32, blocks: u32) -> Self {
+        Ring::filled_by(k, name, depth, blocks, Count::Fixed(1))
+    }
+
+    /// The same, where so many arrivals fill a stage.
+    #[track_caller]
+    pub(crate) fn filled_by(k: &'k Builder, name: &str, depth: u32, blocks: u32, arrivals: Count) -> Self {
         let id = k.new_pipe(name, blocks);
-        let full = k.mbarriers(&format!("{name}.full"), depth, Count::Fixed(1));
+        let full = k.mbarriers(&format!("{name}.full"), depth, arrivals);
         let empty = k.mbarriers(&format!("{name}.empty"), depth, Count::Readers(id));
         Ring { k, id, leader: None, depth, full, empty, blocks }
     }

@@ -76,6 +76,7 @@ entries! {
     cuStreamBeginCapture_v2(sys::CUstream, c_uint);
     cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
     cuStreamIsCapturing(sys::CUstream, *mut c_uint);
+    cuThreadExchangeStreamCaptureMode(*mut c_uint);
     cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
     cuGraphDestroy(sys::CUgraph);
     cuGraphExecDestroy(sys::CUgraphExec);

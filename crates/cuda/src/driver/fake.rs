@@ -39,6 +39,8 @@ pub(crate) struct Books {
     /// Attributes of functions: which, and the value.
     pub attributes: Vec<(u32, i32)>,
     capturing: bool,
+    /// Whether memory may be taken meanwhile.
+    relaxed: bool,
     /// What the compiler says.
     pub log: &'static CStr,
     /// Whether the linker works.
@@ -135,6 +137,9 @@ fakes! {
     cuCtxPushCurrent_v2(context: sys::CUcontext) { books(|b| b.current += 1); 0 }
     cuCtxPopCurrent_v2(context: *mut sys::CUcontext) { books(|b| b.current -= 1); put(context, handle()) }
     cuMemAlloc_v2(address: *mut sys::CUdeviceptr, bytes: usize) {
+        if books(|b| b.capturing && !b.relaxed) {
+            return REFUSED;
+        }
         if bytes > MEMORY_BYTES {
             return sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
         }
@@ -276,6 +281,16 @@ fakes! {
     cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) { books(|b| b.capturing = true); current() }
     cuStreamIsCapturing(stream: sys::CUstream, status: *mut c_uint) {
         put(status, c_uint::from(books(|b| b.capturing)));
+        current()
+    }
+    cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
+        let named = |relaxed| {
+            use sys::CUstreamCaptureMode::{CU_STREAM_CAPTURE_MODE_RELAXED as RELAXED, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as LOCAL};
+            if relaxed { RELAXED as c_uint } else { LOCAL as c_uint }
+        };
+        // SAFETY: a place that the caller of the driver gave.
+        let asked = unsafe { mode.read() } == named(true);
+        put(mode, named(books(|b| std::mem::replace(&mut b.relaxed, asked))));
         current()
     }
     cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph) {

@@ -72,7 +72,7 @@ impl Entered<'_> {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Graph, DeviceError> {
         let api = self.api;
-        // Calls of this thread that would wait or allocate become errors; other threads go on as they like.
+        // Calls of this thread that would wait become errors; other threads go on as they like.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as c_uint;
         // SAFETY: the stream as in `synchronize`.
         let code = unsafe { (api.cuStreamBeginCapture_v2)(raw(stream), mode) };

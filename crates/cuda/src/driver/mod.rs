@@ -167,13 +167,20 @@ impl Drop for Allocation {
 }
 
 impl Entered<'_> {
-    /// Takes memory.
+    /// Takes memory, also while launches of this thread are recorded: what they use is no part of the recording.
     pub fn allocate(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
         let mut address = 0;
         // Nothing cannot be allocated, and a buffer of no bytes is no mistake.
         let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        // SAFETY: `address` is written.
-        let code = unsafe { (self.api.cuMemAlloc_v2)(&mut address, size) };
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+        // SAFETY: `mode` is exchanged for the thread's, and back; `address` is written.
+        let code = unsafe {
+            let exchanged = (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
+            self.api.check("cuThreadExchangeStreamCaptureMode", exchanged)?;
+            let code = (self.api.cuMemAlloc_v2)(&mut address, size);
+            (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
+            code
+        };
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 {
             return Err(DeviceError::Memory { asked: bytes, free: self.free_bytes()? });
         }

@@ -54,8 +54,8 @@ struct State {
     params: Vec<Param>,
     shared: Vec<SharedUse>,
     shared_bytes: u32,
-    /// What is left of an area for small things: from here to there.
-    small: Option<(u32, u32)>,
+    /// What is left of areas for small things: from here to there.
+    small: Vec<(u32, u32)>,
     /// Named barriers handed out; 0 is the whole block's.
     barriers: u32,
     mbarriers: Vec<MbarrierUse>,
@@ -65,9 +65,11 @@ struct State {
     /// Number of the role under construction, and how deep its first block lies.
     role: Option<(usize, usize)>,
     /// Registers that hold where a role stands in a ring.
-    cursors: HashMap<(usize, usize, &'static str), [Reg; 2]>,
+    cursors: HashMap<(Hand, usize, &'static str), [Reg; 2]>,
     /// Values that a role has computed at its start.
-    once: HashMap<(usize, &'static str), Reg>,
+    once: HashMap<(Hand, &'static str), Reg>,
+    /// Of the role under construction, the warp whose thread has places in rings and values of its own.
+    alone: u32,
     pipes: Vec<PipeUse>,
     threads: u32,
     /// Waits that the assembler may move.
@@ -83,6 +85,9 @@ struct MbarrierUse {
     /// The Rust line that asked for it.
     at: &'static Location<'static>,
 }
+
+/// Whose registers they are: a role's, or of its thread in a warp after the first.
+type Hand = (usize, u32);
 
 /// How many arrivals complete a phase.
 #[derive(Clone, Copy)]
@@ -276,16 +281,17 @@ impl Builder {
     pub(crate) fn take_small(&self, name: &str, bytes: u32, align: u32) -> u32 {
         const AREA: u32 = 1024;
         let mut state = self.state.borrow_mut();
-        let fits = |(next, end): (u32, u32)| next.next_multiple_of(align) + bytes <= end;
-        if !state.small.is_some_and(fits) {
-            let start = state.shared_bytes.next_multiple_of(16);
-            let end = start + AREA.max(bytes);
-            state.small = Some((start, end));
-            state.shared_bytes = end;
-        }
-        let (next, end) = state.small.expect("bug in fulgurite: an area was just taken");
+        let fits = |&(next, end): &(u32, u32)| next.next_multiple_of(align) + bytes <= end;
+        let area = state.small.iter().position(fits).unwrap_or_else(|| {
+            let start = state.shared_bytes.next_multiple_of(align.max(16));
+            state.shared_bytes = start + bytes.next_multiple_of(AREA);
+            let area = (start, state.shared_bytes);
+            state.small.push(area);
+            state.small.len() - 1
+        });
+        let (next, end) = state.small[area];
         let offset = next.next_multiple_of(align);
-        state.small = Some((offset + bytes, end));
+        state.small[area] = (offset + bytes, end);
         state.shared.push(SharedUse { name: name.into(), offset, bytes });
         offset
     }
@@ -338,16 +344,41 @@ impl Builder {
         state.pipes[pipe].readers.insert(role, warps);
     }
 
+    fn hand(&self) -> Hand {
+        let state = self.state.borrow();
+        (state.role.map_or(0, |(role, _)| role), state.alone)
+    }
+
+    /// What `f` builds is done by one thread of a warp after the first of the current role. Where it stands in rings takes no
+    /// registers of the others.
+    pub(crate) fn alone(&self, warp: u32, f: impl FnOnce()) {
+        let outer = {
+            let mut state = self.state.borrow_mut();
+            let (outer, depth) = ((state.role, state.alone), state.blocks.len());
+            if let Some((role, _)) = state.role {
+                (state.role, state.alone) = (Some((role, depth)), warp);
+            }
+            outer
+        };
+        let body = self.block(|| {
+            let inner = self.block(f);
+            self.state.borrow_mut().blocks.last_mut().expect("bug in fulgurite: no open block").extend(inner);
+        });
+        let mut state = self.state.borrow_mut();
+        (state.role, state.alone) = outer;
+        state.blocks.last_mut().expect("bug in fulgurite: no open block").extend(body);
+    }
+
     /// Where the current role stands in a ring: stage and parity, `start` at first.
     #[track_caller]
     pub(crate) fn cursor(&self, pipe: usize, side: &'static str, start: [u32; 2]) -> [Var<'_, u32>; 2] {
         let at = Location::caller();
-        let role = self.state.borrow().role.map_or(0, |(role, _)| role);
-        let known = self.state.borrow().cursors.get(&(role, pipe, side)).copied();
+        let hand = self.hand();
+        let known = self.state.borrow().cursors.get(&(hand, pipe, side)).copied();
         let regs = known.unwrap_or_else(|| {
             let regs = [self.register(Class::B32), self.register(Class::B32)];
             self.placed(at, || self.at_role_start(|| (0..2).for_each(|i| Var::of(self, regs[i]).set(start[i]))));
-            self.state.borrow_mut().cursors.insert((role, pipe, side), regs);
+            self.state.borrow_mut().cursors.insert((hand, pipe, side), regs);
             regs
         });
         regs.map(|reg| Var::of(self, reg))
@@ -356,14 +387,13 @@ impl Builder {
     /// A value that the current role computes once, at its start.
     #[track_caller]
     pub(crate) fn once<'k>(&'k self, name: &'static str, f: impl FnOnce() -> Val<'k, u32>) -> Val<'k, u32> {
-        let role = self.state.borrow().role.map_or(0, |(role, _)| role);
-        let at = Location::caller();
-        let known = self.state.borrow().once.get(&(role, name)).copied();
+        let (hand, at) = (self.hand(), Location::caller());
+        let known = self.state.borrow().once.get(&(hand, name)).copied();
         let reg = known.unwrap_or_else(|| {
             let mut reg = None;
             self.placed(at, || self.at_role_start(|| reg = Some(f().in_register())));
             let reg = reg.expect("bug in fulgurite: a value was just computed");
-            self.state.borrow_mut().once.insert((role, name), reg);
+            self.state.borrow_mut().once.insert((hand, name), reg);
             reg
         });
         Val::reg(self, reg)

@@ -300,7 +300,10 @@ macro_rules! warps {
                 self.when(warp.eq(first + n), |w| {
                     let (d, elected) = Val::<bool>::fresh(self.k);
                     w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
-                    w.when(elected, |_| f(&Scope::new(self.k)));
+                    w.when(elected, |_| match n {
+                        0 => f(&Scope::new(self.k)),
+                        _ => self.k.alone(n, || f(&Scope::new(self.k))),
+                    });
                 });
             }
         })*

@@ -77,9 +77,14 @@ pub fn change_at(kernel: Kernel, row: &str, at: Line, i: usize, f: impl Fn(u64) 
 }
 
 /// Without the loops that wait by an `mbarrier.try_wait` that a line made.
-pub fn drop_waits_at(mut kernel: Kernel, at: Line) -> Kernel {
+pub fn drop_waits_at(kernel: Kernel, at: Line) -> Kernel {
+    drop_loops_at(kernel, "mbarrier.try_wait", at)
+}
+
+/// Without the loops that wait by a use of a row that a line made.
+pub fn drop_loops_at(mut kernel: Kernel, row: &str, at: Line) -> Kernel {
     let mut found = false;
-    let waits = |s: &Stmt| matches!(s, Stmt::Op(op) if op.inst.name == "mbarrier.try_wait" && Line::from(op.at) == at);
+    let waits = |s: &Stmt| matches!(s, Stmt::Op(op) if op.inst.name == row && Line::from(op.at) == at);
     each_mut(&mut kernel.body, &mut |stmt| match stmt {
         Stmt::Loop { body, .. } if body.iter().any(waits) => {
             found = true;

@@ -1,157 +1,277 @@
-//! The gradients of two tiles of 64 keys, whose rows are too long for one warpgroup, in a pair of blocks: each block has d_k
-//! and d_v of its tile, and half the columns of d_q over the keys of both.
+//! The gradients of two tiles of 64 keys, whose rows are too long for one warpgroup to have both results of, in a pair of blocks:
+//! each block has d_k and d_v of its tile, and half the columns of d_q over the keys of both.
 //!
-//! As in `by_columns`, a warpgroup has half the columns of d_k and d_v, and computes p and d_z of half the queries for both.
-//! d_z also goes to the other block, which multiplies it with the half of these keys' columns that it has a copy of: each
-//! block adds half as much to the sums in global memory, which is what `by_columns` waits for.
+//! One warpgroup has d_v, the other d_k. The first computes p and gives it to the second, which computes d_z: either leaves the
+//! registers as the left operand of the result, and is multiplied for 64 queries at a time, which is half of what halves of the
+//! queries would read of shared memory. d_z also goes to the other block, which multiplies it with the half of these keys' columns
+//! that it has a copy of: each block adds half as much to the sums in global memory. Each warpgroup has half of its d_q.
 //!
-//! A step, of which p is there and d_p is done: d_z, written | barrier | d_z sent | start d_v, d_k and the next s | add the
-//! rest of the d_q before | wait for the other's d_z, start d_q | next p | start the next d_p | add a part of d_q.
+//! A step of the first: start d_v and the next s | d_v is done, add the d_q before | next p, given | wait for both d_z, start d_q.
+//! A step of the second, of which d_p is done: d_z, written and sent | start d_k | add the d_q before | start half of the next d_p |
+//! wait for the other's d_z, start d_q and the other half of d_p.
 
-use super::main::{Main, tile};
-use super::walk::{Walk, add_fours, clear, pack, probabilities, score_gradients, store_results};
+use super::main::Main;
+use super::tiles::{Of, Work};
+use super::walk::{Walk, add_fours, clear, gradients_of, pack, probabilities, send_results, write_result};
 use crate::attention::span::{Block, Limits};
-use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Thread, TileShape, Word};
+use fulgurite_ptx::{
+    Acc, Exchange, Fragment, Group, GroupBarrier, Half, Handover, Major, Operand, Pair, Scope, Sum, Thread, Tile,
+    TileShape, Val, Var, Word,
+};
 
-/// What the warpgroups do.
-pub(super) fn compute<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>)
+/// What the two warpgroups share.
+pub(super) struct Between<'a, 'k> {
+    main: &'a Main<'k>,
+    /// p of a part of a step, from the first to the second.
+    p: Handover<'k>,
+    /// d_z, whose rows are keys, of both blocks.
+    d_z: Exchange<'k>,
+}
+
+/// A warpgroup's part of d_q: its number, the product, and whether there is none of this tile in registers that is not added yet.
+struct Queries<'k> {
+    own: Val<'k, u32>,
+    d_q: Acc<'k>,
+    fresh: Var<'k, bool>,
+}
+
+impl<'k> Queries<'k> {
+    fn new(w: &Scope<'k, Group>, main: &Main<'k>, own: u32) -> Self {
+        let d_q = w.accumulators(main.tuning.cols(main.dims[0]));
+        Queries { own: w.constant(own), d_q, fresh: w.var(true) }
+    }
+
+    /// Adds the d_q of the step before; the next is that of this one.
+    #[track_caller]
+    fn add_before(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+        w.when(!self.fresh.get(), |w| {
+            self.add(w, walk);
+            walk.forward_sums(w);
+        });
+        self.fresh.set(false);
+    }
+
+    /// Adds that of the last step.
+    #[track_caller]
+    fn add_last(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+        self.add(w, walk);
+        self.fresh.set(true);
+    }
+
+    #[track_caller]
+    fn add(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
+        add_fours(w, walk.place(), &self.d_q, 0..self.d_q.cols() / 8);
+    }
+}
+
+impl<'a, 'k> Between<'a, 'k> {
+    pub fn new<T: Half>(main: &'a Main<'k>) -> Self {
+        let rows = main.tuning.rows;
+        let shape = TileShape::new(T::NUMBER, main.tuning.block_keys(), rows);
+        Between { main, p: main.k.handover("p", rows), d_z: main.k.exchange("d_z", 1, shape) }
+    }
+
+    /// d_q of a step: two products, over the own keys and over those of the other block.
+    fn query_sums(&self, w: &Scope<'k, Group>, of: &Queries<'k>) {
+        let (main, quarter) = (self.main, of.d_q.cols());
+        let others = main.others.as_ref().expect("bug in fulgurite: no keys of the other block");
+        // That it has come also tells that the own is there.
+        let (other, own) = (self.d_z.wait(w), self.d_z.own(w));
+        let key = main.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
+        w.multiply(&of.d_q, own.operand(Major::Outer), key, Sum::Fresh);
+        let key = others.current(w)[0].cols(of.own, quarter).operand(Major::Outer);
+        w.multiply(&of.d_q, other.operand(Major::Outer), key, Sum::Onto);
+    }
+
+    /// The next tile; whether there is none.
+    fn start(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>, work: &Work<'k>, result: &Acc<'k>) {
+        let Main { keys, values, others, .. } = self.main;
+        walk.start(w, work);
+        clear(result);
+        values.wait(w);
+        keys.wait(w);
+        others.iter().for_each(|others| {
+            others.wait(w);
+        });
+    }
+
+    /// A result leaves through a tile that nobody reads any more, in halves of its columns.
+    fn leave<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        barrier: &GroupBarrier,
+        work: &Work<'k>,
+        (of, result, to): (Of, &Acc<'k>, Tile<'k>),
+    ) where
+        Pair<T>: Word,
+    {
+        let (main, half) = (self.main, result.cols() / 2);
+        write_result::<T>(w, main, of, result, to);
+        send_results(w, main, work, barrier, |t: &Scope<'k, Thread>| {
+            let key = main.first_key(t, work);
+            (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])).collect()
+        });
+        w.one_thread_of_group(|t| t.wait_stores_read(0));
+    }
+
+    /// What the warpgroup of p and d_v does.
+    pub fn of_values<T: Half>(&self, w: &Scope<'k, Group>)
+    where
+        Pair<T>: Word,
+    {
+        let (main, dv) = (self.main, self.main.dims[1]);
+        let (rows, parts) = (main.tuning.rows, main.tuning.d_o_parts());
+        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+        let of = Queries::new(w, main, 0);
+        let (s, d_v, p) = (w.accumulators(rows), w.accumulators(dv), w.fragment::<T>(rows));
+        let limits = Limits::of_keys(w, &main.spans);
+        let barrier = w.group_barrier();
+        let walk = Walk::of(w, main, of.own);
+
+        let scores = |w: &Scope<'k, Group>| {
+            let (q, key) = (queries.wait(w)[0], keys.current(w)[0]);
+            w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
+        };
+        let weights = |w: &Scope<'k, Group>| {
+            limits.apply(w, &s, &Block { first: walk.first_query(), full: None });
+            probabilities(w, main, &s, queries.numbers(w), |eight| pack(&p, eight, &s));
+            queries.done(w);
+            self.p.give(w, &s);
+        };
+        // As many products as d_o comes in parts.
+        let value_sums = |w: &Scope<'k, Group>| {
+            for part in 0..parts {
+                let d_o = outputs.take(w)[0].operand(Major::Outer);
+                onto(w, &d_v.part(part, dv / parts), &p, d_o);
+            }
+        };
+
+        w.repeat(|w, leave| {
+            let work = main.read(&tickets.wait(w));
+            leave.when(work.steps[1].eq(0));
+            let (first_key, k_len) = (main.first_key(w, &work).to_i32(), main.k_len(work.sequence).to_i32());
+            limits.set_keys(w, first_key, k_len, main.lengths(work.sequence));
+            self.start(w, &walk, &work, &d_v);
+            scores(w);
+            w.wait_products(0);
+            weights(w);
+            w.repeat(|w, leave| {
+                // Before the products whose results are read in the loop: the assembler serialises them otherwise (C7514).
+                leave.when(walk.last());
+                value_sums(w);
+                scores(w);
+                for part in 0..parts {
+                    w.wait_products(parts - part); // this part of d_v
+                    outputs.release(w);
+                }
+                // Not before: the other warpgroup writes d_z meanwhile, which must not wait for additions.
+                of.add_before(w, &walk);
+                walk.forward_step(w, |_, _| {});
+                w.wait_products(0); // s
+                weights(w);
+                self.query_sums(w, &of);
+                w.wait_products(0); // d_q
+                self.d_z.done(w);
+            });
+            value_sums(w);
+            of.add_before(w, &walk);
+            self.query_sums(w, &of);
+            w.wait_products(0);
+            self.d_z.done(w);
+            (0..parts).for_each(|_| outputs.release(w));
+            of.add_last(w, &walk);
+            // Read again: kept over the loop it would take registers of it.
+            let work = main.read(&tickets.again(w));
+            tickets.done(w);
+            others.iter().for_each(|others| others.done(w));
+            // The other warpgroup has multiplied with all values: its last d_z is there.
+            self.leave::<T>(w, &barrier, &work, (Of::DV, &d_v, values.current(w)[0]));
+            values.done(w);
+            keys.done(w);
+        });
+        // No block ends while the other may still reach into it.
+        w.sync_cluster();
+    }
+
+    /// What the warpgroup of d_z and d_k does.
+    pub fn of_keys<T: Half>(&self, w: &Scope<'k, Group>)
+    where
+        Pair<T>: Word,
+    {
+        let (main, [d, dv]) = (self.main, self.main.dims);
+        let (rows, parts) = (main.tuning.rows, main.tuning.d_o_parts());
+        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+        let of = Queries::new(w, main, 1);
+        let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(d), w.fragment::<T>(rows));
+        let barrier = w.group_barrier();
+        let walk = Walk::of(w, main, of.own);
+
+        // Over a part of the columns, as d_o comes in parts.
+        let product = |w: &Scope<'k, Group>, part: u32| {
+            let (d_o, value) = (outputs.take(w)[0], values.current(w)[0].cols(part, dv / parts));
+            let sum = if part == 0 { Sum::Fresh } else { Sum::Onto };
+            w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), sum);
+        };
+        let key_sums = |w: &Scope<'k, Group>| onto(w, &d_k, &d_z, queries.wait(w)[0].operand(Major::Outer));
+        // d_z of a step whose d_p is done.
+        let gradients = |w: &Scope<'k, Group>| {
+            self.p.wait(w);
+            let p = |eight| self.p.four(w, eight);
+            gradients_of(w, p, &d_p, outputs.held_numbers(w), |eight| pack(&d_z, eight, &d_p));
+            self.p.done(w);
+            (0..parts).for_each(|_| outputs.release(w));
+            w.write_fragment(self.d_z.open(w), &d_z);
+            w.publish_shared();
+            w.sync_group(&barrier);
+            self.d_z.send(w);
+        };
+
+        w.repeat(|w, leave| {
+            let work = main.read(&tickets.wait(w));
+            leave.when(work.steps[1].eq(0));
+            self.start(w, &walk, &work, &d_k);
+            (0..parts).for_each(|part| product(w, part));
+            w.wait_products(0);
+            w.repeat(|w, leave| {
+                gradients(w);
+                leave.when(walk.last());
+                key_sums(w);
+                of.add_before(w, &walk);
+                walk.forward_step(w, |_, _| {});
+                (0..parts / 2).for_each(|part| product(w, part));
+                self.query_sums(w, &of);
+                w.wait_products(2 + parts / 2); // d_k
+                queries.done(w);
+                (parts / 2..parts).for_each(|part| product(w, part));
+                w.wait_products(parts - parts / 2); // d_q
+                self.d_z.done(w);
+                w.wait_products(0); // d_p
+            });
+            key_sums(w);
+            of.add_before(w, &walk);
+            self.query_sums(w, &of);
+            w.wait_products(0);
+            self.d_z.done(w);
+            queries.done(w);
+            of.add_last(w, &walk);
+            // Read again: kept over the loop it would take registers of it.
+            let work = main.read(&tickets.again(w));
+            tickets.done(w);
+            values.done(w);
+            others.iter().for_each(|others| others.done(w));
+            // The other warpgroup is done with the keys when it is done with the last d_z.
+            self.d_z.open(w);
+            self.leave::<T>(w, &barrier, &work, (Of::DK, &d_k, keys.current(w)[0]));
+            keys.done(w);
+        });
+        w.sync_cluster();
+    }
+}
+
+/// Adds a product whose left operand is in registers.
+fn onto<'k, T: Half>(w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Operand<'k>)
 where
     Pair<T>: Word,
 {
-    let (tuning, [d, dv]) = (main.tuning, main.dims);
-    let (rows, cols) = (tuning.rows, [d / 2, dv / 2]);
-    let (half, quarter) = (rows / 2, tuning.cols(d));
-    let Main { queries, outputs, keys, values, tickets, .. } = main;
-    let others = main.others.as_ref().expect("bug in fulgurite: no keys of the other block");
-    // Rows are keys. Chunks of half the columns: each warpgroup writes one.
-    let shape = TileShape { swizzle: Swizzle::B64, ..tile::<T>(tuning, tuning.block_keys(), rows) };
-    let (p_tile, exchange) = (main.k.tile("p", shape), main.k.exchange("d_z", 1, shape));
-    let (s, d_p) = (w.accumulators(half), w.accumulators(half));
-    let d_q = w.accumulators(quarter);
-    let (d_k, d_v) = (w.accumulators(cols[0]), w.accumulators(cols[1]));
-    let (p, d_z) = (w.fragment::<T>(half), w.fragment::<T>(half));
-    let limits = Limits::of_keys(w, &main.spans);
-    let (all, barrier) = (w.role_barrier(), w.group_barrier());
-    let own = w.group();
-    let walk = Walk::new(w, main);
-    // Where the d_q is added that is in registers; 0 where there is none.
-    let late = w.var(0u64);
-    let (early, whole) = (tuning.early.min(quarter / 8), quarter / 8);
-
-    let scores = |w: &Scope<'k, Group>| {
-        let (q, key) = (queries.wait(w)[0].rows(own, half), keys.current(w)[0]);
-        w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
-    };
-    // Two products, as d_o comes in halves.
-    let products = |w: &Scope<'k, Group>| {
-        for part in 0..2 {
-            let (d_o, value) = (outputs.take(w)[0].rows(own, half), values.current(w)[0].cols(part, cols[1]));
-            let sum = if part == 0 { Sum::Fresh } else { Sum::Onto };
-            w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), sum);
-        }
-    };
-    let outputs_done = |w: &Scope<'k, Group>| (0..2).for_each(|_| outputs.release(w));
-    let weights = |w: &Scope<'k, Group>| {
-        let first = walk.first_query() + (own * half).to_i32();
-        limits.apply(w, &s, &Block { first, full: None });
-        probabilities(w, main, &s, queries.numbers(w).part(own, half), |_| {});
-    };
-    let value_sums = |w: &Scope<'k, Group>| {
-        let d_o = outputs.held(w, own)[0].operand(Major::Outer);
-        w.multiply(&d_v, p_tile.operand(Major::Inner), d_o, Sum::Onto);
-    };
-    let key_sums = |w: &Scope<'k, Group>| {
-        let q = queries.current(w)[0].cols(own, cols[0]).operand(Major::Outer);
-        w.multiply(&d_k, exchange.own(w).operand(Major::Inner), q, Sum::Onto);
-    };
-    // Two products: over the own keys and over those of the other block.
-    let query_sums = |w: &Scope<'k, Group>| {
-        let key = keys.current(w)[0].cols(main.quarter(w), quarter).operand(Major::Outer);
-        w.multiply(&d_q, exchange.own(w).operand(Major::Outer), key, Sum::Fresh);
-        let key = others.current(w)[0].cols(own, quarter).operand(Major::Outer);
-        w.multiply(&d_q, exchange.wait(w).operand(Major::Outer), key, Sum::Onto);
-    };
-    let add_rest = |w: &Scope<'k, Group>| {
-        w.when(late.get().ne(0), |w| add_fours(w, late.get(), &d_q, early..whole));
-    };
-
-    w.repeat(|w, leave| {
-        let work = main.read(&tickets.wait(w));
-        leave.when(work.steps[1].eq(0));
-        limits.set_keys(
-            w,
-            main.first_key(w, &work).to_i32(),
-            main.k_len(work.sequence).to_i32(),
-            main.lengths(work.sequence),
-        );
-        walk.start(w, &work);
-        clear(&d_k);
-        clear(&d_v);
-        values.wait(w);
-        keys.wait(w);
-        others.wait(w);
-        scores(w);
-        products(w);
-        w.wait_products(2); // s
-        weights(w);
-        w.wait_products_anywhere(0); // d_p
-        w.repeat(|w, leave| {
-            // By now nobody reads the p and d_z before any more.
-            let to = exchange.open(w);
-            score_gradients(w, [&s, &d_p], outputs.held_numbers(w).part(own, half), |eight| {
-                pack(&p, eight, &s);
-                pack(&d_z, eight, &d_p);
-            });
-            w.write_fragment(p_tile.cols(own, half), &p);
-            w.write_fragment(to.cols(own, half), &d_z);
-            w.publish_shared();
-            w.sync_role(&all);
-            exchange.send(w);
-            // Before the products whose results are read in the loop: the assembler serialises them otherwise (C7514).
-            leave.when(walk.last());
-            value_sums(w);
-            key_sums(w);
-            queries.keep(w);
-            scores(w);
-            w.wait_products(2); // d_v
-            outputs_done(w);
-            add_rest(w);
-            late.set(walk.place());
-            walk.forward(w, |_| {});
-            query_sums(w);
-            w.wait_products(2); // d_k and s
-            queries.release_previous(w);
-            weights(w);
-            products(w);
-            w.wait_products(2); // d_q
-            exchange.done(w);
-            add_fours(w, late.get(), &d_q, 0..early);
-            w.wait_products(0); // d_p
-        });
-        value_sums(w);
-        key_sums(w);
-        add_rest(w);
-        query_sums(w);
-        w.wait_products(0);
-        exchange.done(w);
-        outputs_done(w);
-        queries.keep(w);
-        queries.release_previous(w);
-        others.done(w);
-        add_fours(w, walk.place(), &d_q, 0..whole);
-        late.set(0u64);
-        // Read again: kept over the loop it would take registers of it.
-        let work = main.read(&tickets.again(w));
-        tickets.done(w);
-        // d_k and d_v leave through K and V, which both warpgroups are done with.
-        w.sync_role(&all);
-        let [to_k, to_v] = [(keys, cols[0]), (values, cols[1])].map(|(ring, cols)| ring.current(w)[0].cols(own, cols));
-        let at = |t: &Scope<'k, Thread>, i: usize| [own * cols[i], main.first_key(t, &work)];
-        store_results::<T>(w, main, &work, &barrier, [(&d_k, to_k), (&d_v, to_v)], at);
-        w.one_thread_of_group(|t| t.wait_stores_read(0));
-        values.done(w);
-        keys.done(w);
-    });
-    // No block ends while the other may still reach into it.
-    w.sync_cluster();
+    w.multiply_fragment(acc, left, right, Sum::Onto, |_| {});
 }

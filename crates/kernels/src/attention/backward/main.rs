@@ -14,8 +14,8 @@ use crate::attention::span::Spans;
 use crate::attention::work::Unequal;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Scope, Swizzle, Target,
-    Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
+    BuildError, Builder, Divisor, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Relay, Scope, Swizzle,
+    Target, Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
 };
 
 /// The main kernel.
@@ -26,13 +26,34 @@ where
     Kernel::build("attention_backward", target, |k| {
         let main = Main::new::<T>(k, features, tuning);
         main.load();
-        k.role("compute", Warpgroups(2).registers(tuning.registers[0]), |w| match tuning.share {
+        let warpgroups = |count| Warpgroups(count).registers(tuning.registers[0]);
+        if tuning.share == Share::Pairs {
+            let between = by_pairs::Between::new::<T>(&main);
+            k.role("values", warpgroups(1), |w| between.of_values::<T>(w));
+            return k.role("keys", warpgroups(1), |w| between.of_keys::<T>(w));
+        }
+        k.role("compute", warpgroups(2), |w| match tuning.share {
             Share::Keys if main.outbox.is_some() => sent::compute::<T>(w, &main),
             Share::Keys => by_keys::compute::<T>(w, &main),
-            Share::Columns => by_columns::compute::<T>(w, &main),
-            Share::Pairs => by_pairs::compute::<T>(w, &main),
+            Share::Columns | Share::Pairs => by_columns::compute::<T>(w, &main),
         });
     })
+}
+
+/// Tiles that are found and not loaded yet.
+const WORKS: u32 = 2;
+
+/// A tile whose numbers are read again wherever they are used, where registers are short.
+type Again<'a, 'k> = &'a dyn Fn(&Scope<'k, Thread>) -> Work<'k>;
+
+/// A step of a tile, as it is loaded.
+struct Step<'k> {
+    /// Head of queries.
+    head: Val<'k, u32>,
+    /// Its number in its sequence.
+    step: Val<'k, u32>,
+    /// Whether it is the first of its tile.
+    first: Val<'k, bool>,
 }
 
 /// The kernel under construction: its parameters and its storage.
@@ -82,6 +103,8 @@ pub(super) struct Main<'k> {
     pub tickets: Mailbox<'k>,
     /// Where the copy engine adds: what it is to add.
     pub outbox: Option<Outbox<'k>>,
+    /// Where blocks work in pairs: tiles for the threads that load them.
+    works: Option<Relay<'k>>,
 }
 
 impl<'k> Main<'k> {
@@ -116,7 +139,7 @@ impl<'k> Main<'k> {
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
         let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
-        let turns = (features.order == Order::Fixed).then(|| Turns::new(k));
+        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, tuning.adds));
         let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
         let heads = k.divisor("heads");
         let tiles = match features.ragged.any() {
@@ -127,10 +150,10 @@ impl<'k> Main<'k> {
         let [scale_log2, scale] = ["scale_log2", "scale"].map(|name| k.param::<f32>(name));
 
         let (queries, outputs) = match pairs {
-            // There is room for one and a half of d_o: the second half comes while d_k and the next s are multiplied.
+            // There is room for one part more than all of d_o: the others come while d_k and the next s are multiplied.
             true => {
                 let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[shape(rows, cols)], rows);
-                (ring("q", tuning.depth, d), ring("d_o", 3, of_d_o))
+                (ring("q", tuning.depth, d), ring("d_o", tuning.d_o_parts() + 1, of_d_o))
             }
             false => {
                 let ring = |name, cols| k.pipe_with_numbers(name, tuning.depth, &[shape(rows, cols)], rows);
@@ -148,6 +171,7 @@ impl<'k> Main<'k> {
         let told = pairs.then(|| k.told("ticket"));
         let tickets = k.mailbox("tiles", tuning.key_depth, tiles.words()).in_step(&keys);
         let outbox = (tuning.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * tuning.cols(d)).in_step(&queries));
+        let works = pairs.then(|| k.relay("works", WORKS, &[1, 2]));
         Main {
             k,
             tuning,
@@ -181,6 +205,7 @@ impl<'k> Main<'k> {
             values,
             tickets,
             outbox,
+            works,
         }
     }
 
@@ -189,12 +214,12 @@ impl<'k> Main<'k> {
         if of == Of::DK { &self.d_k } else { &self.d_v }
     }
 
-    /// Which part of d_q a warpgroup has.
+    /// Which part of d_q the `own`-th warpgroup has.
     #[track_caller]
-    pub(super) fn quarter(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
+    pub(super) fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
         match self.tuning.share {
-            Share::Pairs => w.cluster_rank() * 2 + w.group(),
-            Share::Keys | Share::Columns => w.group(),
+            Share::Pairs => w.cluster_rank() * 2 + own,
+            Share::Keys | Share::Columns => own,
         }
     }
 
@@ -223,105 +248,170 @@ impl<'k> Main<'k> {
 
     /// The role that loads.
     fn load(&self) {
-        let (tuning, rows) = (self.tuning, self.tuning.rows);
-        self.k.role("load", Warpgroups(1).registers(tuning.registers[1]), |w| {
-            // First, so that where they stand takes no registers of the thread that loads.
-            self.turns.iter().for_each(|turns| turns.keep(w, self));
-            self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
-            if let Some(outbox) = &self.outbox {
-                (0..2).for_each(|group| w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group)));
-            }
+        self.k.role("load", Warpgroups(1).registers(self.tuning.registers[1]), |w| {
             w.one_thread(|t| {
-                let zero = t.constant(0u32);
-                // Where a tile waits for those before it, none belongs to a block that may not have begun.
-                let waits = self.turns.is_some() || self.rounding.is_some();
-                let tile = t.var(if waits { self.share(t, self.draw(t)) } else { t.cluster() });
-                let walk = self.start_walk(t);
-                t.repeat(|t, leave| {
-                    let more = self.seek(t, walk.as_ref(), tile.get());
-                    leave.when(!more);
-                    let work = self.find(t, walk.as_ref(), tile.get());
-                    self.rounding.iter().for_each(|r| r.post(t, tile.get(), self.pair(&work)));
-                    // Asked for early: the answer is used after this tile's loads.
-                    let ticket = (!waits).then(|| self.draw(t));
-                    let [first, end] = work.steps;
-                    let step = t.var(first);
-                    let left = t.var((end - first) * self.group);
-                    let head = t.var(work.head * self.group);
-                    // Where the rows of this head begin in the LSE and delta.
-                    let row = t.var(self.steps_before(&work) * rows);
-                    let started = t.var(false);
-                    t.repeat(|t, leave| {
-                        let first_row = step.get() * rows;
-                        let brought = rows / tuning.blocks();
-                        let first_brought = t.cluster_rank().mul_add(brought, first_row);
-                        let at = |of, col| self.at(of, &work, [col, first_brought, head.get()]);
-                        let number = row.get() + first_row;
-                        let [shift, delta] = self.numbers.map(|numbers| numbers.at(number));
-                        let put_outputs = || {
-                            for part in 0..tuning.d_o_parts() {
-                                self.outputs.put(t, |t, stage| {
-                                    let to = stage.tile(0).rows(t.cluster_rank(), brought);
-                                    let col = t.constant(part * (self.dims[1] / tuning.d_o_parts()));
-                                    stage.load_for_all(t, to, &self.d_o, &at(Of::DO, col));
-                                    stage.load_numbers(t, delta);
-                                });
-                            }
-                        };
-                        let put_queries = || {
-                            self.queries.put(t, |t, stage| {
-                                stage.load_for_all(
-                                    t,
-                                    stage.tile(0).rows(t.cluster_rank(), brought),
-                                    &self.q,
-                                    &at(Of::Q, zero),
-                                );
-                                stage.load_numbers(t, shift);
-                            });
-                        };
-                        // A ring that moves with another is filled before it; pairs of blocks wait for q first.
-                        match self.others {
-                            None => (put_outputs(), put_queries()),
-                            Some(_) => (put_queries(), put_outputs()),
-                        };
-                        // After the first queries, which need not wait until the tile before has left.
-                        t.when(!started.get(), |t| {
-                            self.tickets.put(t, &work.message());
-                            let first_key = self.first_key(t, &work);
-                            let at = |of| self.at(of, &work, [zero, first_key, work.head]);
-                            self.values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.value, &at(Of::V)));
-                            if let (Some(others), Some(other)) = (&self.others, &self.other) {
-                                let (keys, half) = (tuning.block_keys(), self.dims[0] / 2);
-                                let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * tuning.keys());
-                                let at = self.at(Of::K, &work, [t.cluster_rank() * half, first_other, work.head]);
-                                others.put(t, |t, stage| stage.load(t, stage.tile(0), other, &at));
-                            }
-                            self.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.key, &at(Of::K)));
-                        });
-                        started.set(true);
-                        if let Some(turns) = &self.turns {
-                            turns.post(t, &work, row.get() / rows + step.get(), step.get());
-                        }
-                        left.set(left.get() - 1);
-                        step.set(step.get() + 1);
-                        t.when(step.get().eq(end), |_| {
-                            step.set(first);
-                            head.set(head.get() + 1);
-                            row.set(row.get() + self.steps * rows);
-                        });
-                        leave.when(left.get().eq(0));
-                    });
-                    tile.set(match ticket {
-                        Some(ticket) => self.share(t, ticket) + t.clusters(),
-                        // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
-                        None => self.share(t, self.draw(t)),
-                    });
-                });
+                match &self.works {
+                    None => self.find_tiles(t, |t, work| self.load_tile(t, work)),
+                    Some(works) => self.each_work(t, works, |t, again| self.load_tile(t, &again(t))),
+                }
                 self.tickets.put(t, &[]);
                 self.turns.iter().for_each(|turns| turns.post_end(t));
                 self.rounding.iter().for_each(|rounding| rounding.post_end(t));
             });
+            // One thread finds tiles for two that load them: d_o waits for others than q does, and registers are few.
+            if let Some(works) = &self.works {
+                w.one_thread_of_warp(1, |t| {
+                    self.each_work(t, works, |t, again| {
+                        self.each_step(t, again, |t, work, step| self.put_outputs(t, work, &step));
+                    });
+                });
+                w.one_thread_of_warp(2, |t| {
+                    self.find_tiles(t, |t, work| {
+                        works.post(t, [work.tile, self.pair(work), work.steps[0], work.steps[1]]);
+                    });
+                    works.post_end(t);
+                });
+            }
+            self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
+            match (&self.turns, &self.outbox) {
+                (turns, Some(outbox)) => (0..2).for_each(|group| {
+                    let look = |t: &Scope<'k, Thread>| {
+                        turns.iter().for_each(|turns| {
+                            turns.look(t, self, group);
+                            // What the thread has seen comes before what it has the copy engine do.
+                            t.publish_global();
+                        });
+                    };
+                    let tell = |t: &Scope<'k, Thread>| turns.iter().for_each(|turns| turns.tell(t, group));
+                    w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group, look, tell));
+                }),
+                (Some(turns), None) => turns.keep(w, self),
+                (None, None) => {}
+            }
             w.sync_cluster();
+        });
+    }
+
+    /// Finds one tile after the other.
+    fn find_tiles(&self, t: &Scope<'k, Thread>, found: impl FnOnce(&Scope<'k, Thread>, &Work<'k>)) {
+        // Where a tile waits for those before it, none belongs to a block that may not have begun.
+        let waits = self.turns.is_some() || self.rounding.is_some();
+        let tile = t.var(if waits { self.share(t, self.draw(t)) } else { t.cluster() });
+        let walk = self.start_walk(t);
+        t.repeat(|t, leave| {
+            let more = self.seek(t, walk.as_ref(), tile.get());
+            leave.when(!more);
+            let work = self.find(t, walk.as_ref(), tile.get());
+            self.rounding.iter().for_each(|r| r.post(t, tile.get(), self.pair(&work)));
+            // Asked for early: the answer is used after this tile's loads.
+            let ticket = (!waits).then(|| self.draw(t));
+            found(t, &work);
+            tile.set(match ticket {
+                Some(ticket) => self.share(t, ticket) + t.clusters(),
+                // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
+                None => self.share(t, self.draw(t)),
+            });
+        });
+    }
+
+    /// Tiles that another thread has found.
+    fn each_work(
+        &self,
+        t: &Scope<'k, Thread>,
+        works: &Relay<'k>,
+        load: impl FnOnce(&Scope<'k, Thread>, Again<'_, 'k>),
+    ) {
+        let again = |t: &Scope<'k, Thread>| {
+            let [tile, pair, first, end] = works.read(t, 1);
+            let [batch, head] = self.heads.div_rem(pair);
+            Work { tile, head, batch, steps: [first, end], sequence: None }
+        };
+        t.repeat(|t, leave| {
+            works.wait(t, 1);
+            leave.when(again(t).steps[1].eq(0));
+            load(t, &again);
+            works.pass(t, 1);
+        });
+    }
+
+    /// Loads a tile and the steps that go with it.
+    fn load_tile(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
+        let (tuning, rows, zero) = (self.tuning, self.tuning.rows, t.constant(0u32));
+        self.each_step(t, &|_| *work, |t, work, step| {
+            // A ring that moves with another is filled before it.
+            if self.works.is_none() {
+                self.put_outputs(t, work, &step);
+            }
+            self.queries.put(t, |t, stage| {
+                let (to, at) = (stage.tile(0), self.at(Of::Q, work, [zero, self.brought(t, &step), step.head]));
+                stage.load_for_all(t, to.rows(t.cluster_rank(), rows / tuning.blocks()), &self.q, &at);
+                stage.load_numbers(t, self.numbers[0].at(self.number(work, &step) * rows));
+            });
+            // After the first queries, which need not wait until the tile before has left.
+            t.when(step.first, |t| {
+                self.tickets.put(t, &work.message());
+                let first_key = self.first_key(t, work);
+                let at = |of| self.at(of, work, [zero, first_key, work.head]);
+                self.values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.value, &at(Of::V)));
+                if let (Some(others), Some(other)) = (&self.others, &self.other) {
+                    let (keys, half) = (tuning.block_keys(), self.dims[0] / 2);
+                    let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * tuning.keys());
+                    let at = self.at(Of::K, work, [t.cluster_rank() * half, first_other, work.head]);
+                    others.put(t, |t, stage| stage.load(t, stage.tile(0), other, &at));
+                }
+                self.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.key, &at(Of::K)));
+            });
+            if let Some(turns) = &self.turns {
+                turns.post(t, work, self.number(work, &step), step.step);
+            }
+        });
+    }
+
+    /// Loads d_o of a step, in parts.
+    fn put_outputs(&self, t: &Scope<'k, Thread>, work: &Work<'k>, step: &Step<'k>) {
+        let (tuning, dv) = (self.tuning, self.dims[1]);
+        let parts = tuning.d_o_parts();
+        for part in 0..parts {
+            self.outputs.put(t, |t, stage| {
+                let col = t.constant(part * (dv / parts));
+                let (to, at) = (stage.tile(0), self.at(Of::DO, work, [col, self.brought(t, step), step.head]));
+                stage.load_for_all(t, to.rows(t.cluster_rank(), tuning.rows / tuning.blocks()), &self.d_o, &at);
+                stage.load_numbers(t, self.numbers[1].at(self.number(work, step) * tuning.rows));
+            });
+        }
+    }
+
+    /// The first row of a step that this block brings.
+    fn brought(&self, t: &Scope<'k, Thread>, step: &Step<'k>) -> Val<'k, u32> {
+        t.cluster_rank().mul_add(self.tuning.rows / self.tuning.blocks(), step.step * self.tuning.rows)
+    }
+
+    /// The number of a step among those of all heads.
+    fn number(&self, work: &Work<'k>, step: &Step<'k>) -> Val<'k, u32> {
+        self.steps_before_head(work, step.head) + step.step
+    }
+
+    /// Loads each step of a tile.
+    fn each_step(
+        &self,
+        t: &Scope<'k, Thread>,
+        again: Again<'_, 'k>,
+        load: impl FnOnce(&Scope<'k, Thread>, &Work<'k>, Step<'k>),
+    ) {
+        let work = again(t);
+        let (step, head) = (t.var(work.steps[0]), t.var(work.head * self.group));
+        let started = t.var(false);
+        t.repeat(|t, leave| {
+            load(t, &again(t), Step { head: head.get(), step: step.get(), first: !started.get() });
+            started.set(true);
+            step.set(step.get() + 1);
+            let work = again(t);
+            t.when(step.get().eq(work.steps[1]), |_| {
+                step.set(work.steps[0]);
+                head.set(head.get() + 1);
+            });
+            // Computed again, not kept: registers are short.
+            leave.when(head.get().eq((work.head + 1) * self.group));
         });
     }
 }

@@ -56,7 +56,7 @@ pub struct Features {
     /// In which order blocks add to d_q.
     pub order: Order,
     /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where the copy engine adds, of equal
-    /// sequences that have keys, and in any order.
+    /// sequences that have keys.
     pub rounds: bool,
     /// Lengths that differ from sequence to sequence.
     pub ragged: Ragged,

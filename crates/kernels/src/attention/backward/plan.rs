@@ -5,7 +5,7 @@ mod bands;
 pub use super::placed::Tensors;
 use super::placed::{named, pairs};
 use super::tiles::STEPS;
-use super::{Adds, Derived, Features, Order, Share, Tuning, exact, finish, main, prepare, sinks, zero};
+use super::{Adds, Derived, Features, Order, Share, Tuning, exact, finish, main, prepare, sinks, turns, zero};
 use crate::attention::cover::{self, covered};
 use crate::attention::cuts::Table;
 use crate::attention::placed::{Arguments, Slots};
@@ -27,7 +27,7 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Up to so many queries, longer steps waste more at the edges of a mask than they save.
 const SHORT: usize = 2048;
-/// Words before those that keep the order: a whole unit of 16 bytes.
+/// Words of which the first counts the tiles that are handed out: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
 /// Rows before the first of a tensor that nothing is read of: past all that there can be.
 const OUTSIDE: u64 = 1 << 30;
@@ -85,8 +85,8 @@ impl Backward {
         Backward::by_table(problem, d_lse, order, &Table::default())
     }
 
-    /// The same with cuts of the main kernel from a table. They are for equal sequences and scores as they are, added in any
-    /// order; whatever keeps more in registers than that has the built-in ones.
+    /// The same with cuts of the main kernel from a table. They are for equal sequences and scores as they are; whatever keeps
+    /// more in registers than that has the built-in ones.
     pub fn by_table(problem: &Problem, d_lse: bool, order: Order, table: &Table<Tuning>) -> Result<Backward, Missing> {
         let missing = |feature: String| Err(Missing { feature });
         let number = match problem.dtype() {
@@ -122,9 +122,9 @@ impl Backward {
         }
         let modified = Derived::of(problem, rest.as_ref(), &aux, order)?;
         let largest = dims[0].max(dims[1]) as u32;
-        let mut tuning = match order == Order::Any && !ragged.any() && modified.is_empty() {
+        let mut tuning = match !ragged.any() && modified.is_empty() {
             true => table.find(largest, problem.max_k_len() as u64),
-            false => Tuning::with_room(largest, order, ragged.any(), modified.room()),
+            false => Tuning::with_room(largest, ragged.any(), modified.room()),
         };
         if !tuning.has_kernel(largest) {
             return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
@@ -142,7 +142,7 @@ impl Backward {
                 _ => tuning,
             };
         }
-        if tuning.share == Share::Pairs && !fits {
+        if tuning.share == Share::Pairs && (!fits || order == Order::Fixed) {
             tuning = Tuning::columns();
         }
         let padded = tuning.padded(dims.map(|d| d as u32));
@@ -168,8 +168,8 @@ impl Backward {
 
     /// With another tuning, which must fit the head dimensions.
     pub fn tuned(mut self, tuning: Tuning) -> Backward {
-        let Features { order, ragged, modified, .. } = &self.features;
-        let plain = *order == Order::Any && !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
+        let Features { ragged, modified, .. } = &self.features;
+        let plain = !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
         self.features.rounds = plain && tuning.rounds && tuning.adds == Adds::Engine;
         self.features.dims = tuning.padded(self.dims.map(|d| d as u32));
         Backward { tuning, ..self }
@@ -306,14 +306,18 @@ impl Backward {
     }
 
     /// Words that are zero at the beginning: the tiles handed out; where d_q is rounded while they run, for each pair of head
-    /// and sequence the tiles that have added and the parts that are rounded; in a fixed order for each step of each head the
-    /// tile that added last.
+    /// and sequence the tiles that have added and the parts that are rounded; in a fixed order for each step of each head, or
+    /// each part of it that is added by itself, the tile that added last.
     fn counters(&self) -> u64 {
+        let parts = if self.tuning.adds == Adds::Engine { u64::from(turns::PARTS) } else { 1 };
         match self.features.order {
-            Order::Any if self.features.rounds => COUNTERS + 2 * self.pairs(),
-            Order::Any => COUNTERS,
-            Order::Fixed => COUNTERS + self.rows() / u64::from(self.tuning.rows),
+            Order::Any => self.first_turn(),
+            Order::Fixed => self.first_turn() + self.rows() / u64::from(self.tuning.rows) * parts,
         }
+    }
+    /// Words before those that keep the order.
+    fn first_turn(&self) -> u64 {
+        COUNTERS + if self.features.rounds { 2 * self.pairs() } else { 0 }
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.
@@ -454,7 +458,7 @@ impl Backward {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
         let mut args = Arguments::new(&slots);
-        let turns = counters.from(COUNTERS * 4);
+        let turns = counters.from(self.first_turn() * 4);
         for (name, span) in
             [("shift", shift), ("delta", delta), ("sums", sums), ("counters", counters), ("turns", turns)]
         {

@@ -202,9 +202,15 @@ impl<'k> Main<'k> {
     /// Steps before the first of a tile's first head of queries and of its sequence.
     #[track_caller]
     pub(super) fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+        self.steps_before_head(work, work.head * self.group)
+    }
+
+    /// The same of a head of queries.
+    #[track_caller]
+    pub(super) fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
         match work.sequence {
-            Some(sequence) => work.head * self.group * self.steps + sequence.first_step,
-            None => (work.batch * self.heads.value() + work.head) * self.group * self.steps,
+            Some(sequence) => head * self.steps + sequence.first_step,
+            None => (work.batch * self.heads.value() * self.group + head) * self.steps,
         }
     }
 

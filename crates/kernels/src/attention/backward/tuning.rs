@@ -1,6 +1,6 @@
 //! How the main kernel of the gradients is cut: measured choices, in one place.
 
-use super::{Order, Room};
+use super::Room;
 use crate::attention::cuts::{self, Cut, Row, Table, TuningError};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -17,8 +17,8 @@ pub enum Share {
     /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
     /// d_z of half the queries, for both.
     Columns,
-    /// The same, and a pair of blocks has two such tiles: d_q is multiplied over the keys of both, half its columns in
-    /// either block. Rows of 256 elements.
+    /// The results, in tiles of 64 keys: one has d_v, the other d_k. A pair of blocks has two such tiles, and d_q is multiplied
+    /// over the keys of both, half its columns in either block. Rows of 256 elements.
     Pairs,
 }
 
@@ -112,7 +112,7 @@ impl Cut for Tuning {
         };
         let wide = [
             row(129..=192, 0..u64::MAX, columns),
-            row(193..=u32::MAX, 0..u64::MAX, Tuning { share: Share::Pairs, early: 2, ..columns }),
+            row(193..=u32::MAX, 0..u64::MAX, Tuning { share: Share::Pairs, registers: [240, 24], ..columns }),
         ];
         [rounded(0..=64, narrow), rounded(65..=128, usual), wide].concat()
     }
@@ -128,16 +128,16 @@ impl Cut for Tuning {
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
         let rounds = [Tuning { rounds: !self.rounds, ..self }].into_iter().filter(|_| self.adds == Adds::Engine);
-        // What only threads that add ask for, and not in `by_columns`.
+        // What only `by_keys` asks for.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
             Tuning { early: self.early + 2, ..self },
             Tuning { drain: !self.drain, ..self },
             Tuning { pack: if self.pack == Pack::Late { Pack::Early } else { Pack::Late }, ..self },
         ];
-        let asked = self.adds == Adds::Threads && self.share != Share::Columns;
+        let asked = self.adds == Adds::Threads && self.share == Share::Keys;
         let of_threads = of_threads.into_iter().filter(|_| asked);
-        let share = [Share::Columns, Share::Pairs].map(|share| Tuning { share, ..self });
+        let share = [Tuning::columns(), Tuning::hopper(256)];
         let all = rows
             .into_iter()
             .chain([adds])
@@ -168,24 +168,20 @@ impl Tuning {
         Tuning::hopper(192)
     }
 
-    /// What measured best, or fits at all, where threads add in turns, sequences have lengths of their own, or scores are
-    /// modified: the last two keep more in registers.
-    pub fn with_room(head_dim: u32, order: Order, ragged: bool, modified: Room) -> Tuning {
+    /// What measured best, or fits at all, where sequences have lengths of their own, or scores are modified: both keep more
+    /// in registers.
+    pub fn with_room(head_dim: u32, ragged: bool, modified: Room) -> Tuning {
         let usual = Tuning { rounds: false, ..Tuning::hopper(head_dim) };
-        match head_dim {
-            ..=64 if ragged && modified == Room::None => Tuning { registers: [232, 40], ..usual.of_threads(head_dim) },
-            65..=128 if ragged && modified == Room::None && order == Order::Any => {
-                Tuning { rows: 64, registers: [232, 40], ..usual }
-            }
-            65..=128 if !ragged && modified == Room::Little && order == Order::Any => Tuning { rows: 64, ..usual },
-            _ if ragged || modified != Room::None => Tuning::columns(),
-            129.. if order == Order::Fixed => Tuning::columns(),
-            ..=128 if order == Order::Fixed => usual.of_threads(head_dim),
-            _ => usual,
+        match (head_dim, ragged, modified) {
+            (..=64, true, Room::None) => Tuning { registers: [232, 40], ..usual.of_threads(head_dim) },
+            (65..=128, true, Room::None) => Tuning { rows: 64, registers: [232, 40], ..usual },
+            (65..=128, false, Room::Little) => Tuning { rows: 64, ..usual },
+            (_, false, Room::None) => usual,
+            _ => Tuning::columns(),
         }
     }
 
-    /// The one whose threads add: in a fixed order, and where a mask leaves few registers.
+    /// The one whose threads add: where a mask leaves few registers.
     pub fn of_threads(self, head_dim: u32) -> Tuning {
         let base = Tuning { adds: Adds::Threads, key_depth: 2, rounds: false, ..self };
         match head_dim {

@@ -2,19 +2,23 @@
 //! out, each when the one before it has added.
 //!
 //! Nobody who computes looks at memory for that. A message goes from the thread that loads a step to one that looks whether
-//! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived.
+//! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived. Where the
+//! copy engine adds, the threads that start it look and tell, each for its warpgroup's part of the step.
 //!
 //! Tiles wait for tiles that were handed out before, and a block does its tiles in that order: whatever runs beside, the
 //! first tile that is not done can go on. Tiles are handed out so that they seldom wait: the last keys go first. Under a
 //! causal mask those begin at later steps, and neighbours that start together come to every step one after the other. Tiles
 //! that no mask sets apart start together once, and then are as far apart as they had to wait.
 
+use super::Adds;
 use super::main::Main;
 use super::tiles::{Sequence, Work};
 use fulgurite_ptx::{Builder, Group, Pointer, Relay, Scope, Thread, Val};
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
+/// Parts of a step that the copy engine adds one by one.
+pub(super) const PARTS: u32 = 2;
 
 /// Who has a message: the thread that loads, the one that looks at memory, the warps that compute, the one that tells others.
 #[derive(Clone, Copy)]
@@ -26,15 +30,20 @@ pub(super) enum Hand {
 
 /// Who may add when.
 pub(super) struct Turns<'k> {
-    /// For each step of each head: one more than the tile that added last.
+    /// For each step of each head, or each of its parts: one more than the tile that added last.
     last: Pointer<'k, u32>,
+    parts: u32,
     messages: Relay<'k>,
 }
 
 impl<'k> Turns<'k> {
     /// Declares the parameter.
-    pub fn new(k: &'k Builder) -> Self {
-        Turns { last: k.pointer("turns"), messages: k.relay("turns", DEPTH, &[1, 1, 8, 1]) }
+    pub fn new(k: &'k Builder, adds: Adds) -> Self {
+        let (parts, messages) = match adds {
+            Adds::Threads => (1, k.relay("turns", DEPTH, &[1, 1, 8, 1])),
+            Adds::Engine => (PARTS, k.relay("turns", DEPTH, &[1, PARTS])),
+        };
+        Turns { last: k.array("turns"), parts, messages }
     }
 
     /// The thread that loads a step of a tile tells which one; `number` is the step's among all.
@@ -51,12 +60,7 @@ impl<'k> Turns<'k> {
     pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
         w.one_thread_of_warp(1, |t| {
             t.repeat(|t, leave| {
-                self.messages.wait(t, Hand::Look as usize);
-                let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
-                t.when(after.ne(0), |t| {
-                    let before = main.before(after - 1, step, main.sequence(t, batch));
-                    t.when(before.ne(0), |t| self.last.wait_for(t, number, before));
-                });
+                let after = self.look(t, main, 0);
                 self.messages.pass(t, Hand::Look as usize);
                 leave.when(after.eq(0));
             });
@@ -70,6 +74,25 @@ impl<'k> Turns<'k> {
                 self.messages.pass(t, Hand::Tell as usize);
             });
         });
+    }
+
+    /// Waits for the turn of a part of the next step; one more than its tile, 0 where there are no more.
+    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32) -> Val<'k, u32> {
+        self.messages.wait(t, Hand::Look as usize);
+        let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
+        t.when(after.ne(0), |t| {
+            let before = main.before(after - 1, step, main.sequence(t, batch));
+            t.when(before.ne(0), |t| self.last.wait_for(t, number * self.parts + part, before));
+        });
+        after
+    }
+
+    /// The thread that started the copy engine, after that.
+    pub fn tell(&self, t: &Scope<'k, Thread>, part: u32) {
+        let [number, _, after, _] = self.messages.read(t, Hand::Look as usize);
+        t.wait_stores(0);
+        self.last.publish(t, number * self.parts + part, after);
+        self.messages.pass(t, Hand::Look as usize);
     }
 
     /// Before the additions of a step.

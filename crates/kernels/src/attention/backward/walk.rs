@@ -10,6 +10,8 @@ use fulgurite_ptx::{
 /// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
 pub(super) struct Walk<'a, 'k> {
     pub main: &'a Main<'k>,
+    /// Which of the block's warpgroups it is.
+    own: Val<'k, u32>,
     step: Var<'k, u32>,
     left: Var<'k, u32>,
     /// The head of queries, where somebody asks.
@@ -20,8 +22,13 @@ pub(super) struct Walk<'a, 'k> {
 
 impl<'a, 'k> Walk<'a, 'k> {
     pub fn new(w: &Scope<'k, Group>, main: &'a Main<'k>) -> Self {
+        Walk::of(w, main, w.group())
+    }
+
+    /// The same where warpgroups have roles of their own.
+    pub fn of(w: &Scope<'k, Group>, main: &'a Main<'k>, own: Val<'k, u32>) -> Self {
         let head = main.modified.as_ref().map(|_| w.var(0u32));
-        Walk { main, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
+        Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
     }
 
     /// To the first step of a tile. Sums lie as accumulators do: [head][step][warpgroup][eight columns][thread][4].
@@ -33,7 +40,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
         let step = main.sums_before(work) + first;
-        let group = main.quarter(w) * (64 * main.tuning.cols(d));
+        let group = main.quarter(w, self.own) * (64 * main.tuning.cols(d));
         let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
@@ -95,7 +102,7 @@ impl<'a, 'k> Walk<'a, 'k> {
 
     /// From the sums of the step before to those of this one.
     #[track_caller]
-    fn forward_sums(&self, w: &Scope<'k, Group>) {
+    pub fn forward_sums(&self, w: &Scope<'k, Group>) {
         self.place.set(self.place.get() + u64::from(self.step_bytes()));
         let first = self.main.tickets.word(w, FIRST);
         w.when(self.step.get().eq(first), |w| self.skip_sums([first, self.end_of_head(w)]));
@@ -188,12 +195,24 @@ pub(super) fn score_gradients<'k>(
     delta: Numbers<'k>,
     after: impl Fn(u32),
 ) {
-    let (p, elements): (Vec<_>, Vec<_>) = (p.elements().collect(), d_p.elements().collect());
+    let p: Vec<_> = p.elements().collect();
+    gradients_of(w, |eight| std::array::from_fn(|i| p[4 * eight as usize + i]), d_p, delta, after);
+}
+
+/// The same of a p that comes in fours, of each eight columns.
+pub(super) fn gradients_of<'k>(
+    w: &Scope<'k, Group>,
+    p: impl Fn(u32) -> [Val<'k, f32>; 4],
+    d_p: &Acc<'k>,
+    delta: Numbers<'k>,
+    after: impl Fn(u32),
+) {
+    let elements: Vec<_> = d_p.elements().collect();
     for eight in 0..d_p.cols() / 8 {
-        let delta = delta.pair(w, eight);
+        let (p, delta) = (p(eight), delta.pair(w, eight));
         for i in 0..4 {
             let at = 4 * eight as usize + i;
-            d_p.set(at, (elements[at] - delta[i % 2]) * p[at]);
+            d_p.set(at, (elements[at] - delta[i % 2]) * p[i]);
         }
         after(eight);
     }
