@@ -39,7 +39,8 @@ impl<'k> Handover<'k> {
     pub fn give(&self, w: &Scope<'k, Group>, acc: &Acc<'k>) {
         let (cursor, k) = (self.ring.wait_empty(), self.ring.k);
         let own = self.own(w);
-        let regs: Vec<Reg> = acc.elements().map(|x| x.in_register()).collect();
+        let registers = || acc.elements().map(|x| x.in_register()).collect::<Vec<Reg>>();
+        let regs = k.placed(Location::caller(), registers);
         for (i, four) in regs.chunks_exact(4).enumerate() {
             let place = Arg::Address(Base::Reg(own), (i as u32 * FOURS) as i32);
             k.emit(&memory::ST_SHARED_F32, [place, Arg::List(four.into()), Arg::Word(".v4")]);

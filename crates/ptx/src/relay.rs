@@ -8,6 +8,7 @@ use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var, Who};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::pipe::wait_phase;
 use crate::table::{mbarrier, memory};
+use std::panic::Location;
 
 /// Numbers of a message: what one instruction moves.
 const WORDS: usize = 4;
@@ -91,7 +92,8 @@ impl<'k> Relay<'k> {
     #[track_caller]
     pub fn post(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; WORDS]) {
         self.wait_in(0);
-        let regs: Vec<Reg> = message.iter().map(|x| x.in_register()).collect();
+        let registers = || message.iter().map(|x| x.in_register()).collect::<Vec<Reg>>();
+        let regs = self.k.placed(Location::caller(), registers);
         let place = self.place(self.number(0).now());
         self.k.emit(&memory::ST_SHARED_32, [place, Arg::List(regs.into()), Arg::Word(".v4")]);
         self.tell_from(0);
