@@ -562,7 +562,8 @@ mod tests {
         let usual = GradientTuning::hopper(128);
         let near = GradientTuning { rows: 64, ..usual };
         let known = usual.neighbours(128).into_iter().chain(near.neighbours(128));
-        let known = known.filter(|tuning| *tuning != near && tuning.registers == usual.registers);
+        let unknown = |tuning: &GradientTuning| tuning.share == usual.share && tuning.registers != usual.registers;
+        let known = known.filter(|tuning| *tuning != near && !unknown(tuning));
         let tried = known.map(|tuning| Tried { head_dim: 128, len: 64, tuning, gain: 0.5 }).collect();
         let earlier =
             Profile { gpu: device.name(), backward: Measured { tried, rows: Vec::new() }, ..Profile::default() };
