@@ -7,7 +7,7 @@
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
-use crate::simd::{Coming, ExpKind, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
+use crate::simd::{Coming, ExpKind, LaneProbe, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
 use crate::{Counters, pool};
@@ -297,8 +297,10 @@ impl Head<'_> {
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);
         if stats.rescaled > 0 {
-            for (row, &factor) in self.o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
+            for o in [Some(&mut *self.o), self.second.as_mut().map(|own| &mut *own.o)].into_iter().flatten() {
+                for (row, &factor) in o.chunks_exact_mut(cx.dv_pad).zip(alpha) {
+                    row.iter_mut().for_each(|x| *x *= factor);
+                }
             }
         }
     }
@@ -340,6 +342,7 @@ impl Head<'_> {
             cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
         let mut alpha = [1.0; MAX_LANES];
+        let mut probe = self.second.as_mut().map(|own| LaneProbe { u: own.u, packed: &mut [], sums: &mut own.l });
         let stats = cx.kernels.softmax(
             &mut SoftmaxArgs {
                 s: self.s,
@@ -355,7 +358,7 @@ impl Head<'_> {
                 policy: Policy::Raise(tau(rescale)),
                 scale: 1.0,
             },
-            None,
+            probe.as_mut(),
         );
         self.rescale(cx, &stats, &alpha, counters);
         let Some(step) = &self.step else { return };
@@ -363,21 +366,10 @@ impl Head<'_> {
         let width = cx.kernels.lanes;
         for (z, &(a, b)) in step.ranges[..stride / width].iter().enumerate() {
             for key in step.hull().filter(|key| !(a..b).contains(key)) {
-                self.s[key * stride + z * width..key * stride + (z + 1) * width].fill(0.0);
-            }
-        }
-        if let Some(second) = &mut self.second {
-            for (row, &factor) in second.o.chunks_exact_mut(cx.dv_pad).zip(&alpha) {
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
-            second.l.iter_mut().zip(&alpha).for_each(|(l, factor)| *l *= factor);
-            for key in step.hull() {
-                let p = &self.s[key * stride..(key + 1) * stride];
-                let u = &mut second.u[key * stride..(key + 1) * stride];
-                for ((u, &p), l) in u.iter_mut().zip(p).zip(&mut second.l) {
-                    // A key that this row does not see may hold anything.
-                    *u = if p == 0.0 { 0.0 } else { p * *u };
-                    *l += *u;
+                let lanes = key * stride + z * width..key * stride + (z + 1) * width;
+                self.s[lanes.clone()].fill(0.0);
+                if let Some(second) = &mut self.second {
+                    second.u[lanes].fill(0.0);
                 }
             }
         }

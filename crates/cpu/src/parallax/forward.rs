@@ -145,18 +145,20 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                             settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
                         }
                         let before = (row.m, row.l, sums);
-                        let mut fold = |row: &mut Row<'_>, s: &mut [f32], sums: &mut [f32], policy: Policy| {
-                            let mut scratch = Scratch::new(values, to);
-                            scratch.probe = Some(LaneProbe { u, packed: packed_u, sums });
-                            let did = softmax(cx, row, &step, s, [*k, *v], &mut scratch, policy);
-                            assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
-                            did
-                        };
-                        let (mut stats, mut alpha) = fold(&mut row, s, &mut sums[..stride], policy);
+                        let mut fold =
+                            |row: &mut Row<'_>, s: &mut [f32], u: &mut [f32], sums: &mut [f32], policy: Policy| {
+                                let mut scratch = Scratch::new(values, to);
+                                scratch.probe = Some(LaneProbe { u, packed: packed_u, sums });
+                                let did = softmax(cx, row, &step, s, [*k, *v], &mut scratch, policy);
+                                assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
+                                did
+                            };
+                        let (mut stats, mut alpha) = fold(&mut row, s, u, &mut sums[..stride], policy);
                         if stats.distrusted > 0 {
                             (row.m, row.l, sums) = before;
                             scores(cx, &row, &step, start, *k, s, ahead);
-                            (stats, alpha) = fold(&mut row, s, &mut sums[..stride], Policy::Raise(0.0));
+                            rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                            (stats, alpha) = fold(&mut row, s, u, &mut sums[..stride], Policy::Raise(0.0));
                         }
                         rescaled |= stats.rescaled > 0;
                         factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
@@ -170,14 +172,23 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             for lane in 0..stride {
                 mean[lane] = if row.l[lane] == 0.0 { 0.0 } else { sums[lane] / row.l[lane] };
             }
-            for Done { start, step, alpha, packed: weighed, own } in &mut done {
-                if let Some(alpha) = alpha {
+            // The last blocks are still in the cache. But probes of zero are attention, whose sums begin with the first.
+            let back = unit.is_none() && r[..rx.d_pad * stride].iter().any(|&x| x != 0.0);
+            // What blocks after this one multiply it with, going back.
+            let mut later: Option<[f32; MAX_LANES]> = None;
+            for i in 0..done.len() {
+                let i = if back { done.len() - 1 - i } else { i };
+                let Done { start, step, alpha, packed: weighed, own } = &mut done[i];
+                if let (Some(alpha), false) = (&*alpha, back) {
                     cx.kernels.scale_lanes(row.o, &alpha[..stride]);
                 }
                 let at = (*start / block).min(kept - 1) * room.weights;
                 let [to, packed_u] = places(own, [weights, probes], at, room.weights);
-                let (s, u) = (&mut s_all[*start * stride..], &u_all[*start * stride..]);
-                let (s, u) = (&mut s[..block * stride], &u[..block * stride]);
+                let (s, pu) = (&mut s_all[*start * stride..], &mut u_all[*start * stride..]);
+                let (s, pu) = (&mut s[..block * stride], &mut pu[..block * stride]);
+                if let Some(later) = &later {
+                    [&mut *s, &mut *pu].into_iter().for_each(|x| cx.kernels.scale_lanes(x, &later[..stride]));
+                }
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
                 let seen = std::mem::take(&mut step.ranges);
@@ -196,15 +207,19 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                             let panels = scratch.weights.chunks_exact_mut(Panels::room(1, block / DEPTH, parts));
                             for ((z, mean), to) in mean.chunks_exact(GROUP).enumerate().zip(panels) {
                                 let (start, end) = ranges[z];
-                                let own = [&s[z * GROUP..], &u[z * GROUP..]];
+                                let own = [&s[z * GROUP..], &pu[z * GROUP..]];
                                 unit.pack_reweighed(own, stride, [start, end.max(start)], mean, to, parts);
                             }
                             scratch.packed = true;
                         }
-                        _ => cx.kernels.stage(Stage::Reweigh { p: s, u, mean, ranges }),
+                        _ => cx.kernels.stage(Stage::Reweigh { p: s, pu, mean, ranges }),
                     }
                     let products = Products { step, stride, ahead };
                     cx.unit.output(cx, products, v, s, row.o, &mut scratch);
+                }
+                if let (Some(alpha), true) = (&*alpha, back) {
+                    let before = later.unwrap_or([1.0; MAX_LANES]);
+                    later = Some(std::array::from_fn(|lane| before[lane] * alpha[lane]));
                 }
             }
             let scale = cx.score_scale();

@@ -501,13 +501,13 @@ unsafe fn pack_lanes<const PARTS: usize>(
     unsafe { pack_seen::<PARTS>(seen, tiles, dst, |r| Avx512::load(src.add(r * stride))) }
 }
 
-/// Weights of 16 lanes times 1 + mean - U, lane by lane; what weighs nothing is 0, whatever U is there.
+/// P (1 + mean) - P U of 16 lanes, lane by lane.
 ///
 /// # Safety
-/// As for [`pack_lanes`], with as many rows of U and 16 means.
+/// As for [`pack_lanes`], with as many rows of P U and 16 means.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn pack_reweighed<const PARTS: usize>(
-    [p, u]: [*const f32; 2],
+    [p, pu]: [*const f32; 2],
     stride: usize,
     seen: [usize; 2],
     tiles: [usize; 2],
@@ -518,9 +518,7 @@ unsafe fn pack_reweighed<const PARTS: usize>(
     unsafe {
         let one = Avx512::add(Avx512::splat(1.0), Avx512::load(mean));
         pack_seen::<PARTS>(seen, tiles, dst, |r| {
-            let (weight, u) = (Avx512::load(p.add(r * stride)), Avx512::load(u.add(r * stride)));
-            let hidden = Avx512::lt(weight, Avx512::splat(f32::MIN_POSITIVE));
-            Avx512::select(hidden, Avx512::splat(0.0), Avx512::mul(weight, Avx512::sub(one, u)))
+            _mm512_fmsub_ps(Avx512::load(p.add(r * stride)), one, Avx512::load(pu.add(r * stride)))
         });
     }
 }

@@ -253,10 +253,10 @@ impl MatrixKernels {
         unsafe { (self.lanes[parts - 1])(x.as_ptr(), stride, seen, tiles, to.as_mut_ptr()) }
     }
 
-    /// As [`pack_lanes`](Self::pack_lanes) of weights times 1 + mean - U, lane by lane.
+    /// As [`pack_lanes`](Self::pack_lanes) of P (1 + mean) - P U, lane by lane.
     pub fn pack_reweighed(
         &self,
-        [p, u]: [&[f32]; 2],
+        [p, pu]: [&[f32]; 2],
         stride: usize,
         seen: [usize; 2],
         mean: &[f32],
@@ -264,10 +264,10 @@ impl MatrixKernels {
         parts: usize,
     ) {
         let tiles = [seen[0] / DEPTH, seen[1].div_ceil(DEPTH)];
-        let fits = p.len().min(u.len()) >= extent(seen[1], stride, GROUP) && mean.len() >= GROUP;
+        let fits = p.len().min(pu.len()) >= extent(seen[1], stride, GROUP) && mean.len() >= GROUP;
         assert!(seen[0] <= seen[1] && fits, "lanes too small");
         assert!(to.len() >= Panels::room(1, tiles[1], parts), "panels too small");
-        let (operands, to) = ([p.as_ptr(), u.as_ptr()], to.as_mut_ptr());
+        let (operands, to) = ([p.as_ptr(), pu.as_ptr()], to.as_mut_ptr());
         // SAFETY: the machine has the unit, and the extents were just checked.
         unsafe { (self.lanes_reweighed[parts - 1])(operands, stride, seen, tiles, mean.as_ptr(), to) }
     }

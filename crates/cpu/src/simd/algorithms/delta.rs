@@ -29,8 +29,8 @@ pub(crate) enum Stage<'a> {
     /// The inverse of 1 + the strict lower triangle of `l`, a square of [`INVERT`] at the same place of both; rows
     /// are `stride` apart.
     Invert { l: &'a [f32], a: &'a mut [f32], stride: usize },
-    /// `p *= 1 + mean - u`, lane by lane; tiles `[key][lane]`, for each vector of lanes a range.
-    Reweigh { p: &'a mut [f32], u: &'a [f32], mean: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
+    /// `p = p (1 + mean) - pu`, lane by lane; tiles `[key][lane]`, for each vector of lanes a range.
+    Reweigh { p: &'a mut [f32], pu: &'a [f32], mean: &'a [f32], ranges: [(usize, usize); MAX_VECTORS] },
     /// One token of the recurrence; see [`Token`].
     Token(Token<'a>),
 }
@@ -58,7 +58,7 @@ impl Stage<'_> {
             stride.is_multiple_of(lanes) && stride / lanes <= MAX_VECTORS && ranges[..stride / lanes].iter().all(inside)
         };
         match self {
-            Stage::Reweigh { p, u, mean, ranges } => tile(mean.len(), ranges, &[&**p, u]),
+            Stage::Reweigh { p, pu, mean, ranges } => tile(mean.len(), ranges, &[&**p, pu]),
             Stage::Decays { decay, g } => rows(decay.len(), decay.len(), &[&**g]),
             Stage::Weigh { out, x, g, factor } => rows(factor.len(), factor.len(), &[&**out, x, g]),
             Stage::Residual { out, x, y, factor, width } => rows(factor.len(), *width, &[&**out, x, y]),
@@ -143,17 +143,16 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                 }
             }
             Stage::Invert { l, a, stride } => invert::<S>(l.as_ptr(), a.as_mut_ptr(), *stride),
-            Stage::Reweigh { p, u, mean, ranges } => {
+            Stage::Reweigh { p, pu, mean, ranges } => {
                 let stride = mean.len();
                 for lane in (0..stride).step_by(S::LANES) {
                     let (start, end) = ranges[lane / S::LANES];
                     let one = S::add(S::splat(1.0), S::load(mean.as_ptr().add(lane)));
                     for key in start..end {
                         let at = p.as_mut_ptr().add(key * stride + lane);
-                        let weight = S::load(at);
-                        let factor = S::sub(one, S::load(u.as_ptr().add(key * stride + lane)));
-                        let hidden = S::lt(weight, S::splat(f32::MIN_POSITIVE));
-                        S::store(at, S::select(hidden, S::splat(0.0), S::mul(weight, factor)));
+                        let product = S::load(pu.as_ptr().add(key * stride + lane));
+                        // Taken from -0 so that it is a change of sign, which a fused operation has for nothing.
+                        S::store(at, S::fma(S::load(at), one, S::sub(S::splat(-0.0), product)));
                     }
                 }
             }

@@ -42,8 +42,8 @@ pub(crate) struct SoftmaxArgs<'a> {
 
 /// Probes beside the weights of a softmax.
 pub(crate) struct LaneProbe<'a> {
-    /// U of the tile, `[key][lane]`.
-    pub u: &'a [f32],
+    /// U of the tile, `[key][lane]`. A softmax that does not pack its weights leaves P U there, 0 where P is.
+    pub u: &'a mut [f32],
     /// Where a softmax that packs its weights puts U, packed as they are; what weighs nothing is 0.
     pub packed: &'a mut [f32],
     /// Of each lane, sums of P U; multiplied with alpha before.
@@ -99,11 +99,13 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
                 let p = exp.eval(S::mul(S::sub(S::load(at), begun.shift), log2_e), key);
                 S::store(at, p);
                 sum = S::add(sum, p);
-                if let Some(probe) = &probe {
-                    let product = S::mul(p, S::load(probe.u.as_ptr().add(key * args.stride + z * S::LANES)));
+                if let Some(probe) = &mut probe {
+                    let at = probe.u.as_mut_ptr().add(key * args.stride + z * S::LANES);
                     // A hidden key may hold anything; a NaN weight stays one.
                     let hidden = S::lt(p, S::splat(f32::MIN_POSITIVE));
-                    probed = S::add(probed, S::select(hidden, S::splat(0.0), product));
+                    let product = S::select(hidden, S::splat(0.0), S::mul(p, S::load(at)));
+                    S::store(at, product);
+                    probed = S::add(probed, product);
                 }
             }
             if let Some(probe) = &mut probe {
