@@ -102,6 +102,10 @@ impl<'k> Told<'k> {
 }
 
 impl<'k> Exchange<'k> {
+    pub(crate) fn ring(&self) -> &Ring<'k> {
+        &self.ring
+    }
+
     /// One of the tiles that begin at `first`.
     #[track_caller]
     fn tile(&self, first: u32, stage: Val<'k, u32>) -> Tile<'k> {

@@ -1,6 +1,7 @@
 //! Accumulators that a warpgroup of one role gives a warpgroup of another: every thread to the one that has the same elements.
 
 use crate::build::{Builder, Count, Group, Scope, Val};
+use crate::exchange::Exchange;
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::pipe::Ring;
 use crate::table::{mbarrier, memory};
@@ -10,6 +11,8 @@ use std::panic::Location;
 /// A place for accumulators between two roles of one warpgroup each.
 pub struct Handover<'k> {
     ring: Ring<'k>,
+    /// The same for the role that takes.
+    taken: Ring<'k>,
     /// Where they lie, `[four][thread][4]`.
     first: u32,
 }
@@ -24,11 +27,19 @@ impl Builder {
     #[track_caller]
     pub fn handover(&self, name: &str, cols: u32) -> Handover<'_> {
         let first = self.take_shared(name, 64 * cols * 4, 16);
-        Handover { ring: Ring::filled_by(self, name, 1, 1, Count::Fixed(WARPS)), first }
+        let ring = Ring::filled_by(self, name, 1, 1, Count::Fixed(WARPS));
+        Handover { ring, taken: ring, first }
     }
 }
 
 impl<'k> Handover<'k> {
+    /// The role that takes moves with an exchange of one place: of either it is done with one, first of this, before it takes
+    /// the next.
+    #[track_caller]
+    pub fn taken_with(self, leader: &Exchange<'k>) -> Self {
+        Handover { taken: self.ring.in_step(leader.ring()), ..self }
+    }
+
     #[track_caller]
     fn own(&self, w: &Scope<'k, Group>) -> Reg {
         w.thread_in_group().mul_add(16, self.ring.k.shared_address(self.first)).in_register()
@@ -57,7 +68,7 @@ impl<'k> Handover<'k> {
     /// Waits for what was given.
     #[track_caller]
     pub fn wait(&self, _: &Scope<'k, Group>) {
-        self.ring.wait_full();
+        self.taken.wait_full();
     }
 
     /// Of what was waited for, the thread's four elements of the `eight`-th eight columns.
@@ -73,6 +84,6 @@ impl<'k> Handover<'k> {
     /// It is not read any more.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
-        self.ring.give_back(w, "take");
+        self.taken.give_back(w, "take");
     }
 }

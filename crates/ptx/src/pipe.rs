@@ -12,6 +12,7 @@ use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
 /// The barriers of a ring.
+#[derive(Clone, Copy)]
 pub(crate) struct Ring<'k> {
     pub(crate) k: &'k Builder,
     id: usize,
@@ -43,11 +44,15 @@ impl<'k> Ring<'k> {
     }
 
     #[track_caller]
-    fn in_step(self, leader: &Ring<'k>) -> Self {
+    pub(crate) fn in_step(self, leader: &Ring<'k>) -> Self {
         if self.depth != leader.depth {
             self.k.refuse(format!("a ring of {} stages in step with one of {}", self.depth, leader.depth));
         }
         Ring { leader: Some(leader.id), ..self }
+    }
+
+    pub(crate) fn depth(&self) -> u32 {
+        self.depth
     }
 
     /// Where the role stands on this side of the ring.

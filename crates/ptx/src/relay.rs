@@ -5,8 +5,9 @@
 //! that only this module knows, as in the rings of tiles.
 
 use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var, Who};
+use crate::exchange::Exchange;
 use crate::inst::{Arg, Base, Class, Reg};
-use crate::pipe::wait_phase;
+use crate::pipe::{Ring, wait_phase};
 use crate::table::{mbarrier, memory};
 use std::panic::Location;
 
@@ -21,6 +22,8 @@ pub struct Relay<'k> {
     messages: u32,
     /// The barriers by which each hand tells the next; the last tells the first.
     told: Vec<u32>,
+    /// A hand that stands where it stands in a ring.
+    behind: Option<(usize, Ring<'k>)>,
 }
 
 /// Names of the hands' places in the ring.
@@ -42,14 +45,35 @@ impl Builder {
         self.pipe_filled(id);
         let messages = self.take_small(name, 4 * WORDS as u32 * depth, 16);
         let bars = |(i, &warps)| self.mbarriers(&format!("{name}.{i}"), depth, Count::Fixed(warps));
-        Relay { k: self, id, depth, messages, told: hands.iter().enumerate().map(bars).collect() }
+        Relay { k: self, id, depth, messages, told: hands.iter().enumerate().map(bars).collect(), behind: None }
     }
 }
 
 impl<'k> Relay<'k> {
+    /// In a relay of one message: a hand has one for each place of an exchange of one place, when it is done with the place, and
+    /// passes it on before it is done with the next. Where it stands then takes no register.
+    #[track_caller]
+    pub fn behind(self, hand: usize, leader: &Exchange<'k>) -> Self {
+        let ring = *leader.ring();
+        if self.depth != 1 || ring.depth() != 1 {
+            let (own, other) = (self.depth, ring.depth());
+            self.k.refuse(format!("a relay of {own} messages behind an exchange of {other} places, allowed: 1 and 1"));
+        }
+        Relay { behind: Some((hand, ring)), ..self }
+    }
+
     /// Where a hand stands: the number of its message, of which the lowest bits are the place and the next is the parity.
     #[track_caller]
-    fn number(&self, hand: usize) -> Var<'k, u32> {
+    fn number(&self, hand: usize) -> Val<'k, u32> {
+        match &self.behind {
+            // One less than the places it is done with, of which the parity counts.
+            Some((of, ring)) if *of == hand => ring.cursor("take")[1].now() ^ 1,
+            _ => self.cursor(hand).now(),
+        }
+    }
+
+    #[track_caller]
+    fn cursor(&self, hand: usize) -> Var<'k, u32> {
         // The first finds all places free: a fresh barrier's phase of parity 1 counts as over.
         let start = if hand == 0 { self.depth } else { 0 };
         self.k.cursor(self.id, HANDS[hand], [start, 0])[0]
@@ -69,7 +93,7 @@ impl<'k> Relay<'k> {
     /// Waits until the next message has come to this hand.
     #[track_caller]
     fn wait_in(&self, hand: usize) {
-        let number = self.number(hand).now();
+        let number = self.number(hand);
         let before = (hand + self.told.len() - 1) % self.told.len();
         let parity = (number / self.depth) & 1;
         wait_phase(self.k, self.barrier(before, number), parity);
@@ -77,15 +101,24 @@ impl<'k> Relay<'k> {
 
     #[track_caller]
     fn tell_from(&self, hand: usize) {
-        let number = self.number(hand).now();
+        let number = self.number(hand);
         let bar = Arg::Address(Base::Reg(self.barrier(hand, number).in_register()), 0);
         self.k.emit(&mbarrier::ARRIVE, [bar]);
     }
 
     #[track_caller]
     fn advance(&self, hand: usize) {
-        let number = self.number(hand);
+        if self.behind.as_ref().is_some_and(|(of, _)| *of == hand) {
+            return;
+        }
+        let number = self.cursor(hand);
         number.set(number.now() + 1);
+    }
+
+    /// The first hand: waits for a free place, before it knows what to write there.
+    #[track_caller]
+    pub fn wait_free(&self, _: &Scope<'k, Thread>) {
+        self.wait_in(0);
     }
 
     /// The first hand: waits for a free place, and writes a message.
@@ -94,7 +127,7 @@ impl<'k> Relay<'k> {
         self.wait_in(0);
         let registers = || message.iter().map(|x| x.in_register()).collect::<Vec<Reg>>();
         let regs = self.k.placed(Location::caller(), registers);
-        let place = self.place(self.number(0).now());
+        let place = self.place(self.number(0));
         self.k.emit(&memory::ST_SHARED_32, [place, Arg::List(regs.into()), Arg::Word(".v4")]);
         self.tell_from(0);
         self.advance(0);
@@ -116,7 +149,7 @@ impl<'k> Relay<'k> {
     #[track_caller]
     pub fn read<W: Who>(&self, _: &Scope<'k, W>, hand: usize) -> [Val<'k, u32>; WORDS] {
         let regs: [Reg; WORDS] = std::array::from_fn(|_| self.k.register(Class::B32));
-        let place = self.place(self.number(hand).now());
+        let place = self.place(self.number(hand));
         self.k.emit(&memory::LD_SHARED_32, [Arg::List(regs.into()), place, Arg::Word(".v4")]);
         regs.map(|reg| Val::reg(self.k, reg))
     }
@@ -132,6 +165,7 @@ impl<'k> Relay<'k> {
     /// A hand of warps passes the message on: what they did before can be seen by the next.
     #[track_caller]
     pub fn pass_together(&self, w: &Scope<'k, Group>, hand: usize) {
+        self.k.pipe_emptied(self.id);
         w.sync_warp();
         w.when(w.lane().eq(0), |_| self.tell_from(hand));
         self.advance(hand);

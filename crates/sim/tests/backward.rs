@@ -160,10 +160,20 @@ fn a_fixed_order_gives_the_same_bits() {
         Case { q_len: 200, k_len: 520, ..base.clone() },
         Case { q_len: 400, k_len: 520, dims: [128, 128], mask: Mask::causal(), ..base.clone() },
         Case { q_len: 500, k_len: 560, mask: Mask::causal(), ..base.clone() },
-        Case { q_len: 300, k_len: 300, dims: [192, 128], mask: Mask::window(Some(70), Some(4)), ..base },
+        Case { q_len: 300, k_len: 300, dims: [192, 128], mask: Mask::window(Some(70), Some(4)), ..base.clone() },
+        // In pairs of blocks: more tiles than pairs, of which some begin at later steps.
+        Case {
+            q_len: 200,
+            k_len: 520,
+            dims: [256, 256],
+            mask: Mask::causal(),
+            blocks: 6,
+            tuning: Some(Tuning::hopper(256)),
+            ..base
+        },
     ] {
         // All blocks at once: of two, it does not matter who comes first.
-        let run = |seed| case.check(&Sim::new(Options { seed, resident: 5, ..Options::default() }));
+        let run = |seed| case.check(&Sim::new(Options { seed, resident: case.blocks, ..Options::default() }));
         let first = run(1);
         assert!((2..5).all(|seed| run(seed) == first), "{case:?}");
     }

@@ -278,10 +278,13 @@ fn in_what_is_rounded() {
 /// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
 #[test]
 fn in_the_order_of_sums() {
-    for by in [case(5), by_threads(5)] {
-        // Five tiles, more steps than messages, and f16: of bf16 too few bits are left to show the order.
-        let case = Case { order: Order::Fixed, dtype: DType::F16, q_len: 900, k_len: 600, ..by };
-        let by_threads = case.tuning.is_some();
+    // Five tiles, more steps than messages, and f16: of bf16 too few bits are left to show the order.
+    let long = |by| Case { q_len: 900, k_len: 600, ..by };
+    let pairs = Case { dims: [256, 256], q_len: 300, k_len: 640, tuning: Some(Tuning::hopper(256)), ..case(6) };
+    for by in [long(case(5)), long(by_threads(5)), pairs] {
+        let case = Case { order: Order::Fixed, dtype: DType::F16, ..by };
+        let by_pairs = case.plan().tuning().blocks() == 2;
+        let by_threads = case.tuning.is_some() && !by_pairs;
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
         let k = || Kernel::clone(&kernels.main);
         let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
@@ -289,22 +292,28 @@ fn in_the_order_of_sums() {
         let [told] = lines_of(&k(), "st.release", "turns.rs")[..] else { panic!("nobody tells") };
         let mut bugs = vec![bug("nobody is told", drop_at(k(), "st.release", told), Fault::Deadlock, &[wait])];
         let mut unordered = vec![("no look", drop_loops_at(k(), "ld.acquire", wait))];
+        let wait = |text| line_with(&k(), "mbarrier.try_wait", "turns.rs", text);
+        if by_threads || by_pairs {
+            let add = wait("self.messages.wait(w, self.compute");
+            unordered.push(("added before the turn", drop_waits_at(k(), add)));
+        }
         if by_threads {
-            // The messages: where the one who looks waits for one, who tells, who posts, and those who add.
-            let waits = lines_of(&k(), "mbarrier.try_wait", "turns.rs");
-            let [post, _, tell, _, add] = waits[..] else { panic!("{waits:?}") };
-            let told = bug("told before anything was added", drop_waits_at(k(), tell), Fault::Race, &[]);
+            let tell = drop_waits_at(k(), wait("self.messages.wait(t, Hand::Tell"));
+            let told = bug("told before anything was added", tell, Fault::Race, &[]);
             bugs.push(Bug { or: &[Fault::Uninitialised], ..told });
+            let post = wait("self.messages.post(t, [number");
             let over = drop_waits_at(k(), post);
             bugs.push(bug("a message written over one that is in hand", over, Fault::Race, &[post]));
-            unordered.push(("added before the turn", drop_waits_at(k(), add)));
+        }
+        if by_pairs {
+            unordered.push(("told before anything was added", drop_waits_at(k(), wait("self.messages.wait_free(t)"))));
         }
         // By the copy engine, what is sent waits longer than there is room for messages, so that nobody writes over one; and here
         // additions arrive when they are started, so that telling too soon does not show.
         check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 
         // All blocks at once: of two, it does not matter who comes first.
-        let sim = |seed| Sim::new(Options { seed, resident: 5, ..Options::default() });
+        let sim = |seed| Sim::new(Options { seed, resident: case.blocks, ..Options::default() });
         let run = |kernels: &Kernels, seed: u64| case.run(&sim(seed), kernels).unwrap().0;
         let right = run(&kernels, 0);
         assert!((1..4).all(|seed| run(&kernels, seed) == right));

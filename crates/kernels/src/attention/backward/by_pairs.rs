@@ -12,11 +12,11 @@
 
 use super::main::Main;
 use super::tiles::{Of, Work};
-use super::walk::{Walk, add_fours, clear, gradients_of, pack, probabilities, send_results, write_result};
+use super::walk::{Walk, clear, gradients_of, pack, probabilities, send_results, write_result};
 use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{
-    Acc, Exchange, Fragment, Group, GroupBarrier, Half, Handover, Major, Operand, Pair, Scope, Sum, Thread, Tile,
-    TileShape, Val, Var, Word,
+    Acc, Exchange, Fragment, Group, GroupBarrier, Half, Handover, Major, Operand, Pair, Scope, Sum, Thread, Tile, Val,
+    Var, Word,
 };
 
 /// What the two warpgroups share.
@@ -24,8 +24,7 @@ pub(super) struct Between<'a, 'k> {
     main: &'a Main<'k>,
     /// p of a part of a step, from the first to the second.
     p: Handover<'k>,
-    /// d_z, whose rows are keys, of both blocks.
-    d_z: Exchange<'k>,
+    d_z: &'a Exchange<'k>,
 }
 
 /// A warpgroup's part of d_q: its number, the product, and whether there is none of this tile in registers that is not added yet.
@@ -60,15 +59,15 @@ impl<'k> Queries<'k> {
 
     #[track_caller]
     fn add(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
-        add_fours(w, walk.place(), &self.d_q, 0..self.d_q.cols() / 8);
+        walk.add(w, &self.d_q, 0..self.d_q.cols() / 8);
     }
 }
 
 impl<'a, 'k> Between<'a, 'k> {
-    pub fn new<T: Half>(main: &'a Main<'k>) -> Self {
-        let rows = main.tuning.rows;
-        let shape = TileShape::new(T::NUMBER, main.tuning.block_keys(), rows);
-        Between { main, p: main.k.handover("p", rows), d_z: main.k.exchange("d_z", 1, shape) }
+    pub fn new(main: &'a Main<'k>) -> Self {
+        let d_z = main.d_z.as_ref().expect("bug in fulgurite: no other block");
+        // Who computes d_z from p multiplies it before the next p.
+        Between { main, p: main.k.handover("p", main.tuning.rows).taken_with(d_z), d_z }
     }
 
     /// d_q of a step: two products, over the own keys and over those of the other block.
@@ -96,17 +95,15 @@ impl<'a, 'k> Between<'a, 'k> {
     }
 
     /// A result leaves through a tile that nobody reads any more, in halves of its columns.
-    fn leave<T: Half>(
-        &self,
-        w: &Scope<'k, Group>,
-        barrier: &GroupBarrier,
-        work: &Work<'k>,
-        (of, result, to): (Of, &Acc<'k>, Tile<'k>),
-    ) where
+    fn leave<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, (of, result, to): (Of, &Acc<'k>, Tile<'k>))
+    where
         Pair<T>: Word,
     {
         let (main, half) = (self.main, result.cols() / 2);
         write_result::<T>(w, main, of, result, to);
+        // Read again: kept over the loop it would take registers of it.
+        let work = &main.read(&main.tickets.again(w));
+        main.tickets.done(w);
         send_results(w, main, work, barrier, |t: &Scope<'k, Thread>| {
             let key = main.first_key(t, work);
             (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])).collect()
@@ -180,12 +177,9 @@ impl<'a, 'k> Between<'a, 'k> {
             self.d_z.done(w);
             (0..parts).for_each(|_| outputs.release(w));
             of.add_last(w, &walk);
-            // Read again: kept over the loop it would take registers of it.
-            let work = main.read(&tickets.again(w));
-            tickets.done(w);
             others.iter().for_each(|others| others.done(w));
             // The other warpgroup has multiplied with all values: its last d_z is there.
-            self.leave::<T>(w, &barrier, &work, (Of::DV, &d_v, values.current(w)[0]));
+            self.leave::<T>(w, &barrier, (Of::DV, &d_v, values.current(w)[0]));
             values.done(w);
             keys.done(w);
         });
@@ -254,14 +248,11 @@ impl<'a, 'k> Between<'a, 'k> {
             self.d_z.done(w);
             queries.done(w);
             of.add_last(w, &walk);
-            // Read again: kept over the loop it would take registers of it.
-            let work = main.read(&tickets.again(w));
-            tickets.done(w);
             values.done(w);
             others.iter().for_each(|others| others.done(w));
             // The other warpgroup is done with the keys when it is done with the last d_z.
             self.d_z.open(w);
-            self.leave::<T>(w, &barrier, &work, (Of::DK, &d_k, keys.current(w)[0]));
+            self.leave::<T>(w, &barrier, (Of::DK, &d_k, keys.current(w)[0]));
             keys.done(w);
         });
         w.sync_cluster();

@@ -14,8 +14,8 @@ use crate::attention::span::Spans;
 use crate::attention::work::Unequal;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Relay, Scope, Swizzle,
-    Target, Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
+    BuildError, Builder, Divisor, Exchange, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Relay, Scope,
+    Swizzle, Target, Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
 };
 
 /// The main kernel.
@@ -28,7 +28,7 @@ where
         main.load();
         let warpgroups = |count| Warpgroups(count).registers(tuning.registers[0]);
         if tuning.share == Share::Pairs {
-            let between = by_pairs::Between::new::<T>(&main);
+            let between = by_pairs::Between::new(&main);
             k.role("values", warpgroups(1), |w| between.of_values::<T>(w));
             return k.role("keys", warpgroups(1), |w| between.of_keys::<T>(w));
         }
@@ -40,7 +40,7 @@ where
     })
 }
 
-/// Tiles that are found and not loaded yet.
+/// Tiles that are found and not loaded yet; in a fixed order, where others wait for them, none is kept.
 const WORKS: u32 = 2;
 
 /// A tile whose numbers are read again wherever they are used, where registers are short.
@@ -103,7 +103,9 @@ pub(super) struct Main<'k> {
     pub tickets: Mailbox<'k>,
     /// Where the copy engine adds: what it is to add.
     pub outbox: Option<Outbox<'k>>,
-    /// Where blocks work in pairs: tiles for the threads that load them.
+    /// Where blocks work in pairs: d_z, whose rows are keys, of both.
+    pub d_z: Option<Exchange<'k>>,
+    /// Tiles for the threads that load them.
     works: Option<Relay<'k>>,
 }
 
@@ -139,7 +141,7 @@ impl<'k> Main<'k> {
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
         let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
-        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, tuning.adds));
+        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &tuning));
         let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
         let heads = k.divisor("heads");
         let tiles = match features.ragged.any() {
@@ -171,7 +173,15 @@ impl<'k> Main<'k> {
         let told = pairs.then(|| k.told("ticket"));
         let tickets = k.mailbox("tiles", tuning.key_depth, tiles.words()).in_step(&keys);
         let outbox = (tuning.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * tuning.cols(d)).in_step(&queries));
-        let works = pairs.then(|| k.relay("works", WORKS, &[1, 2]));
+        let d_z = pairs.then(|| k.exchange("d_z", 1, TileShape::new(T::NUMBER, tuning.block_keys(), rows)));
+        let turns = match &d_z {
+            Some(d_z) => turns.map(|turns| turns.behind(d_z)),
+            None => turns,
+        };
+        let works = pairs.then(|| match turns {
+            None => k.relay("works", WORKS, &[1, 2]),
+            Some(_) => k.relay("works", 1, &[1, 3]),
+        });
         Main {
             k,
             tuning,
@@ -205,6 +215,7 @@ impl<'k> Main<'k> {
             values,
             tickets,
             outbox,
+            d_z,
             works,
         }
     }
@@ -255,7 +266,7 @@ impl<'k> Main<'k> {
                     Some(works) => self.each_work(t, works, |t, again| self.load_tile(t, &again(t))),
                 }
                 self.tickets.put(t, &[]);
-                self.turns.iter().for_each(|turns| turns.post_end(t));
+                self.turns.iter().filter(|_| self.works.is_none()).for_each(|turns| turns.post_end(t));
                 self.rounding.iter().for_each(|rounding| rounding.post_end(t));
             });
             // One thread finds tiles for two that load them: d_o waits for others than q does, and registers are few.
@@ -271,13 +282,14 @@ impl<'k> Main<'k> {
                     });
                     works.post_end(t);
                 });
+                self.turns.iter().for_each(|turns| w.one_thread_of_warp(3, |t| self.take_turns(t, works, turns)));
             }
             self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
             match (&self.turns, &self.outbox) {
                 (turns, Some(outbox)) => (0..2).for_each(|group| {
                     let look = |t: &Scope<'k, Thread>| {
                         turns.iter().for_each(|turns| {
-                            turns.look(t, self, group);
+                            turns.look(t, self, t.constant(group));
                             // What the thread has seen comes before what it has the copy engine do.
                             t.publish_global();
                         });
@@ -285,8 +297,8 @@ impl<'k> Main<'k> {
                     let tell = |t: &Scope<'k, Thread>| turns.iter().for_each(|turns| turns.tell(t, group));
                     w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group, look, tell));
                 }),
-                (Some(turns), None) => turns.keep(w, self),
-                (None, None) => {}
+                (Some(turns), None) if self.works.is_none() => turns.keep(w, self),
+                (_, None) => {}
             }
             w.sync_cluster();
         });
@@ -309,9 +321,33 @@ impl<'k> Main<'k> {
             tile.set(match ticket {
                 Some(ticket) => self.share(t, ticket) + t.clusters(),
                 // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
-                None => self.share(t, self.draw(t)),
+                None => {
+                    self.works.iter().for_each(|works| works.wait_free(t));
+                    self.share(t, self.draw(t))
+                }
             });
         });
+    }
+
+    /// The thread that keeps the order where blocks work in pairs.
+    fn take_turns(&self, t: &Scope<'k, Thread>, works: &Relay<'k>, turns: &Turns<'k>) {
+        t.repeat(|t, leave| {
+            works.wait(t, 1);
+            let work = self.posted(t, works);
+            leave.when(work.steps[1].eq(0));
+            // At once: the next tile is found when the loads of this one are done, its additions are later.
+            works.pass(t, 1);
+            self.each_step(t, &|_| work, |t, work, step| {
+                turns.take(t, self, work.tile, [self.number(work, &step), step.step]);
+            });
+        });
+    }
+
+    /// The tile that was found.
+    fn posted(&self, t: &Scope<'k, Thread>, works: &Relay<'k>) -> Work<'k> {
+        let [tile, pair, first, end] = works.read(t, 1);
+        let [batch, head] = self.heads.div_rem(pair);
+        Work { tile, head, batch, steps: [first, end], sequence: None }
     }
 
     /// Tiles that another thread has found.
@@ -321,11 +357,7 @@ impl<'k> Main<'k> {
         works: &Relay<'k>,
         load: impl FnOnce(&Scope<'k, Thread>, Again<'_, 'k>),
     ) {
-        let again = |t: &Scope<'k, Thread>| {
-            let [tile, pair, first, end] = works.read(t, 1);
-            let [batch, head] = self.heads.div_rem(pair);
-            Work { tile, head, batch, steps: [first, end], sequence: None }
-        };
+        let again = |t: &Scope<'k, Thread>| self.posted(t, works);
         t.repeat(|t, leave| {
             works.wait(t, 1);
             leave.when(again(t).steps[1].eq(0));
@@ -361,7 +393,8 @@ impl<'k> Main<'k> {
                 }
                 self.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &self.key, &at(Of::K)));
             });
-            if let Some(turns) = &self.turns {
+            // Where there is a thread for all of it, it knows by itself.
+            if let (Some(turns), None) = (&self.turns, &self.works) {
                 turns.post(t, work, self.number(work, &step), step.step);
             }
         });

@@ -142,6 +142,7 @@ impl Backward {
                 _ => tuning,
             };
         }
+        // In a fixed order pairs are right on the simulator, and not timed yet (lab 006, 72): whoever asks for them gets them.
         if tuning.share == Share::Pairs && (!fits || order == Order::Fixed) {
             tuning = Tuning::columns();
         }
@@ -309,7 +310,7 @@ impl Backward {
     /// and sequence the tiles that have added and the parts that are rounded; in a fixed order for each step of each head, or
     /// each part of it that is added by itself, the tile that added last.
     fn counters(&self) -> u64 {
-        let parts = if self.tuning.adds == Adds::Engine { u64::from(turns::PARTS) } else { 1 };
+        let parts = u64::from(turns::parts(&self.tuning));
         match self.features.order {
             Order::Any => self.first_turn(),
             Order::Fixed => self.first_turn() + self.rows() / u64::from(self.tuning.rows) * parts,

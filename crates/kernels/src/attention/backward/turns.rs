@@ -3,22 +3,28 @@
 //!
 //! Nobody who computes looks at memory for that. A message goes from the thread that loads a step to one that looks whether
 //! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived. Where the
-//! copy engine adds, the threads that start it look and tell, each for its warpgroup's part of the step.
+//! copy engine adds, the threads that start it look and tell, each for its warpgroup's part of the step. Where blocks work in
+//! pairs, one thread of each has all these hands, for its block's part.
 //!
 //! Tiles wait for tiles that were handed out before, and a block does its tiles in that order: whatever runs beside, the
 //! first tile that is not done can go on. Tiles are handed out so that they seldom wait: the last keys go first. Under a
 //! causal mask those begin at later steps, and neighbours that start together come to every step one after the other. Tiles
 //! that no mask sets apart start together once, and then are as far apart as they had to wait.
 
-use super::Adds;
 use super::main::Main;
 use super::tiles::{Sequence, Work};
-use fulgurite_ptx::{Builder, Group, Pointer, Relay, Scope, Thread, Val};
+use super::{Adds, Share, Tuning};
+use fulgurite_ptx::{Builder, Exchange, Group, Pointer, Relay, Scope, Thread, Val};
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
-/// Parts of a step that the copy engine adds one by one.
-pub(super) const PARTS: u32 = 2;
+/// Parts of a step that have an order of their own: what one warpgroup has the copy engine add, or a block of a pair.
+pub(super) fn parts(tuning: &Tuning) -> u32 {
+    match (tuning.adds, tuning.share) {
+        (Adds::Engine, _) | (_, Share::Pairs) => 2,
+        (Adds::Threads, Share::Keys | Share::Columns) => 1,
+    }
+}
 
 /// Who has a message: the thread that loads, the one that looks at memory, the warps that compute, the one that tells others.
 #[derive(Clone, Copy)]
@@ -28,22 +34,34 @@ pub(super) enum Hand {
     Tell = 3,
 }
 
+/// Where one thread looks and tells, the warps that compute are the next hand.
+const NEXT: usize = 1;
+
 /// Who may add when.
 pub(super) struct Turns<'k> {
     /// For each step of each head, or each of its parts: one more than the tile that added last.
     last: Pointer<'k, u32>,
     parts: u32,
     messages: Relay<'k>,
+    /// The hand of the warps that compute.
+    compute: usize,
 }
 
 impl<'k> Turns<'k> {
     /// Declares the parameter.
-    pub fn new(k: &'k Builder, adds: Adds) -> Self {
-        let (parts, messages) = match adds {
-            Adds::Threads => (1, k.relay("turns", DEPTH, &[1, 1, 8, 1])),
-            Adds::Engine => (PARTS, k.relay("turns", DEPTH, &[1, PARTS])),
+    pub fn new(k: &'k Builder, tuning: &Tuning) -> Self {
+        let parts = parts(tuning);
+        let (messages, compute) = match (tuning.adds, tuning.share) {
+            (Adds::Threads, Share::Pairs) => (k.relay("turns", 1, &[1, 8]), NEXT),
+            (Adds::Threads, _) => (k.relay("turns", DEPTH, &[1, 1, 8, 1]), Hand::Compute as usize),
+            (Adds::Engine, _) => (k.relay("turns", DEPTH, &[1, parts]), Hand::Compute as usize),
         };
-        Turns { last: k.array("turns"), parts, messages }
+        Turns { last: k.array("turns"), parts, messages, compute }
+    }
+
+    /// Warps that compute add a step when they are done with the d_z that it comes from.
+    pub fn behind(self, d_z: &Exchange<'k>) -> Self {
+        Turns { messages: self.messages.behind(self.compute, d_z), ..self }
     }
 
     /// The thread that loads a step of a tile tells which one; `number` is the step's among all.
@@ -60,7 +78,7 @@ impl<'k> Turns<'k> {
     pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
         w.one_thread_of_warp(1, |t| {
             t.repeat(|t, leave| {
-                let after = self.look(t, main, 0);
+                let after = self.look(t, main, t.constant(0));
                 self.messages.pass(t, Hand::Look as usize);
                 leave.when(after.eq(0));
             });
@@ -76,8 +94,20 @@ impl<'k> Turns<'k> {
         });
     }
 
+    /// One thread that looks and tells: waits for the turn of the block's part of a step, lets the warps add, and tells when they
+    /// have.
+    pub fn take(&self, t: &Scope<'k, Thread>, main: &Main<'k>, tile: Val<'k, u32>, step: [Val<'k, u32>; 2]) {
+        let [number, step] = step;
+        let own = number.mul_add(self.parts, t.cluster_rank());
+        let before = main.before(tile, step, None);
+        t.when(before.ne(0), |t| self.last.wait_for(t, own, before));
+        self.messages.post(t, [own, step, tile + 1, t.constant(0)]);
+        self.messages.wait_free(t);
+        self.last.publish(t, own, tile + 1);
+    }
+
     /// Waits for the turn of a part of the next step; one more than its tile, 0 where there are no more.
-    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32) -> Val<'k, u32> {
+    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: Val<'k, u32>) -> Val<'k, u32> {
         self.messages.wait(t, Hand::Look as usize);
         let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
         t.when(after.ne(0), |t| {
@@ -97,12 +127,12 @@ impl<'k> Turns<'k> {
 
     /// Before the additions of a step.
     pub fn wait(&self, w: &Scope<'k, Group>) {
-        self.messages.wait(w, Hand::Compute as usize);
+        self.messages.wait(w, self.compute);
     }
 
     /// After them.
     pub fn pass(&self, w: &Scope<'k, Group>) {
-        self.messages.pass_together(w, Hand::Compute as usize);
+        self.messages.pass_together(w, self.compute);
     }
 }
 

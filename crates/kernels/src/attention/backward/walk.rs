@@ -60,11 +60,6 @@ impl<'a, 'k> Walk<'a, 'k> {
         (self.step.get() * self.main.tuning.rows).to_i32()
     }
 
-    /// Where this thread adds its part of the step's d_q.
-    pub fn place(&self) -> Val<'k, u64> {
-        self.place.get()
-    }
-
     /// One step less to come; whether it was the last.
     #[track_caller]
     pub fn last(&self) -> Val<'k, bool> {
@@ -149,20 +144,14 @@ impl<'a, 'k> Walk<'a, 'k> {
         if let (true, Some(turns)) = (begins, &self.main.turns) {
             turns.wait(w);
         }
-        add_fours(w, self.place.get(), d_q, part);
+        let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
+        for four in part {
+            let at = 4 * four as usize;
+            to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
+        }
         if let (true, Some(turns)) = (ends, &self.main.turns) {
             turns.pass(w);
         }
-    }
-}
-
-/// Adds a part of d_q, counted in fours of each thread, to sums that begin at an address.
-#[track_caller]
-pub(super) fn add_fours<'k>(w: &Scope<'k, Group>, to: Val<'k, u64>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
-    let (to, elements) = (Pointer::<f32>::at_address(to), d_q.elements().collect::<Vec<_>>());
-    for four in part {
-        let at = 4 * four as usize;
-        to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
     }
 }
 
