@@ -289,7 +289,7 @@ impl<'k> Main<'k> {
                 (turns, Some(outbox)) => (0..2).for_each(|group| {
                     let look = |t: &Scope<'k, Thread>| {
                         turns.iter().for_each(|turns| {
-                            turns.look(t, self, t.constant(group));
+                            turns.look(t, self, group);
                             // What the thread has seen comes before what it has the copy engine do.
                             t.publish_global();
                         });

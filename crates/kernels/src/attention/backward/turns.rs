@@ -18,6 +18,7 @@ use fulgurite_ptx::{Builder, Exchange, Group, Pointer, Relay, Scope, Thread, Val
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
+
 /// Parts of a step that have an order of their own: what one warpgroup has the copy engine add, or a block of a pair.
 pub(super) fn parts(tuning: &Tuning) -> u32 {
     match (tuning.adds, tuning.share) {
@@ -78,7 +79,7 @@ impl<'k> Turns<'k> {
     pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
         w.one_thread_of_warp(1, |t| {
             t.repeat(|t, leave| {
-                let after = self.look(t, main, t.constant(0));
+                let after = self.look(t, main, 0);
                 self.messages.pass(t, Hand::Look as usize);
                 leave.when(after.eq(0));
             });
@@ -107,7 +108,7 @@ impl<'k> Turns<'k> {
     }
 
     /// Waits for the turn of a part of the next step; one more than its tile, 0 where there are no more.
-    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: Val<'k, u32>) -> Val<'k, u32> {
+    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32) -> Val<'k, u32> {
         self.messages.wait(t, Hand::Look as usize);
         let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
         t.when(after.ne(0), |t| {
