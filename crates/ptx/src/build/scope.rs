@@ -360,10 +360,6 @@ impl<'k> Scope<'k, Group> {
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
         let at = Location::caller();
-        // Of a single one the number is asked for where it is used: kept, it takes a register of the whole role.
-        if self.k.role_warps().1 == WARPGROUP / 32 {
-            return self.one_thread(f);
-        }
         let warp = self.k.once("warp", || (self.thread_in_group() / 32).of_first_lane());
         self.when(warp.eq(0), |w| {
             let (d, elected) = Val::<bool>::fresh(self.k);

@@ -12,11 +12,11 @@
 
 use super::main::Main;
 use super::tiles::{Of, Work};
-use super::walk::{Walk, clear, gradients_of, pack, probabilities, send_results, write_result};
+use super::walk::{Walk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
 use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{
-    Acc, Exchange, Fragment, Group, GroupBarrier, Half, Handover, Major, Operand, Pair, Scope, Sum, Thread, Tile, Val,
-    Var, Word,
+    Acc, Exchange, Fragment, Group, GroupBarrier, Half, Handover, Major, Operand, Pair, Scope, Sum, Tile, Val, Var,
+    Word,
 };
 
 /// What the two warpgroups share.
@@ -104,11 +104,14 @@ impl<'a, 'k> Between<'a, 'k> {
         // Read again: kept over the loop it would take registers of it.
         let work = &main.read(&main.tickets.again(w));
         main.tickets.done(w);
-        send_results(w, main, work, barrier, |t: &Scope<'k, Thread>| {
+        w.publish_shared();
+        w.sync_group(barrier);
+        // Elected here: a number that is kept for it takes a register of the whole role.
+        w.one_thread(|t| {
             let key = main.first_key(t, work);
-            (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])).collect()
+            store_tiles(t, main, work, (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])));
+            t.wait_stores_read(0);
         });
-        w.one_thread_of_group(|t| t.wait_stores_read(0));
     }
 
     /// What the warpgroup of p and d_v does.

@@ -253,12 +253,20 @@ pub(super) fn send_results<'k>(
 ) {
     w.publish_shared();
     w.sync_group(barrier);
-    w.one_thread_of_group(|t| {
-        for (of, from, [col, key]) in results(t) {
-            t.store_tile(main.result(of), &main.at(of, work, [col, key, work.head]), from);
-        }
-        t.commit_stores();
-    });
+    w.one_thread_of_group(|t| store_tiles(t, main, work, results(t)));
+}
+
+/// Starts the copies of a warpgroup's results, each with its first column and key.
+pub(super) fn store_tiles<'k>(
+    t: &Scope<'k, Thread>,
+    main: &Main<'k>,
+    work: &Work<'k>,
+    results: impl IntoIterator<Item = (Of, Tile<'k>, [Val<'k, u32>; 2])>,
+) {
+    for (of, from, [col, key]) in results {
+        t.store_tile(main.result(of), &main.at(of, work, [col, key, work.head]), from);
+    }
+    t.commit_stores();
 }
 
 /// d_k and d_v leave together. `at` is the first column and key of the warpgroup's part of either.
