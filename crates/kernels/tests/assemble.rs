@@ -3,8 +3,8 @@
 
 use fulgurite_core::expr::{batch, k, q};
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
+use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::Backward;
-use fulgurite_kernels::attention::backward::{Order, Tuning};
 use fulgurite_kernels::attention::plan::{Added, Forward};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
@@ -70,18 +70,6 @@ fn gradients_assemble() {
 }
 
 /// The copy engine adds in either order, and in a fixed one waits for its turn.
-#[test]
-fn pairs_of_blocks_in_a_fixed_order_assemble() {
-    let Some(assembler) = assembler() else { return };
-    for mask in [Mask::none(), Mask::causal()] {
-        let problem = Problem::builder().dense(1, 64, 700).heads(2, 1).head_dim(256).dtype(DType::Bf16);
-        let plan = Backward::new(&problem.mask(mask.clone()).build().unwrap(), false, Order::Fixed).unwrap();
-        let kernels = plan.tuned(Tuning::hopper(256)).kernels(Target::HOPPER).unwrap();
-        let verdict = assembler.assemble(&kernels.main).unwrap().verdict();
-        assert!(verdict.is_ok(), "{mask:?}: {:.200?}", verdict.err());
-    }
-}
-
 #[test]
 fn the_copy_engine_adds_in_turn() {
     for packed in [false, true] {

@@ -36,8 +36,10 @@ where
         let scale = k.param::<f32>("scale");
         let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         k.threads(threads, |w| {
-            let [rest, step] = steps.div_rem(w.block());
-            let sums = sums.at_wide(w.block().mul_wide(rows * d));
+            // The last sums first, which are still in the second-level cache.
+            let number = w.blocks() - 1 - w.block();
+            let [rest, step] = steps.div_rem(number);
+            let sums = sums.at_wide(number.mul_wide(rows * d));
             // Where its sequence begins, its number, the step of the sequence, and rows of it.
             let (of_sequence, head, step, q_len) = match &sides {
                 Some(sides) => {

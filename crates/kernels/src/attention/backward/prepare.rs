@@ -40,7 +40,8 @@ where
             // There are fewer words than threads: two for each step, which has at least 64 rows.
             let thread = w.block().mul_add(32, w.thread());
             w.when(thread.lt(words), |w| counters.store(w, thread, 0));
-            let first = w.block() * ROWS;
+            // The last rows first: what the main kernel asks for first is then still in the second-level cache.
+            let first = (w.blocks() - 1 - w.block()) * ROWS;
             let zero = w.constant(0.0f32);
             // Rows lie in another order among the sums; for zeros it does not matter.
             let to = sums.at_wide(first.mul_wide(d));

@@ -7,7 +7,10 @@
 //! d_q of a step is multiplied in the next one. So the warpgroups need not meet: one computes p and d_z while the products of
 //! the other run, which they take turns for. Left alone they would start them at the same time, and wait at the same time.
 //!
-//! A step: start s and d_p | p, d_z, written | start d_v, the d_q before and d_k | send the d_q before.
+//! A step: start s and d_p | p, d_z, written | start d_v and the d_q before, give d_z, start d_k | send the d_q before.
+//!
+//! d_z is given to the other warpgroup when products run already: before it can be, what was written must have arrived, which
+//! takes as long as a product, and nobody needs it before the next step.
 //!
 //! d_k and d_v leave through the warpgroup's place of d_q, one after the other: the keys of the next tile arrive meanwhile.
 //!
@@ -108,12 +111,12 @@ where
         w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
         weights(w);
         w.write_fragment_turned(exchange.open(w).cols(own, 64), &d_z);
-        exchange.publish(w);
         w.await_turn(&turns);
         onto(w, &d_v, &p, d_o);
         if !first {
             query_sums(w);
         }
+        exchange.publish(w);
         onto(w, &d_k, &d_z, queries.current(w)[0]);
         w.pass_turn(&turns);
         if !first {
