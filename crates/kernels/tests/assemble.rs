@@ -69,6 +69,23 @@ fn gradients_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// With and without sums that are used again.
+#[test]
+fn gradients_of_tiles_in_pieces_assemble() {
+    let assembler = assembler();
+    let mut wrong = Vec::new();
+    for dims in [[64, 64], [128, 128], [96, 80]] {
+        for len in [2000, 5000] {
+            let problem =
+                Problem::builder().dense(1, len, len).heads(2, 1).head_dims(dims[0], dims[1]).dtype(DType::Bf16);
+            let plan = Backward::new(&problem.clone().build().unwrap(), false, Order::Any).unwrap();
+            assert!(plan.cuts_tiles(), "{dims:?} {len}");
+            wrong.extend(assembler.iter().flat_map(|assembler| gradients(assembler, problem.clone(), Order::Any)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// The copy engine adds in either order, and in a fixed one waits for its turn.
 #[test]
 fn the_copy_engine_adds_in_turn() {

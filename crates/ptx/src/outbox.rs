@@ -18,7 +18,7 @@ pub struct Outbox<'k> {
     /// Numbers of a place, and where the first begins.
     count: u32,
     first: u32,
-    /// Where the destinations stand, each with whom to tell.
+    /// Where the destinations stand, each with whom to tell and by how much.
     to: u32,
     full: u32,
     empty: u32,
@@ -28,8 +28,11 @@ pub struct Outbox<'k> {
 
 /// Warps of a warpgroup.
 const WARPS: u32 = 4;
-/// Bytes of two addresses.
-const PLACE: u32 = 16;
+/// Bytes of two addresses and a number, in whole units of 16.
+const PLACE: u32 = 32;
+/// Where among them whom to tell stands, and by how much.
+const WHOM: i32 = 8;
+const BY: i32 = 16;
 
 impl Builder {
     /// Places for `count` numbers (a multiple of 512) of each of so many warpgroups.
@@ -42,7 +45,7 @@ impl Builder {
         }
         // A place can hold a tile meanwhile: it begins where one may.
         let first = self.take_shared(name, 4 * groups * count, Swizzle::B128.period());
-        let to = self.take_small(&format!("{name}.to"), PLACE * groups, PLACE);
+        let to = self.take_small(&format!("{name}.to"), PLACE * groups, 16);
         let full = self.mbarriers(&format!("{name}.full"), groups, Count::Fixed(WARPS));
         let empty = self.mbarriers(&format!("{name}.empty"), groups, Count::Fixed(1));
         Outbox { k: self, id, count, first, to, full, empty, leader: None }
@@ -106,15 +109,16 @@ impl<'k> Outbox<'k> {
     }
 
     /// Between [`open`](Self::open) and [`send`](Self::send): when this and all that was sent before it has been added, the
-    /// first of these numbers is raised by one.
+    /// first of these numbers is raised.
     #[track_caller]
-    pub fn tell(&self, w: &Scope<'k, Group>, whom: Pointer<'k, u32>) {
+    pub fn tell(&self, w: &Scope<'k, Group>, whom: Pointer<'k, u32>, by: Val<'k, u32>) {
         let (first, at) = (w.thread_in_group().eq(0), Location::caller());
         w.when(first, |w| {
             self.k.placed(at, || {
                 let place = w.group().mul_add(PLACE, self.k.shared_address(self.to)).in_register();
-                let whom = Arg::List([whom.address().in_register()].into());
-                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), 8), whom, Arg::Word("")]);
+                let [whom, by] = [whom.address().in_register(), by.in_register()].map(|reg| Arg::List([reg].into()));
+                self.k.emit(&memory::ST_SHARED_64, [Arg::Address(Base::Reg(place), WHOM), whom, Arg::Word("")]);
+                self.k.emit(&memory::ST_SHARED_32, [Arg::Address(Base::Reg(place), BY), by, Arg::Word("")]);
             });
         });
     }
@@ -183,6 +187,17 @@ impl<'k> Outbox<'k> {
                 leave.when(Val::<u64>::reg(self.k, sent[0]).eq(0));
                 sent
             });
+            // Before the place is free: what comes next is written over it.
+            let (whom, by) = (Val::<u64>::reg(self.k, whom), t.var(0u32));
+            t.when(whom.ne(0), |_| {
+                self.k.placed(at, || {
+                    let place = self.k.shared_address(self.to + PLACE * group).in_register();
+                    let word = self.k.register(Class::B32);
+                    let args = [Arg::List([word].into()), Arg::Address(Base::Reg(place), BY), Arg::Word("")];
+                    self.k.emit(&memory::LD_SHARED_32, args);
+                    by.set(Val::<u32>::reg(self.k, word));
+                });
+            });
             self.k.placed(at, || {
                 let from = self.k.shared_address(self.first + 4 * self.count * group).in_register();
                 let [to, from] = [to, from].map(|reg| Arg::Address(Base::Reg(reg), 0));
@@ -194,10 +209,9 @@ impl<'k> Outbox<'k> {
             });
             after(t);
             self.k.placed(at, || {
-                let whom = Val::<u64>::reg(self.k, whom);
                 t.when(whom.ne(0), |t| {
                     t.wait_stores(0);
-                    Pointer::<u32>::at_address(whom).fetch_add_in_order(t, 0, 1);
+                    Pointer::<u32>::at_address(whom).fetch_add_in_order(t, 0, by.get());
                 });
             });
         });

@@ -98,6 +98,31 @@ fn warpgroups_take_turns() {
     }
 }
 
+/// The last tiles cut into pieces: runs that end one tile and begin the next, tiles of three pieces, whole tiles before them, fewer
+/// tiles than blocks, heads that share keys, a last tile that has few keys; with sums that are used again.
+#[test]
+fn pieces_of_tiles_are_joined() {
+    for (i, (dims, rows, rounds)) in
+        [([128, 128], 64, true), ([128, 96], 80, false), ([64, 64], 128, true)].into_iter().enumerate()
+    {
+        let base = Case { dims, blocks: 4, ..Case::base() };
+        for (case, seed) in [
+            Case { q_len: 300, k_len: 700, heads: [1, 1], ..base.clone() },
+            Case { q_len: 420, k_len: 260, heads: [4, 2], dtype: DType::F16, ..base.clone() },
+            Case { q_len: 600, k_len: 100, heads: [1, 1], blocks: 5, d_lse: true, ..base },
+        ]
+        .into_iter()
+        .zip(80 + 4 * i as u64..)
+        {
+            let tuning = Tuning { rows, rounds, join: Some(0), ..case.plan().tuning() };
+            let cut = Case { tuning: Some(tuning), ..case };
+            assert!(cut.plan().cuts_tiles(), "{cut:?}");
+            let [one, other] = [seed, seed + 100].map(|seed| cut.check(&sim(seed)));
+            assert_eq!([one.d_k, one.d_v], [other.d_k, other.d_v], "{cut:?}");
+        }
+    }
+}
+
 /// A ring of queries, one of keys, tiles of d_z in step with the first, and sums from many blocks: in any order.
 #[test]
 fn gradients_are_clean_whatever_the_order() {

@@ -276,6 +276,42 @@ fn in_what_is_rounded() {
     }
 }
 
+/// Sums that go from piece to piece of a tile.
+#[test]
+fn in_pieces_of_tiles() {
+    // Three tiles in five runs.
+    let case = case(5);
+    let case = Case { tuning: Some(Tuning { join: Some(0), ..case.plan().tuning() }), ..case };
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let one = |row: &str| match lines_of(&k(), row, "pieces.rs")[..] {
+        [line] => line,
+        ref lines => panic!("{row}: {lines:?}"),
+    };
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let [look, tell, read, write] = ["ld.acquire", "atom.global.ordered", "ld.global.f32", "st.global.f32"].map(one);
+    let barriers = lines_of(&k(), "bar.sync", "pieces.rs");
+    let [before_reading, before_telling] = barriers[..] else { panic!("{barriers:?}") };
+    let bugs = vec![
+        Bug {
+            or: &[Fault::Uninitialised],
+            ..bug(
+                "sums read before they are there",
+                drop_loops_at(k(), "ld.acquire", look),
+                Fault::Race,
+                &[read, write],
+            )
+        },
+        Bug {
+            or: &[Fault::Uninitialised],
+            ..bug("not all wait for them", drop_at(k(), "bar.sync", before_reading), Fault::Race, &[read, write])
+        },
+        bug("told before all are written", drop_at(k(), "bar.sync", before_telling), Fault::Race, &[read, write]),
+        bug("nobody is told", drop_at(k(), "atom.global.ordered", tell), Fault::Deadlock, &[look]),
+    ];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
+}
+
 /// A fixed order: whoever is not told waits for ever, and without waiting the bits depend on who comes first.
 #[test]
 fn in_the_order_of_sums() {

@@ -6,6 +6,7 @@
 //! `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
 use super::modified::Modified;
+use super::pieces::Pieces;
 use super::rounding::Rounding;
 use super::tiles::{Of, STEPS, Tiles, Work};
 use super::turns::Turns;
@@ -77,6 +78,8 @@ pub(super) struct Main<'k> {
     counters: Pointer<'k, u32>,
     /// Who rounds what of d_q, where there is no kernel for it.
     pub rounding: Option<Rounding<'k>>,
+    /// How the last tiles are cut.
+    pub pieces: Option<Pieces<'k>>,
     /// In a fixed order: who may add when.
     pub turns: Option<Turns<'k>>,
     /// Steps from one head of queries to the next.
@@ -141,6 +144,7 @@ impl<'k> Main<'k> {
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
         let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
+        let pieces = features.pieces.then(|| Pieces::new(k, features.dims));
         let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &tuning));
         let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
         let heads = k.divisor("heads");
@@ -198,6 +202,7 @@ impl<'k> Main<'k> {
             sums,
             counters,
             rounding,
+            pieces,
             turns,
             steps,
             group,
@@ -307,25 +312,39 @@ impl<'k> Main<'k> {
     /// Finds one tile after the other.
     fn find_tiles(&self, t: &Scope<'k, Thread>, found: impl FnOnce(&Scope<'k, Thread>, &Work<'k>)) {
         // Where a tile waits for those before it, none belongs to a block that may not have begun.
-        let waits = self.turns.is_some() || self.rounding.is_some();
+        let waits = self.turns.is_some() || self.rounding.is_some() || self.pieces.is_some();
         let tile = t.var(if waits { self.share(t, self.draw(t)) } else { t.cluster() });
+        let before = self.pieces.as_ref().map(|pieces| (pieces, t.var(false)));
         let walk = self.start_walk(t);
         t.repeat(|t, leave| {
             let more = self.seek(t, walk.as_ref(), tile.get());
             leave.when(!more);
-            let work = self.find(t, walk.as_ref(), tile.get());
-            self.rounding.iter().for_each(|r| r.post(t, tile.get(), self.pair(&work)));
+            let find = |number| self.find(t, walk.as_ref(), number);
+            let work = match &before {
+                Some((pieces, before)) => pieces.find(tile.get(), before.get(), find),
+                None => find(tile.get()),
+            };
+            self.rounding.iter().for_each(|r| r.post(t, self, tile.get(), self.pair(&work)));
             // Asked for early: the answer is used after this tile's loads.
             let ticket = (!waits).then(|| self.draw(t));
             found(t, &work);
-            tile.set(match ticket {
-                Some(ticket) => self.share(t, ticket) + t.clusters(),
-                // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
-                None => {
-                    self.works.iter().for_each(|works| works.wait_free(t));
-                    self.share(t, self.draw(t))
+            let next = |t: &Scope<'k, Thread>| {
+                tile.set(match ticket {
+                    Some(ticket) => self.share(t, ticket) + t.clusters(),
+                    // Late: whoever comes first goes on first, and nobody waits for a tile that somebody keeps.
+                    None => {
+                        self.works.iter().for_each(|works| works.wait_free(t));
+                        self.share(t, self.draw(t))
+                    }
+                });
+            };
+            match &before {
+                Some((pieces, before)) => {
+                    before.set(!before.get() & pieces.has_before(tile.get()));
+                    t.when(!before.get(), next);
                 }
-            });
+                None => next(t),
+            }
         });
     }
 
@@ -347,7 +366,7 @@ impl<'k> Main<'k> {
     fn posted(&self, t: &Scope<'k, Thread>, works: &Relay<'k>) -> Work<'k> {
         let [tile, pair, first, end] = works.read(t, 1);
         let [batch, head] = self.heads.div_rem(pair);
-        Work { tile, head, batch, steps: [first, end], sequence: None }
+        Work { tile, head, batch, steps: [first, end], piece: None, sequence: None }
     }
 
     /// Tiles that another thread has found.

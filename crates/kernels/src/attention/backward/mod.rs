@@ -12,6 +12,7 @@ pub mod exact;
 pub mod finish;
 pub mod main;
 mod modified;
+mod pieces;
 mod placed;
 pub mod plan;
 pub mod prepare;
@@ -58,6 +59,9 @@ pub struct Features {
     /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where the copy engine adds, of equal
     /// sequences that have keys.
     pub rounds: bool,
+    /// Whether the last tiles are cut into pieces, where that takes less time: where the copy engine adds, of equal sequences
+    /// whose queries see all keys, in any order.
+    pub pieces: bool,
     /// Lengths that differ from sequence to sequence.
     pub ragged: Ragged,
     /// Expressions over scores and indices.
@@ -68,6 +72,7 @@ impl Features {
     /// Those of equal sequences under a mask of spans, without anything else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         let (ragged, modified) = (Ragged::default(), Derived::default());
-        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, rounds: false, ragged, modified }
+        let (order, rounds, pieces) = (Order::Any, false, false);
+        Features { dims, mask, exp: Exp::Auto, d_lse: false, order, rounds, pieces, ragged, modified }
     }
 }

@@ -1,6 +1,7 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
 mod bands;
+mod dealt;
 
 pub use super::placed::Tensors;
 use super::placed::{named, pairs};
@@ -13,6 +14,7 @@ use crate::attention::plan::{AuxPlaced, Missing, Placed, row_major};
 use crate::attention::repack::{Copies, Copying};
 use crate::attention::span::Spans;
 use crate::attention::work::Ragged;
+use dealt::Dealt;
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
@@ -40,6 +42,8 @@ pub struct Backward {
     number: Number,
     features: Features,
     tuning: Tuning,
+    /// Tiles that are cut into pieces, on the GPUs it is for. Memory is laid out for so many.
+    cut: u64,
     /// Elements of a row of q and k, and of v and o, in whole units of 16 bytes.
     dims: [u64; 2],
     layout: Layout,
@@ -146,12 +150,15 @@ impl Backward {
             tuning = Tuning::columns();
         }
         let padded = tuning.padded(dims.map(|d| d as u32));
-        let features = Features { dims: padded, mask, exp, d_lse, order, rounds: false, ragged, modified };
+        let features =
+            Features { dims: padded, mask, exp, d_lse, order, rounds: false, pieces: false, ragged, modified };
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
         let has_blocks = problem.blocks().is_some();
-        let plan = Backward { number, features, tuning, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
+        let cut = 0;
+        let plan =
+            Backward { number, features, tuning, cut, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
         let plan = plan.tuned(tuning);
         // Of the preparation, threads and parts of rows of eight elements are counted in 32 bits.
         let most = plan.rows() * u64::from(padded[0].max(padded[1]) / 8);
@@ -167,17 +174,30 @@ impl Backward {
     }
 
     /// With another tuning, which must fit the head dimensions.
-    pub fn tuned(mut self, tuning: Tuning) -> Backward {
+    pub fn tuned(mut self, mut tuning: Tuning) -> Backward {
         let Features { ragged, modified, .. } = &self.features;
         let plain = !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
-        self.features.rounds = plain && tuning.rounds && tuning.adds == Adds::Engine;
+        let sent = plain && tuning.adds == Adds::Engine;
+        self.tuning = tuning;
+        self.features.rounds = sent && tuning.rounds;
         self.features.dims = tuning.padded(self.dims.map(|d| d as u32));
+        self.cut = if sent { self.cut_tiles() } else { 0 };
+        self.features.pieces = self.cut > 0;
+        if self.features.rounds && (self.features.pieces || self.features.order == Order::Fixed) {
+            // The thread that loads has no registers left for a second stage of keys.
+            tuning.key_depth = 1;
+        }
         Backward { tuning, ..self }
     }
 
     /// How the main kernel is cut.
     pub fn tuning(&self) -> Tuning {
         self.tuning
+    }
+
+    /// Whether the last tiles are cut into pieces, if there are as many blocks as the GPUs have that it is for.
+    pub fn cuts_tiles(&self) -> bool {
+        self.features.pieces
     }
 
     /// Its kernels.
@@ -289,24 +309,26 @@ impl Backward {
     }
 
     /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are,
-    /// exact sums.
-    fn parts(&self) -> [u64; 7] {
+    /// exact sums, sums of pieces.
+    fn parts(&self) -> [u64; 8] {
         let rows = self.rows();
         let mut end = 0;
         let of_sums = self.sum_rows() * u64::from(self.features.dims[0]) * 4;
         let words: u64 = (0..self.aux_shapes.len()).map(|aux| self.words(aux)).sum();
-        let sizes = [of_sums, rows * 4, rows * 4, self.counters() * 4, self.cover_elements() * 4, words * 8];
+        let counters = self.counters() * 4;
+        let sizes = [of_sums, rows * 4, rows * 4, counters, self.cover_elements() * 4, words * 8, self.piece_bytes()];
         let starts = sizes.map(|bytes| {
             let start = end;
             end = (end + bytes).next_multiple_of(ALIGN);
             start
         });
-        let [a, b, c, d, e, f] = starts;
-        [a, b, c, d, e, f, end]
+        let [a, b, c, d, e, f, g] = starts;
+        [a, b, c, d, e, f, g, end]
     }
 
     /// Words that are zero at the beginning: the tiles handed out; where d_q is rounded while they run, for each pair of head
-    /// and sequence the tiles that have added and the parts that are rounded; in a fixed order for each step of each head, or
+    /// and sequence the tiles that have added and the parts that are rounded; for each warpgroup of a tile that is cut, the
+    /// steps that are summed; in a fixed order for each step of each head, or
     /// each part of it that is added by itself, the tile that added last.
     fn counters(&self) -> u64 {
         let parts = u64::from(turns::parts(&self.tuning));
@@ -317,6 +339,10 @@ impl Backward {
     }
     /// Words before those that keep the order.
     fn first_turn(&self) -> u64 {
+        self.first_piece() + 2 * self.cut
+    }
+    /// Words before those of pieces.
+    fn first_piece(&self) -> u64 {
         COUNTERS + if self.features.rounds { 2 * self.pairs() } else { 0 }
     }
 
@@ -344,7 +370,7 @@ impl Backward {
 
     /// Bytes of scratch memory that a run needs; what they hold does not matter.
     pub fn scratch_bytes(&self) -> u64 {
-        self.parts()[6]
+        self.parts()[7]
     }
 
     /// Its launches; none where there is nothing to compute.
@@ -360,7 +386,7 @@ impl Backward {
             return Ok(Plan::default());
         }
         let parts = self.parts().map(|at| scratch.from(at));
-        let [sums, shift, delta, _, blocks, words, _] = parts;
+        let [sums, shift, delta, _, blocks, words, ..] = parts;
         let mut launches = vec![self.prepare(kernels, tensors, parts)];
         let zeros = |span: Span, count: u64| {
             let (kernel, args) = (kernels.zero.clone()?, vec![Value::Pointer(span), Value::U32(count as u32)]);
@@ -397,9 +423,11 @@ impl Backward {
         };
         if tiles > 0 {
             let together = self.tuning.blocks();
-            let clusters = (tiles * kv_heads).min(u64::from(multiprocessors / together).max(1));
-            let blocks = clusters as u32 * together;
-            let args = self.main(kernels, tensors, parts)?;
+            let clusters = u64::from(multiprocessors / together).max(1);
+            let dealt = self.dealt_in_room(clusters);
+            let works = dealt.as_ref().map_or(tiles * kv_heads, Dealt::works);
+            let blocks = works.min(clusters) as u32 * together;
+            let args = self.main(kernels, tensors, parts, dealt)?;
             launches.push(Launch { kernel: kernels.main.clone(), grid: [blocks, 1, 1], args });
         }
         if let (Some(kernel), 1..) = (&kernels.finish, q_rows) {
@@ -418,7 +446,7 @@ impl Backward {
         Ok(Plan { launches })
     }
 
-    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 7]) -> Launch {
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, [sums, shift, delta, counters, ..]: [Span; 8]) -> Launch {
         let slots = Slots::of(&kernels.prepare);
         let mut args = Arguments::new(&slots);
         for (name, placed) in [("o", &tensors.o), ("d_o", &tensors.d_o)] {
@@ -453,7 +481,8 @@ impl Backward {
         &self,
         kernels: &Kernels,
         tensors: &Tensors,
-        [sums, shift, delta, counters, blocks, words, _]: [Span; 7],
+        [sums, shift, delta, counters, blocks, words, pieces, _]: [Span; 8],
+        dealt: Option<Dealt>,
     ) -> Result<Vec<Value>, Missing> {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
@@ -474,6 +503,9 @@ impl Backward {
         args.add("scale", Value::F32(self.scale));
         if self.features.rounds {
             self.rounding(&mut args, tensors, counters);
+        }
+        if self.features.pieces {
+            self.deal(&mut args, dealt, [pieces, counters.from(self.first_piece() * 4)]);
         }
         match (self.layout, self.features.ragged.any()) {
             (Layout::Dense { q_len, k_len, .. }, false) => self.equal(&mut args, tensors, [q_len, k_len]),

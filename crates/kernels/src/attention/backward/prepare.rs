@@ -37,7 +37,8 @@ where
         let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
         let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
         k.threads(32, |w| {
-            // There are fewer words than threads: two for each step, which has at least 64 rows.
+            // There are fewer words than threads: two for each step, which has at least 64 rows, and for each tile that is cut no more
+            // than are left.
             let thread = w.block().mul_add(32, w.thread());
             w.when(thread.lt(words), |w| counters.store(w, thread, 0));
             // The last rows first: what the main kernel asks for first is then still in the second-level cache.

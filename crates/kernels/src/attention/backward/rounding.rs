@@ -31,7 +31,8 @@ const DEPTH: u32 = 2;
 pub(super) struct Rounding<'k> {
     results: Results<'k>,
     messages: Relay<'k>,
-    /// For each pair, how often somebody told that all additions of a tile have arrived, and how many parts are rounded.
+    /// For each pair, how many tiles it was told of that their additions have arrived (steps of tiles, where they are cut into
+    /// pieces), and how many parts are rounded.
     added: Pointer<'k, u32>,
     rounded: Pointer<'k, u32>,
     /// Pairs that have sums at the same time.
@@ -89,9 +90,14 @@ impl<'k> Rounding<'k> {
     }
 
     /// The thread that loads a tile: its pair has a place when the one that had it is rounded.
-    pub fn post(&self, t: &Scope<'k, Thread>, number: Val<'k, u32>, pair: Val<'k, u32>) {
+    pub fn post(&self, t: &Scope<'k, Thread>, main: &Main<'k>, number: Val<'k, u32>, pair: Val<'k, u32>) {
         let (places, zero) = (self.places.value(), t.constant(0u32));
-        self.messages.post(t, [number + 1, zero, zero, zero]);
+        // No part comes with a piece: what it waits for might be handed out later.
+        let after = match &main.pieces {
+            Some(pieces) => number.lt(pieces.whole).select::<u32>(number + 1, 1),
+            None => number + 1,
+        };
+        self.messages.post(t, [after, zero, zero, zero]);
         t.when(pair.ge(places), |t| self.rounded.wait_for(t, pair - places, self.parts));
     }
 
@@ -170,7 +176,8 @@ impl<'k> Main<'k> {
         Pair<T>: Word,
     {
         if let (Some(rounding), Tiles::Equal { tiles, .. }) = (&self.rounding, &self.tiles) {
-            let first = tiles.tiles - tiles.tiles.min(rounding.lag);
+            let with_parts = self.pieces.as_ref().map_or(tiles.tiles, |pieces| pieces.whole);
+            let first = with_parts - with_parts.min(rounding.lag);
             w.each(first + w.cluster(), tiles.tiles, w.clusters(), |w, number| {
                 w.one_thread_of_group(|t| self.wait_for_part(t, rounding, number));
                 w.sync_group(barrier);
@@ -204,7 +211,9 @@ impl<'k> Main<'k> {
     fn wait_for_part(&self, t: &Scope<'k, Thread>, rounding: &Rounding<'k>, number: Val<'k, u32>) {
         let part = self.part(rounding, number);
         // The copy engine adds for each warpgroup.
-        rounding.teller(part.pair).wait_for(t, 0, self.tiles_of_head(None) * GROUPS);
+        let tiles = self.tiles_of_head(None);
+        let told = self.pieces.as_ref().map_or(tiles, |pieces| pieces.all(tiles));
+        rounding.teller(part.pair).wait_for(t, 0, told * GROUPS);
     }
 
     /// Where the sums of a step of a pair are.

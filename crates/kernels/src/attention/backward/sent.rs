@@ -12,7 +12,8 @@
 //! d_z is given to the other warpgroup when products run already: before it can be, what was written must have arrived, which
 //! takes as long as a product, and nobody needs it before the next step.
 //!
-//! d_k and d_v leave through the warpgroup's place of d_q, one after the other: the keys of the next tile arrive meanwhile.
+//! d_v leaves through the place of the warpgroup's own values, while the last d_q is multiplied, d_k after it through that of
+//! d_q: the keys of the next tile arrive meanwhile.
 //!
 //! Modified scores wait for d_p before anything is done with them, and go from the raw score to d_z in parts: the derivative is
 //! then used where it is computed, and takes no registers of the loop.
@@ -20,7 +21,7 @@
 use super::main::{Main, tile};
 use super::modified::clean;
 use super::tiles::{Of, Work};
-use super::walk::{Walk, clear, pack, pack_part, probabilities, score_gradients, send_results, write_result};
+use super::walk::{Walk, pack, pack_part, probabilities, score_gradients, send_results, write_result};
 use crate::attention::span::{Block, Limits};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
 
@@ -50,8 +51,9 @@ where
     let own = w.group();
     let walk = Walk::new(w, main);
 
-    let onto = |w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Tile<'k>| {
-        w.multiply_fragment(acc, left, right.operand(Major::Outer), Sum::Onto, |_| {});
+    let add = |w: &Scope<'k, Group>, acc: &Acc<'k>, left: &Fragment<'k, T>, right: Tile<'k>, first: bool| {
+        let sum = if first { Sum::Fresh } else { Sum::Onto };
+        w.multiply_fragment(acc, left, right.operand(Major::Outer), sum, |_| {});
     };
     let set_limits = |w: &Scope<'k, Group>, work: &Work<'k>| {
         let first_key = (work.tile * tuning.keys() + own * 64).to_i32();
@@ -112,12 +114,12 @@ where
         weights(w);
         w.write_fragment_turned(exchange.open(w).cols(own, 64), &d_z);
         w.await_turn(&turns);
-        onto(w, &d_v, &p, d_o);
+        add(w, &d_v, &p, d_o, first);
         if !first {
             query_sums(w);
         }
         exchange.publish(w);
-        onto(w, &d_k, &d_z, queries.current(w)[0]);
+        add(w, &d_k, &d_z, queries.current(w)[0], first);
         w.pass_turn(&turns);
         if !first {
             w.wait_products(1); // d_v and d_q
@@ -135,8 +137,6 @@ where
         set_limits(w, &work);
         walk.start(w, &work);
         set_head(w);
-        clear(&d_k);
-        clear(&d_v);
         values.wait(w);
         keys.wait(w);
         if let Some(all) = &all {
@@ -149,18 +149,14 @@ where
             walk.forward_step(w, |w, _| set_head(w));
             step(w, false);
         });
-        query_sums(w);
         // Read again: kept over the loop it would take registers of it.
         let work = main.read(&tickets.again(w));
-        w.wait_products(0);
-        exchange.done_previous(w);
-        walk.send(w, outbox, &d_q, Some(&work));
-        tickets.done(w);
-        values.done(w);
-        keys.done(w);
-        let part = main.read_part(w);
-        let leave_as = |w: &Scope<'k, Group>, of: Of, result: &Acc<'k>| {
-            let to = outbox.as_tile(w, main.result(of).tile());
+        let last = main.pieces.as_ref().map(|pieces| pieces.join(w, &work, [&d_k, &d_v], &barrier));
+        let where_last = |w: &Scope<'k, Group>, f: &dyn Fn(&Scope<'k, Group>)| match last {
+            Some(last) => w.when(last, |w| f(w)),
+            None => f(w),
+        };
+        let leave_through = |w: &Scope<'k, Group>, of: Of, result: &Acc<'k>, to: Tile<'k>| {
             write_result::<T>(w, main, of, result, to);
             let at = |t: &Scope<'k, Thread>| [t.constant(0), work.tile * tuning.keys() + own * 64];
             send_results(w, main, &work, &barrier, |t| vec![(of, to, at(t))]);
@@ -169,11 +165,19 @@ where
             w.one_thread_of_group(|t| t.wait_stores_read(0));
             w.sync_group(&barrier);
         };
-        leave_as(w, Of::DK, &d_k);
-        have_left(w);
-        leave_as(w, Of::DV, &d_v);
+        where_last(w, &|w| leave_through(w, Of::DV, &d_v, values.current(w)[0].rows(own, 64)));
+        query_sums(w);
+        w.wait_products(0);
+        exchange.done_previous(w);
+        walk.send(w, outbox, &d_q, Some(&work));
+        tickets.done(w);
+        where_last(w, &have_left);
+        values.done(w);
+        keys.done(w);
+        let part = main.read_part(w);
+        where_last(w, &|w| leave_through(w, Of::DK, &d_k, outbox.as_tile(w, main.result(Of::DK).tile())));
         main.round::<T>(w, &barrier, part);
-        have_left(w);
+        where_last(w, &have_left);
     });
     outbox.end(w);
     main.round_rest::<T>(w, &barrier);

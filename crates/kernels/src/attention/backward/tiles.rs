@@ -29,6 +29,8 @@ pub(super) struct Work<'k> {
     pub batch: Val<'k, u32>,
     /// Steps of queries that see it, from the first to past the last: none means that there are no more tiles.
     pub steps: [Val<'k, u32>; 2],
+    /// Where tiles are cut into pieces: its number among those that are. A piece has some of the steps.
+    pub piece: Option<Val<'k, u32>>,
     /// Where sequences have lengths of their own.
     pub sequence: Option<Sequence<'k>>,
 }
@@ -51,11 +53,12 @@ pub(super) struct Sequence<'k> {
 pub(super) const FIRST: usize = 3;
 pub(super) const END: usize = 4;
 /// Numbers of a message, without and with a sequence.
-const WORDS: [usize; 2] = [5, 11];
+const WORDS: [usize; 2] = [6, 11];
 
 impl<'k> Work<'k> {
     pub fn message(self) -> Vec<Val<'k, u32>> {
         let mut message = vec![self.tile, self.head, self.batch, self.steps[0], self.steps[1]];
+        message.extend(self.piece);
         message.extend(
             self.sequence.iter().flat_map(|s| [s.q_start, s.k_start, s.k_room, s.q_len, s.k_len, s.first_step]),
         );
@@ -106,7 +109,8 @@ impl<'k> Main<'k> {
             let [q_start, k_start, k_room, q_len, k_len, first_step] = std::array::from_fn(|i| rest[i]);
             Sequence { q_start, k_start, k_room, q_len, k_len, first_step }
         });
-        Work { tile, head, batch, steps: [first, end], sequence }
+        let piece = self.pieces.as_ref().map(|_| rest[0]);
+        Work { tile, head, batch, steps: [first, end], piece, sequence }
     }
 
     /// Keys of a sequence.
@@ -172,10 +176,13 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// Whether there is a tile with this number. They are asked for in ascending order.
+    /// Whether there is a tile with this number, or a run of pieces. They are asked for in ascending order.
     pub(super) fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
         match (&self.tiles, walk) {
-            (Tiles::Equal { tiles, .. }, _) => tile.lt(tiles.tiles),
+            (Tiles::Equal { tiles, .. }, _) => match &self.pieces {
+                Some(pieces) => pieces.has(tile),
+                None => tile.lt(tiles.tiles),
+            },
             (Tiles::Unequal(unequal), Some(walk)) => {
                 unequal.seek(t, walk, tile, self.tuning.keys(), self.heads.value())
             }
@@ -196,7 +203,7 @@ impl<'k> Main<'k> {
             (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
         };
         let tile = if self.turns.is_some() { self.in_turn(place, sequence) } else { place };
-        Work { tile, head, batch, steps: self.steps_of(tile, sequence), sequence }
+        Work { tile, head, batch, steps: self.steps_of(tile, sequence), piece: None, sequence }
     }
 
     /// Steps before the first of a tile's first head of queries and of its sequence.

@@ -9,6 +9,9 @@ use std::str::FromStr;
 /// From so many keys on, rounding d_q in a kernel of its own is as fast or faster.
 const MANY_KEYS: u64 = 2049;
 
+/// What it costs to join a piece of a tile, in steps.
+const JOIN: u32 = 2;
+
 /// What the two warpgroups of a block share out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
@@ -83,6 +86,9 @@ pub struct Tuning {
     pub rounds: bool,
     /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
     pub sums: Option<u32>,
+    /// Where the copy engine adds, what it is taken to cost to join pieces of a tile, in steps for each piece: the last tiles are
+    /// cut into pieces if they take less time so. Where none is given they are not cut.
+    pub join: Option<u32>,
 }
 
 impl Cut for Tuning {
@@ -100,10 +106,12 @@ impl Cut for Tuning {
             pairs: None,
             rounds: false,
             sums: None,
+            join: None,
         };
         let columns = Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
-        let narrow = Tuning { rows: 128, adds: Adds::Engine, ..base };
-        let usual = Tuning { rows: 80, adds: Adds::Engine, ..base };
+        let engine = Tuning { adds: Adds::Engine, join: Some(JOIN), ..base };
+        let narrow = Tuning { rows: 128, key_depth: 2, ..engine };
+        let usual = Tuning { rows: 80, ..engine };
         let row = |head_dims, keys, tuning| Row { head_dims, keys, tuning };
         // Of few keys, what runs around the main kernel is a fifth of the time.
         let rounded = |head_dims: RangeInclusive<u32>, tuning| {
@@ -127,7 +135,8 @@ impl Cut for Tuning {
         let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
-        let rounds = [Tuning { rounds: !self.rounds, ..self }].into_iter().filter(|_| self.adds == Adds::Engine);
+        let rounds = [Tuning { rounds: !self.rounds, ..self }, Tuning { join: None, ..self }];
+        let rounds = rounds.into_iter().filter(|_| self.adds == Adds::Engine);
         // What only `by_keys` asks for.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
@@ -183,7 +192,7 @@ impl Tuning {
 
     /// The one whose threads add: where a mask leaves few registers.
     pub fn of_threads(self, head_dim: u32) -> Tuning {
-        let base = Tuning { adds: Adds::Threads, key_depth: 2, rounds: false, ..self };
+        let base = Tuning { adds: Adds::Threads, key_depth: 2, rounds: false, join: None, ..self };
         match head_dim {
             ..=64 => Tuning { rows: 128, drain: true, pack: Pack::Late, ..base },
             _ => Tuning { rows: 64, ..base },
@@ -261,7 +270,7 @@ impl Tuning {
 }
 
 /// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early rounds=yes
-/// pairs=rule sums=rule`.
+/// pairs=rule sums=rule join=2`.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, rounds, sums, .. } = self;
@@ -276,13 +285,18 @@ impl fmt::Display for Tuning {
         [("pairs", pairs), ("sums", sums)].into_iter().try_for_each(|(name, value)| match value {
             Some(value) => write!(f, " {name}={value}"),
             None => write!(f, " {name}={RULE}"),
-        })
+        })?;
+        match self.join {
+            Some(steps) => write!(f, " join={steps}"),
+            None => write!(f, " join={NEVER}"),
+        }
     }
 }
 
 const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
 /// Numbers that are not given.
 const RULE: &str = "rule";
+const NEVER: &str = "never";
 /// A number, or none where there is a rule for it.
 fn or_rule(text: &str) -> Option<Option<u32>> {
     match text {
@@ -294,7 +308,7 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N (1 to 65536)";
+                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N (1 to 65536) join=never|N (0 to 65536)";
 
 impl Tuning {
     /// The same but for these entries.
@@ -313,6 +327,8 @@ impl Tuning {
                 "pairs" => self.pairs = or_rule(value)?,
                 "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,
                 "sums" => self.sums = or_rule(value)?,
+                "join" if value == NEVER => self.join = None,
+                "join" => self.join = Some(cuts::number(value, |n| n <= 1 << 16)?),
                 _ => return None,
             }
             Some(())

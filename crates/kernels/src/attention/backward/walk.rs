@@ -1,6 +1,7 @@
 //! The steps of a tile, as the warpgroups walk them, and what they do with scores.
 
 use super::main::Main;
+use super::pieces::Pieces;
 use super::tiles::{END, FIRST, Of, Tiles, Work};
 use crate::exp::exp2;
 use fulgurite_ptx::{
@@ -116,7 +117,8 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Past the last step of a head. Read again, not kept: registers are short.
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
-        let all = !self.main.spans.bounded_right() && matches!(self.main.tiles, Tiles::Equal { .. });
+        let equal = matches!(self.main.tiles, Tiles::Equal { .. }) && self.main.pieces.is_none();
+        let all = !self.main.spans.bounded_right() && equal;
         if all { self.main.steps } else { self.main.tickets.word(w, END) }
     }
 
@@ -127,7 +129,8 @@ impl<'a, 'k> Walk<'a, 'k> {
         let elements: Vec<_> = d_q.elements().collect();
         outbox.open(w, self.place.get());
         if let (Some(work), Some(rounding)) = (last, &self.main.rounding) {
-            outbox.tell(w, rounding.teller(self.main.pair(work)));
+            let by = self.main.pieces.as_ref().map_or(w.constant(1), |_| Pieces::length(work));
+            outbox.tell(w, rounding.teller(self.main.pair(work)), by);
         }
         outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
         outbox.send(w);

@@ -9,7 +9,7 @@ const ORDER: u64 = 16;
 const BAND_TILES: u64 = 32;
 /// Multiprocessors of the GPUs that these kernels are for; another number only means sums that are kept longer than they need
 /// be, or not long enough to never be waited for.
-const MULTIPROCESSORS: u64 = 132;
+pub(super) const MULTIPROCESSORS: u64 = 132;
 /// A part of the second-level cache.
 const CACHE_BYTES: u64 = 32 << 20;
 
@@ -46,6 +46,18 @@ impl Backward {
         places.max(2 * self.order()).next_multiple_of(self.order())
     }
 
+    /// How many tiles after the tile with its number a part is rounded. Where there are fewer tiles, all parts are left for the end.
+    fn lag(&self) -> u64 {
+        (self.places() * self.key_tiles() / 2).min(self.pairs() * self.key_tiles())
+    }
+
+    /// Whether every pair whose place is used again is rounded in time, if parts come with the first so many tiles only: the others
+    /// are rounded when all tiles are handed out.
+    pub(super) fn comes_round(&self, tiles: u64) -> bool {
+        let again = self.pairs().saturating_sub(self.places()).next_multiple_of(self.order());
+        !self.features.rounds || again == 0 || again * self.key_tiles() + self.lag() <= tiles
+    }
+
     /// Rows that have sums at the same time.
     pub(super) fn sum_rows(&self) -> u64 {
         match self.features.rounds {
@@ -79,9 +91,7 @@ impl Backward {
         args.add("rounded", Value::Pointer(counters.from((COUNTERS + pairs) * 4)));
         args.divisor(["places", "places_magic", "places_shift"], self.places());
         args.divisor(["head_steps", "head_steps_magic", "head_steps_shift"], steps);
-        // Where there are fewer tiles, all parts are left for the end.
-        let lag = (self.places() * tiles / 2).min(pairs * tiles);
-        for (name, n) in [("lag", lag), ("part", part), ("parts", all.div_ceil(part))] {
+        for (name, n) in [("lag", self.lag()), ("part", part), ("parts", all.div_ceil(part))] {
             args.add_u32(name, n);
         }
     }
