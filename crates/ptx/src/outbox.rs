@@ -187,16 +187,18 @@ impl<'k> Outbox<'k> {
                 leave.when(Val::<u64>::reg(self.k, sent[0]).eq(0));
                 sent
             });
+            let whom = Val::<u64>::reg(self.k, whom);
             // Before the place is free: what comes next is written over it.
-            let (whom, by) = (Val::<u64>::reg(self.k, whom), t.var(0u32));
-            t.when(whom.ne(0), |_| {
-                self.k.placed(at, || {
+            let by = self.k.placed(at, || {
+                let by = t.var(0u32);
+                t.when(whom.ne(0), |_| {
                     let place = self.k.shared_address(self.to + PLACE * group).in_register();
                     let word = self.k.register(Class::B32);
                     let args = [Arg::List([word].into()), Arg::Address(Base::Reg(place), BY), Arg::Word("")];
                     self.k.emit(&memory::LD_SHARED_32, args);
                     by.set(Val::<u32>::reg(self.k, word));
                 });
+                by
             });
             self.k.placed(at, || {
                 let from = self.k.shared_address(self.first + 4 * self.count * group).in_register();
