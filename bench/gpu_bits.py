@@ -44,7 +44,9 @@ def gradients(problem):
 def main():
     torch.manual_seed(3)
     wrong = 0
-    for problem in PROBLEMS[:3] + PROBLEMS[5:]:
+    for problem in PROBLEMS:
+        if problem[1] < 100:
+            continue  # Few queries are for decoding, which has no gradients.
         usual, fixed = gradients(problem)
         wrong += any(usual[1:]) or any(fixed)
         print(problem, f"gradients that differ: d_q, d_k, d_v {usual}, in a fixed order {fixed}", flush=True)

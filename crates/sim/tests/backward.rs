@@ -102,6 +102,12 @@ fn warpgroups_take_turns() {
 /// tiles than blocks, heads that share keys, a last tile that has few keys; with sums that are used again.
 #[test]
 fn pieces_of_tiles_are_joined() {
+    // A tile more than there are blocks to deal out to, of which two have sums at the same time.
+    let one_more = Case { heads: [133, 133], q_len: 130, k_len: 100, blocks: 3, ..Case::base() };
+    let tuning = Tuning { rows: 64, pairs: Some(1), sums: Some(2), join: Some(0), ..one_more.plan().tuning() };
+    let one_more = Case { tuning: Some(tuning), ..one_more };
+    assert!(tuning.rounds && one_more.plan().cuts_tiles());
+    one_more.check(&sim(79));
     for (i, (dims, rows, rounds)) in
         [([128, 128], 64, true), ([128, 96], 80, false), ([64, 64], 128, true)].into_iter().enumerate()
     {

@@ -135,8 +135,8 @@ impl Cut for Tuning {
         let key_depth = [1, 2].map(|key_depth| Tuning { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| Tuning { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| Tuning { pairs, ..self });
-        let rounds = [Tuning { rounds: !self.rounds, ..self }, Tuning { join: None, ..self }];
-        let rounds = rounds.into_iter().filter(|_| self.adds == Adds::Engine);
+        let of_engine = [Tuning { rounds: !self.rounds, ..self }, Tuning { join: None, ..self }];
+        let of_engine = of_engine.into_iter().filter(|_| self.adds == Adds::Engine);
         // What only `by_keys` asks for.
         let of_threads = [
             Tuning { early: self.early.saturating_sub(2), ..self },
@@ -155,7 +155,7 @@ impl Cut for Tuning {
             .chain(key_depth)
             .chain(registers)
             .chain(pairs)
-            .chain(rounds);
+            .chain(of_engine);
         let mut found: Vec<Tuning> = Vec::new();
         for tuning in all.chain(of_threads).filter(|tuning| *tuning != self && tuning.has_kernel(head_dim)) {
             if !found.contains(&tuning) {
