@@ -13,12 +13,15 @@ use std::f32::consts::LOG2_E;
 /// Rows of a block, which is one warp: what few read and write together lies together.
 pub const ROWS: u32 = 16;
 
+/// Neighbouring queries of a head that a warp has at once, a whole sector of f32. Steps of the main kernel are multiples of it.
+const EIGHT: u32 = 8;
+
 /// Columns that four lanes bring of a row, eight each: two steps of the tensor cores. And how many such parts are asked for
 /// at once.
 const PART: u32 = 32;
 const AHEAD: usize = 2;
 
-/// delta and -LSE log2(e) of rows in the order batch, query, head; the accumulators of d_q and the counters are zeroed.
+/// delta and -LSE log2(e) of rows in the order batch, eight queries, head, query; the accumulators of d_q and the counters are zeroed.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
@@ -54,7 +57,8 @@ where
             let packed = features.ragged.packed;
             let own = [0, 8].map(|below| {
                 let row = first + lane_row + below;
-                let [rest, head] = heads.div_rem(row);
+                let [eight, head] = heads.div_rem(row / EIGHT);
+                let rest = eight * EIGHT + row % EIGHT;
                 // A sequence, its first row, a query of it and how many it has; where the padded rows of its head begin.
                 let (batch, start, query, q_len, padded) = match &sides {
                     Some(sides) => {
