@@ -145,6 +145,12 @@ impl Slots {
     }
 }
 
+/// Pairs of the last of some bands of `order`.
+pub(super) fn rest(pairs: u64, order: u64) -> u64 {
+    let order = order.max(1);
+    pairs - pairs.saturating_sub(1) / order * order
+}
+
 /// Arguments by the names of their parameters; those that the kernel does not have are left out.
 pub(super) struct Arguments<'a> {
     slots: &'a Slots,
@@ -168,6 +174,17 @@ impl<'a> Arguments<'a> {
         for (name, value) in [name, magic, shift].into_iter().zip(divisor_values(d as u32)) {
             self.add(name, value);
         }
+    }
+    /// Tiles of equal sequences: `tiles` of each pair of head and sequence, in bands of `order` pairs, and the `last` of them
+    /// together.
+    pub fn bands(&mut self, [tiles, pairs]: [u64; 2], [order, last]: [u64; 2]) {
+        let bands = (pairs - last) / order.max(1);
+        for (name, n) in [("m_tiles", tiles), ("tiles", tiles * pairs), ("pairs", pairs), ("bands", bands)] {
+            self.add_u32(name, n);
+        }
+        self.divisor(["band", "band_magic", "band_shift"], order * tiles);
+        self.divisor(["order", "order_magic", "order_shift"], order);
+        self.divisor(["last", "last_magic", "last_shift"], last);
     }
     /// Auxiliary tensors of these shapes.
     pub fn aux<'b>(&mut self, all: impl Iterator<Item = &'b AuxPlaced>, shapes: &[Vec<usize>]) {

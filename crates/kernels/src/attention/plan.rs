@@ -8,7 +8,7 @@ use super::few_plan::Few;
 use super::forward::{self, Features};
 use super::lists::{Blocks, NAMES};
 use super::modifier::Modifiers;
-use super::placed::{Arguments, Slots};
+use super::placed::{Arguments, Slots, rest};
 pub use super::placed::{AuxPlaced, COUNTERS, ListsPlaced, Placed, Tensors};
 use super::repack;
 pub use super::repack::{Copies, Copying};
@@ -410,14 +410,7 @@ impl Forward {
         };
         let order = order.min(pairs);
         visible.lengths(args, q_len, k_len);
-        for (name, n) in [("m_tiles", m_tiles), ("tiles", tiles), ("pairs", pairs)] {
-            args.add_u32(name, n);
-        }
-        // Of the last band; never used where there is none.
-        let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
-        args.divisor(["band", "band_magic", "band_shift"], order * m_tiles);
-        args.divisor(["order", "order_magic", "order_shift"], order);
-        args.divisor(["rest", "rest_magic", "rest_shift"], rest);
+        args.bands([m_tiles, pairs], [order, rest(pairs, order)]);
         tiles
     }
 

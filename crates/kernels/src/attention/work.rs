@@ -146,24 +146,25 @@ impl<'k> WorkVars<'k> {
     }
 }
 
-/// Tiles of a batch of equal sequences: in bands of `order` (head, batch) pairs whose keys fit the second-level cache
-/// (`rest` in the last band); in a band the rows with the most keys, the last, go first.
+/// Tiles of a batch of equal sequences: in bands of `order` (head, batch) pairs whose keys fit the second-level cache, and
+/// one more of the `last` pairs; in a band the rows with the most keys, the last, go first.
 pub struct Equal<'k> {
     pub tiles: Val<'k, u32>,
     m_tiles: Val<'k, u32>,
     pub pairs: Val<'k, u32>,
+    /// Bands before the last one, and tiles of each.
+    bands: Val<'k, u32>,
     band: Divisor<'k>,
     order: Divisor<'k>,
-    rest: Divisor<'k>,
+    last: Divisor<'k>,
 }
 
 impl<'k> Equal<'k> {
     /// Declares the parameters.
     pub fn new(k: &'k Builder) -> Self {
-        let [m_tiles, tiles, pairs] = ["m_tiles", "tiles", "pairs"].map(|name| k.param::<u32>(name));
-        // `band` is the number of tiles of a band.
-        let [band, order, rest] = ["band", "order", "rest"].map(|name| k.divisor(name));
-        Equal { tiles, m_tiles, pairs, band, order, rest }
+        let [m_tiles, tiles, pairs, bands] = ["m_tiles", "tiles", "pairs", "bands"].map(|name| k.param::<u32>(name));
+        let [band, order, last] = ["band", "order", "last"].map(|name| k.divisor(name));
+        Equal { tiles, m_tiles, pairs, bands, band, order, last }
     }
 
     /// Batch and head of a tile, and its number among those of the head, in the order of rows.
@@ -176,11 +177,10 @@ impl<'k> Equal<'k> {
     /// Batch and head of a tile, and how many tiles of the head go before.
     #[track_caller]
     pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
-        let [number, tile] = self.band.div_rem(tile);
-        let first = number * self.order.value();
-        let count = Divisor::select((first + self.order.value()).le(self.pairs), self.order, self.rest);
-        let [up, across] = count.div_rem(tile);
-        let [batch, head] = heads.div_rem(first + across);
+        let number = self.band.div_rem(tile)[0].min(self.bands);
+        let count = Divisor::select(number.lt(self.bands), self.order, self.last);
+        let [up, across] = count.div_rem(tile - number * self.band.value());
+        let [batch, head] = heads.div_rem(number * self.order.value() + across);
         [batch, head, up]
     }
 

@@ -568,17 +568,9 @@ impl Backward {
         ] {
             args.add(name, Value::Tensor(placed.tensor(self.number)));
         }
-        let (key_tiles, pairs, order) = (self.key_tiles(), self.pairs(), self.order());
-        // Of the last band; never used where there is none.
-        let rest = if pairs.is_multiple_of(order) { 1 } else { pairs % order };
-        args.divisor(["band", "band_magic", "band_shift"], order * key_tiles);
-        args.divisor(["order", "order_magic", "order_shift"], order);
-        args.divisor(["rest", "rest_magic", "rest_shift"], rest);
+        args.bands([self.key_tiles(), self.pairs()], [self.order(), self.last_band()]);
         let first = |seen: &Range<usize>| if seen.is_empty() { OUTSIDE } else { seen.start as u64 };
         let numbers = [
-            ("m_tiles", key_tiles),
-            ("tiles", key_tiles * pairs),
-            ("pairs", pairs),
             ("k_len", k_len as u64),
             ("q_len", q_len as u64),
             ("first_key", first(&seen_keys)),

@@ -69,7 +69,7 @@ impl<'k> Work<'k> {
 /// How tiles are found.
 pub(super) enum Tiles<'k> {
     Equal {
-        tiles: Equal<'k>,
+        tiles: Box<Equal<'k>>,
         k_len: Val<'k, u32>,
         /// The first key, and the first query, that the copy engine is told of: others are read as zeros.
         first: [Val<'k, u32>; 2],
@@ -82,7 +82,7 @@ pub(super) enum Tiles<'k> {
 impl<'k> Tiles<'k> {
     /// Declares the parameters of equal sequences.
     pub fn equal(k: &'k Builder) -> Self {
-        let tiles = Equal::new(k);
+        let tiles = Box::new(Equal::new(k));
         let k_len = k.param::<u32>("k_len");
         let first = ["first_key", "first_query"].map(|name| k.param::<u32>(name));
         let diagonals = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));

@@ -2,6 +2,7 @@
 
 use super::super::Order;
 use super::{Arguments, Backward, COUNTERS, Span, Tensors, Value};
+use crate::attention::placed::rest;
 
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
@@ -32,6 +33,17 @@ impl Backward {
             (None, Order::Fixed) => self.fixed_order(),
         };
         order.min(self.pairs()).max(1)
+    }
+
+    /// Pairs of the last band. Where tiles differ in length, it has so many that the shortest go last, of all that run at the end:
+    /// blocks whose last tile is a short one end together.
+    pub(super) fn last_band(&self) -> u64 {
+        let (order, pairs) = (self.order(), self.pairs());
+        let differ = self.features.order == Order::Any && !self.features.mask.spans().is_empty();
+        let wanted = if differ { 2 * MULTIPROCESSORS / self.key_tiles().max(1) } else { 0 };
+        // Where d_q is rounded meanwhile: a part comes with a tile after all that add to it, and before those that need its place.
+        let most = if self.features.rounds { wanted.min(self.places() / 2) } else { wanted }.min(pairs);
+        rest(pairs, order) + (most / order).saturating_sub(1) * order
     }
 
     /// Pairs that would have sums at the same time if there were enough, whole bands of them. Half of them are between a part's
