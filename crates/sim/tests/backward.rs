@@ -75,6 +75,37 @@ fn sums_are_used_again() {
     }
 }
 
+/// The last band may have more pairs than the others: as many as there are places for between a part and its tile.
+#[test]
+fn the_last_band_is_larger() {
+    for (sums, seed) in [(4, 70), (8, 71), (10, 72)] {
+        let case = Case { q_len: 150, k_len: 290, mask: Mask::causal(), heads: [11, 11], blocks: 5, ..Case::base() };
+        let tuning = Tuning { pairs: Some(2), sums: Some(sums), ..case.plan().tuning() };
+        assert!(tuning.rounds);
+        Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+    }
+}
+
+/// Steps that a mask cuts and steps that it does not, where each head of keys has one of queries: many of either, of one and
+/// none, keys that end inside of a tile, and a first step that is the only one.
+#[test]
+fn single_heads_under_masks_are_right() {
+    let base = Case { heads: [2, 2], blocks: 3, ..Case::base() };
+    for (dims, mut seed) in [([128, 128], 80), ([64, 64], 90)] {
+        for (q_len, k_len, mask) in [
+            (520, 300, Mask::causal()),
+            (300, 520, Mask::causal_top_left()),
+            (400, 130, Mask::none()),
+            (500, 256, Mask::none()),
+            (70, 200, Mask::causal()),
+            (450, 400, Mask::window(Some(100), None)),
+        ] {
+            Case { dims, q_len, k_len, mask, ..base.clone() }.check(&sim(seed));
+            seed += 1;
+        }
+    }
+}
+
 /// Long and short steps: tiles of many steps and of one, heads that share keys, rows that are padded.
 #[test]
 fn warpgroups_take_turns() {

@@ -84,8 +84,9 @@ pub(super) struct Main<'k> {
     pub turns: Option<Turns<'k>>,
     /// Steps from one head of queries to the next.
     pub steps: Val<'k, u32>,
-    /// Heads of queries for each head of keys.
+    /// Heads of queries for each head of keys, and whether that is known to be one.
     pub group: Val<'k, u32>,
+    pub single: bool,
     /// Heads of keys.
     pub heads: Divisor<'k>,
     pub tiles: Tiles<'k>,
@@ -206,6 +207,7 @@ impl<'k> Main<'k> {
             turns,
             steps,
             group,
+            single: features.single,
             heads,
             tiles,
             modified,

@@ -62,6 +62,8 @@ pub struct Features {
     /// Whether the last tiles are cut into pieces, where that takes less time: where the copy engine adds, of equal sequences
     /// whose queries see all keys, in any order.
     pub pieces: bool,
+    /// Whether each head of keys has one head of queries, where the copy engine adds: then no step is the first of another head.
+    pub single: bool,
     /// Lengths that differ from sequence to sequence.
     pub ragged: Ragged,
     /// Expressions over scores and indices.
@@ -72,7 +74,7 @@ impl Features {
     /// Those of equal sequences under a mask of spans, without anything else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         let (ragged, modified) = (Ragged::default(), Derived::default());
-        let (order, rounds, pieces) = (Order::Any, false, false);
-        Features { dims, mask, exp: Exp::Auto, d_lse: false, order, rounds, pieces, ragged, modified }
+        let (order, rounds, pieces, single) = (Order::Any, false, false, false);
+        Features { dims, mask, exp: Exp::Auto, d_lse: false, order, rounds, pieces, single, ragged, modified }
     }
 }

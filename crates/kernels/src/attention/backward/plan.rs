@@ -150,8 +150,8 @@ impl Backward {
             tuning = Tuning::columns();
         }
         let padded = tuning.padded(dims.map(|d| d as u32));
-        let features =
-            Features { dims: padded, mask, exp, d_lse, order, rounds: false, pieces: false, ragged, modified };
+        let (rounds, pieces, single) = (false, false, false);
+        let features = Features { dims: padded, mask, exp, d_lse, order, rounds, pieces, single, ragged, modified };
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
@@ -183,6 +183,7 @@ impl Backward {
         self.features.dims = tuning.padded(self.dims.map(|d| d as u32));
         self.cut = if sent { self.cut_tiles() } else { 0 };
         self.features.pieces = self.cut > 0;
+        self.features.single = tuning.adds == Adds::Engine && self.heads[0] == self.heads[1];
         if self.features.rounds && (self.features.pieces || self.features.order == Order::Fixed) {
             // The thread that loads has no registers left for a second stage of keys.
             tuning.key_depth = 1;

@@ -149,9 +149,10 @@ where
             walk.forward_step(w, |w, _| set_head(w));
             step(w, false);
         });
-        // Read again: kept over the loop it would take registers of it.
-        let work = main.read(&tickets.again(w));
-        let last = main.pieces.as_ref().map(|pieces| pieces.join(w, &work, [&d_k, &d_v], &barrier));
+        // Read again: kept over the loop, or while pieces are joined, it would take registers.
+        let again = |w: &Scope<'k, Group>| main.read(&tickets.again(w));
+        let last = main.pieces.as_ref().map(|pieces| pieces.join(w, &again(w), [&d_k, &d_v], &barrier));
+        let work = again(w);
         let where_last = |w: &Scope<'k, Group>, f: &dyn Fn(&Scope<'k, Group>)| match last {
             Some(last) => w.when(last, |w| f(w)),
             None => f(w),

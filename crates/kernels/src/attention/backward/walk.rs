@@ -37,7 +37,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
         let (rows, d) = (main.tuning.rows, main.dims[0]);
-        self.left.set((end - first) * main.group);
+        self.left.set(if main.single { end - first } else { (end - first) * main.group });
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
         let step = main.sums_before(work) + first;
@@ -87,6 +87,9 @@ impl<'a, 'k> Walk<'a, 'k> {
     #[track_caller]
     pub fn forward_step(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>, [Val<'k, u32>; 2])) {
         self.step.set(self.step.get() + 1);
+        if self.main.single {
+            return;
+        }
         let end = self.end_of_head(w);
         w.when(self.step.get().eq(end), |w| {
             let first = self.main.tickets.word(w, FIRST);
@@ -100,6 +103,9 @@ impl<'a, 'k> Walk<'a, 'k> {
     #[track_caller]
     pub fn forward_sums(&self, w: &Scope<'k, Group>) {
         self.place.set(self.place.get() + u64::from(self.step_bytes()));
+        if self.main.single {
+            return;
+        }
         let first = self.main.tickets.word(w, FIRST);
         w.when(self.step.get().eq(first), |w| self.skip_sums([first, self.end_of_head(w)]));
     }
