@@ -9,12 +9,11 @@
 //! out before it, if it ends before they do. A run goes backwards through its tiles: the piece that begins a tile waits for
 //! nobody, and the others of that tile for it.
 
+use super::rounding::GROUPS;
 use super::tiles::Work;
 use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Pointer, Scope, Val};
 
-/// Warpgroups that compute, each with its own keys.
-const GROUPS: u32 = 2;
-/// Keys of one.
+/// Keys of a warpgroup.
 const KEYS: u32 = 64;
 
 /// How the last tiles are cut, and where sums are left.

@@ -21,7 +21,8 @@ const EIGHT: u32 = 8;
 const PART: u32 = 32;
 const AHEAD: usize = 2;
 
-/// delta and -LSE log2(e) of rows in the order batch, eight queries, head, query; the accumulators of d_q and the counters are zeroed.
+/// delta and -LSE log2(e) of rows in the order batch, eight queries, head, query; the accumulators of d_q and the counters are
+/// zeroed.
 pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,

@@ -17,8 +17,8 @@ use super::turns::Hand;
 use super::{Features, Tuning};
 use fulgurite_ptx::{Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Relay, Scope, Thread, Val, Var, Word};
 
-/// Warpgroups that compute: each has a half of every step, for itself.
-const GROUPS: u32 = 2;
+/// Warpgroups that compute: each has its own keys, and a half of every step, for itself.
+pub(super) const GROUPS: u32 = 2;
 /// Threads of one.
 const THREADS: u32 = 128;
 /// Items that a thread reads at once, and fours of each: as many as there are registers for.
