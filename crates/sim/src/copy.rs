@@ -244,10 +244,16 @@ impl World<'_> {
                         Some((way, number)) => combine(way, number, old, new),
                     }
                     if self.options.checks {
+                        let unwritten = allocation.shadow.unwritten(offset, bytes.into()).filter(|_| strong);
+                        let unwritten = unwritten.map(|at| allocation.address + at);
                         let conflict = allocation.shadow.write(&mut self.ledger, &mut t, offset, bytes.into());
                         if let Some(conflict) = conflict {
                             let at = allocation.address + conflict.offset;
                             self.conflict(conflict, at, &access, Some(copy.lane), true);
+                        }
+                        if let Some(at) = unwritten {
+                            let what = "a copy combines with global memory that nobody wrote".to_owned();
+                            self.copy_fault(&copy, Fault::Uninitialised, what, at);
                         }
                     } else {
                         allocation.shadow.set_written(offset, bytes.into());
@@ -278,8 +284,9 @@ impl World<'_> {
                     if !self.options.checks {
                         continue;
                     }
-                    let mut found = None;
+                    let (mut found, mut unwritten) = (None, None);
                     touched(offset, copy.bytes, swizzle, |at, bytes| {
+                        unwritten = unwritten.or(block.shadow.unwritten(at, bytes).filter(|_| strong));
                         let conflict = block.shadow.write(&mut self.ledger, &mut t, at, bytes);
                         found = found.or(conflict);
                     });
@@ -293,6 +300,10 @@ impl World<'_> {
                     if let Some(conflict) = found {
                         let at = conflict.offset + u64::from(SHARED_BASE);
                         self.conflict(conflict, at, &access, Some(copy.lane), true);
+                    }
+                    if let Some(at) = unwritten {
+                        let what = "a copy combines with shared memory that nobody wrote".to_owned();
+                        self.copy_fault(&copy, Fault::Uninitialised, what, at + u64::from(SHARED_BASE));
                     }
                 }
             }

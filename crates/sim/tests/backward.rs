@@ -86,6 +86,26 @@ fn the_last_band_is_larger() {
     }
 }
 
+/// Sums that are zeroed while the first tiles run: all but those of one pair, or of two; with places that are used again, and in
+/// a fixed order.
+#[test]
+fn sums_are_zeroed_meanwhile() {
+    for (i, (dims, rounds)) in [([128, 128], false), ([128, 96], true), ([64, 64], false)].into_iter().enumerate() {
+        let base = Case { dims, q_len: 200, k_len: 150, heads: [6, 6], blocks: 3, ..Case::base() };
+        for (case, seed) in [
+            base.clone(),
+            Case { mask: Mask::causal(), heads: [4, 2], batch: 2, blocks: 5, ..base.clone() },
+            Case { order: Order::Fixed, q_len: 90, dtype: DType::F16, ..base },
+        ]
+        .into_iter()
+        .zip(110 + 3 * i as u64..)
+        {
+            let tuning = Tuning { rounds, zeroed: Some(1 + i as u32 % 2), sums: Some(4), ..case.plan().tuning() };
+            Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+        }
+    }
+}
+
 /// Steps that a mask cuts and steps that it does not, where each head of keys has one of queries: many of either, of one and
 /// none, keys that end inside of a tile, and a first step that is the only one.
 #[test]

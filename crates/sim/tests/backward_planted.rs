@@ -3,7 +3,7 @@
 mod common;
 
 use common::backward::Case;
-use common::mutate::{change, drop, drop_at, drop_loop, drop_loops_at, drop_wait, drop_waits_at, line, replace};
+use common::mutate::{change, drop, drop_at, drop_loops_at, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
 use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_kernels::attention::backward::{Order, Tuning};
@@ -251,29 +251,61 @@ fn in_what_is_rounded() {
         let adds = line(&k(), "cp.reduce.async.bulk", 0);
         let (reads, zeros) = (lines("ld.global.f32", "finish.rs"), lines("st.global.f32", "rounding.rs"));
         // The part that comes with a tile, and the place of the tile's pair; the rest waits at the end.
-        let looks = lines("ld.acquire", "rounding.rs");
-        let [part, place] = looks[..] else { panic!("{looks:?}") };
+        let look = |text| line_with(&k(), "ld.acquire", "rounding.rs", text);
+        let (part, place) = (look("teller(part.pair).wait_for"), look("self.rounded.wait_for"));
         let barriers = lines("bar.sync", "rounding.rs");
         let [before_zeros, _rest] = barriers[..] else { panic!("{barriers:?}") };
-        // Who tells of what the copy engine added comes after who tells what is rounded.
-        let (tell, [added, rounded]) = ("atom.global.ordered", [1, 0]);
+        let tell = "atom.global.ordered";
+        let [[added], [rounded]] = ["main.rs", "rounding.rs"].map(|file| lines(tell, file)[..].try_into().unwrap());
+        let arrived = line_with(&k(), "cp.async.bulk.wait_group", "main.rs", "outbox.keep(");
         let publish = *lines("fence.proxy.async", "rounding.rs").first().expect("zeros are published");
         let bugs = vec![
-            bug("a part read before all is added", drop_loop(k(), "ld.acquire", 0), Fault::Race, &[adds]),
-            bug("added to a place that is still read", drop_loop(k(), "ld.acquire", 1), Fault::Race, &[adds]),
+            bug("a part read before all is added", drop_loops_at(k(), "ld.acquire", part), Fault::Race, &[adds]),
+            bug("added to a place that is still read", drop_loops_at(k(), "ld.acquire", place), Fault::Race, &[adds]),
             bug(
                 "zeros before all have read",
                 drop_at(k(), "bar.sync", before_zeros),
                 Fault::Race,
                 &[reads[0], zeros[0]],
             ),
-            bug("nobody is told what is added", drop(k(), tell, added), Fault::Deadlock, &[part]),
-            bug("nobody is told what is rounded", drop(k(), tell, rounded), Fault::Deadlock, &[place]),
-            bug("told before it is added", drop(k(), "cp.async.bulk.wait_group", 0), Fault::Race, &[adds]),
+            bug("nobody is told what is added", drop_at(k(), tell, added), Fault::Deadlock, &[part]),
+            bug("nobody is told what is rounded", drop_at(k(), tell, rounded), Fault::Deadlock, &[place]),
+            bug("told before it is added", drop_at(k(), "cp.async.bulk.wait_group", arrived), Fault::Race, &[adds]),
             bug("zeros not published", drop_at(k(), "fence.proxy.async", publish), Fault::ProxyRace, &[adds]),
         ];
         check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
     }
+}
+
+/// Sums that are zeroed while tiles run.
+#[test]
+fn in_what_is_zeroed() {
+    // Of four pairs, the sums of the first are zero before.
+    let case = Case { q_len: 200, k_len: 100, heads: [4, 4], ..case(2) };
+    let tuning = Tuning { rounds: false, zeroed: Some(1), join: None, ..case.plan().tuning() };
+    let case = Case { tuning: Some(tuning), ..case };
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let k = || Kernel::clone(&kernels.main);
+    let one = |row: &str, file: &str| match lines_of(&k(), row, file)[..] {
+        [line] => line,
+        ref lines => panic!("{row} of {file}: {lines:?}"),
+    };
+    let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
+    let [look, tell, arrived] =
+        ["ld.acquire", "atom.global.ordered", "cp.async.bulk.wait_group"].map(|row| one(row, "clearing.rs"));
+    let (adds, zeros) = (line(&k(), "cp.reduce.async.bulk", 0), one("cp.async.bulk.store", "clearing.rs"));
+    let publish = line_with(&k(), "fence.proxy.async", "clearing.rs", "zeros.write");
+    let bugs = vec![
+        Bug {
+            or: &[Fault::Uninitialised],
+            ..bug("added before it is zero", drop_loops_at(k(), "ld.acquire", look), Fault::Race, &[adds, zeros])
+        },
+        bug("told before it is zero", drop_at(k(), "cp.async.bulk.wait_group", arrived), Fault::Race, &[adds, zeros]),
+        bug("nobody is told what is zero", drop_at(k(), "atom.global.ordered", tell), Fault::Deadlock, &[look]),
+        bug("zeros not written", drop(k(), "cp.async.bulk.store", 0), Fault::Uninitialised, &[adds]),
+        bug("zeros not published", drop_at(k(), "fence.proxy.async", publish), Fault::ProxyRace, &[zeros]),
+    ];
+    check(bugs, &case, &kernels, |kernels, main| Kernels { main, ..kernels.clone() });
 }
 
 /// Sums that go from piece to piece of a tile.

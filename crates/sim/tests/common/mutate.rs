@@ -145,7 +145,7 @@ pub fn drop_wait(kernel: Kernel, n: usize) -> Kernel {
 }
 
 /// Without the loop that waits by the `n`-th use of a row.
-pub fn drop_loop(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
+fn drop_loop(mut kernel: Kernel, row: &str, n: usize) -> Kernel {
     let mut seen = 0;
     each_mut(&mut kernel.body, &mut |stmt| {
         let Stmt::Loop { body, .. } = stmt else { return Fate::Keep };
