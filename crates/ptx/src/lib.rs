@@ -29,6 +29,7 @@ mod swap;
 pub mod table;
 mod tile;
 mod verify;
+mod zeros;
 
 pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
@@ -47,3 +48,4 @@ pub use relay::Relay;
 pub use swap::Swap;
 pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;
+pub use zeros::Zeros;

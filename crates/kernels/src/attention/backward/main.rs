@@ -5,6 +5,7 @@
 //! the rows of the scores. d_q is added to sums in global memory. What the warpgroups do is in `by_keys`, `sent`,
 //! `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
+use super::clearing::Clearing;
 use super::modified::Modified;
 use super::pieces::Pieces;
 use super::rounding::Rounding;
@@ -75,7 +76,9 @@ pub(super) struct Main<'k> {
     numbers: [Pointer<'k, f32>; 2],
     /// Where d_q is summed.
     pub sums: Pointer<'k, f32>,
-    counters: Pointer<'k, u32>,
+    pub counters: Pointer<'k, u32>,
+    /// What of the sums is zeroed meanwhile.
+    clearing: Option<Clearing<'k>>,
     /// Who rounds what of d_q, where there is no kernel for it.
     pub rounding: Option<Rounding<'k>>,
     /// How the last tiles are cut.
@@ -144,6 +147,8 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
+        let clears = tuning.adds == Adds::Engine && !features.ragged.any();
+        let clearing = clears.then(|| Clearing::new(k));
         let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
         let pieces = features.pieces.then(|| Pieces::new(k, features.dims));
         let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &tuning));
@@ -202,6 +207,7 @@ impl<'k> Main<'k> {
             numbers,
             sums,
             counters,
+            clearing,
             rounding,
             pieces,
             turns,
@@ -291,6 +297,7 @@ impl<'k> Main<'k> {
                 });
                 self.turns.iter().for_each(|turns| w.one_thread_of_warp(3, |t| self.take_turns(t, works, turns)));
             }
+            self.clearing.iter().for_each(|clearing| clearing.keep(w, self));
             self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
             match (&self.turns, &self.outbox) {
                 (turns, Some(outbox)) => (0..2).for_each(|group| {
@@ -327,6 +334,7 @@ impl<'k> Main<'k> {
                 None => find(tile.get()),
             };
             self.rounding.iter().for_each(|r| r.post(t, self, tile.get(), self.pair(&work)));
+            self.clearing.iter().for_each(|clearing| clearing.wait(t, self, self.pair(&work)));
             // Asked for early: the answer is used after this tile's loads.
             let ticket = (!waits).then(|| self.draw(t));
             found(t, &work);

@@ -2,12 +2,13 @@
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
-//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sum of d_q, [`main`] everything else; where
-//! it does not round d_q as well, [`finish`] does. A row without keys has a gradient of zeros.
+//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sums of d_q, or those that are needed first, [`main`]
+//! does everything else; where it does not round d_q as well, [`finish`] does. A row without keys has a gradient of zeros.
 
 mod by_columns;
 mod by_keys;
 mod by_pairs;
+mod clearing;
 pub mod exact;
 pub mod finish;
 pub mod main;

@@ -29,7 +29,7 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Up to so many queries, longer steps waste more at the edges of a mask than they save.
 const SHORT: usize = 2048;
-/// Words of which the first counts the tiles that are handed out: a whole unit of 16 bytes.
+/// Words that count the tiles that are handed out, and the parts of the sums that are taken and zeroed: a whole unit of 16 bytes.
 const COUNTERS: u64 = 4;
 /// Rows before the first of a tensor that nothing is read of: past all that there can be.
 const OUTSIDE: u64 = 1 << 30;
@@ -464,7 +464,7 @@ impl Backward {
         tensors.d_lse.into_iter().for_each(|span| args.add("d_lse", Value::Pointer(span)));
         let numbers = [
             ("all_rows", self.rows()),
-            ("sum_rows", self.sum_rows()),
+            ("sum_rows", self.zeroed_rows()),
             ("lse_rows", self.lengths()[0]),
             ("value_dim", self.dims[1]),
             ("words", self.counters()),
@@ -502,6 +502,9 @@ impl Backward {
         args.add("scale_log2", Value::F32(scale_log2));
         self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
+        if self.clears() {
+            self.clearing(&mut args);
+        }
         if self.features.rounds {
             self.rounding(&mut args, tensors, counters);
         }

@@ -1,4 +1,4 @@
-//! Before the gradients: delta and the LSE of each row, and zeros where d_q will be summed.
+//! Before the gradients: delta and the LSE of each row, and zeros where d_q will be summed first.
 //!
 //! A warp has sixteen rows. delta is the diagonal of o d_o^T by the tensor cores, sixteen columns at a time, as d_p is
 //! summed: where one key has all the weight the two must cancel to the last bit, whatever the size of the keys they are
@@ -34,7 +34,7 @@ where
         let d_lse = features.d_lse.then(|| k.pointer::<f32>("d_lse"));
         let [shift, delta, sums] = ["shift", "delta", "sums"].map(|name| k.pointer::<f32>(name));
         let counters = k.pointer::<u32>("counters");
-        // Rows of all heads with their padding, those that have sums at once, rows of a head in the LSE.
+        // Rows of all heads with their padding, those whose sums are zeroed, rows of a head in the LSE.
         let [all_rows, sum_rows, lse_rows, value_dim, words] =
             ["all_rows", "sum_rows", "lse_rows", "value_dim", "words"].map(|name| k.param::<u32>(name));
         let (heads, rows) = (k.divisor("heads"), k.divisor("rows"));

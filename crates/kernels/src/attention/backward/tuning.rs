@@ -86,6 +86,9 @@ pub struct Tuning {
     pub rounds: bool,
     /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
     pub sums: Option<u32>,
+    /// Where the copy engine adds, pairs whose sums are zero before the main kernel begins: it zeroes the others while its first
+    /// tiles run. By a rule where none is given.
+    pub zeroed: Option<u32>,
     /// Where the copy engine adds, what it is taken to cost to join pieces of a tile, in steps for each piece: the last tiles are
     /// cut into pieces if they take less time so. Where none is given they are not cut.
     pub join: Option<u32>,
@@ -106,6 +109,7 @@ impl Cut for Tuning {
             pairs: None,
             rounds: false,
             sums: None,
+            zeroed: None,
             join: None,
         };
         let columns = Tuning { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
@@ -270,10 +274,11 @@ impl Tuning {
 }
 
 /// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early rounds=yes
-/// pairs=rule sums=rule join=2`.
+/// pairs=rule sums=rule zeroed=rule join=2`.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, rounds, sums, .. } = self;
+        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, rounds, sums, zeroed, .. } =
+            self;
         let (share, adds) = (cuts::name_of(&Share::NAMES, self.share), cuts::name_of(&Adds::NAMES, self.adds));
         let (drain, pack) = (cuts::name_of(&ANSWERS, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
         write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
@@ -282,10 +287,12 @@ impl fmt::Display for Tuning {
             "registers={compute}:{load} early={early} drain={drain} pack={pack} rounds={}",
             cuts::name_of(&ANSWERS, *rounds)
         )?;
-        [("pairs", pairs), ("sums", sums)].into_iter().try_for_each(|(name, value)| match value {
-            Some(value) => write!(f, " {name}={value}"),
-            None => write!(f, " {name}={RULE}"),
-        })?;
+        [("pairs", pairs), ("sums", sums), ("zeroed", zeroed)].into_iter().try_for_each(
+            |(name, value)| match value {
+                Some(value) => write!(f, " {name}={value}"),
+                None => write!(f, " {name}={RULE}"),
+            },
+        )?;
         match self.join {
             Some(steps) => write!(f, " join={steps}"),
             None => write!(f, " join={NEVER}"),
@@ -308,7 +315,7 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N (1 to 65536) join=never|N (0 to 65536)";
+                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N zeroed=rule|N (1 to 65536) join=never|N (0 to 65536)";
 
 impl Tuning {
     /// The same but for these entries.
@@ -327,6 +334,7 @@ impl Tuning {
                 "pairs" => self.pairs = or_rule(value)?,
                 "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,
                 "sums" => self.sums = or_rule(value)?,
+                "zeroed" => self.zeroed = or_rule(value)?,
                 "join" if value == NEVER => self.join = None,
                 "join" => self.join = Some(cuts::number(value, |n| n <= 1 << 16)?),
                 _ => return None,

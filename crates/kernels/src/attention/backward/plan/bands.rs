@@ -1,6 +1,7 @@
 //! Which tiles run together, and how many pairs of head and sequence have sums of d_q at the same time.
 
-use super::super::Order;
+use super::super::clearing::ZEROS;
+use super::super::{Adds, Order};
 use super::{Arguments, Backward, COUNTERS, Span, Tensors, Value};
 use crate::attention::placed::rest;
 
@@ -77,6 +78,39 @@ impl Backward {
             true => self.rows() / self.pairs().max(1) * self.places().min(self.pairs()),
             false => self.rows(),
         }
+    }
+
+    /// Whether the main kernel zeroes sums.
+    pub(super) fn clears(&self) -> bool {
+        self.tuning.adds == Adds::Engine && !self.features.ragged.any()
+    }
+
+    /// Pairs whose sums are zero before it begins: those that the first tiles of all blocks add to.
+    fn zeroed(&self) -> u64 {
+        let (order, tiles) = (self.order(), self.key_tiles().max(1));
+        // Under a mask some tiles are short.
+        let first = if self.features.mask.spans().is_empty() { MULTIPROCESSORS } else { 2 * MULTIPROCESSORS };
+        let bands = first.div_ceil(order * tiles);
+        let by_rule = match bands <= (self.pairs() - self.last_band()) / order {
+            true => bands * order,
+            false => self.pairs(),
+        };
+        self.tuning.zeroed.map_or(by_rule, u64::from)
+    }
+
+    /// Rows whose sums are zero before the main kernel begins.
+    pub(super) fn zeroed_rows(&self) -> u64 {
+        let all = self.sum_rows();
+        if self.clears() { (self.rows() / self.pairs().max(1) * self.zeroed()).min(all) } else { all }
+    }
+
+    /// What of the sums is zeroed meanwhile.
+    pub(super) fn clearing(&self, args: &mut Arguments<'_>) {
+        let copies = |rows: u64| rows * u64::from(self.features.dims[0]) / u64::from(ZEROS);
+        let before = copies(self.zeroed_rows());
+        let numbers =
+            [("zeroed", self.zeroed()), ("first_cleared", before), ("cleared", copies(self.sum_rows()) - before)];
+        numbers.into_iter().for_each(|(name, n)| args.add_u32(name, n));
     }
 
     /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
