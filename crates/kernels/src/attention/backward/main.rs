@@ -147,8 +147,7 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
-        let clears = tuning.adds == Adds::Engine && !features.ragged.any();
-        let clearing = clears.then(|| Clearing::new(k));
+        let clearing = features.clears(&tuning).then(|| Clearing::new(k));
         let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
         let pieces = features.pieces.then(|| Pieces::new(k, features.dims));
         let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &tuning));

@@ -72,6 +72,11 @@ pub struct Features {
 }
 
 impl Features {
+    /// Whether the main kernel zeroes what of the sums of d_q is not needed at once: where the copy engine adds, of equal sequences.
+    pub fn clears(&self, tuning: &Tuning) -> bool {
+        tuning.adds == Adds::Engine && !self.ragged.any()
+    }
+
     /// Those of equal sequences under a mask of spans, without anything else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         let (ragged, modified) = (Ragged::default(), Derived::default());

@@ -502,7 +502,7 @@ impl Backward {
         args.add("scale_log2", Value::F32(scale_log2));
         self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
-        if self.clears() {
+        if self.features.clears(&self.tuning) {
             self.clearing(&mut args);
         }
         if self.features.rounds {

@@ -1,7 +1,7 @@
 //! Which tiles run together, and how many pairs of head and sequence have sums of d_q at the same time.
 
+use super::super::Order;
 use super::super::clearing::ZEROS;
-use super::super::{Adds, Order};
 use super::{Arguments, Backward, COUNTERS, Span, Tensors, Value};
 use crate::attention::placed::rest;
 
@@ -80,12 +80,7 @@ impl Backward {
         }
     }
 
-    /// Whether the main kernel zeroes sums.
-    pub(super) fn clears(&self) -> bool {
-        self.tuning.adds == Adds::Engine && !self.features.ragged.any()
-    }
-
-    /// Pairs whose sums are zero before it begins: those that the first tiles of all blocks add to.
+    /// Pairs whose sums are zero before the main kernel begins: those that the first tiles of all blocks add to.
     fn zeroed(&self) -> u64 {
         let (order, tiles) = (self.order(), self.key_tiles().max(1));
         // Under a mask some tiles are short.
@@ -100,8 +95,8 @@ impl Backward {
 
     /// Rows whose sums are zero before the main kernel begins.
     pub(super) fn zeroed_rows(&self) -> u64 {
-        let all = self.sum_rows();
-        if self.clears() { (self.rows() / self.pairs().max(1) * self.zeroed()).min(all) } else { all }
+        let (all, of_pair) = (self.sum_rows(), self.rows() / self.pairs().max(1));
+        if self.features.clears(&self.tuning) { (of_pair * self.zeroed()).min(all) } else { all }
     }
 
     /// What of the sums is zeroed meanwhile.
