@@ -78,12 +78,19 @@ fn sums_are_used_again() {
 /// The last band may have more pairs than the others: as many as there are places for between a part and its tile.
 #[test]
 fn the_last_band_is_larger() {
+    let case = Case { q_len: 150, k_len: 290, mask: Mask::causal(), heads: [11, 11], blocks: 5, ..Case::base() };
     for (sums, seed) in [(4, 70), (8, 71), (10, 72)] {
-        let case = Case { q_len: 150, k_len: 290, mask: Mask::causal(), heads: [11, 11], blocks: 5, ..Case::base() };
         let tuning = Tuning { pairs: Some(2), sums: Some(sums), ..case.plan().tuning() };
         assert!(tuning.rounds);
-        Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+        Case { tuning: Some(tuning), ..case.clone() }.check(&sim(seed));
     }
+    // In a fixed order where it is asked for: each pair's own order stays.
+    let fixed = Case { order: Order::Fixed, ..case };
+    let with = |last: u32, seed: u64| {
+        let tuning = Tuning { pairs: Some(2), sums: Some(10), last: Some(last), ..fixed.plan().tuning() };
+        Case { tuning: Some(tuning), ..fixed.clone() }.check(&sim(seed)).d_q
+    };
+    assert_eq!(with(1, 73), with(6, 74));
 }
 
 /// Sums that are zeroed while the first tiles run: all but those of one pair, or of two; with places that are used again, and in

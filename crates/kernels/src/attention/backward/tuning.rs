@@ -81,6 +81,8 @@ pub struct Tuning {
     pub pack: Pack,
     /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
     pub pairs: Option<u32>,
+    /// Pairs that run together at the end, in whole bands and as many as there may be; by a rule where none is given.
+    pub last: Option<u32>,
     /// Whether d_q is rounded by the blocks that add to it, while others still do, where the copy engine adds: then its sums
     /// need not leave the second-level cache.
     pub rounds: bool,
@@ -107,6 +109,7 @@ impl Cut for Tuning {
             drain: false,
             pack: Pack::Early,
             pairs: None,
+            last: None,
             rounds: false,
             sums: None,
             zeroed: None,
@@ -274,11 +277,10 @@ impl Tuning {
 }
 
 /// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early rounds=yes
-/// pairs=rule sums=rule zeroed=rule join=2`.
+/// pairs=rule last=rule sums=rule zeroed=rule join=2`.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { rows, depth, key_depth, registers: [compute, load], early, pairs, rounds, sums, zeroed, .. } =
-            self;
+        let Tuning { rows, depth, key_depth, registers: [compute, load], early, rounds, .. } = self;
         let (share, adds) = (cuts::name_of(&Share::NAMES, self.share), cuts::name_of(&Adds::NAMES, self.adds));
         let (drain, pack) = (cuts::name_of(&ANSWERS, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
         write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
@@ -287,12 +289,11 @@ impl fmt::Display for Tuning {
             "registers={compute}:{load} early={early} drain={drain} pack={pack} rounds={}",
             cuts::name_of(&ANSWERS, *rounds)
         )?;
-        [("pairs", pairs), ("sums", sums), ("zeroed", zeroed)].into_iter().try_for_each(
-            |(name, value)| match value {
-                Some(value) => write!(f, " {name}={value}"),
-                None => write!(f, " {name}={RULE}"),
-            },
-        )?;
+        let numbers = [("pairs", self.pairs), ("last", self.last), ("sums", self.sums), ("zeroed", self.zeroed)];
+        numbers.into_iter().try_for_each(|(name, value)| match value {
+            Some(value) => write!(f, " {name}={value}"),
+            None => write!(f, " {name}={RULE}"),
+        })?;
         match self.join {
             Some(steps) => write!(f, " join={steps}"),
             None => write!(f, " join={NEVER}"),
@@ -315,7 +316,8 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late rounds=no|yes pairs=rule|N sums=rule|N zeroed=rule|N (1 to 65536) join=never|N (0 to 65536)";
+                       pack=early|late rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N (1 to 65536) \
+                       join=never|N (0 to 65536)";
 
 impl Tuning {
     /// The same but for these entries.
@@ -332,6 +334,7 @@ impl Tuning {
                 "drain" => self.drain = cuts::named(&ANSWERS, value)?,
                 "pack" => self.pack = cuts::named(&Pack::NAMES, value)?,
                 "pairs" => self.pairs = or_rule(value)?,
+                "last" => self.last = or_rule(value)?,
                 "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,
                 "sums" => self.sums = or_rule(value)?,
                 "zeroed" => self.zeroed = or_rule(value)?,

@@ -41,7 +41,8 @@ impl Backward {
     pub(super) fn last_band(&self) -> u64 {
         let (order, pairs) = (self.order(), self.pairs());
         let differ = self.features.order == Order::Any && !self.features.mask.spans().is_empty();
-        let wanted = if differ { 2 * MULTIPROCESSORS / self.key_tiles().max(1) } else { 0 };
+        let by_rule = if differ { 2 * MULTIPROCESSORS / self.key_tiles().max(1) } else { 0 };
+        let wanted = self.tuning.last.map_or(by_rule, u64::from);
         // Where d_q is rounded meanwhile: a part comes with a tile after all that add to it, and before those that need its place.
         // Both hold if the last band, its rest counted as a whole band, has no more pairs than half the places.
         let most = if self.features.rounds { wanted.min(self.places() / 2) } else { wanted }.min(pairs);
