@@ -106,7 +106,7 @@ fn the_copy_engine_adds_in_turn() {
         });
         // Each warpgroup's part has turns of its own.
         assert_eq!(fixed, any + 2, "packed {packed}");
-        assert_eq!(any, usize::from(!packed));
+        assert_eq!(any, usize::from(!packed), "packed {packed}");
     }
 }
 

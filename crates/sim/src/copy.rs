@@ -244,8 +244,8 @@ impl World<'_> {
                         Some((way, number)) => combine(way, number, old, new),
                     }
                     if self.options.checks {
-                        let unwritten = allocation.shadow.unwritten(offset, bytes.into()).filter(|_| strong);
-                        let unwritten = unwritten.map(|at| allocation.address + at);
+                        let combined = copy.reduce.and_then(|_| allocation.shadow.unwritten(offset, bytes.into()));
+                        let unwritten = combined.map(|at| allocation.address + at);
                         let conflict = allocation.shadow.write(&mut self.ledger, &mut t, offset, bytes.into());
                         if let Some(conflict) = conflict {
                             let at = allocation.address + conflict.offset;
@@ -286,7 +286,7 @@ impl World<'_> {
                     }
                     let (mut found, mut unwritten) = (None, None);
                     touched(offset, copy.bytes, swizzle, |at, bytes| {
-                        unwritten = unwritten.or(block.shadow.unwritten(at, bytes).filter(|_| strong));
+                        unwritten = unwritten.or(copy.reduce.and_then(|_| block.shadow.unwritten(at, bytes)));
                         let conflict = block.shadow.write(&mut self.ledger, &mut t, at, bytes);
                         found = found.or(conflict);
                     });

@@ -76,6 +76,7 @@ pub(super) struct Main<'k> {
     numbers: [Pointer<'k, f32>; 2],
     /// Where d_q is summed.
     pub sums: Pointer<'k, f32>,
+    /// The first counts the tiles that are handed out, the next are of `clearing`.
     pub counters: Pointer<'k, u32>,
     /// What of the sums is zeroed meanwhile.
     clearing: Option<Clearing<'k>>,

@@ -94,10 +94,11 @@ impl Backward {
         self.tuning.zeroed.map_or(by_rule, u64::from)
     }
 
-    /// Rows whose sums are zero before the main kernel begins.
+    /// Rows whose sums are zero before the main kernel begins; all of them where it does not run, for want of keys.
     pub(super) fn zeroed_rows(&self) -> u64 {
         let (all, of_pair) = (self.sum_rows(), self.rows() / self.pairs().max(1));
-        if self.features.clears(&self.tuning) { (of_pair * self.zeroed()).min(all) } else { all }
+        let meanwhile = self.features.clears(&self.tuning) && self.key_tiles() > 0;
+        if meanwhile { (of_pair * self.zeroed()).min(all) } else { all }
     }
 
     /// What of the sums is zeroed meanwhile.
