@@ -5,7 +5,7 @@ mod common;
 use common::backward::Case;
 use common::{Random, sim};
 use fulgurite_core::{DType, Mask};
-use fulgurite_kernels::attention::backward::{Order, Tuning, exact};
+use fulgurite_kernels::attention::backward::{Adds, Order, Tuning, exact};
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Options, Sim};
@@ -259,6 +259,27 @@ fn a_fixed_order_gives_the_same_bits() {
         let run = |seed| case.check(&Sim::new(Options { seed, resident: case.blocks, ..Options::default() }));
         let first = run(1);
         assert!((2..5).all(|seed| run(seed) == first), "{case:?}");
+    }
+}
+
+/// However many steps a turn has, each step takes the tiles in the same order: also where tiles begin and end inside a turn.
+#[test]
+fn turns_of_any_length_give_the_same_bits() {
+    // f16: of bf16 too few bits are left to show the order.
+    let base = Case { heads: [2, 1], blocks: 5, order: Order::Fixed, dtype: DType::F16, ..Case::base() };
+    for case in [
+        Case { q_len: 400, k_len: 520, dims: [128, 128], mask: Mask::causal(), ..base.clone() },
+        Case { q_len: 600, k_len: 390, dims: [128, 128], mask: Mask::window(Some(70), Some(4)), ..base.clone() },
+        Case { q_len: 700, k_len: 560, mask: Mask::causal(), ..base },
+    ] {
+        let with = |turn: u32| {
+            let tuning = Tuning { turn, ..case.plan().tuning() };
+            assert_eq!(tuning.adds, Adds::Engine);
+            let options = Options { seed: turn.into(), resident: case.blocks, ..Options::default() };
+            Case { tuning: Some(tuning), ..case.clone() }.check(&Sim::new(options)).d_q
+        };
+        let one = with(1);
+        assert!([2, 4].iter().all(|turn| with(*turn) == one), "{case:?}");
     }
 }
 

@@ -300,16 +300,15 @@ impl<'k> Main<'k> {
             self.clearing.iter().for_each(|clearing| clearing.keep(w, self));
             self.rounding.iter().for_each(|rounding| rounding.keep(w, self));
             match (&self.turns, &self.outbox) {
-                (turns, Some(outbox)) => (0..2).for_each(|group| {
-                    let look = |t: &Scope<'k, Thread>| {
-                        turns.iter().for_each(|turns| {
-                            turns.look(t, self, group);
-                            // What the thread has seen comes before what it has the copy engine do.
-                            t.publish_global();
-                        });
-                    };
-                    let tell = |t: &Scope<'k, Thread>| turns.iter().for_each(|turns| turns.tell(t, group));
-                    w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group, look, tell));
+                (Some(turns), Some(outbox)) => (0..2).for_each(|group| {
+                    w.one_thread_of_warp(2 + group, |t| {
+                        let until = turns.none(t);
+                        let look = |t: &Scope<'k, Thread>| turns.look_once(t, self, group, until);
+                        outbox.keep(t, group, look, |t| turns.tell(t, group, until));
+                    });
+                }),
+                (None, Some(outbox)) => (0..2).for_each(|group| {
+                    w.one_thread_of_warp(2 + group, |t| outbox.keep(t, group, |_| {}, |_| {}));
                 }),
                 (Some(turns), None) if self.works.is_none() => turns.keep(w, self),
                 (_, None) => {}

@@ -79,6 +79,8 @@ pub struct Tuning {
     pub drain: bool,
     /// Where threads add: when p is rounded.
     pub pack: Pack,
+    /// Where the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
+    pub turn: u32,
     /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
     pub pairs: Option<u32>,
     /// Pairs that run together at the end, in whole bands and as many as there may be; by a rule where none is given.
@@ -108,6 +110,7 @@ impl Cut for Tuning {
             early: 4,
             drain: false,
             pack: Pack::Early,
+            turn: 2,
             pairs: None,
             last: None,
             rounds: false,
@@ -276,17 +279,17 @@ impl Tuning {
     }
 }
 
-/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early rounds=yes
-/// pairs=rule last=rule sums=rule zeroed=rule join=2`.
+/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
+/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2`.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tuning { rows, depth, key_depth, registers: [compute, load], early, rounds, .. } = self;
+        let Tuning { rows, depth, key_depth, registers: [compute, load], early, turn, rounds, .. } = self;
         let (share, adds) = (cuts::name_of(&Share::NAMES, self.share), cuts::name_of(&Adds::NAMES, self.adds));
         let (drain, pack) = (cuts::name_of(&ANSWERS, self.drain), cuts::name_of(&Pack::NAMES, self.pack));
         write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
         write!(
             f,
-            "registers={compute}:{load} early={early} drain={drain} pack={pack} rounds={}",
+            "registers={compute}:{load} early={early} drain={drain} pack={pack} turn={turn} rounds={}",
             cuts::name_of(&ANSWERS, *rounds)
         )?;
         let numbers = [("pairs", self.pairs), ("last", self.last), ("sums", self.sums), ("zeroed", self.zeroed)];
@@ -316,7 +319,7 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N (1 to 65536) \
+                       pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N (1 to 65536) \
                        join=never|N (0 to 65536)";
 
 impl Tuning {
@@ -333,6 +336,7 @@ impl Tuning {
                 "early" => self.early = cuts::number(value, |n| n <= 8)?,
                 "drain" => self.drain = cuts::named(&ANSWERS, value)?,
                 "pack" => self.pack = cuts::named(&Pack::NAMES, value)?,
+                "turn" => self.turn = cuts::number(value, |n| [1, 2, 4].contains(&n))?,
                 "pairs" => self.pairs = or_rule(value)?,
                 "last" => self.last = or_rule(value)?,
                 "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,

@@ -3,8 +3,9 @@
 //!
 //! Nobody who computes looks at memory for that. A message goes from the thread that loads a step to one that looks whether
 //! it is the tile's turn, to the warps that add, and to one that tells the next tile when their additions have arrived. Where the
-//! copy engine adds, the threads that start it look and tell, each for its warpgroup's part of the step. Where blocks work in
-//! pairs, one thread of each has all these hands, for its block's part.
+//! copy engine adds, the threads that start it look and tell, each for its warpgroup's part of the step. That takes them longer than
+//! a short step: a turn has two steps there. Where blocks work in pairs, one thread of each has all these hands, for its block's
+//! part.
 //!
 //! Tiles wait for tiles that were handed out before, and a block does its tiles in that order: whatever runs beside, the
 //! first tile that is not done can go on. Tiles are handed out so that they seldom wait: the last keys go first. Under a
@@ -14,10 +15,18 @@
 use super::main::Main;
 use super::tiles::{Sequence, Work};
 use super::{Adds, Share, Tuning};
-use fulgurite_ptx::{Builder, Exchange, Group, Pointer, Relay, Scope, Thread, Val};
+use fulgurite_ptx::{Builder, Exchange, Group, Pointer, Relay, Scope, Thread, Val, Var};
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
+
+/// No step: the thread that starts the copy engine has no turn.
+const NONE: u32 = u32::MAX;
+
+/// Steps of a turn, from one that is a multiple of it on: a tile looks before its first of them, and tells after its last.
+fn turn(tuning: &Tuning) -> u32 {
+    if tuning.adds == Adds::Engine { tuning.turn } else { 1 }
+}
 
 /// Parts of a step that have an order of their own: what one warpgroup has the copy engine add, or a block of a pair.
 pub(super) fn parts(tuning: &Tuning) -> u32 {
@@ -40,9 +49,10 @@ const NEXT: usize = 1;
 
 /// Who may add when.
 pub(super) struct Turns<'k> {
-    /// For each step of each head, or each of its parts: one more than the tile that added last.
+    /// For the first step of each turn of each head, or each of its parts: one more than the tile that added last.
     last: Pointer<'k, u32>,
     parts: u32,
+    turn: u32,
     messages: Relay<'k>,
     /// The hand of the warps that compute.
     compute: usize,
@@ -57,7 +67,7 @@ impl<'k> Turns<'k> {
             (Adds::Threads, _) => (k.relay("turns", DEPTH, &[1, 1, 8, 1]), Hand::Compute as usize),
             (Adds::Engine, _) => (k.relay("turns", DEPTH, &[1, parts]), Hand::Compute as usize),
         };
-        Turns { last: k.array("turns"), parts, messages, compute }
+        Turns { last: k.array("turns"), parts, turn: turn(tuning), messages, compute }
     }
 
     /// Warps that compute add a step when they are done with the d_z that it comes from.
@@ -79,7 +89,7 @@ impl<'k> Turns<'k> {
     pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
         w.one_thread_of_warp(1, |t| {
             t.repeat(|t, leave| {
-                let after = self.look(t, main, 0);
+                let after = self.look(t, main, 0, None);
                 self.messages.pass(t, Hand::Look as usize);
                 leave.when(after.eq(0));
             });
@@ -107,22 +117,50 @@ impl<'k> Turns<'k> {
         self.last.publish(t, own, tile + 1);
     }
 
-    /// Waits for the turn of a part of the next step; one more than its tile, 0 where there are no more.
-    pub fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32) -> Val<'k, u32> {
+    /// Waits for the turn of a part of the next step; one more than its tile, 0 where there are no more. `until` becomes the
+    /// last step of the turn.
+    fn look(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32, until: Option<Var<'k, u32>>) -> Val<'k, u32> {
         self.messages.wait(t, Hand::Look as usize);
         let [number, step, after, batch] = self.messages.read(t, Hand::Look as usize);
         t.when(after.ne(0), |t| {
-            let before = main.before(after - 1, step, main.sequence(t, batch));
-            t.when(before.ne(0), |t| self.last.wait_for(t, number * self.parts + part, before));
+            let (tile, sequence) = (after - 1, main.sequence(t, batch));
+            let last = step | (self.turn - 1);
+            until.iter().for_each(|until| until.set(last.min(main.steps_of(tile, sequence)[1] - 1)));
+            let before = main.before(tile, last, sequence);
+            t.when(before.ne(0), |t| self.last.wait_for(t, self.word([number, step], part), before));
         });
         after
     }
 
-    /// The thread that started the copy engine, after that.
-    pub fn tell(&self, t: &Scope<'k, Thread>, part: u32) {
-        let [number, _, after, _] = self.messages.read(t, Hand::Look as usize);
-        t.wait_stores(0);
-        self.last.publish(t, number * self.parts + part, after);
+    /// Where it stands who has added a part of a step's turn.
+    fn word(&self, [number, step]: [Val<'k, u32>; 2], part: u32) -> Val<'k, u32> {
+        let first = if self.turn == 1 { number } else { number - (step & (self.turn - 1)) };
+        first * self.parts + part
+    }
+
+    /// The thread that starts the copy engine: until which step it has a turn.
+    pub fn none(&self, t: &Scope<'k, Thread>) -> Var<'k, u32> {
+        t.var(NONE)
+    }
+
+    /// The same, before it starts it.
+    pub fn look_once(&self, t: &Scope<'k, Thread>, main: &Main<'k>, part: u32, until: Var<'k, u32>) {
+        t.when(until.get().eq(NONE), |t| {
+            self.look(t, main, part, Some(until));
+            // What the thread has seen comes before what it has the copy engine do.
+            t.publish_global();
+        });
+    }
+
+    /// The same, after that: with the last step of a turn, the next tile is told.
+    pub fn tell(&self, t: &Scope<'k, Thread>, part: u32, until: Var<'k, u32>) {
+        self.messages.wait(t, Hand::Look as usize);
+        let [number, step, after, _] = self.messages.read(t, Hand::Look as usize);
+        t.when(step.eq(until.get()), |t| {
+            t.wait_stores(0);
+            self.last.publish(t, self.word([number, step], part), after);
+            until.set(NONE);
+        });
         self.messages.pass(t, Hand::Look as usize);
     }
 
@@ -143,10 +181,10 @@ impl<'k> Main<'k> {
         self.tiles_of_head(sequence) - 1 - place
     }
 
-    /// One more than the tile that adds to a step before this one; 0 if there is none.
+    /// One more than the tile that adds before this one, to steps up to one that this one has; 0 if there is none.
     fn before(&self, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
         let (next, last) = (tile + 1, self.tiles_of_head(sequence) - 1);
-        // Steps only move on with the tile: the next one has this step, unless it begins later.
+        // Steps only move on with the tile: the next one has some of them, unless it begins later.
         let has = tile.lt(last) & self.steps_of(next.min(last), sequence)[0].le(step);
         has.select::<u32>(next + 1, 0)
     }
