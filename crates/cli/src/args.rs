@@ -130,6 +130,9 @@ pub struct CheckArgs {
     /// Seed of the first random case; default from the clock
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+    /// Only cases whose name contains this, such as a name that failed, or `random`
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "TEXT")]
+    pub case: String,
     /// Only this engine; every one this machine can run if not given
     #[arg(long, value_name = "NAME")]
     pub engine: Option<Choice>,

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{folder, fulgurite, succeeds};
+use common::{folder, fulgurite, refuses, succeeds};
 use serde_json::Value;
 use std::fs;
 
@@ -64,6 +64,33 @@ fn check_judges_every_feature() {
     assert_eq!(results["ok"], true);
     let rows = fulgurite_core::cases::FEATURES.len() + fulgurite_cli::around::check::FEATURES.len();
     assert_eq!(results["features"].as_array().unwrap().len(), rows);
+}
+
+#[test]
+fn check_judges_what_is_asked_for() {
+    let folder = folder("check_case");
+    let check =
+        |case: &'static str| ["check", "--engine", "cpu", "--dtypes", "f32", "--json", "--long", "3", "--case", case];
+    let judged = |case| {
+        let results: Value = serde_json::from_str(&succeeds(&folder, &check(case))).unwrap();
+        let rows = results["features"].as_array().unwrap().iter();
+        let judged = rows.filter(|row| !row["columns"].as_array().unwrap().is_empty());
+        (
+            judged.map(|row| row["feature"].as_str().unwrap().to_string()).collect::<Vec<_>>(),
+            results["comparisons"].clone(),
+        )
+    };
+    let (features, comparisons) = judged("parallax");
+    assert_eq!(features, ["parallax"]);
+    assert!(comparisons.as_u64().unwrap() > 0);
+    let (features, comparisons) = judged("random");
+    assert!(!features.is_empty() && !features.contains(&"parallax".to_string()), "{features:?}");
+    assert!((6..60).contains(&comparisons.as_u64().unwrap()), "{comparisons}");
+    refuses(
+        &folder,
+        &check("no such case"),
+        "no case has `no such case` in its name; `--json` names those that failed, `random` are those that `--long N` adds",
+    );
 }
 
 #[test]

@@ -32,18 +32,21 @@ pub(crate) fn compare(
     settings: &Settings,
     dtype: DType,
     seeds: impl Iterator<Item = u64>,
+    asked: &str,
     ledger: &mut Ledger,
 ) -> Result<(), Failure> {
     let seeds: Vec<u64> = seeds.collect();
     for &choice in choices {
         for (feature, judge) in FEATURES.into_iter().zip(JUDGES) {
+            let named = seeds.iter().map(|&seed| (seed, format!("{feature}, seed {seed}, {dtype}")));
+            let cases: Vec<_> = named.filter(|(_, name)| name.contains(asked)).collect();
             let Ok(engine) = around::cpu(choice, settings, feature) else {
-                ledger.refused(&choice.to_string(), feature, dtype);
+                cases.first().iter().for_each(|_| ledger.refused(&choice.to_string(), feature, dtype));
                 continue;
             };
-            for &seed in &seeds {
+            for (seed, name) in cases {
                 let verdicts = judge(&engine, seed, dtype)?;
-                ledger.enter(engine.name(), &[feature], dtype, &format!("{feature}, seed {seed}, {dtype}"), &verdicts);
+                ledger.enter(engine.name(), &[feature], dtype, &name, &verdicts);
             }
         }
     }
