@@ -135,12 +135,12 @@ fn placed(arg: &str, array: &Array) -> PyResult<(Span, Vec<u64>)> {
     Ok((Span { address: address as u64, bytes: bytes as u64 }, strides.into_iter().map(|n| n as u64).collect()))
 }
 
-/// An array that must be contiguous.
+/// An array that must be contiguous, as one without elements is.
 fn contiguous(arg: &str, array: &Array) -> PyResult<Span> {
     let (span, strides) = placed(arg, array)?;
-    let mut want = 1;
+    let (mut want, empty) = (1, array.shape().contains(&0));
     for (&n, &stride) in array.shape().iter().zip(&strides).rev() {
-        if n > 1 && stride != want {
+        if n > 1 && stride != want && !empty {
             return Err(wrong(format!("`{arg}` has strides {strides:?}, allowed: contiguous; call .contiguous()")));
         }
         want *= n as u64;

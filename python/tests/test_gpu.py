@@ -127,6 +127,19 @@ def test_modifiers_have_gradients():
         close(a, b)
 
 
+@pytest.mark.parametrize("queries", [1, 150])
+def test_without_keys(queries):
+    """Rows of zeros; nothing is read of tensors that have no elements."""
+    q = torch.randn(2, queries, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.zeros(2, 0, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    bias = torch.zeros(queries, 0, device="cuda", requires_grad=True)
+    o = fulgurite.attention(q, k, v, causal=True, bias=bias)
+    d_q, d_k, d_v, d_bias = torch.autograd.grad(o, (q, k, v, bias), torch.ones_like(o))
+    torch.cuda.synchronize()
+    assert not o.any() and not d_q.any()
+    assert (d_k.shape, d_v.shape, d_bias.shape) == (k.shape, v.shape, bias.shape)
+
+
 @pytest.mark.parametrize("dim", [64, 100, 7])
 def test_gradients_of_rows_that_must_be_copied(dim):
     """Rows that lie between others, and head dims that are no multiple of 8."""

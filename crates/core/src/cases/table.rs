@@ -284,6 +284,12 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         case("no sequences", &["empty_tensors"], base(0, 10, 10)),
         case("no queries", &["empty_tensors"], base(2, 0, 10)).sinks(&[0.5, 0.5]),
         case("no keys", &["empty_tensors", "empty_rows"], base(2, 10, 0)),
+        case("no keys, bias", &["empty_tensors", "empty_rows", "bias"], small(10, 0).bias([1, 2, 10, 0], dtype, true)),
+        case("no keys, alibi", &["empty_tensors", "empty_rows", "alibi"], small(10, 0).alibi()),
+        case("no keys, blocks", &["empty_tensors", "empty_rows", "block_mask"], small(70, 0))
+            .blocks(Blocks::Drawn(sparse(64, 128, 1, 1))),
+        case("no keys, odd blocks", &["empty_tensors", "empty_rows", "block_mask"], small(70, 0).mask(Mask::causal()))
+            .blocks(Blocks::FromMask(sparse(48, 80, 1, 1))),
         case("no keys, sinks", &["empty_tensors", "empty_rows", "sinks"], base(2, 10, 0)).sinks(&[0.5, ninf]).d_lse(),
         case("d_lse", &["d_lse"], base(2, 50, 60)).d_lse(),
         case("d_lse, causal, sinks", &["d_lse", "causal", "sinks", "empty_rows"], small(66, 50).mask(Mask::causal()))

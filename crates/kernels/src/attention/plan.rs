@@ -161,13 +161,15 @@ impl Forward {
         padded[1] = padded[1].next_multiple_of(Features::plain(padded, Mask::none()).value_unit(&base));
         // Where warpgroups share columns there must be as many of them.
         let divides = |tuning: &Tuning| !wide || tuning.groups == base.groups;
-        let divided = problem.blocks().map(|spec| (spec, base.dividing(&spec).filter(divides)));
-        let (mut mask, mut rest, mut aux) =
-            (problem.mask().clone(), problem.mask_rest().cloned(), problem.aux().to_vec());
+        // Without keys there is no score to modify and no block, and auxiliary tensors may be empty: none is read.
+        let has_keys = problem.max_k_len() > 0;
+        let divided = problem.blocks().filter(|_| has_keys).map(|spec| (spec, base.dividing(&spec).filter(divides)));
+        let (mut mask, mut rest) = (problem.mask().clone(), problem.mask_rest().filter(|_| has_keys).cloned());
+        let mut aux = if has_keys { problem.aux().to_vec() } else { Vec::new() };
         if let Some((spec, None)) = divided {
             (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
         }
-        let modifiers = match (problem.score_program(), &rest) {
+        let modifiers = match (problem.score_program().filter(|_| has_keys), &rest) {
             (None, None) => Modifiers::default(),
             (score, rest) => Modifiers::new(score, rest.as_ref(), &aux, longest),
         };
