@@ -66,11 +66,14 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
     let seed = args.seed.unwrap_or_else(clock);
     let mut ledger = Ledger::default();
     for &dtype in &args.dtypes {
+        let table = cases::cases(dtype);
+        let bar = progress((table.len() + args.long) * engines.len());
         let random = (0..args.long as u64).map(|i| cases::random(seed.wrapping_add(i), dtype));
-        let all = cases::cases(dtype).into_iter().chain(random);
-        let asked: Vec<Case> = all.filter(|case| case.to_string().contains(&args.case)).collect();
-        let bar = progress(asked.len() * engines.len());
-        for case in asked {
+        for case in table.into_iter().chain(random) {
+            if !case.to_string().contains(&args.case) {
+                bar.inc(engines.len() as u64);
+                continue;
+            }
             bar.set_message(case.to_string());
             for engine in &engines {
                 compare_case(engine.as_ref(), &case, &mut ledger)?;
