@@ -67,13 +67,15 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
     let mut ledger = Ledger::default();
     for &dtype in &args.dtypes {
         let table = cases::cases(dtype);
-        let bar = progress((table.len() + args.long) * engines.len());
+        let (bar, known) = (progress((table.len() + args.long) * engines.len()), table.len());
         let random = (0..args.long as u64).map(|i| cases::random(seed.wrapping_add(i), dtype));
-        for case in table.into_iter().chain(random) {
+        for (i, case) in table.into_iter().chain(random).enumerate() {
             if !case.to_string().contains(&args.case) {
                 bar.inc(engines.len() as u64);
                 continue;
             }
+            ledger.cases += 1;
+            ledger.random += usize::from(i >= known);
             bar.set_message(case.to_string());
             for engine in &engines {
                 compare_case(engine.as_ref(), &case, &mut ledger)?;
@@ -85,8 +87,8 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
         let seeds = (0..around::CASES).chain((0..args.long as u64 / 4).map(|i| seed.wrapping_add(i)));
         around::compare(&choices, &settings, dtype, seeds, &args.case, &mut ledger)?;
     }
-    if ledger.columns.is_empty() {
-        let hint = "`--json` names those that failed, `random` are those that `--long N` adds";
+    if ledger.cases == 0 {
+        let hint = "names are those of failures, or such as `random`, of which `--long N` adds some";
         return Err(Failure::input(format_args!("no case has `{}` in its name; {hint}", args.case)));
     }
     let results = ledger.results(args, seed, engines.iter().map(|e| e.name().to_string()).collect());
@@ -111,6 +113,9 @@ fn clock() -> u64 {
 pub(crate) struct Ledger {
     /// By feature, engine and dtype.
     columns: BTreeMap<(&'static str, String, &'static str), Column>,
+    /// Cases that were run or refused, and how many of them were drawn.
+    pub cases: usize,
+    random: usize,
     comparisons: usize,
     failures: Vec<Failed>,
 }
@@ -187,7 +192,7 @@ impl Ledger {
         Results {
             version: env!("CARGO_PKG_VERSION"),
             seed,
-            random_cases: args.long,
+            random_cases: self.random / args.dtypes.len().max(1),
             features: rows.collect(),
             engines,
             comparisons: self.comparisons,
@@ -246,7 +251,10 @@ fn text(results: &Results, args: &CheckArgs) -> String {
         lines.push(format!("and {more} more; `--json` lists all"));
     }
     if results.ok {
-        lines.push(format!("all {} comparisons are within the tolerance", results.comparisons));
+        lines.push(match results.comparisons {
+            0 => "nothing was compared: every case was refused".into(),
+            all => format!("all {all} comparisons are within the tolerance"),
+        });
     }
     lines.join("\n")
 }

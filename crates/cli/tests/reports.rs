@@ -83,13 +83,19 @@ fn check_judges_what_is_asked_for() {
     let (features, comparisons) = judged("parallax");
     assert_eq!(features, ["parallax"]);
     assert!(comparisons.as_u64().unwrap() > 0);
+    // One that has no feature of the table.
+    let plain = ["check", "--engine", "cpu", "--dtypes", "f32", "--long", "1", "--seed", "39", "--case", "random 39"];
+    let shown = succeeds(&folder, &plain);
+    assert!(shown.contains("\n1 random cases for each dtype") && shown.ends_with("within the tolerance\n"), "{shown}");
     let (features, comparisons) = judged("random");
     assert!(!features.is_empty() && !features.contains(&"parallax".to_string()), "{features:?}");
     assert!((6..60).contains(&comparisons.as_u64().unwrap()), "{comparisons}");
+    let refused = succeeds(&folder, &["check", "--engine", "oracle", "--dtypes", "f32", "--case", "parallax"]);
+    assert!(refused.ends_with("nothing was compared: every case was refused\n"), "{refused}");
     refuses(
         &folder,
         &check("no such case"),
-        "no case has `no such case` in its name; `--json` names those that failed, `random` are those that `--long N` adds",
+        "no case has `no such case` in its name; names are those of failures, or such as `random`, of which `--long N` adds some",
     );
 }
 

@@ -40,6 +40,7 @@ pub(crate) fn compare(
         for (feature, judge) in FEATURES.into_iter().zip(JUDGES) {
             let named = seeds.iter().map(|&seed| (seed, format!("{feature}, seed {seed}, {dtype}")));
             let cases: Vec<_> = named.filter(|(_, name)| name.contains(asked)).collect();
+            ledger.cases += cases.len();
             let Ok(engine) = around::cpu(choice, settings, feature) else {
                 cases.first().iter().for_each(|_| ledger.refused(&choice.to_string(), feature, dtype));
                 continue;
