@@ -9,6 +9,9 @@ use std::str::FromStr;
 /// From so many keys on, rounding d_q in a kernel of its own is as fast or faster.
 const MANY_KEYS: u64 = 2049;
 
+/// Steps that a turn may have.
+const TURNS: [u32; 3] = [1, 2, 4];
+
 /// What it costs to join a piece of a tile, in steps.
 const JOIN: u32 = 2;
 
@@ -229,7 +232,8 @@ impl Tuning {
                 (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
             }
         };
-        rows && (2..=4).contains(&self.depth) && (1..=2).contains(&self.key_depth) && self.early <= 8
+        let numbers = [(2..=4).contains(&self.depth), (1..=2).contains(&self.key_depth), self.early <= 8];
+        rows && numbers == [true; 3] && TURNS.contains(&self.turn)
     }
 
     /// Keys of a tile.
@@ -319,8 +323,8 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 /// What a cut is written as.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N (1 to 65536) \
-                       join=never|N (0 to 65536)";
+                       pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
+                       (1 to 65536) join=never|N (0 to 65536)";
 
 impl Tuning {
     /// The same but for these entries.
@@ -336,7 +340,7 @@ impl Tuning {
                 "early" => self.early = cuts::number(value, |n| n <= 8)?,
                 "drain" => self.drain = cuts::named(&ANSWERS, value)?,
                 "pack" => self.pack = cuts::named(&Pack::NAMES, value)?,
-                "turn" => self.turn = cuts::number(value, |n| [1, 2, 4].contains(&n))?,
+                "turn" => self.turn = cuts::number(value, |n| TURNS.contains(&n))?,
                 "pairs" => self.pairs = or_rule(value)?,
                 "last" => self.last = or_rule(value)?,
                 "rounds" => self.rounds = cuts::named(&ANSWERS, value)?,
@@ -386,7 +390,7 @@ mod tests {
     fn what_has_no_kernel_is_known() {
         let usual = Tuning::hopper(128);
         assert!(usual.has_kernel(64) && !usual.has_kernel(256) && !usual.of_threads(128).has_kernel(64));
-        assert!(!Tuning { rows: 48, ..usual }.has_kernel(128));
+        assert!(!Tuning { rows: 48, ..usual }.has_kernel(128) && !Tuning { turn: 3, ..usual }.has_kernel(128));
         assert!(!Tuning::hopper(64).has_kernel(192) && !Tuning::hopper(64).of_threads(64).has_kernel(128));
         assert!(!Tuning { adds: Adds::Engine, ..Tuning::hopper(256) }.has_kernel(256));
         assert!(!Tuning::hopper(256).has_kernel(192) && Tuning::hopper(192).has_kernel(256));
