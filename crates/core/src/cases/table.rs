@@ -284,6 +284,22 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         case("no sequences", &["empty_tensors"], base(0, 10, 10)),
         case("no queries", &["empty_tensors"], base(2, 0, 10)).sinks(&[0.5, 0.5]),
         case("no keys", &["empty_tensors", "empty_rows"], base(2, 10, 0)),
+        case("no queries, bias", &["empty_tensors", "bias"], small(0, 10).bias([1, 2, 0, 10], dtype, true)),
+        case("no queries, bias of keys", &["empty_tensors", "bias"], small(0, 10).bias([1, 2, 1, 10], dtype, true)),
+        case("no queries, blocks", &["empty_tensors", "block_mask"], small(0, 70))
+            .blocks(Blocks::Drawn(sparse(48, 80, 1, 1))),
+        case(
+            "no sequences, bias, sinks",
+            &["empty_tensors", "bias", "sinks"],
+            base(0, 5, 5).bias([1, 2, 5, 5], dtype, true),
+        )
+        .sinks(&[0.5, 0.5]),
+        case(
+            "nothing, bias of heads, sinks",
+            &["empty_tensors", "bias", "sinks"],
+            base(2, 0, 0).bias([1, 2, 1, 1], dtype, true),
+        )
+        .sinks(&[0.5, 0.5]),
         case("no keys, bias", &["empty_tensors", "empty_rows", "bias"], small(10, 0).bias([1, 2, 10, 0], dtype, true)),
         case("no keys, alibi", &["empty_tensors", "empty_rows", "alibi"], small(10, 0).alibi()),
         case("no keys, blocks", &["empty_tensors", "empty_rows", "block_mask"], small(70, 0))

@@ -65,6 +65,12 @@ impl Derived {
         Ok(Derived { modifiers, derivative, aux: gradients.to_vec(), exact })
     }
 
+    /// Those of a problem without scores: gradients of auxiliary tensors are zeros.
+    pub(super) fn zeros(problem: &Problem) -> Derived {
+        let aux = problem.aux_gradients().to_vec();
+        Derived { exact: vec![false; aux.len()], aux, ..Derived::default() }
+    }
+
     /// How much they keep in registers.
     pub fn room(&self) -> Room {
         match self.aux.is_empty() && self.modifiers.are_light(self.derivative.as_ref()) {

@@ -121,10 +121,16 @@ impl Backward {
         };
         let (mut mask, mut rest, mut aux) =
             (problem.mask().spans_only(), problem.mask_rest().cloned(), problem.aux().to_vec());
-        if let Some(spec) = problem.blocks() {
+        // Without scores there are none to modify and no blocks, and auxiliary tensors may be empty: none is read.
+        let has_scores = problem.batch() > 0 && problem.max_q_len() > 0 && problem.max_k_len() > 0;
+        let blocks = problem.blocks().filter(|_| has_scores);
+        if let Some(spec) = blocks {
             (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
         }
-        let modified = Derived::of(problem, rest.as_ref(), &aux, order)?;
+        let modified = match has_scores {
+            true => Derived::of(problem, rest.as_ref(), &aux, order)?,
+            false => Derived::zeros(problem),
+        };
         let largest = dims[0].max(dims[1]) as u32;
         let mut tuning = match !ragged.any() && modified.is_empty() {
             true => table.find(largest, problem.max_k_len() as u64),
@@ -155,7 +161,7 @@ impl Backward {
         let dims = dims.map(|d| d as u64);
         let (scale, has_sinks) = (problem.scale(), problem.has_sinks());
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
-        let has_blocks = problem.blocks().is_some();
+        let has_blocks = blocks.is_some();
         let cut = 0;
         let plan =
             Backward { number, features, tuning, cut, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
@@ -383,12 +389,11 @@ impl Backward {
         multiprocessors: u32,
     ) -> Result<Plan, Missing> {
         let ([q_rows, k_rows], [heads, kv_heads]) = (self.lengths(), self.heads);
-        if self.batch() * heads == 0 || q_rows + k_rows == 0 {
-            return Ok(Plan::default());
-        }
         let parts = self.parts().map(|at| scratch.from(at));
         let [sums, shift, delta, _, blocks, words, ..] = parts;
-        let mut launches = vec![self.prepare(kernels, tensors, parts)];
+        // Without sequences there are still gradients of what they share: zeros.
+        let nothing = self.batch() == 0;
+        let mut launches = if nothing { Vec::new() } else { vec![self.prepare(kernels, tensors, parts)] };
         let zeros = |span: Span, count: u64| {
             let (kernel, args) = (kernels.zero.clone()?, vec![Value::Pointer(span), Value::U32(count as u32)]);
             Some(Launch { kernel, grid: [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1], args })
@@ -411,9 +416,12 @@ impl Backward {
         }
         if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
             let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
-            let rows = self.steps() * u64::from(self.tuning.rows);
+            let rows = if nothing { 0 } else { self.steps() * u64::from(self.tuning.rows) };
             args.extend([self.all_heads() / heads, heads, rows].map(|n| Value::U32(n as u32)));
             launches.push(Launch { kernel: kernel.clone(), grid: [heads as u32, 1, 1], args });
+        }
+        if nothing {
+            return Ok(Plan { launches });
         }
         // The most tiles of keys that there can be.
         let keys = u64::from(self.tuning.keys());

@@ -181,7 +181,7 @@ impl<'k> Main<'k> {
         self.tiles_of_head(sequence) - 1 - place
     }
 
-    /// One more than the tile that adds before this one, to steps up to one that this one has; 0 if there is none.
+    /// One more than the tile that adds before this one, to a turn that ends with a step; 0 if there is none.
     fn before(&self, tile: Val<'k, u32>, step: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
         let (next, last) = (tile + 1, self.tiles_of_head(sequence) - 1);
         // Steps only move on with the tile: the next one has some of them, unless it begins later.
