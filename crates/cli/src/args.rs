@@ -5,7 +5,7 @@ use crate::around::bench::System;
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use clap::{CommandFactory, Parser, Subcommand};
 use fulgurite::around::Skip;
-use fulgurite::gpu::Target;
+use fulgurite::gpu::{Order, Target};
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
 
@@ -142,6 +142,9 @@ pub struct CheckArgs {
     /// Types: f32, f16, bf16
     #[arg(long, value_delimiter = ',', value_name = "T,..", value_parser = dtype, default_value = "f32,f16,bf16")]
     pub dtypes: Vec<DType>,
+    /// In which order a GPU adds up gradients: any, fixed
+    #[arg(long, value_name = "ORDER", value_parser = order, default_value = "any")]
+    pub order: Order,
     /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
@@ -443,6 +446,14 @@ fn arch(text: &str) -> Result<Target, String> {
 fn dtype(text: &str) -> Result<DType, String> {
     let found = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     found.ok_or_else(|| "allowed: f32, f16, bf16".into())
+}
+
+fn order(text: &str) -> Result<Order, String> {
+    match text {
+        "any" => Ok(Order::Any),
+        "fixed" => Ok(Order::Fixed),
+        _ => Err("allowed: any, fixed".into()),
+    }
 }
 
 /// A message of the argument parser in one line, with the way to help for the commands that were named first.

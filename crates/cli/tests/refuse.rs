@@ -36,6 +36,10 @@ fn wrong_usage() {
             &["bench", "--dtypes", "f64"],
             "invalid value 'f64' for '--dtypes <T,..>': allowed: f32, f16, bf16; try `fulgurite bench --help`",
         ),
+        (
+            &["check", "--order", "random"],
+            "invalid value 'random' for '--order <ORDER>': allowed: any, fixed; try `fulgurite check --help`",
+        ),
         (&["bench", "--lens", "0"], "`--lens` has 0, allowed: 1 to 1048576"),
         (&["bench", "--repeats", "0"], "`--repeats` has 0, allowed: 1 to 1000"),
         (&["doctor", "--threads", "0"], "`threads` is 0, allowed: 1 to 4096; leave it out for one a core"),

@@ -90,6 +90,9 @@ fn check_judges_what_is_asked_for() {
     let (features, comparisons) = judged("random");
     assert!(!features.is_empty() && !features.contains(&"parallax".to_string()), "{features:?}");
     assert!((6..60).contains(&comparisons.as_u64().unwrap()), "{comparisons}");
+    let fixed = ["check", "--engine", "sim", "--order", "fixed", "--dtypes", "bf16", "--case", "one "];
+    let shown = succeeds(&folder, &fixed);
+    assert!(shown.ends_with("within the tolerance\n"), "{shown}");
     let refused = succeeds(&folder, &["check", "--engine", "oracle", "--dtypes", "f32", "--case", "parallax"]);
     assert!(refused.ends_with("nothing was compared: every case was refused\n"), "{refused}");
     refuses(

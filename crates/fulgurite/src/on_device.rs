@@ -346,7 +346,8 @@ impl Engine for OnDevice {
 
     fn describe(&self) -> String {
         let rescale = self.rescale.map(|r| format!(", rescale {r}")).unwrap_or_default();
-        format!("{}, {}, tensors copied there and back{rescale}", self.name, self.device.name())
+        let order = if self.order == Order::Fixed { ", gradients in a fixed order" } else { "" };
+        format!("{}, {}, tensors copied there and back{rescale}{order}", self.name, self.device.name())
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {

@@ -1,6 +1,7 @@
 //! The engine `sim`: GPU kernels on any machine, through the same door as every engine.
 
-use fulgurite::{Choice, DType, Inputs, Mask, Problem, Run, Tensor, attention, engine, explain};
+use fulgurite::gpu::Order;
+use fulgurite::{Choice, DType, Inputs, Mask, Problem, Run, Settings, Tensor, attention, engine, engine_with, explain};
 use fulgurite_core::compare::check_backward;
 use fulgurite_core::random::Rng;
 
@@ -50,6 +51,8 @@ fn its_gradients_agree_with_the_oracle() {
 fn it_is_found_by_its_name_alone() {
     assert_eq!("sim".parse(), Ok(Choice::Sim));
     assert!(engine(Choice::Sim).unwrap().describe().contains("simulated H200"));
+    let fixed = engine_with(Choice::Sim, &Settings::default().order(Order::Fixed)).unwrap();
+    assert!(fixed.describe().ends_with(", gradients in a fixed order"));
     assert!(!fulgurite::engines().contains(&Choice::Sim));
     let problem = Problem::builder().dense(1, 8, 8).heads(1, 1).head_dim(64).dtype(DType::Bf16).build();
     assert!(explain(&problem.unwrap(), Choice::Sim).starts_with("sim: runs it, it was asked for"));
