@@ -1,7 +1,7 @@
 //! A GPU as a device.
 
 use crate::cache::{Cache, Entry, Hash128};
-use crate::driver::{self, Api, Argument, Code, Context, Entered, Facts, Graph, Grid, OwnStream};
+use crate::driver::{self, Api, Argument, Code, Context, Ended, Entered, Facts, Graph, Grid, OwnStream};
 use crate::error::check_age;
 use crate::log::Log;
 use crate::map::MapArguments;
@@ -11,6 +11,7 @@ use fulgurite_ptx::device::{
 };
 use fulgurite_ptx::kernel::{BoxShape, ParamKind};
 use fulgurite_ptx::{Kernel, Target, table};
+use std::any::Any;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -111,6 +112,8 @@ pub struct Cuda {
     compiler: Hash128,
     /// Kernels that someone still holds.
     loaded: Mutex<HashMap<Hash128, Weak<Loaded>>>,
+    /// What recordings kept that are gone.
+    ended: Arc<Ended>,
 }
 
 impl Cuda {
@@ -128,7 +131,7 @@ impl Cuda {
         let context = Context::retain(api, ordinal)?;
         let cache = options.cache.clone().map(Cache::new);
         let compiler = compiler_key(&facts, &driver_build());
-        Ok(Cuda { context, facts, options, cache, compiler, loaded: Mutex::default() })
+        Ok(Cuda { context, facts, options, cache, compiler, loaded: Mutex::default(), ended: Arc::default() })
     }
 
     /// What the compiler said of a kernel; `None` for another device's module.
@@ -165,9 +168,18 @@ impl Cuda {
         self.context.enter()?.capture(stream, work)
     }
 
-    /// Whether what is put on a stream is recorded, by whomever.
-    pub fn is_capturing(&self, stream: Stream) -> Result<bool, DeviceError> {
-        Ok(self.context.enter()?.is_capturing(stream))
+    /// The number of the recording that what is put on a stream goes into, by whomever it was begun; `None` where it runs.
+    /// No other recording of the process has the number.
+    pub fn recording(&self, stream: Stream) -> Result<Option<u64>, DeviceError> {
+        let entered = self.context.enter()?;
+        self.ended.clear();
+        entered.recording(stream)
+    }
+
+    /// Keeps something, such as memory, as long as the recording of a stream, or what is made of it, can be replayed. It is
+    /// dropped by the first call of [`recording`](Self::recording) after that.
+    pub fn keep(&self, stream: Stream, what: Box<dyn Any + Send>) -> Result<(), DeviceError> {
+        self.context.enter()?.keep(stream, what, &self.ended)
     }
 
     /// Runs a recording on a stream.

@@ -30,9 +30,11 @@ pub use crate::tune::{Place, TuneError, tune};
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
 pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tuning as GradientTuning};
 
+use crate::compiled::{CompileError, Compiled};
+use crate::rooms::{Room, Rooms};
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::plan::{Copying, Forward, Missing, Ready};
+use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
 use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -73,16 +75,11 @@ impl From<Missing> for GpuError {
 pub struct Gpu {
     cuda: Cuda,
     products: Mutex<HashMap<Gemm, Module>>,
-    /// Made with the first attention.
-    counters: Mutex<Option<Counters>>,
     /// Cuts of the kernels.
     tables: Tables,
-    /// What launches on a stream need for themselves: they follow each other and share it.
-    scratch: Mutex<HashMap<Stream, Buffer>>,
-    /// The same for copies of tensors.
-    copies: Mutex<HashMap<Stream, Buffer>>,
-    /// Kernels that copy tensors which the others cannot take.
-    copying: Mutex<Option<(Copying, [Module; 2])>>,
+    compiled: Compiled,
+    /// Memory that launches need for themselves.
+    rooms: Rooms,
 }
 
 /// What a caller of forward attention may say beside the problem.
@@ -111,7 +108,6 @@ pub struct Attention {
     module: Module,
     /// What makes the table of blocks that elements look up.
     cover: Option<Module>,
-    recorded: Recorded,
     /// The last call and its launch: most calls are like the one before.
     last: Mutex<Option<(Tensors, Option<Launch>)>>,
 }
@@ -134,66 +130,6 @@ pub struct Gradient {
     plan: Backward,
     kernels: Kernels,
     modules: Vec<Module>,
-    recorded: Recorded,
-}
-
-/// Memory of recorded launches, which lives as long as they can be replayed: scratch, and copies of tensors. Recordings with
-/// launches of one problem are not replayed at the same time, so that they can share it.
-#[derive(Default)]
-struct Recorded {
-    scratch: Mutex<Vec<Buffer>>,
-    copies: Mutex<Vec<Buffer>>,
-}
-
-impl Recorded {
-    /// At least so many bytes. What was too few stays: an earlier recording has them.
-    fn room(buffers: &Mutex<Vec<Buffer>>, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
-        let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        match buffers.last() {
-            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
-            _ => {
-                let fresh = cuda.allocate(bytes)?;
-                let span = fresh.span();
-                buffers.push(fresh);
-                Ok(span)
-            }
-        }
-    }
-}
-
-/// Counters of launches that may run at the same time: launches on one stream follow each other and share theirs, a
-/// recorded launch may be replayed anywhere and has its own.
-struct Counters {
-    memory: Buffer,
-    taken_bytes: u64,
-    of_streams: HashMap<Stream, Span>,
-}
-
-impl Counters {
-    /// What a pointer is aligned to.
-    const ALIGN: u64 = 16;
-    const BYTES: u64 = 4 << 20;
-
-    fn new(cuda: &Cuda) -> Result<Counters, DeviceError> {
-        let memory = cuda.allocate(Self::BYTES)?;
-        cuda.upload(memory.span(), &vec![0; memory.span().bytes as usize])?;
-        Ok(Counters { memory, taken_bytes: 0, of_streams: HashMap::new() })
-    }
-
-    fn fresh(&mut self, bytes: u64) -> Result<Span, DeviceError> {
-        let end = self.taken_bytes + bytes.next_multiple_of(Self::ALIGN);
-        if end > Self::BYTES {
-            let what = format!(
-                "recorded launches and streams have taken {} of {} bytes of counters, and {bytes} more are needed",
-                self.taken_bytes,
-                Self::BYTES
-            );
-            return Err(DeviceError::Failed { call: "launch", what });
-        }
-        let span = Span { bytes, ..self.memory.span().from(self.taken_bytes) };
-        self.taken_bytes = end;
-        Ok(span)
-    }
 }
 
 impl Gpu {
@@ -210,8 +146,8 @@ impl Gpu {
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
         let cuda = Cuda::open(ordinal, options)?;
         let tables = Profile::tables_for(&cuda.name())?;
-        let (products, counters, scratch) = Default::default();
-        Ok(Gpu { cuda, tables, products, counters, scratch, copies: Mutex::default(), copying: Mutex::default() })
+        let (products, compiled, rooms) = Default::default();
+        Ok(Gpu { cuda, tables, products, compiled, rooms })
     }
 
     /// Its name.
@@ -245,30 +181,30 @@ impl Gpu {
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        let target = self.hopper()?;
-        let kernel = plan.kernel(target).map_err(|e| match tuning {
-            Some(_) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
-            None => self.unbuilt(&e, &plan),
+        self.hopper()?;
+        let modules = self.compiled.forward(&self.cuda, &plan).map_err(|e| match (e, tuning) {
+            (CompileError::Build(e), Some(_)) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
+            (e, _) => self.uncompiled(e, &plan),
         })?;
-        let module = self.cuda.load(Arc::new(kernel))?;
-        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        if counters.is_none() {
-            *counters = Some(Counters::new(&self.cuda)?);
-        }
-        let cover = plan.cover_kernel(target).map_err(|e| self.unbuilt(&e, &plan))?;
-        let cover = cover.map(|kernel| self.cuda.load(Arc::new(kernel))).transpose()?;
-        let (ready, last) = (plan.ready(module.shared_kernel()), Mutex::default());
-        Ok(Attention { ready, module, cover, recorded: Recorded::default(), last })
+        self.rooms.prepare(&self.cuda)?;
+        let mut modules = modules.into_iter();
+        let module = modules.next().expect("bug in fulgurite: a plan has a kernel");
+        Ok(Attention {
+            ready: plan.ready(module.shared_kernel()),
+            module,
+            cover: modules.next(),
+            last: Mutex::default(),
+        })
     }
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
     /// in must stay alive until the stream has come past it.
     pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
-        let (plan, capturing) = (attention.ready.plan(), self.cuda.is_capturing(stream)?);
-        tensors.counters = self.launch_counters(stream, capturing, plan.counter_bytes())?;
+        let (plan, room) = (attention.ready.plan(), self.rooms.of(&self.cuda, stream)?);
+        tensors.counters = room.counters(plan.counter_bytes())?;
         tensors.scratch = match plan.scratch_bytes() {
             0 => None,
-            bytes => Some(self.scratch_room(&attention.recorded, stream, capturing, bytes)?),
+            bytes => Some(room.scratch(&self.cuda, bytes)?),
         };
         if let Some(module) = &attention.cover
             && let Some(launch) = plan.cover(&module.shared_kernel(), tensors)
@@ -276,7 +212,7 @@ impl Gpu {
             self.cuda.launch(module, launch.grid, &launch.args, stream)?;
         }
         if let Some(copies) = plan.copies(&tensors.rows) {
-            return self.forward_copied(attention, &copies, tensors, stream, capturing);
+            return self.forward_copied(attention, &copies, tensors, stream, &room);
         }
         // While another thread calls, this one computes for itself.
         let (mut kept, mut own) = (attention.last.try_lock().ok(), None);
@@ -298,11 +234,11 @@ impl Gpu {
         copies: &Copies,
         tensors: &Tensors,
         stream: Stream,
-        capturing: bool,
+        room: &Room,
     ) -> Result<(), GpuError> {
-        let room = self.copies_room(&attention.recorded, copies, stream, capturing)?;
-        let (kernels, [pack, unpack]) = self.copying()?;
-        let plan = attention.ready.with_copies(copies, &kernels, tensors, room, self.cuda.multiprocessors())?;
+        let copied = room.copies(&self.cuda, copies.bytes())?;
+        let (kernels, [pack, unpack]) = self.compiled.copying(&self.cuda)?;
+        let plan = attention.ready.with_copies(copies, &kernels, tensors, copied, self.cuda.multiprocessors())?;
         Ok(plan.run(&self.cuda, stream, &mut |kernel| {
             let all = [&attention.module, &pack, &unpack];
             let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
@@ -310,61 +246,29 @@ impl Gpu {
         })?)
     }
 
-    /// Scratch memory of a call: of its stream, whose launches follow each other, or of the recording.
-    fn scratch_room(&self, of: &Recorded, stream: Stream, capturing: bool, bytes: u64) -> Result<Span, DeviceError> {
-        match capturing {
-            true => Recorded::room(&of.scratch, &self.cuda, bytes),
-            false => self.launch_scratch(&self.scratch, stream, bytes),
-        }
-    }
-
-    /// Memory for the copies of a call.
-    fn copies_room(
-        &self,
-        of: &Recorded,
-        copies: &Copies,
-        stream: Stream,
-        capturing: bool,
-    ) -> Result<Span, DeviceError> {
-        match capturing {
-            true => Recorded::room(&of.copies, &self.cuda, copies.bytes()),
-            false => self.launch_scratch(&self.copies, stream, copies.bytes()),
-        }
-    }
-
-    /// The kernels that copy, made with the first call that needs them.
-    fn copying(&self) -> Result<(Copying, [Module; 2]), GpuError> {
-        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
-        if copying.is_none() {
-            let kernels = Copying::new(self.hopper()?).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-            let modules = [self.cuda.load(kernels.pack.clone())?, self.cuda.load(kernels.unpack.clone())?];
-            *copying = Some((kernels, modules));
-        }
-        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
-    }
-
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
     pub fn gradient(&self, problem: &Problem, d_lse: bool, order: Order) -> Result<Gradient, GpuError> {
         let plan = Backward::by_table(problem, d_lse, order, &self.tables.backward)?;
-        let kernels = plan.kernels(self.hopper()?).map_err(|e| self.unbuilt(&e, &plan))?;
-        let modules = kernels.all().map(|kernel| self.cuda.load(kernel.clone())).collect::<Result<_, _>>()?;
-        Ok(Gradient { plan, kernels, modules, recorded: Recorded::default() })
+        self.hopper()?;
+        let compiled = self.compiled.backward(&self.cuda, &plan);
+        let (kernels, modules) = compiled.map_err(|e| self.uncompiled(e, &plan))?;
+        Ok(Gradient { plan, kernels, modules })
     }
 
     /// Computes d_q, d_k and d_v on a stream, without waiting. What the tensors lie in must stay alive until the stream has
     /// come past it.
     pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
-        let Gradient { plan, kernels, modules, recorded } = gradient;
-        let capturing = self.cuda.is_capturing(stream)?;
-        let scratch = self.scratch_room(recorded, stream, capturing, plan.scratch_bytes().max(16))?;
+        let Gradient { plan, kernels, modules } = gradient;
+        let room = self.rooms.of(&self.cuda, stream)?;
+        let scratch = room.scratch(&self.cuda, plan.scratch_bytes().max(16))?;
         let (multiprocessors, mut copying) = (self.cuda.multiprocessors(), None);
         let launches = match plan.copies(tensors) {
             None => plan.plan(kernels, tensors, scratch, multiprocessors)?,
             Some(copies) => {
-                let room = self.copies_room(recorded, &copies, stream, capturing)?;
-                let (copy_kernels, loaded) = self.copying()?;
+                let copied = room.copies(&self.cuda, copies.bytes())?;
+                let (copy_kernels, loaded) = self.compiled.copying(&self.cuda)?;
                 copying = Some(loaded);
-                plan.with_copies((&copies, &copy_kernels, room), kernels, tensors, scratch, multiprocessors)?
+                plan.with_copies((&copies, &copy_kernels, copied), kernels, tensors, scratch, multiprocessors)?
             }
         };
         Ok(launches.run(&self.cuda, stream, &mut |kernel| {
@@ -375,10 +279,13 @@ impl Gpu {
     }
 
     /// A plan that has no kernel: a cut of the profile's, or our mistake.
-    fn unbuilt(&self, e: &BuildError, plan: &dyn Debug) -> GpuError {
-        match self.tables == Tables::default() {
-            true => panic!("bug in fulgurite: {e}\n{plan:?}"),
-            false => GpuError::Missing { feature: format!("a kernel cut as the profile of {} says: {e}", self.name()) },
+    fn uncompiled(&self, e: CompileError, plan: &dyn Debug) -> GpuError {
+        match e {
+            CompileError::Device(e) => e.into(),
+            CompileError::Build(e) if self.tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            CompileError::Build(e) => {
+                GpuError::Missing { feature: format!("a kernel cut as the profile of {} says: {e}", self.name()) }
+            }
         }
     }
 
@@ -387,44 +294,6 @@ impl Gpu {
         match self.cuda.target() {
             target if target.sm == 90 => Ok(target),
             other => Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", other.sm) }),
-        }
-    }
-
-    fn launch_counters(&self, stream: Stream, capturing: bool, bytes: u64) -> Result<Span, DeviceError> {
-        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        let counters = counters.as_mut().expect("bug in fulgurite: attention is prepared before it runs");
-        if capturing {
-            return counters.fresh(bytes);
-        }
-        match counters.of_streams.get(&stream) {
-            Some(&known) if known.bytes >= bytes => Ok(known),
-            // More than asked for, so that a batch that grows does not take new ones every time.
-            _ => {
-                let fresh = counters.fresh(bytes.next_power_of_two())?;
-                counters.of_streams.insert(stream, fresh);
-                Ok(fresh)
-            }
-        }
-    }
-
-    fn launch_scratch(
-        &self,
-        scratch: &Mutex<HashMap<Stream, Buffer>>,
-        stream: Stream,
-        bytes: u64,
-    ) -> Result<Span, DeviceError> {
-        let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        match scratch.get(&stream) {
-            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
-            _ => {
-                // The driver waits for launches that use what is given back.
-                scratch.remove(&stream);
-                // A little more than asked for, so that lengths that grow do not take new memory every time.
-                let fresh = self.cuda.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
-                let span = fresh.span();
-                scratch.insert(stream, fresh);
-                Ok(span)
-            }
         }
     }
 

@@ -3,6 +3,7 @@
 //! The engines that the names `cuda` and `sim` ask for are this one. It is how every device is checked against the oracle; who has
 //! tensors on the device already does not want the copies, and [`Choice::Best`](crate::Choice::Best) never takes it.
 
+use crate::compiled::{CompileError, Compiled};
 use crate::engine::{Engine, Run, Unsupported};
 use crate::profile::Tables;
 use crate::{Counters, Error};
@@ -10,13 +11,12 @@ use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
     TensorViewMut,
 };
-use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
-use fulgurite_kernels::attention::plan::{AuxPlaced, Copying, Forward, ListsPlaced, Missing, Placed, Tensors};
-use fulgurite_ptx::BuildError;
+use fulgurite_kernels::attention::plan::{AuxPlaced, Forward, ListsPlaced, Missing, Placed, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// A device as an engine.
 pub(crate) struct OnDevice {
@@ -29,19 +29,12 @@ pub(crate) struct OnDevice {
     order: Order,
     /// The cut of backward, whatever the table and its rules say.
     forced: Option<GradientTuning>,
-    /// Kernels that were compiled, each with a call that it was compiled for.
-    loaded: Mutex<Vec<(Forward, Vec<Module>)>>,
-    /// The same for backward, its kernels in the order in which they run.
-    loaded_backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
-    /// Kernels that copy tensors which the others cannot take.
-    copying: Mutex<Option<(Copying, [Module; 2])>>,
+    compiled: Compiled,
 }
 
 impl OnDevice {
     pub fn new(name: &'static str, device: Arc<dyn Device>, rescale: Option<Rescale>, tables: Tables) -> Self {
-        let (loaded, loaded_backward) = Default::default();
-        let (order, forced, copying) = (Order::Any, None, Mutex::default());
-        OnDevice { name, device, rescale, tables, order, forced, loaded, loaded_backward, copying }
+        OnDevice { name, device, rescale, tables, order: Order::Any, forced: None, compiled: Compiled::default() }
     }
 
     /// The same with gradients that are added up in this order.
@@ -77,48 +70,14 @@ impl OnDevice {
     }
 
     /// A plan that has no kernel: a cut of the profile's, or our mistake.
-    fn unbuilt(&self, e: &BuildError, plan: &dyn Debug) -> Unsupported {
-        match self.tables == Tables::default() {
-            true => panic!("bug in fulgurite: {e}\n{plan:?}"),
-            false => self.refuse(format!("a kernel cut as the profile of {} says: {e}", self.device.name())),
+    fn uncompiled(&self, e: CompileError, plan: &dyn Debug) -> Error {
+        match e {
+            CompileError::Device(e) => e.into(),
+            CompileError::Build(e) if self.tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            CompileError::Build(e) => {
+                self.refuse(format!("a kernel cut as the profile of {} says: {e}", self.device.name())).into()
+            }
         }
-    }
-
-    /// The module of a plan's kernel, and of the one that makes its table of blocks, if it has one.
-    fn modules(&self, plan: &Forward) -> Result<Vec<Module>, Error> {
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |known: &Forward| known.same_kernel(plan) && known.block_form() == plan.block_form();
-        if let Some((_, modules)) = loaded.iter().find(|(known, _)| same(known)) {
-            return Ok(modules.clone());
-        }
-        let (target, unbuilt) = (self.device.target(), |e| self.unbuilt(&e, plan));
-        let kernels = [Some(plan.kernel(target).map_err(unbuilt)?), plan.cover_kernel(target).map_err(unbuilt)?];
-        let load = |kernel| self.device.load(Arc::new(kernel));
-        let modules = kernels.into_iter().flatten().map(load).collect::<Result<Vec<_>, _>>()?;
-        loaded.push((plan.clone(), modules.clone()));
-        Ok(modules)
-    }
-
-    fn backward_modules(&self, plan: &Backward) -> Result<(Kernels, Vec<Module>), Error> {
-        let mut loaded = self.loaded_backward.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, kernels, modules)) = loaded.iter().find(|(known, ..)| known.same_kernels(plan)) {
-            return Ok((kernels.clone(), modules.clone()));
-        }
-        let kernels = plan.kernels(self.device.target()).map_err(|e| self.unbuilt(&e, plan))?;
-        let load = |kernel: &Arc<_>| self.device.load(Arc::clone(kernel));
-        let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
-        loaded.push((plan.clone(), kernels.clone(), modules.clone()));
-        Ok((kernels, modules))
-    }
-
-    fn copying(&self) -> Result<(Copying, [Module; 2]), Error> {
-        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
-        if copying.is_none() {
-            let kernels = Copying::new(self.device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
-            let modules = [self.device.load(kernels.pack.clone())?, self.device.load(kernels.unpack.clone())?];
-            *copying = Some((kernels, modules));
-        }
-        Ok(copying.clone().expect("bug in fulgurite: it was just made"))
     }
 
     /// Launches a call, with copies of the tensors that its kernel cannot take as they lie, and waits for it.
@@ -140,7 +99,7 @@ impl OnDevice {
                 Launches { launches: launch.into_iter().collect() }
             }
             Some(copies) => {
-                let (kernels, copying) = self.copying()?;
+                let (kernels, copying) = self.compiled.copying(self.device.as_ref())?;
                 modules.extend(copying);
                 let room = self.room(memory, copies.bytes() as usize)?;
                 ready.with_copies(&copies, &kernels, tensors, room, multiprocessors).map_err(refuse)?
@@ -367,7 +326,7 @@ impl Engine for OnDevice {
         if let Some(sinks) = &inputs.sinks {
             plan = plan.with_sinks(sinks.dtype());
         }
-        let modules = self.modules(&plan)?;
+        let modules = self.compiled.forward(self.device.as_ref(), &plan).map_err(|e| self.uncompiled(e, &plan))?;
         let memory = &mut Vec::new();
         let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
@@ -411,7 +370,8 @@ impl Engine for OnDevice {
         let bound = inputs.bind(problem)?;
         saved.check(problem)?;
         gradients.check(problem)?;
-        let (kernels, modules) = self.backward_modules(&plan)?;
+        let compiled = self.compiled.backward(self.device.as_ref(), &plan);
+        let (kernels, modules) = compiled.map_err(|e| self.uncompiled(e, &plan))?;
         let memory = &mut Vec::new();
         let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let [o, d_o] = [self.rows(memory, &saved.o)?, self.rows(memory, &saved.d_o)?];
@@ -443,7 +403,7 @@ impl Engine for OnDevice {
         let launches = match plan.copies(&tensors) {
             None => plan.plan(&kernels, &tensors, scratch, multiprocessors),
             Some(copies) => {
-                let (copying, loaded) = self.copying()?;
+                let (copying, loaded) = self.compiled.copying(self.device.as_ref())?;
                 modules.extend(loaded);
                 let room = self.room(memory, copies.bytes() as usize)?;
                 plan.with_copies((&copies, &copying, room), &kernels, &tensors, scratch, multiprocessors)

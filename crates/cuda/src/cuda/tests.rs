@@ -345,9 +345,39 @@ fn launches_can_be_recorded() {
     assert_eq!(books(|b| b.memory.len()), 0);
     // Whoever needs memory for them can still take it.
     gpu.capture(stream.stream(), || gpu.allocate(64).map(drop)).unwrap();
+    assert_eq!(books(|b| b.memory.len()), 0);
     let spoilt = gpu.capture(stream.stream(), || gpu.synchronize(stream.stream())).err().unwrap();
     assert_eq!(spoilt.to_string(), "cuStreamSynchronize: CUDA_ERROR_INVALID_VALUE: invalid argument");
     gpu.synchronize(stream.stream()).unwrap();
+}
+
+/// Memory that a recording keeps goes back when the recording is gone and someone asks again, and not before.
+#[test]
+fn recordings_keep_what_they_need() {
+    let gpu = fake_gpu(Options::default());
+    let stream = gpu.own_stream().unwrap();
+    assert_eq!(gpu.recording(stream.stream()), Ok(None));
+    let unrecorded = gpu.keep(stream.stream(), Box::new(())).unwrap_err();
+    assert_eq!(unrecorded.to_string(), "keep: the stream is not being recorded");
+    let record = || {
+        let mut number = None;
+        let graph = gpu.capture(stream.stream(), || {
+            number = gpu.recording(stream.stream())?;
+            gpu.keep(stream.stream(), Box::new(gpu.allocate(64)?))
+        });
+        (number.unwrap(), graph.unwrap())
+    };
+    let (first, graph) = record();
+    gpu.replay(&graph, stream.stream()).unwrap();
+    assert_eq!((gpu.recording(stream.stream()), books(|b| b.memory.len())), (Ok(None), 1));
+    drop(graph);
+    assert_eq!(books(|b| b.memory.len()), 1, "the driver's callback calls nothing");
+    let (second, graph) = record();
+    assert_eq!((first != second, books(|b| b.memory.len())), (true, 1));
+    // Nobody is left to drop it: it stays with the process.
+    drop(gpu);
+    drop(graph);
+    assert_eq!(books(|b| b.memory.len()), 1);
 }
 
 #[test]

@@ -76,6 +76,9 @@ entries! {
     cuStreamBeginCapture_v2(sys::CUstream, c_uint);
     cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
     cuStreamIsCapturing(sys::CUstream, *mut c_uint);
+    cuStreamGetCaptureInfo_v2(sys::CUstream, *mut c_uint, *mut u64, *mut sys::CUgraph, *mut *const sys::CUgraphNode, *mut usize);
+    cuUserObjectCreate(*mut sys::CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint);
+    cuGraphRetainUserObject(sys::CUgraph, sys::CUuserObject, c_uint, c_uint);
     cuThreadExchangeStreamCaptureMode(*mut c_uint);
     cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
     cuGraphDestroy(sys::CUgraph);

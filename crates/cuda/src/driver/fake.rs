@@ -39,6 +39,9 @@ pub(crate) struct Books {
     /// Attributes of functions: which, and the value.
     pub attributes: Vec<(u32, i32)>,
     capturing: bool,
+    recordings: u64,
+    /// What the recording keeps: whom to call, and with what.
+    kept: Vec<(unsafe extern "C" fn(*mut c_void), *mut c_void)>,
     /// Whether memory may be taken meanwhile.
     relaxed: bool,
     /// What the compiler says.
@@ -152,7 +155,8 @@ fakes! {
         current()
     }
     cuMemFree_v2(address: sys::CUdeviceptr) {
-        if books(|b| b.memory.remove(&address)).is_none() { REFUSED } else { current() }
+        let allowed = books(|b| !b.capturing || b.relaxed);
+        if !allowed || books(|b| b.memory.remove(&address)).is_none() { REFUSED } else { current() }
     }
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         put(free, MEMORY_BYTES);
@@ -278,7 +282,28 @@ fakes! {
     cuStreamDestroy_v2(stream: sys::CUstream) { current() }
     // Waiting for a stream that is being recorded spoils the recording.
     cuStreamSynchronize(stream: sys::CUstream) { if books(|b| b.capturing) { REFUSED } else { current() } }
-    cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) { books(|b| b.capturing = true); current() }
+    cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) {
+        books(|b| (b.capturing, b.recordings) = (true, b.recordings + 1));
+        current()
+    }
+    cuStreamGetCaptureInfo_v2(
+        stream: sys::CUstream, status: *mut c_uint, id: *mut u64, graph: *mut sys::CUgraph,
+        dependencies: *mut *const sys::CUgraphNode, count: *mut usize
+    ) {
+        put(status, c_uint::from(books(|b| b.capturing)));
+        put(id, books(|b| b.recordings));
+        put(graph, handle());
+        current()
+    }
+    cuUserObjectCreate(
+        object: *mut sys::CUuserObject, data: *mut c_void, destroy: unsafe extern "C" fn(*mut c_void), count: c_uint,
+        flags: c_uint
+    ) {
+        books(|b| b.kept.push((destroy, data)));
+        put(object, handle());
+        current()
+    }
+    cuGraphRetainUserObject(graph: sys::CUgraph, object: sys::CUuserObject, count: c_uint, flags: c_uint) { current() }
     cuStreamIsCapturing(stream: sys::CUstream, status: *mut c_uint) {
         put(status, c_uint::from(books(|b| b.capturing)));
         current()
@@ -303,7 +328,14 @@ fakes! {
         current()
     }
     cuGraphDestroy(graph: sys::CUgraph) { current() }
-    cuGraphExecDestroy(graph: sys::CUgraphExec) { current() }
+    // The only graph there is: what any kept is over.
+    cuGraphExecDestroy(graph: sys::CUgraphExec) {
+        for (destroy, data) in books(|b| std::mem::take(&mut b.kept)) {
+            // SAFETY: as it was given, and once.
+            unsafe { destroy(data) };
+        }
+        current()
+    }
     cuGraphLaunch(graph: sys::CUgraphExec, stream: sys::CUstream) { current() }
     cuEventCreate(event: *mut sys::CUevent, flags: c_uint) { put(event, handle()); current() }
     cuEventRecord(event: sys::CUevent, stream: sys::CUstream) { current() }

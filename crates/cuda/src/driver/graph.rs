@@ -3,9 +3,10 @@
 use super::{Context, Entered, raw};
 use cudarc::driver::sys;
 use fulgurite_ptx::device::{DeviceError, Stream};
-use std::ffi::c_uint;
+use std::any::Any;
+use std::ffi::{c_uint, c_void};
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// A stream that is destroyed when dropped. It does not wait for the default stream.
 pub struct OwnStream {
@@ -31,6 +32,38 @@ impl Drop for OwnStream {
             // SAFETY: created once and destroyed once; the driver finishes its work first.
             unsafe { (entered.api.cuStreamDestroy_v2)(self.handle) };
         }
+    }
+}
+
+/// What recordings kept and need no more. The driver's callback must not call the driver, so it is dropped by whoever comes
+/// next.
+#[derive(Default)]
+pub(crate) struct Ended(Mutex<Vec<Kept>>);
+
+type Kept = Box<dyn Any + Send>;
+
+/// Something that a recording keeps, and where it goes then.
+struct Keepsake {
+    what: Kept,
+    ended: Weak<Ended>,
+}
+
+impl Ended {
+    /// Drops what is there. The context must be current.
+    pub fn clear(&self) {
+        let all = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(all);
+    }
+}
+
+/// The driver calls this when the last recording that keeps something is gone.
+unsafe extern "C" fn over(keepsake: *mut c_void) {
+    // SAFETY: `Entered::keep` made it of a box, and the driver calls once.
+    let Keepsake { what, ended } = *unsafe { Box::from_raw(keepsake.cast::<Keepsake>()) };
+    match ended.upgrade() {
+        Some(ended) => ended.0.lock().unwrap_or_else(PoisonError::into_inner).push(what),
+        // Nobody is left who could drop it outside of this call.
+        None => std::mem::forget(what),
     }
 }
 
@@ -95,12 +128,50 @@ impl Entered<'_> {
         made.map(|()| Graph { context: self.context.clone(), handle })
     }
 
-    /// Whether what is put on a stream is recorded. A stream that cannot say is not recorded.
-    pub fn is_capturing(&self, stream: Stream) -> bool {
+    /// The number and the graph of the recording that what is put on a stream goes into, if it does. A stream that cannot say
+    /// is not recorded.
+    fn recorded_into(&self, stream: Stream) -> Result<Option<(u64, sys::CUgraph)>, DeviceError> {
         let mut status = 0;
         // SAFETY: `status` is written; the stream as in `synchronize`.
         let code = unsafe { (self.api.cuStreamIsCapturing)(raw(stream), &mut status) };
-        code == 0 && status != 0
+        if code != 0 || status == 0 {
+            return Ok(None);
+        }
+        let (mut id, mut graph) = (0, ptr::null_mut());
+        // SAFETY: status, number and graph are written; nothing else is asked for.
+        let code = unsafe {
+            let (none, no_count) = (ptr::null_mut(), ptr::null_mut());
+            (self.api.cuStreamGetCaptureInfo_v2)(raw(stream), &mut status, &mut id, &mut graph, none, no_count)
+        };
+        self.api.check("cuStreamGetCaptureInfo_v2", code)?;
+        Ok(Some((id, graph)))
+    }
+
+    /// The number of the recording that what is put on a stream goes into, if it does; no other of the process has it.
+    pub fn recording(&self, stream: Stream) -> Result<Option<u64>, DeviceError> {
+        Ok(self.recorded_into(stream)?.map(|(id, _)| id))
+    }
+
+    /// Keeps something until the recording of a stream, and all that is made of it, is gone; then it is in `ended`.
+    pub fn keep(&self, stream: Stream, what: Kept, ended: &Arc<Ended>) -> Result<(), DeviceError> {
+        let Some((_, graph)) = self.recorded_into(stream)? else {
+            let what = "the stream is not being recorded".into();
+            return Err(DeviceError::Failed { call: "keep", what });
+        };
+        let mut object = ptr::null_mut();
+        let keepsake = Box::into_raw(Box::new(Keepsake { what, ended: Arc::downgrade(ended) })).cast::<c_void>();
+        let unsynchronised = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as c_uint;
+        // SAFETY: `object` is written; the one reference that it begins with is given to the graph.
+        let code = unsafe { (self.api.cuUserObjectCreate)(&mut object, keepsake, over, 1, unsynchronised) };
+        if code != 0 {
+            // SAFETY: no object was made, so that nobody else has it.
+            drop(unsafe { Box::from_raw(keepsake.cast::<Keepsake>()) });
+        }
+        self.api.check("cuUserObjectCreate", code)?;
+        let given = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as c_uint;
+        // SAFETY: the graph is being recorded; while it is, everything but its end and the removal of nodes is allowed.
+        let code = unsafe { (self.api.cuGraphRetainUserObject)(graph, object, 1, given) };
+        self.api.check("cuGraphRetainUserObject", code)
     }
 
     /// Puts a recording on a stream.

@@ -23,6 +23,7 @@ use std::ptr;
 use std::sync::Arc;
 
 pub(crate) use api::{Api, api};
+pub(crate) use graph::Ended;
 pub use graph::{Graph, OwnStream};
 pub(crate) use module::{Argument, Code, Grid};
 
@@ -160,27 +161,32 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         if let Ok(entered) = self.context.enter() {
             // SAFETY: the address is that of an allocation that nobody else frees. The driver waits for work that
-            // uses it.
-            unsafe { (entered.api.cuMemFree_v2)(self.address) };
+            // uses it. An error has nobody to go to.
+            let _ = entered.relaxed(|api| unsafe { (api.cuMemFree_v2)(self.address) });
         }
     }
 }
 
 impl Entered<'_> {
+    /// A call that launches which this thread records have no part in: it is made as if nothing were recorded.
+    fn relaxed(&self, call: impl FnOnce(&Api) -> u32) -> Result<u32, DeviceError> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+        // SAFETY: `mode` is exchanged for the thread's, and back below.
+        let exchanged = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        self.api.check("cuThreadExchangeStreamCaptureMode", exchanged)?;
+        let code = call(self.api);
+        // SAFETY: the mode that the driver just gave.
+        unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        Ok(code)
+    }
+
     /// Takes memory, also while launches of this thread are recorded: what they use is no part of the recording.
     pub fn allocate(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
         let mut address = 0;
         // Nothing cannot be allocated, and a buffer of no bytes is no mistake.
         let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-        // SAFETY: `mode` is exchanged for the thread's, and back; `address` is written.
-        let code = unsafe {
-            let exchanged = (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
-            self.api.check("cuThreadExchangeStreamCaptureMode", exchanged)?;
-            let code = (self.api.cuMemAlloc_v2)(&mut address, size);
-            (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode);
-            code
-        };
+        // SAFETY: `address` is written.
+        let code = self.relaxed(|api| unsafe { (api.cuMemAlloc_v2)(&mut address, size) })?;
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 {
             return Err(DeviceError::Memory { asked: bytes, free: self.free_bytes()? });
         }

@@ -1,0 +1,80 @@
+//! Kernels that were compiled on a device. A kernel's text depends on features and cut, never on lengths: a call of another
+//! length finds the kernel of an earlier one.
+
+use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
+use fulgurite_kernels::attention::plan::{Copying, Forward};
+use fulgurite_ptx::device::{Device, DeviceError, Module};
+use fulgurite_ptx::{BuildError, Kernel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Why a plan has no kernel.
+pub(crate) enum CompileError {
+    /// Its cut has none.
+    Build(BuildError),
+    /// The device did not take it.
+    Device(DeviceError),
+}
+
+impl From<BuildError> for CompileError {
+    fn from(e: BuildError) -> Self {
+        CompileError::Build(e)
+    }
+}
+
+impl From<DeviceError> for CompileError {
+    fn from(e: DeviceError) -> Self {
+        CompileError::Device(e)
+    }
+}
+
+/// Every kernel that was compiled, with a call that it was compiled for. None is given up: launches that are under way or
+/// recorded need theirs. While one thread compiles, others find what there is.
+#[derive(Default)]
+pub(crate) struct Compiled {
+    forward: Mutex<Vec<(Forward, Vec<Module>)>>,
+    /// The modules in the order of the kernels.
+    backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
+    /// Kernels that copy tensors which the others cannot take.
+    copying: Mutex<Option<(Copying, [Module; 2])>>,
+}
+
+impl Compiled {
+    /// The module of a plan's kernel, and of the one that makes its table of blocks, if it has one.
+    pub fn forward(&self, device: &dyn Device, plan: &Forward) -> Result<Vec<Module>, CompileError> {
+        let known = || self.forward.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = |other: &Forward| other.same_kernel(plan) && other.block_form() == plan.block_form();
+        if let Some((_, modules)) = known().iter().find(|(other, _)| same(other)) {
+            return Ok(modules.clone());
+        }
+        let target = device.target();
+        let kernels = [Some(plan.kernel(target)?), plan.cover_kernel(target)?];
+        let load = |kernel: Kernel| device.load(Arc::new(kernel));
+        let modules = kernels.into_iter().flatten().map(load).collect::<Result<Vec<_>, _>>()?;
+        known().push((plan.clone(), modules.clone()));
+        Ok(modules)
+    }
+
+    /// The kernels of a plan of gradients.
+    pub fn backward(&self, device: &dyn Device, plan: &Backward) -> Result<(Kernels, Vec<Module>), CompileError> {
+        let known = || self.backward.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, kernels, modules)) = known().iter().find(|(other, ..)| other.same_kernels(plan)) {
+            return Ok((kernels.clone(), modules.clone()));
+        }
+        let kernels = plan.kernels(device.target())?;
+        let load = |kernel: &Arc<_>| device.load(Arc::clone(kernel));
+        let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
+        known().push((plan.clone(), kernels.clone(), modules.clone()));
+        Ok((kernels, modules))
+    }
+
+    /// The kernels that copy, made for the first call that needs them.
+    pub fn copying(&self, device: &dyn Device) -> Result<(Copying, [Module; 2]), DeviceError> {
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*copying {
+            return Ok(known.clone());
+        }
+        let kernels = Copying::new(device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
+        let modules = [device.load(kernels.pack.clone())?, device.load(kernels.unpack.clone())?];
+        Ok(copying.insert((kernels, modules)).clone())
+    }
+}
