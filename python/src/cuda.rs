@@ -1,7 +1,7 @@
 //! Calls whose arrays lie on a GPU: they stay there, and the kernel goes on the caller's stream.
 
 use crate::array::{Array, Place, wrong};
-use crate::description::{BLOCK_LISTS, Description, Role};
+use crate::description::{BLOCK_LISTS, Description, MAX_PROBLEMS, Role};
 use crate::foreign;
 use fulgurite::gpu::{
     self, Attention, AuxPlaced, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order, Placed, Span,
@@ -13,10 +13,10 @@ use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A GPU, and memory on it for an LSE that nobody asked for.
+/// A GPU, and memory on it for an LSE that nobody asked for. What was too little stays: recorded launches write it.
 pub struct Device {
     gpu: Gpu,
-    unwanted: Mutex<Option<gpu::Buffer>>,
+    unwanted: Mutex<Vec<gpu::Buffer>>,
 }
 
 fn refuse(error: GpuError) -> PyErr {
@@ -48,13 +48,13 @@ impl Device {
     /// Memory for an LSE that nobody reads: several launches may write it at once.
     fn unwanted(&self, bytes: u64) -> Result<Span, GpuError> {
         let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
-        let enough = unwanted.as_ref().map(gpu::Buffer::span).filter(|span| span.bytes >= bytes);
-        match enough {
-            Some(span) => Ok(span),
-            None => {
+        match unwanted.last().map(gpu::Buffer::span) {
+            Some(span) if span.bytes >= bytes => Ok(span),
+            _ => {
+                // At least twice what there was: all that stays is less than the last.
                 let fresh = self.gpu.device().allocate(bytes.next_power_of_two().max(1 << 20))?;
                 let span = fresh.span();
-                *unwanted = Some(fresh);
+                unwanted.push(fresh);
                 Ok(span)
             }
         }
@@ -70,6 +70,15 @@ pub struct Compiled {
 }
 
 type Known<T> = (Arc<Problem>, Arc<Device>, Arc<T>);
+
+/// Enters what is known of a problem. With too many all are forgotten: their kernels stay with the GPU, and what is recorded
+/// keeps its memory.
+fn remember<T>(all: &mut HashMap<(usize, i32, bool), Known<T>>, key: (usize, i32, bool), known: Known<T>) {
+    if all.len() >= MAX_PROBLEMS {
+        all.clear();
+    }
+    all.insert(key, known);
+}
 
 impl Compiled {
     fn get(
@@ -91,7 +100,7 @@ impl Compiled {
             let attention = device.gpu.attention(problem, &wish).map_err(refuse)?;
             Ok((device, Arc::new(attention)))
         })?;
-        all().insert(key, (problem.clone(), device.clone(), attention.clone()));
+        remember(&mut all(), key, (problem.clone(), device.clone(), attention.clone()));
         Ok((device, attention))
     }
 
@@ -112,7 +121,7 @@ impl Compiled {
             let gradient = device.gpu.gradient(problem, d_lse, order).map_err(refuse)?;
             Ok((device, Arc::new(gradient)))
         })?;
-        all().insert(key, (problem.clone(), device.clone(), gradient.clone()));
+        remember(&mut all(), key, (problem.clone(), device.clone(), gradient.clone()));
         Ok((device, gradient))
     }
 }

@@ -82,7 +82,7 @@ impl Role {
 }
 
 /// Problems that are kept for one description; beyond it they are forgotten all at once.
-const MAX_PROBLEMS: usize = 512;
+pub const MAX_PROBLEMS: usize = 512;
 
 /// A description that was read, its engine, and the problems that were built for it so far.
 #[pyclass(frozen)]
