@@ -414,7 +414,38 @@ def cold(options, peers):
         peers_host.append((time.perf_counter() - start) / 100)
         torch.cuda.synchronize()
     say(f"cold: a new shape {new:.2f} s; a call of a known one {statistics.median(hosts) * 1e6:.1f} us of the host (torch SDPA {statistics.median(peers_host) * 1e6:.1f} us)")
-    return {"new_shape_s": new, "host_us": statistics.median(hosts) * 1e6, "sdpa_host_us": statistics.median(peers_host) * 1e6}
+    found = {"new_shape_s": new, "host_us": statistics.median(hosts) * 1e6, "sdpa_host_us": statistics.median(peers_host) * 1e6}
+    for kind, ours_us, sdpa_us in new_lengths():
+        say(f"cold: {kind} of a length that is new {ours_us:.0f} us of the host (torch SDPA {sdpa_us:.0f} us)")
+        found[kind] = {"new_length_us": ours_us, "sdpa_new_length_us": sdpa_us}
+    return found
+
+
+def new_lengths():
+    """Microseconds of the host for calls whose lengths never came before: a cache that grows by a key a step, and prompts."""
+    def median(call):
+        times = []
+        for n in range(1500, 1600):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(n)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e6
+
+    q, k, v = tensors(1, 2048, 16, 128)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    for kind, rows, causal in (("a step of decoding", lambda n: 1, False), ("a prompt", lambda n: n, True)):
+        def mine(n):
+            return fulgurite.attention(q[:, : rows(n)], k[:, :n], v[:, :n], causal=causal)
+
+        def torchs(n):
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return F.scaled_dot_product_attention(*(x[:, :, :m] for x, m in zip(turned, (rows(n), n, n))), is_causal=causal)
+
+        # The kernels themselves are known.
+        mine(1400)
+        torchs(1400)
+        yield kind, median(mine), median(torchs)
 
 
 def sustained(options, peers, seconds=1.0):
