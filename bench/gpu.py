@@ -422,7 +422,8 @@ def cold(options, peers):
 
 
 def new_lengths():
-    """Microseconds of the host for calls whose lengths never came before: a cache that grows by a key a step, and prompts."""
+    """Microseconds of the host for calls whose lengths never came before: a cache that grows by a key a step, prompts, and the
+    gradients of such a prompt."""
     def median(call):
         times = []
         for n in range(1500, 1600):
@@ -432,7 +433,7 @@ def new_lengths():
             times.append(time.perf_counter() - start)
         return statistics.median(times) * 1e6
 
-    q, k, v = tensors(1, 2048, 16, 128)
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2048, 16, 128))
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     for kind, rows, causal in (("a step of decoding", lambda n: 1, False), ("a prompt", lambda n: n, True)):
         def mine(n):
@@ -442,10 +443,14 @@ def new_lengths():
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 return F.scaled_dot_product_attention(*(x[:, :, :m] for x, m in zip(turned, (rows(n), n, n))), is_causal=causal)
 
-        # The kernels themselves are known.
-        mine(1400)
-        torchs(1400)
-        yield kind, median(mine), median(torchs)
+        with torch.no_grad():
+            # The kernels themselves are known.
+            mine(1400)
+            torchs(1400)
+            yield kind, median(mine), median(torchs)
+    for call in (mine, torchs):
+        call(1400).sum().backward()
+    yield "a prompt with gradients", *(median(lambda n: call(n).sum().backward()) for call in (mine, torchs))
 
 
 def sustained(options, peers, seconds=1.0):

@@ -89,7 +89,7 @@ def shares(got, want, sample):
 
 def told(found, want, sample):
     each = [(name, shares(*of)) for name, *of in zip(TENSORS, found, want, sample)]
-    return ", ".join(f"{name} {int((share > 1).sum())} ({share.max().item():.2f})" for name, share in each)
+    return ", ".join(f"{name} {int((~(share <= 1)).sum())} ({share.max().item():.2f})" for name, share in each)
 
 
 def main():

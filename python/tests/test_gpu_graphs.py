@@ -1,5 +1,10 @@
 """Calls that are recorded in CUDA graphs of torch: each has memory of its own for as long as it can be replayed."""
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,12 +18,13 @@ def draw(*shape):
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def record(work):
-    """A graph of what `work` does, and its results. It was done before, as torch asks for."""
+def record(work, before=True):
+    """A graph of what `work` does, and its results; it is done before, as torch asks for, or not."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        work()
+        if before:
+            work()
         stream.synchronize()
         graph.capture_begin()
         results = work()
@@ -80,9 +86,55 @@ def test_branches_of_a_recording_run_side_by_side():
         assert all(same(got, want) for got, want in zip(results, wanted))
 
 
+def test_the_first_call_of_its_kind_may_be_recorded():
+    """Its kernels are compiled meanwhile."""
+    q, k, v, d_o = (draw(2, 200, 2, 80) for _ in range(4))
+
+    def work():
+        o, lse = fulgurite.attention(q, k, v, softcap=7.25, window=(31, 5), return_lse=True)
+        options = {"softcap": 7.25, "window": (31, 5), "deterministic": True}
+        return o, *fulgurite.attention_backward(d_o, q, k, v, o, lse, **options)[:3]
+
+    graph, results = record(work, before=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(results, work())
+
+
+def test_the_first_call_of_a_process_may_be_recorded():
+    """Torch's generator of random numbers wants to be used before."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, fulgurite
+q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    o = fulgurite.attention(q, k, v)
+graph.replay()
+torch.cuda.synchronize()
+assert torch.equal(o, fulgurite.attention(q, k, v))
+"""
+    package = str(Path(fulgurite.__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code, package], check=True, timeout=120)
+
+
+def test_memory_of_a_recording_is_freed_while_another_is_made():
+    work = gradients(7)
+    wanted = work()
+    graph, _ = record(work)
+    del graph, _
+    # The driver tells when it likes that the graph is gone.
+    time.sleep(0.2)
+    graph, results = record(work, before=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(results, wanted)
+
+
 def test_recordings_that_are_gone_leave_nothing():
-    """A thousand recordings of few queries would use up the counters; those of gradients take more than a MiB each."""
-    q, k, v = draw(64, 1, 32, 128), draw(64, 600, 8, 128), draw(64, 600, 8, 128)
+    """256 recordings of so many queries use up the counters; those of gradients take more than a MiB each."""
+    q, k, v = draw(256, 1, 32, 128), draw(256, 100, 8, 128), draw(256, 100, 8, 128)
     backward = gradients(5)
 
     def work():

@@ -176,8 +176,14 @@ impl Cuda {
         entered.recording(stream)
     }
 
-    /// Keeps something, such as memory, as long as the recording of a stream, or what is made of it, can be replayed. It is
-    /// dropped by the first call of [`recording`](Self::recording) after that.
+    /// Memory that is all zeros. As [`allocate`](Device::allocate) it may be taken while launches are recorded.
+    pub fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        let (span, owner) = self.context.enter()?.zeroed(bytes)?;
+        Ok(Buffer::new(span, Box::new(owner)))
+    }
+
+    /// Keeps something, such as memory, as long as the recording of a stream, or what is made of it, can be replayed. Some
+    /// time after that a call of [`recording`](Self::recording) drops it.
     pub fn keep(&self, stream: Stream, what: Box<dyn Any + Send>) -> Result<(), DeviceError> {
         self.context.enter()?.keep(stream, what, &self.ended)
     }
@@ -187,9 +193,19 @@ impl Cuda {
         self.context.enter()?.replay(graph, stream)
     }
 
-    /// A kernel ready to launch: from the folder, or compiled.
+    /// A kernel ready to launch: from the folder, or compiled. Also while launches are recorded.
     fn make(&self, kernel: &Kernel, text: &str, key: Hash128) -> Result<Loaded, DeviceError> {
         let entered = self.context.enter()?;
+        entered.relaxed(|| self.load_or_compile(&entered, kernel, text, key))?
+    }
+
+    fn load_or_compile(
+        &self,
+        entered: &Entered<'_>,
+        kernel: &Kernel,
+        text: &str,
+        key: Hash128,
+    ) -> Result<Loaded, DeviceError> {
         let (name, parameters) = (kernel.name.as_str(), kernel.params.len());
         let kept = self.cache.as_ref().and_then(|cache| cache.read(key));
         // Code that the driver refuses is no reason to fail: it is compiled again.
@@ -199,7 +215,7 @@ impl Cuda {
         });
         let (code, log) = match from_folder {
             Some(ready) => ready,
-            None => self.compile(&entered, kernel, text, key)?,
+            None => self.compile(entered, kernel, text, key)?,
         };
         let log = Log::parse(&log);
         if self.options.losses == Losses::Refuse && !log.losses.is_empty() {

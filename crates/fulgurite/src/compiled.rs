@@ -1,5 +1,5 @@
 //! Kernels that were compiled on a device. A kernel's text depends on features and cut, never on lengths: a call of another
-//! length finds the kernel of an earlier one.
+//! length finds the kernel of an earlier one, unless its length asks for another cut.
 
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Copying, Forward};
@@ -27,8 +27,18 @@ impl From<DeviceError> for CompileError {
     }
 }
 
-/// Every kernel that was compiled, with a call that it was compiled for. None is given up: launches that are under way or
-/// recorded need theirs. While one thread compiles, others find what there is.
+/// Features and cuts whose kernels are kept; beyond it they are forgotten all at once. Who uses one holds it.
+const MAX_KNOWN: usize = 512;
+
+fn remember<T>(known: &mut Vec<T>, fresh: T) {
+    if known.len() >= MAX_KNOWN {
+        known.clear();
+    }
+    known.push(fresh);
+}
+
+/// Kernels that were compiled, each with a call that it was compiled for. While one thread compiles, others find what there
+/// is.
 #[derive(Default)]
 pub(crate) struct Compiled {
     forward: Mutex<Vec<(Forward, Vec<Module>)>>,
@@ -50,7 +60,7 @@ impl Compiled {
         let kernels = [Some(plan.kernel(target)?), plan.cover_kernel(target)?];
         let load = |kernel: Kernel| device.load(Arc::new(kernel));
         let modules = kernels.into_iter().flatten().map(load).collect::<Result<Vec<_>, _>>()?;
-        known().push((plan.clone(), modules.clone()));
+        remember(&mut known(), (plan.clone(), modules.clone()));
         Ok(modules)
     }
 
@@ -63,7 +73,7 @@ impl Compiled {
         let kernels = plan.kernels(device.target())?;
         let load = |kernel: &Arc<_>| device.load(Arc::clone(kernel));
         let modules = kernels.all().map(load).collect::<Result<Vec<_>, _>>()?;
-        known().push((plan.clone(), kernels.clone(), modules.clone()));
+        remember(&mut known(), (plan.clone(), kernels.clone(), modules.clone()));
         Ok((kernels, modules))
     }
 
@@ -76,5 +86,44 @@ impl Compiled {
         let kernels = Copying::new(device.target()).unwrap_or_else(|e| panic!("bug in fulgurite: {e}"));
         let modules = [device.load(kernels.pack.clone())?, device.load(kernels.unpack.clone())?];
         Ok(copying.insert((kernels, modules)).clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::{DType, Mask, Problem};
+    use fulgurite_kernels::attention::backward::Order;
+    use fulgurite_sim::Sim;
+
+    fn problem(len: usize, mask: Mask) -> Problem {
+        Problem::builder()
+            .dense(1, len, len)
+            .heads(2, 2)
+            .head_dim(64)
+            .dtype(DType::Bf16)
+            .mask(mask)
+            .build()
+            .expect("a problem that every engine has")
+    }
+
+    /// Another length has the kernels of the first, other features have their own.
+    #[test]
+    fn a_new_length_compiles_nothing() {
+        let (compiled, device) = (Compiled::default(), Sim::default());
+        let kernels = |len, mask: Mask| {
+            let problem = problem(len, mask);
+            let forward = compiled.forward(&device, &Forward::new(&problem, None).expect("it has it"));
+            let backward = compiled.backward(&device, &Backward::new(&problem, false, Order::Any).expect("it has it"));
+            let (Ok(forward), Ok((_, backward))) = (forward, backward) else { panic!("they compile") };
+            forward.into_iter().chain(backward).map(|module| Arc::as_ptr(&module.shared_kernel())).collect::<Vec<_>>()
+        };
+        let first = kernels(700, Mask::causal());
+        assert_eq!(kernels(901, Mask::causal()), first);
+        let (known, known_backward) = (compiled.forward.lock().unwrap().len(), compiled.backward.lock().unwrap().len());
+        assert_eq!((known, known_backward), (1, 1));
+        let window = kernels(700, Mask::window(Some(100), Some(0)));
+        assert!(window.iter().zip(&first).all(|(one, other)| one != other));
+        assert_eq!(kernels(700, Mask::causal()), first);
     }
 }

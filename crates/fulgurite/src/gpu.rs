@@ -31,7 +31,7 @@ pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors
 pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tuning as GradientTuning};
 
 use crate::compiled::{CompileError, Compiled};
-use crate::rooms::{Room, Rooms};
+use crate::rooms::{Rooms, Turn};
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
 use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
@@ -186,7 +186,6 @@ impl Gpu {
             (CompileError::Build(e), Some(_)) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
             (e, _) => self.uncompiled(e, &plan),
         })?;
-        self.rooms.prepare(&self.cuda)?;
         let mut modules = modules.into_iter();
         let module = modules.next().expect("bug in fulgurite: a plan has a kernel");
         Ok(Attention {
@@ -201,10 +200,12 @@ impl Gpu {
     /// in must stay alive until the stream has come past it.
     pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
         let (plan, room) = (attention.ready.plan(), self.rooms.of(&self.cuda, stream)?);
-        tensors.counters = room.counters(plan.counter_bytes())?;
+        let mut turn = room.turn();
+        turn.hold(attention.cover.iter().chain([&attention.module]));
+        tensors.counters = turn.counters(&self.cuda, plan.counter_bytes())?;
         tensors.scratch = match plan.scratch_bytes() {
             0 => None,
-            bytes => Some(room.scratch(&self.cuda, bytes)?),
+            bytes => Some(turn.scratch(&self.cuda, bytes)?),
         };
         if let Some(module) = &attention.cover
             && let Some(launch) = plan.cover(&module.shared_kernel(), tensors)
@@ -212,7 +213,7 @@ impl Gpu {
             self.cuda.launch(module, launch.grid, &launch.args, stream)?;
         }
         if let Some(copies) = plan.copies(&tensors.rows) {
-            return self.forward_copied(attention, &copies, tensors, stream, &room);
+            return self.forward_copied(attention, &copies, tensors, stream, &mut turn);
         }
         // While another thread calls, this one computes for itself.
         let (mut kept, mut own) = (attention.last.try_lock().ok(), None);
@@ -234,10 +235,11 @@ impl Gpu {
         copies: &Copies,
         tensors: &Tensors,
         stream: Stream,
-        room: &Room,
+        turn: &mut Turn<'_>,
     ) -> Result<(), GpuError> {
-        let copied = room.copies(&self.cuda, copies.bytes())?;
+        let copied = turn.copies(&self.cuda, copies.bytes())?;
         let (kernels, [pack, unpack]) = self.compiled.copying(&self.cuda)?;
+        turn.hold([&pack, &unpack]);
         let plan = attention.ready.with_copies(copies, &kernels, tensors, copied, self.cuda.multiprocessors())?;
         Ok(plan.run(&self.cuda, stream, &mut |kernel| {
             let all = [&attention.module, &pack, &unpack];
@@ -260,13 +262,16 @@ impl Gpu {
     pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
         let Gradient { plan, kernels, modules } = gradient;
         let room = self.rooms.of(&self.cuda, stream)?;
-        let scratch = room.scratch(&self.cuda, plan.scratch_bytes().max(16))?;
+        let mut turn = room.turn();
+        turn.hold(modules);
+        let scratch = turn.scratch(&self.cuda, plan.scratch_bytes().max(16))?;
         let (multiprocessors, mut copying) = (self.cuda.multiprocessors(), None);
         let launches = match plan.copies(tensors) {
             None => plan.plan(kernels, tensors, scratch, multiprocessors)?,
             Some(copies) => {
-                let copied = room.copies(&self.cuda, copies.bytes())?;
+                let copied = turn.copies(&self.cuda, copies.bytes())?;
                 let (copy_kernels, loaded) = self.compiled.copying(&self.cuda)?;
+                turn.hold(&loaded);
                 copying = Some(loaded);
                 plan.with_copies((&copies, &copy_kernels, copied), kernels, tensors, scratch, multiprocessors)?
             }
@@ -289,11 +294,11 @@ impl Gpu {
         }
     }
 
-    /// What kernels are printed for, where there are kernels for it.
-    fn hopper(&self) -> Result<Target, GpuError> {
-        match self.cuda.target() {
-            target if target.sm == 90 => Ok(target),
-            other => Err(GpuError::Missing { feature: format!("kernels for sm_{} (it has them for sm_90)", other.sm) }),
+    /// Refuses a GPU that there are no kernels of attention for.
+    fn hopper(&self) -> Result<(), GpuError> {
+        match self.cuda.target().sm {
+            90 => Ok(()),
+            other => Err(GpuError::Missing { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
         }
     }
 

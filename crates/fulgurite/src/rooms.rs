@@ -1,10 +1,11 @@
 //! Memory on a GPU that launches need for themselves: scratch, copies of tensors, counters.
 //!
 //! Launches that follow each other share it: those on one stream, and those of one recording that came from one stream.
-//! A recording may be replayed beside any other, so each has its own, which lives as long as it.
+//! A recording may be replayed beside any other, so each has its own, which lives as long as it. (Who makes two graphs of one
+//! recording must not replay them at the same time.)
 
 use fulgurite_cuda::Cuda;
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Span, Stream};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -22,15 +23,6 @@ pub(crate) struct Rooms {
 }
 
 impl Rooms {
-    /// Makes the counters if there are none: they are zeroed, which cannot be done while something is recorded.
-    pub fn prepare(&self, cuda: &Cuda) -> Result<(), DeviceError> {
-        let mut counters = locked(&self.counters);
-        if counters.is_none() {
-            *counters = Some(Counters::new(cuda)?);
-        }
-        Ok(())
-    }
-
     /// The room of a launch on this stream.
     pub fn of(&self, cuda: &Cuda, stream: Stream) -> Result<Arc<Room>, DeviceError> {
         let fresh = |recorded| Arc::new(Room { recorded, memory: Mutex::default(), pool: self.counters.clone() });
@@ -54,45 +46,86 @@ pub(crate) struct Room {
     /// Whether they may run again later: then what they were given stays theirs.
     recorded: bool,
     memory: Mutex<Memory>,
-    /// Where counters come from.
+    /// Where counters come from; made with the first that are taken.
     pool: Arc<Mutex<Option<Counters>>>,
 }
 
-/// The last of each is the largest.
+/// The last span of each is the largest.
 #[derive(Default)]
 struct Memory {
     scratch: Vec<Buffer>,
     copies: Vec<Buffer>,
     counters: Vec<Span>,
+    /// Kernels of recorded launches.
+    modules: Vec<Module>,
 }
 
 impl Room {
+    /// The room for one call. Until it is dropped other threads wait: launches of a call have none of another between them.
+    pub fn turn(&self) -> Turn<'_> {
+        Turn { room: self, memory: locked(&self.memory) }
+    }
+}
+
+/// A room while a call makes its launches.
+pub(crate) struct Turn<'a> {
+    room: &'a Room,
+    memory: MutexGuard<'a, Memory>,
+}
+
+impl Turn<'_> {
     /// Scratch memory of at least so many bytes.
-    pub fn scratch(&self, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
-        self.enough(cuda, &mut locked(&self.memory).scratch, bytes)
+    pub fn scratch(&mut self, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
+        self.room.enough(cuda, &mut self.memory.scratch, bytes)
     }
 
     /// Memory for copies of tensors.
-    pub fn copies(&self, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
-        self.enough(cuda, &mut locked(&self.memory).copies, bytes)
+    pub fn copies(&mut self, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
+        self.room.enough(cuda, &mut self.memory.copies, bytes)
     }
 
     /// Counters that are 0, or as an earlier launch left them.
-    pub fn counters(&self, bytes: u64) -> Result<Span, DeviceError> {
-        let mut memory = locked(&self.memory);
-        match memory.counters.last() {
-            Some(&known) if known.bytes >= bytes => Ok(known),
-            // What was too few is not given back yet: launches that are under way have it.
-            _ => {
-                let mut pool = locked(&self.pool);
-                let pool = pool.as_mut().expect("bug in fulgurite: attention is prepared before it runs");
-                let fresh = pool.take(bytes)?;
-                memory.counters.push(fresh);
-                Ok(fresh)
+    pub fn counters(&mut self, cuda: &Cuda, bytes: u64) -> Result<Span, DeviceError> {
+        self.counters_of(bytes, || Counters::new(cuda))
+    }
+
+    /// Has recorded launches keep their kernels.
+    pub fn hold<'m>(&mut self, modules: impl IntoIterator<Item = &'m Module>) {
+        if !self.room.recorded {
+            return;
+        }
+        for module in modules {
+            let same = |held: &Module| Arc::ptr_eq(&held.shared_kernel(), &module.shared_kernel());
+            if !self.memory.modules.iter().any(same) {
+                self.memory.modules.push(module.clone());
             }
         }
     }
 
+    fn counters_of(
+        &mut self,
+        bytes: u64,
+        fresh: impl FnOnce() -> Result<Counters, DeviceError>,
+    ) -> Result<Span, DeviceError> {
+        let counters = &mut self.memory.counters;
+        match counters.last() {
+            Some(&known) if known.bytes >= bytes => Ok(known),
+            // What was too few is not given back yet: launches that are under way have it.
+            _ => {
+                let mut pool = locked(&self.room.pool);
+                let pool = match &mut *pool {
+                    Some(pool) => pool,
+                    none => none.insert(fresh()?),
+                };
+                let span = pool.take(bytes)?;
+                counters.push(span);
+                Ok(span)
+            }
+        }
+    }
+}
+
+impl Room {
     fn enough(&self, cuda: &Cuda, buffers: &mut Vec<Buffer>, bytes: u64) -> Result<Span, DeviceError> {
         match buffers.last() {
             Some(known) if known.span().bytes >= bytes => Ok(known.span()),
@@ -135,9 +168,11 @@ impl Counters {
     const BYTES: u64 = 4 << 20;
 
     fn new(cuda: &Cuda) -> Result<Counters, DeviceError> {
-        let memory = cuda.allocate(Self::BYTES)?;
-        cuda.upload(memory.span(), &vec![0; memory.span().bytes as usize])?;
-        Ok(Counters { memory, taken_bytes: 0, given_back: HashMap::new() })
+        Ok(Counters::of(cuda.zeroed(Self::BYTES)?))
+    }
+
+    fn of(memory: Buffer) -> Counters {
+        Counters { memory, taken_bytes: 0, given_back: HashMap::new() }
     }
 
     /// At least so many bytes: a power of two, so that a batch that grows does not take new ones every time, and those given
@@ -170,10 +205,13 @@ impl Counters {
 mod tests {
     use super::*;
 
+    fn counters() -> Counters {
+        Counters::of(Buffer::new(Span { address: 0x1000, bytes: Counters::BYTES }, Box::new(())))
+    }
+
     #[test]
     fn counters_are_handed_out_once_and_again_when_they_came_back() {
-        let memory = Buffer::new(Span { address: 0x1000, bytes: Counters::BYTES }, Box::new(()));
-        let mut counters = Counters { memory, taken_bytes: 0, given_back: HashMap::new() };
+        let mut counters = counters();
         let [a, b, c] = [1, 17, 4000].map(|bytes| counters.take(bytes).unwrap());
         assert_eq!([a, b, c].map(|span| (span.address, span.bytes)), [(0x1000, 16), (0x1010, 32), (0x1030, 4096)]);
         counters.give_back(b);
@@ -188,17 +226,17 @@ mod tests {
 
     #[test]
     fn a_room_that_is_gone_gives_its_counters_back() {
-        let memory = Buffer::new(Span { address: 0, bytes: Counters::BYTES }, Box::new(()));
-        let pool = Arc::new(Mutex::new(Some(Counters { memory, taken_bytes: 0, given_back: HashMap::new() })));
-        let room = || Room { recorded: true, memory: Mutex::default(), pool: pool.clone() };
+        let rooms = Rooms::default();
+        let room = || Room { recorded: true, memory: Mutex::default(), pool: rooms.counters.clone() };
+        let take = |room: &Room, bytes| room.turn().counters_of(bytes, || Ok(counters())).unwrap();
         let (first, second) = (room(), room());
-        let few = first.counters(100).unwrap();
-        assert_eq!(first.counters(128), Ok(few));
-        let many = first.counters(129).unwrap();
-        assert_eq!(first.counters(1), Ok(many));
-        assert_ne!(second.counters(100), Ok(few));
+        let few = take(&first, 100);
+        assert_eq!(take(&first, 128), few);
+        let many = take(&first, 129);
+        assert_eq!(take(&first, 1), many);
+        assert_ne!(take(&second, 100), few);
         drop(first);
-        assert_eq!(room().counters(100), Ok(few));
-        assert_eq!(room().counters(200), Ok(many));
+        let third = room();
+        assert_eq!((take(&third, 100), take(&third, 200)), (few, many));
     }
 }

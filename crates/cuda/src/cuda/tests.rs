@@ -1,7 +1,7 @@
 //! The device over a driver that keeps books: everything but the GPU.
 
 use super::*;
-use crate::driver::fake::{FAKE, MEMORY_BYTES, Seen, books};
+use crate::driver::fake::{Books, FAKE, MEMORY_BYTES, Seen, books};
 use fulgurite_kernels::gemm::{Layouts, Tuning};
 use fulgurite_kernels::gemm_plan::{Gemm, Matrix};
 use fulgurite_ptx::{Major, Number};
@@ -337,13 +337,22 @@ fn clusters_and_overlap_are_announced() {
 #[test]
 fn launches_can_be_recorded() {
     let gpu = fake_gpu(Options::default());
-    let module = gpu.load(add()).unwrap();
+    // The first call may be one that is recorded.
+    let (stream, mut module) = (gpu.own_stream().unwrap(), None);
+    let compile = || gpu.load(add()).map(|loaded| module = Some(loaded));
+    gpu.capture(stream.stream(), compile).unwrap();
+    let module = module.unwrap();
     let span = Value::Pointer(Span { address: 0x1000, bytes: 4 });
     let args = [span.clone(), span.clone(), span, Value::U32(1)];
-    let stream = gpu.own_stream().unwrap();
     gpu.capture(stream.stream(), || gpu.launch(&module, [1, 1, 1], &args, stream.stream())).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0);
-    // Whoever needs memory for them can still take it.
+    // Whoever needs memory for them can still take it, and have it zeroed.
+    gpu.capture(stream.stream(), || {
+        let zeros = gpu.zeroed(64)?;
+        assert!(books(|b| b.memory[&zeros.span().address].iter().all(|&byte| byte == 0)));
+        Ok(())
+    })
+    .unwrap();
     gpu.capture(stream.stream(), || gpu.allocate(64).map(drop)).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0);
     let spoilt = gpu.capture(stream.stream(), || gpu.synchronize(stream.stream())).err().unwrap();
@@ -374,6 +383,28 @@ fn recordings_keep_what_they_need() {
     assert_eq!(books(|b| b.memory.len()), 1, "the driver's callback calls nothing");
     let (second, graph) = record();
     assert_eq!((first != second, books(|b| b.memory.len())), (true, 1));
+    drop(graph);
+    let refused = |how: fn(&mut Books)| {
+        let call = || {
+            books(how);
+            gpu.recording(stream.stream())?;
+            gpu.keep(stream.stream(), Box::new(gpu.allocate(64)?))
+        };
+        let error = gpu.capture(stream.stream(), call).err().unwrap();
+        books(|b| (b.spoilt, b.no_retention) = (false, false));
+        error.to_string()
+    };
+    assert_eq!(
+        refused(|b| b.spoilt = true),
+        "recording: an earlier error spoilt the recording of this stream; end it and record again"
+    );
+    assert_eq!(
+        refused(|b| b.no_retention = true),
+        "cuGraphRetainUserObject: CUDA_ERROR_INVALID_VALUE: invalid argument"
+    );
+    gpu.recording(stream.stream()).unwrap();
+    assert_eq!(books(|b| b.memory.len()), 0, "what no graph keeps is dropped");
+    let (_, graph) = record();
     // Nobody is left to drop it: it stays with the process.
     drop(gpu);
     drop(graph);

@@ -57,6 +57,7 @@ entries! {
     cuMemFree_v2(sys::CUdeviceptr);
     cuMemGetInfo_v2(*mut usize, *mut usize);
     cuMemGetAddressRange_v2(*mut sys::CUdeviceptr, *mut usize, sys::CUdeviceptr);
+    cuMemsetD8Async(sys::CUdeviceptr, u8, usize, sys::CUstream);
     cuMemcpyHtoD_v2(sys::CUdeviceptr, *const c_void, usize);
     cuMemcpyDtoH_v2(*mut c_void, sys::CUdeviceptr, usize);
     cuLinkCreate_v2(c_uint, *mut sys::CUjit_option, *mut *mut c_void, *mut sys::CUlinkState);
@@ -78,6 +79,7 @@ entries! {
     cuStreamIsCapturing(sys::CUstream, *mut c_uint);
     cuStreamGetCaptureInfo_v2(sys::CUstream, *mut c_uint, *mut u64, *mut sys::CUgraph, *mut *const sys::CUgraphNode, *mut usize);
     cuUserObjectCreate(*mut sys::CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint);
+    cuUserObjectRelease(sys::CUuserObject, c_uint);
     cuGraphRetainUserObject(sys::CUgraph, sys::CUuserObject, c_uint, c_uint);
     cuThreadExchangeStreamCaptureMode(*mut c_uint);
     cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);

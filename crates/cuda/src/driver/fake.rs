@@ -39,6 +39,10 @@ pub(crate) struct Books {
     /// Attributes of functions: which, and the value.
     pub attributes: Vec<(u32, i32)>,
     capturing: bool,
+    /// Whether an error spoilt the recording.
+    pub spoilt: bool,
+    /// Whether graphs keep nothing.
+    pub no_retention: bool,
     recordings: u64,
     /// What the recording keeps: whom to call, and with what.
     kept: Vec<(unsafe extern "C" fn(*mut c_void), *mut c_void)>,
@@ -91,6 +95,14 @@ const REFUSED: u32 = sys::CUresult::CUDA_ERROR_INVALID_VALUE as u32;
 fn find(memory: &BTreeMap<u64, Vec<u8>>, address: u64) -> Option<(u64, usize)> {
     let (&base, bytes) = memory.range(..=address).next_back()?;
     (address < base + bytes.len() as u64).then_some((base, bytes.len()))
+}
+
+/// What any graph keeps is over.
+fn end_of_kept() {
+    for (destroy, data) in books(|b| std::mem::take(&mut b.kept)) {
+        // SAFETY: as it was given, and once.
+        unsafe { destroy(data) };
+    }
 }
 
 fn say(log_at: *mut u8) {
@@ -148,7 +160,7 @@ fakes! {
         }
         let at = books(|b| {
             b.next_address += (2 * MEMORY_BYTES) as u64;
-            b.memory.insert(b.next_address, vec![0; bytes]);
+            b.memory.insert(b.next_address, vec![0xa5; bytes]);
             b.next_address
         });
         put(address, at);
@@ -167,6 +179,10 @@ fakes! {
         let Some((at, len)) = books(|b| find(&b.memory, address)) else { return REFUSED };
         put(base, at);
         put(bytes, len);
+        current()
+    }
+    cuMemsetD8Async(to: sys::CUdeviceptr, byte: u8, bytes: usize, stream: sys::CUstream) {
+        books(|b| b.memory.get_mut(&to).unwrap()[..bytes].fill(byte));
         current()
     }
     cuMemcpyHtoD_v2(to: sys::CUdeviceptr, from: *const c_void, bytes: usize) {
@@ -215,6 +231,9 @@ fakes! {
         module: *mut sys::CUmodule, image: *const c_void, count: c_uint, options: *mut sys::CUjit_option,
         values: *mut *mut c_void
     ) {
+        if books(|b| b.capturing && !b.relaxed) {
+            return REFUSED;
+        }
         // SAFETY: text or the code from above, both ended by a zero.
         let image = unsafe { CStr::from_ptr(image.cast()) };
         if image.to_bytes_with_nul() != CUBIN {
@@ -281,16 +300,18 @@ fakes! {
     cuStreamCreate(stream: *mut sys::CUstream, flags: c_uint) { put(stream, handle()); current() }
     cuStreamDestroy_v2(stream: sys::CUstream) { current() }
     // Waiting for a stream that is being recorded spoils the recording.
-    cuStreamSynchronize(stream: sys::CUstream) { if books(|b| b.capturing) { REFUSED } else { current() } }
+    cuStreamSynchronize(stream: sys::CUstream) {
+        if books(|b| b.capturing && !b.relaxed) { REFUSED } else { current() }
+    }
     cuStreamBeginCapture_v2(stream: sys::CUstream, mode: c_uint) {
-        books(|b| (b.capturing, b.recordings) = (true, b.recordings + 1));
+        books(|b| (b.capturing, b.spoilt, b.recordings) = (true, false, b.recordings + 1));
         current()
     }
     cuStreamGetCaptureInfo_v2(
         stream: sys::CUstream, status: *mut c_uint, id: *mut u64, graph: *mut sys::CUgraph,
         dependencies: *mut *const sys::CUgraphNode, count: *mut usize
     ) {
-        put(status, c_uint::from(books(|b| b.capturing)));
+        put(status, books(|b| if b.spoilt { 2 } else { c_uint::from(b.capturing) }));
         put(id, books(|b| b.recordings));
         put(graph, handle());
         current()
@@ -303,9 +324,12 @@ fakes! {
         put(object, handle());
         current()
     }
-    cuGraphRetainUserObject(graph: sys::CUgraph, object: sys::CUuserObject, count: c_uint, flags: c_uint) { current() }
+    cuUserObjectRelease(object: sys::CUuserObject, count: c_uint) { end_of_kept(); current() }
+    cuGraphRetainUserObject(graph: sys::CUgraph, object: sys::CUuserObject, count: c_uint, flags: c_uint) {
+        if books(|b| b.no_retention) { REFUSED } else { current() }
+    }
     cuStreamIsCapturing(stream: sys::CUstream, status: *mut c_uint) {
-        put(status, c_uint::from(books(|b| b.capturing)));
+        put(status, books(|b| if b.spoilt { 2 } else { c_uint::from(b.capturing) }));
         current()
     }
     cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
@@ -330,10 +354,7 @@ fakes! {
     cuGraphDestroy(graph: sys::CUgraph) { current() }
     // The only graph there is: what any kept is over.
     cuGraphExecDestroy(graph: sys::CUgraphExec) {
-        for (destroy, data) in books(|b| std::mem::take(&mut b.kept)) {
-            // SAFETY: as it was given, and once.
-            unsafe { destroy(data) };
-        }
+        end_of_kept();
         current()
     }
     cuGraphLaunch(graph: sys::CUgraphExec, stream: sys::CUstream) { current() }

@@ -49,7 +49,7 @@ struct Keepsake {
 }
 
 impl Ended {
-    /// Drops what is there. The context must be current.
+    /// Drops what is there.
     pub fn clear(&self) {
         let all = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         drop(all);
@@ -58,13 +58,15 @@ impl Ended {
 
 /// The driver calls this when the last recording that keeps something is gone.
 unsafe extern "C" fn over(keepsake: *mut c_void) {
-    // SAFETY: `Entered::keep` made it of a box, and the driver calls once.
+    // SAFETY: `Entered::keep` made it of a box, and the driver calls once, on a thread of its own: it is `Send`.
     let Keepsake { what, ended } = *unsafe { Box::from_raw(keepsake.cast::<Keepsake>()) };
-    match ended.upgrade() {
-        Some(ended) => ended.0.lock().unwrap_or_else(PoisonError::into_inner).push(what),
+    let Some(ended) = ended.upgrade() else {
         // Nobody is left who could drop it outside of this call.
-        None => std::mem::forget(what),
-    }
+        return std::mem::forget(what);
+    };
+    ended.0.lock().unwrap_or_else(PoisonError::into_inner).push(what);
+    // The same where the device was dropped meanwhile.
+    std::mem::forget(Arc::into_inner(ended));
 }
 
 /// Launches that were recorded and can be replayed. Memory and modules that they use must outlive it.
@@ -131,10 +133,13 @@ impl Entered<'_> {
     /// The number and the graph of the recording that what is put on a stream goes into, if it does. A stream that cannot say
     /// is not recorded.
     fn recorded_into(&self, stream: Stream) -> Result<Option<(u64, sys::CUgraph)>, DeviceError> {
-        let mut status = 0;
+        use sys::CUstreamCaptureStatus::{CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_NONE};
+        const NONE: c_uint = CU_STREAM_CAPTURE_STATUS_NONE as c_uint;
+        const ACTIVE: c_uint = CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint;
+        let mut status = NONE;
         // SAFETY: `status` is written; the stream as in `synchronize`.
         let code = unsafe { (self.api.cuStreamIsCapturing)(raw(stream), &mut status) };
-        if code != 0 || status == 0 {
+        if code != 0 || status == NONE {
             return Ok(None);
         }
         let (mut id, mut graph) = (0, ptr::null_mut());
@@ -144,7 +149,14 @@ impl Entered<'_> {
             (self.api.cuStreamGetCaptureInfo_v2)(raw(stream), &mut status, &mut id, &mut graph, none, no_count)
         };
         self.api.check("cuStreamGetCaptureInfo_v2", code)?;
-        Ok(Some((id, graph)))
+        match status {
+            NONE => Ok(None),
+            ACTIVE => Ok(Some((id, graph))),
+            _ => {
+                let what = "an earlier error spoilt the recording of this stream; end it and record again".into();
+                Err(DeviceError::Failed { call: "recording", what })
+            }
+        }
     }
 
     /// The number of the recording that what is put on a stream goes into, if it does; no other of the process has it.
@@ -171,6 +183,10 @@ impl Entered<'_> {
         let given = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as c_uint;
         // SAFETY: the graph is being recorded; while it is, everything but its end and the removal of nodes is allowed.
         let code = unsafe { (self.api.cuGraphRetainUserObject)(graph, object, 1, given) };
+        if code != 0 {
+            // SAFETY: the one reference was not taken. The driver hands back what it stands for.
+            unsafe { (self.api.cuUserObjectRelease)(object, 1) };
+        }
         self.api.check("cuGraphRetainUserObject", code)
     }
 

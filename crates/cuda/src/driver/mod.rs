@@ -162,22 +162,42 @@ impl Drop for Allocation {
         if let Ok(entered) = self.context.enter() {
             // SAFETY: the address is that of an allocation that nobody else frees. The driver waits for work that
             // uses it. An error has nobody to go to.
-            let _ = entered.relaxed(|api| unsafe { (api.cuMemFree_v2)(self.address) });
+            let _ = entered.relaxed(|| unsafe { (entered.api.cuMemFree_v2)(self.address) });
         }
     }
 }
 
 impl Entered<'_> {
-    /// A call that launches which this thread records have no part in: it is made as if nothing were recorded.
-    fn relaxed(&self, call: impl FnOnce(&Api) -> u32) -> Result<u32, DeviceError> {
+    /// Does what launches that this thread records have no part in, as if nothing were recorded.
+    pub fn relaxed<T>(&self, work: impl FnOnce() -> T) -> Result<T, DeviceError> {
+        /// The mode of this thread, which comes back whatever happens.
+        struct Mode<'a>(&'a Api, c_uint);
+        impl Drop for Mode<'_> {
+            fn drop(&mut self) {
+                // SAFETY: a mode that the driver gave.
+                unsafe { (self.0.cuThreadExchangeStreamCaptureMode)(&mut self.1) };
+            }
+        }
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-        // SAFETY: `mode` is exchanged for the thread's, and back below.
+        // SAFETY: the mode is exchanged for the thread's.
         let exchanged = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode) };
         self.api.check("cuThreadExchangeStreamCaptureMode", exchanged)?;
-        let code = call(self.api);
-        // SAFETY: the mode that the driver just gave.
-        unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode) };
-        Ok(code)
+        let _own = Mode(self.api, mode);
+        Ok(work())
+    }
+
+    /// Takes memory and fills it with zeros, also while launches of this thread are recorded.
+    pub fn zeroed(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
+        let (span, memory) = self.allocate(bytes)?;
+        // A stream that is not recorded and waits for none that is.
+        let own = self.own_stream()?;
+        let filled = self.relaxed(|| {
+            // SAFETY: the memory has as many bytes, and nobody else has it yet; the stream lives.
+            let code = unsafe { (self.api.cuMemsetD8Async)(span.address, 0, bytes as usize, raw(own.stream())) };
+            self.api.check("cuMemsetD8Async", code).and_then(|()| self.synchronize(own.stream()))
+        });
+        filled??;
+        Ok((span, memory))
     }
 
     /// Takes memory, also while launches of this thread are recorded: what they use is no part of the recording.
@@ -186,7 +206,7 @@ impl Entered<'_> {
         // Nothing cannot be allocated, and a buffer of no bytes is no mistake.
         let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
         // SAFETY: `address` is written.
-        let code = self.relaxed(|api| unsafe { (api.cuMemAlloc_v2)(&mut address, size) })?;
+        let code = self.relaxed(|| unsafe { (self.api.cuMemAlloc_v2)(&mut address, size) })?;
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 {
             return Err(DeviceError::Memory { asked: bytes, free: self.free_bytes()? });
         }
