@@ -1,30 +1,56 @@
 //! Kernels that were compiled on a device. A kernel's text depends on features and cut, never on lengths: a call of another
 //! length finds the kernel of an earlier one, unless its length asks for another cut.
 
+use crate::profile::Tables;
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::plan::{Copying, Forward};
+use fulgurite_kernels::attention::plan::{Copying, Forward, Missing};
 use fulgurite_ptx::device::{Device, DeviceError, Module};
 use fulgurite_ptx::{BuildError, Kernel};
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
+use thiserror::Error;
 
 /// Why a plan has no kernel.
+#[derive(Debug, Error)]
+#[error(transparent)]
 pub(crate) enum CompileError {
     /// Its cut has none.
-    Build(BuildError),
+    Build(#[from] BuildError),
     /// The device did not take it.
-    Device(DeviceError),
+    Device(#[from] DeviceError),
 }
 
-impl From<BuildError> for CompileError {
-    fn from(e: BuildError) -> Self {
-        CompileError::Build(e)
+impl CompileError {
+    /// What the device does not have, because its profile says so, or the device's own error. Cuts that are built in have
+    /// kernels.
+    pub fn missing(self, tables: &Tables, device: &dyn Device, plan: &dyn Debug) -> Result<Missing, DeviceError> {
+        match self {
+            CompileError::Device(e) => Err(e),
+            CompileError::Build(e) if *tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
+            CompileError::Build(e) => {
+                Ok(Missing { feature: format!("a kernel cut as the profile of {} says: {e}", device.name()) })
+            }
+        }
     }
 }
 
-impl From<DeviceError> for CompileError {
-    fn from(e: DeviceError) -> Self {
-        CompileError::Device(e)
+/// Refuses a device that there are no kernels of attention for.
+pub(crate) fn check_target(device: &dyn Device) -> Result<(), Missing> {
+    match device.target().sm {
+        90 => Ok(()),
+        other => Err(Missing { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
     }
+}
+
+/// Whether a module is a kernel's.
+pub(crate) fn is_of(module: &Module, kernel: &Arc<Kernel>) -> bool {
+    Arc::ptr_eq(&module.shared_kernel(), kernel)
+}
+
+/// The one of these modules that is a kernel's.
+pub(crate) fn module_of<'m>(modules: impl IntoIterator<Item = &'m Module>, kernel: &Arc<Kernel>) -> Module {
+    let known = modules.into_iter().find(|module| is_of(module, kernel));
+    known.expect("bug in fulgurite: a launch of another kernel").clone()
 }
 
 /// Features and cuts whose kernels are kept; beyond it they are forgotten all at once. Who uses one holds it.

@@ -30,7 +30,7 @@ pub use crate::tune::{Place, TuneError, tune};
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
 pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tuning as GradientTuning};
 
-use crate::compiled::{CompileError, Compiled};
+use crate::compiled::{CompileError, Compiled, check_target, module_of};
 use crate::rooms::{Rooms, Turn};
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
@@ -181,7 +181,7 @@ impl Gpu {
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        self.hopper()?;
+        check_target(&self.cuda)?;
         let modules = self.compiled.forward(&self.cuda, &plan).map_err(|e| match (e, tuning) {
             (CompileError::Build(e), Some(_)) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
             (e, _) => self.uncompiled(e, &plan),
@@ -241,17 +241,14 @@ impl Gpu {
         let (kernels, [pack, unpack]) = self.compiled.copying(&self.cuda)?;
         turn.hold([&pack, &unpack]);
         let plan = attention.ready.with_copies(copies, &kernels, tensors, copied, self.cuda.multiprocessors())?;
-        Ok(plan.run(&self.cuda, stream, &mut |kernel| {
-            let all = [&attention.module, &pack, &unpack];
-            let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?)
+        let all = [&attention.module, &pack, &unpack];
+        Ok(plan.run(&self.cuda, stream, &mut |kernel| Ok(module_of(all, kernel)))?)
     }
 
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
     pub fn gradient(&self, problem: &Problem, d_lse: bool, order: Order) -> Result<Gradient, GpuError> {
         let plan = Backward::by_table(problem, d_lse, order, &self.tables.backward)?;
-        self.hopper()?;
+        check_target(&self.cuda)?;
         let compiled = self.compiled.backward(&self.cuda, &plan);
         let (kernels, modules) = compiled.map_err(|e| self.uncompiled(e, &plan))?;
         Ok(Gradient { plan, kernels, modules })
@@ -276,30 +273,13 @@ impl Gpu {
                 plan.with_copies((&copies, &copy_kernels, copied), kernels, tensors, scratch, multiprocessors)?
             }
         };
-        Ok(launches.run(&self.cuda, stream, &mut |kernel| {
-            let all = modules.iter().chain(copying.iter().flatten());
-            let known = all.into_iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-            Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-        })?)
+        let all = || modules.iter().chain(copying.iter().flatten());
+        Ok(launches.run(&self.cuda, stream, &mut |kernel| Ok(module_of(all(), kernel)))?)
     }
 
-    /// A plan that has no kernel: a cut of the profile's, or our mistake.
+    /// A plan that has no kernel.
     fn uncompiled(&self, e: CompileError, plan: &dyn Debug) -> GpuError {
-        match e {
-            CompileError::Device(e) => e.into(),
-            CompileError::Build(e) if self.tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
-            CompileError::Build(e) => {
-                GpuError::Missing { feature: format!("a kernel cut as the profile of {} says: {e}", self.name()) }
-            }
-        }
-    }
-
-    /// Refuses a GPU that there are no kernels of attention for.
-    fn hopper(&self) -> Result<(), GpuError> {
-        match self.cuda.target().sm {
-            90 => Ok(()),
-            other => Err(GpuError::Missing { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
-        }
+        e.missing(&self.tables, &self.cuda, plan).map_or_else(GpuError::from, GpuError::from)
     }
 
     fn loaded(&self, gemm: &Gemm) -> Result<Module, GpuError> {

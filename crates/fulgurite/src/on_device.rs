@@ -3,7 +3,7 @@
 //! The engines that the names `cuda` and `sim` ask for are this one. It is how every device is checked against the oracle; who has
 //! tensors on the device already does not want the copies, and [`Choice::Best`](crate::Choice::Best) never takes it.
 
-use crate::compiled::{CompileError, Compiled};
+use crate::compiled::{CompileError, Compiled, check_target, module_of};
 use crate::engine::{Engine, Run, Unsupported};
 use crate::profile::Tables;
 use crate::{Counters, Error};
@@ -58,26 +58,18 @@ impl OnDevice {
 
     /// The plan, or why there is none on this device.
     fn planned<P>(&self, plan: Result<P, Missing>) -> Result<P, Unsupported> {
-        let plan = plan.map_err(|missing| self.refuse(missing.feature))?;
-        match self.device.target().sm {
-            90 => Ok(plan),
-            other => Err(self.refuse(format!("kernels for sm_{other} (it has them for sm_90)"))),
-        }
+        let ready = plan.and_then(|plan| check_target(self.device.as_ref()).map(|()| plan));
+        ready.map_err(|missing| self.refuse(missing.feature))
     }
 
     fn refuse(&self, feature: String) -> Unsupported {
         Unsupported { engine: self.name.into(), feature, instead: "the engine `cpu` has it".into() }
     }
 
-    /// A plan that has no kernel: a cut of the profile's, or our mistake.
+    /// A plan that has no kernel.
     fn uncompiled(&self, e: CompileError, plan: &dyn Debug) -> Error {
-        match e {
-            CompileError::Device(e) => e.into(),
-            CompileError::Build(e) if self.tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
-            CompileError::Build(e) => {
-                self.refuse(format!("a kernel cut as the profile of {} says: {e}", self.device.name())).into()
-            }
-        }
+        let missing = e.missing(&self.tables, self.device.as_ref(), plan);
+        missing.map_or_else(Error::from, |missing| self.refuse(missing.feature).into())
     }
 
     /// Launches a call, with copies of the tensors that its kernel cannot take as they lie, and waits for it.
@@ -114,12 +106,8 @@ impl OnDevice {
 
     /// Runs launches whose modules are among these, waits for them, and times them where that is asked for.
     fn launch(&self, launches: &Launches, modules: &[Module], run: &Run<'_>) -> Result<(), Error> {
-        let once = || {
-            launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| {
-                let known = modules.iter().find(|module| Arc::ptr_eq(&module.shared_kernel(), kernel));
-                Ok(known.expect("bug in fulgurite: a launch of another kernel").clone())
-            })
-        };
+        let once =
+            || launches.run(self.device.as_ref(), Stream::default(), &mut |kernel| Ok(module_of(modules, kernel)));
         once()?;
         self.device.synchronize(Stream::default())?;
         let Some(stopwatch) = run.stopwatch else { return Ok(()) };

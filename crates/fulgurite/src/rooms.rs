@@ -4,6 +4,7 @@
 //! A recording may be replayed beside any other, so each has its own, which lives as long as it. (Who makes two graphs of one
 //! recording must not replay them at the same time.)
 
+use crate::compiled::is_of;
 use fulgurite_cuda::Cuda;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
 use std::collections::HashMap;
@@ -65,6 +66,24 @@ impl Room {
     pub fn turn(&self) -> Turn<'_> {
         Turn { room: self, memory: locked(&self.memory) }
     }
+
+    /// The last of these buffers, or a larger one.
+    fn enough(&self, cuda: &Cuda, buffers: &mut Vec<Buffer>, bytes: u64) -> Result<Span, DeviceError> {
+        match buffers.last() {
+            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
+            _ => {
+                if !self.recorded {
+                    // The driver waits for launches that use what is given back.
+                    buffers.clear();
+                }
+                // A little more than asked for, so that lengths that grow do not take new memory every time.
+                let fresh = cuda.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
+                let span = fresh.span();
+                buffers.push(fresh);
+                Ok(span)
+            }
+        }
+    }
 }
 
 /// A room while a call makes its launches.
@@ -95,8 +114,7 @@ impl Turn<'_> {
             return;
         }
         for module in modules {
-            let same = |held: &Module| Arc::ptr_eq(&held.shared_kernel(), &module.shared_kernel());
-            if !self.memory.modules.iter().any(same) {
+            if !self.memory.modules.iter().any(|held| is_of(held, &module.shared_kernel())) {
                 self.memory.modules.push(module.clone());
             }
         }
@@ -119,25 +137,6 @@ impl Turn<'_> {
                 };
                 let span = pool.take(bytes)?;
                 counters.push(span);
-                Ok(span)
-            }
-        }
-    }
-}
-
-impl Room {
-    fn enough(&self, cuda: &Cuda, buffers: &mut Vec<Buffer>, bytes: u64) -> Result<Span, DeviceError> {
-        match buffers.last() {
-            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
-            _ => {
-                if !self.recorded {
-                    // The driver waits for launches that use what is given back.
-                    buffers.clear();
-                }
-                // A little more than asked for, so that lengths that grow do not take new memory every time.
-                let fresh = cuda.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
-                let span = fresh.span();
-                buffers.push(fresh);
                 Ok(span)
             }
         }
