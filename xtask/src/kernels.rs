@@ -48,3 +48,51 @@ pub fn assemble(ptxas: Option<&PathBuf>) -> Result<(), Trouble> {
     }
     Ok(())
 }
+
+/// What `cargo xtask fingerprints` was asked for.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Fingerprints<'a> {
+    /// Accept the kernels as they are now.
+    update: bool,
+    /// Write all texts and launches into this folder.
+    texts: Option<&'a str>,
+}
+
+/// Reads `[--update] [--texts DIR]`.
+pub fn parse<'a>(args: &[&'a str]) -> Result<Fingerprints<'a>, String> {
+    let mut options = Fingerprints::default();
+    let mut args = args.iter();
+    while let Some(&arg) = args.next() {
+        match arg {
+            "--update" => options.update = true,
+            "--texts" => options.texts = Some(args.next().ok_or("`--texts` wants a folder")?),
+            other => return Err(format!("`{other}` is no option, allowed: --update, --texts DIR")),
+        }
+    }
+    Ok(options)
+}
+
+/// Compares every kernel's text and launch arguments with the accepted ones, and names those that differ.
+pub fn fingerprints(options: &Fingerprints<'_>) -> Result<(), Trouble> {
+    let mut command = cargo(&["test", "--quiet", "-p", "fulgurite-kernels", "--test", "fingerprints"]);
+    if options.update {
+        command.env("UPDATE", "1");
+    }
+    if let Some(folder) = options.texts {
+        command.env("FULGURITE_TEXTS", std::env::current_dir().map_err(Trouble::fail)?.join(folder));
+    }
+    must(&mut command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Fingerprints, parse};
+
+    #[test]
+    fn arguments() {
+        assert_eq!(parse(&[]), Ok(Fingerprints::default()));
+        assert_eq!(parse(&["--update", "--texts", "a"]), Ok(Fingerprints { update: true, texts: Some("a") }));
+        assert_eq!(parse(&["--texts"]).unwrap_err(), "`--texts` wants a folder");
+        assert_eq!(parse(&["x"]).unwrap_err(), "`x` is no option, allowed: --update, --texts DIR");
+    }
+}

@@ -1,4 +1,4 @@
-//! What people and CI run: `cargo xtask test | ci | bench | fuzz | wheel`.
+//! What people and CI run: `cargo xtask test | ci | bench | fuzz | fingerprints | wheel`.
 //!
 //! Everything that a task needs beyond a Rust toolchain is installed under the target folder. A step whose
 //! tool cannot be had is skipped with the reason; a step that runs and fails fails the task.
@@ -23,6 +23,8 @@ usage: cargo xtask <task>
   ci                                  format, clippy and docs with warnings denied, then test
   bench [-- ARGS]                     the comparison with peers; rewrites docs/lab/results and the numbers in README
   fuzz [TARGET] [--seconds N]         a fuzz target, or all of them, for N seconds each (default 60)
+  fingerprints [--update] [--texts DIR]
+                                      names the GPU kernels that a change altered; --update accepts them
   wheel                               the Python wheel, in target/wheels, tested where it is installed
 ";
 
@@ -68,6 +70,10 @@ fn main() -> ExitCode {
         ["bench", "--", ref rest @ ..] => bench::run(&mut report, rest),
         ["fuzz", ref rest @ ..] => match fuzz::parse(rest) {
             Ok((target, seconds)) => fuzz::run(&mut report, target, seconds),
+            Err(why) => return usage(&why),
+        },
+        ["fingerprints", ref rest @ ..] => match kernels::parse(rest) {
+            Ok(options) => report.step("kernels that changed", || kernels::fingerprints(&options)),
             Err(why) => return usage(&why),
         },
         ["wheel"] => report.step("the wheel, installed where there is only NumPy", python::wheel_tests),
