@@ -4,8 +4,8 @@ use crate::array::{Array, Place, wrong};
 use crate::description::{BLOCK_LISTS, Description, MAX_PROBLEMS, Role};
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Attention, AuxPlaced, Gpu, GpuError, Gradient, GradientTensors, ListsPlaced, Options, Order, Placed, Span,
-    Stream, Tensors, Wish,
+    self, Attention, DeviceAux, DeviceBlockLists, DeviceTensor, Gpu, GpuError, Gradient, GradientTensors, Options,
+    Order, Span, Stream, Tensors, Wish,
 };
 use fulgurite::{DType, Problem};
 use pyo3::exceptions::PyRuntimeError;
@@ -94,7 +94,7 @@ impl Compiled {
         if let Some((_, device, attention)) = all().get(&key) {
             return Ok((device.clone(), attention.clone()));
         }
-        let wish = Wish { sinks, rescale: description.rescale, tuning: description.tuning, lse };
+        let wish = Wish { sinks, rescale: description.rescale, config: description.tuning, lse };
         let (device, attention) = py.detach(|| -> PyResult<_> {
             let device = device(number)?;
             let attention = device.gpu.attention(problem, &wish).map_err(refuse)?;
@@ -158,7 +158,7 @@ fn contiguous(arg: &str, array: &Array) -> PyResult<Span> {
 }
 
 /// A tensor of rows with four axes: a packed batch is one sequence.
-fn rows(arg: &str, array: &Array) -> PyResult<Placed> {
+fn rows(arg: &str, array: &Array) -> PyResult<DeviceTensor> {
     let (span, strides) = placed(arg, array)?;
     let shape: Vec<u64> = array.shape().iter().map(|&n| n as u64).collect();
     let last = strides.len() - 1;
@@ -169,8 +169,8 @@ fn rows(arg: &str, array: &Array) -> PyResult<Placed> {
     let one = shape[last].next_multiple_of(8);
     let stride = |axis: usize| if shape[axis] == 1 { one } else { strides[axis] };
     match last {
-        2 => Ok(Placed { span, shape: [1, shape[0], shape[1], shape[2]], strides: [one, stride(0), stride(1)] }),
-        _ => Ok(Placed {
+        2 => Ok(DeviceTensor { span, shape: [1, shape[0], shape[1], shape[2]], strides: [one, stride(0), stride(1)] }),
+        _ => Ok(DeviceTensor {
             span,
             shape: [shape[0], shape[1], shape[2], shape[3]],
             strides: [stride(0), stride(1), stride(2)],
@@ -223,7 +223,7 @@ impl Call<'_, '_> {
     }
 
     /// Auxiliary tensors, in the order of the problem.
-    fn aux(&self) -> PyResult<Vec<AuxPlaced>> {
+    fn aux(&self) -> PyResult<Vec<DeviceAux>> {
         let mut all = Vec::new();
         for spec in self.problem.aux() {
             let named = |role: &Role| matches!(role, Role::Aux { name, .. } if **name == *spec.name);
@@ -235,7 +235,7 @@ impl Call<'_, '_> {
             if let Some(stride) = strides.iter().find(|n| **n > u64::from(u32::MAX)) {
                 return Err(wrong(format!("`{}` has a stride of {stride}, allowed: below 2^32", spec.name)));
             }
-            all.push(AuxPlaced { span, strides });
+            all.push(DeviceAux { span, strides });
         }
         Ok(all)
     }
@@ -353,7 +353,7 @@ pub fn backward(
 }
 
 /// The four lists of a block mask, as they lie.
-fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyResult<ListsPlaced> {
+fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyResult<DeviceBlockLists> {
     let spec = problem.blocks().expect("bug in fulgurite: the problem has blocks");
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let counts = [spec.batch, spec.heads, q_blocks];
@@ -366,5 +366,5 @@ fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyRe
         fits(name, array, &shape, DType::I32)?;
         spans.push(contiguous(name, array)?);
     }
-    Ok(ListsPlaced { counts: [spans[0], spans[2]], blocks: [spans[1], spans[3]], widths: [k_blocks as u32; 2] })
+    Ok(DeviceBlockLists { counts: [spans[0], spans[2]], blocks: [spans[1], spans[3]], widths: [k_blocks as u32; 2] })
 }

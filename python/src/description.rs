@@ -14,7 +14,7 @@
 use crate::array::{Array, wrong};
 use crate::cuda::{self, Compiled};
 use crate::expression;
-use fulgurite::gpu::{Order, Tuning};
+use fulgurite::gpu::{ForwardConfig, Order};
 use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
 use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
@@ -100,7 +100,7 @@ pub struct Description {
     /// What the caller asked for.
     pub choice: Choice,
     pub rescale: Option<Rescale>,
-    pub tuning: Option<Tuning>,
+    pub tuning: Option<ForwardConfig>,
     /// In which order a GPU adds up gradients.
     pub order: Order,
     /// What was compiled for arrays on a GPU.
@@ -149,7 +149,7 @@ impl Description {
                     (settings, rescale) = (settings.rescale(policy), Some(policy));
                 }
                 ("order", ["fixed"]) => settings = settings.order(Order::Fixed),
-                ("tuning", _) => tuning = Some(rest.parse::<Tuning>().map_err(|e| say(&e))?),
+                ("tuning", _) => tuning = Some(rest.parse::<ForwardConfig>().map_err(|e| say(&e))?),
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
                     let outer = expression::parse(rest)?;

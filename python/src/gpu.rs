@@ -1,6 +1,6 @@
 //! Kernels on a GPU, on raw pointers and the caller's stream: for measurements, and for what the package builds on them.
 
-use fulgurite::gpu::{self, Gemm, GemmTuning, Layouts, Losses, Major, Matrix, Number, Options, Span, Stream};
+use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options, Span, Stream};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -45,7 +45,7 @@ impl Gpu {
 
     /// c = a b on a stream, without waiting. `layout` has a letter for a and one for b: `k` where the summed dimension is
     /// contiguous, else `m` and `n`. `tuning` is (rows, cols, depth, cluster, band).
-    #[pyo3(signature = (dtype, layout, a, b, c, stream, tuning = None))]
+    #[pyo3(signature = (dtype, layout, a, b, c, stream, config = None))]
     #[allow(clippy::too_many_arguments)] // a call from Python, by name
     fn gemm(
         &self,
@@ -55,7 +55,7 @@ impl Gpu {
         b: RawMatrix,
         c: RawMatrix,
         stream: u64,
-        tuning: Option<(u32, u32, u32, u32, u32)>,
+        config: Option<(u32, u32, u32, u32, u32)>,
     ) -> PyResult<()> {
         let number = Number::named(dtype).ok_or_else(|| wrong(format!("`dtype` is {dtype:?}, allowed: bf16, f16")))?;
         let layouts = match layout {
@@ -65,14 +65,14 @@ impl Gpu {
             "mn" => Layouts { a: Major::Outer, b: Major::Outer },
             _ => return Err(wrong(format!("`layout` is {layout:?}, allowed: kk, kn, mk, mn"))),
         };
-        let tuning = tuning.map_or_else(GemmTuning::default, |(rows, cols, depth, cluster, band)| GemmTuning {
+        let config = config.map_or_else(GemmConfig::default, |(rows, cols, depth, cluster, band)| GemmConfig {
             rows,
             cols,
             depth,
             cluster,
             band,
         });
-        let gemm = Gemm { number, layouts, tuning };
+        let gemm = Gemm { number, layouts, config };
         self.0.product(&gemm, [a, b, c].map(matrix), Stream(stream)).map_err(refuse)
     }
 }

@@ -2,7 +2,9 @@
 
 use crate::args::TuneArgs;
 use crate::{Failure, json, progress, say};
-use fulgurite::gpu::{Cuda, GradientTuning, Measured, Options, Pass, Place, Profile, Tried, TuneError, Tuning, tune};
+use fulgurite::gpu::{
+    BackwardConfig, Cuda, ForwardConfig, Measured, Options, Pass, Place, Profile, Tried, TuneError, tune,
+};
 use fulgurite::sim::Device;
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -63,11 +65,11 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
     let gpu = device.name();
     let (used, tried) = match args.backward {
         false => {
-            let mut report = |place: &Place, tried: &Tried<Tuning>| report(place, tried.gain, &tried.tuning);
+            let mut report = |place: &Place, tried: &Tried<ForwardConfig>| report(place, tried.gain, &tried.config);
             used(&tune(device, &places, &path, &mut report).map_err(failure)?.forward)
         }
         true => {
-            let mut report = |place: &Place, tried: &Tried<GradientTuning>| report(place, tried.gain, &tried.tuning);
+            let mut report = |place: &Place, tried: &Tried<BackwardConfig>| report(place, tried.gain, &tried.config);
             used(&tune(device, &places, &path, &mut report).map_err(failure)?.backward)
         }
     };
@@ -83,7 +85,7 @@ fn used<T: Pass>(measured: &Measured<T>) -> (Vec<Used>, usize) {
     let rows = measured.rows.iter().map(|row| Used {
         head_dims: [*row.head_dims.start(), *row.head_dims.end()],
         keys: [row.keys.start, row.keys.end],
-        tuning: row.tuning.to_string(),
+        tuning: row.config.to_string(),
     });
     (rows.collect(), measured.tried.len())
 }

@@ -60,7 +60,7 @@ fn few_queries_are_bound_by_memory() {
     let args = ["--q-len", "1", "--k-len", "8192", "--heads", "32", "--kv-heads", "8", "--batch", "32"];
     let found = explained(&args);
     let hopper = &found["hopper"]["Ok"];
-    assert_eq!(hopper["kernel"], "attention_few");
+    assert_eq!(hopper["kernel"], "attention_decode");
     assert_eq!(hopper["units"][0]["name"], "global memory");
     let bytes = 32.0 * 8.0 * 8192.0 * 128.0 * 2.0 * 2.0;
     let least = bytes / 4.8e12 * 1e6;

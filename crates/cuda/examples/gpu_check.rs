@@ -4,9 +4,9 @@
 //! refused, and how long kernels take to come. `PTXAS` may name an assembler to use instead of the driver's. The last line says whether everything held; so does the exit code.
 
 use fulgurite_cuda::{Cuda, Losses, Options};
-use fulgurite_kernels::gemm::{Layouts, Tuning};
-use fulgurite_kernels::gemm_plan::{Gemm, Matrix};
-use fulgurite_kernels::{add, gemm_plan::GemmError};
+use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
+use fulgurite_kernels::{add, gemm::plan::GemmError};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, Value};
 use fulgurite_ptx::{Kernel, Major, Number, bf16, f16};
 use std::error::Error;
@@ -310,7 +310,7 @@ fn kernels(gpu: &Cuda, again: &Cuda) -> Result<Vec<Ready>, Box<dyn Error>> {
     let mut ready = Vec::new();
     for numbers in [F16, BF16] {
         for (a, b) in [Major::Inner, Major::Outer].into_iter().flat_map(|a| [(a, Major::Inner), (a, Major::Outer)]) {
-            let gemm = Gemm { number: numbers.number, layouts: Layouts { a, b }, tuning: Tuning::default() };
+            let gemm = Gemm { number: numbers.number, layouts: Layouts { a, b }, config: GemmConfig::default() };
             let start = Instant::now();
             let kernel = Arc::new(gemm.kernel(gpu.target())?);
             let built = start.elapsed();

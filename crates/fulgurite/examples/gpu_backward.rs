@@ -9,8 +9,8 @@ use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
 use fulgurite_kernels::attention::backward::Order;
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors as Inputs};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors};
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors as Inputs};
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Stream};
 use std::error::Error;
@@ -24,12 +24,12 @@ const REPEATS: usize = 4;
 /// Relative error of a row of a gradient, in the norm, that bf16 stays far below.
 const ALLOWED: f64 = 2e-2;
 
-fn variant(problem: &Problem, text: &str) -> Result<(Backward, Order), Box<dyn Error>> {
+fn variant(problem: &Problem, text: &str) -> Result<(BackwardPlan, Order), Box<dyn Error>> {
     let order = if text.contains("order=fixed") { Order::Fixed } else { Order::Any };
-    let plan = Backward::new(problem, false, order)?;
+    let plan = BackwardPlan::new(problem, false, order)?;
     let entries = text.split(',').filter(|part| !["order=any", "order=fixed"].contains(part));
-    let tuning = plan.tuning().changed(&entries.collect::<Vec<_>>().join(" "))?;
-    Ok((plan.tuned(tuning), order))
+    let config = plan.config().changed(&entries.collect::<Vec<_>>().join(" "))?;
+    Ok((plan.with_config(config), order))
 }
 
 /// One problem with its tensors on the GPU and on the host.
@@ -64,12 +64,12 @@ impl Cell {
             gpu.upload(buffer.span(), &bytes)?;
         }
         let lse_buffer = gpu.allocate(4 * (TOKENS * heads) as u64)?;
-        let plan = Forward::new(&problem, None)?;
+        let plan = ForwardPlan::new(&problem, None)?;
         let module = gpu.load(Arc::new(plan.kernel(gpu.target())?))?;
         let counters = gpu.allocate(8)?;
         gpu.upload(counters.span(), &[0; 8])?;
         let shape = [batch, length, heads, dim].map(|n| n as u64);
-        let at = |i: usize| Placed::packed(buffers[i].span(), shape);
+        let at = |i: usize| DeviceTensor::packed(buffers[i].span(), shape);
         let tensors = Inputs::new([at(0), at(1), at(2), at(4)], lse_buffer.span(), counters.span());
         let launch = plan.launch(module.shared_kernel(), &tensors, gpu.multiprocessors())?;
         let launch = launch.ok_or("nothing to compute")?;
@@ -82,12 +82,12 @@ impl Cell {
         Ok(Cell { problem, dim, length, causal, heads, batch, host, lse, buffers, lse_buffer })
     }
 
-    fn plan(&self, gpu: &Cuda, tuning: &str) -> Result<Ready, Box<dyn Error>> {
-        let (plan, order) = variant(&self.problem, tuning)?;
+    fn plan(&self, gpu: &Cuda, config: &str) -> Result<Ready, Box<dyn Error>> {
+        let (plan, order) = variant(&self.problem, config)?;
         let kernels = plan.kernels(gpu.target())?;
         let scratch = gpu.allocate(plan.scratch_bytes())?;
         let shape = [self.batch, self.length, self.heads, self.dim].map(|n| n as u64);
-        let at = |i: usize| Placed::packed(self.buffers[i].span(), shape);
+        let at = |i: usize| DeviceTensor::packed(self.buffers[i].span(), shape);
         let [q, k, v, o] = [at(0), at(1), at(2), at(4)];
         let tensors = Tensors::new([q, k, v, o], self.lse_buffer.span(), at(3), [at(5), at(6), at(7)]);
         let launches = plan.plan(&kernels, &tensors, scratch.span(), gpu.multiprocessors())?.launches;

@@ -8,8 +8,8 @@
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
-use fulgurite_kernels::attention::tuning::Tuning;
+use fulgurite_kernels::attention::forward::config::ForwardConfig;
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Stream};
 use std::error::Error;
@@ -56,22 +56,22 @@ impl<'a> Cell<'a> {
         WIDTH / self.dim
     }
 
-    fn ready(&self, tuning: &str) -> Result<(Module, Launch), Box<dyn Error>> {
+    fn ready(&self, config: &str) -> Result<(Module, Launch), Box<dyn Error>> {
         let (batch, heads) = (TOKENS / self.length, self.heads());
         let mask = if self.causal { Mask::causal() } else { Mask::none() };
         let problem = Problem::builder().dense(batch, self.length, self.length).heads(heads, heads);
         let problem = problem.head_dim(self.dim).dtype(DType::Bf16).mask(mask).build()?;
-        let plan = Forward::new(&problem, None)?;
-        let whole = format!("{} {}", plan.tuning(), tuning.replace(',', " "));
-        let rescale = plan.tuning().rescale;
-        let tuning = Tuning { rescale, ..whole.parse()? };
-        let plan = plan.tuned(|_| tuning);
+        let plan = ForwardPlan::new(&problem, None)?;
+        let whole = format!("{} {}", plan.config(), config.replace(',', " "));
+        let rescale = plan.config().rescale;
+        let config = ForwardConfig { rescale, ..whole.parse()? };
+        let plan = plan.with_config(|_| config);
         let module = self.gpu.load(Arc::new(plan.kernel(self.gpu.target())?))?;
         if let Some(log) = self.gpu.log(&module).filter(|log| !log.losses.is_empty()) {
             println!("the assembler: {}", log.losses.join("; "));
         }
         let shape = [batch, self.length, heads, self.dim].map(|n| n as u64);
-        let at = |i: usize| Placed::packed(self.buffers[i].span(), shape);
+        let at = |i: usize| DeviceTensor::packed(self.buffers[i].span(), shape);
         let tensors = Tensors::new([at(0), at(1), at(2), at(3)], self.lse.span(), self.counters.span());
         let launch = plan.launch(module.shared_kernel(), &tensors, self.gpu.multiprocessors())?;
         Ok((module, launch.ok_or("nothing to compute")?))
@@ -135,11 +135,11 @@ fn run(dims: &[usize], lengths: &[usize], rounds: usize, tunings: &[String]) -> 
         for (&length, causal) in lengths.iter().flat_map(|n| [(n, false), (n, true)]) {
             let cell = Cell::new(&gpu, &drawn, dim, length, causal)?;
             let mut ready = Vec::new();
-            for tuning in tunings {
-                let (module, launch) = match cell.ready(tuning) {
+            for config in tunings {
+                let (module, launch) = match cell.ready(config) {
                     Ok(ready) => ready,
                     Err(e) => {
-                        println!("d {dim} {length} {tuning}: {e}");
+                        println!("d {dim} {length} {config}: {e}");
                         continue;
                     }
                 };
@@ -151,7 +151,7 @@ fn run(dims: &[usize], lengths: &[usize], rounds: usize, tunings: &[String]) -> 
                 let error = cell.error(&first, &mut rng);
                 let good = same && error <= ALLOWED;
                 held &= good;
-                ready.push((tuning, module, launch, error, good, Vec::new()));
+                ready.push((config, module, launch, error, good, Vec::new()));
             }
             for _ in 0..rounds {
                 for (_, module, launch, _, _, times) in &mut ready {
@@ -165,10 +165,10 @@ fn run(dims: &[usize], lengths: &[usize], rounds: usize, tunings: &[String]) -> 
             let mask = if causal { "causal" } else { "full" };
             let mut line = format!("d {dim} {mask} {length}:");
             let mut usual = None;
-            for (tuning, _, _, error, good, times) in ready {
+            for (config, _, _, error, good, times) in ready {
                 let rate = flop / median(times) / 1e9;
                 let of = rate / *usual.get_or_insert(rate);
-                let name = if tuning.is_empty() { "usual" } else { tuning };
+                let name = if config.is_empty() { "usual" } else { config };
                 line += &format!("  {name} {rate:.0} {of:.3} ({error:.1e}{})", if good { "" } else { " WRONG" });
             }
             println!("{line}");

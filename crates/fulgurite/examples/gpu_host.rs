@@ -4,9 +4,9 @@
 //! the next, the median of rounds of 100 calls that nobody waits for. `launch` is a launch whose arguments are ready,
 //! `forward` all that a call of the library does: counters, scratch, arguments, the launch.
 
-use fulgurite::gpu::{Gpu, Options, Placed, Tensors, Wish};
+use fulgurite::gpu::{DeviceTensor, Gpu, Options, Tensors, Wish};
 use fulgurite::{DType, Problem};
-use fulgurite_kernels::attention::plan::Forward;
+use fulgurite_kernels::attention::forward::plan::ForwardPlan;
 use fulgurite_ptx::device::{DeviceError, Stream};
 use std::error::Error;
 use std::process::ExitCode;
@@ -43,9 +43,9 @@ fn run() -> Result<(), Box<dyn Error>> {
     for buffer in &memory {
         gpu.device().upload(buffer.span(), &vec![0; bytes as usize])?;
     }
-    let rows = [0, 1, 2, 3].map(|i| Placed::packed(memory[i].span(), [batch, len, heads, dim]));
+    let rows = [0, 1, 2, 3].map(|i| DeviceTensor::packed(memory[i].span(), [batch, len, heads, dim]));
     let tensors = Tensors::new(rows, memory[4].span(), memory[5].span());
-    let plan = Forward::new(&problem, None)?;
+    let plan = ForwardPlan::new(&problem, None)?;
     let module = gpu.device().load(Arc::new(plan.kernel(gpu.device().target())?))?;
     let launch = plan.launch(module.shared_kernel(), &tensors, gpu.device().multiprocessors())?;
     let launch = launch.ok_or("nothing to launch")?;

@@ -2,8 +2,8 @@
 //! length finds the kernel of an earlier one, unless its length asks for another cut.
 
 use crate::profile::Tables;
-use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::plan::{Copying, Forward, Missing};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Kernels};
+use fulgurite_kernels::attention::forward::plan::{Copying, ForwardPlan, NoKernel};
 use fulgurite_ptx::device::{Device, DeviceError, Module};
 use fulgurite_ptx::{BuildError, Kernel};
 use std::fmt::Debug;
@@ -23,22 +23,22 @@ pub(crate) enum CompileError {
 impl CompileError {
     /// What the device does not have, because its profile says so, or the device's own error. Cuts that are built in have
     /// kernels.
-    pub fn missing(self, tables: &Tables, device: &dyn Device, plan: &dyn Debug) -> Result<Missing, DeviceError> {
+    pub fn missing(self, tables: &Tables, device: &dyn Device, plan: &dyn Debug) -> Result<NoKernel, DeviceError> {
         match self {
             CompileError::Device(e) => Err(e),
             CompileError::Build(e) if *tables == Tables::default() => panic!("bug in fulgurite: {e}\n{plan:?}"),
             CompileError::Build(e) => {
-                Ok(Missing { feature: format!("a kernel cut as the profile of {} says: {e}", device.name()) })
+                Ok(NoKernel { feature: format!("a kernel cut as the profile of {} says: {e}", device.name()) })
             }
         }
     }
 }
 
 /// Refuses a device that there are no kernels of attention for.
-pub(crate) fn check_target(device: &dyn Device) -> Result<(), Missing> {
+pub(crate) fn check_target(device: &dyn Device) -> Result<(), NoKernel> {
     match device.target().sm {
         90 => Ok(()),
-        other => Err(Missing { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
+        other => Err(NoKernel { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
     }
 }
 
@@ -67,18 +67,18 @@ fn remember<T>(known: &mut Vec<T>, fresh: T) {
 /// is.
 #[derive(Default)]
 pub(crate) struct Compiled {
-    forward: Mutex<Vec<(Forward, Vec<Module>)>>,
+    forward: Mutex<Vec<(ForwardPlan, Vec<Module>)>>,
     /// The modules in the order of the kernels.
-    backward: Mutex<Vec<(Backward, Kernels, Vec<Module>)>>,
+    backward: Mutex<Vec<(BackwardPlan, Kernels, Vec<Module>)>>,
     /// Kernels that copy tensors which the others cannot take.
     copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
 impl Compiled {
     /// The module of a plan's kernel, and of the one that makes its table of blocks, if it has one.
-    pub fn forward(&self, device: &dyn Device, plan: &Forward) -> Result<Vec<Module>, CompileError> {
+    pub fn forward(&self, device: &dyn Device, plan: &ForwardPlan) -> Result<Vec<Module>, CompileError> {
         let known = || self.forward.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |other: &Forward| other.same_kernel(plan) && other.block_form() == plan.block_form();
+        let same = |other: &ForwardPlan| other.same_kernel(plan) && other.block_form() == plan.block_form();
         if let Some((_, modules)) = known().iter().find(|(other, _)| same(other)) {
             return Ok(modules.clone());
         }
@@ -91,7 +91,7 @@ impl Compiled {
     }
 
     /// The kernels of a plan of gradients.
-    pub fn backward(&self, device: &dyn Device, plan: &Backward) -> Result<(Kernels, Vec<Module>), CompileError> {
+    pub fn backward(&self, device: &dyn Device, plan: &BackwardPlan) -> Result<(Kernels, Vec<Module>), CompileError> {
         let known = || self.backward.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, kernels, modules)) = known().iter().find(|(other, ..)| other.same_kernels(plan)) {
             return Ok((kernels.clone(), modules.clone()));
@@ -139,8 +139,9 @@ mod tests {
         let (compiled, device) = (Compiled::default(), Sim::default());
         let kernels = |len, mask: Mask| {
             let problem = problem(len, mask);
-            let forward = compiled.forward(&device, &Forward::new(&problem, None).expect("it has it"));
-            let backward = compiled.backward(&device, &Backward::new(&problem, false, Order::Any).expect("it has it"));
+            let forward = compiled.forward(&device, &ForwardPlan::new(&problem, None).expect("it has it"));
+            let backward =
+                compiled.backward(&device, &BackwardPlan::new(&problem, false, Order::Any).expect("it has it"));
             let (Ok(forward), Ok((_, backward))) = (forward, backward) else { panic!("they compile") };
             forward.into_iter().chain(backward).map(|module| Arc::as_ptr(&module.shared_kernel())).collect::<Vec<_>>()
         };

@@ -9,10 +9,10 @@ use crate::profile::Tables;
 use crate::{Error, Unsupported};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{Inputs, Problem, ProblemBuilder, Saved, Tensor};
-use fulgurite_kernels::attention::backward::plan::Backward;
-use fulgurite_kernels::attention::backward::{Adds, Order, Share, Tuning as GradientTuning};
-use fulgurite_kernels::attention::few::ROWS;
-use fulgurite_kernels::attention::plan::{Cut, Forward, Missing, Table};
+use fulgurite_kernels::attention::backward::plan::BackwardPlan;
+use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Share};
+use fulgurite_kernels::attention::decode::ROWS;
+use fulgurite_kernels::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel, TileConfig};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Architecture, Sim};
 use std::sync::Arc;
@@ -55,25 +55,25 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     let table = &tables.forward;
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = Forward::by_table(&problem, None, table).map_err(refuse)?;
+    let plan = ForwardPlan::by_table(&problem, None, table).map_err(refuse)?;
     let kernel = plan.kernel(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
-    let (tile, cut, why) = match plan.few_tuning() {
-        Some(tuning) => (
-            [ROWS, tuning.cols],
-            format!("cols={} depth={} whole={}", tuning.cols, tuning.depth, tuning.whole),
+    let (tile, cut, why) = match plan.decode_config() {
+        Some(config) => (
+            [ROWS, config.cols],
+            format!("cols={} depth={} whole={}", config.cols, config.depth, config.whole),
             format!(
                 "{rows} rows of queries ({q_len} x {group} heads of a group) fit one tile: few queries, whose keys are split \
                  over blocks by a rule of their number alone"
             ),
         ),
         None => {
-            let tuning = plan.tuning();
-            let from = origin(tuning, table, longest, Forward::keys_seen(&problem));
+            let config = plan.config();
+            let from = origin(config, table, longest, ForwardPlan::keys_seen(&problem));
             (
-                [plan.tile_rows(), tuning.cols],
-                format!("{tuning} rescale={}", tuning.rescale),
+                [plan.tile_rows(), config.cols],
+                format!("{config} rescale={}", config.rescale),
                 format!("head_dim {longest}, {k_len} keys: {from}"),
             )
         }
@@ -85,7 +85,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
         ),
         None => why,
     };
-    let is_few = plan.few_tuning().is_some();
+    let is_few = plan.decode_config().is_some();
     let blocks = blocks(&problem, tile, is_few);
     let units = units(builder, &problem, (tile, is_few), (&kernel.name, tables))?;
     let (around_seconds, bound_seconds) = (0.0, bound(&units, blocks));
@@ -107,10 +107,10 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
 pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = Backward::by_table(&problem, false, Order::Any, &tables.backward).map_err(refuse)?;
+    let plan = BackwardPlan::by_table(&problem, false, Order::Any, &tables.backward).map_err(refuse)?;
     let kernels = plan.kernels(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
-    let (tuning, longest) = (plan.tuning(), problem.head_dim().max(problem.value_dim()));
-    let shares = match tuning.share {
+    let (config, longest) = (plan.config(), problem.head_dim().max(problem.value_dim()));
+    let shares = match config.share {
         Share::Keys => "warpgroups share the keys of a tile and keep whole rows of d_k and d_v",
         Share::Columns => {
             "warpgroups share the columns of d_k, d_v and d_q, whose whole rows and what else is kept take \
@@ -121,12 +121,12 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
                            as much is added to its sums"
         }
     };
-    let adds = match tuning.adds {
+    let adds = match config.adds {
         Adds::Threads => "threads add d_q from registers",
         Adds::Engine => "the copy engine adds d_q from shared memory",
     };
-    let from = origin(tuning, &tables.backward, longest.next_multiple_of(8), k_len as u64);
-    let units = step_units(builder, &problem, tuning, (&kernels.main.name, tables))?;
+    let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
+    let units = step_units(builder, &problem, config, (&kernels.main.name, tables))?;
     let blocks = plan.steps_of_tiles();
     // o, d_o and d_q in 16 bits; d_q's sums in 32 are zeroed before, and read after.
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
@@ -135,9 +135,9 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let around_seconds = bytes / (h200.global_bytes * f64::from(h200.multiprocessors) * h200.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
-        cut: tuning.to_string(),
+        cut: config.to_string(),
         why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}"),
-        tile: [tuning.keys(), tuning.rows],
+        tile: [config.keys(), config.rows],
         blocks,
         around_seconds,
         bound_seconds: bound(&units, blocks) + around_seconds,
@@ -145,17 +145,17 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     })
 }
 
-fn refuse(missing: Missing) -> Unsupported {
-    let Missing { feature } = missing;
+fn refuse(missing: NoKernel) -> Unsupported {
+    let NoKernel { feature } = missing;
     Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() }
 }
 
 /// Where a cut is from.
-fn origin<T: Cut>(tuning: T, table: &Table<T>, head_dim: usize, keys: u64) -> &'static str {
+fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, keys: u64) -> &'static str {
     let head_dim = head_dim as u32;
-    match tuning {
-        _ if tuning == Table::default().find(head_dim, keys) => "the built-in cut for them",
-        _ if tuning == table.find(head_dim, keys) => "the cut that the profile of this GPU has for them",
+    match config {
+        _ if config == ConfigTable::default().find(head_dim, keys) => "the built-in cut for them",
+        _ if config == table.find(head_dim, keys) => "the cut that the profile of this GPU has for them",
         _ => "the cut for them, adapted to the mask, the exponential and what else is kept in registers",
     }
 }
@@ -204,7 +204,7 @@ fn units(
         let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         // The cut of the whole problem, not the one of a short sequence.
-        let forward = tables.forward.clone().as_for(Forward::keys_seen(problem));
+        let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
         let tables = Tables { forward, ..tables.clone() };
         simulated(
             kernel,
@@ -224,29 +224,29 @@ fn units(
 fn step_units(
     builder: &ProblemBuilder,
     problem: &Problem,
-    tuning: GradientTuning,
+    config: BackwardConfig,
     (kernel, tables): (&str, &Tables),
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     const TILES: usize = 2;
     let group = problem.group();
-    let k_len = TILES * tuning.keys() as usize;
+    let k_len = TILES * config.keys() as usize;
     let cycles = |q_len: usize| {
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
-        let plan = Backward::by_table(&small, false, Order::Any, &tables.backward).map_err(refuse)?;
-        let steps = plan.tuned(tuning).steps_of_tiles();
+        let plan = BackwardPlan::by_table(&small, false, Order::Any, &tables.backward).map_err(refuse)?;
+        let steps = plan.with_config(config).steps_of_tiles();
         // The sums of p are off where the LSE is not forward's: the work is the same.
         let [o, d_o] =
             [Tensor::zeros(small.dtype(), &small.o_shape())?, Tensor::zeros(small.dtype(), &small.o_shape())?];
         let lse = Tensor::zeros(fulgurite_core::DType::F32, &small.lse_shape())?;
         let saved = Saved { o: o.view(), lse: lse.view(), d_o: d_o.view(), d_lse: None };
-        let engine = |sim| OnDevice::new("sim", sim, None, tables.clone()).forcing(tuning);
+        let engine = |sim| OnDevice::new("sim", sim, None, tables.clone()).forcing(config);
         let backward = |engine: &OnDevice, inputs: &Inputs<'_>| {
             engine.backward(&small, inputs, &saved, &Run::default()).map(|_| ())
         };
         Ok::<_, Error>((simulated(kernel, &small, engine, backward)?, steps))
     };
-    let (few, few_steps) = cycles(tuning.rows as usize)?;
-    let (many, many_steps) = cycles(4 * tuning.rows as usize)?;
+    let (few, few_steps) = cycles(config.rows as usize)?;
+    let (many, many_steps) = cycles(4 * config.rows as usize)?;
     Ok(apart(few, many, (many_steps - few_steps) as f64, |unit| unit != "global memory"))
 }
 

@@ -12,11 +12,12 @@
 //! ```
 
 pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
-pub use fulgurite_kernels::attention::plan::{
-    AuxPlaced, BlockForm, Copies, Cut, ListsPlaced, Placed, Row, Table, Tensors, Tuning, TuningError,
+pub use fulgurite_kernels::attention::forward::plan::{
+    BlockForm, ConfigError, ConfigRow, ConfigTable, Copies, DeviceAux, DeviceBlockLists, DeviceTensor, ForwardConfig,
+    Tensors, TileConfig,
 };
-pub use fulgurite_kernels::gemm::{Layouts, Tuning as GemmTuning};
-pub use fulgurite_kernels::gemm_plan::{Gemm, GemmError, KernelError, Matrix};
+pub use fulgurite_kernels::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
+pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 pub use fulgurite_kernels::registry::{Entry, all as kernels};
 pub use fulgurite_ptx::assemble::{
     AssembleError, Assembler, Fault, Hints, Message, MovedWait, Report, RustLine, Severity,
@@ -28,13 +29,13 @@ pub use crate::explained::{Explained, explain, explain_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, Tables, Tried};
 pub use crate::tune::{Place, TuneError, tune};
 pub use fulgurite_kernels::attention::backward::plan::Tensors as GradientTensors;
-pub use fulgurite_kernels::attention::backward::{Adds, Order, Pack, Share, Tuning as GradientTuning};
+pub use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Pack, Share};
 
 use crate::compiled::{CompileError, Compiled, check_target, module_of};
 use crate::rooms::{Rooms, Turn};
 use fulgurite_core::{DType, Problem, Rescale};
-use fulgurite_kernels::attention::backward::plan::{Backward, Kernels};
-use fulgurite_kernels::attention::plan::{Forward, Missing, Ready};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Kernels};
+use fulgurite_kernels::attention::forward::plan::{ForwardPlan, NoKernel, Ready};
 use fulgurite_ptx::device::{Device, Launch, Module};
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -53,7 +54,7 @@ pub enum GpuError {
     Kernel(#[from] KernelError),
     /// No kernel computes it.
     #[error("engine cuda does not have {feature}; the engine `cpu` has it")]
-    Missing {
+    NoKernel {
         /// What, in words that follow "does not have".
         feature: String,
     },
@@ -65,9 +66,9 @@ pub enum GpuError {
     Profile(#[from] ProfileError),
 }
 
-impl From<Missing> for GpuError {
-    fn from(missing: Missing) -> Self {
-        GpuError::Missing { feature: missing.feature }
+impl From<NoKernel> for GpuError {
+    fn from(missing: NoKernel) -> Self {
+        GpuError::NoKernel { feature: missing.feature }
     }
 }
 
@@ -90,7 +91,7 @@ pub struct Wish {
     /// The rescale policy; the fastest one if not said.
     pub rescale: Option<Rescale>,
     /// The cut of the kernel; the fastest one if not said.
-    pub tuning: Option<Tuning>,
+    pub config: Option<ForwardConfig>,
     /// Whether the LSE is read. It is written in any case; where nobody reads it, it may be off by as much as p is rounded.
     pub lse: bool,
 }
@@ -98,7 +99,7 @@ pub struct Wish {
 /// Nothing is said, and the LSE is read.
 impl Default for Wish {
     fn default() -> Self {
-        Wish { sinks: None, rescale: None, tuning: None, lse: true }
+        Wish { sinks: None, rescale: None, config: None, lse: true }
     }
 }
 
@@ -120,14 +121,14 @@ impl Attention {
 
     /// What of a call's q, k, v and o is copied, by launches before and after the kernel's, because the copy engine cannot
     /// take it as it lies.
-    pub fn copies(&self, rows: &[Placed; 4]) -> Option<Copies> {
+    pub fn copies(&self, rows: &[DeviceTensor; 4]) -> Option<Copies> {
         self.ready.plan().copies(rows)
     }
 }
 
 /// The gradients of attention on a problem, compiled for a GPU.
 pub struct Gradient {
-    plan: Backward,
+    plan: BackwardPlan,
     kernels: Kernels,
     modules: Vec<Module>,
 }
@@ -170,20 +171,22 @@ impl Gpu {
 
     /// Forward attention on a problem: planned, built and compiled.
     pub fn attention(&self, problem: &Problem, wish: &Wish) -> Result<Attention, GpuError> {
-        let Wish { sinks, rescale, tuning, lse } = *wish;
-        let mut plan = Forward::by_table(problem, rescale, &self.tables.forward)?;
+        let Wish { sinks, rescale, config, lse } = *wish;
+        let mut plan = ForwardPlan::by_table(problem, rescale, &self.tables.forward)?;
         if !lse {
             plan = plan.without_lse();
         }
-        if let Some(tuning) = tuning {
-            plan = plan.tuned(|usual| Tuning { rescale: usual.rescale, ..tuning });
+        if let Some(config) = config {
+            plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
         }
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
         check_target(&self.cuda)?;
-        let modules = self.compiled.forward(&self.cuda, &plan).map_err(|e| match (e, tuning) {
-            (CompileError::Build(e), Some(_)) => GpuError::Missing { feature: format!("a kernel of this tuning: {e}") },
+        let modules = self.compiled.forward(&self.cuda, &plan).map_err(|e| match (e, config) {
+            (CompileError::Build(e), Some(_)) => {
+                GpuError::NoKernel { feature: format!("a kernel of this tuning: {e}") }
+            }
             (e, _) => self.uncompiled(e, &plan),
         })?;
         let mut modules = modules.into_iter();
@@ -247,7 +250,7 @@ impl Gpu {
 
     /// The gradients of attention on a problem: planned, built and compiled. `d_lse` tells whether the LSE has a gradient.
     pub fn gradient(&self, problem: &Problem, d_lse: bool, order: Order) -> Result<Gradient, GpuError> {
-        let plan = Backward::by_table(problem, d_lse, order, &self.tables.backward)?;
+        let plan = BackwardPlan::by_table(problem, d_lse, order, &self.tables.backward)?;
         check_target(&self.cuda)?;
         let compiled = self.compiled.backward(&self.cuda, &plan);
         let (kernels, modules) = compiled.map_err(|e| self.uncompiled(e, &plan))?;

@@ -11,9 +11,11 @@ use fulgurite_core::{
     BlockMask, Bound, Data, DataMut, GradientOutputs, Inputs, Outputs, Problem, Rescale, Saved, TensorView,
     TensorViewMut,
 };
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
-use fulgurite_kernels::attention::plan::{AuxPlaced, Forward, ListsPlaced, Missing, Placed, Tensors};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
+use fulgurite_kernels::attention::forward::plan::{
+    DeviceAux, DeviceBlockLists, DeviceTensor, ForwardPlan, NoKernel, Tensors,
+};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Plan as Launches, Span, Stream};
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -28,7 +30,7 @@ pub(crate) struct OnDevice {
     /// In which order d_q is added up.
     order: Order,
     /// The cut of backward, whatever the table and its rules say.
-    forced: Option<GradientTuning>,
+    forced: Option<BackwardConfig>,
     compiled: Compiled,
 }
 
@@ -43,21 +45,21 @@ impl OnDevice {
     }
 
     /// The same with one cut of backward for everything: of a short problem it is that of the long one it stands for.
-    pub fn forcing(self, tuning: GradientTuning) -> Self {
-        OnDevice { forced: Some(tuning), ..self }
+    pub fn forcing(self, config: BackwardConfig) -> Self {
+        OnDevice { forced: Some(config), ..self }
     }
 
-    fn plan(&self, problem: &Problem) -> Result<Forward, Unsupported> {
-        self.planned(Forward::by_table(problem, self.rescale, &self.tables.forward))
+    fn plan(&self, problem: &Problem) -> Result<ForwardPlan, Unsupported> {
+        self.planned(ForwardPlan::by_table(problem, self.rescale, &self.tables.forward))
     }
 
-    fn backward_plan(&self, problem: &Problem, d_lse: bool) -> Result<Backward, Unsupported> {
-        let plan = self.planned(Backward::by_table(problem, d_lse, self.order, &self.tables.backward))?;
-        Ok(self.forced.map_or(plan.clone(), |tuning| plan.tuned(tuning)))
+    fn backward_plan(&self, problem: &Problem, d_lse: bool) -> Result<BackwardPlan, Unsupported> {
+        let plan = self.planned(BackwardPlan::by_table(problem, d_lse, self.order, &self.tables.backward))?;
+        Ok(self.forced.map_or(plan.clone(), |config| plan.with_config(config)))
     }
 
     /// The plan, or why there is none on this device.
-    fn planned<P>(&self, plan: Result<P, Missing>) -> Result<P, Unsupported> {
+    fn planned<P>(&self, plan: Result<P, NoKernel>) -> Result<P, Unsupported> {
         let ready = plan.and_then(|plan| check_target(self.device.as_ref()).map(|()| plan));
         ready.map_err(|missing| self.refuse(missing.feature))
     }
@@ -76,13 +78,13 @@ impl OnDevice {
     fn run(
         &self,
         memory: &mut Vec<Buffer>,
-        plan: Forward,
+        plan: ForwardPlan,
         mut modules: Vec<Module>,
         tensors: &Tensors,
         run: &Run<'_>,
     ) -> Result<(), Error> {
         let (refuse, multiprocessors) =
-            (|missing: Missing| self.refuse(missing.feature), self.device.multiprocessors());
+            (|missing: NoKernel| self.refuse(missing.feature), self.device.multiprocessors());
         let cover = modules.get(1).and_then(|module| plan.cover(&module.shared_kernel(), tensors));
         let (copies, ready) = (plan.copies(&tensors.rows), plan.ready(modules[0].shared_kernel()));
         let mut launches = match copies {
@@ -116,9 +118,9 @@ impl OnDevice {
     }
 
     /// Copies a tensor of rows there, as four axes.
-    fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<Placed, Error> {
+    fn rows(&self, memory: &mut Vec<Buffer>, view: &TensorView<'_>) -> Result<DeviceTensor, Error> {
         let span = self.upload(memory, &packed_bytes(view))?;
-        Ok(Placed::packed(span, four_axes(view.shape())))
+        Ok(DeviceTensor::packed(span, four_axes(view.shape())))
     }
 
     /// Copies bytes there.
@@ -174,11 +176,11 @@ impl OnDevice {
     }
 
     /// Auxiliary tensors.
-    fn aux(&self, memory: &mut Vec<Buffer>, bound: &Bound<'_>) -> Result<Vec<AuxPlaced>, Error> {
+    fn aux(&self, memory: &mut Vec<Buffer>, bound: &Bound<'_>) -> Result<Vec<DeviceAux>, Error> {
         let placed = |view: &TensorView<'_>| {
             let shape: Vec<u64> = view.shape().iter().map(|&n| n as u64).collect();
             let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
-            Ok(AuxPlaced { span: self.upload(memory, &packed_bytes(view))?, strides })
+            Ok(DeviceAux { span: self.upload(memory, &packed_bytes(view))?, strides })
         };
         bound.aux().iter().map(placed).collect()
     }
@@ -200,7 +202,7 @@ impl OnDevice {
     }
 
     /// The lists of a block mask, each with room for the longest.
-    fn lists(&self, memory: &mut Vec<Buffer>, mask: &BlockMask) -> Result<ListsPlaced, Error> {
+    fn lists(&self, memory: &mut Vec<Buffer>, mask: &BlockMask) -> Result<DeviceBlockLists, Error> {
         let spec = mask.spec();
         let rows = || {
             let [q_blocks, _] = mask.blocks();
@@ -218,7 +220,7 @@ impl OnDevice {
         };
         let partial = one(&|(b, h, i)| mask.lists(b, h, i).0.to_vec())?;
         let full = one(&|(b, h, i)| mask.lists(b, h, i).1.to_vec())?;
-        Ok(ListsPlaced { counts: [partial.0, full.0], blocks: [partial.1, full.1], widths: [partial.2, full.2] })
+        Ok(DeviceBlockLists { counts: [partial.0, full.0], blocks: [partial.1, full.1], widths: [partial.2, full.2] })
     }
 }
 
@@ -318,7 +320,7 @@ impl Engine for OnDevice {
         let memory = &mut Vec::new();
         let [q, k, v] = [self.rows(memory, bound.q())?, self.rows(memory, bound.k())?, self.rows(memory, bound.v())?];
         let (o_shape, lse_count) = (*outputs.o.shape(), outputs.lse.shape().count());
-        let o = Placed::packed(self.room(memory, 2 * o_shape.count())?, four_axes(&o_shape));
+        let o = DeviceTensor::packed(self.room(memory, 2 * o_shape.count())?, four_axes(&o_shape));
         let lse = self.room(memory, 4 * lse_count)?;
         let counters = self.upload(memory, &vec![0; plan.counter_bytes() as usize])?;
         let mut tensors = Tensors::new([q, k, v, o], lse, counters);
@@ -365,9 +367,9 @@ impl Engine for OnDevice {
         let [o, d_o] = [self.rows(memory, &saved.o)?, self.rows(memory, &saved.d_o)?];
         let lse = self.upload(memory, &packed_bytes(&saved.lse))?;
         let d_lse = saved.d_lse.as_ref().map(|view| self.upload(memory, &packed_bytes(view))).transpose()?;
-        let mut result = |like: Placed| -> Result<Placed, DeviceError> {
+        let mut result = |like: DeviceTensor| -> Result<DeviceTensor, DeviceError> {
             let span = self.room(memory, 2 * like.shape.iter().product::<u64>() as usize)?;
-            Ok(Placed::packed(span, like.shape))
+            Ok(DeviceTensor::packed(span, like.shape))
         };
         let [d_q, d_k, d_v] = [result(q)?, result(k)?, result(v)?];
         let scratch = self.room(memory, plan.scratch_bytes() as usize)?;

@@ -12,8 +12,8 @@
 //! key, and from the first to the last head dimension.
 
 use fulgurite_cuda::default_cache_dir;
-use fulgurite_kernels::attention::backward::Tuning as GradientTuning;
-use fulgurite_kernels::attention::plan::{Cut, Row, Table, Tuning};
+use fulgurite_kernels::attention::backward::BackwardConfig;
+use fulgurite_kernels::attention::forward::plan::{ConfigRow, ConfigTable, ForwardConfig, TileConfig};
 use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
@@ -25,16 +25,16 @@ pub struct Profile {
     /// Name of the GPU.
     pub gpu: String,
     /// Of forward attention.
-    pub forward: Measured<Tuning>,
+    pub forward: Measured<ForwardConfig>,
     /// Of its gradients.
-    pub backward: Measured<GradientTuning>,
+    pub backward: Measured<BackwardConfig>,
 }
 
 /// What is known about the cuts of a pass.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured<T> {
     /// What to use.
-    pub rows: Vec<Row<T>>,
+    pub rows: Vec<ConfigRow<T>>,
     /// What a search has measured.
     pub tried: Vec<Tried<T>>,
 }
@@ -53,27 +53,27 @@ pub struct Tried<T> {
     /// Queries and keys of a sequence.
     pub len: u64,
     /// The cut.
-    pub tuning: T,
+    pub config: T,
     /// How many times as fast as the built-in cut; 0 where it has no kernel or is wrong.
     pub gain: f64,
 }
 
 /// A pass whose kernel can be cut in many ways: forward, or backward.
-pub trait Pass: Cut {
+pub trait Pass: TileConfig {
     /// What a profile's lines call it.
     const WORD: &'static str;
     /// What a profile knows about it.
     fn of(profile: &mut Profile) -> &mut Measured<Self>;
 }
 
-impl Pass for Tuning {
+impl Pass for ForwardConfig {
     const WORD: &'static str = "";
     fn of(profile: &mut Profile) -> &mut Measured<Self> {
         &mut profile.forward
     }
 }
 
-impl Pass for GradientTuning {
+impl Pass for BackwardConfig {
     const WORD: &'static str = "backward ";
     fn of(profile: &mut Profile) -> &mut Measured<Self> {
         &mut profile.backward
@@ -84,9 +84,9 @@ impl Pass for GradientTuning {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tables {
     /// Of forward attention.
-    pub forward: Table,
+    pub forward: ConfigTable,
     /// Of its gradients.
-    pub backward: Table<GradientTuning>,
+    pub backward: ConfigTable<BackwardConfig>,
 }
 
 /// A profile that cannot be used.
@@ -157,8 +157,8 @@ impl Profile {
     /// The built-in tables where this profile does not say otherwise.
     pub fn tables(&self) -> Tables {
         Tables {
-            forward: Table::default().with(self.forward.rows.iter().cloned()),
-            backward: Table::default().with(self.backward.rows.iter().cloned()),
+            forward: ConfigTable::default().with(self.forward.rows.iter().cloned()),
+            backward: ConfigTable::default().with(self.backward.rows.iter().cloned()),
         }
     }
 
@@ -180,7 +180,7 @@ impl Profile {
                 _ if i == 0 => return Err(wrong(&format!("is not {FIRST:?}"))),
                 Some(("gpu", name)) => profile.gpu = name.into(),
                 Some((kind @ ("use" | "tried"), rest)) => {
-                    let read = match rest.strip_prefix(GradientTuning::WORD) {
+                    let read = match rest.strip_prefix(BackwardConfig::WORD) {
                         Some(rest) => profile.backward.read(kind, rest),
                         None => profile.forward.read(kind, rest),
                     };
@@ -212,39 +212,39 @@ impl<T: Pass> Measured<T> {
     }
 
     fn write(&self, text: &mut String) -> fmt::Result {
-        for Row { head_dims, keys, tuning } in &self.rows {
+        for ConfigRow { head_dims, keys, config } in &self.rows {
             let (d0, d1) = head_dims.clone().into_inner();
-            writeln!(text, "use {}head_dims {d0}..{d1} keys {}..{}: {tuning}", T::WORD, keys.start, keys.end)?;
+            writeln!(text, "use {}head_dims {d0}..{d1} keys {}..{}: {config}", T::WORD, keys.start, keys.end)?;
         }
-        for Tried { head_dim, len, tuning, gain } in &self.tried {
-            writeln!(text, "tried {}head_dim {head_dim} length {len} {gain:.4}: {tuning}", T::WORD)?;
+        for Tried { head_dim, len, config, gain } in &self.tried {
+            writeln!(text, "tried {}head_dim {head_dim} length {len} {gain:.4}: {config}", T::WORD)?;
         }
         Ok(())
     }
 }
 
-fn tuning<T: Cut>(text: &str) -> Result<T, String> {
+fn config<T: TileConfig>(text: &str) -> Result<T, String> {
     text.parse::<T>().map_err(|e| format!("is no cut: {e}"))
 }
 
-fn row<T: Cut>(text: &str) -> Result<Row<T>, String> {
+fn row<T: TileConfig>(text: &str) -> Result<ConfigRow<T>, String> {
     let (range, cut) = text.split_once(": ").ok_or("has no cut")?;
     let ["head_dims", dims, "keys", keys] = range.split_whitespace().collect::<Vec<_>>()[..] else {
         return Err("has no `head_dims A..B keys A..B`".into());
     };
     let pair = |text: &str| text.split_once("..").map(|(a, b)| (a.to_string(), b.to_string()));
     let ((d0, d1), (k0, k1)) = pair(dims).zip(pair(keys)).ok_or("has no ranges A..B")?;
-    Ok(Row { head_dims: number(&d0)?..=number(&d1)?, keys: number(&k0)?..number(&k1)?, tuning: tuning(cut)? })
+    Ok(ConfigRow { head_dims: number(&d0)?..=number(&d1)?, keys: number(&k0)?..number(&k1)?, config: config(cut)? })
 }
 
-fn tried<T: Cut>(text: &str) -> Result<Tried<T>, String> {
+fn tried<T: TileConfig>(text: &str) -> Result<Tried<T>, String> {
     let (place, cut) = text.split_once(": ").ok_or("has no cut")?;
     let ["head_dim", head_dim, "length", len, gain] = place.split_whitespace().collect::<Vec<_>>()[..] else {
         return Err("has no `head_dim N length N GAIN`".into());
     };
     let gain: f64 = number(gain)?;
     match gain.is_finite() && gain >= 0.0 {
-        true => Ok(Tried { head_dim: number(head_dim)?, len: number(len)?, tuning: tuning(cut)?, gain }),
+        true => Ok(Tried { head_dim: number(head_dim)?, len: number(len)?, config: config(cut)?, gain }),
         false => Err(format!("has the gain {gain}")),
     }
 }
@@ -262,18 +262,18 @@ impl fmt::Display for Profile {
 mod tests {
     use super::*;
 
-    fn measured<T: Pass>(tuning: T) -> Measured<T> {
+    fn measured<T: Pass>(config: T) -> Measured<T> {
         Measured {
-            rows: vec![Row { head_dims: 65..=128, keys: 0..1024, tuning }],
-            tried: vec![Tried { head_dim: 128, len: 512, tuning, gain: 1.25 }],
+            rows: vec![ConfigRow { head_dims: 65..=128, keys: 0..1024, config }],
+            tried: vec![Tried { head_dim: 128, len: 512, config, gain: 1.25 }],
         }
     }
 
     fn profile() -> Profile {
         Profile {
             gpu: "Some GPU".into(),
-            forward: measured(Tuning { cols: 112, ..Tuning::hopper(128, 512) }),
-            backward: measured(GradientTuning { rows: 96, ..GradientTuning::hopper(128) }),
+            forward: measured(ForwardConfig { cols: 112, ..ForwardConfig::hopper(128, 512) }),
+            backward: measured(BackwardConfig { rows: 96, ..BackwardConfig::hopper(128) }),
         }
     }
 
@@ -283,9 +283,9 @@ mod tests {
         let Tables { forward, backward } = profile().tables();
         assert_eq!(forward.find(128, 512).cols, 112);
         assert_eq!(forward.find(128, 1024).cols, 128);
-        assert_eq!(forward.find(64, 512), Tuning::hopper(64, 512));
+        assert_eq!(forward.find(64, 512), ForwardConfig::hopper(64, 512));
         assert_eq!(backward.find(128, 512).rows, 96);
-        assert_eq!(backward.find(128, 1024), GradientTuning::hopper(128));
+        assert_eq!(backward.find(128, 1024), BackwardConfig::hopper(128));
     }
 
     #[test]

@@ -20,11 +20,11 @@ pub use fulgurite_sim::{
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Mask, Problem};
 use fulgurite_kernels::attention::backward::Order as Adding;
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::few;
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
-use fulgurite_kernels::gemm::{self, Layouts, Tuning as GemmTuning};
-use fulgurite_kernels::gemm_plan::{Gemm, GemmError, Matrix};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::decode;
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
+use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
+use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
 use fulgurite_kernels::{add, registry};
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
 use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
@@ -331,11 +331,11 @@ impl Maker<'_> {
         let major = |transposed: bool| if transposed { Major::Outer } else { Major::Inner };
         let letters = name.rsplit('-').next().unwrap_or_default();
         let layouts = Layouts { a: major(letters.starts_with('t')), b: major(letters.ends_with('n')) };
-        let plan = Gemm { number, layouts, tuning: GemmTuning { cluster, ..GemmTuning::default() } };
+        let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let target = self.device.target();
         let kernel = Arc::new(match number {
-            Number::F16 => gemm::kernel::<f16>(target, layouts, plan.tuning)?,
-            _ => gemm::kernel::<bf16>(target, layouts, plan.tuning)?,
+            Number::F16 => gemm::kernel::<f16>(target, layouts, plan.config)?,
+            _ => gemm::kernel::<bf16>(target, layouts, plan.config)?,
         });
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
@@ -384,7 +384,7 @@ impl Maker<'_> {
     fn backward(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let (problem, dim, words) = self.problem(name, number);
-        let plan = Backward::new(&problem, false, Adding::Any)
+        let plan = BackwardPlan::new(&problem, false, Adding::Any)
             .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
         let kernels = plan.kernels(self.device.target())?;
         let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
@@ -399,7 +399,8 @@ impl Maker<'_> {
         let lse_buffer = self.device.allocate(lse.len() as u64)?;
         self.device.upload(lse_buffer.span(), &lse)?;
         let scratch = self.device.allocate(plan.scratch_bytes())?;
-        let [q, k, v, o, d_o, d_q, d_k, d_v] = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
+        let [q, k, v, o, d_o, d_q, d_k, d_v] =
+            std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
         let launches = plan.plan(&kernels, &tensors, scratch.span(), self.blocks());
         let mut before = launches.unwrap_or_else(|e| panic!("bug in fulgurite: kernels without {e}")).launches;
@@ -419,12 +420,13 @@ impl Maker<'_> {
     fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let group = heads / kv_heads;
-        if name.contains("few") && q_len * group > few::ROWS {
-            let allowed = format!("up to {} for {group} query heads a head of keys", few::ROWS / group);
+        if name.contains("decode") && q_len * group > decode::ROWS {
+            let allowed = format!("up to {} for {group} query heads a head of keys", decode::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
         let (problem, dim, words) = self.problem(name, number);
-        let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let plan =
+            ForwardPlan::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
         let kernel = Arc::new(plan.kernel(self.device.target())?);
         let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
             .map(|(len, heads)| [batch, len, heads, dim].map(u64::from));
@@ -432,7 +434,7 @@ impl Maker<'_> {
         for shape in shapes {
             memory.push(self.random(number, shape.iter().product())?);
         }
-        let tensors = std::array::from_fn(|i| Placed::packed(memory[i].span(), shapes[i]));
+        let tensors = std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let lse = self.device.allocate(4 * u64::from(batch) * u64::from(heads) * u64::from(q_len))?;
         let counters = self.device.allocate(plan.counter_bytes())?;
         self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;

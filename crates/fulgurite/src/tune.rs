@@ -9,9 +9,11 @@ use crate::on_device::OnDevice;
 use crate::profile::{Pass, Profile, ProfileError, Tables, Tried};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Inputs, Mask, Problem, Tensor, compare, oracle};
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as GradientTensors};
-use fulgurite_kernels::attention::backward::{Order, Tuning as GradientTuning};
-use fulgurite_kernels::attention::plan::{Forward, Missing, Placed, Row, Table, Tensors, Tuning};
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as GradientTensors};
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
+use fulgurite_kernels::attention::forward::plan::{
+    ConfigRow, ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, NoKernel, Tensors,
+};
 use fulgurite_ptx::Target;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream};
 use std::ops::{ControlFlow, Range};
@@ -61,13 +63,13 @@ impl Place {
     }
 
     /// Head dimensions that its result is for: those that are padded to as many columns.
-    fn row<T>(&self, tuning: T) -> Row<T> {
+    fn row<T>(&self, config: T) -> ConfigRow<T> {
         let first = match self.head_dim {
             ..=64 => 0,
             65..=128 => 65,
             _ => 129,
         };
-        Row { head_dims: first..=self.head_dim, keys: self.keys.clone(), tuning }
+        ConfigRow { head_dims: first..=self.head_dim, keys: self.keys.clone(), config }
     }
 }
 
@@ -125,9 +127,9 @@ fn tune_at<T: Raced>(
     for place in places {
         let race = Race::<T>::new(scale, device.clone(), place)?;
         let mut stopped = false;
-        let mut measure = |tuning: &T| -> Result<Option<f64>, TuneError> {
+        let mut measure = |config: &T| -> Result<Option<f64>, TuneError> {
             let known = T::of(&mut profile).tried.iter().find(|t| {
-                (t.head_dim, t.len) == (place.head_dim, place.len) && t.tuning.to_string() == tuning.to_string()
+                (t.head_dim, t.len) == (place.head_dim, place.len) && t.config.to_string() == config.to_string()
             });
             if let Some(known) = known {
                 return Ok(Some(known.gain));
@@ -135,8 +137,8 @@ fn tune_at<T: Raced>(
             if stopped {
                 return Ok(None);
             }
-            let gain = race.gain(tuning)?;
-            let tried = Tried { head_dim: place.head_dim, len: place.len, tuning: *tuning, gain };
+            let gain = race.gain(config)?;
+            let tried = Tried { head_dim: place.head_dim, len: place.len, config: *config, gain };
             T::of(&mut profile).tried.push(tried.clone());
             profile.save(path)?;
             stopped = report(place, &tried).is_break();
@@ -180,25 +182,25 @@ pub trait Raced: Pass {
     /// Tensors of rows that it reads and writes: those of q's size.
     const ROWS: usize;
     /// Tables with this one.
-    fn tables(table: Table<Self>) -> Tables;
+    fn tables(table: ConfigTable<Self>) -> Tables;
     /// Keys of a causal problem that has the cut of a full one with so many.
     fn causal_len(len: u64) -> u64;
     /// The built-in cut for a problem.
-    fn usual(problem: &Problem) -> Result<Self, Missing>;
+    fn usual(problem: &Problem) -> Result<Self, NoKernel>;
     /// Whether a problem has kernels by this table.
-    fn builds(problem: &Problem, table: &Table<Self>, target: Target) -> bool;
+    fn builds(problem: &Problem, table: &ConfigTable<Self>, target: Target) -> bool;
     /// What must run once before a problem is raced.
     fn lead_in(race: &Race<Self>, problem: &Problem) -> Result<(), TuneError>;
     /// The launches of a problem by this table, with the memory they need; `None` where there are none.
-    fn contender(race: &Race<Self>, problem: &Problem, table: &Table<Self>) -> Option<Contender>;
+    fn contender(race: &Race<Self>, problem: &Problem, table: &ConfigTable<Self>) -> Option<Contender>;
     /// Whether an engine's results agree with the oracle's.
     fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, d_o: &Tensor) -> bool;
 }
 
-impl Raced for Tuning {
+impl Raced for ForwardConfig {
     const ROWS: usize = 4;
 
-    fn tables(forward: Table) -> Tables {
+    fn tables(forward: ConfigTable) -> Tables {
         Tables { forward, ..Tables::default() }
     }
 
@@ -207,19 +209,19 @@ impl Raced for Tuning {
         2 * len
     }
 
-    fn usual(problem: &Problem) -> Result<Tuning, Missing> {
-        Forward::new(problem, None).map(|plan| plan.tuning())
+    fn usual(problem: &Problem) -> Result<ForwardConfig, NoKernel> {
+        ForwardPlan::new(problem, None).map(|plan| plan.config())
     }
 
-    fn builds(problem: &Problem, table: &Table, target: Target) -> bool {
-        Forward::by_table(problem, None, table).is_ok_and(|plan| plan.kernel(target).is_ok())
+    fn builds(problem: &Problem, table: &ConfigTable, target: Target) -> bool {
+        ForwardPlan::by_table(problem, None, table).is_ok_and(|plan| plan.kernel(target).is_ok())
     }
 
-    fn lead_in(_: &Race<Tuning>, _: &Problem) -> Result<(), TuneError> {
+    fn lead_in(_: &Race<ForwardConfig>, _: &Problem) -> Result<(), TuneError> {
         Ok(())
     }
 
-    fn contender(race: &Race<Tuning>, problem: &Problem, table: &Table) -> Option<Contender> {
+    fn contender(race: &Race<ForwardConfig>, problem: &Problem, table: &ConfigTable) -> Option<Contender> {
         race.forward(problem, table)
     }
 
@@ -230,10 +232,10 @@ impl Raced for Tuning {
     }
 }
 
-impl Raced for GradientTuning {
+impl Raced for BackwardConfig {
     const ROWS: usize = 8;
 
-    fn tables(backward: Table<GradientTuning>) -> Tables {
+    fn tables(backward: ConfigTable<BackwardConfig>) -> Tables {
         Tables { backward, ..Tables::default() }
     }
 
@@ -241,25 +243,29 @@ impl Raced for GradientTuning {
         len
     }
 
-    fn usual(problem: &Problem) -> Result<GradientTuning, Missing> {
+    fn usual(problem: &Problem) -> Result<BackwardConfig, NoKernel> {
         // As the table has it: what a mask changes in it is changed in every candidate too.
-        Backward::new(problem, false, Order::Any).map(|plan| plan.tuning())
+        BackwardPlan::new(problem, false, Order::Any).map(|plan| plan.config())
     }
 
-    fn builds(problem: &Problem, table: &Table<GradientTuning>, target: Target) -> bool {
-        Backward::by_table(problem, false, Order::Any, table).is_ok_and(|plan| plan.kernels(target).is_ok())
+    fn builds(problem: &Problem, table: &ConfigTable<BackwardConfig>, target: Target) -> bool {
+        BackwardPlan::by_table(problem, false, Order::Any, table).is_ok_and(|plan| plan.kernels(target).is_ok())
     }
 
     /// o and the LSE of this mask.
-    fn lead_in(race: &Race<GradientTuning>, problem: &Problem) -> Result<(), TuneError> {
-        let Some(forward) = race.forward(problem, &Table::default()) else {
+    fn lead_in(race: &Race<BackwardConfig>, problem: &Problem) -> Result<(), TuneError> {
+        let Some(forward) = race.forward(problem, &ConfigTable::default()) else {
             return Err(race.wrong("forward does not run"));
         };
         race.time(&forward, 1).map(|_| ())
     }
 
-    fn contender(race: &Race<GradientTuning>, problem: &Problem, table: &Table<GradientTuning>) -> Option<Contender> {
-        let plan = Backward::by_table(problem, false, Order::Any, table).ok()?;
+    fn contender(
+        race: &Race<BackwardConfig>,
+        problem: &Problem,
+        table: &ConfigTable<BackwardConfig>,
+    ) -> Option<Contender> {
+        let plan = BackwardPlan::by_table(problem, false, Order::Any, table).ok()?;
         let kernels = plan.kernels(race.device.target()).ok()?;
         let scratch = race.device.allocate(plan.scratch_bytes()).ok()?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] = race.rows(problem);
@@ -342,9 +348,9 @@ impl<T: Raced> Race<T> {
     }
 
     /// Tensors of a problem's rows.
-    fn rows<const N: usize>(&self, problem: &Problem) -> [Placed; N] {
+    fn rows<const N: usize>(&self, problem: &Problem) -> [DeviceTensor; N] {
         let shape: Vec<u64> = problem.q_shape().iter().map(|&n| n as u64).collect();
-        std::array::from_fn(|i| Placed::packed(self.spans[i], std::array::from_fn(|axis| shape[axis])))
+        std::array::from_fn(|i| DeviceTensor::packed(self.spans[i], std::array::from_fn(|axis| shape[axis])))
     }
 
     fn wrong(&self, what: &str) -> TuneError {
@@ -353,11 +359,11 @@ impl<T: Raced> Race<T> {
 
     /// How many times as fast as the usual cut this one is, over both masks; 0 if it has no kernel or is wrong. The best of
     /// many is lucky in part: what looks faster is timed again, and the lesser counts.
-    fn gain(&self, tuning: &T) -> Result<f64, TuneError> {
-        if !self.is_right(tuning) {
+    fn gain(&self, config: &T) -> Result<f64, TuneError> {
+        if !self.is_right(config) {
             return Ok(0.0);
         }
-        let [Some(full), Some(causal)] = self.contenders(*tuning) else { return Ok(0.0) };
+        let [Some(full), Some(causal)] = self.contenders(*config) else { return Ok(0.0) };
         let others = [full, causal];
         match self.race(&others)? {
             gain if gain > MARGIN => Ok(gain.min(self.race(&others)?)),
@@ -366,8 +372,8 @@ impl<T: Raced> Race<T> {
     }
 
     /// A cut on both problems.
-    fn contenders(&self, tuning: T) -> [Option<Contender>; 2] {
-        self.problems.each_ref().map(|problem| T::contender(self, problem, &Table::of(tuning)))
+    fn contenders(&self, config: T) -> [Option<Contender>; 2] {
+        self.problems.each_ref().map(|problem| T::contender(self, problem, &ConfigTable::of(config)))
     }
 
     fn race(&self, others: &[Contender; 2]) -> Result<f64, TuneError> {
@@ -405,8 +411,8 @@ impl<T: Raced> Race<T> {
     }
 
     /// The launch of forward; `None` where there is no such kernel.
-    fn forward(&self, problem: &Problem, table: &Table) -> Option<Contender> {
-        let plan = Forward::by_table(problem, None, table).ok()?;
+    fn forward(&self, problem: &Problem, table: &ConfigTable) -> Option<Contender> {
+        let plan = ForwardPlan::by_table(problem, None, table).ok()?;
         let kernel = Arc::new(plan.kernel(self.device.target()).ok()?);
         let tensors = Tensors::new(self.rows(problem), self.lse, self.counters);
         let launch = plan.launch(kernel, &tensors, self.device.multiprocessors()).ok()??;
@@ -414,8 +420,8 @@ impl<T: Raced> Race<T> {
     }
 
     /// Whether a cut has a kernel that agrees with the oracle, on odd lengths with and without a mask.
-    fn is_right(&self, tuning: &T) -> bool {
-        let table = Table::of(*tuning);
+    fn is_right(&self, config: &T) -> bool {
+        let table = ConfigTable::of(*config);
         let engine = OnDevice::new("tune", self.device.clone(), None, T::tables(table.clone()));
         let head_dim = self.place.head_dim as usize;
         let lengths = self.scale.odd;
@@ -457,20 +463,20 @@ fn median(mut times: Vec<f64>) -> f64 {
 mod tests {
     use super::*;
     use crate::profile::Measured;
-    use fulgurite_kernels::attention::plan::Cut;
+    use fulgurite_kernels::attention::forward::plan::TileConfig;
     use fulgurite_ptx::device::Value;
     use fulgurite_sim::{Architecture, Sim};
 
     /// A made-up GPU on which this many keys of a block are best.
-    fn speed(tuning: &Tuning, best_cols: u32) -> f64 {
-        1.2 - f64::from(tuning.cols.abs_diff(best_cols)) / 160.0
+    fn speed(config: &ForwardConfig, best_cols: u32) -> f64 {
+        1.2 - f64::from(config.cols.abs_diff(best_cols)) / 160.0
     }
 
     #[test]
     fn the_search_climbs_and_never_takes_a_slower_cut() {
-        let usual = Tuning::hopper(128, 8192);
-        let of_usual = |best| move |tuning: &Tuning| speed(tuning, best) / speed(&usual, best);
-        let run = |best: u32| search::<_, ()>(usual, 128, &mut |tuning| Ok(Some(of_usual(best)(tuning)))).unwrap();
+        let usual = ForwardConfig::hopper(128, 8192);
+        let of_usual = |best| move |config: &ForwardConfig| speed(config, best) / speed(&usual, best);
+        let run = |best: u32| search::<_, ()>(usual, 128, &mut |config| Ok(Some(of_usual(best)(config)))).unwrap();
         assert_eq!(run(64).cols, 64);
         assert_eq!(run(192).cols, 192);
         // Nothing is faster: it stays where it is, bit by bit.
@@ -488,7 +494,8 @@ mod tests {
     fn a_device_without_a_clock_is_refused() {
         let path = std::env::temp_dir().join(format!("fulgurite-tune-{}.profile", std::process::id()));
         let place = Place { head_dim: 64, len: 64, keys: 0..128 };
-        let refused = tune::<Tuning>(Arc::new(Sim::default()), &[place], &path, &mut |_, _| ControlFlow::Continue(()));
+        let refused =
+            tune::<ForwardConfig>(Arc::new(Sim::default()), &[place], &path, &mut |_, _| ControlFlow::Continue(()));
         assert!(matches!(refused, Err(TuneError::Clock { .. })), "{refused:?}");
         assert!(!path.exists());
     }
@@ -551,20 +558,20 @@ mod tests {
         let places = [Place { head_dim: 128, len: 64, keys: 0..128 }];
         let run = |most: usize| {
             let mut tried = Vec::new();
-            let mut report = |_: &Place, one: &Tried<GradientTuning>| {
-                tried.push(one.tuning.to_string());
+            let mut report = |_: &Place, one: &Tried<BackwardConfig>| {
+                tried.push(one.config.to_string());
                 if tried.len() == most { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             };
             let profile = tune_at(scale, device.clone(), &places, &path, &mut report).unwrap();
             (tried, profile)
         };
         // An earlier search has measured most of it.
-        let usual = GradientTuning::hopper(128);
-        let near = GradientTuning { rows: 64, ..usual };
+        let usual = BackwardConfig::hopper(128);
+        let near = BackwardConfig { rows: 64, ..usual };
         let known = usual.neighbours(128).into_iter().chain(near.neighbours(128));
-        let unknown = |tuning: &GradientTuning| tuning.share == usual.share && tuning.registers != usual.registers;
-        let known = known.filter(|tuning| *tuning != near && !unknown(tuning));
-        let tried = known.map(|tuning| Tried { head_dim: 128, len: 64, tuning, gain: 0.5 }).collect();
+        let unknown = |config: &BackwardConfig| config.share == usual.share && config.registers != usual.registers;
+        let known = known.filter(|config| *config != near && !unknown(config));
+        let tried = known.map(|config| Tried { head_dim: 128, len: 64, config, gain: 0.5 }).collect();
         let earlier =
             Profile { gpu: device.name(), backward: Measured { tried, rows: Vec::new() }, ..Profile::default() };
         earlier.save(&path).unwrap();
@@ -573,16 +580,16 @@ mod tests {
         assert_eq!((first.len(), stopped.backward.rows.len()), (1, 0));
         let (second, profile) = run(usize::MAX);
         assert_eq!(second.len(), 2, "{second:?}");
-        assert!(second.iter().all(|tuning| !first.contains(tuning)), "{second:?}");
+        assert!(second.iter().all(|config| !first.contains(config)), "{second:?}");
         assert!(run(usize::MAX).0.is_empty(), "a search that is done measures nothing");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), profile.to_string());
         std::fs::remove_file(&path).unwrap();
         // Of 64 queries a step of 80 has a fifth for nothing.
         let [used] = &profile.backward.rows[..] else { panic!("{profile}") };
-        assert_eq!((used.tuning.rows, &used.keys), (64, &(0..128)), "{profile}");
-        let gain = |tuning: &GradientTuning| profile.backward.tried.iter().find(|t| t.tuning == *tuning).unwrap().gain;
+        assert_eq!((used.config.rows, &used.keys), (64, &(0..128)), "{profile}");
+        let gain = |config: &BackwardConfig| profile.backward.tried.iter().find(|t| t.config == *config).unwrap().gain;
         let most = profile.backward.tried.iter().map(|tried| tried.gain).fold(0.0, f64::max);
-        assert!(gain(&used.tuning) > MARGIN && gain(&used.tuning) * MARGIN >= most, "{profile}");
+        assert!(gain(&used.config) > MARGIN && gain(&used.config) * MARGIN >= most, "{profile}");
         assert!(profile.forward.tried.is_empty());
     }
 
@@ -590,9 +597,9 @@ mod tests {
     fn a_cut_without_a_kernel_gains_nothing() {
         let scale = Scale { tokens: 64, width: 64, rounds: 1, seconds: 0.0, odd: [[5, 9], [9, 5]] };
         let place = Place { head_dim: 64, len: 64, keys: 0..128 };
-        let race = Race::<GradientTuning>::new(scale, Arc::new(Clocked::default()), &place).unwrap();
-        let pairs = GradientTuning { share: fulgurite_kernels::attention::backward::Share::Pairs, ..race.usual };
+        let race = Race::<BackwardConfig>::new(scale, Arc::new(Clocked::default()), &place).unwrap();
+        let pairs = BackwardConfig { share: fulgurite_kernels::attention::backward::Share::Pairs, ..race.usual };
         assert_eq!(race.gain(&pairs), Ok(0.0));
-        assert_eq!(race.gain(&GradientTuning { registers: [248, 248], ..race.usual }), Ok(0.0));
+        assert_eq!(race.gain(&BackwardConfig { registers: [248, 248], ..race.usual }), Ok(0.0));
     }
 }

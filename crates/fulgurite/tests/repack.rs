@@ -6,7 +6,7 @@ mod common;
 use fulgurite_core::expr::{k, q};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, ProblemBuilder, Tensor, compare};
-use fulgurite_kernels::attention::plan::{Copying, Forward as Plan, Placed, Tensors};
+use fulgurite_kernels::attention::forward::plan::{Copying, DeviceTensor, ForwardPlan as Plan, Tensors};
 use fulgurite_ptx::device::{Buffer, Device, Span, Stream};
 use fulgurite_sim::Sim;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ struct Spread {
     /// Frees the memory.
     _memory: Buffer,
     whole: Span,
-    placed: Placed,
+    placed: DeviceTensor,
 }
 
 impl Spread {
@@ -38,7 +38,8 @@ impl Spread {
         let batch = s * row + gaps.after[0];
         let memory = device.allocate(2 * (gaps.before + b * batch) + 64).unwrap();
         let whole = memory.span();
-        let placed = Placed { span: whole.from(2 * gaps.before), shape: [b, s, h, d], strides: [batch, row, head] };
+        let placed =
+            DeviceTensor { span: whole.from(2 * gaps.before), shape: [b, s, h, d], strides: [batch, row, head] };
         let spread = Spread { _memory: memory, whole, placed };
         device.upload(whole, &POISON.to_le_bytes().repeat(whole.bytes as usize / 2)).unwrap();
         spread
@@ -186,7 +187,7 @@ fn odd_addresses_are_refused() {
     let plan = Plan::new(&dense(1, 70, 90).dtype(DType::Bf16).build().unwrap(), None).unwrap();
     let device = Sim::default();
     let memory = Span { address: 4097, bytes: 1 << 20 };
-    let rows = [[70, 4], [90, 2], [90, 2], [70, 4]].map(|[s, h]| Placed::packed(memory, [1, s, h, 64]));
+    let rows = [[70, 4], [90, 2], [90, 2], [70, 4]].map(|[s, h]| DeviceTensor::packed(memory, [1, s, h, 64]));
     let copies = plan.copies(&rows).unwrap();
     let ready = plan.clone().ready(Arc::new(plan.kernel(device.target()).unwrap()));
     let tensors = Tensors::new(rows, memory, memory);

@@ -4,9 +4,9 @@
 
 pub mod add;
 pub mod attention;
-pub mod exp;
+pub mod configs;
 pub mod gemm;
-pub mod gemm_plan;
+pub mod parts;
 pub mod probe;
 pub mod registry;
 pub mod softmax;

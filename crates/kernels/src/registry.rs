@@ -10,9 +10,13 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
-use crate::attention::plan::Forward;
-use crate::attention::{backward, few, forward, repack, tuning};
-use crate::gemm::{Layouts, Tuning};
+use crate::attention::backward::BackwardConfig;
+use crate::attention::decode::DecodeConfig;
+use crate::attention::forward::config::ForwardConfig;
+use crate::attention::forward::plan::ForwardPlan;
+use crate::attention::{backward, decode, forward};
+use crate::gemm::{GemmConfig, Layouts};
+use crate::parts::repack;
 use crate::{add, gemm, softmax};
 use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
 use fulgurite_ptx::{BuildError, Half, Kernel, Major, Pair, Target, Word, bf16, f16};
@@ -45,7 +49,7 @@ fn product<T: Half>(target: Target, layouts: Layouts) -> Result<Kernel, BuildErr
 where
     Pair<T>: Word,
 {
-    gemm::kernel::<T>(target, layouts, Tuning::default())
+    gemm::kernel::<T>(target, layouts, GemmConfig::default())
 }
 
 /// Forward attention as it is tuned for 8192 keys.
@@ -53,18 +57,18 @@ fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kerne
 where
     Pair<T>: Word,
 {
-    let tuning = tuning::Tuning::hopper(head_dim, 8192);
+    let config = ForwardConfig::hopper(head_dim, 8192);
     let features = forward::Features::plain([head_dim, head_dim], mask);
-    forward::kernel::<T>(target, &features, tuning)
+    forward::kernel::<T>(target, &features, config)
 }
 
 /// Forward attention of few queries.
-fn attention_few<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
+fn attention_decode<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
     let dims = [head_dim, head_dim];
-    few::kernel::<T>(target, &forward::Features::plain(dims, mask), few::Tuning::hopper(few::padded(dims)))
+    decode::kernel::<T>(target, &forward::Features::plain(dims, mask), DecodeConfig::hopper(decode::padded(dims)))
 }
 
 /// The main kernel of the gradients of attention.
@@ -72,7 +76,7 @@ fn gradients<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kerne
 where
     Pair<T>: Word,
 {
-    backward::main::kernel::<T>(target, &of_backward(head_dim, mask), backward::Tuning::hopper(head_dim))
+    backward::main::kernel::<T>(target, &of_backward(head_dim, mask), BackwardConfig::hopper(head_dim))
 }
 
 fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
@@ -103,7 +107,7 @@ fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) ->
         _ => problem,
     };
     let problem = problem.build().unwrap_or_else(|e| panic!("bug in fulgurite: {feature}: {e}"));
-    let plan = Forward::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    let plan = ForwardPlan::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
     let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
     plan.kernel(target)
 }
@@ -133,8 +137,8 @@ macro_rules! features {
     };
     (@few $dim:literal, $feature:literal, $summary:literal) => {
         Entry {
-            name: concat!("attention-few-bf16-d", $dim, "-", $feature),
-            summary: concat!("forward attention of few queries, bf16, head_dim ", $dim, ", ", $summary),
+            name: concat!("attention-decode-bf16-d", $dim, "-", $feature),
+            summary: concat!("decode attention (few queries), bf16, head_dim ", $dim, ", ", $summary),
             build: |target| featured(target, $dim, $feature, Queries::Few),
         }
     };
@@ -259,29 +263,29 @@ const ALL: &[Entry] = &[
         build: |target| attention::<f16>(target, 512, Mask::causal()),
     },
     Entry {
-        name: "attention-few-bf16-d64-full",
-        summary: "forward attention of few queries, bf16, head_dim 64, no mask",
-        build: |target| attention_few::<bf16>(target, 64, Mask::none()),
+        name: "attention-decode-bf16-d64-full",
+        summary: "decode attention (few queries), bf16, head_dim 64, no mask",
+        build: |target| attention_decode::<bf16>(target, 64, Mask::none()),
     },
     Entry {
-        name: "attention-few-bf16-d128-full",
-        summary: "forward attention of few queries, bf16, head_dim 128, no mask",
-        build: |target| attention_few::<bf16>(target, 128, Mask::none()),
+        name: "attention-decode-bf16-d128-full",
+        summary: "decode attention (few queries), bf16, head_dim 128, no mask",
+        build: |target| attention_decode::<bf16>(target, 128, Mask::none()),
     },
     Entry {
-        name: "attention-few-bf16-d128-causal",
-        summary: "forward attention of few queries, bf16, head_dim 128, causal mask",
-        build: |target| attention_few::<bf16>(target, 128, Mask::causal()),
+        name: "attention-decode-bf16-d128-causal",
+        summary: "decode attention (few queries), bf16, head_dim 128, causal mask",
+        build: |target| attention_decode::<bf16>(target, 128, Mask::causal()),
     },
     Entry {
-        name: "attention-few-bf16-d256-full",
-        summary: "forward attention of few queries, bf16, head_dim 256, no mask",
-        build: |target| attention_few::<bf16>(target, 256, Mask::none()),
+        name: "attention-decode-bf16-d256-full",
+        summary: "decode attention (few queries), bf16, head_dim 256, no mask",
+        build: |target| attention_decode::<bf16>(target, 256, Mask::none()),
     },
     Entry {
-        name: "attention-few-f16-d128-full",
-        summary: "forward attention of few queries, f16, head_dim 128, no mask",
-        build: |target| attention_few::<f16>(target, 128, Mask::none()),
+        name: "attention-decode-f16-d128-full",
+        summary: "decode attention (few queries), f16, head_dim 128, no mask",
+        build: |target| attention_decode::<f16>(target, 128, Mask::none()),
     },
     Entry {
         name: "attention-pack",
@@ -339,8 +343,8 @@ const ALL: &[Entry] = &[
         build: |target| {
             let mut features = of_backward(128, Mask::causal());
             features.ragged.packed = true;
-            let tuning = backward::Tuning::with_room(128, true, backward::Room::None);
-            backward::main::kernel::<bf16>(target, &features, tuning)
+            let config = BackwardConfig::with_room(128, true, backward::Room::None);
+            backward::main::kernel::<bf16>(target, &features, config)
         },
     },
     Entry {
@@ -367,14 +371,14 @@ const ALL: &[Entry] = &[
         name: "backward-prepare-bf16-d128",
         summary: "row sums of d_o o and zeros, before the gradients; bf16, head_dim 128",
         build: |target| {
-            backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), backward::Tuning::hopper(128))
+            backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
     },
     Entry {
         name: "backward-finish-bf16-d128",
         summary: "d_q from its sums, after the gradients; bf16, head_dim 128",
         build: |target| {
-            backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), backward::Tuning::hopper(128))
+            backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
     },
 ];

@@ -2,7 +2,7 @@
 //!
 //! y = 2^((x - m) log2 e) / l, m = largest of the row, l = sum of the numerators. A row of -inf gives zeros.
 
-use crate::exp::exp2;
+use crate::parts::exp::exp2;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{Block, BuildError, Builder, Kernel, Scope, Shared, Target, Val};
 use std::f32::consts::LOG2_E;

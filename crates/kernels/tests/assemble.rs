@@ -4,8 +4,8 @@
 use fulgurite_core::expr::{batch, k, q};
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
 use fulgurite_kernels::attention::backward::Order;
-use fulgurite_kernels::attention::backward::plan::Backward;
-use fulgurite_kernels::attention::plan::{Added, Forward};
+use fulgurite_kernels::attention::backward::plan::BackwardPlan;
+use fulgurite_kernels::attention::forward::plan::{Added, ForwardPlan};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::{Kernel, Target, bf16, f16};
@@ -31,7 +31,7 @@ fn the_probe_assembles() {
 /// Assembles the kernels of a problem's gradients; what is wrong with them.
 fn gradients(assembler: &Assembler, problem: ProblemBuilder, order: Order) -> Vec<String> {
     let problem = problem.dtype(DType::Bf16).build().unwrap();
-    let kernels = Backward::new(&problem, true, order).unwrap().kernels(Target::HOPPER).unwrap();
+    let kernels = BackwardPlan::new(&problem, true, order).unwrap().kernels(Target::HOPPER).unwrap();
     let verdict = |kernel: &Arc<Kernel>| assembler.assemble(kernel).unwrap().verdict().err();
     let what = |faults| format!("{:?}, {:?}, {order:?}: {faults:.200?}", problem.layout(), problem.mask());
     kernels.all().filter_map(verdict).map(what).collect()
@@ -40,7 +40,7 @@ fn gradients(assembler: &Assembler, problem: ProblemBuilder, order: Order) -> Ve
 /// The same of its forward pass.
 fn forward(assembler: &Assembler, problem: ProblemBuilder) -> Option<String> {
     let problem = problem.dtype(DType::Bf16).build().unwrap();
-    let kernel = Forward::new(&problem, None).unwrap().kernel(Target::HOPPER).unwrap();
+    let kernel = ForwardPlan::new(&problem, None).unwrap().kernel(Target::HOPPER).unwrap();
     let faults = assembler.assemble(&kernel).unwrap().verdict().err()?;
     let (d, layout, mask) = (problem.head_dim(), problem.layout(), problem.mask());
     Some(format!("{d}, {layout:?}, {mask:?}: {faults:.200?}"))
@@ -82,7 +82,7 @@ fn gradients_of_tiles_in_pieces_assemble() {
         for (len, kv_heads) in [(2000, 1), (2000, 2), (5000, 1), (5000, 2)] {
             let problem =
                 Problem::builder().dense(1, len, len).heads(2, kv_heads).head_dims(dims[0], dims[1]).dtype(DType::Bf16);
-            let plan = Backward::new(&problem.clone().build().unwrap(), false, Order::Any).unwrap();
+            let plan = BackwardPlan::new(&problem.clone().build().unwrap(), false, Order::Any).unwrap();
             assert!(plan.cuts_tiles(), "{dims:?} {len}");
             wrong.extend(assembler.iter().flat_map(|assembler| gradients(assembler, problem.clone(), Order::Any)));
         }
@@ -99,7 +99,7 @@ fn the_copy_engine_adds_in_turn() {
             let problem = Problem::builder().heads(2, 1).head_dim(128).dtype(DType::Bf16);
             let problem =
                 if packed { problem.packed(&[0, 40, 90], &[0, 50, 4000]) } else { problem.dense(1, 90, 4000) };
-            let plan = Backward::new(&problem.build().unwrap(), false, order).unwrap();
+            let plan = BackwardPlan::new(&problem.build().unwrap(), false, order).unwrap();
             let text = plan.kernels(Target::HOPPER).unwrap().main.ptx();
             assert!(text.contains("cp.reduce.async.bulk"), "packed {packed}, {order:?}");
             text.matches("ld.acquire").count()
@@ -179,7 +179,7 @@ fn odd_head_dimensions_assemble() {
         let wide = d.max(dv) > 256;
         for q_len in [64, 3].into_iter().take(if wide { 1 } else { 2 }) {
             let problem = Problem::builder().dense(1, q_len, 700).heads(2, 1).head_dims(d, dv).dtype(DType::Bf16);
-            let plan = Forward::new(&problem.mask(mask.clone()).build().unwrap(), None).unwrap();
+            let plan = ForwardPlan::new(&problem.mask(mask.clone()).build().unwrap(), None).unwrap();
             let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
             assert!(report.verdict().is_ok(), "{d}, {dv}, {q_len} queries: {:?}", report.verdict());
         }
@@ -255,8 +255,8 @@ fn rows_added_by_products_assemble() {
     ];
     for problem in problems {
         let problem = problem.build().unwrap();
-        let plan = Forward::new(&problem, None).unwrap().without_lse();
-        assert_eq!(plan.tuning().added, Added::ByColumn);
+        let plan = ForwardPlan::new(&problem, None).unwrap().without_lse();
+        assert_eq!(plan.config().added, Added::ByColumn);
         let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
         assert!(report.verdict().is_ok(), "{:?}, {:?}: {:?}", problem.layout(), problem.mask(), report.verdict());
     }
@@ -277,7 +277,7 @@ fn wide_rows_assemble_with_features() {
             "comb" => base.dense(2, 200, 700).mask(Mask::custom((expr::k() % 10).differs(7))),
             _ => base.dense(2, 200, 700).block_mask(BlockSpec::default()).mask(Mask::causal()),
         };
-        let plan = Forward::new(&problem.build().unwrap(), None).unwrap();
+        let plan = ForwardPlan::new(&problem.build().unwrap(), None).unwrap();
         let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
         assert!(report.verdict().is_ok(), "{feature}: {:?}", report.verdict());
     }

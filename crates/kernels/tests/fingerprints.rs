@@ -7,10 +7,10 @@
 
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::{BlockSpec, DType, Layout, Mask, Problem, ProblemBuilder, Rescale};
-use fulgurite_kernels::attention::backward::plan::{Backward, Tensors as BackwardTensors};
-use fulgurite_kernels::attention::backward::{Order, Tuning as BackwardTuning};
-use fulgurite_kernels::attention::plan::{
-    AuxPlaced, Copying, Cut, Forward, ListsPlaced, Placed, Table, Tensors, Tuning,
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
+use fulgurite_kernels::attention::forward::plan::{
+    ConfigTable, Copying, DeviceAux, DeviceBlockLists, DeviceTensor, ForwardConfig, ForwardPlan, Tensors, TileConfig,
 };
 use fulgurite_kernels::registry;
 use fulgurite_ptx::device::{Launch, Span};
@@ -62,13 +62,13 @@ impl Memory {
     }
 
     /// A contiguous tensor of 16-bit elements.
-    fn rows(&mut self, shape: [u64; 4]) -> Placed {
-        Placed::packed(self.span(2 * shape.iter().product::<u64>()), shape)
+    fn rows(&mut self, shape: [u64; 4]) -> DeviceTensor {
+        DeviceTensor::packed(self.span(2 * shape.iter().product::<u64>()), shape)
     }
 }
 
 /// q, k, v and o of a problem, contiguous.
-fn rows(memory: &mut Memory, problem: &Problem) -> [Placed; 4] {
+fn rows(memory: &mut Memory, problem: &Problem) -> [DeviceTensor; 4] {
     let (batch, q_len, k_len) = match problem.layout() {
         Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
         Layout::Packed(p) => (1, p.total_q, p.total_k),
@@ -80,19 +80,19 @@ fn rows(memory: &mut Memory, problem: &Problem) -> [Placed; 4] {
 }
 
 /// Auxiliary tensors of a problem, contiguous.
-fn aux(memory: &mut Memory, problem: &Problem) -> Vec<AuxPlaced> {
+fn aux(memory: &mut Memory, problem: &Problem) -> Vec<DeviceAux> {
     let place = |spec: &fulgurite_core::expr::AuxSpec| {
         let shape: Vec<u64> = spec.shape.iter().map(|&n| n as u64).collect();
         let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
-        AuxPlaced { span: memory.span(4 * shape.iter().product::<u64>()), strides }
+        DeviceAux { span: memory.span(4 * shape.iter().product::<u64>()), strides }
     };
     problem.aux().iter().map(place).collect()
 }
 
-fn lists(memory: &mut Memory, spec: BlockSpec, q_len: usize) -> ListsPlaced {
+fn lists(memory: &mut Memory, spec: BlockSpec, q_len: usize) -> DeviceBlockLists {
     let rows = (spec.batch * spec.heads * q_len.div_ceil(spec.rows)) as u64;
     let mut pair = |bytes| [memory.span(bytes), memory.span(bytes)];
-    ListsPlaced { counts: pair(4 * rows), blocks: pair(12 * rows), widths: [3, 3] }
+    DeviceBlockLists { counts: pair(4 * rows), blocks: pair(12 * rows), widths: [3, 3] }
 }
 
 /// Offsets of packed sequences and used lengths.
@@ -110,7 +110,7 @@ fn told(launches: &[Launch]) -> String {
     })
 }
 
-fn forward(plan: &Forward, problem: &Problem) -> Entry {
+fn forward(plan: &ForwardPlan, problem: &Problem) -> Entry {
     let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
     let cover = plan.cover_kernel(Target::HOPPER).unwrap().map(Arc::new);
     let texts = [Some(&kernel), cover.as_ref()].into_iter().flatten().map(|kernel| text_of(kernel)).collect();
@@ -137,7 +137,7 @@ fn forward(plan: &Forward, problem: &Problem) -> Entry {
     Entry { texts, launches: told(&launches) }
 }
 
-fn backward(plan: &Backward, problem: &Problem, d_lse: bool) -> Entry {
+fn backward(plan: &BackwardPlan, problem: &Problem, d_lse: bool) -> Entry {
     let kernels = plan.kernels(Target::HOPPER).unwrap();
     let texts = kernels.all().map(|kernel| text_of(kernel)).collect();
     let mut memory = Memory { end: 4096 };
@@ -183,16 +183,16 @@ impl Net {
         assert!(before.is_none(), "two entries are called {name:?}");
     }
 
-    fn forward(&mut self, name: &str, problem: &Problem, change: impl FnOnce(Forward) -> Forward) {
+    fn forward(&mut self, name: &str, problem: &Problem, change: impl FnOnce(ForwardPlan) -> ForwardPlan) {
         // A problem that kernels do not have is not part of the net; that it is refused is tested elsewhere.
-        let Ok(plan) = Forward::new(problem, None) else { return };
+        let Ok(plan) = ForwardPlan::new(problem, None) else { return };
         let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
         self.add(format!("{name}: forward"), forward(&change(plan), problem));
     }
 
     fn backward(&mut self, name: &str, problem: &Problem, d_lse: bool) {
         for order in [Order::Any, Order::Fixed] {
-            let Ok(plan) = Backward::new(problem, d_lse, order) else { continue };
+            let Ok(plan) = BackwardPlan::new(problem, d_lse, order) else { continue };
             self.add(format!("{name}: backward, {order:?}"), backward(&plan, problem, d_lse));
         }
     }
@@ -223,7 +223,7 @@ impl Net {
                 let problem = dense(batch, len, len, heads).head_dims(d, dv).mask(mask.clone()).build().unwrap();
                 let name = format!("{batch} x {len}, heads {heads:?}, dims {d} {dv}, {mask_name}");
                 self.forward(&name, &problem, |plan| plan);
-                self.forward(&format!("{name}, no lse"), &problem, Forward::without_lse);
+                self.forward(&format!("{name}, no lse"), &problem, ForwardPlan::without_lse);
                 self.backward(&name, &problem, false);
             }
             let problem = dense(8, 1, 8192, [32, 8]).head_dims(d, dv).mask(mask.clone()).build().unwrap();
@@ -235,22 +235,22 @@ impl Net {
     fn configurations(&mut self) {
         for d in [64, 128, 256] {
             let problem = dense(4, 4096, 4096, [16, 16]).head_dim(d).mask(Mask::causal()).build().unwrap();
-            let base: Tuning = Table::default().find(d as u32, 4096);
-            for tuning in base.neighbours(d as u32) {
-                let plan = Forward::new(&problem, None).unwrap().tuned(|_| tuning);
+            let base: ForwardConfig = ConfigTable::default().find(d as u32, 4096);
+            for config in base.neighbours(d as u32) {
+                let plan = ForwardPlan::new(&problem, None).unwrap().with_config(|_| config);
                 if plan.kernel(Target::HOPPER).is_ok() {
-                    self.add(format!("dim {d} causal cut {tuning}: forward"), forward(&plan, &problem));
+                    self.add(format!("dim {d} causal config {config}: forward"), forward(&plan, &problem));
                 }
             }
             for rescale in [Rescale::Always, Rescale::Lazy(8.0)] {
-                let plan = Forward::new(&problem, Some(rescale)).unwrap();
+                let plan = ForwardPlan::new(&problem, Some(rescale)).unwrap();
                 self.add(format!("dim {d} causal rescale {rescale}: forward"), forward(&plan, &problem));
             }
-            let base: BackwardTuning = Table::default().find(d as u32, 4096);
-            for tuning in base.neighbours(d as u32) {
-                let plan = Backward::new(&problem, false, Order::Any).unwrap().tuned(tuning);
+            let base: BackwardConfig = ConfigTable::default().find(d as u32, 4096);
+            for config in base.neighbours(d as u32) {
+                let plan = BackwardPlan::new(&problem, false, Order::Any).unwrap().with_config(config);
                 if plan.kernels(Target::HOPPER).is_ok() {
-                    self.add(format!("dim {d} causal cut {tuning}: backward"), backward(&plan, &problem, false));
+                    self.add(format!("dim {d} causal config {config}: backward"), backward(&plan, &problem, false));
                 }
             }
         }

@@ -214,7 +214,7 @@ pub enum Unit {
     Special,
     /// Conversions between formats.
     Convert,
-    /// Exchange between lanes.
+    /// PeerTiles between lanes.
     Warp,
     /// Barriers, fences, mbarriers.
     Barrier,

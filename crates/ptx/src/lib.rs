@@ -14,22 +14,16 @@ mod build;
 pub mod device;
 mod divisor;
 mod error;
-mod exchange;
-mod handover;
 pub mod inst;
 pub mod kernel;
 pub mod machine;
 pub mod model;
-mod outbox;
-mod pipe;
 mod print;
 pub mod product;
-mod relay;
-mod swap;
+mod sync;
 pub mod table;
 mod tile;
 mod verify;
-mod zeros;
 
 pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
@@ -37,15 +31,12 @@ pub use build::{
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
-pub use exchange::{Exchange, Told};
 pub use half::{bf16, f16};
-pub use handover::Handover;
 pub use kernel::{Kernel, Target};
-pub use outbox::Outbox;
-pub use pipe::{Filling, Mailbox, Numbers, Pipe};
 pub use product::{Major, Number, Swizzle, TileShape};
-pub use relay::Relay;
-pub use swap::Swap;
+pub use sync::{
+    AccumulatorChannel, BulkReducer, ClusterBroadcast, DoubleTile, Filling, Mailbox, Numbers, PeerTiles, Pipe,
+    TokenRing, Zeros,
+};
 pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;
-pub use zeros::Zeros;

@@ -4,7 +4,7 @@
 //! many keys (4096), with checks and without.
 
 use fulgurite_core::{DType, Problem};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
 use fulgurite_ptx::{Target, bf16};
 use fulgurite_sim::{Options, Sim};
@@ -24,7 +24,7 @@ fn main() -> Result<(), DeviceError> {
         .dtype(DType::Bf16)
         .build()
         .map_err(|e| failed(e.to_string()))?;
-    let plan = Forward::new(&problem, None).map_err(|e| failed(e.to_string()))?;
+    let plan = ForwardPlan::new(&problem, None).map_err(|e| failed(e.to_string()))?;
     let built = Arc::new(plan.kernel(Target::HOPPER).map_err(|e| failed(e.to_string()))?);
     for checks in [true, false] {
         let sim = Sim::new(Options { checks, ..Options::default() });
@@ -39,7 +39,7 @@ fn main() -> Result<(), DeviceError> {
         let (lse, counters) = (sim.allocate(4 * u64::from(ROWS))?, sim.allocate(8)?);
         sim.upload(counters.span(), &[0; 8])?;
         let tensors = [(&q, ROWS), (&k, keys), (&v, keys), (&o, ROWS)]
-            .map(|(b, rows)| Placed::packed(b.span(), [1, rows.into(), 1, DIM.into()]));
+            .map(|(b, rows)| DeviceTensor::packed(b.span(), [1, rows.into(), 1, DIM.into()]));
         let tensors = Tensors::new(tensors, lse.span(), counters.span());
         let launch = plan.launch(built.clone(), &tensors, 1).map_err(|e| failed(e.to_string()))?;
         let launch = launch.ok_or_else(|| failed("there is nothing to do".into()))?;

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Float, Gemm, INNER, SMALL, download, sim, upload};
-use fulgurite_kernels::gemm::{Layouts, Tuning};
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::{Major, Pair, Target, Word, bf16, f16};
 use std::sync::Arc;
@@ -45,21 +45,29 @@ fn gemm_in_all_layouts() {
     let majors = [Major::Inner, Major::Outer];
     for (i, (a, b)) in majors.into_iter().flat_map(|a| majors.map(|b| (a, b))).enumerate() {
         let layouts = Layouts { a, b };
-        agrees::<bf16>(Gemm { m: 128, n: 64, k: 128, batch: 1, layouts, tuning: SMALL, compare: true }, 1, i as u64);
-        agrees::<f16>(Gemm { m: 200, n: 72, k: 200, batch: 1, layouts, tuning: SMALL, compare: true }, 2, i as u64);
+        agrees::<bf16>(Gemm { m: 128, n: 64, k: 128, batch: 1, layouts, config: SMALL, compare: true }, 1, i as u64);
+        agrees::<f16>(Gemm { m: 200, n: 72, k: 200, batch: 1, layouts, config: SMALL, compare: true }, 2, i as u64);
     }
 }
 
 #[test]
 fn gemm_in_batches_and_clusters() {
-    let tuning = Tuning { cluster: 2, ..SMALL };
-    agrees::<bf16>(Gemm { m: 256, n: 64, k: 192, batch: 1, layouts: INNER, tuning, compare: true }, 1, 3);
-    agrees::<bf16>(Gemm { m: 300, n: 130, k: 72, batch: 2, layouts: INNER, tuning, compare: true }, 2, 4);
+    let config = GemmConfig { cluster: 2, ..SMALL };
+    agrees::<bf16>(Gemm { m: 256, n: 64, k: 192, batch: 1, layouts: INNER, config, compare: true }, 1, 3);
+    agrees::<bf16>(Gemm { m: 300, n: 130, k: 72, batch: 2, layouts: INNER, config, compare: true }, 2, 4);
     let outer = Layouts { a: Major::Outer, b: Major::Outer };
     agrees::<f16>(
-        Gemm { m: 300, n: 136, k: 72, batch: 1, layouts: outer, tuning: Tuning { cols: 128, ..tuning }, compare: true },
+        Gemm {
+            m: 300,
+            n: 136,
+            k: 72,
+            batch: 1,
+            layouts: outer,
+            config: GemmConfig { cols: 128, ..config },
+            compare: true,
+        },
         1,
         5,
     );
-    agrees::<bf16>(Gemm { m: 100, n: 40, k: 64, batch: 3, layouts: INNER, tuning: SMALL, compare: true }, 2, 5);
+    agrees::<bf16>(Gemm { m: 100, n: 40, k: 64, batch: 3, layouts: INNER, config: SMALL, compare: true }, 2, 5);
 }

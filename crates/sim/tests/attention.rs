@@ -11,7 +11,7 @@ fn check(case: Case, seed: u64) {
         panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
     });
     // Rows of p that are added up as they are rounded are off by at most 2^-8.
-    let lse = if case.tuning.is_some_and(|text| text.contains("column")) { 4e-3 } else { 1e-3 };
+    let lse = if case.config.is_some_and(|text| text.contains("column")) { 4e-3 } else { 1e-3 };
     assert!(worst[0] < 1e-2 && worst[1] < lse, "{case:?}: {worst:?}");
 }
 
@@ -24,15 +24,15 @@ fn forward_agrees_with_the_reference() {
     check(Case { causal: true, q_len: 130, k_len: 77, rescale: optimistic, ..BASE }, 4);
     check(Case { dim: 128, blocks: 2, rescale: Rescale::Lazy(8.0), ..BASE }, 5);
     // Another cut than the library's.
-    let tuning = Some("cols=64 depth=3 end=parts registers=232:40 early=1");
-    check(Case { q_len: 150, k_len: 230, causal: true, dim: 128, rescale: optimistic, tuning, ..BASE }, 6);
+    let config = Some("cols=64 depth=3 end=parts registers=232:40 early=1");
+    check(Case { q_len: 150, k_len: 230, causal: true, dim: 128, rescale: optimistic, config, ..BASE }, 6);
 }
 
 /// Sums as one more column of p v: with and without blocks that are done again, and under the other policies.
 #[test]
 fn tensor_cores_add_up_rows() {
-    let tuning = Some("groups=3 cols=96 depth=3 registers=160:32 added=column");
-    let base = Case { q_len: 70, k_len: 330, heads: [1, 1], tuning, ..BASE };
+    let config = Some("groups=3 cols=96 depth=3 registers=160:32 added=column");
+    let base = Case { q_len: 70, k_len: 330, heads: [1, 1], config, ..BASE };
     let always = Rescale::Always;
     for (seed, rescale) in (11..).zip([Rescale::Optimistic(1e9), Rescale::Optimistic(4.0), Rescale::Lazy(8.0), always])
     {

@@ -5,7 +5,8 @@ mod common;
 use common::backward::Case;
 use common::{Random, sim};
 use fulgurite_core::{DType, Mask};
-use fulgurite_kernels::attention::backward::{Adds, Order, Tuning, exact};
+use fulgurite_kernels::attention::backward::d_q::exact;
+use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order};
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Options, Sim};
@@ -47,7 +48,7 @@ fn pairs_of_blocks_are_right() {
     .into_iter()
     .zip(30..)
     {
-        assert!(case.plan().tuning().blocks() == 2, "{case:?}");
+        assert!(case.plan().config().blocks() == 2, "{case:?}");
         case.check(&sim(seed));
     }
 }
@@ -67,10 +68,10 @@ fn sums_are_used_again() {
         .into_iter()
         .zip(40 + 4 * i as u64..)
         {
-            let usual = case.plan().tuning();
+            let usual = case.plan().config();
             assert!(usual.rounds, "{case:?}");
-            let tuning = Tuning { pairs: Some(1 + i as u32 % 2), sums: Some(2), ..usual };
-            Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+            let config = BackwardConfig { pairs: Some(1 + i as u32 % 2), sums: Some(2), ..usual };
+            Case { config: Some(config), ..case }.check(&sim(seed));
         }
     }
 }
@@ -80,15 +81,15 @@ fn sums_are_used_again() {
 fn the_last_band_is_larger() {
     let case = Case { q_len: 150, k_len: 290, mask: Mask::causal(), heads: [11, 11], blocks: 5, ..Case::base() };
     for (sums, seed) in [(4, 70), (8, 71), (10, 72)] {
-        let tuning = Tuning { pairs: Some(2), sums: Some(sums), ..case.plan().tuning() };
-        assert!(tuning.rounds);
-        Case { tuning: Some(tuning), ..case.clone() }.check(&sim(seed));
+        let config = BackwardConfig { pairs: Some(2), sums: Some(sums), ..case.plan().config() };
+        assert!(config.rounds);
+        Case { config: Some(config), ..case.clone() }.check(&sim(seed));
     }
     // In a fixed order where it is asked for: each pair's own order stays.
     let fixed = Case { order: Order::Fixed, ..case };
     let with = |last: u32, seed: u64| {
-        let tuning = Tuning { pairs: Some(2), sums: Some(10), last: Some(last), ..fixed.plan().tuning() };
-        Case { tuning: Some(tuning), ..fixed.clone() }.check(&sim(seed)).d_q
+        let config = BackwardConfig { pairs: Some(2), sums: Some(10), last: Some(last), ..fixed.plan().config() };
+        Case { config: Some(config), ..fixed.clone() }.check(&sim(seed)).d_q
     };
     assert_eq!(with(1, 73), with(6, 74));
 }
@@ -109,8 +110,9 @@ fn sums_are_zeroed_meanwhile() {
         .into_iter()
         .zip(110 + 4 * i as u64..)
         {
-            let tuning = Tuning { rounds, zeroed: Some(1 + i as u32 % 2), sums: Some(4), ..case.plan().tuning() };
-            Case { tuning: Some(tuning), ..case }.check(&sim(seed));
+            let config =
+                BackwardConfig { rounds, zeroed: Some(1 + i as u32 % 2), sums: Some(4), ..case.plan().config() };
+            Case { config: Some(config), ..case }.check(&sim(seed));
         }
     }
 }
@@ -151,8 +153,8 @@ fn warpgroups_take_turns() {
         .zip(60 + 3 * i as u64..)
         {
             for rounds in [false, true] {
-                let tuning = Tuning { rows, rounds, ..case.plan().tuning() };
-                Case { tuning: Some(tuning), ..case.clone() }.check(&sim(seed));
+                let config = BackwardConfig { rows, rounds, ..case.plan().config() };
+                Case { config: Some(config), ..case.clone() }.check(&sim(seed));
             }
         }
     }
@@ -164,9 +166,9 @@ fn warpgroups_take_turns() {
 fn pieces_of_tiles_are_joined() {
     // A tile more than there are blocks to deal out to, of which two have sums at the same time.
     let one_more = Case { heads: [133, 133], q_len: 130, k_len: 100, blocks: 3, ..Case::base() };
-    let tuning = Tuning { rows: 64, pairs: Some(1), sums: Some(2), join: Some(0), ..one_more.plan().tuning() };
-    let one_more = Case { tuning: Some(tuning), ..one_more };
-    assert!(tuning.rounds && one_more.plan().cuts_tiles());
+    let config = BackwardConfig { rows: 64, pairs: Some(1), sums: Some(2), join: Some(0), ..one_more.plan().config() };
+    let one_more = Case { config: Some(config), ..one_more };
+    assert!(config.rounds && one_more.plan().cuts_tiles());
     one_more.check(&sim(79));
     for (i, (dims, rows, rounds)) in
         [([128, 128], 64, true), ([128, 96], 80, false), ([64, 64], 128, true)].into_iter().enumerate()
@@ -180,8 +182,8 @@ fn pieces_of_tiles_are_joined() {
         .into_iter()
         .zip(80 + 4 * i as u64..)
         {
-            let tuning = Tuning { rows, rounds, join: Some(0), ..case.plan().tuning() };
-            let cut = Case { tuning: Some(tuning), ..case };
+            let config = BackwardConfig { rows, rounds, join: Some(0), ..case.plan().config() };
+            let cut = Case { config: Some(config), ..case };
             assert!(cut.plan().cuts_tiles(), "{cut:?}");
             let [one, other] = [seed, seed + 100].map(|seed| cut.check(&sim(seed)));
             assert_eq!([one.d_k, one.d_v], [other.d_k, other.d_v], "{cut:?}");
@@ -213,7 +215,7 @@ fn gradients_are_clean_whatever_the_order() {
             d_lse: below(3) == 0,
             order: if below(3) == 0 { Order::Fixed } else { Order::Any },
             blocks: 1 + below(3) as u32,
-            tuning: None,
+            config: None,
         };
         case.check(&sim(seed));
     }
@@ -222,7 +224,7 @@ fn gradients_are_clean_whatever_the_order() {
 /// Steps of 80 queries under masks, which short sequences take 64 for.
 #[test]
 fn long_steps_under_masks_are_right() {
-    let base = Case { dims: [128, 128], tuning: Some(Tuning::hopper(128)), ..Case::base() };
+    let base = Case { dims: [128, 128], config: Some(BackwardConfig::hopper(128)), ..Case::base() };
     for (case, seed) in [
         Case { mask: Mask::causal(), q_len: 350, k_len: 300, blocks: 2, ..base.clone() },
         Case { mask: Mask::window(Some(50), Some(7)), q_len: 170, k_len: 260, dtype: DType::F16, ..base.clone() },
@@ -273,10 +275,10 @@ fn turns_of_any_length_give_the_same_bits() {
         Case { q_len: 700, k_len: 560, mask: Mask::causal(), ..base },
     ] {
         let with = |turn: u32| {
-            let tuning = Tuning { turn, ..case.plan().tuning() };
-            assert_eq!(tuning.adds, Adds::Engine);
+            let config = BackwardConfig { turn, ..case.plan().config() };
+            assert_eq!(config.adds, Adds::Engine);
             let options = Options { seed: turn.into(), resident: case.blocks, ..Options::default() };
-            Case { tuning: Some(tuning), ..case.clone() }.check(&Sim::new(options)).d_q
+            Case { config: Some(config), ..case.clone() }.check(&Sim::new(options)).d_q
         };
         let one = with(1);
         assert!([2, 4].iter().all(|turn| with(*turn) == one), "{case:?}");

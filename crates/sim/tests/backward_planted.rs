@@ -6,7 +6,7 @@ use common::backward::Case;
 use common::mutate::{change, drop, drop_at, drop_loops_at, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
 use fulgurite_kernels::attention::backward::plan::Kernels;
-use fulgurite_kernels::attention::backward::{Order, Tuning};
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_ptx::{Kernel, Target};
 use fulgurite_sim::{Fault, Line, Options, Sim};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn case(blocks: u32) -> Case {
 
 /// The same, where threads add d_q themselves.
 fn by_threads(blocks: u32) -> Case {
-    Case { tuning: Some(Tuning::hopper(128).of_threads(128)), ..case(blocks) }
+    Case { config: Some(BackwardConfig::hopper(128).of_threads(128)), ..case(blocks) }
 }
 
 fn check(bugs: Vec<Bug>, case: &Case, kernels: &Kernels, with: impl Fn(&Kernels, Arc<Kernel>) -> Kernels) {
@@ -240,8 +240,8 @@ fn in_what_is_rounded() {
     // Eight pairs of a tile each, in the places of two, by three blocks; parts of more than is read at once.
     let case = |dims: [usize; 2]| {
         let case = Case { dims, q_len: 400, k_len: 100, heads: [8, 8], blocks: 3, ..Case::base() };
-        let tuning = Tuning { sums: Some(2), ..case.plan().tuning() };
-        Case { tuning: Some(tuning), ..case }
+        let config = BackwardConfig { sums: Some(2), ..case.plan().config() };
+        Case { config: Some(config), ..case }
     };
     for case in [case([128, 128]), case([64, 64])] {
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
@@ -282,8 +282,8 @@ fn in_what_is_rounded() {
 fn in_what_is_zeroed() {
     // Of four pairs, the sums of the first are zero before.
     let case = Case { q_len: 200, k_len: 100, heads: [4, 4], ..case(2) };
-    let tuning = Tuning { rounds: false, zeroed: Some(1), join: None, ..case.plan().tuning() };
-    let case = Case { tuning: Some(tuning), ..case };
+    let config = BackwardConfig { rounds: false, zeroed: Some(1), join: None, ..case.plan().config() };
+    let case = Case { config: Some(config), ..case };
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let one = |row: &str, file: &str| match lines_of(&k(), row, file)[..] {
@@ -313,7 +313,7 @@ fn in_what_is_zeroed() {
 fn in_pieces_of_tiles() {
     // Three tiles in five runs.
     let case = case(5);
-    let case = Case { tuning: Some(Tuning { join: Some(0), ..case.plan().tuning() }), ..case };
+    let case = Case { config: Some(BackwardConfig { join: Some(0), ..case.plan().config() }), ..case };
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let one = |row: &str| match lines_of(&k(), row, "pieces.rs")[..] {
@@ -352,8 +352,8 @@ fn in_the_order_of_sums() {
     let pairs = Case { dims: [256, 256], q_len: 300, k_len: 640, ..case(6) };
     for by in [long(case(5)), long(by_threads(5)), pairs] {
         let case = Case { order: Order::Fixed, dtype: DType::F16, ..by };
-        let by_pairs = case.plan().tuning().blocks() == 2;
-        let by_threads = case.tuning.is_some();
+        let by_pairs = case.plan().config().blocks() == 2;
+        let by_threads = case.config.is_some();
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
         let k = || Kernel::clone(&kernels.main);
         let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };

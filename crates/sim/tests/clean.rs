@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Gemm, INNER, SMALL, pipeline, seeds, sim};
-use fulgurite_kernels::gemm::Tuning;
+use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 
 fn complain(sim: &fulgurite_sim::Sim) -> String {
@@ -13,8 +13,8 @@ fn complain(sim: &fulgurite_sim::Sim) -> String {
 #[test]
 fn gemm() {
     for cluster in [1, 2] {
-        let tuning = Tuning { cluster, ..SMALL };
-        let gemm = Gemm { m: 128 * cluster, n: 256, k: 320, batch: 1, layouts: INNER, tuning, compare: false };
+        let config = GemmConfig { cluster, ..SMALL };
+        let gemm = Gemm { m: 128 * cluster, n: 256, k: 320, batch: 1, layouts: INNER, config, compare: false };
         let mut first = None;
         for seed in seeds() {
             let gemm = Gemm { compare: first.is_none(), ..gemm };

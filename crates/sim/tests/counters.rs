@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Gemm, INNER, SMALL, pipeline, sim};
-use fulgurite_kernels::gemm::Tuning;
+use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::inst::Unit;
 use fulgurite_sim::{Architecture, Options, Order, Sim, Track};
@@ -11,8 +11,8 @@ use fulgurite_sim::{Architecture, Options, Order, Sim, Track};
 #[test]
 fn gemm_counts_have_closed_forms() {
     for (cluster, m, n, k) in [(1, 256, 256, 320), (2, 512, 128, 192)] {
-        let tuning = Tuning { cluster, ..SMALL };
-        let gemm = Gemm { m, n, k, batch: 1, layouts: INNER, tuning, compare: false };
+        let config = GemmConfig { cluster, ..SMALL };
+        let gemm = Gemm { m, n, k, batch: 1, layouts: INNER, config, compare: false };
         let sim = sim(1);
         gemm.run::<bf16>(&sim, gemm.kernel::<bf16>(), 1).unwrap();
         let report = sim.report();
@@ -79,7 +79,7 @@ fn timelines_show_the_pipeline() {
 #[test]
 fn a_tile_of_attention_is_bound_by_its_products() {
     use fulgurite_core::{DType, Problem, Rescale};
-    use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors};
+    use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
     use fulgurite_ptx::Target;
     use fulgurite_ptx::device::{Device, Stream};
     let sim = sim(1);
@@ -88,11 +88,11 @@ fn a_tile_of_attention_is_bound_by_its_products() {
     let run = |keys: u64| {
         let buffer = |rows: u64| common::upload(&sim, &vec![bf16::from_f32(0.25); rows as usize * 128]);
         let shape = Problem::builder().dense(1, 128, keys as usize).heads(1, 1).head_dim(128).dtype(DType::Bf16);
-        let plan = Forward::new(&shape.build().unwrap(), rescale).unwrap();
+        let plan = ForwardPlan::new(&shape.build().unwrap(), rescale).unwrap();
         let buffers = [128, keys, keys, 128].map(buffer);
         let tensors = std::array::from_fn(|i| {
             let rows = buffers[i].span().bytes / 256;
-            Placed::packed(buffers[i].span(), [1, rows, 1, 128])
+            DeviceTensor::packed(buffers[i].span(), [1, rows, 1, 128])
         });
         let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));
         let kernel = std::sync::Arc::new(plan.kernel(Target::HOPPER).unwrap());

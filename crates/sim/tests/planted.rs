@@ -8,7 +8,7 @@ use common::mutate::{
     replace,
 };
 use common::{Gemm, INNER, SMALL, pipeline};
-use fulgurite_kernels::gemm::Tuning;
+use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::inst::Arg;
 use fulgurite_ptx::{Kernel, bf16};
 use fulgurite_sim::{Fault, Finding, Line, Options, Sim};
@@ -54,8 +54,8 @@ fn check(bugs: Vec<Bug>, run: impl Fn(&Sim, Kernel)) {
 }
 
 fn gemm(cluster: u32) -> Gemm {
-    let tuning = Tuning { cluster, ..SMALL };
-    Gemm { m: 128 * cluster, n: 256, k: 320, batch: 1, layouts: INNER, tuning, compare: false }
+    let config = GemmConfig { cluster, ..SMALL };
+    Gemm { m: 128 * cluster, n: 256, k: 320, batch: 1, layouts: INNER, config, compare: false }
 }
 
 fn run_gemm(cluster: u32) -> impl Fn(&Sim, Kernel) {
@@ -297,7 +297,7 @@ fn in_the_pipeline() {
 #[test]
 fn in_forward_attention() {
     let two_stages = Some("groups=2 cols=128 depth=2 end=joined registers=232:40 early=0");
-    let case = Case { k_len: 420, tuning: two_stages, ..attention::BASE };
+    let case = Case { k_len: 420, config: two_stages, ..attention::BASE };
     let k = || case.kernel();
     let at = |row: &str, n: usize| line(&k(), row, n);
     // The first use of a row after the first wait that leaves a product running: what a step does once it has its scores.

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::driver::fake::{Books, FAKE, MEMORY_BYTES, Seen, books};
-use fulgurite_kernels::gemm::{Layouts, Tuning};
-use fulgurite_kernels::gemm_plan::{Gemm, Matrix};
+use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::{Major, Number};
 
 fn kernel(target: Target) -> Kernel {
@@ -276,7 +276,7 @@ fn a_launch_arrives_as_it_was_given() {
 fn tensors_and_shared_memory_are_announced() {
     let gpu = fake_gpu(Options::default());
     let layouts = Layouts { a: Major::Inner, b: Major::Inner };
-    let gemm = Gemm { number: Number::Bf16, layouts, tuning: Tuning::default() };
+    let gemm = Gemm { number: Number::Bf16, layouts, config: GemmConfig::default() };
     let kernel = Arc::new(gemm.kernel(gpu.target()).unwrap());
     let module = gpu.load(kernel.clone()).unwrap();
     let shared = sys_shared_attribute();

@@ -1,4 +1,4 @@
-//! Exchange between the lanes of a warp.
+//! PeerTiles between the lanes of a warp.
 
 use super::any;
 use crate::inst::Class::{B32, Pred};

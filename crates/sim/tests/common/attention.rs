@@ -2,7 +2,7 @@
 
 use super::{Random, download, upload};
 use fulgurite_core::{DType, Mask, Problem, Rescale};
-use fulgurite_kernels::attention::plan::{Forward, Placed, Tensors, Tuning};
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardConfig, ForwardPlan, Tensors};
 use fulgurite_ptx::device::{Device, DeviceError, Stream};
 use fulgurite_ptx::{Kernel, Target, bf16};
 use fulgurite_sim::Sim;
@@ -20,12 +20,12 @@ pub struct Case {
     pub rescale: Rescale,
     pub blocks: u32,
     /// Another cut of the kernel than the library's.
-    pub tuning: Option<&'static str>,
+    pub config: Option<&'static str>,
 }
 
 impl Case {
     /// How the library would run it: head dimensions above 128 do not join tiles, those above 64 pass turns early.
-    pub fn plan(&self) -> Forward {
+    pub fn plan(&self) -> ForwardPlan {
         let Case { q_len, k_len, heads, batch, dim, .. } = *self;
         let problem = Problem::builder()
             .dense(batch as usize, q_len as usize, k_len as usize)
@@ -35,8 +35,8 @@ impl Case {
             .mask(if self.causal { Mask::causal() } else { Mask::none() })
             .build()
             .unwrap();
-        Forward::new(&problem, Some(self.rescale)).unwrap().tuned(|usual| match self.tuning {
-            Some(text) => Tuning { rescale: usual.rescale, ..text.parse().unwrap() },
+        ForwardPlan::new(&problem, Some(self.rescale)).unwrap().with_config(|usual| match self.config {
+            Some(text) => ForwardConfig { rescale: usual.rescale, ..text.parse().unwrap() },
             None => usual,
         })
     }
@@ -63,7 +63,8 @@ impl Case {
         let scale = 1.0 / (dim as f32).sqrt();
         let sides =
             [(&q_buffer, q_len, heads), (&k_buffer, k_len, kv_heads), (&v_buffer, k_len, kv_heads), (&o, q_len, heads)];
-        let tensors = sides.map(|(b, len, heads)| Placed::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
+        let tensors =
+            sides.map(|(b, len, heads)| DeviceTensor::packed(b.span(), [batch, len, heads, dim].map(u64::from)));
         let tensors = Tensors::new(tensors, lse.span(), counters.span());
         let launch = self.plan().launch(Arc::new(kernel), &tensors, self.blocks).unwrap().unwrap();
         let module = sim.load(launch.kernel.clone())?;
@@ -120,5 +121,5 @@ pub const BASE: Case = Case {
     causal: false,
     rescale: Rescale::Always,
     blocks: 1,
-    tuning: None,
+    config: None,
 };

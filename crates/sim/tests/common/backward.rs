@@ -2,9 +2,9 @@
 
 use super::Random;
 use fulgurite_core::{DType, Forward, Gradients, Inputs, Mask, Problem, Saved, Tensor, compare, oracle};
-use fulgurite_kernels::attention::backward::plan::{Backward, Kernels, Tensors};
-use fulgurite_kernels::attention::backward::{Order, Tuning};
-use fulgurite_kernels::attention::plan::Placed;
+use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Kernels, Tensors};
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
+use fulgurite_kernels::attention::forward::plan::DeviceTensor;
 use fulgurite_ptx::Target;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use fulgurite_sim::Sim;
@@ -22,7 +22,7 @@ pub struct Case {
     pub order: Order,
     pub blocks: u32,
     /// Other than the usual.
-    pub tuning: Option<Tuning>,
+    pub config: Option<BackwardConfig>,
 }
 
 impl Case {
@@ -38,7 +38,7 @@ impl Case {
             d_lse: false,
             order: Order::Any,
             blocks: 1,
-            tuning: None,
+            config: None,
         }
     }
 
@@ -53,9 +53,9 @@ impl Case {
             .unwrap()
     }
 
-    pub fn plan(&self) -> Backward {
-        let plan = Backward::new(&self.problem(), self.d_lse, self.order).unwrap();
-        self.tuning.map_or(plan.clone(), |tuning| plan.tuned(tuning))
+    pub fn plan(&self) -> BackwardPlan {
+        let plan = BackwardPlan::new(&self.problem(), self.d_lse, self.order).unwrap();
+        self.config.map_or(plan.clone(), |config| plan.with_config(config))
     }
 
     /// Runs these kernels on random inputs; the gradients, and what is wrong with them.
@@ -86,7 +86,7 @@ impl Case {
         };
         let placed = |buffer: &Buffer, tensor: &Tensor| {
             let shape = std::array::from_fn(|i| tensor.shape()[i] as u64);
-            Placed::packed(buffer.span(), shape)
+            DeviceTensor::packed(buffer.span(), shape)
         };
         let nan = |like: &Tensor| {
             let values = vec![f64::NAN; like.shape().count()];

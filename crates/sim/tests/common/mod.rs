@@ -2,8 +2,8 @@
 
 #![allow(dead_code)] // each test file uses a part
 
-use fulgurite_kernels::gemm::{Layouts, Tuning};
-use fulgurite_kernels::gemm_plan::{Gemm as Plan, Matrix as Stored};
+use fulgurite_kernels::gemm::plan::{Gemm as Plan, Matrix as Stored};
+use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use fulgurite_ptx::{Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use fulgurite_sim::{Options, Sim};
@@ -76,18 +76,18 @@ pub struct Gemm {
     pub k: u32,
     pub batch: u32,
     pub layouts: Layouts,
-    pub tuning: Tuning,
+    pub config: GemmConfig,
     /// Whether the result is compared with f64: it takes longer than the kernel.
     pub compare: bool,
 }
 
 pub mod attention;
 pub mod backward;
-pub mod few;
+pub mod decode;
 pub mod mutate;
 pub mod pipeline;
 
-pub const SMALL: Tuning = Tuning { rows: 128, cols: 128, depth: 2, cluster: 1, band: 4 };
+pub const SMALL: GemmConfig = GemmConfig { rows: 128, cols: 128, depth: 2, cluster: 1, band: 4 };
 pub const INNER: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
 
 /// Rows and columns of a matrix as it lies in memory, its rows padded to whole units of 16 bytes.
@@ -123,12 +123,12 @@ impl Gemm {
     where
         Pair<T>: Word,
     {
-        fulgurite_kernels::gemm::kernel::<T>(Target::HOPPER, self.layouts, self.tuning).unwrap()
+        fulgurite_kernels::gemm::kernel::<T>(Target::HOPPER, self.layouts, self.config).unwrap()
     }
 
     /// Runs a kernel on random inputs; the bits of C, and the largest error against f64 in units of its bound.
     pub fn run<T: Float>(&self, sim: &Sim, kernel: Kernel, blocks: u32) -> Result<(Vec<u8>, f64), DeviceError> {
-        let Gemm { m, n, k, batch, layouts, tuning, .. } = *self;
+        let Gemm { m, n, k, batch, layouts, config, .. } = *self;
         let mut random = Random(u64::from(m * 31 + n * 7 + k));
         let (a, b) = (Matrix::new(layouts.a, m, k), Matrix::new(layouts.b, n, k));
         let c = Matrix::new(Major::Inner, m, n);
@@ -136,9 +136,9 @@ impl Gemm {
         let b_data: Vec<T> = (0..b.len(batch)).map(|_| T::from_f32(random.unit())).collect();
         let (a_buffer, b_buffer) = (upload(sim, &a_data), upload(sim, &b_data));
         let c_buffer = upload(sim, &vec![T::from_f32(f32::NAN); c.len(batch)]);
-        let plan = Plan { number: T::NUMBER, layouts, tuning };
+        let plan = Plan { number: T::NUMBER, layouts, config };
         let matrices = [a.stored(&a_buffer, batch), b.stored(&b_buffer, batch), c.stored(&c_buffer, batch)];
-        let launch = plan.launch(Arc::new(kernel), matrices, blocks * tuning.cluster).unwrap();
+        let launch = plan.launch(Arc::new(kernel), matrices, blocks * config.cluster).unwrap();
         let module = sim.load(launch.kernel)?;
         sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
         sim.synchronize(Stream::default())?;

@@ -5,8 +5,8 @@
 //! and a thread here takes two of them, eight columns each; or rows are elements of d_q (turned), and a thread takes sixteen
 //! of two queries.
 
-use super::{Adds, Features, Tuning};
-use crate::attention::work::Sides;
+use crate::attention::backward::{Adds, BackwardConfig, Features};
+use crate::parts::schedule::Sides;
 use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
 
 /// Eight elements of a row of d_q: which row, and which eight of it, each as a number and what is added to it. They are added
@@ -18,13 +18,13 @@ struct Eight<'k> {
 }
 
 /// d_q of `rows` queries of a head, one block each.
-pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
+pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
     Kernel::build("attention_backward_finish", target, |k| {
-        let (d, rows) = (features.dims[0], tuning.rows);
-        let results = Results::new::<T>(k, features, tuning);
+        let (d, rows) = (features.dims[0], config.rows);
+        let results = Results::new::<T>(k, features, config);
         // With lengths of their own, blocks of as many threads as there are items spill.
         let threads = match results.turned() {
             true if features.ragged.any() => results.items() / 2,
@@ -72,9 +72,9 @@ where
 }
 
 /// Where d_q goes, and how its sums lie.
-pub(super) struct Results<'k> {
+pub(crate) struct Results<'k> {
     d: u32,
-    tuning: Tuning,
+    config: BackwardConfig,
     d_q: Val<'k, u64>,
     /// Of a sequence, where they are equal, and elements of a row.
     pub rows: Val<'k, u32>,
@@ -88,7 +88,7 @@ pub(super) struct Results<'k> {
 /// Rows of d_q of a step: where those of its head lie, which step of the head it is, how many rows the head has, and by
 /// what the sums are scaled.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'k, T> {
+pub(crate) struct Rows<'k, T> {
     pub to: Pointer<'k, Pair<T>>,
     pub step: Val<'k, u32>,
     pub q_len: Val<'k, u32>,
@@ -97,7 +97,7 @@ pub(super) struct Rows<'k, T> {
 
 impl<'k> Results<'k> {
     /// Declares the parameters.
-    pub fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self
+    pub fn new<T: Half>(k: &'k Builder, features: &Features, config: BackwardConfig) -> Self
     where
         Pair<T>: Word,
     {
@@ -105,23 +105,23 @@ impl<'k> Results<'k> {
         let [rows, head_dim] = ["d_q_rows", "d_q_dim"].map(|name| k.param::<u32>(name));
         let [batch_stride, row_stride, head_stride] =
             ["d_q_batch", "d_q_row", "d_q_head"].map(|name| k.param::<u32>(name));
-        Results { d: features.dims[0], tuning, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
+        Results { d: features.dims[0], config, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
     }
 
     /// Whether rows of the sums are elements.
     pub fn turned(&self) -> bool {
-        self.tuning.adds == Adds::Engine
+        self.config.adds == Adds::Engine
     }
 
     /// What of a step one thread takes at once is an item: so many there are.
     pub fn items(&self) -> u32 {
-        self.tuning.rows / 2 * self.d / if self.turned() { 16 } else { 8 }
+        self.config.rows / 2 * self.d / if self.turned() { 16 } else { 8 }
     }
 
     /// Of a step's items those of half its sums, the first or the second, counted from 0.
     pub fn item_of(&self, half: Val<'k, u32>, nth: Val<'k, u32>) -> Val<'k, u32> {
         let whole = self.d / 16;
-        match self.tuning.cols(self.d) == self.tuning.rows {
+        match self.config.cols(self.d) == self.config.rows {
             // Half the elements of all queries.
             true => (nth / (whole / 2)) * whole + half * (whole / 2) + nth % (whole / 2),
             false => half * (self.items() / 2) + nth,
@@ -130,7 +130,7 @@ impl<'k> Results<'k> {
 
     /// Fours of an item: where the first is, of those of a step, how far apart they are, and how many.
     fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
-        let (cols, d) = (self.tuning.cols(self.d), self.d);
+        let (cols, d) = (self.config.cols(self.d), self.d);
         match self.turned() {
             // Sixteen elements of two neighbouring queries.
             true => {
@@ -201,7 +201,7 @@ impl<'k> Results<'k> {
         Pair<T>: Word,
     {
         for Eight { row, eight, sums } in self.eights(item, fours) {
-            let (row, eight) = (step * self.tuning.rows + row.0 + row.1, eight.0 + eight.1);
+            let (row, eight) = (step * self.config.rows + row.0 + row.1, eight.0 + eight.1);
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
                 to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);

@@ -5,39 +5,40 @@
 //! the rows of the scores. d_q is added to sums in global memory. What the warpgroups do is in `by_keys`, `sent`,
 //! `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
-use super::clearing::Clearing;
-use super::modified::Modified;
-use super::pieces::Pieces;
-use super::rounding::Rounding;
-use super::tiles::{Of, STEPS, Tiles, Work};
-use super::turns::Turns;
-use super::{Adds, Features, Order, Share, Tuning, by_columns, by_keys, by_pairs, sent};
-use crate::attention::span::Spans;
-use crate::attention::work::Unequal;
+use crate::attention::backward::d_q::ordered::Turns;
+use crate::attention::backward::d_q::round::Rounding;
+use crate::attention::backward::d_q::split_tiles::Pieces;
+use crate::attention::backward::d_q::zero_fill::Clearing;
+use crate::attention::backward::modified::Modified;
+use crate::attention::backward::schedules::{bulk, columns, keys, pairs};
+use crate::attention::backward::tiles::{Of, STEPS, Tiles, Work};
+use crate::attention::backward::{Adds, BackwardConfig, Features, Order, Share};
+use crate::parts::mask::Spans;
+use crate::parts::schedule::Unequal;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{
-    BuildError, Builder, Divisor, Exchange, Group, Half, Kernel, Mailbox, Outbox, Pair, Pipe, Pointer, Relay, Scope,
-    Swizzle, Target, Tensor, Thread, TileShape, Told, Val, Warpgroups, Who, Word,
+    BuildError, Builder, BulkReducer, ClusterBroadcast, Divisor, Group, Half, Kernel, Mailbox, Pair, PeerTiles, Pipe,
+    Pointer, Scope, Swizzle, Target, Tensor, Thread, TileShape, TokenRing, Val, Warpgroups, Who, Word,
 };
 
 /// The main kernel.
-pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
+pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
     Kernel::build("attention_backward", target, |k| {
-        let main = Main::new::<T>(k, features, tuning);
+        let main = Main::new::<T>(k, features, config);
         main.load();
-        let warpgroups = |count| Warpgroups(count).registers(tuning.registers[0]);
-        if tuning.share == Share::Pairs {
-            let between = by_pairs::Between::new(&main);
+        let warpgroups = |count| Warpgroups(count).registers(config.registers[0]);
+        if config.share == Share::Pairs {
+            let between = pairs::Between::new(&main);
             k.role("values", warpgroups(1), |w| between.of_values::<T>(w));
             return k.role("keys", warpgroups(1), |w| between.of_keys::<T>(w));
         }
-        k.role("compute", warpgroups(2), |w| match tuning.share {
-            Share::Keys if main.outbox.is_some() => sent::compute::<T>(w, &main),
-            Share::Keys => by_keys::compute::<T>(w, &main),
-            Share::Columns | Share::Pairs => by_columns::compute::<T>(w, &main),
+        k.role("compute", warpgroups(2), |w| match config.share {
+            Share::Keys if main.outbox.is_some() => bulk::compute::<T>(w, &main),
+            Share::Keys => keys::compute::<T>(w, &main),
+            Share::Columns | Share::Pairs => columns::compute::<T>(w, &main),
         });
     })
 }
@@ -59,9 +60,9 @@ struct Step<'k> {
 }
 
 /// The kernel under construction: its parameters and its storage.
-pub(super) struct Main<'k> {
+pub(crate) struct Main<'k> {
     pub k: &'k Builder,
-    pub tuning: Tuning,
+    pub config: BackwardConfig,
     pub dims: [u32; 2],
     pub exp: Exp,
     /// Of the mask with queries and keys exchanged.
@@ -105,33 +106,33 @@ pub(super) struct Main<'k> {
     other: Option<Tensor<'k>>,
     pub others: Option<Pipe<'k>>,
     /// Which tile the pair has next.
-    told: Option<Told<'k>>,
+    told: Option<ClusterBroadcast<'k>>,
     /// Stages of v, in step with those of k.
     pub values: Pipe<'k>,
     pub tickets: Mailbox<'k>,
     /// Where the copy engine adds: what it is to add.
-    pub outbox: Option<Outbox<'k>>,
+    pub outbox: Option<BulkReducer<'k>>,
     /// Where blocks work in pairs: d_z, whose rows are keys, of both.
-    pub d_z: Option<Exchange<'k>>,
+    pub d_z: Option<PeerTiles<'k>>,
     /// Tiles for the threads that load them.
-    works: Option<Relay<'k>>,
+    works: Option<TokenRing<'k>>,
 }
 
 impl<'k> Main<'k> {
-    fn new<T: Half>(k: &'k Builder, features: &Features, tuning: Tuning) -> Self
+    fn new<T: Half>(k: &'k Builder, features: &Features, config: BackwardConfig) -> Self
     where
         Pair<T>: Word,
     {
-        let ([d, dv], rows, keys) = (features.dims, tuning.rows, tuning.block_keys());
-        let pairs = tuning.share == Share::Pairs;
+        let ([d, dv], rows, keys) = (features.dims, config.rows, config.block_keys());
+        let pairs = config.share == Share::Pairs;
         if pairs {
             k.cluster(2);
         }
-        let part = |cols| match tuning.share {
+        let part = |cols| match config.share {
             Share::Keys => cols,
             Share::Columns | Share::Pairs => cols / 2,
         };
-        let shape = |rows, cols| tile::<T>(tuning, rows, cols);
+        let shape = |rows, cols| tile::<T>(config, rows, cols);
         let tensor = |name, shape| match features.ragged.any() {
             true => k.ragged_tensor(name, shape),
             // Axes: element, row, head, batch.
@@ -139,8 +140,8 @@ impl<'k> Main<'k> {
         };
         let result = |cols| TileShape { cols: part(cols), ..shape(64, cols) };
         // Each block of a pair brings its part of the rows, for both.
-        let brought = rows / tuning.blocks();
-        let of_d_o = dv / tuning.d_o_parts();
+        let brought = rows / config.blocks();
+        let of_d_o = dv / config.d_o_parts();
         let [q, d_o] = [("q", d), ("d_o", of_d_o)].map(|(name, cols)| tensor(name, shape(brought, cols)));
         let [key, value] = [("k", d), ("v", dv)].map(|(name, cols)| tensor(name, shape(keys, cols)));
         let other = pairs.then(|| tensor("k_other", shape(keys, d / 2)));
@@ -148,10 +149,10 @@ impl<'k> Main<'k> {
         let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
         let sums = k.pointer::<f32>("sums");
         let counters = k.pointer::<u32>("counters");
-        let clearing = features.clears(&tuning).then(|| Clearing::new(k));
-        let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, tuning));
+        let clearing = features.clears(&config).then(|| Clearing::new(k));
+        let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, config));
         let pieces = features.pieces.then(|| Pieces::new(k, features.dims));
-        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &tuning));
+        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &config));
         let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
         let heads = k.divisor("heads");
         let tiles = match features.ragged.any() {
@@ -165,10 +166,10 @@ impl<'k> Main<'k> {
             // There is room for one part more than all of d_o: the others come while d_k and the next s are multiplied.
             true => {
                 let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[shape(rows, cols)], rows);
-                (ring("q", tuning.depth, d), ring("d_o", tuning.d_o_parts() + 1, of_d_o))
+                (ring("q", config.depth, d), ring("d_o", config.d_o_parts() + 1, of_d_o))
             }
             false => {
-                let ring = |name, cols| k.pipe_with_numbers(name, tuning.depth, &[shape(rows, cols)], rows);
+                let ring = |name, cols| k.pipe_with_numbers(name, config.depth, &[shape(rows, cols)], rows);
                 let queries = ring("q", d);
                 // A stage is filled before that of q, and given back before the role goes on.
                 let outputs = ring("d_o", dv).in_step(&queries);
@@ -176,14 +177,14 @@ impl<'k> Main<'k> {
             }
         };
         let [keys, values] =
-            [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, tuning.key_depth, &[shape(keys, cols)]));
+            [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, config.key_depth, &[shape(keys, cols)]));
         let values = values.in_step(&keys);
         let others =
-            pairs.then(|| k.pipe("k_other", tuning.key_depth, &[shape(tuning.block_keys(), d / 2)]).in_step(&keys));
+            pairs.then(|| k.pipe("k_other", config.key_depth, &[shape(config.block_keys(), d / 2)]).in_step(&keys));
         let told = pairs.then(|| k.told("ticket"));
-        let tickets = k.mailbox("tiles", tuning.key_depth, tiles.words()).in_step(&keys);
-        let outbox = (tuning.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * tuning.cols(d)).in_step(&queries));
-        let d_z = pairs.then(|| k.exchange("d_z", 1, TileShape::new(T::NUMBER, tuning.block_keys(), rows)));
+        let tickets = k.mailbox("tiles", config.key_depth, tiles.words()).in_step(&keys);
+        let outbox = (config.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * config.cols(d)).in_step(&queries));
+        let d_z = pairs.then(|| k.exchange("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), rows)));
         let turns = match &d_z {
             Some(d_z) => turns.map(|turns| turns.behind(d_z)),
             None => turns,
@@ -194,7 +195,7 @@ impl<'k> Main<'k> {
         });
         Main {
             k,
-            tuning,
+            config,
             dims: features.dims,
             exp: features.exp,
             spans: Spans::of(&features.mask).transposed(),
@@ -234,14 +235,14 @@ impl<'k> Main<'k> {
     }
 
     /// Where a gradient goes.
-    pub(super) fn result(&self, of: Of) -> &Tensor<'k> {
+    pub(crate) fn result(&self, of: Of) -> &Tensor<'k> {
         if of == Of::DK { &self.d_k } else { &self.d_v }
     }
 
     /// Which part of d_q the `own`-th warpgroup has.
     #[track_caller]
-    pub(super) fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
-        match self.tuning.share {
+    pub(crate) fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
+        match self.config.share {
             Share::Pairs => w.cluster_rank() * 2 + own,
             Share::Keys | Share::Columns => own,
         }
@@ -249,10 +250,10 @@ impl<'k> Main<'k> {
 
     /// The first key of a block's part of a tile.
     #[track_caller]
-    pub(super) fn first_key<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
-        let first = work.tile * self.tuning.keys();
-        match self.tuning.share {
-            Share::Pairs => w.cluster_rank().mul_add(self.tuning.block_keys(), first),
+    pub(crate) fn first_key<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
+        let first = work.tile * self.config.keys();
+        match self.config.share {
+            Share::Pairs => w.cluster_rank().mul_add(self.config.block_keys(), first),
             Share::Keys | Share::Columns => first,
         }
     }
@@ -272,7 +273,7 @@ impl<'k> Main<'k> {
 
     /// The role that loads.
     fn load(&self) {
-        self.k.role("load", Warpgroups(1).registers(self.tuning.registers[1]), |w| {
+        self.k.role("load", Warpgroups(1).registers(self.config.registers[1]), |w| {
             w.one_thread(|t| {
                 match &self.works {
                     None => self.find_tiles(t, |t, work| self.load_tile(t, work)),
@@ -358,7 +359,7 @@ impl<'k> Main<'k> {
     }
 
     /// The thread that keeps the order where blocks work in pairs.
-    fn take_turns(&self, t: &Scope<'k, Thread>, works: &Relay<'k>, turns: &Turns<'k>) {
+    fn take_turns(&self, t: &Scope<'k, Thread>, works: &TokenRing<'k>, turns: &Turns<'k>) {
         t.repeat(|t, leave| {
             works.wait(t, 1);
             let work = self.posted(t, works);
@@ -372,7 +373,7 @@ impl<'k> Main<'k> {
     }
 
     /// The tile that was found.
-    fn posted(&self, t: &Scope<'k, Thread>, works: &Relay<'k>) -> Work<'k> {
+    fn posted(&self, t: &Scope<'k, Thread>, works: &TokenRing<'k>) -> Work<'k> {
         let [tile, pair, first, end] = works.read(t, 1);
         let [batch, head] = self.heads.div_rem(pair);
         Work { tile, head, batch, steps: [first, end], piece: None, sequence: None }
@@ -382,7 +383,7 @@ impl<'k> Main<'k> {
     fn each_work(
         &self,
         t: &Scope<'k, Thread>,
-        works: &Relay<'k>,
+        works: &TokenRing<'k>,
         load: impl FnOnce(&Scope<'k, Thread>, Again<'_, 'k>),
     ) {
         let again = |t: &Scope<'k, Thread>| self.posted(t, works);
@@ -396,7 +397,7 @@ impl<'k> Main<'k> {
 
     /// Loads a tile and the steps that go with it.
     fn load_tile(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
-        let (tuning, rows, zero) = (self.tuning, self.tuning.rows, t.constant(0u32));
+        let (config, rows, zero) = (self.config, self.config.rows, t.constant(0u32));
         self.each_step(t, &|_| *work, |t, work, step| {
             // A ring that moves with another is filled before it.
             if self.works.is_none() {
@@ -404,7 +405,7 @@ impl<'k> Main<'k> {
             }
             self.queries.put(t, |t, stage| {
                 let (to, at) = (stage.tile(0), self.at(Of::Q, work, [zero, self.brought(t, &step), step.head]));
-                stage.load_for_all(t, to.rows(t.cluster_rank(), rows / tuning.blocks()), &self.q, &at);
+                stage.load_for_all(t, to.rows(t.cluster_rank(), rows / config.blocks()), &self.q, &at);
                 stage.load_numbers(t, self.numbers[0].at(self.number(work, &step) * rows));
             });
             // After the first queries, which need not wait until the tile before has left.
@@ -414,8 +415,8 @@ impl<'k> Main<'k> {
                 let at = |of| self.at(of, work, [zero, first_key, work.head]);
                 self.values.put(t, |t, stage| stage.load(t, stage.tile(0), &self.value, &at(Of::V)));
                 if let (Some(others), Some(other)) = (&self.others, &self.other) {
-                    let (keys, half) = (tuning.block_keys(), self.dims[0] / 2);
-                    let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * tuning.keys());
+                    let (keys, half) = (config.block_keys(), self.dims[0] / 2);
+                    let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * config.keys());
                     let at = self.at(Of::K, work, [t.cluster_rank() * half, first_other, work.head]);
                     others.put(t, |t, stage| stage.load(t, stage.tile(0), other, &at));
                 }
@@ -430,21 +431,21 @@ impl<'k> Main<'k> {
 
     /// Loads d_o of a step, in parts.
     fn put_outputs(&self, t: &Scope<'k, Thread>, work: &Work<'k>, step: &Step<'k>) {
-        let (tuning, dv) = (self.tuning, self.dims[1]);
-        let parts = tuning.d_o_parts();
+        let (config, dv) = (self.config, self.dims[1]);
+        let parts = config.d_o_parts();
         for part in 0..parts {
             self.outputs.put(t, |t, stage| {
                 let col = t.constant(part * (dv / parts));
                 let (to, at) = (stage.tile(0), self.at(Of::DO, work, [col, self.brought(t, step), step.head]));
-                stage.load_for_all(t, to.rows(t.cluster_rank(), tuning.rows / tuning.blocks()), &self.d_o, &at);
-                stage.load_numbers(t, self.numbers[1].at(self.number(work, step) * tuning.rows));
+                stage.load_for_all(t, to.rows(t.cluster_rank(), config.rows / config.blocks()), &self.d_o, &at);
+                stage.load_numbers(t, self.numbers[1].at(self.number(work, step) * config.rows));
             });
         }
     }
 
     /// The first row of a step that this block brings.
     fn brought(&self, t: &Scope<'k, Thread>, step: &Step<'k>) -> Val<'k, u32> {
-        t.cluster_rank().mul_add(self.tuning.rows / self.tuning.blocks(), step.step * self.tuning.rows)
+        t.cluster_rank().mul_add(self.config.rows / self.config.blocks(), step.step * self.config.rows)
     }
 
     /// The number of a step among those of all heads.
@@ -478,9 +479,9 @@ impl<'k> Main<'k> {
 }
 
 /// A tile of q, k, v or d_o: where warpgroups share columns, half a row must be whole chunks.
-pub(super) fn tile<T: Half>(tuning: Tuning, rows: u32, cols: u32) -> TileShape {
+pub(crate) fn tile<T: Half>(config: BackwardConfig, rows: u32, cols: u32) -> TileShape {
     let shape = TileShape::new(T::NUMBER, rows, cols);
-    match tuning.share {
+    match config.share {
         Share::Columns | Share::Pairs if !(cols / 2).is_multiple_of(shape.chunk()) => {
             TileShape { swizzle: Swizzle::B64, ..shape }
         }

@@ -5,31 +5,24 @@
 //! [`prepare`] computes delta and the LSE in powers of two and zeroes the sums of d_q, or those that are needed first, [`main`]
 //! does everything else; where it does not round d_q as well, [`finish`] does. A row without keys has a gradient of zeros.
 
-mod by_columns;
-mod by_keys;
-mod by_pairs;
-mod clearing;
-pub mod exact;
+pub mod config;
+pub mod d_q;
 pub mod finish;
 pub mod main;
 mod modified;
-mod pieces;
-mod placed;
 pub mod plan;
 pub mod prepare;
-mod rounding;
-mod sent;
+mod schedules;
 pub mod sinks;
+mod tensors;
 mod tiles;
-pub mod tuning;
-mod turns;
 mod walk;
 pub mod zero;
 
+pub use config::{Adds, BackwardConfig, Pack, Share};
 pub use modified::{Derived, Room};
-pub use tuning::{Adds, Pack, Share, Tuning};
 
-use super::work::Ragged;
+use crate::parts::schedule::Ragged;
 use fulgurite_core::{Exp, Mask};
 
 /// In which order blocks add to d_q.
@@ -73,8 +66,8 @@ pub struct Features {
 
 impl Features {
     /// Whether the main kernel zeroes what of the sums of d_q is not needed at once: where the copy engine adds, of equal sequences.
-    pub fn clears(&self, tuning: &Tuning) -> bool {
-        tuning.adds == Adds::Engine && !self.ragged.any()
+    pub fn clears(&self, config: &BackwardConfig) -> bool {
+        config.adds == Adds::Engine && !self.ragged.any()
     }
 
     /// Those of equal sequences under a mask of spans, without anything else.

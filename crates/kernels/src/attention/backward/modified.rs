@@ -1,11 +1,12 @@
 //! Modified scores in the gradients. With m the modified score, z the scaled one and a an element of an auxiliary tensor,
 //! d_m = p (d_p - delta), d_z = d_m dm/dz, and d_a is the sum of d_m dm/da over all scores that read a.
 
-use super::main::Main;
-use super::tiles::Work;
-use super::{Order, exact};
-use crate::attention::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
-use crate::attention::plan::Missing;
+use crate::attention::backward::Order;
+use crate::attention::backward::d_q::exact;
+use crate::attention::backward::main::Main;
+use crate::attention::backward::tiles::Work;
+use crate::attention::forward::plan::NoKernel;
+use crate::parts::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
 use fulgurite_core::expr::{AuxSpec, Program, Step, Var as Index};
 use fulgurite_core::{AuxGradient, Problem};
 use fulgurite_ptx::{Acc, Builder, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
@@ -36,12 +37,12 @@ pub enum Room {
 
 impl Derived {
     /// The expressions of a problem, for scores whose rows are keys.
-    pub(super) fn of(
+    pub(crate) fn of(
         problem: &Problem,
         rest: Option<&Program>,
         aux: &[AuxSpec],
         order: Order,
-    ) -> Result<Derived, Missing> {
+    ) -> Result<Derived, NoKernel> {
         if problem.score_program().is_none() && rest.is_none() {
             return Ok(Derived::default());
         }
@@ -49,7 +50,7 @@ impl Derived {
         let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
         let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
         if problem.aux_gradients().iter().any(by_score) {
-            return Err(Missing { feature: "gradients of auxiliary tensors that scores are indices of".into() });
+            return Err(NoKernel { feature: "gradients of auxiliary tensors that scores are indices of".into() });
         }
         let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
         let gradients = problem.aux_gradients();
@@ -66,7 +67,7 @@ impl Derived {
     }
 
     /// Those of a problem without scores: gradients of auxiliary tensors are zeros.
-    pub(super) fn zeros(problem: &Problem) -> Derived {
+    pub(crate) fn zeros(problem: &Problem) -> Derived {
         let aux = problem.aux_gradients().to_vec();
         Derived { exact: vec![false; aux.len()], aux, ..Derived::default() }
     }
@@ -111,7 +112,7 @@ impl<'k> Sums<'k> {
 }
 
 /// What modifiers read and add to, declared before any role.
-pub(super) struct Modified<'k> {
+pub(crate) struct Modified<'k> {
     derived: Derived,
     parameters: Parameters<'k>,
     /// For each gradient where it is summed, and for each axis the last index and the stride.
@@ -165,7 +166,7 @@ impl<'k> Modified<'k> {
 type AuxFunctions<'a, 'k> = (Vec<Function<'a, 'k>>, Option<Function<'a, 'k>>);
 
 /// The expressions in the role that computes.
-pub(super) struct Modifying<'a, 'k> {
+pub(crate) struct Modifying<'a, 'k> {
     of: &'a Modified<'k>,
     modify: Modify<'a, 'k>,
     derivative: Option<Function<'a, 'k>>,
@@ -173,7 +174,7 @@ pub(super) struct Modifying<'a, 'k> {
 }
 
 /// The derivatives of a block's modified scores, where they are not 1.
-pub(super) struct Slopes<'k> {
+pub(crate) struct Slopes<'k> {
     score: Option<Vec<Val<'k, f32>>>,
     aux: Vec<Option<Vec<Val<'k, f32>>>>,
     /// The query that the block begins at.
@@ -305,7 +306,7 @@ impl<'k> Modifying<'_, 'k> {
 
 /// Writes zeros over what is no number in tiles of keys and values: a hidden key's probability is 0, and so must be what it
 /// is multiplied by. Where a key is seen, the LSE and delta have the news.
-pub(super) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
+pub(crate) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
 where
     Pair<T>: Word,
 {

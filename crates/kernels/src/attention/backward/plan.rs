@@ -1,20 +1,23 @@
 //! Gradients of attention as launches: a problem and where its tensors lie in, kernels and their arguments out.
 
 mod bands;
-mod dealt;
+mod deal;
 
-pub use super::placed::Tensors;
-use super::placed::{named, pairs};
-use super::tiles::STEPS;
-use super::{Adds, Derived, Features, Order, Share, Tuning, exact, finish, main, prepare, sinks, turns, zero};
-use crate::attention::cover::{self, covered};
-use crate::attention::cuts::Table;
-use crate::attention::placed::{Arguments, Slots};
-use crate::attention::plan::{AuxPlaced, Missing, Placed, row_major};
-use crate::attention::repack::{Copies, Copying};
-use crate::attention::span::Spans;
-use crate::attention::work::Ragged;
-use dealt::Dealt;
+use crate::attention::backward::d_q::{exact, ordered};
+pub use crate::attention::backward::tensors::Tensors;
+use crate::attention::backward::tensors::{named, pairs};
+use crate::attention::backward::tiles::STEPS;
+use crate::attention::backward::{
+    Adds, BackwardConfig, Derived, Features, Order, Share, finish, main, prepare, sinks, zero,
+};
+use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
+use crate::configs::ConfigTable;
+use crate::parts::arguments::{Arguments, Slots};
+use crate::parts::block_table::{self, covered};
+use crate::parts::mask::Spans;
+use crate::parts::repack::{Copies, Copying};
+use crate::parts::schedule::Ragged;
+use deal::Dealt;
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
@@ -38,10 +41,10 @@ const ALIGN: u64 = 256;
 
 /// A backward call on Hopper: what its kernels' text depends on, and its sizes.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Backward {
+pub struct BackwardPlan {
     number: Number,
     features: Features,
-    tuning: Tuning,
+    config: BackwardConfig,
     /// Tiles that are cut into pieces, on the GPUs it is for. Memory is laid out for so many.
     cut: u64,
     /// Elements of a row of q and k, and of v and o, in whole units of 16 bytes.
@@ -83,16 +86,21 @@ impl Kernels {
     }
 }
 
-impl Backward {
+impl BackwardPlan {
     /// How a problem is run; `d_lse` tells whether its LSE has a gradient.
-    pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<Backward, Missing> {
-        Backward::by_table(problem, d_lse, order, &Table::default())
+    pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<BackwardPlan, NoKernel> {
+        BackwardPlan::by_table(problem, d_lse, order, &ConfigTable::default())
     }
 
     /// The same with cuts of the main kernel from a table. They are for equal sequences and scores as they are; whatever keeps
     /// more in registers than that has the built-in ones.
-    pub fn by_table(problem: &Problem, d_lse: bool, order: Order, table: &Table<Tuning>) -> Result<Backward, Missing> {
-        let missing = |feature: String| Err(Missing { feature });
+    pub fn by_table(
+        problem: &Problem,
+        d_lse: bool,
+        order: Order,
+        table: &ConfigTable<BackwardConfig>,
+    ) -> Result<BackwardPlan, NoKernel> {
+        let missing = |feature: String| Err(NoKernel { feature });
         let number = match problem.dtype() {
             DType::Bf16 => Number::Bf16,
             DType::F16 => Number::F16,
@@ -132,30 +140,30 @@ impl Backward {
             false => Derived::zeros(problem),
         };
         let largest = dims[0].max(dims[1]) as u32;
-        let mut tuning = match !ragged.any() && modified.is_empty() {
+        let mut config = match !ragged.any() && modified.is_empty() {
             true => table.find(largest, problem.max_k_len() as u64),
-            false => Tuning::with_room(largest, ragged.any(), modified.room()),
+            false => BackwardConfig::with_room(largest, ragged.any(), modified.room()),
         };
-        if !tuning.has_kernel(largest) {
-            return missing(format!("backward of head_dim {largest} cut as `{tuning}`"));
+        if !config.has_kernel(largest) {
+            return missing(format!("backward of head_dim {largest} cut as `{config}`"));
         }
         // Longer steps, additions by the copy engine at head dims up to 64, and pairs of blocks fit the registers where the mask
         // has one edge at most and exponentials are the unit's own.
         let spans = Spans::of(&mask).transposed();
         let fits = matches!(exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
-        if tuning.adds == Adds::Engine {
-            tuning = match largest {
-                ..=64 if !fits => tuning.of_threads(largest),
+        if config.adds == Adds::Engine {
+            config = match largest {
+                ..=64 if !fits => config.of_threads(largest),
                 65.. if !fits || (spans.bounded_left() && problem.max_q_len() <= SHORT) => {
-                    Tuning { rows: tuning.rows.min(64), ..tuning }
+                    BackwardConfig { rows: config.rows.min(64), ..config }
                 }
-                _ => tuning,
+                _ => config,
             };
         }
-        if tuning.share == Share::Pairs && !fits {
-            tuning = Tuning::columns();
+        if config.share == Share::Pairs && !fits {
+            config = BackwardConfig::columns();
         }
-        let padded = tuning.padded(dims.map(|d| d as u32));
+        let padded = config.padded(dims.map(|d| d as u32));
         let (rounds, pieces, single) = (false, false, false);
         let features = Features { dims: padded, mask, exp, d_lse, order, rounds, pieces, single, ragged, modified };
         let dims = dims.map(|d| d as u64);
@@ -163,9 +171,20 @@ impl Backward {
         let aux_shapes = aux.into_iter().map(|spec| spec.shape).collect();
         let has_blocks = blocks.is_some();
         let cut = 0;
-        let plan =
-            Backward { number, features, tuning, cut, dims, layout, heads, scale, has_sinks, has_blocks, aux_shapes };
-        let plan = plan.tuned(tuning);
+        let plan = BackwardPlan {
+            number,
+            features,
+            config,
+            cut,
+            dims,
+            layout,
+            heads,
+            scale,
+            has_sinks,
+            has_blocks,
+            aux_shapes,
+        };
+        let plan = plan.with_config(config);
         // Of the preparation, threads and parts of rows of eight elements are counted in 32 bits.
         let most = plan.rows() * u64::from(padded[0].max(padded[1]) / 8);
         if most.max(plan.lengths()[1]) >= OUTSIDE {
@@ -180,26 +199,26 @@ impl Backward {
     }
 
     /// With another tuning, which must fit the head dimensions.
-    pub fn tuned(mut self, mut tuning: Tuning) -> Backward {
+    pub fn with_config(mut self, mut config: BackwardConfig) -> BackwardPlan {
         let Features { ragged, modified, .. } = &self.features;
         let plain = !ragged.any() && modified.is_empty() && self.lengths()[1] > 0;
-        let sent = plain && tuning.adds == Adds::Engine;
-        self.tuning = tuning;
-        self.features.rounds = sent && tuning.rounds;
-        self.features.dims = tuning.padded(self.dims.map(|d| d as u32));
+        let sent = plain && config.adds == Adds::Engine;
+        self.config = config;
+        self.features.rounds = sent && config.rounds;
+        self.features.dims = config.padded(self.dims.map(|d| d as u32));
         self.cut = if sent { self.cut_tiles() } else { 0 };
         self.features.pieces = self.cut > 0;
-        self.features.single = tuning.adds == Adds::Engine && self.heads[0] == self.heads[1];
+        self.features.single = config.adds == Adds::Engine && self.heads[0] == self.heads[1];
         if self.features.rounds && (self.features.pieces || self.features.order == Order::Fixed) {
             // The thread that loads has no registers left for a second stage of keys.
-            tuning.key_depth = 1;
+            config.key_depth = 1;
         }
-        Backward { tuning, ..self }
+        BackwardPlan { config, ..self }
     }
 
     /// How the main kernel is cut.
-    pub fn tuning(&self) -> Tuning {
-        self.tuning
+    pub fn config(&self) -> BackwardConfig {
+        self.config
     }
 
     /// Whether the last tiles are cut into pieces, if there are as many blocks as the GPUs have that it is for.
@@ -220,10 +239,10 @@ impl Backward {
         Pair<T>: Word,
     {
         Ok(Kernels {
-            prepare: Arc::new(prepare::kernel::<T>(target, &self.features, self.tuning)?),
-            main: Arc::new(main::kernel::<T>(target, &self.features, self.tuning)?),
+            prepare: Arc::new(prepare::kernel::<T>(target, &self.features, self.config)?),
+            main: Arc::new(main::kernel::<T>(target, &self.features, self.config)?),
             finish: (!self.features.rounds)
-                .then(|| finish::kernel::<T>(target, &self.features, self.tuning))
+                .then(|| finish::kernel::<T>(target, &self.features, self.config))
                 .transpose()?
                 .map(Arc::new),
             sinks: self.has_sinks.then(|| sinks::kernel(target)).transpose()?.map(Arc::new),
@@ -236,14 +255,14 @@ impl Backward {
                 .then(|| exact::kernel(target))
                 .transpose()?
                 .map(Arc::new),
-            cover: self.has_blocks.then(|| cover::kernel(target)).transpose()?.map(Arc::new),
+            cover: self.has_blocks.then(|| block_table::kernel(target)).transpose()?.map(Arc::new),
         })
     }
 
     /// Whether another call has the same kernels.
-    pub fn same_kernels(&self, other: &Backward) -> bool {
-        (self.number, &self.features, self.tuning, self.has_sinks, self.has_blocks)
-            == (other.number, &other.features, other.tuning, other.has_sinks, other.has_blocks)
+    pub fn same_kernels(&self, other: &BackwardPlan) -> bool {
+        (self.number, &self.features, self.config, self.has_sinks, self.has_blocks)
+            == (other.number, &other.features, other.config, other.has_sinks, other.has_blocks)
     }
 
     /// Rows of q, and of k and v: of each sequence, or of all where they are packed.
@@ -264,7 +283,7 @@ impl Backward {
     /// Steps of queries from one head to the next; a sequence without queries has one, which sees nothing. Sequences with
     /// lengths of their own follow each other in a head.
     fn steps(&self) -> u64 {
-        let (rows, [q, _]) = (u64::from(self.tuning.rows), self.lengths());
+        let (rows, [q, _]) = (u64::from(self.config.rows), self.lengths());
         match self.layout {
             Layout::Packed(p) => q / rows + p.batch as u64 + 1,
             Layout::Dense { batch, .. } if self.features.ragged.any() => q.div_ceil(rows).max(1) * batch as u64,
@@ -277,13 +296,13 @@ impl Backward {
     }
     /// Rows of all heads, each head's padded to whole steps.
     fn rows(&self) -> u64 {
-        self.all_heads() * self.steps() * u64::from(self.tuning.rows)
+        self.all_heads() * self.steps() * u64::from(self.config.rows)
     }
 
     /// Steps of queries of all tiles of keys, where sequences are equal: those in which some query sees a key of the tile.
     pub fn steps_of_tiles(&self) -> u64 {
         let Layout::Dense { batch, q_len, k_len } = self.layout else { return 0 };
-        let (keys, rows) = (self.tuning.keys() as usize, self.tuning.rows as usize);
+        let (keys, rows) = (self.config.keys() as usize, self.config.rows as usize);
         let spans: Vec<MaskSpan> = self.features.mask.spans().iter().map(MaskSpan::transposed).collect();
         let of_tile = |first: usize| {
             let last = (first + keys).min(k_len) - 1;
@@ -338,10 +357,10 @@ impl Backward {
     /// steps that are summed; in a fixed order for each step of each head, or
     /// each part of it that is added by itself, the tile that added last.
     fn counters(&self) -> u64 {
-        let parts = u64::from(turns::parts(&self.tuning));
+        let parts = u64::from(ordered::parts(&self.config));
         match self.features.order {
             Order::Any => self.first_turn(),
-            Order::Fixed => self.first_turn() + self.rows() / u64::from(self.tuning.rows) * parts,
+            Order::Fixed => self.first_turn() + self.rows() / u64::from(self.config.rows) * parts,
         }
     }
     /// Words before those that keep the order.
@@ -366,7 +385,7 @@ impl Backward {
         tensors: &Tensors,
         scratch: Span,
         multiprocessors: u32,
-    ) -> Result<Plan, Missing> {
+    ) -> Result<Plan, NoKernel> {
         let (rows, [mut launches, after]) = copies.launches(copying, &named(tensors), room)?;
         let [q, k, v, o, d_o, d_q, d_k, d_v] = rows;
         let copied = Tensors { q, k, v, o, d_o, d_q, d_k, d_v, ..tensors.clone() };
@@ -387,7 +406,7 @@ impl Backward {
         tensors: &Tensors,
         scratch: Span,
         multiprocessors: u32,
-    ) -> Result<Plan, Missing> {
+    ) -> Result<Plan, NoKernel> {
         let ([q_rows, k_rows], [heads, kv_heads]) = (self.lengths(), self.heads);
         let parts = self.parts().map(|at| scratch.from(at));
         let [sums, shift, delta, _, blocks, words, ..] = parts;
@@ -412,11 +431,11 @@ impl Backward {
         }
         if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.cover_elements()) {
             let shape = self.aux_shapes.last().map_or(&[][..], Vec::as_slice);
-            launches.push(cover::launch(kernel, lists, shape, blocks));
+            launches.push(block_table::launch(kernel, lists, shape, blocks));
         }
         if let (Some(kernel), Some([sinks, d_sinks])) = (&kernels.sinks, tensors.sinks) {
             let mut args: Vec<Value> = [shift, delta, sinks, d_sinks].map(Value::Pointer).into();
-            let rows = if nothing { 0 } else { self.steps() * u64::from(self.tuning.rows) };
+            let rows = if nothing { 0 } else { self.steps() * u64::from(self.config.rows) };
             args.extend([self.all_heads() / heads, heads, rows].map(|n| Value::U32(n as u32)));
             launches.push(Launch { kernel: kernel.clone(), grid: [heads as u32, 1, 1], args });
         }
@@ -424,14 +443,14 @@ impl Backward {
             return Ok(Plan { launches });
         }
         // The most tiles of keys that there can be.
-        let keys = u64::from(self.tuning.keys());
+        let keys = u64::from(self.config.keys());
         let tiles = match self.layout {
             Layout::Dense { batch, .. } => k_rows.div_ceil(keys) * batch as u64,
             Layout::Packed(p) if k_rows > 0 => k_rows / keys + p.batch as u64 + 1,
             Layout::Packed(_) => 0,
         };
         if tiles > 0 {
-            let together = self.tuning.blocks();
+            let together = self.config.blocks();
             let clusters = u64::from(multiprocessors / together).max(1);
             let dealt = self.dealt_in_room(clusters);
             let works = dealt.as_ref().map_or(tiles * kv_heads, Dealt::works);
@@ -479,7 +498,7 @@ impl Backward {
         ];
         numbers.into_iter().for_each(|(name, n)| args.add_u32(name, n));
         args.divisor(["heads", "heads_magic", "heads_shift"], self.heads[0]);
-        args.divisor(["rows", "rows_magic", "rows_shift"], self.steps() * u64::from(self.tuning.rows));
+        args.divisor(["rows", "rows_magic", "rows_shift"], self.steps() * u64::from(self.config.rows));
         args.sequences(self.layout, tensors.cu_seqlens, tensors.used);
         let blocks = self.rows().div_ceil(u64::from(prepare::ROWS)).max(1);
         Launch { kernel: kernels.prepare.clone(), grid: [blocks as u32, 1, 1], args: args.finish() }
@@ -492,7 +511,7 @@ impl Backward {
         tensors: &Tensors,
         [sums, shift, delta, counters, blocks, words, pieces, _]: [Span; 8],
         dealt: Option<Dealt>,
-    ) -> Result<Vec<Value>, Missing> {
+    ) -> Result<Vec<Value>, NoKernel> {
         let [heads, kv_heads] = self.heads;
         let slots = Slots::of(&kernels.main);
         let mut args = Arguments::new(&slots);
@@ -510,7 +529,7 @@ impl Backward {
         args.add("scale_log2", Value::F32(scale_log2));
         self.modified(&mut args, tensors, [blocks, words]);
         args.add("scale", Value::F32(self.scale));
-        if self.features.clears(&self.tuning) {
+        if self.features.clears(&self.config) {
             self.clearing(&mut args);
         }
         if self.features.rounds {
@@ -538,7 +557,7 @@ impl Backward {
 
     /// Arguments of modifiers.
     fn modified(&self, args: &mut Arguments<'_>, tensors: &Tensors, [blocks, words]: [Span; 2]) {
-        let blocks = AuxPlaced { span: blocks, strides: row_major(self.aux_shapes.last()) };
+        let blocks = DeviceAux { span: blocks, strides: row_major(self.aux_shapes.last()) };
         args.aux(tensors.aux.iter().chain(self.has_blocks.then_some(&blocks)), &self.aux_shapes);
         for (i, gradient) in self.features.modified.aux.iter().enumerate() {
             let shape = self.aux_shapes.get(gradient.aux);
@@ -564,8 +583,8 @@ impl Backward {
         let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
         let seen_queries = seen(&transposed, [k_len, q_len]);
         // Without any, every coordinate lies outside: any memory does.
-        let some = |placed: &Placed, seen: &Range<usize>| match seen.is_empty() {
-            true => Placed { shape: [1, 1, 1, UNIT as u64], ..tensors.k },
+        let some = |placed: &DeviceTensor, seen: &Range<usize>| match seen.is_empty() {
+            true => DeviceTensor { shape: [1, 1, 1, UNIT as u64], ..tensors.k },
             false => placed.rows(seen.start as u64, seen.len() as u64),
         };
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
@@ -594,12 +613,12 @@ impl Backward {
     }
 
     /// Arguments of sequences with lengths of their own.
-    fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors) -> Result<(), Missing> {
+    fn unequal(&self, args: &mut Arguments<'_>, tensors: &Tensors) -> Result<(), NoKernel> {
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
         for ((name, placed), step) in
             [("q", q), ("k", k), ("v", v), ("d_o", d_o), ("d_k", d_k), ("d_v", d_v)].into_iter().zip(STEPS)
         {
-            let tensor = placed.or(k).ragged(self.number).ok_or_else(|| Missing {
+            let tensor = placed.or(k).ragged(self.number).ok_or_else(|| NoKernel {
                 feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
             })?;
             args.add(name, Value::Tensor(tensor));

@@ -5,8 +5,8 @@
 //! multiplied with. Rows are padded to whole steps of the main kernel; in padding and in rows without keys the LSE is
 //! set so that every probability is 0, and delta is 0 whatever d_o holds there.
 
-use super::{Features, Tuning};
-use crate::attention::work::Sides;
+use crate::attention::backward::{BackwardConfig, Features};
+use crate::parts::schedule::Sides;
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Target, Val, Word};
 use std::f32::consts::LOG2_E;
 
@@ -23,7 +23,7 @@ const AHEAD: usize = 2;
 
 /// delta and -LSE log2(e) of rows in the order batch, eight queries, head, query; the accumulators of d_q and the counters are
 /// zeroed.
-pub fn kernel<T: Half>(target: Target, features: &Features, tuning: Tuning) -> Result<Kernel, BuildError>
+pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
@@ -63,9 +63,9 @@ where
                 // A sequence, its first row, a query of it and how many it has; where the padded rows of its head begin.
                 let (batch, start, query, q_len, padded) = match &sides {
                     Some(sides) => {
-                        let batch = sides.of_step(w, rest / tuning.rows, tuning.rows);
+                        let batch = sides.of_step(w, rest / config.rows, config.rows);
                         let [start, room] = sides.room(w, 0, batch);
-                        let query = rest - sides.first_step(w, batch, tuning.rows) * tuning.rows;
+                        let query = rest - sides.first_step(w, batch, config.rows) * config.rows;
                         (batch, start, query, sides.used(w, 0, batch, room), head.mul_wide(rows.value()))
                     }
                     None => {

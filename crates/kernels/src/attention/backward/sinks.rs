@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 pub const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
 
-/// From what [`prepare`](super::prepare) made: padding has a probability of 0 and a delta of 0.
+/// From what [`prepare`](crate::attention::backward::prepare) made: padding has a probability of 0 and a delta of 0.
 pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
     Kernel::build("attention_backward_sinks", target, |k| {
         let [shift, delta, sinks, d_sinks] = ["shift", "delta", "sinks", "d_sinks"].map(|name| k.pointer::<f32>(name));

@@ -1,8 +1,8 @@
 //! Which tile of keys comes next, where its sequence lies, and which steps of queries see it.
 
-use super::main::Main;
-use crate::attention::span::Lengths;
-use crate::attention::work::{Equal, Unequal, Walk};
+use crate::attention::backward::main::Main;
+use crate::parts::mask::Lengths;
+use crate::parts::schedule::{Equal, Unequal, Walk};
 use fulgurite_ptx::{Builder, Scope, Slice, Thread, Val, Who};
 
 /// Names of the rows from one sequence to the next.
@@ -10,7 +10,7 @@ pub const STEPS: [&str; 6] = ["q_step", "k_step", "v_step", "d_o_step", "d_k_ste
 
 /// A tensor of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Of {
+pub(crate) enum Of {
     Q,
     K,
     V,
@@ -21,7 +21,7 @@ pub(super) enum Of {
 
 /// A tile of keys, as the loading thread hands it out.
 #[derive(Clone, Copy)]
-pub(super) struct Work<'k> {
+pub(crate) struct Work<'k> {
     /// Its number in its head.
     pub tile: Val<'k, u32>,
     /// Head of keys.
@@ -37,7 +37,7 @@ pub(super) struct Work<'k> {
 
 /// A sequence with a length of its own.
 #[derive(Clone, Copy)]
-pub(super) struct Sequence<'k> {
+pub(crate) struct Sequence<'k> {
     /// First row of packed q, and of packed k and v.
     q_start: Val<'k, u32>,
     k_start: Val<'k, u32>,
@@ -50,8 +50,8 @@ pub(super) struct Sequence<'k> {
 }
 
 /// Where a message has the steps of a tile.
-pub(super) const FIRST: usize = 3;
-pub(super) const END: usize = 4;
+pub(crate) const FIRST: usize = 3;
+pub(crate) const END: usize = 4;
 /// Numbers of a message, without and with a sequence.
 const WORDS: [usize; 2] = [6, 11];
 
@@ -67,7 +67,7 @@ impl<'k> Work<'k> {
 }
 
 /// How tiles are found.
-pub(super) enum Tiles<'k> {
+pub(crate) enum Tiles<'k> {
     Equal {
         tiles: Box<Equal<'k>>,
         k_len: Val<'k, u32>,
@@ -101,7 +101,7 @@ impl<'k> Tiles<'k> {
 
 impl<'k> Main<'k> {
     /// What a message says.
-    pub(super) fn read(&self, message: &[Val<'k, u32>]) -> Work<'k> {
+    pub(crate) fn read(&self, message: &[Val<'k, u32>]) -> Work<'k> {
         let &[tile, head, batch, first, end, ref rest @ ..] = message else {
             panic!("bug in fulgurite: a message of {} numbers", message.len())
         };
@@ -114,7 +114,7 @@ impl<'k> Main<'k> {
     }
 
     /// Keys of a sequence.
-    pub(super) fn k_len(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+    pub(crate) fn k_len(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
         match (&self.tiles, sequence) {
             (Tiles::Equal { k_len, .. }, _) => *k_len,
             (Tiles::Unequal(_), Some(sequence)) => sequence.k_len,
@@ -124,10 +124,10 @@ impl<'k> Main<'k> {
 
     /// Lengths of the exchanged mask. Of equal sequences all rows of the steps are queries.
     #[track_caller]
-    pub(super) fn lengths(&self, sequence: Option<Sequence<'k>>) -> Lengths<'k> {
+    pub(crate) fn lengths(&self, sequence: Option<Sequence<'k>>) -> Lengths<'k> {
         match (&self.tiles, sequence) {
             (Tiles::Equal { k_len, diagonals: [bottom_right, top_left], .. }, _) => {
-                let queries = (self.steps * self.tuning.rows).to_i32();
+                let queries = (self.steps * self.config.rows).to_i32();
                 let lengths = Lengths { k: k_len.to_i32(), bottom_right: *bottom_right, top_left: *top_left };
                 lengths.transposed(queries)
             }
@@ -140,16 +140,16 @@ impl<'k> Main<'k> {
     }
 
     /// Steps of queries that see a tile.
-    pub(super) fn steps_of(&self, tile: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> [Val<'k, u32>; 2] {
-        let keys = self.tuning.keys();
+    pub(crate) fn steps_of(&self, tile: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> [Val<'k, u32>; 2] {
+        let keys = self.config.keys();
         let start = tile * keys;
         let last = (start + (keys - 1)).min(self.k_len(sequence).max(1) - 1);
-        self.spans.blocks(start.to_i32(), last.to_i32(), self.tuning.rows, self.lengths(sequence))
+        self.spans.blocks(start.to_i32(), last.to_i32(), self.config.rows, self.lengths(sequence))
     }
 
     /// Tiles of a head.
-    pub(super) fn tiles_of_head(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
-        let keys = self.tuning.keys();
+    pub(crate) fn tiles_of_head(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+        let keys = self.config.keys();
         match (&self.tiles, sequence) {
             (Tiles::Equal { tiles, .. }, _) => tiles.tiles_of_head(),
             (_, Some(s)) => (s.k_room + (keys - 1)) / keys,
@@ -158,33 +158,33 @@ impl<'k> Main<'k> {
     }
 
     /// A sequence by its number, where they have lengths of their own.
-    pub(super) fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Option<Sequence<'k>> {
+    pub(crate) fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Option<Sequence<'k>> {
         let Tiles::Unequal(unequal) = &self.tiles else { return None };
         let sides = &unequal.sides;
         let [q_start, q_room] = sides.room(t, 0, number);
         let [k_start, k_room] = sides.room(t, 1, number);
         let (q_len, k_len) = (sides.used(t, 0, number, q_room), sides.used(t, 1, number, k_room));
-        let first_step = sides.first_step(t, number, self.tuning.rows);
+        let first_step = sides.first_step(t, number, self.config.rows);
         Some(Sequence { q_start, k_start, k_room, q_len, k_len, first_step })
     }
 
     /// The walk along sequences with lengths of their own.
-    pub(super) fn start_walk(&self, t: &Scope<'k, Thread>) -> Option<Walk<'k>> {
+    pub(crate) fn start_walk(&self, t: &Scope<'k, Thread>) -> Option<Walk<'k>> {
         match &self.tiles {
             Tiles::Equal { .. } => None,
-            Tiles::Unequal(unequal) => Some(unequal.start(t, self.tuning.keys(), self.heads.value())),
+            Tiles::Unequal(unequal) => Some(unequal.start(t, self.config.keys(), self.heads.value())),
         }
     }
 
     /// Whether there is a tile with this number, or a run of pieces. They are asked for in ascending order.
-    pub(super) fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
+    pub(crate) fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
         match (&self.tiles, walk) {
             (Tiles::Equal { tiles, .. }, _) => match &self.pieces {
                 Some(pieces) => pieces.has(tile),
                 None => tile.lt(tiles.tiles),
             },
             (Tiles::Unequal(unequal), Some(walk)) => {
-                unequal.seek(t, walk, tile, self.tuning.keys(), self.heads.value())
+                unequal.seek(t, walk, tile, self.config.keys(), self.heads.value())
             }
             (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
         }
@@ -193,7 +193,7 @@ impl<'k> Main<'k> {
     /// The tile with a number that was sought. Those of equal sequences come in bands of some (head, batch) pairs; in a band,
     /// and in a sequence, the first keys go first, which under a causal mask most queries see. In a fixed order neighbours
     /// go the other way round.
-    pub(super) fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
+    pub(crate) fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
         let ([batch, head, place], sequence) = match (&self.tiles, walk) {
             (Tiles::Equal { tiles, .. }, _) => (tiles.place(self.heads, number), None),
             (Tiles::Unequal(unequal), Some(walk)) => {
@@ -208,13 +208,13 @@ impl<'k> Main<'k> {
 
     /// Steps before the first of a tile's first head of queries and of its sequence.
     #[track_caller]
-    pub(super) fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+    pub(crate) fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
         self.steps_before_head(work, work.head * self.group)
     }
 
     /// The same of a head of queries.
     #[track_caller]
-    pub(super) fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
+    pub(crate) fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
         match work.sequence {
             Some(sequence) => head * self.steps + sequence.first_step,
             None => (work.batch * self.heads.value() * self.group + head) * self.steps,
@@ -223,7 +223,7 @@ impl<'k> Main<'k> {
 
     /// The same among the steps that have sums.
     #[track_caller]
-    pub(super) fn sums_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+    pub(crate) fn sums_before(&self, work: &Work<'k>) -> Val<'k, u32> {
         match &self.rounding {
             Some(rounding) => rounding.place(self.pair(work)) * self.group * self.steps,
             None => self.steps_before(work),
@@ -232,7 +232,7 @@ impl<'k> Main<'k> {
 
     /// Coordinates of a tile of a tensor, from a column and a row of its sequence on.
     #[track_caller]
-    pub(super) fn at(&self, of: Of, work: &Work<'k>, [col, row, head]: [Val<'k, u32>; 3]) -> Vec<Val<'k, u32>> {
+    pub(crate) fn at(&self, of: Of, work: &Work<'k>, [col, row, head]: [Val<'k, u32>; 3]) -> Vec<Val<'k, u32>> {
         let read = matches!(of, Of::Q | Of::DO | Of::K | Of::V);
         let keys = matches!(of, Of::K | Of::V | Of::DK | Of::DV);
         match (&self.tiles, work.sequence) {

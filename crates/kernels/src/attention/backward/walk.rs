@@ -1,15 +1,15 @@
 //! The steps of a tile, as the warpgroups walk them, and what they do with scores.
 
-use super::main::Main;
-use super::pieces::Pieces;
-use super::tiles::{END, FIRST, Of, Tiles, Work};
-use crate::exp::exp2;
+use crate::attention::backward::d_q::split_tiles::Pieces;
+use crate::attention::backward::main::Main;
+use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
+use crate::parts::exp::exp2;
 use fulgurite_ptx::{
-    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Outbox, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
+    Acc, BulkReducer, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
 
 /// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
-pub(super) struct Walk<'a, 'k> {
+pub(crate) struct Walk<'a, 'k> {
     pub main: &'a Main<'k>,
     /// Which of the block's warpgroups it is.
     own: Val<'k, u32>,
@@ -36,12 +36,12 @@ impl<'a, 'k> Walk<'a, 'k> {
     #[track_caller]
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
-        let (rows, d) = (main.tuning.rows, main.dims[0]);
+        let (rows, d) = (main.config.rows, main.dims[0]);
         self.left.set(if main.single { end - first } else { (end - first) * main.group });
         self.step.set(first);
         self.head.iter().for_each(|head| head.set(work.head * main.group));
         let step = main.sums_before(work) + first;
-        let group = main.quarter(w, self.own) * (64 * main.tuning.cols(d));
+        let group = main.quarter(w, self.own) * (64 * main.config.cols(d));
         let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
         self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
@@ -58,7 +58,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// The first query of the step.
     #[track_caller]
     pub fn first_query(&self) -> Val<'k, i32> {
-        (self.step.get() * self.main.tuning.rows).to_i32()
+        (self.step.get() * self.main.config.rows).to_i32()
     }
 
     /// One step less to come; whether it was the last.
@@ -117,7 +117,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     }
 
     fn step_bytes(&self) -> u32 {
-        self.main.tuning.rows * self.main.dims[0] * 4
+        self.main.config.rows * self.main.dims[0] * 4
     }
 
     /// Past the last step of a head. Read again, not kept: registers are short.
@@ -131,7 +131,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Has the copy engine add the d_q of the step before. After the last step of a tile, with its work, it is told that all of the
     /// tile is added.
     #[track_caller]
-    pub fn send(&self, w: &Scope<'k, Group>, outbox: &Outbox<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
+    pub fn send(&self, w: &Scope<'k, Group>, outbox: &BulkReducer<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
         let elements: Vec<_> = d_q.elements().collect();
         outbox.open(w, self.place.get());
         if let (Some(work), Some(rounding)) = (last, &self.main.rounding) {
@@ -168,7 +168,7 @@ impl<'a, 'k> Walk<'a, 'k> {
 ///
 /// They are replaced in place: values of their own would be as good, but the assembler then finds no registers for the
 /// products (C7511).
-pub(super) fn probabilities<'k>(
+pub(crate) fn probabilities<'k>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
     s: &Acc<'k>,
@@ -187,7 +187,7 @@ pub(super) fn probabilities<'k>(
 }
 
 /// d_z = p (d_p - delta), where d_p was; `after` is called after each eight columns.
-pub(super) fn score_gradients<'k>(
+pub(crate) fn score_gradients<'k>(
     w: &Scope<'k, Group>,
     [p, d_p]: [&Acc<'k>; 2],
     delta: Numbers<'k>,
@@ -198,7 +198,7 @@ pub(super) fn score_gradients<'k>(
 }
 
 /// The same of a p that comes in fours, of each eight columns.
-pub(super) fn gradients_of<'k>(
+pub(crate) fn gradients_of<'k>(
     w: &Scope<'k, Group>,
     p: impl Fn(u32) -> [Val<'k, f32>; 4],
     d_p: &Acc<'k>,
@@ -217,7 +217,7 @@ pub(super) fn gradients_of<'k>(
 }
 
 /// Rounds a thread's four elements of the `eight`-th eight columns.
-pub(super) fn pack<'k, T: Half>(to: &Fragment<'k, T>, eight: u32, from: &Acc<'k>)
+pub(crate) fn pack<'k, T: Half>(to: &Fragment<'k, T>, eight: u32, from: &Acc<'k>)
 where
     Pair<T>: Word,
 {
@@ -225,7 +225,7 @@ where
 }
 
 /// The same of a part, whose `eight`-th eight columns are the `whole`-th of the whole.
-pub(super) fn pack_part<'k, T: Half>(to: &Fragment<'k, T>, whole: u32, from: &Acc<'k>, eight: u32)
+pub(crate) fn pack_part<'k, T: Half>(to: &Fragment<'k, T>, whole: u32, from: &Acc<'k>, eight: u32)
 where
     Pair<T>: Word,
 {
@@ -236,12 +236,12 @@ where
 }
 
 /// Zeros.
-pub(super) fn clear(acc: &Acc<'_>) {
+pub(crate) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
 /// Writes d_k or d_v to a tile that nobody reads any more.
-pub(super) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
+pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,
 {
@@ -253,7 +253,7 @@ where
 
 /// What the warpgroup wrote leaves, each with the first column and key of the warpgroup's part. The thread that stores it is
 /// always the same one, and waits for it elsewhere.
-pub(super) fn send_results<'k>(
+pub(crate) fn send_results<'k>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
     work: &Work<'k>,
@@ -266,7 +266,7 @@ pub(super) fn send_results<'k>(
 }
 
 /// Starts the copies of a warpgroup's results, each with its first column and key.
-pub(super) fn store_tiles<'k>(
+pub(crate) fn store_tiles<'k>(
     t: &Scope<'k, Thread>,
     main: &Main<'k>,
     work: &Work<'k>,
@@ -279,7 +279,7 @@ pub(super) fn store_tiles<'k>(
 }
 
 /// d_k and d_v leave together. `at` is the first column and key of the warpgroup's part of either.
-pub(super) fn store_results<'k, T: Half>(
+pub(crate) fn store_results<'k, T: Half>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
     work: &Work<'k>,

@@ -1,9 +1,9 @@
 //! Which tiles run together, and how many pairs of head and sequence have sums of d_q at the same time.
 
-use super::super::Order;
-use super::super::clearing::ZEROS;
-use super::{Arguments, Backward, COUNTERS, Span, Tensors, Value};
-use crate::attention::placed::rest;
+use crate::attention::backward::Order;
+use crate::attention::backward::d_q::zero_fill::ZEROS;
+use crate::attention::backward::plan::{Arguments, BackwardPlan, COUNTERS, Span, Tensors, Value};
+use crate::parts::arguments::rest;
 
 /// Pairs of head and sequence whose tiles run together where tiles differ in length.
 const ORDER: u64 = 16;
@@ -11,22 +11,22 @@ const ORDER: u64 = 16;
 const BAND_TILES: u64 = 32;
 /// Multiprocessors of the GPUs that these kernels are for; another number only means sums that are kept longer than they need
 /// be, or not long enough to never be waited for.
-pub(super) const MULTIPROCESSORS: u64 = 132;
+pub(crate) const MULTIPROCESSORS: u64 = 132;
 /// A part of the second-level cache.
 const CACHE_BYTES: u64 = 32 << 20;
 
-impl Backward {
+impl BackwardPlan {
     /// Pairs of head of keys and sequence, and tiles of each.
-    pub(super) fn pairs(&self) -> u64 {
+    pub(crate) fn pairs(&self) -> u64 {
         self.batch() * self.heads[1]
     }
-    pub(super) fn key_tiles(&self) -> u64 {
-        self.lengths()[1].div_ceil(u64::from(self.tuning.keys()))
+    pub(crate) fn key_tiles(&self) -> u64 {
+        self.lengths()[1].div_ceil(u64::from(self.config.keys()))
     }
 
     /// Pairs whose tiles run together, of equal sequences.
-    pub(super) fn order(&self) -> u64 {
-        let order = match (self.tuning.pairs, self.features.order) {
+    pub(crate) fn order(&self) -> u64 {
+        let order = match (self.config.pairs, self.features.order) {
             (Some(pairs), _) => u64::from(pairs.max(1)),
             (None, Order::Any) if self.features.mask.spans().is_empty() => 1,
             (None, Order::Any) if self.features.rounds => (BAND_TILES / self.key_tiles().max(1)).clamp(1, ORDER),
@@ -38,11 +38,11 @@ impl Backward {
 
     /// Pairs of the last band. Where tiles differ in length, it has so many that the shortest go last, of all that run at the end:
     /// blocks whose last tile is a short one end together.
-    pub(super) fn last_band(&self) -> u64 {
+    pub(crate) fn last_band(&self) -> u64 {
         let (order, pairs) = (self.order(), self.pairs());
         let differ = self.features.order == Order::Any && !self.features.mask.spans().is_empty();
         let by_rule = if differ { 2 * MULTIPROCESSORS / self.key_tiles().max(1) } else { 0 };
-        let wanted = self.tuning.last.map_or(by_rule, u64::from);
+        let wanted = self.config.last.map_or(by_rule, u64::from);
         // Where d_q is rounded meanwhile: a part comes with a tile after all that add to it, and before those that need its place.
         // Both hold if the last band, its rest counted as a whole band, has no more pairs than half the places.
         let most = if self.features.rounds { wanted.min(self.places() / 2) } else { wanted }.min(pairs);
@@ -54,7 +54,7 @@ impl Backward {
     /// replaced, the longest too.
     fn places(&self) -> u64 {
         let between = if self.features.mask.spans().is_empty() { 5 * MULTIPROCESSORS / 4 } else { 2 * MULTIPROCESSORS };
-        let places = match self.tuning.sums {
+        let places = match self.config.sums {
             Some(sums) => u64::from(sums),
             None => 2 * (self.order() + between.div_ceil(self.key_tiles().max(1))),
         };
@@ -68,13 +68,13 @@ impl Backward {
 
     /// Whether every pair whose place is used again is rounded in time, if parts come with the first so many tiles only: the others
     /// are rounded when all tiles are handed out.
-    pub(super) fn comes_round(&self, tiles: u64) -> bool {
+    pub(crate) fn comes_round(&self, tiles: u64) -> bool {
         let again = self.pairs().saturating_sub(self.places()).next_multiple_of(self.order());
         !self.features.rounds || again == 0 || again * self.key_tiles() + self.lag() <= tiles
     }
 
     /// Rows that have sums at the same time.
-    pub(super) fn sum_rows(&self) -> u64 {
+    pub(crate) fn sum_rows(&self) -> u64 {
         match self.features.rounds {
             true => self.rows() / self.pairs().max(1) * self.places().min(self.pairs()),
             false => self.rows(),
@@ -91,18 +91,18 @@ impl Backward {
             true => bands * order,
             false => self.pairs(),
         };
-        self.tuning.zeroed.map_or(by_rule, u64::from)
+        self.config.zeroed.map_or(by_rule, u64::from)
     }
 
     /// Rows whose sums are zero before the main kernel begins; all of them where it does not run, for want of keys.
-    pub(super) fn zeroed_rows(&self) -> u64 {
+    pub(crate) fn zeroed_rows(&self) -> u64 {
         let (all, of_pair) = (self.sum_rows(), self.rows() / self.pairs().max(1));
-        let meanwhile = self.features.clears(&self.tuning) && self.key_tiles() > 0;
+        let meanwhile = self.features.clears(&self.config) && self.key_tiles() > 0;
         if meanwhile { (of_pair * self.zeroed()).min(all) } else { all }
     }
 
     /// What of the sums is zeroed meanwhile.
-    pub(super) fn clearing(&self, args: &mut Arguments<'_>) {
+    pub(crate) fn clearing(&self, args: &mut Arguments<'_>) {
         let copies = |rows: u64| rows * u64::from(self.features.dims[0]) / u64::from(ZEROS);
         let before = copies(self.zeroed_rows());
         let numbers =
@@ -126,7 +126,7 @@ impl Backward {
     }
 
     /// Who rounds what of d_q.
-    pub(super) fn rounding(&self, args: &mut Arguments<'_>, tensors: &Tensors, counters: Span) {
+    pub(crate) fn rounding(&self, args: &mut Arguments<'_>, tensors: &Tensors, counters: Span) {
         self.results(args, tensors);
         let (pairs, tiles, steps) = (self.pairs(), self.key_tiles(), self.steps());
         let all = self.heads[0] / self.heads[1] * steps;

@@ -1,0 +1,403 @@
+//! How the main kernel of the gradients is cut: measured choices, in one place.
+
+use crate::attention::backward::Room;
+use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+/// From so many keys on, rounding d_q in a kernel of its own is as fast or faster.
+const MANY_KEYS: u64 = 2049;
+
+/// Steps that a turn may have.
+const TURNS: [u32; 3] = [1, 2, 4];
+
+/// What it costs to join a piece of a tile, in steps.
+const JOIN: u32 = 2;
+
+/// What the two warpgroups of a block share out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// The keys of a tile of 128: each has d_k and d_v of its 64, whole rows.
+    Keys,
+    /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
+    /// d_z of half the queries, for both.
+    Columns,
+    /// The results, in tiles of 64 keys: one has d_v, the other d_k. A pair of blocks has two such tiles, and d_q is multiplied
+    /// over the keys of both, half its columns in either block. Rows of 256 elements.
+    Pairs,
+}
+
+impl Share {
+    const NAMES: [(&str, Share); 3] = [("keys", Share::Keys), ("columns", Share::Columns), ("pairs", Share::Pairs)];
+}
+
+/// When p is rounded to the operand of d_v.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pack {
+    /// With the exponentials.
+    Early,
+    /// With d_z: fewer registers while d_p is waited for.
+    Late,
+}
+
+impl Pack {
+    const NAMES: [(&str, Pack); 2] = [("early", Pack::Early), ("late", Pack::Late)];
+}
+
+/// Who adds d_q to its sums in global memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adds {
+    /// The threads that have it in registers.
+    Threads,
+    /// The copy engine, from shared memory. d_q is multiplied transposed: 64 elements are rows of a product, and queries its
+    /// columns, of which there can be as many as registers allow. Of rows of more than 64 elements each warpgroup has 64, of
+    /// shorter ones all, for half the queries.
+    Engine,
+}
+
+impl Adds {
+    const NAMES: [(&str, Adds); 2] = [("threads", Adds::Threads), ("engine", Adds::Engine)];
+}
+
+/// How the main kernel is cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BackwardConfig {
+    /// What the warpgroups share out.
+    pub share: Share,
+    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows. Where
+    /// the copy engine adds, any multiple of 16.
+    pub rows: u32,
+    /// Who adds d_q to its sums.
+    pub adds: Adds,
+    /// Stages of Q and of d_o, and tiles of d_z.
+    pub depth: u32,
+    /// Stages of K and V.
+    pub key_depth: u32,
+    /// Registers of a thread that computes, and of one that loads.
+    pub registers: [u32; 2],
+    /// Where threads add, in eighths: how much of d_q is added before the scores of the next step are started.
+    pub early: u32,
+    /// Where threads add: whether nothing is in flight when the scores of the next step are started.
+    pub drain: bool,
+    /// Where threads add: when p is rounded.
+    pub pack: Pack,
+    /// Where the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
+    pub turn: u32,
+    /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
+    pub pairs: Option<u32>,
+    /// Pairs that run together at the end, in whole bands and as many as there may be; by a rule where none is given.
+    pub last: Option<u32>,
+    /// Whether d_q is rounded by the blocks that add to it, while others still do, where the copy engine adds: then its sums
+    /// need not leave the second-level cache.
+    pub rounds: bool,
+    /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
+    pub sums: Option<u32>,
+    /// Where the copy engine adds, pairs whose sums are zero before the main kernel begins: it zeroes the others while its first
+    /// tiles run. By a rule where none is given.
+    pub zeroed: Option<u32>,
+    /// Where the copy engine adds, what it is taken to cost to join pieces of a tile, in steps for each piece: the last tiles are
+    /// cut into pieces if they take less time so. Where none is given they are not cut.
+    pub join: Option<u32>,
+}
+
+impl TileConfig for BackwardConfig {
+    fn built_in() -> Vec<ConfigRow<BackwardConfig>> {
+        let base = BackwardConfig {
+            share: Share::Keys,
+            rows: 64,
+            adds: Adds::Threads,
+            depth: 2,
+            key_depth: 1,
+            registers: [240, 24],
+            early: 4,
+            drain: false,
+            pack: Pack::Early,
+            turn: 2,
+            pairs: None,
+            last: None,
+            rounds: false,
+            sums: None,
+            zeroed: None,
+            join: None,
+        };
+        let columns = BackwardConfig { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
+        let engine = BackwardConfig { adds: Adds::Engine, join: Some(JOIN), ..base };
+        let narrow = BackwardConfig { rows: 128, key_depth: 2, ..engine };
+        let usual = BackwardConfig { rows: 80, ..engine };
+        let row = |head_dims, keys, config| ConfigRow { head_dims, keys, config };
+        // Of few keys, what runs around the main kernel is a fifth of the time.
+        let rounded = |head_dims: RangeInclusive<u32>, config| {
+            let short = row(head_dims.clone(), 0..MANY_KEYS, BackwardConfig { rounds: true, ..config });
+            [short, row(head_dims, MANY_KEYS..u64::MAX, config)]
+        };
+        let wide = [
+            row(129..=192, 0..u64::MAX, columns),
+            row(193..=u32::MAX, 0..u64::MAX, BackwardConfig { share: Share::Pairs, registers: [240, 24], ..columns }),
+        ];
+        [rounded(0..=64, narrow), rounded(65..=128, usual), wide].concat()
+    }
+
+    fn neighbours(self, head_dim: u32) -> Vec<BackwardConfig> {
+        let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| BackwardConfig { rows, ..self });
+        let adds = match self.adds {
+            Adds::Threads => BackwardConfig { adds: Adds::Engine, ..self },
+            Adds::Engine => self.of_threads(head_dim),
+        };
+        let depth = [2, 3].map(|depth| BackwardConfig { depth, ..self });
+        let key_depth = [1, 2].map(|key_depth| BackwardConfig { key_depth, ..self });
+        let registers = [[240, 24], [232, 40]].map(|registers| BackwardConfig { registers, ..self });
+        let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| BackwardConfig { pairs, ..self });
+        let of_engine = [BackwardConfig { rounds: !self.rounds, ..self }, BackwardConfig { join: None, ..self }];
+        let of_engine = of_engine.into_iter().filter(|_| self.adds == Adds::Engine);
+        // What only `by_keys` asks for.
+        let of_threads = [
+            BackwardConfig { early: self.early.saturating_sub(2), ..self },
+            BackwardConfig { early: self.early + 2, ..self },
+            BackwardConfig { drain: !self.drain, ..self },
+            BackwardConfig { pack: if self.pack == Pack::Late { Pack::Early } else { Pack::Late }, ..self },
+        ];
+        let asked = self.adds == Adds::Threads && self.share == Share::Keys;
+        let of_threads = of_threads.into_iter().filter(|_| asked);
+        let share = [BackwardConfig::columns(), BackwardConfig::hopper(256)];
+        let all = rows
+            .into_iter()
+            .chain([adds])
+            .chain(share)
+            .chain(depth)
+            .chain(key_depth)
+            .chain(registers)
+            .chain(pairs)
+            .chain(of_engine);
+        let mut found: Vec<BackwardConfig> = Vec::new();
+        for config in all.chain(of_threads).filter(|config| *config != self && config.has_kernel(head_dim)) {
+            if !found.contains(&config) {
+                found.push(config);
+            }
+        }
+        found
+    }
+}
+
+impl BackwardConfig {
+    /// What measured best on an H200 for a head dimension.
+    pub fn hopper(head_dim: u32) -> BackwardConfig {
+        ConfigTable::default().find(head_dim, 0)
+    }
+
+    /// The one that has room for everything.
+    pub fn columns() -> BackwardConfig {
+        BackwardConfig::hopper(192)
+    }
+
+    /// What measured best, or fits at all, where sequences have lengths of their own, or scores are modified: both keep more
+    /// in registers.
+    pub fn with_room(head_dim: u32, ragged: bool, modified: Room) -> BackwardConfig {
+        let usual = BackwardConfig { rounds: false, ..BackwardConfig::hopper(head_dim) };
+        match (head_dim, ragged, modified) {
+            (..=64, true, Room::None) => BackwardConfig { registers: [232, 40], ..usual.of_threads(head_dim) },
+            (65..=128, true, Room::None) => BackwardConfig { rows: 64, registers: [232, 40], ..usual },
+            (65..=128, false, Room::Little) => BackwardConfig { rows: 64, ..usual },
+            (_, false, Room::None) => usual,
+            _ => BackwardConfig::columns(),
+        }
+    }
+
+    /// The one whose threads add: where a mask leaves few registers.
+    pub fn of_threads(self, head_dim: u32) -> BackwardConfig {
+        let base = BackwardConfig { adds: Adds::Threads, key_depth: 2, rounds: false, join: None, ..self };
+        match head_dim {
+            ..=64 => BackwardConfig { rows: 128, drain: true, pack: Pack::Late, ..base },
+            _ => BackwardConfig { rows: 64, ..base },
+        }
+    }
+
+    /// Whether the kernel can be cut so for rows of so many elements; it may still want too much of the machine.
+    pub fn has_kernel(&self, head_dim: u32) -> bool {
+        let rows = match (self.share, self.adds) {
+            (Share::Columns, Adds::Threads) => self.rows == 64,
+            (Share::Pairs, Adds::Threads) => {
+                self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
+            }
+            (Share::Columns | Share::Pairs, Adds::Engine) => false,
+            // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit
+            // the registers where they are short.
+            (Share::Keys, Adds::Threads) => match head_dim {
+                ..=64 => self.rows == 128,
+                65..=128 => self.rows == 64,
+                _ => false,
+            },
+            // d_k and d_v leave through places that are large enough from 64 rows on; d_z and d_q are in step with two stages.
+            (Share::Keys, Adds::Engine) => {
+                (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
+            }
+        };
+        let numbers = [(2..=4).contains(&self.depth), (1..=2).contains(&self.key_depth), self.early <= 8];
+        rows && numbers == [true; 3] && TURNS.contains(&self.turn)
+    }
+
+    /// Keys of a tile.
+    pub fn keys(&self) -> u32 {
+        match self.share {
+            Share::Keys | Share::Pairs => 128,
+            Share::Columns => 64,
+        }
+    }
+
+    /// Keys of a block's part of a tile.
+    pub fn block_keys(&self) -> u32 {
+        self.keys() / self.blocks()
+    }
+
+    /// Blocks that have a tile together.
+    pub fn blocks(&self) -> u32 {
+        if self.share == Share::Pairs { 2 } else { 1 }
+    }
+
+    /// Parts in which the columns of d_o come.
+    pub fn d_o_parts(&self) -> u32 {
+        if self.share == Share::Pairs { 2 } else { 1 }
+    }
+
+    /// Elements of rows as the products see them: what is missing is read as zeros. Where warpgroups share columns, halves are
+    /// whole chunks of a tile.
+    pub fn padded(&self, dims: [u32; 2]) -> [u32; 2] {
+        let [d, dv] = dims.map(|d| d.next_multiple_of(16));
+        match (self.share, self.adds) {
+            (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64)),
+            (Share::Pairs, _) => [256, dv.next_multiple_of(128)],
+            (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
+            (Share::Keys, Adds::Engine) => [64, dv],
+            (Share::Keys, Adds::Threads) => [d, dv],
+        }
+    }
+
+    /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
+    pub fn cols(&self, dim: u32) -> u32 {
+        match (self.adds, self.rows) {
+            (Adds::Engine, rows) if dim > 64 => rows,
+            (Adds::Engine, rows) => rows / 2,
+            (Adds::Threads, 64) => dim / (2 * self.blocks()),
+            (Adds::Threads, _) => dim,
+        }
+    }
+}
+
+/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
+/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2`.
+impl fmt::Display for BackwardConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let BackwardConfig { rows, depth, key_depth, registers: [compute, load], early, turn, rounds, .. } = self;
+        let (share, adds) = (configs::name_of(&Share::NAMES, self.share), configs::name_of(&Adds::NAMES, self.adds));
+        let (drain, pack) = (configs::name_of(&ANSWERS, self.drain), configs::name_of(&Pack::NAMES, self.pack));
+        write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
+        write!(
+            f,
+            "registers={compute}:{load} early={early} drain={drain} pack={pack} turn={turn} rounds={}",
+            configs::name_of(&ANSWERS, *rounds)
+        )?;
+        let numbers = [("pairs", self.pairs), ("last", self.last), ("sums", self.sums), ("zeroed", self.zeroed)];
+        numbers.into_iter().try_for_each(|(name, value)| match value {
+            Some(value) => write!(f, " {name}={value}"),
+            None => write!(f, " {name}={RULE}"),
+        })?;
+        match self.join {
+            Some(steps) => write!(f, " join={steps}"),
+            None => write!(f, " join={NEVER}"),
+        }
+    }
+}
+
+const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
+/// Numbers that are not given.
+const RULE: &str = "rule";
+const NEVER: &str = "never";
+/// A number, or none where there is a rule for it.
+fn or_rule(text: &str) -> Option<Option<u32>> {
+    match text {
+        RULE => Some(None),
+        _ => configs::number(text, |n| (1..=1 << 16).contains(&n)).map(Some),
+    }
+}
+
+/// What a cut is written as.
+const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
+                       key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
+                       pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
+                       (1 to 65536) join=never|N (0 to 65536)";
+
+impl BackwardConfig {
+    /// The same but for these entries.
+    pub fn changed(mut self, text: &str) -> Result<BackwardConfig, ConfigError> {
+        configs::read(text, ALLOWED, |name, value| {
+            match name {
+                "share" => self.share = configs::named(&Share::NAMES, value)?,
+                "rows" => self.rows = configs::number(value, |n| (64..=128).contains(&n) && n.is_multiple_of(16))?,
+                "adds" => self.adds = configs::named(&Adds::NAMES, value)?,
+                "depth" => self.depth = configs::number(value, |n| (2..=4).contains(&n))?,
+                "key_depth" => self.key_depth = configs::number(value, |n| (1..=2).contains(&n))?,
+                "registers" => self.registers = configs::registers(value)?,
+                "early" => self.early = configs::number(value, |n| n <= 8)?,
+                "drain" => self.drain = configs::named(&ANSWERS, value)?,
+                "pack" => self.pack = configs::named(&Pack::NAMES, value)?,
+                "turn" => self.turn = configs::number(value, |n| TURNS.contains(&n))?,
+                "pairs" => self.pairs = or_rule(value)?,
+                "last" => self.last = or_rule(value)?,
+                "rounds" => self.rounds = configs::named(&ANSWERS, value)?,
+                "sums" => self.sums = or_rule(value)?,
+                "zeroed" => self.zeroed = or_rule(value)?,
+                "join" if value == NEVER => self.join = None,
+                "join" => self.join = Some(configs::number(value, |n| n <= 1 << 16)?),
+                _ => return None,
+            }
+            Some(())
+        })?;
+        Ok(self)
+    }
+}
+
+/// Entries that are left out are as at head dimension 128.
+impl FromStr for BackwardConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        BackwardConfig::hopper(128).changed(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_is_read_as_it_is_written() {
+        for head_dim in [64, 128, 256] {
+            let usual = BackwardConfig::hopper(head_dim);
+            let near = usual.neighbours(head_dim);
+            assert!(near.len() > 4 && !near.contains(&usual), "{near:?}");
+            for config in near.into_iter().chain([usual]) {
+                assert!(config.has_kernel(head_dim), "{config}");
+                assert_eq!(config.to_string().parse(), Ok(config));
+            }
+        }
+        for wrong in ["rows=72", "rows=256", "adds=nobody", "registers=240", "early=9", "pairs=0", "depth", "cols=64"] {
+            let refused = wrong.parse::<BackwardConfig>().unwrap_err().to_string();
+            assert!(refused.contains(wrong) && refused.contains("adds=threads|engine"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_has_no_kernel_is_known() {
+        let usual = BackwardConfig::hopper(128);
+        assert!(usual.has_kernel(64) && !usual.has_kernel(256) && !usual.of_threads(128).has_kernel(64));
+        assert!(
+            !BackwardConfig { rows: 48, ..usual }.has_kernel(128)
+                && !BackwardConfig { turn: 3, ..usual }.has_kernel(128)
+        );
+        assert!(
+            !BackwardConfig::hopper(64).has_kernel(192) && !BackwardConfig::hopper(64).of_threads(64).has_kernel(128)
+        );
+        assert!(!BackwardConfig { adds: Adds::Engine, ..BackwardConfig::hopper(256) }.has_kernel(256));
+        assert!(!BackwardConfig::hopper(256).has_kernel(192) && BackwardConfig::hopper(192).has_kernel(256));
+    }
+}

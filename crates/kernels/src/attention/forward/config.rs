@@ -1,0 +1,216 @@
+//! How the forward kernel is cut: measured choices, in one place.
+
+use crate::attention::forward::Features;
+use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
+use fulgurite_core::{BlockSpec, Rescale};
+use std::fmt;
+use std::str::FromStr;
+
+/// How the kernel is cut.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ForwardConfig {
+    /// Warpgroups that compute, 64 rows of queries each.
+    pub groups: u32,
+    /// Keys of a block.
+    pub cols: u32,
+    /// Stages of K and of V.
+    pub depth: u32,
+    /// What comes after the last block of a tile.
+    pub end: End,
+    /// Registers of a thread that computes, and of one that loads.
+    pub registers: [u32; 2],
+    /// A warpgroup passes its turn this many steps before its p v is all started.
+    pub early: u32,
+    /// Who adds up the rows of p.
+    pub added: Added,
+    /// How the running maximum is kept.
+    pub rescale: Rescale,
+}
+
+/// How a tile ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Its last p v runs beside the first scores of the next tile: two buffers of Q, and one for the whole of O.
+    Joined,
+    /// One buffer of Q; O leaves in parts, through two small buffers.
+    Parts,
+}
+
+impl End {
+    const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
+}
+
+/// Who adds up the rows of p.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// Each thread the elements it has: p before it is rounded, an instruction an element.
+    ByThreads,
+    /// The tensor cores, as one more column of p v, where v is 1: p as it is rounded.
+    ByColumn,
+}
+
+impl Added {
+    const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
+
+    /// Partial sums of a row that a thread keeps.
+    pub(crate) fn chains(self) -> usize {
+        match self {
+            Added::ByThreads => 2,
+            Added::ByColumn => 0,
+        }
+    }
+}
+
+impl TileConfig for ForwardConfig {
+    fn built_in() -> Vec<ConfigRow> {
+        let base = ForwardConfig {
+            groups: 2,
+            cols: 128,
+            depth: 2,
+            end: End::Joined,
+            registers: [232, 40],
+            early: 0,
+            added: Added::ByThreads,
+            rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
+        };
+        let small = ForwardConfig { depth: 3, ..base };
+        let three = ForwardConfig { groups: 3, cols: 96, registers: [160, 32], ..small };
+        let large = ForwardConfig { cols: 64, end: End::Parts, registers: [240, 24], ..base };
+        let rows = [
+            (0..=64, 2048..u64::MAX, three),
+            (0..=64, 0..2048, small),
+            (65..=128, 0..u64::MAX, ForwardConfig { early: 2, ..base }),
+            (129..=256, 0..u64::MAX, large),
+            // More keys of a block spill.
+            (257..=u32::MAX, 0..u64::MAX, ForwardConfig { cols: 32, registers: [232, 40], ..large }),
+        ];
+        rows.map(|(head_dims, keys, config)| ConfigRow { head_dims, keys, config }).to_vec()
+    }
+
+    fn neighbours(self, head_dim: u32) -> Vec<ForwardConfig> {
+        let near = [self.cols.saturating_sub(32), self.cols.saturating_sub(16), self.cols + 16, self.cols + 32];
+        let cols = near.into_iter().filter(|cols| (32..=256).contains(cols)).map(|cols| ForwardConfig { cols, ..self });
+        let depth = [2, 3, 4].into_iter().map(|depth| ForwardConfig { depth, ..self });
+        let early = [0, 1, 2].into_iter().map(|early| ForwardConfig { early, ..self });
+        let end = [End::Joined, End::Parts].into_iter().map(|end| ForwardConfig { end, ..self });
+        // What is left of a multiprocessor's registers goes to the thread that loads.
+        let registers = match self.groups {
+            3 => vec![[160, 24], [160, 32]],
+            _ => vec![[240, 24], [232, 40]],
+        };
+        let registers = registers.into_iter().map(|registers| ForwardConfig { registers, ..self });
+        let groups = match (self.groups, head_dim) {
+            (2, ..=64) => Some(ForwardConfig { groups: 3, cols: self.cols.min(96), registers: [160, 32], ..self }),
+            (3, _) => Some(ForwardConfig { groups: 2, registers: [232, 40], ..self }),
+            _ => None,
+        };
+        let all = cols.chain(depth).chain(early).chain(end).chain(registers).chain(groups);
+        all.filter(|config| *config != self).collect()
+    }
+}
+
+impl ForwardConfig {
+    /// What measured best on an H200 for a head dimension and about so many keys.
+    pub fn hopper(head_dim: u32, k_len: usize) -> ForwardConfig {
+        ConfigTable::default().find(head_dim, k_len as u64)
+    }
+
+    /// The same with room for what a problem's features keep in registers.
+    pub fn with_room(self, head_dim: u32, features: &Features) -> ForwardConfig {
+        let loads = features.modifiers.loads_move();
+        match head_dim {
+            257.. if loads => ForwardConfig { cols: 16.min(self.cols), ..self },
+            129.. if loads => ForwardConfig { cols: 32.min(self.cols), registers: [232, 40], ..self },
+            129.. if features.ragged.any() || !features.modifiers.is_empty() => {
+                ForwardConfig { cols: 48.min(self.cols), registers: [232, 40], ..self }
+            }
+            129.. if features.blocks.is_some() => ForwardConfig { cols: 32, ..self },
+            ..=64 if loads => {
+                let cols = if features.modifiers.mask.is_some() { 64 } else { 112 };
+                ForwardConfig { groups: 2, cols, registers: [232, 40], ..self }
+            }
+            65..=128 if loads => ForwardConfig { cols: 80.min(self.cols), ..self },
+            _ => self,
+        }
+    }
+
+    /// The same with tiles that divide the blocks of a block mask; `None` where there are none such.
+    pub fn dividing(self, spec: &BlockSpec) -> Option<ForwardConfig> {
+        let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
+        let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
+        let cols = narrower.into_iter().find(|cols| spec.cols.is_multiple_of(*cols as usize))?;
+        let registers = if groups == 2 { [232, 40] } else { self.registers };
+        Some(ForwardConfig { groups, cols, registers, early: self.early.min(cols / 16), ..self })
+    }
+
+    /// Whether the next tile begins beside the end of this one.
+    pub(crate) fn joined(&self) -> bool {
+        self.end == End::Joined
+    }
+
+    /// Rows of queries of a tile.
+    pub(crate) fn rows(&self) -> u32 {
+        64 * self.groups
+    }
+
+    /// Columns of O that leave through shared memory together, and in how many buffers.
+    pub(crate) fn parts(&self, value_dim: u32) -> [u32; 2] {
+        match self.end {
+            End::Joined => [value_dim, 1],
+            End::Parts => [[64, 48, 32].into_iter().find(|n| value_dim.is_multiple_of(*n)).unwrap_or(16), 2],
+        }
+    }
+}
+
+/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`; the rescale policy is not part of it.
+impl fmt::Display for ForwardConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ForwardConfig { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
+        let (end, added) = (configs::name_of(&End::NAMES, *end), configs::name_of(&Added::NAMES, self.added));
+        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} ")?;
+        write!(f, "early={early} added={added}")
+    }
+}
+
+/// What a cut is written as.
+const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
+                       registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
+
+/// Entries that are left out are as at head dimension 128.
+impl FromStr for ForwardConfig {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut config = ForwardConfig::hopper(128, 8192);
+        configs::read(text, ALLOWED, |name, value| {
+            match name {
+                "groups" => config.groups = configs::number(value, |n| (1..=4).contains(&n))?,
+                "cols" => config.cols = configs::number(value, |n| (32..=256).contains(&n) && n.is_multiple_of(16))?,
+                "depth" => config.depth = configs::number(value, |n| (1..=8).contains(&n))?,
+                "early" => config.early = configs::number(value, |n| n <= 2)?,
+                "end" => config.end = configs::named(&End::NAMES, value)?,
+                "added" => config.added = configs::named(&Added::NAMES, value)?,
+                "registers" => config.registers = configs::registers(value)?,
+                _ => return None,
+            }
+            Some(())
+        })?;
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_is_read_as_it_is_written() {
+        for (head_dim, k_len) in [(64, 512), (64, 4096), (128, 512), (256, 512), (256, 16384)] {
+            let config = ForwardConfig::hopper(head_dim, k_len);
+            assert_eq!(config.to_string().parse(), Ok(config));
+        }
+        let refused = "groups=2 cols=x".parse::<ForwardConfig>().unwrap_err().to_string();
+        assert!(refused.contains("cols=x") && refused.contains("end=joined|parts"), "{refused}");
+        assert!("end=abrupt".parse::<ForwardConfig>().is_err() && "cols".parse::<ForwardConfig>().is_err());
+    }
+}

@@ -1,0 +1,442 @@
+//! C = A B as a launch: matrices in, checked, and the arguments of [`gemm`] out.
+
+use crate::gemm::{self, GemmConfig, Layouts};
+use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
+use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target, bf16, f16};
+use std::fmt;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// What the copy engine wants of addresses and strides, in bytes.
+const ALIGN: u64 = 16;
+/// Rows, columns and tiles are counted with 32 bits, with room for a tile beyond the last.
+const MOST: u64 = 1 << 31;
+
+/// A batch of matrices in a device's memory, as they are stored: lines of contiguous elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Matrix {
+    /// Memory, from the first element on.
+    pub span: Span,
+    /// Lines.
+    pub rows: u64,
+    /// Elements of a line.
+    pub cols: u64,
+    /// Elements from one line to the next.
+    pub row_stride: u64,
+    /// Matrices.
+    pub batch: u64,
+    /// Elements from one matrix to the next; 0 gives every product the same A or B.
+    pub batch_stride: u64,
+}
+
+impl Matrix {
+    /// A batch of matrices that lie together.
+    pub fn packed(span: Span, rows: u64, cols: u64, batch: u64) -> Matrix {
+        Matrix { span, rows, cols, row_stride: cols, batch, batch_stride: rows * cols }
+    }
+}
+
+/// A factor or the result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The left factor.
+    A,
+    /// The right factor.
+    B,
+    /// The result.
+    C,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Side::A => "a",
+            Side::B => "b",
+            Side::C => "c",
+        })
+    }
+}
+
+/// Why a product was refused before anything was launched.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum GemmError {
+    /// An element type that the kernel does not multiply.
+    #[error("elements are {}, allowed: f16, bf16; convert them", got.name())]
+    Number {
+        /// The type.
+        got: Number,
+    },
+    /// Something of no size.
+    #[error("`{side}` has {dimension} = 0, allowed: 1 or more; a product of nothing needs no launch")]
+    Empty {
+        /// Whose.
+        side: Side,
+        /// Which.
+        dimension: &'static str,
+    },
+    /// Something too large to count.
+    #[error("`{side}` has {dimension} = {got}, allowed: up to 2^31; split the product")]
+    Large {
+        /// Whose.
+        side: Side,
+        /// Which.
+        dimension: &'static str,
+        /// How large.
+        got: u64,
+    },
+    /// Dimensions that should be the same.
+    #[error("{dimension} is {left} in `{of}` and {right} in `{and}`; they must be the same")]
+    Mismatch {
+        /// `m`, `n`, `k` or `batch`.
+        dimension: &'static str,
+        /// In the first.
+        left: u64,
+        /// The first.
+        of: Side,
+        /// In the second.
+        right: u64,
+        /// The second.
+        and: Side,
+    },
+    /// Lines or matrices that lie over each other.
+    #[error("`{side}` has {stride} = {got}, allowed: {least} or more, so that they do not overlap; check the strides")]
+    Overlap {
+        /// Whose.
+        side: Side,
+        /// `row_stride` or `batch_stride`.
+        stride: &'static str,
+        /// What was given.
+        got: u64,
+        /// The least there may be.
+        least: u64,
+    },
+    /// A stride that the copy engine does not take.
+    #[error(
+        "`{side}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
+    )]
+    Stride {
+        /// Whose.
+        side: Side,
+        /// `row_stride` or `batch_stride`.
+        stride: &'static str,
+        /// What was given, in elements.
+        got: u64,
+        /// Bytes of an element.
+        bytes: u64,
+    },
+    /// An address that the copy engine does not take.
+    #[error("`{side}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
+    Address {
+        /// Whose.
+        side: Side,
+        /// Where.
+        address: u64,
+    },
+    /// Memory that ends too early.
+    #[error("`{side}` reaches to byte {end} of memory of {bytes} bytes; check sizes and strides")]
+    Memory {
+        /// Whose.
+        side: Side,
+        /// Where it would end.
+        end: u64,
+        /// What there is.
+        bytes: u64,
+    },
+    /// More tiles than can be counted.
+    #[error("the product has {got} tiles, allowed: up to 2^31; split the batch")]
+    Tiles {
+        /// How many.
+        got: u64,
+    },
+}
+
+/// Which product: everything that the kernel's text depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Gemm {
+    /// Element type of all three matrices.
+    pub number: Number,
+    /// Which way A and B lie.
+    pub layouts: Layouts,
+    /// How it is cut.
+    pub config: GemmConfig,
+}
+
+/// Why there is no kernel for a product.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// The product cannot be computed.
+    #[error(transparent)]
+    Gemm(#[from] GemmError),
+    /// The kernel cannot be built this way.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+}
+
+impl Gemm {
+    /// Its kernel.
+    pub fn kernel(&self, target: Target) -> Result<Kernel, KernelError> {
+        match self.number {
+            Number::F16 => Ok(gemm::kernel::<f16>(target, self.layouts, self.config)?),
+            Number::Bf16 => Ok(gemm::kernel::<bf16>(target, self.layouts, self.config)?),
+            got => Err(GemmError::Number { got }.into()),
+        }
+    }
+
+    /// The launch of its kernel on a device with so many multiprocessors.
+    ///
+    /// A is stored as `[m][k]` or `[k][m]` and B as `[n][k]` or `[k][n]`, by the layouts; C as `[m][n]`.
+    pub fn launch(
+        &self,
+        kernel: Arc<Kernel>,
+        [a, b, c]: [Matrix; 3],
+        multiprocessors: u32,
+    ) -> Result<Launch, GemmError> {
+        if !matches!(self.number, Number::F16 | Number::Bf16) {
+            return Err(GemmError::Number { got: self.number });
+        }
+        let (m, k) = outer_inner(&a, self.layouts.a);
+        let (n, k_of_b) = outer_inner(&b, self.layouts.b);
+        same("m", (m, Side::A), (c.rows, Side::C))?;
+        same("n", (n, Side::B), (c.cols, Side::C))?;
+        same("k", (k, Side::A), (k_of_b, Side::B))?;
+        same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
+        same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
+        let mut tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
+
+        let GemmConfig { rows, cols, cluster, .. } = self.config;
+        // A cluster takes as many tiles above each other as it has blocks.
+        let (m_tiles, n_tiles) = (m.div_ceil(u64::from(rows * cluster)), n.div_ceil(u64::from(cols)));
+        // Each factor is at most 2^31, and the first two far less.
+        let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
+        if tiles > MOST {
+            return Err(GemmError::Tiles { got: tiles });
+        }
+        let numbers =
+            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles, m, n].map(|count| Value::U32(count as u32));
+        let strides = tensors[2].strides.iter().map(|stride| Value::U64(stride / u64::from(self.number.bytes())));
+        let memory: Vec<Value> = std::iter::once(Value::Pointer(c.span)).chain(strides).collect();
+        // The copy engine writes whole units of 16 bytes, also past the last column: it is told of whole ones only.
+        let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
+        if whole > 0 {
+            tensors[2].extent[0] = whole;
+        }
+        // One block a multiprocessor, in whole clusters.
+        let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
+        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).chain(memory).collect();
+        Ok(Launch { kernel, grid: [blocks, 1, 1], args })
+    }
+
+    /// A matrix as the copy engine sees it: `[inner, row, batch]`.
+    fn tensor(&self, matrix: &Matrix, side: Side) -> Result<TensorSpan, GemmError> {
+        let bytes = u64::from(self.number.bytes());
+        let Matrix { span, rows, cols, row_stride, batch, batch_stride } = *matrix;
+        for (dimension, got) in [("rows", rows), ("cols", cols), ("batch", batch)] {
+            match got {
+                0 => return Err(GemmError::Empty { side, dimension }),
+                1..=MOST => {}
+                _ => return Err(GemmError::Large { side, dimension, got }),
+            }
+        }
+        if !span.address.is_multiple_of(ALIGN) {
+            return Err(GemmError::Address { side, address: span.address });
+        }
+        let stride = |name, count, got: u64, least: u64| {
+            // A stride that is never taken may be anything; the copy engine still wants a good one, below 2^40.
+            if count == 1 {
+                return Ok((least.min(1 << 36) * bytes).next_multiple_of(ALIGN));
+            }
+            let broadcast = name == BATCH_STRIDE && got == 0 && side != Side::C;
+            if got < least && !broadcast {
+                return Err(GemmError::Overlap { side, stride: name, got, least });
+            }
+            match got.checked_mul(bytes) {
+                Some(good) if good.is_multiple_of(ALIGN) && good < 1 << 40 => Ok(good),
+                _ => Err(GemmError::Stride { side, stride: name, got, bytes }),
+            }
+        };
+        // Sums that leave 64 bits end at their largest number, which no memory reaches.
+        let row_bytes = stride("row_stride", rows, row_stride, cols)?;
+        let matrix_elems = (rows - 1).saturating_mul(row_bytes / bytes).saturating_add(cols);
+        let batch_bytes = stride(BATCH_STRIDE, batch, batch_stride, matrix_elems)?;
+        let end = (batch - 1).saturating_mul(batch_bytes).saturating_add(matrix_elems.saturating_mul(bytes));
+        if end > span.bytes {
+            return Err(GemmError::Memory { side, end, bytes: span.bytes });
+        }
+        Ok(TensorSpan {
+            span,
+            number: self.number,
+            extent: vec![cols, rows, batch],
+            strides: vec![row_bytes, batch_bytes],
+            ragged: None,
+        })
+    }
+}
+
+const BATCH_STRIDE: &str = "batch_stride";
+
+/// Rows of A or columns of B, and the summed dimension.
+fn outer_inner(matrix: &Matrix, major: Major) -> (u64, u64) {
+    match major {
+        Major::Inner => (matrix.rows, matrix.cols),
+        Major::Outer => (matrix.cols, matrix.rows),
+    }
+}
+
+fn same(dimension: &'static str, (left, of): (u64, Side), (right, and): (u64, Side)) -> Result<(), GemmError> {
+    if left == right {
+        return Ok(());
+    }
+    Err(GemmError::Mismatch { dimension, left, of, right, and })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_ptx::device::check_launch;
+    use fulgurite_ptx::kernel::ParamKind;
+
+    const LAYOUTS: [Layouts; 4] = [
+        Layouts { a: Major::Inner, b: Major::Inner },
+        Layouts { a: Major::Inner, b: Major::Outer },
+        Layouts { a: Major::Outer, b: Major::Inner },
+        Layouts { a: Major::Outer, b: Major::Outer },
+    ];
+
+    fn gemm(layouts: Layouts) -> Gemm {
+        Gemm { number: Number::Bf16, layouts, config: GemmConfig::default() }
+    }
+
+    fn stored(major: Major, outer: u64, inner: u64) -> (u64, u64) {
+        match major {
+            Major::Inner => (outer, inner),
+            Major::Outer => (inner, outer),
+        }
+    }
+
+    /// Matrices of a batch of three with padded lines.
+    fn matrices(layouts: Layouts, [m, n, k]: [u64; 3]) -> [Matrix; 3] {
+        let shapes = [stored(layouts.a, m, k), stored(layouts.b, n, k), (m, n)];
+        shapes.map(|(rows, cols)| {
+            let row_stride = cols.next_multiple_of(8) + 8;
+            let span = Span { address: 0x1000, bytes: 3 * rows * row_stride * 2 };
+            Matrix { span, rows, cols, row_stride, batch: 3, batch_stride: rows * row_stride }
+        })
+    }
+
+    #[test]
+    fn launches_pass_the_devices_check() {
+        for layouts in LAYOUTS {
+            let gemm = gemm(layouts);
+            let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
+            let launch = gemm.launch(kernel, matrices(layouts, [300, 520, 100]), 132).unwrap();
+            check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
+            let tiles = 3 * 3 * 3; // 300 rows and 520 columns in tiles of 128 x 256, three times
+            assert_eq!(launch.grid, [tiles, 1, 1]);
+            assert_eq!(launch.args[3..9], [3, 3, 2, tiles, 300, 520].map(Value::U32));
+        }
+    }
+
+    /// The step that is counted here is the one that the kernel takes.
+    #[test]
+    fn the_kernel_takes_such_steps() {
+        let kernel = gemm(LAYOUTS[3]).kernel(Target::HOPPER).unwrap();
+        for param in &kernel.params[..2] {
+            let ParamKind::Tensor(shape) = &param.kind else { panic!("{param:?}") };
+            assert_eq!(shape.extent[1], gemm::INNER);
+        }
+    }
+
+    #[test]
+    fn a_large_grid_has_one_block_a_multiprocessor() {
+        let gemm = gemm(LAYOUTS[0]);
+        let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
+        let launch = gemm.launch(kernel.clone(), matrices(LAYOUTS[0], [4096, 4096, 64]), 132).unwrap();
+        assert_eq!(launch.grid, [132, 1, 1]);
+        let pairs = Gemm { config: GemmConfig { cluster: 2, ..gemm.config }, ..gemm };
+        let grid =
+            |multiprocessors| pairs.launch(kernel.clone(), matrices(LAYOUTS[0], [300, 200, 64]), multiprocessors);
+        assert_eq!(grid(131).unwrap().grid, [12, 1, 1]);
+        assert_eq!(grid(7).unwrap().grid, [6, 1, 1]);
+        assert_eq!(grid(1).unwrap().grid, [2, 1, 1]);
+    }
+
+    #[test]
+    fn strides_that_are_not_taken_may_be_anything() {
+        let gemm = gemm(LAYOUTS[0]);
+        let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
+        let span = |bytes| Span { address: 0, bytes };
+        let a = Matrix { span: span(14), rows: 1, cols: 7, row_stride: 3, batch: 1, batch_stride: 0 };
+        let b = Matrix { span: span(14), rows: 1, cols: 7, row_stride: 0, batch: 1, batch_stride: 5 };
+        let c = Matrix { span: span(2), rows: 1, cols: 1, row_stride: 0, batch: 1, batch_stride: 0 };
+        let launch = gemm.launch(kernel, [a, b, c], 132).unwrap();
+        check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
+    }
+
+    #[test]
+    fn one_factor_for_a_whole_batch() {
+        let gemm = gemm(LAYOUTS[0]);
+        let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
+        let mut given = matrices(LAYOUTS[0], [64, 64, 64]);
+        given[1].batch_stride = 0;
+        let launch = gemm.launch(kernel.clone(), given, 132).unwrap();
+        check_launch(&launch.kernel, launch.grid, &launch.args).unwrap();
+        given[2].batch_stride = 0;
+        assert!(matches!(gemm.launch(kernel, given, 132), Err(GemmError::Overlap { side: Side::C, .. })));
+    }
+
+    /// Something done to a good launch, and the whole text of what it is then refused with.
+    type Fault = (fn(&mut Gemm, &mut [Matrix; 3]), &'static str);
+
+    #[test]
+    fn refusals_say_how_to_repair_the_call() {
+        let faults: &[Fault] = &[
+            (|gemm, _| gemm.number = Number::F32, "elements are f32, allowed: f16, bf16; convert them"),
+            (|_, [a, ..]| a.rows = 63, "m is 63 in `a` and 64 in `c`; they must be the same"),
+            (|_, [_, b, _]| b.rows = 63, "n is 63 in `b` and 64 in `c`; they must be the same"),
+            (|_, [_, b, _]| b.cols = 63, "k is 64 in `a` and 63 in `b`; they must be the same"),
+            (|_, [_, b, _]| b.batch = 2, "batch is 3 in `a` and 2 in `b`; they must be the same"),
+            (|_, [.., c]| c.batch = 2, "batch is 3 in `a` and 2 in `c`; they must be the same"),
+            (
+                |_, [a, b, _]| [a.cols, b.cols] = [0, 0],
+                "`a` has cols = 0, allowed: 1 or more; a product of nothing needs no launch",
+            ),
+            (
+                |_, [a, _, c]| [a.rows, c.rows] = [1 << 32; 2],
+                "`a` has rows = 4294967296, allowed: up to 2^31; split the product",
+            ),
+            (
+                |_, [a, ..]| a.row_stride = 60,
+                "`a` has row_stride = 60, allowed: 64 or more, so that they do not overlap; check the strides",
+            ),
+            (
+                |_, [.., c]| c.batch_stride = 4000,
+                "`c` has batch_stride = 4000, allowed: 4600 or more, so that they do not overlap; check the strides",
+            ),
+            (
+                |_, [_, b, _]| b.row_stride = 68,
+                "`b` has row_stride = 68 elements of 2 bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it",
+            ),
+            (
+                |_, [a, ..]| a.span.address = 0x1008,
+                "`a` lies at 0x1008, allowed: multiples of 16 bytes; copy it to an aligned buffer",
+            ),
+            (
+                |_, [_, b, _]| (b.row_stride, b.batch_stride) = (1 << 38, 1 << 63),
+                "`b` has batch_stride = 9223372036854775808 elements of 2 bytes, allowed: multiples of 16 bytes below 2^40; \
+                 pad it, or copy it",
+            ),
+            (
+                |_, [.., c]| c.span.bytes = 1000,
+                "`c` reaches to byte 27632 of memory of 1000 bytes; check sizes and strides",
+            ),
+        ];
+        for (fault, want) in faults {
+            let (mut gemm, mut given) = (gemm(LAYOUTS[0]), matrices(LAYOUTS[0], [64, 64, 64]));
+            let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
+            fault(&mut gemm, &mut given);
+            assert_eq!(gemm.launch(kernel, given, 132).err().map(|e| e.to_string()).as_deref(), Some(*want));
+        }
+    }
+}

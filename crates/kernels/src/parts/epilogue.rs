@@ -1,0 +1,110 @@
+//! What happens to a tile's rows at the end: o / l to O, and the LSE.
+
+use crate::parts::modifier::Sinks;
+use crate::parts::schedule::{Of, Unequal, Work};
+use crate::parts::softmax::Totals;
+use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, Pointer, Scope, Tensor, Tile, Val, Word};
+use std::f32::consts::LN_2;
+
+/// What the end of a tile needs beside its rows.
+pub struct Epilogue<'a, 'k> {
+    pub lse: Pointer<'k, f32>,
+    /// Rows of the LSE of a head.
+    pub lse_rows: Val<'k, u32>,
+    pub heads: Val<'k, u32>,
+    /// Of equal sequences.
+    pub q_len: Option<Val<'k, u32>>,
+    /// Of others.
+    pub unequal: Option<&'a Unequal<'k>>,
+    /// Whether the LSE is `[heads, total]`, otherwise `[batch, heads, room]`.
+    pub packed: bool,
+    pub sinks: Option<Sinks<'k>>,
+    pub barrier: &'a GroupBarrier,
+    pub own: Val<'k, u32>,
+    /// The first column of O that the warpgroup has, where warpgroups share them.
+    pub first_column: Option<Val<'k, u32>>,
+    /// From scores to powers of two.
+    pub scale: Val<'k, f32>,
+    pub o: &'a Tensor<'k>,
+    /// Shared memory of the warpgroup that O leaves through, used in turn: each has all rows of some columns.
+    pub staging: &'a [Tile<'k>],
+    /// Columns of each.
+    pub part: u32,
+}
+
+impl<'k> Epilogue<'_, 'k> {
+    /// O / l through shared memory to O, and m + ln l to the LSE.
+    pub fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &Acc<'k>, totals: Totals<'k>)
+    where
+        Pair<T>: Word,
+    {
+        let first = work.row + self.own * 64;
+        let row = |i: usize| first + w.first_row() + 8 * i as u32;
+        // The rows of this sequence in the LSE, and how many they are.
+        let (before, room) = match (work.sequence, self.q_len) {
+            (Some(s), _) => (if self.packed { s.q_start } else { s.q_start.literal(0) }, s.q_room),
+            (None, Some(q_len)) => (q_len.literal(0), q_len),
+            (None, None) => unreachable!("bug in fulgurite: a tile without its sequence"),
+        };
+        let head = if self.packed { work.head } else { work.batch * self.heads + work.head };
+        let start = head.mul_wide(self.lse_rows);
+        let sink = self.sinks.map(|sinks| sinks.of_head(w, work.head));
+        // Rows past those in use hold nothing, whatever was computed for them.
+        let unused = work.sequence.map(|s| [0, 1].map(|i| row(i).ge(s.q_len)));
+
+        let mut factors = Vec::new();
+        for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
+            let largest = max * self.scale;
+            // A sink is one more term of the sum: both are brought to the larger exponent.
+            let (largest, sum, factor) = match sink {
+                Some(sink) => {
+                    let both = largest.max(sink);
+                    let factor = (largest - both).exp2();
+                    (both, sum.mul_add(factor, (sink - both).exp2()), Some(factor))
+                }
+                None => (largest, sum, None),
+            };
+            let lse = match sink {
+                Some(_) => (largest + sum.log2()) * LN_2,
+                None => max.mul_add(self.scale, sum.log2()) * LN_2,
+            };
+            let mut some = sum.gt(0.0);
+            if let Some(unused) = unused {
+                some = some & !unused[i];
+            }
+            let lse = some.select::<f32>(lse, f32::NEG_INFINITY);
+            let place = self.lse.at_wide(start);
+            let mut once = w.first_col().eq(0);
+            if let Some(first) = self.first_column {
+                once = once & first.eq(0);
+            }
+            w.when(row(i).lt(room) & once, |w| place.store(w, before + row(i), lse));
+            let inverse = sum.recip();
+            let inverse = factor.map_or(inverse, |factor| inverse * factor);
+            factors.push(sum.gt(0.0).select::<f32>(inverse, 0.0));
+        }
+        for i in 0..o.cols() / self.part {
+            let staging = self.staging[i as usize % self.staging.len()];
+            // What was stored from here before must have been read.
+            w.one_thread_of_group(|t| t.wait_stores_read(self.staging.len() as u32 - 1));
+            w.sync_group(self.barrier);
+            w.write_with::<T>(staging, &o.part(i, self.part), |row, x| {
+                let x = x * factors[row];
+                unused.map_or(x, |unused| unused[row].select::<f32>(0.0, x))
+            });
+            w.publish_shared();
+            w.sync_group(self.barrier);
+            w.one_thread_of_group(|t| {
+                let col = t.constant(i * self.part);
+                let col = self.first_column.map_or(col, |first| first + col);
+                match self.unequal {
+                    Some(unequal) => {
+                        t.store_tile(self.o, &unequal.slice(work, Of::O).at(col, first, work.head), staging);
+                    }
+                    None => t.store_tile(self.o, &[col, first, work.head, work.batch], staging),
+                }
+                t.commit_stores();
+            });
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Results of a part of the keys: written where other blocks find them, and merged by the last block to be done.
+//!
+//! A split leaves for each row its o = p v, m (the maximum, scaled) and l (the sum of p). A tile's splits count
+//! themselves; who finds that all others are there reads them in their order, whoever it is, so that the bits of a
+//! result do not depend on who came last. They are merged one after the other: with M the larger of both maxima,
+//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2 and l likewise, so that a block that has all splits of a tile merges them in
+//! registers as it goes ([`Merged`]) to the same bits.
+
+use crate::attention::forward::Features;
+use crate::parts::modifier::Sinks;
+use crate::parts::softmax::Totals;
+use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Shared, Val, Var, Word};
+use std::f32::consts::LN_2;
+
+/// Elements of o that a merging thread has: 16 bytes of the result.
+const UNIT: u32 = 8;
+/// Splits that a merging thread reads at a time: one round trip to memory.
+const TOGETHER: u32 = 16;
+/// Words before a tile's counters.
+pub const FIRST_COUNTER: u32 = 2;
+
+/// Splits of a tile: which, and what their rows are.
+#[derive(Clone, Copy)]
+pub struct Slot<'k> {
+    pub tile: Val<'k, u32>,
+    /// The first split, and past the last: one, or all of the tile.
+    pub ours: [Val<'k, u32>; 2],
+    /// Splits of the tile.
+    pub splits: Val<'k, u32>,
+    pub batch: Val<'k, u32>,
+    /// Of keys and values.
+    pub head: Val<'k, u32>,
+    /// First packed row, and how many there are.
+    pub row: Val<'k, u32>,
+    pub rows: Val<'k, u32>,
+    /// The sequence's first row among packed ones and its queries in use, where these are its own.
+    pub used: Option<(Val<'k, u32>, Val<'k, u32>)>,
+}
+
+/// Where results go.
+pub struct Partials<'k, T> {
+    /// Elements of a row of o.
+    dv: u32,
+    group: Divisor<'k>,
+    counters: Pointer<'k, u32>,
+    sinks: Option<Sinks<'k>>,
+    o: Pointer<'k, Pair<T>>,
+    /// Pairs from one batch, query and head to the next.
+    strides: [Val<'k, u64>; 3],
+    lse: Pointer<'k, f32>,
+    /// Rows of the LSE of a head, and heads from one batch to the next.
+    lse_rows: Val<'k, u32>,
+    lse_heads: Val<'k, u32>,
+    /// o of each row of each split, and m and l.
+    partial: Pointer<'k, f32>,
+    sums: Pointer<'k, f32>,
+    /// Rows of all splits that a tile has room for.
+    room: Val<'k, u32>,
+}
+
+/// Where a packed row's results lie.
+struct Place<'k, T> {
+    o: Pointer<'k, Pair<T>>,
+    lse: Pointer<'k, f32>,
+    /// Its query head.
+    head: Val<'k, u32>,
+    /// Whether it is past the queries in use, where that can be.
+    unused: Option<Val<'k, bool>>,
+}
+
+impl<'k, T: Half> Partials<'k, T>
+where
+    Pair<T>: Word,
+{
+    /// With parameters of its own.
+    pub fn new(k: &'k Builder, features: &Features, group: Divisor<'k>, counters: Pointer<'k, u32>) -> Self {
+        let o = k.pointer::<Pair<T>>("o");
+        let strides = ["o_batch", "o_row", "o_head"].map(|name| k.param::<u64>(name));
+        let lse = k.pointer::<f32>("lse");
+        let [partial, sums] = ["partial", "sums"].map(|name| k.pointer::<f32>(name));
+        let [lse_rows, lse_heads, room] = ["lse_rows", "lse_heads", "room"].map(|name| k.param::<u32>(name));
+        let sinks = features.sinks.map(|dtype| Sinks::new(k, dtype));
+        let dv = features.dims[1];
+        Partials { dv, group, counters, sinks, o, strides, lse, lse_rows, lse_heads, partial, sums, room }
+    }
+
+    /// A split is done: its rows are written, or left for the last split of the tile, which merges all.
+    pub fn finish(
+        &self,
+        w: &Scope<'k, Group>,
+        slot: &Slot<'k>,
+        o: &Acc<'k>,
+        totals: Totals<'k>,
+        barrier: &GroupBarrier,
+        last: Shared<'k, u32>,
+    ) {
+        w.choose(
+            (slot.ours[1] - slot.ours[0]).eq(slot.splits),
+            |w| self.write(w, slot, o, &totals),
+            |w| {
+                self.leave(w, slot, o, &totals);
+                w.sync_group(barrier);
+                w.one_thread_of_group(|t| {
+                    let counter = slot.tile + FIRST_COUNTER;
+                    let before = self.counters.fetch_add_in_order(t, counter, 1);
+                    let all = before.eq(slot.splits - 1);
+                    // As every launch finds it.
+                    t.when(all, |t| self.counters.store(t, counter, 0));
+                    last.store(t, 0, all.select::<u32>(1, 0));
+                });
+                w.sync_group(barrier);
+                w.when(last.load(w, 0).eq(1), |w| self.merge(w, slot));
+            },
+        );
+    }
+
+    /// Pairs of o before a row, and rows of the LSE.
+    fn offsets(&self, batch: Val<'k, u32>, query: Val<'k, u32>, head: Val<'k, u32>) -> [Val<'k, u64>; 2] {
+        let parts = [batch, query, head].into_iter().zip(self.strides);
+        let parts = parts.map(|(i, stride)| i.to_u64().mul_wide_64(stride));
+        let o = parts.reduce(|a, b| a + b).expect("bug in fulgurite: three axes");
+        [o, batch.mul_add(self.lse_heads, head).mul_wide(self.lse_rows) + query.to_u64()]
+    }
+
+    /// Where a packed row's o and LSE lie.
+    fn place(&self, slot: &Slot<'k>, row: Val<'k, u32>) -> Place<'k, T> {
+        let [query, own] = self.group.div_rem(slot.row + row);
+        let head = slot.head * self.group.value() + own;
+        let unused = slot.used.map(|(_, q_len)| query.ge(q_len));
+        let query = slot.used.map_or(query, |(q_start, _)| q_start + query);
+        let [o, lse] = self.offsets(slot.batch, query, head);
+        Place { o: self.o.at_wide(o), lse: self.lse.at_wide(lse), head, unused }
+    }
+
+    /// Writes a row's LSE where `first` holds; what its elements of o are made of.
+    fn end(
+        &self,
+        w: &Scope<'k, Group>,
+        place: &Place<'k, T>,
+        [max, sum]: [Val<'k, f32>; 2],
+        first: Val<'k, bool>,
+    ) -> impl Fn(Val<'k, f32>) -> Val<'k, f32> {
+        // A sink is one more term of the sum: both are brought to the larger exponent.
+        let (max, sum, factor) = match self.sinks {
+            Some(sinks) => {
+                let sink = sinks.of_head(w, place.head);
+                let both = max.max(sink);
+                let factor = (max - both).exp2();
+                (both, sum.mul_add(factor, (sink - both).exp2()), Some(factor))
+            }
+            None => (max, sum, None),
+        };
+        let unused = place.unused;
+        let seen = sum.gt(0.0);
+        let some = unused.map_or(seen, |unused| seen & !unused);
+        let lse = some.select::<f32>((max + sum.log2()) * LN_2, f32::NEG_INFINITY);
+        w.when(first, |w| place.lse.store(w, 0, lse));
+        let inverse = factor.map_or(sum.recip(), |factor| sum.recip() * factor);
+        let inverse = seen.select::<f32>(inverse, 0.0);
+        move |x| {
+            let x = x * inverse;
+            unused.map_or(x, |unused| unused.select::<f32>(0.0, x))
+        }
+    }
+
+    /// o and LSE of a tile without other splits.
+    fn write(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
+        let elements: Vec<Val<'k, f32>> = o.elements().collect();
+        for i in 0..2 {
+            let row = w.first_row() + 8 * i as u32;
+            w.when(row.lt(slot.rows), |w| {
+                let place = self.place(slot, row);
+                let result = self.end(w, &place, [totals.max[i], totals.sum[i]], w.first_col().eq(0));
+                let to = place.o.at(w.first_col() / 2);
+                for j in 0..self.dv / 8 {
+                    let [a, b] = pair(&elements, i, j).map(&result);
+                    to.store(w, j * 4, a.pair_with::<T>(b));
+                }
+            });
+        }
+    }
+
+    /// Where a split's first row lies among those that are left.
+    fn first_row(&self, slot: &Slot<'k>, split: Val<'k, u32>) -> Val<'k, u64> {
+        slot.tile.mul_wide(self.room) + (split * slot.rows).to_u64()
+    }
+
+    /// Leaves a split's rows for whoever merges.
+    fn leave(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
+        let elements: Vec<Val<'k, f32>> = o.elements().collect();
+        let first = self.first_row(slot, slot.ours[0]);
+        for i in 0..2 {
+            let row = w.first_row() + 8 * i as u32;
+            w.when(row.lt(slot.rows), |w| {
+                let row = first + row.to_u64();
+                w.when(w.first_col().eq(0), |w| {
+                    let sums = [totals.max[i], totals.sum[i]];
+                    self.sums.at_wide(row.mul_wide_64(2)).store_some(w, 0, sums);
+                });
+                let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(w.first_col());
+                for j in 0..self.dv / 8 {
+                    to.store_some(w, j * 8, pair(&elements, i, j));
+                }
+            });
+        }
+    }
+
+    /// Merges the splits of a tile: a thread has a few elements of a row.
+    fn merge(&self, w: &Scope<'k, Group>, slot: &Slot<'k>) {
+        let across = self.dv / UNIT;
+        w.each(w.thread_in_group(), slot.rows * across, 128, |w, unit| {
+            let (row, col) = (unit / across, (unit % across) * UNIT);
+            let max = w.var(f32::MIN);
+            let sum = w.var(0.0f32);
+            let acc: Vec<_> = (0..UNIT).map(|_| w.var(0.0f32)).collect();
+            w.each(0, slot.splits, TOGETHER, |w, start| {
+                let parts: Vec<_> = (0..TOGETHER)
+                    .map(|i| {
+                        // Past the last: the last again, which moves no maximum, with a weight of 0.
+                        let split = (start + i).min(slot.splits - 1);
+                        let row = self.first_row(slot, split) + row.to_u64();
+                        let sums = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
+                        let from = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(col);
+                        (sums, [0, 4].map(|i| from.load_some::<_, 4>(w, i)))
+                    })
+                    .collect();
+                for (i, ([m, l], from)) in parts.into_iter().enumerate() {
+                    let mut pair = Weights::of(&max, m);
+                    pair.new = (start + i as u32).lt(slot.splits).select::<f32>(pair.new, 0.0);
+                    pair.add(&sum, l);
+                    acc.iter().zip(from.as_flattened()).for_each(|(x, &from)| pair.add(x, from));
+                }
+            });
+            let place = self.place(slot, row);
+            let result = self.end(w, &place, [max.get(), sum.get()], col.eq(0));
+            let pairs = [0, 1, 2, 3].map(|i: usize| {
+                let [a, b] = [0, 1].map(|j| result(acc[2 * i + j].get()));
+                a.pair_with::<T>(b)
+            });
+            place.o.store_some(w, col / 2, pairs);
+        });
+    }
+
+    /// Zeros, and an LSE of -inf, for rows that belong to no sequence, in all of so many heads.
+    pub fn clear(&self, w: &Scope<'k, Group>, [first, end]: [Val<'k, u32>; 2], heads: Val<'k, u32>) {
+        let zero = w.constant(0u32);
+        let nothing = w.constant(0.0f32).pair_with::<T>(0.0);
+        let own = w.block().mul_add(128, w.thread_in_group());
+        w.each(own, (end - first) * heads, w.blocks() * 128, |w, i| {
+            let [o, lse] = self.offsets(zero, first + i / heads, i % heads);
+            self.lse.at_wide(lse).store(w, 0, f32::NEG_INFINITY);
+            let to = self.o.at_wide(o);
+            (0..self.dv / UNIT).for_each(|unit| to.store_some(w, unit * 4, [nothing; 4]));
+        });
+    }
+}
+
+/// What both sides of a merge are multiplied by.
+struct Weights<'k> {
+    old: Val<'k, f32>,
+    new: Val<'k, f32>,
+}
+
+impl<'k> Weights<'k> {
+    /// Raises a maximum to one that comes.
+    fn of(max: &Var<'k, f32>, m: Val<'k, f32>) -> Self {
+        let before = max.get();
+        let most = before.max(m);
+        max.set(most);
+        Weights { old: (before - most).exp2(), new: (m - most).exp2() }
+    }
+
+    /// Adds what comes to what there is.
+    fn add(&self, sum: &Var<'k, f32>, x: Val<'k, f32>) {
+        sum.set(x.mul_add(self.new, sum.get() * self.old));
+    }
+}
+
+/// Splits of a tile, merged in registers as they come.
+pub struct Merged<'k> {
+    pub o: Acc<'k>,
+    max: [Var<'k, f32>; 2],
+    sum: [Var<'k, f32>; 2],
+}
+
+impl<'k> Merged<'k> {
+    /// For rows of so many elements.
+    pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
+        let pair = || [w.var(0.0f32), w.var(0.0f32)];
+        Merged { o: w.accumulators(dv), max: pair(), sum: pair() }
+    }
+
+    /// Before the first split.
+    pub fn clear(&self) {
+        self.max.iter().for_each(|max| max.set(f32::MIN));
+        self.sum.iter().for_each(|sum| sum.set(0.0));
+        (0..self.o.elements().count()).for_each(|i| self.o.set(i, 0.0));
+    }
+
+    /// The next split.
+    pub fn add(&self, o: &Acc<'k>, totals: Totals<'k>) {
+        let weights = [0, 1].map(|i| {
+            let weights = Weights::of(&self.max[i], totals.max[i]);
+            weights.add(&self.sum[i], totals.sum[i]);
+            weights
+        });
+        let pairs: Vec<_> = self.o.elements().zip(o.elements()).collect();
+        for (i, (sum, x)) in pairs.into_iter().enumerate() {
+            let weights = &weights[Acc::row_of(i)];
+            self.o.set(i, x.mul_add(weights.new, sum * weights.old));
+        }
+    }
+
+    /// Maximum and sum of each row.
+    pub fn totals(&self) -> Totals<'k> {
+        Totals { max: self.max.map(|max| max.get()), sum: self.sum.map(|sum| sum.get()) }
+    }
+}
+
+/// The two neighbours of the `j`-th eight columns that a thread has of its upper or lower row.
+fn pair<'k>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
+    let at = 4 * j as usize + 2 * row;
+    [elements[at], elements[at + 1]]
+}

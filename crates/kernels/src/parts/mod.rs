@@ -1,0 +1,20 @@
+//! Parts that kernels are made of: masks, softmax, modifiers, epilogues, schedules, and the arguments that bind them.
+//!
+//! No part knows which operator uses it.
+
+pub(crate) mod arguments;
+pub(crate) mod block_lists;
+pub(crate) mod block_table;
+pub(crate) mod epilogue;
+pub mod exp;
+pub(crate) mod mask;
+pub(crate) mod merge;
+pub(crate) mod modifier;
+pub(crate) mod nonfinite;
+pub mod repack;
+pub(crate) mod schedule;
+pub(crate) mod softmax;
+
+pub use block_lists::Blocks;
+pub use modifier::Modifiers;
+pub use schedule::Ragged;

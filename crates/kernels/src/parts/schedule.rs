@@ -1,0 +1,426 @@
+//! Which tile of queries comes next, and where its sequence lies.
+//!
+//! Tiles are handed out by a counter. In a batch of equal sequences their number says which they are; in a batch of
+//! sequences with lengths of their own, the loading thread walks along the sequences as the numbers grow.
+
+use crate::parts::mask::{Lengths, Spans};
+use fulgurite_ptx::{Builder, Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
+
+/// What of the lengths is not the same for all sequences.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Ragged {
+    /// Sequences one after the other, with offsets; otherwise each has the same room.
+    pub packed: bool,
+    /// Used lengths of queries are given.
+    pub used_q: bool,
+    /// Used lengths of keys are given.
+    pub used_k: bool,
+}
+
+impl Ragged {
+    /// Whether any sequence has a length of its own.
+    pub fn any(self) -> bool {
+        self.packed || self.used_q || self.used_k
+    }
+}
+
+/// A sequence's place in the tensors, and its lengths.
+#[derive(Clone, Copy)]
+pub struct Sequence<'k> {
+    /// First row of packed q and o, and rows of room.
+    pub q_start: Val<'k, u32>,
+    pub q_room: Val<'k, u32>,
+    /// Queries and keys in use.
+    pub q_len: Val<'k, u32>,
+    pub k_len: Val<'k, u32>,
+    /// First row of packed k and v.
+    pub k_start: Val<'k, u32>,
+    /// The first key that some query sees, and how many there are from it to the last: whatever the others hold, times a
+    /// probability of 0, must not show.
+    pub first: Val<'k, u32>,
+    pub seen: Val<'k, u32>,
+}
+
+impl<'k> Sequence<'k> {
+    /// For masks.
+    #[track_caller]
+    pub fn lengths(&self) -> Lengths<'k> {
+        let [q, k, first] = [self.q_len, self.k_len, self.first].map(|n| n.to_i32());
+        Lengths { k: self.seen.to_i32(), bottom_right: k - q - first, top_left: q.literal(0) - first }
+    }
+    fn words(&self) -> [Val<'k, u32>; WORDS] {
+        [self.q_start, self.q_room, self.q_len, self.k_len, self.k_start, self.first, self.seen]
+    }
+    fn from_words([q_start, q_room, q_len, k_len, k_start, first, seen]: [Val<'k, u32>; WORDS]) -> Self {
+        Sequence { q_start, q_room, q_len, k_len, k_start, first, seen }
+    }
+}
+
+/// Names of the rows from one sequence to the next.
+pub const STEPS: [&str; 4] = ["q_step", "k_step", "v_step", "o_step"];
+
+/// A tensor of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Of {
+    Q,
+    K,
+    V,
+    O,
+}
+
+/// Numbers of a sequence.
+const WORDS: usize = 7;
+
+/// A tile of queries, as the loading thread hands it out.
+#[derive(Clone, Copy)]
+pub struct Work<'k> {
+    /// First row, in its sequence.
+    pub row: Val<'k, u32>,
+    pub head: Val<'k, u32>,
+    pub batch: Val<'k, u32>,
+    /// Blocks of keys, from the first to past the last: none means that there are no more tiles.
+    pub blocks: [Val<'k, u32>; 2],
+    /// Where sequences have lengths of their own.
+    pub sequence: Option<Sequence<'k>>,
+}
+
+/// What of a tile's description depends on the problem's features.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    /// Whether the first block is not known to be 0.
+    pub first: bool,
+    pub ragged: bool,
+}
+
+impl Shape {
+    /// Numbers of a message.
+    pub fn words(self) -> usize {
+        if self.ragged { (5 + WORDS).next_multiple_of(4) } else { 8 }
+    }
+}
+
+impl<'k> Work<'k> {
+    pub fn message(self) -> Vec<Val<'k, u32>> {
+        let mut message = vec![self.row, self.head, self.batch, self.blocks[1], self.blocks[0]];
+        message.extend(self.sequence.iter().flat_map(|s| s.words()));
+        message
+    }
+    pub fn read(message: &[Val<'k, u32>], shape: Shape) -> Self {
+        let &[row, head, batch, end, first, ref rest @ ..] = message else {
+            panic!("bug in fulgurite: a message of {} numbers", message.len())
+        };
+        let first = if shape.first { first } else { row.literal(0) };
+        let sequence = shape.ragged.then(|| Sequence::from_words(std::array::from_fn(|i| rest[i])));
+        Work { row, head, batch, blocks: [first, end], sequence }
+    }
+}
+
+/// A tile of queries that a loop carries.
+pub struct WorkVars<'k> {
+    vars: [Var<'k, u32>; 4],
+    first: Option<Var<'k, u32>>,
+    sequence: Option<[Var<'k, u32>; WORDS]>,
+}
+
+impl<'k> WorkVars<'k> {
+    pub fn new<W: Who>(w: &Scope<'k, W>, shape: Shape) -> Self {
+        WorkVars {
+            vars: [0; 4].map(|_| w.var(0u32)),
+            first: shape.first.then(|| w.var(0u32)),
+            sequence: shape.ragged.then(|| [0; WORDS].map(|_| w.var(0u32))),
+        }
+    }
+    pub fn set(&self, work: Work<'k>) {
+        let [first, end] = work.blocks;
+        self.vars.iter().zip([work.row, work.head, work.batch, end]).for_each(|(var, x)| var.set(x));
+        self.first.iter().for_each(|var| var.set(first));
+        if let (Some(vars), Some(sequence)) = (&self.sequence, work.sequence) {
+            vars.iter().zip(sequence.words()).for_each(|(var, x)| var.set(x));
+        }
+    }
+    pub fn get(&self) -> Work<'k> {
+        let [row, head, batch, end] = self.vars.map(|var| var.get());
+        let first = self.first.map_or(row.literal(0), |var| var.get());
+        let sequence = self.sequence.map(|vars| Sequence::from_words(vars.map(|var| var.get())));
+        Work { row, head, batch, blocks: [first, end], sequence }
+    }
+}
+
+/// Tiles of a batch of equal sequences: in bands of `order` (head, batch) pairs whose keys fit the second-level cache, and
+/// one more of the `last` pairs; in a band the rows with the most keys, the last, go first.
+pub struct Equal<'k> {
+    pub tiles: Val<'k, u32>,
+    m_tiles: Val<'k, u32>,
+    pub pairs: Val<'k, u32>,
+    /// Bands before the last one, and tiles of each.
+    bands: Val<'k, u32>,
+    band: Divisor<'k>,
+    order: Divisor<'k>,
+    last: Divisor<'k>,
+}
+
+impl<'k> Equal<'k> {
+    /// Declares the parameters.
+    pub fn new(k: &'k Builder) -> Self {
+        let [m_tiles, tiles, pairs, bands] = ["m_tiles", "tiles", "pairs", "bands"].map(|name| k.param::<u32>(name));
+        let [band, order, last] = ["band", "order", "last"].map(|name| k.divisor(name));
+        Equal { tiles, m_tiles, pairs, bands, band, order, last }
+    }
+
+    /// Batch and head of a tile, and its number among those of the head, in the order of rows.
+    #[track_caller]
+    pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+        let [batch, head, up] = self.place(heads, tile);
+        [batch, head, self.m_tiles - 1 - up]
+    }
+
+    /// Batch and head of a tile, and how many tiles of the head go before.
+    #[track_caller]
+    pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
+        let number = self.band.div_rem(tile)[0].min(self.bands);
+        let count = Divisor::select(number.lt(self.bands), self.order, self.last);
+        let [up, across] = count.div_rem(tile - number * self.band.value());
+        let [batch, head] = heads.div_rem(number * self.order.value() + across);
+        [batch, head, up]
+    }
+
+    /// Tiles of a head.
+    pub fn tiles_of_head(&self) -> Val<'k, u32> {
+        self.m_tiles
+    }
+}
+
+/// Where sequences with lengths of their own begin, and how long they are: of queries (0) and of keys (1).
+pub struct Sides<'k> {
+    ragged: Ragged,
+    /// Whose tiles are walked: behind packed sequences there is one more, with the rows of this side that belong to none.
+    walked: usize,
+    batch: Val<'k, u32>,
+    /// Rows of room of each sequence where they have the same, rows of the tensors where they are packed.
+    rows: [Val<'k, u32>; 2],
+    offsets: Option<[Pointer<'k, u32>; 2]>,
+    used: [Option<Pointer<'k, u32>>; 2],
+}
+
+impl<'k> Sides<'k> {
+    /// Declares the parameters.
+    pub fn new(k: &'k Builder, ragged: Ragged, walked: usize) -> Self {
+        let [batch, q_rows, k_rows] = ["batch", "q_rows", "k_rows"].map(|name| k.param::<u32>(name));
+        let offsets = ragged.packed.then(|| ["cu_seqlens_q", "cu_seqlens_k"].map(|name| k.array::<u32>(name)));
+        let used = [(ragged.used_q, "used_q"), (ragged.used_k, "used_k")].map(|(has, name)| has.then(|| k.array(name)));
+        Sides { ragged, walked, batch, rows: [q_rows, k_rows], offsets, used }
+    }
+
+    /// How many sequences are walked.
+    pub fn count(&self) -> Val<'k, u32> {
+        if self.ragged.packed { self.batch + 1 } else { self.batch }
+    }
+
+    /// First row (of a packed tensor) and room of a sequence. Offsets that do not ascend are not believed.
+    #[track_caller]
+    pub fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
+        let rows = self.rows[side];
+        match self.offsets {
+            Some(offsets) => {
+                let start = offsets[side].load(t, sequence).min(rows);
+                let last = sequence.eq(self.batch);
+                let end = offsets[side].load(t, (sequence + 1).min(self.batch)).min(rows);
+                // The rows behind the last sequence: all of the walked side, and none of the other.
+                let end = last.select::<u32>(if side == self.walked { rows } else { start }, end);
+                [start, end.max(start) - start]
+            }
+            None => [t.constant(0u32), rows],
+        }
+    }
+
+    /// Steps of `rows` queries before the first of a sequence, where each has steps of its own: at least one for each.
+    #[track_caller]
+    pub fn first_step<W: Who>(&self, t: &Scope<'k, W>, sequence: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        match self.offsets {
+            Some(offsets) => offsets[0].load(t, sequence).min(self.rows[0]) / rows + sequence,
+            None => ((self.rows[0] + (rows - 1)) / rows).max(1) * sequence,
+        }
+    }
+
+    /// The sequence that a step belongs to: the last that begins before it or with it.
+    pub fn of_step<W: Who>(&self, t: &Scope<'k, W>, step: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        let (low, high) = (t.var(0u32), t.var(self.count()));
+        t.repeat(|t, leave| {
+            let middle = (low.get() + high.get()) / 2;
+            leave.when((high.get() - low.get()).le(1));
+            let after = self.first_step(t, middle, rows).gt(step);
+            low.set(after.select(low.get(), middle));
+            high.set(after.select(middle, high.get()));
+        });
+        low.get()
+    }
+
+    /// How many rows of a sequence are in use, of those it has room for.
+    #[track_caller]
+    pub fn used<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        side: usize,
+        sequence: Val<'k, u32>,
+        room: Val<'k, u32>,
+    ) -> Val<'k, u32> {
+        let within = match self.used[side] {
+            // A negative number is no length.
+            Some(used) => used.load(t, sequence.min(self.batch - 1)).to_i32().max(0).to_u32().min(room),
+            None => room,
+        };
+        match self.ragged.packed {
+            true => sequence.eq(self.batch).select::<u32>(0, within),
+            false => within,
+        }
+    }
+}
+
+/// Tiles of a batch of sequences with lengths of their own, sequence by sequence.
+pub struct Unequal<'k> {
+    pub sides: Sides<'k>,
+    /// Rows from one sequence to the next in each tensor of rows, where they have the same room.
+    steps: Option<Vec<Val<'k, u32>>>,
+}
+
+/// Where the walk along the sequences stands.
+pub struct Walk<'k> {
+    /// Number of the sequence, and of the first tile of it.
+    sequence: Var<'k, u32>,
+    first_tile: Var<'k, u32>,
+    /// Its tiles, of all heads.
+    tiles: Var<'k, u32>,
+    start: Var<'k, u32>,
+    room: Var<'k, u32>,
+}
+
+impl<'k> Unequal<'k> {
+    /// Declares the parameters, for queries.
+    pub fn new(k: &'k Builder, ragged: Ragged) -> Self {
+        Self::of(k, ragged, 0, &STEPS)
+    }
+
+    /// The same for tiles of a side, and tensors whose steps have these names.
+    pub fn of(k: &'k Builder, ragged: Ragged, walked: usize, steps: &[&str]) -> Self {
+        let sides = Sides::new(k, ragged, walked);
+        let steps = (!ragged.packed).then(|| steps.iter().map(|name| k.param::<u32>(name)).collect());
+        Unequal { sides, steps }
+    }
+
+    /// First row of a sequence in the `tensor`-th tensor, `start` being that of a packed one.
+    pub fn first_row(&self, tensor: usize, batch: Val<'k, u32>, start: Val<'k, u32>) -> Val<'k, u32> {
+        self.steps.as_ref().map_or(start, |steps| batch * steps[tensor])
+    }
+
+    /// The rows of a tile's sequence in a tensor; of k and v those that some query sees.
+    #[track_caller]
+    pub fn slice(&self, work: &Work<'k>, of: Of) -> Slice<'k> {
+        let sequence = work.sequence.expect("bug in fulgurite: a tile without its sequence");
+        let keys = matches!(of, Of::K | Of::V);
+        let start = if keys { sequence.k_start } else { sequence.q_start };
+        let start = self.first_row(of as usize, work.batch, start);
+        match keys {
+            true => Slice { start: start + sequence.first, rows: sequence.seen },
+            false => Slice { start, rows: sequence.q_room },
+        }
+    }
+
+    fn tiles(room: Val<'k, u32>, rows: u32, heads: Val<'k, u32>) -> Val<'k, u32> {
+        (room + (rows - 1)) / rows * heads
+    }
+
+    /// Before the first tile.
+    pub fn start(&self, t: &Scope<'k, Thread>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
+        let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
+        Walk {
+            sequence: t.var(0u32),
+            first_tile: t.var(0u32),
+            tiles: t.var(Self::tiles(room, rows, heads)),
+            start: t.var(start),
+            room: t.var(room),
+        }
+    }
+
+    /// Walks on to the sequence of a tile; whether there is one. Tiles are asked for in ascending order.
+    pub fn seek(
+        &self,
+        t: &Scope<'k, Thread>,
+        walk: &Walk<'k>,
+        tile: Val<'k, u32>,
+        rows: u32,
+        heads: Val<'k, u32>,
+    ) -> Val<'k, bool> {
+        t.repeat(|t, leave| {
+            leave.when((tile - walk.first_tile.get()).lt(walk.tiles.get()));
+            let next = walk.sequence.get() + 1;
+            leave.when(next.ge(self.sides.count()));
+            let [start, room] = self.sides.room(t, self.sides.walked, next);
+            walk.first_tile.set(walk.first_tile.get() + walk.tiles.get());
+            walk.sequence.set(next);
+            walk.start.set(start);
+            walk.room.set(room);
+            walk.tiles.set(Self::tiles(room, rows, heads));
+        });
+        (tile - walk.first_tile.get()).lt(walk.tiles.get())
+    }
+
+    /// How many tiles there are, once the walk is at its end.
+    pub fn total(walk: &Walk<'k>) -> Val<'k, u32> {
+        walk.first_tile.get() + walk.tiles.get()
+    }
+
+    /// Of a tile in the sequence that was sought: the sequence, the head, how many tiles of the head go before, and how many
+    /// there are.
+    #[track_caller]
+    pub fn place(&self, walk: &Walk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
+        let [up, head] = heads.div_rem(tile - walk.first_tile.get());
+        [walk.sequence.get(), head, up, heads.div_rem(walk.tiles.get())[0]]
+    }
+
+    /// Batch, head and number of a tile in the sequence that was sought, and the sequence.
+    pub fn find(
+        &self,
+        t: &Scope<'k, Thread>,
+        walk: &Walk<'k>,
+        tile: Val<'k, u32>,
+        heads: Divisor<'k>,
+        spans: Option<&Spans>,
+    ) -> ([Val<'k, u32>; 3], Sequence<'k>) {
+        let [sequence, head, up, m_tiles] = self.place(walk, tile, heads);
+        // The rows with the most keys, the last, go first.
+        let sequence_of = self.lengths(t, sequence, [walk.start.get(), walk.room.get()], spans);
+        ([sequence, head, m_tiles - 1 - up], sequence_of)
+    }
+
+    /// A sequence by its number.
+    pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>, spans: &Spans) -> Sequence<'k> {
+        let queries = self.sides.room(t, 0, number);
+        self.lengths(t, number, queries, Some(spans))
+    }
+
+    /// Rows of packed q and o that belong to no sequence: from the first to past the last.
+    pub fn rest<W: Who>(&self, t: &Scope<'k, W>) -> Option<[Val<'k, u32>; 2]> {
+        let Sides { ragged, batch, rows, .. } = &self.sides;
+        ragged.packed.then(|| [self.sides.room(t, 0, *batch)[0], rows[0]])
+    }
+
+    /// A sequence whose first row and room of queries are known.
+    fn lengths<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        sequence: Val<'k, u32>,
+        [q_start, q_room]: [Val<'k, u32>; 2],
+        spans: Option<&Spans>,
+    ) -> Sequence<'k> {
+        let [k_start, k_room] = self.sides.room(t, 1, sequence);
+        let q_len = self.sides.used(t, 0, sequence, q_room);
+        let k_len = self.sides.used(t, 1, sequence, k_room);
+        let (zero, [q, k]) = (t.constant(0i32), [q_len, k_len].map(|n| n.to_i32()));
+        let whole = Lengths { k, bottom_right: k - q, top_left: zero };
+        let bounded = |bounded: fn(&Spans) -> bool| spans.filter(|s| bounded(s));
+        let first = bounded(Spans::bounded_left).map(|s| s.keys(zero, whole).start.max(0).min(k)).unwrap_or(zero);
+        let end = bounded(Spans::bounded_right).map(|s| s.keys(q - 1, whole).end.max(first)).unwrap_or(k);
+        let (first, seen) = (first.to_u32(), (end - first).to_u32());
+        Sequence { q_start, q_room, q_len, k_len, k_start, first, seen }
+    }
+}

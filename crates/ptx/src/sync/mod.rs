@@ -1,0 +1,18 @@
+//! How warps hand tiles, numbers and turns to each other: rings filled by the copy engine, mailboxes, token rings, channels
+//! between the CTAs of a cluster, and queues of bulk reductions. Phase bits exist nowhere outside this module.
+
+mod accumulator_channel;
+mod bulk_reducer;
+mod cluster;
+mod double_tile;
+pub(crate) mod pipe;
+mod token_ring;
+mod zeros;
+
+pub use accumulator_channel::AccumulatorChannel;
+pub use bulk_reducer::BulkReducer;
+pub use cluster::{ClusterBroadcast, PeerTiles};
+pub use double_tile::DoubleTile;
+pub use pipe::{Filling, Mailbox, Numbers, Pipe};
+pub use token_ring::TokenRing;
+pub use zeros::Zeros;
