@@ -12,7 +12,7 @@
 #[path = "plot.rs"]
 mod plot;
 
-use fulgurite::around::Skip;
+use fulgurite::variants::Skip;
 use fulgurite::{Tensor, attention};
 use plot::{Plot, Series};
 use std::error::Error;

@@ -1,7 +1,7 @@
 //! What mixes tokens in a layer: attention, or the gated delta rule. The one part of the model that is not written out.
 
 use super::{Result, Size};
-use fulgurite::around::{DeltaSaved, GatedDelta, GatedDeltaCall, gated_delta};
+use fulgurite::variants::{DeltaSaved, GatedDelta, GatedDeltaCall, gated_delta};
 use fulgurite::{Choice, Engine, Forward, Inputs, Mask, Precision, Problem, Run, Tensor, TensorView, engine};
 
 /// Which one, with what it keeps between calls.

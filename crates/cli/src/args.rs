@@ -1,11 +1,11 @@
 //! The arguments of the command.
 
-use crate::around::args::{AroundArgs, Op};
-use crate::around::bench::System;
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
+use crate::variants::args::{Op, VariantArgs};
+use crate::variants::bench::System;
 use clap::{CommandFactory, Parser, Subcommand};
-use fulgurite::around::Skip;
 use fulgurite::gpu::{Order, Target};
+use fulgurite::variants::Skip;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
 
@@ -182,7 +182,7 @@ pub struct RunArgs {
     pub op: Op,
     /// What only some of them have.
     #[command(flatten)]
-    pub around: AroundArgs,
+    pub variants: VariantArgs,
     /// A query sees keys up to its own position, counted from the end
     #[arg(long)]
     pub causal: bool,

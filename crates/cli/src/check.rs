@@ -1,7 +1,7 @@
 //! `check`: every engine, every feature, every dtype against the f64 oracle.
 
 use crate::args::CheckArgs;
-use crate::around::check as around;
+use crate::variants::check as variants;
 use crate::{Failure, json, progress, say};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::{Choice, DType, Engine, Error, Forward, Gradients, Run, engine_with, engines};
@@ -84,8 +84,8 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
         }
         bar.finish_and_clear();
         // Each of them judges many tensors: a quarter as many say as much.
-        let seeds = (0..around::CASES).chain((0..args.long as u64 / 4).map(|i| seed.wrapping_add(i)));
-        around::compare(&choices, &settings, dtype, seeds, &args.case, &mut ledger)?;
+        let seeds = (0..variants::CASES).chain((0..args.long as u64 / 4).map(|i| seed.wrapping_add(i)));
+        variants::compare(&choices, &settings, dtype, seeds, &args.case, &mut ledger)?;
     }
     if ledger.cases == 0 {
         let hint = "names are those of failures, or such as `random`, of which `--long N` adds some";
@@ -183,7 +183,7 @@ impl Ledger {
     }
 
     fn results(self, args: &CheckArgs, seed: u64, engines: Vec<String>) -> Results {
-        let rows = cases::FEATURES.iter().chain(&around::FEATURES).map(|&feature| {
+        let rows = cases::FEATURES.iter().chain(&variants::FEATURES).map(|&feature| {
             let all = engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
             let columns =
                 all.filter_map(|(engine, dtype)| self.columns.get(&(feature, engine.clone(), dtype)).cloned());

@@ -49,7 +49,7 @@ struct Unit {
 /// Runs `explain`.
 pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
     if let Some(skip) = &args.skip {
-        return crate::around::explain::main(args, skip);
+        return crate::variants::explain::main(args, skip);
     }
     let (builder, sizes, problem) = (args.builder(), args.sizes(), args.problem()?);
     let explained = if args.backward { gpu::explain_backward } else { gpu::explain };

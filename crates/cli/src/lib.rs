@@ -6,7 +6,6 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
-pub mod around;
 pub mod bench;
 pub mod cache;
 pub mod check;
@@ -21,6 +20,7 @@ pub mod report;
 pub mod run;
 pub mod sim;
 pub mod tune;
+pub mod variants;
 
 use args::{Args, Command};
 use clap::Parser;

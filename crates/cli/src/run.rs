@@ -1,9 +1,9 @@
 //! `run`: attention of the tensors in a file.
 
 use crate::args::RunArgs;
-use crate::around::args::Op;
-use crate::around::run as around;
 use crate::io::{self, Format, Stored, Tensors};
+use crate::variants::args::Op;
+use crate::variants::run as variants;
 use crate::{Failure, json, say};
 use fulgurite::{
     Attention, Counters, DType, Forward, Gradients, Problem, Rescale, Run, Tally, Tensor, attention, engine_with,
@@ -61,9 +61,9 @@ pub(crate) struct Shape {
 
 /// Runs `run`.
 pub fn main(args: &RunArgs) -> Result<(), Failure> {
-    around::flags_fit(args)?;
-    if args.op != Op::Attention || args.around.skip.is_some() {
-        return around::main(args);
+    variants::flags_fit(args)?;
+    if args.op != Op::Attention || args.variants.skip.is_some() {
+        return variants::main(args);
     }
     let format = Format::of(&args.output)?;
     let tensors = io::read(&args.input)?;

@@ -54,7 +54,7 @@ fn check_judges_every_feature() {
     let folder = folder("check");
     let shown =
         succeeds(&folder, &["check", "--engine", "oracle", "--dtypes", "f32,bf16", "--long", "2", "--seed", "5"]);
-    for feature in fulgurite_core::cases::FEATURES.iter().chain(&fulgurite_cli::around::check::FEATURES) {
+    for feature in fulgurite_core::cases::FEATURES.iter().chain(&fulgurite_cli::variants::check::FEATURES) {
         assert!(shown.contains(&format!(" {feature} ")), "{feature}: {shown}");
     }
     assert!(shown.contains("2 random cases for each dtype, seed 5; repeat them with --seed 5"), "{shown}");
@@ -62,7 +62,7 @@ fn check_judges_every_feature() {
     let out = succeeds(&folder, &["check", "--engine", "oracle", "--dtypes", "f16", "--json"]);
     let results: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(results["ok"], true);
-    let rows = fulgurite_core::cases::FEATURES.len() + fulgurite_cli::around::check::FEATURES.len();
+    let rows = fulgurite_core::cases::FEATURES.len() + fulgurite_cli::variants::check::FEATURES.len();
     assert_eq!(results["features"].as_array().unwrap().len(), rows);
 }
 

@@ -1,6 +1,6 @@
 //! The gated delta rule against its oracle: both forms, every instruction set, forward and backward.
 
-use fulgurite_core::cases::around::{DeltaCase, DeltaSizes};
+use fulgurite_core::cases::variants::{DeltaCase, DeltaSizes};
 use fulgurite_core::gated_delta::{DeltaForward, DeltaGradients, GatedDelta, QkNorm, check_backward, check_forward};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};

@@ -1,6 +1,6 @@
 //! Lighthouse against its definition with the same selection.
 
-use fulgurite_core::cases::around::LighthouseCase;
+use fulgurite_core::cases::variants::LighthouseCase;
 use fulgurite_core::lighthouse::{Lighthouse, check};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Tensor};

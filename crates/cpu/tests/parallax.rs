@@ -1,6 +1,6 @@
 //! Parallax against its oracle, and against attention where the probes are zero.
 
-use fulgurite_core::cases::around::ParallaxCase;
+use fulgurite_core::cases::variants::ParallaxCase;
 use fulgurite_core::parallax::{Parallax, ParallaxForward, ParallaxGradients, check};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, Tensor};

@@ -1,6 +1,6 @@
 //! Block-skip attention: results against the oracle with the kept tiles, decisions against the definition, the bound.
 
-use fulgurite_core::cases::around::SkipCase;
+use fulgurite_core::cases::variants::SkipCase;
 use fulgurite_core::compare::{check_backward, check_forward};
 use fulgurite_core::random::Rng;
 use fulgurite_core::skip::{HeadClass, Lambda, Skip, SkipProblem};

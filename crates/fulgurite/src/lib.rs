@@ -30,7 +30,6 @@
 #![forbid(unsafe_code)]
 
 mod adder;
-pub mod around;
 mod attention;
 mod choice;
 mod compiled;
@@ -45,6 +44,7 @@ mod profile;
 mod rooms;
 pub mod sim;
 mod tune;
+pub mod variants;
 mod view;
 
 pub use attention::{Attention, attention};

@@ -5,9 +5,9 @@ mod cell;
 pub use cell::{Cell, MaskKind, Pass, Worst};
 
 use crate::args::BenchArgs;
-use crate::around::bench as around;
 use crate::machine::{self, Machine};
 use crate::report::{html, svg};
+use crate::variants::bench as variants;
 use crate::{Failure, io, json, progress, say};
 use cell::{Pool, Spec};
 use comfy_table::{CellAlignment, Table};
@@ -34,7 +34,7 @@ pub struct Results {
     /// The grid.
     pub cells: Vec<Cell>,
     /// The systems around attention.
-    pub around: Vec<around::Row>,
+    pub around: Vec<variants::Row>,
 }
 
 struct Grid {
@@ -133,7 +133,7 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
         seed: args.seed,
         repeats: args.repeats,
         cells,
-        around: around::measure(args, &grid.dtypes)?,
+        around: variants::measure(args, &grid.dtypes)?,
     };
     let picture = svg::draw(&chart(&results));
     for (name, text) in [
@@ -149,7 +149,7 @@ pub fn main(args: &BenchArgs) -> Result<(), Failure> {
         let out = args.out.display();
         say(&format!("{}\n{}\n{}\n", results.engine, results.machine.line(), table(&results)))?;
         if !results.around.is_empty() {
-            say(&format!("{}\n", around::table(&results.around)))?;
+            say(&format!("{}\n", variants::table(&results.around)))?;
         }
         say(&format!("report: {out}/bench.html, {out}/bench.svg, {out}/bench.json"))?;
     }

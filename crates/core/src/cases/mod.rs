@@ -3,9 +3,9 @@
 //! A [`Case`] owns a problem and all tensors of a forward and a backward call. [`cases`] is the table;
 //! [`random`] draws mixtures without end for long runs. Both are the same on every machine.
 
-pub mod around;
 mod recipe;
 mod table;
+pub mod variants;
 
 use crate::block::BlockMask;
 use crate::dtype::DType;

@@ -3,14 +3,14 @@
 
 use crate::Failure;
 use crate::args::BenchArgs;
-use crate::around::check::judge_cache;
 use crate::check::share;
+use crate::variants::check::judge_cache;
 use comfy_table::{CellAlignment, Table};
-use fulgurite::around::{
+use fulgurite::cache::{CacheSpec, KvCache, Storage};
+use fulgurite::variants::{
     self, DeltaForm, DeltaForward, DeltaInputs, DeltaSegments, GatedDelta, HeadClass, Lighthouse, Parallax,
     ParallaxForward, QkNorm, Skip, SkipProblem,
 };
-use fulgurite::cache::{CacheSpec, KvCache, Storage};
 use fulgurite::{Cpu, DType, Engine, Error, Forward, Inputs, Mask, Precision, Problem, Run, Tensor};
 use fulgurite_core::compare::{self, Verdict};
 use fulgurite_core::format::Bits;
@@ -128,12 +128,12 @@ struct Setup<'a> {
 
 /// Measures the rows that were asked for; none where the engine has none of the systems.
 pub fn measure(args: &BenchArgs, dtypes: &[DType]) -> Result<Vec<Row>, Failure> {
-    let Ok(engine) = around::cpu(args.engine.engine, &args.engine.settings(), "bench") else { return Ok(Vec::new()) };
+    let Ok(engine) = variants::cpu(args.engine.engine, &args.engine.settings(), "bench") else { return Ok(Vec::new()) };
     if args.attention_only {
         return Ok(Vec::new());
     }
     let mut rows = Vec::new();
-    for &system in &args.around {
+    for &system in &args.variants {
         for &dtype in dtypes {
             let rng = Rng::new(args.seed);
             let mut setup = Setup { engine: &engine, dtype, rng, repeats: args.repeats, quick: args.quick };
@@ -211,7 +211,7 @@ impl Setup<'_> {
         let mut out = Forward::zeros(problem.base())?;
         let mut kept = None;
         let times = self.race(problem.base(), &inputs, || {
-            kept = Some(around::skip_forward(&bound, &mut out.outputs(), &self.engine.options()).kept);
+            kept = Some(variants::skip_forward(&bound, &mut out.outputs(), &self.engine.options()).kept);
             Ok(())
         })?;
         let mut inputs = inputs.clone();
@@ -269,7 +269,7 @@ impl Setup<'_> {
         let bound = problem.bind(&inputs, r.view())?;
         let mut out = ParallaxForward::zeros(&problem)?;
         let times = self.race(problem.problem(), &inputs, || {
-            around::parallax_forward(&bound, &mut out.outputs(), &self.engine.options());
+            variants::parallax_forward(&bound, &mut out.outputs(), &self.engine.options());
             Ok(())
         })?;
         let found = parallax::check(&bound, &out, None);
@@ -285,7 +285,7 @@ impl Setup<'_> {
         let inputs = Inputs::new(q.view(), k.view(), v.view());
         let mut out = None;
         let times = self.race(&problem, &inputs, || {
-            out = Some(around::lighthouse_forward(&light, &q.view(), &k.view(), &v.view(), &self.engine.options())?);
+            out = Some(variants::lighthouse_forward(&light, &q.view(), &k.view(), &v.view(), &self.engine.options())?);
             Ok(())
         })?;
         let found = out.map_or(Vec::new(), |o| lighthouse::check(&light, &o.entries, [&q, &k, &v], &o.o, None));
@@ -309,7 +309,7 @@ impl Setup<'_> {
         let mut out = DeltaForward::zeros(&problem)?;
         let times = self.race(&plain, &Inputs::new(q.view(), k.view(), v.view()), || {
             let (form, segments) = (DeltaForm::Chunked, DeltaSegments::Auto);
-            around::gated_delta_forward(&bound, &mut out.outputs(), form, segments, &self.engine.options());
+            variants::gated_delta_forward(&bound, &mut out.outputs(), form, segments, &self.engine.options());
             Ok(())
         })?;
         let found = gated_delta::check_forward(&bound, &out, 0);

@@ -1,6 +1,6 @@
 //! What is computed, and the arguments that only some of it has.
 
-use fulgurite::around::{DeltaForm, Skip};
+use fulgurite::variants::{DeltaForm, Skip};
 use std::fmt;
 use std::str::FromStr;
 
@@ -50,7 +50,7 @@ impl FromStr for Op {
 
 /// Arguments that only some of the systems have.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub struct AroundArgs {
+pub struct VariantArgs {
     /// Attention: tiles to leave out, such as window:128:16,tile:64x64 or mass:0.98,lambda:1e-3; a class for each head or
     /// one for all (dense, log, window:KEYS:SINKS), mass:SHARE or top:SHARE, lambda:X or lambda-per-key:X, no-first-tile
     #[arg(long, value_name = "PARTS")]
@@ -75,7 +75,7 @@ pub struct AroundArgs {
     pub form: Option<DeltaForm>,
 }
 
-impl AroundArgs {
+impl VariantArgs {
     /// The arguments that were given, and the only system that has them.
     pub fn given(&self) -> Vec<(&'static str, Op)> {
         let all = [

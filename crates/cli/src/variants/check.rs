@@ -2,15 +2,15 @@
 
 use crate::Failure;
 use crate::check::Ledger;
-use fulgurite::around::{
+use fulgurite::cache::{CacheSpec, KvCache, Storage};
+use fulgurite::variants::{
     self, DeltaForm, DeltaForward, DeltaGradients, DeltaSegments, ParallaxForward, ParallaxGradients,
 };
-use fulgurite::cache::{CacheSpec, KvCache, Storage};
 use fulgurite::{
     Choice, Cpu, DType, Engine, Error, Exp, Forward, Gradients, Inputs, Int8Attention, Mask, Precision, Problem, Saved,
     Settings, Tensor,
 };
-use fulgurite_core::cases::around::{DeltaCase, LighthouseCase, ParallaxCase, SkipCase};
+use fulgurite_core::cases::variants::{DeltaCase, LighthouseCase, ParallaxCase, SkipCase};
 use fulgurite_core::compare::{self, Verdict};
 use fulgurite_core::format::Bits;
 use fulgurite_core::random::Rng;
@@ -41,7 +41,7 @@ pub(crate) fn compare(
             let named = seeds.iter().map(|&seed| (seed, format!("{feature}, seed {seed}, {dtype}")));
             let cases: Vec<_> = named.filter(|(_, name)| name.contains(asked)).collect();
             ledger.cases += cases.len();
-            let Ok(engine) = around::cpu(choice, settings, feature) else {
+            let Ok(engine) = variants::cpu(choice, settings, feature) else {
                 cases.first().iter().for_each(|_| ledger.refused(&choice.to_string(), feature, dtype));
                 continue;
             };
@@ -58,7 +58,7 @@ fn skip(engine: &Cpu, seed: u64, dtype: DType) -> Result<Vec<(String, Verdict)>,
     let case = SkipCase::random(seed, dtype);
     let (problem, inputs) = (&case.problem, case.inputs());
     let mut out = Forward::zeros(problem.base())?;
-    let outcome = around::skip_forward(&problem.bind(&inputs)?, &mut out.outputs(), &engine.options());
+    let outcome = variants::skip_forward(&problem.bind(&inputs)?, &mut out.outputs(), &engine.options());
     let inputs = inputs.block_mask(&outcome.kept);
     let meaning = inputs.bind(problem.meaning())?;
     let mut verdicts = compare::check_forward(&meaning, &out, 0);
@@ -73,16 +73,16 @@ fn parallax(engine: &Cpu, seed: u64, dtype: DType) -> Result<Vec<(String, Verdic
     let inputs = case.inputs();
     let bound = case.parallax.bind(&inputs, case.r.view())?;
     let mut out = ParallaxForward::zeros(&case.parallax)?;
-    around::parallax_forward(&bound, &mut out.outputs(), &engine.options());
+    variants::parallax_forward(&bound, &mut out.outputs(), &engine.options());
     let mut gradients = ParallaxGradients::zeros(&case.parallax)?;
-    around::parallax_backward(&bound, &out, &case.d_o.view(), &mut gradients, &engine.options());
+    variants::parallax_backward(&bound, &out, &case.d_o.view(), &mut gradients, &engine.options());
     Ok(parallax::check(&bound, &out, Some((&case.d_o.view(), &gradients))))
 }
 
 fn light(engine: &Cpu, seed: u64, dtype: DType) -> Result<Vec<(String, Verdict)>, Error> {
     let LighthouseCase { light, q, k, v, d_o } = LighthouseCase::random(seed, dtype);
-    let out = around::lighthouse_forward(&light, &q.view(), &k.view(), &v.view(), &engine.options())?;
-    let g = around::lighthouse_backward(&light, &out, &d_o.view(), &engine.options())?;
+    let out = variants::lighthouse_forward(&light, &q.view(), &k.view(), &v.view(), &engine.options())?;
+    let g = variants::lighthouse_backward(&light, &out, &d_o.view(), &engine.options())?;
     Ok(lighthouse::check(&light, &out.entries, [&q, &k, &v], &out.o, Some((&d_o, [&g.d_q, &g.d_k, &g.d_v]))))
 }
 
@@ -93,11 +93,11 @@ fn delta(engine: &Cpu, seed: u64, dtype: DType) -> Result<Vec<(String, Verdict)>
     let mut verdicts = Vec::new();
     for form in [DeltaForm::Chunked, DeltaForm::Recurrent] {
         let mut out = DeltaForward::zeros(&case.problem)?;
-        around::gated_delta_forward(&bound, &mut out.outputs(), form, DeltaSegments::Auto, &engine.options());
+        variants::gated_delta_forward(&bound, &mut out.outputs(), form, DeltaSegments::Auto, &engine.options());
         verdicts.extend(gated_delta::check_forward(&bound, &out, 0));
     }
     let mut gradients = DeltaGradients::zeros(&case.problem)?;
-    around::gated_delta_backward(&bound, &case.saved(), &mut gradients.outputs(), &engine.options());
+    variants::gated_delta_backward(&bound, &case.saved(), &mut gradients.outputs(), &engine.options());
     verdicts.extend(gated_delta::check_backward(&bound, &case.saved(), &gradients, 0));
     Ok(verdicts)
 }

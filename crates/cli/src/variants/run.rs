@@ -5,7 +5,7 @@ use crate::args::RunArgs;
 use crate::io::{self, Format, Tensors};
 use crate::run::{Given, Shape, float, get, needed, shape};
 use crate::{Failure, json, say};
-use fulgurite::around::{DeltaSaved, gated_delta, lighthouse};
+use fulgurite::variants::{DeltaSaved, gated_delta, lighthouse};
 use fulgurite::{DType, Exp, Precision, Settings, Tensor};
 use serde::Serialize;
 use std::time::Instant;
@@ -34,7 +34,7 @@ struct Done {
 /// Refuses flags that the system does not have.
 pub fn flags_fit(args: &RunArgs) -> Result<(), Failure> {
     let op = args.op;
-    if let Some((flag, own)) = args.around.given().into_iter().find(|(_, own)| *own != op) {
+    if let Some((flag, own)) = args.variants.given().into_iter().find(|(_, own)| *own != op) {
         let text = format_args!("`{flag}` belongs to --op {own}, this is --op {op}; leave it out");
         return Err(Failure::input(text));
     }
@@ -48,7 +48,7 @@ pub fn flags_fit(args: &RunArgs) -> Result<(), Failure> {
     let scale = [("--scale", args.scale.is_some())];
     let refused: Vec<(&str, bool)> = match op {
         // What attention has and Parallax or skipping has not is refused by the problem.
-        Op::Attention if args.around.skip.is_none() => Vec::new(),
+        Op::Attention if args.variants.skip.is_none() => Vec::new(),
         Op::Attention | Op::Parallax => rescale.to_vec(),
         Op::Lighthouse => [&masks[..], &scores, &rescale, &scale].concat(),
         Op::GatedDelta => [&masks[..], &scores, &rescale].concat(),
@@ -108,7 +108,7 @@ fn skip(args: &RunArgs, tensors: &Tensors) -> Result<Done, Failure> {
     let given = Given::new(tensors, args)?;
     given.no_d_lse()?;
     let call = given.call(args)?.engine(args.engine.engine).settings(args.engine.settings());
-    let Some(skip) = &args.around.skip else { return Err(Failure::work("bug in fulgurite: nothing to skip")) };
+    let Some(skip) = &args.variants.skip else { return Err(Failure::work("bug in fulgurite: nothing to skip")) };
     let (forward_seconds, found) = timed(|| call.skip(skip))?;
     let gradients = given.d_o.map(|d_o| timed(|| call.skip_backward(skip, &found, &d_o.view()))).transpose()?;
     let counts = found.outcome.counts;
@@ -142,7 +142,7 @@ fn parallax(args: &RunArgs, tensors: &Tensors) -> Result<Done, Failure> {
 fn light(args: &RunArgs, tensors: &Tensors, settings: Settings) -> Result<Done, Failure> {
     let [q, k, v] = ["q", "k", "v"].map(|name| needed(tensors, args, name));
     let mut call = lighthouse(q?, k?, v?).engine(args.engine.engine).settings(settings);
-    let own = &args.around;
+    let own = &args.variants;
     call = own.levels.map_or(call.clone(), |n| call.levels(n));
     call = own.pool.map_or(call.clone(), |n| call.pool(n));
     call = own.budget.map_or(call.clone(), |n| call.budget(n));
@@ -162,8 +162,8 @@ fn delta(args: &RunArgs, tensors: &Tensors, settings: Settings) -> Result<Done, 
     let offsets = get(tensors, "cu_seqlens", "i32, i64", |dtype| dtype == DType::I32)?;
     let state = float(tensors, "initial_state")?;
     let mut call = gated_delta(q?, k?, v?, g?, beta?).engine(args.engine.engine).settings(settings);
-    call = call.form(args.around.form.unwrap_or_default());
-    call = if args.around.l2norm { call.l2norm() } else { call };
+    call = call.form(args.variants.form.unwrap_or_default());
+    call = if args.variants.l2norm { call.l2norm() } else { call };
     call = args.scale.map_or(call.clone(), |scale| call.scale(scale));
     call = offsets.map_or(call.clone(), |offsets| call.cu_seqlens(offsets));
     call = state.map_or(call.clone(), |state| call.initial_state(state));

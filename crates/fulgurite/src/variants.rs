@@ -48,7 +48,7 @@ impl Attention<'_> {
     /// Computes only the tiles of scores that `skip` leaves.
     ///
     /// ```
-    /// use fulgurite::{Tensor, attention, around::Skip};
+    /// use fulgurite::{Tensor, attention, variants::Skip};
     /// let x = Tensor::new(vec![0.1f32; 512 * 8], &[1, 512, 1, 8])?;
     /// let skip: Skip = "window:64:4,tile:64x64".parse().unwrap();
     /// let found = attention(&x, &x, &x).causal().skip(&skip)?;
@@ -129,7 +129,7 @@ fn axes(arg: &'static str, view: &TensorView<'_>) -> Result<[usize; 4], Error> {
 /// **The selection sees the future**: a layer to train with in the beginning, not to generate with.
 ///
 /// ```
-/// use fulgurite::{Tensor, around::lighthouse};
+/// use fulgurite::{Tensor, variants::lighthouse};
 /// let x = Tensor::new(vec![0.1f32; 1024 * 8], &[1, 1024, 1, 8])?;
 /// let call = lighthouse(&x, &x, &x).budget(16).tile(8);
 /// let forward = call.forward()?;
@@ -236,7 +236,7 @@ impl LighthouseCall<'_> {
 /// [`cu_seqlens`](GatedDeltaCall::cu_seqlens).
 ///
 /// ```
-/// use fulgurite::{Tensor, around::{DeltaForm, gated_delta}};
+/// use fulgurite::{Tensor, variants::{DeltaForm, gated_delta}};
 /// let x = Tensor::new(vec![0.1f32; 100 * 8], &[1, 100, 1, 8])?;
 /// let g = Tensor::new(vec![-0.1f32; 100], &[1, 100, 1])?;
 /// let beta = Tensor::new(vec![0.5f32; 100], &[1, 100, 1])?;

@@ -5,7 +5,7 @@ use crate::args::ExplainArgs;
 use crate::run::float;
 use crate::{Failure, io, json, say};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::around::{self, HeadClass, Skip, SkipOutcome, SkipProblem, TileCounts};
+use fulgurite::variants::{self, HeadClass, Skip, SkipOutcome, SkipProblem, TileCounts};
 use fulgurite::{Attention, Engine, Forward, Run, Tensor, attention};
 use fulgurite_core::random::Rng;
 use serde::Serialize;
@@ -62,7 +62,7 @@ pub fn main(args: &ExplainArgs, skip: &Skip) -> Result<(), Failure> {
     }
     let call = call.engine(args.engine.engine).settings(args.engine.settings());
     let found = call.skip(skip)?;
-    let engine = around::cpu(args.engine.engine, &args.engine.settings(), "block skipping")?;
+    let engine = variants::cpu(args.engine.engine, &args.engine.settings(), "block skipping")?;
     let dense: Forward = engine.forward(&call.problem()?, &call.inputs()?, &Run::default())?;
     let pairs = found.forward.o.view().to_f64().into_iter().zip(dense.o.view().to_f64());
     let (maps, heads, all) = levels(&call, skip, &found.outcome)?;

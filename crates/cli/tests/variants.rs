@@ -4,7 +4,7 @@ mod common;
 
 use common::{folder, normal, read, refuses, succeeds, write};
 use fulgurite::{DType, Tensor, attention};
-use fulgurite_core::cases::around::{DeltaCase, DeltaSizes, LighthouseCase};
+use fulgurite_core::cases::variants::{DeltaCase, DeltaSizes, LighthouseCase};
 use fulgurite_core::compare::Verdict;
 use fulgurite_core::gated_delta::{DeltaForward, DeltaGradients, QkNorm, check_backward, check_forward};
 use fulgurite_core::parallax::{Parallax, ParallaxForward, ParallaxGradients};
@@ -47,7 +47,7 @@ fn lighthouse_is_its_oracle() {
     let done: Value = serde_json::from_str(&succeeds(&folder, &[&run[..], &args].concat())).unwrap();
     assert_eq!(done["facts"][0][1], same.picked() as f64);
     let get = |name: &str| read(&folder, "out.safetensors", name);
-    let found = fulgurite::around::lighthouse(&q, &k, &v).levels(2).pool(2).budget(2).tile(2).forward().unwrap();
+    let found = fulgurite::variants::lighthouse(&q, &k, &v).levels(2).pool(2).budget(2).tile(2).forward().unwrap();
     let (o, d_q, d_k, d_v) = (get("o"), get("d_q"), get("d_k"), get("d_v"));
     right(lighthouse::check(&same, &found.entries, [&q, &k, &v], &o, Some((&d_o, [&d_q, &d_k, &d_v]))));
 }
