@@ -133,7 +133,7 @@ pub fn measure(args: &BenchArgs, dtypes: &[DType]) -> Result<Vec<Row>, Failure> 
         return Ok(Vec::new());
     }
     let mut rows = Vec::new();
-    for &system in &args.variants {
+    for &system in &args.around {
         for &dtype in dtypes {
             let rng = Rng::new(args.seed);
             let mut setup = Setup { engine: &engine, dtype, rng, repeats: args.repeats, quick: args.quick };
