@@ -1,0 +1,154 @@
+//! Kernel parameters, each declared once: its name, its type, and the launch argument that it stands for.
+//!
+//! A kernel is built from [`Params`]. Every declaration gives the value that the kernel's code uses and, beside it, a function
+//! from the call to the argument. A [`Program`] keeps the kernel and these functions in the order of declaration, so a launch
+//! cannot miss an argument, name one that does not exist, or pass one in another's place.
+//!
+//! ```
+//! use fulgurite_kernels::params::Program;
+//! use fulgurite_ptx::Target;
+//! use fulgurite_ptx::device::Span;
+//!
+//! struct Call {
+//!     x: Span,
+//!     count: u32,
+//! }
+//! let program = Program::<Call>::build("negate", Target::HOPPER, |p| {
+//!     let x = p.pointer::<f32>("x", |call| call.x);
+//!     let count = p.u32("count", |call| call.count);
+//!     p.builder().threads(128, |w| {
+//!         let i = w.block().mul_add(128, w.thread());
+//!         w.when(i.lt(count), |w| x.store(w, i, -x.load(w, i)));
+//!     });
+//! })?;
+//! let call = Call { x: Span { address: 4096, bytes: 400 }, count: 100 };
+//! assert_eq!(program.launch([1, 1, 1], &call).args.len(), 2);
+//! # Ok::<(), fulgurite_ptx::BuildError>(())
+//! ```
+
+use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
+use fulgurite_ptx::{
+    BuildError, Builder, Divisor, Kernel, Pointer, Target, Tensor, TileShape, Val, Word, divisor_values,
+};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+/// The argument of one parameter, from a call.
+type Argument<C> = Box<dyn Fn(&C) -> Value + Send + Sync>;
+
+/// The parameters of a kernel under construction; `C` is the call from which arguments are taken.
+pub struct Params<'k, C> {
+    builder: &'k Builder,
+    arguments: RefCell<Vec<Argument<C>>>,
+}
+
+impl<'k, C: 'static> Params<'k, C> {
+    /// The kernel under construction.
+    pub fn builder(&self) -> &'k Builder {
+        self.builder
+    }
+
+    fn argument(&self, value: impl Fn(&C) -> Value + Send + Sync + 'static) {
+        self.arguments.borrow_mut().push(Box::new(value));
+    }
+
+    /// An unsigned integer.
+    #[track_caller]
+    pub fn u32(&self, name: &str, value: impl Fn(&C) -> u32 + Send + Sync + 'static) -> Val<'k, u32> {
+        self.argument(move |call| Value::U32(value(call)));
+        self.builder.param(name)
+    }
+
+    /// A signed integer.
+    #[track_caller]
+    pub fn i32(&self, name: &str, value: impl Fn(&C) -> i32 + Send + Sync + 'static) -> Val<'k, i32> {
+        self.argument(move |call| Value::U32(value(call) as u32));
+        self.builder.param(name)
+    }
+
+    /// An unsigned integer of 64 bits.
+    #[track_caller]
+    pub fn u64(&self, name: &str, value: impl Fn(&C) -> u64 + Send + Sync + 'static) -> Val<'k, u64> {
+        self.argument(move |call| Value::U64(value(call)));
+        self.builder.param(name)
+    }
+
+    /// A float.
+    #[track_caller]
+    pub fn f32(&self, name: &str, value: impl Fn(&C) -> f32 + Send + Sync + 'static) -> Val<'k, f32> {
+        self.argument(move |call| Value::F32(value(call)));
+        self.builder.param(name)
+    }
+
+    /// An array in global memory, aligned to 16 bytes.
+    #[track_caller]
+    pub fn pointer<T: Word>(&self, name: &str, span: impl Fn(&C) -> Span + Send + Sync + 'static) -> Pointer<'k, T> {
+        self.argument(move |call| Value::Pointer(span(call)));
+        self.builder.pointer(name)
+    }
+
+    /// An array in global memory, aligned to its elements only.
+    #[track_caller]
+    pub fn array<T: Word>(&self, name: &str, span: impl Fn(&C) -> Span + Send + Sync + 'static) -> Pointer<'k, T> {
+        self.argument(move |call| Value::Pointer(span(call)));
+        self.builder.array(name)
+    }
+
+    /// A tensor of `rank` axes that the copy engine moves in tiles of this shape.
+    #[track_caller]
+    pub fn tensor(
+        &self,
+        name: &str,
+        tile: TileShape,
+        rank: u32,
+        span: impl Fn(&C) -> TensorSpan + Send + Sync + 'static,
+    ) -> Tensor<'k> {
+        self.argument(move |call| Value::Tensor(span(call)));
+        self.builder.tensor(name, tile, rank)
+    }
+
+    /// A number that the kernel divides by: three parameters of the kernel.
+    #[track_caller]
+    pub fn divisor(&self, name: &str, value: impl Fn(&C) -> u32 + Clone + Send + Sync + 'static) -> Divisor<'k> {
+        for part in 0..3 {
+            let value = value.clone();
+            self.argument(move |call| divisor_values(value(call))[part].clone());
+        }
+        self.builder.divisor(name)
+    }
+}
+
+/// A kernel with the arguments of its launches.
+pub struct Program<C> {
+    kernel: Arc<Kernel>,
+    arguments: Vec<Argument<C>>,
+}
+
+impl<C: 'static> Program<C> {
+    /// Builds a kernel from its parameters.
+    pub fn build(name: &str, target: Target, build: impl FnOnce(&Params<'_, C>)) -> Result<Program<C>, BuildError> {
+        let mut arguments = Vec::new();
+        let kernel = Kernel::build(name, target, |builder| {
+            let params = Params { builder, arguments: RefCell::default() };
+            build(&params);
+            arguments = params.arguments.into_inner();
+        })?;
+        let (declared, bound) = (kernel.params.len(), arguments.len());
+        assert_eq!(
+            declared, bound,
+            "bug in fulgurite: kernel `{name}` has parameters that were not declared by `Params`"
+        );
+        Ok(Program { kernel: Arc::new(kernel), arguments })
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &Arc<Kernel> {
+        &self.kernel
+    }
+
+    /// A launch of `grid` CTAs for a call.
+    pub fn launch(&self, grid: [u32; 3], call: &C) -> Launch {
+        let args = self.arguments.iter().map(|argument| argument(call)).collect();
+        Launch { kernel: self.kernel.clone(), grid, args }
+    }
+}
