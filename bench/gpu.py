@@ -1,6 +1,6 @@
 """Attention on one GPU beside its peers: torch SDPA (cuDNN, FlashAttention-2), FlashAttention-4, FlexAttention.
 
-    python python/build.py && python bench/gpu.py [grid] [backward] [decode] [features] [varlen] [cold] [sustained] [--json FILE]
+    python python/build.py && python bench/gpu.py [grid] [backward] [decode] [features] [varlen] [cold] [sustained] [models] [shapes] [--json FILE]
 
 Everything runs in one process, contenders alternating, medians of rounds. Each cell is compared with float64 on random
 rows first. FlashAttention-4 takes part where `flash_attn.cute` can be imported, FlashAttention-3 where
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import fulgurite  # noqa: E402
+import gpu_models  # noqa: E402
 from gpu_race import event, race  # noqa: E402
 
 TOKENS, WIDTH = 16384, 2048
@@ -497,7 +498,18 @@ def alone(call, meter, seconds):
     return start.elapsed_time(end) / count, *meter.mean()
 
 
-PARTS = {"grid": grid, "backward": backward, "decode": decode, "features": features, "varlen": varlen, "cold": cold, "sustained": sustained}
+def models(options, peers):
+    """Both passes on the layers of known models."""
+    return gpu_models.table(gpu_models.MODELS, peers | {"sdpa": sdpa, "first": first}, options.rounds, say)
+
+
+def shapes(options, peers):
+    """Both passes on random layers: odd lengths, grouped heads, other head dims. FlexAttention compiles too long to take part."""
+    plain = peers | {"sdpa": sdpa, "first": first, "flex": None}
+    return gpu_models.table(gpu_models.drawn(options.count, options.seed), plain, options.rounds, say)
+
+
+PARTS = {"models": models, "shapes": shapes, "grid": grid, "backward": backward, "decode": decode, "features": features, "varlen": varlen, "cold": cold, "sustained": sustained}
 
 
 def main():
@@ -507,6 +519,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64, 256])
     parser.add_argument("--seqs", type=int, nargs="+", default=list(SEQS))
+    parser.add_argument("--count", type=int, default=40, help="random shapes")
+    parser.add_argument("--seed", type=int, default=1, help="of the random shapes")
     parser.add_argument("--sketch", type=Path)
     parser.add_argument("--no-flex", action="store_true", help="FlexAttention takes a while to compile")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ pub enum Extent {
     Long,
 }
 
-/// Only type-checked: the machines that run the tests are x86-64.
+/// Type-checked in every run, executed under emulation in the long tests: the machines that run the tests are x86-64.
 const ARM: &str = "aarch64-unknown-linux-gnu";
 
 /// Seconds for each fuzz target in the long tests.
@@ -84,10 +84,28 @@ pub fn run(report: &mut Report, extent: Extent) {
                 .env("FULGURITE_LONG", "1"),
             )
         });
+        report.step("NEON under emulation", neon);
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
         report.step("the wheel against PyTorch and transformers", python::torch_tests);
         fuzz::run(report, None, FUZZ_SECONDS);
     }
+}
+
+/// Runs the CPU engine's tests for AArch64 under qemu: the only place where the NEON kernels execute.
+fn neon() -> Result<(), Trouble> {
+    let (linker, emulator) = ("aarch64-linux-gnu-gcc", "qemu-aarch64");
+    for tool in [linker, emulator] {
+        if !works(Command::new(tool).arg("--version")) {
+            return Err(Trouble::skip(format!(
+                "`{tool}` is not installed; on Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+            )));
+        }
+    }
+    must(
+        cargo(&["test", "--package", "fulgurite-cpu", "--target", ARM, "--lib", "--test", "engine"])
+            .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", linker)
+            .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", format!("{emulator} -L /usr/aarch64-linux-gnu")),
+    )
 }
 
 /// What CI runs: style first, because it is quick, then all tests.
