@@ -49,7 +49,7 @@ impl Device {
     fn unwanted(&self, bytes: u64) -> Result<Span, GpuError> {
         let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
         match unwanted.last().map(gpu::Buffer::span) {
-            Some(span) if span.bytes >= bytes => Ok(span),
+            Some(span) if span.bytes() >= bytes => Ok(span),
             _ => {
                 // At least twice what there was: all that stays is less than the last.
                 let fresh = self.gpu.device().allocate(bytes.next_power_of_two().max(1 << 20))?;
@@ -139,14 +139,17 @@ fn fits(arg: &str, array: &Array, shape: &[usize], dtype: DType) -> PyResult<()>
 }
 
 /// Memory and strides of an array.
-fn placed(arg: &str, array: &Array) -> PyResult<(Span, Vec<u64>)> {
+fn placed(device: &Device, arg: &str, array: &Array) -> PyResult<(Span, Vec<u64>)> {
     let (strides, address, bytes) = array.memory(arg)?;
-    Ok((Span { address: address as u64, bytes: bytes as u64 }, strides.into_iter().map(|n| n as u64).collect()))
+    // SAFETY: the contract of the extension (`memory`): the caller's array lies on this GPU and lives until work that its own
+    // library puts on the same stream later.
+    let span = unsafe { device.gpu.cuda().memory(address as u64, bytes as u64) };
+    Ok((span, strides.into_iter().map(|n| n as u64).collect()))
 }
 
 /// An array that must be contiguous, as one without elements is.
-fn contiguous(arg: &str, array: &Array) -> PyResult<Span> {
-    let (span, strides) = placed(arg, array)?;
+fn contiguous(device: &Device, arg: &str, array: &Array) -> PyResult<Span> {
+    let (span, strides) = placed(device, arg, array)?;
     let (mut want, empty) = (1, array.shape().contains(&0));
     for (&n, &stride) in array.shape().iter().zip(&strides).rev() {
         if n > 1 && stride != want && !empty {
@@ -158,8 +161,8 @@ fn contiguous(arg: &str, array: &Array) -> PyResult<Span> {
 }
 
 /// A tensor of rows with four axes: a packed batch is one sequence.
-fn rows(arg: &str, array: &Array) -> PyResult<DeviceTensor> {
-    let (span, strides) = placed(arg, array)?;
+fn rows(device: &Device, arg: &str, array: &Array) -> PyResult<DeviceTensor> {
+    let (span, strides) = placed(device, arg, array)?;
     let shape: Vec<u64> = array.shape().iter().map(|&n| n as u64).collect();
     let last = strides.len() - 1;
     if strides[last] != 1 && shape[last] > 1 {
@@ -205,25 +208,26 @@ impl Call<'_, '_> {
         self.description.roles.iter().zip(self.extras).find(|(other, _)| **other == role).map(|(_, array)| array)
     }
 
-    fn integers(&self, role: Role, n: usize) -> PyResult<Option<Span>> {
+    fn integers(&self, device: &Device, role: Role, n: usize) -> PyResult<Option<Span>> {
         let name = role.name().to_string();
         let Some(array) = self.find(role) else { return Ok(None) };
         fits(&name, array, &[n], DType::I32)?;
-        contiguous(&name, array).map(Some)
+        contiguous(device, &name, array).map(Some)
     }
 
     /// Offsets of packed sequences, and used lengths.
-    fn lengths(&self) -> PyResult<Lengths> {
+    fn lengths(&self, device: &Device) -> PyResult<Lengths> {
         let batch = self.problem.batch();
-        let cu_seqlens = match (self.integers(Role::CuQ, batch + 1)?, self.integers(Role::CuK, batch + 1)?) {
-            (Some(q), Some(k)) => Some([q, k]),
-            _ => None,
-        };
-        Ok((cu_seqlens, [self.integers(Role::UsedQ, batch)?, self.integers(Role::UsedK, batch)?]))
+        let cu_seqlens =
+            match (self.integers(device, Role::CuQ, batch + 1)?, self.integers(device, Role::CuK, batch + 1)?) {
+                (Some(q), Some(k)) => Some([q, k]),
+                _ => None,
+            };
+        Ok((cu_seqlens, [self.integers(device, Role::UsedQ, batch)?, self.integers(device, Role::UsedK, batch)?]))
     }
 
     /// Auxiliary tensors, in the order of the problem.
-    fn aux(&self) -> PyResult<Vec<DeviceAux>> {
+    fn aux(&self, device: &Device) -> PyResult<Vec<DeviceAux>> {
         let mut all = Vec::new();
         for spec in self.problem.aux() {
             let named = |role: &Role| matches!(role, Role::Aux { name, .. } if **name == *spec.name);
@@ -231,7 +235,7 @@ impl Call<'_, '_> {
             let array = roles.find(|(role, _)| named(role)).map(|(_, array)| array);
             let array = array.ok_or_else(|| wrong(format!("`{}` is missing", spec.name)))?;
             fits(&spec.name, array, &spec.shape, spec.dtype)?;
-            let (span, strides) = placed(&spec.name, array)?;
+            let (span, strides) = placed(device, &spec.name, array)?;
             if let Some(stride) = strides.iter().find(|n| **n > u64::from(u32::MAX)) {
                 return Err(wrong(format!("`{}` has a stride of {stride}, allowed: below 2^32", spec.name)));
             }
@@ -255,19 +259,19 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     let sink_type = sinks.map(|array| array.dtype("sinks")).transpose()?;
     let (device, attention) = description.compiled.get(py, description, problem, (sink_type, lse.is_some()), number)?;
     let lse_span = match lse {
-        Some(array) => contiguous("lse", array)?,
+        Some(array) => contiguous(&device, "lse", array)?,
         None => device.unwanted(4 * problem.lse_shape().iter().product::<usize>() as u64).map_err(refuse)?,
     };
-    let rows = [rows("q", q)?, rows("k", k)?, rows("v", v)?, rows("out", o)?];
-    let mut tensors = Tensors::new(rows, lse_span, Span { address: 0, bytes: 0 });
+    let rows = [rows(&device, "q", q)?, rows(&device, "k", k)?, rows(&device, "v", v)?, rows(&device, "out", o)?];
+    let mut tensors = Tensors::new(rows, lse_span, Span::new(0, 0));
     if let Some(array) = sinks {
         fits("sinks", array, &[problem.q_heads()], array.dtype("sinks")?)?;
-        tensors.sinks = Some(contiguous("sinks", array)?);
+        tensors.sinks = Some(contiguous(&device, "sinks", array)?);
     }
-    (tensors.cu_seqlens, tensors.used) = call.lengths()?;
-    tensors.aux = call.aux()?;
+    (tensors.cu_seqlens, tensors.used) = call.lengths(&device)?;
+    tensors.aux = call.aux(&device)?;
     if problem.blocks().is_some() {
-        tensors.lists = Some(lists(description, problem, extras)?);
+        tensors.lists = Some(lists(&device, description, problem, extras)?);
     }
     on_stream(&device, object, number, |stream| device.gpu.forward(&attention, &mut tensors, stream))
 }
@@ -278,10 +282,12 @@ fn on_stream(
     device: &Device,
     object: &Bound<'_, PyAny>,
     number: i32,
-    work: impl FnOnce(Stream) -> Result<(), GpuError>,
+    work: impl FnOnce(Stream<'_>) -> Result<(), GpuError>,
 ) -> PyResult<()> {
     let stream = foreign::current_stream(object, number)?;
-    work(stream.map_or(Stream::default(), Stream)).map_err(refuse)?;
+    // SAFETY: the handle is the stream that the object's library works on, on this GPU, and it lives during the call.
+    let current = stream.map_or(Stream::default(), |handle| unsafe { device.gpu.cuda().stream(handle) });
+    work(current).map_err(refuse)?;
     match stream {
         Some(_) => Ok(()),
         None => device.gpu.device().synchronize(Stream::default()).map_err(|e| refuse(e.into())),
@@ -301,6 +307,8 @@ pub fn backward(
     let [d_q, d_k, d_v, others @ ..] = gradients else {
         return Err(wrong("gradients of q, k and v are wanted"));
     };
+    let (device, gradient) =
+        description.compiled.gradient(py, problem, (d_lse.is_some(), description.order), number)?;
     // In the order of the roles: sinks and auxiliary tensors that want a gradient.
     let wanted = |role: &Role| matches!(role, Role::Sinks | Role::Aux { grad: true, .. });
     let mut sinks = None;
@@ -313,12 +321,12 @@ pub fn backward(
             let (got, want) = (gradient.place(), q.place());
             return Err(wrong(format!("`{arg}` is on {got}, `q` on {want}, allowed: one device")));
         }
-        let room = contiguous(&arg, gradient)?;
+        let room = contiguous(&device, &arg, gradient)?;
         match problem.aux().iter().position(|spec| *spec.name == *role.name()) {
             Some(i) if *role != Role::Sinks => d_aux[i] = Some(room),
             _ => {
                 fits("sinks", array, &[problem.q_heads()], DType::F32)?;
-                sinks = Some([contiguous("sinks", array)?, room]);
+                sinks = Some([contiguous(&device, "sinks", array)?, room]);
             }
         }
     }
@@ -334,26 +342,29 @@ pub fn backward(
     for (arg, array) in [("lse", lse)].into_iter().chain(d_lse.map(|array| ("d_lse", array))) {
         fits(arg, array, &problem.lse_shape(), DType::F32)?;
     }
-    let (device, gradient) =
-        description.compiled.gradient(py, problem, (d_lse.is_some(), description.order), number)?;
-    let inputs = [rows("q", q)?, rows("k", k)?, rows("v", v)?, rows("o", o)?];
-    let results = [rows("d_q", d_q)?, rows("d_k", d_k)?, rows("d_v", d_v)?];
-    let (cu_seqlens, used) = call.lengths()?;
+    let inputs = [rows(&device, "q", q)?, rows(&device, "k", k)?, rows(&device, "v", v)?, rows(&device, "o", o)?];
+    let results = [rows(&device, "d_q", d_q)?, rows(&device, "d_k", d_k)?, rows(&device, "d_v", d_v)?];
+    let (cu_seqlens, used) = call.lengths(&device)?;
     let tensors = GradientTensors {
-        d_lse: d_lse.map(|array| contiguous("d_lse", array)).transpose()?,
+        d_lse: d_lse.map(|array| contiguous(&device, "d_lse", array)).transpose()?,
         sinks,
         cu_seqlens,
         used,
-        aux: call.aux()?,
+        aux: call.aux(&device)?,
         d_aux,
-        lists: problem.blocks().map(|_| lists(description, problem, extras)).transpose()?,
-        ..GradientTensors::new(inputs, contiguous("lse", lse)?, rows("d_o", d_o)?, results)
+        lists: problem.blocks().map(|_| lists(&device, description, problem, extras)).transpose()?,
+        ..GradientTensors::new(inputs, contiguous(&device, "lse", lse)?, rows(&device, "d_o", d_o)?, results)
     };
     on_stream(&device, object, number, |stream| device.gpu.backward(&gradient, &tensors, stream))
 }
 
 /// The four lists of a block mask, as they lie.
-fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyResult<DeviceBlockLists> {
+fn lists(
+    device: &Device,
+    description: &Description,
+    problem: &Problem,
+    extras: &[Array],
+) -> PyResult<DeviceBlockLists> {
     let spec = problem.blocks().expect("bug in fulgurite: the problem has blocks");
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let counts = [spec.batch, spec.heads, q_blocks];
@@ -364,7 +375,7 @@ fn lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyRe
             found.ok_or_else(|| wrong(format!("`{name}` is missing, a block mask on a GPU has all four lists")))?;
         let shape = if i % 2 == 0 { counts.to_vec() } else { [&counts[..], &[k_blocks]].concat() };
         fits(name, array, &shape, DType::I32)?;
-        spans.push(contiguous(name, array)?);
+        spans.push(contiguous(device, name, array)?);
     }
     Ok(DeviceBlockLists { counts: [spans[0], spans[2]], blocks: [spans[1], spans[3]], widths: [k_blocks as u32; 2] })
 }

@@ -1,6 +1,6 @@
 //! Kernels on a GPU, on raw pointers and the caller's stream: for measurements, and for what the package builds on them.
 
-use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options, Span, Stream};
+use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -8,8 +8,10 @@ use std::path::PathBuf;
 /// `(pointer, bytes, rows, cols, row_stride, batch, batch_stride)`, sizes and strides in elements.
 type RawMatrix = (u64, u64, u64, u64, u64, u64, u64);
 
-fn matrix((address, bytes, rows, cols, row_stride, batch, batch_stride): RawMatrix) -> Matrix {
-    Matrix { span: Span { address, bytes }, rows, cols, row_stride, batch, batch_stride }
+fn matrix(gpu: &gpu::Gpu, (address, bytes, rows, cols, row_stride, batch, batch_stride): RawMatrix) -> Matrix {
+    // SAFETY: the contract of this class: pointers are memory of this GPU that lives until the stream has passed the call.
+    let span = unsafe { gpu.cuda().memory(address, bytes) };
+    Matrix { span, rows, cols, row_stride, batch, batch_stride }
 }
 
 /// A GPU of this machine. Its kernels are compiled when they are first used.
@@ -73,6 +75,8 @@ impl Gpu {
             band,
         });
         let gemm = Gemm { number, layouts, config };
-        self.0.product(&gemm, [a, b, c].map(matrix), Stream(stream)).map_err(refuse)
+        // SAFETY: the contract of this class: the handle is a stream of this GPU that lives.
+        let stream = unsafe { self.0.cuda().stream(stream) };
+        self.0.product(&gemm, [a, b, c].map(|raw| matrix(&self.0, raw)), stream).map_err(refuse)
     }
 }

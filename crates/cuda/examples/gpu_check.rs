@@ -366,7 +366,7 @@ fn refusals(checks: &mut Checks, gpu: &Cuda, ready: Option<&Ready>, rng: &mut Rn
     let span = addition.buffers[0].span();
     let bounds = |offset: u64, bytes: usize| gpu.upload(span.from(offset), &vec![0; bytes]);
     checks.check("bytes past a buffer", expect(bounds(3996, 8), "8 bytes at offset 0 of a buffer of 4"));
-    let beyond = Span { address: span.address + 3996, bytes: 1 << 40 };
+    let beyond = span.from(3996);
     let beyond = gpu.upload(beyond, &[0; 1 << 22]);
     let refused = matches!(beyond, Err(DeviceError::Bounds { .. }));
     checks.check("a span past its memory", if refused { Ok(String::new()) } else { Err(format!("{beyond:?}").into()) });
@@ -418,7 +418,7 @@ fn refusals(checks: &mut Checks, gpu: &Cuda, ready: Option<&Ready>, rng: &mut Rn
         };
         checks.check(name, outcome);
     };
-    spoil("a misaligned tensor", |t| t.span.address += 8, |e| matches!(e, LaunchError::Alignment { .. }));
+    spoil("a misaligned tensor", |t| t.span = t.span.from(8), |e| matches!(e, LaunchError::Alignment { .. }));
     spoil("a tensor's stride of 132 bytes", |t| t.strides[0] = 132, |e| matches!(e, LaunchError::Tensor { .. }));
     let last = gpu.launch(module, good.grid, &good.args, Stream::default());
     let last = last.and_then(|()| gpu.synchronize(Stream::default()));

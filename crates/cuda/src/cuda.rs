@@ -1,13 +1,13 @@
 //! A GPU as a device.
 
 use crate::cache::{Cache, Entry, Hash128};
-use crate::driver::{self, Api, Argument, Code, Context, Ended, Entered, Facts, Graph, Grid, OwnStream};
+use crate::driver::{self, Allocations, Api, Argument, Code, Context, Ended, Entered, Facts, Graph, Grid, OwnStream};
 use crate::error::check_age;
 use crate::log::Log;
 use crate::map::MapArguments;
 use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::device::{
-    Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, TensorSpan, Value, check_launch,
+    Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, TensorSpan, Token, Value, check_launch,
 };
 use fulgurite_ptx::kernel::{BoxShape, ParamKind};
 use fulgurite_ptx::{Kernel, Target, table};
@@ -63,23 +63,41 @@ struct Encoded {
     grid: Option<[u32; 3]>,
     values: Vec<Value>,
     arguments: Vec<Argument>,
+    /// [`Allocations::frees`] when the memory was last found alive.
+    frees: u64,
+}
+
+/// The memory that an argument points to.
+fn memory(value: &Value) -> Option<Span> {
+    match value {
+        Value::Pointer(span) => Some(*span),
+        Value::Tensor(tensor) => Some(tensor.span),
+        _ => None,
+    }
 }
 
 impl Encoded {
     /// Becomes another launch of the same kernel: what is the same stays. After an error it is empty.
     fn renew(
         &mut self,
-        entered: &Entered<'_>,
+        (entered, live): (&Entered<'_>, &Allocations),
         kernel: &Kernel,
         grid: [u32; 3],
         args: &[Value],
     ) -> Result<(), DeviceError> {
-        let old = std::mem::take(self);
-        if old.grid == Some(grid) && old.values == args {
+        let (mut old, frees) = (std::mem::take(self), live.frees());
+        let same = old.grid == Some(grid) && old.values == args;
+        if same && old.frees == frees {
             *self = old;
             return Ok(());
         }
         check_launch(kernel, grid, args)?;
+        args.iter().filter_map(memory).try_for_each(|span| live.check(span))?;
+        if same {
+            old.frees = frees;
+            *self = old;
+            return Ok(());
+        }
         let mut arguments = old.arguments;
         arguments.resize(args.len(), Argument::number(0));
         for (i, (param, value)) in kernel.params.iter().zip(args).enumerate() {
@@ -90,21 +108,22 @@ impl Encoded {
                 (Value::U32(n), _) => Argument::number(u64::from(*n)),
                 (Value::F32(x), _) => Argument::number(u64::from(x.to_bits())),
                 (Value::U64(n), _) => Argument::number(*n),
-                (Value::Pointer(span), _) => Argument::number(span.address),
+                (Value::Pointer(span), _) => Argument::number(span.address()),
                 (Value::Tensor(tensor), ParamKind::Tensor(shape)) => {
                     entered.tensor(&map(kernel, &param.name, shape, tensor)?)?
                 }
                 (Value::Tensor(_), _) => unreachable!("bug in fulgurite: a tensor passed the check of its kind"),
             };
         }
-        *self = Encoded { grid: Some(grid), values: args.to_vec(), arguments };
+        *self = Encoded { grid: Some(grid), values: args.to_vec(), arguments, frees };
         Ok(())
     }
 }
 
 /// A GPU, by its driver.
 pub struct Cuda {
-    context: Arc<Context>,
+    pub(crate) context: Arc<Context>,
+    ordinal: u32,
     facts: Facts,
     options: Options,
     cache: Option<Cache>,
@@ -125,13 +144,18 @@ impl Cuda {
         Cuda::open_by(driver::api()?, ordinal, options)
     }
 
-    fn open_by(api: &'static Api, ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
+    pub(crate) fn open_by(api: &'static Api, ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
         let facts = Context::facts(api, ordinal)?;
         check_age(&facts.name, facts.capability, facts.cuda)?;
         let context = Context::retain(api, ordinal)?;
         let cache = options.cache.clone().map(Cache::new);
         let compiler = compiler_key(&facts, &driver_build());
-        Ok(Cuda { context, facts, options, cache, compiler, loaded: Mutex::default(), ended: Arc::default() })
+        Ok(Cuda { context, ordinal, facts, options, cache, compiler, loaded: Mutex::default(), ended: Arc::default() })
+    }
+
+    /// The name in which this GPU vouches for memory and streams.
+    pub(crate) fn token(&self) -> &Token {
+        self.context.token()
     }
 
     /// What the compiler said of a kernel; `None` for another device's module.
@@ -150,7 +174,7 @@ impl Cuda {
     }
 
     /// Milliseconds that the GPU takes for what `work` puts on a stream. Waits for it.
-    pub fn time(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
+    pub fn time(&self, stream: Stream<'_>, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
         self.context.enter()?.time(stream, work)
     }
 
@@ -159,37 +183,17 @@ impl Cuda {
         self.context.enter()?.own_stream()
     }
 
-    /// Records what `work` puts on a stream, without running it. The default stream cannot be recorded.
+    /// Captures the launches that `work` puts on a stream, without running them. The default stream cannot be captured.
     pub fn capture(
         &self,
-        stream: Stream,
+        stream: Stream<'_>,
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Graph, DeviceError> {
         self.context.enter()?.capture(stream, work)
     }
 
-    /// The number of the recording that what is put on a stream goes into, by whomever it was begun; `None` where it runs.
-    /// No other recording of the process has the number.
-    pub fn recording(&self, stream: Stream) -> Result<Option<u64>, DeviceError> {
-        let entered = self.context.enter()?;
-        self.ended.clear();
-        entered.recording(stream)
-    }
-
-    /// Memory that is all zeros. As [`allocate`](Device::allocate) it may be taken while launches are recorded.
-    pub fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
-        let (span, owner) = self.context.enter()?.zeroed(bytes)?;
-        Ok(Buffer::new(span, Box::new(owner)))
-    }
-
-    /// Keeps something, such as memory, as long as the recording of a stream, or what is made of it, can be replayed. Some
-    /// time after that a call of [`recording`](Self::recording) drops it.
-    pub fn keep(&self, stream: Stream, what: Box<dyn Any + Send>) -> Result<(), DeviceError> {
-        self.context.enter()?.keep(stream, what, &self.ended)
-    }
-
-    /// Runs a recording on a stream.
-    pub fn replay(&self, graph: &Graph, stream: Stream) -> Result<(), DeviceError> {
+    /// Replays a graph on a stream; an error where memory of its launches was freed.
+    pub fn replay(&self, graph: &Graph, stream: Stream<'_>) -> Result<(), DeviceError> {
         self.context.enter()?.replay(graph, stream)
     }
 
@@ -315,6 +319,10 @@ impl Device for Cuda {
         self.facts.name.clone()
     }
 
+    fn place(&self) -> (&'static str, u32) {
+        ("cuda", self.ordinal)
+    }
+
     fn target(&self) -> Target {
         Target::of(self.facts.capability, self.facts.cuda)
     }
@@ -328,6 +336,12 @@ impl Device for Cuda {
         Ok(Buffer::new(span, Box::new(owner)))
     }
 
+    /// As [`allocate`](Device::allocate) it may be called while a graph is captured.
+    fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        let (span, owner) = self.context.enter()?.zeroed(bytes)?;
+        Ok(Buffer::new(span, Box::new(owner)))
+    }
+
     fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
         self.context.enter()?.upload(to, bytes)
     }
@@ -336,8 +350,8 @@ impl Device for Cuda {
         self.context.enter()?.download(from, bytes)
     }
 
-    /// Makes a kernel ready; one that is loaded already is shared. The module must live until its launches are done,
-    /// and a [`Graph`] in which they are recorded is gone.
+    /// Makes a kernel ready; one that is loaded already is shared. The driver unloads a module that is dropped when its
+    /// launches are done, and a [`Graph`] holds the modules of its launches.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
         check_target(&kernel, self.target())?;
         let text = kernel.ptx();
@@ -353,7 +367,7 @@ impl Device for Cuda {
         Ok(Module::new(kernel, ready))
     }
 
-    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError> {
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError> {
         let kernel = module.kernel();
         let ours = module.handle::<Loaded>().filter(|loaded| loaded.code.belongs_to(&self.context));
         let loaded = ours.ok_or_else(|| DeviceError::Failed {
@@ -364,7 +378,8 @@ impl Device for Cuda {
         // While another thread launches the same kernel, this one encodes for itself.
         let (mut kept, mut own) = (loaded.last.try_lock().ok(), Encoded::default());
         let encoded = kept.as_deref_mut().unwrap_or(&mut own);
-        encoded.renew(&entered, kernel, grid, args)?;
+        let live = self.context.live().read();
+        encoded.renew((&entered, &live), kernel, grid, args)?;
         let grid = Grid {
             blocks: grid,
             threads: kernel.threads,
@@ -372,16 +387,29 @@ impl Device for Cuda {
             cluster: kernel.cluster,
             overlaps: loaded.overlaps,
         };
-        entered.launch(&loaded.code, grid, &encoded.arguments, stream)
+        entered.launch(&loaded.code, grid, &encoded.arguments, stream)?;
+        driver::note_launch(module, args.iter().filter_map(memory));
+        Ok(())
     }
 
-    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+    fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
         self.context.enter()?.synchronize(stream)
+    }
+
+    /// Also drops what graphs have kept that can no longer be replayed.
+    fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
+        let entered = self.context.enter()?;
+        self.ended.clear();
+        entered.capture_id(stream)
+    }
+
+    fn keep_for_replays(&self, stream: Stream<'_>, value: Box<dyn Any + Send>) -> Result<(), DeviceError> {
+        self.context.enter()?.keep(stream, value, &self.ended)
     }
 
     fn timed(
         &self,
-        stream: Stream,
+        stream: Stream<'_>,
         work: &mut dyn FnMut() -> Result<(), DeviceError>,
     ) -> Result<Option<f64>, DeviceError> {
         // The default stream's clock would wait for all others.

@@ -31,6 +31,8 @@ mod map;
 
 pub use cache::default_cache_dir;
 pub use cuda::{Cuda, Losses, Options};
+#[cfg(any(test, feature = "fake"))]
+pub use driver::fake;
 pub use driver::{Graph, OwnStream};
 pub use error::Unusable;
 pub use log::Log;

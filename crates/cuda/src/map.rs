@@ -51,7 +51,7 @@ impl MapArguments {
             rank: rank as u32,
             type_code: type_code(shape.number),
             swizzle_code: swizzle_code(shape.swizzle),
-            address: tensor.span.address,
+            address: tensor.span.address(),
             extent: [1; MOST_AXES],
             stride_bytes: [0; MOST_AXES],
             box_extent: [1; MOST_AXES],
@@ -95,7 +95,7 @@ mod tests {
     }
 
     fn tensor(number: Number, extent: &[u64], strides: &[u64]) -> TensorSpan {
-        let span = Span { address: 0x7f00_0000_0100, bytes: 1 << 30 };
+        let span = Span::new(0x7f00_0000_0100, 1 << 30);
         TensorSpan { span, number, extent: extent.into(), strides: strides.into(), ragged: None }
     }
 

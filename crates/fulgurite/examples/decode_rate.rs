@@ -10,7 +10,7 @@ use fulgurite_core::{DType, Problem};
 use fulgurite_cuda::{Cuda, Losses, Options};
 use fulgurite_kernels::attention::decode::DecodeConfig;
 use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Stream, Value};
 use fulgurite_ptx::{BuildError, Kernel, Target, bf16};
 use std::error::Error;
 use std::process::ExitCode;
@@ -50,7 +50,7 @@ fn fill(gpu: &Cuda, buffer: &Buffer) -> Result<(), DeviceError> {
         bf16::from_f32(((state >> 40) as f32 / (1 << 23) as f32) - 1.0)
     });
     let chunk: Vec<u8> = words.flat_map(|x| x.to_le_bytes()).collect();
-    let bytes = buffer.span().bytes as usize;
+    let bytes = buffer.span().bytes() as usize;
     let each = |at: usize| {
         let part = chunk.len().min(bytes - at);
         gpu.upload(buffer.span().from(at as u64), &chunk[..part])
@@ -139,7 +139,7 @@ impl Cell {
     /// A launch that reads the `part`-th piece of the keys.
     fn launch(&self, plan: &ForwardPlan, kernel: &Arc<Kernel>, memory: &Memory, part: u64, processors: u32) -> Launch {
         let at = part * self.bytes();
-        let small = |i: u64| Span { bytes: SMALL_BYTES, ..memory.small.span().from(i * SMALL_BYTES) };
+        let small = |i: u64| memory.small.span().from(i * SMALL_BYTES).first(SMALL_BYTES);
         let rows = |span, len, heads| DeviceTensor::packed(span, [self.batch, len, heads, DIM]);
         let tensors = [
             rows(small(0), self.q_len, HEADS),
@@ -162,10 +162,10 @@ impl Cell {
     ) -> Result<String, Box<dyn Error>> {
         let plan = self.plan(cut)?;
         let wanted = [plan.counter_bytes(), plan.scratch_bytes()];
-        if wanted[0] > memory.counters.span().bytes || wanted[1] > memory.scratch.span().bytes {
+        if wanted[0] > memory.counters.span().bytes() || wanted[1] > memory.scratch.span().bytes() {
             return Err(format!("the launch wants {wanted:?} bytes of counters and scratch").into());
         }
-        gpu.upload(memory.counters.span(), &vec![0; memory.counters.span().bytes as usize])?;
+        gpu.upload(memory.counters.span(), &vec![0; memory.counters.span().bytes() as usize])?;
         let kernel = Arc::new(plan.kernel(gpu.target())?);
         let module = gpu.load(kernel.clone())?;
         let processors = cut.and_then(|cut| cut.blocks).unwrap_or(gpu.multiprocessors());

@@ -181,7 +181,7 @@ fn launch(gpu: &Cuda, (module, launch): &(Module, Launch)) -> Result<(), DeviceE
 }
 
 fn download(gpu: &Cuda, buffer: &Buffer) -> Result<Vec<bf16>, DeviceError> {
-    let mut bytes = vec![0; buffer.span().bytes as usize];
+    let mut bytes = vec![0; buffer.span().bytes() as usize];
     gpu.download(buffer.span(), &mut bytes)?;
     Ok(bytes.chunks_exact(2).map(|w| bf16::from_le_bytes([w[0], w[1]])).collect())
 }

@@ -78,7 +78,7 @@ impl<'a> Cell<'a> {
     }
 
     fn result(&self) -> Result<Vec<bf16>, DeviceError> {
-        let mut bytes = vec![0; self.buffers[3].span().bytes as usize];
+        let mut bytes = vec![0; self.buffers[3].span().bytes() as usize];
         self.gpu.download(self.buffers[3].span(), &mut bytes)?;
         Ok(bytes.chunks_exact(2).map(|w| bf16::from_le_bytes([w[0], w[1]])).collect())
     }

@@ -1,11 +1,13 @@
-//! What a call costs the host: `gpu_host [ROUNDS]`.
+//! The host's cost of a GPU call: `gpu_host [ROUNDS] [fake]`.
 //!
-//! For a shape that is known (one sequence of 128, 16 heads, head_dim 128, bf16): nanoseconds of the host from one call to
-//! the next, the median of rounds of 100 calls that nobody waits for. `launch` is a launch whose arguments are ready,
-//! `forward` all that a call of the library does: counters, scratch, arguments, the launch.
+//! Nanoseconds of the host from one call to the next for a known shape (one sequence of 128, 16 heads, head_dim 128, bf16): the
+//! median over rounds of 100 calls, without waiting for the GPU. `launch` is a launch whose arguments are ready; `forward` is
+//! a whole call of the library. With `fake` the driver is the one of the tests, which needs no GPU: its figures compare two
+//! versions of this library on one machine.
 
-use fulgurite::gpu::{DeviceTensor, Gpu, Options, Tensors, Wish};
+use fulgurite::gpu::{DeviceTensor, Gpu, Options, Tables, Tensors, Wish};
 use fulgurite::{DType, Problem};
+use fulgurite_cuda::fake;
 use fulgurite_kernels::attention::forward::plan::ForwardPlan;
 use fulgurite_ptx::device::{DeviceError, Stream};
 use std::error::Error;
@@ -32,8 +34,15 @@ fn median_ns(
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
-    let rounds = std::env::args().nth(1).map_or(Ok(101), |text| text.parse())?;
-    let gpu = Gpu::open(0, Options::default())?;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let rounds = arguments.iter().find(|text| *text != "fake").map_or(Ok(101), |text| text.parse())?;
+    let gpu = match arguments.iter().any(|text| text == "fake") {
+        true => {
+            fake::books(|books| (books.memory_bytes, books.forgetful) = (1 << 24, true));
+            Gpu::new(fake::open(Options::default())?, Tables::default())
+        }
+        false => Gpu::open(0, Options::default())?,
+    };
     let [batch, len, heads, dim] = [1u64, 128, 16, 128];
     let problem = Problem::builder().dense(1, len as usize, len as usize).heads(heads as usize, heads as usize);
     let problem = problem.head_dim(dim as usize).dtype(DType::Bf16).build()?;

@@ -58,7 +58,7 @@ pub fn fit_adders(device: &dyn Device, number: Number, seed: u64) -> Result<Vec<
     };
     let (a, b) = (upload(bytes(&inputs.a))?, upload(bytes(&inputs.b))?);
     let c = upload(inputs.c.iter().flat_map(|x| x.to_le_bytes()).collect())?;
-    let d = device.allocate(c.span().bytes)?;
+    let d = device.allocate(c.span().bytes())?;
     let [terms, rows] = [TERMS, BLOCKS * SIZE].map(u64::from);
     let tensor = |span| TensorSpan { span, number, extent: vec![terms, rows], strides: vec![2 * terms], ragged: None };
     let args = [
@@ -70,7 +70,7 @@ pub fn fit_adders(device: &dyn Device, number: Number, seed: u64) -> Result<Vec<
     let module = device.load(Arc::new(kernel))?;
     device.launch(&module, [BLOCKS, 1, 1], &args, Stream::default())?;
     device.synchronize(Stream::default())?;
-    let mut got = vec![0; d.span().bytes as usize];
+    let mut got = vec![0; d.span().bytes() as usize];
     device.download(d.span(), &mut got)?;
     let got: Vec<u32> = got.chunks_exact(4).map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
 

@@ -147,13 +147,23 @@ impl Gpu {
     pub fn open(ordinal: u32, options: Options) -> Result<Gpu, GpuError> {
         let cuda = Cuda::open(ordinal, options)?;
         let tables = Profile::tables_for(&cuda.name())?;
+        Ok(Gpu::new(cuda, tables))
+    }
+
+    /// A GPU that was opened already, with these cuts of the kernels.
+    pub fn new(cuda: Cuda, tables: Tables) -> Gpu {
         let (products, compiled, rooms) = Default::default();
-        Ok(Gpu { cuda, tables, products, compiled, rooms })
+        Gpu { cuda, tables, products, compiled, rooms }
     }
 
     /// Its name.
     pub fn name(&self) -> String {
         self.cuda.name()
+    }
+
+    /// The driver's side of it: where memory and streams of other libraries are vouched for.
+    pub fn cuda(&self) -> &Cuda {
+        &self.cuda
     }
 
     /// What runs kernels on it.
@@ -163,7 +173,7 @@ impl Gpu {
 
     /// C = A B on a stream, without waiting. Everything is checked before anything is launched; what the matrices lie
     /// in must stay alive until the stream has come past it.
-    pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream) -> Result<(), GpuError> {
+    pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), GpuError> {
         let module = self.loaded(gemm)?;
         let launch = gemm.launch(module.shared_kernel(), matrices, self.cuda.multiprocessors())?;
         Ok(self.cuda.launch(&module, launch.grid, &launch.args, stream)?)
@@ -201,7 +211,7 @@ impl Gpu {
 
     /// Computes o and LSE on a stream, without waiting. Counters and scratch of `tensors` are set here. What the tensors lie
     /// in must stay alive until the stream has come past it.
-    pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream) -> Result<(), GpuError> {
+    pub fn forward(&self, attention: &Attention, tensors: &mut Tensors, stream: Stream<'_>) -> Result<(), GpuError> {
         let (plan, room) = (attention.ready.plan(), self.rooms.of(&self.cuda, stream)?);
         let mut turn = room.turn();
         turn.hold(attention.cover.iter().chain([&attention.module]));
@@ -237,7 +247,7 @@ impl Gpu {
         attention: &Attention,
         copies: &Copies,
         tensors: &Tensors,
-        stream: Stream,
+        stream: Stream<'_>,
         turn: &mut Turn<'_>,
     ) -> Result<(), GpuError> {
         let copied = turn.copies(&self.cuda, copies.bytes())?;
@@ -259,7 +269,7 @@ impl Gpu {
 
     /// Computes d_q, d_k and d_v on a stream, without waiting. What the tensors lie in must stay alive until the stream has
     /// come past it.
-    pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream) -> Result<(), GpuError> {
+    pub fn backward(&self, gradient: &Gradient, tensors: &GradientTensors, stream: Stream<'_>) -> Result<(), GpuError> {
         let Gradient { plan, kernels, modules } = gradient;
         let room = self.rooms.of(&self.cuda, stream)?;
         let mut turn = room.turn();

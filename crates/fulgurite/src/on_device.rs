@@ -133,7 +133,7 @@ impl OnDevice {
     /// Memory for at least a few bytes: an empty tensor has an address too.
     fn room(&self, memory: &mut Vec<Buffer>, bytes: usize) -> Result<Span, DeviceError> {
         let buffer = self.device.allocate(bytes.max(64) as u64)?;
-        let span = Span { bytes: bytes as u64, ..buffer.span() };
+        let span = buffer.span().first(bytes as u64);
         memory.push(buffer);
         Ok(span)
     }
@@ -341,7 +341,7 @@ impl Engine for OnDevice {
         });
         if let Some(tally) = run.tally {
             let mut word = [0; 4];
-            let second = Span { address: counters.address + 4, bytes: 4 };
+            let second = counters.from(4).first(4);
             self.device.download(second, &mut word)?;
             tally.add(Counters { blocks_redone: u64::from(u32::from_le_bytes(word)), ..Counters::default() });
         }

@@ -18,26 +18,26 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 pub(crate) struct Rooms {
     counters: Arc<Mutex<Option<Counters>>>,
-    of_streams: Mutex<HashMap<Stream, Arc<Room>>>,
+    of_streams: Mutex<HashMap<u64, Arc<Room>>>,
     /// By the recording's number; the recording itself holds the room.
-    of_recordings: Mutex<HashMap<(u64, Stream), Weak<Room>>>,
+    of_recordings: Mutex<HashMap<(u64, u64), Weak<Room>>>,
 }
 
 impl Rooms {
     /// The room of a launch on this stream.
-    pub fn of(&self, cuda: &Cuda, stream: Stream) -> Result<Arc<Room>, DeviceError> {
+    pub fn of(&self, cuda: &Cuda, stream: Stream<'_>) -> Result<Arc<Room>, DeviceError> {
         let fresh = |recorded| Arc::new(Room { recorded, memory: Mutex::default(), pool: self.counters.clone() });
-        let Some(recording) = cuda.recording(stream)? else {
-            return Ok(locked(&self.of_streams).entry(stream).or_insert_with(|| fresh(false)).clone());
+        let Some(recording) = cuda.capture_id(stream)? else {
+            return Ok(locked(&self.of_streams).entry(stream.handle()).or_insert_with(|| fresh(false)).clone());
         };
         let mut rooms = locked(&self.of_recordings);
-        if let Some(known) = rooms.get(&(recording, stream)).and_then(Weak::upgrade) {
+        if let Some(known) = rooms.get(&(recording, stream.handle())).and_then(Weak::upgrade) {
             return Ok(known);
         }
         let room = fresh(true);
-        cuda.keep(stream, Box::new(room.clone()))?;
+        cuda.keep_for_replays(stream, Box::new(room.clone()))?;
         rooms.retain(|_, room| room.strong_count() > 0);
-        rooms.insert((recording, stream), Arc::downgrade(&room));
+        rooms.insert((recording, stream.handle()), Arc::downgrade(&room));
         Ok(room)
     }
 }
@@ -70,7 +70,7 @@ impl Room {
     /// The last of these buffers, or a larger one.
     fn enough(&self, cuda: &Cuda, buffers: &mut Vec<Buffer>, bytes: u64) -> Result<Span, DeviceError> {
         match buffers.last() {
-            Some(known) if known.span().bytes >= bytes => Ok(known.span()),
+            Some(known) if known.span().bytes() >= bytes => Ok(known.span()),
             _ => {
                 if !self.recorded {
                     // The driver waits for launches that use what is given back.
@@ -127,7 +127,7 @@ impl Turn<'_> {
     ) -> Result<Span, DeviceError> {
         let counters = &mut self.memory.counters;
         match counters.last() {
-            Some(&known) if known.bytes >= bytes => Ok(known),
+            Some(&known) if known.bytes() >= bytes => Ok(known),
             // What was too few is not given back yet: launches that are under way have it.
             _ => {
                 let mut pool = locked(&self.room.pool);
@@ -190,13 +190,13 @@ impl Counters {
             );
             return Err(DeviceError::Failed { call: "launch", what });
         }
-        let span = Span { bytes, ..self.memory.span().from(self.taken_bytes) };
+        let span = self.memory.span().from(self.taken_bytes).first(bytes);
         self.taken_bytes += bytes;
         Ok(span)
     }
 
     fn give_back(&mut self, span: Span) {
-        self.given_back.entry(span.bytes).or_default().push(span);
+        self.given_back.entry(span.bytes()).or_default().push(span);
     }
 }
 
@@ -205,16 +205,16 @@ mod tests {
     use super::*;
 
     fn counters() -> Counters {
-        Counters::of(Buffer::new(Span { address: 0x1000, bytes: Counters::BYTES }, Box::new(())))
+        Counters::of(Buffer::new(Span::new(0x1000, Counters::BYTES), Box::new(())))
     }
 
     #[test]
     fn counters_are_handed_out_once_and_again_when_they_came_back() {
         let mut counters = counters();
         let [a, b, c] = [1, 17, 4000].map(|bytes| counters.take(bytes).unwrap());
-        assert_eq!([a, b, c].map(|span| (span.address, span.bytes)), [(0x1000, 16), (0x1010, 32), (0x1030, 4096)]);
+        assert_eq!([a, b, c].map(|span| (span.address(), span.bytes())), [(0x1000, 16), (0x1010, 32), (0x1030, 4096)]);
         counters.give_back(b);
-        assert_eq!(counters.take(4).unwrap().address, 0x1030 + 4096);
+        assert_eq!(counters.take(4).unwrap().address(), 0x1030 + 4096);
         assert_eq!(counters.take(20), Ok(b));
         assert_eq!(
             counters.take(Counters::BYTES).unwrap_err().to_string(),

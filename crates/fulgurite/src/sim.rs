@@ -164,7 +164,7 @@ pub fn compare(
         let mut results = Vec::new();
         for &(i, _) in &prepared.results {
             let span = prepared.memory[i].span();
-            let mut bytes = vec![0; span.bytes as usize];
+            let mut bytes = vec![0; span.bytes() as usize];
             device.download(span, &mut bytes)?;
             results.push(bytes);
         }

@@ -445,10 +445,10 @@ impl<T: Raced> Race<T> {
 
 /// Random numbers over a whole span: a piece of them, again and again.
 fn fill(device: &dyn Device, span: Span, rng: &mut Rng) -> Result<(), DeviceError> {
-    let count = (1 << 20).min(span.bytes / 2);
+    let count = (1 << 20).min(span.bytes() / 2);
     let piece: Vec<u8> = (0..count).flat_map(|_| half::bf16::from_f64(rng.normal()).to_le_bytes()).collect();
-    for at in (0..span.bytes).step_by(piece.len()) {
-        let part = piece.len().min((span.bytes - at) as usize);
+    for at in (0..span.bytes()).step_by(piece.len()) {
+        let part = piece.len().min((span.bytes() - at) as usize);
         device.upload(span.from(at), &piece[..part])?;
     }
     Ok(())
@@ -529,18 +529,24 @@ mod tests {
         fn load(&self, kernel: Arc<fulgurite_ptx::Kernel>) -> Result<Module, DeviceError> {
             self.sim.load(kernel)
         }
-        fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError> {
+        fn launch(
+            &self,
+            module: &Module,
+            grid: [u32; 3],
+            args: &[Value],
+            stream: Stream<'_>,
+        ) -> Result<(), DeviceError> {
             self.sim.launch(module, grid, args, stream)?;
             let units = Architecture::H200.cycles(&self.sim.report().total());
             *self.cycles.lock().unwrap() += units.into_iter().map(|(_, cycles)| cycles).fold(0.0, f64::max);
             Ok(())
         }
-        fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
             self.sim.synchronize(stream)
         }
         fn timed(
             &self,
-            _: Stream,
+            _: Stream<'_>,
             work: &mut dyn FnMut() -> Result<(), DeviceError>,
         ) -> Result<Option<f64>, DeviceError> {
             *self.cycles.lock().unwrap() = 0.0;

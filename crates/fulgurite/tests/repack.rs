@@ -41,21 +41,21 @@ impl Spread {
         let placed =
             DeviceTensor { span: whole.from(2 * gaps.before), shape: [b, s, h, d], strides: [batch, row, head] };
         let spread = Spread { _memory: memory, whole, placed };
-        device.upload(whole, &POISON.to_le_bytes().repeat(whole.bytes as usize / 2)).unwrap();
+        device.upload(whole, &POISON.to_le_bytes().repeat(whole.bytes() as usize / 2)).unwrap();
         spread
     }
 
     /// Where each element lies among all, in row-major order.
     fn places(&self) -> impl Iterator<Item = usize> + '_ {
         let ([b, s, h, d], [batch, row, head]) = (self.placed.shape, self.placed.strides);
-        let first = (self.placed.span.address - self.whole.address) / 2;
+        let first = (self.placed.span.address() - self.whole.address()) / 2;
         let heads = move |b: u64, s: u64| (0..h).map(move |h| first + b * batch + s * row + h * head);
         let rows = (0..b).flat_map(move |b| (0..s).flat_map(move |s| heads(b, s)));
         rows.flat_map(move |at| (0..d).map(move |d| (at + d) as usize))
     }
 
     fn words(&self, device: &Sim) -> Vec<u16> {
-        let mut bytes = vec![0; self.whole.bytes as usize];
+        let mut bytes = vec![0; self.whole.bytes() as usize];
         device.download(self.whole, &mut bytes).unwrap();
         bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
     }
@@ -91,7 +91,7 @@ fn check(name: &str, builder: ProblemBuilder, gaps: [Gaps; 4], used_k: Option<&[
     let plan = Plan::new(&problem, None).unwrap();
     let zeros = |bytes: u64| {
         let memory = device.allocate(bytes.max(64)).unwrap();
-        device.upload(memory.span(), &vec![0; memory.span().bytes as usize]).unwrap();
+        device.upload(memory.span(), &vec![0; memory.span().bytes() as usize]).unwrap();
         memory
     };
     let lse_count: usize = problem.lse_shape().iter().product();
@@ -186,7 +186,7 @@ fn what_lies_well_is_not_copied() {
 fn odd_addresses_are_refused() {
     let plan = Plan::new(&dense(1, 70, 90).dtype(DType::Bf16).build().unwrap(), None).unwrap();
     let device = Sim::default();
-    let memory = Span { address: 4097, bytes: 1 << 20 };
+    let memory = Span::new(4097, 1 << 20);
     let rows = [[70, 4], [90, 2], [90, 2], [70, 4]].map(|[s, h]| DeviceTensor::packed(memory, [1, s, h, 64]));
     let copies = plan.copies(&rows).unwrap();
     let ready = plan.clone().ready(Arc::new(plan.kernel(device.target()).unwrap()));

@@ -21,7 +21,7 @@
 //!         w.when(i.lt(count), |w| x.store(w, i, -x.load(w, i)));
 //!     });
 //! })?;
-//! let call = Call { x: Span { address: 4096, bytes: 400 }, count: 100 };
+//! let call = Call { x: Span::new(4096, 400), count: 100 };
 //! assert_eq!(program.launch([1, 1, 1], &call).args.len(), 2);
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```

@@ -58,7 +58,7 @@ impl Memory {
     fn span(&mut self, bytes: u64) -> Span {
         let address = self.end;
         self.end = (address + bytes.max(1)).next_multiple_of(256);
-        Span { address, bytes }
+        Span::new(address, bytes)
     }
 
     /// A contiguous tensor of 16-bit elements.

@@ -5,23 +5,95 @@
 use crate::kernel::{BoxShape, Kernel, ParamKind, Target};
 use crate::product::Number;
 use std::any::Any;
+use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use thiserror::Error;
 
+/// An identity in whose name spans and streams are made. A device accepts only those made in a name it knows, and a name
+/// cannot be copied: its owner alone decides which addresses and handles are good. So a [`Span`] or a [`Stream`] that safe code
+/// holds was handed out by a device, or vouched for in an `unsafe` block of the device's crate.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Token(u64);
+
+impl Default for Token {
+    fn default() -> Self {
+        Token::new()
+    }
+}
+
+impl Token {
+    /// An identity that no other token of the process has.
+    pub fn new() -> Token {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Token(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The number that spans and streams made in this name carry.
+    pub fn id(&self) -> u64 {
+        self.0
+    }
+
+    /// Memory, in this name.
+    pub fn span(&self, address: u64, bytes: u64) -> Span {
+        Span { address, bytes, owner: self.0 }
+    }
+
+    /// A stream by its handle, in this name. `'a` is how long the stream lives.
+    pub fn stream<'a>(&self, handle: u64) -> Stream<'a> {
+        Stream { handle, owner: self.0, lives: PhantomData }
+    }
+}
+
 /// A run of bytes in a device's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+///
+/// Devices make them ([`Device::allocate`]). [`Span::new`] describes memory of no device, for plans that are only looked at.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Address of the first.
-    pub address: u64,
-    /// How many.
-    pub bytes: u64,
+    address: u64,
+    bytes: u64,
+    /// [`Token::id`] of the allocation, or of the device that vouches for the memory.
+    owner: u64,
+}
+
+/// Without the owner: a launch prints the same in every process.
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Span").field("address", &self.address).field("bytes", &self.bytes).finish()
+    }
 }
 
 impl Span {
-    /// The part from `offset` on.
+    /// Memory of no device: launches with it are refused.
+    pub fn new(address: u64, bytes: u64) -> Span {
+        Span { address, bytes, owner: 0 }
+    }
+
+    /// Address of the first byte.
+    pub fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Length in bytes.
+    pub fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// [`Token::id`] of whoever made it; 0 for memory of no device.
+    pub fn owner(self) -> u64 {
+        self.owner
+    }
+
+    /// The part from byte `offset` on.
     pub fn from(self, offset: u64) -> Span {
         let offset = offset.min(self.bytes);
-        Span { address: self.address + offset, bytes: self.bytes - offset }
+        Span { address: self.address + offset, bytes: self.bytes - offset, ..self }
+    }
+
+    /// The first `bytes` bytes, or all of them where there are fewer.
+    pub fn first(self, bytes: u64) -> Span {
+        Span { bytes: bytes.min(self.bytes), ..self }
     }
 }
 
@@ -43,9 +115,26 @@ impl Buffer {
     }
 }
 
-/// An order of launches on a device; 0 is the default one. CUDA's stream handles fit in it.
+/// A queue of a device: what is put on one stream runs in order. The default stream exists on every device; others come from
+/// the device, and none outlives `'a`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Stream(pub u64);
+pub struct Stream<'a> {
+    handle: u64,
+    owner: u64,
+    lives: PhantomData<&'a ()>,
+}
+
+impl Stream<'_> {
+    /// The driver's handle; 0 for the default stream.
+    pub fn handle(self) -> u64 {
+        self.handle
+    }
+
+    /// [`Token::id`] of whoever made it; 0 for the default stream.
+    pub fn owner(self) -> u64 {
+        self.owner
+    }
+}
 
 /// A kernel that a device has made ready.
 #[derive(Clone)]
@@ -237,9 +326,9 @@ pub fn check_launch(kernel: &Kernel, grid: [u32; 3], args: &[Value]) -> Result<(
         };
         match (&param.kind, value) {
             (ParamKind::U32, Value::U32(_)) | (ParamKind::F32, Value::F32(_)) | (ParamKind::U64, Value::U64(_)) => {}
-            (ParamKind::Pointer(align), Value::Pointer(span)) => aligned(span.address, u64::from(*align))?,
+            (ParamKind::Pointer(align), Value::Pointer(span)) => aligned(span.address(), u64::from(*align))?,
             (ParamKind::Tensor(shape), Value::Tensor(tensor)) => {
-                aligned(tensor.span.address, 16)?;
+                aligned(tensor.span.address(), 16)?;
                 check_tensor(shape, tensor).map_err(|what| LaunchError::Tensor {
                     kernel: name(),
                     param: param.name.clone(),
@@ -279,10 +368,10 @@ fn check_tensor(shape: &BoxShape, tensor: &TensorSpan) -> Result<(), String> {
     };
     let last: u64 = extent[1..].iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride).sum();
     let end = last + tensor.extent[0] * u64::from(tensor.number.bytes());
-    if end > tensor.span.bytes {
+    if end > tensor.span.bytes() {
         return Err(format!(
             "reaches to byte {end} of memory of {} bytes; check extents and strides",
-            tensor.span.bytes
+            tensor.span.bytes()
         ));
     }
     Ok(())
@@ -324,6 +413,20 @@ pub enum DeviceError {
         /// Bytes there are.
         free: u64,
     },
+    /// Memory that is not this device's, or was given back.
+    #[error(
+        "memory at {address:#x} is not this device's or was freed, allowed: buffers of the device that still live; allocate it \
+         on this device and keep it until the call"
+    )]
+    Foreign {
+        /// Where it begins.
+        address: u64,
+    },
+    /// A stream that is not this device's.
+    #[error(
+        "the stream is another device's, allowed: the default stream and streams of this device; make it on this device"
+    )]
+    Stream,
     /// Bytes outside a buffer.
     #[error("{bytes} bytes at offset {offset} of a buffer of {len}")]
     Bounds {
@@ -345,29 +448,55 @@ pub enum DeviceError {
 }
 
 /// Something that runs kernels.
+///
+/// Every span and stream that a call is given must be this device's ([`Token`]) and alive; others are refused with
+/// [`DeviceError::Foreign`] and [`DeviceError::Stream`]. A buffer may be dropped while a launch uses it: the device gives the
+/// memory back when the launch is done.
 pub trait Device: Send + Sync {
     /// Its name.
     fn name(&self) -> String;
-    /// What kernels for it are printed for.
+    /// Its kind and its number among those of the kind, such as `("cuda", 0)`.
+    fn place(&self) -> (&'static str, u32) {
+        ("device", 0)
+    }
+    /// The target that kernels are printed for.
     fn target(&self) -> Target;
-    /// Multiprocessors: how many blocks a persistent kernel has.
+    /// Multiprocessors: the CTAs of a persistent kernel.
     fn multiprocessors(&self) -> u32;
-    /// Memory whose contents are whatever was there.
+    /// Memory with undefined contents.
     fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError>;
-    /// Copies to a device's memory, after everything on the default stream.
+    /// Memory of zeros.
+    fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
+        let buffer = self.allocate(bytes)?;
+        self.upload(buffer.span(), &vec![0; bytes as usize])?;
+        Ok(buffer)
+    }
+    /// Copies to the device's memory, after everything on the default stream.
     fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError>;
-    /// Copies from a device's memory, after everything on the default stream.
+    /// Copies from the device's memory, after everything on the default stream.
     fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError>;
     /// Makes a kernel ready.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError>;
-    /// Starts a kernel. Every argument is checked first; memory must stay alive until it is done.
-    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream) -> Result<(), DeviceError>;
+    /// Starts a kernel, after every argument was checked.
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError>;
     /// Waits for everything on a stream, and says what went wrong on it.
-    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError>;
-    /// The seconds that what `work` puts on a stream takes there; `None` for a device without a clock.
+    fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError>;
+    /// The number of the graph capture that records this stream, whoever began it; `None` where launches run at once. No other
+    /// capture of the process has the number.
+    fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
+        let _ = stream;
+        Ok(None)
+    }
+    /// Keeps a value alive as long as the graph that records this stream can be replayed. Where nothing is recorded, it is
+    /// dropped at once.
+    fn keep_for_replays(&self, stream: Stream<'_>, value: Box<dyn Any + Send>) -> Result<(), DeviceError> {
+        let _ = (stream, value);
+        Ok(())
+    }
+    /// Seconds that the work which `work` puts on a stream takes there; `None` for a device without a clock.
     fn timed(
         &self,
-        stream: Stream,
+        stream: Stream<'_>,
         work: &mut dyn FnMut() -> Result<(), DeviceError>,
     ) -> Result<Option<f64>, DeviceError> {
         work()?;
@@ -398,7 +527,7 @@ impl Plan {
     pub fn run(
         &self,
         device: &dyn Device,
-        stream: Stream,
+        stream: Stream<'_>,
         load: &mut dyn FnMut(&Arc<Kernel>) -> Result<Module, DeviceError>,
     ) -> Result<(), DeviceError> {
         self.launches.iter().try_for_each(|l| device.launch(&load(&l.kernel)?, l.grid, &l.args, stream))

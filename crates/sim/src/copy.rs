@@ -96,7 +96,7 @@ pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward
         return runs;
     }
     'rows: for r in 0..rows {
-        let (mut rest, mut address) = (r, tensor.span.address);
+        let (mut rest, mut address) = (r, tensor.span.address());
         for ((&size, &start), (&whole, &stride)) in
             shape.extent.iter().zip(at).skip(1).zip(tensor.extent.iter().skip(1).zip(&tensor.strides))
         {

@@ -41,7 +41,7 @@ impl Memory {
         // Not zeros: a kernel that counts on them is wrong.
         let allocation = Allocation { address, bytes: vec![0xa5; bytes as usize], shadow: Shadow::new(bytes) };
         self.map.insert(address, allocation);
-        Ok(Span { address, bytes })
+        Ok(Span::new(address, bytes))
     }
 
     pub fn free(&mut self, address: u64) {

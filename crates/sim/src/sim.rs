@@ -111,6 +111,9 @@ impl Device for Sim {
     fn name(&self) -> String {
         "simulated H200".into()
     }
+    fn place(&self) -> (&'static str, u32) {
+        ("sim", 0)
+    }
     fn target(&self) -> Target {
         self.target
     }
@@ -120,18 +123,18 @@ impl Device for Sim {
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
         let span = lock(&self.state).memory.allocate(bytes)?;
-        let owner = Owner { state: self.state.clone(), address: span.address };
+        let owner = Owner { state: self.state.clone(), address: span.address() };
         Ok(Buffer::new(span, Box::new(owner)))
     }
 
     fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
         let n = bytes.len() as u64;
-        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: to.bytes };
-        if n > to.bytes {
+        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: to.bytes() };
+        if n > to.bytes() {
             return Err(outside);
         }
         let mut state = lock(&self.state);
-        let (allocation, offset) = state.memory.find(to.address, n).ok_or(outside)?;
+        let (allocation, offset) = state.memory.find(to.address(), n).ok_or(outside)?;
         allocation.bytes[offset as usize..offset as usize + bytes.len()].copy_from_slice(bytes);
         allocation.shadow.set_written(offset, n);
         Ok(())
@@ -139,12 +142,12 @@ impl Device for Sim {
 
     fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let n = bytes.len() as u64;
-        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: from.bytes };
-        if n > from.bytes {
+        let outside = DeviceError::Bounds { offset: 0, bytes: n, len: from.bytes() };
+        if n > from.bytes() {
             return Err(outside);
         }
         let mut state = lock(&self.state);
-        let (allocation, offset) = state.memory.find(from.address, n).ok_or(outside)?;
+        let (allocation, offset) = state.memory.find(from.address(), n).ok_or(outside)?;
         bytes.copy_from_slice(&allocation.bytes[offset as usize..offset as usize + bytes.len()]);
         Ok(())
     }
@@ -159,7 +162,7 @@ impl Device for Sim {
         Ok(Module::new(kernel, Arc::new(program)))
     }
 
-    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], _: Stream) -> Result<(), DeviceError> {
+    fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], _: Stream<'_>) -> Result<(), DeviceError> {
         check_launch(module.kernel(), grid, args)?;
         let program = module
             .handle::<Program>()
@@ -172,7 +175,7 @@ impl Device for Sim {
                 Value::Tensor(tensor) => tensor.span,
                 _ => continue,
             };
-            if span.bytes > 0 && memory.find(span.address, span.bytes).is_none() {
+            if span.bytes() > 0 && memory.find(span.address(), span.bytes()).is_none() {
                 let what = format!("`{}` is no memory of this device: {span:?}", param.name);
                 return Err(DeviceError::Failed { call: "launch", what });
             }
@@ -198,7 +201,7 @@ impl Device for Sim {
         }
     }
 
-    fn synchronize(&self, _: Stream) -> Result<(), DeviceError> {
+    fn synchronize(&self, _: Stream<'_>) -> Result<(), DeviceError> {
         lock(&self.state).failed.take().map_or(Ok(()), Err)
     }
 }

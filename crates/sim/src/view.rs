@@ -322,7 +322,7 @@ impl Machine for View<'_, '_> {
             Some(Value::U32(x)) => x.to_le_bytes().to_vec(),
             Some(Value::F32(x)) => x.to_le_bytes().to_vec(),
             Some(Value::U64(x)) => x.to_le_bytes().to_vec(),
-            Some(Value::Pointer(span)) => span.address.to_le_bytes().to_vec(),
+            Some(Value::Pointer(span)) => span.address().to_le_bytes().to_vec(),
             _ => Vec::new(),
         };
         let start = offset.max(0) as usize;

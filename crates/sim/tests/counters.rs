@@ -91,7 +91,7 @@ fn a_tile_of_attention_is_bound_by_its_products() {
         let plan = ForwardPlan::new(&shape.build().unwrap(), rescale).unwrap();
         let buffers = [128, keys, keys, 128].map(buffer);
         let tensors = std::array::from_fn(|i| {
-            let rows = buffers[i].span().bytes / 256;
+            let rows = buffers[i].span().bytes() / 256;
             DeviceTensor::packed(buffers[i].span(), [1, rows, 1, 128])
         });
         let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));

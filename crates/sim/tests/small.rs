@@ -421,7 +421,7 @@ fn wrong_launches_are_refused_before_they_start() {
     let pointer = Value::Pointer(x.span());
     let odd = sim.launch(&module, [1, 1, 1], &[pointer.clone(), pointer.clone()], Stream::default());
     assert!(matches!(odd, Err(DeviceError::Launch(LaunchError::Grid { .. }))));
-    let far = fulgurite_ptx::device::Span { address: 4096, bytes: 64 };
+    let far = fulgurite_ptx::device::Span::new(4096, 64);
     let foreign = sim.launch(&module, [2, 1, 1], &[pointer, Value::Pointer(far)], Stream::default());
     assert!(foreign.unwrap_err().to_string().contains("`y` is no memory of this device"));
     let mut broken = Asm::new();

@@ -1,7 +1,7 @@
 //! The device over a driver that keeps books: everything but the GPU.
 
 use super::*;
-use crate::driver::fake::{Books, FAKE, MEMORY_BYTES, Seen, books};
+use crate::fake::{self, Books, FAKE, MEMORY_BYTES, Seen, books};
 use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::{Major, Number};
@@ -147,22 +147,22 @@ fn everything_is_given_back() {
 fn bytes_go_there_and_back() {
     let gpu = fake_gpu(Options::default());
     let span = gpu.allocate(0).map(|buffer| buffer.span()).unwrap();
-    assert_eq!(span.bytes, 0);
+    assert_eq!(span.bytes(), 0);
     let buffer = gpu.allocate(100).unwrap();
     let sent: Vec<u8> = (0..100).collect();
     gpu.upload(buffer.span(), &sent).unwrap();
     let mut got = [0; 50];
     gpu.download(buffer.span().from(25), &mut got).unwrap();
     assert_eq!(got, sent[25..75]);
-    gpu.upload(Span { address: 1, bytes: 0 }, &[]).unwrap();
+    gpu.upload(Span::new(1, 0), &[]).unwrap();
 
     let past = gpu.upload(buffer.span().from(96), &[0; 8]).unwrap_err();
     assert_eq!(past.to_string(), "8 bytes at offset 0 of a buffer of 4");
     // A span that claims more than was allocated.
-    let wide = Span { bytes: 1 << 40, ..buffer.span() };
+    let wide = fake::memory(&gpu, buffer.span().address(), 1 << 40);
     let past = gpu.download(wide.from(60), &mut got).unwrap_err();
     assert_eq!(past.to_string(), "50 bytes at offset 60 of a buffer of 100");
-    let nowhere = gpu.upload(Span { address: 1, bytes: 8 }, &[0; 8]).unwrap_err();
+    let nowhere = gpu.upload(fake::memory(&gpu, 1, 8), &[0; 8]).unwrap_err();
     assert_eq!(nowhere.to_string(), "cuMemGetAddressRange_v2: CUDA_ERROR_INVALID_VALUE: invalid argument");
 }
 
@@ -249,9 +249,9 @@ fn a_launch_arrives_as_it_was_given() {
     let gpu = fake_gpu(Options::default());
     let module = gpu.load(add()).unwrap();
     books(|b| b.parameters = 4);
-    let spans = [0x1000, 0x2000, 0x3000].map(|address| Value::Pointer(Span { address, bytes: 4000 }));
+    let spans = [0x1000, 0x2000, 0x3000].map(|address| Value::Pointer(fake::memory(&gpu, address, 4000)));
     let args: Vec<Value> = spans.into_iter().chain([Value::U32(1000)]).collect();
-    gpu.launch(&module, [4, 1, 1], &args, Stream(0x77)).unwrap();
+    gpu.launch(&module, [4, 1, 1], &args, fake::stream(&gpu, 0x77)).unwrap();
     let first_word = |word: u64| {
         let mut words = [0; 9];
         words[0] = word;
@@ -265,9 +265,10 @@ fn a_launch_arrives_as_it_was_given() {
         overlaps: false,
         args: [0x1000, 0x2000, 0x3000, 1000].map(first_word).into(),
         stream: 0x77,
+        captured: false,
     };
     assert_eq!(books(|b| b.seen.pop()), Some(want));
-    let error = gpu.launch(&module, [4, 1, 1], &args[..3], Stream(0)).unwrap_err();
+    let error = gpu.launch(&module, [4, 1, 1], &args[..3], Stream::default()).unwrap_err();
     assert_eq!(error.to_string(), "kernel `vector_add` takes 4 arguments, 3 were given");
     assert!(books(|b| b.seen.is_empty()));
 }
@@ -282,10 +283,10 @@ fn tensors_and_shared_memory_are_announced() {
     let shared = sys_shared_attribute();
     assert_eq!(books(|b| b.attributes.clone()), [(shared, kernel.shared_bytes as i32)]);
     books(|b| b.parameters = 7);
-    let matrix = |address| Matrix::packed(Span { address, bytes: 1 << 20 }, 64, 128, 2);
-    let c = Matrix::packed(Span { address: 0x3000, bytes: 1 << 20 }, 64, 64, 2);
+    let matrix = |address| Matrix::packed(fake::memory(&gpu, address, 1 << 20), 64, 128, 2);
+    let c = Matrix::packed(fake::memory(&gpu, 0x3000, 1 << 20), 64, 64, 2);
     let launch = gemm.launch(kernel.clone(), [matrix(0x1000), matrix(0x2000), c], gpu.multiprocessors()).unwrap();
-    gpu.launch(&module, launch.grid, &launch.args, Stream(0)).unwrap();
+    gpu.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
     let seen = books(|b| b.seen.pop()).unwrap();
     assert_eq!((seen.threads, seen.shared_bytes, seen.cluster), (kernel.threads, kernel.shared_bytes, None));
     // Type, address, extents, strides in bytes, the box's inner extent, swizzle.
@@ -295,13 +296,13 @@ fn tensors_and_shared_memory_are_announced() {
 
     // What has not changed since the last launch is not encoded again; a launch that is refused leaves nothing behind.
     assert_eq!(books(|b| b.encoded), 3);
-    gpu.launch(&module, launch.grid, &launch.args, Stream(0)).unwrap();
+    gpu.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
     assert_eq!(books(|b| (b.encoded, b.seen.pop())), (3, Some(seen)));
     let moved = gemm.launch(kernel, [matrix(0x1000), matrix(0x4000), c], gpu.multiprocessors()).unwrap();
-    gpu.launch(&module, moved.grid, &moved.args, Stream(0)).unwrap();
+    gpu.launch(&module, moved.grid, &moved.args, Stream::default()).unwrap();
     assert_eq!(books(|b| (b.encoded, b.seen.pop().unwrap().args[1][1])), (4, 0x4000));
-    assert!(gpu.launch(&module, [0, 0, 0], &moved.args, Stream(0)).is_err());
-    gpu.launch(&module, moved.grid, &moved.args, Stream(0)).unwrap();
+    assert!(gpu.launch(&module, [0, 0, 0], &moved.args, Stream::default()).is_err());
+    gpu.launch(&module, moved.grid, &moved.args, Stream::default()).unwrap();
     assert_eq!(books(|b| (b.encoded, b.seen.pop().unwrap().args[0][1])), (7, 0x1000));
 }
 
@@ -310,9 +311,9 @@ fn a_kernel_without_parameters_has_its_grid_checked() {
     let gpu = fake_gpu(Options::default());
     let kernel = Kernel::build("nothing", Target::HOPPER, |k| k.threads(32, |w| w.sync_warp()));
     let module = gpu.load(Arc::new(kernel.unwrap())).unwrap();
-    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream(0)).is_err());
-    gpu.launch(&module, [1, 1, 1], &[], Stream(0)).unwrap();
-    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream(0)).is_err());
+    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream::default()).is_err());
+    gpu.launch(&module, [1, 1, 1], &[], Stream::default()).unwrap();
+    assert!(gpu.launch(&module, [0, 0, 0], &[], Stream::default()).is_err());
 }
 
 /// The driver's number for the most dynamic shared memory.
@@ -328,7 +329,7 @@ fn clusters_and_overlap_are_announced() {
         k.threads(32, |w| w.wait_for_previous_grid());
     });
     let module = gpu.load(Arc::new(kernel.unwrap())).unwrap();
-    gpu.launch(&module, [4, 1, 1], &[], Stream(0)).unwrap();
+    gpu.launch(&module, [4, 1, 1], &[], Stream::default()).unwrap();
     let seen = books(|b| b.seen.pop()).unwrap();
     assert_eq!((seen.cluster, seen.overlaps), (Some(2), true));
 }
@@ -342,14 +343,14 @@ fn launches_can_be_recorded() {
     let compile = || gpu.load(add()).map(|loaded| module = Some(loaded));
     gpu.capture(stream.stream(), compile).unwrap();
     let module = module.unwrap();
-    let span = Value::Pointer(Span { address: 0x1000, bytes: 4 });
+    let span = Value::Pointer(fake::memory(&gpu, 0x1000, 4));
     let args = [span.clone(), span.clone(), span, Value::U32(1)];
     gpu.capture(stream.stream(), || gpu.launch(&module, [1, 1, 1], &args, stream.stream())).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0);
     // Whoever needs memory for them can still take it, and have it zeroed.
     gpu.capture(stream.stream(), || {
         let zeros = gpu.zeroed(64)?;
-        assert!(books(|b| b.memory[&zeros.span().address].iter().all(|&byte| byte == 0)));
+        assert!(books(|b| b.memory[&zeros.span().address()].iter().all(|&byte| byte == 0)));
         Ok(())
     })
     .unwrap();
@@ -365,20 +366,20 @@ fn launches_can_be_recorded() {
 fn recordings_keep_what_they_need() {
     let gpu = fake_gpu(Options::default());
     let stream = gpu.own_stream().unwrap();
-    assert_eq!(gpu.recording(stream.stream()), Ok(None));
-    let unrecorded = gpu.keep(stream.stream(), Box::new(())).unwrap_err();
+    assert_eq!(gpu.capture_id(stream.stream()), Ok(None));
+    let unrecorded = gpu.keep_for_replays(stream.stream(), Box::new(())).unwrap_err();
     assert_eq!(unrecorded.to_string(), "keep: the stream is not being recorded");
     let record = || {
         let mut number = None;
         let graph = gpu.capture(stream.stream(), || {
-            number = gpu.recording(stream.stream())?;
-            gpu.keep(stream.stream(), Box::new(gpu.allocate(64)?))
+            number = gpu.capture_id(stream.stream())?;
+            gpu.keep_for_replays(stream.stream(), Box::new(gpu.allocate(64)?))
         });
         (number.unwrap(), graph.unwrap())
     };
     let (first, graph) = record();
     gpu.replay(&graph, stream.stream()).unwrap();
-    assert_eq!((gpu.recording(stream.stream()), books(|b| b.memory.len())), (Ok(None), 1));
+    assert_eq!((gpu.capture_id(stream.stream()), books(|b| b.memory.len())), (Ok(None), 1));
     drop(graph);
     assert_eq!(books(|b| b.memory.len()), 1, "the driver's callback calls nothing");
     let (second, graph) = record();
@@ -387,8 +388,8 @@ fn recordings_keep_what_they_need() {
     let refused = |how: fn(&mut Books)| {
         let call = || {
             books(how);
-            gpu.recording(stream.stream())?;
-            gpu.keep(stream.stream(), Box::new(gpu.allocate(64)?))
+            gpu.capture_id(stream.stream())?;
+            gpu.keep_for_replays(stream.stream(), Box::new(gpu.allocate(64)?))
         };
         let error = gpu.capture(stream.stream(), call).err().unwrap();
         books(|b| (b.spoilt, b.no_retention) = (false, false));
@@ -402,7 +403,7 @@ fn recordings_keep_what_they_need() {
         refused(|b| b.no_retention = true),
         "cuGraphRetainUserObject: CUDA_ERROR_INVALID_VALUE: invalid argument"
     );
-    gpu.recording(stream.stream()).unwrap();
+    gpu.capture_id(stream.stream()).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0, "what no graph keeps is dropped");
     let (_, graph) = record();
     // Nobody is left to drop it: it stays with the process.
@@ -416,9 +417,60 @@ fn another_devices_module_is_refused() {
     let gpu = fake_gpu(Options::default());
     let foreign = Module::new(add(), Arc::new("another device's"));
     assert!(gpu.log(&foreign).is_none());
-    let error = gpu.launch(&foreign, [1, 1, 1], &[], Stream(0)).unwrap_err();
+    let error = gpu.launch(&foreign, [1, 1, 1], &[], Stream::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
         "launch: the module of `vector_add` is another device's; load the kernel on this one"
     );
+}
+
+/// Memory of no device, of another device and freed memory are refused before anything is launched, and so is a stream of
+/// another device.
+#[test]
+fn memory_and_streams_of_others_are_refused() {
+    let (gpu, other) = (fake_gpu(Options::default()), fake_gpu(Options::default()));
+    let module = gpu.load(add()).unwrap();
+    books(|b| b.parameters = 4);
+    let [x, y, z] = [4, 4, 4].map(|bytes| gpu.allocate(bytes).unwrap());
+    let launch = |span: Span, stream: Stream<'_>| {
+        let args = [x.span(), y.span(), span].map(Value::Pointer).into_iter().chain([Value::U32(1)]);
+        gpu.launch(&module, [1, 1, 1], &args.collect::<Vec<_>>(), stream)
+    };
+    let freed = z.span();
+    assert_eq!(launch(freed, Stream::default()), Ok(()));
+    drop(z);
+    let theirs = other.allocate(4).unwrap();
+    for span in [freed, theirs.span(), Span::new(x.span().address(), 4)] {
+        let error = launch(span, Stream::default()).unwrap_err();
+        assert_eq!(error, DeviceError::Foreign { address: span.address() });
+        assert!(gpu.upload(span, &[0; 4]).is_err() && gpu.download(span, &mut [0; 4]).is_err());
+    }
+    let stream = other.own_stream().unwrap();
+    assert_eq!(launch(y.span(), stream.stream()), Err(DeviceError::Stream));
+    assert_eq!(gpu.synchronize(stream.stream()), Err(DeviceError::Stream));
+    assert_eq!(books(|b| b.seen.len()), 1);
+    // The freed memory is noticed although the launch is the same as the one before.
+    let w = gpu.allocate(4).unwrap();
+    launch(w.span(), Stream::default()).unwrap();
+    let again = w.span();
+    drop(w);
+    assert!(launch(again, Stream::default()).is_err());
+}
+
+#[test]
+fn a_graph_whose_memory_was_freed_is_not_replayed() {
+    let gpu = fake_gpu(Options::default());
+    books(|b| b.parameters = 4);
+    let (stream, buffer, module) = (gpu.own_stream().unwrap(), gpu.allocate(4).unwrap(), gpu.load(add()).unwrap());
+    let span = Value::Pointer(buffer.span());
+    let args = [span.clone(), span.clone(), span, Value::U32(1)];
+    let graph = gpu.capture(stream.stream(), || gpu.launch(&module, [1, 1, 1], &args, stream.stream())).unwrap();
+    drop(module);
+    assert_eq!(books(|b| b.modules), 1, "the graph holds its kernel");
+    gpu.replay(&graph, stream.stream()).unwrap();
+    drop(buffer);
+    let refused = gpu.replay(&graph, stream.stream()).unwrap_err().to_string();
+    assert_eq!(refused, "replay: memory that the graph's launches use was freed; capture the launches again");
+    drop(graph);
+    assert_eq!(books(|b| b.modules), 0);
 }

@@ -1,9 +1,11 @@
 //! A driver for tests: it keeps books, moves bytes between host arrays, and runs nothing.
 //!
-//! Its books belong to the thread, so tests do not see each other.
+//! Its books belong to the thread, so tests do not see each other. Other crates reach it through the feature `fake`.
 
 use super::Api;
+use crate::{Cuda, Options};
 use cudarc::driver::sys;
+use fulgurite_ptx::device::{DeviceError, Span, Stream};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -11,31 +13,48 @@ use std::ptr;
 
 /// A launch as the driver saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub struct Seen {
+    /// The grid.
     pub blocks: [u32; 3],
+    /// Threads of a CTA.
     pub threads: u32,
+    /// Dynamic shared memory of a CTA.
     pub shared_bytes: u32,
     /// Blocks of a cluster, where the launch says so.
     pub cluster: Option<u32>,
+    /// Whether it may start before the launch before it ends.
     pub overlaps: bool,
-    /// The first words of each argument.
+    /// The first words of each argument, where [`Books::parameters`] says how many there are.
     pub args: Vec<[u64; 9]>,
+    /// Handle of the stream.
     pub stream: u64,
+    /// Whether it was captured, not run.
+    pub captured: bool,
 }
 
 /// What the driver has given out, and how it is to behave.
-#[derive(Default)]
-pub(crate) struct Books {
+pub struct Books {
+    /// Contexts retained and not released.
     pub contexts: i32,
     /// How often a context is current.
     pub current: i32,
+    /// Allocations by address.
     pub memory: BTreeMap<u64, Vec<u8>>,
+    /// The largest allocation that is granted.
+    pub memory_bytes: usize,
+    /// Allocations granted so far.
+    pub allocated: u32,
     next_address: u64,
+    /// Modules loaded and not unloaded.
     pub modules: i32,
+    /// Texts compiled.
     pub compiled: u32,
     /// Tensors that were encoded.
     pub encoded: u32,
+    /// Launches.
     pub seen: Vec<Seen>,
+    /// Whether launches are not entered into `seen`: for timing.
+    pub forgetful: bool,
     /// Attributes of functions: which, and the value.
     pub attributes: Vec<(u32, i32)>,
     capturing: bool,
@@ -59,17 +78,64 @@ pub(crate) struct Books {
     log_at: Option<*mut u8>,
 }
 
+impl Default for Books {
+    fn default() -> Self {
+        Books {
+            contexts: 0,
+            current: 0,
+            memory: BTreeMap::new(),
+            memory_bytes: MEMORY_BYTES,
+            allocated: 0,
+            next_address: 0,
+            modules: 0,
+            compiled: 0,
+            encoded: 0,
+            seen: Vec::new(),
+            forgetful: false,
+            attributes: Vec::new(),
+            capturing: false,
+            spoilt: false,
+            no_retention: false,
+            recordings: 0,
+            kept: Vec::new(),
+            relaxed: false,
+            log: c"",
+            no_linker: false,
+            no_compiler: false,
+            parameters: 0,
+            log_at: None,
+        }
+    }
+}
+
+/// The GPU of this driver, as an H200 describes itself.
+pub fn open(options: Options) -> Result<Cuda, DeviceError> {
+    Cuda::open_by(&FAKE, 0, options)
+}
+
+/// Memory at an address of the test's choice.
+pub fn memory(gpu: &Cuda, address: u64, bytes: u64) -> Span {
+    // SAFETY: this driver reads memory of its own books only, and launches nothing.
+    unsafe { gpu.memory(address, bytes) }
+}
+
+/// A stream with a handle of the test's choice.
+pub fn stream(gpu: &Cuda, handle: u64) -> Stream<'static> {
+    // SAFETY: this driver follows no handle.
+    unsafe { gpu.stream(handle) }
+}
+
 thread_local! {
     static BOOKS: RefCell<Books> = RefCell::default();
 }
 
 /// Looks into the books of this thread, or changes them.
-pub(crate) fn books<T>(f: impl FnOnce(&mut Books) -> T) -> T {
+pub fn books<T>(f: impl FnOnce(&mut Books) -> T) -> T {
     BOOKS.with_borrow_mut(f)
 }
 
-/// Bytes that can be had at once.
-pub(crate) const MEMORY_BYTES: usize = 1 << 20;
+/// The largest allocation unless [`Books::memory_bytes`] is set.
+pub const MEMORY_BYTES: usize = 1 << 20;
 /// The code that the compiler makes of every text.
 const CUBIN: &[u8] = b"\x7fELF code\0";
 const HANDLE: usize = 0x40;
@@ -155,11 +221,12 @@ fakes! {
         if books(|b| b.capturing && !b.relaxed) {
             return REFUSED;
         }
-        if bytes > MEMORY_BYTES {
+        if bytes > books(|b| b.memory_bytes) {
             return sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
         }
         let at = books(|b| {
-            b.next_address += (2 * MEMORY_BYTES) as u64;
+            b.next_address += (2 * b.memory_bytes) as u64;
+            b.allocated += 1;
             b.memory.insert(b.next_address, vec![0xa5; bytes]);
             b.next_address
         });
@@ -171,8 +238,8 @@ fakes! {
         if !allowed || books(|b| b.memory.remove(&address)).is_none() { REFUSED } else { current() }
     }
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        put(free, MEMORY_BYTES);
-        put(total, MEMORY_BYTES);
+        put(free, books(|b| b.memory_bytes));
+        put(total, books(|b| b.memory_bytes));
         current()
     }
     cuMemGetAddressRange_v2(base: *mut sys::CUdeviceptr, bytes: *mut usize, address: sys::CUdeviceptr) {
@@ -262,7 +329,7 @@ fakes! {
         strides: *const u64, box_extent: *const u32, steps: *const u32, interleave: c_uint, swizzle: c_uint,
         promotion: c_uint, fill: c_uint
     ) {
-        if !map.addr().is_multiple_of(128) || rank != 3 {
+        if !map.addr().is_multiple_of(128) || !(3..=5).contains(&rank) {
             return REFUSED;
         }
         // SAFETY: the arrays have an entry for each axis, the strides one less.
@@ -275,6 +342,9 @@ fakes! {
         current()
     }
     cuLaunchKernelEx(config: *const sys::CUlaunchConfig, function: sys::CUfunction, args: *mut *mut c_void, extra: *mut *mut c_void) {
+        if books(|b| b.forgetful) {
+            return current();
+        }
         // SAFETY: a launch's description, with as many attributes as it says.
         let (config, attributes) =
             unsafe { (&*config, std::slice::from_raw_parts((*config).attrs, (*config).numAttrs as usize)) };
@@ -293,6 +363,7 @@ fakes! {
             overlaps,
             args: (0..books(|b| b.parameters)).map(argument).collect(),
             stream: config.hStream.addr() as u64,
+            captured: books(|b| b.capturing),
         };
         books(|b| b.seen.push(seen));
         current()

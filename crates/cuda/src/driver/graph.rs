@@ -1,9 +1,10 @@
 //! Streams of our own, and launches recorded once and replayed.
 
-use super::{Context, Entered, raw};
+use super::{Context, Entered};
 use cudarc::driver::sys;
-use fulgurite_ptx::device::{DeviceError, Stream};
+use fulgurite_ptx::device::{DeviceError, Module, Span, Stream};
 use std::any::Any;
+use std::cell::RefCell;
 use std::ffi::{c_uint, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -20,9 +21,14 @@ unsafe impl Send for OwnStream {}
 unsafe impl Sync for OwnStream {}
 
 impl OwnStream {
-    /// What launches take.
-    pub fn stream(&self) -> Stream {
-        Stream(self.handle.expose_provenance() as u64)
+    /// The stream, as launches take it.
+    pub fn stream(&self) -> Stream<'_> {
+        self.context.token.stream(self.handle.expose_provenance() as u64)
+    }
+
+    /// The driver's handle.
+    pub(super) fn handle(&self) -> sys::CUstream {
+        self.handle
     }
 }
 
@@ -69,10 +75,34 @@ unsafe extern "C" fn over(keepsake: *mut c_void) {
     std::mem::forget(Arc::into_inner(ended));
 }
 
-/// Launches that were recorded and can be replayed. Memory and modules that they use must outlive it.
+/// What the launches of a graph use.
+#[derive(Default)]
+pub(crate) struct Uses {
+    /// Owners of their memory; a replay is refused when one was freed.
+    owners: Vec<u64>,
+    /// Their kernels, which live as long as the graph.
+    modules: Vec<Module>,
+}
+
+thread_local! {
+    /// What the launches of the capture use that this thread is making, if it is making one.
+    static CAPTURED: RefCell<Option<Uses>> = const { RefCell::new(None) };
+}
+
+/// Notes a launch for the graph that this thread is capturing.
+pub(crate) fn note_launch(module: &Module, memory: impl Iterator<Item = Span>) {
+    CAPTURED.with_borrow_mut(|captured| {
+        let Some(uses) = captured else { return };
+        uses.owners.extend(memory.map(Span::owner));
+        uses.modules.push(module.clone());
+    });
+}
+
+/// Launches that were captured and can be replayed. A replay after memory of theirs was freed is refused.
 pub struct Graph {
     context: Arc<Context>,
     handle: sys::CUgraphExec,
+    uses: Uses,
 }
 
 // SAFETY: replays are ordered by the driver's lock; the handle itself never changes.
@@ -100,22 +130,25 @@ impl Entered<'_> {
         Ok(OwnStream { context: self.context.clone(), handle })
     }
 
-    /// Records what `work` puts on a stream, without running it.
+    /// Captures the launches that `work` puts on a stream, without running them.
     pub fn capture(
         &self,
-        stream: Stream,
+        stream: Stream<'_>,
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Graph, DeviceError> {
         let api = self.api;
         // Calls of this thread that would wait become errors; other threads go on as they like.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as c_uint;
-        // SAFETY: the stream as in `synchronize`.
-        let code = unsafe { (api.cuStreamBeginCapture_v2)(raw(stream), mode) };
+        let stream = self.handle(stream)?;
+        // SAFETY: a stream of this context that lives.
+        let code = unsafe { (api.cuStreamBeginCapture_v2)(stream, mode) };
         api.check("cuStreamBeginCapture_v2", code)?;
+        let outer = CAPTURED.replace(Some(Uses::default()));
         let worked = work();
+        let uses = CAPTURED.replace(outer).unwrap_or_default();
         let mut graph = ptr::null_mut();
         // SAFETY: `graph` is written, with null where the recording was spoilt.
-        let code = unsafe { (api.cuStreamEndCapture)(raw(stream), &mut graph) };
+        let code = unsafe { (api.cuStreamEndCapture)(stream, &mut graph) };
         let ended = worked.and_then(|()| api.check("cuStreamEndCapture", code));
         let mut handle = ptr::null_mut();
         let made = ended.and_then(|()| {
@@ -127,18 +160,18 @@ impl Entered<'_> {
             // SAFETY: recorded once and destroyed once; what was made of it stands on its own.
             unsafe { (api.cuGraphDestroy)(graph) };
         }
-        made.map(|()| Graph { context: self.context.clone(), handle })
+        made.map(|()| Graph { context: self.context.clone(), handle, uses })
     }
 
     /// The number and the graph of the recording that what is put on a stream goes into, if it does. A stream that cannot say
     /// is not recorded.
-    fn recorded_into(&self, stream: Stream) -> Result<Option<(u64, sys::CUgraph)>, DeviceError> {
+    fn recorded_into(&self, stream: Stream<'_>) -> Result<Option<(u64, sys::CUgraph)>, DeviceError> {
         use sys::CUstreamCaptureStatus::{CU_STREAM_CAPTURE_STATUS_ACTIVE, CU_STREAM_CAPTURE_STATUS_NONE};
         const NONE: c_uint = CU_STREAM_CAPTURE_STATUS_NONE as c_uint;
         const ACTIVE: c_uint = CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint;
-        let mut status = NONE;
-        // SAFETY: `status` is written; the stream as in `synchronize`.
-        let code = unsafe { (self.api.cuStreamIsCapturing)(raw(stream), &mut status) };
+        let (mut status, stream) = (NONE, self.handle(stream)?);
+        // SAFETY: `status` is written; the stream is this context's and lives.
+        let code = unsafe { (self.api.cuStreamIsCapturing)(stream, &mut status) };
         if code != 0 || status == NONE {
             return Ok(None);
         }
@@ -146,7 +179,7 @@ impl Entered<'_> {
         // SAFETY: status, number and graph are written; nothing else is asked for.
         let code = unsafe {
             let (none, no_count) = (ptr::null_mut(), ptr::null_mut());
-            (self.api.cuStreamGetCaptureInfo_v2)(raw(stream), &mut status, &mut id, &mut graph, none, no_count)
+            (self.api.cuStreamGetCaptureInfo_v2)(stream, &mut status, &mut id, &mut graph, none, no_count)
         };
         self.api.check("cuStreamGetCaptureInfo_v2", code)?;
         match status {
@@ -160,12 +193,12 @@ impl Entered<'_> {
     }
 
     /// The number of the recording that what is put on a stream goes into, if it does; no other of the process has it.
-    pub fn recording(&self, stream: Stream) -> Result<Option<u64>, DeviceError> {
+    pub fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
         Ok(self.recorded_into(stream)?.map(|(id, _)| id))
     }
 
     /// Keeps something until the recording of a stream, and all that is made of it, is gone; then it is in `ended`.
-    pub fn keep(&self, stream: Stream, what: Kept, ended: &Arc<Ended>) -> Result<(), DeviceError> {
+    pub fn keep(&self, stream: Stream<'_>, what: Kept, ended: &Arc<Ended>) -> Result<(), DeviceError> {
         let Some((_, graph)) = self.recorded_into(stream)? else {
             let what = "the stream is not being recorded".into();
             return Err(DeviceError::Failed { call: "keep", what });
@@ -191,9 +224,16 @@ impl Entered<'_> {
     }
 
     /// Puts a recording on a stream.
-    pub fn replay(&self, graph: &Graph, stream: Stream) -> Result<(), DeviceError> {
-        // SAFETY: the recording lives; the stream as in `synchronize`.
-        let code = unsafe { (self.api.cuGraphLaunch)(graph.handle, raw(stream)) };
+    pub fn replay(&self, graph: &Graph, stream: Stream<'_>) -> Result<(), DeviceError> {
+        let stream = self.handle(stream)?;
+        // Nothing is freed until the replay is on its stream; then the driver waits for it.
+        let live = graph.context.live().read();
+        if !graph.uses.owners.iter().all(|&owner| live.has(owner)) {
+            let what = "memory that the graph's launches use was freed; capture the launches again".into();
+            return Err(DeviceError::Failed { call: "replay", what });
+        }
+        // SAFETY: the graph and its modules live, and so do its memory and the stream.
+        let code = unsafe { (self.api.cuGraphLaunch)(graph.handle, stream) };
         self.api.check("cuGraphLaunch", code)
     }
 }

@@ -4,33 +4,34 @@
 //! [`Entered`] tells you that it is current in this thread, which is what nearly every function of the driver wants.
 //! What is allocated, loaded or created owns its context and is given back when dropped.
 //!
-//! Two things are not checked here: that device addresses which a caller gives point to memory he may use, and that
-//! such memory lives until the GPU is done. A kernel that reaches elsewhere is stopped by the GPU's own protection,
-//! and the context then reports it at the next call.
+//! Memory and streams carry the identity of whoever made them ([`fulgurite_ptx::device::Token`]). A call takes memory of this
+//! context that was not freed ([`live`]), streams of this context, and what an `unsafe` block vouched for ([`raw`]); it
+//! refuses everything else. Freed memory cannot be launched on, and the driver frees memory after the launches that use it.
+//!
+//! Kernels are trusted code: one that computes a wrong address is stopped by the GPU's own protection, and the context then
+//! reports it at the next call.
 
 mod api;
-#[cfg(test)]
-pub(crate) mod fake;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 mod graph;
+mod live;
 mod module;
+mod raw;
 
 use crate::error::Unusable;
 use cudarc::driver::sys;
-use fulgurite_ptx::device::{DeviceError, Span, Stream};
+use fulgurite_ptx::device::{DeviceError, Span, Stream, Token};
 use std::ffi::{c_char, c_int, c_uint};
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 
 pub(crate) use api::{Api, api};
-pub(crate) use graph::Ended;
+pub(crate) use graph::{Ended, note_launch};
 pub use graph::{Graph, OwnStream};
+pub(crate) use live::{Allocations, Live};
 pub(crate) use module::{Argument, Code, Grid};
-
-/// A stream as the driver wants it.
-fn raw(stream: Stream) -> sys::CUstream {
-    ptr::with_exposed_provenance_mut(stream.0 as usize)
-}
 
 /// What a GPU is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +49,9 @@ pub(crate) struct Context {
     api: &'static Api,
     handle: sys::CUcontext,
     device: sys::CUdevice,
+    /// The name of this context's streams, and of the memory that `raw` vouches for.
+    token: Token,
+    live: Live,
 }
 
 // SAFETY: a context may be current in several threads at once, and the driver locks what it must.
@@ -89,7 +93,19 @@ impl Context {
         // SAFETY: `handle` is written; the device exists.
         let code = unsafe { (api.cuDevicePrimaryCtxRetain)(&mut handle, device) };
         api.check("cuDevicePrimaryCtxRetain", code)?;
-        Ok(Arc::new(Context { api, handle, device }))
+        let token = Token::new();
+        let live = Live::new(&token);
+        Ok(Arc::new(Context { api, handle, device, token, live }))
+    }
+
+    /// The name in which this context vouches for memory and streams.
+    pub fn token(&self) -> &Token {
+        &self.token
+    }
+
+    /// The memory that launches may use.
+    pub fn live(&self) -> &Live {
+        &self.live
     }
 
     /// Makes the context current in this thread until the result is dropped.
@@ -155,13 +171,15 @@ impl Drop for Entered<'_> {
 pub(crate) struct Allocation {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
+    token: Token,
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        self.context.live.remove(&self.token);
         if let Ok(entered) = self.context.enter() {
-            // SAFETY: the address is that of an allocation that nobody else frees. The driver waits for work that
-            // uses it. An error has nobody to go to.
+            // SAFETY: the address is that of an allocation that nobody else frees. No launch can use it from now on, and
+            // the driver waits for those that do. An error has nobody to go to.
             let _ = entered.relaxed(|| unsafe { (entered.api.cuMemFree_v2)(self.address) });
         }
     }
@@ -193,7 +211,7 @@ impl Entered<'_> {
         let own = self.own_stream()?;
         let filled = self.relaxed(|| {
             // SAFETY: the memory has as many bytes, and nobody else has it yet; the stream lives.
-            let code = unsafe { (self.api.cuMemsetD8Async)(span.address, 0, bytes as usize, raw(own.stream())) };
+            let code = unsafe { (self.api.cuMemsetD8Async)(span.address(), 0, bytes as usize, own.handle()) };
             self.api.check("cuMemsetD8Async", code).and_then(|()| self.synchronize(own.stream()))
         });
         filled??;
@@ -211,7 +229,9 @@ impl Entered<'_> {
             return Err(DeviceError::Memory { asked: bytes, free: self.free_bytes()? });
         }
         self.api.check("cuMemAlloc_v2", code)?;
-        Ok((Span { address, bytes }, Allocation { context: self.context.clone(), address }))
+        let token = Token::new();
+        self.context.live.insert(&token);
+        Ok((token.span(address, bytes), Allocation { context: self.context.clone(), address, token }))
     }
 
     /// Memory that is not taken.
@@ -230,10 +250,10 @@ impl Entered<'_> {
         }
         self.inside(to, bytes.len() as u64)?;
         // SAFETY: the source is a slice, the destination lies inside one allocation that the driver knows.
-        let code = unsafe { (self.api.cuMemcpyHtoD_v2)(to.address, bytes.as_ptr().cast(), bytes.len()) };
+        let code = unsafe { (self.api.cuMemcpyHtoD_v2)(to.address(), bytes.as_ptr().cast(), bytes.len()) };
         self.api.check("cuMemcpyHtoD_v2", code)?;
         // Small copies from pageable memory return before they arrive, and other streams do not wait for them.
-        self.synchronize(Stream(0))
+        self.synchronize(Stream::default())
     }
 
     /// Copies from device memory.
@@ -244,36 +264,46 @@ impl Entered<'_> {
         self.inside(from, bytes.len() as u64)?;
         // SAFETY: the destination is a slice, the source lies inside one allocation that the driver knows, and the
         // call returns when the copy is done.
-        let code = unsafe { (self.api.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), from.address, bytes.len()) };
+        let code = unsafe { (self.api.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), from.address(), bytes.len()) };
         self.api.check("cuMemcpyDtoH_v2", code)
     }
 
-    /// Whether so many bytes from an address on lie in the span and in one allocation.
+    /// Refuses a copy of `bytes` bytes that leaves the span or its allocation, and memory that is not this context's.
     fn inside(&self, span: Span, bytes: u64) -> Result<(), DeviceError> {
-        if bytes > span.bytes {
-            return Err(DeviceError::Bounds { offset: 0, bytes, len: span.bytes });
+        self.context.live.read().check(span)?;
+        if bytes > span.bytes() {
+            return Err(DeviceError::Bounds { offset: 0, bytes, len: span.bytes() });
         }
         let (mut base, mut len) = (0, 0);
         // SAFETY: both are written; any number may be asked about.
-        let code = unsafe { (self.api.cuMemGetAddressRange_v2)(&mut base, &mut len, span.address) };
+        let code = unsafe { (self.api.cuMemGetAddressRange_v2)(&mut base, &mut len, span.address()) };
         self.api.check("cuMemGetAddressRange_v2", code)?;
-        let (offset, len) = (span.address - base, len as u64);
+        let (offset, len) = (span.address() - base, len as u64);
         match offset.checked_add(bytes) {
             Some(end) if end <= len => Ok(()),
             _ => Err(DeviceError::Bounds { offset, bytes, len }),
         }
     }
 
+    /// The driver's handle of a stream, if it is this context's; it lives as long as the [`Stream`] that is borrowed.
+    fn handle(&self, stream: Stream<'_>) -> Result<sys::CUstream, DeviceError> {
+        let default = (stream.handle(), stream.owner()) == (0, 0);
+        match default || stream.owner() == self.context.token.id() {
+            true => Ok(ptr::with_exposed_provenance_mut(stream.handle() as usize)),
+            false => Err(DeviceError::Stream),
+        }
+    }
+
     /// Waits for a stream.
-    pub fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        // SAFETY: a stream of this process, by the caller's word; the driver refuses other numbers or, as C does,
-        // faults on them.
-        let code = unsafe { (self.api.cuStreamSynchronize)(raw(stream)) };
+    pub fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
+        let handle = self.handle(stream)?;
+        // SAFETY: the handle is a stream of this context that lives, as its owner and lifetime tell.
+        let code = unsafe { (self.api.cuStreamSynchronize)(handle) };
         self.api.check("cuStreamSynchronize", code)
     }
 
     /// Milliseconds that the GPU takes for what `work` puts on a stream.
-    pub fn time(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
+    pub fn time(&self, stream: Stream<'_>, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
         let (start, end) = (Event::new(self)?, Event::new(self)?);
         start.record(stream)?;
         work()?;
@@ -304,9 +334,10 @@ impl<'a> Event<'a> {
         Ok(Event { entered, handle })
     }
 
-    fn record(&self, stream: Stream) -> Result<(), DeviceError> {
-        // SAFETY: the event lives; the stream as in `synchronize`.
-        let code = unsafe { (self.entered.api.cuEventRecord)(self.handle, raw(stream)) };
+    fn record(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
+        let stream = self.entered.handle(stream)?;
+        // SAFETY: the event and the stream live.
+        let code = unsafe { (self.entered.api.cuEventRecord)(self.handle, stream) };
         self.entered.api.check("cuEventRecord", code)
     }
 }

@@ -1,6 +1,6 @@
 //! Compiling, loading and launching.
 
-use super::{Context, Entered, raw};
+use super::{Context, Entered};
 use crate::map::MapArguments;
 use cudarc::driver::sys;
 use fulgurite_ptx::device::{DeviceError, Stream};
@@ -261,8 +261,9 @@ impl Entered<'_> {
     }
 
     /// Puts a launch on a stream. Nothing is allocated and nothing waits.
-    pub fn launch(&self, code: &Code, grid: Grid, args: &[Argument], stream: Stream) -> Result<(), DeviceError> {
+    pub fn launch(&self, code: &Code, grid: Grid, args: &[Argument], stream: Stream<'_>) -> Result<(), DeviceError> {
         assert_eq!(args.len(), code.parameters, "bug in fulgurite: arguments were not checked");
+        let stream = self.handle(stream)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(|a| ptr::from_ref(a).cast_mut().cast()).collect();
         // SAFETY: numbers and null pointers, for which zeros are values.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -286,12 +287,12 @@ impl Entered<'_> {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
-            hStream: raw(stream),
+            hStream: stream,
             attrs: attributes.as_mut_ptr(),
             numAttrs: count as c_uint,
         };
         // SAFETY: as many pointers as the kernel has parameters, each to 128 bytes, which no parameter exceeds; all of
-        // it is copied before the call returns. The stream as in `synchronize`.
+        // it is copied before the call returns. The stream is this context's and lives.
         let code =
             unsafe { (self.api.cuLaunchKernelEx)(&config, code.function, pointers.as_mut_ptr(), ptr::null_mut()) };
         self.api.check("cuLaunchKernelEx", code)

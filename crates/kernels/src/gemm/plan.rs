@@ -239,8 +239,8 @@ impl Gemm {
                 _ => return Err(GemmError::Large { side, dimension, got }),
             }
         }
-        if !span.address.is_multiple_of(ALIGN) {
-            return Err(GemmError::Address { side, address: span.address });
+        if !span.address().is_multiple_of(ALIGN) {
+            return Err(GemmError::Address { side, address: span.address() });
         }
         let stride = |name, count, got: u64, least: u64| {
             // A stride that is never taken may be anything; the copy engine still wants a good one, below 2^40.
@@ -261,8 +261,8 @@ impl Gemm {
         let matrix_elems = (rows - 1).saturating_mul(row_bytes / bytes).saturating_add(cols);
         let batch_bytes = stride(BATCH_STRIDE, batch, batch_stride, matrix_elems)?;
         let end = (batch - 1).saturating_mul(batch_bytes).saturating_add(matrix_elems.saturating_mul(bytes));
-        if end > span.bytes {
-            return Err(GemmError::Memory { side, end, bytes: span.bytes });
+        if end > span.bytes() {
+            return Err(GemmError::Memory { side, end, bytes: span.bytes() });
         }
         Ok(TensorSpan {
             span,
@@ -320,7 +320,7 @@ mod tests {
         let shapes = [stored(layouts.a, m, k), stored(layouts.b, n, k), (m, n)];
         shapes.map(|(rows, cols)| {
             let row_stride = cols.next_multiple_of(8) + 8;
-            let span = Span { address: 0x1000, bytes: 3 * rows * row_stride * 2 };
+            let span = Span::new(0x1000, 3 * rows * row_stride * 2);
             Matrix { span, rows, cols, row_stride, batch: 3, batch_stride: rows * row_stride }
         })
     }
@@ -366,7 +366,7 @@ mod tests {
     fn strides_that_are_not_taken_may_be_anything() {
         let gemm = gemm(LAYOUTS[0]);
         let kernel = Arc::new(gemm.kernel(Target::HOPPER).unwrap());
-        let span = |bytes| Span { address: 0, bytes };
+        let span = |bytes| Span::new(0, bytes);
         let a = Matrix { span: span(14), rows: 1, cols: 7, row_stride: 3, batch: 1, batch_stride: 0 };
         let b = Matrix { span: span(14), rows: 1, cols: 7, row_stride: 0, batch: 1, batch_stride: 5 };
         let c = Matrix { span: span(2), rows: 1, cols: 1, row_stride: 0, batch: 1, batch_stride: 0 };
@@ -419,7 +419,7 @@ mod tests {
                 "`b` has row_stride = 68 elements of 2 bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it",
             ),
             (
-                |_, [a, ..]| a.span.address = 0x1008,
+                |_, [a, ..]| a.span = Span::new(0x1008, a.span.bytes()),
                 "`a` lies at 0x1008, allowed: multiples of 16 bytes; copy it to an aligned buffer",
             ),
             (
@@ -428,7 +428,7 @@ mod tests {
                  pad it, or copy it",
             ),
             (
-                |_, [.., c]| c.span.bytes = 1000,
+                |_, [.., c]| c.span = c.span.first(1000),
                 "`c` reaches to byte 27632 of memory of 1000 bytes; check sizes and strides",
             ),
         ];

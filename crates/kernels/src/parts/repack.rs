@@ -149,7 +149,7 @@ impl Copies {
     ) -> Result<([DeviceTensor; N], [Vec<Launch>; 2]), NoKernel> {
         let (mut replaced, mut launches) = (tensors.map(|(_, placed, _)| placed), [Vec::new(), Vec::new()]);
         for &PackedCopy { name, index, begin, shape } in &self.copies {
-            let span = Span { bytes: 2 * shape.iter().product::<u64>(), ..room.from(begin) };
+            let span = room.from(begin).first(2 * shape.iter().product::<u64>());
             let (_, strided, direction) = tensors[index];
             replaced[index] = DeviceTensor::packed(span, shape);
             let (to, kernel) = match direction {
@@ -174,8 +174,8 @@ fn copy(
     if items == 0 {
         return Ok(None);
     }
-    if !strided.span.address.is_multiple_of(2) {
-        return Err(NoKernel { feature: format!("`{name}` at the odd address {:#x}", strided.span.address) });
+    if !strided.span.address().is_multiple_of(2) {
+        return Err(NoKernel { feature: format!("`{name}` at the odd address {:#x}", strided.span.address()) });
     }
     if items >= 1 << 31 {
         return Err(NoKernel {
@@ -204,5 +204,5 @@ fn is_fine(placed: &DeviceTensor, unequal: bool) -> bool {
     const FAR: u64 = 1 << 39;
     let steps = placed.strides.iter().all(|stride| stride.is_multiple_of(UNIT) && *stride < FAR);
     let whole_rows = !unequal || placed.step().is_some();
-    placed.shape.contains(&0) || (placed.span.address.is_multiple_of(16) && steps && whole_rows)
+    placed.shape.contains(&0) || (placed.span.address().is_multiple_of(16) && steps && whole_rows)
 }

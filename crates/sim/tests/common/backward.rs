@@ -81,7 +81,7 @@ impl Case {
         let upload = |tensor: &Tensor| -> Buffer {
             let bytes = tensor_bytes(tensor);
             let buffer = sim.allocate(bytes.len().max(16) as u64).unwrap();
-            sim.upload(fulgurite_ptx::device::Span { bytes: bytes.len() as u64, ..buffer.span() }, &bytes).unwrap();
+            sim.upload(buffer.span().first(bytes.len() as u64), &bytes).unwrap();
             buffer
         };
         let placed = |buffer: &Buffer, tensor: &Tensor| {

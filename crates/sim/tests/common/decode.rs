@@ -143,7 +143,7 @@ impl Case {
         sim.synchronize(Stream::default())?;
         let read = |span: Span, bytes: usize| -> Result<Vec<u8>, DeviceError> {
             let mut all = vec![0; bytes];
-            sim.download(Span { bytes: bytes as u64, ..span }, &mut all)?;
+            sim.download(span.first(bytes as u64), &mut all)?;
             Ok(all)
         };
         let words = |bytes: &[u8]| -> Vec<u32> {

@@ -63,7 +63,7 @@ pub fn upload<T: Word>(sim: &Sim, data: &[T]) -> Buffer {
 }
 
 pub fn download(sim: &Sim, buffer: &Buffer) -> Vec<u8> {
-    let mut bytes = vec![0; buffer.span().bytes as usize];
+    let mut bytes = vec![0; buffer.span().bytes() as usize];
     sim.download(buffer.span(), &mut bytes).unwrap();
     bytes
 }

@@ -331,7 +331,7 @@ impl BackwardPlan {
     fn words_at(&self, all: Span, aux: usize) -> Option<Span> {
         let before: u64 = (0..aux).map(|aux| self.words(aux)).sum();
         let words = self.words(aux);
-        (words > 0).then(|| Span { bytes: 8 * words, ..all.from(8 * before) })
+        (words > 0).then(|| all.from(8 * before).first(8 * words))
     }
 
     /// Where the parts of the scratch memory begin, and where it ends: sums of d_q, shifts, delta, counters, what blocks are,
@@ -424,7 +424,7 @@ impl BackwardPlan {
             launches.extend(zeros(span, count));
             if let (Some(words), Some(kernel)) = (self.words_at(words, aux), kernels.exact.clone()) {
                 // In halves.
-                launches.extend(zeros(words, words.bytes / 4));
+                launches.extend(zeros(words, words.bytes() / 4));
                 let args = vec![Value::Pointer(words), Value::Pointer(span), Value::U32(count as u32)];
                 after.push(Launch { kernel, grid: [count.div_ceil(u64::from(exact::THREADS)) as u32, 1, 1], args });
             }

@@ -140,7 +140,7 @@ impl DecodePlan {
         let [heads, kv_heads] = self.heads;
         let [sums, bytes] = self.parts(&counts);
         let scratch = match tensors.scratch {
-            Some(scratch) if scratch.bytes >= bytes => scratch,
+            Some(scratch) if scratch.bytes() >= bytes => scratch,
             // Without other splits nothing is left there.
             _ if bytes == 0 => tensors.counters,
             _ => return Err(NoKernel { feature: format!("few queries without {bytes} bytes of scratch") }),
@@ -237,11 +237,11 @@ mod tests {
             let plan = plan([2, 3, k_len], [8, 2], [64, 128], mask);
             let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
             let at = |s: u64, h: u64, d: u64| {
-                DeviceTensor::packed(Span { address: 4096, bytes: (2 * s * h * d * 2).max(64) }, [2, s, h, d])
+                DeviceTensor::packed(Span::new(4096, (2 * s * h * d * 2).max(64)), [2, s, h, d])
             };
             let (k, v) = (at(k_len as u64, 2, 64), at(k_len as u64, 2, 128));
-            let memory = Span { address: 4096, bytes: 1 << 20 };
-            let scratch = Some(Span { bytes: plan.scratch_bytes(), ..memory });
+            let memory = Span::new(4096, 1 << 20);
+            let scratch = Some(Span::new(4096, plan.scratch_bytes()));
             let tensors = Tensors { scratch, ..Tensors::new([at(3, 8, 64), k, v, at(3, 8, 128)], memory, memory) };
             let launch = plan.launch(kernel.clone(), &tensors, 132).unwrap().unwrap();
             fulgurite_ptx::device::check_launch(&kernel, launch.grid, &launch.args).unwrap();
@@ -283,7 +283,7 @@ mod tests {
     fn results_of_splits_without_room_are_refused() {
         let plan = plan([1, 1, 1024], [4, 1], [64, 64], Mask::none());
         let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
-        let memory = Span { address: 4096, bytes: 1 << 20 };
+        let memory = Span::new(4096, 1 << 20);
         let at = |s, h| DeviceTensor::packed(memory, [1, s, h, 64]);
         let tensors = Tensors::new([at(1, 4), at(1024, 1), at(1024, 1), at(1, 4)], memory, memory);
         let refused = plan.launch(kernel, &tensors, 132).err().unwrap().to_string();

@@ -334,7 +334,7 @@ impl ForwardPlan {
 
     /// The copies that a call needs however its tensors lie: those of head dimensions that are no multiple of 8.
     pub fn least_copies(&self) -> Option<Copies> {
-        let nowhere = Span { address: 0, bytes: 0 };
+        let nowhere = Span::new(0, 0);
         let ([d, dv], [heads, kv_heads]) = (self.dims.map(|d| d as u64), self.heads);
         let (batch, q_len, k_len) = match self.layout {
             Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
@@ -581,9 +581,9 @@ mod tests {
     fn launches_pass_the_devices_check() {
         let plan = ForwardPlan::new(&problem(64, 128, DType::F16).mask(Mask::causal()).build().unwrap(), None).unwrap();
         let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
-        let at = |b, s, h, d| DeviceTensor::packed(Span { address: 4096, bytes: b * s * h * d * 2 }, [b, s, h, d]);
+        let at = |b, s, h, d| DeviceTensor::packed(Span::new(4096, b * s * h * d * 2), [b, s, h, d]);
         let tensors = [at(2, 300, 4, 64), at(2, 500, 2, 64), at(2, 500, 2, 128), at(2, 300, 4, 128)];
-        let memory = Span { address: 4096, bytes: 1 << 20 };
+        let memory = Span::new(4096, 1 << 20);
         let launch = plan.launch(kernel.clone(), &Tensors::new(tensors, memory, memory), 132).unwrap().unwrap();
         fulgurite_ptx::device::check_launch(&kernel, launch.grid, &launch.args).unwrap();
         assert_eq!(launch.grid, [3 * 4 * 2, 1, 1]); // three tiles of 128 rows for 8 pairs
@@ -630,11 +630,11 @@ mod tests {
         let plan = ForwardPlan::new(&problem, None).unwrap();
         let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
         let at = |s, h, batch| DeviceTensor {
-            span: Span { address: 4096, bytes: 1 << 30 },
+            span: Span::new(4096, 1 << 30),
             shape: [2, s, h, 64],
             strides: [batch, h * 64, 64],
         };
-        let memory = Span { address: 4096, bytes: 1 << 20 };
+        let memory = Span::new(4096, 1 << 20);
         let mut tensors = [at(300, 4, 76800), at(500, 2, 64000 + 8), at(500, 2, 64000), at(300, 4, 76800)];
         let all = |rows| Tensors { used: [None, Some(memory)], ..Tensors::new(rows, memory, memory) };
         let refused = plan.launch(kernel.clone(), &all(tensors), 132).err().unwrap();
