@@ -4,7 +4,7 @@ use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use crate::variants::args::{Op, VariantArgs};
 use crate::variants::bench::System;
 use clap::{CommandFactory, Parser, Subcommand};
-use fulgurite::gpu::{Order, Target};
+use fulgurite::gpu::{Arch, Order, Target};
 use fulgurite::variants::Skip;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
@@ -362,7 +362,7 @@ pub enum KernelCommand {
 /// Arguments of `kernel list`.
 #[derive(Debug, clap::Args)]
 pub struct KernelListArgs {
-    /// What kernels are built for: sm_90a or sm_80
+    /// What kernels are built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
     /// Print the list as JSON
@@ -375,7 +375,7 @@ pub struct KernelListArgs {
 pub struct KernelPtxArgs {
     /// The kernel; `fulgurite kernel list` has them all
     pub name: String,
-    /// What it is built for: sm_90a or sm_80
+    /// What it is built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
 }
@@ -389,7 +389,7 @@ pub struct KernelAssembleArgs {
     /// Every kernel that the architecture can run
     #[arg(long)]
     pub all: bool,
-    /// What kernels are built for: sm_90a or sm_80
+    /// What kernels are built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
     /// Which tools.
@@ -405,7 +405,7 @@ pub struct KernelAssembleArgs {
 pub struct KernelSassArgs {
     /// The kernel; `fulgurite kernel list` has them all
     pub name: String,
-    /// What it is built for: sm_90a or sm_80
+    /// What it is built for: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a or sm_121a
     #[arg(long, default_value = "sm_90a", value_name = "ARCH", value_parser = arch)]
     pub arch: Target,
     /// Which tools.
@@ -440,7 +440,7 @@ fn window(text: &str) -> Result<Window, String> {
 }
 
 fn arch(text: &str) -> Result<Target, String> {
-    Target::named(text).ok_or_else(|| "allowed: sm_90a, sm_80".into())
+    Target::named(text).ok_or_else(|| format!("allowed: {}", Arch::names()))
 }
 
 fn dtype(text: &str) -> Result<DType, String> {

@@ -79,7 +79,7 @@ fn wrong_calls() {
         ),
         (
             &["kernel", "ptx", "vector_add", "--arch", "sm_70"],
-            "invalid value 'sm_70' for '--arch <ARCH>': allowed: sm_90a, sm_80; try `fulgurite kernel ptx --help`",
+            "invalid value 'sm_70' for '--arch <ARCH>': allowed: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a, sm_121a; try `fulgurite kernel ptx --help`",
         ),
         (
             &["kernel", "ptx", "vectoradd"],

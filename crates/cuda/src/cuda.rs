@@ -300,13 +300,10 @@ fn compiler_key(facts: &Facts, build: &[u8]) -> Hash128 {
     Hash128::EMPTY.part(name.as_bytes()).part(&numbers).part(build)
 }
 
-/// Whether a GPU runs what is printed for a target: features of one architecture run on no other, the rest on every
-/// later one; and its driver must read the PTX version.
+/// Whether a GPU runs what is printed for a target, and its driver reads the PTX version.
 fn check_target(kernel: &Kernel, device: Target) -> Result<(), DeviceError> {
     let (own, version) = (kernel.target, kernel.ptx_version());
-    let one_architecture = own.name().ends_with('a');
-    let runs = own.sm == device.sm || !one_architecture && own.sm < device.sm;
-    if runs && version <= device.ptx {
+    if own.runs_on(&device.arch) && version <= device.ptx {
         return Ok(());
     }
     let words = |target: Target, (major, minor): (u8, u8)| format!("{} with PTX {major}.{minor}", target.name());

@@ -36,7 +36,7 @@ impl CompileError {
 
 /// Refuses a device that there are no kernels of attention for.
 pub(crate) fn check_target(device: &dyn Device) -> Result<(), NoKernel> {
-    match device.target().sm {
+    match device.target().sm() {
         90 => Ok(()),
         other => Err(NoKernel { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
     }

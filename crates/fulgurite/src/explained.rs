@@ -132,7 +132,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
     let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64;
     let h200 = Architecture::H200;
-    let around_seconds = bytes / (h200.global_bytes * f64::from(h200.multiprocessors) * h200.gigahertz * 1e9);
+    let around_seconds = bytes / (h200.global_bytes * f64::from(h200.arch.sms) * h200.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
         cut: config.to_string(),
@@ -163,7 +163,7 @@ fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, key
 /// Seconds of the busiest unit for so many blocks.
 fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
     let (busiest, h200) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::H200);
-    busiest * blocks as f64 / f64::from(h200.multiprocessors) / (h200.gigahertz * 1e9)
+    busiest * blocks as f64 / f64::from(h200.arch.sms) / (h200.gigahertz * 1e9)
 }
 
 /// Blocks of keys that some row of a tile sees, over all tiles.

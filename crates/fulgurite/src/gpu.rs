@@ -23,7 +23,7 @@ pub use fulgurite_ptx::assemble::{
     AssembleError, Assembler, Fault, Hints, Message, MovedWait, Report, RustLine, Severity,
 };
 pub use fulgurite_ptx::device::{Buffer, DeviceError, Span, Stream};
-pub use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target};
+pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target};
 
 pub use crate::explained::{Explained, explain, explain_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, Tables, Tried};

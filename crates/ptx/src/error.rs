@@ -1,6 +1,5 @@
 //! What can be wrong with a kernel or a launch.
 
-use crate::kernel::Target;
 use thiserror::Error;
 
 /// Why a kernel was refused.
@@ -8,7 +7,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum BuildError {
     /// Too much shared memory.
-    #[error("kernel `{kernel}` takes {used} bytes of shared memory, allowed: {allowed} on {}; it is used by {uses}", target.name())]
+    #[error("kernel `{kernel}` takes {used} bytes of shared memory, allowed: {allowed} on {target}; it is used by {uses}")]
     SharedMemory {
         /// The kernel.
         kernel: String,
@@ -18,8 +17,8 @@ pub enum BuildError {
         allowed: u32,
         /// What takes how much.
         uses: String,
-        /// The target.
-        target: Target,
+        /// Name of the target.
+        target: String,
     },
     /// Roles want more registers than there are.
     #[error(
@@ -48,12 +47,14 @@ pub enum BuildError {
         got: u32,
     },
     /// Too many named barriers.
-    #[error("kernel `{kernel}` takes {used} named barriers, allowed: {}; use an mbarrier for some", Target::BARRIERS)]
+    #[error("kernel `{kernel}` takes {used} named barriers, allowed: {allowed}; use an mbarrier for some")]
     Barriers {
         /// The kernel.
         kernel: String,
-        /// How many.
+        /// Barriers taken.
         used: u32,
+        /// Barriers there are.
+        allowed: u32,
     },
     /// Too many threads, or none.
     #[error("kernel `{kernel}` has {got} threads a block, allowed: multiples of 32 from 32 to 1024")]

@@ -4,6 +4,7 @@
 //! others can see of it, and what it does. Printer, verifier, assembler report, counters and simulator read the
 //! row and keep no list of their own.
 
+use crate::arch::Arch;
 use crate::machine::Machine;
 use std::panic::Location;
 
@@ -179,28 +180,59 @@ pub(crate) const fn word(name: &'static str, words: &'static [&'static str]) -> 
     of(name, Kind::Word(words))
 }
 
-/// The first PTX version and target that accept an instruction.
+/// Which architectures have an instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Archs {
+    /// From this compute capability (times ten) on.
+    From(u32),
+    /// These alone, in the variant with their suffix.
+    Only(&'static [u32]),
+}
+
+impl std::fmt::Display for Archs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Archs::From(sm) => write!(f, "sm_{sm} or later"),
+            Archs::Only(all) => {
+                let names: Vec<String> = all.iter().map(|sm| format!("sm_{sm}a")).collect();
+                write!(f, "{} alone", names.join(", "))
+            }
+        }
+    }
+}
+
+/// The PTX version and the architectures that accept an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// Version of the PTX language.
     pub ptx: (u8, u8),
-    /// Compute capability times ten.
-    pub sm: u32,
-    /// Whether only this architecture has it, and no later one (the `a` targets).
-    pub only: bool,
+    /// The architectures.
+    pub archs: Archs,
 }
 
 impl Needs {
     /// From a PTX version and an architecture on.
     pub const fn from(ptx: (u8, u8), sm: u32) -> Self {
-        Needs { ptx, sm, only: false }
+        Needs { ptx, archs: Archs::From(sm) }
     }
     /// Hopper alone.
-    pub const HOPPER_ONLY: Needs = Needs { ptx: (8, 0), sm: 90, only: true };
+    pub const HOPPER_ONLY: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90]) };
+    /// Hopper and Blackwell of data centres. The assembler takes some of these rows for sm_120a too, and calls a routine.
+    pub const DATA_CENTER: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103]) };
+    /// Hopper and every Blackwell, each in its own variant.
+    pub const HOPPER_AND_BLACKWELL: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103, 120, 121]) };
     /// Ampere and later.
     pub const AMPERE: Needs = Needs::from((7, 0), 80);
     /// Hopper and later.
     pub const HOPPER: Needs = Needs::from((8, 0), 90);
+
+    /// Whether an architecture has the instruction.
+    pub fn runs_on(&self, arch: &Arch) -> bool {
+        match self.archs {
+            Archs::From(sm) => arch.sm >= sm,
+            Archs::Only(all) => arch.suffix == "a" && all.contains(&arch.sm),
+        }
+    }
 }
 
 /// Which part of a multiprocessor runs an instruction.

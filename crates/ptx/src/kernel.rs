@@ -1,63 +1,10 @@
 //! A kernel as a value: structured statements over rows of the table, with everything a launch must know.
 
+pub use crate::arch::Target;
+
 use crate::inst::{Class, Op, Reg};
 use crate::product::{Number, Swizzle};
 use std::panic::Location;
-
-/// What a kernel is printed for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Target {
-    /// Compute capability times ten.
-    pub sm: u32,
-    /// Newest PTX version that the driver reads.
-    pub ptx: (u8, u8),
-}
-
-impl Target {
-    /// H100, H200 and their kin.
-    pub const HOPPER: Target = Target { sm: 90, ptx: (9, 0) };
-    /// A100.
-    pub const AMPERE: Target = Target { sm: 80, ptx: (9, 0) };
-
-    /// The target of a GPU, from its compute capability and the newest CUDA version its driver knows.
-    pub fn of(capability: (u32, u32), cuda: (u32, u32)) -> Target {
-        // From the release notes of PTX: CUDA 12.0 reads 8.0, each minor release one more; 13.0 reads 9.0.
-        let ptx = match cuda {
-            (0..=11, _) => (7, 0),
-            (12, minor) => (8, minor.min(8) as u8),
-            _ => (9, 0),
-        };
-        Target { sm: capability.0 * 10 + capability.1, ptx }
-    }
-
-    /// The target with this name.
-    pub fn named(name: &str) -> Option<Target> {
-        [Target::HOPPER, Target::AMPERE].into_iter().find(|t| t.name() == name)
-    }
-
-    /// Its name in PTX. Hopper's own instructions exist only in the `a` variant.
-    pub fn name(self) -> String {
-        format!("sm_{}{}", self.sm, if self.sm == 90 { "a" } else { "" })
-    }
-
-    /// The oldest PTX version that knows it.
-    pub(crate) fn floor(self) -> (u8, u8) {
-        match self.sm {
-            90.. => (8, 0),
-            89 => (7, 8),
-            _ => (7, 0),
-        }
-    }
-
-    /// Registers of a multiprocessor.
-    pub const REGISTERS: u32 = 65536;
-    /// Named barriers of a block.
-    pub const BARRIERS: u32 = 16;
-    /// Shared memory that one block can have, in bytes.
-    pub fn shared_bytes(self) -> u32 {
-        if self.sm >= 90 { 232_448 } else { 166_912 }
-    }
-}
 
 /// A box of a tensor that the copy engine moves at once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -186,8 +133,8 @@ pub struct Kernel {
 impl Kernel {
     /// Registers of a thread at entry, where roles then change them: what the assembler gives a block that has the
     /// multiprocessor for itself.
-    pub fn entry_registers(threads: u32) -> u32 {
-        (Target::REGISTERS / threads.max(1) / 8 * 8).min(255)
+    pub fn entry_registers(target: Target, threads: u32) -> u32 {
+        (target.arch.registers / threads.max(1) / 8 * 8).min(255)
     }
 
     /// Calls `f` with every instruction, in order.
@@ -210,7 +157,7 @@ impl Kernel {
 
     /// The oldest PTX version that has everything in it.
     pub fn ptx_version(&self) -> (u8, u8) {
-        let mut newest = self.target.floor();
+        let mut newest = self.target.arch.ptx_floor;
         self.each_op(&mut |op| newest = newest.max(op.inst.needs.ptx));
         newest
     }

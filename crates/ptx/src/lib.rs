@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arch;
 pub mod assemble;
 mod build;
 pub mod device;
@@ -25,6 +26,7 @@ pub mod table;
 mod tile;
 mod verify;
 
+pub use arch::{Arch, Target, TensorUnit};
 pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
     Scope, Shared, Thread, Turns, Val, Var, Warpgroups, Who, Word,
@@ -32,7 +34,7 @@ pub use build::{
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
 pub use half::{bf16, f16};
-pub use kernel::{Kernel, Target};
+pub use kernel::Kernel;
 pub use product::{Major, Number, Swizzle, TileShape};
 pub use sync::{
     AccumulatorChannel, BulkReducer, ClusterBroadcast, DoubleTile, Filling, Mailbox, Numbers, PeerTiles, Pipe,

@@ -3,7 +3,7 @@
 
 use crate::error::BuildError;
 use crate::inst::{Effect, Inst, Op, Reg, Together};
-use crate::kernel::{Kernel, RoleUse, Stmt, Target};
+use crate::kernel::{Kernel, RoleUse, Stmt};
 use std::collections::HashSet;
 use std::panic::Location;
 
@@ -30,13 +30,14 @@ fn resources(kernel: &Kernel) -> Result<(), BuildError> {
     let allowed = kernel.target.shared_bytes();
     if kernel.shared_bytes > allowed {
         let uses: Vec<String> = kernel.shared.iter().map(|u| format!("{} ({})", u.name, u.bytes)).collect();
-        let (used, uses, target) = (kernel.shared_bytes, uses.join(", "), kernel.target);
+        let (used, uses, target) = (kernel.shared_bytes, uses.join(", "), kernel.target.name());
         return Err(BuildError::SharedMemory { kernel: name(), used, allowed, uses, target });
     }
-    if kernel.barriers > Target::BARRIERS {
-        return Err(BuildError::Barriers { kernel: name(), used: kernel.barriers });
+    let allowed = kernel.target.arch.named_barriers;
+    if kernel.barriers > allowed {
+        return Err(BuildError::Barriers { kernel: name(), used: kernel.barriers, allowed });
     }
-    let entry = Kernel::entry_registers(kernel.threads);
+    let entry = Kernel::entry_registers(kernel.target, kernel.threads);
     let all = |registers: Option<u32>| registers.unwrap_or(entry);
     let used: u32 = kernel.roles.iter().map(|r| r.warps * 32 * all(r.registers)).sum();
     let pool = kernel.threads * entry;
@@ -55,10 +56,7 @@ fn line(at: &Location<'_>) -> String {
 
 fn needs(kernel: &Kernel) -> Result<(), BuildError> {
     let target = kernel.target;
-    let fits = |inst: &Inst| {
-        let n = inst.needs;
-        n.ptx <= target.ptx && if n.only { n.sm == target.sm } else { n.sm <= target.sm }
-    };
+    let fits = |inst: &Inst| inst.needs.ptx <= target.ptx && inst.needs.runs_on(&target.arch);
     let mut wrong: Option<&Op> = None;
     kernel.each_op(&mut |op| {
         if wrong.is_none() && !fits(op.inst) {
@@ -67,12 +65,11 @@ fn needs(kernel: &Kernel) -> Result<(), BuildError> {
     });
     wrong.map_or(Ok(()), |op| {
         let n = op.inst.needs;
-        let only = if n.only { " alone" } else { " or later" };
         Err(BuildError::Needs {
             kernel: kernel.name.clone(),
             at: line(op.at),
             inst: op.inst.name,
-            needs: format!("PTX {}.{} and sm_{}{only}", n.ptx.0, n.ptx.1, n.sm),
+            needs: format!("PTX {}.{} and {}", n.ptx.0, n.ptx.1, n.archs),
             target: format!("{}, PTX up to {}.{}", target.name(), target.ptx.0, target.ptx.1),
         })
     })

@@ -46,6 +46,12 @@ fn shared_memory() {
         message(Target::AMPERE),
         format!("kernel `k` takes 240016 bytes of shared memory, allowed: 166912 on sm_80; {uses}")
     );
+    for (name, allowed) in [("sm_86", 101_376), ("sm_89", 101_376), ("sm_100a", 232_448), ("sm_120a", 101_376)] {
+        assert_eq!(
+            message(Target::named(name).unwrap()),
+            format!("kernel `k` takes 240016 bytes of shared memory, allowed: {allowed} on {name}; {uses}")
+        );
+    }
 }
 
 #[test]
@@ -140,7 +146,7 @@ fn what_a_target_lacks() {
         )
     );
     // What later GPUs lost.
-    let later = Target { sm: 100, ..Target::HOPPER };
+    let later = Target::named("sm_100a").unwrap();
     let refused = refused_for(later, |k| {
         in_group(k, |w| {
             line.set(line!() + 1);
@@ -150,7 +156,7 @@ fn what_a_target_lacks() {
     assert_eq!(
         refused.to_string(),
         format!(
-            "kernel `k`, {}: `wgmma.wait_group` needs PTX 8.0 and sm_90 alone, and this is printed for sm_100, PTX up to 9.0",
+            "kernel `k`, {}: `wgmma.wait_group` needs PTX 8.0 and sm_90a alone, and this is printed for sm_100a, PTX up to 9.0",
             here(line.get())
         )
     );

@@ -1,15 +1,14 @@
 //! How fast the units of a multiprocessor are: numbers as data, each with where it comes from.
 
 use crate::counters::Counts;
+use fulgurite_ptx::Arch;
 use fulgurite_ptx::inst::Unit;
 
 /// Rates of one multiprocessor, per cycle.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Architecture {
-    /// Its name.
-    pub name: &'static str,
-    /// Multiprocessors.
-    pub multiprocessors: u32,
+    /// The architecture, with the name and the SM count of the GPU that the rates are for.
+    pub arch: Arch,
     /// Cycles of a nanosecond, at the clock that the peak rates are quoted for.
     pub gigahertz: f64,
     /// Floating-point operations of tensor products with 16-bit elements. 8-bit ones are twice as many, tf32 half.
@@ -44,8 +43,7 @@ impl Architecture {
     /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s. Latencies are round numbers of public
     /// microbenchmarks, good for pictures only.
     pub const H200: Architecture = Architecture {
-        name: "H200",
-        multiprocessors: 132,
+        arch: Arch::SM_90A,
         gigahertz: 1.83,
         tensor_flops: 4096.0,
         specials: 16.0,
@@ -60,6 +58,30 @@ impl Architecture {
         global_latency: 550,
         tensor_latency: 30,
     };
+
+    /// The rates of an architecture's GPU ([`Arch::gpu`]). One that is not in [`Arch::ALL`] has those of the nearest older.
+    pub fn of(arch: &Arch) -> Architecture {
+        let rates = |gigahertz: f64, tensor_flops: f64, fmas: f64, gigabytes: f64| Architecture {
+            arch: *arch,
+            gigahertz,
+            tensor_flops,
+            fmas,
+            global_bytes: gigabytes / f64::from(arch.sms) / gigahertz,
+            ..Architecture::H200
+        };
+        // Data sheets: dense bf16 products with f32 accumulators = SMs x FLOP a cycle x clock; memory in GB/s. f32 lanes:
+        // CUDA programming guide. All have 16 special functions an SM and cycle but B300, which has 32.
+        match arch.sm {
+            ..=85 => rates(1.41, 2048.0, 64.0, 2039.0),
+            86..=88 => rates(1.80, 1024.0, 128.0, 768.0),
+            89 => rates(2.52, 1024.0, 128.0, 864.0),
+            90..=99 => Architecture { arch: *arch, ..Architecture::H200 },
+            100..=102 => rates(1.856, 8192.0, 128.0, 8000.0),
+            103..=119 => Architecture { specials: 32.0, ..rates(1.856, 8192.0, 128.0, 8000.0) },
+            120 => rates(2.407, 512.0, 128.0, 1792.0),
+            _ => rates(2.5, 512.0, 128.0, 273.0),
+        }
+    }
 
     /// Floating-point operations of tensor products a cycle, by the name of the element type.
     pub fn tensor_rate(&self, number: &str) -> f64 {
@@ -101,5 +123,29 @@ impl Architecture {
             ("shared memory", bytes as f64 / self.shared_bytes + counts.bank_conflicts as f64),
             ("global memory", counts.global_bytes as f64 / self.global_bytes),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Peak rates as data sheets print them, in TFLOP/s.
+    #[test]
+    fn rates_multiply_to_the_peaks_of_data_sheets() {
+        for (arch, peak) in [
+            (Arch::SM_80, 312.0),
+            (Arch::SM_86, 154.8),
+            (Arch::SM_89, 362.0),
+            (Arch::SM_90A, 989.0),
+            (Arch::SM_100A, 2250.0),
+            (Arch::SM_103A, 2250.0),
+            (Arch::SM_120A, 209.5),
+        ] {
+            let rates = Architecture::of(&arch);
+            let got = f64::from(arch.sms) * rates.tensor_flops * rates.gigahertz / 1000.0;
+            assert!((got / peak - 1.0).abs() < 0.015, "{arch}: {got} TFLOP/s, not {peak}");
+        }
+        assert_eq!(Architecture::of(&Arch::SM_90A), Architecture::H200);
     }
 }

@@ -6,7 +6,6 @@ use crate::meet::settle_cluster;
 use crate::options::Order;
 use crate::program::Step;
 use crate::shadow::{Memo, Who};
-use crate::sim::MULTIPROCESSORS;
 use crate::view::View;
 use crate::world::{Cluster, Event, FULL, Frame, SHARED_BASE, Status, Wait, Warp, World};
 use fulgurite_ptx::inst::{Effect, Together};
@@ -100,7 +99,7 @@ impl World<'_> {
 
     /// The same, as long as a GPU would have room.
     fn admit_more(&mut self) -> bool {
-        let room = MULTIPROCESSORS / self.program.kernel.cluster;
+        let room = self.architecture.arch.sms / self.program.kernel.cluster;
         self.clusters.len() < room as usize && self.admit()
     }
 

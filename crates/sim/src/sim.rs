@@ -1,5 +1,6 @@
 //! The simulator as a device.
 
+use crate::architecture::Architecture;
 use crate::counters::Counts;
 use crate::finding::Finding;
 use crate::memory::Memory;
@@ -12,8 +13,6 @@ use fulgurite_ptx::kernel::{Kernel, Target};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Multiprocessors of the simulated GPU: those of an H200.
-pub(crate) const MULTIPROCESSORS: u32 = 132;
 /// Bytes that can be allocated: what a test machine can spare.
 const CAPACITY: u64 = 4 << 30;
 
@@ -81,9 +80,19 @@ impl Default for Sim {
 impl Sim {
     /// A simulated H200.
     pub fn new(options: Options) -> Self {
+        Sim::on(Target::HOPPER, options)
+    }
+
+    /// A simulated GPU of any architecture, with as many SMs as [`Arch::gpu`](fulgurite_ptx::Arch::gpu) has.
+    pub fn on(target: Target, options: Options) -> Self {
         let (memory, last, counts) = (Memory::new(CAPACITY), Report::default(), BTreeMap::new());
         let state = State { memory, options, last, counts, failed: None };
-        Sim { state: Arc::new(Mutex::new(state)), target: Target::HOPPER }
+        Sim { state: Arc::new(Mutex::new(state)), target }
+    }
+
+    /// The rates by which its timelines and bounds are made.
+    pub fn architecture(&self) -> Architecture {
+        Architecture::of(&self.target.arch)
     }
 
     /// Changes how launches from now on are simulated.
@@ -109,7 +118,7 @@ impl Sim {
 
 impl Device for Sim {
     fn name(&self) -> String {
-        "simulated H200".into()
+        format!("simulated {}", self.target.arch.gpu)
     }
     fn place(&self) -> (&'static str, u32) {
         ("sim", 0)
@@ -118,7 +127,7 @@ impl Device for Sim {
         self.target
     }
     fn multiprocessors(&self) -> u32 {
-        MULTIPROCESSORS
+        self.target.arch.sms
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError> {
@@ -153,7 +162,7 @@ impl Device for Sim {
     }
 
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
-        if kernel.target.sm > self.target.sm {
+        if !kernel.target.runs_on(&self.target.arch) {
             let (want, got) = (kernel.target.name(), self.target.name());
             return Err(DeviceError::Target { kernel: kernel.name.clone(), want, got });
         }
@@ -182,7 +191,7 @@ impl Device for Sim {
         }
         memory.forget_accesses();
         let options = options.clone();
-        let mut world = World::new(program, &options, memory, args, grid);
+        let mut world = World::new(program, &options, &self.target.arch, memory, args, grid);
         world.run();
         let names = module.kernel().roles.iter().map(|r| r.name.clone());
         let names: Vec<String> = if module.kernel().roles.is_empty() { vec![String::new()] } else { names.collect() };
@@ -203,5 +212,24 @@ impl Device for Sim {
 
     fn synchronize(&self, _: Stream<'_>) -> Result<(), DeviceError> {
         lock(&self.state).failed.take().map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_of_any_architecture() {
+        let sim = Sim::on(Target::AMPERE, Options::default());
+        assert_eq!((sim.name().as_str(), sim.multiprocessors()), ("simulated A100", 108));
+        let kernel = |target| Arc::new(Kernel::build("nothing", target, |k| k.threads(32, |_| {})).unwrap());
+        assert!(sim.load(kernel(Target::AMPERE)).is_ok() && Sim::default().load(kernel(Target::AMPERE)).is_ok());
+        for name in ["sm_86", "sm_90a"] {
+            let refused = sim.load(kernel(Target::named(name).unwrap())).err().unwrap().to_string();
+            assert!(refused.contains(&format!("printed for {name}, and the device is sm_80")), "{refused}");
+        }
+        let refused = Sim::on(Target::named("sm_100a").unwrap(), Options::default()).load(kernel(Target::HOPPER));
+        assert!(refused.is_err());
     }
 }

@@ -4,7 +4,6 @@
 //! the unit's rate says, a load holds the warp for a fixed latency, and products and copies queue for the tensor cores
 //! and the copy engine. Register dependences, caches and the other blocks' traffic are left out.
 
-use crate::architecture::Architecture;
 use crate::copy::Copy;
 use crate::finding::Line;
 use crate::world::{Cluster, Warp, World};
@@ -60,8 +59,6 @@ struct Units {
     tensor: u64,
     copy: u64,
 }
-
-const ARCHITECTURE: Architecture = Architecture::H200;
 
 impl Timeline {
     /// Past the last cycle.
@@ -169,7 +166,7 @@ impl World<'_> {
     /// A warp issues an instruction: when it may, and when it goes on.
     pub(crate) fn issue(&mut self, cluster: &Cluster, warp: &mut Warp, op: &Op) {
         let block = cluster.blocks[warp.rank].index;
-        let track = self.track(warp);
+        let (track, rates) = (self.track(warp), self.architecture);
         let Some(timeline) = &mut self.timeline else { return };
         if let (Some((since, pc)), Some(track)) = (warp.blocked.take(), &track)
             && warp.now > since
@@ -181,14 +178,14 @@ impl World<'_> {
         let units = timeline.units.entry(block).or_default();
         let part = (warp.index % 4) as usize;
         // A quarter of the unit's lanes serves a quarter of the warps.
-        let hold = ARCHITECTURE.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64);
+        let hold = rates.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64);
         let free = units.parts[part].entry(op.inst.unit).or_default();
         let start = warp.now.max(*free).max(units.issue[part]);
         *free = start + hold;
         units.issue[part] = start + 1;
         let latency = match op.inst.effect {
-            Effect::Read(Space::Shared | Space::Cluster) => ARCHITECTURE.shared_latency,
-            Effect::Read(Space::Global) | Effect::Update(_) => ARCHITECTURE.global_latency,
+            Effect::Read(Space::Shared | Space::Cluster) => rates.shared_latency,
+            Effect::Read(Space::Global) | Effect::Update(_) => rates.global_latency,
             _ => 1,
         };
         let end = start + latency;
@@ -211,29 +208,29 @@ impl World<'_> {
 
     /// When a product that is started now ends.
     pub(crate) fn product_time(&mut self, block: u32, number: Number, flops: u64, now: u64, pc: u32) -> u64 {
-        let line = self.program.lines[pc as usize].into();
+        let (line, rates) = (self.program.lines[pc as usize].into(), self.architecture);
         let Some(timeline) = &mut self.timeline else { return now };
         let units = timeline.units.entry(block).or_default();
         let start = now.max(units.tensor);
-        let end = start + (flops as f64 / ARCHITECTURE.tensor_rate(number.name())).ceil() as u64;
+        let end = start + (flops as f64 / rates.tensor_rate(number.name())).ceil() as u64;
         units.tensor = end;
         let track = Track::Tensor;
         timeline.spans.push(Span { block, track, start, end, what: "product", waits: false, line });
-        end + ARCHITECTURE.tensor_latency
+        end + rates.tensor_latency
     }
 
     /// When a copy that reads now has written.
     pub(crate) fn copy_time(&mut self, copy: &Copy) -> u64 {
         let now = self.now;
-        let line = self.program.lines[copy.issued.pc as usize].into();
+        let (line, rates) = (self.program.lines[copy.issued.pc as usize].into(), self.architecture);
         let Some(timeline) = &mut self.timeline else { return now };
         let block = copy.issued.block;
         let units = timeline.units.entry(block).or_default();
         let start = now.max(units.copy);
-        let end = start + (f64::from(copy.bytes) / ARCHITECTURE.shared_bytes).ceil() as u64;
+        let end = start + (f64::from(copy.bytes) / rates.shared_bytes).ceil() as u64;
         units.copy = end;
         let track = Track::Copy;
         timeline.spans.push(Span { block, track, start, end, what: "copy", waits: false, line });
-        end + ARCHITECTURE.copy_latency
+        end + rates.copy_latency
     }
 }

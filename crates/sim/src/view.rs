@@ -310,7 +310,7 @@ impl Machine for View<'_, '_> {
             Special::ClusterSize => kernel.cluster,
             Special::Cluster => block.at[0] / kernel.cluster,
             Special::Clusters => self.world.grid[0] / kernel.cluster,
-            Special::Multiprocessor => block.index % crate::sim::MULTIPROCESSORS,
+            Special::Multiprocessor => block.index % self.world.architecture.arch.sms,
             Special::Clock => self.world.now as u32,
             Special::Time | Special::WideClock => return self.world.now,
             Special::LanesBelow => (1u32 << (lane & 31)) - 1,

@@ -1,5 +1,6 @@
 //! The state of a running launch: clusters, blocks, warps, and everything that happens later.
 
+use crate::architecture::Architecture;
 use crate::clock::{Clock, Comp, Part};
 use crate::copy::{AfterCopies, Copy};
 use crate::counters::Counts;
@@ -12,9 +13,10 @@ use crate::random::Random;
 use crate::shadow::{Access, Conflict, Ledger, Proxy, Shadow, Who, Why};
 use crate::timeline::Timeline;
 use crate::warpgroup::Warpgroup;
+use fulgurite_ptx::Arch;
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::Class;
-use fulgurite_ptx::kernel::{Kernel, Target};
+use fulgurite_ptx::kernel::Kernel;
 use fulgurite_ptx::machine::Queue;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
@@ -213,6 +215,8 @@ pub(crate) type Touches = (Vec<(u32, u32)>, Vec<(u64, u32)>);
 pub(crate) struct World<'a> {
     pub program: &'a Program,
     pub options: &'a Options,
+    /// Rates and limits of the simulated GPU.
+    pub architecture: Architecture,
     pub memory: &'a mut Memory,
     pub args: &'a [Value],
     pub grid: [u32; 3],
@@ -247,6 +251,7 @@ impl<'a> World<'a> {
     pub fn new(
         program: &'a Program,
         options: &'a Options,
+        arch: &Arch,
         memory: &'a mut Memory,
         args: &'a [Value],
         grid: [u32; 3],
@@ -255,6 +260,7 @@ impl<'a> World<'a> {
         World {
             program,
             options,
+            architecture: Architecture::of(arch),
             memory,
             args,
             grid,
@@ -289,7 +295,7 @@ impl<'a> World<'a> {
     pub fn new_cluster(&self, id: u32) -> Cluster {
         let kernel = &self.program.kernel;
         let (size, warps) = (kernel.cluster, kernel.threads / 32);
-        let entry = Kernel::entry_registers(kernel.threads);
+        let entry = Kernel::entry_registers(kernel.target, kernel.threads);
         let blocks = (0..size).map(|rank| {
             let index = id * size + rank;
             let at = [index % self.grid[0], index / self.grid[0] % self.grid[1], index / self.grid[0] / self.grid[1]];
@@ -300,7 +306,7 @@ impl<'a> World<'a> {
                 shared: vec![0xff; bytes as usize],
                 shadow: Shadow::new(bytes),
                 bars: BTreeMap::new(),
-                named: (0..Target::BARRIERS).map(|_| Named::default()).collect(),
+                named: (0..kernel.target.arch.named_barriers).map(|_| Named::default()).collect(),
                 pool: 0,
                 warpgroups: (0..warps.div_ceil(4)).map(|_| Warpgroup::default()).collect(),
                 reaches: Vec::new(),

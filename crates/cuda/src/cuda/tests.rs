@@ -26,7 +26,7 @@ fn a_missing_driver_is_reported() {
 
 #[test]
 fn targets_must_fit() {
-    let older = Target { sm: 90, ptx: (7, 8) };
+    let older = Target { ptx: (7, 8), ..Target::HOPPER };
     assert_eq!(check_target(&kernel(Target::HOPPER), Target::HOPPER), Ok(()));
     assert_eq!(check_target(&kernel(Target::AMPERE), Target::AMPERE), Ok(()));
     assert_eq!(check_target(&kernel(Target::AMPERE), Target::HOPPER), Ok(()));
@@ -39,8 +39,8 @@ fn targets_must_fit() {
         ),
         (
             Target::HOPPER,
-            Target { sm: 100, ptx: (9, 0) },
-            "kernel `vector_add` is printed for sm_90a with PTX 8.0, and the device is sm_100 with PTX 9.0; \
+            Target::named("sm_100a").unwrap(),
+            "kernel `vector_add` is printed for sm_90a with PTX 8.0, and the device is sm_100a with PTX 9.0; \
              build it for the device's target",
         ),
         (

@@ -451,7 +451,7 @@ impl Builder {
             start.into_iter().chain(all).collect::<Vec<_>>()
         };
         self.state.borrow_mut().blocks[0] = body;
-        let entry = Kernel::entry_registers(threads);
+        let entry = Kernel::entry_registers(self.target, threads);
         let uses: Vec<RoleUse> = roles.iter().map(|(role, _)| role.clone()).collect();
         verify::register_counts(&self.name, &uses)?;
         if !roles.is_empty() {

@@ -103,7 +103,7 @@ pub static LOAD_BOX_MULTICAST: Inst = Inst {
             arg("mask", B16),
             word("rank", RANKS),
         ],
-        Needs::HOPPER_ONLY,
+        Needs::DATA_CENTER,
         |m, op| load_box(m, op, Some(4)),
     )
 };
@@ -123,7 +123,7 @@ pub static LOAD_BOX_MULTICAST_HINT: Inst = Inst {
             word("rank", RANKS),
             arg("policy", B64),
         ],
-        Needs::HOPPER_ONLY,
+        Needs::DATA_CENTER,
         |m, op| load_box(m, op, Some(4)),
     )
 };

@@ -74,7 +74,7 @@ pub static LOAD_BYTES_MULTICAST: Inst = start(
         at("bar", Space::Cluster),
         arg("mask", B16),
     ],
-    Needs::HOPPER_ONLY,
+    Needs::DATA_CENTER,
     |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
 );
 
@@ -90,7 +90,7 @@ pub static LOAD_BYTES_MULTICAST_HINT: Inst = start(
         arg("mask", B16),
         arg("policy", B64),
     ],
-    Needs::HOPPER_ONLY,
+    Needs::DATA_CENTER,
     |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
 );
 

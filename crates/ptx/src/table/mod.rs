@@ -24,8 +24,7 @@
 //!   a group. One thread starts it ([`Together::Thread`]); `ld`, `st`, `alloc` and `dealloc` belong to a warp.
 //! - `tcgen05` fences and waits: a [`Fence`](crate::machine::Fence) and a [`Queue`](crate::machine::Queue) more.
 //! - `clusterlaunchcontrol`: a transfer of 16 bytes that ends on an mbarrier.
-//! - Targets with `a` or `f` suffixes: [`Needs::only`] says that a row exists on one architecture alone; families of
-//!   architectures will want a third answer there.
+//! - Instructions of `a` targets: [`Archs::Only`](crate::inst::Archs::Only) lists the architectures that have a row.
 
 pub mod atomic;
 pub mod bulk;

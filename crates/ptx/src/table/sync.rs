@@ -259,7 +259,7 @@ pub static SETMAXNREG: Inst = Inst {
         "setmaxnreg",
         "setmaxnreg.{way}.sync.aligned.u32 {n};",
         &[word("way", &["dec", "inc"]), number("n", &[steps(24, 256, 8)])],
-        Needs::HOPPER_ONLY,
+        Needs::HOPPER_AND_BLACKWELL,
         |m, op| m.registers(op.number(1) as u32, op.word(0) == "inc"),
     )
 };

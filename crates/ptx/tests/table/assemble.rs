@@ -3,29 +3,23 @@
 
 use crate::ptxas;
 use crate::uses::{Use, uses};
-use fulgurite_ptx::inst::{Inst, Needs};
+use fulgurite_ptx::Arch;
+use fulgurite_ptx::inst::{Archs, Inst, Needs};
 use fulgurite_ptx::table;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-/// Targets that a row is assembled for: the oldest it names, and Hopper.
-fn targets(needs: Needs) -> Vec<&'static str> {
-    match (needs.sm, needs.only) {
-        (80, false) => vec!["sm_80", "sm_90a"],
-        (89, false) => vec!["sm_89", "sm_90a"],
-        (90, false) => vec!["sm_90", "sm_90a"],
-        (90, true) => vec!["sm_90a"],
-        other => panic!("no target for {other:?}"),
+/// Targets that a row is assembled for: the oldest it names and Hopper, or each of those that alone have it.
+fn targets(needs: Needs) -> Vec<String> {
+    match needs.archs {
+        Archs::From(sm) => vec![format!("sm_{sm}"), "sm_90a".into()],
+        Archs::Only(all) => all.iter().map(|sm| format!("sm_{sm}a")).collect(),
     }
 }
 
 /// The oldest PTX version that knows a target.
 fn floor(target: &str) -> (u8, u8) {
-    match target {
-        "sm_80" => (7, 0),
-        "sm_89" | "sm_90" => (7, 8),
-        _ => (8, 0),
-    }
+    if target == "sm_90" { (7, 8) } else { Arch::named(target).expect("a target of the table").ptx_floor }
 }
 
 /// A text with all these uses, and the use that each line belongs to.
@@ -42,11 +36,11 @@ fn text<'a>(version: (u8, u8), target: &str, uses: &[&'a Use]) -> (String, Vec<&
 }
 
 /// Uses by the version and target they are assembled for.
-fn batches<'a>(all: &'a [(&'static Inst, Vec<Use>)]) -> BTreeMap<(&'static str, (u8, u8)), Vec<&'a Use>> {
+fn batches<'a>(all: &'a [(&'static Inst, Vec<Use>)]) -> BTreeMap<(String, (u8, u8)), Vec<&'a Use>> {
     let mut batches: BTreeMap<_, Vec<&Use>> = BTreeMap::new();
     for (inst, uses) in all {
         for target in targets(inst.needs) {
-            let version = inst.needs.ptx.max(floor(target));
+            let version = inst.needs.ptx.max(floor(&target));
             batches.entry((target, version)).or_default().extend(uses);
         }
     }
@@ -79,7 +73,7 @@ fn every_use_is_assembled() {
     let mut count = 0;
     for ((target, version), uses) in batches(&all) {
         count += uses.len();
-        for (line, what) in refused(&ptxas, target, version, &uses) {
+        for (line, what) in refused(&ptxas, &target, version, &uses) {
             wrong.push(format!("{target} {}.{}: {line}   {what}", version.0, version.1));
         }
     }
@@ -97,13 +91,13 @@ fn what_rows_forbid_does_not_exist() {
     let mut count = 0;
     for inst in table::rows() {
         let [_, forbidden] = uses(inst);
-        let target = *targets(inst.needs).last().expect("there is a target");
+        let target = targets(inst.needs).pop().expect("there is a target");
         let forbidden: Vec<&Use> = forbidden.iter().collect();
         if forbidden.is_empty() {
             continue;
         }
         count += forbidden.len();
-        let complaints = refused(&ptxas, target, inst.needs.ptx.max(floor(target)), &forbidden);
+        let complaints = refused(&ptxas, &target, inst.needs.ptx.max(floor(&target)), &forbidden);
         let refused: HashSet<String> = complaints.into_iter().map(|(line, _)| line).collect();
         accepted.extend(forbidden.iter().map(|one| one.line()).filter(|line| !refused.contains(line)));
     }

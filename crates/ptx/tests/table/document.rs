@@ -1,13 +1,16 @@
 //! The table as a page, and the list of rows itself.
 
-use fulgurite_ptx::inst::{Effect, Inst, Needs};
+use fulgurite_ptx::inst::{Archs, Effect, Inst, Needs};
 use fulgurite_ptx::table;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 fn needs(needs: Needs) -> String {
-    let only = if needs.only { "a" } else { "" };
-    format!("{}.{}, sm_{}{only}", needs.ptx.0, needs.ptx.1, needs.sm)
+    let archs = match needs.archs {
+        Archs::From(sm) => format!("sm_{sm}"),
+        Archs::Only(all) => all.iter().map(|sm| format!("sm_{sm}a")).collect::<Vec<_>>().join(" "),
+    };
+    format!("{}.{}, {archs}", needs.ptx.0, needs.ptx.1)
 }
 
 fn effect(effect: Effect) -> String {
@@ -32,8 +35,8 @@ fn page() -> String {
          Every instruction that kernels can be built from. This page is written by a test from the table in \
          `crates/ptx/src/table`; `UPDATE=1 cargo test -p fulgurite-ptx --test table` writes it again.\n\n\
          In a text, names in braces are operands: registers, addresses, constants, or one of a few words. *Needs* is the \
-         PTX version and the target from which on the assembler takes every form of the row; a target with `a` is the \
-         only one that has it. *Source* is a chapter of the PTX ISA manual.\n\n",
+         PTX version and the target from which on the assembler takes every form of the row; targets with `a` are the \
+         only ones that have it. *Source* is a chapter of the PTX ISA manual.\n\n",
     );
     page.push_str(&format!("{} rows.\n\n", table::rows().count()));
     page.push_str("| name | text | needs | unit | effect | source |\n| --- | --- | --- | --- | --- | --- |\n");

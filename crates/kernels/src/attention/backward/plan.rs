@@ -21,7 +21,7 @@ use deal::Dealt;
 use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Mask, Problem};
 use fulgurite_ptx::device::{Launch, Plan, Span, Value};
-use fulgurite_ptx::{BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
+use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 use std::sync::Arc;
@@ -53,6 +53,8 @@ pub struct BackwardPlan {
     /// Query heads, key/value heads.
     heads: [u64; 2],
     scale: f32,
+    /// The GPU it is planned for.
+    arch: Arch,
     has_sinks: bool,
     has_blocks: bool,
     /// Of auxiliary tensors; where there is a block mask, the last is its table of blocks.
@@ -180,6 +182,8 @@ impl BackwardPlan {
             layout,
             heads,
             scale,
+            // The main kernel is Hopper's alone.
+            arch: Arch::SM_90A,
             has_sinks,
             has_blocks,
             aux_shapes,

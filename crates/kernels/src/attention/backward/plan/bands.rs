@@ -9,13 +9,15 @@ use crate::parts::arguments::rest;
 const ORDER: u64 = 16;
 /// Tiles of such a band where d_q is rounded while they run: the more, the longer its sums are kept.
 const BAND_TILES: u64 = 32;
-/// Multiprocessors of the GPUs that these kernels are for; another number only means sums that are kept longer than they need
-/// be, or not long enough to never be waited for.
-pub(crate) const MULTIPROCESSORS: u64 = 132;
 /// A part of the second-level cache.
 const CACHE_BYTES: u64 = 32 << 20;
 
 impl BackwardPlan {
+    /// SMs that the plan assumes. A GPU with another number stays correct: sums are kept longer than they need be, or waited for.
+    pub(crate) fn sms(&self) -> u64 {
+        u64::from(self.arch.sms)
+    }
+
     /// Pairs of head of keys and sequence, and tiles of each.
     pub(crate) fn pairs(&self) -> u64 {
         self.batch() * self.heads[1]
@@ -41,7 +43,7 @@ impl BackwardPlan {
     pub(crate) fn last_band(&self) -> u64 {
         let (order, pairs) = (self.order(), self.pairs());
         let differ = self.features.order == Order::Any && !self.features.mask.spans().is_empty();
-        let by_rule = if differ { 2 * MULTIPROCESSORS / self.key_tiles().max(1) } else { 0 };
+        let by_rule = if differ { 2 * self.sms() / self.key_tiles().max(1) } else { 0 };
         let wanted = self.config.last.map_or(by_rule, u64::from);
         // Where d_q is rounded meanwhile: a part comes with a tile after all that add to it, and before those that need its place.
         // Both hold if the last band, its rest counted as a whole band, has no more pairs than half the places.
@@ -53,7 +55,7 @@ impl BackwardPlan {
     /// tile and the one it is rounded after: by then all tiles of its band are handed out, and all that run have been
     /// replaced, the longest too.
     fn places(&self) -> u64 {
-        let between = if self.features.mask.spans().is_empty() { 5 * MULTIPROCESSORS / 4 } else { 2 * MULTIPROCESSORS };
+        let between = if self.features.mask.spans().is_empty() { 5 * self.sms() / 4 } else { 2 * self.sms() };
         let places = match self.config.sums {
             Some(sums) => u64::from(sums),
             None => 2 * (self.order() + between.div_ceil(self.key_tiles().max(1))),
@@ -85,7 +87,7 @@ impl BackwardPlan {
     fn zeroed(&self) -> u64 {
         let (order, tiles) = (self.order(), self.key_tiles().max(1));
         // Under a mask some tiles are short.
-        let first = if self.features.mask.spans().is_empty() { MULTIPROCESSORS } else { 2 * MULTIPROCESSORS };
+        let first = if self.features.mask.spans().is_empty() { self.sms() } else { 2 * self.sms() };
         let bands = first.div_ceil(order * tiles);
         let by_rule = match bands <= (self.pairs() - self.last_band()) / order {
             true => bands * order,

@@ -1,7 +1,6 @@
 //! Which tiles are cut into pieces, so that all blocks end at the same time.
 
 use crate::attention::backward::Order;
-use crate::attention::backward::plan::bands::MULTIPROCESSORS;
 use crate::attention::backward::plan::{Arguments, BackwardPlan, Span, Value};
 
 /// How the last tiles are dealt out.
@@ -44,7 +43,7 @@ impl BackwardPlan {
     /// length are handed out the longest first, which leaves little to gain; in a fixed order they wait for each other as it is.
     pub(crate) fn cut_tiles(&self) -> u64 {
         let equal = self.features.order == Order::Any && self.features.mask.spans().is_empty();
-        let dealt = self.dealt(MULTIPROCESSORS).filter(|_| equal);
+        let dealt = self.dealt(self.sms()).filter(|_| equal);
         dealt.map_or(0, |dealt| self.key_tiles() * self.pairs() - dealt.whole)
     }
 
