@@ -4,6 +4,8 @@ mod bands;
 mod deal;
 mod facts;
 mod launches;
+#[cfg(test)]
+mod properties;
 mod schedule;
 mod scratch;
 

@@ -82,6 +82,9 @@ where
     })
 }
 
+/// A tensor in memory, and its strides of batch, row and head, in pairs of elements.
+type Strided<'k, T> = (Pointer<'k, Pair<T>>, [Val<'k, u32>; 3]);
+
 /// The parameters.
 struct Prepare<'k, T> {
     /// Elements of a row of d_q, and of o, as the products see them.
@@ -89,8 +92,8 @@ struct Prepare<'k, T> {
     /// Queries of a step of the main kernel.
     step_rows: u32,
     packed: bool,
-    /// Memory of o and of d_o, and their strides of batch, row and head, in pairs of elements.
-    tensors: [(Pointer<'k, Pair<T>>, [Val<'k, u32>; 3]); 2],
+    /// o and d_o.
+    tensors: [Strided<'k, T>; 2],
     lse: Pointer<'k, f32>,
     d_lse: Option<Pointer<'k, f32>>,
     shift: Pointer<'k, f32>,

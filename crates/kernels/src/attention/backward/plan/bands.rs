@@ -95,6 +95,23 @@ impl Bands {
     }
 }
 
+/// The d_q of a pair, divided into parts. Each tile converts one part at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// Steps of a part.
+    pub steps: u64,
+    /// Parts that have steps.
+    pub count: u64,
+}
+
+impl Parts {
+    /// Parts of the `steps` of all query heads of a pair that has this many tiles.
+    pub fn new(steps: u64, tiles: u64) -> Parts {
+        let of_part = steps.div_ceil(tiles);
+        Parts { steps: of_part, count: steps.div_ceil(of_part) }
+    }
+}
+
 impl Tiling {
     /// Pairs of a band.
     fn band(&self, config: &BackwardConfig) -> u64 {

@@ -4,6 +4,7 @@ use crate::attention::backward::d_q::zero_fill::ZEROS;
 use crate::attention::backward::d_q::{exact, ordered, round, split_tiles, zero_fill};
 use crate::attention::backward::finish::{self, ResultArgs};
 use crate::attention::backward::modifiers::AuxGradientArgs;
+use crate::attention::backward::plan::bands::Parts;
 use crate::attention::backward::plan::deal::Deal;
 use crate::attention::backward::plan::scratch::Scratch;
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
@@ -239,16 +240,14 @@ impl BackwardPlan {
 
     fn round(&self, tensors: &Tensors, added: Span, rounded: Span) -> round::Args {
         let (bands, steps) = (&self.schedule.bands, self.schedule.steps);
-        // A pair has as many parts as tiles, at most.
-        let all = self.facts.group() * steps;
-        let part = all.div_ceil(bands.tiles);
+        let parts = Parts::new(self.facts.group() * steps, bands.tiles);
         round::Args {
             d_q: self.results(tensors),
             added,
             rounded,
             lag: bands.lag as u32,
-            part: part as u32,
-            parts: all.div_ceil(part) as u32,
+            part: parts.steps as u32,
+            parts: parts.count as u32,
             places: bands.places as u32,
             steps: steps as u32,
         }
