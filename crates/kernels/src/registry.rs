@@ -343,7 +343,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             let mut features = of_backward(128, Mask::causal());
             features.ragged.packed = true;
-            let config = BackwardConfig::with_room(128, true, backward::Room::None);
+            let config = BackwardConfig::with_room(128, true, backward::RegisterPressure::None);
             backward::main::kernel::<bf16>(target, &features, config)
         },
     },

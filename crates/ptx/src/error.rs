@@ -7,7 +7,9 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum BuildError {
     /// Too much shared memory.
-    #[error("kernel `{kernel}` takes {used} bytes of shared memory, allowed: {allowed} on {target}; it is used by {uses}")]
+    #[error(
+        "kernel `{kernel}` takes {used} bytes of shared memory, allowed: {allowed} on {target}; it is used by {uses}"
+    )]
     SharedMemory {
         /// The kernel.
         kernel: String,

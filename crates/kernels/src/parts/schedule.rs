@@ -3,7 +3,10 @@
 //! Tiles are handed out by a counter. In a batch of equal sequences their number says which they are; in a batch of
 //! sequences with lengths of their own, the loading thread walks along the sequences as the numbers grow.
 
+use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
+use fulgurite_core::Layout;
+use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Builder, Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
 
 /// What of the lengths is not the same for all sequences.
@@ -167,6 +170,19 @@ impl<'k> Equal<'k> {
         Equal { tiles, m_tiles, pairs, bands, band, order, last }
     }
 
+    /// Declares the parameters; `bands` finds their arguments in a call.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, bands: impl Lens<C, BandArgs>) -> Self {
+        Equal {
+            m_tiles: p.u32("m_tiles", move |call| bands(call).m_tiles),
+            tiles: p.u32("tiles", move |call| bands(call).tiles),
+            pairs: p.u32("pairs", move |call| bands(call).pairs),
+            bands: p.u32("bands", move |call| bands(call).bands),
+            band: p.divisor("band", move |call| bands(call).band),
+            order: p.divisor("order", move |call| bands(call).order),
+            last: p.divisor("last", move |call| bands(call).last),
+        }
+    }
+
     /// Batch and head of a tile, and its number among those of the head, in the order of rows.
     #[track_caller]
     pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
@@ -190,6 +206,65 @@ impl<'k> Equal<'k> {
     }
 }
 
+/// Arguments of [`Equal`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BandArgs {
+    m_tiles: u32,
+    tiles: u32,
+    pairs: u32,
+    bands: u32,
+    band: u32,
+    order: u32,
+    last: u32,
+}
+
+impl BandArgs {
+    /// `tiles` of each of `pairs` of head and sequence, in bands of `order` pairs and one of the `last` pairs.
+    pub fn new([tiles, pairs]: [u64; 2], [order, last]: [u64; 2]) -> BandArgs {
+        let bands = (pairs - last) / order.max(1);
+        BandArgs {
+            m_tiles: tiles as u32,
+            tiles: (tiles * pairs) as u32,
+            pairs: pairs as u32,
+            bands: bands as u32,
+            band: (order * tiles) as u32,
+            order: order as u32,
+            last: last as u32,
+        }
+    }
+}
+
+/// Arguments of [`Sides`] and [`Unequal`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SequenceArgs {
+    batch: u32,
+    rows: [u32; 2],
+    offsets: Option<[Span; 2]>,
+    used: [Option<Span>; 2],
+    /// Rows from one sequence to the next in each tensor of rows; empty for packed sequences.
+    pub steps: Vec<u32>,
+}
+
+impl SequenceArgs {
+    /// The sequences of a layout, with offsets if they are packed, and used lengths of queries and keys if given.
+    pub fn new(layout: Layout, offsets: Option<[Span; 2]>, used: [Option<Span>; 2]) -> SequenceArgs {
+        let (batch, q_rows, k_rows) = match layout {
+            Layout::Dense { batch, q_len, k_len } => (batch, q_len, k_len),
+            Layout::Packed(p) => (p.batch, p.total_q, p.total_k),
+        };
+        let rows = [q_rows as u32, k_rows as u32];
+        SequenceArgs { batch: batch as u32, rows, offsets, used, steps: Vec::new() }
+    }
+
+    fn offsets(&self, side: usize) -> Span {
+        self.offsets.expect("bug in fulgurite: packed sequences without offsets")[side]
+    }
+
+    fn used(&self, side: usize) -> Span {
+        self.used[side].expect("bug in fulgurite: used lengths are not given")
+    }
+}
+
 /// Where sequences with lengths of their own begin, and how long they are: of queries (0) and of keys (1).
 pub struct Sides<'k> {
     ragged: Ragged,
@@ -209,6 +284,22 @@ impl<'k> Sides<'k> {
         let offsets = ragged.packed.then(|| ["cu_seqlens_q", "cu_seqlens_k"].map(|name| k.array::<u32>(name)));
         let used = [(ragged.used_q, "used_q"), (ragged.used_k, "used_k")].map(|(has, name)| has.then(|| k.array(name)));
         Sides { ragged, walked, batch, rows: [q_rows, k_rows], offsets, used }
+    }
+
+    /// Declares the parameters; `args` finds their arguments in a call.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        ragged: Ragged,
+        walked: usize,
+        args: impl Lens<C, SequenceArgs>,
+    ) -> Self {
+        let batch = p.u32("batch", move |call| args(call).batch);
+        let rows = [("q_rows", 0), ("k_rows", 1)].map(|(name, side)| p.u32(name, move |call| args(call).rows[side]));
+        let offset = |(name, side)| p.array::<u32>(name, move |call| args(call).offsets(side));
+        let offsets = ragged.packed.then(|| [("cu_seqlens_q", 0), ("cu_seqlens_k", 1)].map(offset));
+        let used = [(ragged.used_q, "used_q", 0), (ragged.used_k, "used_k", 1)]
+            .map(|(has, name, side)| has.then(|| p.array(name, move |call| args(call).used(side))));
+        Sides { ragged, walked, batch, rows, offsets, used }
     }
 
     /// How many sequences are walked.
@@ -304,6 +395,21 @@ impl<'k> Unequal<'k> {
     pub fn of(k: &'k Builder, ragged: Ragged, walked: usize, steps: &[&str]) -> Self {
         let sides = Sides::new(k, ragged, walked);
         let steps = (!ragged.packed).then(|| steps.iter().map(|name| k.param::<u32>(name)).collect());
+        Unequal { sides, steps }
+    }
+
+    /// Declares the parameters of tiles of a side, and of tensors whose steps have these names; `args` finds their arguments
+    /// in a call.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        ragged: Ragged,
+        walked: usize,
+        steps: &[&str],
+        args: impl Lens<C, SequenceArgs>,
+    ) -> Self {
+        let sides = Sides::declare(p, ragged, walked, args);
+        let step = |(i, name): (usize, &&str)| p.u32(name, move |call| args(call).steps[i]);
+        let steps = (!ragged.packed).then(|| steps.iter().enumerate().map(step).collect());
         Unequal { sides, steps }
     }
 

@@ -1,6 +1,6 @@
 //! How the main kernel of the gradients is cut: measured choices, in one place.
 
-use crate::attention::backward::Room;
+use crate::attention::backward::RegisterPressure;
 use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -192,13 +192,15 @@ impl BackwardConfig {
 
     /// What measured best, or fits at all, where sequences have lengths of their own, or scores are modified: both keep more
     /// in registers.
-    pub fn with_room(head_dim: u32, ragged: bool, modified: Room) -> BackwardConfig {
+    pub fn with_room(head_dim: u32, ragged: bool, modifiers: RegisterPressure) -> BackwardConfig {
         let usual = BackwardConfig { rounds: false, ..BackwardConfig::hopper(head_dim) };
-        match (head_dim, ragged, modified) {
-            (..=64, true, Room::None) => BackwardConfig { registers: [232, 40], ..usual.of_threads(head_dim) },
-            (65..=128, true, Room::None) => BackwardConfig { rows: 64, registers: [232, 40], ..usual },
-            (65..=128, false, Room::Little) => BackwardConfig { rows: 64, ..usual },
-            (_, false, Room::None) => usual,
+        match (head_dim, ragged, modifiers) {
+            (..=64, true, RegisterPressure::None) => {
+                BackwardConfig { registers: [232, 40], ..usual.of_threads(head_dim) }
+            }
+            (65..=128, true, RegisterPressure::None) => BackwardConfig { rows: 64, registers: [232, 40], ..usual },
+            (65..=128, false, RegisterPressure::Low) => BackwardConfig { rows: 64, ..usual },
+            (_, false, RegisterPressure::None) => usual,
             _ => BackwardConfig::columns(),
         }
     }

@@ -1,46 +1,73 @@
-//! After the gradients: the sums of d_q, scaled and rounded.
+//! Runs after the main kernel: scales the sums of d_q and converts them to 16 bits.
 //!
-//! Sums lie as the accumulators of the main kernel's warpgroups did, `[warpgroup][eight columns][thread][4]`, so that a
-//! warp adds 512 bytes that lie together. A four has two neighbours of a row and two of the row 8 below. Rows are queries,
-//! and a thread here takes two of them, eight columns each; or rows are elements of d_q (turned), and a thread takes sixteen
-//! of two queries.
+//! Sums have the layout of the main kernel's accumulators, `[warpgroup][eight columns][thread][4]`, so that a warp adds 512
+//! contiguous bytes. A four has two neighbouring columns of a row and of the row 8 below. If rows are queries, a thread here
+//! takes eight columns of two of them. If the product is transposed (rows are elements of d_q), a thread takes sixteen
+//! elements of two queries.
 
-use crate::attention::backward::{Adds, BackwardConfig, Features};
-use crate::parts::schedule::Sides;
-use fulgurite_ptx::{BuildError, Builder, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
+use crate::attention::backward::tensors::RowArgs;
+use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape};
+use crate::params::{Lens, Params, Program};
+use crate::parts::arguments::DeviceTensor;
+use crate::parts::schedule::{SequenceArgs, Sides};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
 
-/// Eight elements of a row of d_q: which row, and which eight of it, each as a number and what is added to it. They are added
-/// where they are used: until then they would take registers.
+/// Eight elements of a row of d_q. The row and the number of the eight are each a value plus a constant, which are added only
+/// where they are used: their sum would take a register until then.
 struct Eight<'k> {
     row: (Val<'k, u32>, u32),
     eight: (Val<'k, u32>, u32),
     sums: [Val<'k, f32>; 8],
 }
 
-/// d_q of `rows` queries of a head, one block each.
+/// A launch: one CTA for each step of each head.
+pub(crate) struct Call {
+    pub d_q: ResultArgs,
+    pub sums: Span,
+    /// Steps of a head.
+    pub steps: u32,
+    pub heads: u32,
+    pub scale: f32,
+    pub sequences: SequenceArgs,
+}
+
+/// The kernel, without the arguments of its launches, for a problem whose sizes are not known.
 pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
-    Kernel::build("attention_backward_finish", target, |k| {
-        let (d, rows) = (features.dims[0], config.rows);
-        let results = Results::new::<T>(k, features, config);
-        // With lengths of their own, blocks of as many threads as there are items spill.
-        let threads = match results.turned() {
+    Ok(program::<T>(target, features, &KernelShape::plain(features, config))?.into_kernel())
+}
+
+/// Converts the d_q of a step of a head in each CTA.
+pub(crate) fn program<T: Half>(
+    target: Target,
+    features: &Features,
+    shape: &KernelShape,
+) -> Result<Program<Call>, BuildError>
+where
+    Pair<T>: Word,
+{
+    Program::build("attention_backward_finish", target, |p| {
+        let (d, rows) = (shape.dims[0], shape.config.rows);
+        let results = Results::declare::<T, Call>(p, shape, |call| &call.d_q);
+        // For sequences of different lengths, a CTA with a thread for each item would spill.
+        let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
             true => results.items(),
             false => 256,
         };
-        let sums = k.pointer::<f32>("sums");
-        let (steps, heads) = (k.divisor("steps"), k.divisor("heads"));
-        let scale = k.param::<f32>("scale");
-        let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
-        k.threads(threads, |w| {
-            // The last sums first, which are still in the second-level cache.
+        let sums = p.pointer::<f32>("sums", |call| call.sums);
+        let (steps, heads) = (p.divisor("steps", |call| call.steps), p.divisor("heads", |call| call.heads));
+        let scale = p.f32("scale", |call| call.scale);
+        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &Call| &call.sequences));
+        p.builder().threads(threads, |w| {
+            // The last sums go first: they are still in the L2 cache.
             let number = w.blocks() - 1 - w.block();
             let [rest, step] = steps.div_rem(number);
             let sums = sums.at_wide(number.mul_wide(rows * d));
-            // Where its sequence begins, its number, the step of the sequence, and rows of it.
+            // Where the sequence begins, the head, the step in the sequence, and the sequence's rows.
             let (of_sequence, head, step, q_len) = match &sides {
                 Some(sides) => {
                     let batch = sides.of_step(w, step, rows);
@@ -58,8 +85,8 @@ where
             let to = results.head::<T>(of_sequence, head);
             let rows = Rows { to, step, q_len, scale };
             let rounds: Vec<u32> = (0..results.items().div_ceil(threads)).collect();
-            // Some loads before their stores: as many as there are registers for.
-            for rounds in rounds.chunks(if results.turned() { 1 } else { 4 }) {
+            // Several loads come before their stores, as many as registers allow.
+            for rounds in rounds.chunks(if results.transposed() { 1 } else { 4 }) {
                 let items: Vec<_> = rounds.iter().map(|i| w.thread() + i * threads).collect();
                 let last = results.items() - 1;
                 let loaded: Vec<_> = items.iter().map(|item| results.load(w, sums, item.min(last))).collect();
@@ -71,22 +98,39 @@ where
     })
 }
 
-/// Where d_q goes, and how its sums lie.
+/// Arguments of [`Results`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ResultArgs {
+    d_q: RowArgs,
+    /// Rows of a sequence, if all have the same.
+    rows: u32,
+    /// Elements of a row.
+    dim: u32,
+}
+
+impl ResultArgs {
+    pub fn new(d_q: &DeviceTensor, rows: u64, dim: u32) -> ResultArgs {
+        ResultArgs { d_q: RowArgs::new(d_q), rows: rows as u32, dim }
+    }
+}
+
+/// The tensor d_q, and the layout of its sums.
 pub(crate) struct Results<'k> {
     d: u32,
     config: BackwardConfig,
     d_q: Val<'k, u64>,
-    /// Of a sequence, where they are equal, and elements of a row.
+    /// Rows of a sequence, if all have the same.
     pub rows: Val<'k, u32>,
+    /// Elements of a row.
     head_dim: Val<'k, u32>,
-    /// In pairs.
+    /// Strides in pairs of elements.
     pub batch_stride: Val<'k, u32>,
     pub row_stride: Val<'k, u32>,
     head_stride: Val<'k, u32>,
 }
 
-/// Rows of d_q of a step: where those of its head lie, which step of the head it is, how many rows the head has, and by
-/// what the sums are scaled.
+/// Rows of d_q of a step: the rows of its head, the step's number in the head, the head's number of rows, and the factor for
+/// the sums.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'k, T> {
     pub to: Pointer<'k, Pair<T>>,
@@ -96,49 +140,50 @@ pub(crate) struct Rows<'k, T> {
 }
 
 impl<'k> Results<'k> {
-    /// Declares the parameters.
-    pub fn new<T: Half>(k: &'k Builder, features: &Features, config: BackwardConfig) -> Self
+    /// Declares the parameters; `args` finds their arguments in a call.
+    pub fn declare<T: Half, C: 'static>(p: &Params<'k, C>, shape: &KernelShape, args: impl Lens<C, ResultArgs>) -> Self
     where
         Pair<T>: Word,
     {
-        let d_q = k.pointer::<Pair<T>>("d_q").address();
-        let [rows, head_dim] = ["d_q_rows", "d_q_dim"].map(|name| k.param::<u32>(name));
-        let [batch_stride, row_stride, head_stride] =
-            ["d_q_batch", "d_q_row", "d_q_head"].map(|name| k.param::<u32>(name));
-        Results { d: features.dims[0], config, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
+        let d_q = p.pointer::<Pair<T>>("d_q", move |call| args(call).d_q.span).address();
+        let rows = p.u32("d_q_rows", move |call| args(call).rows);
+        let head_dim = p.u32("d_q_dim", move |call| args(call).dim);
+        let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, "d_q", move |call| &args(call).d_q);
+        let (d, config) = (shape.dims[0], shape.config);
+        Results { d, config, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
     }
 
-    /// Whether rows of the sums are elements.
-    pub fn turned(&self) -> bool {
+    /// Whether rows of the sums are elements of d_q, and columns queries.
+    pub fn transposed(&self) -> bool {
         self.config.adds == Adds::Engine
     }
 
-    /// What of a step one thread takes at once is an item: so many there are.
+    /// Items of a step. An item is what one thread loads and stores at once.
     pub fn items(&self) -> u32 {
-        self.config.rows / 2 * self.d / if self.turned() { 16 } else { 8 }
+        self.config.rows / 2 * self.d / if self.transposed() { 16 } else { 8 }
     }
 
-    /// Of a step's items those of half its sums, the first or the second, counted from 0.
+    /// The number of the `nth` item of one half of a step's sums.
     pub fn item_of(&self, half: Val<'k, u32>, nth: Val<'k, u32>) -> Val<'k, u32> {
         let whole = self.d / 16;
         match self.config.cols(self.d) == self.config.rows {
-            // Half the elements of all queries.
+            // A half has half of the elements of every query.
             true => (nth / (whole / 2)) * whole + half * (whole / 2) + nth % (whole / 2),
             false => half * (self.items() / 2) + nth,
         }
     }
 
-    /// Fours of an item: where the first is, of those of a step, how far apart they are, and how many.
+    /// Fours of an item: the offset of the first in the sums of a step, the distance from one to the next, and their number.
     fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
         let (cols, d) = (self.config.cols(self.d), self.d);
-        match self.turned() {
-            // Sixteen elements of two neighbouring queries.
+        match self.transposed() {
+            // An item has sixteen elements of two neighbouring queries.
             true => {
                 let (sixteen, pair) = (item % (d / 16), item / (d / 16));
                 let (group, warp) = (sixteen / 4, sixteen & 3);
                 (group * (64 * cols) + (pair / 4) * 512 + warp * 128 + (pair & 3) * 4, 16, 8)
             }
-            // Eight columns of two rows, 8 apart.
+            // An item has eight columns of two rows, 8 apart.
             false => {
                 let (eight, pair) = (item % (d / 8), item / (d / 8));
                 let (sixteen, row) = (pair / 8, pair & 7);
@@ -151,9 +196,9 @@ impl<'k> Results<'k> {
         }
     }
 
-    /// The rows that an item's fours belong to.
+    /// The fours of an item as eights of rows.
     fn eights(&self, item: Val<'k, u32>, fours: &[[Val<'k, f32>; 4]]) -> Vec<Eight<'k>> {
-        match self.turned() {
+        match self.transposed() {
             true => {
                 let (sixteen, pair) = (item % (self.d / 16), item / (self.d / 16));
                 let of = |query: usize, half: usize| Eight {
@@ -175,7 +220,7 @@ impl<'k> Results<'k> {
         }
     }
 
-    /// The rows of a head of a sequence.
+    /// The rows of a head, from where its sequence begins.
     pub fn head<T: Half>(&self, of_sequence: Val<'k, u64>, head: Val<'k, u32>) -> Pointer<'k, Pair<T>>
     where
         Pair<T>: Word,
@@ -183,14 +228,14 @@ impl<'k> Results<'k> {
         Pointer::at_address(self.d_q).at_wide(of_sequence + head.mul_wide(self.head_stride))
     }
 
-    /// Reads the sums of an item of a step.
+    /// Loads the sums of an item of a step.
     pub fn load<W: Who>(&self, w: &Scope<'k, W>, sums: Pointer<'k, f32>, item: Val<'k, u32>) -> Vec<[Val<'k, f32>; 4]> {
         let (first, apart, count) = self.fours(item);
         let from = sums.at(first);
         (0..count).map(|i| from.load_some(w, apart * i)).collect()
     }
 
-    /// Scales and rounds them.
+    /// Scales the sums of an item, converts them and stores them.
     pub fn store<T: Half, W: Who>(
         &self,
         w: &Scope<'k, W>,

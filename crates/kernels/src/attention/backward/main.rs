@@ -5,29 +5,80 @@
 //! the rows of the scores. d_q is added to sums in global memory. What the warpgroups do is in `by_keys`, `sent`,
 //! `by_columns` and `by_pairs`; of the last, a pair of blocks has a tile together.
 
-use crate::attention::backward::d_q::ordered::Turns;
-use crate::attention::backward::d_q::round::Rounding;
-use crate::attention::backward::d_q::split_tiles::Pieces;
-use crate::attention::backward::d_q::zero_fill::Clearing;
-use crate::attention::backward::modified::Modified;
+use crate::attention::backward::d_q::ordered::{self, Turns};
+use crate::attention::backward::d_q::round::{self, Rounding};
+use crate::attention::backward::d_q::split_tiles::{self, Pieces};
+use crate::attention::backward::d_q::zero_fill::{self, Clearing};
+use crate::attention::backward::modifiers::{AuxGradientArgs, ModifierParams};
 use crate::attention::backward::schedules::{bulk, columns, keys, pairs};
-use crate::attention::backward::tiles::{Of, STEPS, Tiles, Work};
-use crate::attention::backward::{Adds, BackwardConfig, Features, Order, Share};
+use crate::attention::backward::tiles::{Of, TileArgs, Tiles, Work};
+use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share};
+use crate::params::{Params, Program};
 use crate::parts::mask::Spans;
-use crate::parts::schedule::Unequal;
+use crate::parts::modifier::AuxArgs;
 use fulgurite_core::Exp;
+use fulgurite_ptx::device::{Span, TensorSpan};
 use fulgurite_ptx::{
     BuildError, Builder, BulkReducer, ClusterBroadcast, Divisor, Group, Half, Kernel, Mailbox, Pair, PeerTiles, Pipe,
     Pointer, Scope, Swizzle, Target, Tensor, Thread, TileShape, TokenRing, Val, Warpgroups, Who, Word,
 };
 
-/// The main kernel.
+/// A launch.
+pub(crate) struct Call {
+    pub q: TensorSpan,
+    pub k: TensorSpan,
+    pub v: TensorSpan,
+    pub d_o: TensorSpan,
+    pub d_k: TensorSpan,
+    pub d_v: TensorSpan,
+    /// -LSE in powers of two, and delta, of padded rows.
+    pub shift: Span,
+    pub delta: Span,
+    /// f32 sums of d_q.
+    pub sums: Span,
+    /// The first word counts tiles that are handed out, the next two belong to the zero fill.
+    pub counters: Span,
+    pub zero_fill: Option<zero_fill::Args>,
+    pub round: Option<round::Args>,
+    pub split: Option<split_tiles::Args>,
+    pub ordered: Option<ordered::Args>,
+    /// Steps from one query head to the next.
+    pub steps: u32,
+    /// Query heads of each key/value head.
+    pub group: u32,
+    /// Key/value heads.
+    pub heads: u32,
+    pub tiles: TileArgs,
+    /// Auxiliary tensors, and the gradients of those that want one.
+    pub aux: Vec<AuxArgs>,
+    pub d_aux: Vec<AuxGradientArgs>,
+    /// Queries of a sequence, if all have the same.
+    pub q_len: u32,
+    /// The factor of scores in powers of two. Modified scores already include the scale.
+    pub scale_log2: f32,
+    pub scale: f32,
+}
+
+/// The main kernel, without the arguments of its launches, for a problem whose sizes are not known.
 pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
-    Kernel::build("attention_backward", target, |k| {
-        let main = Main::new::<T>(k, features, config);
+    Ok(program::<T>(target, features, &KernelShape::plain(features, config))?.into_kernel())
+}
+
+/// The main kernel.
+pub(crate) fn program<T: Half>(
+    target: Target,
+    features: &Features,
+    shape: &KernelShape,
+) -> Result<Program<Call>, BuildError>
+where
+    Pair<T>: Word,
+{
+    Program::build("attention_backward", target, |p| {
+        let (k, config) = (p.builder(), shape.config);
+        let main = Main::new::<T>(p, features, shape);
         main.load();
         let warpgroups = |count| Warpgroups(count).registers(config.registers[0]);
         if config.share == Share::Pairs {
@@ -95,7 +146,7 @@ pub(crate) struct Main<'k> {
     /// Heads of keys.
     pub heads: Divisor<'k>,
     pub tiles: Tiles<'k>,
-    pub modified: Option<Modified<'k>>,
+    pub modified: Option<ModifierParams<'k>>,
     pub scale_log2: Val<'k, f32>,
     pub scale: Val<'k, f32>,
     pub queries: Pipe<'k>,
@@ -119,11 +170,12 @@ pub(crate) struct Main<'k> {
 }
 
 impl<'k> Main<'k> {
-    fn new<T: Half>(k: &'k Builder, features: &Features, config: BackwardConfig) -> Self
+    fn new<T: Half>(p: &Params<'k, Call>, features: &Features, shape_of: &KernelShape) -> Self
     where
         Pair<T>: Word,
     {
-        let ([d, dv], rows, keys) = (features.dims, config.rows, config.block_keys());
+        let (k, config) = (p.builder(), shape_of.config);
+        let ([d, dv], rows, keys) = (shape_of.dims, config.rows, config.block_keys());
         let pairs = config.share == Share::Pairs;
         if pairs {
             k.cluster(2);
@@ -133,34 +185,35 @@ impl<'k> Main<'k> {
             Share::Columns | Share::Pairs => cols / 2,
         };
         let shape = |rows, cols| tile::<T>(config, rows, cols);
-        let tensor = |name, shape| match features.ragged.any() {
-            true => k.ragged_tensor(name, shape),
-            // Axes: element, row, head, batch.
-            false => k.tensor(name, shape, 4),
-        };
+        // Axes: element, row, head, batch. Ragged tensors have one more.
+        let rank = if features.ragged.any() { 5 } else { 4 };
         let result = |cols| TileShape { cols: part(cols), ..shape(64, cols) };
         // Each block of a pair brings its part of the rows, for both.
         let brought = rows / config.blocks();
         let of_d_o = dv / config.d_o_parts();
-        let [q, d_o] = [("q", d), ("d_o", of_d_o)].map(|(name, cols)| tensor(name, shape(brought, cols)));
-        let [key, value] = [("k", d), ("v", dv)].map(|(name, cols)| tensor(name, shape(keys, cols)));
-        let other = pairs.then(|| tensor("k_other", shape(keys, d / 2)));
-        let [d_k, d_v] = [("d_k", d), ("d_v", dv)].map(|(name, cols)| tensor(name, result(cols)));
-        let numbers = ["shift", "delta"].map(|name| k.pointer::<f32>(name));
-        let sums = k.pointer::<f32>("sums");
-        let counters = k.pointer::<u32>("counters");
-        let clearing = features.clears(&config).then(|| Clearing::new(k));
-        let rounding = features.rounds.then(|| Rounding::new::<T>(k, features, config));
-        let pieces = features.pieces.then(|| Pieces::new(k, features.dims));
-        let turns = (features.order == Order::Fixed).then(|| Turns::new(k, &config));
-        let [steps, group] = ["steps", "group"].map(|name| k.param::<u32>(name));
-        let heads = k.divisor("heads");
-        let tiles = match features.ragged.any() {
-            true => Tiles::Unequal(Unequal::of(k, features.ragged, 1, &STEPS)),
-            false => Tiles::equal(k),
-        };
-        let modified = Modified::new(k, &features.modified, features.ragged.any());
-        let [scale_log2, scale] = ["scale_log2", "scale"].map(|name| k.param::<f32>(name));
+        let q = p.tensor("q", shape(brought, d), rank, |call| call.q.clone());
+        let d_o = p.tensor("d_o", shape(brought, of_d_o), rank, |call| call.d_o.clone());
+        let key = p.tensor("k", shape(keys, d), rank, |call| call.k.clone());
+        let value = p.tensor("v", shape(keys, dv), rank, |call| call.v.clone());
+        let other = pairs.then(|| p.tensor("k_other", shape(keys, d / 2), rank, |call| call.k.clone()));
+        let d_k = p.tensor("d_k", result(d), rank, |call| call.d_k.clone());
+        let d_v = p.tensor("d_v", result(dv), rank, |call| call.d_v.clone());
+        let shift = p.pointer::<f32>("shift", |call| call.shift);
+        let delta = p.pointer::<f32>("delta", |call| call.delta);
+        let numbers = [shift, delta];
+        let sums = p.pointer::<f32>("sums", |call| call.sums);
+        let counters = p.pointer::<u32>("counters", |call| call.counters);
+        let clearing = shape_of.zero_fills.then(|| Clearing::declare(p));
+        let rounding = shape_of.rounds.then(|| Rounding::declare::<T>(p, shape_of));
+        let pieces = shape_of.splits.then(|| Pieces::declare(p, shape_of.dims));
+        let turns = (features.order == Order::Fixed).then(|| Turns::declare(p, &config));
+        let steps = p.u32("steps", |call| call.steps);
+        let group = p.u32("group", |call| call.group);
+        let heads = p.divisor("heads", |call| call.heads);
+        let tiles = Tiles::declare(p, features.ragged);
+        let modified = ModifierParams::declare(p, &features.modifiers, features.ragged.any());
+        let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
+        let scale = p.f32("scale", |call| call.scale);
 
         let (queries, outputs) = match pairs {
             // There is room for one part more than all of d_o: the others come while d_k and the next s are multiplied.
@@ -196,7 +249,7 @@ impl<'k> Main<'k> {
         Main {
             k,
             config,
-            dims: features.dims,
+            dims: shape_of.dims,
             exp: features.exp,
             spans: Spans::of(&features.mask).transposed(),
             q,
@@ -214,7 +267,7 @@ impl<'k> Main<'k> {
             turns,
             steps,
             group,
-            single: features.single,
+            single: shape_of.single,
             heads,
             tiles,
             modified,

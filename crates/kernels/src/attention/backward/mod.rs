@@ -2,17 +2,26 @@
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
-//! [`prepare`] computes delta and the LSE in powers of two and zeroes the sums of d_q, or those that are needed first, [`main`]
-//! does everything else; where it does not round d_q as well, [`finish`] does. A row without keys has a gradient of zeros.
+//!
+//! 1. [`prepare`] computes delta and the LSE in powers of two. It zeroes the f32 sums of d_q that the first tiles need.
+//! 2. [`main`] computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
+//! 3. [`finish`] converts d_q otherwise.
+//!
+//! A row without keys has a gradient of zeros.
+//!
+//! Three types say what is computed and how. [`Features`] holds facts of the problem. [`BackwardConfig`] is a measured
+//! choice of tiles, stages and registers. [`KernelShape`] is derived from both, in one place
+//! ([`plan`]), and decides which services the main kernel has.
 
 pub mod config;
 pub mod d_q;
 pub mod finish;
 pub mod main;
-mod modified;
+mod modifiers;
 pub mod plan;
 pub mod prepare;
 mod schedules;
+mod shape;
 pub mod sinks;
 mod tensors;
 mod tiles;
@@ -20,27 +29,26 @@ mod walk;
 pub mod zero;
 
 pub use config::{Adds, BackwardConfig, Pack, Share};
-pub use modified::{Derived, Room};
+pub use modifiers::{ModifierGradients, RegisterPressure};
+pub use shape::KernelShape;
 
 use crate::parts::schedule::Ragged;
 use fulgurite_core::{Exp, Mask};
 
-/// In which order blocks add to d_q.
+/// The order in which CTAs add to d_q.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
-    /// As they come: the last bits of d_q differ from run to run.
+    /// CTAs add as soon as they can. The last bits of d_q differ from run to run.
     #[default]
     Any,
-    /// In one order: the same bits every time, whatever else runs. Blocks wait for each other.
+    /// CTAs take turns (deterministic mode). d_q has the same bits in every run, whatever else runs on the GPU.
     Fixed,
 }
 
-/// What of a problem shapes the kernels' text: everything but lengths.
+/// Facts of a problem that shape the kernels' texts: everything but lengths and head counts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Features {
-    /// Elements of a row of q and k, and of v and o, as the products see them: multiples of 16, of 64 where
-    /// warpgroups share columns; the first of 128 where they share keys and the columns of d_q, of 64 where the copy engine
-    /// adds to shorter rows. Rows of tensors may be shorter.
+    /// Elements of a row of q and k, and of a row of v and o: multiples of 8.
     pub dims: [u32; 2],
     /// Which keys a query sees.
     pub mask: Mask,
@@ -48,32 +56,18 @@ pub struct Features {
     pub exp: Exp,
     /// Whether the LSE has a gradient.
     pub d_lse: bool,
-    /// In which order blocks add to d_q.
+    /// The order in which CTAs add to d_q.
     pub order: Order,
-    /// Whether the blocks that add to d_q round it too, and there is no kernel for that: where the copy engine adds, of equal
-    /// sequences that have keys.
-    pub rounds: bool,
-    /// Whether the last tiles are cut into pieces, where that takes less time: where the copy engine adds, of equal sequences
-    /// whose queries see all keys, in any order.
-    pub pieces: bool,
-    /// Whether each head of keys has one head of queries, where the copy engine adds: then no step is the first of another head.
-    pub single: bool,
-    /// Lengths that differ from sequence to sequence.
+    /// Which lengths differ from sequence to sequence.
     pub ragged: Ragged,
-    /// Expressions over scores and indices.
-    pub modified: Derived,
+    /// Score and mask modifiers, with derivatives.
+    pub modifiers: ModifierGradients,
 }
 
 impl Features {
-    /// Whether the main kernel zeroes what of the sums of d_q is not needed at once: where the copy engine adds, of equal sequences.
-    pub fn clears(&self, config: &BackwardConfig) -> bool {
-        config.adds == Adds::Engine && !self.ragged.any()
-    }
-
-    /// Those of equal sequences under a mask of spans, without anything else.
+    /// Sequences of equal length under a mask of spans, with no other feature.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
-        let (ragged, modified) = (Ragged::default(), Derived::default());
-        let (order, rounds, pieces, single) = (Order::Any, false, false, false);
-        Features { dims, mask, exp: Exp::Auto, d_lse: false, order, rounds, pieces, single, ragged, modified }
+        let (ragged, modifiers) = (Ragged::default(), ModifierGradients::default());
+        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, ragged, modifiers }
     }
 }

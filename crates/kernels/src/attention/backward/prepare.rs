@@ -1,169 +1,298 @@
-//! Before the gradients: delta and the LSE of each row, and zeros where d_q will be summed first.
+//! Runs before the main kernel: delta and the LSE of each row, and zeros where d_q is summed first.
 //!
-//! A warp has sixteen rows. delta is the diagonal of o d_o^T by the tensor cores, sixteen columns at a time, as d_p is
-//! summed: where one key has all the weight the two must cancel to the last bit, whatever the size of the keys they are
-//! multiplied with. Rows are padded to whole steps of the main kernel; in padding and in rows without keys the LSE is
-//! set so that every probability is 0, and delta is 0 whatever d_o holds there.
+//! A warp has sixteen rows. delta is the diagonal of o d_o^T, computed by the tensor cores sixteen columns at a time, just as
+//! the main kernel sums d_p. If one key has all the weight, the two must cancel to the last bit, however large the keys are.
+//!
+//! Rows are padded to whole steps of the main kernel. In padding, and in rows without keys, the LSE is set so that every
+//! probability is 0, and delta is 0 whatever d_o holds.
 
-use crate::attention::backward::{BackwardConfig, Features};
-use crate::parts::schedule::Sides;
-use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Target, Val, Word};
+use crate::attention::backward::tensors::RowArgs;
+use crate::attention::backward::{BackwardConfig, Features, KernelShape};
+use crate::params::{Params, Program};
+use crate::parts::schedule::{SequenceArgs, Sides};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Block, BuildError, Divisor, Half, Kernel, Pair, Pointer, Scope, Target, Val, Word};
 use std::f32::consts::LOG2_E;
 
-/// Rows of a block, which is one warp: what few read and write together lies together.
+/// Rows of a CTA, which is one warp.
 pub const ROWS: u32 = 16;
 
-/// Neighbouring queries of a head that a warp has at once, a whole sector of f32. Steps of the main kernel are multiples of it.
+/// Neighbouring queries of a head in a warp: f32 values of eight rows fill a sector. Steps of the main kernel are multiples of
+/// eight.
 const EIGHT: u32 = 8;
 
-/// Columns that four lanes bring of a row, eight each: two steps of the tensor cores. And how many such parts are asked for
-/// at once.
+/// Columns that four lanes load of a row, eight each: two steps of the tensor cores.
 const PART: u32 = 32;
+/// Parts that are loaded before the first of them is used.
 const AHEAD: usize = 2;
 
-/// delta and -LSE log2(e) of rows in the order batch, eight queries, head, query; the accumulators of d_q and the counters are
-/// zeroed.
+/// A launch.
+pub(crate) struct Call {
+    pub o: RowArgs,
+    pub d_o: RowArgs,
+    pub lse: Span,
+    pub d_lse: Option<Span>,
+    pub shift: Span,
+    pub delta: Span,
+    pub sums: Span,
+    pub counters: Span,
+    /// Padded rows of all heads.
+    pub all_rows: u32,
+    /// Rows whose sums of d_q are zeroed.
+    pub sum_rows: u32,
+    /// Rows of a head in the LSE.
+    pub lse_rows: u32,
+    /// Elements of a row of o.
+    pub value_dim: u32,
+    /// Counters to zero.
+    pub words: u32,
+    pub heads: u32,
+    /// Padded rows of a head.
+    pub rows: u32,
+    pub sequences: SequenceArgs,
+}
+
+/// The kernel, without the arguments of its launches, for a problem whose sizes are not known.
 pub fn kernel<T: Half>(target: Target, features: &Features, config: BackwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
-    let [d, dv] = features.dims;
-    Kernel::build("attention_backward_prepare", target, |k| {
-        let [o, d_o] = ["o", "d_o"].map(|name| k.pointer::<Pair<T>>(name));
-        let lse = k.pointer::<f32>("lse");
-        let d_lse = features.d_lse.then(|| k.pointer::<f32>("d_lse"));
-        let [shift, delta, sums] = ["shift", "delta", "sums"].map(|name| k.pointer::<f32>(name));
-        let counters = k.pointer::<u32>("counters");
-        // Rows of all heads with their padding, those whose sums are zeroed, rows of a head in the LSE.
-        let [all_rows, sum_rows, lse_rows, value_dim, words] =
-            ["all_rows", "sum_rows", "lse_rows", "value_dim", "words"].map(|name| k.param::<u32>(name));
-        let (heads, rows) = (k.divisor("heads"), k.divisor("rows"));
-        let sides = features.ragged.any().then(|| Sides::new(k, features.ragged, 0));
-        let strides = ["o", "d_o"].map(|t| ["batch", "row", "head"].map(|axis| k.param::<u32>(&format!("{t}_{axis}"))));
-        k.threads(32, |w| {
-            // There are fewer words than threads: two for each step, which has at least 64 rows, and for each tile that is cut no more
-            // than are left.
-            let thread = w.block().mul_add(32, w.thread());
-            w.when(thread.lt(words), |w| counters.store(w, thread, 0));
-            // The last rows first: what the main kernel asks for first is then still in the second-level cache.
-            let first = (w.blocks() - 1 - w.block()) * ROWS;
-            let zero = w.constant(0.0f32);
-            // Rows lie in another order among the sums; for zeros it does not matter.
-            let to = sums.at_wide(first.mul_wide(d));
-            let summed = (sum_rows - first.min(sum_rows)).min(ROWS) * d;
-            w.each(w.lane() * 4, summed, 4 * 32, |w, i| to.store_some(w, i, [zero; 4]));
+    Ok(program::<T>(target, features, &KernelShape::plain(features, config))?.into_kernel())
+}
 
-            // As the tensor cores have it: four lanes for a row and for the one eight below.
+/// Writes delta and -LSE log2(e) of rows in the order batch, eight queries, head, query. Zeroes sums of d_q and counters.
+pub(crate) fn program<T: Half>(
+    target: Target,
+    features: &Features,
+    shape: &KernelShape,
+) -> Result<Program<Call>, BuildError>
+where
+    Pair<T>: Word,
+{
+    Program::build("attention_backward_prepare", target, |p| {
+        let prepare = Prepare::<T>::declare(p, features, shape);
+        p.builder().threads(32, |w| {
+            let first = prepare.zero(w);
+            // As the tensor cores want it: four lanes have a row, and the row eight below.
             let [lane_row, lane_col] = [w.lane() / 4, w.lane() & 3];
-            let packed = features.ragged.packed;
-            let own = [0, 8].map(|below| {
-                let row = first + lane_row + below;
-                let [eight, head] = heads.div_rem(row / EIGHT);
-                let rest = eight * EIGHT + row % EIGHT;
-                // A sequence, its first row, a query of it and how many it has; where the padded rows of its head begin.
-                let (batch, start, query, q_len, padded) = match &sides {
-                    Some(sides) => {
-                        let batch = sides.of_step(w, rest / config.rows, config.rows);
-                        let [start, room] = sides.room(w, 0, batch);
-                        let query = rest - sides.first_step(w, batch, config.rows) * config.rows;
-                        (batch, start, query, sides.used(w, 0, batch, room), head.mul_wide(rows.value()))
-                    }
-                    None => {
-                        let [batch, query] = rows.div_rem(rest);
-                        let padded = (batch * heads.value() + head).mul_wide(rows.value());
-                        (batch, w.constant(0u32), query, lse_rows, padded)
-                    }
-                };
-                let memory = [(o, strides[0]), (d_o, strides[1])].map(|(from, [of_batch, of_row, of_head])| {
-                    // Strides are in pairs.
-                    let of_sequence = if packed { start.mul_wide(of_row) } else { batch.mul_wide(of_batch) };
-                    from.at_wide(of_sequence + query.mul_wide(of_row) + head.mul_wide(of_head))
-                });
-                let here = row.lt(all_rows);
-                let place = if packed { head } else { batch * heads.value() + head };
-                Row {
-                    here,
-                    inside: here & query.lt(q_len),
-                    memory,
-                    query,
-                    lse: place.mul_wide(lse_rows) + start.to_u64(),
-                    // Among the padded rows of its head.
-                    padded: padded + if sides.is_some() { rest } else { query }.to_u64(),
-                }
-            });
-
-            // Of o with d_o of the upper rows, and of the lower.
-            let mut products = [[zero; 4]; 2];
-            let parts: Vec<u32> = (0..dv.div_ceil(PART)).collect();
-            let first_lanes = lane_col.lt(2);
-            for ahead in parts.chunks(AHEAD) {
-                let four = || [(); 4].map(|()| w.var(Pair::<T>::from_bits(0)));
-                // By part and row, of o and of d_o.
-                let words: Vec<_> = ahead.iter().map(|_| [[four(), four()], [four(), four()]]).collect();
-                for (r, row) in own.iter().enumerate() {
-                    for (part, words) in ahead.iter().zip(&words) {
-                        let col = lane_col * 8 + *part * PART;
-                        w.when(row.inside & col.lt(value_dim), |w| {
-                            for (from, to) in row.memory.iter().zip(&words[r]) {
-                                let words = from.load_some::<_, 4>(w, col / 2);
-                                to.iter().zip(words).for_each(|(to, word)| to.set(word));
-                            }
-                        });
-                    }
-                }
-                for words in words {
-                    // The first two lanes have the first step of a part, the others the second: each gives half of what it has for
-                    // half of the other's. Which of the sixteen a lane has is its own affair, if o and d_o agree.
-                    let [[upper, d_upper], [lower, d_lower]] = words.map(|row| {
-                        row.map(|words| {
-                            let [a, b, c, d] = words.map(|word| word.get());
-                            let [x, y] = [(c, a), (d, b)].map(|(c, a)| w.exchange_pair(first_lanes.select(c, a), 2));
-                            let own = |ours, theirs| first_lanes.select::<Pair<T>>(ours, theirs);
-                            [[own(a, x), own(b, y)], [own(x, c), own(y, d)]]
-                        })
-                    });
-                    for step in 0..2 {
-                        let left = [upper[step][0], lower[step][0], upper[step][1], lower[step][1]];
-                        for (sum, right) in products.iter_mut().zip([d_upper[step], d_lower[step]]) {
-                            *sum = w.warp_product::<T>(left, right, *sum);
-                        }
-                    }
-                }
-            }
-            // Columns of a product are in pairs too.
-            w.when(lane_col.eq(lane_row / 2), |w| {
-                let odd = (lane_row & 1).eq(1);
-                for (r, row) in own.into_iter().enumerate() {
-                    w.when(row.here, |w| {
-                        let log = w.var(f32::NEG_INFINITY);
-                        let total = w.var(odd.select(products[r][2 * r + 1], products[r][2 * r]));
-                        w.when(row.inside, |w| {
-                            log.set(lse.at_wide(row.lse).load(w, row.query));
-                            if let Some(d_lse) = d_lse {
-                                total.set(total.get() - d_lse.at_wide(row.lse).load(w, row.query));
-                            }
-                        });
-                        let empty = log.get().eq(f32::NEG_INFINITY);
-                        let power = log.get() * -LOG2_E;
-                        shift.at_wide(row.padded).store(w, 0, empty.select::<f32>(f32::NEG_INFINITY, power));
-                        delta.at_wide(row.padded).store(w, 0, empty.select::<f32>(0.0, total.get()));
-                    });
-                }
-            });
+            let own = [0, 8].map(|below| prepare.row(w, first + lane_row + below));
+            let products = prepare.products(w, &own, lane_col);
+            prepare.write(w, own, products, [lane_row, lane_col]);
         });
     })
 }
 
+/// A tensor in memory, and its strides of batch, row and head, in pairs of elements.
+type Strided<'k, T> = (Pointer<'k, Pair<T>>, [Val<'k, u32>; 3]);
+
+/// The parameters.
+struct Prepare<'k, T> {
+    /// Elements of a row of d_q, and of o, as the products see them.
+    dims: [u32; 2],
+    /// Queries of a step of the main kernel.
+    step_rows: u32,
+    packed: bool,
+    /// o and d_o.
+    tensors: [Strided<'k, T>; 2],
+    lse: Pointer<'k, f32>,
+    d_lse: Option<Pointer<'k, f32>>,
+    shift: Pointer<'k, f32>,
+    delta: Pointer<'k, f32>,
+    sums: Pointer<'k, f32>,
+    counters: Pointer<'k, u32>,
+    all_rows: Val<'k, u32>,
+    sum_rows: Val<'k, u32>,
+    lse_rows: Val<'k, u32>,
+    value_dim: Val<'k, u32>,
+    words: Val<'k, u32>,
+    heads: Divisor<'k>,
+    rows: Divisor<'k>,
+    sides: Option<Sides<'k>>,
+}
+
+impl<'k, T: Half> Prepare<'k, T>
+where
+    Pair<T>: Word,
+{
+    fn declare(p: &Params<'k, Call>, features: &Features, shape: &KernelShape) -> Self {
+        let o = p.pointer("o", |call| call.o.span);
+        let d_o = p.pointer("d_o", |call| call.d_o.span);
+        let lse = p.pointer("lse", |call| call.lse);
+        let d_lse = features.d_lse.then(|| {
+            p.pointer("d_lse", |call| call.d_lse.expect("bug in fulgurite: the gradient of the LSE is not given"))
+        });
+        let shift = p.pointer("shift", |call| call.shift);
+        let delta = p.pointer("delta", |call| call.delta);
+        let sums = p.pointer("sums", |call| call.sums);
+        let counters = p.pointer("counters", |call| call.counters);
+        let all_rows = p.u32("all_rows", |call| call.all_rows);
+        let sum_rows = p.u32("sum_rows", |call| call.sum_rows);
+        let lse_rows = p.u32("lse_rows", |call| call.lse_rows);
+        let value_dim = p.u32("value_dim", |call| call.value_dim);
+        let words = p.u32("words", |call| call.words);
+        let heads = p.divisor("heads", |call| call.heads);
+        let rows = p.divisor("rows", |call| call.rows);
+        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &Call| &call.sequences));
+        let o_strides = RowArgs::declare_strides(p, "o", |call: &Call| &call.o);
+        let d_o_strides = RowArgs::declare_strides(p, "d_o", |call: &Call| &call.d_o);
+        Prepare {
+            dims: shape.dims,
+            step_rows: shape.config.rows,
+            packed: features.ragged.packed,
+            tensors: [(o, o_strides), (d_o, d_o_strides)],
+            lse,
+            d_lse,
+            shift,
+            delta,
+            sums,
+            counters,
+            all_rows,
+            sum_rows,
+            lse_rows,
+            value_dim,
+            words,
+            heads,
+            rows,
+            sides,
+        }
+    }
+
+    /// Zeroes counters and the sums of the warp's rows. Returns the first row.
+    fn zero(&self, w: &Scope<'k, Block>) -> Val<'k, u32> {
+        let d = self.dims[0];
+        // There are fewer words than threads (`plan::properties` checks it).
+        let thread = w.block().mul_add(32, w.thread());
+        w.when(thread.lt(self.words), |w| self.counters.store(w, thread, 0));
+        // The last rows go first: the first rows, which the main kernel needs first, are then still in the L2 cache.
+        let first = (w.blocks() - 1 - w.block()) * ROWS;
+        let zero = w.constant(0.0f32);
+        // Rows have another order among the sums, which does not matter to zeros.
+        let to = self.sums.at_wide(first.mul_wide(d));
+        let summed = (self.sum_rows - first.min(self.sum_rows)).min(ROWS) * d;
+        w.each(w.lane() * 4, summed, 4 * 32, |w, i| to.store_some(w, i, [zero; 4]));
+        first
+    }
+
+    /// A row by its number among the padded rows of all heads.
+    fn row(&self, w: &Scope<'k, Block>, row: Val<'k, u32>) -> Row<'k, T> {
+        let Prepare { heads, rows, step_rows, packed, .. } = *self;
+        let [eight, head] = heads.div_rem(row / EIGHT);
+        let rest = eight * EIGHT + row % EIGHT;
+        // The sequence and its first row, the query and the number of queries in the sequence, and where the padded rows of the
+        // head begin.
+        let (batch, start, query, q_len, padded) = match &self.sides {
+            Some(sides) => {
+                let batch = sides.of_step(w, rest / step_rows, step_rows);
+                let [start, room] = sides.room(w, 0, batch);
+                let query = rest - sides.first_step(w, batch, step_rows) * step_rows;
+                (batch, start, query, sides.used(w, 0, batch, room), head.mul_wide(rows.value()))
+            }
+            None => {
+                let [batch, query] = rows.div_rem(rest);
+                let padded = (batch * heads.value() + head).mul_wide(rows.value());
+                (batch, w.constant(0u32), query, self.lse_rows, padded)
+            }
+        };
+        let memory = self.tensors.map(|(from, [of_batch, of_row, of_head])| {
+            let of_sequence = if packed { start.mul_wide(of_row) } else { batch.mul_wide(of_batch) };
+            from.at_wide(of_sequence + query.mul_wide(of_row) + head.mul_wide(of_head))
+        });
+        let here = row.lt(self.all_rows);
+        let place = if packed { head } else { batch * heads.value() + head };
+        Row {
+            here,
+            inside: here & query.lt(q_len),
+            memory,
+            query,
+            lse: place.mul_wide(self.lse_rows) + start.to_u64(),
+            padded: padded + if self.sides.is_some() { rest } else { query }.to_u64(),
+        }
+    }
+
+    /// The products of o with d_o of the upper rows, and with d_o of the lower rows.
+    fn products(&self, w: &Scope<'k, Block>, own: &[Row<'k, T>; 2], lane_col: Val<'k, u32>) -> [[Val<'k, f32>; 4]; 2] {
+        let mut products = [[w.constant(0.0f32); 4]; 2];
+        let parts: Vec<u32> = (0..self.dims[1].div_ceil(PART)).collect();
+        let first_lanes = lane_col.lt(2);
+        for ahead in parts.chunks(AHEAD) {
+            let four = || [(); 4].map(|()| w.var(Pair::<T>::from_bits(0)));
+            // By part and row, of o and of d_o.
+            let words: Vec<_> = ahead.iter().map(|_| [[four(), four()], [four(), four()]]).collect();
+            for (r, row) in own.iter().enumerate() {
+                for (part, words) in ahead.iter().zip(&words) {
+                    let col = lane_col * 8 + *part * PART;
+                    w.when(row.inside & col.lt(self.value_dim), |w| {
+                        for (from, to) in row.memory.iter().zip(&words[r]) {
+                            let words = from.load_some::<_, 4>(w, col / 2);
+                            to.iter().zip(words).for_each(|(to, word)| to.set(word));
+                        }
+                    });
+                }
+            }
+            for words in words {
+                // The first two lanes have the first step of a part, the others the second: each exchanges half of its
+                // columns. The assignment of columns to lanes is arbitrary as long as o and d_o use the same.
+                let [[upper, d_upper], [lower, d_lower]] = words.map(|row| {
+                    row.map(|words| {
+                        let [a, b, c, d] = words.map(|word| word.get());
+                        let [x, y] = [(c, a), (d, b)].map(|(c, a)| w.exchange_pair(first_lanes.select(c, a), 2));
+                        let own = |ours, theirs| first_lanes.select::<Pair<T>>(ours, theirs);
+                        [[own(a, x), own(b, y)], [own(x, c), own(y, d)]]
+                    })
+                });
+                for step in 0..2 {
+                    let left = [upper[step][0], lower[step][0], upper[step][1], lower[step][1]];
+                    for (sum, right) in products.iter_mut().zip([d_upper[step], d_lower[step]]) {
+                        *sum = w.warp_product::<T>(left, right, *sum);
+                    }
+                }
+            }
+        }
+        products
+    }
+
+    /// Writes delta and the LSE of the rows whose diagonal element the lane has.
+    fn write(
+        &self,
+        w: &Scope<'k, Block>,
+        own: [Row<'k, T>; 2],
+        products: [[Val<'k, f32>; 4]; 2],
+        [lane_row, lane_col]: [Val<'k, u32>; 2],
+    ) {
+        // A lane has two neighbouring columns of a product.
+        w.when(lane_col.eq(lane_row / 2), |w| {
+            let odd = (lane_row & 1).eq(1);
+            for (r, row) in own.into_iter().enumerate() {
+                w.when(row.here, |w| {
+                    let log = w.var(f32::NEG_INFINITY);
+                    let total = w.var(odd.select(products[r][2 * r + 1], products[r][2 * r]));
+                    w.when(row.inside, |w| {
+                        log.set(self.lse.at_wide(row.lse).load(w, row.query));
+                        if let Some(d_lse) = self.d_lse {
+                            total.set(total.get() - d_lse.at_wide(row.lse).load(w, row.query));
+                        }
+                    });
+                    let empty = log.get().eq(f32::NEG_INFINITY);
+                    let power = log.get() * -LOG2_E;
+                    self.shift.at_wide(row.padded).store(w, 0, empty.select::<f32>(f32::NEG_INFINITY, power));
+                    self.delta.at_wide(row.padded).store(w, 0, empty.select::<f32>(0.0, total.get()));
+                });
+            }
+        });
+    }
+}
+
 /// A row of a lane.
 struct Row<'k, T> {
-    /// Whether there is one, and whether it is no padding.
+    /// Whether there is a row.
     here: Val<'k, bool>,
+    /// Whether the row is a query, not padding.
     inside: Val<'k, bool>,
-    /// Its elements in o and in d_o.
+    /// The row's elements in o and in d_o.
     memory: [Pointer<'k, Pair<T>>; 2],
     query: Val<'k, u32>,
     /// Where the rows of its head begin in the LSE.
     lse: Val<'k, u64>,
-    /// Where it is among the padded rows.
+    /// Index among the padded rows of all heads.
     padded: Val<'k, u64>,
 }

@@ -1,19 +1,41 @@
 //! The gradients of sinks: d_sink = - sum over the rows of a head of e^(sink - LSE) delta.
 //!
-//! One block a head, which adds in one order: the same bits every run.
+//! One CTA has a head and adds in a fixed order, so every run gives the same bits.
 
-use fulgurite_ptx::{BuildError, Kernel, Target};
+use crate::params::Program;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{BuildError, Target};
 use std::f32::consts::LOG2_E;
 
-/// Threads of a block.
+/// Threads of a CTA.
 pub const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
 
-/// From what [`prepare`](crate::attention::backward::prepare) made: padding has a probability of 0 and a delta of 0.
-pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
-    Kernel::build("attention_backward_sinks", target, |k| {
-        let [shift, delta, sinks, d_sinks] = ["shift", "delta", "sinks", "d_sinks"].map(|name| k.pointer::<f32>(name));
-        let [batch, heads, rows] = ["batch", "heads", "rows"].map(|name| k.param::<u32>(name));
+/// A launch: one CTA for each head.
+pub(crate) struct Call {
+    /// -LSE in powers of two, and delta, of padded rows ([`prepare`](crate::attention::backward::prepare)).
+    pub shift: Span,
+    pub delta: Span,
+    pub sinks: Span,
+    pub d_sinks: Span,
+    /// Sequences whose rows lie apart.
+    pub batch: u32,
+    pub heads: u32,
+    /// Padded rows of a head. Padding has a probability of 0 and a delta of 0.
+    pub rows: u32,
+}
+
+/// The kernel.
+pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+    Program::build("attention_backward_sinks", target, |p| {
+        let shift = p.pointer::<f32>("shift", |call: &Call| call.shift);
+        let delta = p.pointer::<f32>("delta", |call| call.delta);
+        let sinks = p.pointer::<f32>("sinks", |call| call.sinks);
+        let d_sinks = p.pointer::<f32>("d_sinks", |call| call.d_sinks);
+        let batch = p.u32("batch", |call| call.batch);
+        let heads = p.u32("heads", |call| call.heads);
+        let rows = p.u32("rows", |call| call.rows);
+        let k = p.builder();
         let partial = k.shared::<f32>("partial", WARPS);
         k.threads(THREADS, |w| {
             let head = w.block();

@@ -1,17 +1,19 @@
-//! Where the tensors of a call lie.
+//! The tensors of a call in device memory.
 
 use crate::attention::forward::plan::{DeviceAux, DeviceBlockLists, DeviceTensor};
+use crate::params::{Lens, Params};
 use crate::parts::repack::{Direction, Named};
+use fulgurite_ptx::Val;
 use fulgurite_ptx::device::Span;
 
-/// Where the tensors of a call lie. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
+/// The tensors of a call in device memory. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
 #[derive(Debug, Clone)]
 pub struct Tensors {
-    /// Inputs of forward.
+    /// Queries.
     pub q: DeviceTensor,
-    /// The same.
+    /// Keys.
     pub k: DeviceTensor,
-    /// The same.
+    /// Values.
     pub v: DeviceTensor,
     /// Output of forward.
     pub o: DeviceTensor,
@@ -19,30 +21,30 @@ pub struct Tensors {
     pub lse: Span,
     /// Gradient of o.
     pub d_o: DeviceTensor,
-    /// Gradient of the LSE, where there is one.
+    /// Gradient of the LSE, if it has one.
     pub d_lse: Option<Span>,
-    /// Results.
+    /// Gradient of q, a result.
     pub d_q: DeviceTensor,
-    /// The same.
+    /// Gradient of k, a result.
     pub d_k: DeviceTensor,
-    /// The same.
+    /// Gradient of v, a result.
     pub d_v: DeviceTensor,
-    /// Sinks and their gradients, `[heads]`, f32, where the problem has them.
+    /// Sinks and their gradients, `[heads]`, f32, if the problem has sinks.
     pub sinks: Option<[Span; 2]>,
-    /// Offsets of packed sequences in q, and in k and v: i32, `[batch + 1]`.
+    /// First rows of packed sequences in q, and in k and v: i32, `[batch + 1]`.
     pub cu_seqlens: Option<[Span; 2]>,
     /// Queries and keys in use: i32, `[batch]`.
     pub used: [Option<Span>; 2],
     /// Auxiliary tensors in the order of the problem.
     pub aux: Vec<DeviceAux>,
-    /// Their gradients, f32 and contiguous, for those that want one.
+    /// Gradients of auxiliary tensors, f32 and contiguous; `None` for a tensor that wants none.
     pub d_aux: Vec<Option<Span>>,
     /// The lists of a block mask.
     pub lists: Option<DeviceBlockLists>,
 }
 
 impl Tensors {
-    /// Those that every call has: inputs, output and LSE of forward, the gradient of the output, and room for the results.
+    /// The tensors that every call has: inputs, output and LSE of forward, the gradient of the output, and the results.
     pub fn new(
         [q, k, v, o]: [DeviceTensor; 4],
         lse: Span,
@@ -55,7 +57,7 @@ impl Tensors {
     }
 }
 
-/// The rows of a call, as they would be copied.
+/// The tensors of rows by name, each with the direction of its copy if it needs one.
 pub(crate) fn named(tensors: &Tensors) -> [Named; 8] {
     let &Tensors { q, k, v, o, d_o, d_q, d_k, d_v, .. } = tensors;
     let input = |name, placed| (name, placed, Direction::Pack);
@@ -72,7 +74,26 @@ pub(crate) fn named(tensors: &Tensors) -> [Named; 8] {
     ]
 }
 
-/// Strides of batch, row and head in pairs of elements.
-pub(crate) fn pairs(placed: &DeviceTensor) -> [u64; 3] {
-    placed.strides.map(|stride| stride / 2)
+/// Arguments of a tensor that threads read or write by pointer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowArgs {
+    pub span: Span,
+    /// Strides of batch, row and head, in pairs of elements.
+    strides: [u32; 3],
+}
+
+impl RowArgs {
+    pub fn new(tensor: &DeviceTensor) -> RowArgs {
+        RowArgs { span: tensor.span, strides: tensor.strides.map(|stride| (stride / 2) as u32) }
+    }
+
+    /// Declares the strides of a tensor.
+    pub fn declare_strides<'k, C: 'static>(
+        p: &Params<'k, C>,
+        name: &str,
+        args: impl Lens<C, RowArgs>,
+    ) -> [Val<'k, u32>; 3] {
+        let stride = |(axis, i): (&str, usize)| p.u32(&format!("{name}_{axis}"), move |call| args(call).strides[i]);
+        [("batch", 0), ("row", 1), ("head", 2)].map(stride)
+    }
 }

@@ -1,9 +1,10 @@
 //! Which tile of keys comes next, where its sequence lies, and which steps of queries see it.
 
-use crate::attention::backward::main::Main;
+use crate::attention::backward::main::{Call, Main};
+use crate::params::Params;
 use crate::parts::mask::Lengths;
-use crate::parts::schedule::{Equal, Unequal, Walk};
-use fulgurite_ptx::{Builder, Scope, Slice, Thread, Val, Who};
+use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
+use fulgurite_ptx::{Scope, Slice, Thread, Val, Who};
 
 /// Names of the rows from one sequence to the next.
 pub const STEPS: [&str; 6] = ["q_step", "k_step", "v_step", "d_o_step", "d_k_step", "d_v_step"];
@@ -66,6 +67,41 @@ impl<'k> Work<'k> {
     }
 }
 
+/// Arguments of [`Tiles`].
+#[derive(Debug, Clone)]
+pub(crate) enum TileArgs {
+    Equal(EqualArgs),
+    Unequal(SequenceArgs),
+}
+
+/// Arguments of sequences of equal length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EqualArgs {
+    pub bands: BandArgs,
+    pub k_len: u32,
+    /// The first key, and the first query, that the copy engine reads.
+    pub first_key: u32,
+    pub first_query: u32,
+    /// Keys less queries: where diagonals that end at the last query and key begin.
+    pub bottom_right: i32,
+}
+
+impl TileArgs {
+    fn equal(&self) -> &EqualArgs {
+        match self {
+            TileArgs::Equal(args) => args,
+            TileArgs::Unequal(_) => unreachable!("bug in fulgurite: arguments of unequal sequences"),
+        }
+    }
+
+    fn unequal(&self) -> &SequenceArgs {
+        match self {
+            TileArgs::Unequal(args) => args,
+            TileArgs::Equal(_) => unreachable!("bug in fulgurite: arguments of equal sequences"),
+        }
+    }
+}
+
 /// How tiles are found.
 pub(crate) enum Tiles<'k> {
     Equal {
@@ -80,13 +116,18 @@ pub(crate) enum Tiles<'k> {
 }
 
 impl<'k> Tiles<'k> {
-    /// Declares the parameters of equal sequences.
-    pub fn equal(k: &'k Builder) -> Self {
-        let tiles = Box::new(Equal::new(k));
-        let k_len = k.param::<u32>("k_len");
-        let first = ["first_key", "first_query"].map(|name| k.param::<u32>(name));
-        let diagonals = ["bottom_right", "top_left"].map(|name| k.param::<i32>(name));
-        Tiles::Equal { tiles, k_len, first, diagonals }
+    /// Declares the parameters.
+    pub fn declare(p: &Params<'k, Call>, ragged: Ragged) -> Self {
+        if ragged.any() {
+            return Tiles::Unequal(Unequal::declare(p, ragged, 1, &STEPS, |call: &Call| call.tiles.unequal()));
+        }
+        let tiles = Box::new(Equal::declare(p, |call: &Call| &call.tiles.equal().bands));
+        let k_len = p.u32("k_len", |call| call.tiles.equal().k_len);
+        let first_key = p.u32("first_key", |call| call.tiles.equal().first_key);
+        let first_query = p.u32("first_query", |call| call.tiles.equal().first_query);
+        let bottom_right = p.i32("bottom_right", |call| call.tiles.equal().bottom_right);
+        let top_left = p.i32("top_left", |_| 0);
+        Tiles::Equal { tiles, k_len, first: [first_key, first_query], diagonals: [bottom_right, top_left] }
     }
 
     fn ragged(&self) -> bool {

@@ -1,15 +1,25 @@
-//! Zeros where gradients of auxiliary tensors will be summed.
+//! Zeros in the gradients of auxiliary tensors, and in their exact sums.
 
-use fulgurite_ptx::{BuildError, Kernel, Target};
+use crate::params::Program;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{BuildError, Target};
 
-/// Threads of a block, which has as many elements.
+/// Threads of a CTA. Each writes one element.
 pub const THREADS: u32 = 256;
 
-/// Writes `count` zeros.
-pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
-    Kernel::build("attention_backward_zero", target, |k| {
-        let (to, count) = (k.array::<f32>("to"), k.param::<u32>("count"));
-        k.threads(THREADS, |w| {
+/// A launch.
+pub(crate) struct Call {
+    pub to: Span,
+    /// Zeros to write, of 32 bits each.
+    pub count: u32,
+}
+
+/// The kernel.
+pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+    Program::build("attention_backward_zero", target, |p| {
+        let to = p.array::<f32>("to", |call: &Call| call.to);
+        let count = p.u32("count", |call| call.count);
+        p.builder().threads(THREADS, |w| {
             let i = w.block().mul_add(THREADS, w.thread());
             w.when(i.lt(count), |w| to.store(w, i, 0.0f32));
         });

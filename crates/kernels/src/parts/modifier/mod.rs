@@ -10,9 +10,12 @@ mod modify;
 pub use evaluate::Tanh;
 pub use modify::{Function, Modify};
 
+use crate::params::{Lens, Params};
+use crate::parts::arguments::DeviceAux;
 use evaluate::{At, Evaluation};
 use fulgurite_core::DType;
 use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
+use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Builder, Group, Pointer, Scope, Val, Var, bf16, f16};
 use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
@@ -307,6 +310,19 @@ impl<'k> Array<'k> {
             _ => Array::F32(k.array(name)),
         }
     }
+    fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        name: &str,
+        dtype: DType,
+        span: impl Fn(&C) -> Span + Send + Sync + 'static,
+    ) -> Self {
+        match dtype {
+            DType::F16 => Array::F16(p.array(name, span)),
+            DType::Bf16 => Array::Bf16(p.array(name, span)),
+            DType::I32 => Array::I32(p.array(name, span)),
+            _ => Array::F32(p.array(name, span)),
+        }
+    }
     fn load<W: fulgurite_ptx::Who>(self, w: &Scope<'k, W>, at: Val<'k, u64>) -> Word<'k> {
         match self {
             Array::F32(array) => Word::Float(array.at_wide(at).load(w, 0)),
@@ -361,6 +377,35 @@ impl<'k> Parameters<'k> {
             Aux { array, axes: (0..rank).map(axis).collect() }
         });
         Parameters { aux: aux.collect() }
+    }
+
+    /// Declares the parameters; `args` finds the auxiliary tensors of a call, in the order of the modifiers.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, modifiers: &Modifiers, args: impl Lens<C, Vec<AuxArgs>>) -> Self {
+        let aux = modifiers.aux.iter().enumerate().map(|(i, &(dtype, rank))| {
+            let array = Array::declare(p, &format!("aux{i}"), dtype, move |call| args(call)[i].span);
+            let axis = |axis: usize| {
+                [("last", 0), ("stride", 1)].map(|(what, side)| {
+                    p.u32(&format!("aux{i}_{what}{axis}"), move |call| args(call)[i].axes[axis][side])
+                })
+            };
+            Aux { array, axes: (0..rank).map(axis).collect() }
+        });
+        Parameters { aux: aux.collect() }
+    }
+}
+
+/// Arguments of an auxiliary tensor: its memory, and for each axis the last index and the stride in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuxArgs {
+    pub span: Span,
+    pub axes: Vec<[u32; 2]>,
+}
+
+impl AuxArgs {
+    /// A tensor of a shape that the problem gives.
+    pub fn new(aux: &DeviceAux, shape: &[usize]) -> AuxArgs {
+        let axis = |(&stride, &n): (&u64, &usize)| [(n as u64).saturating_sub(1) as u32, stride as u32];
+        AuxArgs { span: aux.span, axes: aux.strides.iter().zip(shape).map(axis).collect() }
     }
 }
 

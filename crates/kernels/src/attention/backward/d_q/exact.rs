@@ -1,20 +1,23 @@
-//! Sums of f32 that are the same in any order: sums of integers, as long as every f32 is an integer.
+//! f32 sums that do not depend on the order of additions: they are integer sums.
 //!
-//! A finite f32 is a whole number of 2^-149, 24 bits of it from some place on. An element has a word of 64 bits for each 32
-//! places; a term adds at most 32 of its bits to one word and the rest to the next, with its sign. 2^31 terms fit. Bits below
-//! 2^-117 are cut off, of each term: those of 2^-94 and more are whole. What is not finite is added to the element itself,
-//! where the order does not matter: infinities and NaN swallow everything.
+//! A finite f32 is 24 bits at some binary position, from 2^-149 on. An element has a word of 64 bits for each 32 positions. A
+//! term adds, with its sign, at most 32 of its bits to one word and the others to the next. 2^31 terms fit.
+//!
+//! Bits below 2^-117 are dropped from each term, so terms of at least 2^-94 are exact. Terms that are not finite are added to
+//! the f32 element itself: the order does not matter to infinities and NaN.
 
+use crate::params::Program;
+use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{BuildError, Kernel, Pointer, Scope, Target, Val, Who};
 
-/// Threads of a block of [`kernel`], an element each.
+/// Threads of a CTA of [`kernel`]. Each has one element.
 pub const THREADS: u32 = 256;
-/// Words of 64 bits of an element: places from 2^-117 on.
+/// 64-bit words of an element, for positions from 2^-117 on.
 pub const WORDS: u64 = 8;
 // The largest f32 ends in the last word.
 const _: () = assert!((254 - 1) / 32 < WORDS);
 
-/// Adds to the element at this place.
+/// Adds `x` to the element `at`: to its words, or to itself if `x` is not finite.
 pub fn add<'k, W: Who>(
     w: &Scope<'k, W>,
     words: Pointer<'k, u64>,
@@ -26,17 +29,17 @@ pub fn add<'k, W: Who>(
     let exponent = (bits >> 23) & 0xff;
     let finite = exponent.lt(0xff);
     w.when(!finite, |w| to.at_wide(at).add(w, 0, x));
-    // Below that there is nothing but zeros for the words.
+    // Smaller terms have no bits in the words.
     w.when(finite & exponent.gt(8), |w| {
         let mantissa = (bits & 0x7f_ffff) + 0x80_0000;
         let place = exponent - 1;
         let power = w.constant(1u32) << (place & 31);
         let sign = bits >> 31;
         let flip = w.constant(0u32) - sign;
-        // Of two's complement: all bits flipped, plus 1.
+        // A negative number in two's complement has all bits flipped, plus 1.
         let signed = |x: Val<'k, u32>| (x ^ flip).to_u64() + flip.to_u64().mul_wide_64(1 << 32) + sign.to_u64();
         let own = words.at_wide(at.mul_wide_64(WORDS) + (place >> 5).to_u64());
-        // The word before: places below the first word are cut off.
+        // The lower bits go to the word before. Positions below the first word are dropped.
         w.when(place.ge(32), |w| {
             let before = Pointer::<u64>::at_address(own.address() + (-8i64) as u64);
             before.add(w, 0, signed(mantissa * power));
@@ -45,15 +48,30 @@ pub fn add<'k, W: Who>(
     });
 }
 
-/// Adds what the words hold to `count` elements: 0 there, or what is not finite.
+/// A launch.
+pub(crate) struct Call {
+    pub words: Span,
+    pub to: Span,
+    /// Elements.
+    pub count: u32,
+}
+
+/// The kernel that rounds exact sums, without the arguments of its launches: words, elements, and their number.
 pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
-    Kernel::build("attention_backward_exact", target, |k| {
-        let (words, to, count) = (k.pointer::<u32>("words"), k.array::<f32>("to"), k.param::<u32>("count"));
-        k.threads(THREADS, |w| {
+    Ok(program(target)?.into_kernel())
+}
+
+/// Adds the sums in the words to the elements, which hold 0 or a sum that is not finite.
+pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+    Program::build("attention_backward_exact", target, |p| {
+        let words = p.pointer::<u32>("words", |call: &Call| call.words);
+        let to = p.array::<f32>("to", |call| call.to);
+        let count = p.u32("count", |call| call.count);
+        p.builder().threads(THREADS, |w| {
             let i = w.block().mul_add(THREADS, w.thread());
             w.when(i.lt(count), |w| {
                 let words = words.at_wide(i.mul_wide(2 * WORDS as u32));
-                // Digits of 32 bits, from the lowest on; a carry is a number with its sign.
+                // Digits of 32 bits, from the lowest on. The carry has a sign.
                 let (mut digits, mut carry) = (Vec::new(), w.constant(0u32));
                 for c in 0..WORDS as u32 {
                     let [low, high] = words.load_some::<_, 2>(w, 2 * c);
@@ -70,7 +88,7 @@ pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
                 for (c, digit) in digits.into_iter().enumerate() {
                     let size = (digit ^ flip) + plus;
                     plus = (plus.eq(1) & size.eq(0)).select::<u32>(1, 0);
-                    // The carry of the last word lies beyond all f32.
+                    // The carry of the last word exceeds every f32.
                     let unit = if c < WORDS as usize { 2f32.powi(32 * c as i32 - 117) } else { f32::INFINITY };
                     let part = size.to_f32() * unit;
                     sum = size.eq(0).select::<f32>(sum, sum + part);

@@ -12,10 +12,13 @@
 //! causal mask those begin at later steps, and neighbours that start together come to every step one after the other. Tiles
 //! that no mask sets apart start together once, and then are as far apart as they had to wait.
 
-use crate::attention::backward::main::Main;
+use crate::attention::backward::d_q::given;
+use crate::attention::backward::main::{Call, Main};
 use crate::attention::backward::tiles::{Sequence, Work};
 use crate::attention::backward::{Adds, BackwardConfig, Share};
-use fulgurite_ptx::{Builder, Group, PeerTiles, Pointer, Scope, Thread, TokenRing, Val, Var};
+use crate::params::Params;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Group, PeerTiles, Pointer, Scope, Thread, TokenRing, Val, Var};
 
 /// Messages on their way: as many steps as are loaded ahead, and as many as are still arriving.
 const DEPTH: u32 = 4;
@@ -47,6 +50,12 @@ pub(crate) enum Hand {
 /// Where one thread looks and tells, the warps that compute are the next hand.
 const NEXT: usize = 1;
 
+/// Arguments of [`Turns`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Args {
+    pub last: Span,
+}
+
 /// Who may add when.
 pub(crate) struct Turns<'k> {
     /// For the first step of each turn of each head, or each of its parts: one more than the tile that added last.
@@ -60,14 +69,15 @@ pub(crate) struct Turns<'k> {
 
 impl<'k> Turns<'k> {
     /// Declares the parameter.
-    pub fn new(k: &'k Builder, config: &BackwardConfig) -> Self {
+    pub fn declare(p: &Params<'k, Call>, config: &BackwardConfig) -> Self {
+        let k = p.builder();
         let parts = parts(config);
         let (messages, compute) = match (config.adds, config.share) {
             (Adds::Threads, Share::Pairs) => (k.relay("turns", 1, &[1, 8]), NEXT),
             (Adds::Threads, _) => (k.relay("turns", DEPTH, &[1, 1, 8, 1]), Hand::Compute as usize),
             (Adds::Engine, _) => (k.relay("turns", DEPTH, &[1, parts]), Hand::Compute as usize),
         };
-        Turns { last: k.array("turns"), parts, turn: turn(config), messages, compute }
+        Turns { last: p.array("turns", |call| given(&call.ordered).last), parts, turn: turn(config), messages, compute }
     }
 
     /// Warps that compute add a step when they are done with the d_z that it comes from.

@@ -10,14 +10,15 @@
 //! to a part have arrived before it is asked for, and tells what was rounded after; what was added is told by whoever has it
 //! added.
 
+use crate::attention::backward::KernelShape;
+use crate::attention::backward::d_q::given;
 use crate::attention::backward::d_q::ordered::Hand;
-use crate::attention::backward::finish::{Results, Rows};
-use crate::attention::backward::main::Main;
+use crate::attention::backward::finish::{ResultArgs, Results, Rows};
+use crate::attention::backward::main::{Call, Main};
 use crate::attention::backward::tiles::{Tiles, Work};
-use crate::attention::backward::{BackwardConfig, Features};
-use fulgurite_ptx::{
-    Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Thread, TokenRing, Val, Var, Word,
-};
+use crate::params::Params;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Thread, TokenRing, Val, Var, Word};
 
 /// Warpgroups that compute: each has its own keys, and a half of every step, for itself.
 pub(crate) const GROUPS: u32 = 2;
@@ -28,6 +29,21 @@ const ITEMS: usize = 3;
 const FOURS: usize = 8;
 /// Messages on their way: a tile, and the one whose first queries are loaded.
 const DEPTH: u32 = 2;
+
+/// Arguments of [`Rounding`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Args {
+    pub d_q: ResultArgs,
+    pub added: Span,
+    pub rounded: Span,
+    pub lag: u32,
+    /// Steps of a part, and parts of a pair.
+    pub part: u32,
+    pub parts: u32,
+    pub places: u32,
+    /// Steps of a head.
+    pub steps: u32,
+}
 
 /// What of d_q is rounded when.
 pub(crate) struct Rounding<'k> {
@@ -62,15 +78,19 @@ struct Part<'k> {
 
 impl<'k> Rounding<'k> {
     /// Declares the parameters.
-    pub fn new<T: Half>(k: &'k Builder, features: &Features, config: BackwardConfig) -> Self
+    pub fn declare<T: Half>(p: &Params<'k, Call>, shape: &KernelShape) -> Self
     where
         Pair<T>: Word,
     {
-        let results = Results::new::<T>(k, features, config);
-        let messages = k.relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]);
-        let [added, rounded] = ["added", "rounded"].map(|name| k.array(name));
-        let [lag, part, parts] = ["lag", "part", "parts"].map(|name| k.param::<u32>(name));
-        let [places, steps] = ["places", "head_steps"].map(|name| k.divisor(name));
+        let results = Results::declare::<T, Call>(p, shape, |call| &given(&call.round).d_q);
+        let messages = p.builder().relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]);
+        let added = p.array("added", |call| given(&call.round).added);
+        let rounded = p.array("rounded", |call| given(&call.round).rounded);
+        let lag = p.u32("lag", |call| given(&call.round).lag);
+        let part = p.u32("part", |call| given(&call.round).part);
+        let parts = p.u32("parts", |call| given(&call.round).parts);
+        let places = p.divisor("places", |call| given(&call.round).places);
+        let steps = p.divisor("head_steps", |call| given(&call.round).steps);
         Rounding { results, messages, added, rounded, places, lag, part, parts, steps }
     }
 

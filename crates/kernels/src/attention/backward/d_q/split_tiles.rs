@@ -9,12 +9,27 @@
 //! out before it, if it ends before they do. A run goes backwards through its tiles: the piece that begins a tile waits for
 //! nobody, and the others of that tile for it.
 
+use crate::attention::backward::d_q::given;
 use crate::attention::backward::d_q::round::GROUPS;
+use crate::attention::backward::main::Call;
+use crate::attention::backward::plan::Deal;
 use crate::attention::backward::tiles::Work;
-use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Pointer, Scope, Val};
+use crate::params::Params;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Acc, Divisor, Group, GroupBarrier, Pointer, Scope, Val};
 
 /// Keys of a warpgroup.
 const KEYS: u32 = 64;
+
+/// Arguments of [`Pieces`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Args {
+    pub deal: Deal,
+    /// Steps of a tile, for each query head.
+    pub steps: u32,
+    pub sums: Span,
+    pub summed: Span,
+}
 
 /// How the last tiles are cut, and where sums are left.
 pub(crate) struct Pieces<'k> {
@@ -35,10 +50,14 @@ pub(crate) struct Pieces<'k> {
 
 impl<'k> Pieces<'k> {
     /// Declares the parameters.
-    pub fn new(k: &'k Builder, dims: [u32; 2]) -> Self {
-        let [whole, runs, run, longer] = ["whole", "runs", "run", "longer"].map(|name| k.param::<u32>(name));
-        let steps = k.divisor("tile_steps");
-        let (sums, summed) = (k.pointer::<f32>("piece_sums"), k.array("summed"));
+    pub fn declare(p: &Params<'k, Call>, dims: [u32; 2]) -> Self {
+        let whole = p.u32("whole", |call| given(&call.split).deal.whole as u32);
+        let runs = p.u32("runs", |call| given(&call.split).deal.runs as u32);
+        let run = p.u32("run", |call| given(&call.split).deal.run as u32);
+        let longer = p.u32("longer", |call| given(&call.split).deal.longer as u32);
+        let steps = p.divisor("tile_steps", |call| given(&call.split).steps);
+        let sums = p.pointer("piece_sums", |call| given(&call.split).sums);
+        let summed = p.array("summed", |call| given(&call.split).summed);
         Pieces { whole, runs, run, longer, steps, sums, summed, dims }
     }
 

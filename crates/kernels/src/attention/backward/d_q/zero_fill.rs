@@ -4,8 +4,11 @@
 //! until its first tiles are done, and the copy engine has little to write until then: a thread of each block has it zero one
 //! part after the other, as long as there are some that nobody has taken. So no block waits for one that has not begun.
 
+use crate::attention::backward::d_q::given;
+use crate::attention::backward::main::Call;
 use crate::attention::backward::main::Main;
-use fulgurite_ptx::{Builder, Group, Scope, Thread, Val, Zeros};
+use crate::params::Params;
+use fulgurite_ptx::{Group, Scope, Thread, Val, Zeros};
 
 /// Zeros that are copied at once; the sums of a step are a multiple of them.
 pub(crate) const ZEROS: u32 = 128;
@@ -14,6 +17,16 @@ const PART: u32 = 64;
 /// Words of the counters: parts that were taken, and those that are zero.
 const TAKEN: u32 = 1;
 const DONE: u32 = 2;
+
+/// Arguments of [`Clearing`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Args {
+    /// The first pair whose sums are not zero before.
+    pub pair: u32,
+    /// Where its sums begin, and how much there is from there on, in copies of [`ZEROS`].
+    pub first: u32,
+    pub count: u32,
+}
 
 /// What of the sums is zeroed.
 pub(crate) struct Clearing<'k> {
@@ -27,9 +40,11 @@ pub(crate) struct Clearing<'k> {
 
 impl<'k> Clearing<'k> {
     /// Declares the parameters.
-    pub fn new(k: &'k Builder) -> Self {
-        let [pair, first, count] = ["zeroed", "first_cleared", "cleared"].map(|name| k.param::<u32>(name));
-        Clearing { zeros: k.zeros("zeros", ZEROS), pair, first, count }
+    pub fn declare(p: &Params<'k, Call>) -> Self {
+        let pair = p.u32("zeroed", |call| given(&call.zero_fill).pair);
+        let first = p.u32("first_cleared", |call| given(&call.zero_fill).first);
+        let count = p.u32("cleared", |call| given(&call.zero_fill).count);
+        Clearing { zeros: p.builder().zeros("zeros", ZEROS), pair, first, count }
     }
 
     /// The thread that loads a tile: it may be added to the sums of its pair.

@@ -1,144 +1,168 @@
-//! Which tiles run together, and how many pairs of head and sequence have sums of d_q at the same time.
+//! How tiles are numbered, and which pairs of head and sequence own f32 sums of d_q at a time.
+//!
+//! CTAs take tiles by number. Numbers run through bands of pairs; within a band, the first tile of every pair comes first,
+//! then the second, and so on. The last band may be longer than the others. With the rounding service a pair owns sums only
+//! for a while: pair `p` and pair `p + places` use the same memory. Part `n` of d_q (that of the pair of tile `n`) is
+//! converted by the CTA that has tile `n + lag`.
+//!
+//! A CTA works through its tiles in the order of their numbers, so nothing waits in a circle if
+//! - the part that comes with tile `m` waits only for tiles with numbers up to `m`, and
+//! - tile `m` waits only for parts that come with tiles below `m`.
+//!
+//! `properties.rs` checks both for random sizes.
 
-use crate::attention::backward::Order;
-use crate::attention::backward::d_q::zero_fill::ZEROS;
-use crate::attention::backward::plan::{Arguments, BackwardPlan, COUNTERS, Span, Tensors, Value};
+use crate::attention::backward::{BackwardConfig, Order};
 use crate::parts::arguments::rest;
 
-/// Pairs of head and sequence whose tiles run together where tiles differ in length.
-const ORDER: u64 = 16;
-/// Tiles of such a band where d_q is rounded while they run: the more, the longer its sums are kept.
+/// Pairs of a band under a mask, where tiles differ in length.
+const MASKED_BAND: u64 = 16;
+/// Tiles of such a band with the rounding service. Longer bands keep sums for longer.
 const BAND_TILES: u64 = 32;
-/// A part of the second-level cache.
+/// Pairs of a band in a fixed order, at most.
+const FIXED_BAND: u64 = 64;
+/// A part of the L2 cache.
 const CACHE_BYTES: u64 = 32 << 20;
 
-impl BackwardPlan {
-    /// SMs that the plan assumes. A GPU with another number stays correct: sums are kept longer than they need be, or waited for.
-    pub(crate) fn sms(&self) -> u64 {
-        u64::from(self.arch.sms)
+/// What bands are made from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Tiling {
+    /// Pairs of key/value head and sequence.
+    pub pairs: u64,
+    /// Key tiles of a pair.
+    pub tiles: u64,
+    /// Whether a mask makes tiles differ in length.
+    pub masked: bool,
+    pub order: Order,
+    /// Whether the main kernel converts d_q.
+    pub rounds: bool,
+    /// Bytes that the tiles of a pair read and add to for each query head.
+    pub pair_bytes: u64,
+    /// Whether rows of d_q have more than 64 elements.
+    pub wide: bool,
+    pub multiprocessors: u64,
+}
+
+/// Bands of tiles of equal sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bands {
+    pub pairs: u64,
+    /// Key tiles of a pair.
+    pub tiles: u64,
+    /// Whether the main kernel converts d_q.
+    pub rounds: bool,
+    /// Pairs of each band but the last.
+    pub band: u64,
+    /// Pairs of the last band.
+    pub last: u64,
+    /// Pairs that own sums at a time, if there are as many; a multiple of `band`.
+    pub places: u64,
+    /// How many tiles after its own number a part is converted.
+    pub lag: u64,
+    /// Pairs whose sums are zero before the main kernel starts.
+    pub zeroed: u64,
+}
+
+impl Bands {
+    pub fn new(tiling: &Tiling, config: &BackwardConfig) -> Bands {
+        let &Tiling { pairs, tiles, rounds, .. } = tiling;
+        let band = tiling.band(config);
+        let places = tiling.places(config, band);
+        let last = tiling.last(config, band, places);
+        // Half of the places are between a part's tile and the tile it comes with. By then all tiles of its band are handed
+        // out, and every CTA has started another tile since. With fewer tiles than that, all parts are left for the end.
+        let lag = (places * tiles / 2).min(pairs * tiles);
+        let zeroed = tiling.zeroed(config, band, last);
+        Bands { pairs, tiles, rounds, band, last, places, lag, zeroed }
     }
 
-    /// Pairs of head of keys and sequence, and tiles of each.
-    pub(crate) fn pairs(&self) -> u64 {
-        self.batch() * self.heads[1]
-    }
-    pub(crate) fn key_tiles(&self) -> u64 {
-        self.lengths()[1].div_ceil(u64::from(self.config.keys()))
+    /// Tiles of all pairs.
+    pub fn all_tiles(&self) -> u64 {
+        self.pairs * self.tiles
     }
 
-    /// Pairs whose tiles run together, of equal sequences.
-    pub(crate) fn order(&self) -> u64 {
-        let order = match (self.config.pairs, self.features.order) {
+    /// Pairs that own sums at a time, with the rounding service.
+    pub fn owners(&self) -> u64 {
+        self.places.min(self.pairs)
+    }
+
+    /// Whether every place is free in time if parts come with the first `with_parts` tiles only. The other parts are
+    /// converted after all tiles are handed out.
+    pub fn places_come_free(&self, with_parts: u64) -> bool {
+        let reused = self.pairs.saturating_sub(self.places).next_multiple_of(self.band);
+        !self.rounds || reused == 0 || reused * self.tiles + self.lag <= with_parts
+    }
+}
+
+/// The d_q of a pair, divided into parts. Each tile converts one part at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// Steps of a part.
+    pub steps: u64,
+    /// Parts that have steps.
+    pub count: u64,
+}
+
+impl Parts {
+    /// Parts of the `steps` of all query heads of a pair that has this many tiles.
+    pub fn new(steps: u64, tiles: u64) -> Parts {
+        let of_part = steps.div_ceil(tiles);
+        Parts { steps: of_part, count: steps.div_ceil(of_part) }
+    }
+}
+
+impl Tiling {
+    /// Pairs of a band.
+    fn band(&self, config: &BackwardConfig) -> u64 {
+        let band = match (config.pairs, self.order) {
             (Some(pairs), _) => u64::from(pairs.max(1)),
-            (None, Order::Any) if self.features.mask.spans().is_empty() => 1,
-            (None, Order::Any) if self.features.rounds => (BAND_TILES / self.key_tiles().max(1)).clamp(1, ORDER),
-            (None, Order::Any) => ORDER,
-            (None, Order::Fixed) => self.fixed_order(),
+            (None, Order::Any) if !self.masked => 1,
+            (None, Order::Any) if self.rounds => (BAND_TILES / self.tiles.max(1)).clamp(1, MASKED_BAND),
+            (None, Order::Any) => MASKED_BAND,
+            (None, Order::Fixed) => self.fixed_band(),
         };
-        order.min(self.pairs()).max(1)
+        band.min(self.pairs).max(1)
     }
 
-    /// Pairs of the last band. Where tiles differ in length, it has so many that the shortest go last, of all that run at the end:
-    /// blocks whose last tile is a short one end together.
-    pub(crate) fn last_band(&self) -> u64 {
-        let (order, pairs) = (self.order(), self.pairs());
-        let differ = self.features.order == Order::Any && !self.features.mask.spans().is_empty();
-        let by_rule = if differ { 2 * self.sms() / self.key_tiles().max(1) } else { 0 };
-        let wanted = self.config.last.map_or(by_rule, u64::from);
-        // Where d_q is rounded meanwhile: a part comes with a tile after all that add to it, and before those that need its place.
-        // Both hold if the last band, its rest counted as a whole band, has no more pairs than half the places.
-        let most = if self.features.rounds { wanted.min(self.places() / 2) } else { wanted }.min(pairs);
-        rest(pairs, order) + (most / order).saturating_sub(1) * order
-    }
-
-    /// Pairs that would have sums at the same time if there were enough, whole bands of them. Half of them are between a part's
-    /// tile and the one it is rounded after: by then all tiles of its band are handed out, and all that run have been
-    /// replaced, the longest too.
-    fn places(&self) -> u64 {
-        let between = if self.features.mask.spans().is_empty() { 5 * self.sms() / 4 } else { 2 * self.sms() };
-        let places = match self.config.sums {
-            Some(sums) => u64::from(sums),
-            None => 2 * (self.order() + between.div_ceil(self.key_tiles().max(1))),
-        };
-        places.max(2 * self.order()).next_multiple_of(self.order())
-    }
-
-    /// How many tiles after the tile with its number a part is rounded. Where there are fewer tiles, all parts are left for the end.
-    fn lag(&self) -> u64 {
-        (self.places() * self.key_tiles() / 2).min(self.pairs() * self.key_tiles())
-    }
-
-    /// Whether every pair whose place is used again is rounded in time, if parts come with the first so many tiles only: the others
-    /// are rounded when all tiles are handed out.
-    pub(crate) fn comes_round(&self, tiles: u64) -> bool {
-        let again = self.pairs().saturating_sub(self.places()).next_multiple_of(self.order());
-        !self.features.rounds || again == 0 || again * self.key_tiles() + self.lag() <= tiles
-    }
-
-    /// Rows that have sums at the same time.
-    pub(crate) fn sum_rows(&self) -> u64 {
-        match self.features.rounds {
-            true => self.rows() / self.pairs().max(1) * self.places().min(self.pairs()),
-            false => self.rows(),
-        }
-    }
-
-    /// Pairs whose sums are zero before the main kernel begins: those that the first tiles of all blocks add to.
-    fn zeroed(&self) -> u64 {
-        let (order, tiles) = (self.order(), self.key_tiles().max(1));
-        // Under a mask some tiles are short.
-        let first = if self.features.mask.spans().is_empty() { self.sms() } else { 2 * self.sms() };
-        let bands = first.div_ceil(order * tiles);
-        let by_rule = match bands <= (self.pairs() - self.last_band()) / order {
-            true => bands * order,
-            false => self.pairs(),
-        };
-        self.config.zeroed.map_or(by_rule, u64::from)
-    }
-
-    /// Rows whose sums are zero before the main kernel begins; all of them where it does not run, for want of keys.
-    pub(crate) fn zeroed_rows(&self) -> u64 {
-        let (all, of_pair) = (self.sum_rows(), self.rows() / self.pairs().max(1));
-        let meanwhile = self.features.clears(&self.config) && self.key_tiles() > 0;
-        if meanwhile { (of_pair * self.zeroed()).min(all) } else { all }
-    }
-
-    /// What of the sums is zeroed meanwhile.
-    pub(crate) fn clearing(&self, args: &mut Arguments<'_>) {
-        let copies = |rows: u64| rows * u64::from(self.features.dims[0]) / u64::from(ZEROS);
-        let before = copies(self.zeroed_rows());
-        let numbers =
-            [("zeroed", self.zeroed()), ("first_cleared", before), ("cleared", copies(self.sum_rows()) - before)];
-        numbers.into_iter().for_each(|(name, n)| args.add_u32(name, n));
-    }
-
-    /// Pairs whose tiles run together in a fixed order: the more, the fewer tiles of one pair wait for each other. But these
-    /// tiles are spread over the whole of their pair, and what they read and add to must stay in the second-level cache.
-    fn fixed_order(&self) -> u64 {
-        let row_bytes = u64::from(4 * self.features.dims[0] + 2 * (self.features.dims[0] + self.features.dims[1]));
-        // Sums that wait to be rounded stay there too, under a mask for longer: its longest tiles go last. Of short rows the full
-        // number measured best all the same.
-        let times = match (self.features.rounds, self.features.dims[0] > 64 && !self.features.mask.spans().is_empty()) {
+    /// Pairs of a band in a fixed order. In a longer band, fewer tiles of a pair wait for each other. But tiles of a band are
+    /// spread over their pairs, and the L2 cache must hold what they read and add to.
+    fn fixed_band(&self) -> u64 {
+        // Sums that are not converted yet stay in the cache too, for longer under a mask, whose longest tiles come last. At
+        // head dims up to 64 the longer band measured best all the same.
+        let times = match (self.rounds, self.wide && self.masked) {
             (false, _) => 1,
             (true, false) => 2,
             (true, true) => 4,
         };
-        let row_bytes = times * row_bytes;
-        (CACHE_BYTES / (self.lengths()[0] * row_bytes).max(1)).clamp(1, 64)
+        (CACHE_BYTES / (self.pair_bytes * times).max(1)).clamp(1, FIXED_BAND)
     }
 
-    /// Who rounds what of d_q.
-    pub(crate) fn rounding(&self, args: &mut Arguments<'_>, tensors: &Tensors, counters: Span) {
-        self.results(args, tensors);
-        let (pairs, tiles, steps) = (self.pairs(), self.key_tiles(), self.steps());
-        let all = self.heads[0] / self.heads[1] * steps;
-        let part = all.div_ceil(tiles);
-        args.add("added", Value::Pointer(counters.from(COUNTERS * 4)));
-        args.add("rounded", Value::Pointer(counters.from((COUNTERS + pairs) * 4)));
-        args.divisor(["places", "places_magic", "places_shift"], self.places());
-        args.divisor(["head_steps", "head_steps_magic", "head_steps_shift"], steps);
-        for (name, n) in [("lag", self.lag()), ("part", part), ("parts", all.div_ceil(part))] {
-            args.add_u32(name, n);
-        }
+    /// Pairs of the last band. Under a mask it is long enough that the shortest tiles of many pairs end the launch together.
+    fn last(&self, config: &BackwardConfig, band: u64, places: u64) -> u64 {
+        let differ = self.order == Order::Any && self.masked;
+        let by_rule = if differ { 2 * self.multiprocessors / self.tiles.max(1) } else { 0 };
+        let wanted = config.last.map_or(by_rule, u64::from);
+        // A part must come with a tile after all tiles that add to it, and before the tiles that need its place. Both hold if
+        // the last band, its incomplete band counted as a whole one, has at most half as many pairs as there are places.
+        let most = if self.rounds { wanted.min(places / 2) } else { wanted }.min(self.pairs);
+        rest(self.pairs, band) + (most / band).saturating_sub(1) * band
+    }
+
+    /// Pairs that own sums at a time, in whole bands.
+    fn places(&self, config: &BackwardConfig, band: u64) -> u64 {
+        let between = if self.masked { 2 * self.multiprocessors } else { 5 * self.multiprocessors / 4 };
+        let places = match config.sums {
+            Some(sums) => u64::from(sums),
+            None => 2 * (band + between.div_ceil(self.tiles.max(1))),
+        };
+        places.max(2 * band).next_multiple_of(band)
+    }
+
+    /// Pairs whose sums are zero before the main kernel starts: those that the first tile of every CTA adds to.
+    fn zeroed(&self, config: &BackwardConfig, band: u64, last: u64) -> u64 {
+        // Under a mask some of the first tiles are short.
+        let first = if self.masked { 2 * self.multiprocessors } else { self.multiprocessors };
+        let bands = first.div_ceil(band * self.tiles.max(1));
+        let by_rule = if bands <= (self.pairs - last) / band { bands * band } else { self.pairs };
+        config.zeroed.map_or(by_rule, u64::from)
     }
 }

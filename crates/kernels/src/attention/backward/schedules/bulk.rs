@@ -19,7 +19,7 @@
 //! then used where it is computed, and takes no registers of the loop.
 
 use crate::attention::backward::main::{Main, tile};
-use crate::attention::backward::modified::clean;
+use crate::attention::backward::modifiers::clean;
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{
     Walk, pack, pack_part, probabilities, score_gradients, send_results, write_result,

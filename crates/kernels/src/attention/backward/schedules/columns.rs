@@ -8,7 +8,7 @@
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
 use crate::attention::backward::main::{Main, tile};
-use crate::attention::backward::modified::clean;
+use crate::attention::backward::modifiers::clean;
 use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Thread, Tile, TileShape, Word};

@@ -1,50 +1,52 @@
-//! Modified scores in the gradients. With m the modified score, z the scaled one and a an element of an auxiliary tensor,
-//! d_m = p (d_p - delta), d_z = d_m dm/dz, and d_a is the sum of d_m dm/da over all scores that read a.
+//! Score and mask modifiers in backward. Let m be the modified score, z the scaled score and a an element of an auxiliary
+//! tensor. Then d_m = p (d_p - delta), d_z = d_m dm/dz, and d_a is the sum of d_m dm/da over all scores that read a.
 
 use crate::attention::backward::Order;
 use crate::attention::backward::d_q::exact;
-use crate::attention::backward::main::Main;
+use crate::attention::backward::main::{Call, Main};
 use crate::attention::backward::tiles::Work;
 use crate::attention::forward::plan::NoKernel;
+use crate::params::Params;
 use crate::parts::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
 use fulgurite_core::expr::{AuxSpec, Program, Step, Var as Index};
 use fulgurite_core::{AuxGradient, Problem};
-use fulgurite_ptx::{Acc, Builder, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Acc, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
 
-/// The expressions of a problem, and their derivatives.
+/// Modifiers of a problem, with derivatives.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Derived {
-    /// The modified score, and the part of the mask that is not a span; rows are keys.
+pub struct ModifierGradients {
+    /// The modified score, and the part of the mask that is not a span. Rows of a tile are keys.
     pub modifiers: Modifiers,
-    /// dm/dz; none where it is 1.
+    /// dm/dz; `None` if it is 1.
     pub derivative: Option<Program>,
-    /// dm/da of every element that is read, of tensors that want a gradient.
+    /// dm/da of every element that a score reads, for tensors that want a gradient.
     pub aux: Vec<AuxGradient>,
-    /// For each of them whether it is summed so that the order does not matter.
+    /// For each entry of `aux`: whether it is summed exactly, so that the order of additions does not matter.
     pub exact: Vec<bool>,
 }
 
-/// What modified scores keep in registers.
+/// How many registers modifiers keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Room {
-    /// They are not modified.
+pub enum RegisterPressure {
+    /// No modifiers.
     None,
-    /// As much as there is beside whole rows of d_k and d_v of 128 elements.
-    Little,
-    /// More.
-    Much,
+    /// They fit beside whole rows of d_k and d_v of 128 elements.
+    Low,
+    /// They do not.
+    High,
 }
 
-impl Derived {
-    /// The expressions of a problem, for scores whose rows are keys.
+impl ModifierGradients {
+    /// The modifiers of a problem. `rest` is the part of its mask that is not a span.
     pub(crate) fn of(
         problem: &Problem,
         rest: Option<&Program>,
         aux: &[AuxSpec],
         order: Order,
-    ) -> Result<Derived, NoKernel> {
+    ) -> Result<ModifierGradients, NoKernel> {
         if problem.score_program().is_none() && rest.is_none() {
-            return Ok(Derived::default());
+            return Ok(ModifierGradients::default());
         }
         let longest = problem.max_q_len().max(problem.max_k_len());
         let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
@@ -54,7 +56,7 @@ impl Derived {
         }
         let derivative = problem.score_derivative().filter(|program| !is_one(program)).cloned();
         let gradients = problem.aux_gradients();
-        // An element that one score reads has one addition, and no order.
+        // An element that only one score reads has one addition, so there is no order.
         let alone = |gradient: &AuxGradient| {
             let has = |var: Index| gradient.at.iter().any(|at| matches!(at.steps(), [Step::Var(own)] if *own == var));
             let only = gradients.iter().filter(|other| other.aux == gradient.aux).count() == 1;
@@ -63,39 +65,39 @@ impl Derived {
             only && batch && head && has(Index::Query) && has(Index::Key)
         };
         let exact = gradients.iter().map(|gradient| order == Order::Fixed && !alone(gradient)).collect();
-        Ok(Derived { modifiers, derivative, aux: gradients.to_vec(), exact })
+        Ok(ModifierGradients { modifiers, derivative, aux: gradients.to_vec(), exact })
     }
 
-    /// Those of a problem without scores: gradients of auxiliary tensors are zeros.
-    pub(crate) fn zeros(problem: &Problem) -> Derived {
+    /// For a problem without scores: gradients of auxiliary tensors are zeros.
+    pub(crate) fn zeros(problem: &Problem) -> ModifierGradients {
         let aux = problem.aux_gradients().to_vec();
-        Derived { exact: vec![false; aux.len()], aux, ..Derived::default() }
+        ModifierGradients { exact: vec![false; aux.len()], aux, ..ModifierGradients::default() }
     }
 
-    /// How much they keep in registers.
-    pub fn room(&self) -> Room {
+    /// How many registers they keep.
+    pub fn register_pressure(&self) -> RegisterPressure {
         match self.aux.is_empty() && self.modifiers.are_light(self.derivative.as_ref()) {
-            _ if self.is_empty() => Room::None,
-            true => Room::Little,
-            false => Room::Much,
+            _ if self.is_empty() => RegisterPressure::None,
+            true => RegisterPressure::Low,
+            false => RegisterPressure::High,
         }
     }
 
-    /// Whether there are none.
+    /// Whether the problem has no modifiers.
     pub fn is_empty(&self) -> bool {
         self.modifiers.is_empty()
     }
 }
 
-/// Whether a derivative is 1 everywhere.
+/// Whether a derivative is the constant 1.
 pub fn is_one(program: &Program) -> bool {
     matches!(program.steps(), [Step::Float(bits)] if f32::from_bits(*bits) == 1.0)
 }
 
-/// For each axis of a tensor the last index and the stride.
+/// For each axis of a tensor: the last index and the stride, in elements.
 type Axes<'k> = Vec<[Val<'k, u32>; 2]>;
 
-/// The array of a gradient, and its words where it is summed exactly.
+/// A gradient of an auxiliary tensor, and its words if it is summed exactly.
 #[derive(Clone, Copy)]
 struct Sums<'k> {
     to: Pointer<'k, f32>,
@@ -111,43 +113,61 @@ impl<'k> Sums<'k> {
     }
 }
 
-/// What modifiers read and add to, declared before any role.
-pub(crate) struct Modified<'k> {
-    derived: Derived,
+/// Arguments of a gradient of an auxiliary tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AuxGradientArgs {
+    pub to: Span,
+    /// Words of exact sums, if it is summed exactly.
+    pub words: Option<Span>,
+    /// For each axis the last index and the stride, in elements.
+    pub axes: Vec<[u32; 2]>,
+}
+
+/// Parameters of modifiers and of the gradients that they add to.
+pub(crate) struct ModifierParams<'k> {
+    modifiers: ModifierGradients,
     parameters: Parameters<'k>,
-    /// For each gradient where it is summed, and for each axis the last index and the stride.
+    /// For each gradient its sums and axes.
     sums: Vec<(Sums<'k>, Axes<'k>)>,
+    /// Queries of a sequence, if all have the same.
     q_len: Option<Val<'k, u32>>,
 }
 
-impl<'k> Modified<'k> {
-    /// Declares the parameters; `ragged` sequences have lengths of their own.
-    pub fn new(k: &'k Builder, derived: &Derived, ragged: bool) -> Option<Self> {
-        if derived.is_empty() {
+impl<'k> ModifierParams<'k> {
+    /// Declares the parameters; `None` for a problem without modifiers. `ragged`: sequences differ in length.
+    pub fn declare(p: &Params<'k, Call>, modifiers: &ModifierGradients, ragged: bool) -> Option<Self> {
+        if modifiers.is_empty() {
             return None;
         }
-        let parameters = Parameters::new(k, &derived.modifiers);
-        let sums = derived.aux.iter().enumerate().map(|(i, gradient)| {
-            let axis = |axis| ["last", "stride"].map(|what| k.param::<u32>(&format!("d_aux{i}_{what}{axis}")));
-            let to = k.array(&format!("d_aux{i}"));
-            let words = derived.exact[i].then(|| k.pointer(&format!("d_aux{i}_words")));
+        let parameters = Parameters::declare(p, &modifiers.modifiers, |call: &Call| &call.aux);
+        let sums = modifiers.aux.iter().enumerate().map(|(i, gradient)| {
+            let to = p.array(&format!("d_aux{i}"), move |call| call.d_aux[i].to);
+            let words = modifiers.exact[i].then(|| {
+                let words = move |call: &Call| call.d_aux[i].words.expect("bug in fulgurite: exact sums without words");
+                p.pointer(&format!("d_aux{i}_words"), words)
+            });
+            let axis = |axis: usize| {
+                [("last", 0), ("stride", 1)].map(|(what, side)| {
+                    p.u32(&format!("d_aux{i}_{what}{axis}"), move |call| call.d_aux[i].axes[axis][side])
+                })
+            };
             (Sums { to, words }, (0..gradient.at.len()).map(axis).collect())
         });
         let sums = sums.collect();
-        let q_len = (!ragged).then(|| k.param::<u32>("q_len"));
-        Some(Modified { derived: derived.clone(), parameters, sums, q_len })
+        let q_len = (!ragged).then(|| p.u32("q_len", |call| call.q_len));
+        Some(ModifierParams { modifiers: modifiers.clone(), parameters, sums, q_len })
     }
 
-    /// Whether some keys are hidden element by element.
+    /// Whether a mask hides single elements.
     pub fn hides(&self) -> bool {
-        self.derived.modifiers.mask.is_some()
+        self.modifiers.modifiers.mask.is_some()
     }
 
-    /// In the role that computes.
-    pub fn in_role(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> Modifying<'_, 'k> {
-        let Derived { modifiers, derivative, aux, .. } = &self.derived;
+    /// The modifiers in a compute role.
+    pub fn in_role(&self, w: &Scope<'k, Group>, scale: Val<'k, f32>) -> ModifierRole<'_, 'k> {
+        let ModifierGradients { modifiers, derivative, aux, .. } = &self.modifiers;
         let function = |program: &Program| Function::new(w, program, modifiers, &self.parameters, scale);
-        Modifying {
+        ModifierRole {
             of: self,
             modify: Modify::new(w, modifiers, &self.parameters, scale, Tanh::Polynomial),
             derivative: derivative.as_ref().map(function),
@@ -165,15 +185,15 @@ impl<'k> Modified<'k> {
 /// The indices of an element of an auxiliary tensor, and dm/da where it is not 1.
 type AuxFunctions<'a, 'k> = (Vec<Function<'a, 'k>>, Option<Function<'a, 'k>>);
 
-/// The expressions in the role that computes.
-pub(crate) struct Modifying<'a, 'k> {
-    of: &'a Modified<'k>,
+/// Modifiers in a compute role.
+pub(crate) struct ModifierRole<'a, 'k> {
+    of: &'a ModifierParams<'k>,
     modify: Modify<'a, 'k>,
     derivative: Option<Function<'a, 'k>>,
     aux: Vec<AuxFunctions<'a, 'k>>,
 }
 
-/// The derivatives of a block's modified scores, where they are not 1.
+/// The derivatives of a block's modified scores; `None` if they are 1.
 pub(crate) struct Slopes<'k> {
     score: Option<Vec<Val<'k, f32>>>,
     aux: Vec<Option<Vec<Val<'k, f32>>>>,
@@ -181,8 +201,8 @@ pub(crate) struct Slopes<'k> {
     first: Val<'k, i32>,
 }
 
-impl<'k> Modifying<'_, 'k> {
-    /// For a head of queries and the warpgroup's 64 keys of a tile, of which this is the first.
+impl<'k> ModifierRole<'_, 'k> {
+    /// Evaluates what stays the same for a query head and the warpgroup's 64 keys, which begin at `key`.
     pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
         let first = (key + w.first_row()).to_i32();
         let (q_len, k_len) = match (work.sequence, self.of.q_len) {
@@ -197,7 +217,7 @@ impl<'k> Modifying<'_, 'k> {
         self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));
     }
 
-    /// Modifies the scores of a block that begins at this query; the derivatives there.
+    /// Modifies the scores of a block that begins at query `first`. Returns the derivatives.
     pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Slopes<'k> {
         let floats = |function: &Function<'_, 'k>| function.floats(w, s, first);
         let score = self.derivative.as_ref().map(floats);
@@ -206,13 +226,13 @@ impl<'k> Modifying<'_, 'k> {
         Slopes { score, aux, first }
     }
 
-    /// Where the elements of the `g`-th gradient are that scores read. No index reads a score.
+    /// Offsets of the elements of gradient `g` that the scores of a block read. No index depends on a score.
     fn places(&self, w: &Scope<'k, Group>, g: usize, any: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, u64>> {
         let axes = self.aux[g].0.iter().map(|function| function.ints(w, any, first)).zip(&self.of.sums[g].1);
         let axes: Vec<(Vec<_>, &[Val<'k, u32>; 2])> = axes.collect();
         let place = |i: usize| {
             let parts = axes.iter().map(|(index, [last, stride])| {
-                // Past the last query and the last key, where 0 is added, anywhere inside does.
+                // Past the last query or key the term is 0: clamp the index to any valid one.
                 index[i].max(0).to_u32().min(*last).mul_wide(*stride)
             });
             parts.reduce(|a, b| a + b).unwrap_or(w.constant(0u64))
@@ -220,8 +240,8 @@ impl<'k> Modifying<'_, 'k> {
         (0..any.elements().count()).map(place).collect()
     }
 
-    /// d_z where d_p was, and what auxiliary tensors get of it; `after` is called after each eight columns. Where p is 0
-    /// nothing else counts.
+    /// Replaces d_p by d_z and adds to the gradients of auxiliary tensors. `after` is called after each eight columns. Where p
+    /// is 0, all terms are 0, whatever the other factors are.
     pub fn gradients(
         &self,
         w: &Scope<'k, Group>,
@@ -262,7 +282,7 @@ impl<'k> Modifying<'_, 'k> {
         }
     }
 
-    /// Adds to elements, those first together that many lanes would add to.
+    /// Adds terms to elements. Terms of several lanes for one element are added up first.
     fn add(
         &self,
         w: &Scope<'k, Group>,
@@ -284,7 +304,7 @@ impl<'k> Modifying<'_, 'k> {
             }
             (true, false) => (0..2).for_each(|row| {
                 let of_row = |i: usize| Acc::row_of(i) == row;
-                // Four lanes share a row.
+                // Four lanes have the columns of a row.
                 let total = w.reduce(sum(&of_row), 4, plus);
                 w.when(w.first_col().eq(0), |w| to.add(w, first_of(&of_row), total));
             }),
@@ -304,8 +324,8 @@ impl<'k> Modifying<'_, 'k> {
     }
 }
 
-/// Writes zeros over what is no number in tiles of keys and values: a hidden key's probability is 0, and so must be what it
-/// is multiplied by. Where a key is seen, the LSE and delta have the news.
+/// Replaces NaN and infinities in tiles of keys and values by zeros. A hidden key has a probability of 0, and 0 times NaN would
+/// show. If a visible key is not finite, LSE and delta already carry it, so nothing is lost.
 pub(crate) fn clean<'k, T: Half>(w: &Scope<'k, Group>, tiles: &[Tile<'k>])
 where
     Pair<T>: Word,

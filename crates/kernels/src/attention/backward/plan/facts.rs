@@ -1,0 +1,91 @@
+//! Facts of a problem that decide how backward runs it. Nothing here depends on a configuration.
+
+use crate::attention::backward::d_q::exact;
+use crate::attention::backward::{Features, ModifierGradients};
+use fulgurite_core::Layout;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Arch, Number};
+
+/// A problem as backward sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Facts {
+    /// Element type of q, k, v, o and their gradients.
+    pub number: Number,
+    pub features: Features,
+    pub layout: Layout,
+    /// Query heads, key/value heads.
+    pub heads: [u64; 2],
+    pub scale: f32,
+    /// The GPU that the schedule is made for. On a GPU with another SM count results stay right: sums are kept for too long, or
+    /// are waited for.
+    pub arch: Arch,
+    pub has_sinks: bool,
+    pub has_blocks: bool,
+    /// Shapes of auxiliary tensors. With a block mask, the last one is its table of blocks.
+    pub aux_shapes: Vec<Vec<usize>>,
+}
+
+impl Facts {
+    /// Rows of q, and rows of k and v: of each sequence, or of the whole batch if it is packed.
+    pub fn lengths(&self) -> [u64; 2] {
+        let (q, k) = match self.layout {
+            Layout::Dense { q_len, k_len, .. } => (q_len, k_len),
+            Layout::Packed(p) => (p.total_q, p.total_k),
+        };
+        [q as u64, k as u64]
+    }
+
+    /// Sequences.
+    pub fn batch(&self) -> u64 {
+        match self.layout {
+            Layout::Dense { batch, .. } => batch as u64,
+            Layout::Packed(p) => p.batch as u64,
+        }
+    }
+
+    /// Pairs of key/value head and sequence.
+    pub fn pairs(&self) -> u64 {
+        self.batch() * self.heads[1]
+    }
+
+    /// Query heads of each key/value head.
+    pub fn group(&self) -> u64 {
+        self.heads[0].checked_div(self.heads[1]).unwrap_or(0)
+    }
+
+    /// Query heads whose rows lie apart: of all sequences, or of one if sequences follow each other in a head.
+    pub fn all_heads(&self) -> u64 {
+        if self.features.ragged.any() { self.heads[0] } else { self.batch() * self.heads[0] }
+    }
+
+    /// Sequences of equal length that have keys, and scores without modifiers.
+    pub fn is_plain(&self) -> bool {
+        !self.features.ragged.any() && self.features.modifiers.is_empty() && self.lengths()[1] > 0
+    }
+
+    /// Elements of the table of blocks; 0 without a block mask.
+    pub fn block_table_elements(&self) -> u64 {
+        let shape = self.aux_shapes.last().filter(|_| self.has_blocks);
+        shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
+    }
+
+    /// 64-bit words in which the gradient of an auxiliary tensor is summed exactly; 0 if it is not.
+    pub fn exact_words(&self, aux: usize) -> u64 {
+        let ModifierGradients { aux: gradients, exact, .. } = &self.features.modifiers;
+        let exact = gradients.iter().zip(exact).any(|(gradient, exact)| gradient.aux == aux && *exact);
+        let elements = || self.aux_shapes[aux].iter().map(|&n| n as u64).product::<u64>();
+        if exact { exact::WORDS * elements() } else { 0 }
+    }
+
+    /// 64-bit words of all auxiliary tensors.
+    pub fn all_exact_words(&self) -> u64 {
+        (0..self.aux_shapes.len()).map(|aux| self.exact_words(aux)).sum()
+    }
+
+    /// The words of one auxiliary tensor, if its gradient is summed exactly; `all` holds those of all tensors.
+    pub fn exact_words_at(&self, all: Span, aux: usize) -> Option<Span> {
+        let before: u64 = (0..aux).map(|aux| self.exact_words(aux)).sum();
+        let words = self.exact_words(aux);
+        (words > 0).then(|| Span { bytes: 8 * words, ..all.from(8 * before) })
+    }
+}

@@ -1,0 +1,335 @@
+//! The launches of a backward call, with their arguments.
+
+use crate::attention::backward::d_q::zero_fill::ZEROS;
+use crate::attention::backward::d_q::{exact, ordered, round, split_tiles, zero_fill};
+use crate::attention::backward::finish::{self, ResultArgs};
+use crate::attention::backward::modifiers::AuxGradientArgs;
+use crate::attention::backward::plan::bands::Parts;
+use crate::attention::backward::plan::deal::Deal;
+use crate::attention::backward::plan::scratch::Scratch;
+use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
+use crate::attention::backward::tensors::RowArgs;
+use crate::attention::backward::tiles::{EqualArgs, TileArgs};
+use crate::attention::backward::{Order, main, prepare, sinks, zero};
+use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
+use crate::parts::block_table;
+use crate::parts::modifier::AuxArgs;
+use crate::parts::schedule::{BandArgs, SequenceArgs};
+use fulgurite_core::Layout;
+use fulgurite_core::mask::Span as MaskSpan;
+use fulgurite_ptx::device::{Launch, Plan, Span, TensorSpan};
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// The tensors of rows that the copy engine moves.
+struct Rows {
+    q: TensorSpan,
+    k: TensorSpan,
+    v: TensorSpan,
+    d_o: TensorSpan,
+    d_k: TensorSpan,
+    d_v: TensorSpan,
+}
+
+impl BackwardPlan {
+    /// The launches of a call, in order; none if there is nothing to compute.
+    pub fn plan(
+        &self,
+        kernels: &Kernels,
+        tensors: &Tensors,
+        scratch: Span,
+        multiprocessors: u32,
+    ) -> Result<Plan, NoKernel> {
+        let scratch = self.schedule.scratch(&self.facts).place(scratch);
+        // Without sequences, gradients of sinks and auxiliary tensors, which sequences share, are still written: zeros.
+        let nothing = self.facts.batch() == 0;
+        let mut launches = Vec::new();
+        if !nothing {
+            launches.push(self.prepare(kernels, tensors, &scratch));
+        }
+        let (zeros, rounding) = self.aux_sums(kernels, tensors, scratch.exact_words);
+        launches.extend(zeros);
+        if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.facts.block_table_elements()) {
+            let shape = self.facts.aux_shapes.last().map_or(&[][..], Vec::as_slice);
+            launches.push(block_table::launch(kernel, lists, shape, scratch.block_table));
+        }
+        launches.extend(self.sinks(kernels, tensors, &scratch));
+        if nothing {
+            return Ok(Plan { launches });
+        }
+        launches.extend(self.main(kernels, tensors, &scratch, multiprocessors)?);
+        launches.extend(self.finish(kernels, tensors, &scratch));
+        launches.extend(rounding);
+        Ok(Plan { launches })
+    }
+
+    fn sequences(&self, tensors: &Tensors) -> SequenceArgs {
+        SequenceArgs::new(self.facts.layout, tensors.cu_seqlens, tensors.used)
+    }
+
+    /// Padded rows of a head.
+    fn head_rows(&self) -> u64 {
+        self.schedule.steps * u64::from(self.config().rows)
+    }
+
+    fn prepare(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Launch {
+        let (facts, schedule) = (&self.facts, &self.schedule);
+        let call = prepare::Call {
+            o: RowArgs::new(&tensors.o),
+            d_o: RowArgs::new(&tensors.d_o),
+            lse: tensors.lse,
+            d_lse: tensors.d_lse,
+            shift: scratch.shift,
+            delta: scratch.delta,
+            sums: scratch.d_q_sums,
+            counters: scratch.counters,
+            all_rows: schedule.rows as u32,
+            sum_rows: schedule.zeroed_rows() as u32,
+            lse_rows: facts.lengths()[0] as u32,
+            value_dim: facts.features.dims[1],
+            words: schedule.counters(facts.features.order).count as u32,
+            heads: facts.heads[0] as u32,
+            rows: self.head_rows() as u32,
+            sequences: self.sequences(tensors),
+        };
+        let ctas = schedule.rows.div_ceil(u64::from(prepare::ROWS)).max(1);
+        kernels.bindings.prepare.launch(kernels.prepare.clone(), [ctas as u32, 1, 1], &call)
+    }
+
+    /// Launches that zero the gradients of auxiliary tensors, and launches that round their exact sums at the end.
+    fn aux_sums(&self, kernels: &Kernels, tensors: &Tensors, words: Span) -> (Vec<Launch>, Vec<Launch>) {
+        let (mut before, mut after) = (Vec::new(), Vec::new());
+        let zeros = |span: Span, count: u64| {
+            let (kernel, bindings) = kernels.zero.clone().zip(kernels.bindings.zero.as_ref())?;
+            let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
+            Some(bindings.launch(kernel, grid, &zero::Call { to: span, count: count as u32 }))
+        };
+        for (aux, (span, shape)) in tensors.d_aux.iter().zip(&self.facts.aux_shapes).enumerate() {
+            let count = shape.iter().product::<usize>() as u64;
+            let (Some(span), 1..) = (*span, count) else { continue };
+            before.extend(zeros(span, count));
+            let exact = kernels.exact.clone().zip(kernels.bindings.exact.as_ref());
+            if let (Some(words), Some((kernel, bindings))) = (self.facts.exact_words_at(words, aux), exact) {
+                // The kernel writes 32 bits at a time.
+                before.extend(zeros(words, words.bytes() / 4));
+                let grid = [count.div_ceil(u64::from(exact::THREADS)) as u32, 1, 1];
+                after.push(bindings.launch(kernel, grid, &exact::Call { words, to: span, count: count as u32 }));
+            }
+        }
+        (before, after)
+    }
+
+    fn sinks(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
+        let (kernel, bindings) = kernels.sinks.clone().zip(kernels.bindings.sinks.as_ref())?;
+        let [sinks, d_sinks] = tensors.sinks?;
+        let heads = self.facts.heads[0];
+        let call = sinks::Call {
+            shift: scratch.shift,
+            delta: scratch.delta,
+            sinks,
+            d_sinks,
+            batch: (self.facts.all_heads() / heads) as u32,
+            heads: heads as u32,
+            rows: if self.facts.batch() == 0 { 0 } else { self.head_rows() as u32 },
+        };
+        Some(bindings.launch(kernel, [heads as u32, 1, 1], &call))
+    }
+
+    /// The finish kernel, unless the main kernel converts d_q or there are no queries.
+    fn finish(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
+        let (kernel, bindings) = kernels.finish.clone().zip(kernels.bindings.finish.as_ref())?;
+        let call = finish::Call {
+            d_q: self.results(tensors),
+            sums: scratch.d_q_sums,
+            steps: self.schedule.steps as u32,
+            heads: self.facts.heads[0] as u32,
+            scale: self.facts.scale,
+            sequences: self.sequences(tensors),
+        };
+        let grid = [(self.facts.all_heads() * self.schedule.steps) as u32, 1, 1];
+        (self.facts.lengths()[0] > 0).then(|| bindings.launch(kernel, grid, &call))
+    }
+
+    fn results(&self, tensors: &Tensors) -> ResultArgs {
+        ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0])
+    }
+
+    /// The main kernel, unless there are no keys.
+    fn main(
+        &self,
+        kernels: &Kernels,
+        tensors: &Tensors,
+        scratch: &Scratch<Span>,
+        multiprocessors: u32,
+    ) -> Result<Option<Launch>, NoKernel> {
+        let (keys, k_rows) = (u64::from(self.config().keys()), self.facts.lengths()[1]);
+        // Key tiles of a head, at most.
+        let tiles = match self.facts.layout {
+            Layout::Dense { batch, .. } => k_rows.div_ceil(keys) * batch as u64,
+            Layout::Packed(p) if k_rows > 0 => k_rows / keys + p.batch as u64 + 1,
+            Layout::Packed(_) => 0,
+        };
+        if tiles == 0 {
+            return Ok(None);
+        }
+        let cluster = self.config().blocks();
+        let clusters = u64::from(multiprocessors / cluster).max(1);
+        let deal = self.schedule.deal(clusters);
+        let works = deal.as_ref().map_or(tiles * self.facts.heads[1], Deal::works);
+        let ctas = works.min(clusters) as u32 * cluster;
+        let call = self.main_call(tensors, scratch, deal)?;
+        Ok(Some(kernels.bindings.main.launch(kernels.main.clone(), [ctas, 1, 1], &call)))
+    }
+
+    fn main_call(
+        &self,
+        tensors: &Tensors,
+        scratch: &Scratch<Span>,
+        deal: Option<Deal>,
+    ) -> Result<main::Call, NoKernel> {
+        let (facts, schedule) = (&self.facts, &self.schedule);
+        let words = schedule.counters(facts.features.order);
+        let counters = |word: u64| scratch.counters.from(word * 4);
+        let (rows, tiles) = match (facts.layout, facts.features.ragged.any()) {
+            (Layout::Dense { q_len, k_len, .. }, false) => self.equal(tensors, [q_len, k_len]),
+            _ => self.unequal(tensors)?,
+        };
+        let split = schedule.shape.splits.then(|| split_tiles::Args {
+            deal: deal.unwrap_or(Deal::whole(schedule.bands.all_tiles())),
+            steps: schedule.steps as u32,
+            sums: scratch.split_sums,
+            summed: counters(words.summed),
+        });
+        let is_modified = facts.features.modifiers.modifiers.score.is_some();
+        Ok(main::Call {
+            q: rows.q,
+            k: rows.k,
+            v: rows.v,
+            d_o: rows.d_o,
+            d_k: rows.d_k,
+            d_v: rows.d_v,
+            shift: scratch.shift,
+            delta: scratch.delta,
+            sums: scratch.d_q_sums,
+            counters: scratch.counters,
+            zero_fill: schedule.shape.zero_fills.then(|| self.zero_fill()),
+            round: schedule.shape.rounds.then(|| self.round(tensors, counters(words.added), counters(words.rounded))),
+            split,
+            ordered: (facts.features.order == Order::Fixed).then(|| ordered::Args { last: counters(words.turns) }),
+            steps: schedule.steps as u32,
+            group: facts.group() as u32,
+            heads: facts.heads[1] as u32,
+            tiles,
+            aux: self.aux(tensors, scratch.block_table),
+            d_aux: self.aux_gradients(tensors, scratch.exact_words),
+            q_len: facts.lengths()[0] as u32,
+            scale_log2: if is_modified { LOG2_E } else { facts.scale * LOG2_E },
+            scale: facts.scale,
+        })
+    }
+
+    fn zero_fill(&self) -> zero_fill::Args {
+        let copies = |rows: u64| rows * u64::from(self.schedule.shape.dims[0]) / u64::from(ZEROS);
+        let before = copies(self.schedule.zeroed_rows());
+        zero_fill::Args {
+            pair: self.schedule.bands.zeroed as u32,
+            first: before as u32,
+            count: (copies(self.schedule.sum_rows()) - before) as u32,
+        }
+    }
+
+    fn round(&self, tensors: &Tensors, added: Span, rounded: Span) -> round::Args {
+        let (bands, steps) = (&self.schedule.bands, self.schedule.steps);
+        let parts = Parts::new(self.facts.group() * steps, bands.tiles);
+        round::Args {
+            d_q: self.results(tensors),
+            added,
+            rounded,
+            lag: bands.lag as u32,
+            part: parts.steps as u32,
+            parts: parts.count as u32,
+            places: bands.places as u32,
+            steps: steps as u32,
+        }
+    }
+
+    fn aux(&self, tensors: &Tensors, block_table: Span) -> Vec<AuxArgs> {
+        let shapes = &self.facts.aux_shapes;
+        let table = DeviceAux { span: block_table, strides: row_major(shapes.last()) };
+        let all = tensors.aux.iter().chain(self.facts.has_blocks.then_some(&table));
+        all.zip(shapes).map(|(aux, shape)| AuxArgs::new(aux, shape)).collect()
+    }
+
+    fn aux_gradients(&self, tensors: &Tensors, words: Span) -> Vec<AuxGradientArgs> {
+        let modifiers = &self.facts.features.modifiers;
+        let gradient = |(of, exact): (&fulgurite_core::AuxGradient, &bool)| {
+            let shape = self.facts.aux_shapes.get(of.aux);
+            let axes = shape.into_iter().flatten().zip(row_major(shape));
+            AuxGradientArgs {
+                to: tensors.d_aux.get(of.aux).copied().flatten().expect("bug in fulgurite: a gradient without memory"),
+                words: self.facts.exact_words_at(words, of.aux).filter(|_| *exact),
+                axes: axes.map(|(n, stride)| [(*n as u64).saturating_sub(1) as u32, stride as u32]).collect(),
+            }
+        };
+        if modifiers.is_empty() {
+            return Vec::new();
+        }
+        modifiers.aux.iter().zip(&modifiers.exact).map(gradient).collect()
+    }
+
+    /// Tensors and tiles of sequences of equal length.
+    fn equal(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (Rows, TileArgs) {
+        // Keys that no query sees, and queries that see no key, are read as zeros: their values, multiplied by a probability
+        // of 0, must not show.
+        let spans = self.facts.features.mask.spans();
+        let seen_keys = seen(spans, [q_len, k_len]);
+        let transposed: Vec<MaskSpan> = spans.iter().map(MaskSpan::transposed).collect();
+        let seen_queries = seen(&transposed, [k_len, q_len]);
+        let number = self.facts.number;
+        // If none is seen, every coordinate lies outside the tensor, so any valid address will do.
+        let some = |placed: &DeviceTensor, seen: &Range<usize>| match seen.is_empty() {
+            true => DeviceTensor { shape: [1, 1, 1, UNIT as u64], ..tensors.k }.tensor(number),
+            false => placed.rows(seen.start as u64, seen.len() as u64).tensor(number),
+        };
+        let rows = Rows {
+            q: some(&tensors.q, &seen_queries),
+            k: some(&tensors.k, &seen_keys),
+            v: some(&tensors.v, &seen_keys),
+            d_o: some(&tensors.d_o, &seen_queries),
+            d_k: tensors.d_k.tensor(number),
+            d_v: tensors.d_v.tensor(number),
+        };
+        let first = |seen: &Range<usize>| if seen.is_empty() { OUTSIDE as u32 } else { seen.start as u32 };
+        let bands = &self.schedule.bands;
+        let tiles = TileArgs::Equal(EqualArgs {
+            bands: BandArgs::new([bands.tiles, bands.pairs], [bands.band, bands.last]),
+            k_len: k_len as u32,
+            first_key: first(&seen_keys),
+            first_query: first(&seen_queries),
+            bottom_right: (k_len as i64 - q_len as i64) as i32,
+        });
+        (rows, tiles)
+    }
+
+    /// Tensors and tiles of sequences of different lengths.
+    fn unequal(&self, tensors: &Tensors) -> Result<(Rows, TileArgs), NoKernel> {
+        let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
+        let ragged = |name: &str, placed: &DeviceTensor| {
+            placed.or(k).ragged(self.facts.number).ok_or_else(|| NoKernel {
+                feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
+            })
+        };
+        let rows = Rows {
+            q: ragged("q", q)?,
+            k: ragged("k", k)?,
+            v: ragged("v", v)?,
+            d_o: ragged("d_o", d_o)?,
+            d_k: ragged("d_k", d_k)?,
+            d_v: ragged("d_v", d_v)?,
+        };
+        let mut sequences = self.sequences(tensors);
+        // In the order of `tiles::STEPS`.
+        sequences.steps = [q, k, v, d_o, d_k, d_v].map(|placed| placed.step().unwrap_or(0) as u32).to_vec();
+        Ok((rows, TileArgs::Unequal(sequences)))
+    }
+}

@@ -1,0 +1,144 @@
+//! The schedule of a problem: everything that follows from its facts and a configuration, computed in one place.
+
+use crate::attention::backward::d_q::ordered;
+use crate::attention::backward::plan::bands::{Bands, Tiling};
+use crate::attention::backward::plan::deal::{Deal, Tiles};
+use crate::attention::backward::plan::facts::Facts;
+use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
+use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
+use fulgurite_core::Layout;
+
+/// What a configuration makes of a problem.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Schedule {
+    /// What the kernels' texts depend on.
+    pub shape: KernelShape,
+    /// Steps of queries of a head. A sequence without queries has one step, which sees nothing; sequences of different
+    /// lengths follow each other in a head.
+    pub steps: u64,
+    /// Rows of all heads, each head padded to whole steps.
+    pub rows: u64,
+    pub bands: Bands,
+    /// Tiles that are split on the assumed GPU. Scratch memory has room for as many.
+    pub split_tiles: u64,
+    /// Query heads of each key/value head.
+    group: u64,
+}
+
+impl Schedule {
+    /// The schedule for a configuration that has a kernel for the problem's head dims.
+    ///
+    /// One field of the configuration may not be kept: with the rounding service and split tiles or a fixed order,
+    /// `key_depth` becomes 1, because the loading thread has no registers left for a second stage of keys.
+    pub fn new(facts: &Facts, config: BackwardConfig) -> Schedule {
+        let plain = KernelShape::plain(&facts.features, config);
+        let engine = config.adds == Adds::Engine;
+        let rounds = engine && facts.is_plain() && config.rounds;
+        let single = engine && facts.heads[0] == facts.heads[1];
+        let shape = KernelShape { rounds, single, ..plain };
+        let steps = steps(facts, u64::from(config.rows));
+        let rows = facts.all_heads() * steps * u64::from(config.rows);
+        let bands = Bands::new(&tiling(facts, &shape), &config);
+        let schedule = Schedule { shape, steps, rows, bands, split_tiles: 0, group: facts.group() };
+        let split_tiles = schedule.split_tiles(facts);
+        let splits = split_tiles > 0;
+        let crowded = rounds && (splits || facts.features.order == Order::Fixed);
+        let config = if crowded { BackwardConfig { key_depth: 1, ..config } } else { config };
+        Schedule { shape: KernelShape { config, splits, ..shape }, split_tiles, ..schedule }
+    }
+
+    /// Tiles to split on the assumed GPU. Tiles that differ in length are handed out the longest first, which leaves little
+    /// to gain; in a fixed order tiles wait for each other anyway.
+    fn split_tiles(&self, facts: &Facts) -> u64 {
+        let equal = facts.features.order == Order::Any && facts.features.mask.spans().is_empty();
+        let splits = self.shape.config.adds == Adds::Engine && facts.is_plain() && equal;
+        let deal = self.best_deal(facts.arch.sms.into()).filter(|_| splits);
+        deal.map_or(0, |deal| self.bands.all_tiles() - deal.whole)
+    }
+
+    /// The best split among `ctas`, if it pays and the other services allow it.
+    fn best_deal(&self, ctas: u64) -> Option<Deal> {
+        let join = u64::from(self.shape.config.join?);
+        let count = self.bands.all_tiles();
+        let deal = Deal::best(Tiles { count, steps: self.steps, group: self.group, join }, ctas)?;
+        // The prepare kernel zeroes one word with each thread, and has 32 threads for 16 rows.
+        let zeroed = self.words(count - deal.whole, 0).turns <= 2 * self.rows;
+        (self.bands.places_come_free(deal.whole) && zeroed).then_some(deal)
+    }
+
+    /// How tiles are handed out to `ctas`; whole if splitting does not pay or has no scratch memory.
+    pub fn deal(&self, ctas: u64) -> Option<Deal> {
+        self.best_deal(ctas).filter(|deal| self.bands.all_tiles() - deal.whole <= self.split_tiles)
+    }
+
+    /// Rows that have sums of d_q at a time.
+    pub fn sum_rows(&self) -> u64 {
+        match self.shape.rounds {
+            true => self.rows / self.bands.pairs.max(1) * self.bands.owners(),
+            false => self.rows,
+        }
+    }
+
+    /// Rows whose sums are zero before the main kernel starts: all of them if it does not zero any, or does not run for want
+    /// of keys.
+    pub fn zeroed_rows(&self) -> u64 {
+        let (all, of_pair) = (self.sum_rows(), self.rows / self.bands.pairs.max(1));
+        let zero_fills = self.shape.zero_fills && self.bands.tiles > 0;
+        if zero_fills { (of_pair * self.bands.zeroed).min(all) } else { all }
+    }
+
+    fn words(&self, split_tiles: u64, turns: u64) -> CounterWords {
+        CounterWords::new(if self.shape.rounds { self.bands.pairs } else { 0 }, split_tiles, turns)
+    }
+
+    /// Where each counter is.
+    pub fn counters(&self, order: Order) -> CounterWords {
+        let config = &self.shape.config;
+        let turns = match order {
+            Order::Any => 0,
+            Order::Fixed => self.rows / u64::from(config.rows) * u64::from(ordered::parts(config)),
+        };
+        self.words(self.split_tiles, turns)
+    }
+
+    /// Bytes of each region of the scratch memory.
+    pub fn scratch(&self, facts: &Facts) -> Scratch<u64> {
+        let KernelShape { config, dims, .. } = &self.shape;
+        let split_row = u64::from(dims[0] + dims[1]) * 4;
+        Scratch {
+            d_q_sums: self.sum_rows() * u64::from(dims[0]) * 4,
+            shift: self.rows * 4,
+            delta: self.rows * 4,
+            counters: self.counters(facts.features.order).count * 4,
+            block_table: facts.block_table_elements() * 4,
+            exact_words: facts.all_exact_words() * 8,
+            split_sums: self.split_tiles * u64::from(config.keys()) * split_row,
+        }
+    }
+}
+
+/// Steps of queries from one head to the next.
+fn steps(facts: &Facts, rows: u64) -> u64 {
+    let [q, _] = facts.lengths();
+    match facts.layout {
+        Layout::Packed(p) => q / rows + p.batch as u64 + 1,
+        Layout::Dense { batch, .. } if facts.features.ragged.any() => q.div_ceil(rows).max(1) * batch as u64,
+        Layout::Dense { .. } => q.div_ceil(rows).max(1),
+    }
+}
+
+fn tiling(facts: &Facts, shape: &KernelShape) -> Tiling {
+    let [d, dv] = shape.dims.map(u64::from);
+    let [q_len, k_len] = facts.lengths();
+    Tiling {
+        pairs: facts.pairs(),
+        tiles: k_len.div_ceil(u64::from(shape.config.keys())),
+        masked: !facts.features.mask.spans().is_empty(),
+        order: facts.features.order,
+        rounds: shape.rounds,
+        // The sums of d_q in f32, and q and d_o in 16 bits.
+        pair_bytes: q_len * (4 * d + 2 * (d + dv)),
+        wide: d > 64,
+        multiprocessors: facts.arch.sms.into(),
+    }
+}

@@ -1,0 +1,34 @@
+//! What a configuration makes of a problem: the part that the kernels' texts depend on.
+
+use crate::attention::backward::{Adds, BackwardConfig, Features};
+
+/// A configuration as a problem's kernels use it, and the services that it asks for. Derived from [`Features`], the
+/// configuration and the problem's sizes when a [plan](crate::attention::backward::plan::BackwardPlan) is made.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KernelShape {
+    /// Tiles, stages and registers. A field that the kernel cannot keep is already adjusted here.
+    pub config: BackwardConfig,
+    /// Elements of a row of q and k, and of a row of v and o, as the products see them: [`Features::dims`] rounded up to
+    /// whole tiles ([`BackwardConfig::padded`]). Missing elements are read as zeros.
+    pub dims: [u32; 2],
+    /// The main kernel converts d_q to 16 bits, and there is no finish kernel. Needs copy-engine reduction and sequences of
+    /// equal length that have keys.
+    pub rounds: bool,
+    /// The main kernel can split its last tiles. Needs what `rounds` needs, no mask, and any order of additions.
+    pub splits: bool,
+    /// No grouped heads: q_heads equals kv_heads. Set only with copy-engine reduction; the step loop then skips its test for
+    /// the next head.
+    pub single: bool,
+    /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
+    /// length.
+    pub zero_fills: bool,
+}
+
+impl KernelShape {
+    /// The shape for a problem whose sizes are not known: `rounds`, `splits` and `single` are false.
+    pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
+        let zero_fills = config.adds == Adds::Engine && !features.ragged.any();
+        let dims = config.padded(features.dims);
+        KernelShape { config, dims, rounds: false, splits: false, single: false, zero_fills }
+    }
+}
