@@ -118,10 +118,45 @@ impl<'k, C: 'static> Params<'k, C> {
     }
 }
 
+/// The part of a call that one part of a kernel takes its arguments from.
+///
+/// Parts that several kernels share declare their parameters over a lens, because each kernel has a call of its own.
+pub trait Lens<C, A>: Fn(&C) -> &A + Copy + Send + Sync + 'static {}
+impl<C, A, F: Fn(&C) -> &A + Copy + Send + Sync + 'static> Lens<C, A> for F {}
+
+/// The launch arguments of a kernel in the order of its parameters.
+///
+/// A kernel's text and its arguments are often needed at different times: text is compiled and cached, while arguments are
+/// made for each launch. Both come from the same declarations.
+pub struct Bindings<C> {
+    arguments: Vec<Argument<C>>,
+}
+
+impl<C: 'static> Bindings<C> {
+    /// Runs a kernel's declarations without its body.
+    pub fn declared(declare: impl FnOnce(&Params<'_, C>)) -> Bindings<C> {
+        let mut arguments = Vec::new();
+        // Declarations need a builder. What it builds has no body, so whether it is a kernel does not matter.
+        let _ = Kernel::build("declarations", Target::HOPPER, |builder| {
+            let params = Params { builder, arguments: RefCell::default() };
+            declare(&params);
+            arguments = params.arguments.into_inner();
+        });
+        Bindings { arguments }
+    }
+
+    /// A launch of `grid` CTAs for a call. The kernel must come from these declarations.
+    pub fn launch(&self, kernel: Arc<Kernel>, grid: [u32; 3], call: &C) -> Launch {
+        let (declared, bound) = (kernel.params.len(), self.arguments.len());
+        assert_eq!(declared, bound, "bug in fulgurite: arguments of another kernel than `{}`", kernel.name);
+        Launch { kernel, grid, args: self.arguments.iter().map(|argument| argument(call)).collect() }
+    }
+}
+
 /// A kernel with the arguments of its launches.
 pub struct Program<C> {
     kernel: Arc<Kernel>,
-    arguments: Vec<Argument<C>>,
+    bindings: Bindings<C>,
 }
 
 impl<C: 'static> Program<C> {
@@ -138,7 +173,7 @@ impl<C: 'static> Program<C> {
             declared, bound,
             "bug in fulgurite: kernel `{name}` has parameters that were not declared by `Params`"
         );
-        Ok(Program { kernel: Arc::new(kernel), arguments })
+        Ok(Program { kernel: Arc::new(kernel), bindings: Bindings { arguments } })
     }
 
     /// The kernel.
@@ -146,9 +181,13 @@ impl<C: 'static> Program<C> {
         &self.kernel
     }
 
+    /// The kernel, without the arguments of its launches.
+    pub fn into_kernel(self) -> Kernel {
+        Arc::unwrap_or_clone(self.kernel)
+    }
+
     /// A launch of `grid` CTAs for a call.
     pub fn launch(&self, grid: [u32; 3], call: &C) -> Launch {
-        let args = self.arguments.iter().map(|argument| argument(call)).collect();
-        Launch { kernel: self.kernel.clone(), grid, args }
+        self.bindings.launch(self.kernel.clone(), grid, call)
     }
 }
