@@ -1,24 +1,47 @@
-//! Softmax of each row of a matrix: a reduction inside a block, and the exponentials of `core`.
+//! Softmax of each row of a matrix: a reduction inside a CTA, and the exponentials of `core`.
 //!
-//! y = 2^((x - m) log2 e) / l, m = largest of the row, l = sum of the numerators. A row of -inf gives zeros.
+//! y = 2^((x - m) log2 e) / l, m = row maximum, l = sum of the numerators. A row of -inf gives zeros.
 
+use crate::params::{Params, Program};
 use crate::parts::exp::exp2;
 use fulgurite_core::Exp;
-use fulgurite_ptx::{Block, BuildError, Builder, Kernel, Scope, Shared, Target, Val};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Block, BuildError, Kernel, Scope, Shared, Target, Val};
 use std::f32::consts::LOG2_E;
 
-/// Threads of a block, which has one row.
+/// Threads of a CTA, which computes one row.
 pub const THREADS: u32 = 128;
 const WARPS: u32 = THREADS / 32;
 
-/// Softmax of `cols` floats in each row, rows `stride` apart; one block a row.
-pub fn kernel(target: Target, exp: Exp) -> Result<Kernel, BuildError> {
-    Kernel::build("row_softmax", target, |k| build(k, exp))
+/// Two matrices of floats in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct SoftmaxCall {
+    /// Input.
+    pub x: Span,
+    /// Output.
+    pub y: Span,
+    /// Elements of a row.
+    pub cols: u32,
+    /// Elements from one row to the next.
+    pub stride: u32,
 }
 
-fn build<'k>(k: &'k Builder, exp: Exp) {
-    let (x, y) = (k.pointer::<f32>("x"), k.pointer::<f32>("y"));
-    let (cols, stride) = (k.param::<u32>("cols"), k.param::<u32>("stride"));
+/// Softmax of each row of a matrix.
+pub fn kernel(target: Target, exp: Exp) -> Result<Kernel, BuildError> {
+    Ok(program(target, exp)?.into_kernel())
+}
+
+/// [`kernel`] with its launch arguments. A launch needs one CTA per row.
+pub fn program(target: Target, exp: Exp) -> Result<Program<SoftmaxCall>, BuildError> {
+    Program::build("row_softmax", target, |p| build(p, exp))
+}
+
+fn build<'k>(p: &Params<'k, SoftmaxCall>, exp: Exp) {
+    let k = p.builder();
+    let x = p.pointer::<f32>("x", |call| call.x);
+    let y = p.pointer::<f32>("y", |call| call.y);
+    let cols = p.u32("cols", |call| call.cols);
+    let stride = p.u32("stride", |call| call.stride);
     let partial = k.shared::<f32>("partial", 2 * WARPS);
     k.threads(THREADS, |w| {
         let start = w.block().mul_wide(stride);
@@ -27,9 +50,9 @@ fn build<'k>(k: &'k Builder, exp: Exp) {
         let m = w.var(f32::NEG_INFINITY);
         w.each(w.thread(), cols, THREADS, |w, j| m.set(m.get().max(x.load(w, j))));
         let m = of_block(w, partial, 0, m.get(), |a, b| a.max(b));
-        // In a row of -inf subtract 0, not inf - inf.
+        // In a row of -inf, subtract 0: inf - inf would be NaN.
         let shift = m.gt(f32::NEG_INFINITY).select::<f32>(m, 0.0);
-        // The loop has one body for all elements: a share of polynomials means all of them here.
+        // The loop has one body for all elements, so an `Exp` that mixes polynomials and `ex2` uses polynomials only.
         let numerator = |w: &Scope<'k, Block>, j| exp2(exp, 0, (x.load(w, j) - shift) * LOG2_E);
 
         let l = w.var(0.0f32);
@@ -40,7 +63,7 @@ fn build<'k>(k: &'k Builder, exp: Exp) {
     });
 }
 
-/// `f` over all threads of the block: the lanes of each warp exchange, then each thread folds the warps' results.
+/// Reduces `x` over all threads of the CTA: first over the lanes of each warp, then over the warps' results.
 fn of_block<'k>(
     w: &Scope<'k, Block>,
     partial: Shared<'k, f32>,

@@ -1,16 +1,19 @@
 //! C = A B on Hopper: a persistent kernel whose copy engine runs ahead of its tensor cores.
 //!
 //! One thread fills a ring with tiles of A and B; two warpgroups multiply them, 64 rows each, and write their part
-//! of C while the ring fills up for the next tile. Tiles of C are walked in bands of a few rows of tiles, so that
-//! blocks that run at the same time share tiles of A and B in the second-level cache.
+//! of C while the ring fills for the next tile. CTAs take tiles of C in bands of a few rows of tiles, so that CTAs
+//! running at the same time share tiles of A and B in L2.
 
 pub mod plan;
 
+use crate::params::{Params, Program};
+use fulgurite_ptx::device::{Span, TensorSpan};
 use fulgurite_ptx::{
-    Acc, BuildError, Builder, Group, Half, Kernel, Major, Pair, Scope, Sum, Target, TileShape, Val, Warpgroups, Word,
+    Acc, BuildError, Group, Half, Kernel, Major, Pair, Pointer, Scope, Sum, Target, Tensor, TileShape, Val, Warpgroups,
+    Word,
 };
 
-/// How the kernel is cut: measured choices, one place.
+/// The tile configuration: measured choices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GemmConfig {
     /// Rows of C of a tile: 64 for each of the two warpgroups.
@@ -19,7 +22,7 @@ pub struct GemmConfig {
     pub cols: u32,
     /// Stages of the ring.
     pub depth: u32,
-    /// Blocks of a cluster, which share their tiles of B.
+    /// CTAs of a cluster, which share their tiles of B.
     pub cluster: u32,
     /// Rows of tiles in a band.
     pub band: u32,
@@ -31,19 +34,19 @@ impl Default for GemmConfig {
     }
 }
 
-/// Which way operands lie in memory: for A `[m][k]` ([`Major::Inner`]) or `[k][m]`, for B `[n][k]` or `[k][n]`.
+/// Memory layout of the operands: for A `[m][k]` ([`Major::Inner`]) or `[k][m]`, for B `[n][k]` or `[k][n]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Layouts {
-    /// Of A.
+    /// Layout of A.
     pub a: Major,
-    /// Of B.
+    /// Layout of B.
     pub b: Major,
 }
 
-/// Elements of the summed dimension in a tile: a line of 128 bytes.
+/// Elements of k in a tile: a line of 128 bytes.
 pub(crate) const INNER: u32 = 64;
 
-/// Elements of 16 bytes.
+/// Elements in 16 bytes.
 pub(crate) const UNIT: u32 = 8;
 
 /// The tile of an operand with `outer` rows (A) or columns (B).
@@ -62,7 +65,7 @@ fn place<'k>(major: Major, outer: Val<'k, u32>, inner: Val<'k, u32>, batch: Val<
     }
 }
 
-/// Where a tile of C begins, and in which batch.
+/// The first row and column of a tile of C, and its batch.
 #[derive(Clone, Copy)]
 struct Place<'k> {
     row: Val<'k, u32>,
@@ -70,37 +73,89 @@ struct Place<'k> {
     batch: Val<'k, u32>,
 }
 
+/// A product: operands and sizes.
+#[derive(Debug, Clone)]
+pub(crate) struct GemmCall {
+    pub a: TensorSpan,
+    pub b: TensorSpan,
+    pub c: TensorSpan,
+    /// Tiles of C in a column and in a row; a cluster counts as one tile.
+    pub m_tiles: u32,
+    pub n_tiles: u32,
+    /// Tiles of A and B that are multiplied for a tile of C.
+    pub k_steps: u32,
+    /// Tiles of C in all batches.
+    pub tiles: u32,
+    pub m: u32,
+    pub n: u32,
+    /// C once more, for threads that write the columns past the last whole 16 bytes.
+    pub c_memory: Span,
+    /// Elements from one row of C to the next, and from one batch to the next.
+    pub c_strides: [u64; 2],
+}
+
+struct GemmParams<'k, T> {
+    a: Tensor<'k>,
+    b: Tensor<'k>,
+    c: Tensor<'k>,
+    m_tiles: Val<'k, u32>,
+    n_tiles: Val<'k, u32>,
+    k_steps: Val<'k, u32>,
+    tiles: Val<'k, u32>,
+    m: Val<'k, u32>,
+    n: Val<'k, u32>,
+    c_memory: Pointer<'k, T>,
+    c_row: Val<'k, u64>,
+    c_batch: Val<'k, u64>,
+}
+
+impl<'k, T: Half> GemmParams<'k, T> {
+    fn declare(p: &Params<'k, GemmCall>, layouts: Layouts, config: GemmConfig) -> Self {
+        let GemmConfig { rows, cols, cluster, .. } = config;
+        GemmParams {
+            a: p.tensor("a", tile::<T>(layouts.a, rows), 3, |call| call.a.clone()),
+            // CTAs of a cluster have the same columns of C: each loads its part of B's tile for all of them.
+            b: p.tensor("b", tile::<T>(layouts.b, cols / cluster), 3, |call| call.b.clone()),
+            c: p.tensor("c", TileShape::new(T::NUMBER, 64, INNER), 3, |call| call.c.clone()),
+            m_tiles: p.u32("m_tiles", |call| call.m_tiles),
+            n_tiles: p.u32("n_tiles", |call| call.n_tiles),
+            k_steps: p.u32("k_steps", |call| call.k_steps),
+            tiles: p.u32("tiles", |call| call.tiles),
+            m: p.u32("m", |call| call.m),
+            n: p.u32("n", |call| call.n),
+            c_memory: p.pointer("c_memory", |call| call.c_memory),
+            c_row: p.u64("c_row", |call| call.c_strides[0]),
+            c_batch: p.u64("c_batch", |call| call.c_strides[1]),
+        }
+    }
+}
+
 /// C = A B for `[batch]` matrices of 16-bit floats, with f32 accumulation.
 pub fn kernel<T: Half>(target: Target, layouts: Layouts, config: GemmConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
 {
-    Kernel::build("gemm", target, |k| build::<T>(k, layouts, config))
+    Ok(Program::build("gemm", target, |p| build::<T>(p, layouts, config))?.into_kernel())
 }
 
-fn build<'k, T: Half>(k: &'k Builder, layouts: Layouts, config: GemmConfig)
+fn build<'k, T: Half>(p: &Params<'k, GemmCall>, layouts: Layouts, config: GemmConfig)
 where
     Pair<T>: Word,
 {
+    let k = p.builder();
     let GemmConfig { rows, cols, depth, cluster, band } = config;
     k.cluster(cluster);
     let (a_tile, b_tile) = (tile::<T>(layouts.a, rows), tile::<T>(layouts.b, cols));
-    let c_tile = TileShape::new(T::NUMBER, 64, INNER);
-    // Blocks of a cluster have the same columns of C: each brings its part of B's tile, for all.
-    let b_part = tile::<T>(layouts.b, cols / cluster);
-    let (a, b, c) = (k.tensor("a", a_tile, 3), k.tensor("b", b_part, 3), k.tensor("c", c_tile, 3));
-    let [m_tiles, n_tiles, steps, tiles, m, n] =
-        ["m_tiles", "n_tiles", "k_steps", "tiles", "m", "n"].map(|name| k.param::<u32>(name));
-    // The copy engine writes units of 16 bytes: the columns of C past the last whole one are written by threads.
-    let (memory, row_stride, batch_stride) =
-        (k.pointer::<T>("c_memory"), k.param::<u64>("c_row"), k.param::<u64>("c_batch"));
+    let GemmParams { a, b, c, m_tiles, n_tiles, k_steps: steps, tiles, m, n, c_memory: memory, c_row, c_batch } =
+        GemmParams::<T>::declare(p, layouts, config);
+    // The copy engine writes units of 16 bytes: threads write the columns of C past the last whole unit.
     let whole = n & !(UNIT - 1);
     let ring = k.pipe_for_all("operands", depth, &[a_tile, b_tile], 0);
-    // C leaves through two small tiles a warpgroup: one is written while the copy engine reads the other.
+    // Each warpgroup stores C through two small tiles: it writes one while the copy engine reads the other.
     let staging = ["c.0", "c.1"].map(|name| k.tile(name, TileShape::new(T::NUMBER, rows, INNER)));
 
-    // Tiles of C in the order in which blocks take them: down a band of `band` rows of tiles, then to the next column.
-    // A cluster takes neighbouring rows of tiles: `m_tiles` counts its tiles, which are as many times higher.
+    // Tiles of C in the order in which CTAs take them: down a band of `band` rows of tiles, then to the next column.
+    // A cluster takes neighbouring rows of tiles, and `m_tiles` counts them as one.
     let find = move |t: Val<'k, u32>, rank: Val<'k, u32>| {
         let per_batch = m_tiles * n_tiles;
         let (batch, t) = (t / per_batch, t % per_batch);
@@ -141,7 +196,7 @@ where
         };
         let rank = w.cluster_rank();
         w.each(w.cluster(), tiles, w.clusters(), |w, tile| {
-            // The product of a step runs while the next one is started; a stage goes back when the one after it runs.
+            // One product runs while the next one starts. A stage is released once the product after it has started.
             multiply(Sum::Fresh);
             w.each(1, steps, 1, |w, _| {
                 multiply(Sum::Onto);
@@ -152,7 +207,7 @@ where
             ring.release(w);
 
             let at = find(tile, rank);
-            // With an odd number of parts, the first of a tile takes the buffer that the last of the tile before left.
+            // With an odd number of parts, the first part of a tile reuses the buffer of the previous tile's last part.
             let pending = if (cols / INNER).is_multiple_of(2) { 1 } else { 0 };
             for part in 0..cols / INNER {
                 let tile = staging[part as usize % 2].rows(own, 64);
@@ -170,8 +225,8 @@ where
             w.when_rarely((at.col + cols).gt(whole) & whole.lt(n), |w| {
                 let row = at.row + own * 64 + w.first_row();
                 let row_at = [row, row + 8].map(|row| {
-                    let start = at.batch.to_u64().mul_wide_64(batch_stride);
-                    memory.at_wide(start + row.to_u64().mul_wide_64(row_stride))
+                    let start = at.batch.to_u64().mul_wide_64(c_batch);
+                    memory.at_wide(start + row.to_u64().mul_wide_64(c_row))
                 });
                 for (i, x) in acc.elements().enumerate() {
                     let (row, col) = (row + 8 * Acc::row_of(i) as u32, at.col + Acc::col_of(i) + w.first_col());

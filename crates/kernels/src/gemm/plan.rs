@@ -1,10 +1,11 @@
-//! C = A B as a launch: matrices in, checked, and the arguments of [`gemm`] out.
+//! Plans a product: checks the matrices and makes the launch of [`gemm`].
 
-use crate::gemm::{self, GemmConfig, Layouts};
-use fulgurite_ptx::device::{Launch, Span, TensorSpan, Value};
+use crate::gemm::{self, GemmCall, GemmConfig, GemmParams, Layouts};
+use crate::params::Bindings;
+use fulgurite_ptx::device::{Launch, Span, TensorSpan};
 use fulgurite_ptx::{BuildError, Kernel, Major, Number, Target, bf16, f16};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use thiserror::Error;
 
 /// What the copy engine wants of addresses and strides, in bytes.
@@ -184,7 +185,7 @@ impl Gemm {
         }
     }
 
-    /// The launch of its kernel on a device with so many multiprocessors.
+    /// The launch of its kernel on a device with this many SMs.
     ///
     /// A is stored as `[m][k]` or `[k][m]` and B as `[n][k]` or `[k][n]`, by the layouts; C as `[m][n]`.
     pub fn launch(
@@ -206,26 +207,37 @@ impl Gemm {
         let mut tensors = [self.tensor(&a, Side::A)?, self.tensor(&b, Side::B)?, self.tensor(&c, Side::C)?];
 
         let GemmConfig { rows, cols, cluster, .. } = self.config;
-        // A cluster takes as many tiles above each other as it has blocks.
+        // The CTAs of a cluster take tiles of C above each other.
         let (m_tiles, n_tiles) = (m.div_ceil(u64::from(rows * cluster)), n.div_ceil(u64::from(cols)));
         // Each factor is at most 2^31, and the first two far less.
         let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
         if tiles > MOST {
             return Err(GemmError::Tiles { got: tiles });
         }
-        let numbers =
-            [m_tiles, n_tiles, k.div_ceil(u64::from(gemm::INNER)), tiles, m, n].map(|count| Value::U32(count as u32));
-        let strides = tensors[2].strides.iter().map(|stride| Value::U64(stride / u64::from(self.number.bytes())));
-        let memory: Vec<Value> = std::iter::once(Value::Pointer(c.span)).chain(strides).collect();
-        // The copy engine writes whole units of 16 bytes, also past the last column: it is told of whole ones only.
+        let bytes = u64::from(self.number.bytes());
+        let c_strides = [0, 1].map(|axis: usize| tensors[2].strides[axis] / bytes);
+        // The copy engine writes whole units of 16 bytes, even past the last column: describe only whole units to it.
         let whole = n / u64::from(gemm::UNIT) * u64::from(gemm::UNIT);
         if whole > 0 {
             tensors[2].extent[0] = whole;
         }
-        // One block a multiprocessor, in whole clusters.
+        // One CTA per SM, in whole clusters.
         let blocks = (tiles as u32).min(multiprocessors / cluster).max(1) * cluster;
-        let args = tensors.map(Value::Tensor).into_iter().chain(numbers).chain(memory).collect();
-        Ok(Launch { kernel, grid: [blocks, 1, 1], args })
+        let [a_tensor, b_tensor, c_tensor] = tensors;
+        let call = GemmCall {
+            a: a_tensor,
+            b: b_tensor,
+            c: c_tensor,
+            m_tiles: m_tiles as u32,
+            n_tiles: n_tiles as u32,
+            k_steps: k.div_ceil(u64::from(gemm::INNER)) as u32,
+            tiles: tiles as u32,
+            m: m as u32,
+            n: n as u32,
+            c_memory: c.span,
+            c_strides,
+        };
+        Ok(bindings().launch(kernel, [blocks, 1, 1], &call))
     }
 
     /// A matrix as the copy engine sees it: `[inner, row, batch]`.
@@ -274,6 +286,17 @@ impl Gemm {
     }
 }
 
+/// The arguments of every product: they depend neither on the element type nor on layouts and configuration.
+fn bindings() -> &'static Bindings<GemmCall> {
+    static BINDINGS: OnceLock<Bindings<GemmCall>> = OnceLock::new();
+    let layouts = Layouts { a: Major::Inner, b: Major::Inner };
+    BINDINGS.get_or_init(|| {
+        Bindings::declared(|p| {
+            GemmParams::<bf16>::declare(p, layouts, GemmConfig::default());
+        })
+    })
+}
+
 const BATCH_STRIDE: &str = "batch_stride";
 
 /// Rows of A or columns of B, and the summed dimension.
@@ -294,7 +317,7 @@ fn same(dimension: &'static str, (left, of): (u64, Side), (right, and): (u64, Si
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fulgurite_ptx::device::check_launch;
+    use fulgurite_ptx::device::{Value, check_launch};
     use fulgurite_ptx::kernel::ParamKind;
 
     const LAYOUTS: [Layouts; 4] = [

@@ -1,35 +1,67 @@
-//! What each block of a block mask is, from its lists: hidden 0, partial 1, whole 2.
+//! The table of a block mask: what each block is (hidden 0, partial 1, full 2), made from the lists.
 //!
-//! For kernels that look up the block of each element: forward where no tile divides the blocks, and backward, which walks from
-//! keys to queries where lists go from queries to keys.
+//! Two kernels look up the block of each element: forward where no tile size divides the blocks, and backward, which walks
+//! from keys to queries while the lists go from queries to keys.
 
-use crate::parts::arguments::{Arguments, DeviceBlockLists, Slots};
+use crate::params::{Bindings, Params, Program};
+use crate::parts::arguments::DeviceBlockLists;
 use crate::parts::block_lists::NAMES;
-use fulgurite_core::expr::{AuxSpec, Expr, Program, Type, batch, head, k, load, q};
+use fulgurite_core::expr::{self, AuxSpec, Expr, Type, batch, head, k, load, q};
 use fulgurite_core::{BlockSpec, DType, Problem};
-use fulgurite_ptx::device::{Launch, Span, Value};
-use fulgurite_ptx::{BuildError, Kernel, Target};
-use std::sync::Arc;
+use fulgurite_ptx::device::{Launch, Span};
+use fulgurite_ptx::{BuildError, Kernel, Pointer, Target, Val};
+use std::sync::{Arc, OnceLock};
 
-/// Threads of a block, which has one row of blocks of the mask.
+/// Threads of a CTA, which writes one row of the table.
 const THREADS: u32 = 256;
-/// Name of the table.
+/// Name of the table among a problem's auxiliary tensors.
 const COVERAGE: &str = "block coverage";
 
-/// Writes a row of the table. Entries outside of it are passed over: nobody has checked lists in a device's memory.
-pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
-    Kernel::build("attention_cover", target, |k| {
-        let to = k.array::<u32>("to");
-        let lists = NAMES.map(|name| {
-            let [counts, blocks] = ["counts", "blocks"].map(|of| k.array::<u32>(&format!("{name}_{of}")));
-            (counts, blocks, k.param::<u32>(&format!("{name}_width")))
+/// The lists, and the table to write.
+#[derive(Debug, Clone, Copy)]
+struct TableCall {
+    to: Span,
+    lists: DeviceBlockLists,
+    /// Entries of a row of the table.
+    columns: u32,
+}
+
+/// The parameters of one list.
+#[derive(Clone, Copy)]
+struct ListParams<'k> {
+    counts: Pointer<'k, u32>,
+    blocks: Pointer<'k, u32>,
+    /// Entries from one list to the next.
+    width: Val<'k, u32>,
+}
+
+struct TableParams<'k> {
+    to: Pointer<'k, u32>,
+    lists: [ListParams<'k>; 2],
+    columns: Val<'k, u32>,
+}
+
+impl<'k> TableParams<'k> {
+    fn declare(p: &Params<'k, TableCall>) -> Self {
+        let to = p.array("to", |call| call.to);
+        let lists = [0, 1].map(|i: usize| ListParams {
+            counts: p.array(&format!("{}_counts", NAMES[i]), move |call| call.lists.counts[i]),
+            blocks: p.array(&format!("{}_blocks", NAMES[i]), move |call| call.lists.blocks[i]),
+            width: p.u32(&format!("{}_width", NAMES[i]), move |call| call.lists.widths[i]),
         });
-        let columns = k.param::<u32>("columns");
-        k.threads(THREADS, |w| {
+        TableParams { to, lists, columns: p.u32("columns", |call| call.columns) }
+    }
+}
+
+/// Writes a row of the table. Lists in device memory are not validated, so entries outside of the table are ignored.
+pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
+    let program = Program::build("attention_cover", target, |p| {
+        let TableParams { to, lists, columns } = TableParams::declare(p);
+        p.builder().threads(THREADS, |w| {
             let row = w.block();
             let to = to.at_wide(row.mul_wide(columns));
             w.each(w.thread(), columns, THREADS, |w, column| to.store(w, column, 0u32));
-            for ((counts, blocks, width), is) in lists.into_iter().zip(1u32..) {
+            for (ListParams { counts, blocks, width }, is) in lists.into_iter().zip(1u32..) {
                 w.sync();
                 let blocks = blocks.at_wide(row.mul_wide(width));
                 w.each(w.thread(), counts.load(w, row).min(width), THREADS, |w, i| {
@@ -38,28 +70,26 @@ pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
                 });
             }
         });
-    })
+    });
+    Ok(program?.into_kernel())
 }
 
-/// Writes the table, of this shape, from lists.
+/// The launch that writes the table, of this shape, from lists.
 pub(crate) fn launch(kernel: &Arc<Kernel>, lists: DeviceBlockLists, shape: &[usize], to: Span) -> Launch {
+    static BINDINGS: OnceLock<Bindings<TableCall>> = OnceLock::new();
+    let bindings = BINDINGS.get_or_init(|| {
+        Bindings::declared(|p| {
+            TableParams::declare(p);
+        })
+    });
     let columns = shape.last().map_or(1, |&n| n as u64).max(1);
-    let DeviceBlockLists { counts, blocks, widths } = lists;
-    let slots = Slots::of(kernel);
-    let mut args = Arguments::new(&slots);
-    args.add("to", Value::Pointer(to));
-    args.add_u32("columns", columns);
-    for (i, name) in NAMES.into_iter().enumerate() {
-        args.add(&format!("{name}_counts"), Value::Pointer(counts[i]));
-        args.add(&format!("{name}_blocks"), Value::Pointer(blocks[i]));
-        args.add_u32(&format!("{name}_width"), widths[i].into());
-    }
     let rows = shape.iter().map(|&n| n as u64).product::<u64>() / columns;
-    Launch { kernel: kernel.clone(), grid: [rows as u32, 1, 1], args: args.finish() }
+    bindings.launch(kernel.clone(), [rows as u32, 1, 1], &TableCall { to, lists, columns: columns as u32 })
 }
 
-/// The mask of a problem with a block mask whose blocks no tile divides: each element looks its block up.
-pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Program {
+/// The mask of a problem whose blocks no tile size divides, as a program that looks up the block of each element. Adds the
+/// table to the auxiliary tensors.
+pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> expr::Program {
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let shape = vec![spec.batch, spec.heads, q_blocks, k_blocks];
     aux.push(AuxSpec { name: COVERAGE.into(), dtype: DType::I32, shape, grad: false });
@@ -68,6 +98,6 @@ pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>
     let coverage = load(COVERAGE, at);
     let partial = coverage.clone().equals(1);
     let partial = problem.mask().expr().map_or(partial.clone(), |mask| partial & mask);
-    Program::compile(&(coverage.equals(2) | partial), aux, Type::Bool)
+    expr::Program::compile(&(coverage.equals(2) | partial), aux, Type::Bool)
         .unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
 }

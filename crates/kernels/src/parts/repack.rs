@@ -1,63 +1,105 @@
-//! Tensors that the copy engine cannot take, copied to where it can: rows, heads or sequences that are not 16 bytes
-//! apart, memory that begins between, head dimensions that are no multiple of 8, and sequences that do not begin at
-//! whole rows where their lengths differ.
+//! Copies of tensors that the copy engine cannot address.
 //!
-//! Inputs are packed before the launches that read them, results are unpacked after those that write them. Elements of a packed
-//! row that the tensor does not have are zeros, which changes no score and no result. A call that needs no copy pays a
-//! few comparisons of its strides.
+//! The copy engine needs addresses and strides that are multiples of 16 bytes, head dimensions that are multiples of 8, and,
+//! for ragged batches, sequences that begin at whole rows. Other inputs are packed before the launches that read them; other
+//! results are unpacked after the launches that write them. Elements of a packed row beyond the tensor's are zeros, which
+//! change no score and no result. A call that needs no copy only compares its strides.
 
 use crate::attention::forward::plan::NoKernel;
-use crate::parts::arguments::{Arguments, DeviceTensor, Slots};
-use fulgurite_ptx::device::{Launch, Span, Value};
-use fulgurite_ptx::{BuildError, Kernel, Pair, Target, bf16};
-use std::sync::Arc;
+use crate::params::{Bindings, Params, Program};
+use crate::parts::arguments::DeviceTensor;
+use fulgurite_ptx::device::{Launch, Span};
+use fulgurite_ptx::{BuildError, Divisor, Kernel, Pair, Pointer, Target, Val, bf16};
+use std::sync::{Arc, OnceLock};
 
-/// Threads of a block.
+/// Threads of a CTA.
 const THREADS: u32 = 256;
 /// Elements that a thread moves: 16 bytes of the packed tensor.
 pub(crate) const UNIT: u64 = 8;
-/// What a packed tensor is aligned to in its memory, in bytes.
+/// Alignment of packed tensors in their memory, in bytes.
 const ALIGN: u64 = 256;
 
-/// Which way a tensor is copied.
+/// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From where it lies to where it is packed; what it does not have is zero there.
+    /// From the caller's tensor to the packed one. Elements that the caller's tensor lacks become zeros.
     Pack,
-    /// Back; what it does not have stays behind.
+    /// From the packed tensor to the caller's. Elements that the caller's tensor lacks are dropped.
     Unpack,
 }
 
-/// Copies `[batch, row, head, dim]` elements of 16 bits, whatever they are, between a tensor of any strides and a packed one.
+/// A copy between a tensor of any strides and a packed one.
+#[derive(Debug, Clone, Copy)]
+struct CopyCall {
+    strided: DeviceTensor,
+    packed: DeviceTensor,
+    /// Units of the packed tensor: one for each thread.
+    items: u64,
+}
+
+impl CopyCall {
+    fn new(strided: DeviceTensor, packed: DeviceTensor) -> CopyCall {
+        let [b, s, h, d] = packed.shape;
+        CopyCall { strided, packed, items: b * s * h * (d / UNIT) }
+    }
+}
+
+struct CopyParams<'k> {
+    strided: Pointer<'k, bf16>,
+    packed: Pointer<'k, Pair<bf16>>,
+    items: Val<'k, u32>,
+    /// Elements of a row of the strided tensor.
+    dim: Val<'k, u32>,
+    /// Units of a packed row.
+    units: Divisor<'k>,
+    heads: Divisor<'k>,
+    rows: Divisor<'k>,
+    /// Elements from one batch, row and head to the next.
+    strides: [Val<'k, u64>; 3],
+}
+
+impl<'k> CopyParams<'k> {
+    fn declare(p: &Params<'k, CopyCall>) -> Self {
+        CopyParams {
+            strided: p.array("strided", |call| call.strided.span),
+            packed: p.pointer("packed", |call| call.packed.span),
+            items: p.u32("items", |call| call.items as u32),
+            dim: p.u32("dim", |call| call.strided.shape[3] as u32),
+            units: p.divisor("units", |call| (call.packed.shape[3] / UNIT) as u32),
+            heads: p.divisor("heads", |call| call.packed.shape[2] as u32),
+            rows: p.divisor("rows", |call| call.packed.shape[1] as u32),
+            strides: [
+                p.u64("batch_stride", |call| call.strided.strides[0]),
+                p.u64("row_stride", |call| call.strided.strides[1]),
+                p.u64("head_stride", |call| call.strided.strides[2]),
+            ],
+        }
+    }
+}
+
+/// Copies `[batch, row, head, dim]` elements of 16 bits between a tensor of any strides and a packed one.
 pub fn kernel(target: Target, direction: Direction) -> Result<Kernel, BuildError> {
     let name = match direction {
         Direction::Pack => "attention_pack",
         Direction::Unpack => "attention_unpack",
     };
-    Kernel::build(name, target, |k| {
-        let strided = k.array::<bf16>("strided");
-        let packed = k.pointer::<Pair<bf16>>("packed");
-        let [items, dim] = ["items", "dim"].map(|name| k.param::<u32>(name));
-        let [units, heads, rows] = ["units", "heads", "rows"].map(|name| k.divisor(name));
-        let [of_batch, of_row, of_head] =
-            ["batch_stride", "row_stride", "head_stride"].map(|name| k.param::<u64>(name));
-        k.threads(THREADS, |w| {
+    let program = Program::build(name, target, |p| {
+        let CopyParams { strided, packed, items, dim, units, heads, rows, strides } = CopyParams::declare(p);
+        p.builder().threads(THREADS, |w| {
             let item = w.block().mul_add(THREADS, w.thread());
             w.when(item.lt(items), |w| {
                 let [place, unit] = units.div_rem(item);
                 let [place, head] = heads.div_rem(place);
                 let [batch, row] = rows.div_rem(place);
-                let at = [(batch, of_batch), (row, of_row), (head, of_head)]
-                    .map(|(index, stride)| index.to_u64().mul_wide_64(stride))
-                    .into_iter()
-                    .reduce(|a, b| a + b)
-                    .expect("bug in fulgurite: a tensor has axes");
+                let offsets = [(batch, strides[0]), (row, strides[1]), (head, strides[2])]
+                    .map(|(index, stride)| index.to_u64().mul_wide_64(stride));
+                let at = offsets[0] + offsets[1] + offsets[2];
                 let (strided, packed) = (strided.at_wide(at), packed.at_wide(item.mul_wide(UNIT as u32 / 2)));
                 let first = unit * UNIT as u32;
                 match direction {
                     Direction::Pack => {
                         let zero = w.var(bf16::from_bits(0)).get();
-                        // Beyond the last element, the last is read and left out.
+                        // Past the end of a row, read its last element and replace it by zero.
                         let one = |j: u32| {
                             let here = (first + j).lt(dim);
                             here.select::<bf16>(strided.load(w, (first + j).min(dim - 1)), zero)
@@ -73,30 +115,31 @@ pub fn kernel(target: Target, direction: Direction) -> Result<Kernel, BuildError
                 }
             });
         });
-    })
+    });
+    Ok(program?.into_kernel())
 }
 
-/// The kernels that copy.
+/// Both copy kernels.
 #[derive(Clone)]
 pub struct Copying {
-    /// Before a launch.
+    /// Runs before a launch.
     pub pack: Arc<Kernel>,
-    /// After it.
+    /// Runs after it.
     pub unpack: Arc<Kernel>,
 }
 
 impl Copying {
-    /// Both kernels.
+    /// Builds both kernels.
     pub fn new(target: Target) -> Result<Copying, BuildError> {
         let build = |direction| kernel(target, direction).map(Arc::new);
         Ok(Copying { pack: build(Direction::Pack)?, unpack: build(Direction::Unpack)? })
     }
 }
 
-/// A tensor of a call, by name, and which way it is copied if it must be.
+/// A tensor of a call by name, and the direction of its copy if it needs one.
 pub(crate) type Named = (&'static str, DeviceTensor, Direction);
 
-/// The tensors of a call that are copied, and the memory for it.
+/// The tensors of a call that are copied, and the memory for the copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copies {
     copies: Vec<PackedCopy>,
@@ -106,15 +149,15 @@ pub struct Copies {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PackedCopy {
     name: &'static str,
-    /// Which of the call's tensors it stands for.
+    /// Index among the call's tensors.
     index: usize,
-    /// Where it begins in the memory for copies, and its shape.
+    /// Offset in the memory for copies, in bytes.
     begin: u64,
     shape: [u64; 4],
 }
 
 impl Copies {
-    /// The copies that a call needs, if any; `unequal` tells that sequences have lengths of their own.
+    /// The copies that a call needs, if any. `unequal`: sequence lengths differ.
     pub(crate) fn of(tensors: &[Named], unequal: bool) -> Option<Copies> {
         let fine = |placed: &DeviceTensor| placed.shape[3].is_multiple_of(UNIT) && is_fine(placed, unequal);
         if tensors.iter().all(|(_, placed, _)| fine(placed)) {
@@ -130,17 +173,17 @@ impl Copies {
         Some(Copies { copies, bytes })
     }
 
-    /// Bytes of memory for them, from a multiple of 16.
+    /// Bytes of memory for the copies. The memory must be aligned to 16 bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Which tensors are copied.
+    /// Names of the tensors that are copied.
     pub fn names(&self) -> Vec<&'static str> {
         self.copies.iter().map(|copy| copy.name).collect()
     }
 
-    /// The tensors as the kernels get them, and the launches before and after their own.
+    /// The tensors that the kernels read and write instead, and the launches before and after the kernels' own.
     pub(crate) fn launches<const N: usize>(
         &self,
         copying: &Copying,
@@ -162,45 +205,38 @@ impl Copies {
     }
 }
 
-/// One copy; none where there is nothing in it.
+/// The launch of one copy; `None` if it has no elements.
 fn copy(
     kernel: &Arc<Kernel>,
     name: &str,
     strided: &DeviceTensor,
     packed: &DeviceTensor,
 ) -> Result<Option<Launch>, NoKernel> {
-    let [b, s, h, d] = packed.shape;
-    let items = b * s * h * (d / UNIT);
-    if items == 0 {
+    static BINDINGS: OnceLock<Bindings<CopyCall>> = OnceLock::new();
+    let call = CopyCall::new(*strided, *packed);
+    if call.items == 0 {
         return Ok(None);
     }
     if !strided.span.address().is_multiple_of(2) {
         return Err(NoKernel { feature: format!("`{name}` at the odd address {:#x}", strided.span.address()) });
     }
-    if items >= 1 << 31 {
+    if call.items >= 1 << 31 {
         return Err(NoKernel {
             feature: format!("a copy of `{name}`, which is needed for its strides, of 2^35 bytes or more"),
         });
     }
-    let slots = Slots::of(kernel);
-    let mut args = Arguments::new(&slots);
-    args.add("strided", Value::Pointer(strided.span));
-    args.add("packed", Value::Pointer(packed.span));
-    args.add_u32("items", items);
-    args.add_u32("dim", strided.shape[3]);
-    args.divisor(["units", "units_magic", "units_shift"], d / UNIT);
-    args.divisor(["heads", "heads_magic", "heads_shift"], h);
-    args.divisor(["rows", "rows_magic", "rows_shift"], s);
-    for (name, stride) in ["batch_stride", "row_stride", "head_stride"].into_iter().zip(strided.strides) {
-        args.add(name, Value::U64(stride));
-    }
-    let grid = [items.div_ceil(THREADS.into()) as u32, 1, 1];
-    Ok(Some(Launch { kernel: kernel.clone(), grid, args: args.finish() }))
+    let bindings = BINDINGS.get_or_init(|| {
+        Bindings::declared(|p| {
+            CopyParams::declare(p);
+        })
+    });
+    let grid = [call.items.div_ceil(THREADS.into()) as u32, 1, 1];
+    Ok(Some(bindings.launch(kernel.clone(), grid, &call)))
 }
 
-/// Whether the copy engine takes a tensor as it lies. One without elements is never given to it.
+/// Whether the copy engine can address a tensor. It never gets a tensor without elements.
 fn is_fine(placed: &DeviceTensor, unequal: bool) -> bool {
-    /// Elements from one to the next along an axis that the copy engine can still step.
+    /// Strides of the copy engine end here, in elements.
     const FAR: u64 = 1 << 39;
     let steps = placed.strides.iter().all(|stride| stride.is_multiple_of(UNIT) && *stride < FAR);
     let whole_rows = !unequal || placed.step().is_some();

@@ -86,6 +86,6 @@ impl Facts {
     pub fn exact_words_at(&self, all: Span, aux: usize) -> Option<Span> {
         let before: u64 = (0..aux).map(|aux| self.exact_words(aux)).sum();
         let words = self.exact_words(aux);
-        (words > 0).then(|| Span { bytes: 8 * words, ..all.from(8 * before) })
+        (words > 0).then(|| all.from(8 * before).first(8 * words))
     }
 }
