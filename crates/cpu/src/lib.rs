@@ -28,6 +28,7 @@ mod skip;
 mod step;
 mod tiles;
 mod unit;
+mod visible;
 mod window;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
