@@ -1,7 +1,7 @@
 //! `fulgurite cache`: what a saved cache of keys and values holds; making one from tensors.
 
 use crate::args::CacheArgs;
-use crate::io::{Stored, safetensors as tensors};
+use crate::io::{self, Stored, safetensors as tensors};
 use crate::{Failure, say};
 use fulgurite::Tensor;
 use fulgurite::cache::{CacheSpec, KvCache, Parts, Storage, choose_bits};
@@ -56,11 +56,11 @@ pub fn main(args: &CacheArgs) -> Result<(), Failure> {
     };
     if let Some(output) = &args.output {
         let bytes = encode(&cache).map_err(Failure::work)?;
-        std::fs::write(output, bytes).map_err(|e| Failure::work(format_args!("`{}`: {e}", output.display())))?;
+        io::write_file(output, &bytes)?;
     }
     let heads = heads(&cache, given.as_ref());
     if let Some(path) = &args.svg {
-        std::fs::write(path, picture(&heads)).map_err(|e| Failure::work(format_args!("`{}`: {e}", path.display())))?;
+        io::write_file(path, picture(&heads).as_bytes())?;
     }
     say(&describe(&cache, &heads))
 }
@@ -114,6 +114,17 @@ fn pack(k: &Tensor, v: &Tensor, two: usize) -> Result<KvCache, Failure> {
     if two > heads {
         return Err(Failure::input(format_args!("`two_bit_heads` is {two}, allowed: 0 to {heads}")));
     }
+    // Sizes are looked at before bits are chosen, which takes memory and time for each head.
+    let empty = Storage::Float(k.dtype());
+    let spec = CacheSpec { heads, head_dim, value_dim, capacity: 1, storage: empty };
+    if k.shape()[0] == 0 {
+        return Err(Failure::input("`k` has no tokens, allowed: 1 or more; a cache of nothing needs no file"));
+    }
+    if v.shape().len() != 3 || v.shape()[..2] != k.shape()[..2] {
+        let text = format_args!("`v` has shape {:?}, allowed: {:?} and a value dim", v.shape(), &k.shape()[..2]);
+        return Err(Failure::input(text));
+    }
+    KvCache::new(spec).map_err(Failure::input)?;
     let storage = Storage::Packed {
         k: choose_bits(&values(k), heads, head_dim, two),
         v: choose_bits(&values(v), heads, value_dim, two),

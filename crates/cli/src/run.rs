@@ -9,6 +9,7 @@ use fulgurite::{
     Attention, Counters, DType, Forward, Gradients, Problem, Rescale, Run, Tally, Tensor, attention, engine_with,
     explain,
 };
+use fulgurite_core::inputs::check_like;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -34,7 +35,7 @@ const KNOWN: [&str; 17] = [
 ];
 
 /// A tensor without elements may claim any shape; work and memory are spent only on believable ones.
-const MAX_HEADS: usize = 1 << 24;
+const MAX_HEADS: usize = 1 << 22;
 const MAX_ALIBI_HEADS: usize = 1 << 16;
 
 #[derive(Serialize)]
@@ -74,6 +75,17 @@ pub fn main(args: &RunArgs) -> Result<(), Failure> {
     let engine = engine_with(args.engine.engine, &settings)?;
     let call = given.call(args)?;
     let (problem, inputs) = (call.problem()?, call.inputs()?);
+
+    // What backward or the output would refuse is refused before forward has run.
+    for (name, given, shape, dtype) in [
+        ("d_o", given.d_o, problem.o_shape(), problem.dtype()),
+        ("d_lse", given.d_lse, problem.lse_shape(), DType::F32),
+    ] {
+        if let Some(tensor) = given {
+            check_like(name, &tensor.view(), &shape, dtype).map_err(Failure::input)?;
+        }
+    }
+    io::can_write(&args.output, format)?;
 
     let tally = Tally::default();
     let run = Run::default().tally(&tally);

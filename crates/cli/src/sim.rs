@@ -1,7 +1,7 @@
 //! `sim`: a GPU kernel on a simulator: what is wrong with it, what it did, and when. `sim-vs-gpu`: whether a GPU agrees.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
-use crate::{Failure, progress, say};
+use crate::{Failure, io, progress, say};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::gpu::{self, Gpu, kernels};
 use fulgurite::sim::{
@@ -15,6 +15,7 @@ use std::time::Instant;
 /// Runs `sim`.
 pub fn main(args: &SimArgs) -> Result<(), Failure> {
     let options = Options { seed: args.seed, ..Options::default() };
+    fits(&args.sizes())?;
     let done = simulate(&args.name, &args.sizes(), &options).map_err(failure)?;
     let findings = &done.report.findings;
     let verdict = match findings.len() {
@@ -36,6 +37,30 @@ pub fn main(args: &SimArgs) -> Result<(), Failure> {
         None => Ok(()),
         Some(_) => Err(Failure::work(format_args!("`{}` has {verdict}", args.name))),
     }
+}
+
+/// Elements of a tensor that the simulator takes: it walks them one by one, and keeps their bytes several times.
+const MAX_ELEMENTS: u64 = 1 << 28;
+
+/// Refuses sizes whose tensors the simulator could not hold, before it asks for their memory.
+fn fits(sizes: &Sizes) -> Result<(), Failure> {
+    // Head dims are at most 512.
+    let rows = |len: u32, heads: u32| [sizes.batch, len, heads, 512];
+    let products = [
+        ("m x n", vec![sizes.m, sizes.n]),
+        ("m x k", vec![sizes.m, sizes.k]),
+        ("n x k", vec![sizes.n, sizes.k]),
+        ("batch x q-len x heads x 512", rows(sizes.q_len, sizes.heads).to_vec()),
+        ("batch x k-len x heads x 512", rows(sizes.k_len, sizes.heads.max(sizes.kv_heads)).to_vec()),
+    ];
+    for (name, sizes) in products {
+        let got = sizes.iter().fold(1u64, |all, &n| all.saturating_mul(u64::from(n)));
+        if got > MAX_ELEMENTS {
+            let text = format_args!("{name} is {got}, allowed: up to {MAX_ELEMENTS} elements; a simulator is slow");
+            return Err(Failure::input(text));
+        }
+    }
+    Ok(())
 }
 
 impl SimArgs {
@@ -112,7 +137,7 @@ fn trace(args: &SimArgs, path: &Path) -> Result<(), Failure> {
         Some("svg") => timeline.svg(0),
         _ => timeline.chrome(),
     };
-    std::fs::write(path, text).map_err(|e| Failure::input(format_args!("cannot write to {}: {e}", path.display())))?;
+    io::write_file(path, text.as_bytes())?;
     say(&format!("{}: about {} cycles", path.display(), timeline.cycles()))
 }
 

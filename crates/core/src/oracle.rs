@@ -158,10 +158,25 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// ln(e^a + e^b).
-fn log_add(a: f64, b: f64) -> f64 {
-    let (low, high) = if a < b { (a, b) } else { (b, a) };
-    if low == f64::NEG_INFINITY { high } else { high + (low - high).exp().ln_1p() }
+/// A sink's share of a row's softmax. A sink of -inf takes no part, whatever the row holds; one of +inf takes everything.
+pub fn sink_share(sink: f64, lse: f64) -> f64 {
+    match sink {
+        f64::NEG_INFINITY => 0.0,
+        _ if lse == f64::NEG_INFINITY => 0.0,
+        f64::INFINITY if lse == f64::INFINITY => 1.0,
+        _ => (sink - lse).exp(),
+    }
+}
+
+/// What weights against `max` with this sum are multiplied with, and the LSE. The larger of maximum and sink is taken out
+/// of the sum, so that the shares add up to 1 however large it is.
+fn normaliser(max: f64, sum: f64, sink: f64) -> (f64, f64) {
+    let top = if sink > max { sink } else { max };
+    if top == f64::NEG_INFINITY || sink == f64::INFINITY {
+        return (0.0, top);
+    }
+    let total = sum * (max - top).exp() + (sink - top).exp();
+    ((max - top).exp() / total, top + total.ln())
 }
 
 impl Arithmetic for Exact {
@@ -195,8 +210,8 @@ impl Arithmetic for Exact {
         let max = codes::highest(&scores, f64::NEG_INFINITY);
         let exp = |x: &[f64]| x.iter().map(|&x| codes::exponential(problem, x)).collect();
         let mut p = codes::by_groups(head, &keys, &scores, exp);
-        let lse = log_add(max + p.iter().sum::<f64>().ln(), head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY));
-        let share = if lse == f64::NEG_INFINITY { 0.0 } else { (max - lse).exp() };
+        let sink = head.bound.sink(head.head).unwrap_or(f64::NEG_INFINITY);
+        let (share, lse) = normaliser(max, p.iter().sum(), sink);
         let weighted = |p: &[f64]| {
             let mut o = vec![0.0; problem.value_dim()];
             for (p, &k) in p.iter().zip(&keys) {
@@ -234,10 +249,7 @@ impl Arithmetic for Exact {
             d_modified.push(d_s);
             d_scaled.push(d_x);
         }
-        let d_sink = match head.bound.sink(head.head) {
-            Some(sink) if row.lse != f64::NEG_INFINITY => -(sink - row.lse).exp() * delta,
-            _ => 0.0,
-        };
+        let d_sink = head.bound.sink(head.head).map_or(0.0, |sink| -sink_share(sink, row.lse) * delta);
         walk::RowGradient { d_q, d_modified, d_scaled, d_sink }
     }
 

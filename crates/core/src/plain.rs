@@ -8,7 +8,7 @@
 use crate::codes;
 use crate::exp::{self, Exp};
 use crate::inputs::{Bound, Forward, Gradients};
-use crate::oracle::{Answer, At, Exact, GradientAnswer, KeyGradient, Row};
+use crate::oracle::{Answer, At, Exact, GradientAnswer, KeyGradient, Row, sink_share};
 use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};
@@ -168,7 +168,7 @@ impl Arithmetic for Coded {
 /// is larger is taken out of the sum.
 fn normaliser(max: f32, sum: f32, sink: f32) -> (f32, f32) {
     let top = if sink > max { sink } else { max };
-    if top == f32::NEG_INFINITY {
+    if top == f32::NEG_INFINITY || sink == f32::INFINITY {
         return (0.0, top);
     }
     let total = sum * (max - top).exp() + (sink - top).exp();
@@ -284,10 +284,7 @@ fn row_gradient<T: Copy + Into<f64>>(
         d_modified.push(f64::from(round(problem, d_s)));
         d_scaled.push(f64::from(d_x));
     }
-    let d_sink = match head.bound.sink(head.head) {
-        Some(sink) if row.lse != f64::NEG_INFINITY => -((sink - row.lse) as f32).exp() * delta,
-        _ => 0.0,
-    };
+    let d_sink = head.bound.sink(head.head).map_or(0.0, |sink| -(sink_share(sink, row.lse) as f32) * delta);
     let d_q = d_q.into_iter().map(|d| f64::from(d * scale)).collect();
     walk::RowGradient { d_q, d_modified, d_scaled, d_sink: f64::from(d_sink) }
 }

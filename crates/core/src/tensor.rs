@@ -107,6 +107,33 @@ pub enum TensorError {
         /// The strides given.
         strides: Vec<usize>,
     },
+    /// More memory than there is.
+    #[error("{what} needs {bytes} bytes ({gib:.1} GiB), more than this process can have; check the sizes, or split the call", gib = *bytes as f64 / GIB)]
+    Memory {
+        /// What the memory is for.
+        what: String,
+        /// Bytes asked for.
+        bytes: usize,
+    },
+}
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// Bytes beyond which memory is asked for before it is used: below, asking would cost more than the memory.
+const ASKED: usize = 1 << 20;
+
+/// Whether the process can have this much memory now. Whoever allocates a size that a caller or a file decides asks first:
+/// an allocation that fails ends the process.
+///
+/// ```
+/// use fulgurite_core::tensor::ask_memory;
+/// assert!(ask_memory("a result", 1 << 20).is_ok());
+/// let refused = ask_memory("a result", usize::MAX / 2).unwrap_err().to_string();
+/// assert!(refused.starts_with("a result needs 9223372036854775807 bytes"), "{refused}");
+/// ```
+pub fn ask_memory(what: impl std::fmt::Display, bytes: usize) -> Result<(), TensorError> {
+    let free = bytes < ASKED || Vec::<u8>::new().try_reserve_exact(bytes).is_ok();
+    if free { Ok(()) } else { Err(TensorError::Memory { what: what.to_string(), bytes }) }
 }
 
 macro_rules! per_dtype {
@@ -496,6 +523,8 @@ impl Tensor {
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self, TensorError> {
         let (dims, _) = layout(usize::MAX, shape, None)?;
         let n = dims.count();
+        let bytes = n.checked_mul(dtype.size_bytes()).unwrap_or(usize::MAX);
+        ask_memory(format_args!("a tensor of {dtype} {shape:?}"), bytes)?;
         let data = match dtype {
             DType::F32 => Owned::F32(vec![0.0; n]),
             DType::F16 => Owned::F16(vec![f16::ZERO; n]),

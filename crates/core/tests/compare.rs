@@ -194,7 +194,10 @@ fn the_rule_is_as_published() {
     let close = |a: f64, b: f64| (a - b).abs() <= 1e-12;
     // f32: 2 x 1e-3 + 1e-6 x 4
     assert!(close(rule(DType::F32, false, false).allowed(&[4.0, 0.0], &[4.0, 1e-3]), 2e-3 + 4e-6));
-    assert!(close(rule(DType::F32, true, true).allowed(&[4.0, 0.0], &[4.0, 1e-3]), 3e-3 + 4e-6));
+    // Enough elements that one step more is not due.
+    let many = |x: f64| vec![x; compare::FEW];
+    let (want, honest) = ([vec![4.0, 0.0], many(0.0)].concat(), [vec![4.0, 1e-3], many(0.0)].concat());
+    assert!(close(rule(DType::F32, true, true).allowed(&want, &honest), 3e-3 + 4e-6));
     // bf16 at 1/1024: 0.30098 rounds to 0.30078, minus 0.3 is 0.00078 (rounded), off by 0.0002.
     let step = {
         let r = 1.0 / 1024.0;
@@ -202,19 +205,22 @@ fn the_rule_is_as_published() {
     };
     assert!(step > 1e-4);
     assert!(close(rule(DType::Bf16, false, false).allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step));
-    assert!(close(rule(DType::Bf16, true, true).allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step + 3e-4));
+    let small = many(1.0 / 1024.0);
+    assert!(close(rule(DType::Bf16, true, true).allowed(&small, &small), 2.0 * step + 3e-4));
     assert!(
         judge_lse(&[0.99e-3], &[0.0], DType::Bf16, 0.0).ok() && !judge_lse(&[1.01e-3], &[0.0], DType::Bf16, 0.0).ok()
     );
     assert!(judge_lse(&[0.99e-5], &[0.0], DType::F32, 0.0).ok() && !judge_lse(&[1.1e-5], &[0.0], DType::F32, 0.0).ok());
     // A sum of bf16 terms: both allowances.
     let sum = Rule { terms: Some(DType::Bf16), ..rule(DType::F32, false, true) };
-    assert!(close(sum.allowed(&[1.0 / 1024.0], &[1.0 / 1024.0]), 2.0 * step + 1e-6 / 1024.0));
+    assert!(close(sum.allowed(&small, &small), 2.0 * step + 1e-6 / 1024.0));
+    // Of fewer elements one step more.
+    assert!(close(sum.allowed(&small[1..], &small[1..]), 3.0 * step + 1e-6 / 1024.0));
     assert!(judge_lse(&[1000.0004], &[1000.0], DType::F32, 0.0).ok());
 }
 
 #[test]
-fn a_visible_nan_excuses_its_own_head_only() {
+fn a_nan_is_wrong_wherever_it_is_not_seen() {
     let problem = Problem::builder().dense(2, 3, 3).heads(2, 2).head_dim(2).mask(Mask::causal()).build().unwrap();
     let mut rng = Rng::new(5);
     let mut draw = || Tensor::from_f64(DType::F32, &rng.normals(24, 1.0), &[2, 3, 2, 2]).unwrap();
@@ -222,12 +228,24 @@ fn a_visible_nan_excuses_its_own_head_only() {
     v.view_mut().set_at(2 * 4, f64::NAN); // key 2 of sequence 0, head 0: only query 2 sees it
     let inputs = Inputs::new(q.view(), k.view(), v.view());
     let bound = inputs.bind(&problem).unwrap();
-    let mut forward = plain::forward(&bound).to_forward(&problem).unwrap();
-    assert!(check_forward(&bound, &forward, 0).iter().all(|(_, v)| v.ok()));
-    forward.o.view_mut().set_at(0, f64::NAN); // query 0, head 0: a kernel may have multiplied 0 by NaN
-    assert!(check_forward(&bound, &forward, 0).iter().all(|(_, v)| v.ok()));
-    forward.o.view_mut().set_at(2, f64::NAN); // query 0, head 1: nothing there is NaN
-    assert!(!check_forward(&bound, &forward, 0)[0].1.ok());
+    let honest = plain::forward(&bound).to_forward(&problem).unwrap();
+    assert!(check_forward(&bound, &honest, 0).iter().all(|(_, v)| v.ok()));
+    // Query 0 of head 0, which shares the sequence and the head, then query 0 of head 1.
+    for leak in [0, 2] {
+        let mut forward = honest.clone();
+        forward.o.view_mut().set_at(leak, f64::NAN);
+        assert!(!check_forward(&bound, &forward, 0)[0].1.ok(), "{leak}");
+    }
+}
+
+#[test]
+fn a_short_gradient_gets_one_step_more() {
+    let rule = Rule { dtype: DType::F32, softcap: false, gradient: true, terms: None };
+    let allowed = |n: usize| rule.allowed(&vec![1.0; n], &vec![1.0; n]);
+    assert_eq!(allowed(64), 1e-6);
+    assert_eq!(allowed(63), 1e-6 + f64::from(f32::EPSILON));
+    let output = Rule { gradient: false, ..rule };
+    assert_eq!(output.allowed(&[1.0], &[1.0]), 1e-6);
 }
 
 #[test]

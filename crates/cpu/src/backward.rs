@@ -4,6 +4,7 @@
 //! run of keys of one key/value head: it keeps their dK and dV and walks all tiles of queries. dQ is summed
 //! over the runs of keys in ascending order, whatever thread gets there first: each tile has a turn.
 
+mod cold;
 mod on_tiles;
 mod rows;
 
@@ -162,8 +163,6 @@ struct Space<'w> {
     q_packed: &'w mut [f32],
     d_o_turned: &'w mut [f32],
     d_q: &'w mut [f32],
-    /// A block of K without the keys that nobody sees.
-    k_copy: &'w mut [f32],
 }
 
 /// A tile with its row statistics.
@@ -200,18 +199,18 @@ impl Work<'_> {
             room.queries,
             lanes * cx.dv_pad,
             lanes * cx.d_pad,
-            BLOCK * cx.d_pad,
         ];
         with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {
             let mut arena = Arena::new(workspace);
-            let [k_packed, k, v, d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q, k_copy] =
+            let [k_packed, k, v, d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q] =
                 sizes.map(|n| arena.take(n));
-            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q, k_copy };
+            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q };
             space.d_k.fill(0.0);
             space.d_v.fill(0.0);
             let sequence = &cx.bound.sequences()[item.sequence];
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
+            let finite = cold::finite_blocks(cx, k, keys.len());
             let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
             let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
@@ -220,7 +219,7 @@ impl Work<'_> {
                 if !cx.sees_any(tile, &row.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile(&row, keys.clone(), [k, packed], v, &mut space);
+                self.tile(&row, keys.clone(), [k, packed], (v, &finite), &mut space);
                 self.add_to_d_q(item, number, &row, space.d_q, cx.d_pad);
             }
             self.store_keys(item, keys, [space.d_k, space.d_v], [cx.d_pad, cx.dv_pad]);
@@ -259,16 +258,24 @@ impl Work<'_> {
     }
 
     /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
-    fn tile(&self, row: &Row, keys: Range<usize>, [k, packed]: [KeyRows<'_>; 2], v: Matrix<'_>, space: &mut Space<'_>) {
+    fn tile(
+        &self,
+        row: &Row,
+        keys: Range<usize>,
+        [k, packed]: [KeyRows<'_>; 2],
+        (v, finite): (Matrix<'_>, &[bool]),
+        space: &mut Space<'_>,
+    ) {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let sequence = &cx.bound.sequences()[row.tile.sequence];
         cx.unit.queries(cx, &row.tile, stride, space.q, space.q_packed);
+        let mut rows_finite = true;
         for (view, n, width, out) in
             [(cx.bound.q(), cx.d, cx.d_pad, &mut *space.q), (&self.saved.d_o, cx.dv, cx.dv_pad, &mut *space.d_o)]
         {
             let rows = cx.query_rows(view.strides(), sequence);
-            cx.gather(&row.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
+            rows_finite &= cx.gather(&row.tile, &view.data(), &rows, n, &mut out[..stride * width], width);
         }
         cx.kernels.transpose(space.d_o, cx.dv_pad, space.d_o_turned, stride, stride, cx.dv_pad);
         space.d_q[..stride * cx.d_pad].fill(0.0);
@@ -277,31 +284,33 @@ impl Work<'_> {
             let [own, packed] = [k, packed].map(|k| KeyRows { rows: k.rows.at(first, 0), ..k });
             for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                self.block(row, &step, start, first, packed, v.at(first, 0), space);
-                let seen = cx.only_seen(own, cx.d_pad, space.dp, &step, stride, space.k_copy).rows;
+                let all_finite = rows_finite && finite[first / BLOCK];
+                if self.block(row, &step, (start, first, all_finite), packed, v.at(first, 0), space) {
+                    continue;
+                }
                 for seg in step.segments(1) {
                     let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
                     let ds = Matrix::new(space.dp, stride).at(key, lane);
                     let d_q = MatrixMut::at(space.d_q, cx.d_pad, lane, 0);
                     let size = [lanes, cx.d_pad, keys];
-                    cx.kernels.gemm_transposed(d_q, ds, seen.at(key, 0), size, Sum::Onto, &mut Ahead::default());
+                    let own = own.rows.at(key, 0);
+                    cx.kernels.gemm_transposed(d_q, ds, own, size, Sum::Onto, &mut Ahead::default());
                 }
             }
         }
     }
 
-    /// S, dP, P, dS, and the gradients of keys and values. `first` is the block's place in the run of keys.
-    #[allow(clippy::too_many_arguments)] // where the block stands, its operands and the workspace
+    /// S, dP, P, dS, and the gradients of keys and values. `first` is the block's place in the run of keys, `finite`
+    /// whether Q, dO and K are. True if all is done, dQ too.
     fn block(
         &self,
         row: &Row,
         step: &Step,
-        start: usize,
-        first: usize,
+        (start, first, finite): (usize, usize, bool),
         k: KeyRows<'_>,
         v: Matrix<'_>,
         space: &mut Space<'_>,
-    ) {
+    ) -> bool {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
@@ -318,25 +327,25 @@ impl Work<'_> {
             let derivative = modified.then_some(&mut *space.derivative);
             cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
         }
-        cx.kernels.grad(&mut GradArgs {
-            s: space.s,
-            dp: space.dp,
-            stride,
-            ranges: step.ranges,
-            inner: step.inner,
-            lo: &step.lo,
-            hi: &step.hi,
-            hidden: step.rest || modified,
-            lse: &row.lse,
-            max: &row.max,
-            delta: &row.delta,
-            scale: if modified { 1.0 } else { cx.problem.scale() },
-            exp: cx.exp,
-        });
+        let seen = if finite { None } else { self.partly_seen(row, step, start, space.s) };
+        cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        if let Some(seen) = &seen {
+            [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
+        }
         if modified {
+            cold::clear_past(&row.tile, stride, step, [space.s, space.dp]);
             self.through_modifier(row, step, start, [space.dp, space.derivative]);
         }
         self.round_weights(row, step, space.s);
+        if let Some(seen) = &seen {
+            let sums = cold::Sums {
+                d_k: (&mut space.d_k[first * d..], d),
+                d_v: (&mut space.d_v[first * dv..], dv),
+                d_q: (space.d_q, [d, 1]),
+            };
+            self.add_visible(row, start, seen, [space.s, space.dp], sums);
+            return true;
+        }
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let (p, ds) = (Matrix::new(space.s, stride).at(key, lane), Matrix::new(space.dp, stride).at(key, lane));
@@ -345,6 +354,27 @@ impl Work<'_> {
             cx.kernels.gemm(d_v, p, d_o, [keys, dv, lanes], Sum::Onto, &mut Ahead::default());
             let d_k = MatrixMut::at(space.d_k, d, first + key, 0);
             cx.kernels.gemm(d_k, ds, q, [keys, d, lanes], Sum::Onto, &mut Ahead::default());
+        }
+        false
+    }
+
+    /// The element-wise part of a block, from S and dP to P and dS.
+    fn grad_args<'b>(&self, row: &'b Row, step: &'b Step, s: &'b mut [f32], dp: &'b mut [f32]) -> GradArgs<'b> {
+        let modified = self.cx.problem.score_program().is_some();
+        GradArgs {
+            s,
+            dp,
+            stride: row.lanes.stride,
+            ranges: step.ranges,
+            inner: step.inner,
+            lo: &step.lo,
+            hi: &step.hi,
+            hidden: step.rest || modified,
+            lse: &row.lse,
+            max: &row.max,
+            delta: &row.delta,
+            scale: if modified { 1.0 } else { self.cx.problem.scale() },
+            exp: self.cx.exp,
         }
     }
 

@@ -4,7 +4,7 @@
 //! packed once for all rows of an item, in panels that a product broadcasts from; scores of a vector of rows and their
 //! keys stay in the first-level cache; and O is made in rows, over the keys that each few of them see.
 
-use crate::forward::{Out, with_sink};
+use crate::forward::{Out, mark_nan, with_sink};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{Ahead, BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
 use crate::skip::{Found, Item};
@@ -278,6 +278,7 @@ pub(crate) fn walk(
                     ahead: &mut ahead,
                 });
                 let (mut inverse, mut lse) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);
+                mark_nan(&mut m, &l);
                 kernels.finish(&m[..lanes], &l[..lanes], &mut inverse[..lanes], &mut lse[..lanes]);
                 if let Some(sink) = cx.bound.sink(item.head) {
                     for lane in 0..n {

@@ -10,6 +10,7 @@ use crate::memory::{Arena, SharedRows, with_results, with_workspace};
 use crate::simd::{Coming, ExpKind, LaneProbe, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
+use crate::visible::Visible;
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
 use fulgurite_core::{Precision, Rescale, Rows, Sequence, TensorView};
@@ -132,6 +133,8 @@ struct Head<'w> {
     lanes: Lanes,
     /// What this head sees of the current block, and its scores, `[key][lane]`.
     step: Option<Step>,
+    /// What its lanes see of the current block, where that is not all of it.
+    seen: Option<Visible>,
     s: &'w mut [f32],
     q: &'w mut [f32],
     o: &'w mut [f32],
@@ -181,9 +184,9 @@ fn on_vectors(
     let sizes = [BLOCK * FEW, rows * cx.d_pad, rows * cx.dv_pad];
     let room = |sizes: &[usize]| sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
     let head_room = room(&sizes);
-    let copy_room = 2 * Arena::room(BLOCK * cx.dv_pad);
+    let value_room = Arena::room(cx.dv_pad);
     let heads_room = heads * head_room * if probe.is_some() { 2 } else { 1 };
-    with_workspace(heads_room + copy_room, |workspace| {
+    with_workspace(heads_room + value_room, |workspace| {
         let mut arena = Arena::new(workspace);
         let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
         let dtype = cx.problem.dtype();
@@ -210,10 +213,10 @@ fn on_vectors(
                     Second { r, u, o, l: [0.0; MAX_LANES] }
                 });
                 let (m, l) = ([f32::NEG_INFINITY; MAX_LANES], [0.0; MAX_LANES]);
-                Head { tile, lanes: cx.lanes(&tile), step: None, s, q, o, m, l, second }
+                Head { tile, lanes: cx.lanes(&tile), step: None, seen: None, s, q, o, m, l, second }
             })
             .collect();
-        let mut copies = [0; 2].map(|_| arena.take(BLOCK * cx.dv_pad));
+        let value = arena.take(cx.dv_pad);
         let mut counters = Counters::default();
         let Range { start: first, end } = part.keys(sequence);
         let whole = sees_all(cx, part);
@@ -242,7 +245,7 @@ fn on_vectors(
             }
             for strip in (0..BLOCK).step_by(STRIP) {
                 for (h, head) in walk.iter_mut().enumerate() {
-                    head.output(cx, sequence, h, at(strip, h, [v, k], start + BLOCK), &mut copies);
+                    head.output(cx, sequence, h, at(strip, h, [v, k], start + BLOCK), value);
                 }
             }
         }
@@ -341,6 +344,10 @@ impl Head<'_> {
         if step.rest || cx.problem.score_program().is_some() {
             cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
         }
+        let decided = !step.rest && cx.problem.score_program().is_none();
+        let whole = decided && step.inner_of_all() == step.hull();
+        let sizes = [stride, cx.kernels.lanes, self.tile.rows];
+        self.seen = (!whole).then(|| Visible::new(step, sizes, self.s));
         let mut alpha = [1.0; MAX_LANES];
         let mut probe = self.second.as_mut().map(|own| LaneProbe { u: own.u, packed: &mut [], sums: &mut own.l });
         let stats = cx.kernels.softmax(
@@ -380,31 +387,18 @@ impl Head<'_> {
         cx: &Context<'_>,
         sequence: &Sequence,
         kv_head: usize,
-        Strip { start, strip, mut coming }: Strip,
-        copies: &mut [&mut [f32]; 2],
+        Strip { start, strip, coming }: Strip,
+        value: &mut [f32],
     ) {
         let seen = self.seen(strip);
-        let (Some(step), false) = (&self.step, seen.is_empty()) else { return };
+        if seen.is_empty() || self.add_visible(cx, start, &seen, value) {
+            return;
+        }
         let v = cx.bound.v();
         let rows = cx.key_rows(v.strides(), sequence);
         let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.dv]);
         let p = &self.s[seen.start * stride..];
-        let cleaned: Vec<f32>;
-        let mut values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
-        if step.rest {
-            // A key that nobody sees may hold NaN, and NaN times 0 would show.
-            let [buffer, copy] = copies;
-            let keys = start + seen.start..start + seen.end;
-            let found = cx.keys(v, sequence, kv_head, keys, [cx.dv, cx.dv_pad], buffer);
-            if !found.finite {
-                let clean = cx.only_seen(found, cx.dv, p, &step.part(&seen), stride, copy).rows;
-                let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
-                let rows = (0..seen.len()).flat_map(|key| order.iter().map(move |&i| clean.at(key, i).data[0]));
-                cleaned = rows.collect();
-                values = Strided { data: (&cleaned).into(), offset: 0, row: cx.dv };
-                coming = Coming::NOTHING;
-            }
-        }
+        let values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         let (steps, own) = ([stride, cx.dv_pad], (&mut *self.o, p));
         match &mut self.second {
             None => cx.kernels.combine(&mut [own], steps, &values, size, coming),
@@ -413,6 +407,34 @@ impl Head<'_> {
                 cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, coming);
             }
         }
+    }
+}
+
+impl Head<'_> {
+    /// The cold path: adds the keys of a strip row by row where some value is not finite and some row does not see it, and
+    /// says so.
+    fn add_visible(&mut self, cx: &Context<'_>, start: usize, keys: &Range<usize>, value: &mut [f32]) -> bool {
+        let Some(seen) = &self.seen else { return false };
+        let (v, value, mut finite) = (cx.bound.v(), &mut value[..cx.dv], true);
+        let own = || keys.clone().map(|key| start + key);
+        cx.each_key(v, &self.tile, own(), value, |_, _, known| finite &= known);
+        if finite {
+            return false;
+        }
+        let order = cx.kernels.pair_order(cx.problem.dtype(), cx.dv);
+        let (stride, rows, width) = (self.lanes.stride, self.tile.rows, cx.dv_pad);
+        let mut sums = vec![(&mut *self.o, &*self.s)];
+        sums.extend(self.second.as_mut().map(|second| (&mut *second.o, &*second.u)));
+        cx.each_key(v, &self.tile, own(), value, |key, value, _| {
+            let key = key - start;
+            for (lane, _) in seen.lanes(key)[..rows].iter().enumerate().filter(|(_, seen)| **seen) {
+                for (o, weights) in &mut sums {
+                    let (o, weight) = (&mut o[lane * width..], weights[key * stride + lane]);
+                    o.iter_mut().zip(&order).for_each(|(o, &i)| *o += weight * value[i]);
+                }
+            }
+        });
+        true
     }
 }
 
@@ -433,10 +455,14 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
     for lane in 0..tile.rows {
         let weights = Weights::new(all.iter().map(|part| Log::<Natural>::new(part[lane])));
         let row = |first: usize| all.iter().map(move |part| &part[first + lane * cx.dv..first + (lane + 1) * cx.dv]);
-        let sum = weights.sum(all.iter().map(|part| part[FEW + lane]));
+        let mut sum = weights.sum(all.iter().map(|part| part[FEW + lane]));
         weights.rows(row(2 * FEW), &mut o);
         let top = weights.top().get();
         let (mut inverse, mut lse) = ([0.0], [0.0]);
+        // A part of NaN scores has no maximum, and would be left out.
+        let nan = all.iter().any(|part| part[FEW + lane].is_nan());
+        let top = if nan { f32::NAN } else { top };
+        sum = if nan { f32::NAN } else { sum };
         crate::evaluate::finish(&[top], &[sum], &mut inverse, &mut lse);
         let (q, head) = cx.row(&tile, lane);
         let (mut factor, mut lse) = (inverse[0], lse[0]);

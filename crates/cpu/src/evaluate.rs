@@ -71,7 +71,7 @@ pub(crate) fn tanh(x: f32) -> f32 {
     if x.abs() < 0.625 { near } else { far }
 }
 
-/// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE.
+/// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
     for (((&m, &l), inverse), lse) in m.iter().zip(l).zip(inverse).zip(lse) {

@@ -341,6 +341,11 @@ pub(crate) fn fold(
     State { s, scratch, ahead, counters }: &mut State<'_, '_>,
 ) {
     scores(cx, row, step, start, k, s, &mut ahead[0]);
+    let stride = row.lanes.stride;
+    let seen = match policy {
+        Policy::MaxOnly => None,
+        _ => cx.hidden_values(&row.tile, stride, step, start, v, s, scratch.values),
+    };
     let before = (row.m, row.l);
     let (mut stats, mut alpha) = softmax(cx, row, step, s, [k, v], scratch, policy);
     if stats.distrusted > 0 {
@@ -355,11 +360,14 @@ pub(crate) fn fold(
     }
     counters.rescales_possible += u64::from(stats.possible);
     counters.rescales_done += u64::from(stats.rescaled);
-    let stride = row.lanes.stride;
     if stats.rescaled > 0 && !cx.unit.rescales() {
         cx.kernels.scale_lanes(row.o, &alpha[..stride]);
     }
     cx.round_weights(step, stride, s);
+    if let Some(seen) = seen {
+        // The cold path: values that are not finite, and lanes that do not see them.
+        return cx.add_visible(&row.tile, start, &seen, s, row.o, scratch.values);
+    }
     let products = Products { step, stride, ahead: &mut ahead[1] };
     cx.unit.output(cx, products, v, s, row.o, scratch);
 }
@@ -416,6 +424,7 @@ pub(crate) fn softmax(
 pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
     let stride = row.lanes.stride;
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+    mark_nan(&mut row.m, &row.l);
     cx.kernels.finish(&row.m, &row.l, &mut inverse, &mut lse);
     for lane in 0..row.tile.rows {
         if let Some(sink) = cx.bound.sink(row.lanes.head[lane] as usize) {
@@ -451,12 +460,22 @@ pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out:
     }
 }
 
+/// A NaN score is no maximum, but its sum is NaN: gives such lanes a maximum that tells them from lanes without keys.
+pub(crate) fn mark_nan(m: &mut [f32], l: &[f32]) {
+    for (m, &l) in m.iter_mut().zip(l) {
+        *m = if l.is_nan() { f32::NAN } else { *m };
+    }
+}
+
 /// The sink joins the denominator: new factor for O, new LSE.
 pub(crate) fn with_sink(inverse: f32, lse: f32, sink: f64) -> (f32, f32) {
     let old = f64::from(lse);
     let top = old.max(sink);
     if top == f64::NEG_INFINITY {
         return (inverse, lse);
+    }
+    if sink == f64::INFINITY {
+        return (0.0, f32::INFINITY);
     }
     let new = top + ((old - top).exp() + (sink - top).exp()).ln();
     ((f64::from(inverse) * (old - new).exp()) as f32, new as f32)

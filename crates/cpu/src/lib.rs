@@ -28,6 +28,7 @@ mod skip;
 mod step;
 mod tiles;
 mod unit;
+mod visible;
 mod window;
 
 pub use gated_delta::{DeltaCounters, DeltaForm, DeltaSegments, gated_delta_backward, gated_delta_forward};
@@ -124,6 +125,9 @@ pub struct Options {
 }
 
 impl Options {
+    /// More threads are never used, whatever is asked for.
+    pub const MAX_THREADS: usize = 4096;
+
     fn kernels(&self) -> &'static simd::Kernels {
         let chosen = self.isa.and_then(simd::kernels);
         let best = || Isa::ALL.into_iter().find_map(simd::kernels);
@@ -133,7 +137,7 @@ impl Options {
         self.rescale.unwrap_or(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT))
     }
     fn threads(&self) -> usize {
-        self.threads.unwrap_or_else(pool::default_threads).max(1)
+        self.threads.unwrap_or_else(pool::default_threads).clamp(1, Self::MAX_THREADS)
     }
 }
 

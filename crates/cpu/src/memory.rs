@@ -75,9 +75,11 @@ pub(crate) struct Kept {
 impl Kept {
     pub fn new(len: usize) -> Self {
         let want = len + LINE / 4;
-        let mut spare = SPARE.lock().unwrap_or_else(|e| e.into_inner());
-        let found = spare.iter().position(|buffer| buffer.len() >= want).map(|i| spare.swap_remove(i));
-        drop(spare);
+        // Never waited for: in a child of `fork` a thread that is gone may hold it.
+        let found = SPARE.try_lock().ok().and_then(|mut spare| {
+            let found = spare.iter().position(|buffer| buffer.len() >= want);
+            found.map(|i| spare.swap_remove(i))
+        });
         Kept { buffer: found.unwrap_or_else(|| vec![0.0; want]), len }
     }
     fn start(&self) -> usize {
@@ -87,7 +89,7 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        let mut spare = SPARE.lock().unwrap_or_else(|e| e.into_inner());
+        let Ok(mut spare) = SPARE.try_lock() else { return };
         let kept: usize = spare.iter().map(Vec::len).sum();
         if kept + self.buffer.len() <= KEPT_SPARE && !self.buffer.is_empty() {
             spare.push(std::mem::take(&mut self.buffer));

@@ -4,49 +4,79 @@
 //! spin for a short while and then sleep. Items are handed out one by one from a shared counter and the
 //! caller takes items too, so a worker that wakes late (or never, on a busy machine) delays nothing. Which
 //! thread runs an item must not matter to its result.
+//!
+//! Several callers share the workers: one that has finished an item goes over to a job with fewer of them.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// How long a worker spins after a job before it sleeps: longer than the gap between the calls of a layer,
 /// shorter than what another process would miss.
 const SPIN: Duration = Duration::from_micros(200);
 
+/// How long workers beyond the number of cores sleep before they end.
+const IDLE: Duration = Duration::from_secs(5);
+
 /// A job as workers see it: the caller keeps it alive until the last worker has left.
-#[derive(Clone, Copy)]
 struct Job {
+    number: usize,
     work: *const (dyn Fn(usize) + Sync),
     next: *const AtomicUsize,
     items: usize,
-    /// Workers that may still join.
+    /// Workers that may still join, and those inside.
     seats: usize,
+    inside: usize,
+    panic: Option<Box<dyn Any + Send>>,
 }
 
-// SAFETY: the pointers are used only between joining and leaving, while the caller waits in `run`.
+// SAFETY: the pointers are used only while the job is in the list, and its caller waits in `run` until it takes it out.
 unsafe impl Send for Job {}
 
+impl Job {
+    /// Whether a worker could take an item.
+    fn is_open(&self) -> bool {
+        // SAFETY: the job is in the list, so the caller's counter lives.
+        self.seats > 0 && unsafe { &*self.next }.load(Ordering::Relaxed) < self.items
+    }
+}
+
 struct State {
-    job: Option<Job>,
-    /// Workers inside the current job.
-    inside: usize,
-    panic: Option<Box<dyn std::any::Any + Send>>,
+    jobs: Vec<Job>,
+    /// Jobs so far.
+    count: usize,
     workers: usize,
 }
 
+impl State {
+    fn job(&mut self, number: usize) -> &mut Job {
+        let found = self.jobs.iter_mut().find(|job| job.number == number);
+        found.expect("bug in fulgurite: a job ended before its workers")
+    }
+
+    /// The open job with the fewest workers.
+    fn neediest(&mut self) -> Option<&mut Job> {
+        self.jobs.iter_mut().filter(|job| job.is_open()).min_by_key(|job| job.inside)
+    }
+}
+
 struct Pool {
+    /// The process whose threads these are: a child of `fork` has none of them.
+    process: u32,
     state: Mutex<State>,
     wake: Condvar,
     left: Condvar,
     /// Raised with every job, so that spinning workers need no lock.
     epoch: AtomicUsize,
-    /// One job at a time; a second caller works alone.
-    busy: Mutex<()>,
+    /// Jobs in the list: with one alone, workers need not look for another.
+    open: AtomicUsize,
 }
 
-static POOL: OnceLock<Pool> = OnceLock::new();
+static POOL: AtomicPtr<Pool> = AtomicPtr::new(null_mut());
 
 thread_local! {
     static IN_JOB: Cell<bool> = const { Cell::new(false) };
@@ -59,19 +89,10 @@ pub fn default_threads() -> usize {
 
 /// Runs `work(0)` to `work(items - 1)`, each once, on at most `threads` threads, and returns when all are done.
 pub fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
-    let alone = || (0..items).for_each(work);
     if threads.min(items) <= 1 || IN_JOB.get() {
-        return alone();
+        return (0..items).for_each(work);
     }
-    let pool = POOL.get_or_init(|| Pool {
-        state: Mutex::new(State { job: None, inside: 0, panic: None, workers: 0 }),
-        wake: Condvar::new(),
-        left: Condvar::new(),
-        epoch: AtomicUsize::new(0),
-        busy: Mutex::new(()),
-    });
-    let Ok(_turn) = pool.busy.try_lock() else { return alone() };
-    pool.run(threads.min(items), items, work);
+    Pool::get().run(threads.min(items), items, work);
 }
 
 /// Runs `work(i, item)` for each item, on at most `threads` threads: for items that own the part of a result they write.
@@ -84,6 +105,36 @@ pub fn each<T: Send>(threads: usize, items: impl IntoIterator<Item = T>, work: i
 }
 
 impl Pool {
+    /// The pool of this process. A child of `fork` gets its own: of the parent's, threads are gone and locks may be held.
+    fn get() -> &'static Pool {
+        let process = std::process::id();
+        let found = POOL.load(Ordering::Acquire);
+        // SAFETY: null, or a pool that was leaked below.
+        if let Some(pool) = unsafe { found.as_ref() }
+            && pool.process == process
+        {
+            return pool;
+        }
+        let new = Box::into_raw(Box::new(Pool {
+            process,
+            state: Mutex::new(State { jobs: Vec::new(), count: 0, workers: 0 }),
+            wake: Condvar::new(),
+            left: Condvar::new(),
+            epoch: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+        }));
+        match POOL.compare_exchange(found, new, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: leaked just now, and never freed.
+            Ok(_) => unsafe { &*new },
+            Err(other) => {
+                // SAFETY: nobody else has seen it.
+                drop(unsafe { Box::from_raw(new) });
+                // SAFETY: another thread of this process leaked it, and it is never freed.
+                unsafe { &*other }
+            }
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while the lock is held; a poisoned lock is still consistent.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
@@ -93,7 +144,7 @@ impl Pool {
         let next = AtomicUsize::new(0);
         // SAFETY: only the lifetime changes; `run` returns after the last worker has left the job.
         let work_static: *const (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
-        {
+        let number = {
             let mut state = self.lock();
             while state.workers < threads - 1 {
                 let spawned = std::thread::Builder::new().name("fulgurite".into()).spawn(|| self.worker());
@@ -102,25 +153,32 @@ impl Pool {
                 }
                 state.workers += 1;
             }
-            state.job = Some(Job { work: work_static, next: &next, items, seats: threads - 1 });
+            state.count += 1;
+            let number = state.count;
+            let (seats, inside, panic) = (threads - 1, 0, None);
+            state.jobs.push(Job { number, work: work_static, next: &next, items, seats, inside, panic });
+            self.open.store(state.jobs.len(), Ordering::Relaxed);
             self.epoch.fetch_add(1, Ordering::Release);
-        }
+            number
+        };
         self.wake.notify_all();
-        let own = catch_unwind(AssertUnwindSafe(|| take_items(&next, items, work)));
+        let own = catch_unwind(AssertUnwindSafe(|| take_items(&next, items, work, || false)));
         let mut state = self.lock();
-        state.job = None; // nobody joins any more
+        state.job(number).seats = 0; // nobody joins any more
         let mut spins = 0;
-        while state.inside > 0 {
+        while state.job(number).inside > 0 {
             // A worker is usually a fraction of an item away from done.
             drop(state);
             std::hint::spin_loop();
             spins += 1;
             state = self.lock();
-            if spins > 2000 && state.inside > 0 {
+            if spins > 2000 && state.job(number).inside > 0 {
                 state = self.left.wait(state).unwrap_or_else(|e| e.into_inner());
             }
         }
-        let panic = state.panic.take();
+        let panic = state.job(number).panic.take();
+        state.jobs.retain(|job| job.number != number);
+        self.open.store(state.jobs.len(), Ordering::Relaxed);
         drop(state);
         if let Err(cause) = own {
             resume_unwind(cause);
@@ -128,6 +186,17 @@ impl Pool {
         if let Some(cause) = panic {
             resume_unwind(cause);
         }
+    }
+
+    /// Whether a worker of a job is missed more in another.
+    fn is_missed(&self, number: usize) -> bool {
+        if self.open.load(Ordering::Relaxed) < 2 {
+            return false;
+        }
+        let mut state = self.lock();
+        let here = state.job(number).inside;
+        // Over there it would be one more.
+        state.neediest().is_some_and(|job| job.number != number && job.inside + 1 < here)
     }
 
     fn worker(&'static self) {
@@ -141,31 +210,34 @@ impl Pool {
                 }
             }
             let mut state = self.lock();
-            let job = loop {
-                let epoch = self.epoch.load(Ordering::Acquire);
-                if epoch != seen {
-                    seen = epoch;
-                    if let Some(job) = &mut state.job
-                        && job.seats > 0
-                    {
-                        job.seats -= 1;
-                        break *job;
-                    }
+            let (number, work, next, items) = loop {
+                seen = self.epoch.load(Ordering::Acquire);
+                if let Some(job) = state.neediest() {
+                    job.seats -= 1;
+                    job.inside += 1;
+                    break (job.number, job.work, job.next, job.items);
                 }
-                state = self.wake.wait(state).unwrap_or_else(|e| e.into_inner());
+                let (back, slept) = self.wake.wait_timeout(state, IDLE).unwrap_or_else(|e| e.into_inner());
+                state = back;
+                if slept.timed_out() && state.workers >= default_threads() {
+                    state.workers -= 1;
+                    return;
+                }
             };
-            state.inside += 1;
             drop(state);
             let done = catch_unwind(AssertUnwindSafe(|| {
-                // SAFETY: `inside` was raised under the lock while the job was open, so the caller of `run`
+                // SAFETY: `inside` was raised under the lock while the job was in the list, so the caller of `run`
                 // waits for this worker to leave before `work` and `next` end.
-                let (next, work) = unsafe { (&*job.next, &*job.work) };
-                take_items(next, job.items, work);
+                let (next, work) = unsafe { (&*next, &*work) };
+                take_items(next, items, work, || self.is_missed(number));
             }));
             let mut state = self.lock();
-            state.inside -= 1;
+            let job = state.job(number);
+            job.inside -= 1;
+            // Its seat is free again, unless the caller is about to leave.
+            job.seats += usize::from(job.is_open());
             if let Err(cause) = done {
-                state.panic.get_or_insert(cause);
+                job.panic.get_or_insert(cause);
             }
             drop(state);
             self.left.notify_all();
@@ -173,7 +245,8 @@ impl Pool {
     }
 }
 
-fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync)) {
+/// Takes items until there are none, or until `leave` says so.
+fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync), leave: impl Fn() -> bool) {
     let nested = IN_JOB.replace(true);
     // Also restored when `work` panics, so that the thread can serve later jobs.
     struct Restore(bool);
@@ -189,6 +262,9 @@ fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync)) {
             return;
         }
         work(item);
+        if leave() {
+            return;
+        }
     }
 }
 
@@ -229,6 +305,58 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_pool_survives() {
         let caught = catch_unwind(|| run(2, 64, &|i| assert!(i != 40, "item 40")));
         assert!(caught.is_err());
-        run(2, 8, &|_| {});
+        // Not only to the end, but on as many threads as before.
+        for _ in 0..3 {
+            assert_eq!(threads_of(2, 1), 2);
+        }
+    }
+
+    /// How many threads take part in a job whose items wait for one another; `callers` run one such job each at a time.
+    fn threads_of(threads: usize, callers: usize) -> usize {
+        let one = || {
+            let ids = Mutex::new(std::collections::HashSet::new());
+            let started = Instant::now();
+            run(threads, threads * 64, &|_| {
+                ids.lock().unwrap().insert(std::thread::current().id());
+                // Until everybody is there, or for long enough that everybody could be.
+                while ids.lock().unwrap().len() < threads && started.elapsed() < Duration::from_secs(2) {
+                    std::thread::yield_now();
+                }
+            });
+            ids.into_inner().unwrap().len()
+        };
+        std::thread::scope(|scope| {
+            let all: Vec<_> = (0..callers).map(|_| scope.spawn(one)).collect();
+            all.into_iter().map(|caller| caller.join().unwrap()).min().unwrap()
+        })
+    }
+
+    #[test]
+    fn several_callers_share_the_workers() {
+        // A long job has both workers, then another caller comes: one of them goes over.
+        let (entered, over) = (AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                run(3, 1 << 20, &|_| {
+                    entered.fetch_add(1, Ordering::Relaxed);
+                    if over.load(Ordering::Relaxed) == 0 {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                })
+            });
+            while entered.load(Ordering::Relaxed) < 3 {
+                std::thread::yield_now();
+            }
+            let ids = Mutex::new(std::collections::HashSet::new());
+            let started = Instant::now();
+            run(3, 4000, &|_| {
+                ids.lock().unwrap().insert(std::thread::current().id());
+                if ids.lock().unwrap().len() < 2 && started.elapsed() < Duration::from_secs(20) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+            over.store(1, Ordering::Relaxed);
+            assert!(ids.into_inner().unwrap().len() >= 2, "the second caller worked alone");
+        });
     }
 }

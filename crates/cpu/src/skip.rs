@@ -488,12 +488,19 @@ impl<'w> Walker<'w> {
             if !(scored && alone) {
                 scores(cx, &self.row, step, origin, k, s, &mut ahead[0]);
             }
+            let seen = cx.hidden_values(&self.row.tile, stride, step, origin, v, s, scratch.values);
             let (stats, alpha) = softmax(cx, &mut self.row, step, s, [k, v], scratch, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }
-            let products = Products { step, stride, ahead: &mut ahead[1] };
-            cx.unit.output(cx, products, v, s, self.row.o, scratch);
+            match seen {
+                // Values that are not finite, and lanes that do not see them.
+                Some(seen) => cx.add_visible(&self.row.tile, origin, &seen, s, self.row.o, scratch.values),
+                None => {
+                    let products = Products { step, stride, ahead: &mut ahead[1] };
+                    cx.unit.output(cx, products, v, s, self.row.o, scratch);
+                }
+            }
         }
     }
 }

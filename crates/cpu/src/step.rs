@@ -1,6 +1,6 @@
 //! Which parts of a block of scores a tile computes, and the rectangles in which they are multiplied.
 
-use crate::simd::MAX_VECTORS;
+use crate::simd::{DEPTH, MAX_VECTORS};
 use crate::tiles::MAX_LANES;
 use std::ops::Range;
 
@@ -65,6 +65,30 @@ impl Step {
             hi: self.hi,
             rest: self.rest,
         }
+    }
+
+    /// Whether a lane sees a key, as far as intervals tell, in vectors of `width`.
+    pub fn sees(&self, key: usize, lane: usize, width: usize) -> bool {
+        let ((start, end), (first, last)) = (self.ranges[lane / width], self.inner[lane / width]);
+        let at = key as f32;
+        let inside = (first..last).contains(&key) || (self.lo[lane] <= at && at < self.hi[lane]);
+        (start..end).contains(&key) && inside
+    }
+
+    /// Keys that every lane of every vector in use sees, as far as intervals tell.
+    pub fn inner_of_all(&self) -> Range<usize> {
+        let used = || self.ranges.iter().zip(&self.inner).filter(|((a, b), _)| a < b).map(|(_, inner)| inner);
+        let start = used().map(|inner| inner.0).max().unwrap_or(0);
+        start..used().map(|inner| inner.1).min().unwrap_or(0)
+    }
+
+    /// Whether every lane of every vector in use sees whole tiles of keys, or all up to the last of `keys`: whoever
+    /// multiplies then multiplies nothing else.
+    pub fn is_whole(&self, keys: usize) -> bool {
+        let whole = |(&(a, b), inner): (&(usize, usize), &(usize, usize))| {
+            a >= b || ((a, b) == *inner && a.is_multiple_of(DEPTH) && (b.is_multiple_of(DEPTH) || b == keys))
+        };
+        self.ranges.iter().zip(&self.inner).all(whole)
     }
 
     /// Whether some lane gives a key a weight other than 0. `weights` is the tile of scores after softmax, in

@@ -372,16 +372,19 @@ impl<'a> Context<'a> {
     }
 
     /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded.
-    pub fn gather(&self, tile: &Tile, data: &Data<'_>, rows: &Rows, n: usize, out: &mut [f32], width: usize) {
+    /// True if all are finite.
+    pub fn gather(&self, tile: &Tile, data: &Data<'_>, rows: &Rows, n: usize, out: &mut [f32], width: usize) -> bool {
+        let mut finite = true;
         for (lane, row) in out.chunks_exact_mut(width).enumerate() {
             if lane < tile.rows {
                 let (q, head) = self.row(tile, lane);
-                self.kernels.widen(data, rows.at(q, head), &mut row[..n]);
+                finite &= self.kernels.widen(data, rows.at(q, head), &mut row[..n]);
                 row[n..].fill(0.0);
             } else {
                 row.fill(0.0);
             }
         }
+        finite
     }
 
     /// Q^T of a tile times `scale`, `[d][lane]`; `rows` is scratch of the same size.

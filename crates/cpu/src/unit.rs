@@ -6,7 +6,7 @@
 use crate::memory::Arena;
 use crate::simd::{
     Ahead, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Place, Policy, RowsAt,
-    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, forget, parts,
+    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -121,7 +121,8 @@ pub(crate) trait Unit: Sync {
         scratch.packed = false;
         cx.kernels.softmax(args, scratch.probe.as_mut())
     }
-    /// O += V^T P, after `softmax`.
+    /// O += V^T P, after `softmax`. All values that lanes do not see must be finite
+    /// ([`hidden_values`](Context::hidden_values)).
     fn output(
         &self,
         cx: &Context<'_>,
@@ -200,15 +201,14 @@ impl Unit for Vectors {
         v: KeyRows<'_>,
         p: &[f32],
         o: &mut [f32],
-        scratch: &mut Scratch<'_>,
+        _: &mut Scratch<'_>,
     ) {
         let Products { step, stride, ahead } = products;
-        let v = cx.only_seen(v, cx.dv_pad, p, step, stride, scratch.values).rows;
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let p = Matrix::new(p, stride).at(key, lane);
             let o = MatrixMut::at(o, stride, 0, lane);
-            cx.kernels.gemm_transposed(o, v.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, ahead);
+            cx.kernels.gemm_transposed(o, v.rows.at(key, 0), p, [cx.dv, lanes, keys], Sum::Onto, ahead);
         }
     }
 }
@@ -345,15 +345,6 @@ impl Unit for MatrixKernels {
     ) {
         let Products { step, stride, ahead } = products;
         let Sizes { parts, weight_parts, block, dv, .. } = Sizes::new(self, cx);
-        let mut values = v.rows.data;
-        if !v.finite {
-            // The cold path: times a weight of 0, a NaN that nobody may see would show.
-            let spare = &mut scratch.values[..values.len()];
-            spare.copy_from_slice(values);
-            let unused = |key: &usize| !step.weighs(*key, p, stride, GROUP);
-            (0..block * DEPTH).filter(unused).for_each(|key| forget(spare, [dv, block, parts], key));
-            values = spare;
-        }
         let packed = &mut *scratch.weights;
         let groups = if scratch.packed { 0 } else { stride / GROUP };
         for (z, to) in packed.chunks_exact_mut(Panels::room(1, block, weight_parts)).take(groups).enumerate() {
@@ -362,7 +353,7 @@ impl Unit for MatrixKernels {
         }
         for seg in step.paired_segments(DEPTH, Cover::Seen) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
-            let v = Panels::new(values, block, parts).at(0, key / DEPTH);
+            let v = Panels::new(v.rows.data, block, parts).at(0, key / DEPTH);
             let p = Panels::new(packed, block, weight_parts).at(lane / GROUP, key / DEPTH);
             let o = MatrixMut::at(o, stride, 0, lane);
             self.multiply(o, v, p, [dv, lanes / GROUP, keys / DEPTH], Sum::Onto, ahead);

@@ -57,6 +57,9 @@ pub trait Engine: Send + Sync {
 
     /// Attention, into new tensors.
     fn forward(&self, problem: &Problem, inputs: &Inputs<'_>, run: &Run<'_>) -> Result<Forward, Error> {
+        // All that can be refused is refused before memory is asked for: offsets may name more rows than there are.
+        self.supports(problem)?;
+        inputs.bind_unlooked(problem)?;
         let mut forward = Forward::zeros(problem)?;
         self.forward_into(problem, inputs, &mut forward.outputs(), run)?;
         Ok(forward)
@@ -70,6 +73,9 @@ pub trait Engine: Send + Sync {
         saved: &Saved<'_>,
         run: &Run<'_>,
     ) -> Result<Gradients, Error> {
+        self.supports(problem)?;
+        inputs.bind_unlooked(problem)?;
+        saved.check(problem)?;
         let mut gradients = Gradients::zeros(problem)?;
         self.backward_into(problem, inputs, saved, &mut gradients.outputs(), run)?;
         Ok(gradients)

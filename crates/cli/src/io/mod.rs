@@ -6,6 +6,8 @@ pub mod safetensors;
 use crate::Failure;
 use fulgurite::{DType, Tensor};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// A tensor as a file holds it.
@@ -93,33 +95,135 @@ pub fn write_files(files: &[(PathBuf, Vec<u8>)]) -> Result<(), Failure> {
     place(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
 }
 
+/// Characters of a name that are shown.
+const MAX_NAME: usize = 120;
+
+/// A name out of a file as it may be shown: a terminal would take control characters for commands.
+pub(crate) fn plain(name: &str) -> String {
+    let mut shown: String = name.chars().take(MAX_NAME).flat_map(Shown::new).collect();
+    if name.chars().nth(MAX_NAME).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
+
+/// A character, or its escape.
+enum Shown {
+    Itself(Option<char>),
+    Escaped(std::char::EscapeDefault),
+}
+
+impl Shown {
+    fn new(c: char) -> Shown {
+        // Marks that turn the order of writing are no control characters, and forge lines all the same.
+        let turns = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if c.is_control() || turns { Shown::Escaped(c.escape_default()) } else { Shown::Itself(Some(c)) }
+    }
+}
+
+impl Iterator for Shown {
+    type Item = char;
+    fn next(&mut self) -> Option<char> {
+        match self {
+            Shown::Itself(c) => c.take(),
+            Shown::Escaped(all) => all.next(),
+        }
+    }
+}
+
+/// Refuses an output that cannot be written, before any work.
+pub fn can_write(path: &Path, format: Format) -> Result<(), Failure> {
+    let file = match format {
+        Format::Safetensors => path.to_path_buf(),
+        Format::Npy => path.join("o.npy"),
+    };
+    Parts(Vec::new()).begin(&file).map(|_| ())
+}
+
+fn failed(path: &Path, e: &std::io::Error) -> Failure {
+    Failure::work(format_args!("cannot write {}: {}", path.display(), reason(e)))
+}
+
 fn place(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
-    let failed = |path: &Path, e| Failure::work(format_args!("cannot write {}: {}", path.display(), reason(&e)));
+    let mut names: Vec<PathBuf> = files.iter().map(|(path, _)| target(path)).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        let text = format_args!("{} would be written twice, allowed: a name for each output", twice[0].display());
+        return Err(Failure::input(text));
+    }
     let mut parts = Parts(Vec::new());
     for &(path, bytes) in files {
-        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            std::fs::create_dir_all(folder).map_err(|e| failed(path, e))?;
-        }
-        // A link stays one; a terminal or a pipe has no name to take over.
-        let to = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
-        if to.metadata().is_ok_and(|data| !data.is_file()) {
-            std::fs::write(&to, bytes).map_err(|e| failed(path, e))?;
+        let Some(mut file) = parts.begin(path)? else {
+            // A terminal or a pipe has no name to take over.
+            std::fs::write(target(path), bytes).map_err(|e| failed(path, &e))?;
             continue;
-        }
-        let mut part = to.clone().into_os_string();
-        part.push(format!(".{}.part", std::process::id()));
-        parts.0.push((PathBuf::from(part), to));
-        let (part, _) = &parts.0[parts.0.len() - 1];
-        std::fs::write(part, bytes).map_err(|e| failed(path, e))?;
+        };
+        // On the disk before it gets its name: else a power cut leaves an empty file under it.
+        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|e| failed(path, &e))?;
     }
     for (part, to) in &parts.0 {
-        std::fs::rename(part, to).map_err(|e| failed(to, e))?;
+        std::fs::rename(part, to).map_err(|e| failed(to, &e))?;
     }
     Ok(())
 }
 
+/// Where a path leads: a link stays a link, also one to a file that does not exist yet.
+fn target(path: &Path) -> PathBuf {
+    let mut path = path.to_path_buf();
+    for _ in 0..40 {
+        let Ok(next) = std::fs::read_link(&path) else { break };
+        path = path.parent().map_or_else(|| next.clone(), |folder| folder.join(&next));
+    }
+    std::fs::canonicalize(&path).unwrap_or(path)
+}
+
 /// Files under other names, and their own; what is left of them at the end is removed.
 struct Parts(Vec<(PathBuf, PathBuf)>);
+
+impl Parts {
+    /// Creates a file beside the one that it is to replace, with the same mode; `None` where that is no file. What a process
+    /// that was ended left there is removed.
+    fn begin(&mut self, path: &Path) -> Result<Option<File>, Failure> {
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(|e| failed(path, &e))?;
+        }
+        let to = target(path);
+        let before = to.metadata().ok();
+        if before.as_ref().is_some_and(|data| data.is_dir()) {
+            return Err(Failure::input(format_args!("cannot write {}: it is a folder", path.display())));
+        }
+        if before.as_ref().is_some_and(|data| !data.is_file()) {
+            return Ok(None);
+        }
+        remove_left(&to);
+        let mut part = to.clone().into_os_string();
+        part.push(format!(".{}.part", std::process::id()));
+        self.0.push((PathBuf::from(part), to));
+        let (part, _) = &self.0[self.0.len() - 1];
+        let file = File::create(part).map_err(|e| failed(path, &e))?;
+        if let Some(data) = before {
+            file.set_permissions(data.permissions()).map_err(|e| failed(path, &e))?;
+        }
+        Ok(Some(file))
+    }
+}
+
+/// Removes what earlier processes, ended while they wrote, left beside a file.
+fn remove_left(to: &Path) {
+    let (Some(folder), Some(name)) = (to.parent(), to.file_name().and_then(|name| name.to_str())) else { return };
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    let processes = Path::new("/proc/self").exists();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let own = entry.file_name();
+        let number = own.to_str().and_then(|own| own.strip_prefix(name)?.strip_prefix('.')?.strip_suffix(".part"));
+        if let Some(number) = number.and_then(|n| n.parse::<u32>().ok())
+            && processes
+            && !Path::new("/proc").join(number.to_string()).exists()
+        {
+            _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
 
 impl Drop for Parts {
     fn drop(&mut self) {

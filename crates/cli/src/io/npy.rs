@@ -57,7 +57,7 @@ pub fn decode(bytes: &[u8]) -> Result<Stored, String> {
         "f4" | "i4" => 4,
         "f2" => 2,
         "i8" => 8,
-        other => return Ok(Stored::Other(other.to_string())),
+        other => return Ok(Stored::Other(format!("npy type {other} (sizes in bytes)"))),
     };
     let shape: Result<Vec<usize>, _> = file.shape().iter().map(|&n| usize::try_from(n)).collect();
     let shape = shape.map_err(|_| format!("shape {:?} overflows the address space; check the sizes", file.shape()))?;

@@ -1,6 +1,6 @@
 //! Tensors in a safetensors file.
 
-use super::{Stored, Tensors, narrow, reason};
+use super::{Stored, Tensors, narrow, plain, reason};
 use fulgurite::{DType, Tensor, bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::BTreeMap;
@@ -24,12 +24,14 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn decode(bytes: &[u8]) -> Result<Tensors, String> {
-    let file = SafeTensors::deserialize(bytes)
-        .map_err(|e| format!("not a whole safetensors file ({e}); write it again, it may be cut off"))?;
+    let file = SafeTensors::deserialize(bytes).map_err(|e| {
+        format!("not a whole safetensors file ({}); write it again, it may be cut off", plain(&e.to_string()))
+    })?;
     let mut tensors = Tensors::new();
     for (name, view) in file.iter() {
+        let name = plain(name);
         let stored = tensor(&view).map_err(|e| format!("`{name}`: {e}"))?;
-        tensors.insert(name.to_string(), stored);
+        tensors.insert(name, stored);
     }
     Ok(tensors)
 }

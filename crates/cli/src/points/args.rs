@@ -1,8 +1,12 @@
 //! The arguments of `cluster`, `neighbors` and `svd`.
 
 use clap::Subcommand;
+use clap::builder::RangedU64ValueParser;
 use fulgurite::neighbors::Metric;
 use std::path::PathBuf;
+
+/// As many as attention takes.
+const MAX_THREADS: u64 = fulgurite::Settings::MAX_THREADS as u64;
 
 /// Rows in and out.
 #[derive(Debug, Clone, clap::Args)]
@@ -19,8 +23,8 @@ pub struct RowsArgs {
     /// Write a page with a picture: the first two components, coloured
     #[arg(long, value_name = "FILE.html")]
     pub report: Option<PathBuf>,
-    /// Threads; one a core if not given
-    #[arg(long, value_name = "N")]
+    /// Threads, 1 to 4096; one a core if not given
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_THREADS))]
     pub threads: Option<usize>,
     /// Print the result as JSON
     #[arg(long)]

@@ -38,6 +38,33 @@ pub(super) enum Poison {
     Padding,
     /// These, and keys that the mask hides from every query.
     Hidden,
+    /// A row or two of one tensor: keys (or values) that some query is denied, or queries (or rows of d_o) that are denied
+    /// some key. What does see them is not finite either; all else must stay as it is.
+    Denied(Operand),
+    /// A few queries, whatever they see: their rows are NaN, and no others.
+    Rows,
+}
+
+/// The tensor that [`Poison::Denied`] spoils.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operand {
+    Query,
+    Key,
+    Value,
+    OutputGradient,
+}
+
+impl Operand {
+    pub const ALL: [Operand; 4] = [Operand::Query, Operand::Key, Operand::Value, Operand::OutputGradient];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Operand::Query => "q",
+            Operand::Key => "k",
+            Operand::Value => "v",
+            Operand::OutputGradient => "d_o",
+        }
+    }
 }
 
 /// A case before its tensors exist.
@@ -176,13 +203,31 @@ impl Recipe {
         if let Some(blocks) = self.blocks {
             case = with_blocks(case, blocks, self.builder, rng);
         }
-        if let Some(poison) = self.poison {
-            let (queries, keys) = unseen(&case.bound(), poison);
-            for (stored, rows) in [(&mut case.q, &queries), (&mut case.d_o, &queries)] {
-                spoil(stored, rows, f64::NAN);
+        match self.poison {
+            None => {}
+            Some(poison @ (Poison::Padding | Poison::Hidden)) => {
+                let (queries, keys) = unseen(&case.bound(), poison);
+                for (stored, rows) in [(&mut case.q, &queries), (&mut case.d_o, &queries)] {
+                    spoil(stored, rows, f64::NAN);
+                }
+                spoil(&mut case.k, &keys, f64::NAN);
+                spoil(&mut case.v, &keys, f64::INFINITY);
             }
-            spoil(&mut case.k, &keys, f64::NAN);
-            spoil(&mut case.v, &keys, f64::INFINITY);
+            Some(Poison::Denied(operand)) => {
+                let (queries, keys) = denied(&case.bound());
+                let (stored, rows) = match operand {
+                    Operand::Query => (&mut case.q, queries),
+                    Operand::Key => (&mut case.k, keys),
+                    Operand::Value => (&mut case.v, keys),
+                    Operand::OutputGradient => (&mut case.d_o, queries),
+                };
+                let numbers = if matches!(operand, Operand::Query | Operand::Key) { &NAN[..] } else { &NONFINITE };
+                spoil_some(stored, &rows, numbers, rng);
+            }
+            Some(Poison::Rows) => {
+                let rows = vec![true; case.q.shape[..case.q.shape.len() - 1].iter().product()];
+                spoil_some(&mut case.q, &rows, &NAN, rng);
+            }
         }
         case
     }
@@ -292,8 +337,8 @@ fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
             for q in 0..sequence.q_len {
                 queries[q_rows.at(q, h)] = false;
                 let read = match poison {
-                    Poison::Padding => (0..sequence.k_len).collect(),
                     Poison::Hidden => walk::visible(bound, sequence, h, q),
+                    _ => (0..sequence.k_len).collect(),
                 };
                 for k in read {
                     keys[k_rows.at(k, h / problem.group())] = false;
@@ -304,17 +349,69 @@ fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
     (queries, keys)
 }
 
-/// Writes `x` over the rows that nothing may read.
-fn spoil(stored: &mut Stored, rows: &[bool], x: f64) {
-    let (dim, rank) = (stored.shape[stored.shape.len() - 1], stored.shape.len());
+/// For each row of q whether some key of its sequence is denied to it, and for each row and head of k whether it is denied
+/// to some query: flat, heads innermost.
+fn denied(bound: &Bound<'_>) -> (Vec<bool>, Vec<bool>) {
+    let problem = bound.problem();
+    let rows = |shape: Vec<usize>| vec![false; shape[..shape.len() - 1].iter().product()];
+    let (mut queries, mut keys) = (rows(problem.q_shape()), rows(problem.k_shape()));
+    let places = |shape: Vec<usize>, sequence, side| {
+        let shape = [&shape[..shape.len() - 1], &[1]].concat();
+        walk::packed_rows(bound, &shape, sequence, side)
+    };
+    for sequence in bound.sequences() {
+        let q_rows = places(problem.q_shape(), sequence, Side::Query);
+        let k_rows = places(problem.k_shape(), sequence, Side::Key);
+        for h in 0..problem.q_heads() {
+            for q in 0..sequence.q_len {
+                let seen = walk::visible(bound, sequence, h, q);
+                queries[q_rows.at(q, h)] |= seen.len() < sequence.k_len;
+                for k in (0..sequence.k_len).filter(|k| seen.binary_search(k).is_err()) {
+                    keys[k_rows.at(k, h / problem.group())] = true;
+                }
+            }
+        }
+    }
+    (queries, keys)
+}
+
+/// An infinity in q or k gives a score of NaN or of an infinity by how a product is formed (in parts, or not): only NaN is
+/// NaN everywhere.
+const NAN: [f64; 1] = [f64::NAN];
+const NONFINITE: [f64; 4] = [f64::NAN, f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
+
+/// Writes some of `numbers` over one or two of the rows: over all of a row, or one element.
+fn spoil_some(stored: &mut Stored, rows: &[bool], numbers: &[f64], rng: &mut Rng) {
+    let candidates: Vec<usize> = (0..rows.len()).filter(|&row| rows[row]).collect();
+    if candidates.is_empty() {
+        return;
+    }
+    for _ in 0..rng.range(1..3) {
+        let (row, x) = (rng.pick(&candidates), rng.pick(numbers));
+        let dim = stored.shape[stored.shape.len() - 1];
+        let columns = if rng.chance(0.5) { 0..dim } else { rng.range(0..dim)..dim };
+        let columns = if columns.start == 0 { columns } else { columns.start..columns.start + 1 };
+        spoil_row(stored, row, columns, x);
+    }
+}
+
+/// Writes `x` over columns of one row, where it has memory of its own.
+fn spoil_row(stored: &mut Stored, row: usize, columns: std::ops::Range<usize>, x: f64) {
+    let rank = stored.shape.len();
     if stored.strides[rank - 1] == 0 {
         return; // a broadcast has no row of its own
     }
     let contiguous = Dims::new(&stored.shape[..rank - 1]).and_then(|d| d.contiguous_strides()).expect("small");
+    let axes = contiguous.iter().zip(&stored.shape).zip(&stored.strides);
+    let offset: usize = axes.map(|((&c, &n), &s)| (row / c) % n * s).sum();
     let mut view = stored.tensor.view_mut();
-    for row in rows.iter().enumerate().filter(|(_, spoiled)| **spoiled).map(|(row, _)| row) {
-        let axes = contiguous.iter().zip(&stored.shape).zip(&stored.strides);
-        let offset: usize = axes.map(|((&c, &n), &s)| (row / c) % n * s).sum();
-        (0..dim).for_each(|i| view.set_at(offset + i, x));
+    columns.for_each(|i| view.set_at(offset + i, x));
+}
+
+/// Writes `x` over the rows that nothing may read.
+fn spoil(stored: &mut Stored, rows: &[bool], x: f64) {
+    let dim = stored.shape[stored.shape.len() - 1];
+    for row in (0..rows.len()).filter(|&row| rows[row]) {
+        spoil_row(stored, row, 0..dim, x);
     }
 }

@@ -1,7 +1,7 @@
 //! The table, and the draw without end.
 
 use super::Case;
-use super::recipe::{Blocks, Logits, Poison, Recipe};
+use super::recipe::{Blocks, Logits, Operand, Poison, Recipe};
 use crate::block::BlockSpec;
 use crate::dtype::DType;
 use crate::exp::Exp;
@@ -40,6 +40,8 @@ pub const FEATURES: &[&str] = &[
     "large_logits",
     "poison",
     "poison_masked",
+    "hidden_nonfinite",
+    "nan_rows",
     "empty_tensors",
     "exp",
     "d_lse",
@@ -331,6 +333,7 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         ));
     }
     table.extend(quantised(dtype));
+    table.extend(nonfinite(dtype));
     let rows_behind = Packed { batch: 2, total_q: 60, total_k: 70, max_q: 32, max_k: 40 };
     let mut behind = case("packed, rows behind the last", &["packed", "poison"], packed().packed_sizes(rows_behind))
         .poison(Poison::Padding);
@@ -390,9 +393,66 @@ fn quantised(dtype: DType) -> Vec<Recipe> {
     ]
 }
 
+/// NaN and infinities in what some row is denied, and in rows of q: each tensor under each way to hide a key.
+fn nonfinite(dtype: DType) -> Vec<Recipe> {
+    let small = |q_len, k_len| Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(32).dtype(dtype);
+    let packed = || Problem::builder().heads(4, 2).head_dim(32).dtype(dtype);
+    let recipe = |name: &str, builder: ProblemBuilder| Recipe::new(name, &[], builder);
+    let masks = || {
+        vec![
+            recipe("causal", small(150, 150).mask(Mask::causal())),
+            recipe("causal, more queries", small(90, 50).mask(Mask::causal())).sinks(&[0.5, f64::NEG_INFINITY]),
+            recipe("window", small(150, 300).mask(Mask::window(40, 7))),
+            recipe("prefix", small(90, 90).dense(2, 90, 90).mask(Mask::prefix())),
+            recipe("documents", small(140, 140).mask(Mask::documents())),
+            recipe("used lengths", small(70, 80).dense(2, 70, 80).mask(Mask::causal()))
+                .used(Some(&[70, 33]), Some(&[50, 80])),
+            recipe("packed", packed().mask(Mask::causal())).packed(&[30, 0, 65, 1], &[30, 7, 80, 40]),
+            recipe("blocks", small(150, 210)).blocks(Blocks::Drawn(sparse(32, 64, 1, 2))),
+            recipe("mask of one's own", small(70, 80).heads(4, 2).mask(comb())),
+            recipe("holes by score", small(70, 66).score_mod(holes())),
+            recipe("softcap", small(70, 90).softcap(9.0).mask(Mask::causal())),
+            recipe("few queries", small(3, 700).heads(8, 2).mask(Mask::causal())),
+            recipe("few queries, mask of one's own", small(2, 90).heads(8, 2).mask(comb())),
+        ]
+    };
+    let mut table = Vec::new();
+    for operand in Operand::ALL {
+        for mut recipe in masks() {
+            recipe.name = format!("non-finite {}, {}", operand.name(), recipe.name);
+            recipe.features = vec!["hidden_nonfinite"];
+            table.push(recipe.poison(Poison::Denied(operand)));
+        }
+    }
+    for mut recipe in masks().into_iter().chain([recipe("plain", small(70, 90)), recipe("one query", small(1, 90))]) {
+        recipe.name = format!("NaN rows, {}", recipe.name);
+        recipe.features = vec!["nan_rows"];
+        table.push(recipe.poison(Poison::Rows));
+    }
+    table
+}
+
 /// A random mixture of shapes and features, decided by `seed`.
 pub fn random(seed: u64, dtype: DType) -> Case {
     let rng = &mut Rng::new(seed);
+    mixture(seed, dtype, rng).build(rng)
+}
+
+/// The same mixture with NaN and infinities in what some row is denied, or in rows of q.
+pub fn random_nonfinite(seed: u64, dtype: DType) -> Case {
+    let rng = &mut Rng::new(seed);
+    let mut recipe = mixture(seed, dtype, rng);
+    let choice = rng.range(0..5);
+    let (poison, feature) = match Operand::ALL.get(choice) {
+        Some(&operand) => (Poison::Denied(operand), "hidden_nonfinite"),
+        None => (Poison::Rows, "nan_rows"),
+    };
+    recipe.name = format!("random non-finite {seed}");
+    recipe.features.push(feature);
+    recipe.poison(poison).build(rng)
+}
+
+fn mixture(seed: u64, dtype: DType, rng: &mut Rng) -> Recipe {
     let mut features = Vec::new();
     let dims = [1, 7, 8, 16, 40, 64, 72, 80, 96, 128, 192, 256];
     let (kv_heads, group) = (rng.range(1..3), rng.pick(&[1, 1, 2, 3, 5, 8]));
@@ -505,5 +565,5 @@ pub fn random(seed: u64, dtype: DType) -> Case {
         recipe = recipe.d_lse();
         recipe.features.push("d_lse");
     }
-    recipe.build(rng)
+    recipe
 }

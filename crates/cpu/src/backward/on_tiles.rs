@@ -3,15 +3,16 @@
 //! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q sum
 //! over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
 
-use super::{BLOCK, Item, Row, Work};
+use super::{BLOCK, Item, Row, Work, cold};
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{
-    Ahead, DEPTH, GROUP, GradArgs, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt,
-    Source, Sum, forget,
+    Ahead, DEPTH, GROUP, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt, Source,
+    Sum,
 };
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, source};
+use crate::visible::Visible;
 use fulgurite_core::{DType, TensorView, bf16};
 use std::ops::Range;
 
@@ -59,9 +60,8 @@ struct Space<'w> {
     p_rows: &'w mut [f32],
     ds_rows: &'w mut [f32],
     ds_lanes: &'w mut [f32],
-    /// dQ^T, `[d][lane]`, and a copy of turned keys without those that nobody sees.
+    /// dQ^T, `[d][lane]`.
     d_q: &'w mut [f32],
-    k_copy: &'w mut [f32],
 }
 
 /// sum(dO O) of each row of a tile, summed in the order of dP: where a row sees one key, dP - D is 0.
@@ -121,7 +121,6 @@ impl Work<'_> {
             GradPanels::ROOM,
             GradPanels::ROOM,
             d_groups * GROUP * lanes,
-            block_turned,
             // Rows of dQ, `[lane][d]`.
             lanes * d_groups * GROUP,
         ];
@@ -145,7 +144,6 @@ impl Work<'_> {
                 ds_rows,
                 ds_lanes,
                 d_q,
-                k_copy,
                 d_q_rows,
             ] = parts;
             let sequence = &cx.bound.sequences()[item.sequence];
@@ -164,7 +162,7 @@ impl Work<'_> {
             d_v.fill(0.0);
             #[rustfmt::skip]
             let mut space = Space {
-                d_k, d_v, s, dp, derivative, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q, k_copy,
+                d_k, d_v, s, dp, derivative, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q,
             };
             let _held = unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
@@ -194,6 +192,14 @@ impl Work<'_> {
         let cx = self.cx;
         let Sizes { d, dv, d_groups, .. } = Sizes::new(cx);
         let stride = row.lanes.stride;
+        if row.tile.rows < stride {
+            // Lanes past the last row are not written, and an earlier tile may have left NaN there.
+            [&mut *space.q, &mut *space.d_o].into_iter().for_each(|x| x.fill(0.0));
+        }
+        // A row of dO that is not finite has such a D. One of Q has such an LSE, unless a modifier or a sink takes its place.
+        let own = |lane: usize| row.lse[lane].is_finite() && row.delta[lane].is_finite();
+        let plain = cx.problem.score_program().is_none() && !cx.problem.has_sinks();
+        let rows_finite = plain && (0..row.tile.rows).all(own) || self.finite_rows(&row.tile);
         for (view, n, depth, columns, pairs) in [
             (cx.bound.q(), cx.d, d, &mut *space.q, &mut *space.q_pairs),
             (&self.saved.d_o, cx.dv, dv, &mut *space.d_o, &mut *space.d_o_pairs),
@@ -207,18 +213,17 @@ impl Work<'_> {
         for (number, start) in keys.clone().step_by(BLOCK).enumerate() {
             for piece in cx.pieces(&row.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
-                self.block_on_tiles(row, &step, start, number, panels, unit, space);
+                let finite = rows_finite && panels.finite[number];
+                self.block_on_tiles(row, &step, (start, number, finite), panels, unit, space);
             }
         }
     }
 
-    #[allow(clippy::too_many_arguments)] // where the block stands, its operands and the workspace
     fn block_on_tiles(
         &self,
         row: &Row,
         step: &Step,
-        start: usize,
-        number: usize,
+        (start, number, finite): (usize, usize, bool),
         panels: &KeyPanels<'_>,
         unit: &MatrixKernels,
         space: &mut Space<'_>,
@@ -239,6 +244,10 @@ impl Work<'_> {
             let to = MatrixMut::at(space.dp, stride, key, lane);
             unit.multiply(to, v, d_o, [keys / GROUP, lanes / GROUP, dv], Sum::Fresh, &mut none());
         }
+        let first_of = [first * d_groups * GROUP, first * dv_groups * GROUP];
+        if !finite && self.weigh_visible(row, step, start, space, first_of) {
+            return;
+        }
         self.weigh(row, step, start, unit, space);
         for seg in step.segments(GROUP) {
             let ((key, keys), (z, end)) = (seg.keys(), seg.vectors);
@@ -254,14 +263,7 @@ impl Work<'_> {
             }
         }
         let block = Panels::room(d_groups, KEY_TILES, 1);
-        let mut turned = &panels.k_turned[number * block..(number + 1) * block];
-        if !panels.finite[number] {
-            // The cold path: times a dS of 0, a NaN that nobody may see would show.
-            space.k_copy.copy_from_slice(turned);
-            let unused = |key: &usize| !weighs(step, *key, space.ds_lanes);
-            (0..BLOCK).filter(unused).for_each(|key| forget(space.k_copy, [d_groups, KEY_TILES, 1], key));
-            turned = space.k_copy;
-        }
+        let turned = &panels.k_turned[number * block..(number + 1) * block];
         for seg in step.segments(DEPTH) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let k = Panels::new(turned, KEY_TILES, 1).at(0, key / DEPTH);
@@ -283,21 +285,7 @@ impl Work<'_> {
             let derivative = modified.then_some(&mut *space.derivative);
             cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
         }
-        let mut args = GradArgs {
-            s: space.s,
-            dp: space.dp,
-            stride,
-            ranges: step.ranges,
-            inner: step.inner,
-            lo: &step.lo,
-            hi: &step.hi,
-            hidden: step.rest || modified,
-            lse: &row.lse,
-            max: &row.max,
-            delta: &row.delta,
-            scale: if modified { 1.0 } else { cx.problem.scale() },
-            exp: cx.exp,
-        };
+        let mut args = self.grad_args(row, step, space.s, space.dp);
         let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
         if fused {
             let scale = if step.rest { 1.0 } else { cx.unit.score_scale(cx) };
@@ -305,19 +293,41 @@ impl Work<'_> {
         }
         cx.kernels.grad(&mut args);
         if modified {
+            cold::clear_past(&row.tile, stride, step, [args.s, args.dp]);
             self.through_modifier(row, step, start, [args.dp, space.derivative]);
         }
         self.round_weights(row, step, args.s);
         unit.narrow.pack_grad(&args, &mut out);
     }
-}
 
-/// Whether some lane has a dS other than 0 for a key.
-fn weighs(step: &Step, key: usize, ds_lanes: &[f32]) -> bool {
-    let upper = key % DEPTH >= GROUP;
-    step.ranges.iter().enumerate().any(|(z, &(a, b))| {
-        let at = Panels::room(z * KEY_TILES + key / DEPTH, 1, 1) + key % GROUP * GROUP;
-        let half = |x: &f32| if upper { x.to_bits() >> 16 } else { x.to_bits() & 0xffff };
-        (a..b).contains(&key) && ds_lanes[at..at + GROUP].iter().any(|x| half(x) & 0x7fff != 0)
-    })
+    /// The same, and all gradients with it, where rows of Q, dO or K are not finite and some lane does not see them; false
+    /// else.
+    fn weigh_visible(&self, row: &Row, step: &Step, start: usize, space: &mut Space<'_>, first: [usize; 2]) -> bool {
+        let cx = self.cx;
+        let Sizes { d_groups, dv_groups, .. } = Sizes::new(cx);
+        let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
+        let seen = self.partly_seen(row, step, start, space.s);
+        if seen.is_none() && !step.rest && !modified {
+            return false;
+        }
+        cx.scale_scores(step, stride, space.s);
+        if step.rest || modified {
+            let derivative = modified.then_some(&mut *space.derivative);
+            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+        }
+        let seen = Visible::new(step, [stride, cx.kernels.lanes, row.tile.rows], space.s);
+        cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
+        if modified {
+            self.through_modifier(row, step, start, [space.dp, space.derivative]);
+        }
+        self.round_weights(row, step, space.s);
+        let sums = cold::Sums {
+            d_k: (&mut space.d_k[first[0]..], d_groups * GROUP),
+            d_v: (&mut space.d_v[first[1]..], dv_groups * GROUP),
+            d_q: (space.d_q, [1, stride]),
+        };
+        self.add_visible(row, start, &seen, [space.s, space.dp], sums);
+        true
+    }
 }

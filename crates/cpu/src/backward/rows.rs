@@ -5,6 +5,7 @@ use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::ExpKind;
 use crate::tiles::{Context, MAX_LANES};
+use fulgurite_core::oracle::sink_share;
 use fulgurite_core::{Saved, Sequence};
 
 /// Where a number for each (sequence, head, query) lies.
@@ -102,10 +103,7 @@ pub(super) fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) 
         for (i, s) in cx.bound.sequences().iter().enumerate() {
             let at = table.at(cx, i, head, 0);
             for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
-                // A row that saw nothing has no sink either.
-                if lse != f32::NEG_INFINITY && sink != f64::NEG_INFINITY {
-                    sum -= (sink - f64::from(lse)).exp() * f64::from(delta);
-                }
+                sum -= sink_share(sink, f64::from(lse)) * f64::from(delta);
             }
         }
         sum

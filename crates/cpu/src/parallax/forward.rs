@@ -9,6 +9,7 @@ use crate::simd::{Ahead, DEPTH, GROUP, LaneProbe, Panels, Policy, Stage, parts};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
+use crate::visible::Visible;
 use fulgurite_core::{DType, Rescale};
 
 pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan, probe: &Probe<'_>) {
@@ -34,6 +35,8 @@ struct Done {
     packed: bool,
     /// The packed weights and U of a block's later pieces.
     own: [Vec<f32>; 2],
+    /// What lanes see of values that are not finite, where they do not see all: for each pair of vectors.
+    seen: Vec<Option<Visible>>,
 }
 
 /// Where the packed weights and U of a piece are: its own, or from `at` on in those of all blocks.
@@ -136,11 +139,12 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let u = &mut u_all[place..][..block * stride];
                     let mut factors = [1.0; MAX_LANES];
                     let mut rescaled = false;
-                    let seen = std::mem::take(&mut step.ranges);
+                    let (seen, mut visible) = (std::mem::take(&mut step.ranges), Vec::new());
                     for ranges in in_pairs(seen, cx.whole_products()) {
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
+                        visible.push(cx.hidden_values(&row.tile, stride, &step, start, *v, s, values));
                         if woven && start >= seen_from && v.finite {
                             settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
                         }
@@ -165,7 +169,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     }
                     step.ranges = seen;
                     let alpha = rescaled.then_some(factors);
-                    done.push(Done { start, step, alpha, packed, own });
+                    done.push(Done { start, step, alpha, packed, own, seen: visible });
                 }
             }
             let mut mean = [0.0; MAX_LANES];
@@ -178,7 +182,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let mut later: Option<[f32; MAX_LANES]> = None;
             for i in 0..done.len() {
                 let i = if back { done.len() - 1 - i } else { i };
-                let Done { start, step, alpha, packed: weighed, own } = &mut done[i];
+                let Done { start, step, alpha, packed: weighed, own, seen: visible } = &mut done[i];
                 if let (Some(alpha), false) = (&*alpha, back) {
                     cx.kernels.scale_lanes(row.o, &alpha[..stride]);
                 }
@@ -193,7 +197,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 scratch.packed = *weighed;
                 let seen = std::mem::take(&mut step.ranges);
                 // On vectors sums are cut where neighbours begin or end: as attention's are.
-                for ranges in in_pairs(seen, cx.whole_products()) {
+                for (ranges, visible) in in_pairs(seen, cx.whole_products()).zip(visible) {
                     step.ranges = ranges;
                     let mean = &mean[..stride];
                     let v = packed[*start / block][1];
@@ -213,6 +217,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                             scratch.packed = true;
                         }
                         _ => cx.kernels.stage(Stage::Reweigh { p: s, pu, mean, ranges }),
+                    }
+                    if let Some(seen) = visible {
+                        cx.add_visible(&row.tile, *start, seen, s, row.o, scratch.values);
+                        continue;
                     }
                     let products = Products { step, stride, ahead };
                     cx.unit.output(cx, products, v, s, row.o, &mut scratch);

@@ -65,18 +65,6 @@ impl<'a> Panels<'a> {
     }
 }
 
-/// Zeroes element `at` of the summed axis in `groups` groups.
-pub(crate) fn forget(panels: &mut [f32], [groups, depth, parts]: [usize; 3], at: usize) {
-    let (tile, slot, upper) = (at / DEPTH, at % GROUP, at % DEPTH >= GROUP);
-    let other = if upper { 0x0000_ffff } else { 0xffff_0000 };
-    for group in 0..groups {
-        let first = (group * depth + tile) * parts * SLOTS;
-        for x in panels[first..first + parts * SLOTS].iter_mut().skip(slot).step_by(GROUP) {
-            *x = f32::from_bits(x.to_bits() & other);
-        }
-    }
-}
-
 pub(super) type Multiply =
     unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3], bool, &mut Ahead);
 pub(super) type Pack<T> = unsafe fn(*const T, usize, [usize; 2], *mut f32, usize) -> bool;
@@ -340,25 +328,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn forgotten_elements_weigh_nothing() {
-        let Some(unit) = units().pop() else { return };
-        // Column p of A and row p of B hold p + 1, but A has NaN where B must not be seen.
-        let (k, hidden) = (40, [3, 19, 35]);
-        let a: Vec<f32> = (0..k).map(|p| if hidden.contains(&p) { f32::NAN } else { p as f32 + 1.0 }).collect();
-        let b: Vec<f32> = (0..k * GROUP).map(|i| (i / GROUP + 1) as f32).collect();
-        let mut packed = vec![0.0; Panels::room(1, 2, 3)];
-        let from = Source { data: (&a).into(), offset: 0, row: 1, rows: k, n: 1 };
-        assert!(!unit.pack_turned(&from, &mut packed, 2));
-        hidden.iter().for_each(|&p| forget(&mut packed, [1, 2, 3], p));
-        let mut b_packed = vec![f32::NAN; Panels::room(1, 2, 3)];
-        unit.pack_lanes(&b, GROUP, [0, k], &mut b_packed, 3);
-        let mut c = vec![0.0f32; GROUP * GROUP];
-        let (pa, pb) = (Panels::new(&packed, 2, 3), Panels::new(&b_packed, 2, 3));
-        unit.multiply(MatrixMut::at(&mut c, GROUP, 0, 0), pa, pb, [1, 1, 2], Sum::Fresh, &mut Ahead::default());
-        let want: usize = (0..k).filter(|p| !hidden.contains(p)).map(|p| (p + 1) * (p + 1)).sum();
-        assert!(c[..GROUP].iter().all(|&x| x == want as f32), "{:?}, want {want}", &c[..GROUP]);
     }
 }

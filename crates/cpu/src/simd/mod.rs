@@ -65,7 +65,7 @@ pub(crate) use coming::{Coming, Share};
 pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};
 pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
-pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, forget, parts};
+pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, parts};
 pub(crate) use narrow::{
     GradPanels, KEY_TILES, LANE_TILES, Place, RowsAt, STRIP_LANES, Seen, TurnedRows, Woven, WovenBlock, WovenTile,
 };

@@ -1,0 +1,124 @@
+//! The cold path of products whose operands are not finite: 0 times NaN is NaN, so a key that a row does not see must not be
+//! multiplied at all. Whoever multiplies asks here first; where all is finite, or all is seen, the answer is "as usual".
+
+use crate::simd::DEPTH;
+use crate::step::Step;
+use crate::tiles::{Context, KeyRows, Tile};
+use fulgurite_core::TensorView;
+use std::ops::Range;
+
+/// Which lanes of a tile see which keys of a step.
+pub(crate) struct Visible {
+    keys: Range<usize>,
+    stride: usize,
+    /// `[key][lane]`, from the first of `keys` on.
+    seen: Vec<bool>,
+}
+
+impl Visible {
+    /// What a step's lanes see, from the scores before softmax; lanes past the last of `rows` see nothing. A score of -inf is
+    /// a hidden key, whoever made it so.
+    pub fn new(step: &Step, [stride, width, rows]: [usize; 3], s: &[f32]) -> Visible {
+        let keys = step.hull();
+        let mut seen = vec![false; keys.len() * stride];
+        for (key, seen) in keys.clone().zip(seen.chunks_exact_mut(stride)) {
+            for (lane, seen) in seen.iter_mut().enumerate().take(rows) {
+                *seen = step.sees(key, lane, width) && s[key * stride + lane] != f32::NEG_INFINITY;
+            }
+        }
+        Visible { keys, stride, seen }
+    }
+
+    /// The lanes that see a key, as flags.
+    pub fn lanes(&self, key: usize) -> &[bool] {
+        if !self.keys.contains(&key) {
+            return &[];
+        }
+        let at = (key - self.keys.start) * self.stride;
+        &self.seen[at..at + self.stride]
+    }
+
+    pub fn keys(&self) -> Range<usize> {
+        self.keys.clone()
+    }
+
+    /// Writes 0 over what lanes do not see.
+    pub fn clear(&self, x: &mut [f32]) {
+        for key in self.keys() {
+            let own = &mut x[key * self.stride..(key + 1) * self.stride];
+            own.iter_mut().zip(self.lanes(key)).filter(|(_, seen)| !**seen).for_each(|(x, _)| *x = 0.0);
+        }
+    }
+}
+
+impl Context<'_> {
+    /// Rows of a tensor of keys or values, one after the other, as f32; `row` has room for one.
+    pub fn each_key(
+        &self,
+        view: &TensorView<'_>,
+        tile: &Tile,
+        keys: impl Iterator<Item = usize>,
+        row: &mut [f32],
+        mut visit: impl FnMut(usize, &[f32], bool),
+    ) {
+        let rows = self.key_rows(view.strides(), &self.bound.sequences()[tile.sequence]);
+        let head = tile.head / self.problem.group();
+        for key in keys {
+            let finite = self.kernels.widen(&view.data(), rows.at(key, head), row);
+            visit(key, row, finite);
+        }
+    }
+
+    /// What the lanes of a tile see of a step, where its values are not finite and some lane does not see them all; `None`
+    /// else. `s` holds the scores before softmax, `scratch` has room for a row.
+    pub fn hidden_values(
+        &self,
+        tile: &Tile,
+        stride: usize,
+        step: &Step,
+        start: usize,
+        v: KeyRows<'_>,
+        s: &[f32],
+        scratch: &mut [f32],
+    ) -> Option<Visible> {
+        if v.finite {
+            return None;
+        }
+        let k_len = self.bound.sequences()[tile.sequence].k_len;
+        let n = self.unit.block(self).min(k_len - start);
+        let (width, decided) = (self.kernels.lanes, !step.rest && self.problem.score_program().is_none());
+        if decided && step.is_whole(n) {
+            return None;
+        }
+        // A unit multiplies whole tiles of keys; only those that every lane sees need no look.
+        let hull = step.hull();
+        let keys = hull.start / DEPTH * DEPTH..hull.end.next_multiple_of(DEPTH).min(n);
+        let inner = if decided { step.inner_of_all() } else { 0..0 };
+        let mut finite = true;
+        let looked = keys.filter(|key| !inner.contains(key)).map(|key| start + key);
+        self.each_key(self.bound.v(), tile, looked, &mut scratch[..self.dv], |_, _, own| finite &= own);
+        (!finite).then(|| Visible::new(step, [stride, width, tile.rows], s))
+    }
+
+    /// O += V^T P over what lanes see.
+    pub fn add_visible(
+        &self,
+        tile: &Tile,
+        start: usize,
+        seen: &Visible,
+        p: &[f32],
+        o: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let keys = seen.keys().map(|key| start + key);
+        self.each_key(self.bound.v(), tile, keys, &mut scratch[..self.dv], |key, v, _| {
+            let key = key - start;
+            let p = &p[key * seen.stride..(key + 1) * seen.stride];
+            for (o, &v) in o.chunks_exact_mut(seen.stride).zip(v) {
+                for ((o, &p), &seen) in o.iter_mut().zip(p).zip(seen.lanes(key)) {
+                    *o += if seen { p * v } else { 0.0 };
+                }
+            }
+        });
+    }
+}
