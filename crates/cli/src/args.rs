@@ -1,8 +1,7 @@
 //! The arguments of the command.
 
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
-use crate::variants::args::{Op, VariantArgs};
-use crate::variants::bench::System;
+use crate::variants::args::{Op, System, VariantArgs};
 use clap::{CommandFactory, Parser, Subcommand};
 use fulgurite::gpu::{Arch, Order, Target};
 use fulgurite::variants::Skip;

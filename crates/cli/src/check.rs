@@ -1,14 +1,14 @@
 //! `check`: every engine, every feature, every dtype against the f64 oracle.
 
 use crate::args::CheckArgs;
+use crate::ledger::{Column, Failed, Ledger};
 use crate::variants::check as variants;
 use crate::{Failure, json, progress, say};
 use comfy_table::{CellAlignment, Table};
-use fulgurite::{Choice, DType, Engine, Error, Forward, Gradients, Run, engine_with, engines};
+use fulgurite::{Choice, Engine, Error, Forward, Gradients, Run, engine_with, engines};
 use fulgurite_core::cases::{self, Case};
-use fulgurite_core::compare::{self, Verdict};
+use fulgurite_core::compare;
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Failures that are printed one by one; the others are counted.
@@ -31,26 +31,6 @@ struct Row {
     feature: &'static str,
     /// One for each engine and dtype.
     columns: Vec<Column>,
-}
-
-/// How close one engine came to its limits over all cases of one feature.
-#[derive(Serialize, Clone)]
-struct Column {
-    engine: String,
-    dtype: &'static str,
-    cases: usize,
-    refused: usize,
-    failures: usize,
-    /// The largest error, as a share of what is allowed.
-    worst_share: f64,
-}
-
-#[derive(Serialize)]
-struct Failed {
-    engine: String,
-    case: String,
-    tensor: String,
-    why: String,
 }
 
 /// Runs `check`.
@@ -91,7 +71,7 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
         let hint = "names are those of failures, or such as `random`, of which `--long N` adds some";
         return Err(Failure::input(format_args!("no case has `{}` in its name; {hint}", args.case)));
     }
-    let results = ledger.results(args, seed, engines.iter().map(|e| e.name().to_string()).collect());
+    let results = results(ledger, args, seed, engines.iter().map(|e| e.name().to_string()).collect());
     if args.json {
         json::print(&results)?;
     } else {
@@ -107,17 +87,6 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
 fn clock() -> u64 {
     // Short enough to be typed again.
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_millis() as u64 % 1_000_000_000)
-}
-
-#[derive(Default)]
-pub(crate) struct Ledger {
-    /// By feature, engine and dtype.
-    columns: BTreeMap<(&'static str, String, &'static str), Column>,
-    /// Cases that were run or refused, and how many of them were drawn.
-    pub cases: usize,
-    random: usize,
-    comparisons: usize,
-    failures: Vec<Failed>,
 }
 
 /// Runs one case on one engine, forward and (where it has one) backward, and enters what the oracle says.
@@ -144,71 +113,22 @@ fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result
     Ok(())
 }
 
-impl Ledger {
-    fn column(&mut self, feature: &'static str, engine: &str, dtype: &'static str) -> &mut Column {
-        let fresh =
-            || Column { engine: engine.to_string(), dtype, cases: 0, refused: 0, failures: 0, worst_share: 0.0 };
-        self.columns.entry((feature, engine.to_string(), dtype)).or_insert_with(fresh)
-    }
-
-    pub fn refused(&mut self, engine: &str, feature: &'static str, dtype: DType) {
-        self.column(feature, engine, dtype.name()).refused += 1;
-    }
-
-    pub fn enter(
-        &mut self,
-        engine: &str,
-        features: &[&'static str],
-        dtype: DType,
-        case: &str,
-        verdicts: &[(String, Verdict)],
-    ) {
-        let failures = verdicts.iter().filter(|(_, verdict)| !verdict.ok()).count();
-        let share = verdicts.iter().map(|(_, verdict)| share(verdict)).fold(0.0, f64::max);
-        for feature in features {
-            let column = self.column(feature, engine, dtype.name());
-            column.cases += 1;
-            column.failures += failures;
-            column.worst_share = column.worst_share.max(share);
-        }
-        self.comparisons += verdicts.len();
-        for (tensor, verdict) in verdicts.iter().filter(|(_, verdict)| !verdict.ok()) {
-            self.failures.push(Failed {
-                engine: engine.to_string(),
-                case: case.to_string(),
-                tensor: tensor.clone(),
-                why: verdict.to_string(),
-            });
-        }
-    }
-
-    fn results(self, args: &CheckArgs, seed: u64, engines: Vec<String>) -> Results {
-        let rows = cases::FEATURES.iter().chain(&variants::FEATURES).map(|&feature| {
-            let all = engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
-            let columns =
-                all.filter_map(|(engine, dtype)| self.columns.get(&(feature, engine.clone(), dtype)).cloned());
-            Row { feature, columns: columns.collect() }
-        });
-        Results {
-            version: env!("CARGO_PKG_VERSION"),
-            seed,
-            random_cases: self.random / args.dtypes.len().max(1),
-            features: rows.collect(),
-            engines,
-            comparisons: self.comparisons,
-            ok: self.failures.is_empty(),
-            failures: self.failures,
-        }
-    }
-}
-
-/// Error as a share of what is allowed.
-pub(crate) fn share(verdict: &Verdict) -> f64 {
-    match (verdict.ok(), verdict.worst == 0.0) {
-        (true, true) => 0.0,
-        (true, false) => verdict.worst / verdict.allowed,
-        // JSON has no infinity; what is out of place is as bad as anything.
-        (false, _) => (verdict.worst / verdict.allowed).clamp(1.0, f64::MAX),
+/// The ledger as it is printed.
+fn results(ledger: Ledger, args: &CheckArgs, seed: u64, engines: Vec<String>) -> Results {
+    let rows = cases::FEATURES.iter().chain(&variants::FEATURES).map(|&feature| {
+        let all = engines.iter().flat_map(|engine| args.dtypes.iter().map(move |dtype| (engine, dtype.name())));
+        let columns = all.filter_map(|(engine, dtype)| ledger.columns.get(&(feature, engine.clone(), dtype)).cloned());
+        Row { feature, columns: columns.collect() }
+    });
+    Results {
+        version: env!("CARGO_PKG_VERSION"),
+        seed,
+        random_cases: ledger.random / args.dtypes.len().max(1),
+        features: rows.collect(),
+        engines,
+        comparisons: ledger.comparisons,
+        ok: ledger.failures.is_empty(),
+        failures: ledger.failures,
     }
 }
 

@@ -1,8 +1,10 @@
 //! `bench`: attention over a grid, every result compared with the oracle.
 
 mod cell;
+mod results;
 
 pub use cell::{Cell, MaskKind, Pass, Worst};
+pub use results::Results;
 
 use crate::args::BenchArgs;
 use crate::machine::{self, Machine};
@@ -12,30 +14,6 @@ use crate::{Failure, io, json, progress, say};
 use cell::{Pool, Spec};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::{Choice, DType, engine_with};
-use serde::Serialize;
-
-/// Everything that a run of `bench` found.
-#[derive(Debug, Clone, Serialize)]
-pub struct Results {
-    /// Version of this program.
-    pub version: &'static str,
-    /// When.
-    pub date: String,
-    /// The command that was given.
-    pub command: String,
-    /// Where.
-    pub machine: Machine,
-    /// Who computed.
-    pub engine: String,
-    /// Seed of the random tensors.
-    pub seed: u64,
-    /// Timed runs of each cell.
-    pub repeats: usize,
-    /// The grid.
-    pub cells: Vec<Cell>,
-    /// The systems around attention.
-    pub around: Vec<variants::Row>,
-}
 
 struct Grid {
     dims: Vec<usize>,

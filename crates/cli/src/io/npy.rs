@@ -1,7 +1,7 @@
 //! Tensors in a folder of npy files, each named after its tensor.
 
-use super::{Stored, Tensors, narrow, reason};
 use crate::Failure;
+use crate::io::stored::{Stored, Tensors, narrow, reason};
 use fulgurite::{DType, Tensor, TensorView, f16};
 use npyz::{NpyFile, Order, WriterBuilder};
 use std::path::Path;

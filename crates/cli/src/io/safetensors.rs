@@ -1,6 +1,6 @@
 //! Tensors in a safetensors file.
 
-use super::{Stored, Tensors, narrow, plain, reason};
+use crate::io::stored::{Stored, Tensors, narrow, plain, reason};
 use fulgurite::{DType, Tensor, bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 //! What is computed, and the arguments that only some of it has.
 
 use fulgurite::variants::{DeltaForm, Skip};
+use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 
@@ -96,5 +97,84 @@ fn form(text: &str) -> Result<DeltaForm, String> {
         "chunked" => Ok(DeltaForm::Chunked),
         "recurrent" => Ok(DeltaForm::Recurrent),
         _ => Err("allowed: chunked, recurrent".into()),
+    }
+}
+
+/// A system that is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum System {
+    /// Block skipping.
+    Skip,
+    /// Attention with a probe.
+    Parallax,
+    /// Attention over picked nodes of a pyramid.
+    Lighthouse,
+    /// Linear attention with a state.
+    GatedDelta,
+    /// Attention in another precision.
+    In(Format),
+    /// One query over a cache packed to four bits.
+    Cache,
+}
+
+/// A precision that is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// Eight-bit integers.
+    Int8,
+    /// E2M1 in groups of 16.
+    Nvfp4,
+    /// E2M1 in groups of 32.
+    Mxfp4,
+    /// E4M3 in groups of 32.
+    Mxfp8,
+}
+
+impl Format {
+    /// As it is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Int8 => "int8",
+            Format::Nvfp4 => "nvfp4",
+            Format::Mxfp4 => "mxfp4",
+            Format::Mxfp8 => "mxfp8",
+        }
+    }
+}
+
+impl System {
+    const ALL: [System; 9] = [
+        System::Skip,
+        System::Parallax,
+        System::Lighthouse,
+        System::GatedDelta,
+        System::In(Format::Int8),
+        System::In(Format::Nvfp4),
+        System::In(Format::Mxfp4),
+        System::In(Format::Mxfp8),
+        System::Cache,
+    ];
+
+    /// As it is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            System::Skip => "skip",
+            System::Parallax => "parallax",
+            System::Lighthouse => "lighthouse",
+            System::GatedDelta => "gated-delta",
+            System::In(format) => format.name(),
+            System::Cache => "cache",
+        }
+    }
+}
+
+impl FromStr for System {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<System, String> {
+        let found = System::ALL.into_iter().find(|system| system.name() == text);
+        found.ok_or_else(|| format!("allowed: {}", System::ALL.map(System::name).join(", ")))
     }
 }

@@ -1,7 +1,7 @@
 //! Rows of `check` for the systems around attention: random problems against their oracles.
 
 use crate::Failure;
-use crate::check::Ledger;
+use crate::ledger::Ledger;
 use fulgurite::cache::{CacheSpec, KvCache, Storage};
 use fulgurite::variants::{
     self, DeltaForm, DeltaForward, DeltaGradients, DeltaSegments, ParallaxForward, ParallaxGradients,

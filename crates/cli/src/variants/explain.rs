@@ -2,7 +2,7 @@
 
 use super::picture::{self, Fate, Map};
 use crate::args::ExplainArgs;
-use crate::run::float;
+use crate::given::float;
 use crate::{Failure, io, json, say};
 use comfy_table::{CellAlignment, Table};
 use fulgurite::variants::{self, HeadClass, Skip, SkipOutcome, SkipProblem, TileCounts};

@@ -2,8 +2,8 @@
 
 use super::args::Op;
 use crate::args::RunArgs;
+use crate::given::{Given, Shape, float, get, needed, shape};
 use crate::io::{self, Format, Tensors};
-use crate::run::{Given, Shape, float, get, needed, shape};
 use crate::{Failure, json, say};
 use fulgurite::variants::{DeltaSaved, gated_delta, lighthouse};
 use fulgurite::{DType, Exp, Precision, Settings, Tensor};

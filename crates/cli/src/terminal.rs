@@ -1,0 +1,22 @@
+//! Text on stdout, progress on stderr.
+
+use crate::failure::Failure;
+
+/// Writes a line or several to stdout.
+pub(crate) fn say(text: &str) -> Result<(), Failure> {
+    use std::io::{ErrorKind, Write};
+    let mut out = std::io::stdout().lock();
+    let written = writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush());
+    written.map_err(|e| match e.kind() {
+        ErrorKind::BrokenPipe => Failure::Closed,
+        _ => Failure::work(format_args!("cannot write to stdout: {e}")),
+    })
+}
+
+/// A progress bar on stderr; hidden where stderr is not a terminal.
+pub(crate) fn progress(steps: usize) -> indicatif::ProgressBar {
+    let bar = indicatif::ProgressBar::new(steps as u64);
+    let style = indicatif::ProgressStyle::with_template("{bar:32} {pos}/{len} {elapsed} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
+    bar
+}
