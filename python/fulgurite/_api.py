@@ -86,7 +86,9 @@ def attention(
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
     ):
-        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
+        # With types: 1 is True, and 2.0 is 2, but not every argument takes either.
+        kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
+        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds)
         try:
             prepared = _quick.get(key)
         except TypeError:  # a list, or an array

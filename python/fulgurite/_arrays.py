@@ -28,15 +28,30 @@ def integers(name, values):
             return values.contiguous()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"`{name}` is {str(values.dtype)[6:]}, allowed: integers")
+        # What lies on a GPU is not read back.
+        if values.device.type == "cpu" and values.element_size() > 4 and values.numel():
+            _fits(name, int(values.min()), int(values.max()))
         return values.to(torch.int32).contiguous()
     import numpy
 
-    values = numpy.asarray(values)
+    values = numpy.asarray(unmasked(name, values))
     if values.dtype.kind not in "iu":
         raise ValueError(f"`{name}` is {values.dtype}, allowed: integers")
-    if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
-        raise ValueError(f"`{name}` reaches from {values.min()} to {values.max()}, allowed: 32-bit integers")
+    if values.size:
+        _fits(name, int(values.min()), int(values.max()))
     return numpy.ascontiguousarray(values, dtype=numpy.int32)
+
+
+def _fits(name, least, most):
+    if least < -(2**31) or most >= 2**31:
+        raise ValueError(f"`{name}` reaches from {least} to {most}, allowed: 32-bit integers")
+
+
+def unmasked(name, array):
+    """The array itself; one of `numpy.ma` is refused, since its mask would be ignored."""
+    if hasattr(type(array), "harden_mask"):
+        raise ValueError(f"`{name}` is a {type(array).__name__}, allowed: a plain array; use .filled(...)")
+    return array
 
 
 def kind_of(array) -> str:
@@ -62,8 +77,10 @@ def readable(name, array):
 
         if kind == "float":
             return array.float() if array.dtype == torch.float64 else array
-        return array.to(torch.int32)
+        return array.to(torch.int32) if kind == "bool" else integers(name, array)
     import numpy
+
+    unmasked(name, array)
 
     if kind == "float":
         return numpy.asarray(array, numpy.float32) if width == "float64" else array

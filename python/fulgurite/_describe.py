@@ -113,7 +113,9 @@ def roles(text: str) -> list[str]:
 
 def gradients(text: str) -> list[int]:
     """Which tensors beside q, k and v have gradients."""
-    return [at for at, role in enumerate(roles(text)) if role == "sinks" or role.endswith(" grad")]
+    words = [role.split() for role in roles(text)]
+    # By its place, not by its name: a tensor may be called `grad`.
+    return [at for at, role in enumerate(words) if role == ["sinks"] or role[2:] == ["grad"]]
 
 
 _ARITY = dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "not", "float", "floor"), 1)

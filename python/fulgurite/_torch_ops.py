@@ -7,6 +7,7 @@ a compiled graph that is loaded by another process means the same.
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _describe, _dispatch
 
@@ -42,8 +43,15 @@ def takes(
     """Whether a call has to go through the operators."""
     if compiling():
         return True
+    if forward_ad._current_level >= 0:
+        _no_tangents(q, k, v, extras)
     if type(q) not in _PLAIN:
-        return isinstance(q, torch.Tensor)
+        if isinstance(q, torch.Tensor):
+            return True
+        for name, x in (("k", k), ("v", v)):
+            if recording() and getattr(x, "requires_grad", False):
+                raise ValueError(f"`q` is a {type(q).__name__}, allowed: a torch tensor where `{name}` needs a gradient")
+        return False
     if modes() or casting():
         return True
     if not recording():
@@ -51,6 +59,38 @@ def takes(
     if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
         return True
     return bool(extras) and any(getattr(x, "requires_grad", False) for x in extras)
+
+
+def _no_tangents(*tensors):
+    """Refuses tensors with tangents: forward-mode derivatives are not here, and None would be taken for zero."""
+    for x in (*tensors[:3], *tensors[3]):
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("fulgurite has no forward-mode derivatives (JVP); use backward()")
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that must not be differentiated again: they go through, and whoever asks for theirs is told."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("fulgurite's gradients cannot be differentiated again (create_graph=True)")
+
+
+def _once(ctx, gradients, given):
+    """The gradients, tied to what they depend on where a graph of them is made."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return gradients
+    there = [at for at, x in enumerate(gradients) if x is not None]
+    depends = [x for x in (*ctx.saved_tensors, *given) if x is not None and x.requires_grad]
+    tied = _Once.apply(len(there), *(gradients[at] for at in there), *depends)
+    gradients = list(gradients)
+    for at, x in zip(there, tied):
+        gradients[at] = x
+    return gradients
 
 
 def forward(q, k, v, extras, text):
@@ -153,7 +193,10 @@ def _setup(ctx, inputs, output):
 
 
 def _derive_by_operator(ctx, d_o, d_lse):
-    return (*_derive(ctx, d_o, d_lse, torch.ops.fulgurite.backward), None)
+    with torch.no_grad():
+        d_q, d_k, d_v, d_extras = _derive(ctx, d_o, d_lse, torch.ops.fulgurite.backward)
+    d_q, d_k, d_v, *d_extras = _once(ctx, [d_q, d_k, d_v, *d_extras], (d_o, d_lse))
+    return d_q, d_k, d_v, d_extras, None
 
 
 torch.library.register_autograd("fulgurite::forward", _derive_by_operator, setup_context=_setup, lib=_library)
@@ -169,7 +212,8 @@ class _Eager(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_o, d_lse):
-        d_q, d_k, d_v, d_extras = _derive(ctx, d_o, d_lse)
+        with torch.no_grad():
+            d_q, d_k, d_v, d_extras = _derive(ctx, d_o, d_lse)
+        d_q, d_k, d_v, *d_extras = _once(ctx, [d_q, d_k, d_v, *d_extras], (d_o, d_lse))
         return (d_q, d_k, d_v, None, *d_extras)

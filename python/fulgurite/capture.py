@@ -78,7 +78,7 @@ class Tracer:
         if not callable(function):
             raise ValueError(f"`{arg}` is a {type(function).__name__}, allowed: a callable {form}")
         function = self._rebind(function, {})
-        tracing.append(self)
+        tracing.tracers.append(self)
         try:
             if "torch" in sys.modules:
                 with _mode()():
@@ -92,7 +92,7 @@ class Tracer:
             hint = "wrap arrays that are reached through other objects: fulgurite.captured(array)"
             raise ValueError(f"`{arg}` could not be traced: {cause}; {hint}") from cause
         finally:
-            tracing.pop()
+            tracing.tracers.pop()
 
     def _wrap(self, name, value, seen):
         """What a captured value is replaced by: arrays by stand-ins, functions by functions that see those."""

@@ -340,43 +340,78 @@ def flash_attn_with_kvcache(
         block_table=(block_table, None),
         page_table=(page_table, None),
     )
-    batch = shape_of("q", q, "[batch, sequence, heads, head_dim]")[0]
-    shape = shape_of("k_cache", k_cache, "[batch, room, heads, head_dim]")
-    if len(shape) != 4 or shape[0] != batch:
-        raise ValueError(f"`k_cache` has shape {list(shape)}, allowed: [{batch}, room, heads, head_dim]")
-    room = shape[1]
-    used = _used("cache_seqlens", cache_seqlens, batch, room)
+    layout = "[batch, sequence, heads, head_dim]"
+    batch = shape_of("q", q, layout)[0] if len(shape_of("q", q, layout)) == 4 else None
+    if batch is None:
+        raise ValueError(f"`q` has shape {list(q.shape)}, allowed: {layout}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = shape_of(name, cache, "[batch, room, heads, head_dim]")
+        if len(shape) != 4 or shape[0] != batch:
+            raise ValueError(f"`{name}` has shape {list(shape)}, allowed: [{batch}, room, heads, head_dim]")
+    room = k_cache.shape[1]
+    used = _lengths("cache_seqlens", cache_seqlens, q, batch, room)
+    more: dict[str, Any] = {}
+    if cache_leftpad is not None:
+        leftpad = _lengths("cache_leftpad", cache_leftpad, q, batch, room)
+        more["mask_mod"] = lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
+    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False, return_softmax_lse)
     if (k is None) != (v is None):
         raise ValueError("`k` and `v` belong together; give both or neither")
     if k is not None:
-        new = shape_of("k", k, "[batch, new, heads, head_dim]")[1]
         if cache_seqlens is None:
             raise ValueError("`cache_seqlens` is None, allowed with `k` and `v`: how many keys are in use before them")
-        for at, length in enumerate(used):
-            if length + new > room:
-                raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
+        new = _fresh(k_cache, v_cache, k, v, batch)
+        if not _on_gpu(q):
+            for at, length in enumerate(used.tolist()):
+                if length + new > room:
+                    raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
+            # Whatever a call without queries refuses is refused before the caches are written.
+            _without_gradients(q[:, :0], k_cache, v_cache, options, {**more, "used_lengths": (None, used)})
         for cache, fresh in ((k_cache, k), (v_cache, v)):
             _append(cache, fresh, used)
-        used = [length + new for length in used]
-    more: dict[str, Any] = {}
+        used = used + new
     if cache_seqlens is not None:
-        more["used_lengths"] = (None, _like(q, used))
-    if cache_leftpad is not None:
-        leftpad = _like(q, _used("cache_leftpad", cache_leftpad, batch, room))
-        more["mask_mod"] = lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
-    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+        more["used_lengths"] = (None, used)
+    return _without_gradients(q, k_cache, v_cache, options, more)
+
+
+def _without_gradients(q, k, v, options, more):
     if is_torch(q):
         import torch
 
         with torch.no_grad():
-            return _flash(
-                q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False,
-                return_softmax_lse, **more,
-            )  # fmt: skip
-    return _flash(
-        q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False,
-        return_softmax_lse, **more,
-    )  # fmt: skip
+            return _flash(q, k, v, *options, **more)
+    return _flash(q, k, v, *options, **more)
+
+
+def _on_gpu(array):
+    return is_torch(array) and array.device.type != "cpu"
+
+
+def _fresh(k_cache, v_cache, k, v, batch):
+    """How many keys are new, of k and v that fit the caches."""
+    new = shape_of("k", k, "[batch, new, heads, head_dim]")[1:2]
+    for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        want = [batch, *(new or ("new",)), *cache.shape[2:]]
+        if list(shape_of(name, fresh, "[batch, new, heads, head_dim]")) != want:
+            raise ValueError(f"`{name}` has shape {list(fresh.shape)}, allowed: {want}")
+        if is_torch(cache) != is_torch(fresh) or cache.dtype != fresh.dtype:
+            raise ValueError(f"`{name}` is {fresh.dtype}, allowed: {cache.dtype}, as its cache is")
+        if is_torch(cache) and cache.device != fresh.device:
+            raise ValueError(f"`{name}` is on {fresh.device}, its cache on {cache.device}, allowed: one device")
+    return new[0]
+
+
+def _lengths(name, lengths, q, batch, room):
+    """One length for each sequence, int32 beside q. Those on a GPU stay there: they are not read back."""
+    if _on_gpu(q) and is_torch(lengths):
+        import torch
+
+        if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.numel() not in (1, batch):
+            raise ValueError(f"`{name}` is {lengths.dtype} of {lengths.numel()}, allowed: {batch} integers")
+        return lengths.to(device=q.device, dtype=torch.int32).reshape(-1).expand(batch).contiguous()
+    return _like(q, _used(name, lengths, batch, room))
 
 
 def _used(name, lengths, batch, room):
@@ -397,18 +432,18 @@ def _used(name, lengths, batch, room):
 
 
 def _append(cache, fresh, used):
+    """Writes new keys behind those in use."""
     new = fresh.shape[1]
     if is_torch(cache):
         import torch
 
         with torch.no_grad():
-            if len(set(used)) == 1:
-                cache[:, used[0] : used[0] + new] = fresh
-            else:
-                for at, length in enumerate(used):
-                    cache[at, length : length + new] = fresh[at]
+            # On the device of the cache; lengths there are not looked at, so that none reaches outside.
+            at = used.to(torch.int64)[:, None] + torch.arange(new, device=cache.device)
+            rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
+            cache[rows, at.clamp(0, max(cache.shape[1] - 1, 0))] = fresh
         return
-    for at, length in enumerate(used):
+    for at, length in enumerate(used.tolist()):
         cache[at, length : length + new] = fresh[at]
 
 
@@ -416,7 +451,7 @@ def _like(q, lengths):
     if is_torch(q):
         import torch
 
-        return torch.tensor(lengths, dtype=torch.int32)
+        return torch.tensor(lengths, dtype=torch.int32, device=q.device)
     import numpy
 
     return numpy.array(lengths, numpy.int32)

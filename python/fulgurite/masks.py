@@ -7,7 +7,7 @@ from typing import Any, Callable
 import numpy
 
 from . import _fulgurite
-from ._arrays import integers
+from ._arrays import integers, is_torch
 from ._describe import mask_entries
 from .capture import Combined, TracedMask, Tracer
 
@@ -109,7 +109,8 @@ def create_block_mask(
         [*shared, Q_LEN, KV_LEN],
         [rows, cols],
         [name for name, _ in captured],
-        [array for _, array in captured],
+        # Read here, on the host; calls take the arrays where they lie.
+        [array.cpu() if is_torch(array) else array for _, array in captured],
     )
     shape = (*shared, -(-Q_LEN // rows), -(-KV_LEN // cols))
     lists = [array for each in (partial, full) for array in _lists(each, shape)]
@@ -119,6 +120,8 @@ def create_block_mask(
 def _lists(rows, shape):
     counts = numpy.array([len(row) for row in rows], numpy.int32).reshape(shape[:3])
     indices = numpy.zeros(shape, numpy.int32)
+    if not indices.size:
+        return counts, indices
     for row, blocks in zip(indices.reshape(-1, shape[3]), rows):
         row[: len(blocks)] = blocks
     return counts, indices

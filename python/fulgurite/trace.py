@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from typing import Any, Callable
 
 from ._arrays import is_torch
@@ -21,8 +22,14 @@ from ._arrays import is_torch
 _MAX_CHARACTERS = 40_000
 
 
-# Who is tracing, the innermost last: it names the arrays that are captured.
-tracing: list[Any] = []
+class _Tracing(threading.local):
+    """Who is tracing in this thread, the innermost last: it names the arrays that are captured."""
+
+    def __init__(self):
+        self.tracers: list[Any] = []
+
+
+tracing = _Tracing()
 
 
 class TraceError(ValueError):
@@ -237,7 +244,7 @@ def lift(value) -> Traced:
 
 
 def _load(array, at) -> Traced:
-    tracer = tracing[-1] if tracing else None
+    tracer = tracing.tracers[-1] if tracing.tracers else None
     if tracer is None:
         raise TraceError("a captured array was indexed after tracing; do not keep traced values")
     words = []

@@ -142,6 +142,16 @@ impl Array {
     /// Reads the description of an object.
     pub fn read(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
         match foreign::speaks(object)? {
+            Some(speaks @ (Speaks::Table(_) | Speaks::Methods)) => match foreign::resolved(object)? {
+                None => foreign::read(arg, object, speaks),
+                // A copy, which nobody may write to in place of the original.
+                Some(copy) => {
+                    let mut array = foreign::read(arg, &copy, speaks)?;
+                    array.writable = false;
+                    array.keep(copy.unbind());
+                    Ok(array)
+                }
+            },
             Some(speaks) => foreign::read(arg, object, speaks),
             None => Err(wrong(format!(
                 "`{arg}` is a {}, allowed: a NumPy array, a torch tensor or an array that speaks DLPack",
@@ -204,8 +214,17 @@ impl Array {
         Ok((strides[..self.rank].to_vec(), self.address, span.bytes()))
     }
 
+    /// Refuses an address that is none of the host's: whoever reads it there ends the process.
+    fn on_host(&self, arg: &str) -> PyResult<()> {
+        match self.place {
+            Place::Host => Ok(()),
+            place => Err(wrong(format!("`{arg}` is on {place}, allowed here: cpu; move it with .cpu()"))),
+        }
+    }
+
     /// The tensor, for reading until `self` is dropped, which is when the call ends.
     pub fn view<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorView<'a>> {
+        self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
         claims.0.push((arg, span));
         // SAFETY: the extension's contract; no slice for writing overlaps this one, since `view_mut` looks for
@@ -219,6 +238,7 @@ impl Array {
         if !self.writable {
             return Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it")));
         }
+        self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
         if let Some((other, _)) = claims.0.iter().find(|(_, claimed)| claimed.overlaps(&span)) {
             return Err(wrong(format!("`{arg}` shares memory with `{other}`; write into a tensor of its own")));

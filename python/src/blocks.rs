@@ -45,11 +45,10 @@ pub fn from_lists(description: &Description, problem: &Problem, extras: &[Array]
                 )));
             }
         }
-        let columns = blocks[1].max(1);
         let indices = indices.to_f64();
         for (row, count) in counts.to_f64().into_iter().enumerate() {
             let count = (count.max(0.0) as usize).min(blocks[1]);
-            let mut row: Vec<i32> = indices[row * columns..][..count].iter().map(|&block| block as i32).collect();
+            let mut row: Vec<i32> = indices[row * blocks[1]..][..count].iter().map(|&block| block as i32).collect();
             row.sort_unstable();
             list.push(row);
         }
@@ -60,6 +59,7 @@ pub fn from_lists(description: &Description, problem: &Problem, extras: &[Array]
 
 /// The blocks that `mask` can reach, partial and full, by interval arithmetic: no element is looked at.
 pub fn reached(
+    py: Python<'_>,
     mask: &str,
     [batch, heads, q_len, k_len]: [usize; 4],
     [rows, cols]: [usize; 2],
@@ -85,7 +85,7 @@ pub fn reached(
     }
     let spec = BlockSpec { rows, cols, batch, heads };
     let bound = inputs.bind(&problem).map_err(|e| wrong(e.to_string()))?;
-    let blocks = BlockMask::from_mask(&bound, spec).map_err(|e| wrong(e.to_string()))?;
+    let blocks = py.detach(|| BlockMask::from_mask(&bound, spec)).map_err(|e| wrong(e.to_string()))?;
     let (mut partial, mut full) = (Lists::new(), Lists::new());
     for b in 0..batch {
         for h in 0..heads {

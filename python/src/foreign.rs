@@ -4,6 +4,7 @@
 //! object lives; the elements themselves are touched in `memory` alone.
 
 use crate::array::{Array, Element, Place, wrong};
+use pyo3::exceptions::PyException;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyType};
@@ -150,10 +151,31 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
     } else {
         None
     };
+    if found.is_some() && ty.hasattr("harden_mask")? {
+        let name = ty.name()?;
+        return Err(wrong(format!("an array is a {name}, whose mask would be ignored; use .filled(...)")));
+    }
     if let Some(found) = found {
-        TYPES.lock().unwrap_or_else(|e| e.into_inner()).push((ty.unbind(), found));
+        let mut types = TYPES.lock().unwrap_or_else(|e| e.into_inner());
+        // Programs have a few; one that makes classes without end must not keep them all.
+        let old = if types.len() >= MAX_TYPES { std::mem::take(&mut *types) } else { Vec::new() };
+        types.push((ty.unbind(), found));
+        drop(types);
+        drop(old); // may run code of theirs, so not under the lock
     }
     Ok(found)
+}
+
+const MAX_TYPES: usize = 64;
+
+/// A copy of a torch tensor whose elements are not what its memory says: one with the negative or the conjugate bit.
+pub fn resolved<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = object.py();
+    let Ok(negative) = object.call_method0(pyo3::intern!(py, "is_neg")) else { return Ok(None) };
+    if !negative.is_truthy()? {
+        return Ok(None);
+    }
+    object.call_method0("resolve_neg").map(Some)
 }
 
 fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
@@ -220,6 +242,12 @@ fn from_table(arg: &str, object: &Bound<'_, PyAny>, Table { fill, .. }: Table) -
 
 /// A torch tensor without storage of its own, a sparse one, an array that is being traced.
 fn unreadable(arg: &str, cause: Option<PyErr>) -> PyErr {
+    // Ctrl-C is nobody's mistake about an array.
+    if let Some(cause) = &cause
+        && Python::attach(|py| !cause.is_instance_of::<PyException>(py))
+    {
+        return Python::attach(|py| cause.clone_ref(py));
+    }
     let why = cause.map_or_else(|| "its library does not say why".into(), |e| e.to_string());
     // Some libraries go on with a trace of their own calls.
     let why = why.lines().next().unwrap_or_default();

@@ -110,13 +110,14 @@ mod _fulgurite {
     /// `sizes` is (batch, heads, q_len, k_len), `block` (rows, cols); `tensors` are what the mask reads, by `names`.
     #[pyfunction]
     fn block_lists(
+        py: Python<'_>,
         mask: &str,
         sizes: [usize; 4],
         block: [usize; 2],
         names: Vec<String>,
         tensors: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<(blocks::Lists, blocks::Lists)> {
-        blocks::reached(mask, sizes, block, &names, &tensors)
+        blocks::reached(py, mask, sizes, block, &names, &tensors)
     }
 
     /// The engines this machine can run, fastest first; the last is the f64 oracle.

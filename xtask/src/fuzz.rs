@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// The binaries of the `fuzz` package.
-const TARGETS: &[&str] = &["problem", "safetensors", "npy", "cache"];
+const TARGETS: &[&str] = &["engine", "problem", "safetensors", "npy", "cache"];
 
 /// libFuzzer is a part of the LLVM runtime that is only wired up here.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";

@@ -126,7 +126,7 @@ pub struct CheckArgs {
     /// Add N random cases for each dtype
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub long: usize,
-    /// Seed of the first random case; default from the clock
+    /// Seed of the first random case [default: 1]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Only cases whose name contains this, such as a name that failed, or `random`

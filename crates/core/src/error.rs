@@ -63,6 +63,14 @@ pub enum ProblemError {
         /// The value given.
         got: f32,
     },
+    /// A scale or a softcap so small or so large that products with it leave the range of f32.
+    #[error("`{arg}` is {got:e}, allowed: 1e-30 to 1e30; beyond, products leave the range of f32")]
+    Extreme {
+        /// Which of the two.
+        arg: &'static str,
+        /// The value given.
+        got: f32,
+    },
     /// q, k and v of a type that is not floating point.
     #[error("`dtype` is {got}, allowed: f32, f16, bf16; convert q, k and v")]
     DType {

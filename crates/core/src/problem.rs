@@ -450,6 +450,7 @@ impl ProblemBuilder {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(ProblemError::Scale { got: scale });
         }
+        ordinary("scale", scale)?;
         let lengths = match layout {
             Layout::Dense { batch, q_len, k_len } => {
                 [("batch", batch), ("q_len", q_len), ("k_len", k_len), ("heads", q_heads)]
@@ -512,6 +513,7 @@ impl ProblemBuilder {
             if !(cap.is_finite() && cap > 0.0) {
                 return Err(ProblemError::Softcap { got: cap });
             }
+            ordinary("softcap", cap)?;
             mods.push(cap * (score() / cap).tanh());
         }
         if self.alibi {
@@ -586,6 +588,11 @@ impl Problem {
     }
 }
 
+/// Refuses a factor with which products leave the range of f32: their results would be wrong without a word.
+fn ordinary(arg: &'static str, got: f32) -> Result<(), ProblemError> {
+    if (1e-30..=1e30).contains(&got) { Ok(()) } else { Err(ProblemError::Extreme { arg, got }) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -610,6 +617,8 @@ mod tests {
             assert!(refused(base().scale(scale)).starts_with("`scale` is"));
             assert!(refused(base().softcap(scale)).starts_with("`softcap` is"));
         }
+        assert!(refused(base().scale(1e38)).starts_with("`scale` is 1e38, allowed: 1e-30 to 1e30"));
+        assert!(refused(base().softcap(1e-45)).starts_with("`softcap` is 1e-45, allowed: 1e-30 to 1e30"));
         assert!(refused(base().dtype(DType::I32)).contains("allowed: f32, f16, bf16"));
         assert!(refused(base().dense(1, 1 << 30, 4)).contains("`q_len` is 1073741824"));
         assert!(refused(base().dense(1 << 29, 1 << 29, 4)).contains("overflows the address space"));

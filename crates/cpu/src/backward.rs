@@ -172,6 +172,8 @@ struct Row {
     lse: [f32; MAX_LANES],
     delta: [f32; MAX_LANES],
     max: [f32; MAX_LANES],
+    /// What weights against `lse` are multiplied with, where that is not 1.
+    inverse: Option<[f32; MAX_LANES]>,
 }
 
 impl Work<'_> {
@@ -245,6 +247,7 @@ impl Work<'_> {
         // Lanes past the last row: probabilities of 0.
         let (mut lse, mut delta, mut max) = ([f32::INFINITY; MAX_LANES], [0.0; MAX_LANES], [0.0; MAX_LANES]);
         let scale = if cx.problem.score_program().is_some() { 1.0 } else { cx.problem.scale() };
+        let mut inverse = None;
         for lane in 0..tile.rows {
             let (q, head) = cx.row(tile, lane);
             let at = self.rows.at(cx, tile.sequence, head, q);
@@ -253,8 +256,11 @@ impl Work<'_> {
             lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
             delta[lane] = self.stats.delta[at] * scale;
             max[lane] = self.stats.max[at];
+            if let Some(&own) = self.stats.inverse.get(at) {
+                inverse.get_or_insert([1.0; MAX_LANES])[lane] = own;
+            }
         }
-        Row { tile: *tile, lanes: cx.lanes(tile), lse, delta, max }
+        Row { tile: *tile, lanes: cx.lanes(tile), lse, delta, max, inverse }
     }
 
     /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
@@ -329,6 +335,7 @@ impl Work<'_> {
         }
         let seen = if finite { None } else { self.partly_seen(row, step, start, space.s) };
         cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        self.normalise(row, step, [space.s, space.dp]);
         if let Some(seen) = &seen {
             [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         }
@@ -375,6 +382,15 @@ impl Work<'_> {
             delta: &row.delta,
             scale: if modified { 1.0 } else { self.cx.problem.scale() },
             exp: self.cx.exp,
+        }
+    }
+
+    /// Divides P and dS by the sums of rows whose LSE is their maximum alone.
+    fn normalise(&self, row: &Row, step: &Step, tiles: [&mut [f32]; 2]) {
+        let Some(inverse) = &row.inverse else { return };
+        let (stride, seen) = (row.lanes.stride, step.hull());
+        for x in tiles {
+            self.cx.kernels.scale_lanes(&mut x[seen.start * stride..seen.end * stride], &inverse[..stride]);
         }
     }
 

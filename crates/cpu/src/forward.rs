@@ -126,6 +126,17 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     });
 }
 
+/// Calls `take` with the maximum and the sum of weights against it of every row of every tile.
+pub(crate) fn sums(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize, [f32; 2]) + Sync)) {
+    let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
+    let items = items(cx, &sequences, threads);
+    pool::run(threads, items.len(), &|i| {
+        walk(cx, &items[i], None, &[Policy::Raise(0.0)], |row, _| {
+            (0..row.tile.rows).for_each(|lane| take(&row.tile, lane, [row.m[lane], row.l[lane]]));
+        });
+    });
+}
+
 /// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
 fn walk(
     cx: &Context<'_>,

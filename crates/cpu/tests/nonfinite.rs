@@ -115,3 +115,46 @@ fn nan_scores_are_told_from_no_keys() {
         }
     }
 }
+
+/// Rows whose scores are all very low, as additive masks make them: weights still add up to 1, so that what dV gets is dO.
+#[test]
+fn very_low_rows_are_normalised() {
+    for dtype in DType::FLOATS {
+        for (low, sinks) in [(-1e9, false), (f64::from(f32::MIN) / 2.0, false), (-1e9, true)] {
+            let (q_len, k_len, d) = (37, 150, 16);
+            let mut builder = Problem::builder().dense(1, q_len, k_len).heads(1, 1).head_dim(d).dtype(dtype);
+            builder = builder.bias([1, 1, q_len, 1], DType::F32, false);
+            if sinks {
+                builder = builder.sinks();
+            }
+            let problem = builder.build().unwrap();
+            let mut rng = Rng::new(3);
+            let mut draw = |n: usize| Tensor::from_f64(dtype, &rng.normals(n * d, 1.0), &[1, n, 1, d]).unwrap();
+            let (q, k, v, d_o) = (draw(q_len), draw(k_len), draw(k_len), draw(q_len));
+            let bias: Vec<f64> = (0..q_len).map(|i| if i % 3 == 1 { low } else { 0.0 }).collect();
+            let bias = Tensor::from_f64(DType::F32, &bias, &[1, 1, q_len, 1]).unwrap();
+            let sink = Tensor::from_f64(DType::F32, &[-40.0], &[1]).unwrap();
+            let mut inputs = Inputs::new(q.view(), k.view(), v.view()).aux("bias", bias.view());
+            if sinks {
+                inputs = inputs.sinks(sink.view());
+            }
+            let bound = inputs.bind(&problem).unwrap();
+            for isa in Isa::available() {
+                let options = Options { isa: Some(isa), ..Options::default() };
+                let mut result = Forward::zeros(&problem).unwrap();
+                forward(&bound, &mut result.outputs(), &options);
+                let mut gradients = Gradients::zeros(&problem).unwrap();
+                backward(&bound, &result.saved(d_o.view()), &mut gradients.outputs(), &options);
+                let column = |x: &Tensor, keep: &dyn Fn(usize) -> bool| -> f64 {
+                    let all = x.view().to_f64();
+                    all.chunks_exact(d).enumerate().filter(|(i, _)| keep(*i)).map(|(_, row)| row[0]).sum()
+                };
+                // With a sink, low rows give it all their weight.
+                let want = column(&d_o, &|i| !(sinks && i % 3 == 1));
+                let got = column(&gradients.d_v, &|_| true);
+                let allowed = if dtype == DType::F32 { 1e-3 } else { 0.15 };
+                assert!((got - want).abs() < allowed, "{dtype} {low} {isa:?}: {got} for {want}");
+            }
+        }
+    }
+}

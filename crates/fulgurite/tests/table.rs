@@ -62,6 +62,7 @@ fn table() -> Vec<Case> {
     table.extend(cases::cases(DType::F16).into_iter().filter(|case| case.features.contains(&"large_logits")));
     // No kernel has another precision yet.
     table.retain(|case| case.problem().precision() == Precision::Native);
+    table.retain(|case| !case.features.iter().any(|feature| cases::NOT_ON_GPU.contains(feature)));
     table
 }
 

@@ -4,8 +4,8 @@ pub mod npy;
 pub mod safetensors;
 mod stored;
 
-pub use stored::{Stored, Tensors};
 pub(crate) use stored::reason;
+pub use stored::{Stored, Tensors};
 
 use crate::Failure;
 use fulgurite::{DType, Tensor};

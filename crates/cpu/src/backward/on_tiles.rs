@@ -277,7 +277,7 @@ impl Work<'_> {
     fn weigh(&self, row: &Row, step: &Step, start: usize, unit: &MatrixKernels, space: &mut Space<'_>) {
         let cx = self.cx;
         let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
-        let fused = unit.narrow.suits(cx.exp) && !modified && cx.rounding.is_none();
+        let fused = unit.narrow.suits(cx.exp) && !modified && cx.rounding.is_none() && row.inverse.is_none();
         if !fused || step.rest {
             cx.scale_scores(step, stride, space.s);
         }
@@ -292,6 +292,7 @@ impl Work<'_> {
             return unit.narrow.grad(&args, scale, &mut out);
         }
         cx.kernels.grad(&mut args);
+        self.normalise(row, step, [args.s, args.dp]);
         if modified {
             cold::clear_past(&row.tile, stride, step, [args.s, args.dp]);
             self.through_modifier(row, step, start, [args.dp, space.derivative]);
@@ -317,6 +318,7 @@ impl Work<'_> {
         }
         let seen = Visible::new(step, [stride, cx.kernels.lanes, row.tile.rows], space.s);
         cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        self.normalise(row, step, [space.s, space.dp]);
         [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         if modified {
             self.through_modifier(row, step, start, [space.dp, space.derivative]);

@@ -35,14 +35,45 @@ pub(super) struct Stats {
     pub lse: Vec<f32>,
     pub delta: Vec<f32>,
     pub max: Vec<f32>,
+    /// Where some LSE is so far from 0 that f32 cannot tell it from the maximum: what weights against `lse` are multiplied
+    /// with, 1 in all other rows. In those rows `lse` is the maximum.
+    pub inverse: Vec<f32>,
 }
+
+/// An LSE beyond this is off by a hundredth or more: at 1e9, where masks are added, f32 knows it to 64.
+const FAR: f32 = 65536.0;
 
 impl Stats {
     pub fn new(cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) -> Self {
         let [lse, delta, max] = [(); 3].map(|_| vec![0.0; table.len]);
-        let mut stats = Stats { lse, delta, max };
+        let mut stats = Stats { lse, delta, max, inverse: Vec::new() };
         stats.fill(cx, saved, table, threads);
+        stats.normalise(cx, table, threads);
         stats
+    }
+
+    /// Finds maximum and sum again where the LSE does not hold both.
+    fn normalise(&mut self, cx: &Context<'_>, table: &RowTable, threads: usize) {
+        let far = |lse: f32| lse.is_finite() && lse.abs() > FAR;
+        let relative = matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some();
+        if relative || !self.lse.iter().any(|&lse| far(lse)) {
+            return;
+        }
+        self.inverse = vec![1.0; self.lse.len()];
+        let (lse, inverse) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.inverse));
+        crate::forward::sums(cx, threads, &|tile, lane, [m, l]| {
+            let (q, head) = cx.row(tile, lane);
+            let at = table.at(cx, tile.sequence, head, q);
+            // SAFETY: each row belongs to one tile.
+            let (lse, inverse) = unsafe { (&mut lse.row(at, 1)[0], &mut inverse.row(at, 1)[0]) };
+            if far(*lse) {
+                let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
+                // A sink far above every score: P vanishes against it.
+                let top = if sink > f64::from(m) { sink as f32 } else { m };
+                let total = f64::from(l) * f64::from(m - top).exp() + (sink - f64::from(top)).exp();
+                (*lse, *inverse) = (top, (1.0 / total) as f32);
+            }
+        });
     }
 
     fn fill(&mut self, cx: &Context<'_>, saved: &Saved<'_>, table: &RowTable, threads: usize) {
@@ -102,8 +133,10 @@ pub(super) fn sink_gradients(cx: &Context<'_>, stats: &Stats, table: &RowTable) 
         let mut sum = 0.0;
         for (i, s) in cx.bound.sequences().iter().enumerate() {
             let at = table.at(cx, i, head, 0);
-            for (&lse, &delta) in stats.lse[at..at + s.q_len].iter().zip(&stats.delta[at..at + s.q_len]) {
-                sum -= sink_share(sink, f64::from(lse)) * f64::from(delta);
+            for at in at..at + s.q_len {
+                let share =
+                    sink_share(sink, f64::from(stats.lse[at])) * f64::from(*stats.inverse.get(at).unwrap_or(&1.0));
+                sum -= share * f64::from(stats.delta[at]);
             }
         }
         sum

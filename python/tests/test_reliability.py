@@ -1,0 +1,210 @@
+"""Nothing silently wrong: NaN, threads, forks, gradients that are not there, values that are read as they are meant."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy
+import pytest
+
+import fulgurite
+
+
+def ones(*shape):
+    return numpy.ones(shape, numpy.float32)
+
+
+@pytest.mark.parametrize("engine", ["oracle", "cpu"])
+def test_a_row_of_nan_says_so(engine):
+    x, q = ones(1, 4, 2, 8), ones(1, 4, 2, 8)
+    q[0, 1] = numpy.nan
+    o, lse = fulgurite.attention(q, x, x, return_lse=True, engine=engine)
+    assert numpy.isnan(o[0, 1]).all() and numpy.isnan(lse[0, :, 1]).all()
+    assert numpy.isfinite(o[0, [0, 2, 3]]).all() and numpy.isfinite(lse[0][:, [0, 2, 3]]).all()
+
+
+def test_a_hidden_value_reaches_nobody():
+    x, v = ones(1, 300, 1, 32), ones(1, 300, 1, 32)
+    v[0, 200] = numpy.nan
+    o = fulgurite.attention(x, x, v, causal=True)
+    rows = numpy.isnan(o[0, :, 0]).all(-1)
+    assert rows[200:].all() and not rows[:200].any()
+
+
+def test_tracing_in_threads():
+    """A callable that gives way to other threads registers its arrays in its own call."""
+    x = ones(1, 16, 1, 8)
+    wrong, switch = [], sys.getswitchinterval()
+
+    def work(value):
+        bias = numpy.full(16, value, numpy.float32)
+        ready = threading.Event()
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            ready.wait(1e-4)
+            return score * 0 + bias[kv_idx] * bias[q_idx]
+
+        for _ in range(40):
+            _, lse = fulgurite.attention(x, x, x, score_mod=score_mod, return_lse=True)
+            if not numpy.allclose(lse, value * value + numpy.log(16), atol=1e-4):
+                wrong.append((value, lse.ravel()[:2]))
+
+    def guarded(value):
+        try:
+            work(value)
+        except Exception as error:  # told below: a thread's own would only be printed
+            wrong.append((value, error))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=guarded, args=(float(n),)) for n in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert not wrong, wrong[:3]
+
+
+def test_arguments_are_told_apart_by_type():
+    x = ones(1, 4, 1, 8)
+    fulgurite.attention(x, x, x, causal=True, window=(1, 2))
+    for wrong in ({"causal": 1}, {"causal": 0}, {"window": (1.0, 2.0)}):
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                fulgurite.attention(x, x, x, **wrong)
+
+
+def test_block_masks_without_keys():
+    mask = fulgurite.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 0)
+    assert mask.kv_indices.shape == (1, 1, 2, 0)
+
+
+def test_masked_arrays_are_refused():
+    x = ones(1, 4, 1, 8)
+    masked = numpy.ma.masked_array(x, mask=x > 0)
+    with pytest.raises(ValueError, match="filled"):
+        fulgurite.attention(masked, x, x)
+    lengths = numpy.ma.masked_array([4], mask=[True])
+    with pytest.raises(ValueError, match="filled"):
+        fulgurite.attention(x, x, x, used_lengths=(None, lengths))
+
+
+def test_a_refused_call_leaves_the_cache_alone():
+    q, cache, new = ones(1, 1, 2, 8), ones(1, 16, 2, 8), 2 * ones(1, 1, 2, 8)
+    k_cache, v_cache = cache.copy(), cache.copy()
+    calls = [
+        {"v": 2 * ones(1, 1, 2, 4)},
+        {"v": new.astype(numpy.float16)},
+        {"v": new, "softmax_scale": -1.0},
+        {"v": new, "k": ones(3)},
+        {"v": new, "cache_seqlens": 16},
+    ]
+    for call in calls:
+        arguments = {"k": new, "cache_seqlens": 3, **call}
+        with pytest.raises(ValueError):
+            fulgurite.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+        assert (k_cache == cache).all() and (v_cache == cache).all(), call
+    o = fulgurite.flash_attn_with_kvcache(q, k_cache, v_cache, k=new, v=new, cache_seqlens=3)
+    assert (k_cache[0, 3] == 2).all() and o.shape == q.shape
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_children_of_fork_have_workers():
+    code = """
+        import os, numpy, fulgurite
+        x = numpy.ones((4, 512, 8, 64), numpy.float32)
+        fulgurite.attention(x, x, x, threads=3)
+        child = os.fork()
+        if child == 0:
+            o = fulgurite.attention(x, x, x, threads=3)
+            os._exit(0 if len(os.listdir("/proc/self/task")) >= 3 and (o == 1).all() else 1)
+        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc")
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60).returncode == 0
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self):
+        self.torch = pytest.importorskip("torch")
+
+    def tensors(self, count=3, **more):
+        torch = self.torch
+        torch.manual_seed(1)
+        return [torch.randn(1, 6, 2, 8, dtype=torch.float32, **more) for _ in range(count)]
+
+    def test_a_captured_tensor_called_grad(self):
+        q, k, v = self.tensors()
+        grad = self.torch.ones(2, requires_grad=True)
+        fulgurite.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * grad[h]).sum().backward()
+        assert grad.grad is not None and grad.grad.abs().sum() > 0
+
+    def test_second_derivatives_are_refused(self):
+        torch = self.torch
+        q, k, v = self.tensors(requires_grad=True)
+        (d_q,) = torch.autograd.grad(fulgurite.attention(q, k, v).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="again"):
+            d_q.square().sum().backward()
+        # A graph that nobody differentiates is no harm.
+        o = fulgurite.attention(q, k, v)
+        o.sum().backward(create_graph=True)
+        assert q.grad is not None
+
+    def test_forward_mode_is_refused(self):
+        forward_ad = self.torch.autograd.forward_ad
+        q, k, v = self.tensors()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, self.torch.ones_like(q))
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                fulgurite.attention(dual, k, v)
+            fulgurite.attention(q, k, v)
+
+    def test_numpy_beside_gradients_is_refused(self):
+        q, k, v = self.tensors(requires_grad=True)
+        with pytest.raises(ValueError, match="torch tensor"):
+            fulgurite.attention(q.detach().numpy(), k, v)
+
+    def test_wide_integers_are_looked_at(self):
+        torch = self.torch
+        q, k, v = self.tensors()
+        wide = torch.tensor([2**32 + 1])
+        with pytest.raises(ValueError, match="32-bit"):
+            fulgurite.attention(q, k, v, used_lengths=(None, wide))
+        documents = torch.tensor([1, 1, 1, 2**32 + 1, 2**32 + 1, 2**32 + 1])
+        with pytest.raises(ValueError, match="32-bit"):
+            fulgurite.attention(q, k, v, mask_mod=lambda b, h, i, j: documents[i] == documents[j])
+
+    def test_the_negative_bit(self):
+        torch = self.torch
+        q, k, v = self.tensors()
+        want = fulgurite.attention(-q, k, v)
+        assert torch.equal(fulgurite.attention(torch._neg_view(q), k, v), want)
+        sinks = torch.complex(torch.zeros(2), torch.tensor([1.0, 3.0])).conj().imag
+        assert sinks.is_neg()
+        assert torch.equal(fulgurite.attention(q, k, v, sinks=sinks), fulgurite.attention(q, k, v, sinks=-sinks.abs()))
+
+    def test_torchs_block_mask_without_keys(self):
+        flex = pytest.importorskip("torch.nn.attention.flex_attention")
+        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 256, 0, device="cpu")
+        q = self.torch.randn(1, 1, 256, 16)
+        o = fulgurite.flex_attention(q, q[:, :, :0], q[:, :, :0], block_mask=mask)
+        assert (o == 0).all()
+
+    def test_the_cache_of_torch(self):
+        torch = self.torch
+        q, new = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)
+        cache = torch.randn(2, 16, 2, 8)
+        for lengths in (5, torch.tensor([5, 9], dtype=torch.int32), torch.tensor([5, 9])):
+            k, v = cache.clone(), cache.clone()
+            o = fulgurite.flash_attn_with_kvcache(q, k, v, k=new, v=new, cache_seqlens=lengths)
+            at = [5, 5] if isinstance(lengths, int) else [5, 9]
+            for b in range(2):
+                assert torch.equal(k[b, at[b]], new[b, 0]) and torch.equal(v[b, at[b]], new[b, 0])
+                own = fulgurite.attention(q[b : b + 1], k[b : b + 1, : at[b] + 1], v[b : b + 1, : at[b] + 1])
+                assert torch.allclose(o[b : b + 1], own, atol=1e-6)
