@@ -29,7 +29,7 @@ mod verify;
 pub use arch::{Arch, Target, TensorUnit};
 pub use build::{
     Block, Builder, Group, GroupBarrier, Half, IntoVal, Leave, Number as ParamNumber, Pair, Pointer, RoleBarrier,
-    Scope, Shared, Thread, Turns, Val, Var, Warpgroups, Who, Word,
+    RoleSize, Scope, Shared, Thread, Turns, Val, Var, WarpRole, Warpgroups, Warps, Who, WholeWarps, Word,
 };
 pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;

@@ -15,9 +15,12 @@ pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
 }
 
 /// Whether the hardware can hand out what roles ask for.
-pub(crate) fn register_counts(kernel: &str, roles: &[RoleUse]) -> Result<(), BuildError> {
+pub(crate) fn register_counts<'a>(
+    kernel: &str,
+    mut roles: impl Iterator<Item = &'a RoleUse>,
+) -> Result<(), BuildError> {
     let wrong = |got: &u32| !(24..=256).contains(got) || !got.is_multiple_of(8);
-    let first = roles.iter().find_map(|role| Some((&role.name, role.registers.filter(wrong)?)));
+    let first = roles.find_map(|role| Some((&role.name, role.registers.filter(wrong)?)));
     first
         .map_or(Ok(()), |(role, got)| Err(BuildError::RegisterCount { kernel: kernel.into(), role: role.clone(), got }))
 }

@@ -4,7 +4,7 @@
 //! skipped.
 
 use fulgurite_ptx::assemble::{AssembleError, Assembler, Fault, Hints};
-use fulgurite_ptx::{Kernel, Major, Number, Sum, Target, TileShape, Warpgroups, bf16};
+use fulgurite_ptx::{Kernel, Major, Number, Sum, Target, TileShape, Warpgroups, Warps, bf16};
 use std::cell::Cell;
 use std::path::Path;
 
@@ -162,6 +162,27 @@ fn registers_that_roles_exchange_are_kept() {
     if assembler.nvdisasm().is_some() {
         let sass = assembler.sass(&kernel).unwrap();
         assert_eq!(sass.matches("USETMAXREG").count(), 2, "{sass}");
+    }
+}
+
+/// One change for a warpgroup, before its roles part, on every architecture that has it.
+#[test]
+fn roles_of_single_warps_share_their_registers() {
+    let Some(assembler) = assembler() else { return };
+    for name in ["sm_90a", "sm_100a", "sm_103a", "sm_120a"] {
+        let kernel = Kernel::build("roles", Target::named(name).unwrap(), |k| {
+            let x = k.pointer::<f32>("x");
+            k.role("compute", Warpgroups(2).registers(232), |w| x.store(w, w.thread(), 1.0));
+            k.role("load", Warps(1).registers(40), |w| x.store(w, w.thread(), 2.0));
+            k.role("multiply", Warps(2), |w| x.store(w, w.thread(), 3.0));
+            k.role("store", Warps(1), |w| x.store(w, w.thread(), 4.0));
+        })
+        .unwrap();
+        assert_eq!(assembler.assemble(&kernel).unwrap().verdict(), Ok(()), "{name}");
+        if assembler.nvdisasm().is_some() {
+            let sass = assembler.sass(&kernel).unwrap();
+            assert_eq!(sass.matches("USETMAXREG").count(), 2, "{sass}");
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Every way a kernel is refused, with the whole message: it must be enough to repair the kernel.
 
 use fulgurite_ptx::{
-    BuildError, Builder, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, Warpgroups, bf16, f16,
+    BuildError, Builder, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, Warpgroups, Warps, bf16,
+    f16,
 };
 use std::cell::Cell;
 
@@ -78,6 +79,68 @@ fn registers_over_the_pool() {
         k.role("multiply", Warpgroups(2).registers(232), |_| {});
     });
     assert!(fits.is_ok(), "{fits:?}");
+}
+
+#[test]
+fn registers_of_roles_that_share_a_warpgroup() {
+    let line = Cell::new(0);
+    let message = refused(|k| {
+        k.role("compute", Warpgroups(2).registers(208), |_| {});
+        k.role("load", Warps(1).registers(40), |_| {});
+        line.set(line!() + 1);
+        k.role("store", Warps(3).registers(24), |_| {});
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: role `store` asks for 24 registers and shares a warpgroup with role `load`, which asks for 40; allowed: equal numbers, or roles of whole warpgroups",
+            here(line.get())
+        )
+    );
+    let message = refused(|k| {
+        k.role("compute", Warpgroups(2), |_| {});
+        line.set(line!() + 1);
+        k.role("load", Warps(2).registers(40), |_| {});
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: role `load` asks for registers in a warpgroup of fewer than four warps, allowed: whole warpgroups; add warps to `load`",
+            here(line.get())
+        )
+    );
+    // One that asks for none has what the other has.
+    let kernel = Kernel::build("k", Target::HOPPER, |k| {
+        k.role("compute", Warpgroups(2).registers(232), |_| {});
+        k.role("load", Warps(1).registers(40), |_| {});
+        k.role("store", Warps(3), |_| {});
+    })
+    .unwrap();
+    let roles: Vec<_> = kernel.roles.iter().map(|role| (role.first_warp, role.warps, role.registers)).collect();
+    assert_eq!(roles, [(0, 8, Some(232)), (8, 1, Some(40)), (9, 3, Some(40))]);
+    assert_eq!(kernel.ptx().matches("setmaxnreg").count(), 2);
+}
+
+#[test]
+fn warps_of_roles() {
+    let line = Cell::new(0);
+    let message = refused(|k| {
+        k.role("load", Warps(1), |_| {});
+        line.set(line!() + 1);
+        k.role("compute", Warpgroups(1), |_| {});
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: role `compute` of whole warpgroups begins at warp 1, allowed: multiples of 4; declare it before roles of fewer warps",
+            here(line.get())
+        )
+    );
+    let message = refused(|k| {
+        line.set(line!() + 1);
+        k.role("load", Warps(0), |_| {});
+    });
+    assert_eq!(message, format!("kernel `k`, {}: role `load` has no warps, allowed: 1 or more", here(line.get())));
 }
 
 #[test]

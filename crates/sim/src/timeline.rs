@@ -156,11 +156,11 @@ fn track_name(track: &Track) -> String {
 }
 
 impl World<'_> {
-    /// The row of a warp: only the first of four has one.
+    /// The row of a warp: only the first of each four of a role has one.
     fn track(&self, warp: &Warp) -> Option<Track> {
         let roles = &self.program.kernel.roles;
         let (name, first) = roles.get(warp.role).map_or((String::new(), 0), |r| (r.name.clone(), r.first_warp));
-        warp.index.is_multiple_of(4).then(|| Track::Role(name, (warp.index - first) / 4))
+        (warp.index - first).is_multiple_of(4).then(|| Track::Role(name, (warp.index - first) / 4))
     }
 
     /// A warp issues an instruction: when it may, and when it goes on.

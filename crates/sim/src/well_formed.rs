@@ -16,6 +16,19 @@ pub(crate) fn check(kernel: &Kernel) -> Result<(), String> {
         let (used, allowed) = (kernel.shared_bytes, kernel.target.shared_bytes());
         return Err(format!("{used} bytes of shared memory, allowed: {allowed}"));
     }
+    let mut next = 0;
+    for role in &kernel.roles {
+        if role.first_warp != next || role.warps == 0 {
+            let (name, first, warps) = (&role.name, role.first_warp, role.warps);
+            return Err(format!(
+                "role `{name}` has {warps} warps from {first} on, allowed: one or more from {next} on"
+            ));
+        }
+        next += role.warps;
+    }
+    if !kernel.roles.is_empty() && 32 * next != kernel.threads {
+        return Err(format!("roles of {next} warps, allowed: all of the block's {}", kernel.threads / 32));
+    }
     for param in &kernel.params {
         if let ParamKind::Tensor(shape) = &param.kind {
             let fits = (1..=5).contains(&shape.extent.len())

@@ -5,7 +5,7 @@ mod common;
 use common::{download, upload};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, LaunchError, Stream, Value};
 use fulgurite_ptx::inst::{Arg, Base, Class, Op, Reg};
-use fulgurite_ptx::kernel::{Kernel, Param, ParamKind, Stmt, Target};
+use fulgurite_ptx::kernel::{Kernel, Param, ParamKind, RoleUse, Stmt, Target};
 use fulgurite_ptx::table;
 use fulgurite_sim::{Fault, Finding, Line, Options, Sim};
 use std::panic::Location;
@@ -428,4 +428,16 @@ fn wrong_launches_are_refused_before_they_start() {
     broken.op("mov.b32", [r(99), imm(0)]);
     let refused = sim.load(Arc::new(broken.kernel(32, 1)));
     assert!(refused.err().unwrap().to_string().contains("register 99 of class B32, and there are 16"));
+    // A warp has one role.
+    let role = |name: &str, first_warp, warps| RoleUse { name: name.into(), first_warp, warps, registers: None };
+    for (roles, want) in [
+        (vec![role("a", 0, 3), role("b", 2, 2)], "role `b` has 2 warps from 2 on, allowed: one or more from 3 on"),
+        (vec![role("a", 0, 1), role("b", 2, 2)], "role `b` has 2 warps from 2 on, allowed: one or more from 1 on"),
+        (vec![role("a", 0, 2), role("b", 2, 0)], "role `b` has 0 warps from 2 on, allowed: one or more from 2 on"),
+        (vec![role("a", 0, 3)], "roles of 3 warps, allowed: all of the block's 4"),
+    ] {
+        let kernel = Kernel { roles, ..Asm::new().kernel(128, 1) };
+        let refused = sim.load(Arc::new(kernel)).err().unwrap().to_string();
+        assert!(refused.contains(want), "{refused}");
+    }
 }

@@ -15,11 +15,13 @@
 //! ```
 
 mod memory;
+mod role;
 mod scope;
 mod value;
 
 pub use memory::{Pointer, Shared};
-pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, Who};
+pub use role::{RoleSize, Warpgroups, Warps};
+pub use scope::{Block, Group, GroupBarrier, Leave, RoleBarrier, Scope, Thread, Turns, WarpRole, Who, WholeWarps};
 pub(crate) use value::Src;
 pub use value::{Half, IntoVal, Pair, Val, Var, Word};
 
@@ -107,26 +109,6 @@ pub(crate) struct PipeUse {
     readers: HashMap<usize, u32>,
     /// Blocks whose readers must all be done.
     blocks: u32,
-}
-
-/// Warps of a role.
-#[derive(Debug, Clone, Copy)]
-pub struct Warpgroups {
-    count: u32,
-    registers: Option<u32>,
-}
-
-/// Groups of four warps.
-#[allow(non_snake_case)] // reads as what it is: `Warpgroups(2).registers(240)`
-pub fn Warpgroups(count: u32) -> Warpgroups {
-    Warpgroups { count, registers: None }
-}
-
-impl Warpgroups {
-    /// Registers that each thread of the role has, taken from or given to the others at its start.
-    pub fn registers(self, count: u32) -> Self {
-        Warpgroups { registers: Some(count), ..self }
-    }
 }
 
 impl Kernel {
@@ -405,38 +387,6 @@ impl Builder {
         f(&Scope::new(self));
     }
 
-    /// Some warps do one job. Roles take the block's warps in the order in which they are declared.
-    #[track_caller]
-    pub fn role<'k>(&'k self, name: &str, warpgroups: Warpgroups, f: impl FnOnce(&Scope<'k, Group>)) {
-        let number = {
-            let mut state = self.state.borrow_mut();
-            let first_warp = state.roles.iter().map(|(role, _)| role.warps).sum();
-            let warps = 4 * warpgroups.count;
-            let role = RoleUse { name: name.into(), first_warp, warps, registers: warpgroups.registers };
-            state.roles.push((role, Vec::new()));
-            state.role_places.push(Location::caller());
-            let depth = state.blocks.len();
-            state.role = Some((state.roles.len() - 1, depth));
-            state.roles.len() - 1
-        };
-        let body = self.block(|| {
-            let inner = self.block(|| f(&Scope::new(self)));
-            self.state.borrow_mut().blocks.last_mut().expect("bug in fulgurite: no open block").extend(inner);
-        });
-        let mut state = self.state.borrow_mut();
-        state.role = None;
-        state.roles[number].1 = body;
-    }
-
-    /// First warp and number of warps of the current role.
-    pub(crate) fn role_warps(&self) -> (u32, u32) {
-        let state = self.state.borrow();
-        match state.role {
-            Some((role, _)) => (state.roles[role].0.first_warp, state.roles[role].0.warps),
-            None => (0, state.threads / 32),
-        }
-    }
-
     fn finish(self) -> Result<Kernel, BuildError> {
         let roles = std::mem::take(&mut self.state.borrow_mut().roles);
         let threads = match roles.is_empty() {
@@ -452,8 +402,9 @@ impl Builder {
         };
         self.state.borrow_mut().blocks[0] = body;
         let entry = Kernel::entry_registers(self.target, threads);
+        verify::register_counts(&self.name, roles.iter().map(|(role, _)| role))?;
+        let roles = self.share_registers(roles);
         let uses: Vec<RoleUse> = roles.iter().map(|(role, _)| role.clone()).collect();
-        verify::register_counts(&self.name, &uses)?;
         if !roles.is_empty() {
             self.dispatch(roles, entry);
         }
@@ -521,37 +472,6 @@ impl Builder {
         } else {
             self.emit(&sync::BAR_ALL, []);
         }
-    }
-
-    /// Sends each warp to its role.
-    fn dispatch(&self, roles: Vec<(RoleUse, Vec<Stmt>)>, entry: u32) {
-        let places = std::mem::take(&mut self.state.borrow_mut().role_places);
-        let last = roles.len() - 1;
-        let mut conditions = Vec::new();
-        self.placed(places[0], || {
-            // The same in all lanes of a warp; only after the exchange does the assembler know.
-            let group = (Scope::<Block>::new(self).thread() / WARPGROUP).of_first_lane();
-            for (role, _) in &roles[..last] {
-                conditions.push(group.lt((role.first_warp + role.warps) / 4).in_register());
-            }
-        });
-        let mut rest: Vec<Stmt> = Vec::new();
-        for (i, (role, body)) in roles.into_iter().enumerate().rev() {
-            let at = places[i];
-            let mut own = self.block(|| {
-                if let Some(registers) = role.registers {
-                    let way = if registers > entry { "inc" } else { "dec" };
-                    self.placed(at, || self.emit(&sync::SETMAXNREG, [Arg::Word(way), Arg::Imm(registers.into())]));
-                }
-            });
-            own.extend(body);
-            rest = if i == last {
-                own
-            } else {
-                vec![Stmt::If { cond: conditions[i], then: own, otherwise: rest, cold: false, at }]
-            };
-        }
-        self.state.borrow_mut().blocks[0].extend(rest);
     }
 }
 

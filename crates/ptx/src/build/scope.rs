@@ -17,11 +17,20 @@ pub trait Who: 'static {}
 pub enum Block {}
 /// All threads of a role: whole warpgroups.
 pub enum Group {}
+/// All threads of a role of any number of warps.
+pub enum WarpRole {}
 /// One thread.
 pub enum Thread {}
 impl Who for Block {}
 impl Who for Group {}
+impl Who for WarpRole {}
 impl Who for Thread {}
+
+/// Scopes in which whole warps come.
+pub trait WholeWarps: Who {}
+impl WholeWarps for Block {}
+impl WholeWarps for Group {}
+impl WholeWarps for WarpRole {}
 
 /// A place in the kernel under construction, and who executes it.
 pub struct Scope<'k, W: Who> {
@@ -217,99 +226,128 @@ impl<'k> Leave<'k> {
     }
 }
 
-/// What lanes of a warp do together, in scopes where whole warps come.
-macro_rules! warps {
-    ($($who:ident),*) => {
-        $(impl<'k> Scope<'k, $who> {
-            /// The value of the lane whose number differs in these bits.
-            #[track_caller]
-            pub fn exchange(&self, x: Val<'k, f32>, bits: u32) -> Val<'k, f32> {
-                let raw: Val<'k, u32> = x.to_bits();
-                raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
-                    .to_f32_bits()
-            }
-            /// The same of two 16-bit floats.
-            #[track_caller]
-            pub fn exchange_pair<T: Half>(&self, x: Val<'k, Pair<T>>, bits: u32) -> Val<'k, Pair<T>>
-            where
-                Pair<T>: Word,
-            {
-                x.compute(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
-            }
-            /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
-            #[track_caller]
-            pub fn reduce(&self, x: Val<'k, f32>, lanes: u32, f: impl Fn(Val<'k, f32>, Val<'k, f32>) -> Val<'k, f32>) -> Val<'k, f32> {
-                let mut x = x;
-                let mut bits = lanes / 2;
-                while bits > 0 {
-                    x = f(x, self.exchange(x, bits));
-                    bits /= 2;
-                }
-                x
-            }
-            /// Whether it holds in any lane of the warp.
-            #[track_caller]
-            pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
-                p.compute(&warp::VOTE, &[Arg::Word("any")])
-            }
-            /// a b + c, 16 x 16 by 16 x 8, of each warp by itself: pairs of rows and of columns lie in lanes as PTX says of
-            /// `mma.m16n8k16`.
-            #[track_caller]
-            pub fn warp_product<T: Half>(
-                &self,
-                a: [Val<'k, Pair<T>>; 4],
-                b: [Val<'k, Pair<T>>; 2],
-                c: [Val<'k, f32>; 4],
-            ) -> [Val<'k, f32>; 4]
-            where
-                Pair<T>: Word,
-            {
-                let to: [Reg; 4] = std::array::from_fn(|_| self.k.register(Class::F32));
-                self.k.placed(Location::caller(), || {
-                    let args = [
-                        Arg::List(to.into()),
-                        Arg::List(a.map(|x| x.in_register()).into()),
-                        Arg::List(b.map(|x| x.in_register()).into()),
-                        Arg::List(c.map(|x| x.in_register()).into()),
-                        Arg::Word(T::NUMBER.name()),
-                    ];
-                    self.k.emit(&tensor::MMA_HALF, args);
-                });
-                to.map(|reg| Val::reg(self.k, reg))
-            }
-            /// The lanes of each warp meet, and see each other's memory.
-            #[track_caller]
-            pub fn sync_warp(&self) {
-                self.plain(&sync::BAR_WARP);
-            }
-            /// One thread of the first warp.
-            #[track_caller]
-            pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
-                self.one_thread_of_warp(0, f);
-            }
-            /// One thread of the `n`-th warp.
-            #[track_caller]
-            pub fn one_thread_of_warp(&self, n: u32, f: impl FnOnce(&Scope<'k, Thread>)) {
-                let ((first, warps), at) = (self.k.role_warps(), Location::caller());
-                if n >= warps {
-                    self.k.refuse(format!("a thread of warp {n}, allowed: below {warps}"));
-                }
-                // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
-                // assembler starts copies without a loop over lanes.
-                let warp = (self.thread() / 32).of_first_lane();
-                self.when(warp.eq(first + n), |w| {
-                    let (d, elected) = Val::<bool>::fresh(self.k);
-                    w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
-                    w.when(elected, |_| match n {
-                        0 => f(&Scope::new(self.k)),
-                        _ => self.k.alone(n, || f(&Scope::new(self.k))),
-                    });
-                });
-            }
-        })*
-    };
+/// What lanes of a warp do together.
+impl<'k, W: WholeWarps> Scope<'k, W> {
+    /// The value of the lane whose number differs in these bits.
+    #[track_caller]
+    pub fn exchange(&self, x: Val<'k, f32>, bits: u32) -> Val<'k, f32> {
+        let raw: Val<'k, u32> = x.to_bits();
+        raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")]).to_f32_bits()
+    }
+    /// The same of two 16-bit floats.
+    #[track_caller]
+    pub fn exchange_pair<T: Half>(&self, x: Val<'k, Pair<T>>, bits: u32) -> Val<'k, Pair<T>>
+    where
+        Pair<T>: Word,
+    {
+        x.compute(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
+    }
+    /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
+    #[track_caller]
+    pub fn reduce(
+        &self,
+        x: Val<'k, f32>,
+        lanes: u32,
+        f: impl Fn(Val<'k, f32>, Val<'k, f32>) -> Val<'k, f32>,
+    ) -> Val<'k, f32> {
+        let mut x = x;
+        let mut bits = lanes / 2;
+        while bits > 0 {
+            x = f(x, self.exchange(x, bits));
+            bits /= 2;
+        }
+        x
+    }
+    /// Whether it holds in any lane of the warp.
+    #[track_caller]
+    pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
+        p.compute(&warp::VOTE, &[Arg::Word("any")])
+    }
+    /// a b + c, 16 x 16 by 16 x 8, of each warp by itself: pairs of rows and of columns lie in lanes as PTX says of
+    /// `mma.m16n8k16`.
+    #[track_caller]
+    pub fn warp_product<T: Half>(
+        &self,
+        a: [Val<'k, Pair<T>>; 4],
+        b: [Val<'k, Pair<T>>; 2],
+        c: [Val<'k, f32>; 4],
+    ) -> [Val<'k, f32>; 4]
+    where
+        Pair<T>: Word,
+    {
+        let to: [Reg; 4] = std::array::from_fn(|_| self.k.register(Class::F32));
+        self.k.placed(Location::caller(), || {
+            let args = [
+                Arg::List(to.into()),
+                Arg::List(a.map(|x| x.in_register()).into()),
+                Arg::List(b.map(|x| x.in_register()).into()),
+                Arg::List(c.map(|x| x.in_register()).into()),
+                Arg::Word(T::NUMBER.name()),
+            ];
+            self.k.emit(&tensor::MMA_HALF, args);
+        });
+        to.map(|reg| Val::reg(self.k, reg))
+    }
+    /// The lanes of each warp meet, and see each other's memory.
+    #[track_caller]
+    pub fn sync_warp(&self) {
+        self.plain(&sync::BAR_WARP);
+    }
+    /// One thread of the first warp.
+    #[track_caller]
+    pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
+        self.one_thread_of_warp(0, f);
+    }
+    /// One thread of the `n`-th warp.
+    #[track_caller]
+    pub fn one_thread_of_warp(&self, n: u32, f: impl FnOnce(&Scope<'k, Thread>)) {
+        let ((first, warps), at) = (self.k.role_warps(), Location::caller());
+        if n >= warps {
+            self.k.refuse(format!("a thread of warp {n}, allowed: below {warps}"));
+        }
+        // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
+        // assembler starts copies without a loop over lanes.
+        let warp = (self.thread() / 32).of_first_lane();
+        self.when(warp.eq(first + n), |w| {
+            let (d, elected) = Val::<bool>::fresh(self.k);
+            w.k.placed(at, || w.k.emit(&warp::ELECT, [d]));
+            w.when(elected, |_| match n {
+                0 => f(&Scope::new(self.k)),
+                _ => self.k.alone(n, || f(&Scope::new(self.k))),
+            });
+        });
+    }
 }
-warps!(Block, Group);
+
+impl<'k, W: WholeWarps> Scope<'k, W> {
+    /// Number of the thread among those of the scope: its role's, or its block's.
+    #[track_caller]
+    pub fn thread_in_role(&self) -> Val<'k, u32> {
+        match self.k.role_warps().0 {
+            0 => self.thread(),
+            first => self.thread() - 32 * first,
+        }
+    }
+    /// Number of the warp among those of the scope.
+    #[track_caller]
+    pub fn warp_in_role(&self) -> Val<'k, u32> {
+        let (first, warps) = self.k.role_warps();
+        if warps == 1 {
+            return 0.into_val(self.k);
+        }
+        self.k.once("warp in role", || (self.thread() / 32).of_first_lane() - first)
+    }
+    /// A barrier for all threads of the role.
+    pub fn role_barrier(&self) -> RoleBarrier {
+        RoleBarrier { id: self.k.named_barriers(1) }
+    }
+    /// All threads of the role meet.
+    #[track_caller]
+    pub fn sync_role(&self, barrier: &RoleBarrier) {
+        let threads = self.k.role_warps().1 * 32;
+        self.k.emit(&sync::BAR, [Arg::Imm(barrier.id.into()), Arg::Imm(threads.into())]);
+    }
+}
 
 impl<'k> Scope<'k, Block> {
     /// All threads of the block meet.
@@ -345,16 +383,6 @@ impl<'k> Scope<'k, Group> {
     pub fn sync_group(&self, barrier: &GroupBarrier) {
         let id = self.group() + barrier.first;
         self.k.emit(&sync::BAR, [id.arg(), Arg::Imm(WARPGROUP.into())]);
-    }
-    /// A barrier for all warpgroups of the role.
-    pub fn role_barrier(&self) -> RoleBarrier {
-        RoleBarrier { id: self.k.named_barriers(1) }
-    }
-    /// All threads of the role meet.
-    #[track_caller]
-    pub fn sync_role(&self, barrier: &RoleBarrier) {
-        let threads = self.k.role_warps().1 * 32;
-        self.k.emit(&sync::BAR, [Arg::Imm(barrier.id.into()), Arg::Imm(threads.into())]);
     }
     /// One thread of each warpgroup.
     #[track_caller]

@@ -3,7 +3,7 @@
 //! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
 //! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
 
-use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, Who};
+use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, Who, WholeWarps};
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
@@ -106,7 +106,7 @@ impl<'k> Ring<'k> {
 
     /// Nothing is read any more of the stage at which the role stands on this side: it goes back, and the role goes on.
     #[track_caller]
-    pub(crate) fn give_back(&self, w: &Scope<'k, Group>, side: &'static str) {
+    pub(crate) fn give_back<W: WholeWarps>(&self, w: &Scope<'k, W>, side: &'static str) {
         let cursor = self.cursor(side);
         w.sync_warp();
         self.tell_empty(w, cursor[0].now());
@@ -115,12 +115,12 @@ impl<'k> Ring<'k> {
 
     /// One lane of each warp tells that a stage is no longer read.
     #[track_caller]
-    fn tell_empty(&self, w: &Scope<'k, Group>, stage: Val<'k, u32>) {
+    fn tell_empty<W: WholeWarps>(&self, w: &Scope<'k, W>, stage: Val<'k, u32>) {
         self.k.pipe_emptied(self.id);
         let empty = self.barrier(self.empty, stage);
         let lane = w.lane();
         self.k.placed(Location::caller(), || {
-            let here = |w: &Scope<'k, Group>| {
+            let here = |w: &Scope<'k, W>| {
                 w.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(empty.in_register()), 0)]);
             };
             if self.blocks == 1 {
@@ -128,7 +128,7 @@ impl<'k> Ring<'k> {
             }
             // Lane i tells block i, which fills this block's stages too, but for numbers: only products read what it fills, and
             // they are over.
-            let there = |w: &Scope<'k, Group>| {
+            let there = |w: &Scope<'k, W>| {
                 let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
                 w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [Arg::Address(Base::Reg(there.in_register()), 0)]);
             };
@@ -313,7 +313,7 @@ impl<'k> Pipe<'k> {
 
     /// The number that goes with the stage that was waited for last.
     #[track_caller]
-    pub fn tag(&self, _: &Scope<'k, Group>) -> Val<'k, u32> {
+    pub fn tag<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Val<'k, u32> {
         let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
         let (d, tag) = (self.ring.k.register(Class::B32), self.tag_place(stage.now()));
         self.ring.k.emit(&memory::LD_SHARED_32, [Arg::List([d].into()), tag, Arg::Word("")]);
@@ -377,14 +377,14 @@ impl<'k> Pipe<'k> {
 
     /// Waits for the next full stage, which is the role's until it is [`done`](Self::done) with it: one at a time.
     #[track_caller]
-    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+    pub fn wait<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Tile<'k>> {
         self.ring.wait_full();
         self.current(w)
     }
 
     /// The stage that was waited for last.
     #[track_caller]
-    pub fn current(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+    pub fn current<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
         let [stage, _] = self.ring.cursor("take");
         self.stage(stage.now())
     }
@@ -399,7 +399,7 @@ impl<'k> Pipe<'k> {
     /// The `index`-th of as many tiles of a shape as the ring has stages, `index` being the stage that was waited for
     /// last: for what is written and read in step with the ring.
     #[track_caller]
-    pub fn beside(&self, _: &Scope<'k, Group>, first: Tile<'k>) -> Tile<'k> {
+    pub fn beside<W: WholeWarps>(&self, _: &Scope<'k, W>, first: Tile<'k>) -> Tile<'k> {
         let [stage, _] = self.ring.cursor("take");
         if self.ring.depth == 1 { first } else { first.nth(stage.now()) }
     }
@@ -407,13 +407,13 @@ impl<'k> Pipe<'k> {
     /// Goes on to the next stage. The one that was waited for stays the role's until it is given back by
     /// [`release_previous`](Self::release_previous).
     #[track_caller]
-    pub fn keep(&self, _: &Scope<'k, Group>) {
+    pub fn keep<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         self.ring.advance(self.ring.cursor("take"));
     }
 
     /// Gives back the stage before the one that the role stands at: nothing of it is read any more.
     #[track_caller]
-    pub fn release_previous(&self, w: &Scope<'k, Group>) {
+    pub fn release_previous<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         let (stage, depth) = (self.ring.cursor("take")[0].now(), self.ring.depth);
         let previous = match depth {
             1 => stage,
@@ -426,13 +426,13 @@ impl<'k> Pipe<'k> {
 
     /// Gives the stage back that was waited for: nothing of it is read any more.
     #[track_caller]
-    pub fn done(&self, w: &Scope<'k, Group>) {
+    pub fn done<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "take");
     }
 
     /// Waits for the next full stage, of which the role may have several: they are [`release`](Self::release)d in order.
     #[track_caller]
-    pub fn take(&self, _: &Scope<'k, Group>) -> Vec<Tile<'k>> {
+    pub fn take<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
         let cursor = self.ring.wait_full();
         let tiles = self.stage(cursor[0].now());
         self.ring.advance(cursor);
@@ -442,7 +442,7 @@ impl<'k> Pipe<'k> {
     /// The tiles of the `index`-th of the stages that were taken and not given back, of which there are no more than the ring
     /// has.
     #[track_caller]
-    pub fn held(&self, _: &Scope<'k, Group>, index: Val<'k, u32>) -> Vec<Tile<'k>> {
+    pub fn held<W: WholeWarps>(&self, _: &Scope<'k, W>, index: Val<'k, u32>) -> Vec<Tile<'k>> {
         let stage = self.ring.cursor("release")[0].now() + index;
         let wraps = stage.ge(self.ring.depth);
         self.stage(wraps.select(stage - self.ring.depth, stage))
@@ -456,7 +456,7 @@ impl<'k> Pipe<'k> {
 
     /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
     #[track_caller]
-    pub fn release(&self, w: &Scope<'k, Group>) {
+    pub fn release<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "release");
     }
 }
@@ -530,7 +530,7 @@ impl<'k> Mailbox<'k> {
 
     /// Waits for a message and reads it, in every thread of the role.
     #[track_caller]
-    pub fn take(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
+    pub fn take<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         let message = self.wait(w);
         self.done(w);
         message
@@ -538,7 +538,7 @@ impl<'k> Mailbox<'k> {
 
     /// Waits for a message and reads it; it can be read again until the role is [`done`](Self::done) with it.
     #[track_caller]
-    pub fn wait(&self, w: &Scope<'k, Group>) -> Vec<Val<'k, u32>> {
+    pub fn wait<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         self.ring.wait_full();
         self.again(w)
     }
@@ -571,7 +571,7 @@ impl<'k> Mailbox<'k> {
 
     /// The message that was waited for is not read any more.
     #[track_caller]
-    pub fn done(&self, w: &Scope<'k, Group>) {
+    pub fn done<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "take");
     }
 }
