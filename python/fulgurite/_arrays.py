@@ -28,8 +28,9 @@ def integers(name, values):
             return values.contiguous()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"`{name}` is {str(values.dtype)[6:]}, allowed: integers")
-        # What lies on a GPU is not read back.
-        if values.device.type == "cpu" and values.element_size() > 4 and values.numel():
+        # What lies on a GPU is not read back, and what is being traced has no values.
+        there = type(values) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+        if there and values.device.type == "cpu" and values.element_size() > 4 and values.numel():
             _fits(name, int(values.min()), int(values.max()))
         return values.to(torch.int32).contiguous()
     import numpy

@@ -304,7 +304,7 @@ def test_any_strides():
 def test_second_derivatives_are_refused():
     (q,) = tensors((1, 4, 2, 8))
     (gradient,) = torch.autograd.grad(fulgurite.attention(q, q, q).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad|once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiated again"):
         gradient.sum().backward()
 
 

@@ -269,7 +269,7 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
         .filter(|(_, begin)| **begin < blocks.len())
         .map(|(row, n)| (row, n - earliest))
         .collect();
-    weave_rows(cx, &mut walk, first.keys.start, &rows, limit, state);
+    weave_rows(cx, &mut walk, first.keys.start, (&rows, false), limit, state);
 }
 
 /// Blocks that a tile sees whole, whichever they are, against a maximum that is trusted.
@@ -283,16 +283,17 @@ pub(crate) fn weave_whole(
     // As if they were the first keys, and the last that it sees.
     let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
     let own = std::mem::replace(&mut row.lanes, seen);
-    weave_rows(cx, &mut [(row, 0)], 0, blocks, limit, state);
+    weave_rows(cx, &mut [(row, 0)], 0, (blocks, true), limit, state);
     row.lanes = own;
 }
 
-/// Takes each tile over the blocks, whose keys are those from `origin` on, from its own first block on.
+/// Takes each tile over the blocks, whose keys are those from `origin` on, from its own first block on. With `whole` every
+/// tile sees all of them.
 fn weave_rows(
     cx: &Context<'_>,
     walk: &mut [(&mut Row<'_>, usize)],
     origin: usize,
-    rows: &[[KeyRows<'_>; 2]],
+    (rows, whole): (&[[KeyRows<'_>; 2]], bool),
     limit: f32,
     state: &mut State<'_, '_>,
 ) {
@@ -323,7 +324,10 @@ fn weave_rows(
         if let Some(mut step) = cx.step(&own.tile, &own.lanes, &piece, start) {
             let vectors = STRIP_LANES / cx.kernels.lanes;
             step.only(stop.strip * vectors..(stop.strip + 1) * vectors);
-            fold(cx, own, &step, start, rows[block], Policy::Trust(limit), state);
+            // What all lanes see whole needs no look at who sees it, and its keys are not where `start` says.
+            let [k, v] = rows[block];
+            let v = KeyRows { finite: v.finite || whole, ..v };
+            fold(cx, own, &step, start, [k, v], Policy::Trust(limit), state);
         }
         place = Place { block: Some(block + 1), ..stop };
     }

@@ -1,7 +1,7 @@
 //! The cold path of products whose operands are not finite: 0 times NaN is NaN, so a key that a row does not see must not be
 //! multiplied at all. Whoever multiplies asks here first; where all is finite, or all is seen, the answer is "as usual".
 
-use crate::simd::DEPTH;
+use crate::simd::{DEPTH, parts};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Tile};
 use fulgurite_core::TensorView;
@@ -69,8 +69,8 @@ impl Context<'_> {
         }
     }
 
-    /// What the lanes of a tile see of a step, where its values are not finite and some lane does not see them all; `None`
-    /// else. `s` holds the scores before softmax, `scratch` has room for a row.
+    /// What the lanes of a tile see of a step, where its values are not finite and some lane does not see them all, or the
+    /// unit has no infinities; `None` else. `s` holds the scores before softmax, `scratch` has room for a row.
     pub fn hidden_values(
         &self,
         tile: &Tile,
@@ -87,13 +87,15 @@ impl Context<'_> {
         let k_len = self.bound.sequences()[tile.sequence].k_len;
         let n = self.unit.block(self).min(k_len - start);
         let (width, decided) = (self.kernels.lanes, !step.rest && self.problem.score_program().is_none());
-        if decided && step.is_whole(n) {
+        // A number in parts has no infinity: one part of it is NaN.
+        let in_parts = self.kernels.matrix.is_some() && parts(self.problem.dtype()) > 1;
+        if decided && step.is_whole(n) && !in_parts {
             return None;
         }
         // A unit multiplies whole tiles of keys; only those that every lane sees need no look.
         let hull = step.hull();
         let keys = hull.start / DEPTH * DEPTH..hull.end.next_multiple_of(DEPTH).min(n);
-        let inner = if decided { step.inner_of_all() } else { 0..0 };
+        let inner = if decided && !in_parts { step.inner_of_all() } else { 0..0 };
         let mut finite = true;
         let looked = keys.filter(|key| !inner.contains(key)).map(|key| start + key);
         self.each_key(self.bound.v(), tile, looked, &mut scratch[..self.dv], |_, _, own| finite &= own);
