@@ -21,6 +21,7 @@ pub mod machine;
 pub mod model;
 mod print;
 pub mod product;
+mod row_view;
 mod sync;
 pub mod table;
 mod tile;
@@ -36,6 +37,7 @@ pub use error::BuildError;
 pub use half::{bf16, f16};
 pub use kernel::Kernel;
 pub use product::{Major, Number, Swizzle, TileShape};
+pub use row_view::RowView;
 pub use sync::{
     AccumulatorChannel, BulkReducer, ClusterBroadcast, DoubleTile, Filling, Mailbox, Numbers, PeerTiles, Pipe,
     TokenRing, Zeros,

@@ -3,7 +3,7 @@
 use crate::parts::modifier::Sinks;
 use crate::parts::schedule::{Of, Unequal, Work};
 use crate::parts::softmax::Totals;
-use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, Pointer, Scope, Tensor, Tile, Val, Word};
+use fulgurite_ptx::{Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Tensor, Tile, Val, Word};
 use std::f32::consts::LN_2;
 
 /// What the end of a tile needs beside its rows.
@@ -34,12 +34,19 @@ pub struct Epilogue<'a, 'k> {
 
 impl<'k> Epilogue<'_, 'k> {
     /// O / l through shared memory to O, and m + ln l to the LSE.
-    pub fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &Acc<'k>, totals: Totals<'k>)
+    pub fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &impl RowView<'k>, totals: Totals<'k>)
     where
         Pair<T>: Word,
     {
-        let first = work.row + self.own * 64;
-        let row = |i: usize| first + w.first_row() + 8 * i as u32;
+        self.run_rows::<T, _>(w, work, o, totals);
+    }
+
+    fn run_rows<T: Half, A: RowView<'k>>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &A, totals: Totals<'k>)
+    where
+        Pair<T>: Word,
+    {
+        let first = work.row + self.own * A::GROUP_ROWS;
+        let row = |i: usize| first + A::first_row(w) + A::row_offset(i);
         // The rows of this sequence in the LSE, and how many they are.
         let (before, room) = match (work.sequence, self.q_len) {
             (Some(s), _) => (if self.packed { s.q_start } else { s.q_start.literal(0) }, s.q_room),
@@ -50,7 +57,7 @@ impl<'k> Epilogue<'_, 'k> {
         let start = head.mul_wide(self.lse_rows);
         let sink = self.sinks.map(|sinks| sinks.of_head(w, work.head));
         // Rows past those in use hold nothing, whatever was computed for them.
-        let unused = work.sequence.map(|s| [0, 1].map(|i| row(i).ge(s.q_len)));
+        let unused = work.sequence.map(|s| (0..A::ROWS).map(|i| row(i).ge(s.q_len)).collect::<Vec<_>>());
 
         let mut factors = Vec::new();
         for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
@@ -69,12 +76,12 @@ impl<'k> Epilogue<'_, 'k> {
                 None => max.mul_add(self.scale, sum.log2()) * LN_2,
             };
             let mut some = sum.gt(0.0);
-            if let Some(unused) = unused {
+            if let Some(unused) = &unused {
                 some = some & !unused[i];
             }
             let lse = some.select::<f32>(lse, f32::NEG_INFINITY);
             let place = self.lse.at_wide(start);
-            let mut once = w.first_col().eq(0);
+            let mut once = A::is_first_of_row(w);
             if let Some(first) = self.first_column {
                 once = once & first.eq(0);
             }
@@ -88,9 +95,9 @@ impl<'k> Epilogue<'_, 'k> {
             // What was stored from here before must have been read.
             w.one_thread_of_group(|t| t.wait_stores_read(self.staging.len() as u32 - 1));
             w.sync_group(self.barrier);
-            w.write_with::<T>(staging, &o.part(i, self.part), |row, x| {
+            o.part(i, self.part).write_with::<T>(w, staging, |row, x| {
                 let x = x * factors[row];
-                unused.map_or(x, |unused| unused[row].select::<f32>(0.0, x))
+                unused.as_ref().map_or(x, |unused| unused[row].select::<f32>(0.0, x))
             });
             w.publish_shared();
             w.sync_group(self.barrier);

@@ -3,7 +3,8 @@
 
 use fulgurite_core::Mask;
 use fulgurite_core::mask::{Align, Span};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Scope, Val, Var, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Var, Word};
+use std::marker::PhantomData;
 
 /// The spans of a mask.
 #[derive(Debug, Clone, PartialEq)]
@@ -117,27 +118,37 @@ impl<'k> Block<'k> {
 }
 
 /// Where the rows of a thread, and of its warpgroup, begin and end to see keys; constant over a tile.
-pub struct Limits<'k> {
+pub struct Limits<'k, A = Acc<'k>> {
     spans: Spans,
-    /// Of the thread's two rows, less its first column.
-    rows: [[Var<'k, i32>; 2]; 2],
+    /// The first key that each of the thread's rows sees and the one past the last, less the thread's first column.
+    rows: Vec<[Var<'k, i32>; 2]>,
     /// Keys that every row of the warpgroup sees: blocks inside need no mask.
     safe: [Var<'k, i32>; 2],
     /// Whether the beginning of a row is looked at, and its end.
     sides: [bool; 2],
+    view: PhantomData<A>,
 }
 
 impl<'k> Limits<'k> {
+    /// For the accumulators of `wgmma`.
     pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
-        let pair = || [w.var(0i32), w.var(0i32)];
-        let sides = [spans.bounded_left(), true];
-        Limits { spans: spans.clone(), rows: [pair(), pair()], safe: pair(), sides }
+        Limits::of_view(w, spans)
     }
 
     /// For scores whose rows are keys and whose columns are queries, `spans` being transposed. Columns past the last
     /// query need no mask (their probabilities are 0 by their LSE), rows past the last key do.
     pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         Limits { sides: [true, spans.bounded_right()], ..Limits::new(w, spans) }
+    }
+}
+
+impl<'k, A: RowView<'k>> Limits<'k, A> {
+    /// For the accumulators of any tensor unit.
+    pub fn of_view(w: &Scope<'k, Group>, spans: &Spans) -> Self {
+        let pair = || [w.var(0i32), w.var(0i32)];
+        let sides = [spans.bounded_left(), true];
+        let rows = (0..A::ROWS).map(|_| pair()).collect();
+        Limits { spans: spans.clone(), rows, safe: pair(), sides, view: PhantomData }
     }
 
     /// For a tile of keys whose warpgroup's begin at `first`, of `count` in all.
@@ -146,19 +157,19 @@ impl<'k> Limits<'k> {
         /// Past every query.
         const NEVER: i32 = 1 << 30;
         self.set(w, first, lengths);
-        for (i, [start, _]) in self.rows.into_iter().enumerate() {
-            let row = first + w.first_row().to_i32() + 8 * i as i32;
+        for (i, [start, _]) in self.rows.iter().enumerate() {
+            let row = first + A::first_row(w).to_i32() + A::row_offset(i) as i32;
             start.set(row.ge(count).select::<i32>(NEVER, start.get()));
         }
         let start = self.safe[0];
-        start.set((first + 64).gt(count).select::<i32>(NEVER, start.get()));
+        start.set((first + A::GROUP_ROWS as i32).gt(count).select::<i32>(NEVER, start.get()));
     }
 
     /// For a tile whose warpgroup's rows begin at `first`.
     #[track_caller]
     pub fn set(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, lengths: Lengths<'k>) {
-        let rows = [0, 1].map(|i| first + w.first_row().to_i32() + 8 * i);
-        self.set_queries(w, rows, [first, first + 63], lengths);
+        let rows: Vec<_> = (0..A::ROWS).map(|i| first + A::first_row(w).to_i32() + A::row_offset(i) as i32).collect();
+        self.set_queries(w, rows, [first, first + (A::GROUP_ROWS as i32 - 1)], lengths);
     }
 
     /// For a tile whose thread has rows of these queries, and whose warpgroup has queries from the one to the other.
@@ -166,12 +177,12 @@ impl<'k> Limits<'k> {
     pub fn set_queries(
         &self,
         w: &Scope<'k, Group>,
-        rows: [Val<'k, i32>; 2],
+        rows: impl IntoIterator<Item = Val<'k, i32>>,
         [first, last]: [Val<'k, i32>; 2],
         lengths: Lengths<'k>,
     ) {
-        let col = w.first_col().to_i32();
-        for ([start, end], row) in self.rows.into_iter().zip(rows) {
+        let col = A::first_col(w).to_i32();
+        for ([start, end], row) in self.rows.iter().zip(rows) {
             let keys = self.spans.keys(row, lengths);
             start.set(keys.start - col);
             end.set(keys.end - col);
@@ -190,7 +201,7 @@ impl<'k> Limits<'k> {
         key: Val<'k, i32>,
         full: Option<Val<'k, bool>>,
     ) -> Val<'k, bool> {
-        let place = key - w.first_col().to_i32();
+        let place = key - A::first_col(w).to_i32();
         let [start, end] = self.rows[i].map(|limit| limit.get());
         let seen = self.inside(|| start.le(place), || end.gt(place)).unwrap_or(w.constant(true));
         full.map_or(seen, |full| seen | full)
@@ -217,14 +228,14 @@ impl<'k> Limits<'k> {
 
     /// Sets scores of keys that a row does not see to -inf.
     #[track_caller]
-    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>) {
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &A, block: &Block<'k>) {
         self.apply_set(w, s, block, |_| {});
     }
 
     /// The same, where `set` sets the limits of the thread's rows again, the same for the whole tile: they take no registers
     /// where no block is cut.
     #[track_caller]
-    pub fn apply_set(&self, w: &Scope<'k, Group>, s: &Acc<'k>, block: &Block<'k>, set: impl FnOnce(&Scope<'k, Group>)) {
+    pub fn apply_set(&self, w: &Scope<'k, Group>, s: &A, block: &Block<'k>, set: impl FnOnce(&Scope<'k, Group>)) {
         self.where_cut(w, s.cols(), block, set, |seen| {
             for (i, x) in s.elements().enumerate() {
                 if let Some(seen) = seen(i) {
@@ -269,14 +280,15 @@ impl<'k> Limits<'k> {
             // Of a block that is seen whole, whatever the spans say: as far as there are keys.
             let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
                 Some((full, all)) => {
-                    let end = all - w.first_col().to_i32();
+                    let end = all - A::first_col(w).to_i32();
                     [full.select::<i32>(0, limits[0]), full.select::<i32>(end, limits[1])]
                 }
                 None => limits,
             };
-            let limits = self.rows.map(|row| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first));
+            let limit = |row: &[Var<'k, i32>; 2]| bounds(row.map(|limit| limit.get())).map(|limit| limit - block.first);
+            let limits: Vec<[Val<'k, i32>; 2]> = self.rows.iter().map(limit).collect();
             change(&|i| {
-                let ([start, end], col) = (limits[Acc::row_of(i)], Acc::col_of(i) as i32);
+                let ([start, end], col) = (limits[A::row_of(i)], A::col_of(i) as i32);
                 self.inside(|| start.le(col), || end.gt(col))
             });
         });

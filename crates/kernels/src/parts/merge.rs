@@ -9,7 +9,9 @@
 use crate::attention::forward::Features;
 use crate::parts::modifier::Sinks;
 use crate::parts::softmax::Totals;
-use fulgurite_ptx::{Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Shared, Val, Var, Word};
+use fulgurite_ptx::{
+    Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word,
+};
 use std::f32::consts::LN_2;
 
 /// Elements of o that a merging thread has: 16 bytes of the result.
@@ -166,15 +168,15 @@ where
     /// o and LSE of a tile without other splits.
     fn write(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
-        for i in 0..2 {
-            let row = w.first_row() + 8 * i as u32;
+        for i in 0..Acc::ROWS {
+            let row = Acc::first_row(w) + Acc::row_offset(i);
             w.when(row.lt(slot.rows), |w| {
                 let place = self.place(slot, row);
-                let result = self.end(w, &place, [totals.max[i], totals.sum[i]], w.first_col().eq(0));
-                let to = place.o.at(w.first_col() / 2);
-                for j in 0..self.dv / 8 {
+                let result = self.end(w, &place, [totals.max[i], totals.sum[i]], Acc::is_first_of_row(w));
+                let to = place.o.at(Acc::first_col(w) / 2);
+                for j in 0..self.dv / Acc::PERIOD {
                     let [a, b] = pair(&elements, i, j).map(&result);
-                    to.store(w, j * 4, a.pair_with::<T>(b));
+                    to.store(w, j * (Acc::PERIOD / 2), a.pair_with::<T>(b));
                 }
             });
         }
@@ -189,17 +191,17 @@ where
     fn leave(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
         let first = self.first_row(slot, slot.ours[0]);
-        for i in 0..2 {
-            let row = w.first_row() + 8 * i as u32;
+        for i in 0..Acc::ROWS {
+            let row = Acc::first_row(w) + Acc::row_offset(i);
             w.when(row.lt(slot.rows), |w| {
                 let row = first + row.to_u64();
-                w.when(w.first_col().eq(0), |w| {
+                w.when(Acc::is_first_of_row(w), |w| {
                     let sums = [totals.max[i], totals.sum[i]];
                     self.sums.at_wide(row.mul_wide_64(2)).store_some(w, 0, sums);
                 });
-                let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(w.first_col());
-                for j in 0..self.dv / 8 {
-                    to.store_some(w, j * 8, pair(&elements, i, j));
+                let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(Acc::first_col(w));
+                for j in 0..self.dv / Acc::PERIOD {
+                    to.store_some(w, j * Acc::PERIOD, pair(&elements, i, j));
                 }
             });
         }
@@ -279,15 +281,15 @@ impl<'k> Weights<'k> {
 /// Splits of a tile, merged in registers as they come.
 pub struct Merged<'k> {
     pub o: Acc<'k>,
-    max: [Var<'k, f32>; 2],
-    sum: [Var<'k, f32>; 2],
+    max: Vec<Var<'k, f32>>,
+    sum: Vec<Var<'k, f32>>,
 }
 
 impl<'k> Merged<'k> {
     /// For rows of so many elements.
     pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
-        let pair = || [w.var(0.0f32), w.var(0.0f32)];
-        Merged { o: w.accumulators(dv), max: pair(), sum: pair() }
+        let rows = || (0..Acc::ROWS).map(|_| w.var(0.0f32)).collect();
+        Merged { o: w.accumulators(dv), max: rows(), sum: rows() }
     }
 
     /// Before the first split.
@@ -299,11 +301,12 @@ impl<'k> Merged<'k> {
 
     /// The next split.
     pub fn add(&self, o: &Acc<'k>, totals: Totals<'k>) {
-        let weights = [0, 1].map(|i| {
+        let weights = |i: usize| {
             let weights = Weights::of(&self.max[i], totals.max[i]);
             weights.add(&self.sum[i], totals.sum[i]);
             weights
-        });
+        };
+        let weights: Vec<Weights<'k>> = (0..Acc::ROWS).map(weights).collect();
         let pairs: Vec<_> = self.o.elements().zip(o.elements()).collect();
         for (i, (sum, x)) in pairs.into_iter().enumerate() {
             let weights = &weights[Acc::row_of(i)];
@@ -313,12 +316,12 @@ impl<'k> Merged<'k> {
 
     /// Maximum and sum of each row.
     pub fn totals(&self) -> Totals<'k> {
-        Totals { max: self.max.map(|max| max.get()), sum: self.sum.map(|sum| sum.get()) }
+        let now = |vars: &[Var<'k, f32>]| vars.iter().map(|var| var.get()).collect();
+        Totals { max: now(&self.max), sum: now(&self.sum) }
     }
 }
 
-/// The two neighbours of the `j`-th eight columns that a thread has of its upper or lower row.
+/// The two neighbours that a thread has of its `row`-th row in the `j`-th period of columns.
 fn pair<'k>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
-    let at = 4 * j as usize + 2 * row;
-    [elements[at], elements[at + 1]]
+    [0, 1].map(|at| elements[Acc::index(row, j as usize, at)])
 }

@@ -12,7 +12,7 @@ use crate::parts::modifier::Modify;
 use crate::parts::schedule::{Of, Unequal, Work};
 use crate::parts::softmax::Totals;
 use fulgurite_core::Exp;
-use fulgurite_ptx::{Acc, Builder, Group, Half, Pair, Pointer, Scope, Val, Word};
+use fulgurite_ptx::{Acc, Builder, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 
 /// Elements of a vector that is loaded at once.
 const VECTOR: u32 = 8;
@@ -132,8 +132,8 @@ where
         w.each(first, end, 1u32, |w, n| {
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
-            // Four keys at a time: each of the four lanes that share two rows computes the scores of one.
-            w.each(0u32, redo.cols, 4u32, |w, part| self.four(w, redo, &rows, (start + part, tag), o, totals));
+            // As many keys at a time as lanes share rows: each lane computes the scores of one.
+            w.each(0u32, redo.cols, Acc::LANES, |w, part| self.four(w, redo, &rows, (start + part, tag), o, totals));
         });
     }
 
@@ -146,10 +146,10 @@ where
         o: &Acc<'k>,
         totals: &Totals<'k>,
     ) {
-        let own = w.lane() & 3;
+        let own = Acc::lane_in_row(w);
         let key = first + own;
         let inside = |key: Val<'k, u32>| key.min(redo.keys.max(1) - 1);
-        let p: Vec<Val<'k, f32>> = (0..2)
+        let p: Vec<Val<'k, f32>> = (0..Acc::ROWS)
             .map(|i| {
                 let raw = self.dot(w, redo, rows, i, inside(key));
                 let full = tag.map(|tag| tag.full());
@@ -164,20 +164,22 @@ where
                 seen.select::<f32>(p, 0.0)
             })
             .collect();
-        for other in 0..4 {
-            let p = [0, 1].map(|i| if other == 0 { p[i] } else { w.exchange(p[i], other) });
+        for other in 0..Acc::LANES {
+            let p: Vec<_> = p.iter().map(|&p| if other == 0 { p } else { w.exchange(p, other) }).collect();
             let key = inside(first + (own ^ other));
             let value = self.tensors[2].at(redo, Of::V, key, rows.kv_head);
-            w.when(p[0].gt(0.0) | p[1].gt(0.0), |w| {
-                for (pair, element) in (0..o.elements().count()).step_by(4).enumerate() {
-                    let col = w.first_col() + 8 * pair as u32;
+            let some: Vec<_> = p.iter().map(|p| p.gt(0.0)).collect();
+            let some = some.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
+            w.when(some, |w| {
+                for period in 0..o.cols() / Acc::PERIOD {
+                    let col = Acc::first_col(w) + Acc::PERIOD * period;
                     let col = redo.first_column.map_or(col, |first| first + col);
                     // Past the end of a row there is nothing to read, and nothing that anyone keeps.
                     let col = col.min(self.value_dim - 2);
                     let halves = value.load(w, col / 2).split();
-                    for (i, p) in p.into_iter().enumerate() {
+                    for (i, &p) in p.iter().enumerate() {
                         for (half, value) in halves.into_iter().enumerate() {
-                            let at = element + 2 * i + half;
+                            let at = Acc::index(i, period as usize, half);
                             let x = o.elements().nth(at).expect("bug in fulgurite: counted above");
                             o.set(at, p.gt(0.0).select::<f32>(p.mul_add(value.widen(), x), x));
                         }

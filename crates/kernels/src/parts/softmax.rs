@@ -1,4 +1,4 @@
-//! The online softmax of a warpgroup's rows: two rows a thread, shared by four lanes.
+//! The online softmax of a warpgroup's rows, for accumulators of any tensor unit ([`RowView`]).
 //!
 //! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The running maximum is kept by the
 //! rescale policy; all three give the same result up to rounding.
@@ -6,15 +6,17 @@
 use crate::attention::forward::config::Added;
 use crate::parts::exp::exp2;
 use fulgurite_core::{Exp, Rescale};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, Scope, Val, Var, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
+use std::marker::PhantomData;
 
 /// Below every score, and finite: a row that has seen no key subtracts it, not -inf from -inf.
 const FLOOR: f32 = -1e30;
 
 /// The scores of a block on their way into the softmax.
 pub trait Scores<'k> {
-    /// The power of two of the `i`-th element, from what the product gave and from what its row is shifted by.
-    fn exponent(&mut self, i: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
+    /// The power of two of an element, from what the product gave and from what its row is shifted by. `row` is one of the
+    /// thread's rows, `col` the column less the thread's first.
+    fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
 
     /// Whether the powers asked for so far may be wrong, and the block must be done again.
     fn doubt(&self) -> Option<Val<'k, bool>> {
@@ -29,48 +31,51 @@ pub trait Scores<'k> {
 pub struct Settled<'k>(pub Val<'k, f32>);
 
 impl<'k> Scores<'k> for Settled<'k> {
-    fn exponent(&mut self, _: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
+    fn exponent(&mut self, _: usize, _: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         raw.mul_add(self.0, shift)
     }
 }
 
-/// The running summary of a thread's two rows.
-pub struct Softmax<'k> {
+/// The running summary of a thread's rows.
+pub struct Softmax<'k, A = Acc<'k>> {
     pub scale: Val<'k, f32>,
     pub rescale: Rescale,
     pub exp: Exp,
     /// The second counts blocks that were done again.
     pub counters: Pointer<'k, u32>,
-    max: [Var<'k, f32>; 2],
-    /// -m scale, added to the scaled scores.
-    shift: [Var<'k, f32>; 2],
+    /// m of each row.
+    max: Vec<Var<'k, f32>>,
+    /// -m scale of each row, added to the scaled scores.
+    shift: Vec<Var<'k, f32>>,
     added: Added,
-    /// Partial sums of both rows, where threads add: two chains of additions instead of one.
-    sums: Vec<[Var<'k, f32>; 2]>,
+    /// Chains of partial sums of each row, where threads add: two chains of additions instead of one.
+    sums: Vec<Vec<Var<'k, f32>>>,
+    view: PhantomData<A>,
 }
 
 /// What the numerators of a block leave beside p.
 struct Made<'k> {
-    /// Partial sums of both rows, where threads add.
-    sums: Vec<[Val<'k, f32>; 2]>,
+    /// Chains of partial sums of each row, where threads add.
+    sums: Vec<Vec<Val<'k, f32>>>,
     /// All bits of p, where they do not.
     bits: Option<Val<'k, u32>>,
 }
 
-/// What a tile needs to know of its rows at the end.
+/// What a tile needs to know of the thread's rows at the end.
 pub struct Totals<'k> {
-    pub max: [Val<'k, f32>; 2],
-    pub sum: [Val<'k, f32>; 2],
+    pub max: Vec<Val<'k, f32>>,
+    pub sum: Vec<Val<'k, f32>>,
 }
 
 impl<'k> Totals<'k> {
     /// The same with maxima in powers of two.
     pub fn scaled(self, scale: Val<'k, f32>) -> Totals<'k> {
-        Totals { max: self.max.map(|max| max * scale), ..self }
+        Totals { max: self.max.into_iter().map(|max| max * scale).collect(), ..self }
     }
 }
 
 impl<'k> Softmax<'k> {
+    /// For the accumulators of `wgmma`.
     pub fn new(
         w: &Scope<'k, Group>,
         scale: Val<'k, f32>,
@@ -79,9 +84,23 @@ impl<'k> Softmax<'k> {
         added: Added,
         counters: Pointer<'k, u32>,
     ) -> Self {
-        let pair = || [w.var(0.0f32), w.var(0.0f32)];
-        let sums = (0..added.chains()).map(|_| pair()).collect();
-        Softmax { scale, rescale, exp, counters, max: pair(), shift: pair(), added, sums }
+        Softmax::of_view(w, scale, rescale, exp, added, counters)
+    }
+}
+
+impl<'k, A: RowView<'k>> Softmax<'k, A> {
+    /// For the accumulators of any tensor unit.
+    pub fn of_view(
+        w: &Scope<'k, Group>,
+        scale: Val<'k, f32>,
+        rescale: Rescale,
+        exp: Exp,
+        added: Added,
+        counters: Pointer<'k, u32>,
+    ) -> Self {
+        let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
+        let sums = (0..added.chains()).map(|_| rows()).collect();
+        Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, sums, view: PhantomData }
     }
 
     /// How many powers of two p is smaller than what it stands for: where nobody adds up what is in registers, a p of 2 or
@@ -93,20 +112,21 @@ impl<'k> Softmax<'k> {
         }
     }
 
-    /// The largest score of each row, over the four lanes that share it.
-    fn row_max(&self, w: &Scope<'k, Group>, s: &Acc<'k>) -> [Val<'k, f32>; 2] {
-        [0, 1].map(|row| {
+    /// The largest score of each row, over the lanes that share it.
+    fn row_max(&self, w: &Scope<'k, Group>, s: &A) -> Vec<Val<'k, f32>> {
+        let row_max = |row: usize| {
             let own: Vec<Val<'k, f32>> =
-                s.elements().enumerate().filter(|(i, _)| Acc::row_of(*i) == row).map(|(_, x)| x).collect();
+                s.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x).collect();
             // Two chains.
             let chain = |odd: usize| own.iter().skip(odd).step_by(2).copied().reduce(|a, b| a.max(b));
             let (a, b) = (chain(0), chain(1));
             let most = a.zip(b).map(|(a, b)| a.max(b)).expect("bug in fulgurite: a tile without columns");
-            w.reduce(most, 4, |a, b| a.max(b))
-        })
+            A::reduce_row(w, most, |a, b| a.max(b))
+        };
+        (0..A::ROWS).map(row_max).collect()
     }
 
-    fn set_max(&self, new: [Val<'k, f32>; 2]) {
+    fn set_max(&self, new: Vec<Val<'k, f32>>) {
         for (i, new) in new.into_iter().enumerate() {
             self.max[i].set(new);
             let shift = -(new * self.scale);
@@ -119,17 +139,17 @@ impl<'k> Softmax<'k> {
     }
 
     /// p of every score, packed into `p`.
-    fn numerators<T: Half>(&self, s: &Acc<'k>, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
+    fn numerators<T: Half>(&self, s: &A, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
     where
         Pair<T>: Word,
     {
-        let shift = self.shift.map(|shift| shift.get());
-        let mut sums = vec![[None; 2]; self.added.chains()];
+        let shift: Vec<Val<'k, f32>> = self.shift.iter().map(|shift| shift.get()).collect();
+        let mut sums = vec![vec![None; A::ROWS]; self.added.chains()];
         let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
         for (i, x) in s.elements().enumerate() {
-            let row = Acc::row_of(i);
-            let e = exp2(self.exp, Acc::col_of(i), scores.exponent(i, x, shift[row]));
+            let (row, col) = (A::row_of(i), A::col_of(i));
+            let e = exp2(self.exp, col, scores.exponent(row, col, x, shift[row]));
             if let Some(rows) = sums.get_mut(i % 2) {
                 let sum: &mut Option<Val<'k, f32>> = &mut rows[row];
                 *sum = Some(sum.map_or(e, |sum| sum + e));
@@ -145,7 +165,8 @@ impl<'k> Softmax<'k> {
                 }
             }
         }
-        let sums = sums.into_iter().map(|rows| rows.map(|sum| sum.expect("bug in fulgurite: a tile without columns")));
+        let found = |sum: Option<Val<'k, f32>>| sum.expect("bug in fulgurite: a tile without columns");
+        let sums = sums.into_iter().map(|rows| rows.into_iter().map(found).collect());
         Made { sums: sums.collect(), bits }
     }
 
@@ -160,13 +181,13 @@ impl<'k> Softmax<'k> {
     }
 
     /// Raises the maxima to those of a block.
-    pub fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>) {
+    pub fn see(&self, w: &Scope<'k, Group>, s: &A) {
         let new = self.row_max(w, s);
-        self.set_max([0, 1].map(|i| new[i].max(self.max[i].get())));
+        self.set_max(new.into_iter().zip(&self.max).map(|(new, max)| new.max(max.get())).collect());
     }
 
     /// The first block of a tile: its own maximum, unless all were seen, and fresh sums.
-    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>)
+    pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>)
     where
         Pair<T>: Word,
     {
@@ -175,19 +196,13 @@ impl<'k> Softmax<'k> {
             self.see(w, s);
         }
         let made = self.numerators(s, p, &mut self.settled());
-        self.sums.as_flattened().iter().zip(made.sums.as_flattened()).for_each(|(var, &sum)| var.set(sum));
+        self.sums.iter().flatten().zip(made.sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
     }
 
     /// A later block: the sums grow. Products into `o` may still run; they are waited for before this returns, and `o`
     /// has the new scale.
-    pub fn next<T: Half>(
-        &self,
-        w: &Scope<'k, Group>,
-        s: &Acc<'k>,
-        p: &Fragment<'k, T>,
-        o: &Acc<'k>,
-        scores: &mut dyn Scores<'k>,
-    ) where
+    pub fn next<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>)
+    where
         Pair<T>: Word,
     {
         let tau = match self.rescale {
@@ -203,9 +218,9 @@ impl<'k> Softmax<'k> {
     fn trust<T: Half>(
         &self,
         w: &Scope<'k, Group>,
-        s: &Acc<'k>,
+        s: &A,
         p: &Fragment<'k, T>,
-        o: &Acc<'k>,
+        o: &A,
         limit: f32,
         scores: &mut dyn Scores<'k>,
     ) where
@@ -214,8 +229,8 @@ impl<'k> Softmax<'k> {
         /// Of either half, set if it is 2 or more, or no number.
         const TWO: u32 = 0x4000_4000;
         let made = self.numerators(s, p, scores);
-        let parts: Vec<_> = made.sums.into_iter().map(|rows| rows.map(|sum| w.var(sum))).collect();
-        let most = parts.as_flattened().iter().map(|part| part.get()).reduce(|a, b| a.max(b));
+        let parts: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
+        let most = parts.iter().map(|part| part.get()).reduce(|a, b| a.max(b));
         let low = match (most, made.bits) {
             (Some(most), _) => most.gt(limit),
             (None, Some(bits)) => (bits & TWO).ne(0),
@@ -230,49 +245,49 @@ impl<'k> Softmax<'k> {
             scores.settle(w);
             let alpha = self.raise_to(self.row_max(w, s));
             let again = self.numerators(s, p, &mut self.settled()).sums;
-            parts.as_flattened().iter().zip(again.as_flattened()).for_each(|(part, &sum)| part.set(sum));
-            w.wait_products(0);
-            scale_rows(o, alpha);
+            parts.iter().zip(again.iter().flatten()).for_each(|(part, &sum)| part.set(sum));
+            A::wait(w);
+            scale_rows(o, &alpha);
         });
-        self.sums
-            .as_flattened()
-            .iter()
-            .zip(parts.as_flattened())
-            .for_each(|(sum, part)| sum.set(sum.get() + part.get()));
-        w.wait_products(0);
+        self.sums.iter().flatten().zip(&parts).for_each(|(sum, part)| sum.set(sum.get() + part.get()));
+        A::wait(w);
     }
 
     /// Raises the maximum where the block's is larger (by more than `tau` powers of two), and rescales.
-    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, tau: Option<f32>)
+    fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, tau: Option<f32>)
     where
         Pair<T>: Word,
     {
         let new = self.row_max(w, s);
-        let grown = [0, 1].map(|i| (new[i] - self.max[i].get()) * self.scale);
-        let moved = tau.map(|tau| w.any(grown[0].gt(tau) | grown[1].gt(tau)));
+        let grown = new.iter().zip(&self.max).map(|(&new, max)| (new - max.get()) * self.scale);
+        let grown: Vec<Val<'k, f32>> = grown.collect();
+        let any =
+            |tau: f32| grown.iter().map(|grown| grown.gt(tau)).collect::<Vec<_>>().into_iter().reduce(|a, b| a | b);
+        let moved = tau.and_then(any).map(|moved| w.any(moved));
         let raised = match moved {
-            Some(moved) => [0, 1].map(|i| moved.select::<f32>(new[i], FLOOR)),
+            Some(moved) => new.into_iter().map(|new| moved.select::<f32>(new, FLOOR)).collect(),
             None => new,
         };
         let alpha = self.raise_to(raised);
         let made = self.numerators(s, p, &mut self.settled());
-        let sums = self.sums.as_flattened().iter().zip(made.sums.as_flattened());
+        let sums = self.sums.iter().flatten().zip(made.sums.iter().flatten());
         sums.for_each(|(sum, &part)| sum.set(sum.get() + part));
         let bits = made.bits.map(|bits| bits.to_f32_bits());
-        w.wait_products_after(0, &made.sums.as_flattened().iter().copied().chain(bits).collect::<Vec<_>>());
+        A::wait_after(w, &made.sums.iter().flatten().copied().chain(bits).collect::<Vec<_>>());
         match moved {
-            Some(moved) => w.when(moved, |_| scale_rows(o, alpha)),
-            None => scale_rows(o, alpha),
+            Some(moved) => w.when(moved, |_| scale_rows(o, &alpha)),
+            None => scale_rows(o, &alpha),
         }
     }
 
     /// Takes the larger of the old and these maxima, rescales the sums, and says by how much.
-    fn raise_to(&self, new: [Val<'k, f32>; 2]) -> [Val<'k, f32>; 2] {
-        let old = self.max.map(|max| max.get());
-        let new = [0, 1].map(|i| new[i].max(old[i]));
-        let alpha = [0, 1].map(|i| ((old[i] - new[i]) * self.scale).exp2());
+    fn raise_to(&self, new: Vec<Val<'k, f32>>) -> Vec<Val<'k, f32>> {
+        let old: Vec<Val<'k, f32>> = self.max.iter().map(|max| max.get()).collect();
+        let new: Vec<Val<'k, f32>> = new.into_iter().zip(&old).map(|(new, &old)| new.max(old)).collect();
+        let alpha = old.iter().zip(&new).map(|(&old, &new)| ((old - new) * self.scale).exp2());
+        let alpha: Vec<Val<'k, f32>> = alpha.collect();
         for rows in &self.sums {
-            rows.iter().zip(alpha).for_each(|(sum, alpha)| sum.set(sum.get() * alpha));
+            rows.iter().zip(&alpha).for_each(|(sum, &alpha)| sum.set(sum.get() * alpha));
         }
         self.set_max(new);
         alpha
@@ -280,26 +295,26 @@ impl<'k> Softmax<'k> {
 
     /// Maximum and sum of each row. Sums in a column of `o` are the accumulators themselves: products into it must be done
     /// when they are read.
-    pub fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k> {
+    pub fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k> {
         let margin = self.margin().map(|margin| self.scale.recip() * margin);
-        let max = self.max.map(|max| margin.map_or(max.get(), |margin| max.get() + margin));
-        let sum = [0, 1].map(|row| match self.added {
+        let max = self.max.iter().map(|max| margin.map_or(max.get(), |margin| max.get() + margin)).collect();
+        let sum = |row: usize| match self.added {
             Added::ByThreads => {
                 let own = self.sums.iter().map(|rows| rows[row].get()).reduce(|a, b| a + b);
-                w.reduce(own.expect("bug in fulgurite: a row has sums"), 4, |a, b| a + b)
+                A::reduce_row(w, own.expect("bug in fulgurite: a row has sums"), |a, b| a + b)
             }
             Added::ByColumn => {
-                let last = (0..).zip(o.elements()).filter(|(i, _)| Acc::row_of(*i) == row).last();
+                let last = (0..).zip(o.elements()).filter(|(i, _)| A::row_of(*i) == row).last();
                 last.expect("bug in fulgurite: a tile without columns").1
             }
-        });
-        Totals { max, sum }
+        };
+        Totals { max, sum: (0..A::ROWS).map(sum).collect() }
     }
 }
 
 /// Multiplies each row by its factor.
-fn scale_rows<'k>(o: &Acc<'k>, factor: [Val<'k, f32>; 2]) {
+fn scale_rows<'k, A: RowView<'k>>(o: &A, factor: &[Val<'k, f32>]) {
     for (i, x) in o.elements().enumerate() {
-        o.set(i, x * factor[Acc::row_of(i)]);
+        o.set(i, x * factor[A::row_of(i)]);
     }
 }

@@ -5,7 +5,7 @@ use crate::parts::modifier::evaluate::{At, Evaluation, Line, Quick, TANH, TANH_B
 use crate::parts::modifier::{Modifiers, Parameters, Place, Running, Word};
 use crate::parts::softmax::Scores;
 use fulgurite_core::expr::{Program, Step, Unary};
-use fulgurite_ptx::{Acc, Group, Scope, Val, Var};
+use fulgurite_ptx::{Group, RowView, Scope, Val, Var};
 use std::collections::HashMap;
 
 /// The modifiers of a problem in the role that computes.
@@ -88,13 +88,13 @@ impl<'a, 'k> Modify<'a, 'k> {
 
     /// Changes the scores of the block that begins at this key of the sequence; in a block that is known to be `full`, the
     /// mask does not count.
-    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
+    pub fn apply<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
         if self.score.is_none() && self.mask.is_none() {
             return;
         }
-        let mut changer = Changer::new(self, w, key + w.first_col().to_i32());
+        let mut changer = Changer::new(self, w, key + A::first_col(w).to_i32());
         for (i, x) in s.elements().enumerate() {
-            let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
+            let at = At { row: A::row_of(i), col: A::col_of(i), score: Some([x, self.scale]) };
             s.set(i, changer.change(at, x, full));
         }
     }
@@ -123,24 +123,24 @@ impl<'a, 'k> Function<'a, 'k> {
         self.running.set(w, self.parameters, place);
     }
 
-    fn values(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Word<'k>> {
-        let (parameters, key) = (self.parameters, Some(first + w.first_col().to_i32()));
+    fn values<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Word<'k>> {
+        let (parameters, key) = (self.parameters, Some(first + A::first_col(w).to_i32()));
         let running = &self.running;
         let mut evaluation =
             Evaluation { w, running, parameters, place: None, key, quick: None, known: HashMap::new() };
         let last = running.analysed.program.steps().len() - 1;
         let elements = s.elements().enumerate();
-        let at = |(i, x)| At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([x, self.scale]) };
+        let at = |(i, x)| At { row: A::row_of(i), col: A::col_of(i), score: Some([x, self.scale]) };
         elements.map(|element| evaluation.step(last, at(element))).collect()
     }
 
     /// Its values for the raw scores of a block that begins at this column.
-    pub fn floats(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, f32>> {
+    pub fn floats<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Val<'k, f32>> {
         self.values(w, s, first).into_iter().map(Word::float).collect()
     }
 
     /// The same for indices.
-    pub fn ints(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Vec<Val<'k, i32>> {
+    pub fn ints<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Val<'k, i32>> {
         self.values(w, s, first).into_iter().map(Word::int).collect()
     }
 
@@ -221,8 +221,8 @@ impl<'k> Unsettled<'_, 'k> {
 }
 
 impl<'k> Scores<'k> for Unsettled<'_, 'k> {
-    fn exponent(&mut self, i: usize, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
-        let at = At { row: Acc::row_of(i), col: Acc::col_of(i), score: Some([raw, self.factor]) };
+    fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
+        let at = At { row, col, score: Some([raw, self.factor]) };
         // Two multiply-adds where the score is moved along a line, as by ALiBi.
         if let Some(Line { a, b: Some(b) }) = self.line(at, shift) {
             let added = if at.col == 0 { a } else { b.mul_add(at.col as f32, a) };
