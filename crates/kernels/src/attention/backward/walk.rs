@@ -1,11 +1,11 @@
 //! The steps of a tile, as the warpgroups walk them, and what they do with scores.
 
-use crate::attention::backward::d_q::split_tiles::Pieces;
-use crate::attention::backward::main::Main;
+use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
+use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
 use crate::parts::exp::exp2;
 use fulgurite_ptx::{
-    Acc, BulkReducer, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
+    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
 
 /// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
@@ -28,7 +28,7 @@ impl<'a, 'k> Walk<'a, 'k> {
 
     /// The same where warpgroups have roles of their own.
     pub fn of(w: &Scope<'k, Group>, main: &'a Main<'k>, own: Val<'k, u32>) -> Self {
-        let head = main.modified.as_ref().map(|_| w.var(0u32));
+        let head = main.modifiers.as_ref().map(|_| w.var(0u32));
         Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
     }
 
@@ -37,22 +37,20 @@ impl<'a, 'k> Walk<'a, 'k> {
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
         let (rows, d) = (main.config.rows, main.dims[0]);
-        self.left.set(if main.single { end - first } else { (end - first) * main.group });
+        self.left.set(if main.single { end - first } else { (end - first) * main.map.group });
         self.step.set(first);
-        self.head.iter().for_each(|head| head.set(work.head * main.group));
-        let step = main.sums_before(work) + first;
+        self.head.iter().for_each(|head| head.set(work.head * main.map.group));
+        let step = main.d_q.sums_before(&main.map, work) + first;
         let group = main.quarter(w, self.own) * (64 * main.config.cols(d));
-        let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
-        self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
+        let own = if main.d_q.bulk.is_some() { group } else { group + w.thread_in_group() * 4 };
+        self.place.set(main.d_q.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
 
     /// After the last tile.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
-        if let Some(turns) = &self.main.turns {
-            turns.wait(w);
-            turns.pass(w);
-        }
+        self.main.d_q.before_add(w);
+        self.main.d_q.after_add(w);
     }
 
     /// The first query of the step.
@@ -92,7 +90,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         }
         let end = self.end_of_head(w);
         w.when(self.step.get().eq(end), |w| {
-            let first = self.main.tickets.word(w, FIRST);
+            let first = self.main.stages.tickets.word(w, FIRST);
             self.step.set(first);
             self.head.iter().for_each(|head| head.set(head.get() + 1));
             next(w, [first, end]);
@@ -106,14 +104,14 @@ impl<'a, 'k> Walk<'a, 'k> {
         if self.main.single {
             return;
         }
-        let first = self.main.tickets.word(w, FIRST);
+        let first = self.main.stages.tickets.word(w, FIRST);
         w.when(self.step.get().eq(first), |w| self.skip_sums([first, self.end_of_head(w)]));
     }
 
     /// Over the sums of the steps between two heads that see no key of this tile.
     #[track_caller]
     fn skip_sums(&self, [first, end]: [Val<'k, u32>; 2]) {
-        self.place.set(self.place.get() + (self.main.steps - end + first).mul_wide(self.step_bytes()));
+        self.place.set(self.place.get() + (self.main.map.steps - end + first).mul_wide(self.step_bytes()));
     }
 
     fn step_bytes(&self) -> u32 {
@@ -123,23 +121,16 @@ impl<'a, 'k> Walk<'a, 'k> {
     /// Past the last step of a head. Read again, not kept: registers are short.
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
-        let equal = matches!(self.main.tiles, Tiles::Equal { .. }) && self.main.pieces.is_none();
-        let all = !self.main.spans.bounded_right() && equal;
-        if all { self.main.steps } else { self.main.tickets.word(w, END) }
+        let equal = matches!(self.main.map.tiles, Tiles::Equal { .. }) && self.main.d_q.split.is_none();
+        let all = !self.main.map.spans.bounded_right() && equal;
+        if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }
 
     /// Has the copy engine add the d_q of the step before. After the last step of a tile, with its work, it is told that all of the
     /// tile is added.
     #[track_caller]
-    pub fn send(&self, w: &Scope<'k, Group>, outbox: &BulkReducer<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
-        let elements: Vec<_> = d_q.elements().collect();
-        outbox.open(w, self.place.get());
-        if let (Some(work), Some(rounding)) = (last, &self.main.rounding) {
-            let by = self.main.pieces.as_ref().map_or(w.constant(1), |_| Pieces::length(work));
-            outbox.tell(w, rounding.teller(self.main.pair(work)), by);
-        }
-        outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
-        outbox.send(w);
+    pub fn send(&self, w: &Scope<'k, Group>, bulk: &BulkReduce<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
+        bulk.send(w, &self.main.map, (self.place, d_q), last);
         if last.is_none() {
             self.forward_sums(w);
         }
@@ -150,16 +141,16 @@ impl<'a, 'k> Walk<'a, 'k> {
     pub fn add(&self, w: &Scope<'k, Group>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
         let whole = d_q.cols() / 8;
         let [begins, ends] = [part.start == 0 && part.end > 0, part.end == whole && part.start < whole];
-        if let (true, Some(turns)) = (begins, &self.main.turns) {
-            turns.wait(w);
+        if begins {
+            self.main.d_q.before_add(w);
         }
         let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
         for four in part {
             let at = 4 * four as usize;
             to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
         }
-        if let (true, Some(turns)) = (ends, &self.main.turns) {
-            turns.pass(w);
+        if ends {
+            self.main.d_q.after_add(w);
         }
     }
 }
@@ -273,7 +264,7 @@ pub(crate) fn store_tiles<'k>(
     results: impl IntoIterator<Item = (Of, Tile<'k>, [Val<'k, u32>; 2])>,
 ) {
     for (of, from, [col, key]) in results {
-        t.store_tile(main.result(of), &main.at(of, work, [col, key, work.head]), from);
+        t.store_tile(main.result(of), &main.map.at(of, work, [col, key, work.head]), from);
     }
     t.commit_stores();
 }

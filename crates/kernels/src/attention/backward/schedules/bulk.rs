@@ -18,8 +18,8 @@
 //! Modified scores wait for d_p before anything is done with them, and go from the raw score to d_z in parts: the derivative is
 //! then used where it is computed, and takes no registers of the loop.
 
-use crate::attention::backward::main::{Main, tile};
 use crate::attention::backward::modifiers::clean;
+use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{
     Walk, pack, pack_part, probabilities, score_gradients, send_results, write_result,
@@ -37,8 +37,8 @@ where
 {
     let (config, [d, dv]) = (main.config, main.dims);
     let rows = config.rows;
-    let Main { queries, outputs, keys, values, tickets, .. } = main;
-    let outbox = main.outbox.as_ref().expect("bug in fulgurite: nobody adds d_q");
+    let Stages { queries, outputs, keys, values, tickets } = &main.stages;
+    let bulk = main.d_q.bulk.as_ref().expect("bug in fulgurite: the copy engine does not add");
     // Rows are queries.
     let exchange = main.k.swap("d_z", tile::<T>(config, rows, config.keys()), queries);
     let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
@@ -47,9 +47,9 @@ where
     let d_q = if shares_columns { d_p.part(0, rows) } else { w.accumulators(config.cols(d)) };
     let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
     let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
-    let limits = Limits::of_keys(w, &main.spans);
+    let limits = Limits::of_keys(w, &main.map.spans);
     let (barrier, turns) = (w.group_barrier(), w.turns());
-    let all = main.modified.as_ref().filter(|modified| modified.hides()).map(|_| w.role_barrier());
+    let all = main.modifiers.as_ref().filter(|modified| modified.hides()).map(|_| w.role_barrier());
     let own = w.group();
     let walk = Walk::new(w, main);
 
@@ -59,18 +59,18 @@ where
     };
     let set_limits = |w: &Scope<'k, Group>, work: &Work<'k>| {
         let first_key = (work.tile * config.keys() + own * 64).to_i32();
-        limits.set_keys(w, first_key, main.k_len(work.sequence).to_i32(), main.lengths(work.sequence));
+        limits.set_keys(w, first_key, main.map.k_len(work.sequence).to_i32(), main.map.lengths(work.sequence));
     };
-    let modifying = main.modified.as_ref().map(|modified| modified.in_role(w, main.scale));
+    let modifying = main.modifiers.as_ref().map(|modified| modified.in_role(w, main.scale));
     let set_head = |w: &Scope<'k, Group>| {
         if let Some(modifying) = &modifying {
-            let work = main.read(&tickets.again(w));
-            modifying.set(w, main, &work, walk.head(), work.tile * config.keys() + own * 64);
+            let work = main.map.read(&tickets.again(w));
+            modifying.set(w, &main.map, &work, walk.head(), work.tile * config.keys() + own * 64);
         }
     };
     // p and d_z of a step whose s and d_p are under way.
     let weights = |w: &Scope<'k, Group>| {
-        let set_again = |w: &Scope<'k, Group>| set_limits(w, &main.read(&tickets.again(w)));
+        let set_again = |w: &Scope<'k, Group>| set_limits(w, &main.map.read(&tickets.again(w)));
         let block = Block { first: walk.first_query(), full: None };
         let Some(modifying) = &modifying else {
             w.wait_products(1); // s
@@ -126,7 +126,7 @@ where
         if !first {
             w.wait_products(1); // d_v and d_q
             exchange.done_previous(w);
-            walk.send(w, outbox, &d_q, None);
+            walk.send(w, bulk, &d_q, None);
         }
         w.wait_products(0); // d_k
         outputs.done(w);
@@ -134,7 +134,7 @@ where
     };
 
     w.repeat(|w, leave| {
-        let work = main.read(&tickets.wait(w));
+        let work = main.map.read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         set_limits(w, &work);
         walk.start(w, &work);
@@ -152,8 +152,8 @@ where
             step(w, false);
         });
         // Read again: kept over the loop, or while pieces are joined, it would take registers.
-        let again = |w: &Scope<'k, Group>| main.read(&tickets.again(w));
-        let last = main.pieces.as_ref().map(|pieces| pieces.join(w, &again(w), [&d_k, &d_v], &barrier));
+        let again = |w: &Scope<'k, Group>| main.map.read(&tickets.again(w));
+        let last = main.d_q.split.as_ref().map(|split| split.join(w, &again(w), [&d_k, &d_v], &barrier));
         let work = again(w);
         let where_last = |w: &Scope<'k, Group>, f: &dyn Fn(&Scope<'k, Group>)| match last {
             Some(last) => w.when(last, |w| f(w)),
@@ -172,16 +172,20 @@ where
         query_sums(w);
         w.wait_products(0);
         exchange.done_previous(w);
-        walk.send(w, outbox, &d_q, Some(&work));
+        walk.send(w, bulk, &d_q, Some(&work));
         tickets.done(w);
         where_last(w, &have_left);
         values.done(w);
         keys.done(w);
-        let part = main.read_part(w);
-        where_last(w, &|w| leave_through(w, Of::DK, &d_k, outbox.as_tile(w, main.result(Of::DK).tile())));
-        main.round::<T>(w, &barrier, part);
+        let part = main.d_q.round.as_ref().map(|round| (round, round.read_part(w, &main.map)));
+        where_last(w, &|w| leave_through(w, Of::DK, &d_k, bulk.as_tile(w, main.result(Of::DK).tile())));
+        if let Some((round, sums)) = &part {
+            round.round::<T>(w, &main.map, (&barrier, main.scale), sums);
+        }
         where_last(w, &have_left);
     });
-    outbox.end(w);
-    main.round_rest::<T>(w, &barrier);
+    bulk.end(w);
+    if let Some(round) = &main.d_q.round {
+        round.round_rest::<T>(w, &main.map, (&barrier, main.scale));
+    }
 }

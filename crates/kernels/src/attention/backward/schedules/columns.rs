@@ -7,8 +7,8 @@
 //! A step, of which s and d_p are already in flight: p, d_z, written | barrier | start d_q, d_v, d_k | wait for d_q, add
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
-use crate::attention::backward::main::{Main, tile};
 use crate::attention::backward::modifiers::clean;
+use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{Group, Half, Major, Pair, Scope, Sum, Swizzle, Thread, Tile, TileShape, Word};
@@ -21,7 +21,7 @@ where
     let (config, [d, dv]) = (main.config, main.dims);
     let (rows, cols) = (config.rows, [d / 2, dv / 2]);
     let half = rows / 2;
-    let Main { queries, outputs, keys, values, tickets, .. } = main;
+    let Stages { queries, outputs, keys, values, tickets } = &main.stages;
     // Rows are keys. Chunks of half the columns: each warpgroup writes one.
     let shape = TileShape { swizzle: Swizzle::B64, ..tile::<T>(config, config.keys(), rows) };
     let tiles = |name| -> Vec<Tile<'k>> { (0..config.depth).map(|_| main.k.tile(name, shape)).collect() };
@@ -30,7 +30,7 @@ where
     let d_q = w.accumulators(cols[0]);
     let (d_k, d_v) = (w.accumulators(cols[0]), w.accumulators(cols[1]));
     let (p, d_z) = (w.fragment::<T>(half), w.fragment::<T>(half));
-    let limits = Limits::of_keys(w, &main.spans);
+    let limits = Limits::of_keys(w, &main.map.spans);
     let (all, barrier) = (w.role_barrier(), w.group_barrier());
     let own = w.group();
     let walk = Walk::new(w, main);
@@ -58,22 +58,22 @@ where
         w.multiply(&d_k, tile_of(w, &d_z_tiles).operand(Major::Inner), q, Sum::Onto);
     };
 
-    let modifying = main.modified.as_ref().map(|modified| modified.in_role(w, main.scale));
+    let modifying = main.modifiers.as_ref().map(|modified| modified.in_role(w, main.scale));
     let set_head = |w: &Scope<'k, Group>| {
         if let Some(modifying) = &modifying {
-            let work = main.read(&tickets.again(w));
-            modifying.set(w, main, &work, walk.head(), work.tile * config.keys());
+            let work = main.map.read(&tickets.again(w));
+            modifying.set(w, &main.map, &work, walk.head(), work.tile * config.keys());
         }
     };
 
     w.repeat(|w, leave| {
-        let work = main.read(&tickets.wait(w));
+        let work = main.map.read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         limits.set_keys(
             w,
             (work.tile * config.keys()).to_i32(),
-            main.k_len(work.sequence).to_i32(),
-            main.lengths(work.sequence),
+            main.map.k_len(work.sequence).to_i32(),
+            main.map.lengths(work.sequence),
         );
         walk.start(w, &work);
         clear(&d_k);
@@ -81,7 +81,7 @@ where
         set_head(w);
         values.wait(w);
         keys.wait(w);
-        if main.modified.as_ref().is_some_and(|modified| modified.hides()) {
+        if main.modifiers.as_ref().is_some_and(|modified| modified.hides()) {
             clean::<T>(w, &[keys.current(w)[0], values.current(w)[0]]);
             w.sync_role(&all);
         }
@@ -130,7 +130,7 @@ where
         queries.release_previous(w);
         walk.add(w, &d_q, 0..fours);
         // Read again: kept over the loop it would take registers of it.
-        let work = main.read(&tickets.again(w));
+        let work = main.map.read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);

@@ -8,7 +8,7 @@
 //! additions are slow to leave, and the products behind it keep the tensor cores busy meanwhile.
 
 use crate::attention::backward::Pack;
-use crate::attention::backward::main::{Main, tile};
+use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients, store_results};
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Scope, Sum, Thread, Tile, Word};
@@ -20,7 +20,7 @@ where
 {
     let (config, [d, dv]) = (main.config, main.dims);
     let (rows, cols) = (config.rows, config.cols(d));
-    let Main { queries, outputs, keys, values, tickets, .. } = main;
+    let Stages { queries, outputs, keys, values, tickets } = &main.stages;
     // One for each stage of q, one after the other.
     let exchange: Vec<_> =
         (0..config.depth).map(|_| main.k.tile("d_z", tile::<T>(config, config.keys(), rows))).collect();
@@ -31,7 +31,7 @@ where
     let d_q = if cols == rows { d_p.part(0, cols) } else { w.accumulators(cols) };
     let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
     let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));
-    let limits = Limits::of_keys(w, &main.spans);
+    let limits = Limits::of_keys(w, &main.map.spans);
     let (all, barrier) = (w.role_barrier(), w.group_barrier());
     let own = w.group();
     let walk = Walk::new(w, main);
@@ -59,10 +59,10 @@ where
     let fours = cols / 8;
 
     w.repeat(|w, leave| {
-        let work = main.read(&tickets.wait(w));
+        let work = main.map.read(&tickets.wait(w));
         leave.when(work.steps[1].eq(0));
         let first_key = (work.tile * config.keys() + own * 64).to_i32();
-        limits.set_keys(w, first_key, main.k_len(work.sequence).to_i32(), main.lengths(work.sequence));
+        limits.set_keys(w, first_key, main.map.k_len(work.sequence).to_i32(), main.map.lengths(work.sequence));
         walk.start(w, &work);
         clear(&d_k);
         clear(&d_v);
@@ -118,7 +118,7 @@ where
         queries.release_previous(w);
         walk.add(w, &d_q, 0..fours);
         // Read again: kept over the loop it would take registers of it.
-        let work = main.read(&tickets.again(w));
+        let work = main.map.read(&tickets.again(w));
         tickets.done(w);
         // d_k and d_v leave through K and V, which both warpgroups are done with.
         w.sync_role(&all);

@@ -10,7 +10,7 @@
 //! A step of the second, of which d_p is done: d_z, written and sent | start d_k | add the d_q before | start half of the next d_p |
 //! wait for the other's d_z, start d_q and the other half of d_p.
 
-use crate::attention::backward::main::Main;
+use crate::attention::backward::state::{CtaPair, Main, Stages};
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{Walk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
 use crate::parts::mask::{Block, Limits};
@@ -22,6 +22,7 @@ use fulgurite_ptx::{
 /// What the two warpgroups share.
 pub(crate) struct Between<'a, 'k> {
     main: &'a Main<'k>,
+    pair: &'a CtaPair<'k>,
     /// p of a part of a step, from the first to the second.
     p: AccumulatorChannel<'k>,
     d_z: &'a PeerTiles<'k>,
@@ -65,33 +66,31 @@ impl<'k> Queries<'k> {
 
 impl<'a, 'k> Between<'a, 'k> {
     pub fn new(main: &'a Main<'k>) -> Self {
-        let d_z = main.d_z.as_ref().expect("bug in fulgurite: no other block");
-        // Who computes d_z from p multiplies it before the next p.
-        Between { main, p: main.k.handover("p", main.config.rows).taken_with(d_z), d_z }
+        let pair = main.pair.as_ref().expect("bug in fulgurite: a CTA without its peer");
+        let d_z = &pair.d_z;
+        // The warpgroup that computes d_z from p multiplies it before the next p.
+        Between { main, pair, p: main.k.handover("p", main.config.rows).taken_with(d_z), d_z }
     }
 
     /// d_q of a step: two products, over the own keys and over those of the other block.
     fn query_sums(&self, w: &Scope<'k, Group>, of: &Queries<'k>) {
         let (main, quarter) = (self.main, of.d_q.cols());
-        let others = main.others.as_ref().expect("bug in fulgurite: no keys of the other block");
         // That it has come also tells that the own is there.
         let (other, own) = (self.d_z.wait(w), self.d_z.own(w));
-        let key = main.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
+        let key = main.stages.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
         w.multiply(&of.d_q, own.operand(Major::Outer), key, Sum::Fresh);
-        let key = others.current(w)[0].cols(of.own, quarter).operand(Major::Outer);
+        let key = self.pair.other_keys.current(w)[0].cols(of.own, quarter).operand(Major::Outer);
         w.multiply(&of.d_q, other.operand(Major::Outer), key, Sum::Onto);
     }
 
     /// The next tile; whether there is none.
     fn start(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>, work: &Work<'k>, result: &Acc<'k>) {
-        let Main { keys, values, others, .. } = self.main;
+        let Stages { keys, values, .. } = &self.main.stages;
         walk.start(w, work);
         clear(result);
         values.wait(w);
         keys.wait(w);
-        others.iter().for_each(|others| {
-            others.wait(w);
-        });
+        self.pair.other_keys.wait(w);
     }
 
     /// A result leaves through a tile that nobody reads any more, in halves of its columns.
@@ -102,8 +101,8 @@ impl<'a, 'k> Between<'a, 'k> {
         let (main, half) = (self.main, result.cols() / 2);
         write_result::<T>(w, main, of, result, to);
         // Read again: kept over the loop it would take registers of it.
-        let work = &main.read(&main.tickets.again(w));
-        main.tickets.done(w);
+        let work = &main.map.read(&main.stages.tickets.again(w));
+        main.stages.tickets.done(w);
         w.publish_shared();
         w.sync_group(barrier);
         // Elected here: a number that is kept for it takes a register of the whole role.
@@ -121,10 +120,10 @@ impl<'a, 'k> Between<'a, 'k> {
     {
         let (main, dv) = (self.main, self.main.dims[1]);
         let (rows, parts) = (main.config.rows, main.config.d_o_parts());
-        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+        let Stages { queries, outputs, keys, values, tickets } = &main.stages;
         let of = Queries::new(w, main, 0);
         let (s, d_v, p) = (w.accumulators(rows), w.accumulators(dv), w.fragment::<T>(rows));
-        let limits = Limits::of_keys(w, &main.spans);
+        let limits = Limits::of_keys(w, &main.map.spans);
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
 
@@ -147,10 +146,10 @@ impl<'a, 'k> Between<'a, 'k> {
         };
 
         w.repeat(|w, leave| {
-            let work = main.read(&tickets.wait(w));
+            let work = main.map.read(&tickets.wait(w));
             leave.when(work.steps[1].eq(0));
-            let (first_key, k_len) = (main.first_key(w, &work).to_i32(), main.k_len(work.sequence).to_i32());
-            limits.set_keys(w, first_key, k_len, main.lengths(work.sequence));
+            let (first_key, k_len) = (main.first_key(w, &work).to_i32(), main.map.k_len(work.sequence).to_i32());
+            limits.set_keys(w, first_key, k_len, main.map.lengths(work.sequence));
             self.start(w, &walk, &work, &d_v);
             scores(w);
             w.wait_products(0);
@@ -180,7 +179,7 @@ impl<'a, 'k> Between<'a, 'k> {
             self.d_z.done(w);
             (0..parts).for_each(|_| outputs.release(w));
             of.add_last(w, &walk);
-            others.iter().for_each(|others| others.done(w));
+            self.pair.other_keys.done(w);
             // The other warpgroup has multiplied with all values: its last d_z is there.
             self.leave::<T>(w, &barrier, (Of::DV, &d_v, values.current(w)[0]));
             values.done(w);
@@ -197,7 +196,7 @@ impl<'a, 'k> Between<'a, 'k> {
     {
         let (main, [d, dv]) = (self.main, self.main.dims);
         let (rows, parts) = (main.config.rows, main.config.d_o_parts());
-        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+        let Stages { queries, outputs, keys, values, tickets } = &main.stages;
         let of = Queries::new(w, main, 1);
         let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(d), w.fragment::<T>(rows));
         let barrier = w.group_barrier();
@@ -224,7 +223,7 @@ impl<'a, 'k> Between<'a, 'k> {
         };
 
         w.repeat(|w, leave| {
-            let work = main.read(&tickets.wait(w));
+            let work = main.map.read(&tickets.wait(w));
             leave.when(work.steps[1].eq(0));
             self.start(w, &walk, &work, &d_k);
             (0..parts).for_each(|part| product(w, part));
@@ -252,7 +251,7 @@ impl<'a, 'k> Between<'a, 'k> {
             queries.done(w);
             of.add_last(w, &walk);
             values.done(w);
-            others.iter().for_each(|others| others.done(w));
+            self.pair.other_keys.done(w);
             // The other warpgroup is done with the keys when it is done with the last d_z.
             self.d_z.open(w);
             self.leave::<T>(w, &barrier, (Of::DK, &d_k, keys.current(w)[0]));
