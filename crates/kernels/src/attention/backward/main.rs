@@ -48,8 +48,8 @@ where
     let warpgroups = |count| Warpgroups(count).registers(config.registers[0]);
     if config.share == Share::Pairs {
         let between = pairs::Between::new(&main);
-        k.role("values", warpgroups(1), |w| between.of_values::<T>(w));
-        k.role("keys", warpgroups(1), |w| between.of_keys::<T>(w));
+        k.role("values", warpgroups(1), |w| pairs::compute_values::<T>(w, &between));
+        k.role("keys", warpgroups(1), |w| pairs::compute_keys::<T>(w, &between));
         return main.d_q.log.clone();
     }
     k.role("compute", warpgroups(2), |w| match config.share {
