@@ -16,6 +16,7 @@
 pub mod config;
 pub mod d_q;
 pub mod finish;
+mod load;
 pub mod main;
 mod modifiers;
 pub mod plan;
@@ -23,6 +24,7 @@ pub mod prepare;
 mod schedules;
 mod shape;
 pub mod sinks;
+mod state;
 mod tensors;
 mod tiles;
 mod walk;

@@ -2,16 +2,17 @@
 //! tensor. Then d_m = p (d_p - delta), d_z = d_m dm/dz, and d_a is the sum of d_m dm/da over all scores that read a.
 
 use crate::attention::backward::Order;
-use crate::attention::backward::d_q::exact;
-use crate::attention::backward::main::{Call, Main};
-use crate::attention::backward::tiles::Work;
+use crate::attention::backward::d_q::exact::ExactSums;
+use crate::attention::backward::d_q::service::Log;
+use crate::attention::backward::tiles::{TileMap, Work};
 use crate::attention::forward::plan::NoKernel;
-use crate::params::Params;
-use crate::parts::modifier::{Function, Modifiers, Modify, Parameters, Place, Tanh};
+use crate::params::{Lens, Params};
+use crate::parts::modifier::{AuxArgs, Function, Modifiers, Modify, Parameters, Place, Tanh};
 use fulgurite_core::expr::{AuxSpec, Program, Step, Var as Index};
 use fulgurite_core::{AuxGradient, Problem};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
+use std::rc::Rc;
 
 /// Modifiers of a problem, with derivatives.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -98,16 +99,15 @@ pub fn is_one(program: &Program) -> bool {
 type Axes<'k> = Vec<[Val<'k, u32>; 2]>;
 
 /// A gradient of an auxiliary tensor, and its words if it is summed exactly.
-#[derive(Clone, Copy)]
 struct Sums<'k> {
     to: Pointer<'k, f32>,
-    words: Option<Pointer<'k, u64>>,
+    exact: Option<ExactSums<'k>>,
 }
 
 impl<'k> Sums<'k> {
-    fn add(self, w: &Scope<'k, Group>, at: Val<'k, u64>, x: Val<'k, f32>) {
-        match self.words {
-            Some(words) => exact::add(w, words, self.to, at, x),
+    fn add(&self, w: &Scope<'k, Group>, at: Val<'k, u64>, x: Val<'k, f32>) {
+        match &self.exact {
+            Some(exact) => exact.add(w, self.to, at, x),
             None => self.to.at_wide(at).add(w, 0, x),
         }
     }
@@ -123,6 +123,16 @@ pub(crate) struct AuxGradientArgs {
     pub axes: Vec<[u32; 2]>,
 }
 
+/// Arguments of [`ModifierParams`].
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ModifierArgs {
+    /// Auxiliary tensors, and the gradients of those that want one.
+    pub aux: Vec<AuxArgs>,
+    pub d_aux: Vec<AuxGradientArgs>,
+    /// Queries of a sequence, if all have the same.
+    pub q_len: u32,
+}
+
 /// Parameters of modifiers and of the gradients that they add to.
 pub(crate) struct ModifierParams<'k> {
     modifiers: ModifierGradients,
@@ -135,26 +145,29 @@ pub(crate) struct ModifierParams<'k> {
 
 impl<'k> ModifierParams<'k> {
     /// Declares the parameters; `None` for a problem without modifiers. `ragged`: sequences differ in length.
-    pub fn declare(p: &Params<'k, Call>, modifiers: &ModifierGradients, ragged: bool) -> Option<Self> {
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        args: impl Lens<C, ModifierArgs>,
+        (modifiers, ragged): (&ModifierGradients, bool),
+        log: &Rc<Log>,
+    ) -> Option<Self> {
         if modifiers.is_empty() {
             return None;
         }
-        let parameters = Parameters::declare(p, &modifiers.modifiers, |call: &Call| &call.aux);
+        let parameters = Parameters::declare(p, &modifiers.modifiers, move |call| &args(call).aux);
         let sums = modifiers.aux.iter().enumerate().map(|(i, gradient)| {
-            let to = p.array(&format!("d_aux{i}"), move |call| call.d_aux[i].to);
-            let words = modifiers.exact[i].then(|| {
-                let words = move |call: &Call| call.d_aux[i].words.expect("bug in fulgurite: exact sums without words");
-                p.pointer(&format!("d_aux{i}_words"), words)
-            });
+            let to = p.array(&format!("d_aux{i}"), move |call| args(call).d_aux[i].to);
+            let exact = modifiers.exact[i]
+                .then(|| ExactSums::declare(p, &format!("d_aux{i}_words"), move |call| args(call).d_aux[i].words, log));
             let axis = |axis: usize| {
                 [("last", 0), ("stride", 1)].map(|(what, side)| {
-                    p.u32(&format!("d_aux{i}_{what}{axis}"), move |call| call.d_aux[i].axes[axis][side])
+                    p.u32(&format!("d_aux{i}_{what}{axis}"), move |call| args(call).d_aux[i].axes[axis][side])
                 })
             };
-            (Sums { to, words }, (0..gradient.at.len()).map(axis).collect())
+            (Sums { to, exact }, (0..gradient.at.len()).map(axis).collect())
         });
         let sums = sums.collect();
-        let q_len = (!ragged).then(|| p.u32("q_len", |call| call.q_len));
+        let q_len = (!ragged).then(|| p.u32("q_len", move |call| args(call).q_len));
         Some(ModifierParams { modifiers: modifiers.clone(), parameters, sums, q_len })
     }
 
@@ -203,11 +216,11 @@ pub(crate) struct Slopes<'k> {
 
 impl<'k> ModifierRole<'_, 'k> {
     /// Evaluates what stays the same for a query head and the warpgroup's 64 keys, which begin at `key`.
-    pub fn set(&self, w: &Scope<'k, Group>, main: &Main<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
+    pub fn set(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, work: &Work<'k>, head: Val<'k, u32>, key: Val<'k, u32>) {
         let first = (key + w.first_row()).to_i32();
         let (q_len, k_len) = match (work.sequence, self.of.q_len) {
             (Some(sequence), _) => (sequence.q_len, sequence.k_len),
-            (None, Some(q_len)) => (q_len, main.k_len(None)),
+            (None, Some(q_len)) => (q_len, map.k_len(None)),
             (None, None) => unreachable!("bug in fulgurite: equal sequences have a length"),
         };
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
@@ -278,7 +291,7 @@ impl<'k> ModifierRole<'_, 'k> {
             };
             let stays = at.iter().map(Function::stays).fold([true; 2], |[a, b], [c, d]| [a & c, b & d]);
             let places = self.places(w, g, d_p, slopes.first);
-            self.add(w, self.of.sums[g].0, &terms, &places, stays);
+            self.add(w, &self.of.sums[g].0, &terms, &places, stays);
         }
     }
 
@@ -286,7 +299,7 @@ impl<'k> ModifierRole<'_, 'k> {
     fn add(
         &self,
         w: &Scope<'k, Group>,
-        to: Sums<'k>,
+        to: &Sums<'k>,
         terms: &[Val<'k, f32>],
         places: &[Val<'k, u64>],
         [same_cols, same_rows]: [bool; 2],

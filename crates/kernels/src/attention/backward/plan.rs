@@ -10,6 +10,7 @@ mod schedule;
 mod scratch;
 
 use crate::attention::backward::d_q::exact;
+use crate::attention::backward::state::Call;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
@@ -72,7 +73,7 @@ pub struct Kernels {
 /// How launches of a call's kernels bind their arguments.
 pub struct KernelBindings {
     prepare: Bindings<prepare::Call>,
-    main: Bindings<main::Call>,
+    main: Bindings<Call>,
     finish: Option<Bindings<finish::Call>>,
     sinks: Option<Bindings<sinks::Call>>,
     zero: Option<Bindings<zero::Call>>,
@@ -167,6 +168,24 @@ impl BackwardPlan {
             exact: of_exact,
         };
         Ok(Kernels { prepare, main, finish, sinks, zero, exact, cover, bindings: Arc::new(bindings) })
+    }
+
+    /// Whether gradients of auxiliary tensors are summed exactly.
+    #[cfg(test)]
+    pub(crate) fn has_exact_sums(&self) -> bool {
+        self.facts.features.modifiers.exact.contains(&true)
+    }
+
+    /// Facts that shape the kernels' texts.
+    #[cfg(test)]
+    pub(crate) fn features(&self) -> &Features {
+        &self.facts.features
+    }
+
+    /// What the configuration makes of them.
+    #[cfg(test)]
+    pub(crate) fn shape(&self) -> &crate::attention::backward::KernelShape {
+        &self.schedule.shape
     }
 
     /// Whether another call has the same kernels.

@@ -1,12 +1,12 @@
-//! Which tile of keys comes next, where its sequence lies, and which steps of queries see it.
+//! Key tiles: which one a number stands for, where its sequence is, and which steps of queries see it.
 
-use crate::attention::backward::main::{Call, Main};
-use crate::params::Params;
-use crate::parts::mask::Lengths;
+use crate::attention::backward::{BackwardConfig, KernelShape};
+use crate::params::{Lens, Params};
+use crate::parts::mask::{Lengths, Spans};
 use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
-use fulgurite_ptx::{Scope, Slice, Thread, Val, Who};
+use fulgurite_ptx::{Divisor, Scope, Slice, Thread, Val, Who};
 
-/// Names of the rows from one sequence to the next.
+/// Parameters: rows from one sequence to the next, in the order of [`Of`].
 pub const STEPS: [&str; 6] = ["q_step", "k_step", "v_step", "d_o_step", "d_k_step", "d_v_step"];
 
 /// A tensor of rows.
@@ -20,23 +20,23 @@ pub(crate) enum Of {
     DV,
 }
 
-/// A tile of keys, as the loading thread hands it out.
+/// A tile of keys, or a piece of one, as the load thread hands it out.
 #[derive(Clone, Copy)]
 pub(crate) struct Work<'k> {
-    /// Its number in its head.
+    /// Number in its head.
     pub tile: Val<'k, u32>,
-    /// Head of keys.
+    /// Key/value head.
     pub head: Val<'k, u32>,
     pub batch: Val<'k, u32>,
-    /// Steps of queries that see it, from the first to past the last: none means that there are no more tiles.
+    /// Steps of queries that see it: the first, and past the last. An empty range with end 0 means that there are no more tiles.
     pub steps: [Val<'k, u32>; 2],
-    /// Where tiles are cut into pieces: its number among those that are. A piece has some of the steps.
+    /// With split tiles: its number among the split tiles. A piece has some of the steps.
     pub piece: Option<Val<'k, u32>>,
-    /// Where sequences have lengths of their own.
+    /// The sequence, if sequences differ in length.
     pub sequence: Option<Sequence<'k>>,
 }
 
-/// A sequence with a length of its own.
+/// A sequence of a batch whose sequences differ in length.
 #[derive(Clone, Copy)]
 pub(crate) struct Sequence<'k> {
     /// First row of packed q, and of packed k and v.
@@ -50,10 +50,10 @@ pub(crate) struct Sequence<'k> {
     first_step: Val<'k, u32>,
 }
 
-/// Where a message has the steps of a tile.
+/// Indices of a tile's first step, and of past its last, in a message.
 pub(crate) const FIRST: usize = 3;
 pub(crate) const END: usize = 4;
-/// Numbers of a message, without and with a sequence.
+/// Words of a message, without and with a sequence.
 const WORDS: [usize; 2] = [6, 11];
 
 impl<'k> Work<'k> {
@@ -102,30 +102,29 @@ impl TileArgs {
     }
 }
 
-/// How tiles are found.
+/// How tiles are found by their numbers.
 pub(crate) enum Tiles<'k> {
     Equal {
         tiles: Box<Equal<'k>>,
         k_len: Val<'k, u32>,
-        /// The first key, and the first query, that the copy engine is told of: others are read as zeros.
+        /// The first key, and the first query, of the tensors that the copy engine reads. Others are read as zeros.
         first: [Val<'k, u32>; 2],
-        /// Where the diagonals of masks begin.
+        /// Where diagonals of masks begin, counted from the last and from the first query and key.
         diagonals: [Val<'k, i32>; 2],
     },
     Unequal(Unequal<'k>),
 }
 
 impl<'k> Tiles<'k> {
-    /// Declares the parameters.
-    pub fn declare(p: &Params<'k, Call>, ragged: Ragged) -> Self {
+    fn declare<C: 'static>(p: &Params<'k, C>, ragged: Ragged, args: impl Lens<C, TileMapArgs>) -> Self {
         if ragged.any() {
-            return Tiles::Unequal(Unequal::declare(p, ragged, 1, &STEPS, |call: &Call| call.tiles.unequal()));
+            return Tiles::Unequal(Unequal::declare(p, ragged, 1, &STEPS, move |call| args(call).tiles.unequal()));
         }
-        let tiles = Box::new(Equal::declare(p, |call: &Call| &call.tiles.equal().bands));
-        let k_len = p.u32("k_len", |call| call.tiles.equal().k_len);
-        let first_key = p.u32("first_key", |call| call.tiles.equal().first_key);
-        let first_query = p.u32("first_query", |call| call.tiles.equal().first_query);
-        let bottom_right = p.i32("bottom_right", |call| call.tiles.equal().bottom_right);
+        let tiles = Box::new(Equal::declare(p, move |call| &args(call).tiles.equal().bands));
+        let k_len = p.u32("k_len", move |call| args(call).tiles.equal().k_len);
+        let first_key = p.u32("first_key", move |call| args(call).tiles.equal().first_key);
+        let first_query = p.u32("first_query", move |call| args(call).tiles.equal().first_query);
+        let bottom_right = p.i32("bottom_right", move |call| args(call).tiles.equal().bottom_right);
         let top_left = p.i32("top_left", |_| 0);
         Tiles::Equal { tiles, k_len, first: [first_key, first_query], diagonals: [bottom_right, top_left] }
     }
@@ -133,16 +132,89 @@ impl<'k> Tiles<'k> {
     fn ragged(&self) -> bool {
         matches!(self, Tiles::Unequal(_))
     }
+}
+
+/// A step of a tile, as it is loaded.
+pub(crate) struct Step<'k> {
+    /// Query head.
+    pub head: Val<'k, u32>,
+    /// Number in its sequence.
+    pub step: Val<'k, u32>,
+    /// Whether it is the first of its tile.
+    pub first: Val<'k, bool>,
+}
+
+/// Arguments of [`TileMap`].
+#[derive(Debug, Clone)]
+pub(crate) struct TileMapArgs {
+    /// Steps from one query head to the next.
+    pub steps: u32,
+    /// Query heads of each key/value head.
+    pub group: u32,
+    /// Key/value heads.
+    pub heads: u32,
+    pub tiles: TileArgs,
+}
+
+/// From the number of a tile to its keys, its sequence and the queries that see it.
+pub(crate) struct TileMap<'k> {
+    config: BackwardConfig,
+    /// Spans of the mask with queries and keys exchanged.
+    pub spans: Spans,
+    /// Whether tiles take turns: the last keys of a head then go first.
+    ordered: bool,
+    /// Whether tiles are split: a message then has the number of the split tile.
+    splits: bool,
+    /// Steps from one query head to the next.
+    pub steps: Val<'k, u32>,
+    /// Query heads of each key/value head.
+    pub group: Val<'k, u32>,
+    /// Key/value heads.
+    pub heads: Divisor<'k>,
+    pub tiles: Tiles<'k>,
+}
+
+impl<'k> TileMap<'k> {
+    /// Declares the parameters. `spans` are those of the mask with queries and keys exchanged.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        args: impl Lens<C, TileMapArgs>,
+        (shape, ordered, ragged): (&KernelShape, bool, Ragged),
+        spans: Spans,
+    ) -> Self {
+        let steps = p.u32("steps", move |call| args(call).steps);
+        let group = p.u32("group", move |call| args(call).group);
+        let heads = p.divisor("heads", move |call| args(call).heads);
+        let tiles = Tiles::declare(p, ragged, args);
+        TileMap { config: shape.config, spans, ordered, splits: shape.splits, steps, group, heads, tiles }
+    }
 
     /// Numbers of a message.
     pub fn words(&self) -> usize {
-        WORDS[usize::from(self.ragged())].next_multiple_of(4)
+        WORDS[usize::from(self.tiles.ragged())].next_multiple_of(4)
     }
-}
 
-impl<'k> Main<'k> {
-    /// What a message says.
-    pub(crate) fn read(&self, message: &[Val<'k, u32>]) -> Work<'k> {
+    /// Tiles of equal sequences.
+    pub fn equal(&self) -> &Equal<'k> {
+        match &self.tiles {
+            Tiles::Equal { tiles, .. } => tiles,
+            Tiles::Unequal(_) => unreachable!("bug in fulgurite: sequences of equal length are wanted"),
+        }
+    }
+
+    /// The pair of head and sequence of a tile.
+    #[track_caller]
+    pub fn pair(&self, work: &Work<'k>) -> Val<'k, u32> {
+        work.batch * self.heads.value() + work.head
+    }
+
+    /// The number of a step among those of all heads.
+    pub fn number(&self, work: &Work<'k>, step: &Step<'k>) -> Val<'k, u32> {
+        self.steps_before_head(work, step.head) + step.step
+    }
+
+    /// The tile of a message.
+    pub fn read(&self, message: &[Val<'k, u32>]) -> Work<'k> {
         let &[tile, head, batch, first, end, ref rest @ ..] = message else {
             panic!("bug in fulgurite: a message of {} numbers", message.len())
         };
@@ -150,12 +222,12 @@ impl<'k> Main<'k> {
             let [q_start, k_start, k_room, q_len, k_len, first_step] = std::array::from_fn(|i| rest[i]);
             Sequence { q_start, k_start, k_room, q_len, k_len, first_step }
         });
-        let piece = self.pieces.as_ref().map(|_| rest[0]);
+        let piece = self.splits.then(|| rest[0]);
         Work { tile, head, batch, steps: [first, end], piece, sequence }
     }
 
     /// Keys of a sequence.
-    pub(crate) fn k_len(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+    pub fn k_len(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
         match (&self.tiles, sequence) {
             (Tiles::Equal { k_len, .. }, _) => *k_len,
             (Tiles::Unequal(_), Some(sequence)) => sequence.k_len,
@@ -163,9 +235,9 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// Lengths of the exchanged mask. Of equal sequences all rows of the steps are queries.
+    /// Lengths for the exchanged mask. All rows of the steps of equal sequences count as queries.
     #[track_caller]
-    pub(crate) fn lengths(&self, sequence: Option<Sequence<'k>>) -> Lengths<'k> {
+    pub fn lengths(&self, sequence: Option<Sequence<'k>>) -> Lengths<'k> {
         match (&self.tiles, sequence) {
             (Tiles::Equal { k_len, diagonals: [bottom_right, top_left], .. }, _) => {
                 let queries = (self.steps * self.config.rows).to_i32();
@@ -181,15 +253,15 @@ impl<'k> Main<'k> {
     }
 
     /// Steps of queries that see a tile.
-    pub(crate) fn steps_of(&self, tile: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> [Val<'k, u32>; 2] {
+    pub fn steps_of(&self, tile: Val<'k, u32>, sequence: Option<Sequence<'k>>) -> [Val<'k, u32>; 2] {
         let keys = self.config.keys();
         let start = tile * keys;
         let last = (start + (keys - 1)).min(self.k_len(sequence).max(1) - 1);
         self.spans.blocks(start.to_i32(), last.to_i32(), self.config.rows, self.lengths(sequence))
     }
 
-    /// Tiles of a head.
-    pub(crate) fn tiles_of_head(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
+    /// Key tiles of a head of a sequence.
+    pub fn tiles_of_head(&self, sequence: Option<Sequence<'k>>) -> Val<'k, u32> {
         let keys = self.config.keys();
         match (&self.tiles, sequence) {
             (Tiles::Equal { tiles, .. }, _) => tiles.tiles_of_head(),
@@ -198,8 +270,8 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// A sequence by its number, where they have lengths of their own.
-    pub(crate) fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Option<Sequence<'k>> {
+    /// A sequence by its number, if sequences differ in length.
+    pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>) -> Option<Sequence<'k>> {
         let Tiles::Unequal(unequal) = &self.tiles else { return None };
         let sides = &unequal.sides;
         let [q_start, q_room] = sides.room(t, 0, number);
@@ -209,21 +281,18 @@ impl<'k> Main<'k> {
         Some(Sequence { q_start, k_start, k_room, q_len, k_len, first_step })
     }
 
-    /// The walk along sequences with lengths of their own.
-    pub(crate) fn start_walk(&self, t: &Scope<'k, Thread>) -> Option<Walk<'k>> {
+    /// The walk along sequences, if they differ in length.
+    pub fn start_walk(&self, t: &Scope<'k, Thread>) -> Option<Walk<'k>> {
         match &self.tiles {
             Tiles::Equal { .. } => None,
             Tiles::Unequal(unequal) => Some(unequal.start(t, self.config.keys(), self.heads.value())),
         }
     }
 
-    /// Whether there is a tile with this number, or a run of pieces. They are asked for in ascending order.
-    pub(crate) fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
+    /// Whether there is a tile with this number. Numbers must ascend from call to call.
+    pub fn seek(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, tile: Val<'k, u32>) -> Val<'k, bool> {
         match (&self.tiles, walk) {
-            (Tiles::Equal { tiles, .. }, _) => match &self.pieces {
-                Some(pieces) => pieces.has(tile),
-                None => tile.lt(tiles.tiles),
-            },
+            (Tiles::Equal { tiles, .. }, _) => tile.lt(tiles.tiles),
             (Tiles::Unequal(unequal), Some(walk)) => {
                 unequal.seek(t, walk, tile, self.config.keys(), self.heads.value())
             }
@@ -231,10 +300,9 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// The tile with a number that was sought. Those of equal sequences come in bands of some (head, batch) pairs; in a band,
-    /// and in a sequence, the first keys go first, which under a causal mask most queries see. In a fixed order neighbours
-    /// go the other way round.
-    pub(crate) fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
+    /// The tile with a number that was sought. Tiles of equal sequences come in bands of (head, batch) pairs. In a band, and in
+    /// a sequence, the first keys go first: under a causal mask most queries see them. In a fixed order the last keys go first.
+    pub fn find(&self, t: &Scope<'k, Thread>, walk: Option<&Walk<'k>>, number: Val<'k, u32>) -> Work<'k> {
         let ([batch, head, place], sequence) = match (&self.tiles, walk) {
             (Tiles::Equal { tiles, .. }, _) => (tiles.place(self.heads, number), None),
             (Tiles::Unequal(unequal), Some(walk)) => {
@@ -243,37 +311,28 @@ impl<'k> Main<'k> {
             }
             (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
         };
-        let tile = if self.turns.is_some() { self.in_turn(place, sequence) } else { place };
+        let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - place } else { place };
         Work { tile, head, batch, steps: self.steps_of(tile, sequence), piece: None, sequence }
     }
 
-    /// Steps before the first of a tile's first head of queries and of its sequence.
+    /// Steps before the first step of a tile's first query head, in its sequence.
     #[track_caller]
-    pub(crate) fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+    pub fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
         self.steps_before_head(work, work.head * self.group)
     }
 
-    /// The same of a head of queries.
+    /// Steps before the first step of a query head, in a tile's sequence.
     #[track_caller]
-    pub(crate) fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
+    pub fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
         match work.sequence {
             Some(sequence) => head * self.steps + sequence.first_step,
             None => (work.batch * self.heads.value() * self.group + head) * self.steps,
         }
     }
 
-    /// The same among the steps that have sums.
-    #[track_caller]
-    pub(crate) fn sums_before(&self, work: &Work<'k>) -> Val<'k, u32> {
-        match &self.rounding {
-            Some(rounding) => rounding.place(self.pair(work)) * self.group * self.steps,
-            None => self.steps_before(work),
-        }
-    }
-
     /// Coordinates of a tile of a tensor, from a column and a row of its sequence on.
     #[track_caller]
-    pub(crate) fn at(&self, of: Of, work: &Work<'k>, [col, row, head]: [Val<'k, u32>; 3]) -> Vec<Val<'k, u32>> {
+    pub fn at(&self, of: Of, work: &Work<'k>, [col, row, head]: [Val<'k, u32>; 3]) -> Vec<Val<'k, u32>> {
         let read = matches!(of, Of::Q | Of::DO | Of::K | Of::V);
         let keys = matches!(of, Of::K | Of::V | Of::DK | Of::DV);
         match (&self.tiles, work.sequence) {
@@ -283,7 +342,7 @@ impl<'k> Main<'k> {
             }
             (Tiles::Unequal(unequal), Some(s)) => {
                 let start = unequal.first_row(of as usize, work.batch, if keys { s.k_start } else { s.q_start });
-                // What is not in use, and keys that no query sees, are read as zeros.
+                // Rows that are not in use, and keys that no query sees, are read as zeros.
                 let rows = match (keys, read) {
                     (true, true) => self.seen_keys(s),
                     (true, false) => s.k_room,
@@ -295,7 +354,7 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// How many keys there are up to the last that some query sees.
+    /// Keys up to the last one that some query sees.
     fn seen_keys(&self, s: Sequence<'k>) -> Val<'k, u32> {
         let forward = self.spans.transposed();
         let end = match forward.bounded_right() {

@@ -1,23 +1,23 @@
-//! The steps of a tile, as the warpgroups walk them, and what they do with scores.
+//! The steps of a tile in the compute role: where a warpgroup stands, and what schedules do with scores and results.
 
-use crate::attention::backward::d_q::split_tiles::Pieces;
-use crate::attention::backward::main::Main;
+use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
+use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
 use crate::parts::exp::exp2;
 use fulgurite_ptx::{
-    Acc, BulkReducer, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
+    Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
 
-/// Where a warpgroup stands among the steps of its tile, and where it adds its part of d_q.
+/// A warpgroup's place among the steps of its tile, and the sums it adds its part of d_q to.
 pub(crate) struct Walk<'a, 'k> {
     pub main: &'a Main<'k>,
-    /// Which of the block's warpgroups it is.
+    /// Number of the warpgroup in its CTA.
     own: Val<'k, u32>,
     step: Var<'k, u32>,
     left: Var<'k, u32>,
-    /// The head of queries, where somebody asks.
+    /// The query head, for modifiers.
     head: Option<Var<'k, u32>>,
-    /// Address of this thread's part of the sums; of its warpgroup's where the copy engine adds.
+    /// Address of this thread's part of the sums; of its warpgroup's part if the copy engine adds.
     place: Var<'k, u64>,
 }
 
@@ -26,33 +26,31 @@ impl<'a, 'k> Walk<'a, 'k> {
         Walk::of(w, main, w.group())
     }
 
-    /// The same where warpgroups have roles of their own.
+    /// For warpgroups that have roles of their own, with their number.
     pub fn of(w: &Scope<'k, Group>, main: &'a Main<'k>, own: Val<'k, u32>) -> Self {
-        let head = main.modified.as_ref().map(|_| w.var(0u32));
+        let head = main.modifiers.as_ref().map(|_| w.var(0u32));
         Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
     }
 
-    /// To the first step of a tile. Sums lie as accumulators do: [head][step][warpgroup][eight columns][thread][4].
+    /// Goes to the first step of a tile. Sums have the layout of accumulators: `[head][step][warpgroup][eight columns][thread][4]`.
     #[track_caller]
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
         let (rows, d) = (main.config.rows, main.dims[0]);
-        self.left.set(if main.single { end - first } else { (end - first) * main.group });
+        self.left.set(if main.single { end - first } else { (end - first) * main.map.group });
         self.step.set(first);
-        self.head.iter().for_each(|head| head.set(work.head * main.group));
-        let step = main.sums_before(work) + first;
+        self.head.iter().for_each(|head| head.set(work.head * main.map.group));
+        let step = main.d_q.sums_before(&main.map, work) + first;
         let group = main.quarter(w, self.own) * (64 * main.config.cols(d));
-        let own = if main.outbox.is_some() { group } else { group + w.thread_in_group() * 4 };
-        self.place.set(main.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
+        let own = if main.d_q.bulk.is_some() { group } else { group + w.thread_in_group() * 4 };
+        self.place.set(main.d_q.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
 
-    /// After the last tile.
+    /// After the last tile: the end of messages of services.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
-        if let Some(turns) = &self.main.turns {
-            turns.wait(w);
-            turns.pass(w);
-        }
+        self.main.d_q.before_add(w);
+        self.main.d_q.after_add(w);
     }
 
     /// The first query of the step.
@@ -61,7 +59,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         (self.step.get() * self.main.config.rows).to_i32()
     }
 
-    /// One step less to come; whether it was the last.
+    /// Counts the step as done. Returns whether it was the last.
     #[track_caller]
     pub fn last(&self) -> Val<'k, bool> {
         self.left.set(self.left.get() - 1);
@@ -73,7 +71,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.head.expect("bug in fulgurite: nobody asked for the head").get()
     }
 
-    /// To the next step and its sums; after the last of a head to the first of the next head, of which `next` is told.
+    /// Goes to the next step and its sums. `next` is called when a new query head begins.
     #[track_caller]
     pub fn forward(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>)) {
         self.place.set(self.place.get() + u64::from(self.step_bytes()));
@@ -83,7 +81,8 @@ impl<'a, 'k> Walk<'a, 'k> {
         });
     }
 
-    /// The same, and the sums stay those of the step before. `next` is told the first step of its head and where they end.
+    /// Goes to the next step; the sums stay those of the step before. `next` is called when a new query head begins, with its first
+    /// step and past its last.
     #[track_caller]
     pub fn forward_step(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>, [Val<'k, u32>; 2])) {
         self.step.set(self.step.get() + 1);
@@ -92,82 +91,74 @@ impl<'a, 'k> Walk<'a, 'k> {
         }
         let end = self.end_of_head(w);
         w.when(self.step.get().eq(end), |w| {
-            let first = self.main.tickets.word(w, FIRST);
+            let first = self.main.stages.tickets.word(w, FIRST);
             self.step.set(first);
             self.head.iter().for_each(|head| head.set(head.get() + 1));
             next(w, [first, end]);
         });
     }
 
-    /// From the sums of the step before to those of this one.
+    /// Goes from the sums of the step before to those of this step.
     #[track_caller]
     pub fn forward_sums(&self, w: &Scope<'k, Group>) {
         self.place.set(self.place.get() + u64::from(self.step_bytes()));
         if self.main.single {
             return;
         }
-        let first = self.main.tickets.word(w, FIRST);
+        let first = self.main.stages.tickets.word(w, FIRST);
         w.when(self.step.get().eq(first), |w| self.skip_sums([first, self.end_of_head(w)]));
     }
 
-    /// Over the sums of the steps between two heads that see no key of this tile.
+    /// Skips the sums of steps between two heads that see no key of this tile.
     #[track_caller]
     fn skip_sums(&self, [first, end]: [Val<'k, u32>; 2]) {
-        self.place.set(self.place.get() + (self.main.steps - end + first).mul_wide(self.step_bytes()));
+        self.place.set(self.place.get() + (self.main.map.steps - end + first).mul_wide(self.step_bytes()));
     }
 
     fn step_bytes(&self) -> u32 {
         self.main.config.rows * self.main.dims[0] * 4
     }
 
-    /// Past the last step of a head. Read again, not kept: registers are short.
+    /// Past the last step of a query head. Read again, not kept: registers are short.
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
-        let equal = matches!(self.main.tiles, Tiles::Equal { .. }) && self.main.pieces.is_none();
-        let all = !self.main.spans.bounded_right() && equal;
-        if all { self.main.steps } else { self.main.tickets.word(w, END) }
+        let equal = matches!(self.main.map.tiles, Tiles::Equal { .. }) && self.main.d_q.split.is_none();
+        let all = !self.main.map.spans.bounded_right() && equal;
+        if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }
 
-    /// Has the copy engine add the d_q of the step before. After the last step of a tile, with its work, it is told that all of the
-    /// tile is added.
+    /// Has the copy engine add the d_q of the step before. `last` is the tile after its last step; the additions of the whole tile
+    /// are then counted.
     #[track_caller]
-    pub fn send(&self, w: &Scope<'k, Group>, outbox: &BulkReducer<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
-        let elements: Vec<_> = d_q.elements().collect();
-        outbox.open(w, self.place.get());
-        if let (Some(work), Some(rounding)) = (last, &self.main.rounding) {
-            let by = self.main.pieces.as_ref().map_or(w.constant(1), |_| Pieces::length(work));
-            outbox.tell(w, rounding.teller(self.main.pair(work)), by);
-        }
-        outbox.write(w, elements.chunks_exact(4).map(|four| std::array::from_fn(|i| four[i])));
-        outbox.send(w);
+    pub fn send(&self, w: &Scope<'k, Group>, bulk: &BulkReduce<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
+        bulk.send(w, &self.main.map, (self.place, d_q), last);
         if last.is_none() {
             self.forward_sums(w);
         }
     }
 
-    /// Adds a part of d_q, counted in fours of each thread; parts come in order.
+    /// Adds a part of d_q, in fours of each thread. Parts come in order.
     #[track_caller]
     pub fn add(&self, w: &Scope<'k, Group>, d_q: &Acc<'k>, part: std::ops::Range<u32>) {
         let whole = d_q.cols() / 8;
         let [begins, ends] = [part.start == 0 && part.end > 0, part.end == whole && part.start < whole];
-        if let (true, Some(turns)) = (begins, &self.main.turns) {
-            turns.wait(w);
+        if begins {
+            self.main.d_q.before_add(w);
         }
         let (to, elements) = (Pointer::<f32>::at_address(self.place.get()), d_q.elements().collect::<Vec<_>>());
         for four in part {
             let at = 4 * four as usize;
             to.add_four(w, four * 512, std::array::from_fn(|i| elements[at + i]));
         }
-        if let (true, Some(turns)) = (ends, &self.main.turns) {
-            turns.pass(w);
+        if ends {
+            self.main.d_q.after_add(w);
         }
     }
 }
 
-/// p of the scores in `s`, where they were; `after` is called after each eight columns.
+/// Replaces the scores in `s` by p. `after` is called after each eight columns.
 ///
-/// They are replaced in place: values of their own would be as good, but the assembler then finds no registers for the
-/// products (C7511).
+/// With new values instead, the assembler finds no registers for the products (C7511).
 pub(crate) fn probabilities<'k>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
@@ -186,7 +177,7 @@ pub(crate) fn probabilities<'k>(
     }
 }
 
-/// d_z = p (d_p - delta), where d_p was; `after` is called after each eight columns.
+/// Replaces d_p by d_z = p (d_p - delta). `after` is called after each eight columns.
 pub(crate) fn score_gradients<'k>(
     w: &Scope<'k, Group>,
     [p, d_p]: [&Acc<'k>; 2],
@@ -197,7 +188,7 @@ pub(crate) fn score_gradients<'k>(
     gradients_of(w, |eight| std::array::from_fn(|i| p[4 * eight as usize + i]), d_p, delta, after);
 }
 
-/// The same of a p that comes in fours, of each eight columns.
+/// Replaces d_p by d_z, where `p` gives the thread's four elements of each eight columns.
 pub(crate) fn gradients_of<'k>(
     w: &Scope<'k, Group>,
     p: impl Fn(u32) -> [Val<'k, f32>; 4],
@@ -216,7 +207,7 @@ pub(crate) fn gradients_of<'k>(
     }
 }
 
-/// Rounds a thread's four elements of the `eight`-th eight columns.
+/// Converts a thread's four elements of the `eight`-th eight columns to 16 bits.
 pub(crate) fn pack<'k, T: Half>(to: &Fragment<'k, T>, eight: u32, from: &Acc<'k>)
 where
     Pair<T>: Word,
@@ -224,7 +215,7 @@ where
     pack_part(to, eight, from, eight);
 }
 
-/// The same of a part, whose `eight`-th eight columns are the `whole`-th of the whole.
+/// Converts elements of a part, whose `eight`-th eight columns are the `whole`-th of the fragment.
 pub(crate) fn pack_part<'k, T: Half>(to: &Fragment<'k, T>, whole: u32, from: &Acc<'k>, eight: u32)
 where
     Pair<T>: Word,
@@ -235,12 +226,12 @@ where
     }
 }
 
-/// Zeros.
+/// Sets an accumulator to zero.
 pub(crate) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
-/// Writes d_k or d_v to a tile that nobody reads any more.
+/// Writes d_k or d_v to a tile that no warpgroup reads any more. d_k is scaled.
 pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,
@@ -251,8 +242,8 @@ where
     }
 }
 
-/// What the warpgroup wrote leaves, each with the first column and key of the warpgroup's part. The thread that stores it is
-/// always the same one, and waits for it elsewhere.
+/// Starts the copies of results that the warpgroup wrote, each with the first column and key of its part. The same thread always
+/// starts them, so it can wait for them later.
 pub(crate) fn send_results<'k>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,
@@ -273,12 +264,12 @@ pub(crate) fn store_tiles<'k>(
     results: impl IntoIterator<Item = (Of, Tile<'k>, [Val<'k, u32>; 2])>,
 ) {
     for (of, from, [col, key]) in results {
-        t.store_tile(main.result(of), &main.at(of, work, [col, key, work.head]), from);
+        t.store_tile(main.result(of), &main.map.at(of, work, [col, key, work.head]), from);
     }
     t.commit_stores();
 }
 
-/// d_k and d_v leave together. `at` is the first column and key of the warpgroup's part of either.
+/// Writes d_k and d_v and starts their copies. `at` is the first column and key of the warpgroup's part of d_k (0) or d_v (1).
 pub(crate) fn store_results<'k, T: Half>(
     w: &Scope<'k, Group>,
     main: &Main<'k>,

@@ -6,9 +6,11 @@
 //! Bits below 2^-117 are dropped from each term, so terms of at least 2^-94 are exact. Terms that are not finite are added to
 //! the f32 element itself: the order does not matter to infinities and NaN.
 
-use crate::params::Program;
+use crate::attention::backward::d_q::service::{Log, Service};
+use crate::params::{Params, Program};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{BuildError, Kernel, Pointer, Scope, Target, Val, Who};
+use fulgurite_ptx::{BuildError, Group, Kernel, Pointer, Scope, Target, Val, Who};
+use std::rc::Rc;
 
 /// Threads of a CTA of [`kernel`]. Each has one element.
 pub const THREADS: u32 = 256;
@@ -16,6 +18,33 @@ pub const THREADS: u32 = 256;
 pub const WORDS: u64 = 8;
 // The largest f32 ends in the last word.
 const _: () = assert!((254 - 1) / 32 < WORDS);
+
+/// Exact sums of a gradient in the main kernel. Threads of the compute role add; nothing waits.
+pub(crate) struct ExactSums<'k> {
+    words: Pointer<'k, u64>,
+    log: Rc<Log>,
+}
+
+impl<'k> Service<'k> for ExactSums<'k> {}
+
+impl<'k> ExactSums<'k> {
+    /// Declares the words.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        name: &str,
+        words: impl Fn(&C) -> Option<Span> + Send + Sync + 'static,
+        log: &Rc<Log>,
+    ) -> Self {
+        let words = p.pointer(name, move |call| words(call).expect("bug in fulgurite: exact sums without words"));
+        ExactSums { words, log: log.clone() }
+    }
+
+    /// Adds `x` to the element `at` of `to`.
+    pub fn add(&self, w: &Scope<'k, Group>, to: Pointer<'k, f32>, at: Val<'k, u64>, x: Val<'k, f32>) {
+        self.log.acts("exact");
+        add(w, self.words, to, at, x);
+    }
+}
 
 /// Adds `x` to the element `at`: to its words, or to itself if `x` is not finite.
 pub fn add<'k, W: Who>(

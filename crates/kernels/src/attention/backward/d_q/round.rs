@@ -1,97 +1,129 @@
-//! d_q rounded by the blocks that add to it, while its sums are still in the second-level cache.
+//! Conversion of d_q to 16 bits in the main kernel, while its sums are still in the L2 cache.
 //!
-//! Not all pairs of head and sequence have sums at the same time: there are places for those whose tiles run, and for as many
-//! before and after them, and a pair takes the place of one that is rounded. With each tile that a block is handed out comes a
-//! part of the d_q of a pair whose tiles were all handed out long before. Blocks seldom wait for each other therefore, and never
-//! in a circle: a part waits for tiles that were handed out before the tile it comes with, and a tile for parts that came
-//! with tiles before it. The parts that come with no tile are shared out among all blocks at the end.
+//! Only some pairs of head and sequence own sums at a time. A pair takes over the place of one whose d_q is converted. With
+//! each tile that a CTA is handed out comes a part of the d_q of a pair whose tiles were all handed out long before. So CTAs
+//! seldom wait for each other, and never in a circle: a part waits for tiles with numbers up to that of its own tile, and a
+//! tile waits for parts that came with lower numbers (`plan::bands` says why). Parts that come with no tile are shared among
+//! all CTAs at the end.
 //!
-//! Nobody who computes waits for memory for that, or tells others: a thread that does nothing else looks whether the additions
-//! to a part have arrived before it is asked for, and tells what was rounded after; what was added is told by whoever has it
-//! added.
+//! ```text
+//! load, warp 0     tile m posted ------------------------------+        waits until the tile's place is free
+//! load, warp 1     waits for the additions to part m - lag ----+----> part summed                 signals place free
+//! compute          tile m, then loads the part, stores d_q, zeroes the sums --------------> part converted
+//! load, warp 2, 3  signals that the additions of tile m have arrived
+//! ```
+//!
+//! No compute thread waits for global memory or signals other CTAs, except after the last tile.
 
 use crate::attention::backward::KernelShape;
-use crate::attention::backward::d_q::given;
-use crate::attention::backward::d_q::ordered::Hand;
+use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
+use crate::attention::backward::d_q::split_tiles::SplitTiles;
+use crate::attention::backward::d_q::zero_fill;
 use crate::attention::backward::finish::{ResultArgs, Results, Rows};
-use crate::attention::backward::main::{Call, Main};
-use crate::attention::backward::tiles::{Tiles, Work};
-use crate::params::Params;
+use crate::attention::backward::tiles::{TileMap, Work};
+use crate::params::{Lens, Params};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Thread, TokenRing, Val, Var, Word};
+use fulgurite_ptx::{Divisor, Group, GroupBarrier, Half, Pair, Pointer, Scope, Thread, Val, Var, Word};
+use std::rc::Rc;
 
-/// Warpgroups that compute: each has its own keys, and a half of every step, for itself.
-pub(crate) const GROUPS: u32 = 2;
-/// Threads of one.
+const NAME: &str = "round";
+
+/// Warpgroups that compute. Each has the copy engine add for itself, and converts half of every step.
+const GROUPS: u32 = 2;
+/// Threads of a warpgroup.
 const THREADS: u32 = 128;
-/// Items that a thread reads at once, and fours of each: as many as there are registers for.
+/// Items that a thread loads at once, and fours of each: as many as registers allow.
 const ITEMS: usize = 3;
 const FOURS: usize = 8;
-/// Messages on their way: a tile, and the one whose first queries are loaded.
+/// Messages on their way: a tile, and the next, whose first queries are loaded.
 const DEPTH: u32 = 2;
 
-/// Arguments of [`Rounding`].
+/// Hands of a message after the load thread, which posts it.
+const WAIT: usize = 1;
+const COMPUTE: usize = 2;
+const SIGNAL: usize = 3;
+/// What each hand signals.
+const EVENTS: &[&str] = &["tile posted", "part summed", "part converted", "message free"];
+
+/// Arguments of [`Round`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Args {
     pub d_q: ResultArgs,
     pub added: Span,
     pub rounded: Span,
+    /// How many tiles after the tile with its number a part is converted.
     pub lag: u32,
     /// Steps of a part, and parts of a pair.
     pub part: u32,
     pub parts: u32,
+    /// Pairs that own sums at a time.
     pub places: u32,
     /// Steps of a head.
     pub steps: u32,
 }
 
-/// What of d_q is rounded when.
-pub(crate) struct Rounding<'k> {
+/// The rounding service. See [`Args`].
+pub(crate) struct Round<'k> {
     results: Results<'k>,
-    messages: TokenRing<'k>,
-    /// For each pair, how many tiles it was told of that their additions have arrived (steps of tiles, where they are cut into
-    /// pieces), and how many parts are rounded.
-    added: Pointer<'k, u32>,
-    rounded: Pointer<'k, u32>,
-    /// Pairs that have sums at the same time.
+    messages: Ring<'k>,
+    /// For each pair: tiles whose additions have arrived, counted by each warpgroup. With split tiles: steps of tiles.
+    added: Flags<'k>,
+    /// For each pair: parts that are converted.
+    rounded: Flags<'k>,
     places: Divisor<'k>,
-    /// How many tiles after the tile with its number a part is rounded.
     lag: Val<'k, u32>,
-    /// Steps of a part, and parts of a pair.
     part: Val<'k, u32>,
     parts: Val<'k, u32>,
-    /// Steps of a head.
     steps: Divisor<'k>,
+    /// f32 sums of d_q.
+    sums: Pointer<'k, f32>,
+    /// Queries of a step, and elements of a row of sums.
+    step: [u32; 2],
+    /// The splitting of tiles, if the kernel has it.
+    split: Option<Rc<SplitTiles<'k>>>,
 }
 
-/// A part of the d_q of a pair: what of it is rounded at once.
+/// A part of the d_q of a pair.
 #[derive(Clone, Copy)]
 struct Part<'k> {
     batch: Val<'k, u32>,
     head: Val<'k, u32>,
     pair: Val<'k, u32>,
-    /// The first of its steps, and past the last.
+    /// The first step, and past the last.
     steps: [Val<'k, u32>; 2],
-    /// From which of the warpgroup's items on.
+    /// The first of the warpgroup's items.
     from: Val<'k, u32>,
 }
 
-impl<'k> Rounding<'k> {
-    /// Declares the parameters.
-    pub fn declare<T: Half>(p: &Params<'k, Call>, shape: &KernelShape) -> Self
+impl<'k> Round<'k> {
+    /// Declares parameters and shared memory.
+    pub fn declare<T: Half, C: 'static>(
+        p: &Params<'k, C>,
+        args: impl Lens<C, Option<Args>>,
+        (shape, sums): (&KernelShape, Pointer<'k, f32>),
+        log: &Rc<Log>,
+    ) -> Self
     where
         Pair<T>: Word,
     {
-        let results = Results::declare::<T, Call>(p, shape, |call| &given(&call.round).d_q);
-        let messages = p.builder().relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]);
-        let added = p.array("added", |call| given(&call.round).added);
-        let rounded = p.array("rounded", |call| given(&call.round).rounded);
-        let lag = p.u32("lag", |call| given(&call.round).lag);
-        let part = p.u32("part", |call| given(&call.round).part);
-        let parts = p.u32("parts", |call| given(&call.round).parts);
-        let places = p.divisor("places", |call| given(&call.round).places);
-        let steps = p.divisor("head_steps", |call| given(&call.round).steps);
-        Rounding { results, messages, added, rounded, places, lag, part, parts, steps }
+        let results = Results::declare::<T, C>(p, shape, move |call| &given(args(call)).d_q);
+        let messages = Ring::new(p.builder().relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]), NAME, EVENTS, log);
+        let added = p.array("added", move |call| given(args(call)).added);
+        let rounded = p.array("rounded", move |call| given(args(call)).rounded);
+        let lag = p.u32("lag", move |call| given(args(call)).lag);
+        let part = p.u32("part", move |call| given(args(call)).part);
+        let parts = p.u32("parts", move |call| given(args(call)).parts);
+        let places = p.divisor("places", move |call| given(args(call)).places);
+        let steps = p.divisor("head_steps", move |call| given(args(call)).steps);
+        let added = Flags::new(added, NAME, "additions arrived", log);
+        let rounded = Flags::new(rounded, NAME, "place free", log);
+        let step = [shape.config.rows, shape.dims[0]];
+        Round { results, messages, added, rounded, places, lag, part, parts, steps, sums, step, split: None }
+    }
+
+    /// The same service in a kernel that splits tiles, if it does.
+    pub fn with_split(self, split: Option<Rc<SplitTiles<'k>>>) -> Self {
+        Round { split, ..self }
     }
 
     /// Items of the warpgroup's half of a step.
@@ -99,163 +131,118 @@ impl<'k> Rounding<'k> {
         self.results.items() / GROUPS
     }
 
-    /// The place that a pair has.
+    /// The place of a pair.
     #[track_caller]
     pub fn place(&self, pair: Val<'k, u32>) -> Val<'k, u32> {
         self.places.div_rem(pair)[1]
     }
 
-    /// Where it is told that the additions of a tile have arrived.
+    /// Where additions to the d_q of a pair are counted.
     #[track_caller]
-    pub fn teller(&self, pair: Val<'k, u32>) -> Pointer<'k, u32> {
+    pub fn added(&self, pair: Val<'k, u32>) -> Flags<'k> {
         self.added.at(pair)
     }
 
-    /// The thread that loads a tile: its pair has a place when the one that had it is rounded.
-    pub fn post(&self, t: &Scope<'k, Thread>, main: &Main<'k>, number: Val<'k, u32>, pair: Val<'k, u32>) {
-        let (places, zero) = (self.places.value(), t.constant(0u32));
-        // No part comes with a piece: what it waits for might be handed out later.
-        let after = match &main.pieces {
-            Some(pieces) => number.lt(pieces.whole).select::<u32>(number + 1, 1),
-            None => number + 1,
-        };
-        self.messages.post(t, [after, zero, zero, zero]);
-        t.when(pair.ge(places), |t| self.rounded.wait_for(t, pair - places, self.parts));
+    /// Notes that the present thread counts additions when they have arrived.
+    pub fn log_added(&self) {
+        self.added.log_signal();
     }
 
-    /// No more tiles.
-    pub fn post_end(&self, t: &Scope<'k, Thread>) {
-        self.messages.post_end(t);
-    }
-
-    /// The thread that looks and tells, of one tile after the other.
-    pub fn keep(&self, w: &Scope<'k, Group>, main: &Main<'k>) {
-        w.one_thread_of_warp(1, |t| {
-            t.repeat(|t, leave| {
-                self.messages.wait(t, Hand::Look as usize);
-                let [after, ..] = self.messages.read(t, Hand::Look as usize);
-                let comes = after.gt(self.lag);
-                t.when(comes, |t| main.wait_for_part(t, self, after - 1 - self.lag));
-                self.messages.pass(t, Hand::Look as usize);
-                leave.when(after.eq(0));
-                self.messages.wait(t, Hand::Tell as usize);
-                t.when(comes, |t| {
-                    let part = main.part(self, after - 1 - self.lag);
-                    let told = part.steps[0].lt(part.steps[1]) & main.used_again(self, part.pair);
-                    t.when(told, |t| {
-                        self.rounded.at(part.pair).fetch_add_in_order(t, 0, 1);
-                    });
-                });
-                self.messages.pass(t, Hand::Tell as usize);
-            });
-        });
-    }
-}
-
-impl<'k> Main<'k> {
-    /// A tile's pair of head and sequence.
-    #[track_caller]
-    pub(crate) fn pair(&self, work: &Work<'k>) -> Val<'k, u32> {
-        work.batch * self.heads.value() + work.head
-    }
-
-    /// Before a tile's results leave: reads what it can of the part that comes with it.
-    pub(crate) fn read_part(&self, w: &Scope<'k, Group>) -> Option<Sums<'k>> {
-        let rounding = self.rounding.as_ref()?;
+    /// Compute role, before a tile's results leave: loads what it can of the part that comes with the tile.
+    pub fn read_part(&self, w: &Scope<'k, Group>, map: &TileMap<'k>) -> Sums<'k> {
         let sums = Sums::new(w);
-        rounding.messages.wait(w, Hand::Compute as usize);
-        let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
-        w.when(after.gt(rounding.lag), |w| {
-            let part = self.part(rounding, after - 1 - rounding.lag);
-            self.read_items(w, rounding, &part, &sums);
+        self.messages.wait(w, COMPUTE);
+        let [after, ..] = self.messages.read(w, COMPUTE);
+        w.when(after.gt(self.lag), |w| {
+            let part = self.part_of(map, after - 1 - self.lag);
+            self.read_items(w, map, &part, &sums);
         });
-        Some(sums)
+        sums
     }
 
-    /// After that: rounds what was read, and what could not be read before.
-    pub(crate) fn round<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, sums: Option<Sums<'k>>)
-    where
+    /// Compute role, after the results have left: converts the part.
+    pub fn round<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        map: &TileMap<'k>,
+        (barrier, scale): (&GroupBarrier, Val<'k, f32>),
+        sums: &Sums<'k>,
+    ) where
         Pair<T>: Word,
     {
-        let (Some(rounding), Some(sums)) = (&self.rounding, sums) else { return };
-        let [after, ..] = rounding.messages.read(w, Hand::Compute as usize);
-        w.when(after.gt(rounding.lag), |w| {
-            let part = self.part(rounding, after - 1 - rounding.lag);
-            self.write_items::<T>(w, rounding, &part, &sums);
-            self.round_items::<T>(w, rounding, &part, ITEMS as u32 * THREADS);
-            w.when(self.used_again(rounding, part.pair), |w| {
+        let [after, ..] = self.messages.read(w, COMPUTE);
+        w.when(after.gt(self.lag), |w| {
+            let part = self.part_of(map, after - 1 - self.lag);
+            self.write_items::<T>(w, (map, scale), &part, sums);
+            self.round_items::<T>(w, (map, scale), &part, ITEMS as u32 * THREADS);
+            w.when(self.is_reused(map, part.pair), |w| {
                 w.sync_group(barrier);
-                self.clear(w, rounding, &part);
+                self.clear(w, map, &part);
             });
         });
         w.publish_global();
-        rounding.messages.pass_together(w, Hand::Compute as usize);
+        self.messages.pass_together(w, COMPUTE);
     }
 
-    /// After the last tile: the parts that came with none.
-    pub(crate) fn round_rest<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier)
-    where
+    /// Compute role, after the last tile: converts the parts that came with no tile.
+    pub fn round_rest<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        map: &TileMap<'k>,
+        (barrier, scale): (&GroupBarrier, Val<'k, f32>),
+    ) where
         Pair<T>: Word,
     {
-        if let (Some(rounding), Tiles::Equal { tiles, .. }) = (&self.rounding, &self.tiles) {
-            let with_parts = self.pieces.as_ref().map_or(tiles.tiles, |pieces| pieces.whole);
-            let first = with_parts - with_parts.min(rounding.lag);
-            w.each(first + w.cluster(), tiles.tiles, w.clusters(), |w, number| {
-                w.one_thread_of_group(|t| self.wait_for_part(t, rounding, number));
-                w.sync_group(barrier);
-                // No pair will have its place: there are as many as it takes for the numbers that come with no tile.
-                self.round_items::<T>(w, rounding, &self.part(rounding, number), 0);
-            });
-        }
+        let tiles = map.equal().tiles;
+        let with_parts = self.split.as_ref().map_or(tiles, |split| split.whole);
+        let first = with_parts - with_parts.min(self.lag);
+        w.each(first + w.cluster(), tiles, w.clusters(), |w, number| {
+            w.one_thread_of_group(|t| self.wait_for_part(t, map, number));
+            w.sync_group(barrier);
+            // No pair reuses these places: parts of pairs whose place is reused came with tiles.
+            self.round_items::<T>(w, (map, scale), &self.part_of(map, number), 0);
+        });
     }
 
     /// The part with a number.
-    fn part(&self, rounding: &Rounding<'k>, number: Val<'k, u32>) -> Part<'k> {
-        let Tiles::Equal { tiles, .. } = &self.tiles else {
-            unreachable!("bug in fulgurite: parts of unequal sequences")
-        };
-        let [batch, head, nth] = tiles.place(self.heads, number);
-        let all = self.group * self.steps;
-        let first = nth * rounding.part;
-        let pair = batch * self.heads.value() + head;
-        Part { batch, head, pair, steps: [first.min(all), (first + rounding.part).min(all)], from: first.literal(0) }
+    fn part_of(&self, map: &TileMap<'k>, number: Val<'k, u32>) -> Part<'k> {
+        let [batch, head, nth] = map.equal().place(map.heads, number);
+        let all = map.group * map.steps;
+        let first = nth * self.part;
+        let pair = batch * map.heads.value() + head;
+        Part { batch, head, pair, steps: [first.min(all), (first + self.part).min(all)], from: first.literal(0) }
     }
 
-    /// Whether another pair will have the place of this one.
-    fn used_again(&self, rounding: &Rounding<'k>, pair: Val<'k, u32>) -> Val<'k, bool> {
-        let Tiles::Equal { tiles, .. } = &self.tiles else {
-            unreachable!("bug in fulgurite: parts of unequal sequences")
-        };
-        (pair + rounding.places.value()).lt(tiles.pairs)
+    /// Whether another pair will take over a pair's place.
+    fn is_reused(&self, map: &TileMap<'k>, pair: Val<'k, u32>) -> Val<'k, bool> {
+        (pair + self.places.value()).lt(map.equal().pairs)
     }
 
     /// Waits until all additions to a part have arrived.
-    fn wait_for_part(&self, t: &Scope<'k, Thread>, rounding: &Rounding<'k>, number: Val<'k, u32>) {
-        let part = self.part(rounding, number);
-        // The copy engine adds for each warpgroup.
-        let tiles = self.tiles_of_head(None);
-        let told = self.pieces.as_ref().map_or(tiles, |pieces| pieces.all(tiles));
-        rounding.teller(part.pair).wait_for(t, 0, told * GROUPS);
+    fn wait_for_part(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, number: Val<'k, u32>) {
+        let part = self.part_of(map, number);
+        let tiles = map.tiles_of_head(None);
+        let added = self.split.as_ref().map_or(tiles, |split| split.all(tiles));
+        self.added(part.pair).wait_for(t, 0, added * GROUPS);
     }
 
-    /// Where the sums of a step of a pair are.
-    fn sums_of(&self, rounding: &Rounding<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
-        let step = rounding.place(pair) * self.group * self.steps + step;
-        self.sums.at_wide(step.mul_wide(self.config.rows * self.dims[0]))
+    /// The sums of a step of a pair.
+    fn sums_of(&self, map: &TileMap<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
+        let step = self.place(pair) * map.group * map.steps + step;
+        self.sums.at_wide(step.mul_wide(self.step[0] * self.step[1]))
     }
 
-    /// What a thread does at once with the warpgroup's items of a part: with each, which of `sums` it is,
-    /// its step among those of the pair, and its number in the step.
+    /// Calls `f` for each of the warpgroup's items of a part that the thread has at once: with the item's `sums`, its step in
+    /// the pair, and its number in the step.
     fn each_item(
         &self,
         w: &Scope<'k, Group>,
-        rounding: &Rounding<'k>,
         part: &Part<'k>,
         sums: &Sums<'k>,
         f: impl Fn(&Scope<'k, Group>, &[[Var<'k, f32>; 4]], [Val<'k, u32>; 2]),
     ) {
-        let (own, items) = (w.thread_in_group() + part.from, rounding.items());
-        let ([first, end], results) = (part.steps, &rounding.results);
+        let (own, items) = (w.thread_in_group() + part.from, self.items());
+        let ([first, end], results) = (part.steps, &self.results);
         for (i, sums) in sums.0.iter().enumerate() {
             let item = own + i as u32 * THREADS;
             w.when(item.lt((end - first) * items), |w| {
@@ -265,49 +252,59 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// Reads items of a part.
-    fn read_items(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, sums: &Sums<'k>) {
-        self.each_item(w, rounding, part, sums, |w, to, [step, item]| {
-            let fours = rounding.results.load(w, self.sums_of(rounding, part.pair, step), item);
+    /// Loads items of a part.
+    fn read_items(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, part: &Part<'k>, sums: &Sums<'k>) {
+        self.each_item(w, part, sums, |w, to, [step, item]| {
+            let fours = self.results.load(w, self.sums_of(map, part.pair, step), item);
             to.iter().zip(fours).for_each(|(to, four)| to.iter().zip(four).for_each(|(to, x)| to.set(x)));
         });
     }
 
-    /// Rounds what was read.
-    fn write_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, sums: &Sums<'k>)
-    where
+    /// Converts items that were loaded.
+    fn write_items<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        (map, scale): (&TileMap<'k>, Val<'k, f32>),
+        part: &Part<'k>,
+        sums: &Sums<'k>,
+    ) where
         Pair<T>: Word,
     {
-        let results = &rounding.results;
-        self.each_item(w, rounding, part, sums, |w, from, [step, item]| {
-            let [nth, step] = rounding.steps.div_rem(step);
+        let results = &self.results;
+        self.each_item(w, part, sums, |w, from, [step, item]| {
+            let [nth, step] = self.steps.div_rem(step);
             let of_sequence = part.batch.mul_wide(results.batch_stride);
-            let to = results.head::<T>(of_sequence, part.head * self.group + nth);
+            let to = results.head::<T>(of_sequence, part.head * map.group + nth);
             let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
-            results.store(w, Rows { to, step, q_len: results.rows, scale: self.scale }, item, &fours);
+            results.store(w, Rows { to, step, q_len: results.rows, scale }, item, &fours);
         });
     }
 
-    /// Rounds the warpgroup's half of a part, from an item on.
-    fn round_items<T: Half>(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>, first: u32)
-    where
+    /// Loads and converts the warpgroup's half of a part, from an item on.
+    fn round_items<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        (map, scale): (&TileMap<'k>, Val<'k, f32>),
+        part: &Part<'k>,
+        first: u32,
+    ) where
         Pair<T>: Word,
     {
-        let items = (part.steps[1] - part.steps[0]) * rounding.items();
+        let items = (part.steps[1] - part.steps[0]) * self.items();
         w.each(w.constant(first), items, ITEMS as u32 * THREADS, |w, from| {
             let (part, sums) = (Part { from, ..*part }, Sums::new(w));
-            self.read_items(w, rounding, &part, &sums);
-            self.write_items::<T>(w, rounding, &part, &sums);
+            self.read_items(w, map, &part, &sums);
+            self.write_items::<T>(w, (map, scale), &part, &sums);
         });
     }
 
-    /// Zeros where the sums of the warpgroup's half of a part were; the copy engine, as in `clearing`, was no faster here. In the order in which they lie, unlike they are read: to
-    /// write less than a sector at a time takes ten times as long.
-    fn clear(&self, w: &Scope<'k, Group>, rounding: &Rounding<'k>, part: &Part<'k>) {
-        let (half, zero) = (self.config.rows * self.dims[0] / GROUPS, w.constant(0.0f32));
+    /// Zeroes the sums of the warpgroup's half of a part. Written in memory order, not in the order of loads: partial-sector
+    /// writes are 10x slower. The copy engine was no faster.
+    fn clear(&self, w: &Scope<'k, Group>, map: &TileMap<'k>, part: &Part<'k>) {
+        let (half, zero) = (self.step[0] * self.step[1] / GROUPS, w.constant(0.0f32));
         let own = w.group() * half + w.thread_in_group() * 4;
         w.each(part.steps[0], part.steps[1], 1, |w, step| {
-            let sums = self.sums_of(rounding, part.pair, step).at(own);
+            let sums = self.sums_of(map, part.pair, step).at(own);
             for i in 0..half / (4 * THREADS) {
                 sums.store_some(w, i * 4 * THREADS, [zero; 4]);
             }
@@ -315,7 +312,51 @@ impl<'k> Main<'k> {
     }
 }
 
-/// Sums that a thread has read, by item and four.
+impl<'k> Service<'k> for Round<'k> {
+    fn jobs(&self) -> Vec<Job> {
+        vec![Job::new(NAME, 1).after(zero_fill::NAME)]
+    }
+
+    fn waits_for_tiles(&self) -> bool {
+        true
+    }
+
+    fn on_tile(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, number: Var<'k, u32>, work: &Work<'k>) {
+        let (number, pair) = (number.get(), map.pair(work));
+        let (places, zero) = (self.places.value(), t.constant(0u32));
+        // No part comes with a run: the part might wait for runs with higher numbers.
+        let after = match &self.split {
+            Some(split) => number.lt(split.whole).select::<u32>(number + 1, 1),
+            None => number + 1,
+        };
+        self.messages.post(t, [after, zero, zero, zero]);
+        t.when(pair.ge(places), |t| self.rounded.wait_for(t, pair - places, self.parts));
+    }
+
+    fn on_end(&self, t: &Scope<'k, Thread>) {
+        self.messages.post_end(t);
+    }
+
+    fn on_warp(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, _: u32) {
+        t.repeat(|t, leave| {
+            self.messages.wait(t, WAIT);
+            let [after, ..] = self.messages.read(t, WAIT);
+            let comes = after.gt(self.lag);
+            t.when(comes, |t| self.wait_for_part(t, map, after - 1 - self.lag));
+            self.messages.pass(t, WAIT);
+            leave.when(after.eq(0));
+            self.messages.wait(t, SIGNAL);
+            t.when(comes, |t| {
+                let part = self.part_of(map, after - 1 - self.lag);
+                let is_waited_for = part.steps[0].lt(part.steps[1]) & self.is_reused(map, part.pair);
+                t.when(is_waited_for, |t| self.rounded.at(part.pair).add(t, 0, 1));
+            });
+            self.messages.pass(t, SIGNAL);
+        });
+    }
+}
+
+/// Sums that a thread has loaded, by item and four.
 pub(crate) struct Sums<'k>(Vec<Vec<[Var<'k, f32>; 4]>>);
 
 impl<'k> Sums<'k> {

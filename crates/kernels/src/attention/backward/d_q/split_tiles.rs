@@ -1,27 +1,30 @@
-//! The last tiles, cut into pieces.
+//! The last tiles, split so that all CTAs finish together.
 //!
-//! Equal tiles seldom go up in the number of blocks, and blocks without one would wait for the others at the end. So as many
-//! tiles as every block gets go whole; the steps of the others are dealt out in runs of equal length, one for each block. A run
-//! ends one tile, or begins the next, or both.
+//! The number of tiles is rarely a multiple of the number of CTAs, and with whole tiles some CTAs would idle at the end. So
+//! the tiles that remain after every CTA has had equally many are split: their steps are divided into runs of equal length,
+//! one for each CTA. A run ends one tile, or begins the next, or both.
 //!
-//! Pieces of a tile are summed in the order of their steps: the same bits every time. Each takes the sums of those before it
-//! from memory, and leaves them there for the next; the last has the results. So a piece waits for others that were handed
-//! out before it, if it ends before they do. A run goes backwards through its tiles: the piece that begins a tile waits for
-//! nobody, and the others of that tile for it.
+//! The pieces of a tile are summed in the order of their steps, so d_k and d_v have the same bits in every run. Each piece
+//! loads the sums of the pieces before it from memory and stores its own for the next; the last piece has the results. A run
+//! goes backwards through its tiles. The piece that begins a tile waits for nothing, and the run that ends a tile waits only
+//! for runs with lower numbers.
 
-use crate::attention::backward::d_q::given;
-use crate::attention::backward::d_q::round::GROUPS;
-use crate::attention::backward::main::Call;
+use crate::attention::backward::d_q::service::{Flags, Log, Service, given};
 use crate::attention::backward::plan::Deal;
 use crate::attention::backward::tiles::Work;
-use crate::params::Params;
+use crate::params::{Lens, Params};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Divisor, Group, GroupBarrier, Pointer, Scope, Val};
+use std::rc::Rc;
 
+const NAME: &str = "split_tiles";
+
+/// Warpgroups of a CTA. Each has its own keys of a tile.
+const GROUPS: u32 = 2;
 /// Keys of a warpgroup.
 const KEYS: u32 = 64;
 
-/// Arguments of [`Pieces`].
+/// Arguments of [`SplitTiles`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Args {
     pub deal: Deal,
@@ -31,43 +34,57 @@ pub(crate) struct Args {
     pub summed: Span,
 }
 
-/// How the last tiles are cut, and where sums are left.
-pub(crate) struct Pieces<'k> {
-    /// Tiles that go whole, and runs after them.
+/// How the last tiles are split, and where their sums are.
+pub(crate) struct SplitTiles<'k> {
+    /// Tiles that are handed out whole.
     pub whole: Val<'k, u32>,
+    /// Runs after them.
     runs: Val<'k, u32>,
-    /// Steps of a run; so many of the first have one more.
+    /// Steps of a run; the first `longer` runs have one more.
     run: Val<'k, u32>,
     longer: Val<'k, u32>,
-    /// Steps of a tile, of each head of queries.
+    /// Steps of a tile, for each query head.
     steps: Divisor<'k>,
-    /// For each tile that is cut and each warpgroup: sums of d_k and d_v, and how many steps are in them.
+    /// For each split tile and warpgroup: sums of d_k and d_v.
     sums: Pointer<'k, f32>,
-    summed: Pointer<'k, u32>,
+    /// For each split tile and warpgroup: steps in the sums.
+    summed: Flags<'k>,
     /// Elements of a row of d_k and of d_v.
     dims: [u32; 2],
 }
 
-impl<'k> Pieces<'k> {
+impl<'k> Service<'k> for SplitTiles<'k> {
+    fn waits_for_tiles(&self) -> bool {
+        true
+    }
+}
+
+impl<'k> SplitTiles<'k> {
     /// Declares the parameters.
-    pub fn declare(p: &Params<'k, Call>, dims: [u32; 2]) -> Self {
-        let whole = p.u32("whole", |call| given(&call.split).deal.whole as u32);
-        let runs = p.u32("runs", |call| given(&call.split).deal.runs as u32);
-        let run = p.u32("run", |call| given(&call.split).deal.run as u32);
-        let longer = p.u32("longer", |call| given(&call.split).deal.longer as u32);
-        let steps = p.divisor("tile_steps", |call| given(&call.split).steps);
-        let sums = p.pointer("piece_sums", |call| given(&call.split).sums);
-        let summed = p.array("summed", |call| given(&call.split).summed);
-        Pieces { whole, runs, run, longer, steps, sums, summed, dims }
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        args: impl Lens<C, Option<Args>>,
+        dims: [u32; 2],
+        log: &Rc<Log>,
+    ) -> Self {
+        let whole = p.u32("whole", move |call| given(args(call)).deal.whole as u32);
+        let runs = p.u32("runs", move |call| given(args(call)).deal.runs as u32);
+        let run = p.u32("run", move |call| given(args(call)).deal.run as u32);
+        let longer = p.u32("longer", move |call| given(args(call)).deal.longer as u32);
+        let steps = p.divisor("tile_steps", move |call| given(args(call)).steps);
+        let sums = p.pointer("piece_sums", move |call| given(args(call)).sums);
+        let summed = p.array("summed", move |call| given(args(call)).summed);
+        let summed = Flags::new(summed, NAME, "steps before summed", log);
+        SplitTiles { whole, runs, run, longer, steps, sums, summed, dims }
     }
 
-    /// Whether there is something with this number to hand out: a whole tile, or a run.
+    /// Whether a whole tile or a run has this number.
     pub fn has(&self, number: Val<'k, u32>) -> Val<'k, bool> {
         number.lt(self.whole + self.runs)
     }
 
-    /// Of what has this number, the first step and past the last, counted from the first of its tile, or of the tiles that are cut;
-    /// and which of these tiles it ends in.
+    /// The first step and past the last of the tile or run with a number, and the tile that the last step is in. Steps of a run,
+    /// and tiles, count from the first split tile; those of a whole tile from that tile.
     fn run(&self, number: Val<'k, u32>) -> ([Val<'k, u32>; 2], Val<'k, u32>) {
         let nth = number - self.whole.min(number);
         let start = nth * self.run + nth.min(self.longer);
@@ -77,8 +94,8 @@ impl<'k> Pieces<'k> {
         ([start, end], self.steps.div_rem(end - 1)[0])
     }
 
-    /// A piece of what has this number: the one that ends it, or the one before. A run is shorter than a tile: it has no more.
-    /// `find` is the tile with a number.
+    /// A piece of the tile or run with a number: the one that ends it, or the one before. A run is shorter than a tile and has
+    /// no more. `find` finds a tile by its number.
     pub fn find(
         &self,
         number: Val<'k, u32>,
@@ -94,26 +111,26 @@ impl<'k> Pieces<'k> {
         Work { steps: [start.max(begin) - begin, end - begin], piece: Some(nth), ..tile }
     }
 
-    /// Whether there is a piece before the one that ends it.
+    /// Whether a run has a piece before the one that ends it.
     pub fn has_before(&self, number: Val<'k, u32>) -> Val<'k, bool> {
         let ([start, _], nth) = self.run(number);
         start.lt(nth * self.steps.value())
     }
 
-    /// How many steps of its tile a piece has.
+    /// Steps of a piece.
     #[track_caller]
     pub fn length(work: &Work<'k>) -> Val<'k, u32> {
         work.steps[1] - work.steps[0]
     }
 
-    /// Of all tiles of a pair of head and sequence, the steps.
+    /// Steps of so many tiles.
     #[track_caller]
     pub fn all(&self, tiles: Val<'k, u32>) -> Val<'k, u32> {
         tiles * self.steps.value()
     }
 
-    /// Adds the sums of the pieces before to those of this one, and leaves them for the next; true of the piece that ends
-    /// its tile, and of a whole tile.
+    /// Adds the sums of the pieces before to the accumulators, and stores them for the next piece. Returns whether this is the
+    /// last piece of its tile, or a whole tile.
     pub fn join(
         &self,
         w: &Scope<'k, Group>,
@@ -124,7 +141,7 @@ impl<'k> Pieces<'k> {
         let [first, end] = work.steps;
         let nth = work.piece.expect("bug in fulgurite: a tile without its number") * GROUPS + w.group();
         let place = self.sums.at_wide(nth.mul_wide(KEYS * (self.dims[0] + self.dims[1]))).at(w.thread_in_group() * 4);
-        // As the accumulators have them: `[four][thread][4]`.
+        // In the layout of accumulators, `[four][thread][4]`.
         let fours = || {
             let elements = |acc: &Acc<'k>| (0..acc.elements().count()).step_by(4);
             results.into_iter().flat_map(move |acc| elements(acc).map(move |at| (acc, at))).zip((0..).step_by(512))
@@ -145,9 +162,7 @@ impl<'k> Pieces<'k> {
                 place.store_some::<_, 4>(w, four, std::array::from_fn(|i| own[i]));
             }
             w.sync_group(barrier);
-            w.one_thread_of_group(|t| {
-                self.summed.fetch_add_in_order(t, nth, end - first);
-            });
+            w.one_thread_of_group(|t| self.summed.add(t, nth, end - first));
         });
         last
     }

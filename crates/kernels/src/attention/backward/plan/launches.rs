@@ -3,14 +3,15 @@
 use crate::attention::backward::d_q::zero_fill::ZEROS;
 use crate::attention::backward::d_q::{exact, ordered, round, split_tiles, zero_fill};
 use crate::attention::backward::finish::{self, ResultArgs};
-use crate::attention::backward::modifiers::AuxGradientArgs;
+use crate::attention::backward::modifiers::{AuxGradientArgs, ModifierArgs};
 use crate::attention::backward::plan::bands::Parts;
 use crate::attention::backward::plan::deal::Deal;
 use crate::attention::backward::plan::scratch::Scratch;
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
+use crate::attention::backward::state::Call;
 use crate::attention::backward::tensors::RowArgs;
-use crate::attention::backward::tiles::{EqualArgs, TileArgs};
-use crate::attention::backward::{Order, main, prepare, sinks, zero};
+use crate::attention::backward::tiles::{EqualArgs, TileArgs, TileMapArgs};
+use crate::attention::backward::{Order, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
 use crate::parts::modifier::AuxArgs;
@@ -181,12 +182,7 @@ impl BackwardPlan {
         Ok(Some(kernels.bindings.main.launch(kernels.main.clone(), [ctas, 1, 1], &call)))
     }
 
-    fn main_call(
-        &self,
-        tensors: &Tensors,
-        scratch: &Scratch<Span>,
-        deal: Option<Deal>,
-    ) -> Result<main::Call, NoKernel> {
+    fn main_call(&self, tensors: &Tensors, scratch: &Scratch<Span>, deal: Option<Deal>) -> Result<Call, NoKernel> {
         let (facts, schedule) = (&self.facts, &self.schedule);
         let words = schedule.counters(facts.features.order);
         let counters = |word: u64| scratch.counters.from(word * 4);
@@ -201,7 +197,7 @@ impl BackwardPlan {
             summed: counters(words.summed),
         });
         let is_modified = facts.features.modifiers.modifiers.score.is_some();
-        Ok(main::Call {
+        Ok(Call {
             q: rows.q,
             k: rows.k,
             v: rows.v,
@@ -216,13 +212,17 @@ impl BackwardPlan {
             round: schedule.shape.rounds.then(|| self.round(tensors, counters(words.added), counters(words.rounded))),
             split,
             ordered: (facts.features.order == Order::Fixed).then(|| ordered::Args { last: counters(words.turns) }),
-            steps: schedule.steps as u32,
-            group: facts.group() as u32,
-            heads: facts.heads[1] as u32,
-            tiles,
-            aux: self.aux(tensors, scratch.block_table),
-            d_aux: self.aux_gradients(tensors, scratch.exact_words),
-            q_len: facts.lengths()[0] as u32,
+            map: TileMapArgs {
+                steps: schedule.steps as u32,
+                group: facts.group() as u32,
+                heads: facts.heads[1] as u32,
+                tiles,
+            },
+            modifiers: ModifierArgs {
+                aux: self.aux(tensors, scratch.block_table),
+                d_aux: self.aux_gradients(tensors, scratch.exact_words),
+                q_len: facts.lengths()[0] as u32,
+            },
             scale_log2: if is_modified { LOG2_E } else { facts.scale * LOG2_E },
             scale: facts.scale,
         })

@@ -1,16 +1,17 @@
-//! The gradients of two tiles of 64 keys, whose rows are too long for one warpgroup to have both results of, in a pair of blocks:
-//! each block has d_k and d_v of its tile, and half the columns of d_q over the keys of both.
+//! The gradients of two tiles of 64 keys in a pair of CTAs, for rows so long that one warpgroup cannot hold both d_k and d_v.
+//! Each CTA has d_k and d_v of its tile, and half of the columns of d_q over the keys of both.
 //!
-//! One warpgroup has d_v, the other d_k. The first computes p and gives it to the second, which computes d_z: either leaves the
-//! registers as the left operand of the result, and is multiplied for 64 queries at a time, which is half of what halves of the
-//! queries would read of shared memory. d_z also goes to the other block, which multiplies it with the half of these keys' columns
-//! that it has a copy of: each block adds half as much to the sums in global memory. Each warpgroup has half of its d_q.
+//! One warpgroup has d_v, the other d_k. The first computes p and passes it to the second, which computes d_z. Both p and d_z
+//! leave the registers as left operands, and are multiplied for 64 queries at a time: half of the shared memory traffic that two
+//! halves of the queries would cause. d_z also goes to the other CTA, which multiplies it by its half of the columns of these
+//! keys, so each CTA adds half as much to the sums in global memory. Each warpgroup has half of its CTA's d_q.
 //!
-//! A step of the first: start d_v and the next s | d_v is done, add the d_q before | next p, given | wait for both d_z, start d_q.
-//! A step of the second, of which d_p is done: d_z, written and sent | start d_k | add the d_q before | start half of the next d_p |
-//! wait for the other's d_z, start d_q and the other half of d_p.
+//! A step of the first: start d_v and the next s | d_v is done, add the d_q before | next p, passed on | wait for both d_z,
+//! start d_q. A step of the second, of which d_p is done: d_z, written and sent | start d_k | add the d_q before | start half of
+//! the next d_p | wait for the other CTA's d_z, start d_q and the other half of d_p.
 
-use crate::attention::backward::main::Main;
+use crate::attention::backward::schedules::{Schedule, run};
+use crate::attention::backward::state::{CtaPair, Main, Stages};
 use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{Walk, clear, gradients_of, pack, probabilities, store_tiles, write_result};
 use crate::parts::mask::{Block, Limits};
@@ -19,18 +20,21 @@ use fulgurite_ptx::{
     Val, Var, Word,
 };
 
-/// What the two warpgroups share.
+/// What the two warpgroups of a CTA share.
 pub(crate) struct Between<'a, 'k> {
     main: &'a Main<'k>,
-    /// p of a part of a step, from the first to the second.
+    pair: &'a CtaPair<'k>,
+    /// p of a step, from the first to the second.
     p: AccumulatorChannel<'k>,
     d_z: &'a PeerTiles<'k>,
 }
 
-/// A warpgroup's part of d_q: its number, the product, and whether there is none of this tile in registers that is not added yet.
+/// A warpgroup's part of d_q.
 struct Queries<'k> {
+    /// Number of the warpgroup.
     own: Val<'k, u32>,
     d_q: Acc<'k>,
+    /// Whether the registers hold no d_q of this tile that is still to be added.
     fresh: Var<'k, bool>,
 }
 
@@ -40,7 +44,7 @@ impl<'k> Queries<'k> {
         Queries { own: w.constant(own), d_q, fresh: w.var(true) }
     }
 
-    /// Adds the d_q of the step before; the next is that of this one.
+    /// Adds the d_q of the step before, if there is one, and moves on to the sums of this step.
     #[track_caller]
     fn add_before(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
         w.when(!self.fresh.get(), |w| {
@@ -50,7 +54,7 @@ impl<'k> Queries<'k> {
         self.fresh.set(false);
     }
 
-    /// Adds that of the last step.
+    /// Adds the d_q of the last step.
     #[track_caller]
     fn add_last(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
         self.add(w, walk);
@@ -65,200 +69,294 @@ impl<'k> Queries<'k> {
 
 impl<'a, 'k> Between<'a, 'k> {
     pub fn new(main: &'a Main<'k>) -> Self {
-        let d_z = main.d_z.as_ref().expect("bug in fulgurite: no other block");
-        // Who computes d_z from p multiplies it before the next p.
-        Between { main, p: main.k.handover("p", main.config.rows).taken_with(d_z), d_z }
+        let pair = main.pair.as_ref().expect("bug in fulgurite: a CTA without its peer");
+        let d_z = &pair.d_z;
+        // The warpgroup that computes d_z from p multiplies it before the next p.
+        Between { main, pair, p: main.k.handover("p", main.config.rows).taken_with(d_z), d_z }
     }
 
-    /// d_q of a step: two products, over the own keys and over those of the other block.
+    /// Starts d_q of a step: two products, over the own keys and over those of the other CTA.
     fn query_sums(&self, w: &Scope<'k, Group>, of: &Queries<'k>) {
         let (main, quarter) = (self.main, of.d_q.cols());
-        let others = main.others.as_ref().expect("bug in fulgurite: no keys of the other block");
-        // That it has come also tells that the own is there.
+        // When the other CTA's d_z has come, the own d_z is there too.
         let (other, own) = (self.d_z.wait(w), self.d_z.own(w));
-        let key = main.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
+        let key = main.stages.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
         w.multiply(&of.d_q, own.operand(Major::Outer), key, Sum::Fresh);
-        let key = others.current(w)[0].cols(of.own, quarter).operand(Major::Outer);
+        let key = self.pair.other_keys.current(w)[0].cols(of.own, quarter).operand(Major::Outer);
         w.multiply(&of.d_q, other.operand(Major::Outer), key, Sum::Onto);
     }
 
-    /// The next tile; whether there is none.
+    /// Starts a tile: waits for its keys and values.
     fn start(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>, work: &Work<'k>, result: &Acc<'k>) {
-        let Main { keys, values, others, .. } = self.main;
+        let Stages { keys, values, .. } = &self.main.stages;
         walk.start(w, work);
         clear(result);
         values.wait(w);
         keys.wait(w);
-        others.iter().for_each(|others| {
-            others.wait(w);
-        });
+        self.pair.other_keys.wait(w);
     }
 
-    /// A result leaves through a tile that nobody reads any more, in halves of its columns.
+    /// A result leaves through a stage that no warpgroup reads any more, in halves of its columns.
     fn leave<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, (of, result, to): (Of, &Acc<'k>, Tile<'k>))
     where
         Pair<T>: Word,
     {
         let (main, half) = (self.main, result.cols() / 2);
         write_result::<T>(w, main, of, result, to);
-        // Read again: kept over the loop it would take registers of it.
-        let work = &main.read(&main.tickets.again(w));
-        main.tickets.done(w);
+        // Read again: kept over the loop, it would take registers.
+        let work = &main.map.read(&main.stages.tickets.again(w));
+        main.stages.tickets.done(w);
         w.publish_shared();
         w.sync_group(barrier);
-        // Elected here: a number that is kept for it takes a register of the whole role.
+        // Elected here: a thread number that is kept takes a register of the whole role.
         w.one_thread(|t| {
             let key = main.first_key(t, work);
             store_tiles(t, main, work, (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])));
             t.wait_stores_read(0);
         });
     }
+}
 
-    /// What the warpgroup of p and d_v does.
-    pub fn of_values<T: Half>(&self, w: &Scope<'k, Group>)
-    where
-        Pair<T>: Word,
-    {
-        let (main, dv) = (self.main, self.main.dims[1]);
-        let (rows, parts) = (main.config.rows, main.config.d_o_parts());
-        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+/// The warpgroup of p and d_v.
+struct Values<'b, 'a, 'k, T> {
+    between: &'b Between<'a, 'k>,
+    of: Queries<'k>,
+    s: Acc<'k>,
+    d_v: Acc<'k>,
+    p: Fragment<'k, T>,
+    limits: Limits<'k>,
+    barrier: GroupBarrier,
+    walk: Walk<'a, 'k>,
+}
+
+/// The role of p and d_v.
+pub(crate) fn compute_values<'k, T: Half>(w: &Scope<'k, Group>, between: &Between<'_, 'k>)
+where
+    Pair<T>: Word,
+{
+    run(w, &Values::<T>::new(w, between));
+    // No CTA ends while the other may still reach into it.
+    w.sync_cluster();
+}
+
+impl<'b, 'a, 'k, T: Half> Values<'b, 'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    fn new(w: &Scope<'k, Group>, between: &'b Between<'a, 'k>) -> Self {
+        let (main, rows) = (between.main, between.main.config.rows);
         let of = Queries::new(w, main, 0);
-        let (s, d_v, p) = (w.accumulators(rows), w.accumulators(dv), w.fragment::<T>(rows));
-        let limits = Limits::of_keys(w, &main.spans);
+        let (s, d_v, p) = (w.accumulators(rows), w.accumulators(main.dims[1]), w.fragment::<T>(rows));
+        let limits = Limits::of_keys(w, &main.map.spans);
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
-
-        let scores = |w: &Scope<'k, Group>| {
-            let (q, key) = (queries.wait(w)[0], keys.current(w)[0]);
-            w.multiply(&s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
-        };
-        let weights = |w: &Scope<'k, Group>| {
-            limits.apply(w, &s, &Block { first: walk.first_query(), full: None });
-            probabilities(w, main, &s, queries.numbers(w), |eight| pack(&p, eight, &s));
-            queries.done(w);
-            self.p.give(w, &s);
-        };
-        // As many products as d_o comes in parts.
-        let value_sums = |w: &Scope<'k, Group>| {
-            for part in 0..parts {
-                let d_o = outputs.take(w)[0].operand(Major::Outer);
-                onto(w, &d_v.part(part, dv / parts), &p, d_o);
-            }
-        };
-
-        w.repeat(|w, leave| {
-            let work = main.read(&tickets.wait(w));
-            leave.when(work.steps[1].eq(0));
-            let (first_key, k_len) = (main.first_key(w, &work).to_i32(), main.k_len(work.sequence).to_i32());
-            limits.set_keys(w, first_key, k_len, main.lengths(work.sequence));
-            self.start(w, &walk, &work, &d_v);
-            scores(w);
-            w.wait_products(0);
-            weights(w);
-            w.repeat(|w, leave| {
-                // Before the products whose results are read in the loop: the assembler serialises them otherwise (C7514).
-                leave.when(walk.last());
-                value_sums(w);
-                scores(w);
-                for part in 0..parts {
-                    w.wait_products(parts - part); // this part of d_v
-                    outputs.release(w);
-                }
-                // Not before: the other warpgroup writes d_z meanwhile, which must not wait for additions.
-                of.add_before(w, &walk);
-                walk.forward_step(w, |_, _| {});
-                w.wait_products(0); // s
-                weights(w);
-                self.query_sums(w, &of);
-                w.wait_products(0); // d_q
-                self.d_z.done(w);
-            });
-            value_sums(w);
-            of.add_before(w, &walk);
-            self.query_sums(w, &of);
-            w.wait_products(0);
-            self.d_z.done(w);
-            (0..parts).for_each(|_| outputs.release(w));
-            of.add_last(w, &walk);
-            others.iter().for_each(|others| others.done(w));
-            // The other warpgroup has multiplied with all values: its last d_z is there.
-            self.leave::<T>(w, &barrier, (Of::DV, &d_v, values.current(w)[0]));
-            values.done(w);
-            keys.done(w);
-        });
-        // No block ends while the other may still reach into it.
-        w.sync_cluster();
+        Values { between, of, s, d_v, p, limits, barrier, walk }
     }
 
-    /// What the warpgroup of d_z and d_k does.
-    pub fn of_keys<T: Half>(&self, w: &Scope<'k, Group>)
-    where
-        Pair<T>: Word,
-    {
-        let (main, [d, dv]) = (self.main, self.main.dims);
-        let (rows, parts) = (main.config.rows, main.config.d_o_parts());
-        let Main { queries, outputs, keys, values, tickets, others, .. } = main;
+    /// Parts in which d_o comes.
+    fn parts(&self) -> u32 {
+        self.between.main.config.d_o_parts()
+    }
+
+    /// Starts s of a step.
+    fn scores(&self, w: &Scope<'k, Group>) {
+        let Stages { queries, keys, .. } = &self.between.main.stages;
+        let (q, key) = (queries.wait(w)[0], keys.current(w)[0]);
+        w.multiply(&self.s, key.operand(Major::Inner), q.operand(Major::Inner), Sum::Fresh);
+    }
+
+    /// p of a step whose s is done.
+    fn weights(&self, w: &Scope<'k, Group>) {
+        let (main, Values { s, p, .. }) = (self.between.main, self);
+        let queries = &main.stages.queries;
+        self.limits.apply(w, s, &Block { first: self.walk.first_query(), full: None });
+        probabilities(w, main, s, queries.numbers(w), |eight| pack(p, eight, s));
+        queries.done(w);
+        self.between.p.give(w, s);
+    }
+
+    /// Starts d_v: a product for each part of d_o.
+    fn value_sums(&self, w: &Scope<'k, Group>) {
+        let (parts, dv) = (self.parts(), self.d_v.cols());
+        for part in 0..parts {
+            let d_o = self.between.main.stages.outputs.take(w)[0].operand(Major::Outer);
+            onto(w, &self.d_v.part(part, dv / parts), &self.p, d_o);
+        }
+    }
+}
+
+impl<'k, T: Half> Schedule<'k> for Values<'_, '_, 'k, T>
+where
+    Pair<T>: Word,
+{
+    fn main(&self) -> &Main<'k> {
+        self.between.main
+    }
+
+    fn walk(&self) -> &Walk<'_, 'k> {
+        &self.walk
+    }
+
+    fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
+        let main = self.between.main;
+        let (first_key, k_len) = (main.first_key(w, work).to_i32(), main.map.k_len(work.sequence).to_i32());
+        self.limits.set_keys(w, first_key, k_len, main.map.lengths(work.sequence));
+        self.between.start(w, &self.walk, work, &self.d_v);
+        self.scores(w);
+        w.wait_products(0);
+        self.weights(w);
+    }
+
+    fn advance(&self, w: &Scope<'k, Group>) {
+        let (between, parts) = (self.between, self.parts());
+        self.value_sums(w);
+        self.scores(w);
+        for part in 0..parts {
+            w.wait_products(parts - part); // this part of d_v
+            between.main.stages.outputs.release(w);
+        }
+        // Not earlier: the other warpgroup writes d_z meanwhile, which must not wait for additions.
+        self.of.add_before(w, &self.walk);
+        self.walk.forward_step(w, |_, _| {});
+        w.wait_products(0); // s
+        self.weights(w);
+        between.query_sums(w, &self.of);
+        w.wait_products(0); // d_q
+        between.d_z.done(w);
+    }
+
+    fn finish(&self, w: &Scope<'k, Group>) {
+        let (between, Stages { outputs, keys, values, .. }) = (self.between, &self.between.main.stages);
+        self.value_sums(w);
+        self.of.add_before(w, &self.walk);
+        between.query_sums(w, &self.of);
+        w.wait_products(0);
+        between.d_z.done(w);
+        (0..self.parts()).for_each(|_| outputs.release(w));
+        self.of.add_last(w, &self.walk);
+        between.pair.other_keys.done(w);
+        // The other warpgroup is done with the values: its last d_z is there.
+        between.leave::<T>(w, &self.barrier, (Of::DV, &self.d_v, values.current(w)[0]));
+        values.done(w);
+        keys.done(w);
+    }
+}
+
+/// The warpgroup of d_z and d_k.
+struct Keys<'b, 'a, 'k, T> {
+    between: &'b Between<'a, 'k>,
+    of: Queries<'k>,
+    d_p: Acc<'k>,
+    d_k: Acc<'k>,
+    d_z: Fragment<'k, T>,
+    barrier: GroupBarrier,
+    walk: Walk<'a, 'k>,
+}
+
+/// The role of d_z and d_k.
+pub(crate) fn compute_keys<'k, T: Half>(w: &Scope<'k, Group>, between: &Between<'_, 'k>)
+where
+    Pair<T>: Word,
+{
+    run(w, &Keys::<T>::new(w, between));
+    w.sync_cluster();
+}
+
+impl<'b, 'a, 'k, T: Half> Keys<'b, 'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    fn new(w: &Scope<'k, Group>, between: &'b Between<'a, 'k>) -> Self {
+        let (main, rows) = (between.main, between.main.config.rows);
         let of = Queries::new(w, main, 1);
-        let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(d), w.fragment::<T>(rows));
+        let (d_p, d_k, d_z) = (w.accumulators(rows), w.accumulators(main.dims[0]), w.fragment::<T>(rows));
         let barrier = w.group_barrier();
         let walk = Walk::of(w, main, of.own);
+        Keys { between, of, d_p, d_k, d_z, barrier, walk }
+    }
 
-        // Over a part of the columns, as d_o comes in parts.
-        let product = |w: &Scope<'k, Group>, part: u32| {
-            let (d_o, value) = (outputs.take(w)[0], values.current(w)[0].cols(part, dv / parts));
-            let sum = if part == 0 { Sum::Fresh } else { Sum::Onto };
-            w.multiply(&d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), sum);
-        };
-        let key_sums = |w: &Scope<'k, Group>| onto(w, &d_k, &d_z, queries.wait(w)[0].operand(Major::Outer));
-        // d_z of a step whose d_p is done.
-        let gradients = |w: &Scope<'k, Group>| {
-            self.p.wait(w);
-            let p = |eight| self.p.four(w, eight);
-            gradients_of(w, p, &d_p, outputs.held_numbers(w), |eight| pack(&d_z, eight, &d_p));
-            self.p.done(w);
-            (0..parts).for_each(|_| outputs.release(w));
-            w.write_fragment(self.d_z.open(w), &d_z);
-            w.publish_shared();
-            w.sync_group(&barrier);
-            self.d_z.send(w);
-        };
+    /// Parts in which d_o comes.
+    fn parts(&self) -> u32 {
+        self.between.main.config.d_o_parts()
+    }
 
-        w.repeat(|w, leave| {
-            let work = main.read(&tickets.wait(w));
-            leave.when(work.steps[1].eq(0));
-            self.start(w, &walk, &work, &d_k);
-            (0..parts).for_each(|part| product(w, part));
-            w.wait_products(0);
-            w.repeat(|w, leave| {
-                gradients(w);
-                leave.when(walk.last());
-                key_sums(w);
-                of.add_before(w, &walk);
-                walk.forward_step(w, |_, _| {});
-                (0..parts / 2).for_each(|part| product(w, part));
-                self.query_sums(w, &of);
-                w.wait_products(2 + parts / 2); // d_k
-                queries.done(w);
-                (parts / 2..parts).for_each(|part| product(w, part));
-                w.wait_products(parts - parts / 2); // d_q
-                self.d_z.done(w);
-                w.wait_products(0); // d_p
-            });
-            key_sums(w);
-            of.add_before(w, &walk);
-            self.query_sums(w, &of);
-            w.wait_products(0);
-            self.d_z.done(w);
-            queries.done(w);
-            of.add_last(w, &walk);
-            values.done(w);
-            others.iter().for_each(|others| others.done(w));
-            // The other warpgroup is done with the keys when it is done with the last d_z.
-            self.d_z.open(w);
-            self.leave::<T>(w, &barrier, (Of::DK, &d_k, keys.current(w)[0]));
-            keys.done(w);
-        });
-        w.sync_cluster();
+    /// Starts a part of d_p, over a part of the columns of d_o.
+    fn product(&self, w: &Scope<'k, Group>, part: u32) {
+        let (Stages { outputs, values, .. }, dv) = (&self.between.main.stages, self.between.main.dims[1]);
+        let (d_o, value) = (outputs.take(w)[0], values.current(w)[0].cols(part, dv / self.parts()));
+        let sum = if part == 0 { Sum::Fresh } else { Sum::Onto };
+        w.multiply(&self.d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), sum);
+    }
+
+    fn key_sums(&self, w: &Scope<'k, Group>) {
+        let queries = &self.between.main.stages.queries;
+        onto(w, &self.d_k, &self.d_z, queries.wait(w)[0].operand(Major::Outer));
+    }
+}
+
+impl<'k, T: Half> Schedule<'k> for Keys<'_, '_, 'k, T>
+where
+    Pair<T>: Word,
+{
+    fn main(&self) -> &Main<'k> {
+        self.between.main
+    }
+
+    fn walk(&self) -> &Walk<'_, 'k> {
+        &self.walk
+    }
+
+    fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
+        self.between.start(w, &self.walk, work, &self.d_k);
+        (0..self.parts()).for_each(|part| self.product(w, part));
+        w.wait_products(0);
+    }
+
+    /// d_z of a step whose d_p is done.
+    fn step(&self, w: &Scope<'k, Group>) {
+        let (Between { p: channel, d_z: peer, .. }, outputs) = (self.between, &self.between.main.stages.outputs);
+        let Keys { d_p, d_z, .. } = self;
+        channel.wait(w);
+        let p = |eight| channel.four(w, eight);
+        gradients_of(w, p, d_p, outputs.held_numbers(w), |eight| pack(d_z, eight, d_p));
+        channel.done(w);
+        (0..self.parts()).for_each(|_| outputs.release(w));
+        w.write_fragment(peer.open(w), d_z);
+        w.publish_shared();
+        w.sync_group(&self.barrier);
+        peer.send(w);
+    }
+
+    fn advance(&self, w: &Scope<'k, Group>) {
+        let (between, parts) = (self.between, self.parts());
+        self.key_sums(w);
+        self.of.add_before(w, &self.walk);
+        self.walk.forward_step(w, |_, _| {});
+        (0..parts / 2).for_each(|part| self.product(w, part));
+        between.query_sums(w, &self.of);
+        w.wait_products(2 + parts / 2); // d_k
+        between.main.stages.queries.done(w);
+        (parts / 2..parts).for_each(|part| self.product(w, part));
+        w.wait_products(parts - parts / 2); // d_q
+        between.d_z.done(w);
+        w.wait_products(0); // d_p
+    }
+
+    fn finish(&self, w: &Scope<'k, Group>) {
+        let (between, Stages { queries, keys, values, .. }) = (self.between, &self.between.main.stages);
+        self.key_sums(w);
+        self.of.add_before(w, &self.walk);
+        between.query_sums(w, &self.of);
+        w.wait_products(0);
+        between.d_z.done(w);
+        queries.done(w);
+        self.of.add_last(w, &self.walk);
+        values.done(w);
+        between.pair.other_keys.done(w);
+        // The other warpgroup is done with the keys when it is done with the last d_z.
+        between.d_z.open(w);
+        between.leave::<T>(w, &self.barrier, (Of::DK, &self.d_k, keys.current(w)[0]));
+        keys.done(w);
     }
 }
 

@@ -1,0 +1,276 @@
+//! The main kernel under construction: parameters, shared memory and services, before its roles.
+
+use crate::attention::backward::d_q::Services;
+use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
+use crate::attention::backward::d_q::ordered::{self, Ordered};
+use crate::attention::backward::d_q::round::{self, Round};
+use crate::attention::backward::d_q::service::{Log, Ring};
+use crate::attention::backward::d_q::split_tiles::{self, SplitTiles};
+use crate::attention::backward::d_q::zero_fill::{self, ZeroFill};
+use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
+use crate::attention::backward::tiles::{Of, TileMap, TileMapArgs, Work};
+use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share};
+use crate::params::Params;
+use crate::parts::mask::Spans;
+use fulgurite_core::Exp;
+use fulgurite_ptx::device::{Span, TensorSpan};
+use fulgurite_ptx::{
+    Builder, ClusterBroadcast, Group, Half, Mailbox, Pair, PeerTiles, Pipe, Pointer, Scope, Swizzle, Tensor, TileShape,
+    Val, Who, Word,
+};
+use std::rc::Rc;
+
+/// Tiles that are found and not loaded yet. In a fixed order there is one: other CTAs wait for it.
+const FOUND: u32 = 2;
+
+/// A launch of the main kernel.
+pub(crate) struct Call {
+    pub q: TensorSpan,
+    pub k: TensorSpan,
+    pub v: TensorSpan,
+    pub d_o: TensorSpan,
+    pub d_k: TensorSpan,
+    pub d_v: TensorSpan,
+    /// -LSE in powers of two, and delta, of padded rows.
+    pub shift: Span,
+    pub delta: Span,
+    /// f32 sums of d_q.
+    pub sums: Span,
+    /// The first word counts tiles that are handed out, the next two belong to the zero fill.
+    pub counters: Span,
+    pub zero_fill: Option<zero_fill::Args>,
+    pub round: Option<round::Args>,
+    pub split: Option<split_tiles::Args>,
+    pub ordered: Option<ordered::Args>,
+    pub map: TileMapArgs,
+    pub modifiers: ModifierArgs,
+    /// The factor of scores in powers of two. Modified scores already include the scale.
+    pub scale_log2: f32,
+    pub scale: f32,
+}
+
+/// Tensors that the load role reads.
+pub(crate) struct Inputs<'k> {
+    pub q: Tensor<'k>,
+    pub d_o: Tensor<'k>,
+    pub k: Tensor<'k>,
+    pub v: Tensor<'k>,
+    /// -LSE in powers of two, and delta, of padded rows.
+    pub shift: Pointer<'k, f32>,
+    pub delta: Pointer<'k, f32>,
+}
+
+/// Stages in shared memory that the load role fills.
+pub(crate) struct Stages<'k> {
+    /// q and -LSE.
+    pub queries: Pipe<'k>,
+    /// d_o and delta, in step with `queries`.
+    pub outputs: Pipe<'k>,
+    pub keys: Pipe<'k>,
+    /// In step with `keys`.
+    pub values: Pipe<'k>,
+    /// Tiles for the compute role, in step with `keys`.
+    pub tickets: Mailbox<'k>,
+}
+
+/// What two CTAs that have a tile together share.
+pub(crate) struct CtaPair<'k> {
+    /// k, in half of the columns.
+    pub other_k: Tensor<'k>,
+    /// Columns of the other CTA's keys, in step with the own keys.
+    pub other_keys: Pipe<'k>,
+    /// The tile that the pair has next.
+    pub ticket: ClusterBroadcast<'k>,
+    /// d_z of both CTAs. Rows are keys.
+    pub d_z: PeerTiles<'k>,
+    /// Tiles for the threads that load.
+    pub found: Ring<'k>,
+}
+
+/// The main kernel under construction.
+pub(crate) struct Main<'k> {
+    pub k: &'k Builder,
+    pub config: BackwardConfig,
+    /// Elements of a row of q and k, and of a row of v and o, as products see them.
+    pub dims: [u32; 2],
+    /// No grouped heads ([`KernelShape::single`]).
+    pub single: bool,
+    pub exp: Exp,
+    pub inputs: Inputs<'k>,
+    d_k: Tensor<'k>,
+    d_v: Tensor<'k>,
+    /// The first word counts the tiles that are handed out.
+    pub counters: Pointer<'k, u32>,
+    pub d_q: Services<'k>,
+    pub map: TileMap<'k>,
+    pub modifiers: Option<ModifierParams<'k>>,
+    pub scale_log2: Val<'k, f32>,
+    pub scale: Val<'k, f32>,
+    pub stages: Stages<'k>,
+    pub pair: Option<CtaPair<'k>>,
+}
+
+impl<'k> Main<'k> {
+    /// Declares parameters, then shared memory.
+    pub fn new<T: Half>(p: &Params<'k, Call>, features: &Features, shape: &KernelShape) -> Self
+    where
+        Pair<T>: Word,
+    {
+        let (k, config, [d, dv]) = (p.builder(), shape.config, shape.dims);
+        let pairs = config.share == Share::Pairs;
+        if pairs {
+            k.cluster(2);
+        }
+        let log = Log::new();
+        let tile = |rows, cols| tile::<T>(config, rows, cols);
+        // Axes: element, row, head, batch. Ragged tensors have one more.
+        let rank = if features.ragged.any() { 5 } else { 4 };
+        let result = |cols| match config.share {
+            Share::Keys => tile(64, cols),
+            Share::Columns | Share::Pairs => TileShape { cols: cols / 2, ..tile(64, cols) },
+        };
+        // Each CTA of a pair loads its part of the rows, for both.
+        let (rows, keys) = (config.rows / config.blocks(), config.block_keys());
+        let q = p.tensor("q", tile(rows, d), rank, |call| call.q.clone());
+        let d_o = p.tensor("d_o", tile(rows, dv / config.d_o_parts()), rank, |call| call.d_o.clone());
+        let key = p.tensor("k", tile(keys, d), rank, |call| call.k.clone());
+        let value = p.tensor("v", tile(keys, dv), rank, |call| call.v.clone());
+        let other_k = pairs.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
+        let d_k = p.tensor("d_k", result(d), rank, |call| call.d_k.clone());
+        let d_v = p.tensor("d_v", result(dv), rank, |call| call.d_v.clone());
+        let shift = p.pointer::<f32>("shift", |call| call.shift);
+        let delta = p.pointer::<f32>("delta", |call| call.delta);
+        let inputs = Inputs { q, d_o, k: key, v: value, shift, delta };
+        let sums = p.pointer::<f32>("sums", |call| call.sums);
+        let counters = p.pointer::<u32>("counters", |call| call.counters);
+        let (mut d_q, ordered) = services::<T>(p, features, shape, (sums, counters), &log);
+        let spans = Spans::of(&features.mask).transposed();
+        let map = TileMap::declare(p, |call| &call.map, (shape, ordered.is_some(), features.ragged), spans);
+        let modifiers = (&features.modifiers, features.ragged.any());
+        let modifiers = ModifierParams::declare(p, |call: &Call| &call.modifiers, modifiers, &log);
+        let scale_log2 = p.f32("scale_log2", |call| call.scale_log2);
+        let scale = p.f32("scale", |call| call.scale);
+
+        let (queries, outputs) = query_stages::<T>(k, shape);
+        let [keys, values] =
+            [("k", d), ("v", dv)].map(|(name, cols)| k.pipe(name, config.key_depth, &[tile(keys, cols)]));
+        let values = values.in_step(&keys);
+        let other = other_k.map(|other_k| {
+            let other = tile(config.block_keys(), d / 2);
+            let other_keys = k.pipe("k_other", config.key_depth, &[other]).in_step(&keys);
+            (other_k, other_keys, k.told("ticket"))
+        });
+        let tickets = k.mailbox("tiles", config.key_depth, map.words()).in_step(&keys);
+        let reducer = (config.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * config.cols(d)).in_step(&queries));
+        let pair = other.map(|(other_k, other_keys, ticket)| {
+            let d_z = k.exchange("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), config.rows));
+            (other_k, other_keys, ticket, d_z)
+        });
+        let ordered = match &pair {
+            Some((.., d_z)) => ordered.map(|ordered| ordered.behind(d_z)),
+            None => ordered,
+        };
+        d_q.ordered = ordered.map(Rc::new);
+        let pair = pair.map(|(other_k, other_keys, ticket, d_z)| {
+            let found = match d_q.ordered {
+                None => k.relay("works", FOUND, &[1, 2]),
+                Some(_) => k.relay("works", 1, &[1, 3]),
+            };
+            let found = Ring::new(found, "load", &["tile found", "tile loaded"], &log);
+            CtaPair { other_k, other_keys, ticket, d_z, found }
+        });
+        let (round, split, ordered) = (d_q.round.clone(), d_q.split.clone(), d_q.ordered.clone());
+        d_q.bulk = reducer.map(|reducer| BulkReduce { reducer, round, split, ordered, log });
+        Main {
+            k,
+            config,
+            dims: shape.dims,
+            single: shape.single,
+            exp: features.exp,
+            inputs,
+            d_k,
+            d_v,
+            counters,
+            d_q,
+            map,
+            modifiers,
+            scale_log2,
+            scale,
+            stages: Stages { queries, outputs, keys, values, tickets },
+            pair,
+        }
+    }
+
+    /// The tensor of a result.
+    pub fn result(&self, of: Of) -> &Tensor<'k> {
+        if of == Of::DK { &self.d_k } else { &self.d_v }
+    }
+
+    /// The number of a warpgroup's part of d_q, from the warpgroup's number in its CTA.
+    #[track_caller]
+    pub fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
+        match self.config.share {
+            Share::Pairs => w.cluster_rank() * 2 + own,
+            Share::Keys | Share::Columns => own,
+        }
+    }
+
+    /// The first key of the CTA's part of a tile.
+    #[track_caller]
+    pub fn first_key<W: Who>(&self, w: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
+        let first = work.tile * self.config.keys();
+        match self.config.share {
+            Share::Pairs => w.cluster_rank().mul_add(self.config.block_keys(), first),
+            Share::Keys | Share::Columns => first,
+        }
+    }
+}
+
+/// Declares the services of a kernel. The turns of tiles are not complete: they may depend on shared memory of CTA pairs.
+fn services<'k, T: Half>(
+    p: &Params<'k, Call>,
+    features: &Features,
+    shape: &KernelShape,
+    (sums, counters): (Pointer<'k, f32>, Pointer<'k, u32>),
+    log: &Rc<Log>,
+) -> (Services<'k>, Option<Ordered<'k>>)
+where
+    Pair<T>: Word,
+{
+    let zero_fill =
+        shape.zero_fills.then(|| ZeroFill::declare(p, |call: &Call| &call.zero_fill, (sums, counters), log));
+    let round = shape.rounds.then(|| Round::declare::<T, Call>(p, |call| &call.round, (shape, sums), log));
+    let split = shape.splits.then(|| SplitTiles::declare(p, |call: &Call| &call.split, shape.dims, log)).map(Rc::new);
+    let ordered =
+        (features.order == Order::Fixed).then(|| Ordered::declare(p, |call: &Call| &call.ordered, &shape.config, log));
+    let round = round.map(|round| Rc::new(round.with_split(split.clone())));
+    (Services { sums, zero_fill, round, split, ordered: None, bulk: None, log: log.clone() }, ordered)
+}
+
+/// Stages of q and d_o.
+fn query_stages<'k, T: Half>(k: &'k Builder, shape: &KernelShape) -> (Pipe<'k>, Pipe<'k>) {
+    let (config, [d, dv]) = (shape.config, shape.dims);
+    let tile = |cols| tile::<T>(config, config.rows, cols);
+    if config.share == Share::Pairs {
+        // One stage more than d_o has parts: the others arrive while d_k and the next s are multiplied.
+        let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[tile(cols)], config.rows);
+        let parts = config.d_o_parts();
+        return (ring("q", config.depth, d), ring("d_o", parts + 1, dv / parts));
+    }
+    let ring = |name, cols| k.pipe_with_numbers(name, config.depth, &[tile(cols)], config.rows);
+    let queries = ring("q", d);
+    // A stage of d_o is filled before that of q, and released before the role goes on.
+    let outputs = ring("d_o", dv).in_step(&queries);
+    (queries, outputs)
+}
+
+/// A tile of q, k, v or d_o. If warpgroups share columns, half a row must be whole chunks.
+pub(crate) fn tile<T: Half>(config: BackwardConfig, rows: u32, cols: u32) -> TileShape {
+    let shape = TileShape::new(T::NUMBER, rows, cols);
+    match config.share {
+        Share::Columns | Share::Pairs if !(cols / 2).is_multiple_of(shape.chunk()) => {
+            TileShape { swizzle: Swizzle::B64, ..shape }
+        }
+        _ => shape,
+    }
+}
