@@ -5,7 +5,7 @@ use crate::parts::repack::{Direction, Named};
 use fulgurite_ptx::device::Span;
 
 /// Where the tensors of a call lie. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Tensors {
     /// Inputs of forward.
     pub q: DeviceTensor,
