@@ -4,7 +4,7 @@ use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use crate::variants::args::{Op, VariantArgs};
 use crate::variants::bench::System;
 use clap::{CommandFactory, Parser, Subcommand};
-use fulgurite::gpu::{Order, Target};
+use fulgurite::gpu::{Order, ProfileSource, Target};
 use fulgurite::variants::Skip;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
@@ -60,10 +60,15 @@ pub struct EngineArgs {
     pub threads: Option<usize>,
 }
 
+/// The profiles of GPUs, where the environment says they are.
+pub fn profiles() -> ProfileSource {
+    ProfileSource::usual(&|name| std::env::var_os(name))
+}
+
 impl EngineArgs {
     /// The settings these arguments ask for.
     pub fn settings(&self) -> Settings {
-        let mut settings = Settings::default();
+        let mut settings = Settings::default().profile(profiles());
         settings.threads = self.threads;
         settings
     }

@@ -4,8 +4,8 @@
 //! counts only if it is right: it is compared with the oracle before it is timed, and timed beside the built-in cut,
 //! the two alternating, with and without a causal mask.
 
+use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
-use crate::on_device::OnDevice;
 use crate::profile::{Pass, Profile, ProfileError, Tables, Tried};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Inputs, Mask, Problem, Tensor, compare, oracle};
@@ -422,7 +422,7 @@ impl<T: Raced> Race<T> {
     /// Whether a cut has a kernel that agrees with the oracle, on odd lengths with and without a mask.
     fn is_right(&self, config: &T) -> bool {
         let table = ConfigTable::of(*config);
-        let engine = OnDevice::new("tune", self.device.clone(), None, T::tables(table.clone()));
+        let engine = OnDevice::new(self.device.clone(), None, T::tables(table.clone()));
         let head_dim = self.place.head_dim as usize;
         let lengths = self.scale.odd;
         [Mask::none(), Mask::causal()].into_iter().zip(lengths).all(|(mask, [q_len, k_len])| {
