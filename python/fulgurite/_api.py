@@ -11,7 +11,6 @@ from .capture import Tracer
 from .masks import block_lists
 
 Array = Any
-_quick: dict[tuple, Any] = {}
 _LAYOUTS = {False: "[batch, sequence, heads, head_dim]", True: "[total, heads, head_dim]"}
 
 
@@ -33,6 +32,7 @@ def attention(
     alibi_slopes: Array | None = None,
     cu_seqlens: tuple[Array, Array] | None = None,
     used_lengths: tuple[Array | None, Array | None] | None = None,
+    max_lengths: tuple[int | None, int | None] | None = None,
     exp: str | None = None,
     rescale: str | None = None,
     tau: float | None = None,
@@ -60,6 +60,8 @@ def attention(
     alibi_slopes  float32 `[heads]` or `[batch, heads]`: the score falls with the distance from the diagonal
     cu_seqlens    (for q, for k): cumulative offsets, batch + 1 each
     used_lengths  (for q, for k): how much of each sequence is in use; either may be None
+    max_lengths   (for q, for k): upper bounds of the lengths of packed sequences. A GPU does not read `cu_seqlens` and
+                  takes its decode kernel where this says that queries are few; rows past the bound are undefined there
     exp, rescale, tau, engine, threads
                   how it is computed: the exponential ("native", "poly:5", "sas"), the running maximum ("always",
                   "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, threads
@@ -82,6 +84,7 @@ def attention(
         is alibi_slopes
         is cu_seqlens
         is used_lengths
+        is max_lengths
         is None
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
@@ -90,17 +93,18 @@ def attention(
         kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
         key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds)
         try:
-            prepared = _quick.get(key)
+            prepared = _dispatch._known.get(key)
         except TypeError:  # a list, or an array
             prepared = None
         if prepared is None:
             prepared = _dispatch.description(
                 _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
             )
-            _remember(key, prepared)
+            _dispatch.remember(key, prepared)
         return prepared.forward(q, k, v, (), out, return_lse)
     text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
     packed = cu_seqlens is not None
+    text += _longest(packed, max_lengths, ops)
     call = _general
     if ops is not None and not (score_mod is mask_mod is block_mask is None) and ops.torch.compiler.is_compiling():
         call = ops.between_graphs(_general)
@@ -123,13 +127,15 @@ def _general(text, q, k, v, packed, tensors, out, return_lse):
     return _dispatch.forward(text + extras.entries, q, k, v, extras.tensors, out, return_lse)
 
 
-def _remember(key, prepared):
-    if len(_quick) >= 4096:
-        _quick.clear()
-    try:
-        _quick[key] = prepared
-    except TypeError:
-        pass
+def _longest(packed, max_lengths, ops):
+    """The entry of upper bounds, for packed sequences. A traced graph must not depend on their values."""
+    if max_lengths is None:
+        return ""
+    if not packed:
+        raise ValueError("`max_lengths` was given without `cu_seqlens`, allowed: packed sequences; leave it out")
+    if ops is not None and ops.torch.compiler.is_compiling():
+        return ""
+    return _describe.longest(max_lengths)
 
 
 def _rows(name, array, packed):
@@ -220,6 +226,7 @@ def attention_backward(
     alibi_slopes: Array | None = None,
     cu_seqlens: tuple[Array, Array] | None = None,
     used_lengths: tuple[Array | None, Array | None] | None = None,
+    max_lengths: tuple[int | None, int | None] | None = None,
     exp: str | None = None,
     rescale: str | None = None,
     tau: float | None = None,
@@ -235,6 +242,7 @@ def attention_backward(
     many arrays to write into.
     """
     text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
+    text += _longest(cu_seqlens is not None, max_lengths, _dispatch.ops())
     extras = _extras(
         mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, _is_float
     )

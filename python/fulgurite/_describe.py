@@ -41,6 +41,21 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
     return text
 
 
+def longest(max_lengths) -> str:
+    """Upper bounds of the lengths of packed sequences, rounded up so that growing lengths make few descriptions."""
+    q, k = pair("max_lengths", max_lengths, "the longest of queries and of keys, None where it is not known")
+    q, k = (None if n is None else int(_integer("max_lengths", n)) for n in (q, k))
+    for n in (q, k):
+        if n is not None and n < 0:
+            raise ValueError(f"`max_lengths` is {n}, allowed: 0 or more")
+    # Only short queries choose another kernel.
+    q = None if q is None or q > 64 else q
+    if q is None and k is None:
+        return ""
+    words = ("-" if n is None else f"{1 << max(n - 1, 0).bit_length()}" for n in (q, k))
+    return f"longest {' '.join(words)};"
+
+
 def pair(name, values, meaning):
     """Two values, or a message that says what they would mean."""
     if not isinstance(values, (tuple, list)) or len(values) != 2:

@@ -11,7 +11,8 @@ import sys
 from ._fulgurite import Description
 
 _MAX_KNOWN = 4096
-_known: dict[str, Description] = {}
+# Descriptions by their text, and by the options of a plain call, which needs no text then.
+_known: dict[str | tuple, Description] = {}
 _ops = None
 
 
@@ -20,10 +21,18 @@ def description(text: str) -> Description:
     found = _known.get(text)
     if found is None:
         found = Description(text)
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[text] = found
+        remember(text, found)
     return found
+
+
+def remember(key, found: Description) -> None:
+    """Keeps a description; the oldest goes where there are too many. A key that cannot be hashed is not kept."""
+    try:
+        _known[key] = found
+    except TypeError:
+        return
+    if len(_known) > _MAX_KNOWN:
+        _known.pop(next(iter(_known)), None)
 
 
 def ops():

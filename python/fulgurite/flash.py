@@ -18,7 +18,13 @@ from ._arrays import is_torch, rows, shape_of
 Array = Any
 
 # What our own messages call differently.
-_NAMES = {"scale": "softmax_scale", "window": "window_size", "used_q": "seqused_q", "used_k": "seqused_k"}
+_NAMES = {
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "max_lengths": "max_seqlen",
+    "used_q": "seqused_q",
+    "used_k": "seqused_k",
+}
 
 
 def renaming(names: dict[str, str]):
@@ -185,8 +191,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over sequences that lie one after the other, `[total, heads, head_dim]`.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are cumulative offsets, batch + 1 each; `max_seqlen_q` and `max_seqlen_k` are read
-    off them and may be left out. softmax_lse is `[heads, total]`.
+    `cu_seqlens_q` and `cu_seqlens_k` are cumulative offsets, batch + 1 each. On a GPU, where they are not read,
+    `max_seqlen_q` tells that a batch is one of decoding; elsewhere `max_seqlen_q` and `max_seqlen_k` may be left out.
+    softmax_lse is `[heads, total]`.
     """
     check_dropout(dropout_p)
     refuse(
@@ -206,6 +213,7 @@ def flash_attn_varlen_func(
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used, deterministic=deterministic,
+        max_lengths=(max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
 
 

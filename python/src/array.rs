@@ -208,10 +208,10 @@ impl Array {
         Ok((steps, span))
     }
 
-    /// Strides, address and bytes, for who knows the device it lies on.
-    pub fn memory(&self, arg: &str) -> PyResult<(Vec<usize>, usize, usize)> {
+    /// Strides, address and bytes, for arrays on a device.
+    pub fn memory(&self, arg: &str) -> PyResult<([usize; MAX_RANK], usize, usize)> {
         let (strides, span) = self.span(arg)?;
-        Ok((strides[..self.rank].to_vec(), self.address, span.bytes()))
+        Ok((strides, self.address, span.bytes()))
     }
 
     /// Refuses an address that is none of the host's: whoever reads it there ends the process.

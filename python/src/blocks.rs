@@ -1,9 +1,9 @@
 //! Block masks: from the lists that a call brings, and from a mask, for those who want the lists.
 
 use crate::array::{Array, Claims, wrong};
-use crate::description::{BLOCK_LISTS, Description, Role};
+use crate::description::{Description, Role};
 use crate::expression;
-use fulgurite::{BlockMask, BlockSpec, Inputs, Mask, Problem, TensorView};
+use fulgurite::{BlockLists, BlockMask, BlockSpec, Inputs, Mask, Problem, TensorView};
 use pyo3::prelude::*;
 
 /// Key blocks of each (batch, head, query block).
@@ -15,8 +15,9 @@ pub fn from_lists(description: &Description, problem: &Problem, extras: &[Array]
     let mut lists: [Lists; 2] = Default::default();
     let blocks = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let rows = spec.batch * spec.heads * blocks[0];
-    for (list, [count_name, index_name]) in
-        lists.iter_mut().zip([[BLOCK_LISTS[0], BLOCK_LISTS[1]], [BLOCK_LISTS[2], BLOCK_LISTS[3]]])
+    for (list, [count_name, index_name]) in lists
+        .iter_mut()
+        .zip([[BlockLists::NAMES[0], BlockLists::NAMES[1]], [BlockLists::NAMES[2], BlockLists::NAMES[3]]])
     {
         let find = |name| {
             description

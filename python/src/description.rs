@@ -7,15 +7,18 @@
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
 //! tuning groups=N cols=N ... (of a GPU kernel: for measurements)
 //! exp NAME   engine NAME   threads N   rescale NAME   order fixed            blocks ROWS COLS
+//! longest Q K (upper bounds of the lengths of packed sequences, - is unknown: a GPU cannot read its offsets)
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
 //! with ROLE [NAME] [grad]             one for each tensor that comes beside q, k and v, in their order
 //! ```
 
 use crate::array::{Array, wrong};
-use crate::cuda::{self, Compiled};
+use crate::cuda::{self, PreparedCalls};
 use crate::expression;
-use fulgurite::gpu::{ForwardConfig, Order};
-use fulgurite::{BlockSpec, Choice, Engine, Exp, Expr, Mask, Problem, Rescale, Settings};
+use fulgurite::gpu::{ForwardConfig, Order, ProfileSource};
+use fulgurite::{
+    BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
+};
 use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
 use pyo3::prelude::*;
@@ -48,9 +51,6 @@ pub enum Role {
     },
 }
 
-/// Names of the lists of a block mask, in order.
-pub const BLOCK_LISTS: [&str; 4] = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"];
-
 impl Role {
     /// The name in messages.
     pub fn name(&self) -> &str {
@@ -60,13 +60,13 @@ impl Role {
             Role::CuK => "cu_seqlens_k",
             Role::UsedQ => "used_q",
             Role::UsedK => "used_k",
-            Role::Blocks(list) => BLOCK_LISTS[*list],
+            Role::Blocks(list) => BlockLists::NAMES[*list],
             Role::Aux { name, .. } => name,
         }
     }
 
     fn parse(words: &[&str]) -> Result<Role, String> {
-        let list = |name| BLOCK_LISTS.iter().position(|list| *list == name);
+        let list = |name| BlockLists::NAMES.iter().position(|list| *list == name);
         Ok(match *words {
             ["sinks"] => Role::Sinks,
             ["cu_seqlens_q"] => Role::CuQ,
@@ -81,8 +81,38 @@ impl Role {
     }
 }
 
-/// Problems that are kept for one description; beyond it they are forgotten all at once.
-pub const MAX_PROBLEMS: usize = 512;
+/// Problems that are kept for one description; the one that was not used longest goes first.
+const MAX_KNOWN: usize = 512;
+
+/// A problem, and the calls on GPUs that were prepared for it.
+pub struct Known {
+    pub problem: Problem,
+    pub prepared: PreparedCalls,
+}
+
+/// The problems of a description by the shapes and types of their arrays, each with the time of its last use.
+#[derive(Default)]
+struct Recent {
+    known: HashMap<Vec<usize>, (Arc<Known>, u64)>,
+    time: u64,
+}
+
+impl Recent {
+    fn get(&mut self, key: &[usize]) -> Option<Arc<Known>> {
+        self.time += 1;
+        let (known, used) = self.known.get_mut(key)?;
+        *used = self.time;
+        Some(known.clone())
+    }
+
+    fn insert(&mut self, key: Vec<usize>, known: Arc<Known>) {
+        if self.known.len() >= MAX_KNOWN {
+            let oldest = self.known.iter().min_by_key(|(_, (_, used))| *used).map(|(key, _)| key.clone());
+            oldest.and_then(|key| self.known.remove(&key));
+        }
+        self.known.insert(key, (known, self.time));
+    }
+}
 
 /// A description that was read, its engine, and the problems that were built for it so far.
 #[pyclass(frozen)]
@@ -103,9 +133,9 @@ pub struct Description {
     pub tuning: Option<ForwardConfig>,
     /// In which order a GPU adds up gradients.
     pub order: Order,
-    /// What was compiled for arrays on a GPU.
-    pub compiled: Compiled,
-    problems: Mutex<HashMap<Vec<usize>, Arc<Problem>>>,
+    /// Upper bounds of the lengths of packed queries and keys, where the caller gave them.
+    longest: [Option<usize>; 2],
+    recent: Mutex<Recent>,
 }
 
 fn number<T: FromStr>(key: &str, text: &str) -> Result<T, String>
@@ -119,7 +149,7 @@ impl Description {
     /// Reads the text.
     pub fn parse(text: &str) -> Result<Description, String> {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
-        let (mut exp, mut blocks, mut roles) = (None, None, Vec::new());
+        let (mut exp, mut blocks, mut roles, mut longest) = (None, None, Vec::new(), [None; 2]);
         let (mut choice, mut settings, mut rescale, mut tuning) = (Choice::Best, Settings::default(), None, None);
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
@@ -150,6 +180,10 @@ impl Description {
                 }
                 ("order", ["fixed"]) => settings = settings.order(Order::Fixed),
                 ("tuning", _) => tuning = Some(rest.parse::<ForwardConfig>().map_err(|e| say(&e))?),
+                ("longest", [q, k]) => {
+                    let bound = |text: &str| if text == "-" { Ok(None) } else { number::<usize>(key, text).map(Some) };
+                    longest = [bound(q)?, bound(k)?];
+                }
                 ("blocks", [rows, cols]) => blocks = Some([number(key, rows)?, number(key, cols)?]),
                 ("score", _) => {
                     let outer = expression::parse(rest)?;
@@ -160,9 +194,8 @@ impl Description {
                 _ => return Err(format!("description has the unknown entry {entry:?}")),
             }
         }
+        let settings = settings.profile(ProfileSource::usual(&|name| std::env::var_os(name)));
         let engine = fulgurite::engine_with(choice, &settings).map_err(|e| say(&e))?;
-        let problems = Mutex::new(HashMap::new());
-        let compiled = Compiled::default();
         Ok(Description {
             mask,
             score,
@@ -176,8 +209,8 @@ impl Description {
             rescale,
             tuning,
             order: settings.order,
-            compiled,
-            problems,
+            longest,
+            recent: Mutex::default(),
         })
     }
 
@@ -191,8 +224,31 @@ impl Description {
         }
     }
 
+    /// The gradients of a call, in the order of [`Call::gradients`](crate::dispatch::Call::gradients), each in its place.
+    pub fn gradient_outputs<'a>(
+        &self,
+        problem: &Problem,
+        mut views: impl Iterator<Item = PyResult<TensorViewMut<'a>>>,
+    ) -> PyResult<GradientOutputs<'a>> {
+        let mut next = || views.next().unwrap_or_else(|| Err(wrong("a gradient is missing")));
+        let (d_q, d_k, d_v) = (next()?, next()?, next()?);
+        let mut d_aux: Vec<_> = problem.aux().iter().map(|_| None).collect();
+        let mut d_sinks = None;
+        for role in &self.roles {
+            match role {
+                Role::Sinks => d_sinks = Some(next()?),
+                Role::Aux { name, grad: true } => {
+                    let at = problem.aux().iter().position(|spec| *spec.name == **name);
+                    d_aux[at.expect("bug in fulgurite: each was declared")] = Some(next()?);
+                }
+                _ => {}
+            }
+        }
+        Ok(GradientOutputs { d_q, d_k, d_v, d_sinks, d_aux })
+    }
+
     /// The problem that these arrays and this description make, built the first time.
-    pub fn problem(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Problem>> {
+    pub fn known(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Known>> {
         let packed = self.packed(q, k, extras)?;
         let mut key = Vec::with_capacity(16 + 8 * extras.len());
         for array in [q, k, v].into_iter().chain(extras) {
@@ -203,16 +259,14 @@ impl Description {
         if let Some(packed) = packed {
             key.extend([packed.batch, packed.max_q, packed.max_k]);
         }
-        let mut problems = self.problems.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(problem) = problems.get(&key) {
-            return Ok(problem.clone());
+        let mut recent = self.recent.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(known) = recent.get(&key) {
+            return Ok(known);
         }
-        let problem = Arc::new(self.build([q, k, v], extras, packed)?);
-        if problems.len() >= MAX_PROBLEMS {
-            problems.clear();
-        }
-        problems.insert(key, problem.clone());
-        Ok(problem)
+        let problem = self.build([q, k, v], extras, packed)?;
+        let known = Arc::new(Known { problem, prepared: PreparedCalls::default() });
+        recent.insert(key, known.clone());
+        Ok(known)
     }
 
     /// Sizes of a packed batch, read from its offsets; `None` where the batch is dense.
@@ -220,12 +274,14 @@ impl Description {
         let find = |role| self.roles.iter().zip(extras).find(|(other, _)| **other == role).map(|(_, array)| array);
         match (find(Role::CuQ), find(Role::CuK)) {
             (None, None) => Ok(None),
-            // Offsets on a device are not read: no sequence is longer than all of them.
+            // Offsets on a device are not read.
             (Some(cu_q), Some(_)) if cuda::number(q).is_some() => {
                 let rows = |array: &Array| array.shape().first().copied().unwrap_or(0);
                 let batch = cu_q.shape().first().copied().unwrap_or(0).saturating_sub(1);
                 let (total_q, total_k) = (rows(q), rows(k));
-                Ok(Some(Packed { batch, total_q, total_k, max_q: total_q, max_k: total_k }))
+                let heads = |array: &Array| array.shape().get(1).copied().unwrap_or(0);
+                let [max_q, max_k] = self.bounds([total_q, total_k], heads(q) / heads(k).max(1));
+                Ok(Some(Packed { batch, total_q, total_k, max_q, max_k }))
             }
             (Some(cu_q), Some(cu_k)) => {
                 let claims = &mut Default::default();
@@ -236,6 +292,23 @@ impl Description {
             }
             _ => Err(wrong("`cu_seqlens_q` and `cu_seqlens_k` belong together; give both or neither")),
         }
+    }
+
+    /// Upper bounds of the lengths of packed sequences on a GPU; `group` is query heads for each key/value head.
+    ///
+    /// The caller's bound of the queries chooses the decode kernel, whose tile holds all queries of a group of heads. The
+    /// bound becomes the whole tile: a sequence that is longer than the caller said then stays inside the tile's memory. A group
+    /// that does not divide the tile, and modifiers, whose indices are planned from the lengths, leave the totals as bounds.
+    fn bounds(&self, [total_q, total_k]: [usize; 2], group: usize) -> [usize; 2] {
+        /// Rows of the decode kernel's tile.
+        const TILE: usize = 64;
+        if self.roles.iter().any(|role| matches!(role, Role::Aux { .. } | Role::Blocks(_))) {
+            return [total_q, total_k];
+        }
+        let [q, k] = self.longest;
+        let fits = |q: &usize| group > 0 && TILE.is_multiple_of(group) && q.saturating_mul(group) <= TILE;
+        let max_q = q.filter(fits).map_or(total_q, |_| (TILE / group).min(total_q));
+        [max_q, k.map_or(total_k, |k| k.min(total_k))]
     }
 
     fn build(&self, [q, k, v]: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<Problem> {

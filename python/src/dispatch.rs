@@ -6,8 +6,8 @@
 use crate::array::{Array, Claims, Place, fresh, wrong};
 use crate::blocks;
 use crate::cuda;
-use crate::description::{Description, Role};
-use fulgurite::{BlockMask, Choice, Error, GradientOutputs, Inputs, Outputs, Problem, Run, Saved, TensorViewMut};
+use crate::description::{Description, Known, Role};
+use fulgurite::{BlockMask, Choice, Error, Inputs, Outputs, Run, Saved, TensorViewMut};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::cell::RefCell;
@@ -20,7 +20,7 @@ thread_local! {
 }
 
 /// What the caller got wrong is a `ValueError`, what the device did a `RuntimeError`.
-fn refuse(error: Error) -> PyErr {
+pub fn refuse(error: Error) -> PyErr {
     match error {
         Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
         _ => wrong(error.to_string()),
@@ -34,7 +34,7 @@ pub struct Call<'a> {
     k: Array,
     v: Array,
     extras: Vec<Array>,
-    problem: Arc<Problem>,
+    known: Arc<Known>,
     blocks: Option<BlockMask>,
 }
 
@@ -57,12 +57,12 @@ impl<'a> Call<'a> {
             let (place, choice) = (q.place(), description.choice);
             return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
         }
-        let problem = description.problem([&q, &k, &v], &extras)?;
+        let known = description.known([&q, &k, &v], &extras)?;
         let blocks = match q.place() {
-            Place::Host => blocks::from_lists(description, &problem, &extras)?,
+            Place::Host => blocks::from_lists(description, &known.problem, &extras)?,
             _ => None,
         };
-        Ok(Call { description, q, k, v, extras, problem, blocks })
+        Ok(Call { description, q, k, v, extras, known, blocks })
     }
 
     fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
@@ -93,7 +93,7 @@ impl<'a> Call<'a> {
     }
 
     fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
-        self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse)
+        self.description.engine.forward_into(&self.known.problem, inputs, outputs, &Run::default()).map_err(refuse)
     }
 
     /// Seconds that the engine takes for `times` calls, everything around it done once.
@@ -117,7 +117,7 @@ impl<'a> Call<'a> {
         match lse {
             Some(lse) => run(&inputs, &mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
             None => LSE.with_borrow_mut(|room| {
-                let shape = self.problem.lse_shape();
+                let shape = self.known.problem.lse_shape();
                 let need = shape.iter().product();
                 if room.len() < need {
                     room.resize(need, 0.0);
@@ -130,13 +130,14 @@ impl<'a> Call<'a> {
 
     /// The same for arrays on a GPU; `object` is that behind q.
     fn on_gpu<'b, 'py>(&'b self, object: &'b Bound<'py, PyAny>) -> cuda::Call<'b, 'py> {
-        let Call { description, q, k, v, extras, problem, .. } = self;
-        cuda::Call { description, problem, object, rows: [q, k, v], extras }
+        let Call { description, q, k, v, extras, known, .. } = self;
+        cuda::Call { description, known, object, rows: [q, k, v], extras }
     }
 
     /// For each result of backward: what it is called, its shape, and whether it is f32 whatever q is.
     pub fn gradients(&self) -> Vec<(String, Vec<usize>, bool)> {
-        let rows = [("d_q", self.problem.q_shape()), ("d_k", self.problem.k_shape()), ("d_v", self.problem.v_shape())];
+        let problem = &self.known.problem;
+        let rows = [("d_q", problem.q_shape()), ("d_k", problem.k_shape()), ("d_v", problem.v_shape())];
         let mut all: Vec<_> = rows.into_iter().map(|(name, shape)| (name.to_string(), shape, false)).collect();
         for (role, array) in self.description.roles.iter().zip(&self.extras) {
             if matches!(role, Role::Sinks | Role::Aux { grad: true, .. }) {
@@ -157,7 +158,8 @@ impl<'a> Call<'a> {
         let names = || want.iter().map(|(name, ..)| name.as_str());
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
         if cuda::number(&self.q).is_some() {
-            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, gradients);
+            let names: Vec<&str> = names().collect();
+            return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, &names, gradients);
         }
         let given = [("o", o), ("lse", lse), ("d_o", d_o)].into_iter().chain(d_lse.map(|array| ("d_lse", array)));
         on_host(given.chain(names().zip(gradients)))?;
@@ -170,29 +172,11 @@ impl<'a> Call<'a> {
                 d_o: d_o.view("d_o", &mut claims)?,
                 d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
             };
-            let mut views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
-            let mut view = || views.next().expect("bug in fulgurite: as many were counted");
-            let (d_q, d_k, d_v) = (view()?, view()?, view()?);
-            let mut results = GradientOutputs {
-                d_q,
-                d_k,
-                d_v,
-                d_sinks: None,
-                d_aux: self.problem.aux().iter().map(|_| None).collect(),
-            };
-            for role in &self.description.roles {
-                match role {
-                    Role::Sinks => results.d_sinks = Some(view()?),
-                    Role::Aux { name, grad: true } => {
-                        let at = self.problem.aux().iter().position(|spec| *spec.name == **name);
-                        results.d_aux[at.expect("bug in fulgurite: each was declared")] = Some(view()?);
-                    }
-                    _ => {}
-                }
-            }
+            let views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
+            let mut results = self.description.gradient_outputs(&self.known.problem, views)?;
             self.description
                 .engine
-                .backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default())
+                .backward_into(&self.known.problem, &inputs, &saved, &mut results, &Run::default())
                 .map_err(refuse)
         })
     }
@@ -239,8 +223,8 @@ pub fn forward(
 ) -> PyResult<(Py<PyAny>, Option<Py<PyAny>>)> {
     let py = qkv[0].py();
     let call = Call::new(description, qkv, extras)?;
-    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), false)?) } else { None };
-    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), true)?) } else { None };
+    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.known.problem.o_shape(), false)?) } else { None };
+    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.known.problem.lse_shape(), true)?) } else { None };
     let target = out.or_else(|| made.as_ref().map(|made| made.object(py)));
     let o = Array::read("out", target.expect("bug in fulgurite: one of the two is there"))?;
     let lse = made_lse.as_ref().map(|made| Array::read("lse", made.object(py))).transpose()?;

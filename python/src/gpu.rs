@@ -1,6 +1,6 @@
 //! Kernels on a GPU, on raw pointers and the caller's stream: for measurements, and for what the package builds on them.
 
-use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options};
+use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options, ProfileSource};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ type RawMatrix = (u64, u64, u64, u64, u64, u64, u64);
 
 fn matrix(gpu: &gpu::Gpu, (address, bytes, rows, cols, row_stride, batch, batch_stride): RawMatrix) -> Matrix {
     // SAFETY: the contract of this class: pointers are memory of this GPU that lives until the stream has passed the call.
-    let span = unsafe { gpu.cuda().memory(address, bytes) };
+    let span = unsafe { gpu.device().memory(address, bytes) };
     Matrix { span, rows, cols, row_stride, batch, batch_stride }
 }
 
@@ -19,10 +19,10 @@ fn matrix(gpu: &gpu::Gpu, (address, bytes, rows, cols, row_stride, batch, batch_
 pub struct Gpu(gpu::Gpu);
 
 /// What the caller got wrong is a `ValueError`, the rest a `RuntimeError`.
-fn refuse(e: gpu::GpuError) -> PyErr {
+fn refuse(e: fulgurite::Error) -> PyErr {
     match e {
-        gpu::GpuError::Product(_) | gpu::GpuError::Kernel(_) => PyValueError::new_err(e.to_string()),
-        _ => PyRuntimeError::new_err(e.to_string()),
+        fulgurite::Error::Device(_) | fulgurite::Error::Profile(_) => PyRuntimeError::new_err(e.to_string()),
+        _ => PyValueError::new_err(e.to_string()),
     }
 }
 fn wrong(what: String) -> PyErr {
@@ -36,7 +36,10 @@ impl Gpu {
     #[pyo3(signature = (ordinal = 0, cache = None, ptxas = None))]
     fn new(ordinal: u32, cache: Option<PathBuf>, ptxas: Option<PathBuf>) -> PyResult<Self> {
         let options = Options { cache, losses: Losses::Refuse, ptxas };
-        Ok(Gpu(gpu::Gpu::open(ordinal, options).map_err(refuse)?))
+        Ok(
+            Gpu(gpu::Gpu::open(ordinal, options, &ProfileSource::usual(&|name| std::env::var_os(name)))
+                .map_err(refuse)?),
+        )
     }
 
     /// Its name.
@@ -76,7 +79,7 @@ impl Gpu {
         });
         let gemm = Gemm { number, layouts, config };
         // SAFETY: the contract of this class: the handle is a stream of this GPU that lives.
-        let stream = unsafe { self.0.cuda().stream(stream) };
+        let stream = unsafe { self.0.device().stream(stream) };
         self.0.product(&gemm, [a, b, c].map(|raw| matrix(&self.0, raw)), stream).map_err(refuse)
     }
 }

@@ -215,6 +215,7 @@ def test_refused_offsets():
     assert pack([0, 2**40], [0, 4]).endswith("allowed: 32-bit integers")
     assert pack([0.5], [0, 4]) == "`cu_seqlens` is float64, allowed: integers"
     assert refused(*GOOD, used_lengths=(None, [5])).startswith("`used_k`[0] is 5, allowed: 0 to 4")
+    assert refused(*GOOD, max_lengths=(1, 4)).startswith("`max_lengths` was given without `cu_seqlens`")
     assert "a pair, for queries and for keys" in refused(q, k, v, cu_seqlens=np.array([0, 4]))
 
 

@@ -3,7 +3,7 @@
 use crate::points::args::{ClusterArgs, NeighborsArgs, SvdArgs};
 use crate::variants::args::{Op, System, VariantArgs};
 use clap::{CommandFactory, Parser, Subcommand};
-use fulgurite::gpu::{Arch, Order, Target};
+use fulgurite::gpu::{Arch, Order, ProfileSource, Target};
 use fulgurite::variants::Skip;
 use fulgurite::{Choice, DType, Exp, Precision, Rescale, Settings};
 use std::path::PathBuf;
@@ -59,10 +59,15 @@ pub struct EngineArgs {
     pub threads: Option<usize>,
 }
 
+/// The profiles of GPUs, where the environment says they are.
+pub fn profiles() -> ProfileSource {
+    ProfileSource::usual(&|name| std::env::var_os(name))
+}
+
 impl EngineArgs {
     /// The settings these arguments ask for.
     pub fn settings(&self) -> Settings {
-        let mut settings = Settings::default();
+        let mut settings = Settings::default().profile(profiles());
         settings.threads = self.threads;
         settings
     }

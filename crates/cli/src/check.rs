@@ -41,7 +41,7 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
         Some(choice) => vec![choice],
         None => engines().into_iter().filter(|choice| *choice != Choice::Oracle).collect(),
     };
-    let mut settings = fulgurite::Settings::default().order(args.order);
+    let mut settings = fulgurite::Settings::default().order(args.order).profile(crate::args::profiles());
     settings.threads = args.threads;
     let engines: Result<Vec<_>, _> = choices.iter().map(|&choice| engine_with(choice, &settings)).collect();
     let engines = engines?;

@@ -2,7 +2,7 @@
 
 use crate::args::ExplainArgs;
 use crate::{Failure, json, kernel, say};
-use fulgurite::gpu::{self, Cuda, Explained, Options, Profile, Tables};
+use fulgurite::gpu::{self, Cuda, Explained, Options, Tables};
 use fulgurite::sim::Device;
 use fulgurite::{
     Choice, Inputs, Mask, Precision, Problem, ProblemBuilder, Run, Stopwatch, Tensor, engine_with, explain,
@@ -70,7 +70,7 @@ pub fn main(args: &ExplainArgs) -> Result<(), Failure> {
 /// The cuts that a call here would take: those of the profile, where there is a GPU that has one.
 fn tables() -> Result<Tables, fulgurite::Error> {
     match Cuda::open(0, Options::default()) {
-        Ok(gpu) => Ok(Profile::tables_for(&gpu.name())?),
+        Ok(gpu) => Ok(crate::args::profiles().tables(&gpu.name())?),
         Err(_) => Ok(Tables::default()),
     }
 }

@@ -152,10 +152,10 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
             args.names.join(", ")
         )));
     }
-    let gpu = Gpu::open(args.gpu, gpu::Options::default()).map_err(Failure::input)?;
+    let gpu = Gpu::open(args.gpu, gpu::Options::default(), &crate::args::profiles()).map_err(Failure::input)?;
     say(&format!("{} and the simulator, seed {}", gpu.name(), args.seed))?;
     if args.adder {
-        return adders(gpu.device(), args.seed);
+        return adders(gpu.device().as_ref(), args.seed);
     }
     let line = |cells: [&str; 6], worst: &str| {
         let [name, cases, elements, unequal, steps, seconds] = cells;
@@ -170,7 +170,7 @@ pub fn against_gpu(args: &SimVsGpuArgs) -> Result<(), Failure> {
             let sizes = random_sizes(&mut rng);
             let sim = Sim::new(Options { seed: args.seed, ..Options::default() });
             let seed = rng.bits();
-            let one = compare(name, &sizes, seed, &sim, gpu.device()).map_err(failure)?;
+            let one = compare(name, &sizes, seed, &sim, gpu.device().as_ref()).map_err(failure)?;
             elements += one.elements;
             unequal += one.unequal;
             if one.steps > worst.0 {

@@ -2,9 +2,7 @@
 
 use crate::args::TuneArgs;
 use crate::{Failure, json, progress, say};
-use fulgurite::gpu::{
-    BackwardConfig, Cuda, ForwardConfig, Measured, Options, Pass, Place, Profile, Tried, TuneError, tune,
-};
+use fulgurite::gpu::{BackwardConfig, Cuda, ForwardConfig, Measured, Options, Pass, Place, Tried, TuneError, tune};
 use fulgurite::sim::Device;
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -46,7 +44,7 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
         places.retain(|place| lens.contains(&place.len));
     }
     let device = Arc::new(Cuda::open(0, Options::default()).map_err(fulgurite::Error::from)?);
-    let path = args.profile.clone().or_else(|| Profile::default_path(&device.name())).ok_or_else(|| {
+    let path = args.profile.clone().or_else(|| crate::args::profiles().path(&device.name())).ok_or_else(|| {
         Failure::input("there is no folder for the profile; name one with `--profile FILE` or FULGURITE_PROFILE")
     })?;
     let (start, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));

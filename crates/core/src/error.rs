@@ -6,7 +6,7 @@ use crate::exp::ExpError;
 use crate::expr::ExprError;
 use crate::precision::PrecisionError;
 use crate::problem::MAX_HEAD_DIM;
-use crate::tensor::TensorError;
+use crate::tensor::{Place, TensorError};
 use thiserror::Error;
 
 /// Why a problem was refused; the caller can repair the call from the message alone.
@@ -245,6 +245,24 @@ pub enum InputError {
         got: DType,
         /// What is allowed.
         want: &'static str,
+    },
+    /// A tensor that lies elsewhere than it must.
+    #[error("`{arg}` is on {got}, allowed: {want}; move it there")]
+    Place {
+        /// The tensor.
+        arg: String,
+        /// Where it lies.
+        got: Place,
+        /// Where the call needs it.
+        want: Place,
+    },
+    /// A device tensor with gaps that the kernels do not step over.
+    #[error("`{arg}` has strides {got:?}, allowed: contiguous; make it contiguous")]
+    Strides {
+        /// The tensor.
+        arg: String,
+        /// Its strides.
+        got: Vec<usize>,
     },
     /// A last axis with gaps.
     #[error("`{arg}` has stride {got} on its last axis, allowed: 1; make it contiguous there")]

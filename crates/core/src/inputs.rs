@@ -1,11 +1,11 @@
 //! The contents of a call: tensors, and the proof that they fit a problem.
 
-use crate::block::BlockMask;
+use crate::block::{BlockMask, BlockSpec};
 use crate::dtype::DType;
 use crate::error::InputError;
 use crate::expr::{Domain, Program};
 use crate::problem::{Layout, Problem, Side, check_offsets};
-use crate::tensor::{Tensor, TensorError, TensorView, TensorViewMut};
+use crate::tensor::{DeviceId, Place, Tensor, TensorError, TensorView, TensorViewMut};
 use std::ops::Range;
 
 /// The tensors of a forward call.
@@ -30,8 +30,24 @@ pub struct Inputs<'a> {
     pub used_k: Option<TensorView<'a>>,
     /// Auxiliary tensors by name.
     pub aux: Vec<(&'a str, TensorView<'a>)>,
-    /// Lists of visible blocks.
+    /// Lists of visible blocks, where tensors lie in host memory.
     pub block_mask: Option<&'a BlockMask>,
+    /// Lists of visible blocks, where tensors lie on a device.
+    pub block_lists: Option<BlockLists<'a>>,
+}
+
+/// The lists of a block mask on a device, i32 and contiguous; partial blocks first, full blocks second.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockLists<'a> {
+    /// Blocks of each list: `[batch | 1, heads | 1, query blocks]`.
+    pub counts: [TensorView<'a>; 2],
+    /// The blocks: the same axes, and one for the longest list.
+    pub blocks: [TensorView<'a>; 2],
+}
+
+impl BlockLists<'_> {
+    /// Names of the four tensors in messages: counts and blocks of partial lists, then of full ones.
+    pub const NAMES: [&'static str; 4] = ["kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"];
 }
 
 impl<'a> Inputs<'a> {
@@ -48,6 +64,7 @@ impl<'a> Inputs<'a> {
             used_k: None,
             aux: Vec::new(),
             block_mask: None,
+            block_lists: None,
         }
     }
     /// Gives the sinks.
@@ -70,6 +87,11 @@ impl<'a> Inputs<'a> {
         self.aux.push((name, view));
         self
     }
+    /// Gives the block lists of tensors on a device.
+    pub fn block_lists(mut self, lists: BlockLists<'a>) -> Self {
+        self.block_lists = Some(lists);
+        self
+    }
     /// Gives the block lists.
     pub fn block_mask(mut self, mask: &'a BlockMask) -> Self {
         self.block_mask = Some(mask);
@@ -81,7 +103,14 @@ impl<'a> Inputs<'a> {
         self.bind(problem).map(|_| ())
     }
 
-    /// Checks that these tensors fit `problem` and binds the two together.
+    /// Checks that these tensors lie on this device and fit `problem`. The checks are those of [`bind`](Self::bind), less what
+    /// would read their contents: kernels clamp lengths and indices.
+    pub fn bind_on<'i>(&'i self, problem: &'i Problem, device: DeviceId) -> Result<DeviceBound<'i, 'a>, InputError> {
+        fit(self, problem, Place::Device(device))?;
+        Ok(DeviceBound { problem, inputs: self, device })
+    }
+
+    /// Checks that these tensors lie in host memory and fit `problem`, and binds the two together.
     pub fn bind(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
     where
         Self: 'a,
@@ -135,7 +164,35 @@ impl Rows {
     }
 }
 
-/// Tensors that fit a problem. Holding one tells you that every check has happened.
+/// Tensors on a device that fit a problem. Holding one tells you that every check has happened that needs no contents.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceBound<'i, 'a> {
+    problem: &'i Problem,
+    inputs: &'i Inputs<'a>,
+    device: DeviceId,
+}
+
+impl<'i, 'a> DeviceBound<'i, 'a> {
+    /// The problem.
+    pub fn problem(&self) -> &'i Problem {
+        self.problem
+    }
+    /// The tensors.
+    pub fn inputs(&self) -> &'i Inputs<'a> {
+        self.inputs
+    }
+    /// The device they lie on.
+    pub fn device(&self) -> DeviceId {
+        self.device
+    }
+    /// Auxiliary tensors in the order of the problem.
+    pub fn aux(&self) -> impl Iterator<Item = &'i TensorView<'a>> {
+        let named = |name: &str| self.inputs.aux.iter().find(|(own, _)| **own == *name).map(|(_, view)| view);
+        self.problem.aux().iter().filter_map(move |spec| named(&spec.name))
+    }
+}
+
+/// Tensors in host memory that fit a problem. Holding one tells you that every check has happened.
 #[derive(Debug, Clone)]
 pub struct Bound<'a> {
     problem: &'a Problem,
@@ -235,24 +292,53 @@ pub(crate) fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputEr
     if got == want { Ok(()) } else { Err(InputError::DType { arg: arg.into(), got, want: want.name() }) }
 }
 
-/// Shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
+/// Place, shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
 fn rows_fit(
     arg: &'static str,
-    shape: &[usize],
-    strides: &[usize],
-    dtype: DType,
+    view: &TensorView<'_>,
     want: &[usize],
     problem: &Problem,
+    place: Place,
 ) -> Result<(), InputError> {
-    shape_is(arg, shape, want)?;
-    dtype_is(arg, dtype, problem.dtype())?;
-    last_stride(arg, shape, strides)
+    check_on(arg, view, want, problem.dtype(), place)?;
+    last_stride(arg, view.shape(), view.strides())
 }
 
-/// Checks a tensor against a shape and a type; any strides.
-pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
+/// Checks place, shape and type of a tensor; any strides.
+fn check_on(arg: &str, view: &TensorView<'_>, want: &[usize], dtype: DType, place: Place) -> Result<(), InputError> {
+    place_is(arg, view, place)?;
     shape_is(arg, view.shape(), want)?;
     dtype_is(arg, view.dtype(), dtype)
+}
+
+/// Checks a tensor in host memory against a shape and a type; any strides.
+pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
+    check_on(arg, view, want, dtype, Place::Host)
+}
+
+fn place_is(arg: &str, view: &TensorView<'_>, want: Place) -> Result<(), InputError> {
+    let got = view.place();
+    if got == want { Ok(()) } else { Err(InputError::Place { arg: arg.into(), got, want }) }
+}
+
+/// Small tensors on a device are contiguous: kernels index them without strides.
+fn device_contiguous(arg: &str, view: &TensorView<'_>) -> Result<(), InputError> {
+    let (mut step, shape) = (1, view.shape());
+    let fits = shape.iter().zip(view.strides().iter()).rev().all(|(&size, &stride)| {
+        let fits = size <= 1 || stride == step;
+        step *= size;
+        fits
+    });
+    if fits || view.place() == Place::Host || shape.contains(&0) {
+        return Ok(());
+    }
+    Err(InputError::Strides { arg: arg.into(), got: view.strides().to_vec() })
+}
+
+/// Place, type and length of a list of integers.
+fn integers_fit(arg: &'static str, view: &TensorView<'_>, want: usize, place: Place) -> Result<(), InputError> {
+    check_on(arg, view, &[want], DType::I32, place)?;
+    device_contiguous(arg, view)
 }
 
 /// Rows must lie in one piece.
@@ -268,12 +354,12 @@ pub(crate) fn integers(arg: &'static str, view: &TensorView<'_>, want: usize) ->
     Ok(view.to_f64().into_iter().map(|x| x as i32).collect())
 }
 
-pub(crate) fn asked<'a>(
+pub(crate) fn asked<T>(
     arg: &'static str,
     wanted: bool,
-    given: Option<TensorView<'a>>,
+    given: Option<T>,
     hint: [&'static str; 2],
-) -> Result<Option<TensorView<'a>>, InputError> {
+) -> Result<Option<T>, InputError> {
     match (wanted, given) {
         (true, None) => Err(InputError::Missing { arg: arg.into(), hint: hint[0] }),
         (false, Some(_)) => Err(InputError::Unused { arg: arg.into(), hint: hint[1] }),
@@ -282,13 +368,9 @@ pub(crate) fn asked<'a>(
 }
 
 fn sequences(inputs: &Inputs<'_>, problem: &Problem) -> Result<Vec<Sequence>, InputError> {
-    let packed = matches!(problem.layout(), Layout::Packed(_));
-    let hint = ["call Inputs::cu_seqlens", "build the problem with ProblemBuilder::packed"];
-    let cu_q = asked("cu_seqlens_q", packed, inputs.cu_seqlens_q, hint)?;
-    let cu_k = asked("cu_seqlens_k", packed, inputs.cu_seqlens_k, hint)?;
     let batch = problem.batch();
     let mut all = Vec::with_capacity(batch);
-    match (problem.layout(), cu_q, cu_k) {
+    match (problem.layout(), inputs.cu_seqlens_q, inputs.cu_seqlens_k) {
         (Layout::Packed(p), Some(cu_q), Some(cu_k)) => {
             let lists = [
                 ("cu_seqlens_q", integers("cu_seqlens_q", &cu_q, batch + 1)?, p.total_q, p.max_q),
@@ -317,13 +399,12 @@ fn sequences(inputs: &Inputs<'_>, problem: &Problem) -> Result<Vec<Sequence>, In
             all.extend((0..batch).map(|b| Sequence { batch: b, q_start: 0, q_len, k_start: 0, k_len }));
         }
     }
-    let hint = ["call Inputs::used_lengths", "say so with ProblemBuilder::used_lengths"];
-    if let Some(view) = asked("used_q", problem.has_used_q(), inputs.used_q, hint)? {
+    if let Some(view) = inputs.used_q {
         for (s, got) in all.iter_mut().zip(integers("used_q", &view, batch)?) {
             s.q_len = used("used_q", s.batch, got, s.q_len)?;
         }
     }
-    if let Some(view) = asked("used_k", problem.has_used_k(), inputs.used_k, hint)? {
+    if let Some(view) = inputs.used_k {
         for (s, got) in all.iter_mut().zip(integers("used_k", &view, batch)?) {
             s.k_len = used("used_k", s.batch, got, s.k_len)?;
         }
@@ -335,63 +416,122 @@ fn used(arg: &'static str, at: usize, got: i32, max: usize) -> Result<usize, Inp
     usize::try_from(got).ok().filter(|&n| n <= max).ok_or(InputError::Used { arg, at, got, max })
 }
 
-fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, InputError> {
+/// Every check of the inputs that needs no contents: all tensors of the problem are there and no others; they lie where q must
+/// lie; shapes, types and strides fit.
+fn fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     for (arg, view, want) in
         [("q", &inputs.q, problem.q_shape()), ("k", &inputs.k, problem.k_shape()), ("v", &inputs.v, problem.v_shape())]
     {
-        rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, problem)?;
+        rows_fit(arg, view, &want, problem, place)?;
     }
     let hint = ["call Inputs::sinks", "say so with ProblemBuilder::sinks"];
-    let sinks = asked("sinks", problem.has_sinks(), inputs.sinks, hint)?;
-    if let Some(sinks) = &sinks {
+    if let Some(sinks) = asked("sinks", problem.has_sinks(), inputs.sinks.as_ref(), hint)? {
+        place_is("sinks", sinks, place)?;
         shape_is("sinks", sinks.shape(), &[problem.q_heads()])?;
         if !sinks.dtype().is_float() {
             return Err(InputError::DType { arg: "sinks".into(), got: sinks.dtype(), want: "f32, f16 or bf16" });
         }
+        device_contiguous("sinks", sinks)?;
     }
-    let mut aux = Vec::with_capacity(problem.aux().len());
     for spec in problem.aux() {
         let (_, view) = inputs.aux.iter().find(|(name, _)| **name == *spec.name).ok_or_else(|| {
             InputError::Missing { arg: spec.name.to_string(), hint: "call Inputs::aux with that name" }
         })?;
-        shape_is(&spec.name, view.shape(), &spec.shape)?;
-        dtype_is(&spec.name, view.dtype(), spec.dtype)?;
-        aux.push(*view);
+        check_on(&spec.name, view, &spec.shape, spec.dtype, place)?;
     }
     if let Some((name, _)) = inputs.aux.iter().find(|(name, _)| !problem.aux().iter().any(|spec| *spec.name == **name))
     {
         return Err(InputError::Unused { arg: name.to_string(), hint: "declare it with ProblemBuilder::aux" });
     }
+    let (batch, packed) = (problem.batch(), matches!(problem.layout(), Layout::Packed(_)));
+    let offsets = ["call Inputs::cu_seqlens", "build the problem with ProblemBuilder::packed"];
+    let used = ["call Inputs::used_lengths", "say so with ProblemBuilder::used_lengths"];
+    for (arg, wanted, view, len, hint) in [
+        ("cu_seqlens_q", packed, &inputs.cu_seqlens_q, batch + 1, offsets),
+        ("cu_seqlens_k", packed, &inputs.cu_seqlens_k, batch + 1, offsets),
+        ("used_q", problem.has_used_q(), &inputs.used_q, batch, used),
+        ("used_k", problem.has_used_k(), &inputs.used_k, batch, used),
+    ] {
+        if let Some(view) = asked(arg, wanted, view.as_ref(), hint)? {
+            integers_fit(arg, view, len, place)?;
+        }
+    }
+    match place {
+        Place::Host => block_mask_fits(inputs, problem),
+        Place::Device(_) => block_lists_fit(inputs, problem, place),
+    }
+}
+
+/// The block mask of tensors in host memory.
+fn block_mask_fits(inputs: &Inputs<'_>, problem: &Problem) -> Result<(), InputError> {
+    let unused = |arg: &str, hint| Err(InputError::Unused { arg: arg.into(), hint });
+    if inputs.block_lists.is_some() {
+        return unused("block_lists", "they belong to tensors on a device; call Inputs::block_mask");
+    }
     match (problem.blocks(), inputs.block_mask) {
-        (None, None) => {}
-        (Some(_), None) => {
-            return Err(InputError::Missing { arg: "block_mask".into(), hint: "call Inputs::block_mask" });
-        }
-        (None, Some(_)) => {
-            let hint = "say so with ProblemBuilder::block_mask";
-            return Err(InputError::Unused { arg: "block_mask".into(), hint });
-        }
+        (None, None) => Ok(()),
+        (Some(_), None) => Err(InputError::Missing { arg: "block_mask".into(), hint: "call Inputs::block_mask" }),
+        (None, Some(_)) => unused("block_mask", "say so with ProblemBuilder::block_mask"),
         (Some(spec), Some(mask)) => {
             let blocks = spec.blocks(problem.max_q_len(), problem.max_k_len());
             if spec != mask.spec() || blocks != mask.blocks() {
                 let say = |spec, [q, k]: [usize; 2]| format!("{spec:?} with {q} x {k} blocks");
                 return Err(InputError::Blocks { got: say(mask.spec(), mask.blocks()), want: say(spec, blocks) });
             }
-            for (what, got, full) in [("batch", spec.batch, problem.batch()), ("heads", spec.heads, problem.q_heads())]
-            {
-                if got != 1 && got != full {
-                    return Err(InputError::Blocks { got: format!("{what} {got}"), want: format!("1 or {full}") });
-                }
-            }
+            block_axes_fit(spec, problem)
         }
     }
+}
+
+/// The block lists of tensors on a device.
+fn block_lists_fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
+    let unused = |arg: &str, hint| Err(InputError::Unused { arg: arg.into(), hint });
+    if inputs.block_mask.is_some() {
+        return unused("block_mask", "it belongs to tensors in host memory; call Inputs::block_lists");
+    }
+    match (problem.blocks(), &inputs.block_lists) {
+        (None, None) => Ok(()),
+        (Some(_), None) => Err(InputError::Missing { arg: "block_lists".into(), hint: "call Inputs::block_lists" }),
+        (None, Some(_)) => unused("block_lists", "say so with ProblemBuilder::block_mask"),
+        (Some(spec), Some(BlockLists { counts, blocks })) => {
+            block_axes_fit(spec, problem)?;
+            let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
+            let [count_0, blocks_0, count_1, blocks_1] = BlockLists::NAMES;
+            let names = [(count_0, blocks_0), (count_1, blocks_1)];
+            for ((arg, name), (counts, blocks)) in names.into_iter().zip(counts.iter().zip(blocks)) {
+                let shape = [spec.batch, spec.heads, q_blocks];
+                check_on(arg, counts, &shape, DType::I32, place)?;
+                // Lists may have less room than there are blocks: the longest decides.
+                let width = blocks.shape().last().map_or(0, |&width| width.clamp(1, k_blocks.max(1)));
+                check_on(name, blocks, &[spec.batch, spec.heads, q_blocks, width], DType::I32, place)?;
+                device_contiguous(arg, counts)?;
+                device_contiguous(name, blocks)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// A block mask has one set of lists for each sequence and head, or one for all.
+fn block_axes_fit(spec: BlockSpec, problem: &Problem) -> Result<(), InputError> {
+    for (what, got, full) in [("batch", spec.batch, problem.batch()), ("heads", spec.heads, problem.q_heads())] {
+        if got != 1 && got != full {
+            return Err(InputError::Blocks { got: format!("{what} {got}"), want: format!("1 or {full}") });
+        }
+    }
+    Ok(())
+}
+
+fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, InputError> {
+    fit(inputs, problem, Place::Host)?;
+    let aux = |name: &str| inputs.aux.iter().find(|(own, _)| **own == *name).map(|(_, view)| *view);
     let bound = Bound {
         problem,
         q: inputs.q,
         k: inputs.k,
         v: inputs.v,
-        sinks,
-        aux,
+        sinks: inputs.sinks,
+        aux: problem.aux().iter().filter_map(|spec| aux(&spec.name)).collect(),
         block_mask: inputs.block_mask,
         sequences: sequences(inputs, problem)?,
     };
@@ -409,7 +549,7 @@ impl<'a> Bound<'a> {
     ) -> Result<Bound<'a>, InputError> {
         let shapes = [self.problem.q_shape(), self.problem.k_shape(), self.problem.v_shape()];
         for ((arg, view), want) in [("q", &q), ("k", &k), ("v", &v)].into_iter().zip(shapes) {
-            rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, self.problem)?;
+            rows_fit(arg, view, &want, self.problem, Place::Host)?;
         }
         Ok(Bound { q, k, v, ..self.clone() })
     }
@@ -461,12 +601,27 @@ pub struct Outputs<'a> {
 }
 
 impl Outputs<'_> {
-    /// Checks that these tensors fit `problem`.
+    /// Checks that these tensors lie in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
-        rows_fit("o", self.o.shape(), self.o.strides(), self.o.dtype(), &problem.o_shape(), problem)?;
-        shape_is("lse", self.lse.shape(), &problem.lse_shape())?;
-        dtype_is("lse", self.lse.dtype(), DType::F32)
+        self.check_on(problem, Place::Host)
     }
+
+    /// Checks that these tensors lie there and fit `problem`.
+    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
+        check_o(&self.o, problem, place)?;
+        lse_fits("lse", &self.lse.as_view(), problem, place)
+    }
+}
+
+/// Checks that the result of a forward call lies there and fits `problem`.
+pub fn check_o(o: &TensorViewMut<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
+    rows_fit("o", &o.as_view(), &problem.o_shape(), problem, place)
+}
+
+/// Checks that the LSE, or its gradient, lies there and fits `problem`.
+pub fn lse_fits(arg: &str, view: &TensorView<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
+    check_on(arg, view, &problem.lse_shape(), DType::F32, place)?;
+    device_contiguous(arg, view)
 }
 
 /// The result of a forward call.
@@ -512,21 +667,21 @@ pub struct Saved<'a> {
 }
 
 impl Saved<'_> {
-    /// Checks that these tensors fit `problem`.
+    /// Checks that these tensors lie in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
-        for (arg, view) in [("o", &self.o), ("d_o", &self.d_o)] {
-            shape_is(arg, view.shape(), &problem.o_shape())?;
-            dtype_is(arg, view.dtype(), problem.dtype())?;
+        self.check_on(problem, Place::Host)
+    }
+
+    /// Checks that these tensors lie there and fit `problem`.
+    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
+        rows_fit("o", &self.o, &problem.o_shape(), problem, place)?;
+        check_on("d_o", &self.d_o, &problem.o_shape(), problem.dtype(), place)?;
+        if place != Place::Host {
+            // In host memory d_o may be a broadcast: the gradient of a sum has stride 0 everywhere.
+            last_stride("d_o", self.d_o.shape(), self.d_o.strides())?;
         }
-        // d_o may be a broadcast (the gradient of a sum has stride 0 everywhere); o comes from forward.
-        rows_fit("o", self.o.shape(), self.o.strides(), self.o.dtype(), &problem.o_shape(), problem)?;
-        for (arg, view) in [("lse", Some(self.lse)), ("d_lse", self.d_lse)] {
-            if let Some(view) = view {
-                shape_is(arg, view.shape(), &problem.lse_shape())?;
-                dtype_is(arg, view.dtype(), DType::F32)?;
-            }
-        }
-        Ok(())
+        lse_fits("lse", &self.lse, problem, place)?;
+        self.d_lse.map_or(Ok(()), |view| lse_fits("d_lse", &view, problem, place))
     }
 }
 
@@ -586,20 +741,27 @@ pub struct GradientOutputs<'a> {
 }
 
 impl GradientOutputs<'_> {
-    /// Checks that these tensors fit `problem`.
+    /// Checks that these tensors lie in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
+        self.check_on(problem, Place::Host)
+    }
+
+    /// Checks that these tensors lie there and fit `problem`.
+    pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
+        let small = |arg: &str, d: &TensorViewMut<'_>, shape: &[usize]| {
+            let view = d.as_view();
+            check_on(arg, &view, shape, DType::F32, place)?;
+            device_contiguous(arg, &view)
+        };
         for (arg, view, want) in [
             ("d_q", &self.d_q, problem.q_shape()),
             ("d_k", &self.d_k, problem.k_shape()),
             ("d_v", &self.d_v, problem.v_shape()),
         ] {
-            rows_fit(arg, view.shape(), view.strides(), view.dtype(), &want, problem)?;
+            rows_fit(arg, &view.as_view(), &want, problem, place)?;
         }
         match (&self.d_sinks, problem.has_sinks()) {
-            (Some(d), true) => {
-                shape_is("d_sinks", d.shape(), &[problem.q_heads()])?;
-                dtype_is("d_sinks", d.dtype(), DType::F32)?;
-            }
+            (Some(d), true) => small("d_sinks", d, &[problem.q_heads()])?,
             (None, false) => {}
             (None, true) => {
                 return Err(InputError::Missing {
@@ -614,10 +776,7 @@ impl GradientOutputs<'_> {
         shape_is("d_aux", &[self.d_aux.len()], &[problem.aux().len()])?;
         for (spec, given) in problem.aux().iter().zip(&self.d_aux) {
             match (spec.grad, given) {
-                (true, Some(d)) => {
-                    shape_is(&format!("d_{}", spec.name), d.shape(), &spec.shape)?;
-                    dtype_is(&format!("d_{}", spec.name), d.dtype(), DType::F32)?;
-                }
+                (true, Some(d)) => small(&format!("d_{}", spec.name), d, &spec.shape)?,
                 (false, None) => {}
                 (true, None) => {
                     let hint = "give room for it, or declare it with ProblemBuilder::aux";

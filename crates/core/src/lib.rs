@@ -37,8 +37,12 @@ pub use error::{InputError, OffsetsError, ProblemError};
 pub use exp::{Exp, ExpError, Rescale, RescaleError};
 pub use expr::Expr;
 pub use half::{bf16, f16};
-pub use inputs::{Bound, Forward, GradientOutputs, Gradients, Inputs, Outputs, Rows, Saved, Sequence};
+pub use inputs::{
+    BlockLists, Bound, DeviceBound, Forward, GradientOutputs, Gradients, Inputs, Outputs, Rows, Saved, Sequence,
+};
 pub use mask::{Mask, Span};
 pub use precision::{Delta, GroupAttention, Int8Attention, Precision, PrecisionError};
 pub use problem::{AuxGradient, Layout, Packed, Problem, ProblemBuilder, Side};
-pub use tensor::{Data, DataMut, Storable, Tensor, TensorError, TensorView, TensorViewMut};
+pub use tensor::{
+    Data, DataMut, DeviceId, DeviceMemory, Place, Storable, Tensor, TensorError, TensorView, TensorViewMut,
+};

@@ -1,11 +1,12 @@
-//! Tensors in host memory: owned, borrowed and borrowed for writing.
+//! Tensors: owned, borrowed and borrowed for writing.
 //!
-//! A view is a typed slice, a shape and strides counted in elements. Holding one tells you that every
-//! index inside the shape lies inside the slice; holding a [`TensorViewMut`] also tells you that no two
-//! indices share an element.
+//! A view is memory, an element type, a shape and strides counted in elements. The memory is a slice of the host, or memory of a
+//! device that this crate knows nothing about but its size ([`DeviceMemory`]). Holding a view tells you that every index inside
+//! the shape lies inside the memory; holding a [`TensorViewMut`] also tells you that no two indices share an element.
 
 use crate::dtype::{DType, Element};
 use half::{bf16, f16};
+use std::any::Any;
 use std::fmt;
 use std::ops::Deref;
 use thiserror::Error;
@@ -98,6 +99,14 @@ pub enum TensorError {
         shape: Vec<usize>,
         /// The strides given.
         strides: Vec<usize>,
+    },
+    /// Device memory at an address that the element type cannot have.
+    #[error("data begins at address {address:#x}, allowed: multiples of {align}; copy it to an aligned buffer")]
+    Alignment {
+        /// The address.
+        address: u64,
+        /// Bytes of an element.
+        align: u64,
     },
     /// A view for writing in which two indices would share an element.
     #[error("strides {strides:?} make elements of shape {shape:?} overlap; write into a tensor without broadcast axes")]
@@ -289,10 +298,67 @@ fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dim
     Ok((dims, strides))
 }
 
+/// A device, by its kind and its number among those of the kind: `cuda:0`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceId {
+    /// Such as `cuda` or `sim`.
+    pub kind: &'static str,
+    /// From 0.
+    pub number: u32,
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// Memory of this process.
+    Host,
+    /// Memory of a device.
+    Device(DeviceId),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => f.write_str("cpu"),
+            Place::Device(DeviceId { kind, number }) => write!(f, "{kind}:{number}"),
+        }
+    }
+}
+
+/// Memory of a device. Only the code that runs the device knows its type and follows its address: it takes back its own type
+/// from [`as_any`](Self::as_any), and refuses any other.
+pub trait DeviceMemory: fmt::Debug + Sync {
+    /// The device.
+    fn device(&self) -> DeviceId;
+    /// Address of the first byte.
+    fn address(&self) -> u64;
+    /// Length in bytes.
+    fn bytes(&self) -> u64;
+    /// The memory as its own type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Checks shape and strides against memory of a device.
+fn device_layout(
+    memory: &dyn DeviceMemory,
+    dtype: DType,
+    shape: &[usize],
+    strides: Option<&[usize]>,
+) -> Result<(Dims, Dims), TensorError> {
+    let (align, address) = (dtype.size_bytes() as u64, memory.address());
+    let layout = layout((memory.bytes() / align) as usize, shape, strides)?;
+    match address.is_multiple_of(align) || layout.0.contains(&0) {
+        true => Ok(layout),
+        false => Err(TensorError::Alignment { address, align }),
+    }
+}
+
 /// A tensor borrowed for reading. Strides may repeat elements (broadcast axes have stride 0).
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
+    /// Empty where the tensor lies on a device.
     data: Data<'a>,
+    device: Option<&'a dyn DeviceMemory>,
     shape: Dims,
     strides: Dims,
 }
@@ -309,14 +375,41 @@ impl<'a> TensorView<'a> {
     pub fn new(data: impl Into<Data<'a>>, shape: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.len(), shape, None)?;
-        Ok(TensorView { data, shape, strides })
+        Ok(TensorView { data, device: None, shape, strides })
     }
 
     /// A view with strides in elements; `data` begins at index (0, .., 0).
     pub fn strided(data: impl Into<Data<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.len(), shape, Some(strides))?;
-        Ok(TensorView { data, shape, strides })
+        Ok(TensorView { data, device: None, shape, strides })
+    }
+
+    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be read here.
+    pub fn on_device(
+        memory: &'a dyn DeviceMemory,
+        dtype: DType,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+    ) -> Result<Self, TensorError> {
+        let (shape, strides) = device_layout(memory, dtype, shape, strides)?;
+        let data = match dtype {
+            DType::F32 => Data::F32(&[]),
+            DType::F16 => Data::F16(&[]),
+            DType::Bf16 => Data::Bf16(&[]),
+            DType::I32 => Data::I32(&[]),
+        };
+        Ok(TensorView { data, device: Some(memory), shape, strides })
+    }
+
+    /// Where the tensor lies.
+    pub fn place(&self) -> Place {
+        self.device.map_or(Place::Host, |memory| Place::Device(memory.device()))
+    }
+
+    /// Its memory, if it lies on a device.
+    pub fn device_memory(&self) -> Option<&'a dyn DeviceMemory> {
+        self.device
     }
 
     /// The element type.
@@ -334,7 +427,7 @@ impl<'a> TensorView<'a> {
         &self.strides
     }
 
-    /// The memory, beginning at index (0, .., 0).
+    /// The memory, beginning at index (0, .., 0); empty where the tensor lies on a device.
     pub fn data(&self) -> Data<'a> {
         self.data
     }
@@ -349,7 +442,7 @@ impl<'a> TensorView<'a> {
         per_dtype!(self.data, s => Element::to_f64(s[offset]), Data)
     }
 
-    /// The element at `index`. Panics outside the shape, as indexing a slice does.
+    /// The element at `index`. Panics outside the shape, as indexing a slice does, and for a tensor on a device.
     pub fn get(&self, index: &[usize]) -> f64 {
         assert_eq!(index.len(), self.shape.len(), "index rank");
         let inside = index.iter().zip(self.shape.iter()).all(|(i, n)| i < n);
@@ -402,10 +495,33 @@ fn for_each_offset(shape: &Dims, strides: &Dims, mut visit: impl FnMut(usize)) {
     }
 }
 
+/// Refuses strides with which two indices share an element.
+fn no_overlap(shape: &Dims, strides: &Dims) -> Result<(), TensorError> {
+    if shape.contains(&0) {
+        return Ok(());
+    }
+    // Sorted by stride, each axis must step over everything the smaller ones can reach.
+    let mut axes = [(0, 1); MAX_RANK];
+    for (axis, (&stride, &size)) in axes.iter_mut().zip(strides.iter().zip(shape.iter())) {
+        *axis = (stride, size);
+    }
+    axes.sort_unstable();
+    let mut reach = 0;
+    for (stride, size) in axes.into_iter().filter(|&(_, size)| size > 1) {
+        if stride <= reach {
+            return Err(TensorError::Overlap { shape: shape.to_vec(), strides: strides.to_vec() });
+        }
+        reach += stride * (size - 1);
+    }
+    Ok(())
+}
+
 /// A tensor borrowed for writing; no two indices share an element.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
+    /// Empty where the tensor lies on a device.
     data: DataMut<'a>,
+    device: Option<&'a dyn DeviceMemory>,
     shape: Dims,
     strides: Dims,
 }
@@ -415,25 +531,38 @@ impl<'a> TensorViewMut<'a> {
     pub fn new(data: impl Into<DataMut<'a>>, shape: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.as_data().len(), shape, None)?;
-        Ok(TensorViewMut { data, shape, strides })
+        Ok(TensorViewMut { data, device: None, shape, strides })
     }
 
     /// A view with strides in elements; `data` begins at index (0, .., 0).
     pub fn strided(data: impl Into<DataMut<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.as_data().len(), shape, Some(strides))?;
-        // Sorted by stride, each axis must step over everything the smaller ones can reach.
-        let mut axes: Vec<(usize, usize)> =
-            shape.iter().zip(strides.iter()).map(|(&n, &s)| (s, n)).filter(|&(_, n)| n > 1).collect();
-        axes.sort_unstable();
-        let mut reach = 0;
-        for (stride, size) in axes {
-            if stride <= reach && !shape.contains(&0) {
-                return Err(TensorError::Overlap { shape: shape.to_vec(), strides: strides.to_vec() });
-            }
-            reach += stride * (size - 1);
-        }
-        Ok(TensorViewMut { data, shape, strides })
+        no_overlap(&shape, &strides)?;
+        Ok(TensorViewMut { data, device: None, shape, strides })
+    }
+
+    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be written here.
+    pub fn on_device(
+        memory: &'a dyn DeviceMemory,
+        dtype: DType,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+    ) -> Result<Self, TensorError> {
+        let (shape, strides) = device_layout(memory, dtype, shape, strides)?;
+        no_overlap(&shape, &strides)?;
+        let data = match dtype {
+            DType::F32 => DataMut::F32(&mut []),
+            DType::F16 => DataMut::F16(&mut []),
+            DType::Bf16 => DataMut::Bf16(&mut []),
+            DType::I32 => DataMut::I32(&mut []),
+        };
+        Ok(TensorViewMut { data, device: Some(memory), shape, strides })
+    }
+
+    /// Where the tensor lies.
+    pub fn place(&self) -> Place {
+        self.device.map_or(Place::Host, |memory| Place::Device(memory.device()))
     }
 
     /// The element type.
@@ -458,7 +587,7 @@ impl<'a> TensorViewMut<'a> {
 
     /// The same tensor, for reading.
     pub fn as_view(&self) -> TensorView<'_> {
-        TensorView { data: self.data.as_data(), shape: self.shape, strides: self.strides }
+        TensorView { data: self.data.as_data(), device: self.device, shape: self.shape, strides: self.strides }
     }
 
     /// Writes the nearest representable value at a position in memory.
@@ -523,7 +652,7 @@ impl Tensor {
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self, TensorError> {
         let (dims, _) = layout(usize::MAX, shape, None)?;
         let n = dims.count();
-        let bytes = n.checked_mul(dtype.size_bytes()).unwrap_or(usize::MAX);
+        let bytes = n.saturating_mul(dtype.size_bytes());
         ask_memory(format_args!("a tensor of {dtype} {shape:?}"), bytes)?;
         let data = match dtype {
             DType::F32 => Owned::F32(vec![0.0; n]),
@@ -561,7 +690,7 @@ impl Tensor {
             Owned::Bf16(v) => Data::Bf16(v),
             Owned::I32(v) => Data::I32(v),
         };
-        TensorView { data, shape: self.shape, strides: self.contiguous() }
+        TensorView { data, device: None, shape: self.shape, strides: self.contiguous() }
     }
 
     /// Borrows for writing.
@@ -573,7 +702,7 @@ impl Tensor {
             Owned::Bf16(v) => DataMut::Bf16(v),
             Owned::I32(v) => DataMut::I32(v),
         };
-        TensorViewMut { data, shape: self.shape, strides }
+        TensorViewMut { data, device: None, shape: self.shape, strides }
     }
 
     /// The elements as a typed slice in row-major order, if the type is `T`.

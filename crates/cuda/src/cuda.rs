@@ -347,6 +347,10 @@ impl Device for Cuda {
         self.context.enter()?.download(from, bytes)
     }
 
+    fn check_memory(&self, span: Span) -> Result<(), DeviceError> {
+        self.context.live().read().check(span)
+    }
+
     /// Makes a kernel ready; one that is loaded already is shared. The driver unloads a module that is dropped when its
     /// launches are done, and a [`Graph`] holds the modules of its launches.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {

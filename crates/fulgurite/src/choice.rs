@@ -2,10 +2,10 @@
 
 use crate::Error;
 use crate::cpu::Cpu;
+use crate::device::OnDevice;
 use crate::engine::{Engine, Run, Unsupported};
-use crate::on_device::OnDevice;
 use crate::oracle::Oracle;
-use crate::profile::{Profile, Tables};
+use crate::profile::{ProfileSource, Tables};
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Rescale, RescaleError, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
@@ -113,7 +113,7 @@ impl fmt::Display for Choice {
 /// assert!(engine.describe().ends_with("1 thread, rescale always"));
 /// # Ok::<(), fulgurite::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Settings {
     /// Threads; `None` is one a core.
@@ -122,6 +122,8 @@ pub struct Settings {
     pub rescale: Option<Rescale>,
     /// In which order a GPU adds up gradients; the CPU has one order always.
     pub order: Order,
+    /// The profiles that hold a GPU's tile configurations; none unless given.
+    pub profile: ProfileSource,
 }
 
 impl Settings {
@@ -137,6 +139,12 @@ impl Settings {
     /// Sets the order in which a GPU adds up gradients.
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
+        self
+    }
+
+    /// Takes a GPU's tile configurations from its profile.
+    pub fn profile(mut self, profile: ProfileSource) -> Self {
+        self.profile = profile;
         self
     }
 
@@ -172,12 +180,12 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
         Choice::Cuda => {
             let cuda = Cuda::open(0, Options::default())?;
-            let tables = Profile::tables_for(&cuda.name())?;
-            Box::new(OnDevice::new("cuda", Arc::new(cuda), settings.rescale, tables).in_order(settings.order))
+            let tables = settings.profile.tables(&cuda.name())?;
+            Box::new(OnDevice::new(Arc::new(cuda), settings.rescale, tables).in_order(settings.order))
         }
         Choice::Sim => {
             let sim = Arc::new(Sim::default());
-            Box::new(OnDevice::new("sim", sim, settings.rescale, Tables::default()).in_order(settings.order))
+            Box::new(OnDevice::new(sim, settings.rescale, Tables::default()).in_order(settings.order))
         }
         Choice::Oracle => Box::new(Oracle),
     })

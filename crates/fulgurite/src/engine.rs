@@ -3,6 +3,7 @@
 use crate::Error;
 use fulgurite_core::{Forward, GradientOutputs, Gradients, Inputs, Outputs, Problem, Saved};
 use fulgurite_cpu::Counters;
+use fulgurite_ptx::device::Stream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use thiserror::Error;
@@ -97,12 +98,20 @@ pub struct Run<'a> {
     pub tally: Option<&'a Tally>,
     /// What times the call's work, if anything.
     pub stopwatch: Option<&'a Stopwatch>,
+    /// The stream for tensors that lie on a device: the call returns when its launches are on it.
+    pub stream: Stream<'a>,
 }
 
 impl<'a> Run<'a> {
     /// Adds what the call counts to `tally`.
     pub fn tally(mut self, tally: &'a Tally) -> Self {
         self.tally = Some(tally);
+        self
+    }
+
+    /// Puts the launches of tensors that lie on a device on this stream.
+    pub fn stream(mut self, stream: Stream<'a>) -> Self {
+        self.stream = stream;
         self
     }
 

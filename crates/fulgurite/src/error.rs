@@ -45,6 +45,9 @@ pub enum Error {
     /// The device refused, or failed.
     #[error(transparent)]
     Device(#[from] fulgurite_ptx::device::DeviceError),
+    /// The matrices of a product do not fit each other or the kernel.
+    #[error(transparent)]
+    Gemm(#[from] fulgurite_kernels::gemm::plan::GemmError),
     /// The profile of the GPU cannot be used.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),

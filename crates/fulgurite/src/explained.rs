@@ -3,8 +3,8 @@
 //! The kernel runs on the simulator for a few blocks of keys of one tile (of backward: steps of queries of a few tiles of
 //! keys); what two such runs differ by is what a block costs each unit of a multiprocessor. The busiest one bounds the whole.
 
+use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
-use crate::on_device::OnDevice;
 use crate::profile::Tables;
 use crate::{Error, Unsupported};
 use fulgurite_core::random::Rng;
@@ -13,7 +13,7 @@ use fulgurite_kernels::attention::backward::plan::BackwardPlan;
 use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Share};
 use fulgurite_kernels::attention::decode::ROWS;
 use fulgurite_kernels::attention::forward::plan::{ConfigTable, ForwardPlan, NoKernel, TileConfig};
-use fulgurite_ptx::{Kernel, Target};
+use fulgurite_ptx::{BuildError, Kernel, Target};
 use fulgurite_sim::{Architecture, Sim};
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
     let plan = ForwardPlan::by_table(&problem, None, table).map_err(refuse)?;
-    let kernel = plan.kernel(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+    let kernel = plan.kernel(Target::HOPPER).map_err(unbuilt)?;
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
     let (tile, cut, why) = match plan.decode_config() {
@@ -108,7 +108,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
     let plan = BackwardPlan::by_table(&problem, false, Order::Any, &tables.backward).map_err(refuse)?;
-    let kernels = plan.kernels(Target::HOPPER).unwrap_or_else(|e| panic!("bug in fulgurite: {e}\n{plan:?}"));
+    let kernels = plan.kernels(Target::HOPPER).map_err(unbuilt)?;
     let (config, longest) = (plan.config(), problem.head_dim().max(problem.value_dim()));
     let shares = match config.share {
         Share::Keys => "warpgroups share the keys of a tile and keep whole rows of d_k and d_v",
@@ -148,6 +148,11 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
 fn refuse(missing: NoKernel) -> Unsupported {
     let NoKernel { feature } = missing;
     Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() }
+}
+
+/// A tile configuration of the tables that has no kernel.
+fn unbuilt(e: BuildError) -> Unsupported {
+    refuse(NoKernel { feature: format!("a kernel with the tile configuration of its table: {e}") })
 }
 
 /// Where a cut is from.
@@ -209,7 +214,7 @@ fn units(
         simulated(
             kernel,
             &small,
-            |sim| OnDevice::new("sim", sim, None, tables),
+            |sim| OnDevice::new(sim, None, tables),
             |engine, inputs| engine.forward(&small, inputs, &Run::default()).map(|_| ()),
         )
     };
@@ -239,8 +244,8 @@ fn step_units(
             [Tensor::zeros(small.dtype(), &small.o_shape())?, Tensor::zeros(small.dtype(), &small.o_shape())?];
         let lse = Tensor::zeros(fulgurite_core::DType::F32, &small.lse_shape())?;
         let saved = Saved { o: o.view(), lse: lse.view(), d_o: d_o.view(), d_lse: None };
-        let engine = |sim| OnDevice::new("sim", sim, None, tables.clone()).forcing(config);
-        let backward = |engine: &OnDevice, inputs: &Inputs<'_>| {
+        let engine = |sim| OnDevice::new(sim, None, tables.clone()).forcing(config);
+        let backward = |engine: &OnDevice<Sim>, inputs: &Inputs<'_>| {
             engine.backward(&small, inputs, &saved, &Run::default()).map(|_| ())
         };
         Ok::<_, Error>((simulated(kernel, &small, engine, backward)?, steps))
@@ -254,8 +259,8 @@ fn step_units(
 fn simulated(
     kernel: &str,
     problem: &Problem,
-    engine: impl FnOnce(Arc<dyn fulgurite_ptx::device::Device>) -> OnDevice,
-    call: impl FnOnce(&OnDevice, &Inputs<'_>) -> Result<(), Error>,
+    engine: impl FnOnce(Arc<Sim>) -> OnDevice<Sim>,
+    call: impl FnOnce(&OnDevice<Sim>, &Inputs<'_>) -> Result<(), Error>,
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     let sim = Arc::new(Sim::default());
     let engine = engine(sim.clone());

@@ -32,16 +32,14 @@
 mod adder;
 mod attention;
 mod choice;
-mod compiled;
 mod cpu;
+mod device;
 mod engine;
 mod error;
 mod explained;
 pub mod gpu;
-mod on_device;
 mod oracle;
 mod profile;
-mod rooms;
 pub mod sim;
 mod tune;
 pub mod variants;
@@ -56,9 +54,9 @@ pub use oracle::Oracle;
 pub use view::{AsView, ViewError};
 
 pub use fulgurite_core::{
-    BlockMask, BlockSpec, DType, Delta, Exp, Expr, Forward, GradientOutputs, Gradients, GroupAttention, Inputs,
-    Int8Attention, Mask, Outputs, Precision, PrecisionError, Problem, ProblemBuilder, Rescale, Saved, Tensor,
-    TensorView, TensorViewMut, bf16, f16,
+    BlockLists, BlockMask, BlockSpec, DType, Delta, DeviceId, DeviceMemory, Exp, Expr, Forward, GradientOutputs,
+    Gradients, GroupAttention, Inputs, Int8Attention, Mask, Outputs, Place, Precision, PrecisionError, Problem,
+    ProblemBuilder, Rescale, Saved, Tensor, TensorView, TensorViewMut, bf16, f16,
 };
 pub use fulgurite_core::{expr, format};
 pub use fulgurite_cpu::{Counters, Isa, PackedError, PackedQkv, cache, packed_forward};

@@ -14,9 +14,11 @@
 use fulgurite_cuda::default_cache_dir;
 use fulgurite_kernels::attention::backward::BackwardConfig;
 use fulgurite_kernels::attention::forward::plan::{ConfigRow, ConfigTable, ForwardConfig, TileConfig};
+pub use fulgurite_kernels::operator::Tables;
+use std::ffi::OsString;
 use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::{env, fs, io};
+use std::{fs, io};
 use thiserror::Error;
 
 /// Cuts of the kernels that measured best on a GPU.
@@ -80,15 +82,6 @@ impl Pass for BackwardConfig {
     }
 }
 
-/// Which cuts are for which problems, of every pass.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Tables {
-    /// Of forward attention.
-    pub forward: ConfigTable,
-    /// Of its gradients.
-    pub backward: ConfigTable<BackwardConfig>,
-}
-
 /// A profile that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -113,21 +106,59 @@ pub enum ProfileError {
     },
 }
 
-const FIRST: &str = "fulgurite profile 1";
+/// The profiles that a session uses. This crate reads no environment variable: its caller says where profiles are.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum ProfileSource {
+    /// None: tile configurations are the built-in ones.
+    #[default]
+    None,
+    /// One file, whatever the GPU.
+    File(PathBuf),
+    /// A folder with a file for each GPU.
+    Folder(PathBuf),
+}
 
-impl Profile {
-    /// Where the profile of a GPU is kept: what FULGURITE_PROFILE names, else beside the compiled kernels.
-    pub fn default_path(gpu: &str) -> Option<PathBuf> {
-        match env::var_os("FULGURITE_PROFILE") {
-            Some(path) if path.is_empty() => None,
-            Some(path) => Some(path.into()),
-            None => {
+impl ProfileSource {
+    /// The usual place: the file that FULGURITE_PROFILE names (none where it is empty), else the folder of compiled kernels.
+    /// `variable` looks up an environment variable.
+    ///
+    /// ```
+    /// use fulgurite::gpu::ProfileSource;
+    /// let named = |name: &str| (name == "FULGURITE_PROFILE").then(|| "my.profile".into());
+    /// assert_eq!(ProfileSource::usual(&named), ProfileSource::File("my.profile".into()));
+    /// ```
+    pub fn usual(variable: &dyn Fn(&str) -> Option<OsString>) -> ProfileSource {
+        match variable("FULGURITE_PROFILE") {
+            Some(path) if path.is_empty() => ProfileSource::None,
+            Some(path) => ProfileSource::File(path.into()),
+            None => default_cache_dir(variable).map_or(ProfileSource::None, ProfileSource::Folder),
+        }
+    }
+
+    /// The file of a GPU's profile, whether it exists or not.
+    pub fn path(&self, gpu: &str) -> Option<PathBuf> {
+        match self {
+            ProfileSource::None => None,
+            ProfileSource::File(path) => Some(path.clone()),
+            ProfileSource::Folder(folder) => {
                 let name: String = gpu.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
-                default_cache_dir(&|name| env::var_os(name)).map(|folder| folder.join(format!("{name}.profile")))
+                Some(folder.join(format!("{name}.profile")))
             }
         }
     }
 
+    /// The tile configurations for a GPU: those of its profile where it has one.
+    pub fn tables(&self, gpu: &str) -> Result<Tables, ProfileError> {
+        match self.path(gpu) {
+            Some(path) => Ok(Profile::load(&path, gpu)?.tables()),
+            None => Ok(Tables::default()),
+        }
+    }
+}
+
+const FIRST: &str = "fulgurite profile 1";
+
+impl Profile {
     /// The profile in a file; an empty one where there is none. One of another GPU says nothing about this one.
     pub fn load(path: &Path, gpu: &str) -> Result<Profile, ProfileError> {
         let empty = Profile { gpu: gpu.into(), ..Profile::default() };
@@ -159,14 +190,6 @@ impl Profile {
         Tables {
             forward: ConfigTable::default().with(self.forward.rows.iter().cloned()),
             backward: ConfigTable::default().with(self.backward.rows.iter().cloned()),
-        }
-    }
-
-    /// The tables for a GPU: its profile's, if it has one.
-    pub fn tables_for(gpu: &str) -> Result<Tables, ProfileError> {
-        match Profile::default_path(gpu) {
-            Some(path) => Ok(Profile::load(&path, gpu)?.tables()),
-            None => Ok(Tables::default()),
         }
     }
 
@@ -309,7 +332,7 @@ mod tests {
 
     #[test]
     fn another_gpus_profile_says_nothing() {
-        let folder = env::temp_dir().join(format!("fulgurite-profile-{}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("fulgurite-profile-{}", std::process::id()));
         let path = folder.join("x.profile");
         profile().save(&path).unwrap();
         assert_eq!(Profile::load(&path, "Some GPU"), Ok(profile()));

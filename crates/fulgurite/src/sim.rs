@@ -17,15 +17,16 @@ pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
 
+use fulgurite_core::Problem;
 use fulgurite_core::random::Rng;
-use fulgurite_core::{DType, Mask, Problem};
+use fulgurite_kernels::add;
 use fulgurite_kernels::attention::backward::Order as Adding;
 use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::decode;
-use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, Tensors};
+use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, NoKernel, Tensors};
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
-use fulgurite_kernels::{add, registry};
+use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
 use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
 use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
 use std::sync::Arc;
@@ -88,7 +89,13 @@ pub enum SimError {
     /// The kernel cannot be built.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// The product is wrong.
+    /// The sizes make no problem that the kernel has.
+    #[error("{0}; change the sizes")]
+    Problem(String),
+    /// No kernel computes it.
+    #[error(transparent)]
+    NoKernel(#[from] NoKernel),
+    /// The matrices of a product do not fit each other or the kernel.
     #[error(transparent)]
     Product(#[from] GemmError),
     /// The launch was refused before it started.
@@ -220,15 +227,13 @@ pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulate
 
 /// Whether a kernel can be run on random tensors alone.
 pub fn takes(name: &str) -> bool {
-    !name.starts_with("attention-") || name.ends_with("-full") || name.ends_with("-causal")
+    registry::all().iter().any(|entry| entry.name == name && entry.example.is_some())
 }
 
 /// The launch of a kernel on a device, with random inputs in its memory.
 fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<Prepared, SimError> {
     let entry = registry::all().iter().find(|e| e.name == name).ok_or_else(|| SimError::Name(name.into()))?;
-    if !takes(name) {
-        return Err(SimError::Inputs(name.into()));
-    }
+    let example = entry.example.ok_or_else(|| SimError::Inputs(name.into()))?;
     for (size, got) in [
         ("m", sizes.m),
         ("n", sizes.n),
@@ -250,8 +255,14 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
         let allowed = format!("divisors of the {} heads of queries", sizes.heads);
         return Err(SimError::Size { size: "kv-heads", got: sizes.kv_heads, allowed });
     }
-    let kernel = Arc::new((entry.build)(device.target())?);
-    Maker { device, sizes: *sizes, rng: Rng::new(seed) }.prepare(name, kernel)
+    let mut maker = Maker { device, sizes: *sizes, rng: Rng::new(seed) };
+    match example {
+        Example::VectorAdd => maker.vector_add(Arc::new((entry.build)(device.target())?)),
+        Example::RowSoftmax => maker.row_softmax(Arc::new((entry.build)(device.target())?)),
+        Example::Product { number, layouts } => maker.gemm(number, layouts),
+        Example::Attention { problem, part: AttentionPart::Backward { launch } } => maker.backward(problem, launch),
+        Example::Attention { problem, part } => maker.forward(problem, part),
+    }
 }
 
 struct Maker<'a> {
@@ -278,18 +289,6 @@ impl Maker<'_> {
         match self.sizes.blocks {
             0 => self.device.multiprocessors(),
             n => n.min(self.device.multiprocessors()),
-        }
-    }
-
-    fn prepare(mut self, name: &str, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
-        let number = if name.contains("bf16") { Number::Bf16 } else { Number::F16 };
-        match name.split('-').next() {
-            Some("vector_add") => self.vector_add(kernel),
-            Some("row_softmax") => self.row_softmax(kernel),
-            Some("gemm") => self.gemm(name, number),
-            Some("attention") => self.attention(name, number),
-            Some("backward") => self.backward(name, number),
-            _ => Err(SimError::Name(name.into())),
         }
     }
 
@@ -325,12 +324,8 @@ impl Maker<'_> {
         })
     }
 
-    fn gemm(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts) -> Result<Prepared, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
-        // The letters of BLAS for matrices stored by rows: `t` is transposed.
-        let major = |transposed: bool| if transposed { Major::Outer } else { Major::Inner };
-        let letters = name.rsplit('-').next().unwrap_or_default();
-        let layouts = Layouts { a: major(letters.starts_with('t')), b: major(letters.ends_with('n')) };
         let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let target = self.device.target();
         let kernel = Arc::new(match number {
@@ -361,31 +356,23 @@ impl Maker<'_> {
         Ok(Prepared { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
     }
 
-    /// The problem that an attention kernel's name and the sizes mean, its head dimension, and the sizes in words.
-    fn problem(&self, name: &str, number: Number) -> (Problem, u32, String) {
+    /// The problem of an attention kernel with the sizes asked for, and the sizes in words.
+    fn problem(&self, example: &AttentionExample) -> Result<(Problem, String), SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let mut dims = name.split('-').filter_map(|part| part.strip_prefix('d')?.parse().ok());
-        let dim = dims.next().unwrap_or_else(|| panic!("bug in fulgurite: {name} names no head dimension"));
-        let mask = if name.ends_with("causal") { Mask::causal() } else { Mask::none() };
-        let problem = Problem::builder()
-            .dense(batch as usize, q_len as usize, k_len as usize)
-            .heads(heads as usize, kv_heads as usize)
-            .head_dim(dim as usize)
-            .mask(mask)
-            .dtype(if number == Number::F16 { DType::F16 } else { DType::Bf16 })
-            .build()
-            .unwrap_or_else(|e| panic!("bug in fulgurite: sizes were checked, and {e}"));
+        let problem = example
+            .problem([batch, q_len, k_len].map(|n| n as usize), [heads, kv_heads].map(|n| n as usize))
+            .map_err(|e| SimError::Problem(e.to_string()))?;
         let words = format!("{batch} x {q_len} queries x {k_len} keys, {heads} heads ({kv_heads} of keys)");
-        (problem, dim, words)
+        Ok((problem, words))
     }
 
     /// One of the kernels of the gradients, with those before it run. o and the LSE are random too: what the gradients
     /// are does not matter here, only that they are finite.
-    fn backward(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+    fn backward(&mut self, example: AttentionExample, at: usize) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
-        let (problem, dim, words) = self.problem(name, number);
-        let plan = BackwardPlan::new(&problem, false, Adding::Any)
-            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let AttentionExample { number, head_dim: dim, .. } = example;
+        let (problem, words) = self.problem(&example)?;
+        let plan = BackwardPlan::new(&problem, false, Adding::Any)?;
         let kernels = plan.kernels(self.device.target())?;
         let shape = |len, heads| [batch, len, heads, dim].map(u64::from);
         let (of_q, of_k) = (shape(q_len, heads), shape(k_len, kv_heads));
@@ -402,31 +389,28 @@ impl Maker<'_> {
         let [q, k, v, o, d_o, d_q, d_k, d_v] =
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
-        let launches = plan.plan(&kernels, &tensors, scratch.span(), self.blocks());
-        let mut before = launches.unwrap_or_else(|e| panic!("bug in fulgurite: kernels without {e}")).launches;
-        // d_q is summed in an order that is not defined, and is compared nowhere; scratch memory neither.
-        let (at, results) = match name {
-            _ if name.contains("prepare") => (0, Vec::new()),
-            _ if name.contains("finish") => (2, Vec::new()),
-            _ => (1, vec![(6, number), (7, number)]),
-        };
+        let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks())?.launches;
+        // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and scratch memory is not a
+        // result.
+        let is_main = before.get(at).is_some_and(|launch| Arc::ptr_eq(&launch.kernel, &kernels.main));
+        let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
         before.truncate(at + 1);
-        let launch = before.pop().unwrap_or_else(|| panic!("bug in fulgurite: {name} has nothing to do"));
+        let launch = before.pop().ok_or_else(|| SimError::Problem(format!("launch {at} has nothing to do")))?;
         memory.extend([lse_buffer, scratch]);
         Ok(Prepared { before, launch, problem: words, memory, results })
     }
 
     /// The plan that a call of the library would take for these sizes: its tuning depends on them.
-    fn attention(&mut self, name: &str, number: Number) -> Result<Prepared, SimError> {
+    fn forward(&mut self, example: AttentionExample, part: AttentionPart) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
+        let AttentionExample { number, head_dim: dim, .. } = example;
         let group = heads / kv_heads;
-        if name.contains("decode") && q_len * group > decode::ROWS {
+        if part == AttentionPart::Decode && q_len * group > decode::ROWS {
             let allowed = format!("up to {} for {group} query heads a head of keys", decode::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
-        let (problem, dim, words) = self.problem(name, number);
-        let plan =
-            ForwardPlan::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"));
+        let (problem, words) = self.problem(&example)?;
+        let plan = ForwardPlan::new(&problem, None)?;
         let kernel = Arc::new(plan.kernel(self.device.target())?);
         let shapes = [(q_len, heads), (k_len, kv_heads), (k_len, kv_heads), (q_len, heads)]
             .map(|(len, heads)| [batch, len, heads, dim].map(u64::from));
@@ -440,10 +424,8 @@ impl Maker<'_> {
         self.device.upload(counters.span(), &vec![0; plan.counter_bytes() as usize])?;
         let scratch = self.device.allocate(plan.scratch_bytes().max(16))?;
         let tensors = Tensors { scratch: Some(scratch.span()), ..Tensors::new(tensors, lse.span(), counters.span()) };
-        let launch = plan
-            .launch(kernel, &tensors, self.blocks())
-            .unwrap_or_else(|e| panic!("bug in fulgurite: a kernel without {e}"))
-            .unwrap_or_else(|| panic!("bug in fulgurite: sizes were checked, and there is nothing to do"));
+        let launch = plan.launch(kernel, &tensors, self.blocks())?;
+        let launch = launch.ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
         memory.extend([lse, counters, scratch]);
         Ok(Prepared {
             before: Vec::new(),

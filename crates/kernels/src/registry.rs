@@ -18,8 +18,8 @@ use crate::attention::{backward, decode, forward};
 use crate::gemm::{GemmConfig, Layouts};
 use crate::parts::repack;
 use crate::{add, gemm, softmax};
-use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem};
-use fulgurite_ptx::{BuildError, Half, Kernel, Major, Pair, Target, Word, bf16, f16};
+use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem, ProblemError};
+use fulgurite_ptx::{BuildError, Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use std::sync::OnceLock;
 
 /// A kernel that can be built by name.
@@ -29,8 +29,88 @@ pub struct Entry {
     pub name: &'static str,
     /// What it computes, in a line.
     pub summary: &'static str,
-    /// Builds it with its usual tuning. A target that lacks an instruction of it is refused, with the instruction.
+    /// Builds it with its usual tile configuration. A target that lacks an instruction of it is refused, with the instruction.
     pub build: fn(Target) -> Result<Kernel, BuildError>,
+    /// What it computes on random tensors; `None` for a kernel that reads tensors with contents of their own, such as offsets.
+    pub example: Option<Example>,
+}
+
+/// What a kernel computes on random tensors. Lengths, batch and heads are the caller's; the rest belongs to the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Example {
+    /// The sum of two f32 vectors.
+    VectorAdd,
+    /// The softmax of each row of an f32 matrix.
+    RowSoftmax,
+    /// A product.
+    Product {
+        /// Element type.
+        number: Number,
+        /// Which way the operands lie.
+        layouts: Layouts,
+    },
+    /// A kernel of attention.
+    Attention {
+        /// The problem, but for lengths, batch and heads.
+        problem: AttentionExample,
+        /// Which kernel of which operator.
+        part: AttentionPart,
+    },
+}
+
+/// An attention problem, but for lengths, batch and heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionExample {
+    /// Element type.
+    pub number: Number,
+    /// Of q, k and v.
+    pub head_dim: u32,
+    /// Whether the mask is causal; there is none otherwise.
+    pub causal: bool,
+}
+
+impl AttentionExample {
+    /// The problem with these sizes.
+    pub fn problem(
+        &self,
+        [batch, q_len, k_len]: [usize; 3],
+        [heads, kv_heads]: [usize; 2],
+    ) -> Result<Problem, ProblemError> {
+        let dtype = if self.number == Number::F16 { DType::F16 } else { DType::Bf16 };
+        let mask = if self.causal { Mask::causal() } else { Mask::none() };
+        let problem = Problem::builder().dense(batch, q_len, k_len).heads(heads, kv_heads);
+        problem.head_dim(self.head_dim as usize).mask(mask).dtype(dtype).build()
+    }
+}
+
+/// A kernel among those of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionPart {
+    /// Forward attention.
+    Forward,
+    /// Forward attention of few queries.
+    Decode,
+    /// A launch of the gradients, by its place in the plan.
+    Backward {
+        /// From 0.
+        launch: usize,
+    },
+}
+
+const fn attention_example(number: Number, head_dim: u32, causal: bool, part: AttentionPart) -> Example {
+    Example::Attention { problem: AttentionExample { number, head_dim, causal }, part }
+}
+
+const fn forward_example(number: Number, head_dim: u32, causal: bool) -> Example {
+    attention_example(number, head_dim, causal, AttentionPart::Forward)
+}
+
+const fn decode_example(number: Number, head_dim: u32, causal: bool) -> Example {
+    attention_example(number, head_dim, causal, AttentionPart::Decode)
+}
+
+const fn backward_example(number: Number, head_dim: u32, causal: bool, launch: usize) -> Example {
+    attention_example(number, head_dim, causal, AttentionPart::Backward { launch })
 }
 
 /// Every kernel, in the order in which they are listed.
@@ -133,6 +213,7 @@ macro_rules! features {
             name: concat!("attention-bf16-d", $dim, "-", $feature),
             summary: concat!("forward attention, bf16, head_dim ", $dim, ", ", $summary),
             build: |target| featured(target, $dim, $feature, Queries::Many),
+            example: None,
         }
     };
     (@few $dim:literal, $feature:literal, $summary:literal) => {
@@ -140,6 +221,7 @@ macro_rules! features {
             name: concat!("attention-decode-bf16-d", $dim, "-", $feature),
             summary: concat!("decode attention (few queries), bf16, head_dim ", $dim, ", ", $summary),
             build: |target| featured(target, $dim, $feature, Queries::Few),
+            example: None,
         }
     };
 }
@@ -166,176 +248,210 @@ const FEW_FEATURES: &[Entry] = &[
 ];
 
 const ALL: &[Entry] = &[
-    Entry { name: "vector_add", summary: "z = x + y, f32", build: add::kernel },
+    Entry { name: "vector_add", summary: "z = x + y, f32", build: add::kernel, example: Some(Example::VectorAdd) },
     Entry {
         name: "gemm-bf16-nn",
         summary: "C = A B, bf16; A [m][k], B [k][n]",
         build: |target| product::<bf16>(target, NN),
+        example: Some(Example::Product { number: Number::Bf16, layouts: NN }),
     },
     Entry {
         name: "gemm-bf16-nt",
         summary: "C = A B, bf16; A [m][k], B [n][k]",
         build: |target| product::<bf16>(target, NT),
+        example: Some(Example::Product { number: Number::Bf16, layouts: NT }),
     },
     Entry {
         name: "gemm-bf16-tn",
         summary: "C = A B, bf16; A [k][m], B [k][n]",
         build: |target| product::<bf16>(target, TN),
+        example: Some(Example::Product { number: Number::Bf16, layouts: TN }),
     },
     Entry {
         name: "gemm-bf16-tt",
         summary: "C = A B, bf16; A [k][m], B [n][k]",
         build: |target| product::<bf16>(target, TT),
+        example: Some(Example::Product { number: Number::Bf16, layouts: TT }),
     },
     Entry {
         name: "gemm-f16-nn",
         summary: "C = A B, f16; A [m][k], B [k][n]",
         build: |target| product::<f16>(target, NN),
+        example: Some(Example::Product { number: Number::F16, layouts: NN }),
     },
     Entry {
         name: "gemm-f16-nt",
         summary: "C = A B, f16; A [m][k], B [n][k]",
         build: |target| product::<f16>(target, NT),
+        example: Some(Example::Product { number: Number::F16, layouts: NT }),
     },
     Entry {
         name: "gemm-f16-tn",
         summary: "C = A B, f16; A [k][m], B [k][n]",
         build: |target| product::<f16>(target, TN),
+        example: Some(Example::Product { number: Number::F16, layouts: TN }),
     },
     Entry {
         name: "gemm-f16-tt",
         summary: "C = A B, f16; A [k][m], B [n][k]",
         build: |target| product::<f16>(target, TT),
+        example: Some(Example::Product { number: Number::F16, layouts: TT }),
     },
     Entry {
         name: "row_softmax",
         summary: "softmax of each row, f32",
         build: |target| softmax::kernel(target, Exp::Auto),
+        example: Some(Example::RowSoftmax),
     },
     Entry {
         name: "attention-bf16-d64-full",
         summary: "forward attention, bf16, head_dim 64, no mask",
         build: |target| attention::<bf16>(target, 64, Mask::none()),
+        example: Some(forward_example(Number::Bf16, 64, false)),
     },
     Entry {
         name: "attention-bf16-d64-causal",
         summary: "forward attention, bf16, head_dim 64, causal mask",
         build: |target| attention::<bf16>(target, 64, Mask::causal()),
+        example: Some(forward_example(Number::Bf16, 64, true)),
     },
     Entry {
         name: "attention-bf16-d128-full",
         summary: "forward attention, bf16, head_dim 128, no mask",
         build: |target| attention::<bf16>(target, 128, Mask::none()),
+        example: Some(forward_example(Number::Bf16, 128, false)),
     },
     Entry {
         name: "attention-bf16-d128-causal",
         summary: "forward attention, bf16, head_dim 128, causal mask",
         build: |target| attention::<bf16>(target, 128, Mask::causal()),
+        example: Some(forward_example(Number::Bf16, 128, true)),
     },
     Entry {
         name: "attention-f16-d64-full",
         summary: "forward attention, f16, head_dim 64, no mask",
         build: |target| attention::<f16>(target, 64, Mask::none()),
+        example: Some(forward_example(Number::F16, 64, false)),
     },
     Entry {
         name: "attention-f16-d64-causal",
         summary: "forward attention, f16, head_dim 64, causal mask",
         build: |target| attention::<f16>(target, 64, Mask::causal()),
+        example: Some(forward_example(Number::F16, 64, true)),
     },
     Entry {
         name: "attention-f16-d128-full",
         summary: "forward attention, f16, head_dim 128, no mask",
         build: |target| attention::<f16>(target, 128, Mask::none()),
+        example: Some(forward_example(Number::F16, 128, false)),
     },
     Entry {
         name: "attention-f16-d128-causal",
         summary: "forward attention, f16, head_dim 128, causal mask",
         build: |target| attention::<f16>(target, 128, Mask::causal()),
+        example: Some(forward_example(Number::F16, 128, true)),
     },
     Entry {
         name: "attention-bf16-d512-full",
         summary: "forward attention, bf16, head_dim 512, no mask",
         build: |target| attention::<bf16>(target, 512, Mask::none()),
+        example: Some(forward_example(Number::Bf16, 512, false)),
     },
     Entry {
         name: "attention-f16-d512-causal",
         summary: "forward attention, f16, head_dim 512, causal mask",
         build: |target| attention::<f16>(target, 512, Mask::causal()),
+        example: Some(forward_example(Number::F16, 512, true)),
     },
     Entry {
         name: "attention-decode-bf16-d64-full",
         summary: "decode attention (few queries), bf16, head_dim 64, no mask",
         build: |target| attention_decode::<bf16>(target, 64, Mask::none()),
+        example: Some(decode_example(Number::Bf16, 64, false)),
     },
     Entry {
         name: "attention-decode-bf16-d128-full",
         summary: "decode attention (few queries), bf16, head_dim 128, no mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::none()),
+        example: Some(decode_example(Number::Bf16, 128, false)),
     },
     Entry {
         name: "attention-decode-bf16-d128-causal",
         summary: "decode attention (few queries), bf16, head_dim 128, causal mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::causal()),
+        example: Some(decode_example(Number::Bf16, 128, true)),
     },
     Entry {
         name: "attention-decode-bf16-d256-full",
         summary: "decode attention (few queries), bf16, head_dim 256, no mask",
         build: |target| attention_decode::<bf16>(target, 256, Mask::none()),
+        example: Some(decode_example(Number::Bf16, 256, false)),
     },
     Entry {
         name: "attention-decode-f16-d128-full",
         summary: "decode attention (few queries), f16, head_dim 128, no mask",
         build: |target| attention_decode::<f16>(target, 128, Mask::none()),
+        example: Some(decode_example(Number::F16, 128, false)),
     },
     Entry {
         name: "attention-pack",
         summary: "a tensor of 16-bit elements whose strides the copy engine cannot take, packed",
         build: |target| repack::kernel(target, repack::Direction::Pack),
+        example: None,
     },
     Entry {
         name: "attention-unpack",
         summary: "a packed tensor of 16-bit elements, back to where it lies",
         build: |target| repack::kernel(target, repack::Direction::Unpack),
+        example: None,
     },
     Entry {
         name: "backward-bf16-d64-full",
         summary: "gradients of attention, bf16, head_dim 64, no mask",
         build: |target| gradients::<bf16>(target, 64, Mask::none()),
+        example: Some(backward_example(Number::Bf16, 64, false, 1)),
     },
     Entry {
         name: "backward-bf16-d64-causal",
         summary: "gradients of attention, bf16, head_dim 64, causal mask",
         build: |target| gradients::<bf16>(target, 64, Mask::causal()),
+        example: Some(backward_example(Number::Bf16, 64, true, 1)),
     },
     Entry {
         name: "backward-bf16-d128-full",
         summary: "gradients of attention, bf16, head_dim 128, no mask",
         build: |target| gradients::<bf16>(target, 128, Mask::none()),
+        example: Some(backward_example(Number::Bf16, 128, false, 1)),
     },
     Entry {
         name: "backward-bf16-d128-causal",
         summary: "gradients of attention, bf16, head_dim 128, causal mask",
         build: |target| gradients::<bf16>(target, 128, Mask::causal()),
+        example: Some(backward_example(Number::Bf16, 128, true, 1)),
     },
     Entry {
         name: "backward-f16-d64-full",
         summary: "gradients of attention, f16, head_dim 64, no mask",
         build: |target| gradients::<f16>(target, 64, Mask::none()),
+        example: Some(backward_example(Number::F16, 64, false, 1)),
     },
     Entry {
         name: "backward-f16-d64-causal",
         summary: "gradients of attention, f16, head_dim 64, causal mask",
         build: |target| gradients::<f16>(target, 64, Mask::causal()),
+        example: Some(backward_example(Number::F16, 64, true, 1)),
     },
     Entry {
         name: "backward-f16-d128-full",
         summary: "gradients of attention, f16, head_dim 128, no mask",
         build: |target| gradients::<f16>(target, 128, Mask::none()),
+        example: Some(backward_example(Number::F16, 128, false, 1)),
     },
     Entry {
         name: "backward-f16-d128-causal",
         summary: "gradients of attention, f16, head_dim 128, causal mask",
         build: |target| gradients::<f16>(target, 128, Mask::causal()),
+        example: Some(backward_example(Number::F16, 128, true, 1)),
     },
     Entry {
         name: "backward-bf16-d128-packed",
@@ -346,26 +462,31 @@ const ALL: &[Entry] = &[
             let config = BackwardConfig::with_room(128, true, backward::RegisterPressure::None);
             backward::main::kernel::<bf16>(target, &features, config)
         },
+        example: None,
     },
     Entry {
         name: "backward-bf16-d256-full",
         summary: "gradients of attention, bf16, head_dim 256, no mask",
         build: |target| gradients::<bf16>(target, 256, Mask::none()),
+        example: Some(backward_example(Number::Bf16, 256, false, 1)),
     },
     Entry {
         name: "backward-bf16-d256-causal",
         summary: "gradients of attention, bf16, head_dim 256, causal mask",
         build: |target| gradients::<bf16>(target, 256, Mask::causal()),
+        example: Some(backward_example(Number::Bf16, 256, true, 1)),
     },
     Entry {
         name: "backward-f16-d256-full",
         summary: "gradients of attention, f16, head_dim 256, no mask",
         build: |target| gradients::<f16>(target, 256, Mask::none()),
+        example: Some(backward_example(Number::F16, 256, false, 1)),
     },
     Entry {
         name: "backward-f16-d256-causal",
         summary: "gradients of attention, f16, head_dim 256, causal mask",
         build: |target| gradients::<f16>(target, 256, Mask::causal()),
+        example: Some(backward_example(Number::F16, 256, true, 1)),
     },
     Entry {
         name: "backward-prepare-bf16-d128",
@@ -373,6 +494,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::prepare::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
+        example: Some(backward_example(Number::Bf16, 128, false, 0)),
     },
     Entry {
         name: "backward-finish-bf16-d128",
@@ -380,6 +502,7 @@ const ALL: &[Entry] = &[
         build: |target| {
             backward::finish::kernel::<bf16>(target, &of_backward(128, Mask::none()), BackwardConfig::hopper(128))
         },
+        example: Some(backward_example(Number::Bf16, 128, false, 2)),
     },
 ];
 

@@ -475,6 +475,12 @@ pub trait Device: Send + Sync {
     fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError>;
     /// Copies from the device's memory, after everything on the default stream.
     fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError>;
+    /// Refuses memory that is not this device's, or was freed. Launches check this too; a caller of several launches asks
+    /// before the first.
+    fn check_memory(&self, span: Span) -> Result<(), DeviceError> {
+        let _ = span;
+        Ok(())
+    }
     /// Makes a kernel ready.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError>;
     /// Starts a kernel, after every argument was checked.

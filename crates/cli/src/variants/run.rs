@@ -71,8 +71,8 @@ pub fn main(args: &RunArgs) -> Result<(), Failure> {
     let done = match args.op {
         Op::Attention => skip(args, &tensors)?,
         Op::Parallax => parallax(args, &tensors)?,
-        Op::Lighthouse => light(args, &tensors, settings)?,
-        Op::GatedDelta => delta(args, &tensors, settings)?,
+        Op::Lighthouse => light(args, &tensors, settings.clone())?,
+        Op::GatedDelta => delta(args, &tensors, settings.clone())?,
     };
     let results: Vec<(String, &Tensor)> = done.tensors.iter().map(|(name, t)| (name.to_string(), t)).collect();
     io::write(&args.output, format, &results)?;

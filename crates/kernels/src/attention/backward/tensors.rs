@@ -7,7 +7,7 @@ use fulgurite_ptx::Val;
 use fulgurite_ptx::device::Span;
 
 /// The tensors of a call in device memory. The LSE and its gradient are f32, contiguous, in the shape of the problem's LSE.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Tensors {
     /// Queries.
     pub q: DeviceTensor,

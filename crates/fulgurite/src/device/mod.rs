@@ -1,0 +1,23 @@
+//! Operators on a device: one session plans, compiles, provides memory and launches, on a GPU and on the simulator.
+//!
+//! ```text
+//! session    prepare(problem, options) -> Prepared; run(prepared, tensors, stream); attention over core tensors
+//! modules    compiled kernels, by the plans that share them
+//! workspace  counters, scratch memory and copies for launches that follow each other
+//! memory     device memory as core's tensors see it
+//! tensors    tensors that fit a problem, as the kernels take them
+//! transfer   tensors in host memory: copied to the device and back
+//! lru        the one bounded cache
+//! ```
+
+mod lru;
+mod memory;
+mod modules;
+mod session;
+mod tensors;
+mod transfer;
+mod workspace;
+
+pub use memory::DeviceSpan;
+pub use session::{Prepared, Session};
+pub(crate) use transfer::OnDevice;

@@ -1,0 +1,339 @@
+//! A session: a device with everything that was prepared for it.
+//!
+//! Two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A prepared call also remembers its
+//! last launches, since most calls are like the one before.
+
+use super::lru::Lru;
+use super::modules::{Modules, is_of};
+use super::tensors::{self, Misfit};
+use super::workspace::{WorkspaceGuard, Workspaces};
+use crate::{Error, Unsupported};
+use fulgurite_core::inputs::{check_o, lse_fits};
+use fulgurite_core::{DeviceId, GradientOutputs, Inputs, Place, Saved, TensorViewMut};
+use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
+use fulgurite_kernels::operator::{
+    Backward, Executable, Forward, Memory, Needs, Operator, Plan, Product, Refusal, Tables,
+};
+use fulgurite_ptx::BuildError;
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value, check_launch};
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Prepared calls that are kept.
+const MAX_PREPARED: usize = 512;
+
+type ExecutableOf<O> = <<O as Operator>::Plan as Plan>::Executable;
+type TensorsOf<O> = <ExecutableOf<O> as Executable>::Tensors;
+
+/// A device, the kernels that were compiled for it, and the memory that its launches need.
+///
+/// ```
+/// use fulgurite::gpu::{DeviceSpan, Forward, ForwardOptions, Session, Stream, Tables};
+/// use fulgurite::sim::{Device, Sim};
+/// use fulgurite::{DType, Inputs, Problem, TensorView, TensorViewMut};
+/// use std::sync::Arc;
+///
+/// let sim = Arc::new(Sim::default());
+/// let session = Session::new(sim.clone(), Tables::default());
+/// let problem = Problem::builder().dense(1, 16, 16).heads(1, 1).head_dim(64).dtype(DType::Bf16).build()?;
+/// let prepared = session.prepare::<Forward>(&problem, &ForwardOptions::default())?;
+///
+/// let buffers = [sim.zeroed(2048)?, sim.zeroed(2048)?, sim.zeroed(2048)?, sim.allocate(2048)?];
+/// let [q, k, v, o] = buffers.each_ref().map(|buffer| DeviceSpan::of(&*sim, buffer));
+/// let view = |memory| TensorView::on_device(memory, DType::Bf16, &[1, 16, 1, 64], None);
+/// let inputs = Inputs::new(view(&q)?, view(&k)?, view(&v)?);
+/// let mut o = TensorViewMut::on_device(&o, DType::Bf16, &[1, 16, 1, 64], None)?;
+/// session.forward(&prepared, &inputs, &mut o, None, Stream::default())?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Session<D: Device + ?Sized> {
+    tables: Tables,
+    modules: Modules,
+    workspaces: Workspaces,
+    /// `Arc<Prepared<O>>` of operators `O`.
+    prepared: Mutex<Lru<Box<dyn Any + Send + Sync>>>,
+    /// Memory for LSEs that nobody reads. All of it stays: captured launches write it.
+    unread: Mutex<Vec<Buffer>>,
+    device: Arc<D>,
+}
+
+/// A problem that was planned and compiled for a device.
+pub struct Prepared<O: Operator> {
+    problem: O::Problem,
+    options: O::Options,
+    executable: ExecutableOf<O>,
+    modules: Vec<Module>,
+    last: Mutex<Option<Last<TensorsOf<O>>>>,
+}
+
+/// A call and its launches.
+struct Last<T> {
+    tensors: T,
+    needs: Needs,
+    spans: Spans,
+    launches: Vec<(Module, Launch)>,
+}
+
+/// Memory of a workspace.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Spans {
+    counters: Option<Span>,
+    scratch: Option<Span>,
+    copies: Option<Span>,
+}
+
+impl<O: Operator> Prepared<O> {
+    /// The problem.
+    pub fn problem(&self) -> &O::Problem {
+        &self.problem
+    }
+
+    /// How it is computed.
+    pub fn options(&self) -> &O::Options {
+        &self.options
+    }
+
+    /// The plan with its kernels.
+    pub fn executable(&self) -> &ExecutableOf<O> {
+        &self.executable
+    }
+}
+
+impl<D: Device + ?Sized> Session<D> {
+    /// A session on a device, with these tile configurations.
+    pub fn new(device: Arc<D>, tables: Tables) -> Session<D> {
+        let (modules, workspaces, unread) = Default::default();
+        let prepared = Mutex::new(Lru::new(MAX_PREPARED));
+        Session { tables, modules, workspaces, prepared, unread, device }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<D> {
+        &self.device
+    }
+
+    /// The tile configurations.
+    pub fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    /// The device, as tensors name it.
+    pub fn id(&self) -> DeviceId {
+        let (kind, number) = self.device.place();
+        DeviceId { kind, number }
+    }
+
+    /// The plan for a problem; nothing is compiled.
+    pub fn plan<O: Operator>(&self, problem: &O::Problem, options: &O::Options) -> Result<O::Plan, Error> {
+        O::plan(problem, options, self.device.target(), &self.tables).map_err(|e| self.refuse(e))
+    }
+
+    /// A problem, planned and compiled; the last [`MAX_PREPARED`] are kept.
+    pub fn prepare<O: Operator>(&self, problem: &O::Problem, options: &O::Options) -> Result<Arc<Prepared<O>>, Error>
+    where
+        O::Plan: Clone,
+    {
+        let all = || self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let as_ours = |entry: &Box<dyn Any + Send + Sync>| entry.downcast_ref::<Arc<Prepared<O>>>().cloned();
+        let same = |entry: &Box<dyn Any + Send + Sync>| {
+            entry
+                .downcast_ref::<Arc<Prepared<O>>>()
+                .is_some_and(|known| known.problem == *problem && known.options == *options)
+        };
+        if let Some(known) = all().find(same).and_then(as_ours) {
+            return Ok(known);
+        }
+        let plan = self.plan::<O>(problem, options)?;
+        let (kernels, modules) = self.modules.get(&*self.device, &plan, |e| self.unbuilt(e))?;
+        let (problem, options) = (problem.clone(), options.clone());
+        let prepared =
+            Prepared { problem, options, executable: plan.with_kernels(kernels), modules, last: Mutex::default() };
+        let prepared = Arc::new(prepared);
+        all().insert(Box::new(prepared.clone()));
+        Ok(prepared)
+    }
+
+    /// Puts the launches of a call on a stream, without waiting. Everything is checked before the first.
+    pub fn run<O: Operator>(
+        &self,
+        prepared: &Prepared<O>,
+        tensors: &TensorsOf<O>,
+        stream: Stream<'_>,
+    ) -> Result<(), Error> {
+        let workspace = self.workspaces.of(&*self.device, stream)?;
+        let mut guard = workspace.lock();
+        // While another thread runs the same prepared call, this one plans its launches for itself.
+        let (mut kept, mut own) = (prepared.last.try_lock().ok(), None);
+        let last = kept.as_deref_mut().unwrap_or(&mut own);
+        let current = match last.take() {
+            Some(last) if last.tensors == *tensors => match self.spans(&mut guard, &last.needs)? {
+                spans if spans == last.spans => last,
+                spans => self.planned(prepared, tensors, last.needs, spans)?,
+            },
+            _ => {
+                let needs = prepared.executable.needs(tensors);
+                let spans = self.spans(&mut guard, &needs)?;
+                self.planned(prepared, tensors, needs, spans)?
+            }
+        };
+        let current = last.insert(current);
+        guard.hold(current.launches.iter().map(|(module, _)| module));
+        for (module, launch) in &current.launches {
+            self.device.launch(module, launch.grid, &launch.args, stream)?;
+        }
+        Ok(())
+    }
+
+    /// The memory of a workspace that a call needs.
+    fn spans(&self, guard: &mut WorkspaceGuard<'_>, needs: &Needs) -> Result<Spans, DeviceError> {
+        let device = &*self.device;
+        let wanted = |bytes: u64| (bytes > 0).then_some(bytes);
+        Ok(Spans {
+            counters: wanted(needs.counter_bytes).map(|bytes| guard.counters(device, bytes)).transpose()?,
+            scratch: wanted(needs.scratch_bytes).map(|bytes| guard.scratch(device, bytes)).transpose()?,
+            copies: needs.copies.as_ref().map(|copies| guard.copies(device, copies.bytes())).transpose()?,
+        })
+    }
+
+    /// The launches of a call, each checked and with its module.
+    fn planned<O: Operator>(
+        &self,
+        prepared: &Prepared<O>,
+        tensors: &TensorsOf<O>,
+        needs: Needs,
+        spans: Spans,
+    ) -> Result<Last<TensorsOf<O>>, Error> {
+        let copying = match spans.copies {
+            Some(_) => Some(self.modules.copying(&*self.device, |e| self.unbuilt(e))?),
+            None => None,
+        };
+        let memory = Memory {
+            counters: spans.counters.unwrap_or(Span::new(0, 0)),
+            scratch: spans.scratch,
+            copies: copying.as_ref().map(|(kernels, _)| kernels.clone()).zip(spans.copies),
+        };
+        let launches = prepared.executable.launches(tensors, &memory, self.device.multiprocessors());
+        let launches = launches.map_err(|e| self.refuse(e))?;
+        let loaded = || prepared.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
+        let with_module = |launch: Launch| {
+            let module = loaded().find(|module| is_of(module, &launch.kernel));
+            let module = module.ok_or_else(|| DeviceError::Failed {
+                call: "launch",
+                what: format!("bug in fulgurite: kernel `{}` was not compiled", launch.kernel.name),
+            })?;
+            check_launch(&launch.kernel, launch.grid, &launch.args).map_err(DeviceError::from)?;
+            launch.args.iter().filter_map(span_of_value).try_for_each(|span| self.device.check_memory(span))?;
+            Ok((module.clone(), launch))
+        };
+        let launches = launches.into_iter().map(with_module).collect::<Result<_, DeviceError>>()?;
+        Ok(Last { tensors: tensors.clone(), needs, spans, launches })
+    }
+
+    /// Forward attention on a stream, without waiting: fills o, and the LSE where it is given.
+    pub fn forward(
+        &self,
+        prepared: &Prepared<Forward>,
+        inputs: &Inputs<'_>,
+        o: &mut TensorViewMut<'_>,
+        lse: Option<&mut TensorViewMut<'_>>,
+        stream: Stream<'_>,
+    ) -> Result<(), Error> {
+        let (problem, id) = (&prepared.problem, self.id());
+        let bound = inputs.bind_on(problem, id)?;
+        check_o(o, problem, Place::Device(id))?;
+        let lse = match lse {
+            Some(view) => {
+                let view = view.as_view();
+                lse_fits("lse", &view, problem, Place::Device(id))?;
+                super::memory::span_of("lse", &view)?
+            }
+            None => self.unread(4 * problem.lse_shape().iter().product::<usize>() as u64)?,
+        };
+        let tensors = tensors::forward(&bound, o, lse, prepared.options.sinks).map_err(|e| self.misfit(e))?;
+        self.run(prepared, &tensors, stream)
+    }
+
+    /// The gradients of attention on a stream, without waiting.
+    pub fn backward(
+        &self,
+        prepared: &Prepared<Backward>,
+        inputs: &Inputs<'_>,
+        saved: &Saved<'_>,
+        gradients: &mut GradientOutputs<'_>,
+        stream: Stream<'_>,
+    ) -> Result<(), Error> {
+        let (problem, id) = (&prepared.problem, self.id());
+        let bound = inputs.bind_on(problem, id)?;
+        saved.check_on(problem, Place::Device(id))?;
+        gradients.check_on(problem, Place::Device(id))?;
+        let tensors = tensors::backward(&bound, saved, gradients).map_err(|e| self.misfit(e))?;
+        self.run(prepared, &tensors, stream)
+    }
+
+    /// C = A B on a stream, without waiting.
+    pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), Error> {
+        self.run(&*self.prepare::<Product>(gemm, &())?, &matrices, stream)
+    }
+
+    /// Memory for an LSE that nobody reads; several launches may write it at once.
+    fn unread(&self, bytes: u64) -> Result<Span, DeviceError> {
+        let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        match unread.last().map(Buffer::span) {
+            Some(span) if span.bytes() >= bytes => Ok(span),
+            _ => {
+                // At least twice as much as before: together, all that is kept is less than the last.
+                let fresh = self.device.allocate(bytes.next_power_of_two().max(1 << 16))?;
+                let span = fresh.span();
+                unread.push(fresh);
+                Ok(span)
+            }
+        }
+    }
+
+    /// The count of blocks that forward attention has done again, over all launches of a stream so far.
+    pub(super) fn blocks_redone(&self, prepared: &Prepared<Forward>, stream: Stream<'_>) -> Result<u32, DeviceError> {
+        let (device, bytes) = (&*self.device, prepared.executable.plan().counter_bytes());
+        let counters = self.workspaces.of(device, stream)?.lock().counters(device, bytes)?;
+        let mut word = [0; 4];
+        device.download(counters.from(4).first(4), &mut word)?;
+        Ok(u32::from_le_bytes(word))
+    }
+
+    fn refuse(&self, refusal: Refusal) -> Error {
+        match refusal {
+            Refusal::NoKernel(missing) => self.unsupported(missing.feature),
+            Refusal::Gemm(e) => e.into(),
+            other => self.unsupported(other.to_string()),
+        }
+    }
+
+    fn misfit(&self, misfit: Misfit) -> Error {
+        match misfit {
+            Misfit::Input(e) => e,
+            Misfit::Refused(e) => self.refuse(e),
+        }
+    }
+
+    fn unsupported(&self, feature: String) -> Error {
+        let engine = self.id().kind.into();
+        Unsupported { engine, feature, instead: "the engine `cpu` has it".into() }.into()
+    }
+
+    /// A tile configuration that has no kernel: the tables' or the caller's.
+    fn unbuilt(&self, e: BuildError) -> Error {
+        let whose = match self.tables == Tables::default() {
+            true => "this tile configuration".into(),
+            false => format!("the tile configuration that the profile of {} has", self.device.name()),
+        };
+        self.unsupported(format!("a kernel with {whose}: {e}"))
+    }
+}
+
+/// The memory that an argument of a launch points to.
+fn span_of_value(value: &Value) -> Option<Span> {
+    match value {
+        Value::Pointer(span) => Some(*span),
+        Value::Tensor(tensor) => Some(tensor.span),
+        _ => None,
+    }
+}

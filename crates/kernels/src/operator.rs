@@ -1,0 +1,395 @@
+//! Operators: what a session can run. An operator turns a problem into a plan, the plan into kernels, and the kernels with
+//! tensors into launches.
+//!
+//! ```text
+//! Operator::plan(problem, options, target, tables) -> Plan
+//! Plan::build(target) -> Kernels        shared by every plan for which Plan::same_kernels holds
+//! Plan::with_kernels(kernels) -> Executable
+//! Executable::launches(tensors, memory, multiprocessors) -> launches, in order
+//! ```
+//!
+//! Nothing here touches a device: a session compiles the kernels, provides the memory that [`Needs`] asks for, and launches.
+
+use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
+use crate::attention::backward::{BackwardConfig, Order};
+use crate::attention::forward::plan::{
+    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, Tensors as ForwardTensors,
+};
+use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
+use fulgurite_core::{DType, Problem, Rescale};
+use fulgurite_ptx::device::{Launch, Span};
+use fulgurite_ptx::{BuildError, Kernel, Number, Target};
+use std::fmt::Debug;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// Tile configurations for every operator that has a table of them.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Tables {
+    /// Of forward attention.
+    pub forward: ConfigTable,
+    /// Of its gradients.
+    pub backward: ConfigTable<BackwardConfig>,
+}
+
+/// Why an operator refuses a problem or its tensors.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[error(transparent)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// No kernel computes it.
+    NoKernel(#[from] NoKernel),
+    /// The matrices of a product do not fit each other or the kernel.
+    Gemm(#[from] GemmError),
+}
+
+/// Something that runs on a GPU.
+pub trait Operator: 'static {
+    /// What is computed: everything but the tensors.
+    type Problem: Debug + Clone + PartialEq + Send + Sync;
+    /// How it is computed, where the caller has a say.
+    type Options: Debug + Clone + PartialEq + Send + Sync;
+    /// The plan for a problem.
+    type Plan: Plan;
+
+    /// Plans a problem for a GPU of this target.
+    fn plan(
+        problem: &Self::Problem,
+        options: &Self::Options,
+        target: Target,
+        tables: &Tables,
+    ) -> Result<Self::Plan, Refusal>;
+}
+
+/// How a problem is run: which kernels, of which tile configuration.
+pub trait Plan: Debug + Send + Sync + 'static {
+    /// The kernels.
+    type Kernels: Clone + Send + Sync + 'static;
+    /// The plan with its kernels.
+    type Executable: Executable;
+
+    /// Whether another plan has the same kernels: they depend on features and tile configuration, never on lengths.
+    fn same_kernels(&self, other: &Self) -> bool;
+    /// Builds the kernels.
+    fn build(&self, target: Target) -> Result<Self::Kernels, BuildError>;
+    /// Every kernel, to be compiled.
+    fn list(kernels: &Self::Kernels) -> Vec<Arc<Kernel>>;
+    /// The plan with kernels that it, or a plan with the same kernels, has built.
+    fn with_kernels(self, kernels: Self::Kernels) -> Self::Executable;
+}
+
+/// A plan with its kernels.
+pub trait Executable: Send + Sync + 'static {
+    /// Where the tensors of a call lie.
+    type Tensors: Clone + PartialEq + Send + 'static;
+
+    /// The memory that a call needs beside its tensors.
+    fn needs(&self, tensors: &Self::Tensors) -> Needs;
+    /// The launches of a call, in order; none where there is nothing to compute.
+    fn launches(&self, tensors: &Self::Tensors, memory: &Memory, multiprocessors: u32) -> Result<Vec<Launch>, Refusal>;
+}
+
+/// Memory that a call needs beside its tensors.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Needs {
+    /// Bytes of counters: zeros before the first launch, and left so that the next launch can use them.
+    pub counter_bytes: u64,
+    /// Bytes of scratch memory; their contents do not matter.
+    pub scratch_bytes: u64,
+    /// Copies of tensors whose strides the kernels cannot take.
+    pub copies: Option<Copies>,
+}
+
+/// The memory of a call, as [`Needs`] asked for it.
+#[derive(Clone)]
+pub struct Memory {
+    /// Counters.
+    pub counters: Span,
+    /// Scratch memory.
+    pub scratch: Option<Span>,
+    /// Memory for copies, with the kernels that make them.
+    pub copies: Option<(Copying, Span)>,
+}
+
+/// There are kernels of attention for Hopper only.
+fn check_target(target: Target) -> Result<(), NoKernel> {
+    match target.sm() {
+        90 => Ok(()),
+        other => Err(NoKernel { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
+    }
+}
+
+/// Forward attention.
+#[derive(Debug, Clone, Copy)]
+pub struct Forward;
+
+/// Per-call options of forward attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ForwardOptions {
+    /// Type of the sinks, where the problem has them; `None` is f32.
+    pub sinks: Option<DType>,
+    /// The rescale policy; `None` is the fastest one.
+    pub rescale: Option<Rescale>,
+    /// The tile configuration; `None` is the one of the tables.
+    pub config: Option<ForwardConfig>,
+    /// Whether the LSE is read. It is written in any case, and may have the rounding error of p where it is not read.
+    pub lse: bool,
+}
+
+impl Default for ForwardOptions {
+    fn default() -> Self {
+        ForwardOptions { sinks: None, rescale: None, config: None, lse: true }
+    }
+}
+
+impl Operator for Forward {
+    type Problem = Problem;
+    type Options = ForwardOptions;
+    type Plan = ForwardPlan;
+
+    fn plan(
+        problem: &Problem,
+        options: &ForwardOptions,
+        target: Target,
+        tables: &Tables,
+    ) -> Result<ForwardPlan, Refusal> {
+        let ForwardOptions { sinks, rescale, config, lse } = *options;
+        let mut plan = ForwardPlan::by_table(problem, rescale, &tables.forward)?;
+        if !lse {
+            plan = plan.without_lse();
+        }
+        if let Some(config) = config {
+            plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
+        }
+        if problem.has_sinks() {
+            plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
+        }
+        check_target(target)?;
+        Ok(plan)
+    }
+}
+
+/// The kernel of forward attention, and the one that writes its table of blocks, where it looks blocks up.
+#[derive(Clone)]
+pub struct ForwardKernels {
+    /// Attention itself.
+    pub main: Arc<Kernel>,
+    /// The table of blocks.
+    pub cover: Option<Arc<Kernel>>,
+}
+
+impl Plan for ForwardPlan {
+    type Kernels = ForwardKernels;
+    type Executable = ForwardExecutable;
+
+    fn same_kernels(&self, other: &Self) -> bool {
+        self.same_kernel(other) && self.block_form() == other.block_form()
+    }
+
+    fn build(&self, target: Target) -> Result<ForwardKernels, BuildError> {
+        Ok(ForwardKernels { main: Arc::new(self.kernel(target)?), cover: self.cover_kernel(target)?.map(Arc::new) })
+    }
+
+    fn list(kernels: &ForwardKernels) -> Vec<Arc<Kernel>> {
+        [Some(&kernels.main), kernels.cover.as_ref()].into_iter().flatten().cloned().collect()
+    }
+
+    fn with_kernels(self, kernels: ForwardKernels) -> ForwardExecutable {
+        ForwardExecutable { ready: self.ready(kernels.main), cover: kernels.cover }
+    }
+}
+
+/// Forward attention with its kernels.
+pub struct ForwardExecutable {
+    ready: Ready,
+    cover: Option<Arc<Kernel>>,
+}
+
+impl ForwardExecutable {
+    /// Its plan.
+    pub fn plan(&self) -> &ForwardPlan {
+        self.ready.plan()
+    }
+}
+
+impl Executable for ForwardExecutable {
+    /// Counters and scratch of the tensors are set here.
+    type Tensors = ForwardTensors;
+
+    fn needs(&self, tensors: &ForwardTensors) -> Needs {
+        let plan = self.ready.plan();
+        let copies = plan.copies(&tensors.rows);
+        Needs { counter_bytes: plan.counter_bytes(), scratch_bytes: plan.scratch_bytes(), copies }
+    }
+
+    fn launches(
+        &self,
+        tensors: &ForwardTensors,
+        memory: &Memory,
+        multiprocessors: u32,
+    ) -> Result<Vec<Launch>, Refusal> {
+        let plan = self.ready.plan();
+        let tensors = ForwardTensors { counters: memory.counters, scratch: memory.scratch, ..tensors.clone() };
+        let mut launches: Vec<Launch> = match (&memory.copies, plan.copies(&tensors.rows)) {
+            (Some((copying, room)), Some(copies)) => {
+                self.ready.with_copies(&copies, copying, &tensors, *room, multiprocessors)?.launches
+            }
+            _ => self.ready.launch(&tensors, multiprocessors)?.into_iter().collect(),
+        };
+        if !launches.is_empty() {
+            launches.splice(0..0, self.cover.as_ref().and_then(|kernel| plan.cover(kernel, &tensors)));
+        }
+        Ok(launches)
+    }
+}
+
+/// The gradients of attention.
+#[derive(Debug, Clone, Copy)]
+pub struct Backward;
+
+/// Per-call options of the gradients of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct BackwardOptions {
+    /// Whether the LSE has a gradient.
+    pub d_lse: bool,
+    /// The order in which d_q is summed.
+    pub order: Order,
+    /// The tile configuration; `None` is the one of the tables.
+    pub config: Option<BackwardConfig>,
+}
+
+impl Operator for Backward {
+    type Problem = Problem;
+    type Options = BackwardOptions;
+    type Plan = BackwardPlan;
+
+    fn plan(
+        problem: &Problem,
+        options: &BackwardOptions,
+        target: Target,
+        tables: &Tables,
+    ) -> Result<BackwardPlan, Refusal> {
+        let plan = BackwardPlan::by_table(problem, options.d_lse, options.order, &tables.backward)?;
+        check_target(target)?;
+        Ok(match options.config {
+            Some(config) => plan.with_config(config),
+            None => plan,
+        })
+    }
+}
+
+impl Plan for BackwardPlan {
+    type Kernels = BackwardKernels;
+    type Executable = BackwardExecutable;
+
+    fn same_kernels(&self, other: &Self) -> bool {
+        BackwardPlan::same_kernels(self, other)
+    }
+
+    fn build(&self, target: Target) -> Result<BackwardKernels, BuildError> {
+        self.kernels(target)
+    }
+
+    fn list(kernels: &BackwardKernels) -> Vec<Arc<Kernel>> {
+        kernels.all().cloned().collect()
+    }
+
+    fn with_kernels(self, kernels: BackwardKernels) -> BackwardExecutable {
+        BackwardExecutable { plan: self, kernels }
+    }
+}
+
+/// The gradients of attention with their kernels.
+pub struct BackwardExecutable {
+    plan: BackwardPlan,
+    kernels: BackwardKernels,
+}
+
+impl Executable for BackwardExecutable {
+    type Tensors = BackwardTensors;
+
+    fn needs(&self, tensors: &BackwardTensors) -> Needs {
+        let (plan, copies) = (&self.plan, self.plan.copies(tensors));
+        Needs { counter_bytes: 0, scratch_bytes: plan.scratch_bytes().max(16), copies }
+    }
+
+    fn launches(
+        &self,
+        tensors: &BackwardTensors,
+        memory: &Memory,
+        multiprocessors: u32,
+    ) -> Result<Vec<Launch>, Refusal> {
+        let Some(scratch) = memory.scratch else {
+            return Err(NoKernel { feature: "gradients without scratch memory".into() }.into());
+        };
+        let plan = match (&memory.copies, self.plan.copies(tensors)) {
+            (Some((copying, room)), Some(copies)) => {
+                let copies = (&copies, copying, *room);
+                self.plan.with_copies(copies, &self.kernels, tensors, scratch, multiprocessors)?
+            }
+            _ => self.plan.plan(&self.kernels, tensors, scratch, multiprocessors)?,
+        };
+        Ok(plan.launches)
+    }
+}
+
+/// C = A B.
+#[derive(Debug, Clone, Copy)]
+pub struct Product;
+
+impl Operator for Product {
+    type Problem = Gemm;
+    type Options = ();
+    type Plan = Gemm;
+
+    fn plan(problem: &Gemm, _: &(), _: Target, _: &Tables) -> Result<Gemm, Refusal> {
+        match problem.number {
+            Number::F16 | Number::Bf16 => Ok(*problem),
+            got => Err(GemmError::Number { got }.into()),
+        }
+    }
+}
+
+impl Plan for Gemm {
+    type Kernels = Arc<Kernel>;
+    type Executable = ProductExecutable;
+
+    fn same_kernels(&self, other: &Self) -> bool {
+        self == other
+    }
+
+    fn build(&self, target: Target) -> Result<Arc<Kernel>, BuildError> {
+        match self.kernel(target) {
+            Ok(kernel) => Ok(Arc::new(kernel)),
+            Err(KernelError::Build(e)) => Err(e),
+            Err(KernelError::Gemm(e)) => panic!("bug in fulgurite: a plan of a product that has no kernel: {e}"),
+        }
+    }
+
+    fn list(kernel: &Arc<Kernel>) -> Vec<Arc<Kernel>> {
+        vec![kernel.clone()]
+    }
+
+    fn with_kernels(self, kernel: Arc<Kernel>) -> ProductExecutable {
+        ProductExecutable { gemm: self, kernel }
+    }
+}
+
+/// A product with its kernel.
+pub struct ProductExecutable {
+    gemm: Gemm,
+    kernel: Arc<Kernel>,
+}
+
+impl Executable for ProductExecutable {
+    /// A, B and C.
+    type Tensors = [Matrix; 3];
+
+    fn needs(&self, _: &[Matrix; 3]) -> Needs {
+        Needs::default()
+    }
+
+    fn launches(&self, matrices: &[Matrix; 3], _: &Memory, multiprocessors: u32) -> Result<Vec<Launch>, Refusal> {
+        Ok(vec![self.gemm.launch(self.kernel.clone(), *matrices, multiprocessors)?])
+    }
+}
