@@ -161,15 +161,15 @@ fn in_what_the_copy_engine_adds() {
     let k = || Kernel::clone(&kernels.main);
     let lines = |row: &str, file: &str| lines_of(&k(), row, file);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
-    let waits = lines("mbarrier.try_wait", "sent.rs");
+    let waits = lines("mbarrier.try_wait", "schedules/bulk.rs");
     let [.., open, previous, send, _last, place_of_d_k, _end] = waits[..] else { panic!("{waits:?}") };
     let keep = line(&k(), "cp.reduce.async.bulk", 0);
-    let reads = lines("cp.async.bulk.wait_group.read", "sent.rs");
+    let reads = lines("cp.async.bulk.wait_group.read", "schedules/bulk.rs");
     let [have_left] = reads[..] else { panic!("{reads:?}") };
     let (write, store) = (line(&k(), "stmatrix", 0), line(&k(), "cp.async.bulk.tensor.store", 0));
-    let [_s, _d_p, query_sums] = lines("wgmma.ss", "sent.rs")[..] else { panic!("three products") };
-    let [publish, ..] = lines("fence.proxy.async", "sent.rs")[..] else { panic!("nothing is published") };
-    let given_back = lines("mbarrier.arrive", "sent.rs");
+    let [_s, _d_p, query_sums] = lines("wgmma.ss", "schedules/bulk.rs")[..] else { panic!("three products") };
+    let [publish, ..] = lines("fence.proxy.async", "schedules/bulk.rs")[..] else { panic!("nothing is published") };
+    let given_back = lines("mbarrier.arrive", "schedules/bulk.rs");
     let done = given_back[given_back.iter().position(|&at| at == send).unwrap() - 1];
     let bugs = vec![
         bug("d_q written over one that is not read", drop_waits_at(k(), send), Fault::Race, &[send, keep]),
@@ -205,15 +205,15 @@ fn in_pairs_of_blocks() {
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
-    let wait = |text| line_with(&k(), "mbarrier.try_wait", "by_pairs.rs", text);
+    let wait = |text| line_with(&k(), "mbarrier.try_wait", "schedules/pairs.rs", text);
     let (d_o, open, both) =
-        (wait("(outputs.take(w)[0], values"), wait("write_fragment(self.d_z.open"), wait("self.d_z.wait(w)"));
-    let (given, keys) = (wait("self.p.wait(w)"), wait("self.d_z.open(w);"));
-    let give = wait("self.p.give(w, &s)");
+        (wait("(outputs.take(w)[0], values"), wait("write_fragment(peer.open"), wait("self.d_z.wait(w)"));
+    let (given, keys) = (wait("channel.wait(w)"), wait("between.d_z.open(w);"));
+    let give = wait("self.between.p.give(w, s)");
     // After that of the results, which the first role has too.
-    let publish = *lines_of(&k(), "fence.proxy.async", "by_pairs.rs").last().expect("d_z is published");
-    let told = line_with(&k(), "mbarrier.try_wait", "main.rs", "told.share(t, ticket)");
-    let found = line_with(&k(), "mbarrier.try_wait", "main.rs", "works.post(t, [");
+    let publish = *lines_of(&k(), "fence.proxy.async", "schedules/pairs.rs").last().expect("d_z is published");
+    let told = line_with(&k(), "mbarrier.try_wait", "load.rs", "pair.ticket.share(t, ticket)");
+    let found = line_with(&k(), "mbarrier.try_wait", "load.rs", "pair.found.post(t, [");
     let send = line(&k(), "cp.async.bulk.peer", 0);
     let bugs = vec![
         bug("d_z of the other block read before it is there", drop_waits_at(k(), both), Fault::Race, &[send]),
@@ -249,16 +249,17 @@ fn in_what_is_rounded() {
         let lines = |row: &str, file: &str| lines_of(&k(), row, file);
         let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
         let adds = line(&k(), "cp.reduce.async.bulk", 0);
-        let (reads, zeros) = (lines("ld.global.f32", "finish.rs"), lines("st.global.f32", "rounding.rs"));
+        let (reads, zeros) = (lines("ld.global.f32", "finish.rs"), lines("st.global.f32", "d_q/round.rs"));
         // The part that comes with a tile, and the place of the tile's pair; the rest waits at the end.
-        let look = |text| line_with(&k(), "ld.acquire", "rounding.rs", text);
-        let (part, place) = (look("teller(part.pair).wait_for"), look("self.rounded.wait_for"));
-        let barriers = lines("bar.sync", "rounding.rs");
+        let look = |text| line_with(&k(), "ld.acquire", "d_q/round.rs", text);
+        let (part, place) = (look("self.added(part.pair).wait_for"), look("self.rounded.wait_for"));
+        let barriers = lines("bar.sync", "d_q/round.rs");
         let [before_zeros, _rest] = barriers[..] else { panic!("{barriers:?}") };
         let tell = "atom.global.ordered";
-        let [[added], [rounded]] = ["main.rs", "rounding.rs"].map(|file| lines(tell, file)[..].try_into().unwrap());
-        let arrived = line_with(&k(), "cp.async.bulk.wait_group", "main.rs", "outbox.keep(");
-        let publish = *lines("fence.proxy.async", "rounding.rs").first().expect("zeros are published");
+        let [[added], [rounded]] =
+            ["bulk_reduce.rs", "d_q/round.rs"].map(|file| lines(tell, file)[..].try_into().unwrap());
+        let arrived = line_with(&k(), "cp.async.bulk.wait_group", "bulk_reduce.rs", "self.reducer.keep(");
+        let publish = *lines("fence.proxy.async", "d_q/round.rs").first().expect("zeros are published");
         let bugs = vec![
             bug("a part read before all is added", drop_loops_at(k(), "ld.acquire", part), Fault::Race, &[adds]),
             bug("added to a place that is still read", drop_loops_at(k(), "ld.acquire", place), Fault::Race, &[adds]),
@@ -292,9 +293,9 @@ fn in_what_is_zeroed() {
     };
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let [look, tell, arrived] =
-        ["ld.acquire", "atom.global.ordered", "cp.async.bulk.wait_group"].map(|row| one(row, "clearing.rs"));
-    let (adds, zeros) = (line(&k(), "cp.reduce.async.bulk", 0), one("cp.async.bulk.store", "clearing.rs"));
-    let publish = line_with(&k(), "fence.proxy.async", "clearing.rs", "zeros.write");
+        ["ld.acquire", "atom.global.ordered", "cp.async.bulk.wait_group"].map(|row| one(row, "zero_fill.rs"));
+    let (adds, zeros) = (line(&k(), "cp.reduce.async.bulk", 0), one("cp.async.bulk.store", "zero_fill.rs"));
+    let publish = line_with(&k(), "fence.proxy.async", "zero_fill.rs", "zeros.write");
     let bugs = vec![
         Bug {
             or: &[Fault::Uninitialised],
@@ -316,13 +317,13 @@ fn in_pieces_of_tiles() {
     let case = Case { config: Some(BackwardConfig { join: Some(0), ..case.plan().config() }), ..case };
     let kernels = case.plan().kernels(Target::HOPPER).unwrap();
     let k = || Kernel::clone(&kernels.main);
-    let one = |row: &str| match lines_of(&k(), row, "pieces.rs")[..] {
+    let one = |row: &str| match lines_of(&k(), row, "split_tiles.rs")[..] {
         [line] => line,
         ref lines => panic!("{row}: {lines:?}"),
     };
     let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
     let [look, tell, read, write] = ["ld.acquire", "atom.global.ordered", "ld.global.f32", "st.global.f32"].map(one);
-    let barriers = lines_of(&k(), "bar.sync", "pieces.rs");
+    let barriers = lines_of(&k(), "bar.sync", "split_tiles.rs");
     let [before_reading, before_telling] = barriers[..] else { panic!("{barriers:?}") };
     let bugs = vec![
         Bug {
@@ -357,17 +358,17 @@ fn in_the_order_of_sums() {
         let kernels = case.plan().kernels(Target::HOPPER).unwrap();
         let k = || Kernel::clone(&kernels.main);
         let bug = |name, kernel, fault, lines: &[Line]| Bug { name, kernel, fault, lines: lines.to_vec(), or: &[] };
-        let [wait] = lines_of(&k(), "ld.acquire", "turns.rs")[..] else { panic!("nobody looks") };
-        let [told] = lines_of(&k(), "st.release", "turns.rs")[..] else { panic!("nobody tells") };
+        let [wait] = lines_of(&k(), "ld.acquire", "ordered.rs")[..] else { panic!("nobody looks") };
+        let [told] = lines_of(&k(), "st.release", "ordered.rs")[..] else { panic!("nobody tells") };
         let mut bugs = vec![bug("nobody is told", drop_at(k(), "st.release", told), Fault::Deadlock, &[wait])];
         let mut unordered = vec![("no look", drop_loops_at(k(), "ld.acquire", wait))];
-        let wait = |text| line_with(&k(), "mbarrier.try_wait", "turns.rs", text);
+        let wait = |text| line_with(&k(), "mbarrier.try_wait", "ordered.rs", text);
         if by_threads || by_pairs {
             let add = wait("self.messages.wait(w, self.compute");
             unordered.push(("added before the turn", drop_waits_at(k(), add)));
         }
         if by_threads {
-            let tell = drop_waits_at(k(), wait("self.messages.wait(t, Hand::Tell"));
+            let tell = drop_waits_at(k(), wait("self.messages.wait(t, SIGNAL"));
             let told = bug("told before anything was added", tell, Fault::Race, &[]);
             bugs.push(Bug { or: &[Fault::Uninitialised], ..told });
             let post = wait("self.messages.post(t, [number");

@@ -1,4 +1,4 @@
-//! How the main kernel of the gradients is cut: measured choices, in one place.
+//! Configurations of the main kernel of backward: tiles, stages, registers and services, as measured.
 
 use crate::attention::backward::RegisterPressure;
 use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
@@ -6,25 +6,25 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-/// From so many keys on, rounding d_q in a kernel of its own is as fast or faster.
+/// From this many keys on, converting d_q in a kernel of its own is as fast or faster.
 const MANY_KEYS: u64 = 2049;
 
-/// Steps that a turn may have.
+/// Allowed steps of a turn.
 const TURNS: [u32; 3] = [1, 2, 4];
 
-/// What it costs to join a piece of a tile, in steps.
+/// Assumed cost of joining a piece of a split tile, in steps.
 const JOIN: u32 = 2;
 
-/// What the two warpgroups of a block share out.
+/// How the two warpgroups of a CTA share a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// The keys of a tile of 128: each has d_k and d_v of its 64, whole rows.
+    /// A tile has 128 keys. Each warpgroup has d_k and d_v of 64 of them, in whole rows.
     Keys,
-    /// The columns of all results for a tile of 64 keys, whose rows do not fit the registers of one: each computes p and
-    /// d_z of half the queries, for both.
+    /// A tile has 64 keys, whose rows do not fit the registers of one warpgroup. Each has half of the columns of all results, and
+    /// computes p and d_z of half of the queries, for both.
     Columns,
-    /// The results, in tiles of 64 keys: one has d_v, the other d_k. A pair of blocks has two such tiles, and d_q is multiplied
-    /// over the keys of both, half its columns in either block. Rows of 256 elements.
+    /// A tile has 64 keys. One warpgroup has d_v, the other d_k. A pair of CTAs has two such tiles; d_q is multiplied over the keys
+    /// of both, half of its columns in each CTA. Only for rows of 256 elements.
     Pairs,
 }
 
@@ -32,12 +32,12 @@ impl Share {
     const NAMES: [(&str, Share); 3] = [("keys", Share::Keys), ("columns", Share::Columns), ("pairs", Share::Pairs)];
 }
 
-/// When p is rounded to the operand of d_v.
+/// When p is converted to the 16-bit operand of d_v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pack {
     /// With the exponentials.
     Early,
-    /// With d_z: fewer registers while d_p is waited for.
+    /// With d_z: takes fewer registers during the wait for d_p.
     Late,
 }
 
@@ -45,14 +45,14 @@ impl Pack {
     const NAMES: [(&str, Pack); 2] = [("early", Pack::Early), ("late", Pack::Late)];
 }
 
-/// Who adds d_q to its sums in global memory.
+/// Who adds d_q to its f32 sums in global memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adds {
-    /// The threads that have it in registers.
+    /// The threads that hold it in registers.
     Threads,
-    /// The copy engine, from shared memory. d_q is multiplied transposed: 64 elements are rows of a product, and queries its
-    /// columns, of which there can be as many as registers allow. Of rows of more than 64 elements each warpgroup has 64, of
-    /// shorter ones all, for half the queries.
+    /// The copy engine, from shared memory. d_q is multiplied transposed: rows of the product are 64 elements of d_q, columns are
+    /// queries, as many as registers allow. A warpgroup has 64 elements of longer rows, or all elements of shorter rows for half of
+    /// the queries.
     Engine,
 }
 
@@ -60,44 +60,43 @@ impl Adds {
     const NAMES: [(&str, Adds); 2] = [("threads", Adds::Threads), ("engine", Adds::Engine)];
 }
 
-/// How the main kernel is cut.
+/// A configuration of the main kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BackwardConfig {
-    /// What the warpgroups share out.
+    /// How the warpgroups share a tile.
     pub share: Share,
-    /// Queries of a step: 64, and the warpgroups share the columns of d_q, or 128, and they share its rows. Where
-    /// the copy engine adds, any multiple of 16.
+    /// Queries of a step. If threads add: 64 (warpgroups share the columns of d_q) or 128 (they share its rows). If the copy engine
+    /// adds: any multiple of 16 from 64 to 128.
     pub rows: u32,
     /// Who adds d_q to its sums.
     pub adds: Adds,
-    /// Stages of Q and of d_o, and tiles of d_z.
+    /// Stages of q and d_o, and tiles of d_z.
     pub depth: u32,
-    /// Stages of K and V.
+    /// Stages of k and v. A plan lowers it to 1 if the load thread lacks the registers for 2 (`plan::schedule`).
     pub key_depth: u32,
-    /// Registers of a thread that computes, and of one that loads.
+    /// Registers of a thread of the compute role, and of the load role.
     pub registers: [u32; 2],
-    /// Where threads add, in eighths: how much of d_q is added before the scores of the next step are started.
+    /// If threads add: eighths of d_q that are added before the scores of the next step are started.
     pub early: u32,
-    /// Where threads add: whether nothing is in flight when the scores of the next step are started.
+    /// If threads add: whether to wait for all products before the scores of the next step are started.
     pub drain: bool,
-    /// Where threads add: when p is rounded.
+    /// If threads add: when p is converted.
     pub pack: Pack,
-    /// Where the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
+    /// If the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
     pub turn: u32,
-    /// Pairs of head and sequence whose tiles run together; by a rule where none is given.
+    /// (head, sequence) pairs of a band: tiles of a band run together. `None`: derived.
     pub pairs: Option<u32>,
-    /// Pairs that run together at the end, in whole bands and as many as there may be; by a rule where none is given.
+    /// (head, sequence) pairs of the last band, at most. `None`: derived.
     pub last: Option<u32>,
-    /// Whether d_q is rounded by the blocks that add to it, while others still do, where the copy engine adds: then its sums
-    /// need not leave the second-level cache.
+    /// If the copy engine adds: whether the main kernel converts d_q while other tiles still run. Its sums then stay in the L2 cache.
     pub rounds: bool,
-    /// Pairs that have sums of d_q at the same time then, at least twice as many as run together; by a rule where none is given.
+    /// With `rounds`: how many (head, sequence) pairs own an f32 d_q accumulator at once; at least twice `pairs`. `None`: derived.
     pub sums: Option<u32>,
-    /// Where the copy engine adds, pairs whose sums are zero before the main kernel begins: it zeroes the others while its first
-    /// tiles run. By a rule where none is given.
+    /// If the copy engine adds: (head, sequence) pairs whose sums the prepare kernel zeroes. The main kernel zeroes the others while
+    /// its first tiles run. `None`: derived.
     pub zeroed: Option<u32>,
-    /// Where the copy engine adds, what it is taken to cost to join pieces of a tile, in steps for each piece: the last tiles are
-    /// cut into pieces if they take less time so. Where none is given they are not cut.
+    /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
+    /// if that takes less time. `None`: never.
     pub join: Option<u32>,
 }
 
@@ -126,7 +125,7 @@ impl TileConfig for BackwardConfig {
         let narrow = BackwardConfig { rows: 128, key_depth: 2, ..engine };
         let usual = BackwardConfig { rows: 80, ..engine };
         let row = |head_dims, keys, config| ConfigRow { head_dims, keys, config };
-        // Of few keys, what runs around the main kernel is a fifth of the time.
+        // With few keys, the kernels around the main kernel take a fifth of the time.
         let rounded = |head_dims: RangeInclusive<u32>, config| {
             let short = row(head_dims.clone(), 0..MANY_KEYS, BackwardConfig { rounds: true, ..config });
             [short, row(head_dims, MANY_KEYS..u64::MAX, config)]
@@ -150,7 +149,7 @@ impl TileConfig for BackwardConfig {
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| BackwardConfig { pairs, ..self });
         let of_engine = [BackwardConfig { rounds: !self.rounds, ..self }, BackwardConfig { join: None, ..self }];
         let of_engine = of_engine.into_iter().filter(|_| self.adds == Adds::Engine);
-        // What only `by_keys` asks for.
+        // Only the schedule `keys` reads these.
         let of_threads = [
             BackwardConfig { early: self.early.saturating_sub(2), ..self },
             BackwardConfig { early: self.early + 2, ..self },
@@ -180,17 +179,17 @@ impl TileConfig for BackwardConfig {
 }
 
 impl BackwardConfig {
-    /// What measured best on an H200 for a head dimension.
+    /// The configuration that measured best on an H200 for a head dimension, with few keys.
     pub fn hopper(head_dim: u32) -> BackwardConfig {
         ConfigTable::default().find(head_dim, 0)
     }
 
-    /// The one that has room for everything.
+    /// The configuration with the most free registers: it takes every feature.
     pub fn columns() -> BackwardConfig {
         BackwardConfig::hopper(192)
     }
 
-    /// What measured best, or fits at all, where sequences have lengths of their own, or scores are modified: both keep more
+    /// The configuration that measured best, or fits at all, for sequences of different lengths or modified scores: both keep more
     /// in registers.
     pub fn with_room(head_dim: u32, ragged: bool, modifiers: RegisterPressure) -> BackwardConfig {
         let usual = BackwardConfig { rounds: false, ..BackwardConfig::hopper(head_dim) };
@@ -205,7 +204,7 @@ impl BackwardConfig {
         }
     }
 
-    /// The one whose threads add: where a mask leaves few registers.
+    /// The same configuration with threads that add, for masks that leave few registers.
     pub fn of_threads(self, head_dim: u32) -> BackwardConfig {
         let base = BackwardConfig { adds: Adds::Threads, key_depth: 2, rounds: false, join: None, ..self };
         match head_dim {
@@ -214,7 +213,8 @@ impl BackwardConfig {
         }
     }
 
-    /// Whether the kernel can be cut so for rows of so many elements; it may still want too much of the machine.
+    /// Whether there is a kernel with this configuration for rows of `head_dim` elements. It may still need too many registers or
+    /// too much shared memory.
     pub fn has_kernel(&self, head_dim: u32) -> bool {
         let rows = match (self.share, self.adds) {
             (Share::Columns, Adds::Threads) => self.rows == 64,
@@ -222,14 +222,14 @@ impl BackwardConfig {
                 self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
             }
             (Share::Columns | Share::Pairs, Adds::Engine) => false,
-            // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit
-            // the registers where they are short.
+            // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit the
+            // registers if they are short.
             (Share::Keys, Adds::Threads) => match head_dim {
                 ..=64 => self.rows == 128,
                 65..=128 => self.rows == 64,
                 _ => false,
             },
-            // d_k and d_v leave through places that are large enough from 64 rows on; d_z and d_q are in step with two stages.
+            // d_k and d_v leave through memory that is large enough from 64 rows on; d_z and d_q are in step with two stages.
             (Share::Keys, Adds::Engine) => {
                 (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
             }
@@ -246,12 +246,12 @@ impl BackwardConfig {
         }
     }
 
-    /// Keys of a block's part of a tile.
+    /// Keys of a CTA's part of a tile.
     pub fn block_keys(&self) -> u32 {
         self.keys() / self.blocks()
     }
 
-    /// Blocks that have a tile together.
+    /// CTAs that have a tile together.
     pub fn blocks(&self) -> u32 {
         if self.share == Share::Pairs { 2 } else { 1 }
     }
@@ -261,8 +261,8 @@ impl BackwardConfig {
         if self.share == Share::Pairs { 2 } else { 1 }
     }
 
-    /// Elements of rows as the products see them: what is missing is read as zeros. Where warpgroups share columns, halves are
-    /// whole chunks of a tile.
+    /// Elements of rows as the products see them. Missing elements are read as zeros. If warpgroups share columns, halves are whole
+    /// chunks of a tile.
     pub fn padded(&self, dims: [u32; 2]) -> [u32; 2] {
         let [d, dv] = dims.map(|d| d.next_multiple_of(16));
         match (self.share, self.adds) {
@@ -274,7 +274,7 @@ impl BackwardConfig {
         }
     }
 
-    /// Columns of the product that is a warpgroup's part of d_q, for rows of `dim` elements.
+    /// Columns of a warpgroup's part of d_q, as a product, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
             (Adds::Engine, rows) if dim > 64 => rows,
@@ -311,10 +311,10 @@ impl fmt::Display for BackwardConfig {
 }
 
 const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
-/// Numbers that are not given.
+/// A number that is derived.
 const RULE: &str = "rule";
 const NEVER: &str = "never";
-/// A number, or none where there is a rule for it.
+/// A number, or `None` for [`RULE`].
 fn or_rule(text: &str) -> Option<Option<u32>> {
     match text {
         RULE => Some(None),
@@ -322,14 +322,14 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
     }
 }
 
-/// What a cut is written as.
+/// How a configuration is written.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
                        pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
                        (1 to 65536) join=never|N (0 to 65536)";
 
 impl BackwardConfig {
-    /// The same but for these entries.
+    /// The same configuration with other entries, given as text.
     pub fn changed(mut self, text: &str) -> Result<BackwardConfig, ConfigError> {
         configs::read(text, ALLOWED, |name, value| {
             match name {
@@ -358,7 +358,7 @@ impl BackwardConfig {
     }
 }
 
-/// Entries that are left out are as at head dimension 128.
+/// Entries that are left out are those of head dimension 128.
 impl FromStr for BackwardConfig {
     type Err = ConfigError;
 

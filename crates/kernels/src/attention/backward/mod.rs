@@ -15,10 +15,12 @@
 
 pub mod config;
 pub mod d_q;
+mod features;
 pub mod finish;
 mod load;
 pub mod main;
 mod modifiers;
+mod order;
 pub mod plan;
 pub mod prepare;
 mod schedules;
@@ -31,45 +33,7 @@ mod walk;
 pub mod zero;
 
 pub use config::{Adds, BackwardConfig, Pack, Share};
+pub use features::Features;
 pub use modifiers::{ModifierGradients, RegisterPressure};
+pub use order::Order;
 pub use shape::KernelShape;
-
-use crate::parts::schedule::Ragged;
-use fulgurite_core::{Exp, Mask};
-
-/// The order in which CTAs add to d_q.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Order {
-    /// CTAs add as soon as they can. The last bits of d_q differ from run to run.
-    #[default]
-    Any,
-    /// CTAs take turns (deterministic mode). d_q has the same bits in every run, whatever else runs on the GPU.
-    Fixed,
-}
-
-/// Facts of a problem that shape the kernels' texts: everything but lengths and head counts.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Features {
-    /// Elements of a row of q and k, and of a row of v and o: multiples of 8.
-    pub dims: [u32; 2],
-    /// Which keys a query sees.
-    pub mask: Mask,
-    /// How p is computed.
-    pub exp: Exp,
-    /// Whether the LSE has a gradient.
-    pub d_lse: bool,
-    /// The order in which CTAs add to d_q.
-    pub order: Order,
-    /// Which lengths differ from sequence to sequence.
-    pub ragged: Ragged,
-    /// Score and mask modifiers, with derivatives.
-    pub modifiers: ModifierGradients,
-}
-
-impl Features {
-    /// Sequences of equal length under a mask of spans, with no other feature.
-    pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
-        let (ragged, modifiers) = (Ragged::default(), ModifierGradients::default());
-        Features { dims, mask, exp: Exp::Auto, d_lse: false, order: Order::Any, ragged, modifiers }
-    }
-}

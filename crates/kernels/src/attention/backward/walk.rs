@@ -32,7 +32,8 @@ impl<'a, 'k> Walk<'a, 'k> {
         Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
     }
 
-    /// Goes to the first step of a tile. Sums have the layout of accumulators: `[head][step][warpgroup][eight columns][thread][4]`.
+    /// Goes to the first step of a tile. Sums have the layout of accumulators:
+    /// `[head][step][warpgroup][eight columns][thread][4]`.
     #[track_caller]
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
@@ -81,8 +82,8 @@ impl<'a, 'k> Walk<'a, 'k> {
         });
     }
 
-    /// Goes to the next step; the sums stay those of the step before. `next` is called when a new query head begins, with its first
-    /// step and past its last.
+    /// Goes to the next step; the sums stay those of the step before. `next` is called when a new query head begins, with its
+    /// first step and past its last.
     #[track_caller]
     pub fn forward_step(&self, w: &Scope<'k, Group>, next: impl FnOnce(&Scope<'k, Group>, [Val<'k, u32>; 2])) {
         self.step.set(self.step.get() + 1);
@@ -127,8 +128,8 @@ impl<'a, 'k> Walk<'a, 'k> {
         if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }
 
-    /// Has the copy engine add the d_q of the step before. `last` is the tile after its last step; the additions of the whole tile
-    /// are then counted.
+    /// Has the copy engine add the d_q of the step before. `last` is the tile after its last step; the additions of the whole
+    /// tile are then counted.
     #[track_caller]
     pub fn send(&self, w: &Scope<'k, Group>, bulk: &BulkReduce<'k>, d_q: &Acc<'k>, last: Option<&Work<'k>>) {
         bulk.send(w, &self.main.map, (self.place, d_q), last);

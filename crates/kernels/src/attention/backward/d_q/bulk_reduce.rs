@@ -25,8 +25,8 @@ pub(crate) struct BulkReduce<'k> {
 }
 
 impl<'k> BulkReduce<'k> {
-    /// Compute role: has d_q added to the sums at the address `to`. `last` is the work after its last step; additions have then arrived
-    /// for all of it.
+    /// Compute role: has d_q added to the sums at the address `to`. `last` is the tile after its last step: when these additions
+    /// have arrived, all of its additions have, and they are counted.
     #[track_caller]
     pub fn send(
         &self,

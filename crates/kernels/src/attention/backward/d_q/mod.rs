@@ -41,13 +41,13 @@
 //! | zero_fill | load, warp 1 |  | zeros written |
 //!
 //! The rows of `load` are those of CTA pairs, where one thread finds tiles for the others. A test compares the table with the
-//! waits and signals of the kernels' code. Events within a CTA are mbarriers of a ring; events
-//! between CTAs are words in global memory: `zeros written`, `place free` and `additions arrived` of `round`, `tile before has
-//! added`, `steps before summed`.
+//! waits and signals of the kernels' code. Events within a CTA are mbarriers of a ring. Events between CTAs are words in
+//! global memory: `zeros written`, `place free` and `additions arrived` of `round`, `tile before has added`, and `steps before
+//! summed`.
 //!
 //! Nothing waits in a circle. A tile, or the part of d_q that comes with it, waits only for tiles with lower numbers
-//! (`plan::bands`, `plan::deal`), a CTA does its tiles in the order of their numbers, and every number belongs to a CTA that runs.
-//! So the lowest number that is not done can go on.
+//! (`plan::bands`, `plan::deal`), a CTA does its tiles in the order of their numbers, and every number belongs to a CTA that
+//! runs. So the lowest number that is not done can go on.
 
 pub(crate) mod bulk_reduce;
 pub mod exact;
