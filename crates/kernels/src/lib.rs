@@ -6,6 +6,7 @@ pub mod add;
 pub mod attention;
 pub mod configs;
 pub mod gemm;
+pub mod no_kernel;
 pub mod operator;
 pub mod params;
 pub mod parts;

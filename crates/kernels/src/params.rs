@@ -196,3 +196,71 @@ impl<C: 'static> Program<C> {
         self.bindings.launch(self.kernel.clone(), grid, call)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Call {
+        n: u32,
+        part: Part,
+    }
+
+    struct Part {
+        x: Span,
+        scale: f32,
+    }
+
+    fn declare<'k>(p: &Params<'k, Call>) -> (Val<'k, u32>, Divisor<'k>, Val<'k, f32>) {
+        let n = p.u32("n", |call| call.n);
+        declare_part(p, |call| &call.part);
+        (n, p.divisor("by", |call| call.n + 1), p.f32("scale", |call| call.part.scale))
+    }
+
+    /// As parts of several kernels do it.
+    fn declare_part<'k, C: 'static>(p: &Params<'k, C>, at: impl Lens<C, Part>) -> Pointer<'k, f32> {
+        p.pointer("x", move |call| at(call).x)
+    }
+
+    fn call() -> Call {
+        Call { n: 6, part: Part { x: Span::new(4096, 16), scale: 0.5 } }
+    }
+
+    fn kernel(params: u32) -> Arc<Kernel> {
+        let build = |k: &Builder| {
+            (0..params).for_each(|i| {
+                k.param::<u32>(&format!("p{i}"));
+            });
+            k.threads(32, |_| {});
+        };
+        Arc::new(Kernel::build("another", Target::HOPPER, build).unwrap())
+    }
+
+    #[test]
+    fn arguments_come_in_the_order_of_declaration() {
+        let program = Program::<Call>::build("some", Target::HOPPER, |p| {
+            declare(p);
+            p.builder().threads(32, |_| {});
+        });
+        let launch = program.unwrap().launch([2, 1, 1], &call());
+        let names: Vec<&str> = launch.kernel.params.iter().map(|param| param.name.as_str()).collect();
+        assert_eq!(names, ["n", "x", "by", "by_magic", "by_shift", "scale"]);
+        let [seven, magic, shift] = divisor_values(7);
+        let pointer = Value::Pointer(call().part.x);
+        assert_eq!(launch.args, [Value::U32(6), pointer, seven, magic, shift, Value::F32(0.5)]);
+        // The declarations alone give the same arguments.
+        let bindings = Bindings::<Call>::declared(|p| {
+            declare(p);
+        });
+        assert_eq!(bindings.launch(launch.kernel.clone(), [2, 1, 1], &call()).args, launch.args);
+    }
+
+    #[test]
+    #[should_panic(expected = "arguments of another kernel than `another`")]
+    fn arguments_of_another_kernel_are_refused() {
+        let bindings = Bindings::<Call>::declared(|p| {
+            declare(p);
+        });
+        bindings.launch(kernel(5), [1, 1, 1], &call());
+    }
+}

@@ -1,5 +1,8 @@
-//! Attention: forward, decode (few queries) and backward.
+//! Attention: forward, decode (few queries, split over keys) and backward.
 
 pub mod backward;
+pub(crate) mod compute;
 pub mod decode;
+pub(crate) mod fold;
 pub mod forward;
+pub(crate) mod source;

@@ -8,21 +8,21 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use thiserror::Error;
 
-/// What the copy engine wants of addresses and strides, in bytes.
+/// Alignment that the copy engine needs of addresses and strides, in bytes.
 const ALIGN: u64 = 16;
-/// Rows, columns and tiles are counted with 32 bits, with room for a tile beyond the last.
+/// Kernels count rows, columns and tiles in 32 bits, and step at most one tile past the end.
 const MOST: u64 = 1 << 31;
 
-/// A batch of matrices in a device's memory, as they are stored: lines of contiguous elements.
+/// A batch of matrices in device memory, as they are stored: rows of contiguous elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrix {
     /// Memory, from the first element on.
     pub span: Span,
-    /// Lines.
+    /// Rows.
     pub rows: u64,
-    /// Elements of a line.
+    /// Elements of a row.
     pub cols: u64,
-    /// Elements from one line to the next.
+    /// Elements from one row to the next.
     pub row_stride: u64,
     /// Matrices.
     pub batch: u64,
@@ -31,7 +31,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A batch of matrices that lie together.
+    /// A contiguous batch of matrices.
     pub fn packed(span: Span, rows: u64, cols: u64, batch: u64) -> Matrix {
         Matrix { span, rows, cols, row_stride: cols, batch, batch_stride: rows * cols }
     }
@@ -65,101 +65,101 @@ pub enum GemmError {
     /// An element type that the kernel does not multiply.
     #[error("elements are {}, allowed: f16, bf16; convert them", got.name())]
     Number {
-        /// The type.
+        /// The element type.
         got: Number,
     },
-    /// Something of no size.
+    /// A dimension of size 0.
     #[error("`{side}` has {dimension} = 0, allowed: 1 or more; a product of nothing needs no launch")]
     Empty {
-        /// Whose.
+        /// The matrix.
         side: Side,
-        /// Which.
+        /// `rows`, `cols` or `batch`.
         dimension: &'static str,
     },
-    /// Something too large to count.
+    /// A dimension that is too large.
     #[error("`{side}` has {dimension} = {got}, allowed: up to 2^31; split the product")]
     Large {
-        /// Whose.
+        /// The matrix.
         side: Side,
-        /// Which.
+        /// `rows`, `cols` or `batch`.
         dimension: &'static str,
-        /// How large.
+        /// Its size.
         got: u64,
     },
-    /// Dimensions that should be the same.
+    /// Dimensions that differ and must be equal.
     #[error("{dimension} is {left} in `{of}` and {right} in `{and}`; they must be the same")]
     Mismatch {
         /// `m`, `n`, `k` or `batch`.
         dimension: &'static str,
-        /// In the first.
+        /// Its size in the first matrix.
         left: u64,
-        /// The first.
+        /// The first matrix.
         of: Side,
-        /// In the second.
+        /// Its size in the second matrix.
         right: u64,
-        /// The second.
+        /// The second matrix.
         and: Side,
     },
-    /// Lines or matrices that lie over each other.
+    /// Rows or matrices that overlap in memory.
     #[error("`{side}` has {stride} = {got}, allowed: {least} or more, so that they do not overlap; check the strides")]
     Overlap {
-        /// Whose.
+        /// The matrix.
         side: Side,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
-        /// What was given.
+        /// The stride, in elements.
         got: u64,
-        /// The least there may be.
+        /// The smallest stride without overlap, in elements.
         least: u64,
     },
-    /// A stride that the copy engine does not take.
+    /// A stride that the copy engine cannot step.
     #[error(
         "`{side}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
     )]
     Stride {
-        /// Whose.
+        /// The matrix.
         side: Side,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
-        /// What was given, in elements.
+        /// The stride, in elements.
         got: u64,
         /// Bytes of an element.
         bytes: u64,
     },
-    /// An address that the copy engine does not take.
+    /// An address that the copy engine cannot load from.
     #[error("`{side}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
     Address {
-        /// Whose.
+        /// The matrix.
         side: Side,
-        /// Where.
+        /// The address.
         address: u64,
     },
-    /// Memory that ends too early.
+    /// Memory that is too small.
     #[error("`{side}` reaches to byte {end} of memory of {bytes} bytes; check sizes and strides")]
     Memory {
-        /// Whose.
+        /// The matrix.
         side: Side,
-        /// Where it would end.
+        /// The offset where the matrices end.
         end: u64,
-        /// What there is.
+        /// Bytes of the memory.
         bytes: u64,
     },
-    /// More tiles than can be counted.
+    /// More tiles than the kernel can count.
     #[error("the product has {got} tiles, allowed: up to 2^31; split the batch")]
     Tiles {
-        /// How many.
+        /// Tiles of the product.
         got: u64,
     },
 }
 
-/// Which product: everything that the kernel's text depends on.
+/// A kind of product: everything that the kernel's text depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Gemm {
     /// Element type of all three matrices.
     pub number: Number,
-    /// Which way A and B lie.
+    /// Memory layouts of A and B.
     pub layouts: Layouts,
-    /// How it is cut.
+    /// The tile configuration.
     pub config: GemmConfig,
 }
 
@@ -176,7 +176,7 @@ pub enum KernelError {
 }
 
 impl Gemm {
-    /// Its kernel.
+    /// The kernel for products of this kind.
     pub fn kernel(&self, target: Target) -> Result<Kernel, KernelError> {
         match self.number {
             Number::F16 => Ok(gemm::kernel::<f16>(target, self.layouts, self.config)?),
@@ -255,7 +255,7 @@ impl Gemm {
             return Err(GemmError::Address { side, address: span.address() });
         }
         let stride = |name, count, got: u64, least: u64| {
-            // A stride that is never taken may be anything; the copy engine still wants a good one, below 2^40.
+            // The stride of an axis of size 1 may be anything. The copy engine still needs a valid one, below 2^40.
             if count == 1 {
                 return Ok((least.min(1 << 36) * bytes).next_multiple_of(ALIGN));
             }
@@ -268,7 +268,7 @@ impl Gemm {
                 _ => Err(GemmError::Stride { side, stride: name, got, bytes }),
             }
         };
-        // Sums that leave 64 bits end at their largest number, which no memory reaches.
+        // Sums saturate, and no memory is that large.
         let row_bytes = stride("row_stride", rows, row_stride, cols)?;
         let matrix_elems = (rows - 1).saturating_mul(row_bytes / bytes).saturating_add(cols);
         let batch_bytes = stride(BATCH_STRIDE, batch, batch_stride, matrix_elems)?;
@@ -299,7 +299,7 @@ fn bindings() -> &'static Bindings<GemmCall> {
 
 const BATCH_STRIDE: &str = "batch_stride";
 
-/// Rows of A or columns of B, and the summed dimension.
+/// Rows of A or columns of B, and k.
 fn outer_inner(matrix: &Matrix, major: Major) -> (u64, u64) {
     match major {
         Major::Inner => (matrix.rows, matrix.cols),

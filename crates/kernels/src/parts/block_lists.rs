@@ -1,35 +1,49 @@
-//! Block masks on the device: for each row of blocks the blocks of keys in which the mask decides, and those that are seen
-//! whole.
+//! Block masks as lists on the device.
+//!
+//! Each row of blocks has two lists of key blocks: partial blocks, in which the element mask decides, and full blocks, in
+//! which every key is visible.
 
+use crate::params::{Lens, Params};
+use crate::parts::arguments::DeviceBlockLists;
 use crate::parts::schedule::Work;
-use fulgurite_ptx::{Builder, Pointer, Scope, Thread, Val, Who};
+use fulgurite_ptx::{Pointer, Scope, Thread, Val, Who};
 
-/// Sizes of a block mask's blocks.
+/// Block size of a block mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Blocks {
-    /// Queries, a multiple of a tile's.
+    /// Queries: a multiple of the kernel's tile.
     pub rows: u32,
-    /// Keys, a multiple of a block's.
+    /// Keys: a multiple of the kernel's key block.
     pub cols: u32,
 }
 
 /// Names of the two lists among the parameters.
 pub const NAMES: [&str; 2] = ["partial", "full"];
 
+/// Launch arguments of [`Lists`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ListArgs {
+    pub lists: DeviceBlockLists,
+    /// Lists from one batch to the next.
+    pub batch_step: u64,
+    /// Lists from one head to the next.
+    pub head_step: u64,
+}
+
 /// The lists among a kernel's parameters.
 pub struct Lists<'k> {
     blocks: Blocks,
-    /// Keys of a block of the kernel.
+    /// Keys of the kernel's key blocks.
     cols: u32,
     counts: [Pointer<'k, u32>; 2],
     lists: [Pointer<'k, u32>; 2],
     /// Entries from one list to the next.
     widths: [Val<'k, u32>; 2],
-    /// Lists from one sequence to the next, and from one head to the next: 0 where they share.
+    /// Lists from one batch to the next, and from one head to the next: 0 if all share them.
     steps: [Val<'k, u32>; 2],
 }
 
-/// What goes with a block of keys: its first key, and whether it is seen whole in the highest bit.
+/// The tag of a key block in the ring: its first key, and in the highest bit whether it is full.
 #[derive(Clone, Copy)]
 pub struct Tag<'k>(pub Val<'k, u32>);
 
@@ -43,17 +57,20 @@ impl<'k> Tag<'k> {
 }
 
 impl<'k> Lists<'k> {
-    /// Declares the parameters.
-    pub fn new(k: &'k Builder, blocks: Blocks, cols: u32) -> Self {
-        let array = |name: &str| k.array(name);
-        let [counts, lists] = ["counts", "blocks"].map(|what| NAMES.map(|list| array(&format!("{list}_{what}"))));
+    /// Declares the parameters with their arguments.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, blocks: Blocks, cols: u32, at: impl Lens<C, ListArgs>) -> Self {
+        let name = |list: usize, what: &str| format!("{}_{what}", NAMES[list]);
+        let both = [0, 1];
         Lists {
             blocks,
             cols,
-            counts,
-            lists,
-            widths: NAMES.map(|list| k.param(&format!("{list}_width"))),
-            steps: ["list_batch", "list_head"].map(|name| k.param(name)),
+            counts: both.map(|i: usize| p.array(&name(i, "counts"), move |call| at(call).lists.counts[i])),
+            lists: both.map(|i: usize| p.array(&name(i, "blocks"), move |call| at(call).lists.blocks[i])),
+            widths: both.map(|i: usize| p.u32(&name(i, "width"), move |call| at(call).lists.widths[i])),
+            steps: [
+                p.u32("list_batch", move |call| at(call).batch_step as u32),
+                p.u32("list_head", move |call| at(call).head_step as u32),
+            ],
         }
     }
 
@@ -64,7 +81,7 @@ impl<'k> Lists<'k> {
         work.batch.mul_add(batch, work.head.mul_add(head, work.row / self.blocks.rows))
     }
 
-    /// How many blocks of the kernel a tile has; at least one.
+    /// Number of the kernel's key blocks that a tile has; at least one.
     #[track_caller]
     pub fn count(&self, t: &Scope<'k, Thread>, work: &Work<'k>) -> Val<'k, u32> {
         let row = self.row(work);
@@ -72,8 +89,8 @@ impl<'k> Lists<'k> {
         ((partial + full) * (self.blocks.cols / self.cols)).max(1)
     }
 
-    /// The `i`-th of a tile's blocks. Those seen whole come first; a block past the last begins at the last key, where
-    /// everything is masked.
+    /// The `i`-th key block of a tile. Full blocks come first. A block past the last one begins at `k_len`, where every
+    /// element is masked.
     #[track_caller]
     pub fn block<W: Who>(&self, t: &Scope<'k, W>, work: &Work<'k>, i: Val<'k, u32>, k_len: Val<'k, u32>) -> Tag<'k> {
         let (row, parts) = (self.row(work), self.blocks.cols / self.cols);
@@ -92,7 +109,7 @@ impl<'k> Lists<'k> {
                 |t| block.set(self.lists[1].at_wide(place).load(t, 0)),
                 |t| block.set(self.lists[0].at_wide(place).load(t, 0)),
             );
-            // A block that does not exist is no block.
+            // An entry past the last block of keys counts as past the end of the list.
             let first = block.get().min(k_len) * self.blocks.cols + part * self.cols;
             key.set(first.min(k_len));
         });

@@ -1,45 +1,91 @@
-//! Results of a part of the keys: written where other blocks find them, and merged by the last block to be done.
+//! Split-K results: each split writes a partial result to the workspace, and the last CTA to finish merges them.
 //!
-//! A split leaves for each row its o = p v, m (the maximum, scaled) and l (the sum of p). A tile's splits count
-//! themselves; who finds that all others are there reads them in their order, whoever it is, so that the bits of a
-//! result do not depend on who came last. They are merged one after the other: with M the larger of both maxima,
-//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2 and l likewise, so that a block that has all splits of a tile merges them in
-//! registers as it goes ([`Merged`]) to the same bits.
+//! For each row, a split writes o = p v, m (the maximum, scaled) and l (the sum of p). A counter per tile counts finished
+//! splits. The CTA that counts the last one reads all splits in their order, so results are bitwise reproducible whichever
+//! CTA that is. Splits are merged one after the other: with M the larger of both maxima,
+//! o = 2^(M1 - M) o1 + 2^(M2 - M) o2, and l likewise. A CTA that computes all splits of a tile merges them in registers
+//! ([`Merged`]), with bitwise the same result.
 
-use crate::attention::forward::Features;
+use crate::params::{Lens, Params};
 use crate::parts::modifier::Sinks;
+use crate::parts::nonfinite::PlainRows;
 use crate::parts::softmax::Totals;
-use fulgurite_ptx::{
-    Acc, Builder, Divisor, Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word,
-};
+use fulgurite_core::DType;
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Acc, Divisor, Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Shared, Val, Var, Word};
 use std::f32::consts::LN_2;
 
-/// Elements of o that a merging thread has: 16 bytes of the result.
+/// Elements of o that a merging thread computes: 16 bytes of the result.
 const UNIT: u32 = 8;
-/// Splits that a merging thread reads at a time: one round trip to memory.
+/// Splits that a merging thread loads at a time, in one round trip to memory.
 const TOGETHER: u32 = 16;
-/// Words before a tile's counters.
+/// Words before the tiles' counters.
 pub const FIRST_COUNTER: u32 = 2;
 
-/// Splits of a tile: which, and what their rows are.
+/// Splits of a tile that a CTA computes, and their rows.
 #[derive(Clone, Copy)]
 pub struct Slot<'k> {
     pub tile: Val<'k, u32>,
-    /// The first split, and past the last: one, or all of the tile.
+    /// The CTA's first split, and past its last: one split, or all of the tile.
     pub ours: [Val<'k, u32>; 2],
     /// Splits of the tile.
     pub splits: Val<'k, u32>,
     pub batch: Val<'k, u32>,
-    /// Of keys and values.
+    /// Head of k and v.
     pub head: Val<'k, u32>,
-    /// First packed row, and how many there are.
+    /// First row among the rows of the head's group.
     pub row: Val<'k, u32>,
     pub rows: Val<'k, u32>,
-    /// The sequence's first row among packed ones and its queries in use, where these are its own.
-    pub used: Option<(Val<'k, u32>, Val<'k, u32>)>,
+    /// Queries of a ragged sequence.
+    pub used: Option<UsedQueries<'k>>,
 }
 
-/// Where results go.
+/// Queries of a ragged sequence.
+#[derive(Clone, Copy)]
+pub struct UsedQueries<'k> {
+    /// First row in packed q and o.
+    pub start: Val<'k, u32>,
+    /// Queries in use.
+    pub count: Val<'k, u32>,
+}
+
+/// Launch arguments of [`Partials`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PartialArgs {
+    pub o: PlainRows,
+    pub results: ResultArgs,
+    /// o of each row of each split, in the workspace.
+    pub partial: Span,
+    /// m and l of each row of each split, in the workspace.
+    pub sums: Span,
+    /// Heads of the LSE from one batch to the next.
+    pub lse_heads: u64,
+    /// Rows of all splits of a tile that the workspace has memory for.
+    pub room: u64,
+}
+
+/// Launch arguments of the end of a tile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ResultArgs {
+    pub lse: Span,
+    /// Rows of a head's LSE.
+    pub lse_rows: u64,
+    /// `None` if the problem has no sinks.
+    sinks: Option<Span>,
+}
+
+impl ResultArgs {
+    pub fn new(lse: Span, lse_rows: u64, sinks: Option<Span>) -> ResultArgs {
+        ResultArgs { lse, lse_rows, sinks }
+    }
+
+    /// Sinks of a problem that has them.
+    pub fn sinks(&self) -> &Span {
+        self.sinks.as_ref().expect("bug in fulgurite: sinks are not given")
+    }
+}
+
+/// The outputs and the workspace of splits among a kernel's parameters.
 pub struct Partials<'k, T> {
     /// Elements of a row of o.
     dv: u32,
@@ -47,26 +93,28 @@ pub struct Partials<'k, T> {
     counters: Pointer<'k, u32>,
     sinks: Option<Sinks<'k>>,
     o: Pointer<'k, Pair<T>>,
-    /// Pairs from one batch, query and head to the next.
+    /// Strides of batch, query and head, in pairs of elements.
     strides: [Val<'k, u64>; 3],
     lse: Pointer<'k, f32>,
-    /// Rows of the LSE of a head, and heads from one batch to the next.
+    /// Rows of a head's LSE.
     lse_rows: Val<'k, u32>,
+    /// Heads of the LSE from one batch to the next.
     lse_heads: Val<'k, u32>,
-    /// o of each row of each split, and m and l.
+    /// o of each row of each split.
     partial: Pointer<'k, f32>,
+    /// m and l of each row of each split.
     sums: Pointer<'k, f32>,
-    /// Rows of all splits that a tile has room for.
+    /// Rows of all splits of a tile that the workspace has memory for.
     room: Val<'k, u32>,
 }
 
-/// Where a packed row's results lie.
+/// Where the results of a row lie.
 struct Place<'k, T> {
     o: Pointer<'k, Pair<T>>,
     lse: Pointer<'k, f32>,
-    /// Its query head.
+    /// The row's query head.
     head: Val<'k, u32>,
-    /// Whether it is past the queries in use, where that can be.
+    /// Whether the row is past the queries in use. `None` if no row can be.
     unused: Option<Val<'k, bool>>,
 }
 
@@ -74,19 +122,33 @@ impl<'k, T: Half> Partials<'k, T>
 where
     Pair<T>: Word,
 {
-    /// With parameters of its own.
-    pub fn new(k: &'k Builder, features: &Features, group: Divisor<'k>, counters: Pointer<'k, u32>) -> Self {
-        let o = k.pointer::<Pair<T>>("o");
-        let strides = ["o_batch", "o_row", "o_head"].map(|name| k.param::<u64>(name));
-        let lse = k.pointer::<f32>("lse");
-        let [partial, sums] = ["partial", "sums"].map(|name| k.pointer::<f32>(name));
-        let [lse_rows, lse_heads, room] = ["lse_rows", "lse_heads", "room"].map(|name| k.param::<u32>(name));
-        let sinks = features.sinks.map(|dtype| Sinks::new(k, dtype));
-        let dv = features.dims[1];
+    /// Declares the parameters with their arguments. Rows of o have `dv` elements.
+    pub fn declare<C: 'static>(
+        p: &Params<'k, C>,
+        dv: u32,
+        sinks: Option<DType>,
+        group: Divisor<'k>,
+        counters: Pointer<'k, u32>,
+        at: impl Lens<C, PartialArgs>,
+    ) -> Self {
+        let o = p.pointer("o", move |call| at(call).o.span);
+        let strides = [
+            p.u64("o_batch", move |call| at(call).o.batch),
+            p.u64("o_row", move |call| at(call).o.row),
+            p.u64("o_head", move |call| at(call).o.head),
+        ];
+        let lse = p.pointer("lse", move |call| at(call).results.lse);
+        let partial = p.pointer("partial", move |call| at(call).partial);
+        let sums = p.pointer("sums", move |call| at(call).sums);
+        let lse_rows = p.u32("lse_rows", move |call| at(call).results.lse_rows as u32);
+        let lse_heads = p.u32("lse_heads", move |call| at(call).lse_heads as u32);
+        let room = p.u32("room", move |call| at(call).room as u32);
+        let sinks = sinks.map(|dtype| Sinks::declare(p, dtype, move |call| at(call).results.sinks()));
         Partials { dv, group, counters, sinks, o, strides, lse, lse_rows, lse_heads, partial, sums, room }
     }
 
-    /// A split is done: its rows are written, or left for the last split of the tile, which merges all.
+    /// Ends the CTA's splits of a tile. If they are all of the tile, writes the results; otherwise writes partial results,
+    /// which the tile's last CTA merges.
     pub fn finish(
         &self,
         w: &Scope<'k, Group>,
@@ -106,7 +168,7 @@ where
                     let counter = slot.tile + FIRST_COUNTER;
                     let before = self.counters.fetch_add_in_order(t, counter, 1);
                     let all = before.eq(slot.splits - 1);
-                    // As every launch finds it.
+                    // Counters are zero at the start of every launch.
                     t.when(all, |t| self.counters.store(t, counter, 0));
                     last.store(t, 0, all.select::<u32>(1, 0));
                 });
@@ -116,7 +178,7 @@ where
         );
     }
 
-    /// Pairs of o before a row, and rows of the LSE.
+    /// Offsets of a row in o, in pairs, and in the LSE.
     fn offsets(&self, batch: Val<'k, u32>, query: Val<'k, u32>, head: Val<'k, u32>) -> [Val<'k, u64>; 2] {
         let parts = [batch, query, head].into_iter().zip(self.strides);
         let parts = parts.map(|(i, stride)| i.to_u64().mul_wide_64(stride));
@@ -124,17 +186,17 @@ where
         [o, batch.mul_add(self.lse_heads, head).mul_wide(self.lse_rows) + query.to_u64()]
     }
 
-    /// Where a packed row's o and LSE lie.
+    /// Where the results of a tile's row lie.
     fn place(&self, slot: &Slot<'k>, row: Val<'k, u32>) -> Place<'k, T> {
         let [query, own] = self.group.div_rem(slot.row + row);
         let head = slot.head * self.group.value() + own;
-        let unused = slot.used.map(|(_, q_len)| query.ge(q_len));
-        let query = slot.used.map_or(query, |(q_start, _)| q_start + query);
+        let unused = slot.used.map(|used| query.ge(used.count));
+        let query = slot.used.map_or(query, |used| used.start + query);
         let [o, lse] = self.offsets(slot.batch, query, head);
         Place { o: self.o.at_wide(o), lse: self.lse.at_wide(lse), head, unused }
     }
 
-    /// Writes a row's LSE where `first` holds; what its elements of o are made of.
+    /// Writes a row's LSE where `first` holds. Returns the function that normalises the row's elements of o.
     fn end(
         &self,
         w: &Scope<'k, Group>,
@@ -165,7 +227,7 @@ where
         }
     }
 
-    /// o and LSE of a tile without other splits.
+    /// Writes o and LSE of a tile whose splits are all in registers.
     fn write(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
         for i in 0..Acc::ROWS {
@@ -182,12 +244,12 @@ where
         }
     }
 
-    /// Where a split's first row lies among those that are left.
+    /// First row of a split in the workspace.
     fn first_row(&self, slot: &Slot<'k>, split: Val<'k, u32>) -> Val<'k, u64> {
         slot.tile.mul_wide(self.room) + (split * slot.rows).to_u64()
     }
 
-    /// Leaves a split's rows for whoever merges.
+    /// Writes a split's partial result to the workspace.
     fn leave(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
         let first = self.first_row(slot, slot.ours[0]);
@@ -207,7 +269,7 @@ where
         }
     }
 
-    /// Merges the splits of a tile: a thread has a few elements of a row.
+    /// Merges the splits of a tile from the workspace. A thread computes a few elements of a row.
     fn merge(&self, w: &Scope<'k, Group>, slot: &Slot<'k>) {
         let across = self.dv / UNIT;
         w.each(w.thread_in_group(), slot.rows * across, 128, |w, unit| {
@@ -218,7 +280,7 @@ where
             w.each(0, slot.splits, TOGETHER, |w, start| {
                 let parts: Vec<_> = (0..TOGETHER)
                     .map(|i| {
-                        // Past the last: the last again, which moves no maximum, with a weight of 0.
+                        // Past the last split: the last one again, which raises no maximum, with a weight of 0.
                         let split = (start + i).min(slot.splits - 1);
                         let row = self.first_row(slot, split) + row.to_u64();
                         let sums = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
@@ -243,7 +305,7 @@ where
         });
     }
 
-    /// Zeros, and an LSE of -inf, for rows that belong to no sequence, in all of so many heads.
+    /// Writes zeros and an LSE of -inf to rows that belong to no sequence, in all heads.
     pub fn clear(&self, w: &Scope<'k, Group>, [first, end]: [Val<'k, u32>; 2], heads: Val<'k, u32>) {
         let zero = w.constant(0u32);
         let nothing = w.constant(0.0f32).pair_with::<T>(0.0);
@@ -257,14 +319,14 @@ where
     }
 }
 
-/// What both sides of a merge are multiplied by.
+/// Factors of both sides of a merge.
 struct Weights<'k> {
     old: Val<'k, f32>,
     new: Val<'k, f32>,
 }
 
 impl<'k> Weights<'k> {
-    /// Raises a maximum to one that comes.
+    /// Raises the running maximum to include `m`.
     fn of(max: &Var<'k, f32>, m: Val<'k, f32>) -> Self {
         let before = max.get();
         let most = before.max(m);
@@ -272,13 +334,13 @@ impl<'k> Weights<'k> {
         Weights { old: (before - most).exp2(), new: (m - most).exp2() }
     }
 
-    /// Adds what comes to what there is.
+    /// Merges `x` into a running sum.
     fn add(&self, sum: &Var<'k, f32>, x: Val<'k, f32>) {
         sum.set(x.mul_add(self.new, sum.get() * self.old));
     }
 }
 
-/// Splits of a tile, merged in registers as they come.
+/// The merged splits of a tile in registers.
 pub struct Merged<'k> {
     pub o: Acc<'k>,
     max: Vec<Var<'k, f32>>,
@@ -286,20 +348,20 @@ pub struct Merged<'k> {
 }
 
 impl<'k> Merged<'k> {
-    /// For rows of so many elements.
+    /// For rows of `dv` elements.
     pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
         let rows = || (0..Acc::ROWS).map(|_| w.var(0.0f32)).collect();
         Merged { o: w.accumulators(dv), max: rows(), sum: rows() }
     }
 
-    /// Before the first split.
+    /// Prepares for the first split of a tile.
     pub fn clear(&self) {
         self.max.iter().for_each(|max| max.set(f32::MIN));
         self.sum.iter().for_each(|sum| sum.set(0.0));
         (0..self.o.elements().count()).for_each(|i| self.o.set(i, 0.0));
     }
 
-    /// The next split.
+    /// Merges the next split.
     pub fn add(&self, o: &Acc<'k>, totals: Totals<'k>) {
         let weights = |i: usize| {
             let weights = Weights::of(&self.max[i], totals.max[i]);
@@ -321,7 +383,7 @@ impl<'k> Merged<'k> {
     }
 }
 
-/// The two neighbours that a thread has of its `row`-th row in the `j`-th period of columns.
+/// The two neighbouring elements that a thread holds of its `row`-th row in the `j`-th period of columns.
 fn pair<'k>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
     [0, 1].map(|at| elements[Acc::index(row, j as usize, at)])
 }

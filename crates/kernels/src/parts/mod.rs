@@ -12,7 +12,9 @@ pub(crate) mod merge;
 pub(crate) mod modifier;
 pub(crate) mod nonfinite;
 pub mod repack;
+pub mod row_sums;
 pub(crate) mod schedule;
+pub(crate) mod sequences;
 pub(crate) mod softmax;
 
 pub use block_lists::Blocks;

@@ -1,10 +1,12 @@
-//! Rows whose result is no number, once more and with care.
+//! The non-finite path: computes rows again whose result is infinite or NaN, without their hidden keys.
 //!
-//! A key that a mask hides has a probability of 0, and 0 times what its value holds is 0 unless that is infinite or NaN.
-//! Keys that no query of a sequence can see are never loaded, but which keys an expression hides is known element by
-//! element only. So the end of a tile looks whether a sum is not finite, which costs nothing beside the tile, and then
-//! adds up again, leaving out what is hidden. Slow, and reached by such data alone.
+//! A hidden key has a probability of 0, but 0 times an infinite or NaN value is NaN. Kernels never load keys that no query
+//! of a sequence can see. Keys that an expression hides are known only element by element, so they are loaded and
+//! multiplied. At the end of a tile, this part checks whether a sum is not finite, which costs next to nothing. If so, it
+//! accumulates the tile again and skips hidden keys. That is slow, and only such data pays for it.
 
+use crate::params::{Lens, Params};
+use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::{Lists, Tag};
 use crate::parts::exp::exp2;
 use crate::parts::mask::Limits;
@@ -12,59 +14,97 @@ use crate::parts::modifier::Modify;
 use crate::parts::schedule::{Of, Unequal, Work};
 use crate::parts::softmax::Totals;
 use fulgurite_core::Exp;
-use fulgurite_ptx::{Acc, Builder, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 
-/// Elements of a vector that is loaded at once.
+/// Elements that a thread loads at once.
 const VECTOR: u32 = 8;
 
-/// A tensor of rows that threads read, in pairs of elements.
+/// A tensor of rows that threads read and write by address. Strides are in pairs of elements.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlainRows {
+    pub span: Span,
+    pub row: u64,
+    pub head: u64,
+    pub batch: u64,
+}
+
+impl PlainRows {
+    pub fn new(tensor: &DeviceTensor) -> PlainRows {
+        let [batch, row, head] = tensor.strides.map(|stride| stride / 2);
+        PlainRows { span: tensor.span, row, head, batch }
+    }
+}
+
+/// Launch arguments of [`Careful`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlainArgs {
+    pub q: PlainRows,
+    pub k: PlainRows,
+    pub v: PlainRows,
+    /// Vectors of a row of q and k.
+    pub vectors: u32,
+    /// Elements of a row of v.
+    pub value_dim: u32,
+}
+
+impl PlainArgs {
+    /// For tensors whose keys begin with the first visible one.
+    pub fn new([q, k, v]: [DeviceTensor; 3]) -> PlainArgs {
+        PlainArgs {
+            q: PlainRows::new(&q),
+            k: PlainRows::new(&k),
+            v: PlainRows::new(&v),
+            vectors: (q.shape[3] / u64::from(VECTOR)) as u32,
+            value_dim: v.shape[3] as u32,
+        }
+    }
+}
+
+/// [`PlainRows`] among a kernel's parameters.
 struct Plain<'k, T> {
     pointer: Pointer<'k, Pair<T>>,
-    /// Pairs from one row, head and sequence to the next.
     row: Val<'k, u64>,
     head: Val<'k, u64>,
     batch: Val<'k, u64>,
 }
 
-/// Names of the parameters: q, k and v each with their strides, and vectors of a row of q and k.
-pub const TENSORS: [&str; 3] = ["plain_q", "plain_k", "plain_v"];
-pub const STRIDES: [&str; 3] = ["_row", "_head", "_batch"];
-pub const DIMS: [&str; 2] = ["plain_vectors", "plain_value_dim"];
-
-/// What the second sum needs of the parameters.
+/// The parameters of the non-finite path.
 pub struct Careful<'k, T> {
+    /// q, k and v.
     tensors: [Plain<'k, T>; 3],
     vectors: Val<'k, u32>,
     value_dim: Val<'k, u32>,
 }
 
-/// What it needs of the tile and of the role.
+/// The tile to accumulate again, and the state of the compute role.
 pub struct Redo<'a, 'k> {
     pub work: &'a Work<'k>,
     pub unequal: Option<&'a Unequal<'k>>,
     pub lists: Option<&'a Lists<'k>>,
-    /// Keys of a block, and all there are of the sequence that some query sees.
+    /// Keys of a key block.
     pub cols: u32,
+    /// Visible keys of the sequence.
     pub keys: Val<'k, u32>,
-    /// Number of the first of them in the sequence.
+    /// Number of the first visible key in the sequence.
     pub first: Val<'k, u32>,
     pub limits: &'a Limits<'k>,
     pub modify: &'a Modify<'a, 'k>,
-    /// The thread's two rows, found when they are needed. Rows past the last are any of the sequence: nobody keeps what
-    /// comes of them.
+    /// Finds the thread's two rows when they are needed. A row past the last one may be any row of the sequence: its result
+    /// is not stored.
     pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
-    /// The first column of v, where it is not 0.
+    /// The first column of v, if it is not 0.
     pub first_column: Option<Val<'k, u32>>,
-    /// How p is computed.
+    /// The exponential that computes p.
     pub exp: Exp,
-    /// From scores to powers of two.
+    /// Factor from scores to powers of two.
     pub scale: Val<'k, f32>,
 }
 
-/// Sets what masks and modifiers keep.
+/// Sets the tile that masks and modifiers are prepared for.
 type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
-/// What the thread's two rows are.
+/// The queries of a thread's two rows.
 #[derive(Clone, Copy)]
 pub struct Rows<'k> {
     pub queries: [Val<'k, u32>; 2],
@@ -77,10 +117,13 @@ impl<'k, T: Half> Plain<'k, T>
 where
     Pair<T>: Word,
 {
-    fn new(k: &'k Builder, name: &str) -> Self {
-        let pointer = k.array(name);
-        let [row, head, batch] = STRIDES.map(|end| k.param::<u64>(&format!("{name}{end}")));
-        Plain { pointer, row, head, batch }
+    fn declare<C: 'static>(p: &Params<'k, C>, name: &str, at: impl Lens<C, PlainRows>) -> Self {
+        Plain {
+            pointer: p.array(name, move |call| at(call).span),
+            row: p.u64(&format!("{name}_row"), move |call| at(call).row),
+            head: p.u64(&format!("{name}_head"), move |call| at(call).head),
+            batch: p.u64(&format!("{name}_batch"), move |call| at(call).batch),
+        }
     }
 
     /// A row of the tile's sequence.
@@ -98,15 +141,21 @@ impl<'k, T: Half> Careful<'k, T>
 where
     Pair<T>: Word,
 {
-    /// Declares the parameters.
-    pub fn new(k: &'k Builder) -> Self {
-        let tensors = TENSORS.map(|name| Plain::new(k, name));
-        let [vectors, value_dim] = DIMS.map(|name| k.param(name));
-        Careful { tensors, vectors, value_dim }
+    /// Declares the parameters with their arguments.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, at: impl Lens<C, PlainArgs>) -> Self {
+        Careful {
+            tensors: [
+                Plain::declare(p, "plain_q", move |call| &at(call).q),
+                Plain::declare(p, "plain_k", move |call| &at(call).k),
+                Plain::declare(p, "plain_v", move |call| &at(call).v),
+            ],
+            vectors: p.u32("plain_vectors", move |call| at(call).vectors),
+            value_dim: p.u32("plain_value_dim", move |call| at(call).value_dim),
+        }
     }
 
-    /// Adds up again where a sum is not finite. What masks and modifiers keep may be the next tile's already: `turn` sets
-    /// it to this tile, and back.
+    /// Accumulates again where a sum is not finite. Masks and modifiers may already be prepared for the next tile: `turn`
+    /// prepares them for this tile and back.
     pub fn run(
         &self,
         w: &Scope<'k, Group>,
@@ -115,7 +164,7 @@ where
         totals: &Totals<'k>,
         turn: [Turn<'_, 'k>; 2],
     ) {
-        // 0 as long as everything is finite.
+        // The sum is 0 if all elements are finite, and NaN otherwise.
         let zero = w.constant(0.0f32);
         let sum = o.elements().fold(zero, |sum, x| x.mul_add(0.0, sum));
         w.when_rarely(w.any(!sum.eq(0.0)), |w| {
@@ -174,7 +223,7 @@ where
                 for period in 0..o.cols() / Acc::PERIOD {
                     let col = Acc::first_col(w) + Acc::PERIOD * period;
                     let col = redo.first_column.map_or(col, |first| first + col);
-                    // Past the end of a row there is nothing to read, and nothing that anyone keeps.
+                    // Columns past the end of a row are not stored: read the last ones instead.
                     let col = col.min(self.value_dim - 2);
                     let halves = value.load(w, col / 2).split();
                     for (i, &p) in p.iter().enumerate() {

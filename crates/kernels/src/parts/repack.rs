@@ -5,7 +5,7 @@
 //! results are unpacked after the launches that write them. Elements of a packed row beyond the tensor's are zeros, which
 //! change no score and no result. A call that needs no copy only compares its strides.
 
-use crate::attention::forward::plan::NoKernel;
+use crate::no_kernel::NoKernel;
 use crate::params::{Bindings, Params, Program};
 use crate::parts::arguments::DeviceTensor;
 use fulgurite_ptx::device::{Launch, Span};

@@ -1,18 +1,18 @@
-//! Which tile of queries comes next, and where its sequence lies.
+//! The tile scheduler: which tile of queries comes next, and where its sequence lies.
 //!
-//! Tiles are handed out by a counter. In a batch of equal sequences their number says which they are; in a batch of
-//! sequences with lengths of their own, the loading thread walks along the sequences as the numbers grow.
+//! A counter hands out tile numbers. In a batch of equal sequences, a number determines its tile. In a ragged batch, the
+//! loading thread walks along the sequences as the numbers grow.
 
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
 use fulgurite_core::Layout;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Builder, Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
+use fulgurite_ptx::{Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
 
-/// What of the lengths is not the same for all sequences.
+/// Which lengths differ from sequence to sequence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ragged {
-    /// Sequences one after the other, with offsets; otherwise each has the same room.
+    /// Sequences lie one after the other, found by offsets. Otherwise each has memory for the same number of rows.
     pub packed: bool,
     /// Used lengths of queries are given.
     pub used_q: bool,
@@ -27,25 +27,26 @@ impl Ragged {
     }
 }
 
-/// A sequence's place in the tensors, and its lengths.
+/// Where a ragged sequence lies in the tensors, and its lengths.
 #[derive(Clone, Copy)]
 pub struct Sequence<'k> {
-    /// First row of packed q and o, and rows of room.
+    /// First row of packed q and o.
     pub q_start: Val<'k, u32>,
+    /// Rows of q and o that the sequence has memory for.
     pub q_room: Val<'k, u32>,
     /// Queries and keys in use.
     pub q_len: Val<'k, u32>,
     pub k_len: Val<'k, u32>,
     /// First row of packed k and v.
     pub k_start: Val<'k, u32>,
-    /// The first key that some query sees, and how many there are from it to the last: whatever the others hold, times a
-    /// probability of 0, must not show.
+    /// The first key that some query sees. Kernels never load invisible keys at either end: 0 times NaN would still show.
     pub first: Val<'k, u32>,
+    /// Keys from the first visible one to the last.
     pub seen: Val<'k, u32>,
 }
 
 impl<'k> Sequence<'k> {
-    /// For masks.
+    /// Lengths for masks.
     #[track_caller]
     pub fn lengths(&self) -> Lengths<'k> {
         let [q, k, first] = [self.q_len, self.k_len, self.first].map(|n| n.to_i32());
@@ -59,10 +60,10 @@ impl<'k> Sequence<'k> {
     }
 }
 
-/// Names of the rows from one sequence to the next.
+/// Names of the parameters for the rows from one sequence to the next, one for each tensor.
 pub const STEPS: [&str; 4] = ["q_step", "k_step", "v_step", "o_step"];
 
-/// A tensor of rows.
+/// A tensor of rows, in the order of [`STEPS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Of {
     Q,
@@ -71,32 +72,32 @@ pub enum Of {
     O,
 }
 
-/// Numbers of a sequence.
+/// Words of a sequence in a message.
 const WORDS: usize = 7;
 
-/// A tile of queries, as the loading thread hands it out.
+/// A tile of queries, as the loading thread announces it to the compute warpgroups.
 #[derive(Clone, Copy)]
 pub struct Work<'k> {
-    /// First row, in its sequence.
+    /// First row in the sequence.
     pub row: Val<'k, u32>,
     pub head: Val<'k, u32>,
     pub batch: Val<'k, u32>,
-    /// Blocks of keys, from the first to past the last: none means that there are no more tiles.
+    /// Key blocks, from the first to past the last. An end of 0 means that there are no more tiles.
     pub blocks: [Val<'k, u32>; 2],
-    /// Where sequences have lengths of their own.
+    /// The sequence of a ragged batch.
     pub sequence: Option<Sequence<'k>>,
 }
 
-/// What of a tile's description depends on the problem's features.
+/// Which words a tile's message has.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// Whether the first block is not known to be 0.
+    /// The first key block may be other than 0.
     pub first: bool,
     pub ragged: bool,
 }
 
 impl Shape {
-    /// Numbers of a message.
+    /// Words of a message.
     pub fn words(self) -> usize {
         if self.ragged { (5 + WORDS).next_multiple_of(4) } else { 8 }
     }
@@ -118,7 +119,7 @@ impl<'k> Work<'k> {
     }
 }
 
-/// A tile of queries that a loop carries.
+/// A tile of queries in registers that a loop carries.
 pub struct WorkVars<'k> {
     vars: [Var<'k, u32>; 4],
     first: Option<Var<'k, u32>>,
@@ -149,28 +150,24 @@ impl<'k> WorkVars<'k> {
     }
 }
 
-/// Tiles of a batch of equal sequences: in bands of `order` (head, batch) pairs whose keys fit the second-level cache, and
-/// one more of the `last` pairs; in a band the rows with the most keys, the last, go first.
+/// Tiles of a batch of equal sequences.
+///
+/// Bands of `order` (head, sequence) pairs come one after the other; the keys of a band fit L2. The last band has `last`
+/// pairs. In a band, the last rows go first, because under a causal mask they have the most keys.
 pub struct Equal<'k> {
     pub tiles: Val<'k, u32>,
     m_tiles: Val<'k, u32>,
     pub pairs: Val<'k, u32>,
-    /// Bands before the last one, and tiles of each.
+    /// Bands before the last one.
     bands: Val<'k, u32>,
+    /// Tiles of each of them.
     band: Divisor<'k>,
     order: Divisor<'k>,
     last: Divisor<'k>,
 }
 
 impl<'k> Equal<'k> {
-    /// Declares the parameters.
-    pub fn new(k: &'k Builder) -> Self {
-        let [m_tiles, tiles, pairs, bands] = ["m_tiles", "tiles", "pairs", "bands"].map(|name| k.param::<u32>(name));
-        let [band, order, last] = ["band", "order", "last"].map(|name| k.divisor(name));
-        Equal { tiles, m_tiles, pairs, bands, band, order, last }
-    }
-
-    /// Declares the parameters; `bands` finds their arguments in a call.
+    /// Declares the parameters with their arguments.
     pub fn declare<C: 'static>(p: &Params<'k, C>, bands: impl Lens<C, BandArgs>) -> Self {
         Equal {
             m_tiles: p.u32("m_tiles", move |call| bands(call).m_tiles),
@@ -183,14 +180,14 @@ impl<'k> Equal<'k> {
         }
     }
 
-    /// Batch and head of a tile, and its number among those of the head, in the order of rows.
+    /// Batch and head of a tile, and its number among the head's tiles in the order of rows.
     #[track_caller]
     pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let [batch, head, up] = self.place(heads, tile);
         [batch, head, self.m_tiles - 1 - up]
     }
 
-    /// Batch and head of a tile, and how many tiles of the head go before.
+    /// Batch and head of a tile, and the number of the head's tiles that go before it.
     #[track_caller]
     pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let number = self.band.div_rem(tile)[0].min(self.bands);
@@ -206,7 +203,7 @@ impl<'k> Equal<'k> {
     }
 }
 
-/// Arguments of [`Equal`].
+/// Launch arguments of [`Equal`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BandArgs {
     m_tiles: u32,
@@ -219,7 +216,7 @@ pub struct BandArgs {
 }
 
 impl BandArgs {
-    /// `tiles` of each of `pairs` of head and sequence, in bands of `order` pairs and one of the `last` pairs.
+    /// `tiles` tiles of each of `pairs` (head, sequence) pairs, in bands of `order` pairs and a last band of `last` pairs.
     pub fn new([tiles, pairs]: [u64; 2], [order, last]: [u64; 2]) -> BandArgs {
         let bands = (pairs - last) / order.max(1);
         BandArgs {
@@ -234,7 +231,7 @@ impl BandArgs {
     }
 }
 
-/// Arguments of [`Sides`] and [`Unequal`].
+/// Launch arguments of [`Sides`] and [`Unequal`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceArgs {
     batch: u32,
@@ -265,28 +262,20 @@ impl SequenceArgs {
     }
 }
 
-/// Where sequences with lengths of their own begin, and how long they are: of queries (0) and of keys (1).
+/// Where ragged sequences begin and how long they are, for queries (side 0) and keys (side 1).
 pub struct Sides<'k> {
     ragged: Ragged,
-    /// Whose tiles are walked: behind packed sequences there is one more, with the rows of this side that belong to none.
+    /// The side whose tiles are walked. Packed batches have one more sequence of this side: the rows of no sequence.
     walked: usize,
     batch: Val<'k, u32>,
-    /// Rows of room of each sequence where they have the same, rows of the tensors where they are packed.
+    /// Rows of each sequence's memory, or of the whole tensors if they are packed.
     rows: [Val<'k, u32>; 2],
     offsets: Option<[Pointer<'k, u32>; 2]>,
     used: [Option<Pointer<'k, u32>>; 2],
 }
 
 impl<'k> Sides<'k> {
-    /// Declares the parameters.
-    pub fn new(k: &'k Builder, ragged: Ragged, walked: usize) -> Self {
-        let [batch, q_rows, k_rows] = ["batch", "q_rows", "k_rows"].map(|name| k.param::<u32>(name));
-        let offsets = ragged.packed.then(|| ["cu_seqlens_q", "cu_seqlens_k"].map(|name| k.array::<u32>(name)));
-        let used = [(ragged.used_q, "used_q"), (ragged.used_k, "used_k")].map(|(has, name)| has.then(|| k.array(name)));
-        Sides { ragged, walked, batch, rows: [q_rows, k_rows], offsets, used }
-    }
-
-    /// Declares the parameters; `args` finds their arguments in a call.
+    /// Declares the parameters with their arguments.
     pub fn declare<C: 'static>(
         p: &Params<'k, C>,
         ragged: Ragged,
@@ -302,12 +291,12 @@ impl<'k> Sides<'k> {
         Sides { ragged, walked, batch, rows, offsets, used }
     }
 
-    /// How many sequences are walked.
+    /// Number of sequences that are walked.
     pub fn count(&self) -> Val<'k, u32> {
         if self.ragged.packed { self.batch + 1 } else { self.batch }
     }
 
-    /// First row (of a packed tensor) and room of a sequence. Offsets that do not ascend are not believed.
+    /// First row (of a packed tensor) and rows of a sequence. Offsets that do not ascend give sequences without rows.
     #[track_caller]
     pub fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let rows = self.rows[side];
@@ -316,7 +305,7 @@ impl<'k> Sides<'k> {
                 let start = offsets[side].load(t, sequence).min(rows);
                 let last = sequence.eq(self.batch);
                 let end = offsets[side].load(t, (sequence + 1).min(self.batch)).min(rows);
-                // The rows behind the last sequence: all of the walked side, and none of the other.
+                // The extra sequence has the rows behind the last one on the walked side, and none on the other.
                 let end = last.select::<u32>(if side == self.walked { rows } else { start }, end);
                 [start, end.max(start) - start]
             }
@@ -324,7 +313,7 @@ impl<'k> Sides<'k> {
         }
     }
 
-    /// Steps of `rows` queries before the first of a sequence, where each has steps of its own: at least one for each.
+    /// Number of a sequence's first step of `rows` queries. Sequences do not share steps, and each has at least one.
     #[track_caller]
     pub fn first_step<W: Who>(&self, t: &Scope<'k, W>, sequence: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
         match self.offsets {
@@ -333,7 +322,7 @@ impl<'k> Sides<'k> {
         }
     }
 
-    /// The sequence that a step belongs to: the last that begins before it or with it.
+    /// The sequence that a step belongs to: the last one whose first step is not after it.
     pub fn of_step<W: Who>(&self, t: &Scope<'k, W>, step: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
         let (low, high) = (t.var(0u32), t.var(self.count()));
         t.repeat(|t, leave| {
@@ -346,7 +335,7 @@ impl<'k> Sides<'k> {
         low.get()
     }
 
-    /// How many rows of a sequence are in use, of those it has room for.
+    /// Rows of a sequence that are in use, at most `room`.
     #[track_caller]
     pub fn used<W: Who>(
         &self,
@@ -356,7 +345,7 @@ impl<'k> Sides<'k> {
         room: Val<'k, u32>,
     ) -> Val<'k, u32> {
         let within = match self.used[side] {
-            // A negative number is no length.
+            // A negative length counts as 0.
             Some(used) => used.load(t, sequence.min(self.batch - 1)).to_i32().max(0).to_u32().min(room),
             None => room,
         };
@@ -367,39 +356,35 @@ impl<'k> Sides<'k> {
     }
 }
 
-/// Tiles of a batch of sequences with lengths of their own, sequence by sequence.
+/// Tiles of a ragged batch, sequence by sequence.
 pub struct Unequal<'k> {
     pub sides: Sides<'k>,
-    /// Rows from one sequence to the next in each tensor of rows, where they have the same room.
+    /// Rows from one sequence to the next in each tensor of rows, unless they are packed.
     steps: Option<Vec<Val<'k, u32>>>,
 }
 
-/// Where the walk along the sequences stands.
+/// The current sequence of a walk along a ragged batch.
 pub struct Walk<'k> {
-    /// Number of the sequence, and of the first tile of it.
     sequence: Var<'k, u32>,
+    /// Number of its first tile.
     first_tile: Var<'k, u32>,
-    /// Its tiles, of all heads.
+    /// Its tiles in all heads.
     tiles: Var<'k, u32>,
     start: Var<'k, u32>,
     room: Var<'k, u32>,
 }
 
+/// A tile of a ragged batch.
+pub struct RaggedTile<'k> {
+    pub batch: Val<'k, u32>,
+    pub head: Val<'k, u32>,
+    /// Number among the head's tiles, in the order of rows.
+    pub number: Val<'k, u32>,
+    pub sequence: Sequence<'k>,
+}
+
 impl<'k> Unequal<'k> {
-    /// Declares the parameters, for queries.
-    pub fn new(k: &'k Builder, ragged: Ragged) -> Self {
-        Self::of(k, ragged, 0, &STEPS)
-    }
-
-    /// The same for tiles of a side, and tensors whose steps have these names.
-    pub fn of(k: &'k Builder, ragged: Ragged, walked: usize, steps: &[&str]) -> Self {
-        let sides = Sides::new(k, ragged, walked);
-        let steps = (!ragged.packed).then(|| steps.iter().map(|name| k.param::<u32>(name)).collect());
-        Unequal { sides, steps }
-    }
-
-    /// Declares the parameters of tiles of a side, and of tensors whose steps have these names; `args` finds their arguments
-    /// in a call.
+    /// Declares the parameters with their arguments: tiles of the `walked` side, and tensors whose steps have these names.
     pub fn declare<C: 'static>(
         p: &Params<'k, C>,
         ragged: Ragged,
@@ -413,12 +398,12 @@ impl<'k> Unequal<'k> {
         Unequal { sides, steps }
     }
 
-    /// First row of a sequence in the `tensor`-th tensor, `start` being that of a packed one.
+    /// First row of a sequence in the `tensor`-th tensor. `start` is its first row in a packed tensor.
     pub fn first_row(&self, tensor: usize, batch: Val<'k, u32>, start: Val<'k, u32>) -> Val<'k, u32> {
         self.steps.as_ref().map_or(start, |steps| batch * steps[tensor])
     }
 
-    /// The rows of a tile's sequence in a tensor; of k and v those that some query sees.
+    /// The rows of a tile's sequence in a tensor. For k and v: the visible rows.
     #[track_caller]
     pub fn slice(&self, work: &Work<'k>, of: Of) -> Slice<'k> {
         let sequence = work.sequence.expect("bug in fulgurite: a tile without its sequence");
@@ -435,7 +420,7 @@ impl<'k> Unequal<'k> {
         (room + (rows - 1)) / rows * heads
     }
 
-    /// Before the first tile.
+    /// A walk that stands before the first tile.
     pub fn start(&self, t: &Scope<'k, Thread>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
         let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
         Walk {
@@ -447,7 +432,7 @@ impl<'k> Unequal<'k> {
         }
     }
 
-    /// Walks on to the sequence of a tile; whether there is one. Tiles are asked for in ascending order.
+    /// Walks on to the sequence of a tile. Returns whether the tile exists. Callers ask for tiles in ascending order.
     pub fn seek(
         &self,
         t: &Scope<'k, Thread>,
@@ -470,20 +455,20 @@ impl<'k> Unequal<'k> {
         (tile - walk.first_tile.get()).lt(walk.tiles.get())
     }
 
-    /// How many tiles there are, once the walk is at its end.
+    /// Number of tiles, once the walk is at its end.
     pub fn total(walk: &Walk<'k>) -> Val<'k, u32> {
         walk.first_tile.get() + walk.tiles.get()
     }
 
-    /// Of a tile in the sequence that was sought: the sequence, the head, how many tiles of the head go before, and how many
-    /// there are.
+    /// For a tile of the walk's sequence: the sequence, the head, the number of the head's tiles that go before it, and the
+    /// number of the head's tiles.
     #[track_caller]
     pub fn place(&self, walk: &Walk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
         let [up, head] = heads.div_rem(tile - walk.first_tile.get());
         [walk.sequence.get(), head, up, heads.div_rem(walk.tiles.get())[0]]
     }
 
-    /// Batch, head and number of a tile in the sequence that was sought, and the sequence.
+    /// A tile of the walk's sequence.
     pub fn find(
         &self,
         t: &Scope<'k, Thread>,
@@ -491,11 +476,11 @@ impl<'k> Unequal<'k> {
         tile: Val<'k, u32>,
         heads: Divisor<'k>,
         spans: Option<&Spans>,
-    ) -> ([Val<'k, u32>; 3], Sequence<'k>) {
+    ) -> RaggedTile<'k> {
         let [sequence, head, up, m_tiles] = self.place(walk, tile, heads);
-        // The rows with the most keys, the last, go first.
+        // The last rows go first: under a causal mask they have the most keys.
         let sequence_of = self.lengths(t, sequence, [walk.start.get(), walk.room.get()], spans);
-        ([sequence, head, m_tiles - 1 - up], sequence_of)
+        RaggedTile { batch: sequence, head, number: m_tiles - 1 - up, sequence: sequence_of }
     }
 
     /// A sequence by its number.
@@ -504,13 +489,13 @@ impl<'k> Unequal<'k> {
         self.lengths(t, number, queries, Some(spans))
     }
 
-    /// Rows of packed q and o that belong to no sequence: from the first to past the last.
+    /// Rows of packed q and o that belong to no sequence, from the first to past the last.
     pub fn rest<W: Who>(&self, t: &Scope<'k, W>) -> Option<[Val<'k, u32>; 2]> {
         let Sides { ragged, batch, rows, .. } = &self.sides;
         ragged.packed.then(|| [self.sides.room(t, 0, *batch)[0], rows[0]])
     }
 
-    /// A sequence whose first row and room of queries are known.
+    /// A sequence whose first row and rows of queries are known.
     fn lengths<W: Who>(
         &self,
         t: &Scope<'k, W>,

@@ -3,8 +3,8 @@
 //! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The running maximum is kept by the
 //! rescale policy; all three give the same result up to rounding.
 
-use crate::attention::forward::config::Added;
 use crate::parts::exp::exp2;
+use crate::parts::row_sums::Added;
 use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;

@@ -1,20 +1,27 @@
-//! The launch of the kernel for few queries: which calls it takes, and the memory it wants beside inputs and outputs.
+//! The plan of a decode call: which problems the decode kernel takes, its workspace, and its launch arguments.
 
+use crate::attention::decode::call::{DecodeCall, DecodeLaunch};
 use crate::attention::decode::{self, Cut, DecodeConfig, ROWS, padded};
-use crate::attention::forward::Features;
-use crate::attention::forward::plan::{NoKernel, Visible};
-use crate::parts::arguments::{Arguments, DeviceTensor, Tensors};
-use crate::parts::merge::FIRST_COUNTER;
+use crate::attention::forward::call::RowTensors;
+use crate::attention::forward::facts::Facts;
+use crate::attention::forward::features::Features;
+use crate::no_kernel::NoKernel;
+use crate::params::Bindings;
+use crate::parts::arguments::{DeviceTensor, Tensors};
+use crate::parts::merge::{FIRST_COUNTER, PartialArgs};
 use crate::parts::modifier::Modifiers;
-use fulgurite_core::{Layout, Rescale};
-use fulgurite_ptx::device::Value;
+use crate::parts::nonfinite::PlainRows;
+use crate::parts::repack;
+use crate::parts::sequences::Visible;
+use fulgurite_core::{Exp, Layout, Rescale};
+use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 
-/// A call with few queries: what its kernel's text depends on, and its sizes.
+/// The plan of a decode call.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct DecodePlan {
     number: Number,
-    /// With the head dimensions of the tensors.
+    /// The problem's features with the head dimensions of the tensors.
     pub features: Features,
     pub config: DecodeConfig,
     layout: Layout,
@@ -23,26 +30,24 @@ pub(crate) struct DecodePlan {
 }
 
 impl DecodePlan {
-    /// The call as one with few queries, if it is: all rows of a key/value head make one tile. A rule of the sequence's own
-    /// lengths (or the longest of a batch that is packed), so that a row's bits are the same alone and in a batch.
-    pub fn new(
-        number: Number,
-        features: &Features,
-        dims: [usize; 2],
-        layout: Layout,
-        heads: [u64; 2],
-        rescale: Rescale,
-    ) -> Option<DecodePlan> {
-        let [q_len, _] = longest(layout);
-        let rows = q_len * (heads[0] / heads[1].max(1));
-        if rows > u64::from(ROWS) || features.blocks.is_some() {
+    /// Plans a decode call, if all rows of a key/value head fit one tile. The rule depends on the sequence's own lengths (in a
+    /// packed batch on the longest), so that results are bitwise the same alone and in a batch.
+    pub fn new(facts: &Facts, rescale: Rescale) -> Option<DecodePlan> {
+        let Facts { number, features, layout, heads, .. } = facts;
+        let (layout, heads) = (*layout, *heads);
+        if facts.blocks.is_some() || features.wide() || matches!(features.exp, Exp::Sas { .. }) {
             return None;
         }
-        let dims = dims.map(|d| d as u32);
+        let [q_len, _] = longest(layout);
+        let rows = q_len * (heads[0] / heads[1].max(1));
+        if rows > u64::from(ROWS) {
+            return None;
+        }
+        let dims = facts.dims.map(|d| d.next_multiple_of(repack::UNIT as usize) as u32);
         let modifiers = Modifiers { mixed_heads: true, ..features.modifiers.clone() };
         let features = Features { dims, modifiers, ..features.clone() };
         let config = DecodeConfig { rescale, ..DecodeConfig::hopper(padded(dims)).with_room(&features) };
-        Some(DecodePlan { number, features, config, layout, heads })
+        Some(DecodePlan { number: *number, features, config, layout, heads })
     }
 
     pub fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {
@@ -50,6 +55,10 @@ impl DecodePlan {
             Number::Bf16 => decode::kernel::<bf16>(target, &self.features, self.config),
             _ => decode::kernel::<f16>(target, &self.features, self.config),
         }
+    }
+
+    pub fn bindings(&self) -> Bindings<DecodeCall> {
+        decode::bindings(&self.features, self.config)
     }
 
     pub fn same_kernel(&self, other: &DecodePlan) -> bool {
@@ -73,41 +82,41 @@ impl DecodePlan {
         let blocks = visible.count.div_ceil(self.config.cols.into()).max(1);
         let cut = |rows| Cut::of(self.config.cols, rows);
         let [splits, room] = match ragged {
-            // Some may have fewer rows, and more splits for it.
+            // A sequence with fewer rows may have more splits.
             true => {
                 let room = [16, 32, room].map(|rows| rows.min(room) * cut(rows.min(room)).most(blocks));
                 [cut(1).most(blocks), room.into_iter().max().unwrap_or(0)]
             }
-            // One tile sees what the call sees; several see less each.
+            // A single tile sees all visible keys; each of several tiles may see fewer.
             false => {
                 let splits = if tiles == 1 { cut(rows).splits(blocks) } else { cut(rows).most(blocks) };
                 [splits, splits * room]
             }
         };
-        Counts { tiles, all: tiles * batch * self.heads[1], splits, room, blocks, visible }
+        Counts { tiles, all: tiles * batch * self.heads[1], splits, room, blocks }
     }
 
-    /// Bytes of counters: one for each tile behind those that every launch has.
+    /// Bytes of counters: one for each tile, after the counters of every launch.
     pub fn counter_bytes(&self) -> u64 {
         4 * (u64::from(FIRST_COUNTER) + self.counts().all)
     }
 
-    /// Bytes for results of splits.
+    /// Bytes of workspace for partial results.
     pub fn scratch_bytes(&self) -> u64 {
         self.parts(&self.counts())[1]
     }
 
-    /// Where sums of splits begin behind their o, and where they end.
+    /// Offsets of the sums in the workspace, behind o of the splits, and of its end.
     fn parts(&self, counts: &Counts) -> [u64; 2] {
         let rows = if counts.splits > 1 { counts.all * counts.room } else { 0 };
         let sums = rows * 4 * u64::from(self.features.dims[1]);
         [sums, sums + rows * 8]
     }
 
-    /// Tiles of which a block takes all splits: as many as keep all multiprocessors busy for the same time. The rest is
-    /// handed out by splits, unless it is about as many as there are multiprocessors.
+    /// Tiles whose splits one CTA computes: whole rounds, which keep all SMs busy for equally long. The remaining tiles are
+    /// handed out by splits, unless they nearly fill a round themselves.
     fn whole(&self, counts: &Counts, multiprocessors: u64) -> u64 {
-        /// A longer sequence than the others keeps its block busy for longer: there must be many.
+        /// In a ragged batch, a long sequence keeps its CTA busy for longer. Only many rounds balance that.
         const UNEQUAL_ROUNDS: u64 = 8;
         let (rounds, rest) = (counts.all / multiprocessors, counts.all % multiprocessors);
         let enough = if self.features.ragged.any() { UNEQUAL_ROUNDS } else { 1 };
@@ -118,9 +127,8 @@ impl DecodePlan {
         }
     }
 
-    /// Blocks that run at the same time. The rows of all key/value heads of a key lie side by side, and memory reads them
-    /// faster together: heads of a sequence start and go on together where that leaves no more than a few multiprocessors
-    /// without work.
+    /// CTAs of the grid. All heads of a key lie side by side, and memory reads them faster together. So the heads of a
+    /// sequence run together, unless that takes one more round or leaves SMs idle that had work.
     fn together(&self, counts: &Counts, multiprocessors: u64) -> u64 {
         let sequence = counts.tiles * self.heads[1];
         let whole = multiprocessors / sequence.max(1) * sequence;
@@ -128,59 +136,67 @@ impl DecodePlan {
         if as_soon && counts.all >= whole { whole } else { multiprocessors }
     }
 
-    /// Its arguments beside those that every launch has; the grid.
-    pub fn arguments(
-        &self,
-        args: &mut Arguments<'_>,
-        tensors: &Tensors,
-        multiprocessors: u32,
-    ) -> Result<[u32; 3], NoKernel> {
-        let counts = self.counts();
-        let [q, k, v, o] = &tensors.rows;
-        let [heads, kv_heads] = self.heads;
-        let [sums, bytes] = self.parts(&counts);
+    /// Memory for partial results.
+    fn workspace(&self, counts: &Counts, tensors: &Tensors) -> Result<Workspace, NoKernel> {
+        let [sums, bytes] = self.parts(counts);
         let scratch = match tensors.scratch {
             Some(scratch) if scratch.bytes() >= bytes => scratch,
-            // Without other splits nothing is left there.
+            // Without a second split, nothing is written there.
             _ if bytes == 0 => tensors.counters,
             _ => return Err(NoKernel { feature: format!("few queries without {bytes} bytes of scratch") }),
         };
-        if let Layout::Dense { q_len, k_len, .. } = self.layout
-            && !self.features.ragged.any()
-        {
-            counts.visible.lengths(args, q_len as u64, k_len as u64);
-            for (name, placed) in [("k", k), ("v", v)] {
-                args.add(name, Value::Tensor(counts.visible.part(placed, q).tensor(self.number)));
-            }
+        Ok(Workspace { partial: scratch, sums: scratch.from(sums) })
+    }
+
+    /// Rows that threads address. Packed sequences share one batch.
+    fn plain(&self, tensor: &DeviceTensor) -> PlainRows {
+        let rows = PlainRows::new(tensor);
+        match self.layout {
+            Layout::Packed(_) => PlainRows { batch: 0, ..rows },
+            Layout::Dense { .. } => rows,
         }
-        // Packed sequences share one batch.
-        let packed = matches!(self.layout, Layout::Packed(_));
-        for (names, placed) in [(["q", "q_batch", "q_row", "q_head"], q), (["o", "o_batch", "o_row", "o_head"], o)] {
-            let DeviceTensor { span, strides: [batch, row, head], .. } = *placed;
-            args.add(names[0], Value::Pointer(span));
-            let batch = if packed { 0 } else { batch };
-            // In pairs of elements.
-            names[1..].iter().zip([batch, row, head]).for_each(|(name, n)| args.add(name, Value::U64(n / 2)));
-        }
-        args.add("partial", Value::Pointer(scratch));
-        args.add("sums", Value::Pointer(scratch.from(sums)));
+    }
+
+    /// Grid and arguments of the kernel. The plan was made from `facts`.
+    pub fn launch(&self, facts: &Facts, tensors: &Tensors, multiprocessors: u32) -> Result<DecodeLaunch, NoKernel> {
+        let counts = self.counts();
+        let Workspace { partial, sums } = self.workspace(&counts, tensors)?;
+        let [q, _, _, o] = &tensors.rows;
+        let [heads, kv_heads] = self.heads;
+        let RowTensors { k, v, .. } = facts.row_tensors(&tensors.rows)?;
         let processors = self.together(&counts, multiprocessors.into());
         let whole = self.whole(&counts, processors);
         let items = whole + (counts.all - whole) * counts.splits;
-        for (name, n) in [
-            ("items", items),
-            ("whole", whole),
-            ("room", counts.room),
-            ("most_blocks", counts.blocks),
-            ("lse_heads", if packed { 0 } else { heads }),
-        ] {
-            args.add_u32(name, n);
-        }
-        args.divisor(["splits", "splits_magic", "splits_shift"], counts.splits);
-        args.divisor(["tiles", "tiles_magic", "tiles_shift"], counts.tiles);
-        args.divisor(["kv_heads", "kv_heads_magic", "kv_heads_shift"], kv_heads);
-        Ok([items.clamp(1, processors) as u32, 1, 1])
+        let call = DecodeCall {
+            k,
+            v,
+            q: self.plain(q),
+            common: facts.common(tensors)?,
+            items,
+            whole,
+            splits: counts.splits,
+            tiles: counts.tiles,
+            kv_heads,
+            most_blocks: counts.blocks,
+            partials: PartialArgs {
+                o: self.plain(o),
+                results: facts.results(tensors)?,
+                partial,
+                sums,
+                lse_heads: if matches!(self.layout, Layout::Packed(_)) { 0 } else { heads },
+                room: counts.room,
+            },
+        };
+        Ok(DecodeLaunch { grid: [items.clamp(1, processors) as u32, 1, 1], call })
     }
+}
+
+/// Regions of the workspace.
+struct Workspace {
+    /// o of each row of each split.
+    partial: Span,
+    /// m and l of each row of each split.
+    sums: Span,
 }
 
 /// The most queries and keys of a sequence.
@@ -192,19 +208,18 @@ fn longest(layout: Layout) -> [u64; 2] {
     .map(|n| n as u64)
 }
 
-/// How a call is divided.
+/// Sizes of a call's schedule.
 struct Counts {
     /// Tiles of a key/value head.
     tiles: u64,
-    /// Tiles of all.
+    /// Tiles of all heads and sequences.
     all: u64,
     /// Splits that items count for every tile.
     splits: u64,
-    /// Rows of all splits that every tile has room for.
+    /// Rows of all splits of a tile that the workspace has memory for.
     room: u64,
-    /// Blocks of keys of the longest tile.
+    /// Key blocks of the longest tile.
     blocks: u64,
-    visible: Visible,
 }
 
 #[cfg(test)]
@@ -254,8 +269,8 @@ mod tests {
     fn heads_of_a_sequence_run_together_where_that_costs_no_round() {
         let blocks = |batch: usize, kv_heads: usize| {
             let plan = plan([batch, 1, 8192], [4 * kv_heads, kv_heads], [128; 2], Mask::none());
-            let few = plan.decode.as_ref().unwrap();
-            few.together(&few.counts(), 132)
+            let decode = plan.decode.as_ref().unwrap();
+            decode.together(&decode.counts(), 132)
         };
         // Two rounds of 16 sequences; of 132 blocks the second round would have a few less.
         assert_eq!(blocks(32, 8), 128);

@@ -1,27 +1,28 @@
-//! How the forward kernel is cut: measured choices, in one place.
+//! The tile configuration of the forward kernel: measured choices.
 
-use crate::attention::forward::Features;
+use crate::attention::forward::features::Features;
 use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
+pub use crate::parts::row_sums::Added;
 use fulgurite_core::{BlockSpec, Rescale};
 use std::fmt;
 use std::str::FromStr;
 
-/// How the kernel is cut.
+/// The tile configuration of the forward kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ForwardConfig {
-    /// Warpgroups that compute, 64 rows of queries each.
+    /// Compute warpgroups, 64 queries each.
     pub groups: u32,
-    /// Keys of a block.
+    /// Keys of a key block.
     pub cols: u32,
     /// Stages of K and of V.
     pub depth: u32,
-    /// What comes after the last block of a tile.
+    /// What follows the last key block of a tile.
     pub end: End,
-    /// Registers of a thread that computes, and of one that loads.
+    /// Registers of a compute thread and of a load thread.
     pub registers: [u32; 2],
-    /// A warpgroup passes its turn this many steps before its p v is all started.
+    /// A warpgroup passes its turn at the tensor cores when this many steps of its p v are left to start.
     pub early: u32,
-    /// Who adds up the rows of p.
+    /// Which unit sums the rows of p.
     pub added: Added,
     /// How the running maximum is kept.
     pub rescale: Rescale,
@@ -30,9 +31,9 @@ pub struct ForwardConfig {
 /// How a tile ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// Its last p v runs beside the first scores of the next tile: two buffers of Q, and one for the whole of O.
+    /// The last p v runs beside the first scores of the next tile. Q has two buffers, O has one for all columns.
     Joined,
-    /// One buffer of Q; O leaves in parts, through two small buffers.
+    /// A tile ends before the next one starts. Q has one buffer; O is stored in parts through two small ones.
     Parts,
 }
 
@@ -40,29 +41,8 @@ impl End {
     const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
 }
 
-/// Who adds up the rows of p.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Added {
-    /// Each thread the elements it has: p before it is rounded, an instruction an element.
-    ByThreads,
-    /// The tensor cores, as one more column of p v, where v is 1: p as it is rounded.
-    ByColumn,
-}
-
-impl Added {
-    const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
-
-    /// Partial sums of a row that a thread keeps.
-    pub(crate) fn chains(self) -> usize {
-        match self {
-            Added::ByThreads => 2,
-            Added::ByColumn => 0,
-        }
-    }
-}
-
 impl TileConfig for ForwardConfig {
-    fn built_in() -> Vec<ConfigRow> {
+    fn built_in() -> Vec<ConfigRow<ForwardConfig>> {
         let base = ForwardConfig {
             groups: 2,
             cols: 128,
@@ -81,7 +61,7 @@ impl TileConfig for ForwardConfig {
             (0..=64, 0..2048, small),
             (65..=128, 0..u64::MAX, ForwardConfig { early: 2, ..base }),
             (129..=256, 0..u64::MAX, large),
-            // More keys of a block spill.
+            // Larger key blocks spill.
             (257..=u32::MAX, 0..u64::MAX, ForwardConfig { cols: 32, registers: [232, 40], ..large }),
         ];
         rows.map(|(head_dims, keys, config)| ConfigRow { head_dims, keys, config }).to_vec()
@@ -93,7 +73,7 @@ impl TileConfig for ForwardConfig {
         let depth = [2, 3, 4].into_iter().map(|depth| ForwardConfig { depth, ..self });
         let early = [0, 1, 2].into_iter().map(|early| ForwardConfig { early, ..self });
         let end = [End::Joined, End::Parts].into_iter().map(|end| ForwardConfig { end, ..self });
-        // What is left of a multiprocessor's registers goes to the thread that loads.
+        // The load thread gets the registers that the compute warpgroups leave.
         let registers = match self.groups {
             3 => vec![[160, 24], [160, 32]],
             _ => vec![[240, 24], [232, 40]],
@@ -110,12 +90,12 @@ impl TileConfig for ForwardConfig {
 }
 
 impl ForwardConfig {
-    /// What measured best on an H200 for a head dimension and about so many keys.
+    /// The fastest configuration measured on an H200 for a head dimension and about `k_len` keys.
     pub fn hopper(head_dim: u32, k_len: usize) -> ForwardConfig {
         ConfigTable::default().find(head_dim, k_len as u64)
     }
 
-    /// The same with room for what a problem's features keep in registers.
+    /// This configuration with registers left for a problem's features.
     pub fn with_room(self, head_dim: u32, features: &Features) -> ForwardConfig {
         let loads = features.modifiers.loads_move();
         match head_dim {
@@ -134,7 +114,7 @@ impl ForwardConfig {
         }
     }
 
-    /// The same with tiles that divide the blocks of a block mask; `None` where there are none such.
+    /// This configuration with tiles that divide the blocks of a block mask, if there are any.
     pub fn dividing(self, spec: &BlockSpec) -> Option<ForwardConfig> {
         let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
         let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
@@ -143,17 +123,17 @@ impl ForwardConfig {
         Some(ForwardConfig { groups, cols, registers, early: self.early.min(cols / 16), ..self })
     }
 
-    /// Whether the next tile begins beside the end of this one.
+    /// Whether the next tile starts beside the end of this one.
     pub(crate) fn joined(&self) -> bool {
         self.end == End::Joined
     }
 
-    /// Rows of queries of a tile.
+    /// Queries of a tile, if warpgroups do not share them.
     pub(crate) fn rows(&self) -> u32 {
         64 * self.groups
     }
 
-    /// Columns of O that leave through shared memory together, and in how many buffers.
+    /// Columns of a staging buffer of O, and the number of buffers.
     pub(crate) fn parts(&self, value_dim: u32) -> [u32; 2] {
         match self.end {
             End::Joined => [value_dim, 1],
@@ -162,7 +142,7 @@ impl ForwardConfig {
     }
 }
 
-/// As `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`; the rescale policy is not part of it.
+/// Written as `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`, without the rescale policy.
 impl fmt::Display for ForwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ForwardConfig { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
@@ -172,11 +152,11 @@ impl fmt::Display for ForwardConfig {
     }
 }
 
-/// What a cut is written as.
+/// The entries of a configuration's text.
 const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
                        registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
 
-/// Entries that are left out are as at head dimension 128.
+/// Missing entries have the values for head dimension 128.
 impl FromStr for ForwardConfig {
     type Err = ConfigError;
 
@@ -204,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cut_is_read_as_it_is_written() {
+    fn a_configuration_is_read_as_it_is_written() {
         for (head_dim, k_len) in [(64, 512), (64, 4096), (128, 512), (256, 512), (256, 16384)] {
             let config = ForwardConfig::hopper(head_dim, k_len);
             assert_eq!(config.to_string().parse(), Ok(config));

@@ -1,8 +1,8 @@
 //! Score and mask modifiers as instructions on the scores of a block.
 //!
-//! Steps of a program that read neither key nor score are computed once a tile, the others for each element. An integer
-//! that moves with the key by a constant is a base for each row plus a number known here, so that distances cost one
-//! addition, and their conversion to floats one a row.
+//! Steps of a program that read neither key nor score are computed once per tile, all others for each element. An integer
+//! that grows by a constant from key to key is computed as a base per row plus a constant. So a distance costs one addition
+//! per element, and its conversion to a float one instruction per row.
 
 mod evaluate;
 mod modify;
@@ -16,29 +16,29 @@ use evaluate::{At, Evaluation};
 use fulgurite_core::DType;
 use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Builder, Group, Pointer, Scope, Val, Var, bf16, f16};
+use fulgurite_ptx::{Group, Pointer, Scope, Val, Var, bf16, f16};
 use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 
-/// What of a problem's expressions shapes a kernel.
+/// The expressions of a problem, as far as they shape a kernel's text.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Modifiers {
     /// The modified score as a function of the scaled one.
     pub score: Option<Program>,
-    /// The part of the mask that is not a span.
+    /// The part of the mask that is no interval of keys.
     pub mask: Option<Program>,
     /// Type and number of axes of each auxiliary tensor.
     pub aux: Vec<(DType, usize)>,
-    /// Whether sums of a few lengths may need more bits than a float has.
+    /// Sums of a few lengths may need more bits than the mantissa of a float has.
     pub long: bool,
-    /// Whether rows of a tile may be of different heads.
+    /// Rows of a tile may belong to different heads.
     pub mixed_heads: bool,
-    /// Whether rows of a tile are keys, and columns queries.
+    /// Rows of a tile are keys, and columns are queries.
     pub transposed: bool,
 }
 
 impl Modifiers {
-    /// Those of programs, whose sequences are at most so long.
+    /// The modifiers of these programs, for sequences of at most `longest` queries and keys.
     pub fn new(score: Option<&Program>, mask: Option<&Program>, aux: &[AuxSpec], longest: usize) -> Modifiers {
         let aux = aux.iter().map(|spec| (spec.dtype, spec.shape.len())).collect();
         Modifiers {
@@ -51,12 +51,12 @@ impl Modifiers {
         }
     }
 
-    /// Whether there are none.
+    /// Whether there is no modifier.
     pub fn is_empty(&self) -> bool {
         self.score.is_none() && self.mask.is_none()
     }
 
-    /// Whether elements of tensors are read for each score.
+    /// Whether a modifier loads from an auxiliary tensor for each score.
     pub fn loads_move(&self) -> bool {
         let moves = |program: &Program| {
             let analysed = Analysed::new(program, false, self);
@@ -66,8 +66,8 @@ impl Modifiers {
         self.score.iter().chain(&self.mask).any(moves)
     }
 
-    /// Whether a derivative and what it is the derivative of fit the registers beside many others, as far as the assembler was
-    /// asked: not more than softcap with ALiBi takes, and of a mask not more than that of documents.
+    /// Whether the modifiers and their derivative leave enough registers to a kernel that needs many. The bounds were found
+    /// with the assembler: scores up to softcap with ALiBi, masks up to the document mask.
     pub fn are_light(&self, derivative: Option<&Program>) -> bool {
         let weigh = |program: Option<&Program>| program.map_or(Weight::default(), |program| self.weight(program));
         let (score, slope, mask) = (weigh(self.score.as_ref()), weigh(derivative), weigh(self.mask.as_ref()));
@@ -75,7 +75,7 @@ impl Modifiers {
             (None, _) => mask.within(Weight { kept: 3, steps: 3, tangents: 0, axes: 2, heavy: 0 }),
             (Some(_), None) => {
                 let most = Weight { kept: 5, steps: 12, tangents: 1, axes: 0, heavy: 0 };
-                // Of a tangent, or short.
+                // The derivative may have one tangent, or must be short.
                 let most_slope = Weight { kept: 1, steps: if slope.tangents == 1 { 7 } else { 4 }, ..most };
                 score.within(most) && slope.within(most_slope)
             }
@@ -103,8 +103,8 @@ impl Modifiers {
         weight
     }
 
-    /// What the scores of the kernel are multiplied by before and after the modifier, beside the scale and log2(e): a
-    /// constant factor on either side of it goes there instead of into an instruction for each element.
+    /// Factors of the scores before and after the modifier, beside the scale and log2(e). A constant factor at either end of
+    /// the program goes there, which saves an instruction per element.
     pub fn factors(&self) -> [f32; 2] {
         let Some(score) = &self.score else { return [1.0; 2] };
         let folded = Folded::of(score);
@@ -112,17 +112,18 @@ impl Modifiers {
     }
 }
 
-/// What programs take of a thread.
+/// Resources of a thread that programs need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Weight {
-    /// Registers that stay over a tile.
+    /// Registers that keep values over a tile.
     kept: usize,
     /// Steps for each score.
     steps: usize,
-    /// Of which tangents, and such that take more than an instruction or two.
+    /// Tangents among the steps.
     tangents: usize,
+    /// Steps that take more than two instructions.
     heavy: usize,
-    /// Axes of the largest tensor that is read for each score.
+    /// Axes of the largest tensor that is loaded from for each score.
     axes: usize,
 }
 
@@ -133,7 +134,7 @@ impl Weight {
     }
 }
 
-/// Eight numbers up to this one add up to less than 2^24, which floats count exactly.
+/// Eight numbers up to this one have a sum below 2^24, which is exact in a float.
 const SHORT: u32 = 1 << 20;
 
 /// Constant factors at both ends of a score program.
@@ -302,14 +303,7 @@ enum Array<'k> {
 }
 
 impl<'k> Array<'k> {
-    fn new(k: &'k Builder, name: &str, dtype: DType) -> Self {
-        match dtype {
-            DType::F16 => Array::F16(k.array(name)),
-            DType::Bf16 => Array::Bf16(k.array(name)),
-            DType::I32 => Array::I32(k.array(name)),
-            _ => Array::F32(k.array(name)),
-        }
-    }
+    /// Declares the parameter with its argument.
     fn declare<C: 'static>(
         p: &Params<'k, C>,
         name: &str,
@@ -338,8 +332,9 @@ impl<'k> Array<'k> {
 pub struct Sinks<'k>(Array<'k>);
 
 impl<'k> Sinks<'k> {
-    pub fn new(k: &'k Builder, dtype: DType) -> Self {
-        Sinks(Array::new(k, "sinks", dtype))
+    /// Declares the parameter with its argument.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, dtype: DType, at: impl Lens<C, Span>) -> Self {
+        Sinks(Array::declare(p, "sinks", dtype, move |call| *at(call)))
     }
     /// The sink of a head, in powers of two.
     pub fn of_head(self, w: &Scope<'k, Group>, head: Val<'k, u32>) -> Val<'k, f32> {
@@ -370,16 +365,7 @@ pub struct Parameters<'k> {
 }
 
 impl<'k> Parameters<'k> {
-    pub fn new(k: &'k Builder, modifiers: &Modifiers) -> Self {
-        let aux = modifiers.aux.iter().enumerate().map(|(i, &(dtype, rank))| {
-            let array = Array::new(k, &format!("aux{i}"), dtype);
-            let axis = |axis| ["last", "stride"].map(|what| k.param::<u32>(&format!("aux{i}_{what}{axis}")));
-            Aux { array, axes: (0..rank).map(axis).collect() }
-        });
-        Parameters { aux: aux.collect() }
-    }
-
-    /// Declares the parameters; `args` finds the auxiliary tensors of a call, in the order of the modifiers.
+    /// Declares the parameters with their arguments: the auxiliary tensors of a call in the order of the modifiers.
     pub fn declare<C: 'static>(p: &Params<'k, C>, modifiers: &Modifiers, args: impl Lens<C, Vec<AuxArgs>>) -> Self {
         let aux = modifiers.aux.iter().enumerate().map(|(i, &(dtype, rank))| {
             let array = Array::declare(p, &format!("aux{i}"), dtype, move |call| args(call)[i].span);
@@ -394,7 +380,7 @@ impl<'k> Parameters<'k> {
     }
 }
 
-/// Arguments of an auxiliary tensor: its memory, and for each axis the last index and the stride in elements.
+/// Launch arguments of an auxiliary tensor: its memory, and for each axis the last index and the stride in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AuxArgs {
     pub span: Span,
@@ -402,7 +388,7 @@ pub struct AuxArgs {
 }
 
 impl AuxArgs {
-    /// A tensor of a shape that the problem gives.
+    /// The arguments of a tensor of this shape.
     pub fn new(aux: &DeviceAux, shape: &[usize]) -> AuxArgs {
         let axis = |(&stride, &n): (&u64, &usize)| [(n as u64).saturating_sub(1) as u32, stride as u32];
         AuxArgs { span: aux.span, axes: aux.strides.iter().zip(shape).map(axis).collect() }

@@ -1,0 +1,31 @@
+//! The call from which the decode kernel takes its launch arguments.
+
+use crate::attention::forward::call::{CommonArgs, RowTensor};
+use crate::parts::merge::PartialArgs;
+use crate::parts::nonfinite::PlainRows;
+
+/// Arguments of the decode kernel.
+pub(crate) struct DecodeCall {
+    pub k: RowTensor,
+    pub v: RowTensor,
+    pub q: PlainRows,
+    pub common: CommonArgs,
+    /// Items of the schedule.
+    pub items: u64,
+    /// Items that are all splits of a tile.
+    pub whole: u64,
+    /// Splits that items count for every tile.
+    pub splits: u64,
+    /// Tiles of a head of k and v.
+    pub tiles: u64,
+    pub kv_heads: u64,
+    /// In a ragged batch: the most key blocks that splits are counted for.
+    pub most_blocks: u64,
+    pub partials: PartialArgs,
+}
+
+/// A decode launch before its arguments are laid out.
+pub(crate) struct DecodeLaunch {
+    pub grid: [u32; 3],
+    pub call: DecodeCall,
+}

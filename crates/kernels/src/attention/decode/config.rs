@@ -1,0 +1,58 @@
+//! The tile configuration of the decode kernel.
+
+use crate::attention::forward::features::Features;
+use fulgurite_core::Rescale;
+
+/// Rows of a tile: what a warpgroup multiplies.
+pub const ROWS: u32 = 64;
+
+/// The tile configuration: measured choices.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DecodeConfig {
+    /// Keys of a key block.
+    pub cols: u32,
+    /// Stages of K and of V.
+    pub depth: u32,
+    /// Stages of Q: with two, the next tile is gathered while one is in use.
+    pub queries: u32,
+    /// Registers of a thread that computes, loads, gathers.
+    pub registers: [u32; 3],
+    /// A CTA may compute all splits of a tile one after the other and merge them in registers.
+    pub whole: bool,
+    /// How the running maximum is kept.
+    pub rescale: Rescale,
+}
+
+impl DecodeConfig {
+    /// The configuration for an H200: as many keys in flight as shared memory holds, in blocks of 64. Head dimensions are
+    /// padded.
+    pub fn hopper([d, dv]: [u32; 2]) -> DecodeConfig {
+        /// Shared memory that barriers leave free.
+        const BYTES: u32 = 225 << 10;
+        /// Bytes in flight that saturate memory. With more, CTAs only drift apart.
+        const IN_FLIGHT: u32 = 96 << 10;
+        let cols = 64;
+        // For large heads, a second tile of Q would cost a third of the keys in flight.
+        let queries = if d > 128 { 1 } else { 2 };
+        let [queries_bytes, stage_bytes] = [ROWS * d * 2 * queries, cols * (d + dv) * 2];
+        let wanted = (IN_FLIGHT / stage_bytes).clamp(3, 8);
+        let depth = wanted.min((BYTES - queries_bytes) / stage_bytes).max(2);
+        let rescale = Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT);
+        // Merging in registers needs a second o, which fits up to 128 columns.
+        DecodeConfig { cols, depth, queries, registers: [240, 40, 152], whole: dv <= 128, rescale }
+    }
+
+    /// This configuration with registers left for a problem's features.
+    pub fn with_room(self, features: &Features) -> DecodeConfig {
+        let kept = features.ragged.any() || !features.modifiers.is_empty();
+        match features.dims[1] {
+            129.. if kept => DecodeConfig { cols: 32, depth: 2 * self.depth, ..self },
+            _ => self,
+        }
+    }
+}
+
+/// Head dimensions padded to whole steps of a product.
+pub fn padded(dims: [u32; 2]) -> [u32; 2] {
+    dims.map(|d| d.next_multiple_of(16))
+}

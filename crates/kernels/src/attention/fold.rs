@@ -1,0 +1,57 @@
+//! Folds: what becomes of the scores of a tile's key blocks.
+
+use crate::parts::softmax::{Scores, Softmax, Totals};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Scope, Word};
+
+/// Turns the scores of one key block after the other into numerators p, which the kernel multiplies by v.
+pub(crate) trait Fold<'k, T: Half>
+where
+    Pair<T>: Word,
+{
+    /// Whether all scores of a tile must be seen before its first p.
+    fn scans(&self) -> bool;
+
+    /// Prepares for a tile whose scores are all seen first.
+    fn forget(&self);
+
+    /// Sees the scores of a block without computing p.
+    fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>);
+
+    /// p of a tile's first block.
+    fn first(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>);
+
+    /// p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
+    fn next(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, scores: &mut dyn Scores<'k>);
+
+    /// Maximum and sum of each row, after the last block.
+    fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k>;
+}
+
+impl<'k, T: Half> Fold<'k, T> for Softmax<'k>
+where
+    Pair<T>: Word,
+{
+    fn scans(&self) -> bool {
+        Softmax::scans(self)
+    }
+
+    fn forget(&self) {
+        Softmax::forget(self);
+    }
+
+    fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>) {
+        Softmax::see(self, w, s);
+    }
+
+    fn first(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>) {
+        Softmax::first(self, w, s, p);
+    }
+
+    fn next(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, scores: &mut dyn Scores<'k>) {
+        Softmax::next(self, w, s, p, o, scores);
+    }
+
+    fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k> {
+        Softmax::totals(self, w, o)
+    }
+}

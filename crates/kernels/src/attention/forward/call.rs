@@ -1,0 +1,104 @@
+//! The calls from which the forward and the decode kernel take their launch arguments.
+
+use crate::parts::arguments::DeviceTensor;
+use crate::parts::block_lists::ListArgs;
+use crate::parts::merge::ResultArgs;
+use crate::parts::modifier::AuxArgs;
+use crate::parts::nonfinite::PlainArgs;
+use crate::parts::schedule::{BandArgs, SequenceArgs};
+use crate::parts::sequences::DenseArgs;
+use fulgurite_ptx::Number;
+use fulgurite_ptx::device::{Span, TensorSpan};
+
+/// Arguments that the forward and the decode kernel share. Parts that a problem does not have are absent.
+pub(crate) struct CommonArgs {
+    pub counters: Span,
+    /// Query heads per head of k and v.
+    pub group: u64,
+    /// Factor of the raw scores.
+    pub scale: f32,
+    pub dense: Option<DenseArgs>,
+    pub ragged: Option<SequenceArgs>,
+    pub aux: Vec<AuxArgs>,
+    pub plain: Option<PlainArgs>,
+}
+
+impl CommonArgs {
+    /// Lengths of equal sequences.
+    pub fn dense(&self) -> &DenseArgs {
+        present(&self.dense)
+    }
+
+    /// Lengths of ragged sequences.
+    pub fn ragged(&self) -> &SequenceArgs {
+        present(&self.ragged)
+    }
+
+    /// Rows that the non-finite path reads.
+    pub fn plain(&self) -> &PlainArgs {
+        present(&self.plain)
+    }
+}
+
+/// Arguments of the forward kernel.
+pub(crate) struct ForwardCall {
+    pub q: RowTensor,
+    pub k: RowTensor,
+    pub v: RowTensor,
+    pub o: RowTensor,
+    pub common: CommonArgs,
+    pub results: ResultArgs,
+    /// Query heads.
+    pub heads: u64,
+    pub bands: Option<BandArgs>,
+    pub lists: Option<ListArgs>,
+}
+
+impl ForwardCall {
+    /// The order of tiles of equal sequences.
+    pub fn bands(&self) -> &BandArgs {
+        present(&self.bands)
+    }
+
+    /// The lists of a block mask.
+    pub fn lists(&self) -> &ListArgs {
+        present(&self.lists)
+    }
+}
+
+/// An optional part of a call. The plan fills exactly the parts that its kernel declares.
+fn present<A>(part: &Option<A>) -> &A {
+    part.as_ref().expect("bug in fulgurite: a call without arguments that its kernel has")
+}
+
+/// A tensor of rows for the copy engine.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowTensor {
+    pub tensor: DeviceTensor,
+    pub number: Number,
+    /// Rows of all sequences form one axis. Sequences must begin at whole rows.
+    pub ragged: bool,
+}
+
+impl RowTensor {
+    pub fn span(&self) -> TensorSpan {
+        match self.ragged {
+            true => self.tensor.ragged(self.number).expect("bug in fulgurite: sequences between rows were refused"),
+            false => self.tensor.tensor(self.number),
+        }
+    }
+}
+
+/// The tensors of rows for the copy engine.
+pub(crate) struct RowTensors {
+    pub q: RowTensor,
+    pub k: RowTensor,
+    pub v: RowTensor,
+    pub o: RowTensor,
+}
+
+/// A forward launch before its arguments are laid out.
+pub(crate) struct ForwardLaunch {
+    pub grid: [u32; 3],
+    pub call: ForwardCall,
+}

@@ -1,0 +1,247 @@
+//! The compute role of the forward kernel: warpgroups that turn tiles of queries into rows of O and the LSE.
+//!
+//! Two drivers over the same verbs: [`ComputeRole::joined`] starts the next tile beside the end of this one,
+//! [`ComputeRole::parts`] ends a tile before it starts the next.
+
+use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
+use crate::attention::forward::construction::ForwardKernel;
+use crate::attention::source::KeySource;
+use crate::parts::epilogue::Epilogue;
+use crate::parts::modifier::Place;
+use crate::parts::nonfinite::{Redo, Rows};
+use crate::parts::schedule::{Work, WorkVars};
+use crate::parts::sequences::Counts;
+use crate::parts::softmax::Totals;
+use fulgurite_ptx::{Group, Half, Pair, Scope, Tile, Val, Word};
+
+/// A compute warpgroup.
+pub(super) struct ComputeRole<'a, 'k, T>
+where
+    T: Half,
+    Pair<T>: Word,
+{
+    kernel: &'a ForwardKernel<'a, 'k, T>,
+    core: Compute<'a, 'k, T>,
+    /// The tile whose key blocks are walked.
+    now: WorkVars<'k>,
+    cursor: Cursor<'k>,
+    epilogue: Epilogue<'a, 'k>,
+    /// The warpgroup's 64 rows of the tile.
+    own: Val<'k, u32>,
+    /// The warpgroup's first column of v and o, if warpgroups share columns.
+    first_column: Option<Val<'k, u32>>,
+}
+
+impl<'a, 'k, T: Half> ComputeRole<'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    /// Computes all tiles of the CTA.
+    pub fn run(w: &Scope<'k, Group>, kernel: &'a ForwardKernel<'a, 'k, T>, source: &'a dyn KeySource<'k>) {
+        let (params, tiling, config) = (&kernel.params, &kernel.tiling, &kernel.config);
+        let sum_columns = if kernel.ones.is_some() { 8 } else { 0 };
+        let setup = Setup {
+            cols: config.cols,
+            columns: tiling.columns + sum_columns,
+            features: kernel.features,
+            spans: &kernel.spans,
+            parameters: &params.modifiers,
+            scale: params.scale,
+            counters: params.counters,
+            rescale: config.rescale,
+            added: config.added,
+        };
+        let mut core = Compute::new(w, &kernel.rings, source, &setup);
+        core.in_turn = Some(InTurn { turns: w.turns(), early: config.early });
+        let barrier = w.group_barrier();
+        let group = w.group();
+        let own = if tiling.wide { w.constant(0u32) } else { group };
+        let first_column = tiling.wide.then(|| group * tiling.columns);
+        core.q_tile = (!tiling.wide).then_some(own);
+        core.v_tile = tiling.wide.then_some(group);
+        core.ones = kernel.ones;
+        core.fuses = core.modifies && !kernel.features.modifiers.loads_move();
+        let key_offset = (core.modifies && kernel.work_shape.first).then(|| Held::Carried(w.var(0u32)));
+        let all_keys = source.tagged().then(|| match params.sequences.q_len() {
+            Some(_) => Held::Known(params.sequences.lengths(None).k),
+            None => Held::Carried(w.var(0i32)),
+        });
+        if let Some(ones) = core.ones {
+            w.fill(ones, T::ONE);
+            w.publish_shared();
+            w.sync_role(&w.role_barrier());
+        }
+        let now = WorkVars::new(w, kernel.work_shape);
+        let cursor = Cursor { n: w.var(0u32), key_offset, all_keys };
+        let staging: Vec<Tile<'k>> = kernel.staging.iter().map(|tile| tile.rows(group, 64)).collect();
+        let epilogue = Epilogue {
+            staging: &staging,
+            part: config.parts(tiling.columns)[0],
+            lse: params.lse,
+            lse_rows: params.lse_rows,
+            heads: params.heads.value(),
+            q_len: params.sequences.q_len(),
+            unequal: params.sequences.ragged(),
+            packed: kernel.features.ragged.packed,
+            sinks: params.sinks,
+            barrier: &barrier,
+            own,
+            first_column,
+            scale: core.scale,
+            o: &params.o,
+        };
+        ComputeRole { kernel, core, now, cursor, epilogue, own, first_column }.all_tiles(w);
+    }
+
+    fn all_tiles(&self, w: &Scope<'k, Group>) {
+        let drive = |w: &Scope<'k, Group>| match self.kernel.tiling.joined {
+            true => self.joined(w),
+            false => self.parts(w),
+        };
+        let first = self.next_tile(w);
+        self.begin(first);
+        match self.kernel.work_shape.ragged {
+            // A CTA may have no tile.
+            true => w.when(first.blocks[1].ne(0), drive),
+            false => drive(w),
+        }
+        w.one_thread_of_group(|t| t.wait_stores(0));
+    }
+
+    /// Each tile's last p v runs beside the scores of the next tile's first block.
+    fn joined(&self, w: &Scope<'k, Group>) {
+        let (core, rings) = (&self.core, &self.kernel.rings);
+        let [p, next_p] = &core.p;
+        self.first_block(w);
+        w.repeat(|w, leave| {
+            core.blocks(w, &self.cursor, self.now.get().blocks[0]);
+            rings.queries.done(w);
+            let next = self.next_tile(w);
+            leave.when(next.blocks[1].eq(0));
+            let done = self.now.get();
+            rings.queries.wait(w);
+            core.scores(w, true);
+            core.output(w, p, true);
+            let totals = core.fold.totals(w, &core.o);
+            self.begin(next);
+            self.set_tile(w, &next);
+            w.wait_products(1);
+            core.settle(w, &self.cursor, &core.take_block(w, &self.cursor, self.cursor.n.get()));
+            // Unlike in a step, wait before the exponentials: the end of the last tile runs beside them.
+            w.wait_products(0);
+            rings.values.done(w);
+            core.first(w, next_p);
+            self.finish(w, &done, Some(&next), totals);
+            p.copy(next_p);
+            core.zero();
+        });
+        let totals = core.last(w);
+        self.finish(w, &self.now.get(), None, totals);
+    }
+
+    /// Each tile ends before the next one starts.
+    fn parts(&self, w: &Scope<'k, Group>) {
+        let core = &self.core;
+        w.repeat(|w, leave| {
+            self.first_block(w);
+            core.blocks(w, &self.cursor, self.now.get().blocks[0]);
+            // The next tile's queries are loaded beside the end of this one.
+            self.kernel.rings.queries.done(w);
+            let totals = core.last(w);
+            self.finish(w, &self.now.get(), None, totals);
+            let next = self.next_tile(w);
+            leave.when(next.blocks[1].eq(0));
+            self.begin(next);
+        });
+    }
+
+    /// The next tile that the loading thread announces. It has no key blocks if there are no more tiles.
+    fn next_tile(&self, w: &Scope<'k, Group>) -> Work<'k> {
+        Work::read(&self.kernel.tickets.take(w), self.kernel.work_shape)
+    }
+
+    fn begin(&self, tile: Work<'k>) {
+        self.now.set(tile);
+        self.cursor.n.set(tile.blocks[1] - 1);
+    }
+
+    /// p of the first block of a tile, with nothing beside it.
+    fn first_block(&self, w: &Scope<'k, Group>) {
+        let core = &self.core;
+        self.set_tile(w, &self.now.get());
+        core.zero();
+        self.kernel.rings.queries.wait(w);
+        if core.fold.scans() {
+            core.scan(w, &self.cursor, || self.now.get().blocks[0]);
+        }
+        core.see(w, &self.cursor, self.cursor.n.get());
+        core.first(w, &core.p[0]);
+    }
+
+    /// The warpgroup's first query of a tile.
+    fn first_row(&self, work: &Work<'k>) -> Val<'k, i32> {
+        (work.row + self.own * 64).to_i32()
+    }
+
+    /// Prepares masks and modifiers for a tile.
+    fn set_tile(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
+        let sequences = &self.kernel.params.sequences;
+        let lengths = sequences.lengths(work.sequence);
+        self.core.limits.set(w, self.first_row(work), lengths);
+        if let Some(all_keys) = self.cursor.all_keys {
+            all_keys.set(lengths.k);
+        }
+        if !self.core.modifies {
+            return;
+        }
+        let counts = sequences.counts(work.sequence);
+        let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
+        if let Some(offset) = self.cursor.key_offset {
+            offset.set(first_key);
+        }
+        let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below);
+        let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+        self.core.modify.set(w, Place { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
+    }
+
+    /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.
+    fn finish(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: Totals<'k>) {
+        let o = self.core.o.part(0, self.kernel.tiling.columns);
+        self.redo_nonfinite(w, work, next, &totals);
+        self.epilogue.run::<T>(w, work, &o, totals);
+    }
+
+    /// Computes a tile again without its hidden keys, if they hold infinities or NaN.
+    fn redo_nonfinite(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: &Totals<'k>) {
+        let params = &self.kernel.params;
+        let Some(careful) = &params.careful else { return };
+        let rows = |w: &Scope<'k, Group>| {
+            // Rows past the last one are read as the last one.
+            let all = params.sequences.q_rows(work.sequence);
+            let row = work.row + self.own * 64 + w.first_row();
+            Rows {
+                queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)),
+                heads: [work.head; 2],
+                kv_head: params.group.div_rem(work.head)[0],
+            }
+        };
+        let keys = params.sequences.visible(work.sequence);
+        let redo = Redo {
+            work,
+            unequal: params.sequences.ragged(),
+            lists: params.lists.as_ref(),
+            cols: self.kernel.config.cols,
+            keys: keys.count,
+            first: keys.first,
+            limits: &self.core.limits,
+            modify: &self.core.modify,
+            rows: &rows,
+            first_column: self.first_column,
+            exp: self.kernel.features.exp,
+            scale: self.core.scale,
+        };
+        let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| self.set_tile(w, next));
+        let o = self.core.o.part(0, self.kernel.tiling.columns);
+        careful.run(w, &redo, &o, totals, [&|w| self.set_tile(w, work), &back]);
+    }
+}

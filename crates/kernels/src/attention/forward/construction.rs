@@ -1,0 +1,81 @@
+//! The forward kernel under construction: its parameters and its shared memory.
+
+use crate::attention::compute::Rings;
+use crate::attention::forward::call::ForwardCall;
+use crate::attention::forward::config::{End, ForwardConfig};
+use crate::attention::forward::features::Features;
+use crate::attention::forward::params::ForwardParams;
+use crate::attention::forward::tiling::Tiling;
+use crate::attention::source::{Interval, KeySource, Listed};
+use crate::params::Params;
+use crate::parts::mask::Spans;
+use crate::parts::row_sums::Added;
+use crate::parts::schedule::Shape;
+use fulgurite_core::Exp;
+use fulgurite_ptx::{Half, Mailbox, Pair, Tile, TileShape, Word};
+
+/// The configuration that the kernel really has, and the tiling.
+pub(super) fn tiled(features: &Features, config: ForwardConfig) -> (ForwardConfig, Tiling) {
+    let config = match features.exp {
+        // All scores of a tile are seen before its first p, so tiles cannot be joined.
+        Exp::Sas { .. } => ForwardConfig { end: End::Parts, ..config },
+        _ => config,
+    };
+    (config, Tiling::new(features, &config))
+}
+
+/// The kernel under construction: parameters and shared memory.
+pub(super) struct ForwardKernel<'a, 'k, T> {
+    pub features: &'a Features,
+    pub config: ForwardConfig,
+    pub tiling: Tiling,
+    pub spans: Spans,
+    pub params: ForwardParams<'k, T>,
+    pub rings: Rings<'k>,
+    /// Buffers through which O leaves: each has all rows of some columns.
+    pub staging: Vec<Tile<'k>>,
+    /// A tile of ones beside v, whose column of p v sums the rows of p.
+    pub ones: Option<Tile<'k>>,
+    /// Tiles that the loading thread announces to the compute role.
+    pub tickets: Mailbox<'k>,
+    pub work_shape: Shape,
+}
+
+impl<'a, 'k, T: Half> ForwardKernel<'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    pub fn new(p: &Params<'k, ForwardCall>, features: &'a Features, config: ForwardConfig) -> Self {
+        let k = p.builder();
+        let (config, tiling) = tiled(features, config);
+        let params = ForwardParams::declare(p, features, &config, &tiling);
+        let spans = Spans::of(&features.mask);
+        let (d, dv) = (features.dims[0], tiling.columns);
+        let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
+        let q_stages = if tiling.joined { 2 } else { 1 };
+        let queries = k.pipe("q", q_stages, &vec![shape(64, d); tiling.q_tiles as usize]);
+        let key_shape = [shape(config.cols, d)];
+        let keys = match params.lists {
+            Some(_) => k.tagged_pipe("k", config.depth, &key_shape),
+            None => k.pipe("k", config.depth, &key_shape),
+        };
+        let values = k.pipe("v", config.depth, &vec![shape(config.cols, dv); tiling.v_tiles as usize]);
+        let [part, buffers] = config.parts(dv);
+        let staging = (0..buffers).map(|_| k.tile("o", shape(config.rows(), part))).collect();
+        let first = spans.bounded_left() && params.lists.is_none();
+        let work_shape = Shape { first, ragged: features.ragged.any() };
+        let ones = (config.added == Added::ByColumn).then(|| k.tile("ones", shape(config.cols, dv)));
+        let tickets = k.mailbox("tiles", 2, work_shape.words());
+        let rings = Rings { queries, keys, values };
+        ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, tickets, work_shape }
+    }
+
+    /// Where the kernel's keys come from.
+    pub fn source(&self) -> Box<dyn KeySource<'k> + '_> {
+        let (sequences, cols) = (&self.params.sequences, self.config.cols);
+        match &self.params.lists {
+            Some(lists) => Box::new(Listed { lists, sequences, cols }),
+            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
+        }
+    }
+}

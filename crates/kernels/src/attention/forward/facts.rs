@@ -1,0 +1,236 @@
+//! The facts of a problem that the kernels of forward attention depend on, computed once.
+
+use crate::attention::forward::config::ForwardConfig;
+use crate::attention::forward::features::Features;
+use crate::attention::forward::tiling::Tiling;
+use crate::configs::ConfigTable;
+use crate::no_kernel::NoKernel;
+use crate::parts::block_lists::Blocks;
+use crate::parts::block_table::covered;
+use crate::parts::mask::Spans;
+use crate::parts::modifier::Modifiers;
+use crate::parts::schedule::Ragged;
+use fulgurite_core::expr::AuxSpec;
+use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem, Rescale};
+use fulgurite_ptx::Number;
+
+/// Largest row sum of p in a block that f16 can represent safely.
+const F16_LIMIT: f32 = 16384.0;
+
+/// How a block mask reaches the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockForm {
+    /// As lists: the kernel computes listed blocks only.
+    Lists,
+    /// As a table that each element looks up, for blocks that no tile divides. [`ForwardPlan::cover`](super::plan::ForwardPlan::cover) makes it from the lists.
+    Coverage,
+}
+
+/// A block mask, and how it reaches the kernel.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct BlockPlan {
+    pub spec: BlockSpec,
+    pub form: BlockForm,
+}
+
+/// The facts of a problem.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Facts {
+    pub number: Number,
+    pub features: Features,
+    pub layout: Layout,
+    /// Query heads, key/value heads.
+    pub heads: [u64; 2],
+    /// Head dimensions of the tensors, not padded.
+    pub dims: [usize; 2],
+    /// Shapes of the auxiliary tensors, the table of blocks last.
+    pub aux_shapes: Vec<Vec<usize>>,
+    pub blocks: Option<BlockPlan>,
+    pub scale: f32,
+}
+
+impl Facts {
+    /// The facts of a problem, and its tile configuration from a table. The rescale policy is the configuration's unless
+    /// given.
+    pub fn of(
+        problem: &Problem,
+        rescale: Option<Rescale>,
+        table: &ConfigTable<ForwardConfig>,
+    ) -> Result<(Facts, ForwardConfig), NoKernel> {
+        let number = supported(problem, rescale)?;
+        let base = BaseTile::find(problem, table);
+        let blocks = base.block_plan(problem);
+        let Masking { mask, modifiers, aux } = Masking::of(problem, blocks);
+        let lists = blocks.filter(|blocks| blocks.form == BlockForm::Lists).map(|blocks| blocks.spec);
+        let layout = problem.layout();
+        let features = Features {
+            dims: base.dims,
+            mask,
+            modifiers,
+            sinks: None,
+            ragged: Ragged {
+                packed: matches!(layout, Layout::Packed(_)),
+                used_q: problem.has_used_q(),
+                used_k: problem.has_used_k(),
+            },
+            blocks: lists.map(|spec| Blocks { rows: spec.rows as u32, cols: spec.cols as u32 }),
+            exp: problem.exp(),
+        };
+        let config = base.config(&features, lists);
+        let config = ForwardConfig { rescale: policy(number, rescale.unwrap_or(config.rescale)), ..config };
+        let facts = Facts {
+            number,
+            features,
+            layout,
+            heads: [problem.q_heads() as u64, problem.kv_heads() as u64],
+            dims: [problem.head_dim(), problem.value_dim()],
+            aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
+            blocks,
+            scale: problem.scale(),
+        };
+        Ok((facts, config))
+    }
+
+    /// The shape of the table of blocks, if each element looks its block up.
+    pub fn coverage(&self) -> Option<&[usize]> {
+        let looked_up = self.blocks.is_some_and(|blocks| blocks.form == BlockForm::Coverage);
+        self.aux_shapes.last().filter(|_| looked_up).map(Vec::as_slice)
+    }
+}
+
+/// Keys that a query sees on average, by which the table is searched: half of them under a causal mask.
+pub(crate) fn keys_seen(problem: &Problem) -> u64 {
+    let causal = Spans::of(&problem.mask().spans_only()).bounded_right();
+    problem.max_k_len() as u64 / if causal { 2 } else { 1 }
+}
+
+/// The element type of a problem that the kernels take.
+fn supported(problem: &Problem, rescale: Option<Rescale>) -> Result<Number, NoKernel> {
+    let missing = |feature: String| Err(NoKernel { feature });
+    let number = match problem.dtype() {
+        DType::Bf16 => Number::Bf16,
+        DType::F16 => Number::F16,
+        other => return missing(format!("dtype {other}")),
+    };
+    let precision = problem.precision();
+    if precision != Precision::Native {
+        return missing(format!("precision {precision}"));
+    }
+    let exp = problem.exp();
+    if let (true, Some(rescale @ (Rescale::Lazy(_) | Rescale::Optimistic(_)))) = (scans(problem), rescale) {
+        return missing(format!("exp {exp} with rescale {rescale}; leave rescale out, or use always"));
+    }
+    let (rows, packed) = match problem.layout() {
+        Layout::Dense { .. } => (problem.max_q_len().max(problem.max_k_len()), false),
+        Layout::Packed(p) => (p.total_q.max(p.total_k), true),
+    };
+    // Ragged tensors pretend to have 2^30 rows.
+    let most = if packed || problem.has_used_q() || problem.has_used_k() { 30 } else { 31 };
+    for n in [problem.batch(), rows, problem.q_heads()] {
+        if n >= 1 << most {
+            return missing(format!("a size of {n} (it has sizes below 2^{most})"));
+        }
+    }
+    Ok(number)
+}
+
+/// Whether all scores of a tile are seen before its first p.
+fn scans(problem: &Problem) -> bool {
+    matches!(problem.exp(), Exp::Sas { .. })
+}
+
+/// The rescale policy within the range of the element type.
+fn policy(number: Number, rescale: Rescale) -> Rescale {
+    match rescale {
+        Rescale::Optimistic(most) if number == Number::F16 => Rescale::Optimistic(most.min(F16_LIMIT)),
+        other => other,
+    }
+}
+
+/// Padded head dimensions, and the table's configuration for them.
+struct BaseTile {
+    config: ForwardConfig,
+    /// The larger head dimension, as the table counts it.
+    head_dim: u32,
+    /// Padded head dimensions.
+    dims: [u32; 2],
+    /// A row is too wide for one warpgroup.
+    wide: bool,
+}
+
+impl BaseTile {
+    fn find(problem: &Problem, table: &ConfigTable<ForwardConfig>) -> BaseTile {
+        let mut dims = [problem.head_dim(), problem.value_dim()].map(|d| d.next_multiple_of(16) as u32);
+        let head_dim = dims[0].max(dims[1]);
+        let config = table.find(head_dim, keys_seen(problem));
+        let wide = Features::plain(dims, Mask::none()).wide();
+        dims[1] = dims[1].next_multiple_of(Tiling::value_unit(wide, &config));
+        BaseTile { config, head_dim, dims, wide }
+    }
+
+    /// The configuration whose tiles divide blocks, if there is one. Warpgroups that share columns keep their number.
+    fn dividing(&self, spec: &BlockSpec) -> Option<ForwardConfig> {
+        self.config.dividing(spec).filter(|config| !self.wide || config.groups == self.config.groups)
+    }
+
+    /// How a problem's block mask reaches the kernel.
+    fn block_plan(&self, problem: &Problem) -> Option<BlockPlan> {
+        let spec = problem.blocks().filter(|_| has_keys(problem))?;
+        let form = if self.dividing(&spec).is_some() { BlockForm::Lists } else { BlockForm::Coverage };
+        Some(BlockPlan { spec, form })
+    }
+
+    /// The configuration with registers left for features, and tiles that divide the blocks of `lists`.
+    fn config(&self, features: &Features, lists: Option<BlockSpec>) -> ForwardConfig {
+        let mut config = self.config.with_room(self.head_dim, features);
+        if let Some(spec) = lists {
+            config = config.dividing(&spec).unwrap_or(config);
+        }
+        if let Exp::Sas { .. } = features.exp {
+            config.rescale = Rescale::Always;
+        }
+        config
+    }
+}
+
+/// Without keys, a problem has neither scores to modify nor blocks, and its auxiliary tensors may be empty: no kernel may
+/// read them.
+fn has_keys(problem: &Problem) -> bool {
+    problem.max_k_len() > 0
+}
+
+/// The mask of a problem as kernels apply it.
+struct Masking {
+    /// The part that is one interval of keys per query.
+    mask: Mask,
+    modifiers: Modifiers,
+    /// Auxiliary tensors of the modifiers.
+    aux: Vec<AuxSpec>,
+}
+
+impl Masking {
+    fn of(problem: &Problem, blocks: Option<BlockPlan>) -> Masking {
+        let has_keys = has_keys(problem);
+        let mut aux = if has_keys { problem.aux().to_vec() } else { Vec::new() };
+        let (mask, rest) = match blocks {
+            Some(BlockPlan { spec, form: BlockForm::Coverage }) => {
+                (Mask::none(), Some(covered(problem, spec, &mut aux)))
+            }
+            _ => (problem.mask().clone(), problem.mask_rest().filter(|_| has_keys).cloned()),
+        };
+        let modifiers = match (problem.score_program().filter(|_| has_keys), &rest) {
+            (None, None) => Modifiers::default(),
+            (score, rest) => {
+                let longest = problem.max_q_len().max(problem.max_k_len());
+                Modifiers::new(score, rest.as_ref(), &aux, longest)
+            }
+        };
+        Masking { mask: mask.spans_only(), modifiers, aux }
+    }
+}
+
+/// Strides of a contiguous tensor, in elements.
+pub(crate) fn row_major(shape: Option<&Vec<usize>>) -> Vec<u64> {
+    let shape = shape.map_or(&[][..], |shape| shape);
+    (0..shape.len()).map(|axis| shape[axis + 1..].iter().map(|&n| n as u64).product()).collect()
+}

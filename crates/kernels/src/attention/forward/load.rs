@@ -1,0 +1,216 @@
+//! The load role of the forward kernel: one thread that fetches tiles of queries, keys and values.
+//!
+//! The thread draws tickets from a counter, announces each tile to the compute role, and runs ahead of it as far as the
+//! rings allow. Per tile it loads in the order of use: k of a block before v of the block after it.
+
+use crate::attention::forward::construction::ForwardKernel;
+use crate::attention::forward::tiles::{FoundTile, Tiles};
+use crate::attention::source::{KeyBlock, KeySource, TileQueries};
+use crate::parts::block_lists::Tag;
+use crate::parts::schedule::{Of, Work, WorkVars};
+use fulgurite_ptx::{Half, Pair, Scope, Thread, Val, Var, Word};
+
+/// The loading thread.
+pub(super) struct Load<'a, 'k, T> {
+    kernel: &'a ForwardKernel<'a, 'k, T>,
+    source: &'a dyn KeySource<'k>,
+    tiles: Box<dyn Tiles<'k> + 'a>,
+    /// The tile whose keys are loaded.
+    now: WorkVars<'k>,
+    /// Its head of k and v: a division that is not worth repeating.
+    kv_head: Var<'k, u32>,
+    /// The key block whose k was loaded last.
+    n: Var<'k, u32>,
+    /// The tag of that block, if blocks have tags.
+    tag: Option<Var<'k, u32>>,
+}
+
+impl<'a, 'k, T: Half> Load<'a, 'k, T>
+where
+    Pair<T>: Word,
+{
+    pub fn new(t: &Scope<'k, Thread>, kernel: &'a ForwardKernel<'a, 'k, T>, source: &'a dyn KeySource<'k>) -> Self {
+        let kv_head = t.var(0u32);
+        let now = WorkVars::new(t, kernel.work_shape);
+        let spans = (!source.tagged()).then_some(&kernel.spans);
+        let tiles = kernel.params.tiles(t, kernel.tiling.rows, spans);
+        let n = t.var(0u32);
+        let tag = source.tagged().then(|| t.var(0u32));
+        Load { kernel, source, tiles, now, kv_head, n, tag }
+    }
+
+    /// Loads all tiles of the CTA.
+    pub fn run(&self, t: &Scope<'k, Thread>) {
+        match self.tiles.always_some() {
+            true => self.tiles_of_cta(t),
+            false => {
+                let some = self.tiles.seek(t, t.block());
+                t.choose(some, |t| self.tiles_of_cta(t), |t| self.kernel.tickets.put(t, &[]));
+            }
+        }
+    }
+
+    fn tiles_of_cta(&self, t: &Scope<'k, Thread>) {
+        self.first_tile(t);
+        t.repeat(|t, leave| {
+            // The ticket is drawn early, because it is used only after this tile's loads.
+            let ticket = self.kernel.params.counters.fetch_add(t, 0, 1);
+            let (work, head) = (self.now.get(), self.kv_head.get());
+            self.later_blocks(t, &work, head);
+            let last = KeyBlock { n: work.blocks[0], tag: self.carried() };
+            if let Some(total) = self.tiles.total() {
+                self.reset(t, ticket, total);
+            }
+            let next = ticket + t.blocks();
+            let more = self.tiles.seek(t, next);
+            let joined = self.kernel.tiling.joined;
+            if !joined {
+                self.load_v(t, last, head, &work);
+            }
+            t.choose(more, |t| self.next_tile(t, next), |t| self.no_tile(t, ticket));
+            if joined {
+                self.load_v(t, last, head, &work);
+            }
+            leave.when(!more);
+        });
+    }
+
+    /// Queries and the first k of the CTA's first tile.
+    fn first_tile(&self, t: &Scope<'k, Thread>) {
+        self.begin(t, self.find(t, t.block()));
+        if self.kernel.tiling.scans {
+            self.scan(t, &self.now.get());
+        }
+        let n = self.n.get();
+        let tag = self.source.tag(t, &self.now.get(), n);
+        self.carry(tag);
+        let block = KeyBlock { n: self.n.get(), tag };
+        let head = self.kv_head.get();
+        self.load_k(t, block, head, &self.now.get());
+        if !self.kernel.tiling.scans {
+            self.load_q(t, &self.now.get());
+        }
+    }
+
+    /// Queries and the first k of a later tile.
+    fn next_tile(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>) {
+        let (joined, scans) = (self.kernel.tiling.joined, self.kernel.tiling.scans);
+        let next = self.find(t, ticket);
+        self.begin(t, next);
+        let tag = self.source.tag(t, &next, self.n.get());
+        self.carry(tag);
+        // Joined tiles start with the scores of the next tile, beside the last p v of this one.
+        if joined {
+            self.load_q(t, &next);
+        } else if scans {
+            self.scan(t, &next);
+        }
+        let block = KeyBlock { n: self.n.get(), tag };
+        self.load_k(t, block, self.kv_head.get(), &next);
+        if !joined && !scans {
+            self.load_q(t, &next);
+        }
+    }
+
+    /// k of each block after the first, and v of the block before it.
+    fn later_blocks(&self, t: &Scope<'k, Thread>, work: &Work<'k>, head: Val<'k, u32>) {
+        t.repeat(|t, leave| {
+            leave.when(self.n.get().eq(work.blocks[0]));
+            let n = self.n.get();
+            let this = KeyBlock { n, tag: self.carried() };
+            let tag = self.source.tag(t, work, n - 1);
+            self.load_k(t, KeyBlock { n: n - 1, tag }, head, work);
+            self.load_v(t, this, head, work);
+            self.n.set(n - 1);
+            self.carry(tag);
+        });
+    }
+
+    /// Tells the compute role that there are no more tiles.
+    fn no_tile(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>) {
+        if let Some(total) = self.tiles.total_at_end() {
+            self.reset(t, ticket, total);
+        }
+        self.kernel.tickets.put(t, &[]);
+    }
+
+    /// The CTA that draws the last ticket resets the counter. CTAs draw one ticket per tile: a CTA's first tile is its own
+    /// number, and its last ticket finds none.
+    fn reset(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>, total: Val<'k, u32>) {
+        t.when(ticket.eq(total - 1), |t| self.kernel.params.counters.store(t, 0, 0));
+    }
+
+    /// A tile and its key blocks.
+    fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Work<'k> {
+        let FoundTile { batch, head, number, sequence, lengths, q_len } = self.tiles.find(t, tile);
+        let rows = self.kernel.tiling.rows;
+        let row = number * rows;
+        let zero = row.literal(0);
+        let work = Work { row, head, batch, blocks: [zero, zero], sequence };
+        Work { blocks: self.source.blocks(t, &work, &TileQueries { rows, q_len, lengths }), ..work }
+    }
+
+    /// Announces a tile to the compute role.
+    fn begin(&self, t: &Scope<'k, Thread>, work: Work<'k>) {
+        self.now.set(work);
+        self.kv_head.set(self.kernel.params.group.div_rem(work.head)[0]);
+        self.kernel.tickets.put(t, &work.message());
+        self.n.set(work.blocks[1] - 1);
+    }
+
+    /// Queries and all keys of a tile, for folds that see all scores first. The keys are loaded again later.
+    fn scan(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
+        self.load_q(t, work);
+        let n = t.var(self.n.get());
+        t.repeat(|t, leave| {
+            let block = KeyBlock { n: n.get(), tag: self.source.tag(t, work, n.get()) };
+            self.load_k(t, block, self.kv_head.get(), work);
+            leave.when(n.get().eq(work.blocks[0]));
+            n.set(n.get() - 1);
+        });
+    }
+
+    fn load_q(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
+        let params = &self.kernel.params;
+        self.kernel.rings.queries.put(t, |t, stage| {
+            for g in 0..self.kernel.tiling.q_tiles {
+                let (zero, row) = (t.constant(0u32), work.row + 64 * g);
+                let at = params.sequences.at(work, Of::Q, zero, row, work.head);
+                stage.load(t, stage.tile(g as usize), &params.q, &at);
+            }
+        });
+    }
+
+    fn load_k(&self, t: &Scope<'k, Thread>, block: KeyBlock<'k>, head: Val<'k, u32>, work: &Work<'k>) {
+        let key = block.first_key(self.kernel.config.cols);
+        let at = self.source.coordinates(work, Of::K, t.constant(0u32), key, head);
+        let (ring, keys) = (&self.kernel.rings.keys, &self.kernel.params.keys);
+        match block.tag {
+            Some(tag) => ring.put_tagged(t, tag.0, |t, stage| stage.load(t, stage.tile(0), keys, &at)),
+            None => ring.put(t, |t, stage| stage.load(t, stage.tile(0), keys, &at)),
+        }
+    }
+
+    fn load_v(&self, t: &Scope<'k, Thread>, block: KeyBlock<'k>, head: Val<'k, u32>, work: &Work<'k>) {
+        let key = block.first_key(self.kernel.config.cols);
+        let tiling = &self.kernel.tiling;
+        self.kernel.rings.values.put(t, |t, stage| {
+            for g in 0..tiling.v_tiles {
+                let column = t.constant(tiling.columns * g);
+                let at = self.source.coordinates(work, Of::V, column, key, head);
+                stage.load(t, stage.tile(g as usize), &self.kernel.params.values, &at);
+            }
+        });
+    }
+
+    /// Keeps the tag of the block whose k was loaded last.
+    fn carry(&self, tag: Option<Tag<'k>>) {
+        if let (Some(var), Some(tag)) = (self.tag, tag) {
+            var.set(tag.0);
+        }
+    }
+
+    fn carried(&self) -> Option<Tag<'k>> {
+        self.tag.map(|var| Tag(var.get()))
+    }
+}

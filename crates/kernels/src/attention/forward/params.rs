@@ -1,0 +1,86 @@
+//! The parameters of the forward kernel, each with its launch argument.
+
+use crate::attention::forward::call::ForwardCall;
+use crate::attention::forward::config::ForwardConfig;
+use crate::attention::forward::features::Features;
+use crate::attention::forward::tiling::Tiling;
+use crate::params::Params;
+use crate::parts::block_lists::Lists;
+use crate::parts::modifier::{Parameters, Sinks};
+use crate::parts::nonfinite::Careful;
+use crate::parts::schedule::Equal;
+use crate::parts::sequences::Sequences;
+use fulgurite_ptx::{Divisor, Half, Pair, Pointer, Tensor, TileShape, Val, Word};
+
+/// The kernel's parameters.
+pub(super) struct ForwardParams<'k, T> {
+    pub q: Tensor<'k>,
+    pub keys: Tensor<'k>,
+    pub values: Tensor<'k>,
+    pub o: Tensor<'k>,
+    pub lse: Pointer<'k, f32>,
+    /// Two words: tickets drawn, and key blocks computed twice.
+    pub counters: Pointer<'k, u32>,
+    /// Rows of a head's LSE.
+    pub lse_rows: Val<'k, u32>,
+    pub heads: Divisor<'k>,
+    /// Query heads per head of k and v.
+    pub group: Divisor<'k>,
+    pub scale: Val<'k, f32>,
+    pub sequences: Sequences<'k>,
+    /// The order of tiles of equal sequences.
+    pub bands: Option<Equal<'k>>,
+    pub lists: Option<Lists<'k>>,
+    pub modifiers: Parameters<'k>,
+    pub sinks: Option<Sinks<'k>>,
+    pub careful: Option<Careful<'k, T>>,
+}
+
+impl<'k, T: Half> ForwardParams<'k, T>
+where
+    Pair<T>: Word,
+{
+    pub fn declare(p: &Params<'k, ForwardCall>, features: &Features, config: &ForwardConfig, tiling: &Tiling) -> Self {
+        let (d, dv, ragged) = (features.dims[0], tiling.columns, features.ragged);
+        let part = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
+        let rank = Sequences::rank(ragged);
+        let q = p.tensor("q", part(64, d), rank, |call| call.q.span());
+        let keys = p.tensor("k", part(config.cols, d), rank, |call| call.k.span());
+        let values = p.tensor("v", part(config.cols, dv), rank, |call| call.v.span());
+        let o = p.tensor("o", part(64, config.parts(dv)[0]), rank, |call| call.o.span());
+        let lse = p.pointer("lse", |call| call.results.lse);
+        let counters = p.pointer("counters", |call| call.common.counters);
+        let lse_rows = p.u32("lse_rows", |call| call.results.lse_rows as u32);
+        let heads = p.divisor("heads", |call| call.heads as u32);
+        let group = p.divisor("group", |call| call.common.group as u32);
+        let scale = p.f32("scale", |call| call.common.scale);
+        let sequences = Sequences::declare(p, ragged, |call| call.common.dense(), |call| call.common.ragged());
+        let bands = (!ragged.any()).then(|| Equal::declare(p, |call| call.bands()));
+        let lists = features.blocks.map(|blocks| Lists::declare(p, blocks, config.cols, |call| call.lists()));
+        let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
+        let sinks = features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks()));
+        let careful = features.hides_elements().then(|| Careful::declare(p, |call| call.common.plain()));
+        let sequences = match features.modifiers.is_empty() {
+            true => sequences,
+            false => sequences.counting(p, |call| call.common.dense()),
+        };
+        ForwardParams {
+            q,
+            keys,
+            values,
+            o,
+            lse,
+            counters,
+            lse_rows,
+            heads,
+            group,
+            scale,
+            sequences,
+            bands,
+            lists,
+            modifiers,
+            sinks,
+            careful,
+        }
+    }
+}

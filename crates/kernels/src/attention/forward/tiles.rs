@@ -1,0 +1,122 @@
+//! The tile scheduler of the forward kernel: which tile of queries a ticket stands for.
+
+use crate::attention::forward::params::ForwardParams;
+use crate::parts::mask::{Lengths, Spans};
+use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk};
+use crate::parts::sequences::Dense;
+use fulgurite_ptx::{Divisor, Scope, Thread, Val};
+
+/// A tile of queries, found by its number.
+pub(super) struct FoundTile<'k> {
+    pub batch: Val<'k, u32>,
+    pub head: Val<'k, u32>,
+    /// Number among the head's tiles, in the order of rows.
+    pub number: Val<'k, u32>,
+    /// The sequence of a ragged batch.
+    pub sequence: Option<Sequence<'k>>,
+    pub lengths: Lengths<'k>,
+    /// Queries of the sequence; at least one in a ragged batch.
+    pub q_len: Val<'k, u32>,
+}
+
+/// The tiles of a batch in the order of their numbers.
+pub(super) trait Tiles<'k> {
+    /// Whether every CTA has a first tile.
+    fn always_some(&self) -> bool;
+
+    /// Whether a tile exists. Callers ask in ascending order.
+    fn seek(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool>;
+
+    /// The tile that was sought last, or a CTA's first tile.
+    fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k>;
+
+    /// Number of tiles, if the host knows it.
+    fn total(&self) -> Option<Val<'k, u32>>;
+
+    /// Number of tiles, if it is known only after a tile was sought in vain.
+    fn total_at_end(&self) -> Option<Val<'k, u32>>;
+}
+
+impl<'k, T> ForwardParams<'k, T> {
+    /// The tiles of the batch, of `rows` queries each. `spans` bound the visible keys of a ragged sequence.
+    pub fn tiles<'a>(&'a self, t: &Scope<'k, Thread>, rows: u32, spans: Option<&'a Spans>) -> Box<dyn Tiles<'k> + 'a> {
+        use crate::parts::sequences::Sequences::{Dense, Ragged};
+        let heads = self.heads;
+        match (&self.sequences, &self.bands) {
+            (Dense(dense), Some(bands)) => Box::new(DenseTiles { bands, dense, heads }),
+            (Ragged(unequal), _) => {
+                let walk = unequal.start(t, rows, heads.value());
+                Box::new(RaggedTiles { unequal, walk, rows, heads, spans })
+            }
+            (Dense(_), None) => unreachable!("bug in fulgurite: equal sequences without bands"),
+        }
+    }
+}
+
+/// Tiles of equal sequences.
+struct DenseTiles<'a, 'k> {
+    bands: &'a Equal<'k>,
+    dense: &'a Dense<'k>,
+    heads: Divisor<'k>,
+}
+
+impl<'k> Tiles<'k> for DenseTiles<'_, 'k> {
+    fn always_some(&self) -> bool {
+        true
+    }
+
+    fn seek(&self, _: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool> {
+        tile.lt(self.bands.tiles)
+    }
+
+    fn find(&self, _: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k> {
+        let [batch, head, number] = self.bands.find(self.heads, tile);
+        let Dense { q_len, lengths, .. } = *self.dense;
+        FoundTile { batch, head, number, sequence: None, lengths, q_len }
+    }
+
+    fn total(&self) -> Option<Val<'k, u32>> {
+        Some(self.bands.tiles)
+    }
+
+    fn total_at_end(&self) -> Option<Val<'k, u32>> {
+        None
+    }
+}
+
+/// Tiles of a ragged batch. Only the sequences tell how many there are, so a CTA may find none.
+struct RaggedTiles<'a, 'k> {
+    unequal: &'a Unequal<'k>,
+    walk: Walk<'k>,
+    /// Queries of a tile.
+    rows: u32,
+    heads: Divisor<'k>,
+    spans: Option<&'a Spans>,
+}
+
+impl<'k> Tiles<'k> for RaggedTiles<'_, 'k> {
+    fn always_some(&self) -> bool {
+        false
+    }
+
+    fn seek(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool> {
+        self.unequal.seek(t, &self.walk, tile, self.rows, self.heads.value())
+    }
+
+    fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k> {
+        let found = self.unequal.find(t, &self.walk, tile, self.heads, self.spans);
+        let RaggedTile { batch, head, number, sequence } = found;
+        let lengths = sequence.lengths();
+        // Rows past the last query in use are computed as if they were that query.
+        let q_len = sequence.q_len.max(1);
+        FoundTile { batch, head, number, sequence: Some(sequence), lengths, q_len }
+    }
+
+    fn total(&self) -> Option<Val<'k, u32>> {
+        None
+    }
+
+    fn total_at_end(&self) -> Option<Val<'k, u32>> {
+        Some(Unequal::total(&self.walk))
+    }
+}

@@ -1,0 +1,154 @@
+//! Key sources: how the key blocks of a tile are found and loaded.
+//!
+//! [`Interval`] serves masks that are one interval of keys per query, [`Listed`] serves block lists. Either works on a batch
+//! of equal or ragged sequences.
+
+use crate::parts::block_lists::{Lists, Tag};
+use crate::parts::mask::{Block, Lengths, Spans};
+use crate::parts::schedule::{Of, Work};
+use crate::parts::sequences::{QueryTile, Sequences};
+use fulgurite_ptx::{Group, Pipe, Scope, Thread, Val};
+
+/// The queries of a tile.
+pub(crate) struct TileQueries<'k> {
+    /// Rows of every tile.
+    pub rows: u32,
+    /// Queries of the sequence.
+    pub q_len: Val<'k, u32>,
+    pub lengths: Lengths<'k>,
+}
+
+/// A key block of a tile.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyBlock<'k> {
+    /// Number among the tile's key blocks.
+    pub n: Val<'k, u32>,
+    /// What the block carries through the ring, if its number alone does not tell its keys.
+    pub tag: Option<Tag<'k>>,
+}
+
+impl<'k> KeyBlock<'k> {
+    /// The first key of a block of `cols` keys.
+    #[track_caller]
+    pub fn first_key(self, cols: u32) -> Val<'k, u32> {
+        self.tag.map_or(self.n * cols, |tag| tag.key())
+    }
+}
+
+/// How the key blocks of a tile are found and loaded.
+pub(crate) trait KeySource<'k> {
+    /// The key blocks of a tile, from the first to past the last; at least one.
+    fn blocks(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2];
+
+    /// Whether blocks carry tags through the ring.
+    fn tagged(&self) -> bool;
+
+    /// The tag of a tile's `n`-th block.
+    fn tag(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>>;
+
+    /// Coordinates in k or v of the block that begins at `key`.
+    fn coordinates(
+        &self,
+        tile: &dyn QueryTile<'k>,
+        of: Of,
+        column: Val<'k, u32>,
+        key: Val<'k, u32>,
+        head: Val<'k, u32>,
+    ) -> Vec<Val<'k, u32>>;
+
+    /// Releases the current stage of the ring of keys. Returns the block that it held, the tile's `n`-th. `all_keys` gives
+    /// the visible keys of the tile's sequence.
+    fn take(
+        &self,
+        w: &Scope<'k, Group>,
+        ring: &Pipe<'k>,
+        n: Val<'k, u32>,
+        all_keys: &dyn Fn() -> Val<'k, i32>,
+    ) -> Block<'k>;
+}
+
+/// Key blocks that follow each other, from the first to the last that some query of the tile sees.
+pub(crate) struct Interval<'a, 'k> {
+    pub spans: &'a Spans,
+    pub sequences: &'a Sequences<'k>,
+    /// Keys of a block.
+    pub cols: u32,
+}
+
+impl<'k> KeySource<'k> for Interval<'_, 'k> {
+    fn blocks(&self, _: &Scope<'k, Thread>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
+        let last = (tile.row + (queries.rows - 1)).min(queries.q_len - 1);
+        self.spans.blocks(tile.row.to_i32(), last.to_i32(), self.cols, queries.lengths)
+    }
+
+    fn tagged(&self) -> bool {
+        false
+    }
+
+    fn tag(&self, _: &Scope<'k, Thread>, _: &Work<'k>, _: Val<'k, u32>) -> Option<Tag<'k>> {
+        None
+    }
+
+    fn coordinates(
+        &self,
+        tile: &dyn QueryTile<'k>,
+        of: Of,
+        column: Val<'k, u32>,
+        key: Val<'k, u32>,
+        head: Val<'k, u32>,
+    ) -> Vec<Val<'k, u32>> {
+        self.sequences.at(tile, of, column, key, head)
+    }
+
+    fn take(&self, w: &Scope<'k, Group>, ring: &Pipe<'k>, n: Val<'k, u32>, _: &dyn Fn() -> Val<'k, i32>) -> Block<'k> {
+        ring.done(w);
+        Block { first: KeyBlock { n, tag: None }.first_key(self.cols).to_i32(), full: None }
+    }
+}
+
+/// Key blocks from the lists of a block mask.
+pub(crate) struct Listed<'a, 'k> {
+    pub lists: &'a Lists<'k>,
+    pub sequences: &'a Sequences<'k>,
+    /// Keys of a block.
+    pub cols: u32,
+}
+
+impl<'k> KeySource<'k> for Listed<'_, 'k> {
+    fn blocks(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, _: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
+        [tile.row.literal(0), self.lists.count(t, tile)]
+    }
+
+    fn tagged(&self) -> bool {
+        true
+    }
+
+    fn tag(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>> {
+        let keys = self.sequences.visible(tile.sequence);
+        Some(self.lists.block(t, tile, n, keys.count))
+    }
+
+    fn coordinates(
+        &self,
+        tile: &dyn QueryTile<'k>,
+        of: Of,
+        column: Val<'k, u32>,
+        key: Val<'k, u32>,
+        head: Val<'k, u32>,
+    ) -> Vec<Val<'k, u32>> {
+        self.sequences.at(tile, of, column, key, head)
+    }
+
+    fn take(
+        &self,
+        w: &Scope<'k, Group>,
+        ring: &Pipe<'k>,
+        n: Val<'k, u32>,
+        all_keys: &dyn Fn() -> Val<'k, i32>,
+    ) -> Block<'k> {
+        let tag = Tag(ring.tag(w));
+        ring.done(w);
+        let first = KeyBlock { n, tag: Some(tag) }.first_key(self.cols).to_i32();
+        Block { first, full: Some((tag.full(), all_keys())) }
+    }
+}

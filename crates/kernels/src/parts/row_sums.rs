@@ -1,0 +1,23 @@
+//! Which unit sums the rows of p.
+
+/// Which unit sums the rows of p.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Added {
+    /// Each thread sums its own elements: p before rounding, one instruction per element.
+    ByThreads,
+    /// The tensor cores sum p after rounding, as one more column of p v in which v is 1.
+    ByColumn,
+}
+
+impl Added {
+    /// The word for each in a configuration's text.
+    pub(crate) const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
+
+    /// Partial sums of a row that a thread keeps.
+    pub(crate) fn chains(self) -> usize {
+        match self {
+            Added::ByThreads => 2,
+            Added::ByColumn => 0,
+        }
+    }
+}
