@@ -38,17 +38,19 @@ fn session(number: i32) -> PyResult<Arc<Gpu>> {
 #[derive(Default)]
 pub struct PreparedCalls {
     /// By GPU, type of the sinks and whether the LSE is read.
-    forward: Mutex<Vec<(ForwardKey, Arc<Gpu>, Arc<Prepared<Forward>>)>>,
+    forward: Entries<ForwardKey, Prepared<Forward>>,
     /// By GPU and whether the LSE has a gradient.
-    backward: Mutex<Vec<(BackwardKey, Arc<Gpu>, Arc<Prepared<Backward>>)>>,
+    backward: Entries<BackwardKey, Prepared<Backward>>,
 }
 
+/// Prepared calls by key, each with its GPU.
+type Entries<K, T> = Mutex<Vec<(K, Arc<Gpu>, Arc<T>)>>;
 type ForwardKey = (i32, Option<DType>, bool);
 type BackwardKey = (i32, bool);
 
 /// The entry for a key, or the one that `make` makes. There are as many as GPUs, times a few.
 fn found<K: PartialEq, T>(
-    all: &Mutex<Vec<(K, Arc<Gpu>, Arc<T>)>>,
+    all: &Entries<K, T>,
     key: K,
     make: impl FnOnce() -> PyResult<(Arc<Gpu>, Arc<T>)>,
 ) -> PyResult<(Arc<Gpu>, Arc<T>)> {

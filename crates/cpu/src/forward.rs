@@ -359,7 +359,7 @@ pub(crate) fn fold(
     let stride = row.lanes.stride;
     let seen = match policy {
         Policy::MaxOnly => None,
-        _ => cx.hidden_values(&row.tile, stride, step, start, v, s, scratch.values),
+        _ => cx.hidden_values((&row.tile, stride), (step, start), v, s, scratch.values),
     };
     let before = (row.m, row.l);
     let (mut stats, mut alpha) = softmax(cx, row, step, s, [k, v], scratch, policy);

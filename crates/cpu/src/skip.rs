@@ -488,7 +488,7 @@ impl<'w> Walker<'w> {
             if !(scored && alone) {
                 scores(cx, &self.row, step, origin, k, s, &mut ahead[0]);
             }
-            let seen = cx.hidden_values(&self.row.tile, stride, step, origin, v, s, scratch.values);
+            let seen = cx.hidden_values((&self.row.tile, stride), (step, origin), v, s, scratch.values);
             let (stats, alpha) = softmax(cx, &mut self.row, step, s, [k, v], scratch, policy);
             if stats.rescaled > 0 {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);

@@ -73,10 +73,8 @@ impl Context<'_> {
     /// unit has no infinities; `None` else. `s` holds the scores before softmax, `scratch` has room for a row.
     pub fn hidden_values(
         &self,
-        tile: &Tile,
-        stride: usize,
-        step: &Step,
-        start: usize,
+        (tile, stride): (&Tile, usize),
+        (step, start): (&Step, usize),
         v: KeyRows<'_>,
         s: &[f32],
         scratch: &mut [f32],

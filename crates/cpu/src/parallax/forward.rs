@@ -144,7 +144,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         step.ranges = ranges;
                         scores(cx, &row, &step, start, *k, s, ahead);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                        visible.push(cx.hidden_values(&row.tile, stride, &step, start, *v, s, values));
+                        visible.push(cx.hidden_values((&row.tile, stride), (&step, start), *v, s, values));
                         if woven && start >= seen_from && v.finite {
                             settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
                         }

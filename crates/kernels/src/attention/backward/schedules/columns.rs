@@ -8,7 +8,7 @@
 //! it | start the next s and d_p, whose registers it had | wait for the rest.
 
 use crate::attention::backward::modifiers::{ModifierRole, clean};
-use crate::attention::backward::schedules::{Schedule, TileEnd, run};
+use crate::attention::backward::schedules::{Products, Schedule, TileEnd, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::Work;
 use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients};
@@ -194,8 +194,7 @@ where
 
     fn finish(&self, w: &Scope<'k, Group>) {
         let Columns { main, walk, d_q, d_k, d_v, all, barrier, own, .. } = self;
-        let products: [&dyn Fn(&Scope<'k, Group>); 3] =
-            [&|w| self.value_sums(w), &|w| self.query_sums(w), &|w| self.key_sums(w)];
+        let products: Products<'_, 'k> = [&|w| self.value_sums(w), &|w| self.query_sums(w), &|w| self.key_sums(w)];
         let cols = [d_k.cols(), d_v.cols()];
         TileEnd { main, walk, d_q, d_k, d_v, all, barrier }.run::<T>(
             w,

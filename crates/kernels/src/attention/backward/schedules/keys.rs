@@ -8,7 +8,7 @@
 //! long to leave, and the products behind it keep the tensor cores busy meanwhile.
 
 use crate::attention::backward::Pack;
-use crate::attention::backward::schedules::{Schedule, TileEnd, run};
+use crate::attention::backward::schedules::{Products, Schedule, TileEnd, run};
 use crate::attention::backward::state::{Main, Stages, tile};
 use crate::attention::backward::tiles::Work;
 use crate::attention::backward::walk::{Walk, clear, pack, probabilities, score_gradients};
@@ -181,8 +181,7 @@ where
 
     fn finish(&self, w: &Scope<'k, Group>) {
         let Keys { main, walk, d_q, d_k, d_v, all, barrier, own, .. } = self;
-        let products: [&dyn Fn(&Scope<'k, Group>); 3] =
-            [&|w| self.value_sums(w), &|w| self.query_sums(w), &|w| self.key_sums(w)];
+        let products: Products<'_, 'k> = [&|w| self.value_sums(w), &|w| self.query_sums(w), &|w| self.key_sums(w)];
         TileEnd { main, walk, d_q, d_k, d_v, all, barrier }.run::<T>(
             w,
             products,

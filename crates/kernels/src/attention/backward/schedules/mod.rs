@@ -66,13 +66,16 @@ struct TileEnd<'a, 'k> {
 const D_K: usize = 0;
 const D_V: usize = 1;
 
+/// The last products of a tile, each started by a call: d_v, d_q, d_k.
+type Products<'a, 'k> = [&'a dyn Fn(&Scope<'k, Group>); 3];
+
 impl<'k> TileEnd<'_, 'k> {
     /// Starts the last `products` (d_v, d_q, d_k), adds d_q, and lets d_k and d_v leave through the stages of K and V. `part`
     /// is the warpgroup's part of such a stage, `at` the first column and key of its part of a result.
     fn run<T: Half>(
         &self,
         w: &Scope<'k, Group>,
-        products: [&dyn Fn(&Scope<'k, Group>); 3],
+        products: Products<'_, 'k>,
         part: impl Fn(usize, Tile<'k>) -> Tile<'k>,
         at: impl Fn(&Scope<'k, Thread>, &Work<'k>, usize) -> [Val<'k, u32>; 2],
     ) where
