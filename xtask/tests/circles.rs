@@ -138,7 +138,7 @@ impl Crate {
         loop {
             let Some(name) = rest.first() else { return Some(at) };
             let module = self.0.get(&at)?;
-            let child = [&at[..], &[name.clone()]].concat();
+            let child = [&at[..], std::slice::from_ref(name)].concat();
             if let Some(aliased) = module.aliases.get(name).filter(|path| path.last() != Some(name) || path.len() > 1) {
                 let whole = [&aliased[..], &rest[1..]].concat();
                 return self.resolve(&at, &whole, depth - 1);
