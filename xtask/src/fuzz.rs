@@ -76,7 +76,7 @@ mod tests {
         assert_eq!(parse(&["problem", "--seconds", "5"]), Ok((Some("problem"), 5)));
         assert_eq!(
             parse(&["nothing"]).unwrap_err(),
-            "`nothing` is no fuzz target, allowed: problem, safetensors, npy, cache, engine"
+            "`nothing` is no fuzz target, allowed: engine, problem, safetensors, npy, cache"
         );
         assert_eq!(parse(&["--seconds", "x"]).unwrap_err(), "`--seconds` is x, allowed: a whole number");
     }
