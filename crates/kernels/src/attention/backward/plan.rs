@@ -1,9 +1,9 @@
 //! Gradients of attention as launches: a problem and the memory of its tensors in, kernels and their arguments out.
 
 mod bands;
+mod calls;
 mod deal;
 mod facts;
-mod launches;
 #[cfg(test)]
 mod properties;
 mod schedule;

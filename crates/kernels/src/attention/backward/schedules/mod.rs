@@ -8,7 +8,7 @@ pub(crate) mod columns;
 pub(crate) mod keys;
 pub(crate) mod pairs;
 
-use crate::attention::backward::state::{Main, Stages};
+use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::Work;
 use crate::attention::backward::walk::{Walk, store_results};
 use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, RoleBarrier, Scope, Thread, Tile, Val, Word};
@@ -81,23 +81,23 @@ impl<'k> TileEnd<'_, 'k> {
     ) where
         Pair<T>: Word,
     {
-        let Stages { queries, outputs, keys, values, tickets } = &self.main.stages;
+        let stages = &self.main.stages;
         products.iter().for_each(|start| start(w));
         w.wait_products(0);
-        outputs.done(w);
-        queries.keep(w);
-        queries.release_previous(w);
+        stages.outputs.done(w);
+        stages.queries.keep(w);
+        stages.queries.release_previous(w);
         self.walk.add(w, self.d_q, 0..self.d_q.cols() / 8);
         // Read again: kept over the loop, it would take registers.
-        let work = self.main.map.read(&tickets.again(w));
-        tickets.done(w);
+        let work = self.main.map.read(&stages.tickets.again(w));
+        stages.tickets.done(w);
         // Both warpgroups are done with K and V.
         w.sync_role(self.all);
-        let [to_k, to_v] = [(keys, D_K), (values, D_V)].map(|(ring, of)| part(of, ring.current(w)[0]));
+        let [to_k, to_v] = [(&stages.keys, D_K), (&stages.values, D_V)].map(|(ring, of)| part(of, ring.current(w)[0]));
         let results = [(self.d_k, to_k), (self.d_v, to_v)];
         store_results::<T>(w, self.main, &work, self.barrier, results, |t, of| at(t, &work, of));
         w.one_thread_of_group(|t| t.wait_stores_read(0));
-        values.done(w);
-        keys.done(w);
+        stages.values.done(w);
+        stages.keys.done(w);
     }
 }
