@@ -176,7 +176,7 @@ fn wrong_tensors() {
     run(
         &[("q", &vast), ("k", &vast), ("v", &vast)],
         &[],
-        "`q` has 1048576 sequences of 1048576 heads, allowed: 16777216 heads in all; split it",
+        "`q` has 1048576 sequences of 1048576 heads, allowed: 4194304 heads in all; split it",
     );
     run(
         &[("q", &vast), ("k", &vast), ("v", &vast)],

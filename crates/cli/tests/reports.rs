@@ -57,7 +57,7 @@ fn check_judges_every_feature() {
     for feature in fulgurite_core::cases::FEATURES.iter().chain(&fulgurite_cli::variants::check::FEATURES) {
         assert!(shown.contains(&format!(" {feature} ")), "{feature}: {shown}");
     }
-    assert!(shown.contains("2 random cases for each dtype, seed 5; repeat them with --seed 5"), "{shown}");
+    assert!(shown.contains("5 random cases for each dtype, seed 5; repeat them with --seed 5"), "{shown}");
     assert!(shown.contains("comparisons are within the tolerance"), "{shown}");
     let out = succeeds(&folder, &["check", "--engine", "oracle", "--dtypes", "f16", "--json"]);
     let results: Value = serde_json::from_str(&out).unwrap();

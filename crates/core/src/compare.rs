@@ -93,6 +93,11 @@ pub struct Rule {
     pub terms: Option<DType>,
 }
 
+/// The largest relative error of rounding to nearest in a 16-bit type.
+fn half_unit(dtype: DType) -> f64 {
+    if dtype == DType::F16 { 2f64.powi(-11) } else { 2f64.powi(-8) }
+}
+
 impl Rule {
     /// The rule for `o`.
     pub fn output(problem: &Problem) -> Rule {
@@ -129,7 +134,8 @@ impl Rule {
         let few = match self.terms.unwrap_or(self.dtype) {
             _ if !self.gradient || want.len() >= FEW => 0.0,
             DType::F32 => f64::from(f32::EPSILON) * largest(want.iter().copied()),
-            dtype => steps(dtype) / 2.0,
+            // A step as atol has it, or half a unit in the last place of the largest value, whichever is larger.
+            dtype => (steps(dtype) / 2.0).max(half_unit(dtype) * largest(want.iter().copied())),
         };
         rtol * error + atol + few
     }
