@@ -128,7 +128,7 @@ impl<D: Device + ?Sized> Session<D> {
         O::plan(problem, options, self.device.target(), &self.tables).map_err(|e| self.refuse(e))
     }
 
-    /// A problem, planned and compiled; the last [`MAX_PREPARED`] are kept.
+    /// A problem, planned and compiled; the last 512 are kept.
     pub fn prepare<O: Operator>(&self, problem: &O::Problem, options: &O::Options) -> Result<Arc<Prepared<O>>, Error>
     where
         O::Plan: Clone,

@@ -3,7 +3,7 @@
 //! A CTA has a tile of keys of one head. It walks over all queries that see them, a step of some rows at a time, of all query
 //! heads that share the keys. d_k and d_v stay in registers to the end, so they have one order of additions. Keys are the rows
 //! of the scores. d_q is added to f32 sums in global memory; [`d_q`](crate::attention::backward::d_q) says how. How the two
-//! warpgroups share a tile is a [schedule](crate::attention::backward::schedules); with CTA pairs, two CTAs share two tiles.
+//! warpgroups share a tile is a schedule (`schedules`); with CTA pairs, two CTAs share two tiles.
 
 use crate::attention::backward::d_q::service::{Actor, Log};
 use crate::attention::backward::load::Load;

@@ -1,6 +1,6 @@
 //! Forward attention on Hopper for few queries and many keys: keys are split over CTAs, and partial results merged.
 //!
-//! The kernel has the inner loop of the forward kernel ([`Compute`]) with another schedule and another epilogue. A
+//! The kernel has the inner loop of the forward kernel (`Compute`) with another schedule and another epilogue. A
 //! key/value head is read once for all query heads of its group: row r of a tile is query r / group, head r % group. One
 //! thread loads keys and values as far ahead as shared memory allows. One warpgroup gathers the rows of Q, which for most
 //! group sizes are no box of the copy engine. One warpgroup computes. A tile's keys are divided into splits by a rule of

@@ -2,11 +2,11 @@
 //!
 //! A CTA of the main kernel adds the d_q of every step to f32 sums in global memory. The services say who adds, when, and what
 //! happens before and after:
-//! - [`zero_fill`] writes zeros where no tile adds yet,
-//! - [`bulk_reduce`] has the copy engine add,
-//! - [`ordered`] makes tiles take turns (deterministic mode), in three ways that depend on who adds,
-//! - [`round`] converts d_q to 16 bits and lets pairs of head and sequence share the memory of sums,
-//! - [`split_tiles`] splits the last tiles,
+//! - `zero_fill` writes zeros where no tile adds yet,
+//! - `bulk_reduce` has the copy engine add,
+//! - `ordered` makes tiles take turns (deterministic mode), in three ways that depend on who adds,
+//! - `round` converts d_q to 16 bits and lets pairs of head and sequence share the memory of sums,
+//! - `split_tiles` splits the last tiles,
 //! - [`exact`] sums gradients of auxiliary tensors in integers.
 //!
 //! Each one-thread job has a warp of the load role. Warp 0 loads tiles; with CTA pairs, warps 1 and 2 also load. Two services
