@@ -90,9 +90,10 @@ impl Context<'_> {
         if decided && step.is_whole(n) && !in_parts {
             return None;
         }
-        // A unit multiplies whole tiles of keys; only those that every lane sees need no look.
-        let hull = step.hull();
-        let keys = hull.start / DEPTH * DEPTH..hull.end.next_multiple_of(DEPTH).min(n);
+        // A matrix unit multiplies whole tiles of keys; only those that every lane sees need no look.
+        let (hull, tiles) = (step.hull(), self.kernels.matrix_for(self.problem.dtype()).is_some());
+        let depth = if tiles { DEPTH } else { 1 };
+        let keys = hull.start / depth * depth..hull.end.next_multiple_of(depth).min(n);
         let inner = if decided && !in_parts { step.inner_of_all() } else { 0..0 };
         let mut finite = true;
         let looked = keys.filter(|key| !inner.contains(key)).map(|key| start + key);
