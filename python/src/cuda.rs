@@ -145,7 +145,7 @@ impl<'a> Call<'a, '_> {
         match lists {
             [Some(counts), Some(blocks), Some(full_counts), Some(full_blocks)] => {
                 let (counts, blocks) = ([counts, full_counts], [blocks, full_blocks]);
-                inputs.block_lists = Some(BlockLists { counts, blocks });
+                inputs.block_lists = Some(Box::new(BlockLists { counts, blocks }));
             }
             [None, None, None, None] => {}
             some => {

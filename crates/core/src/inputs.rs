@@ -33,7 +33,7 @@ pub struct Inputs<'a> {
     /// Lists of visible blocks, where tensors lie in host memory.
     pub block_mask: Option<&'a BlockMask>,
     /// Lists of visible blocks, where tensors lie on a device.
-    pub block_lists: Option<BlockLists<'a>>,
+    pub block_lists: Option<Box<BlockLists<'a>>>,
 }
 
 /// The lists of a block mask on a device, i32 and contiguous; partial blocks first, full blocks second.
@@ -89,7 +89,7 @@ impl<'a> Inputs<'a> {
     }
     /// Gives the block lists of tensors on a device.
     pub fn block_lists(mut self, lists: BlockLists<'a>) -> Self {
-        self.block_lists = Some(lists);
+        self.block_lists = Some(Box::new(lists));
         self
     }
     /// Gives the block lists.
@@ -419,9 +419,8 @@ fn used(arg: &'static str, at: usize, got: i32, max: usize) -> Result<usize, Inp
 /// Every check of the inputs that needs no contents: all tensors of the problem are there and no others; they lie where q must
 /// lie; shapes, types and strides fit.
 fn fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
-    for (arg, view, want) in
-        [("q", &inputs.q, problem.q_shape()), ("k", &inputs.k, problem.k_shape()), ("v", &inputs.v, problem.v_shape())]
-    {
+    let [q, k, v, _] = problem.row_dims();
+    for (arg, view, want) in [("q", &inputs.q, q), ("k", &inputs.k, k), ("v", &inputs.v, v)] {
         rows_fit(arg, view, &want, problem, place)?;
     }
     let hint = ["call Inputs::sinks", "say so with ProblemBuilder::sinks"];
@@ -489,7 +488,7 @@ fn block_lists_fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Resu
     if inputs.block_mask.is_some() {
         return unused("block_mask", "it belongs to tensors in host memory; call Inputs::block_lists");
     }
-    match (problem.blocks(), &inputs.block_lists) {
+    match (problem.blocks(), inputs.block_lists.as_deref()) {
         (None, None) => Ok(()),
         (Some(_), None) => Err(InputError::Missing { arg: "block_lists".into(), hint: "call Inputs::block_lists" }),
         (None, Some(_)) => unused("block_lists", "say so with ProblemBuilder::block_mask"),
@@ -615,12 +614,12 @@ impl Outputs<'_> {
 
 /// Checks that the result of a forward call lies there and fits `problem`.
 pub fn check_o(o: &TensorViewMut<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
-    rows_fit("o", &o.as_view(), &problem.o_shape(), problem, place)
+    rows_fit("o", &o.as_view(), &problem.row_dims()[3], problem, place)
 }
 
 /// Checks that the LSE, or its gradient, lies there and fits `problem`.
 pub fn lse_fits(arg: &str, view: &TensorView<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
-    check_on(arg, view, &problem.lse_shape(), DType::F32, place)?;
+    check_on(arg, view, &problem.lse_dims(), DType::F32, place)?;
     device_contiguous(arg, view)
 }
 

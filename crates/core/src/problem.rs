@@ -7,6 +7,7 @@ use crate::exp::Exp;
 use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
 use crate::precision::{Precision, PrecisionError};
+use crate::tensor::Dims;
 
 /// Auxiliary tensor of [`ProblemBuilder::alibi`]: f32, `[q_heads]`.
 pub const ALIBI_SLOPES: &str = "alibi_slopes";
@@ -248,36 +249,50 @@ impl Problem {
         &self.programs.aux_gradients
     }
 
-    fn shape(&self, side: Side, heads: usize, dim: usize) -> Vec<usize> {
+    fn rows(&self, side: Side, heads: usize, dim: usize) -> Dims {
         match self.layout {
             Layout::Dense { batch, q_len, k_len } => {
-                vec![batch, if side == Side::Query { q_len } else { k_len }, heads, dim]
+                Dims::from([batch, if side == Side::Query { q_len } else { k_len }, heads, dim])
             }
-            Layout::Packed(p) => vec![if side == Side::Query { p.total_q } else { p.total_k }, heads, dim],
+            Layout::Packed(p) => Dims::from([if side == Side::Query { p.total_q } else { p.total_k }, heads, dim]),
+        }
+    }
+    /// Shapes of q, k, v and o, without an allocation.
+    pub(crate) fn row_dims(&self) -> [Dims; 4] {
+        let (query, key) = (Side::Query, Side::Key);
+        [
+            self.rows(query, self.q_heads, self.head_dim),
+            self.rows(key, self.kv_heads, self.head_dim),
+            self.rows(key, self.kv_heads, self.value_dim),
+            self.rows(query, self.q_heads, self.value_dim),
+        ]
+    }
+    /// Shape of the LSE, without an allocation.
+    pub(crate) fn lse_dims(&self) -> Dims {
+        match self.layout {
+            Layout::Dense { batch, q_len, .. } => Dims::from([batch, self.q_heads, q_len]),
+            Layout::Packed(p) => Dims::from([self.q_heads, p.total_q]),
         }
     }
     /// Shape of q.
     pub fn q_shape(&self) -> Vec<usize> {
-        self.shape(Side::Query, self.q_heads, self.head_dim)
+        self.row_dims()[0].to_vec()
     }
     /// Shape of k.
     pub fn k_shape(&self) -> Vec<usize> {
-        self.shape(Side::Key, self.kv_heads, self.head_dim)
+        self.row_dims()[1].to_vec()
     }
     /// Shape of v.
     pub fn v_shape(&self) -> Vec<usize> {
-        self.shape(Side::Key, self.kv_heads, self.value_dim)
+        self.row_dims()[2].to_vec()
     }
     /// Shape of o.
     pub fn o_shape(&self) -> Vec<usize> {
-        self.shape(Side::Query, self.q_heads, self.value_dim)
+        self.row_dims()[3].to_vec()
     }
     /// Shape of the LSE: `[batch, heads, q_len]`, packed `[heads, total_q]`.
     pub fn lse_shape(&self) -> Vec<usize> {
-        match self.layout {
-            Layout::Dense { batch, q_len, .. } => vec![batch, self.q_heads, q_len],
-            Layout::Packed(p) => vec![self.q_heads, p.total_q],
-        }
+        self.lse_dims().to_vec()
     }
 }
 

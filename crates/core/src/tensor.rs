@@ -47,6 +47,15 @@ impl Dims {
     }
 }
 
+impl<const N: usize> From<[usize; N]> for Dims {
+    fn from(numbers: [usize; N]) -> Dims {
+        const { assert!(N <= MAX_RANK) };
+        let mut axes = [0; MAX_RANK];
+        axes[..N].copy_from_slice(&numbers);
+        Dims { rank: N as u8, axes }
+    }
+}
+
 impl Deref for Dims {
     type Target = [usize];
     fn deref(&self) -> &[usize] {
@@ -275,27 +284,37 @@ impl DataMut<'_> {
 
 /// Checks shape and strides against the number of elements in the buffer.
 fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dims, Dims), TensorError> {
-    let dims = Dims::new(shape).ok_or(TensorError::Rank { got: shape.len() })?;
-    let overflow = |strides: &[usize]| TensorError::Overflow { shape: shape.to_vec(), strides: strides.to_vec() };
-    let contiguous = dims.contiguous_strides().ok_or_else(|| overflow(strides.unwrap_or(&[])))?;
+    let Some(dims) = Dims::new(shape) else { return Err(TensorError::Rank { got: shape.len() }) };
+    let Some(contiguous) = dims.contiguous_strides() else {
+        let strides = strides.unwrap_or(&[]).to_vec();
+        return Err(TensorError::Overflow { shape: shape.to_vec(), strides });
+    };
     let strides = match strides {
         None => contiguous,
-        Some(s) if s.len() != shape.len() => {
-            return Err(TensorError::StrideRank { shape: shape.len(), strides: s.len() });
-        }
-        Some(s) => Dims::new(s).ok_or(TensorError::Rank { got: s.len() })?,
+        Some(given) => match Dims::new(given) {
+            Some(strides) if given.len() == shape.len() => strides,
+            _ => return Err(TensorError::StrideRank { shape: shape.len(), strides: given.len() }),
+        },
     };
-    let need = if dims.contains(&0) {
-        0
-    } else {
-        let last =
-            dims.iter().zip(strides.iter()).try_fold(0usize, |sum, (&n, &s)| sum.checked_add((n - 1).checked_mul(s)?));
-        last.and_then(|l| l.checked_add(1)).ok_or_else(|| overflow(&strides))?
+    let Some(need) = elements_needed(&dims, &strides) else {
+        return Err(TensorError::Overflow { shape: shape.to_vec(), strides: strides.to_vec() });
     };
-    if need > len {
-        return Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides.to_vec() });
+    match need <= len {
+        true => Ok((dims, strides)),
+        false => Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides.to_vec() }),
     }
-    Ok((dims, strides))
+}
+
+/// Elements from the first to past the last; `None` where that overflows.
+fn elements_needed(shape: &[usize], strides: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let mut last = 0usize;
+    for (&size, &stride) in shape.iter().zip(strides) {
+        last = last.checked_add((size - 1).checked_mul(stride)?)?;
+    }
+    last.checked_add(1)
 }
 
 /// A device, by its kind and its number among those of the kind: `cuda:0`.
@@ -347,10 +366,10 @@ fn device_layout(
 ) -> Result<(Dims, Dims), TensorError> {
     let (align, address) = (dtype.size_bytes() as u64, memory.address());
     let layout = layout((memory.bytes() / align) as usize, shape, strides)?;
-    match address.is_multiple_of(align) || layout.0.contains(&0) {
-        true => Ok(layout),
-        false => Err(TensorError::Alignment { address, align }),
+    if !address.is_multiple_of(align) && !layout.0.contains(&0) {
+        return Err(TensorError::Alignment { address, align });
     }
+    Ok(layout)
 }
 
 /// A tensor borrowed for reading. Strides may repeat elements (broadcast axes have stride 0).

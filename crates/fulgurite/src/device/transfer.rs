@@ -154,7 +154,7 @@ impl<'a> CopiedInputs<'a> {
         }
         if let Some([counts, blocks, full_counts, full_blocks]) = &self.lists {
             let (counts, blocks) = ([counts.view()?, full_counts.view()?], [blocks.view()?, full_blocks.view()?]);
-            inputs.block_lists = Some(BlockLists { counts, blocks });
+            inputs.block_lists = Some(Box::new(BlockLists { counts, blocks }));
         }
         Ok(inputs)
     }
