@@ -18,6 +18,7 @@ mod error;
 pub mod inst;
 pub mod kernel;
 pub mod machine;
+mod mma;
 pub mod model;
 mod print;
 pub mod product;
@@ -36,11 +37,12 @@ pub use divisor::{Divisor, divisor_values};
 pub use error::BuildError;
 pub use half::{bf16, f16};
 pub use kernel::Kernel;
+pub use mma::{AccNumber, WarpAcc};
 pub use product::{Major, Number, Swizzle, TileShape};
 pub use row_view::RowView;
 pub use sync::{
-    AccumulatorChannel, BulkReducer, ClusterBroadcast, DoubleTile, Filling, Mailbox, Numbers, PeerTiles, Pipe,
-    TokenRing, Zeros,
+    AccumulatorChannel, BulkReducer, ClusterBroadcast, CopyRing, DoubleTile, Filling, GlobalRows, Mailbox, Numbers,
+    PeerTiles, Pipe, TokenRing, Zeros,
 };
 pub use tile::{Acc, Fragment, Operand, Slice, Sum, Tensor, Tile};
 pub use verify::varying;

@@ -7,6 +7,7 @@ use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Thread, Val,
 use crate::device::RAGGED_ROWS;
 use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::kernel::BoxShape;
+use crate::mma::{AccNumber, accumulates};
 use crate::product::{Major, Number, TileShape};
 use crate::table::{bulk, convert, memory, sync, tensor};
 use std::panic::Location;
@@ -104,6 +105,14 @@ impl<'k> Tile<'k> {
     pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
     }
+    /// Its shape; of some rows of a tile, that of the whole.
+    pub(crate) fn shape(self) -> TileShape {
+        self.shape
+    }
+    /// Its rows.
+    pub(crate) fn row_count(self) -> u32 {
+        self.rows
+    }
     /// Where it begins.
     pub(crate) fn address(self) -> Val<'k, u32> {
         self.address
@@ -189,6 +198,23 @@ pub struct Operand<'k> {
 }
 
 impl<'k> Operand<'k> {
+    /// The tile.
+    pub(crate) fn tile(&self) -> Tile<'k> {
+        self.tile
+    }
+    /// Which dimension is contiguous.
+    pub(crate) fn major(&self) -> Major {
+        self.major
+    }
+    /// Rows of A or columns of B.
+    pub(crate) fn outer(&self) -> u32 {
+        self.outer
+    }
+    /// Elements of the summed dimension.
+    pub(crate) fn inner(&self) -> u32 {
+        self.inner
+    }
+
     /// The same with the first `count` columns of another tile behind its own: both have one chunk, and equal rows. The other
     /// tile lies behind this one in shared memory.
     #[track_caller]
@@ -242,10 +268,19 @@ impl<'k> Operand<'k> {
 
 /// Accumulators of a warpgroup: 64 rows and `cols` columns of f32, spread over its threads. Thread t of the warpgroup
 /// holds rows 16 (t / 32) + t % 32 / 4 and the one 8 below.
-pub struct Acc<'k> {
+pub struct Acc<'k, N = f32> {
     k: &'k Builder,
     regs: Vec<Reg>,
     cols: u32,
+    number: std::marker::PhantomData<N>,
+}
+
+impl<'k, N: AccNumber> Acc<'k, N> {
+    /// The thread's elements, of whatever type: see [`elements`](Acc::elements).
+    pub fn values(&self) -> impl Iterator<Item = Val<'k, N>> {
+        let k = self.k;
+        self.regs.iter().map(move |&reg| Val::reg(k, reg))
+    }
 }
 
 impl<'k> Acc<'k> {
@@ -259,9 +294,9 @@ impl<'k> Acc<'k> {
         let regs = (index * count / 2) as usize..((index + 1) * count / 2) as usize;
         if !count.is_multiple_of(8) || regs.end > self.regs.len() {
             self.k.refuse(format!("part {index} of {count} columns of {}, allowed: multiples of 8 inside", self.cols));
-            return Acc { k: self.k, regs: self.regs.clone(), cols: self.cols };
+            return Acc { k: self.k, regs: self.regs.clone(), cols: self.cols, number: self.number };
         }
-        Acc { k: self.k, regs: self.regs[regs].to_vec(), cols: count }
+        Acc { k: self.k, regs: self.regs[regs].to_vec(), cols: count, number: self.number }
     }
     /// The thread's elements: two neighbours of the upper row, two of the lower, and so on for each eight columns.
     /// They are the registers themselves: read them only where no product is pending.
@@ -349,10 +384,17 @@ impl<'k> Scope<'k, Group> {
     /// Accumulators of 64 rows a warpgroup.
     #[track_caller]
     pub fn accumulators(&self, cols: u32) -> Acc<'k> {
+        self.accumulators_of(cols)
+    }
+
+    /// Accumulators of 64 rows a warpgroup, of f32 or, for products of bytes, of i32.
+    #[track_caller]
+    pub fn accumulators_of<N: AccNumber>(&self, cols: u32) -> Acc<'k, N> {
         if !cols.is_multiple_of(8) || !(8..=256).contains(&cols) {
             self.k.refuse(format!("accumulators of {cols} columns, allowed: multiples of 8 up to 256"));
         }
-        Acc { k: self.k, regs: (0..cols / 2).map(|_| self.k.register(Class::F32)).collect(), cols }
+        let regs = (0..cols / 2).map(|_| self.k.register(N::CLASS)).collect();
+        Acc { k: self.k, regs, cols, number: std::marker::PhantomData }
     }
 
     /// A fragment of 64 rows a warpgroup.
@@ -422,11 +464,14 @@ impl<'k> Scope<'k, Group> {
         self.plain(&sync::WGMMA_COMMIT);
     }
 
-    /// Starts acc (+)= a b, for tiles of 16-bit floats, as one group: 64 rows of `a` and all columns of `b`.
+    /// Starts acc (+)= a b as one group: 64 rows of `a` and all columns of `b`. Elements are f16, bf16, tf32, e4m3 or e5m2
+    /// with f32 accumulators, or s8 or u8 with i32; only 16-bit elements may be summed over rows of a tile.
     #[track_caller]
-    pub fn multiply(&self, acc: &Acc<'k>, a: Operand<'k>, b: Operand<'k>, sum: Sum<'k>) {
+    pub fn multiply<N: AccNumber>(&self, acc: &Acc<'k, N>, a: Operand<'k>, b: Operand<'k>, sum: Sum<'k>) {
         let (k, number) = (self.k, a.tile.shape.number);
-        if (a.outer, a.inner, b.outer) != (64, b.inner, acc.cols) || number != b.tile.shape.number {
+        let floats = [Number::E4m3, Number::E5m2];
+        let pairs = number == b.tile.shape.number || [number, b.tile.shape.number].iter().all(|n| floats.contains(n));
+        if (a.outer, a.inner, b.outer) != (64, b.inner, acc.cols) || !pairs {
             let what = format!(
                 "{number:?} {}x{} times {:?} {}x{} into 64x{}",
                 a.outer, a.inner, b.tile.shape.number, b.inner, b.outer, acc.cols
@@ -434,24 +479,34 @@ impl<'k> Scope<'k, Group> {
             k.refuse(format!("a product of {what}, allowed: 64 rows, equal inner sizes and types, matching columns"));
             return;
         }
-        if !matches!(number, Number::F16 | Number::Bf16) {
-            k.refuse(format!("a product of {number:?}, allowed here: F16, Bf16"));
+        if matches!(number, Number::F32 | Number::S32) || accumulates(number) != N::NUMBER {
+            k.refuse(format!(
+                "a product of {number:?} into {:?}, allowed: F16, Bf16, Tf32, E4m3 and E5m2 into F32, S8 and U8 into S32",
+                N::NUMBER
+            ));
             return;
         }
+        let inner = [a, b].iter().all(|operand| operand.major == Major::Inner);
+        if number.bytes() != 2 && !inner {
+            k.refuse(format!(
+                "a product of {number:?} summed over rows of a tile, allowed: along them ([k] contiguous)"
+            ));
+            return;
+        }
+        let (inst, end): (&'static Inst, Vec<Arg>) = match number {
+            Number::Tf32 => (&tensor::WGMMA_TF32, vec![]),
+            Number::E4m3 | Number::E5m2 => {
+                (&tensor::WGMMA_FP8, [a, b].map(|operand| Arg::Word(operand.tile.shape.number.name())).to_vec())
+            }
+            Number::S8 | Number::U8 => (&tensor::WGMMA_INT8, vec![Arg::Word(number.name()), Arg::Word("")]),
+            _ => (&tensor::WGMMA_SS, vec![Arg::Word(number.name()), a.transposed(), b.transposed()]),
+        };
         let steps = a.descriptors().into_iter().zip(b.descriptors());
         self.plain(&sync::WGMMA_FENCE);
         for (j, (a_step, b_step)) in steps.enumerate() {
-            let args = [
-                Arg::List(acc.regs.as_slice().into()),
-                Arg::Reg(a_step),
-                Arg::Reg(b_step),
-                sum.at(j),
-                Arg::Imm(acc.cols.into()),
-                Arg::Word(number.name()),
-                a.transposed(),
-                b.transposed(),
-            ];
-            k.emit(&tensor::WGMMA_SS, args);
+            let (a_step, b_step) = (Arg::Reg(a_step), Arg::Reg(b_step));
+            let all = [Arg::List(acc.regs.as_slice().into()), a_step, b_step, sum.at(j), Arg::Imm(acc.cols.into())];
+            k.emit(inst, all.into_iter().chain(end.iter().cloned()).collect::<Vec<Arg>>());
         }
         self.plain(&sync::WGMMA_COMMIT);
     }

@@ -1,8 +1,8 @@
 //! Every way a kernel is refused, with the whole message: it must be enough to repair the kernel.
 
 use fulgurite_ptx::{
-    BuildError, Builder, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, Warpgroups, Warps, bf16,
-    f16,
+    BuildError, Builder, GlobalRows, Group, Kernel, Major, Number, Scope, Sum, Swizzle, Target, TileShape, WarpAcc,
+    Warpgroups, Warps, bf16, f16,
 };
 use std::cell::Cell;
 
@@ -411,14 +411,128 @@ fn shapes_of_products() {
         )
     );
     let message = refused(|k| {
-        let a = k.tile("a", TileShape::new(Number::E4m3, 64, 128));
+        let a = k.tile("a", TileShape::new(Number::S8, 64, 128));
         in_group(k, |w| {
             let acc = w.accumulators(64);
             line.set(line!() + 1);
             w.multiply(&acc, a.operand(Major::Inner), a.operand(Major::Inner), Sum::Fresh);
         });
     });
-    assert_eq!(message, format!("kernel `k`, {}: a product of E4m3, allowed here: F16, Bf16", here(line.get())));
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: a product of S8 into F32, allowed: F16, Bf16, Tf32, E4m3 and E5m2 into F32, S8 and U8 into S32",
+            here(line.get())
+        )
+    );
+    let message = refused(|k| {
+        let a = k.tile("a", TileShape::new(Number::E4m3, 64, 64));
+        in_group(k, |w| {
+            let acc = w.accumulators(64);
+            line.set(line!() + 1);
+            w.multiply(&acc, a.operand(Major::Inner), a.operand(Major::Outer), Sum::Fresh);
+        });
+    });
+    assert_eq!(
+        message,
+        format!(
+            "kernel `k`, {}: a product of E4m3 summed over rows of a tile, allowed: along them ([k] contiguous)",
+            here(line.get())
+        )
+    );
+}
+
+#[test]
+fn products_of_single_warps() {
+    let line = Cell::new(0);
+    let product = |a: TileShape, b: TileShape, major: Major| {
+        let refused = refused_for(Target::AMPERE, |k| {
+            let (a, b) = (k.tile("a", a), k.tile("b", b));
+            k.role("all", Warps(2), |w| {
+                let acc: WarpAcc<'_, 2> = w.warp_accumulators(32);
+                let zero = w.constant(0);
+                line.set(line!() + 1);
+                w.multiply_warp(&acc, (a.operand(Major::Inner), zero), (b.operand(major), zero));
+            });
+        });
+        refused.to_string()
+    };
+    let bytes = TileShape::new(Number::S8, 32, 64);
+    assert_eq!(
+        product(bytes, bytes, Major::Inner),
+        format!(
+            "kernel `k`, {}: a product of s8 and s8 into f32, allowed: f16, bf16, tf32, e4m3 and e5m2 into f32, s8 and u8 into s32",
+            here(line.get())
+        )
+    );
+    let half = TileShape::new(Number::Bf16, 32, 64);
+    let few = TileShape::new(Number::Bf16, 16, 64);
+    let deep = TileShape::new(Number::Bf16, 32, 128);
+    let plain = TileShape { swizzle: Swizzle::None, ..half };
+    let wide = TileShape::new(Number::Tf32, 32, 32);
+    for (a, b, major) in [
+        (few, half, Major::Inner),
+        (half, few, Major::Inner),
+        (half, deep, Major::Inner),
+        (plain, half, Major::Inner),
+        (wide, wide, Major::Outer),
+    ] {
+        let message = product(a, b, major);
+        assert!(message.contains("allowed: equal inner sizes, as many rows and columns, swizzled tiles"), "{message}");
+    }
+    // Floats of 8 bits came with Ada.
+    let fp8 = TileShape::new(Number::E4m3, 32, 64);
+    let message = product(fp8, fp8, Major::Inner);
+    assert!(message.contains("`mma.fp8` needs PTX 8.4 and sm_89 or later"), "{message}");
+    let message = refused_for(Target::AMPERE, |k| {
+        k.role("all", Warps(1), |w| {
+            line.set(line!() + 1);
+            let _: WarpAcc<'_, 1> = w.warp_accumulators(24);
+        });
+    });
+    assert_eq!(
+        message.to_string(),
+        format!(
+            "kernel `k`, {}: accumulators of 1 blocks of rows and 24 columns, allowed: 1 block or more, multiples of 16 columns",
+            here(line.get())
+        )
+    );
+}
+
+#[test]
+fn rings_of_copies() {
+    let line = Cell::new(0);
+    let shape = TileShape::new(Number::Bf16, 64, 64);
+    let message = refused_for(Target::AMPERE, |k| {
+        line.set(line!() + 1);
+        let _ = k.copy_ring("tiles", 1, &[shape]);
+    });
+    assert_eq!(
+        message.to_string(),
+        format!("kernel `k`, {}: ring `tiles` has 1 stages, allowed: 2 or more", here(line.get()))
+    );
+    let message = refused_for(Target::AMPERE, |k| {
+        let x = k.pointer::<u32>("x");
+        let ring = k.copy_ring("tiles", 2, &[shape]);
+        k.role("all", Warps(1), |w| {
+            let (stride, rows) = (w.constant(128u64), w.constant(64));
+            let from = GlobalRows { address: x.address(), stride, rows, bytes: w.constant(128) };
+            line.set(line!() + 1);
+            ring.put(w, |w, tiles| ring.copy(w, tiles[0], from));
+        });
+    });
+    assert_eq!(
+        message.to_string(),
+        format!(
+            "kernel `k`, {}: 32 threads copy rows of 8 units of 16 bytes, allowed: powers of two, with 8 rows or a multiple at a time",
+            here(line.get())
+        )
+    );
+    let message = refused_for(Target::AMPERE, |k| {
+        let ring = k.copy_ring("tiles", 2, &[shape]);
+        k.role("all", Warps(4), |w| ring.put(w, |_, _| {}));
+    });
+    assert!(message.to_string().contains("pipe `tiles` is never emptied"), "{message}");
 }
 
 #[test]

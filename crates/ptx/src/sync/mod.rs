@@ -4,6 +4,7 @@
 mod accumulator_channel;
 mod bulk_reducer;
 mod cluster;
+mod copy_ring;
 mod double_tile;
 pub(crate) mod pipe;
 mod token_ring;
@@ -12,6 +13,7 @@ mod zeros;
 pub use accumulator_channel::AccumulatorChannel;
 pub use bulk_reducer::BulkReducer;
 pub use cluster::{ClusterBroadcast, PeerTiles};
+pub use copy_ring::{CopyRing, GlobalRows};
 pub use double_tile::DoubleTile;
 pub use pipe::{Filling, Mailbox, Numbers, Pipe};
 pub use token_ring::TokenRing;

@@ -1,0 +1,339 @@
+//! Products of single warps: `mma.sync`, with operands that `ldmatrix` reads from swizzled tiles in shared memory.
+//!
+//! Every tensor core since Ampere has them. A warp multiplies blocks of 16 rows of A, 8 columns of B and 32 bytes of the
+//! summed dimension; accumulators lie in registers as those of `wgmma` do.
+
+use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Val, WholeWarps, Word};
+use crate::inst::{Arg, Base, Class, Inst, Reg};
+use crate::product::{Major, Number, Swizzle};
+use crate::row_view::RowView;
+use crate::table::{convert, memory, tensor};
+use crate::tile::{Operand, Tile};
+use std::marker::PhantomData;
+
+/// Rows of A, or columns of B, that `ldmatrix` reads at once.
+const BLOCK: u32 = 16;
+
+/// An element type of accumulators.
+pub trait AccNumber: Word {
+    /// The type's name to tensor cores.
+    const NUMBER: Number;
+}
+impl AccNumber for f32 {
+    const NUMBER: Number = Number::F32;
+}
+impl AccNumber for i32 {
+    const NUMBER: Number = Number::S32;
+}
+
+/// The accumulators' type for products of such elements.
+pub(crate) fn accumulates(number: Number) -> Number {
+    match number {
+        Number::S8 | Number::U8 => Number::S32,
+        _ => Number::F32,
+    }
+}
+
+/// Accumulators of a warp: 16 `M` rows and `cols` columns. Lane l holds of each block of 16 rows the row l / 4 and the one
+/// 8 below, and two of each eight columns.
+pub struct WarpAcc<'k, const M: usize, N = f32> {
+    k: &'k Builder,
+    /// For each eight columns, for each block of rows: two neighbours of the upper row, two of the lower.
+    regs: Vec<Reg>,
+    cols: u32,
+    number: PhantomData<N>,
+}
+
+impl<'k, const M: usize, N: AccNumber> WarpAcc<'k, M, N> {
+    /// Columns.
+    pub fn cols(&self) -> u32 {
+        self.cols
+    }
+    /// The thread's elements, in order.
+    pub fn elements(&self) -> impl Iterator<Item = Val<'k, N>> {
+        let k = self.k;
+        self.regs.iter().map(move |&reg| Val::reg(k, reg))
+    }
+    /// Replaces the `i`-th element.
+    #[track_caller]
+    pub fn set(&self, i: usize, x: impl IntoVal<'k, N>) {
+        let row: &'static Inst = if N::CLASS == Class::F32 { &convert::MOV_F32 } else { &convert::MOV_32 };
+        self.k.emit(row, [Arg::Reg(self.regs[i]), x.into_val(self.k).arg()]);
+    }
+    /// Makes all elements 0.
+    #[track_caller]
+    pub fn clear(&self)
+    where
+        N: Default + IntoVal<'k, N>,
+    {
+        (0..self.regs.len()).for_each(|i| self.set(i, N::default()));
+    }
+    /// The accumulators of an 8-column block, for the `block`-th 16 rows.
+    fn block(&self, columns: u32, block: usize) -> &[Reg] {
+        let start = 4 * (columns as usize * M + block);
+        &self.regs[start..start + 4]
+    }
+}
+
+impl<'k, const M: usize> RowView<'k> for WarpAcc<'k, M> {
+    const ROWS: usize = 2 * M;
+    const LANES: u32 = 4;
+    const RUN: u32 = 2;
+    const GROUP_ROWS: u32 = 64 * M as u32;
+
+    fn row_of(i: usize) -> usize {
+        2 * (i / 4 % M) + i / 2 % 2
+    }
+    fn col_of(i: usize) -> u32 {
+        (i / (4 * M) * 8 + i % 2) as u32
+    }
+    fn index(row: usize, period: usize, at: usize) -> usize {
+        4 * (period * M + row / 2) + 2 * (row % 2) + at
+    }
+    fn row_offset(row: usize) -> u32 {
+        (16 * (row / 2) + 8 * (row % 2)) as u32
+    }
+
+    #[track_caller]
+    fn first_row(w: &Scope<'k, Group>) -> Val<'k, u32> {
+        (w.thread_in_group() / 32).mul_add(BLOCK * M as u32, w.lane() / 4)
+    }
+    #[track_caller]
+    fn first_col<W: WholeWarps>(w: &Scope<'k, W>) -> Val<'k, u32> {
+        (w.lane() & 3) * 2
+    }
+    #[track_caller]
+    fn lane_in_row<W: WholeWarps>(w: &Scope<'k, W>) -> Val<'k, u32> {
+        w.lane() & 3
+    }
+
+    fn cols(&self) -> u32 {
+        self.cols
+    }
+    fn elements(&self) -> impl Iterator<Item = Val<'k, f32>> {
+        WarpAcc::elements(self)
+    }
+    #[track_caller]
+    fn set(&self, i: usize, x: Val<'k, f32>) {
+        WarpAcc::set(self, i, x);
+    }
+    #[track_caller]
+    fn part(&self, index: u32, count: u32) -> Self {
+        let per = count as usize / 8 * 4 * M;
+        let regs = index as usize * per..(index as usize + 1) * per;
+        if !count.is_multiple_of(8) || regs.end > self.regs.len() {
+            self.k.refuse(format!("part {index} of {count} columns of {}, allowed: multiples of 8 inside", self.cols));
+            return WarpAcc { k: self.k, regs: self.regs.clone(), cols: self.cols, number: PhantomData };
+        }
+        WarpAcc { k: self.k, regs: self.regs[regs].to_vec(), cols: count, number: PhantomData }
+    }
+
+    #[track_caller]
+    fn write_with<T: Half>(&self, w: &Scope<'k, Group>, tile: Tile<'k>, f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>)
+    where
+        Pair<T>: Word,
+    {
+        let (shape, rows) = (tile.shape(), Self::GROUP_ROWS);
+        if tile.row_count() != rows || self.cols > shape.cols || shape.number != T::NUMBER {
+            self.k.refuse(format!(
+                "{rows}x{} {} written to {} rows of {shape:?}, allowed: as many rows and columns, the same type",
+                self.cols,
+                T::NAME,
+                tile.row_count()
+            ));
+            return;
+        }
+        let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 16);
+        let linear = Self::first_row(w).mul_add(line, Self::lane_in_row(w) * 4);
+        let base = tile.address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
+        let elements: Vec<Val<'k, f32>> = self.elements().collect();
+        for columns in 0..self.cols / 8 {
+            // Whole units of 16 bytes, in bits that the row's swizzle alone reaches: xor is addition there.
+            let address = (base ^ (columns % units * 16)).in_register();
+            let chunk = columns / units * shape.chunk_bytes();
+            for row in 0..Self::ROWS {
+                let [low, high] = [0, 1].map(|at| f(row, elements[Self::index(row, columns as usize, at)]));
+                let pair = low.pair_with::<T>(high).in_register();
+                let place = Arg::Address(Base::Reg(address), (chunk + Self::row_offset(row) * line) as i32);
+                self.k.emit(&memory::ST_SHARED_32, [place, Arg::List([pair].into()), Arg::Word("")]);
+            }
+        }
+    }
+
+    /// A warp's products are done when the next instruction reads them.
+    fn wait(_: &Scope<'k, Group>) {}
+    fn wait_after(_: &Scope<'k, Group>, _: &[Val<'k, f32>]) {}
+}
+
+/// Which operand of a product.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    A,
+    B,
+}
+
+/// An operand as `ldmatrix` reads it: 16 rows (of A) or columns (of B) and 32 bytes of the summed dimension at a time.
+struct Blocks<'k> {
+    operand: Operand<'k>,
+    /// The lane's address for the first step of each block.
+    first: Vec<Val<'k, u32>>,
+}
+
+impl<'k> Blocks<'k> {
+    /// `count` blocks from the `first` row of A or column of B on.
+    #[track_caller]
+    fn new<W: WholeWarps>(w: &Scope<'k, W>, operand: Operand<'k>, first: Val<'k, u32>, count: u32, side: Side) -> Self {
+        let shape = operand.tile().shape();
+        let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
+        let lane = w.lane();
+        // Four matrices of 8 x 16 bytes. In those of A the first two differ in rows, in those of B in the summed dimension;
+        // tiles that are contiguous along the other dimension are read transposed, which exchanges the two.
+        let rows_first = (side == Side::A) == (operand.major() == Major::Inner);
+        let (row, unit) = match rows_first {
+            true => (lane & 15, lane >> 4),
+            false => ((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1),
+        };
+        let row = if operand.major() == Major::Inner { row + first } else { row };
+        let linear = row.mul_add(line, unit * 16);
+        let base = operand.tile().address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
+        let block = |i: u32| match operand.major() {
+            Major::Inner => base + i * BLOCK * line,
+            Major::Outer => {
+                let at = first / BLOCK + i;
+                (at / units).mul_add(shape.chunk_bytes(), base ^ ((at % units) * 32))
+            }
+        };
+        Blocks { operand, first: (0..count).map(block).collect() }
+    }
+
+    /// Reads a block at a step of the summed dimension.
+    #[track_caller]
+    fn load(&self, k: &'k Builder, block: usize, step: u32) -> [Reg; 4] {
+        let shape = self.operand.tile().shape();
+        let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
+        let (address, offset, way) = match self.operand.major() {
+            Major::Inner => (self.first[block] ^ (step % units * 32), step / units * shape.chunk_bytes(), ""),
+            Major::Outer => (self.first[block], step * shape.number.depth() * line, ".trans"),
+        };
+        let regs: [Reg; 4] = std::array::from_fn(|_| k.register(Class::B32));
+        let place = Arg::Address(Base::Reg(address.in_register()), offset as i32);
+        k.emit(&memory::LDMATRIX, [Arg::List(regs.into()), place, Arg::Word("x4"), Arg::Word(way)]);
+        regs
+    }
+}
+
+/// The row of the table that multiplies such elements, and its words.
+fn row(a: Number, b: Number) -> Option<(&'static Inst, Vec<&'static str>)> {
+    use Number::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
+    match (a, b) {
+        (F16, F16) | (Bf16, Bf16) => Some((&tensor::MMA_HALF, vec![a.name()])),
+        (Tf32, Tf32) => Some((&tensor::MMA_TF32, vec![])),
+        (E4m3 | E5m2, E4m3 | E5m2) => Some((&tensor::MMA_FP8, vec![a.name(), b.name()])),
+        (S8, S8) | (U8, U8) => Some((&tensor::MMA_INT8, vec![a.name()])),
+        (S8, U8) => Some((&tensor::MMA_INT8_MIXED, vec!["s8.u8"])),
+        (U8, S8) => Some((&tensor::MMA_INT8_MIXED, vec!["u8.s8"])),
+        _ => None,
+    }
+}
+
+impl<'k, W: WholeWarps> Scope<'k, W> {
+    /// Accumulators of 16 `M` rows and `cols` columns for each warp, of f32 or, for products of bytes, of i32.
+    #[track_caller]
+    pub fn warp_accumulators<const M: usize, N: AccNumber>(&self, cols: u32) -> WarpAcc<'k, M, N> {
+        if M == 0 || !cols.is_multiple_of(BLOCK) || cols == 0 {
+            self.k.refuse(format!(
+                "accumulators of {M} blocks of rows and {cols} columns, allowed: 1 block or more, multiples of 16 columns"
+            ));
+        }
+        let regs = (0..M * cols as usize / 2).map(|_| self.k.register(N::CLASS)).collect();
+        WarpAcc { k: self.k, regs, cols, number: PhantomData }
+    }
+
+    /// acc += a b by each warp: 16 `M` rows of `a` from the `a_first` on, and the accumulators' columns of `b` from the
+    /// `b_first` on, both multiples of 16.
+    #[track_caller]
+    pub fn multiply_warp<const M: usize, N: AccNumber>(
+        &self,
+        acc: &WarpAcc<'k, M, N>,
+        (a, a_first): (Operand<'k>, Val<'k, u32>),
+        (b, b_first): (Operand<'k>, Val<'k, u32>),
+    ) {
+        let k = self.k;
+        let numbers = [a, b].map(|operand| operand.tile().shape().number);
+        let Some((inst, words)) = row(numbers[0], numbers[1]).filter(|_| accumulates(numbers[0]) == N::NUMBER) else {
+            let [a, b, to] = [numbers[0], numbers[1], N::NUMBER].map(Number::name);
+            k.refuse(format!(
+                "a product of {a} and {b} into {to}, allowed: f16, bf16, tf32, e4m3 and e5m2 into f32, s8 and u8 into s32"
+            ));
+            return;
+        };
+        let fits = |operand: Operand<'k>, outer: u32| {
+            let shape = operand.tile().shape();
+            let across = operand.major() == Major::Inner || shape.number.bytes() == 2;
+            operand.outer() >= outer && across && shape.swizzle != Swizzle::None
+        };
+        let inner = a.inner();
+        if !fits(a, BLOCK * M as u32)
+            || !fits(b, acc.cols)
+            || inner != b.inner()
+            || !inner.is_multiple_of(numbers[0].depth())
+        {
+            k.refuse(format!(
+                "a product of {}x{} {:?} and {}x{} {:?} into {}x{}, allowed: equal inner sizes, as many rows and columns, swizzled tiles, 16-bit elements where rows are summed over",
+                a.outer(),
+                a.inner(),
+                a.tile().shape(),
+                b.inner(),
+                b.outer(),
+                b.tile().shape(),
+                BLOCK * M as u32,
+                acc.cols
+            ));
+            return;
+        }
+        let left = Blocks::new(self, a, a_first, M as u32, Side::A);
+        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Side::B);
+        for step in 0..inner / numbers[0].depth() {
+            let lefts: Vec<[Reg; 4]> = (0..M).map(|block| left.load(k, block, step)).collect();
+            for columns in 0..acc.cols / BLOCK {
+                let both = right.load(k, columns as usize, step);
+                for half in 0..2 {
+                    for (block, a) in lefts.iter().enumerate() {
+                        let d = acc.block(2 * columns + half, block);
+                        let b = &both[2 * half as usize..2 * half as usize + 2];
+                        let lists = [d, a, b, d].map(|regs| Arg::List(regs.into()));
+                        let args: Vec<Arg> = lists.into_iter().chain(words.iter().map(|w| Arg::Word(w))).collect();
+                        k.emit(inst, args);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::product::accumulator_element;
+
+    fn check<const M: usize>() {
+        type View<'k, const M: usize> = WarpAcc<'k, M>;
+        for (lane, i) in (0..32u32).flat_map(|lane| (0..16 * M).map(move |i| (lane, i))) {
+            // A block of 16 rows and 8 columns lies as the product says.
+            let (block, columns, e) = (i / 4 % M, i / (4 * M), i % 4);
+            let (row, col) = accumulator_element(lane, e as u32);
+            let own = View::<M>::row_of(i);
+            assert_eq!(lane / 4 + View::<M>::row_offset(own), row + 16 * block as u32);
+            assert_eq!(2 * (lane % 4) + View::<M>::col_of(i), col + 8 * columns as u32);
+            assert_eq!(View::<M>::index(own, columns, i % 2), i);
+            assert!(own < View::<M>::ROWS);
+        }
+    }
+
+    #[test]
+    fn the_view_of_warp_accumulators() {
+        check::<1>();
+        check::<2>();
+        check::<4>();
+    }
+}

@@ -1,0 +1,156 @@
+//! Rings of tiles that the threads of a role bring themselves, with `cp.async`: for GPUs without a copy engine.
+//!
+//! The same threads fill and empty the ring. Each thread copies 16 bytes at a time and knows of its own copies only, by
+//! groups: a stage can be read once every thread has waited for its group and all have met at a barrier. That barrier also
+//! tells that nobody reads the stage before any more, which is the one that is filled next.
+
+use crate::build::{Builder, Scope, Val, Var, WholeWarps};
+use crate::inst::{Arg, Base};
+use crate::product::{Swizzle, TileShape};
+use crate::table::{bytes, sync};
+use crate::tile::Tile;
+use std::panic::Location;
+
+/// Bytes that one instruction copies.
+const UNIT: u32 = 16;
+
+/// A ring whose stages hold one tile of each of several shapes, brought by the threads that read them.
+///
+/// A role first [`put`](Self::put)s one stage less than the ring has. Then it [`wait`](Self::wait)s for a stage, puts
+/// another, reads the one it waited for, and is [`done`](Self::done) with it, again and again. It puts as often as it waits,
+/// also past the last stage that it needs: what it copies then may be nothing.
+pub struct CopyRing<'k> {
+    k: &'k Builder,
+    id: usize,
+    depth: u32,
+    /// Shape of each tile, and where in a stage it lies.
+    tiles: Vec<(TileShape, u32)>,
+    /// Where the first stage begins, and bytes from one to the next.
+    first: u32,
+    stage: u32,
+    /// The named barrier of the threads.
+    barrier: u32,
+}
+
+/// A part of a matrix in global memory: rows of contiguous bytes.
+#[derive(Clone, Copy)]
+pub struct GlobalRows<'k> {
+    /// Address of the first byte, a multiple of 16.
+    pub address: Val<'k, u64>,
+    /// Bytes from one row to the next, a multiple of 16.
+    pub stride: Val<'k, u64>,
+    /// Rows that there are; those of the tile past them become 0.
+    pub rows: Val<'k, u32>,
+    /// Bytes of each row that there are; those of the tile past them become 0.
+    pub bytes: Val<'k, u32>,
+}
+
+impl Builder {
+    /// A ring of `depth` stages (two or more), each with one tile of each shape, that `cp.async` fills.
+    #[track_caller]
+    pub fn copy_ring(&self, name: &str, depth: u32, tiles: &[TileShape]) -> CopyRing<'_> {
+        if depth < 2 {
+            self.refuse(format!("ring `{name}` has {depth} stages, allowed: 2 or more"));
+        }
+        let mut stage = 0;
+        let mut place = |shape: &TileShape| {
+            let start = stage;
+            stage += shape.bytes().next_multiple_of(shape.swizzle.period());
+            (*shape, start)
+        };
+        let tiles = tiles.iter().map(&mut place).collect();
+        let stage = stage.next_multiple_of(Swizzle::B128.period());
+        let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
+        CopyRing { k: self, id: self.new_pipe(name, 1), depth, tiles, first, stage, barrier: self.named_barriers(1) }
+    }
+}
+
+impl<'k> CopyRing<'k> {
+    #[track_caller]
+    fn cursor(&self, side: &'static str) -> Var<'k, u32> {
+        let [stage, _] = self.k.cursor(self.id, side, [0, 0]);
+        stage
+    }
+
+    #[track_caller]
+    fn advance(&self, stage: Var<'k, u32>) {
+        let next = stage.now() + 1;
+        stage.set(next.eq(self.depth).select(0u32, next));
+    }
+
+    #[track_caller]
+    fn tiles(&self, stage: Val<'k, u32>) -> Vec<Tile<'k>> {
+        let start = stage.mul_add(self.stage, self.k.shared_address(self.first));
+        let tiles = self.tiles.iter().map(|&(shape, offset)| Tile::at(shape, start + offset));
+        self.k.placed(Location::caller(), || tiles.collect())
+    }
+
+    /// Has the next stage filled, by [`copy`](Self::copy), and goes on. The stage may not be waited for, nor read any more.
+    #[track_caller]
+    pub fn put<W: WholeWarps>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, &[Tile<'k>])) {
+        self.k.pipe_filled(self.id);
+        let stage = self.cursor("put");
+        f(w, &self.tiles(stage.now()));
+        self.k.emit(&sync::COPY_COMMIT, []);
+        self.advance(stage);
+    }
+
+    /// Starts copying rows into a tile, which the threads share.
+    #[track_caller]
+    pub fn copy<W: WholeWarps>(&self, w: &Scope<'k, W>, to: Tile<'k>, from: GlobalRows<'k>) {
+        let (k, at) = (self.k, Location::caller());
+        let (shape, threads) = (to.shape(), 32 * self.k.role_warps().1);
+        let (line, per_row) = (shape.swizzle.line(), shape.cols * shape.number.bytes() / UNIT);
+        let rows = threads / per_row.max(1);
+        // So that the swizzle is the same for all units of a thread.
+        if !per_row.is_power_of_two() || !threads.is_multiple_of(per_row) || !rows.is_multiple_of(8) {
+            k.refuse(format!(
+                "{threads} threads copy rows of {per_row} units of 16 bytes, allowed: powers of two, with 8 rows or a multiple at a time"
+            ));
+            return;
+        }
+        let (own, per_line) = (w.thread_in_role(), line / UNIT);
+        let (row, unit) = (own / per_row, own % per_row);
+        let linear = row.mul_add(line, (unit % per_line) * UNIT);
+        let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
+        let place = (unit / per_line).mul_add(shape.chunk_bytes(), to.address() + spread).in_register();
+        let there = unit * UNIT;
+        let used = there.lt(from.bytes).select((from.bytes - there).min(UNIT), 0u32);
+        let mut address = from.address + row.to_u64().mul_wide_64(from.stride) + there.to_u64();
+        let step = from.stride.mul_wide_64(u64::from(rows));
+        for i in 0..shape.rows.div_ceil(rows) {
+            let inside = (row + i * rows).lt(from.rows);
+            let args = [
+                Arg::Address(Base::Reg(place), (i * rows * line) as i32),
+                Arg::Address(Base::Reg(address.in_register()), 0),
+                inside.select(used, 0u32).arg(),
+                Arg::Imm(UNIT.into()),
+                Arg::Word("cg"),
+            ];
+            let copy = || k.placed(at, || k.emit(&bytes::COPY, args.clone()));
+            match shape.rows.is_multiple_of(rows) || (i + 1) * rows <= shape.rows {
+                true => copy(),
+                false => w.when((row + i * rows).lt(shape.rows), |_| copy()),
+            }
+            address = address + step;
+        }
+    }
+
+    /// Waits until the oldest stage that was put is there, for all threads. It is the role's until it is
+    /// [`done`](Self::done) with it.
+    #[track_caller]
+    pub fn wait<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
+        self.k.pipe_emptied(self.id);
+        // The role has put one stage less than there are beyond those that it was done with.
+        self.k.emit(&sync::COPY_WAIT, [Arg::Imm(u64::from(self.depth.saturating_sub(2)))]);
+        let threads = 32 * self.k.role_warps().1;
+        self.k.emit(&sync::BAR, [Arg::Imm(self.barrier.into()), Arg::Imm(threads.into())]);
+        self.tiles(self.cursor("take").now())
+    }
+
+    /// Nothing of the stage that was waited for is read any more.
+    #[track_caller]
+    pub fn done<W: WholeWarps>(&self, _: &Scope<'k, W>) {
+        self.advance(self.cursor("take"));
+    }
+}
