@@ -24,6 +24,7 @@ use fulgurite_kernels::attention::backward::Order as Adding;
 use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::decode;
 use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, NoKernel, Tensors};
+use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
 use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
@@ -259,7 +260,8 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
     match example {
         Example::VectorAdd => maker.vector_add(Arc::new((entry.build)(device.target())?)),
         Example::RowSoftmax => maker.row_softmax(Arc::new((entry.build)(device.target())?)),
-        Example::Product { number, layouts } => maker.gemm(number, layouts),
+        Example::Product { number, layouts } => maker.gemm(number, layouts, None),
+        Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
         Example::Attention { problem, part: AttentionPart::Backward { launch } } => maker.backward(problem, launch),
         Example::Attention { problem, part } => maker.forward(problem, part),
     }
@@ -324,13 +326,15 @@ impl Maker<'_> {
         })
     }
 
-    fn gemm(&mut self, number: Number, layouts: Layouts) -> Result<Prepared, SimError> {
+    fn gemm(&mut self, number: Number, layouts: Layouts, sync: Option<SyncGemm>) -> Result<Prepared, SimError> {
         let Sizes { m, n, k, batch, padding, cluster, .. } = self.sizes;
         let plan = Gemm { number, layouts, config: GemmConfig { cluster, ..GemmConfig::default() } };
         let target = self.device.target();
-        let kernel = Arc::new(match number {
-            Number::F16 => gemm::kernel::<f16>(target, layouts, plan.config)?,
-            _ => gemm::kernel::<bf16>(target, layouts, plan.config)?,
+        let kernel = Arc::new(match (number, sync) {
+            (Number::F16, Some(_)) => gemm::mma_sync::kernel::<f16>(target, layouts)?,
+            (_, Some(_)) => gemm::mma_sync::kernel::<bf16>(target, layouts)?,
+            (Number::F16, None) => gemm::kernel::<f16>(target, layouts, plan.config)?,
+            (_, None) => gemm::kernel::<bf16>(target, layouts, plan.config)?,
         });
         let stride = |cols: u32| u64::from(cols.next_multiple_of(8) + 8 * padding);
         let mut memory = Vec::new();
@@ -348,7 +352,11 @@ impl Maker<'_> {
             let batch_stride = rows * row_stride;
             Matrix { span: memory[i].span(), rows, cols, row_stride, batch: batch.into(), batch_stride }
         };
-        let launch = plan.launch(kernel, [matrix(0), matrix(1), matrix(2)], self.blocks())?;
+        let matrices = [matrix(0), matrix(1), matrix(2)];
+        let launch = match sync {
+            Some(plan) => plan.launch(kernel, matrices)?,
+            None => plan.launch(kernel, matrices, self.blocks())?,
+        };
         let mut problem = format!("{batch} x {m} x {n} x {k}");
         if (padding, cluster) != (0, 1) {
             problem += &format!(" (padding {padding}, clusters of {cluster})");

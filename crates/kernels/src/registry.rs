@@ -49,6 +49,13 @@ pub enum Example {
         /// Which way the operands lie.
         layouts: Layouts,
     },
+    /// A product of single warps (`mma.sync`).
+    SyncProduct {
+        /// Element type.
+        number: Number,
+        /// Which way the operands lie.
+        layouts: Layouts,
+    },
     /// A kernel of attention.
     Attention {
         /// The problem, but for lengths, batch and heads.
@@ -296,6 +303,30 @@ const ALL: &[Entry] = &[
         summary: "C = A B, f16; A [k][m], B [n][k]",
         build: |target| product::<f16>(target, TT),
         example: Some(Example::Product { number: Number::F16, layouts: TT }),
+    },
+    Entry {
+        name: "gemm-sync-bf16-nn",
+        summary: "C = A B by mma.sync, bf16; A [m][k], B [k][n]",
+        build: |target| gemm::mma_sync::kernel::<bf16>(target, NN),
+        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: NN }),
+    },
+    Entry {
+        name: "gemm-sync-bf16-nt",
+        summary: "C = A B by mma.sync, bf16; A [m][k], B [n][k]",
+        build: |target| gemm::mma_sync::kernel::<bf16>(target, NT),
+        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: NT }),
+    },
+    Entry {
+        name: "gemm-sync-bf16-tn",
+        summary: "C = A B by mma.sync, bf16; A [k][m], B [k][n]",
+        build: |target| gemm::mma_sync::kernel::<bf16>(target, TN),
+        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: TN }),
+    },
+    Entry {
+        name: "gemm-sync-bf16-tt",
+        summary: "C = A B by mma.sync, bf16; A [k][m], B [n][k]",
+        build: |target| gemm::mma_sync::kernel::<bf16>(target, TT),
+        example: Some(Example::SyncProduct { number: Number::Bf16, layouts: TT }),
     },
     Entry {
         name: "row_softmax",

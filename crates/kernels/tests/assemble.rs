@@ -8,7 +8,7 @@ use fulgurite_kernels::attention::backward::plan::BackwardPlan;
 use fulgurite_kernels::attention::forward::plan::{Added, ForwardPlan};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
-use fulgurite_ptx::{Kernel, Target, bf16, f16};
+use fulgurite_ptx::{Arch, Kernel, Target, bf16, f16};
 use std::sync::Arc;
 
 fn assembler() -> Option<Assembler> {
@@ -25,6 +25,20 @@ fn the_probe_assembles() {
     for kernel in [probe::kernel::<f16>(Target::HOPPER), probe::kernel::<bf16>(Target::HOPPER)] {
         let report = assembler.assemble(&kernel.unwrap()).unwrap();
         assert!(report.verdict().is_ok(), "{:?}", report.verdict());
+    }
+}
+
+/// The product of single warps runs on every architecture since Ampere.
+#[test]
+fn products_of_single_warps_assemble_for_every_architecture() {
+    let Some(assembler) = assembler() else { return };
+    for arch in Arch::ALL {
+        for entry in registry::all().iter().filter(|entry| entry.name.starts_with("gemm-sync-")) {
+            let kernel = (entry.build)(Target::new(arch)).unwrap();
+            let report = assembler.assemble(&kernel).unwrap();
+            println!("{arch} {}: {} registers", entry.name, report.registers);
+            assert!(report.verdict().is_ok(), "{arch}, {}: {:?}", entry.name, report.verdict());
+        }
     }
 }
 

@@ -43,6 +43,18 @@ pub struct Counts {
     pub waits_blocked: u64,
 }
 
+/// Element type and floating-point operations of a product of one warp.
+pub(crate) fn warp_product(op: &Op) -> Option<(&'static str, u64)> {
+    let number = match op.inst.name {
+        "mma.half" | "mma.fp8" | "mma.int8" => Number::named(op.word(4))?,
+        "mma.f16" => Number::F16,
+        "mma.tf32" => Number::Tf32,
+        "mma.int8.mixed" => Number::named(op.word(4).split('.').next()?)?,
+        _ => return None,
+    };
+    Some((number.name(), 2 * 16 * 8 * u64::from(number.depth())))
+}
+
 impl Counts {
     pub(crate) fn executed(&mut self, op: &Op, active: u32) {
         let lanes = u64::from(active.count_ones());
@@ -52,6 +64,9 @@ impl Counts {
             Unit::Special if op.inst.name.starts_with("ex2") => self.exps += lanes,
             Unit::Fma => self.fmas += lanes,
             _ => {}
+        }
+        if let Some((number, flops)) = warp_product(op) {
+            *self.tensor_flops.entry(number).or_default() += flops;
         }
     }
 

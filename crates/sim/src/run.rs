@@ -16,6 +16,9 @@ const PATIENCE: u64 = 1 << 20;
 /// Steps of a warp before another one is picked, where a clock decides.
 const TIMED_STEPS: u64 = 8;
 
+/// Accesses of a warp to an 8 x 8 matrix of 16-bit elements: each lane to two.
+const MATRIX: usize = 64;
+
 impl World<'_> {
     /// Runs the whole grid.
     pub fn run(&mut self) {
@@ -261,6 +264,14 @@ impl World<'_> {
         let mut view = View { world: self, cluster, warp, op, memo: [Memo::default(); 2], shared, global };
         (op.inst.meaning)(&mut view, op);
         let (mut shared, mut global) = (view.shared, view.global);
+        // `ldmatrix` and `stmatrix` go through the banks one matrix of eight rows after the other.
+        if matches!(op.inst.name, "ldmatrix" | "stmatrix") {
+            while shared.len() > MATRIX {
+                let rest = shared.split_off(MATRIX);
+                self.counts[role].shared(&mut shared);
+                shared = rest;
+            }
+        }
         if !shared.is_empty() {
             self.counts[role].shared(&mut shared);
         }

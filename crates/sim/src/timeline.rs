@@ -5,6 +5,7 @@
 //! and the copy engine. Register dependences, caches and the other blocks' traffic are left out.
 
 use crate::copy::Copy;
+use crate::counters::warp_product;
 use crate::finding::Line;
 use crate::world::{Cluster, Warp, World};
 use fulgurite_ptx::Number;
@@ -178,7 +179,10 @@ impl World<'_> {
         let units = timeline.units.entry(block).or_default();
         let part = (warp.index % 4) as usize;
         // A quarter of the unit's lanes serves a quarter of the warps.
-        let hold = rates.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64);
+        let hold = match warp_product(op) {
+            Some((number, flops)) => (flops as f64 / (rates.tensor_rate(number) / 4.0)).ceil() as u64,
+            None => rates.lanes(op.inst.unit).map_or(1, |lanes| (32.0 / (lanes / 4.0)).ceil() as u64),
+        };
         let free = units.parts[part].entry(op.inst.unit).or_default();
         let start = warp.now.max(*free).max(units.issue[part]);
         *free = start + hold;

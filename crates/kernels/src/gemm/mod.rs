@@ -4,6 +4,7 @@
 //! of C while the ring fills for the next tile. CTAs take tiles of C in bands of a few rows of tiles, so that CTAs
 //! running at the same time share tiles of A and B in L2.
 
+pub mod mma_sync;
 pub mod plan;
 
 use crate::params::{Params, Program};

@@ -241,7 +241,7 @@ impl Gemm {
     }
 
     /// A matrix as the copy engine sees it: `[inner, row, batch]`.
-    fn tensor(&self, matrix: &Matrix, side: Side) -> Result<TensorSpan, GemmError> {
+    pub(super) fn tensor(&self, matrix: &Matrix, side: Side) -> Result<TensorSpan, GemmError> {
         let bytes = u64::from(self.number.bytes());
         let Matrix { span, rows, cols, row_stride, batch, batch_stride } = *matrix;
         for (dimension, got) in [("rows", rows), ("cols", cols), ("batch", batch)] {
@@ -300,14 +300,18 @@ fn bindings() -> &'static Bindings<GemmCall> {
 const BATCH_STRIDE: &str = "batch_stride";
 
 /// Rows of A or columns of B, and k.
-fn outer_inner(matrix: &Matrix, major: Major) -> (u64, u64) {
+pub(super) fn outer_inner(matrix: &Matrix, major: Major) -> (u64, u64) {
     match major {
         Major::Inner => (matrix.rows, matrix.cols),
         Major::Outer => (matrix.cols, matrix.rows),
     }
 }
 
-fn same(dimension: &'static str, (left, of): (u64, Side), (right, and): (u64, Side)) -> Result<(), GemmError> {
+pub(super) fn same(
+    dimension: &'static str,
+    (left, of): (u64, Side),
+    (right, and): (u64, Side),
+) -> Result<(), GemmError> {
     if left == right {
         return Ok(());
     }

@@ -2,9 +2,10 @@
 
 #![allow(dead_code)] // each test file uses a part
 
+use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm as Plan, Matrix as Stored};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
-use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
+use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Stream};
 use fulgurite_ptx::{Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use fulgurite_sim::{Options, Sim};
 use std::sync::Arc;
@@ -128,7 +129,23 @@ impl Gemm {
 
     /// Runs a kernel on random inputs; the bits of C, and the largest error against f64 in units of its bound.
     pub fn run<T: Float>(&self, sim: &Sim, kernel: Kernel, blocks: u32) -> Result<(Vec<u8>, f64), DeviceError> {
-        let Gemm { m, n, k, batch, layouts, config, .. } = *self;
+        let Gemm { layouts, config, .. } = *self;
+        let plan = Plan { number: T::NUMBER, layouts, config };
+        self.run_by::<T>(sim, |matrices| plan.launch(Arc::new(kernel), matrices, blocks * config.cluster).unwrap())
+    }
+
+    /// The same with the kernel of single warps.
+    pub fn run_sync<T: Float>(&self, sim: &Sim, kernel: Kernel) -> Result<(Vec<u8>, f64), DeviceError> {
+        let plan = SyncGemm { number: T::NUMBER, layouts: self.layouts };
+        self.run_by::<T>(sim, |matrices| plan.launch(Arc::new(kernel), matrices).unwrap())
+    }
+
+    fn run_by<T: Float>(
+        &self,
+        sim: &Sim,
+        launch: impl FnOnce([Stored; 3]) -> Launch,
+    ) -> Result<(Vec<u8>, f64), DeviceError> {
+        let Gemm { m, n, k, batch, layouts, .. } = *self;
         let mut random = Random(u64::from(m * 31 + n * 7 + k));
         let (a, b) = (Matrix::new(layouts.a, m, k), Matrix::new(layouts.b, n, k));
         let c = Matrix::new(Major::Inner, m, n);
@@ -136,9 +153,8 @@ impl Gemm {
         let b_data: Vec<T> = (0..b.len(batch)).map(|_| T::from_f32(random.unit())).collect();
         let (a_buffer, b_buffer) = (upload(sim, &a_data), upload(sim, &b_data));
         let c_buffer = upload(sim, &vec![T::from_f32(f32::NAN); c.len(batch)]);
-        let plan = Plan { number: T::NUMBER, layouts, config };
         let matrices = [a.stored(&a_buffer, batch), b.stored(&b_buffer, batch), c.stored(&c_buffer, batch)];
-        let launch = plan.launch(Arc::new(kernel), matrices, blocks * config.cluster).unwrap();
+        let launch = launch(matrices);
         let module = sim.load(launch.kernel)?;
         sim.launch(&module, launch.grid, &launch.args, Stream::default())?;
         sim.synchronize(Stream::default())?;

@@ -1,0 +1,260 @@
+//! C = A B on every GPU since Ampere: `mma.sync` of single warps, and a ring that the same warps fill with `cp.async`.
+//!
+//! A CTA computes one tile of C. Its eight warps share it, 64 rows and 32 columns each, and all of them copy the tiles of A
+//! and B for a later step while they multiply those of the present one.
+
+use crate::gemm::plan::{Gemm, GemmError, Matrix, Side, outer_inner, same};
+use crate::gemm::{GemmConfig, INNER, Layouts, tile};
+use crate::params::{Bindings, Params, Program};
+use fulgurite_ptx::device::{Launch, Span};
+use fulgurite_ptx::{
+    BuildError, CopyRing, GlobalRows, Half, Kernel, Major, Number, Pair, Pointer, RowView, Scope, Target, Tile, Val,
+    WarpAcc, WarpRole, Warps, Word, bf16, f16,
+};
+use std::sync::{Arc, OnceLock};
+
+/// Rows and columns of C of a tile.
+const ROWS: u32 = 128;
+const COLS: u32 = 128;
+/// Stages of the ring: as many as fit where a CTA has 99 KB of shared memory.
+const DEPTH: u32 = 3;
+/// Warps of a CTA: two above each other, four beside each other.
+const WARPS: [u32; 2] = [2, 4];
+/// Blocks of 16 rows of a warp, and its columns.
+const BLOCKS: usize = (ROWS / WARPS[0] / 16) as usize;
+const WARP_COLS: u32 = COLS / WARPS[1];
+
+/// A matrix among the arguments: strides in bytes.
+#[derive(Debug, Clone, Copy)]
+struct Stored {
+    span: Span,
+    row: u64,
+    batch: u64,
+}
+
+/// A product: operands and sizes.
+#[derive(Debug, Clone)]
+struct Call {
+    matrices: [Stored; 3],
+    m: u32,
+    n: u32,
+    k: u32,
+    m_tiles: u32,
+    n_tiles: u32,
+}
+
+/// A matrix among the parameters.
+#[derive(Clone, Copy)]
+struct MatrixParam<'k> {
+    memory: Pointer<'k, u32>,
+    row: Val<'k, u64>,
+    batch: Val<'k, u64>,
+}
+
+impl<'k> MatrixParam<'k> {
+    fn declare(p: &Params<'k, Call>, name: &str, i: usize) -> Self {
+        MatrixParam {
+            memory: p.pointer(name, move |call| call.matrices[i].span),
+            row: p.u64(&format!("{name}_row"), move |call| call.matrices[i].row),
+            batch: p.u64(&format!("{name}_batch"), move |call| call.matrices[i].batch),
+        }
+    }
+
+    /// Address of an element of 2 bytes.
+    fn at(&self, batch: Val<'k, u32>, row: Val<'k, u32>, col: Val<'k, u32>) -> Val<'k, u64> {
+        let start = self.memory.address() + batch.to_u64().mul_wide_64(self.batch);
+        start + row.to_u64().mul_wide_64(self.row) + col.mul_wide(2)
+    }
+}
+
+struct CallParams<'k> {
+    a: MatrixParam<'k>,
+    b: MatrixParam<'k>,
+    c: MatrixParam<'k>,
+    m: Val<'k, u32>,
+    n: Val<'k, u32>,
+    k: Val<'k, u32>,
+    m_tiles: Val<'k, u32>,
+    n_tiles: Val<'k, u32>,
+}
+
+impl<'k> CallParams<'k> {
+    fn declare(p: &Params<'k, Call>) -> Self {
+        CallParams {
+            a: MatrixParam::declare(p, "a", 0),
+            b: MatrixParam::declare(p, "b", 1),
+            c: MatrixParam::declare(p, "c", 2),
+            m: p.u32("m", |call| call.m),
+            n: p.u32("n", |call| call.n),
+            k: p.u32("k", |call| call.k),
+            m_tiles: p.u32("m_tiles", |call| call.m_tiles),
+            n_tiles: p.u32("n_tiles", |call| call.n_tiles),
+        }
+    }
+}
+
+/// An operand on its way into shared memory: its tiles along the summed dimension.
+struct Source<'k> {
+    matrix: MatrixParam<'k>,
+    major: Major,
+    batch: Val<'k, u32>,
+    /// The first row of A or column of B, and how many there are in the matrix.
+    first: Val<'k, u32>,
+    outer: Val<'k, u32>,
+    inner: Val<'k, u32>,
+}
+
+impl<'k> Source<'k> {
+    /// Starts copying the tile that begins at `start` of the summed dimension, which lies inside.
+    fn copy(&self, w: &Scope<'k, WarpRole>, ring: &CopyRing<'k>, to: Tile<'k>, start: Val<'k, u32>) {
+        let (outer, inner) = (self.outer - self.first, self.inner - start);
+        let (row, col, rows, cols) = match self.major {
+            Major::Inner => (self.first, start, outer, inner),
+            Major::Outer => (start, self.first, inner, outer),
+        };
+        let address = self.matrix.at(self.batch, row, col);
+        ring.copy(w, to, GlobalRows { address, stride: self.matrix.row, rows, bytes: cols * 2 });
+    }
+}
+
+/// C = A B for `[batch]` matrices of 16-bit floats, with f32 accumulation.
+pub fn kernel<T: Half>(target: Target, layouts: Layouts) -> Result<Kernel, BuildError>
+where
+    Pair<T>: Word,
+{
+    Ok(Program::build("gemm_sync", target, |p| build::<T>(p, layouts))?.into_kernel())
+}
+
+fn build<'k, T: Half>(p: &Params<'k, Call>, layouts: Layouts)
+where
+    Pair<T>: Word,
+{
+    let builder = p.builder();
+    let CallParams { a, b, c, m, n, k, m_tiles, n_tiles } = CallParams::declare(p);
+    let ring = builder.copy_ring("operands", DEPTH, &[tile::<T>(layouts.a, ROWS), tile::<T>(layouts.b, COLS)]);
+
+    builder.role("multiply", Warps(WARPS[0] * WARPS[1]), |w| {
+        // Down a column of tiles first: CTAs that run at the same time share tiles of B.
+        let per_batch = m_tiles * n_tiles;
+        let (batch, at) = (w.block() / per_batch, w.block() % per_batch);
+        let (row, col) = (at % m_tiles * ROWS, at / m_tiles * COLS);
+        let a = Source { matrix: a, major: layouts.a, batch, first: row, outer: m, inner: k };
+        let b = Source { matrix: b, major: layouts.b, batch, first: col, outer: n, inner: k };
+        let fill = |w: &Scope<'k, WarpRole>, step: Val<'k, u32>| {
+            let start = step * INNER;
+            ring.put(w, |w, tiles| {
+                w.when(start.lt(k), |w| {
+                    a.copy(w, &ring, tiles[0], start);
+                    b.copy(w, &ring, tiles[1], start);
+                });
+            });
+        };
+        let acc: WarpAcc<'k, BLOCKS> = w.warp_accumulators(WARP_COLS);
+        acc.clear();
+        let warp = w.warp_in_role();
+        let own_row = warp % WARPS[0] * (ROWS / WARPS[0]);
+        let own_col = warp / WARPS[0] * WARP_COLS;
+
+        (0..DEPTH - 1).for_each(|step| fill(w, w.constant(step)));
+        w.each(0, (k + (INNER - 1)) / INNER, 1, |w, step| {
+            let tiles = ring.wait(w);
+            fill(w, step + (DEPTH - 1));
+            w.multiply_warp(&acc, (tiles[0].operand(layouts.a), own_row), (tiles[1].operand(layouts.b), own_col));
+            ring.done(w);
+        });
+        store::<T>(w, &acc, c, [batch, row + own_row, col + own_col], [m, n]);
+    });
+}
+
+/// Writes a warp's part of C, which begins at this batch, row and column; what lies outside of C is not written.
+fn store<'k, T: Half>(
+    w: &Scope<'k, WarpRole>,
+    acc: &WarpAcc<'k, BLOCKS>,
+    c: MatrixParam<'k>,
+    [batch, row, col]: [Val<'k, u32>; 3],
+    [m, n]: [Val<'k, u32>; 2],
+) where
+    Pair<T>: Word,
+{
+    type View<'k> = WarpAcc<'k, BLOCKS>;
+    let elements: Vec<Val<'k, f32>> = acc.elements().collect();
+    for i in 0..View::ROWS {
+        let row = row + w.lane() / View::LANES + View::row_offset(i);
+        w.when(row.lt(m), |w| {
+            let col = col + View::first_col(w);
+            let line = c.at(batch, row, col);
+            for period in 0..acc.cols() / View::PERIOD {
+                let [low, high] = [0, 1].map(|at| elements[View::index(i, period as usize, at)]);
+                let (own, offset) = (col + period * View::PERIOD, period * View::PERIOD);
+                // The last column stands alone where there is an odd number of them.
+                w.choose(
+                    (own + 1).lt(n),
+                    |w| Pointer::<Pair<T>>::at_address(line).store(w, offset / 2, low.pair_with::<T>(high)),
+                    |w| {
+                        w.when(own.lt(n), |w| Pointer::<T>::at_address(line).store(w, offset, low.to_half::<T>()));
+                    },
+                );
+            }
+        });
+    }
+}
+
+/// Which product: everything that the kernel's text depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SyncGemm {
+    /// Element type of all three matrices.
+    pub number: Number,
+    /// Which way A and B lie.
+    pub layouts: Layouts,
+}
+
+impl SyncGemm {
+    /// Its kernel.
+    pub fn kernel(&self, target: Target) -> Result<Kernel, crate::gemm::plan::KernelError> {
+        match self.number {
+            Number::F16 => Ok(kernel::<f16>(target, self.layouts)?),
+            Number::Bf16 => Ok(kernel::<bf16>(target, self.layouts)?),
+            got => Err(GemmError::Number { got }.into()),
+        }
+    }
+
+    /// The launch of its kernel: one CTA for each tile of C.
+    ///
+    /// A is stored as `[m][k]` or `[k][m]` and B as `[n][k]` or `[k][n]`, by the layouts; C as `[m][n]`.
+    pub fn launch(&self, kernel: Arc<Kernel>, [a, b, c]: [Matrix; 3]) -> Result<Launch, GemmError> {
+        let SyncGemm { number, layouts } = *self;
+        let checks = Gemm { number, layouts, config: GemmConfig::default() };
+        let (m, k) = outer_inner(&a, layouts.a);
+        let (n, k_of_b) = outer_inner(&b, layouts.b);
+        same("m", (m, Side::A), (c.rows, Side::C))?;
+        same("n", (n, Side::B), (c.cols, Side::C))?;
+        same("k", (k, Side::A), (k_of_b, Side::B))?;
+        same("batch", (a.batch, Side::A), (b.batch, Side::B))?;
+        same("batch", (a.batch, Side::A), (c.batch, Side::C))?;
+        let mut matrices = Vec::new();
+        for (matrix, side) in [(&a, Side::A), (&b, Side::B), (&c, Side::C)] {
+            let tensor = checks.tensor(matrix, side)?;
+            matrices.push(Stored { span: matrix.span, row: tensor.strides[0], batch: tensor.strides[1] });
+        }
+        let (m_tiles, n_tiles) = (m.div_ceil(u64::from(ROWS)), n.div_ceil(u64::from(COLS)));
+        let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
+        // CTAs of a grid along its first axis.
+        if tiles >= 1 << 31 {
+            return Err(GemmError::Tiles { got: tiles });
+        }
+        let matrices = [matrices[0], matrices[1], matrices[2]];
+        let (m_tiles, n_tiles) = (m_tiles as u32, n_tiles as u32);
+        let call = Call { matrices, m: m as u32, n: n as u32, k: k as u32, m_tiles, n_tiles };
+        Ok(bindings().launch(kernel, [tiles as u32, 1, 1], &call))
+    }
+}
+
+/// The arguments of every product: they depend neither on the element type nor on layouts.
+fn bindings() -> &'static Bindings<Call> {
+    static BINDINGS: OnceLock<Bindings<Call>> = OnceLock::new();
+    BINDINGS.get_or_init(|| {
+        Bindings::declared(|p| {
+            CallParams::declare(p);
+        })
+    })
+}
