@@ -1,8 +1,8 @@
-//! Machines as values: what a GPU architecture has, and what a kernel is printed for.
+//! GPU architectures as values: their limits and hardware features, and the targets that kernels are printed for.
 
 use std::fmt;
 
-/// Which instructions multiply matrices at full rate.
+/// The instructions that multiply matrices at full rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TensorUnit {
     /// `mma.sync` of a warp, operands and accumulators in registers.
@@ -13,7 +13,7 @@ pub enum TensorUnit {
     Tcgen05,
 }
 
-/// A GPU architecture: its name in PTX, its limits, and the hardware that kernels choose by.
+/// A GPU architecture: its name in PTX, its limits, and the hardware features that decide which kernel is used.
 ///
 /// [`Arch::ALL`] holds the architectures that kernels are built for. A GPU that is not among them gets the limits of the
 /// nearest older one and none of its architecture-specific instructions, by [`Arch::of`].
@@ -21,33 +21,33 @@ pub enum TensorUnit {
 pub struct Arch {
     /// Compute capability times ten.
     pub sm: u32,
-    /// What follows the number in the PTX name: `a` where architecture-specific instructions are used.
+    /// Suffix of the PTX name: `a` if kernels use architecture-specific instructions, else empty.
     pub suffix: &'static str,
-    /// The GPU whose SM count, cache and rates stand for the architecture where no device is known.
+    /// The GPU whose SM count, cache and rates represent the architecture when no device is present.
     pub gpu: &'static str,
     /// The oldest PTX version that knows the name.
     pub ptx_floor: (u8, u8),
-    /// Shared memory that one CTA can have after opting in, in bytes.
+    /// Shared memory available to one CTA after opting in, in bytes.
     pub shared_per_cta: u32,
-    /// Shared memory of an SM, in bytes. Each resident CTA takes 1 KB more than it asks for.
+    /// Shared memory of an SM, in bytes. Each resident CTA takes 1 KB more than it requests.
     pub shared_per_sm: u32,
     /// 32-bit registers of an SM.
     pub registers: u32,
-    /// Warps that are resident on an SM at most.
+    /// Maximum number of resident warps on an SM.
     pub warps: u32,
     /// Named barriers of a CTA.
     pub named_barriers: u32,
     /// The instructions that multiply matrices at full rate.
     pub tensor: TensorUnit,
-    /// Columns of tensor memory, each 128 lanes of 32 bits; 0 where there is none.
+    /// Columns of tensor memory, each 128 lanes of 32 bits; 0 on architectures without tensor memory.
     pub tensor_columns: u32,
-    /// CTAs of the largest portable cluster; 1 where there are no clusters.
+    /// CTAs of the largest portable cluster; 1 on architectures without clusters.
     pub cluster: u32,
     /// Whether the copy engine (TMA) moves boxes of tensors.
     pub tma: bool,
     /// Whether warpgroups can hand registers to each other with `setmaxnreg`.
     pub setmaxnreg: bool,
-    /// Whether one instruction does arithmetic on two f32.
+    /// Whether one instruction operates on two f32 values.
     pub f32x2: bool,
     /// SMs of [`gpu`](Arch::gpu).
     pub sms: u32,
@@ -62,7 +62,7 @@ const KB: u32 = 1024;
 const MB: u64 = 1 << 20;
 
 impl Arch {
-    /// A100.
+    /// Ampere data-centre GPUs: A100.
     pub const SM_80: Arch = Arch {
         sm: 80,
         suffix: "",
@@ -161,8 +161,8 @@ impl Arch {
         Arch::ALL.into_iter().find(|arch| arch.name() == name)
     }
 
-    /// The architecture of a compute capability. One that is not in [`Arch::ALL`] has the limits of the nearest older one,
-    /// and of its instructions those of every GPU since Ampere and Hopper: no suffix, no `wgmma`, no tensor memory.
+    /// The architecture of a compute capability. A capability that is not in [`Arch::ALL`] gets the limits of the
+    /// nearest older entry and only portable instructions: no suffix, no `wgmma`, no tensor memory.
     pub fn of(major: u32, minor: u32) -> Arch {
         let sm = 10 * major + minor;
         let nearest = Arch::ALL.into_iter().rev().find(|arch| arch.sm <= sm).unwrap_or(Arch::SM_80);
@@ -170,7 +170,7 @@ impl Arch {
             return nearest;
         }
         let (tensor, tensor_columns, setmaxnreg) = (TensorUnit::MmaSync, 0, false);
-        // Chips of one family differ in shared memory; all have at least this much.
+        // Chips of one family differ in shared memory; every one has at least this much.
         let (shared_per_cta, shared_per_sm) =
             (nearest.shared_per_cta.min(99 * KB), nearest.shared_per_sm.min(100 * KB));
         Arch { sm, suffix: "", tensor, tensor_columns, setmaxnreg, shared_per_cta, shared_per_sm, ..nearest }
@@ -193,29 +193,29 @@ impl fmt::Display for Arch {
     }
 }
 
-/// What a kernel is printed for: an architecture, and the newest PTX version that its driver reads.
+/// The target of printed PTX: an architecture, and the newest PTX version that its driver reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Target {
-    /// The architecture.
+    /// Architecture whose instructions and limits apply.
     pub arch: Arch,
     /// Newest PTX version that the driver reads.
     pub ptx: (u8, u8),
 }
 
 impl Target {
-    /// H100 and H200, by a driver of CUDA 13.
+    /// H100 and H200 with a CUDA 13 driver.
     pub const HOPPER: Target = Target { arch: Arch::SM_90A, ptx: (9, 0) };
-    /// A100, by a driver of CUDA 13.
+    /// A100 with a CUDA 13 driver.
     pub const AMPERE: Target = Target { arch: Arch::SM_80, ptx: (9, 0) };
 
-    /// An architecture, by a driver of CUDA 13.
+    /// The target of an architecture with a CUDA 13 driver.
     pub const fn new(arch: Arch) -> Target {
         Target { arch, ptx: (9, 0) }
     }
 
     /// The target of a GPU, from its compute capability and the newest CUDA version its driver knows.
     pub fn of(capability: (u32, u32), cuda: (u32, u32)) -> Target {
-        // From the release notes of the PTX ISA. CUDA 12.6 brought no new version.
+        // Versions are from the release notes of the PTX ISA. CUDA 12.6 brought no new version.
         let ptx = match cuda {
             (0..=10, _) => (7, 0),
             (11, minor) => (7, minor.min(8) as u8),
@@ -227,7 +227,7 @@ impl Target {
         Target { arch: Arch::of(capability.0, capability.1), ptx }
     }
 
-    /// The target with this name, such as `sm_90a`, by a driver of CUDA 13.
+    /// The target with this name, such as `sm_90a`, with a CUDA 13 driver.
     pub fn named(name: &str) -> Option<Target> {
         Arch::named(name).map(Target::new)
     }
@@ -237,8 +237,8 @@ impl Target {
         self.arch.name()
     }
 
-    /// Whether a GPU runs what is printed for the target: a variant with a suffix runs on its own architecture alone, others
-    /// on every later one. Whether the driver reads the PTX version is another question.
+    /// Whether a GPU can run code printed for this target. Code for a name with a suffix runs on that architecture
+    /// alone; other code runs on every later one. This does not check whether the driver reads the PTX version.
     pub fn runs_on(self, arch: &Arch) -> bool {
         self.arch.sm == arch.sm || self.arch.suffix.is_empty() && self.arch.sm < arch.sm
     }
@@ -248,7 +248,7 @@ impl Target {
         self.arch.sm
     }
 
-    /// Shared memory that one CTA can have, in bytes.
+    /// Shared memory available to one CTA, in bytes.
     pub const fn shared_bytes(self) -> u32 {
         self.arch.shared_per_cta
     }
@@ -308,7 +308,8 @@ mod tests {
         assert_eq!(target((12, 0), (12, 8)), ("sm_120a".into(), (8, 7)));
         assert_eq!(target((10, 3), (12, 9)), ("sm_103a".into(), (8, 8)));
         assert_eq!(target((12, 1), (13, 2)), ("sm_121a".into(), (9, 2)));
-        // Not in the table: no features of its own, and no more shared memory than any of its kin has.
+        // An architecture outside the table gets no features of its own and no more shared memory than any chip of its
+        // family.
         let thor = Arch::of(11, 0);
         assert_eq!((thor.name().as_str(), thor.tensor, thor.tensor_columns), ("sm_110", TensorUnit::MmaSync, 0));
         assert_eq!((thor.shared_per_cta, thor.setmaxnreg), (101_376, false));

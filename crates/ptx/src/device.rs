@@ -1,6 +1,6 @@
-//! What runs kernels: a device, and the plans that run on it.
+//! The interface to devices that run kernels, and the plans that run on them.
 //!
-//! The CUDA driver and the simulator answer the same [`Device`]; a test or a kernel library names neither.
+//! The CUDA driver and the simulator both implement [`Device`], so a test or a kernel library depends on neither.
 
 use crate::kernel::{BoxShape, Kernel, ParamKind, Target};
 use crate::product::Number;
@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use thiserror::Error;
 
-/// An identity in whose name spans and streams are made. A device accepts only those made in a name it knows, and a name
-/// cannot be copied: its owner alone decides which addresses and handles are good. So a [`Span`] or a [`Stream`] that safe code
-/// holds was handed out by a device, or vouched for in an `unsafe` block of the device's crate.
+/// The identity that owns spans and streams. A device accepts only spans and streams of tokens that it knows. A token
+/// cannot be copied, so its owner alone decides which addresses and handles are valid. A [`Span`] or [`Stream`] in safe
+/// code therefore comes from a device, or from an `unsafe` block of the device's crate that vouches for it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Token(u64);
 
@@ -30,25 +30,26 @@ impl Token {
         Token(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The number that spans and streams made in this name carry.
+    /// The number carried by spans and streams that this token made.
     pub fn id(&self) -> u64 {
         self.0
     }
 
-    /// Memory, in this name.
+    /// Memory that this token vouches for.
     pub fn span(&self, address: u64, bytes: u64) -> Span {
         Span { address, bytes, owner: self.0 }
     }
 
-    /// A stream by its handle, in this name. `'a` is how long the stream lives.
+    /// A stream that this token vouches for, by its handle. `'a` is the stream's lifetime.
     pub fn stream<'a>(&self, handle: u64) -> Stream<'a> {
         Stream { handle, owner: self.0, lives: PhantomData }
     }
 }
 
-/// A run of bytes in a device's memory.
+/// A contiguous range of bytes in a device's memory.
 ///
-/// Devices make them ([`Device::allocate`]). [`Span::new`] describes memory of no device, for plans that are only looked at.
+/// Devices make spans ([`Device::allocate`]). [`Span::new`] describes memory of no device, for plans that are inspected
+/// but not run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     address: u64,
@@ -57,7 +58,7 @@ pub struct Span {
     owner: u64,
 }
 
-/// Without the owner: a launch prints the same in every process.
+/// Omits the owner, so that a launch prints the same text in every process.
 impl fmt::Debug for Span {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Span").field("address", &self.address).field("bytes", &self.bytes).finish()
@@ -65,7 +66,7 @@ impl fmt::Debug for Span {
 }
 
 impl Span {
-    /// Memory of no device: launches with it are refused.
+    /// Memory of no device. Devices reject launches with it.
     pub fn new(address: u64, bytes: u64) -> Span {
         Span { address, bytes, owner: 0 }
     }
@@ -80,43 +81,43 @@ impl Span {
         self.bytes
     }
 
-    /// [`Token::id`] of whoever made it; 0 for memory of no device.
+    /// [`Token::id`] of the span's owner; 0 for memory of no device.
     pub fn owner(self) -> u64 {
         self.owner
     }
 
-    /// The part from byte `offset` on.
+    /// The part that starts at byte `offset`.
     pub fn from(self, offset: u64) -> Span {
         let offset = offset.min(self.bytes);
         Span { address: self.address + offset, bytes: self.bytes - offset, ..self }
     }
 
-    /// The first `bytes` bytes, or all of them where there are fewer.
+    /// The first `bytes` bytes, or the whole span if it is shorter.
     pub fn first(self, bytes: u64) -> Span {
         Span { bytes: bytes.min(self.bytes), ..self }
     }
 }
 
-/// Memory of a device, given back when dropped.
+/// Memory of a device, freed on drop.
 pub struct Buffer {
     span: Span,
-    /// Frees the memory when it goes.
+    /// Frees the memory when dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
 impl Buffer {
-    /// Memory that `owner` frees when it is dropped.
+    /// Wraps memory that `owner` frees when it is dropped.
     pub fn new(span: Span, owner: Box<dyn Any + Send + Sync>) -> Self {
         Buffer { span, _owner: owner }
     }
-    /// Where it lies.
+    /// Address and size of the memory.
     pub fn span(&self) -> Span {
         self.span
     }
 }
 
-/// A queue of a device: what is put on one stream runs in order. The default stream exists on every device; others come from
-/// the device, and none outlives `'a`.
+/// A queue of a device: work on one stream runs in order. Every device has the default stream; the device makes the
+/// others, and no stream outlives `'a`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Stream<'a> {
     handle: u64,
@@ -130,13 +131,13 @@ impl Stream<'_> {
         self.handle
     }
 
-    /// [`Token::id`] of whoever made it; 0 for the default stream.
+    /// [`Token::id`] of the stream's owner; 0 for the default stream.
     pub fn owner(self) -> u64 {
         self.owner
     }
 }
 
-/// A kernel that a device has made ready.
+/// A kernel that a device has loaded.
 #[derive(Clone)]
 pub struct Module {
     kernel: Arc<Kernel>,
@@ -144,19 +145,19 @@ pub struct Module {
 }
 
 impl Module {
-    /// A kernel with what the device needs to launch it.
+    /// Pairs a kernel with the data that its device needs to launch it.
     pub fn new(kernel: Arc<Kernel>, handle: Arc<dyn Any + Send + Sync>) -> Self {
         Module { kernel, handle }
     }
-    /// The kernel.
+    /// The kernel that was loaded.
     pub fn kernel(&self) -> &Kernel {
         &self.kernel
     }
-    /// The kernel, shared.
+    /// A shared pointer to the kernel that was loaded.
     pub fn shared_kernel(&self) -> Arc<Kernel> {
         self.kernel.clone()
     }
-    /// What the device put there, if it is of this type.
+    /// The device's own data, if they have type `T`.
     pub fn handle<T: 'static>(&self) -> Option<&T> {
         self.handle.downcast_ref()
     }
@@ -165,30 +166,30 @@ impl Module {
 /// A tensor in a device's memory, as the copy engine sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpan {
-    /// Its memory.
+    /// Memory of the whole tensor.
     pub span: Span,
     /// Element type.
     pub number: Number,
     /// Elements along each axis, innermost first.
     pub extent: Vec<u64>,
-    /// Bytes from one element to the next along each axis but the innermost, where elements lie together.
+    /// Byte stride of each axis except the innermost one, whose elements are contiguous.
     pub strides: Vec<u64>,
-    /// The rows there are, where the axes are those of a [ragged](Self::ragged) tensor.
+    /// Actual number of rows, if the axes are those of a [ragged](Self::ragged) tensor.
     pub ragged: Option<u64>,
 }
 
-/// The rows that a ragged tensor pretends to have. A slice of n rows that begins at row s is addressed from its end:
-/// rows 2^30 - n and on exist, and what follows them does not.
+/// The number of rows that a ragged tensor claims to have. A slice of n rows that starts at row s is addressed from its
+/// end: its rows are 2^30 - n and later, and rows past 2^30 do not exist.
 pub(crate) const RAGGED_ROWS: u32 = 1 << 30;
-/// More than any coordinate.
+/// Larger than any coordinate.
 const RAGGED_FAR: u64 = 0x7fff_0000;
-/// 2^30 steps of 2^34 bytes come back to where they began, for addresses have 64 bits.
+/// 2^30 steps of 2^34 bytes wrap around to the start, because addresses have 64 bits.
 const RAGGED_TURN: u64 = 1 << 34;
 
 impl TensorSpan {
-    /// A tensor `[row, head, element]` whose tiles end with a slice of rows, whichever it is: rows are counted along three
-    /// axes, whose steps cancel. Row r of a slice that begins at s and has n rows lies at row 2^30 - n + r of the first, at
-    /// s + n of the second, and at 2^30 of the third, which takes 2^30 rows back.
+    /// A tensor `[row, head, element]` whose tiles end with any chosen slice of rows. Three axes count rows, and their
+    /// steps cancel: row r of a slice with n rows from row s is at 2^30 - n + r on the first axis, at s + n on the
+    /// second, and at 2^30 on the third, which moves 2^30 rows back.
     pub fn ragged(span: Span, number: Number, [rows, heads, elements]: [u64; 3], [row, head]: [u64; 2]) -> TensorSpan {
         TensorSpan {
             span,
@@ -200,18 +201,18 @@ impl TensorSpan {
     }
 }
 
-/// What a launch gives for a parameter.
+/// The argument that a launch gives for a parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// An integer of 32 bits.
+    /// A 32-bit unsigned integer.
     U32(u32),
-    /// A float.
+    /// A 32-bit float.
     F32(f32),
-    /// An integer of 64 bits.
+    /// A 64-bit unsigned integer.
     U64(u64),
-    /// An array.
+    /// An array in device memory.
     Pointer(Span),
-    /// A tensor.
+    /// A tensor for the copy engine.
     Tensor(TensorSpan),
 }
 
@@ -239,30 +240,30 @@ impl ParamKind {
     }
 }
 
-/// Why a launch was refused before anything happened.
+/// The reason why a launch was rejected before it started.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     /// Too many or too few arguments.
     #[error("kernel `{kernel}` takes {want} arguments, {got} were given")]
     Count {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Parameters.
+        /// Number of parameters.
         want: usize,
-        /// Arguments.
+        /// Number of arguments.
         got: usize,
     },
     /// An argument of the wrong kind.
     #[error("kernel `{kernel}`: `{param}` is {want}, {got} was given")]
     Kind {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The parameter.
+        /// Name of the parameter.
         param: String,
-        /// What it is.
+        /// Kind of the parameter.
         want: &'static str,
-        /// What was given.
+        /// Kind of the argument.
         got: &'static str,
     },
     /// An address that is not aligned.
@@ -270,44 +271,44 @@ pub enum LaunchError {
         "kernel `{kernel}`: `{param}` lies at {address:#x}, allowed: multiples of {align} bytes; copy it to an aligned buffer"
     )]
     Alignment {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The parameter.
+        /// Name of the parameter.
         param: String,
-        /// Its address.
+        /// Address of the argument.
         address: u64,
-        /// What is allowed.
+        /// Required alignment in bytes.
         align: u64,
     },
-    /// A tensor that the copy engine cannot take.
+    /// A tensor that the copy engine does not accept.
     #[error("kernel `{kernel}`: `{param}` {what}")]
     Tensor {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The parameter.
+        /// Name of the parameter.
         param: String,
-        /// What is wrong, what is allowed, and a way out.
+        /// The fault, the allowed values and a remedy.
         what: String,
     },
-    /// A grid that cannot be launched.
+    /// A grid that exceeds the limits or splits a cluster.
     #[error(
         "kernel `{kernel}`: a grid of {got:?} blocks, allowed: 1 to {most:?}, the first a multiple of the cluster of {cluster}"
     )]
     Grid {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Blocks along each axis.
+        /// Requested CTAs along each axis.
         got: [u32; 3],
-        /// The most there may be.
+        /// Largest number of CTAs along each axis.
         most: [u32; 3],
-        /// Blocks of a cluster.
+        /// CTAs per cluster.
         cluster: u32,
     },
 }
 
 const MOST_BLOCKS: [u32; 3] = [i32::MAX as u32, 65535, 65535];
 
-/// Whether a kernel can be launched with this grid and these arguments.
+/// Checks that a kernel can be launched with this grid and these arguments.
 pub fn check_launch(kernel: &Kernel, grid: [u32; 3], args: &[Value]) -> Result<(), LaunchError> {
     let name = || kernel.name.clone();
     if args.len() != kernel.params.len() {
@@ -344,7 +345,7 @@ pub fn check_launch(kernel: &Kernel, grid: [u32; 3], args: &[Value]) -> Result<(
     Ok(())
 }
 
-/// What is wrong with a tensor, in words that follow its name.
+/// Checks a tensor against its box. The error text continues a sentence that starts with the parameter's name.
 fn check_tensor(shape: &BoxShape, tensor: &TensorSpan) -> Result<(), String> {
     let rank = shape.extent.len();
     if tensor.number != shape.number {
@@ -377,129 +378,130 @@ fn check_tensor(shape: &BoxShape, tensor: &TensorSpan) -> Result<(), String> {
     Ok(())
 }
 
-/// What can go wrong on a device.
+/// Errors of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// There is none.
+    /// No device is present.
     #[error("no device: {0}")]
     Absent(String),
-    /// It cannot run this kernel.
+    /// The device cannot run code for the kernel's target.
     #[error("kernel `{kernel}` is printed for {want}, and the device is {got}; build it for the device's target")]
     Target {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Its target.
+        /// Target of the kernel.
         want: String,
-        /// The device's.
+        /// Target of the device.
         got: String,
     },
     /// The text was not accepted; the log says why.
     #[error("kernel `{kernel}` was not accepted: {log}")]
     Compile {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// What the compiler said.
+        /// Log of the compiler.
         log: String,
     },
-    /// A launch that is wrong.
+    /// The launch was rejected before it started.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// Not enough memory.
+    /// The device is out of memory.
     #[error("out of device memory: {asked} bytes were asked for, {free} are free; free some, or split the work")]
     Memory {
         /// Bytes asked for.
         asked: u64,
-        /// Bytes there are.
+        /// Free bytes.
         free: u64,
     },
-    /// Memory that is not this device's, or was given back.
+    /// The memory belongs to another device or was freed.
     #[error(
         "memory at {address:#x} is not this device's or was freed, allowed: buffers of the device that still live; allocate it \
          on this device and keep it until the call"
     )]
     Foreign {
-        /// Where it begins.
+        /// Address of the memory.
         address: u64,
     },
-    /// A stream that is not this device's.
+    /// The stream belongs to another device.
     #[error(
         "the stream is another device's, allowed: the default stream and streams of this device; make it on this device"
     )]
     Stream,
-    /// Bytes outside a buffer.
+    /// The bytes lie outside the buffer.
     #[error("{bytes} bytes at offset {offset} of a buffer of {len}")]
     Bounds {
-        /// Where.
+        /// Offset of the first byte.
         offset: u64,
-        /// How many.
+        /// Number of bytes.
         bytes: u64,
-        /// What there is.
+        /// Size of the buffer in bytes.
         len: u64,
     },
-    /// Something that the device itself reports.
+    /// An error that the driver or the simulator reports.
     #[error("{call}: {what}")]
     Failed {
-        /// What was tried.
+        /// The call that failed.
         call: &'static str,
-        /// What it said.
+        /// The reported message.
         what: String,
     },
 }
 
-/// Something that runs kernels.
+/// A device that runs kernels.
 ///
-/// Every span and stream that a call is given must be this device's ([`Token`]) and alive; others are refused with
-/// [`DeviceError::Foreign`] and [`DeviceError::Stream`]. A buffer may be dropped while a launch uses it: the device gives the
-/// memory back when the launch is done.
+/// Every span and stream passed to a call must belong to this device ([`Token`]) and be alive. The device rejects
+/// others with [`DeviceError::Foreign`] and [`DeviceError::Stream`]. A buffer may be dropped while a launch uses it:
+/// the device frees the memory after the launch.
 pub trait Device: Send + Sync {
-    /// Its name.
+    /// Name of the device, for messages.
     fn name(&self) -> String;
-    /// Its kind and its number among those of the kind, such as `("cuda", 0)`.
+    /// Kind of the device and its index among devices of that kind, such as `("cuda", 0)`.
     fn place(&self) -> (&'static str, u32) {
         ("device", 0)
     }
     /// The target that kernels are printed for.
     fn target(&self) -> Target;
-    /// Multiprocessors: the CTAs of a persistent kernel.
+    /// Number of SMs, which is the CTA count of a persistent kernel.
     fn multiprocessors(&self) -> u32;
-    /// Memory with undefined contents.
+    /// Allocates memory with undefined contents.
     fn allocate(&self, bytes: u64) -> Result<Buffer, DeviceError>;
-    /// Memory of zeros.
+    /// Allocates memory filled with zeros.
     fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
         let buffer = self.allocate(bytes)?;
         self.upload(buffer.span(), &vec![0; bytes as usize])?;
         Ok(buffer)
     }
-    /// Copies to the device's memory, after everything on the default stream.
+    /// Copies to device memory, after all earlier work on the default stream.
     fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError>;
-    /// Copies from the device's memory, after everything on the default stream.
+    /// Copies from device memory, after all earlier work on the default stream.
     fn download(&self, from: Span, bytes: &mut [u8]) -> Result<(), DeviceError>;
-    /// Refuses memory that is not this device's, or was freed. Launches check this too; a caller of several launches asks
-    /// before the first.
+    /// Rejects memory that belongs to another device or was freed. Launches check this too; a caller that makes several
+    /// launches checks before the first.
     fn check_memory(&self, span: Span) -> Result<(), DeviceError> {
         let _ = span;
         Ok(())
     }
-    /// Makes a kernel ready.
+    /// Loads a kernel.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError>;
-    /// Starts a kernel, after every argument was checked.
+    /// Checks every argument, then starts a kernel.
     fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError>;
-    /// Waits for everything on a stream, and says what went wrong on it.
+    /// Waits for all work on a stream, and returns its errors.
     fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError>;
-    /// The number of the graph capture that records this stream, whoever began it; `None` where launches run at once. No other
-    /// capture of the process has the number.
+    /// The id of the graph capture that records this stream, whoever began it; `None` if launches run at once. Ids are
+    /// unique within the process.
     fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
         let _ = stream;
         Ok(None)
     }
-    /// Keeps a value alive as long as the graph that records this stream can be replayed. Where nothing is recorded, it is
-    /// dropped at once.
+    /// Keeps a value alive as long as the graph that records this stream can be replayed. Drops the value at once if
+    /// nothing is being recorded.
     fn keep_for_replays(&self, stream: Stream<'_>, value: Box<dyn Any + Send>) -> Result<(), DeviceError> {
         let _ = (stream, value);
         Ok(())
     }
-    /// Seconds that the work which `work` puts on a stream takes there; `None` for a device without a clock.
+    /// Runs `work`, which enqueues work on a stream, and returns the seconds it takes there; `None` for a device
+    /// without a clock.
     fn timed(
         &self,
         stream: Stream<'_>,
@@ -513,18 +515,18 @@ pub trait Device: Send + Sync {
 /// One launch of a plan.
 #[derive(Clone)]
 pub struct Launch {
-    /// What is launched.
+    /// Kernel to launch.
     pub kernel: Arc<Kernel>,
-    /// Blocks.
+    /// Number of CTAs along each axis.
     pub grid: [u32; 3],
-    /// Arguments.
+    /// One argument for each parameter.
     pub args: Vec<Value>,
 }
 
-/// Launches in order, with the memory they need beside inputs and outputs.
+/// A list of launches that run in order.
 #[derive(Clone, Default)]
 pub struct Plan {
-    /// Launches.
+    /// The launches, in order.
     pub launches: Vec<Launch>,
 }
 

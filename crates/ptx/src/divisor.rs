@@ -1,10 +1,10 @@
-//! Division by a number that the host knows: a multiplication instead of twenty instructions.
+//! Division by a value that the host knows: a multiplication and a shift instead of about twenty instructions.
 
 use crate::build::{Builder, Val};
 use crate::device::Value;
 use std::panic::Location;
 
-/// A parameter that is divided by. Dividends are below 2^31.
+/// A kernel parameter that serves as a divisor. Dividends must be below 2^31.
 #[derive(Clone, Copy)]
 pub struct Divisor<'k> {
     value: Val<'k, u32>,
@@ -13,7 +13,7 @@ pub struct Divisor<'k> {
 }
 
 impl Builder {
-    /// A number among the parameters that is divided by: three parameters, given by [`divisor_values`].
+    /// Declares a divisor as three parameters; [`divisor_values`] gives their arguments.
     #[track_caller]
     pub fn divisor(&self, name: &str) -> Divisor<'_> {
         let param = |end| self.param::<u32>(&format!("{name}{end}"));
@@ -23,19 +23,19 @@ impl Builder {
 }
 
 impl<'k> Divisor<'k> {
-    /// The number itself.
+    /// The divisor itself.
     pub fn value(self) -> Val<'k, u32> {
         self.value
     }
 
-    /// Quotient and rest of a number below 2^31.
+    /// Quotient and remainder of a dividend below 2^31.
     #[track_caller]
     pub fn div_rem(self, x: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let quotient = self.magic.eq(0).select::<u32>(x, x.mul_high(self.magic) >> self.shift);
         [quotient, x - quotient * self.value]
     }
 
-    /// `a` where `cond` holds, else `b`.
+    /// `a` if `cond` holds, else `b`.
     #[track_caller]
     pub fn select(cond: Val<'k, bool>, a: Divisor<'k>, b: Divisor<'k>) -> Divisor<'k> {
         let pick = |a: Val<'k, u32>, b: Val<'k, u32>| cond.select::<u32>(a, b);
@@ -46,15 +46,16 @@ impl<'k> Divisor<'k> {
     }
 }
 
-/// The arguments for a [`Divisor`]: the number (from 1 to 2^31), and what it is multiplied and shifted by.
+/// The arguments for a [`Divisor`]: the number `d` (1 to 2^31), the multiplier and the shift.
 ///
-/// With l = ceil(log2 d), m = floor(2^(31 + l) / d) + 1 fits 32 bits, and x m / 2^(31 + l) has the floor of x / d for
-/// every x below 2^31 (Granlund and Montgomery, 1994, theorem 4.2 with N = 31).
+/// With l = ceil(log2 d), the multiplier m = floor(2^(31 + l) / d) + 1 fits 32 bits, and floor(x m / 2^(31 + l)) equals
+/// floor(x / d) for every x below 2^31 (Granlund and Montgomery, 1994, theorem 4.2 with N = 31).
 pub fn divisor_values(d: u32) -> [Value; 3] {
     let d = d.clamp(1, 1 << 31);
     let l = 32 - (d - 1).leading_zeros();
     match l {
-        // m would be 2^31 + 1 and the shift -1; the quotient is x itself, which a kernel reads off a multiplier of 0.
+        // For d = 1, m would be 2^31 + 1 and the shift -1. A multiplier of 0 tells the kernel that the quotient is x
+        // itself.
         0 => [Value::U32(1), Value::U32(0), Value::U32(0)],
         _ => [Value::U32(d), Value::U32(((1u64 << (31 + l)) / u64::from(d) + 1) as u32), Value::U32(l - 1)],
     }

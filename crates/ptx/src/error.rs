@@ -1,117 +1,117 @@
-//! What can be wrong with a kernel or a launch.
+//! Errors of building a kernel.
 
 use thiserror::Error;
 
-/// Why a kernel was refused.
+/// The reason why a kernel was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BuildError {
-    /// Too much shared memory.
+    /// The kernel needs more shared memory than its target has.
     #[error(
         "kernel `{kernel}` takes {used} bytes of shared memory, allowed: {allowed} on {target}; it is used by {uses}"
     )]
     SharedMemory {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Bytes taken.
+        /// Bytes that the kernel needs.
         used: u32,
-        /// Bytes there are.
+        /// Bytes that the target has.
         allowed: u32,
-        /// What takes how much.
+        /// Bytes of each region, as text.
         uses: String,
         /// Name of the target.
         target: String,
     },
-    /// Roles want more registers than there are.
+    /// The roles need more registers than the CTA has at entry.
     #[error(
         "kernel `{kernel}`: its roles take {used} registers, allowed: {allowed} (what {threads} threads have at entry); {uses}"
     )]
     Registers {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Registers of all threads.
+        /// Registers of all threads together.
         used: u32,
-        /// Registers there are.
+        /// Registers that the CTA has at entry.
         allowed: u32,
-        /// Threads of a block.
+        /// Threads per CTA.
         threads: u32,
-        /// Who takes how many.
+        /// Registers of each role, as text.
         uses: String,
     },
-    /// A register count that the hardware does not take.
+    /// A register count that `setmaxnreg` does not accept.
     #[error("kernel `{kernel}`, role `{role}`: {got} registers a thread, allowed: multiples of 8 from 24 to 256")]
     RegisterCount {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The role.
+        /// Name of the role.
         role: String,
-        /// What was asked for.
+        /// Requested registers per thread.
         got: u32,
     },
-    /// Too many named barriers.
+    /// The kernel uses more named barriers than a CTA has.
     #[error("kernel `{kernel}` takes {used} named barriers, allowed: {allowed}; use an mbarrier for some")]
     Barriers {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// Barriers taken.
+        /// Barriers that the kernel uses.
         used: u32,
-        /// Barriers there are.
+        /// Barriers that a CTA has.
         allowed: u32,
     },
-    /// Too many threads, or none.
+    /// The CTA has no threads, too many, or not whole warps.
     #[error("kernel `{kernel}` has {got} threads a block, allowed: multiples of 32 from 32 to 1024")]
     Threads {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// How many.
+        /// Requested threads per CTA.
         got: u32,
     },
-    /// An instruction that the target does not have.
+    /// The target lacks an instruction.
     #[error("kernel `{kernel}`, {at}: `{inst}` needs {needs}, and this is printed for {target}")]
     Needs {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The Rust line.
+        /// Rust source line of the instruction.
         at: String,
-        /// The instruction.
+        /// Name of the instruction.
         inst: &'static str,
-        /// What it needs.
+        /// PTX version and architectures that have the instruction.
         needs: String,
-        /// What it is printed for.
+        /// Name of the target.
         target: String,
     },
-    /// An instruction that all threads of a warp must execute stands where only some come.
+    /// An instruction that a whole warp must execute together stands under a branch that depends on the lane.
     #[error(
         "kernel `{kernel}`, {at}: `{inst}` is executed by whole warps together, and the branch at {branch} depends on the lane"
     )]
     Divergent {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The Rust line.
+        /// Rust source line of the instruction.
         at: String,
-        /// The instruction.
+        /// Name of the instruction.
         inst: &'static str,
-        /// The Rust line of the branch.
+        /// Rust source line of the branch.
         branch: String,
     },
-    /// A shape that an instruction or the copy engine does not take.
+    /// A shape that an instruction or the copy engine does not accept.
     #[error("kernel `{kernel}`, {at}: {what}")]
     Shape {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The Rust line.
+        /// Rust source line of the instruction.
         at: String,
-        /// What, and what is allowed.
+        /// The rejected shape and the allowed ones.
         what: String,
     },
-    /// A pipe that one side never uses.
+    /// One side of a pipe is never used.
     #[error("kernel `{kernel}`: pipe `{pipe}` is {missing}; a ring needs one role that fills and one that empties it")]
     Pipe {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// The pipe.
+        /// Name of the pipe.
         pipe: String,
-        /// What nobody does.
+        /// The side that is missing, as it appears in the message.
         missing: &'static str,
     },
 }

@@ -1,17 +1,17 @@
-//! An instruction is declared once, as a row; a kernel is a list of uses of rows.
+//! An instruction is declared once, as a row of the table; a kernel is a list of uses of rows.
 //!
-//! A row says how the instruction is spelled, what its operands are, what it needs, which unit runs it, what
-//! others can see of it, and what it does. Printer, verifier, assembler report, counters and simulator read the
-//! row and keep no list of their own.
+//! A row holds the spelling of the instruction, its operands, its requirements, the unit that runs it, its effects on
+//! memory and other threads, and its meaning. Printer, verifier, assembler report, counters and simulator all read the
+//! row, so none of them keeps a list of its own.
 
 use crate::arch::Arch;
 use crate::machine::Machine;
 use std::panic::Location;
 
-/// The kinds of register that PTX has and that we use.
+/// The register classes of PTX that this crate uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
-    /// A truth value.
+    /// A predicate, true or false.
     Pred,
     /// 16 bits.
     B16,
@@ -24,10 +24,10 @@ pub enum Class {
 }
 
 impl Class {
-    /// Every class.
+    /// Every register class.
     pub const ALL: [Class; 5] = [Class::Pred, Class::B16, Class::B32, Class::F32, Class::B64];
 
-    /// Type and prefix in a declaration.
+    /// PTX type and register prefix for the declaration.
     pub(crate) fn spelling(self) -> (&'static str, &'static str) {
         match self {
             Class::Pred => ("pred", "%p"),
@@ -39,64 +39,64 @@ impl Class {
     }
 }
 
-/// A virtual register of a kernel: the assembler maps it to a real one.
+/// A virtual register of a kernel; the assembler assigns the physical register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Reg {
-    /// Which kind.
+    /// Register class.
     pub class: Class,
-    /// Its number among those of its kind.
+    /// Index among the registers of its class.
     pub index: u32,
 }
 
-/// Memory that an address may point to.
+/// A memory space of PTX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Space {
     /// Device memory; addresses have 64 bits.
     Global,
-    /// The block's shared memory; addresses have 32 bits.
+    /// Shared memory of the CTA; addresses have 32 bits.
     Shared,
-    /// Shared memory of any block of the cluster; addresses have 32 bits.
+    /// Shared memory of any CTA of the cluster; addresses have 32 bits.
     Cluster,
-    /// The parameters of the kernel.
+    /// Kernel parameters.
     Param,
 }
 
-/// What an operand may be.
+/// Kind of an operand: the arguments that a use may give for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A register of a class, or an immediate where it is read.
+    /// A register of a class; an operand that is read may also be an immediate.
     Value(Class),
-    /// A register of a class, and no immediate.
+    /// A register of a class, never an immediate.
     Register(Class),
     /// A list of registers of a class.
     List(Class),
-    /// One register of a class, or a list of several that lie together in memory.
+    /// One register of a class, or a list of several that are adjacent in memory.
     Vector(Class),
-    /// A list of registers, or one register of 64 bits that describes a tile.
+    /// A list of registers, or one 64-bit register that holds a matrix descriptor.
     ListOrTile(Class),
     /// An address in a space, with a constant offset in bytes.
     Address(Space),
-    /// A constant that is part of the text: one of these.
+    /// A constant that is part of the text, from one of these ranges.
     Number(&'static [Steps]),
-    /// One of a few words that are part of the text.
+    /// A word that is part of the text, from this list.
     Word(&'static [&'static str]),
-    /// The name of a parameter.
+    /// A kernel parameter, given by name in the text.
     Param,
 }
 
-/// Constants in equal steps.
+/// A range of constants with a fixed step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steps {
-    /// The smallest.
+    /// Smallest constant.
     pub first: u64,
-    /// The largest.
+    /// Largest constant.
     pub last: u64,
-    /// From one to the next.
+    /// Difference between neighbours.
     pub step: u64,
 }
 
 impl Steps {
-    /// Every constant.
+    /// Every constant of the range.
     pub fn all(self) -> impl Iterator<Item = u64> {
         (self.first..=self.last).step_by(self.step as usize)
     }
@@ -105,87 +105,87 @@ impl Steps {
     }
 }
 
-/// Which way an operand flows.
+/// Direction of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
-    /// Read.
+    /// The instruction reads the operand.
     In,
-    /// Written.
+    /// The instruction writes the operand.
     Out,
-    /// Read and written.
+    /// The instruction reads and writes the operand.
     Both,
 }
 
-/// An operand of a row; its name stands in braces in the row's text.
+/// An operand of a row. The row's text contains its name in braces.
 #[derive(Debug, Clone, Copy)]
 pub struct Operand {
-    /// Name in the text.
+    /// Name in the row's text.
     pub name: &'static str,
-    /// Direction.
+    /// Whether the instruction reads or writes it.
     pub flow: Flow,
-    /// What may stand there.
+    /// Arguments that a use may give.
     pub kind: Kind,
 }
 
-/// An operand that is written.
+/// An operand that the instruction writes.
 pub(crate) const fn out(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::Out, kind: Kind::Value(class) }
 }
-/// An operand that is read.
+/// An operand that the instruction reads, from a register or an immediate.
 pub(crate) const fn arg(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::In, kind: Kind::Value(class) }
 }
-/// An operand that is read from a register only.
+/// An operand that the instruction reads from a register only.
 pub(crate) const fn reg(name: &'static str, class: Class) -> Operand {
     of(name, Kind::Register(class))
 }
-/// A list of registers that are written.
+/// A list of registers that the instruction writes.
 pub(crate) const fn outs(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::Out, kind: Kind::List(class) }
 }
-/// A list of registers that are read.
+/// A list of registers that the instruction reads.
 pub(crate) const fn args(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::In, kind: Kind::List(class) }
 }
-/// One or more registers that are written with what lies together in memory.
+/// One or more registers that a load writes from adjacent memory.
 pub(crate) const fn loaded(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::Out, kind: Kind::Vector(class) }
 }
-/// One or more registers that are read, for memory where they lie together.
+/// One or more registers that a store writes to adjacent memory.
 pub(crate) const fn stored(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::In, kind: Kind::Vector(class) }
 }
-/// A list of registers that are read and written.
+/// A list of registers that the instruction reads and writes, such as an accumulator.
 pub(crate) const fn both(name: &'static str, class: Class) -> Operand {
     Operand { name, flow: Flow::Both, kind: Kind::List(class) }
 }
-/// An operand with any kind.
+/// An input operand of any kind.
 pub(crate) const fn of(name: &'static str, kind: Kind) -> Operand {
     Operand { name, flow: Flow::In, kind }
 }
-/// An address.
+/// An address operand.
 pub(crate) const fn at(name: &'static str, space: Space) -> Operand {
     of(name, Kind::Address(space))
 }
-/// A constant of the text.
+/// A constant in the instruction's text, such as a shape.
 pub(crate) const fn number(name: &'static str, allowed: &'static [Steps]) -> Operand {
     of(name, Kind::Number(allowed))
 }
-/// Constants in equal steps.
+/// A range of constants with a fixed step.
 pub(crate) const fn steps(first: u64, last: u64, step: u64) -> Steps {
     Steps { first, last, step }
 }
-/// A word of the text.
+/// A word in the instruction's text, such as a type or a scope.
 pub(crate) const fn word(name: &'static str, words: &'static [&'static str]) -> Operand {
     of(name, Kind::Word(words))
 }
 
-/// Which architectures have an instruction.
+/// The architectures that have an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Archs {
-    /// From this compute capability (times ten) on.
+    /// Every architecture from this compute capability (times ten) on.
     From(u32),
-    /// These alone, in the variant with their suffix.
+    /// These compute capabilities (times ten) alone, in the variant with a suffix.
     Only(&'static [u32]),
 }
 
@@ -204,22 +204,23 @@ impl std::fmt::Display for Archs {
 /// The PTX version and the architectures that accept an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
-    /// Version of the PTX language.
+    /// Oldest PTX version that has the instruction.
     pub ptx: (u8, u8),
-    /// The architectures.
+    /// Architectures that have the instruction.
     pub archs: Archs,
 }
 
 impl Needs {
-    /// From a PTX version and an architecture on.
+    /// Available from this PTX version and this compute capability (times ten) on.
     pub const fn from(ptx: (u8, u8), sm: u32) -> Self {
         Needs { ptx, archs: Archs::From(sm) }
     }
-    /// Hopper alone.
+    /// Hopper only.
     pub const HOPPER_ONLY: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90]) };
-    /// Hopper and Blackwell of data centres. The assembler takes some of these rows for sm_120a too, and calls a routine.
+    /// Hopper and data-centre Blackwell. The assembler accepts some of these rows for sm_120a too, but emulates them
+    /// there.
     pub const DATA_CENTER: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103]) };
-    /// Hopper and every Blackwell, each in its own variant.
+    /// Hopper and every Blackwell, each in its architecture-specific variant.
     pub const HOPPER_AND_BLACKWELL: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103, 120, 121]) };
     /// Ampere and later.
     pub const AMPERE: Needs = Needs::from((7, 0), 80);
@@ -235,10 +236,10 @@ impl Needs {
     }
 }
 
-/// Which part of a multiprocessor runs an instruction.
+/// The unit of an SM that runs an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Unit {
-    /// Multiply-add of f32.
+    /// f32 multiply-add.
     Fma,
     /// Integers, logic, selection, comparison.
     Alu,
@@ -246,7 +247,7 @@ pub enum Unit {
     Special,
     /// Conversions between formats.
     Convert,
-    /// PeerTiles between lanes.
+    /// Exchanges between lanes, such as shuffles and votes.
     Warp,
     /// Barriers, fences, mbarriers.
     Barrier,
@@ -254,68 +255,68 @@ pub enum Unit {
     Shared,
     /// Loads and stores of global memory, and of parameters.
     Global,
-    /// The copy engine.
+    /// The copy engine (TMA).
     Copy,
     /// The tensor cores.
     Tensor,
-    /// Nothing: it only steers.
+    /// No unit: control flow.
     Control,
 }
 
-/// Who must execute an instruction together.
+/// The group of threads that must execute an instruction together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Together {
-    /// Each thread for itself.
+    /// Each thread executes the instruction independently.
     Thread,
-    /// All threads of a warp.
+    /// All threads of a warp together.
     Warp,
-    /// All threads of four consecutive warps.
+    /// All threads of a warpgroup together: four consecutive warps.
     Warpgroup,
 }
 
-/// What another thread, or the same one later, can see of an instruction beside its registers.
+/// Effect of an instruction beyond its registers, as other threads or later instructions see it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// No effect beyond the output registers.
     Pure,
-    /// It depends on when it is executed (clocks, active lanes).
+    /// No effect, but the result depends on the time of execution (clocks, active lanes).
     Volatile,
     /// Reads memory.
     Read(Space),
     /// Writes memory.
     Write(Space),
-    /// Reads and writes memory in one step.
+    /// Reads and writes memory atomically.
     Update(Space),
-    /// Starts something that ends later.
+    /// Starts an asynchronous operation.
     Start,
-    /// Waits for what was started, or for other threads.
+    /// Waits for asynchronous operations or for other threads.
     Wait,
-    /// Tells other threads, or orders memory.
+    /// Signals other threads, or orders memory accesses.
     Signal,
 }
 
-/// A row of the table: everything there is to know about an instruction.
+/// A row of the instruction table: everything that the project knows about an instruction.
 #[derive(Debug)]
 pub struct Inst {
-    /// What the table is sorted and looked up by; unique.
+    /// Unique key by which the table is sorted and searched.
     pub name: &'static str,
-    /// What the assembler reads, operands by name in braces.
+    /// Assembly text, with operand names in braces.
     pub text: &'static str,
-    /// Operands, in the order in which uses give them.
+    /// Operands, in the order in which a use gives its arguments.
     pub operands: &'static [Operand],
-    /// Which of the words, constants and lengths of lists go together; a use for which it is false does not exist.
+    /// Whether words, constants and list lengths of a use go together. A use that fails this test is invalid.
     pub allowed: fn(&Op) -> bool,
-    /// First version and target that accept it.
+    /// PTX version and architectures that have it.
     pub needs: Needs,
-    /// Which unit it occupies.
+    /// Unit that it occupies.
     pub unit: Unit,
-    /// Who executes it together.
+    /// Group of threads that must execute it together.
     pub together: Together,
-    /// What others can see.
+    /// Effect that other threads or later instructions can see.
     pub effect: Effect,
-    /// What it does to a machine, for all active lanes of a warp.
+    /// Effect on a simulated machine, for all active lanes of a warp.
     pub meaning: fn(&mut dyn Machine, &Op),
-    /// The chapter of the PTX manual it was read from.
+    /// Chapter of the PTX manual that describes it.
     pub source: &'static str,
 }
 
@@ -325,78 +326,78 @@ impl PartialEq for Inst {
     }
 }
 
-/// What a use of a row gives for an operand.
+/// The argument that a use of a row gives for an operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Arg {
-    /// A register.
+    /// One register.
     Reg(Reg),
-    /// An immediate; floats as their bits.
+    /// An immediate; floats are stored as their bits.
     Imm(u64),
-    /// Registers.
+    /// A list of registers.
     List(Box<[Reg]>),
-    /// An address: a register or constant, plus bytes.
+    /// An address: a base plus an offset in bytes.
     Address(Base, i32),
-    /// A word of the text.
+    /// A word of the instruction's text.
     Word(&'static str),
-    /// The number of a parameter.
+    /// The index of a kernel parameter.
     Param(u32),
 }
 
-/// What an address starts from.
+/// Base of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Base {
-    /// A register.
+    /// A register that holds an address.
     Reg(Reg),
-    /// A parameter.
+    /// The kernel parameter with this index.
     Param(u32),
 }
 
-/// A use of a row in a kernel.
+/// One instruction of a kernel: a row with its arguments.
 #[derive(Debug, Clone)]
 pub struct Op {
-    /// The row.
+    /// Row of the table.
     pub inst: &'static Inst,
-    /// One for each operand of the row.
+    /// One argument for each operand of the row.
     pub args: Box<[Arg]>,
-    /// The Rust line that built it.
+    /// Rust source line that built the instruction.
     pub at: &'static Location<'static>,
 }
 
 impl Op {
-    /// The list of registers that an operand gives.
+    /// The register list given for operand `i`.
     ///
     /// # Panics
-    /// If the operand is no list; a row's meaning knows which of its operands are.
+    /// If the operand is not a list; the meaning of a row knows its operands.
     pub fn list(&self, i: usize) -> &[Reg] {
         match &self.args[i] {
             Arg::List(regs) => regs,
             other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a list", self.inst.name),
         }
     }
-    /// The register that an operand gives.
+    /// The register given for operand `i`.
     ///
     /// # Panics
-    /// If the operand is no register.
+    /// If the operand is not a register.
     pub fn reg(&self, i: usize) -> Reg {
         match &self.args[i] {
             Arg::Reg(reg) => *reg,
             other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a register", self.inst.name),
         }
     }
-    /// The constant that an operand gives.
+    /// The constant given for operand `i`.
     ///
     /// # Panics
-    /// If the operand is no constant.
+    /// If the operand is not a constant.
     pub fn number(&self, i: usize) -> u64 {
         match &self.args[i] {
             Arg::Imm(n) => *n,
             other => panic!("bug in fulgurite: operand {i} of {} is {other:?}, not a constant", self.inst.name),
         }
     }
-    /// The word that an operand gives.
+    /// The word given for operand `i`.
     ///
     /// # Panics
-    /// If the operand is no word.
+    /// If the operand is not a word.
     pub fn word(&self, i: usize) -> &'static str {
         match &self.args[i] {
             Arg::Word(w) => w,
@@ -404,7 +405,7 @@ impl Op {
         }
     }
 
-    /// What is wrong with the use as an instance of its row, in words that follow the row's name.
+    /// Checks a use against its row. The error text continues a sentence that starts with the row's name.
     pub fn check(&self) -> Result<(), String> {
         if self.args.len() != self.inst.operands.len() {
             return Err(format!("has {} operands, {} were given", self.inst.operands.len(), self.args.len()));
@@ -434,17 +435,17 @@ impl Op {
         if (self.inst.allowed)(self) { Ok(()) } else { Err(format!("does not exist with {:?}", self.args)) }
     }
 
-    /// Whether a list has as many registers as the number in a word says: ".v2", "x2" and "2d" say two, "" says one.
+    /// Whether the length of a list equals the digit in a word: ".v2", "x2" and "2d" mean two, "" means one.
     pub(crate) fn counts(&self, list: usize, word: usize) -> bool {
         let digit = self.word(word).chars().find_map(|c| c.to_digit(10)).unwrap_or(1);
         self.list(list).len() == digit as usize
     }
 
-    /// Registers that it reads.
+    /// Registers that the instruction reads.
     pub fn reads(&self) -> impl Iterator<Item = Reg> {
         self.flowing(|flow| flow != Flow::Out)
     }
-    /// Registers that it writes.
+    /// Registers that the instruction writes.
     pub fn writes(&self) -> impl Iterator<Item = Reg> {
         self.flowing(|flow| flow != Flow::In)
     }

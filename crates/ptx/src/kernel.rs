@@ -1,4 +1,4 @@
-//! A kernel as a value: structured statements over rows of the table, with everything a launch must know.
+//! A kernel as a value: structured statements over rows of the instruction table, plus everything that a launch needs.
 
 pub use crate::arch::Target;
 
@@ -6,133 +6,133 @@ use crate::inst::{Class, Op, Reg};
 use crate::product::{Number, Swizzle};
 use std::panic::Location;
 
-/// A box of a tensor that the copy engine moves at once.
+/// Shape of the box that the copy engine moves in one transfer of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct BoxShape {
     /// Element type of the tensor.
     pub number: Number,
     /// Elements along each axis, innermost first.
     pub extent: Vec<u32>,
-    /// How the box lies in shared memory.
+    /// Swizzle of the box in shared memory.
     pub swizzle: Swizzle,
 }
 
-/// What a parameter is.
+/// Type of a kernel parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ParamKind {
-    /// An integer of 32 bits.
+    /// A 32-bit unsigned integer.
     U32,
-    /// A float.
+    /// A 32-bit float.
     F32,
-    /// An integer of 64 bits.
+    /// A 64-bit unsigned integer.
     U64,
-    /// An address of global memory that is a multiple of this many bytes.
+    /// An address in global memory, aligned to this many bytes.
     Pointer(u32),
-    /// A tensor that the copy engine reads or writes in such boxes.
+    /// A tensor that the copy engine reads or writes in boxes of this shape.
     Tensor(BoxShape),
 }
 
-/// A parameter.
+/// A kernel parameter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Param {
-    /// Name.
+    /// Name in the PTX text and in error messages.
     pub name: String,
-    /// What it is.
+    /// Type, with alignment or box shape.
     pub kind: ParamKind,
 }
 
-/// A statement.
+/// A statement of a kernel body.
 #[derive(Debug, Clone)]
 pub enum Stmt {
-    /// An instruction.
+    /// One instruction.
     Op(Op),
-    /// Lanes where `cond` holds take one way, the others the other; afterwards they are together again.
+    /// A branch. Lanes with `cond` true take `then`, the others take `otherwise`; afterwards all lanes reconverge.
     If {
-        /// The truth value.
+        /// Predicate register.
         cond: Reg,
-        /// Where it holds.
+        /// Statements for lanes with `cond` true.
         then: Vec<Stmt>,
-        /// Where it does not.
+        /// Statements for lanes with `cond` false.
         otherwise: Vec<Stmt>,
-        /// Rarely taken: printed out of the way.
+        /// Whether the branch is rarely taken; the printer then moves `then` out of line.
         cold: bool,
-        /// The Rust line.
+        /// The Rust source line that built the statement.
         at: &'static Location<'static>,
     },
-    /// Again and again, until a [`Stmt::Break`] of this loop is taken.
+    /// A loop that runs until a lane takes a [`Stmt::Break`] of this loop.
     Loop {
-        /// What is repeated.
+        /// Statements of one iteration.
         body: Vec<Stmt>,
-        /// The Rust line.
+        /// The Rust source line that built the statement.
         at: &'static Location<'static>,
     },
-    /// Lanes where the truth value is `when` leave the innermost loop, and wait at its end for the others.
+    /// An exit from the innermost loop. Lanes with `cond == when` leave it and wait at its end for the others.
     Break {
-        /// The truth value.
+        /// Predicate register.
         cond: Reg,
-        /// Which value leaves.
+        /// Value of the predicate that leaves the loop.
         when: bool,
-        /// The Rust line.
+        /// The Rust source line that built the statement.
         at: &'static Location<'static>,
     },
 }
 
-/// A part of shared memory.
+/// A region of shared memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharedUse {
-    /// What it is for.
+    /// Purpose, for reports and error messages.
     pub name: String,
-    /// Where it begins.
+    /// Offset of the first byte from the start of the CTA's shared memory.
     pub offset: u32,
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u32,
 }
 
-/// Warps that do one job.
+/// A role: consecutive warps that do one job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleUse {
-    /// What it does.
+    /// Name of the job, for reports and error messages.
     pub name: String,
-    /// Its first warp.
+    /// Index of the role's first warp in the CTA.
     pub first_warp: u32,
-    /// How many.
+    /// Number of warps.
     pub warps: u32,
-    /// Registers a thread, where the kernel hands them out itself.
+    /// Registers per thread, if the kernel sets them with `setmaxnreg`.
     pub registers: Option<u32>,
 }
 
-/// A kernel.
+/// A complete kernel.
 #[derive(Debug, Clone)]
 pub struct Kernel {
-    /// Name of the entry.
+    /// Name of the entry point.
     pub name: String,
-    /// What it is for.
+    /// Architecture and PTX version that the kernel is printed for.
     pub target: Target,
     /// Parameters, in order.
     pub params: Vec<Param>,
-    /// Threads of a block.
+    /// Threads per CTA.
     pub threads: u32,
-    /// Blocks of a cluster.
+    /// CTAs per cluster.
     pub cluster: u32,
-    /// Parts of shared memory.
+    /// Regions of shared memory.
     pub shared: Vec<SharedUse>,
-    /// Bytes of shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub shared_bytes: u32,
-    /// Who does what; empty where all threads do the same.
+    /// Roles of the warps; empty if all threads run the same code.
     pub roles: Vec<RoleUse>,
-    /// Named barriers in use, the block's own included.
+    /// Named barriers in use, including barrier 0 of the whole CTA.
     pub barriers: u32,
-    /// Registers of each class.
+    /// Number of virtual registers of each class.
     pub registers: [u32; Class::ALL.len()],
-    /// Waits for products that the assembler may move up over exponentials, by their Rust lines.
+    /// Source locations of `wgmma` waits that the assembler may hoist above exponentials.
     pub loose_waits: Vec<&'static Location<'static>>,
-    /// What it does.
+    /// Statements in program order.
     pub body: Vec<Stmt>,
 }
 
 impl Kernel {
-    /// Registers of a thread at entry, where roles then change them: what the assembler gives a block that has the
-    /// multiprocessor for itself.
+    /// Registers per thread at kernel entry, before roles change them: the assembler's choice for a CTA that has the SM
+    /// to itself.
     pub fn entry_registers(target: Target, threads: u32) -> u32 {
         (target.arch.registers / threads.max(1) / 8 * 8).min(255)
     }
@@ -155,7 +155,7 @@ impl Kernel {
         walk(&self.body, f);
     }
 
-    /// The oldest PTX version that has everything in it.
+    /// The oldest PTX version that supports every instruction of the kernel and its architecture.
     pub fn ptx_version(&self) -> (u8, u8) {
         let mut newest = self.target.arch.ptx_floor;
         self.each_op(&mut |op| newest = newest.max(op.inst.needs.ptx));

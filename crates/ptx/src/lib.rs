@@ -1,11 +1,12 @@
 //! The kernel language: GPU kernels are values that Rust code builds.
 //!
-//! [`Kernel::build`] runs a closure once; what it does with values ([`Val`]), scopes ([`Scope`]), tiles ([`Tile`]) and
-//! rings ([`Pipe`]) becomes one list of instructions. The list is printed as PTX for the driver
-//! ([`Kernel::ptx`]), reported on by the assembler, and executed by a simulator: what is simulated is what
-//! runs. Each instruction is a row of one [`table`], with its text, its needs and its meaning.
+//! [`Kernel::build`] runs a closure once. The closure's calls on values ([`Val`]), scopes ([`Scope`]), tiles ([`Tile`])
+//! and rings ([`Pipe`]) append to one list of instructions. That list is printed as PTX for the driver
+//! ([`Kernel::ptx`]), reported on by the assembler, and executed by a simulator, so the simulator runs the same
+//! instructions as the GPU. Each instruction is a row of one [`table`], with its text, its requirements and its
+//! meaning.
 //!
-//! This crate knows nothing of attention, and nothing of who runs a kernel.
+//! This crate knows nothing about attention and nothing about the device that runs a kernel.
 
 #![forbid(unsafe_code)]
 

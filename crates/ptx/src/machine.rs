@@ -1,8 +1,8 @@
-//! What the meaning of an instruction acts on.
+//! The interface on which the meaning of an instruction acts.
 //!
-//! A meaning is written for one warp: it reads and writes registers of the active lanes, and asks the machine
-//! for everything that other warps can see. What runs later (copies, products) is handed over as a value; when
-//! it happens, and whether that was in time, is the machine's business.
+//! A meaning is written for one warp. It reads and writes registers of the active lanes, and calls the machine for
+//! everything that other warps can see. It hands asynchronous work (copies, products) to the machine as a value; the
+//! machine decides when that work happens and whether it was in time.
 
 use crate::inst::{Arg, Base, Op, Reg, Space};
 use crate::product::Product;
@@ -10,43 +10,43 @@ use crate::product::Product;
 /// Threads of a warp.
 pub const WARP: u32 = 32;
 
-/// Values that every thread can ask for.
+/// Special registers that every thread can read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Special {
-    /// Number of the thread in its block.
+    /// Index of the thread in its CTA.
     Thread,
-    /// Number of the thread in its warp.
+    /// Index of the thread in its warp.
     Lane,
-    /// Number of the block in the grid.
+    /// Index of the CTA in the grid.
     Block,
-    /// Blocks in the grid.
+    /// Number of CTAs in the grid.
     Blocks,
-    /// Second axis of the block's number.
+    /// Second axis of the CTA's index.
     BlockY,
-    /// Third axis of the block's number.
+    /// Third axis of the CTA's index.
     BlockZ,
-    /// Number of the block in its cluster.
+    /// Index of the CTA in its cluster.
     ClusterRank,
-    /// Blocks of a cluster.
+    /// Number of CTAs in a cluster.
     ClusterSize,
-    /// Number of the cluster in the grid.
+    /// Index of the cluster in the grid.
     Cluster,
-    /// Clusters in the grid.
+    /// Number of clusters in the grid.
     Clusters,
-    /// The multiprocessor.
+    /// Index of the SM that runs the thread.
     Multiprocessor,
-    /// A clock of the multiprocessor, in cycles.
+    /// Low 32 bits of the SM's clock, in cycles.
     Clock,
-    /// The same clock, in 64 bits.
+    /// The SM's clock in 64 bits, in cycles.
     WideClock,
-    /// A clock of the machine, in nanoseconds.
+    /// Global clock of the machine, in nanoseconds.
     Time,
-    /// Lanes below this one, as bits.
+    /// Mask of the lanes below this one.
     LanesBelow,
 }
 
 impl Special {
-    /// Every one, with its name in PTX.
+    /// Every special register with its name in PTX.
     pub const NAMES: &'static [(&'static str, Special)] = &[
         ("%tid.x", Special::Thread),
         ("%laneid", Special::Lane),
@@ -66,187 +66,189 @@ impl Special {
     ];
 }
 
-/// An address in a space.
+/// An address in a memory space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Which memory.
+    /// Memory space.
     pub space: Space,
-    /// Byte address in it.
+    /// Byte address in the space.
     pub address: u64,
 }
 
-/// Threads among which an access or fence orders.
+/// The threads among which an access or a fence orders memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// The block.
+    /// Threads of the CTA.
     Block,
-    /// The cluster.
+    /// Threads of the cluster.
     Cluster,
-    /// The device.
+    /// Threads of the device.
     Device,
-    /// The device, the host and other devices.
+    /// Threads of the device, the host and other devices.
     System,
 }
 
-/// How an access takes part in the order of memory.
+/// Memory order of an access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Not at all: two such accesses of different threads must be ordered by something else.
+    /// No order: something else must order two such accesses of different threads.
     Weak,
-    /// As one step, ordering nothing else.
+    /// Atomic, but orders no other access.
     Relaxed(Scope),
-    /// What follows is after it.
+    /// Later accesses of the thread stay after it.
     Acquire(Scope),
-    /// What came before is before it.
+    /// Earlier accesses of the thread stay before it.
     Release(Scope),
-    /// Both.
+    /// Acquire and release together.
     AcquireRelease(Scope),
 }
 
-/// What is done to an mbarrier.
+/// An operation on an mbarrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mbarrier {
-    /// Makes one that expects so many arrivals a phase.
+    /// Initialises the mbarrier with this many expected arrivals per phase.
     Init(u32),
-    /// Ends its life.
+    /// Ends the mbarrier's lifetime.
     Invalidate,
-    /// So many arrivals.
+    /// Counts this many arrivals.
     Arrive(u32, Order),
-    /// More bytes to be delivered, then one arrival.
+    /// Adds bytes to the expected count, then arrives once.
     ArriveExpect(u32, Order),
-    /// More bytes to be delivered.
+    /// Adds bytes to the expected count.
     Expect(u32),
-    /// Bytes were delivered.
+    /// Reports delivered bytes.
     Complete(u32),
-    /// An arrival for this and every later phase.
+    /// Arrives this many times, in this and every later phase.
     ArriveDrop(u32),
-    /// One arrival when the thread's cp.async so far are done. With `true`, that arrival is one of those expected.
+    /// Arrives once when all earlier cp.async of the thread are done. With `true`, that arrival is one of the expected
+    /// ones.
     ArriveAfterCopies(bool),
 }
 
-/// The queues of things that end later, each with groups and waits of its own.
+/// Queues of asynchronous work, each with its own groups and waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Queue {
-    /// `cp.async`, by thread.
+    /// `cp.async`, one queue per thread.
     Copy,
-    /// Bulk and tensor copies out of shared memory, by thread.
+    /// Bulk and tensor copies out of shared memory, one queue per thread.
     Bulk,
-    /// Tensor products, by warpgroup.
+    /// Tensor products, one queue per warpgroup.
     Product,
 }
 
-/// What is done to a queue.
+/// An operation on a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// What was started since the last group becomes one.
+    /// Closes a group: all work started since the last commit.
     Commit,
-    /// Waits until at most so many groups are pending.
+    /// Waits until at most this many groups are pending.
     Wait(u32),
-    /// Waits until at most so many groups have still to read their sources.
+    /// Waits until at most this many groups have yet to read their sources.
     WaitRead(u32),
-    /// Waits for everything, grouped or not.
+    /// Waits for all work, committed or not.
     WaitAll,
 }
 
-/// How memory seen one way is ordered with memory seen another way.
+/// A fence: it orders accesses to memory through different paths (proxies) or threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fence {
-    /// Between the thread's own accesses, in a scope.
+    /// Orders the thread's own accesses, within a scope.
     Thread(Order),
-    /// Between the thread's accesses and those of the copy engine and the tensor cores; in this space, or everywhere.
+    /// Orders the thread's accesses with those of the copy engine and the tensor cores, in this space or (`None`) in
+    /// all.
     Proxy(Option<Space>),
     /// Makes initialised mbarriers visible to the cluster.
     MbarrierInit,
-    /// Before the first product of a group: registers written so far may be read by it.
+    /// Precedes the first product of a group: the product may then read registers written so far.
     Product,
 }
 
-/// Barriers that threads meet at.
+/// Barriers at which threads meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meeting {
-    /// Waits for `threads` at a barrier of the block (all, if none are given).
+    /// Waits for `threads` threads (`None`: all of the CTA) at a named barrier.
     Sync {
-        /// Number of the barrier.
+        /// Number of the named barrier.
         id: u32,
-        /// How many threads meet there.
+        /// Number of threads that meet there.
         threads: Option<u32>,
     },
-    /// Counts as having come, and goes on.
+    /// Arrives at a named barrier without waiting.
     Arrive {
-        /// Number of the barrier.
+        /// Number of the named barrier.
         id: u32,
-        /// How many threads meet there.
+        /// Number of threads that meet there.
         threads: u32,
     },
-    /// The lanes of the mask meet.
+    /// The lanes of the mask wait for each other.
     Warp(u32),
-    /// Counts as having come to the cluster's barrier. Whether memory is released.
+    /// Arrives at the cluster's barrier; `true` releases memory.
     ClusterArrive(bool),
-    /// Waits for the cluster. Whether memory is acquired.
+    /// Waits at the cluster's barrier; `true` acquires memory.
     ClusterWait(bool),
 }
 
-/// Which direction a reduction in memory takes.
+/// The operation of a reduction in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// Sum.
+    /// Sum of both.
     Add,
-    /// Smaller.
+    /// The smaller of both.
     Min,
-    /// Larger.
+    /// The larger of both.
     Max,
-    /// Bits of both.
+    /// Bitwise and.
     And,
-    /// Bits of either.
+    /// Bitwise or.
     Or,
-    /// Bits of one.
+    /// Bitwise exclusive or.
     Xor,
-    /// Up to a limit, then 0.
+    /// Increments up to a limit, then wraps to 0.
     Inc,
-    /// Down, from a limit.
+    /// Decrements; wraps to the limit at 0.
     Dec,
 }
 
-/// How a transfer tells that it is done.
+/// How a transfer signals its completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Done {
-    /// Bytes are counted on an mbarrier, in each destination.
+    /// Counts its bytes on an mbarrier, in each destination CTA.
     Mbarrier(Place),
-    /// It belongs to the thread's open group.
+    /// Belongs to the open group of the thread's queue.
     Group(Queue),
-    /// It does not.
+    /// Gives no signal.
     Nothing,
 }
 
-/// A copy that happens later.
+/// An asynchronous copy.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Transfer {
-    /// A run of bytes.
+    /// A contiguous run of bytes.
     Bytes {
-        /// Where to.
+        /// Destination address.
         to: Place,
-        /// Where from.
+        /// Source address.
         from: Place,
-        /// How many; the rest of `padded` is zero.
+        /// Bytes that are copied; the rest of `padded` is filled with zeros.
         bytes: u32,
-        /// How many are written.
+        /// Bytes that are written.
         padded: u32,
-        /// Combined with what is there instead of replacing it: how, and as which type.
+        /// Operation and element type that combine the data with the destination's, instead of replacing them.
         reduce: Option<(Reduction, &'static str)>,
-        /// Blocks of the cluster that receive it, as bits; none: the one that `to` is in.
+        /// Mask of the CTAs of the cluster that receive the copy; `None`: the CTA that `to` is in.
         multicast: Option<u16>,
-        /// How it ends.
+        /// How the copy signals its completion.
         done: Done,
     },
-    /// Words from registers.
+    /// Words from registers, stored asynchronously.
     Words {
-        /// Where to.
+        /// Destination address.
         to: Place,
-        /// The words, in the order of memory.
+        /// The words, in memory order.
         data: Vec<u8>,
-        /// Combined with what is there instead of replacing it: how, and as which type.
+        /// Operation and element type that combine the data with the destination's, instead of replacing them.
         reduce: Option<(Reduction, &'static str)>,
-        /// How it ends.
+        /// How the copy signals its completion.
         done: Done,
     },
     /// A box of a tensor.
@@ -257,31 +259,31 @@ pub enum Transfer {
         coordinates: Vec<i32>,
         /// The tile in shared memory.
         tile: Place,
-        /// From the tensor to the tile, or back.
+        /// `true`: tensor to shared memory; `false`: shared memory to tensor.
         inward: bool,
-        /// Combined with what is there instead of replacing it (outward only).
+        /// Operation that combines the data with the tensor's instead of replacing them (outward only).
         reduce: Option<Reduction>,
-        /// Blocks of the cluster that receive it, as bits.
+        /// Mask of the CTAs of the cluster that receive the box.
         multicast: Option<u16>,
-        /// How it ends.
+        /// How the copy signals its completion.
         done: Done,
     },
-    /// A hint to bring something near; it changes nothing that can be seen.
+    /// A prefetch hint, with no visible effect.
     Prefetch,
 }
 
-/// A warp of a running kernel, as a meaning sees it.
+/// A warp of a running kernel, as the meaning of an instruction sees it.
 ///
-/// An operation that has to wait marks the warp as waiting; none of these has a result that is read after the
-/// wait, so the warp goes on after the instruction once what it waits for has come.
+/// An operation that has to wait marks the warp as waiting. No such operation returns a result that is read after the
+/// wait, so the warp simply continues after the instruction when the wait is over.
 pub trait Machine {
-    /// Lanes that execute the instruction, as bits.
+    /// Mask of the lanes that execute the instruction.
     fn active(&self) -> u32;
-    /// A register of a lane; 32-bit classes in the low half, truth values as 0 or 1.
+    /// Reads a register of a lane. 32-bit classes use the low half, predicates are 0 or 1.
     fn get(&mut self, lane: u32, reg: Reg) -> u64;
     /// Writes a register of a lane.
     fn set(&mut self, lane: u32, reg: Reg, bits: u64);
-    /// A register of every active lane at once; what is given for the other lanes means nothing.
+    /// Reads a register of every active lane. Entries of inactive lanes are undefined.
     fn get_all(&mut self, reg: Reg, bits: &mut [u64; WARP as usize]) {
         lanes(self.active()).for_each(|lane| bits[lane as usize] = self.get(lane, reg));
     }
@@ -289,47 +291,47 @@ pub trait Machine {
     fn set_all(&mut self, reg: Reg, bits: &[u64; WARP as usize]) {
         lanes(self.active()).for_each(|lane| self.set(lane, reg, bits[lane as usize]));
     }
-    /// A special register.
+    /// Reads a special register.
     fn special(&mut self, lane: u32, which: Special) -> u64;
-    /// Reads from a parameter.
+    /// Reads bytes of a kernel parameter.
     fn parameter(&mut self, number: u32, offset: i32, bytes: &mut [u8]);
-    /// Where a parameter lies, for the tensor maps among them.
+    /// Address of a kernel parameter; tensor maps are read from there.
     fn parameter_address(&mut self, number: u32) -> u64;
-    /// Where dynamic shared memory begins.
+    /// Address at which dynamic shared memory begins.
     fn shared_base(&mut self) -> u32;
-    /// The address of the same byte in another block of the cluster.
+    /// Maps a shared-memory address to the corresponding address in another CTA of the cluster.
     fn peer(&mut self, shared: u32, rank: u32) -> u32;
-    /// Reads memory.
+    /// Reads memory for one lane.
     fn load(&mut self, lane: u32, at: Place, order: Order, bytes: &mut [u8]);
-    /// Writes memory.
+    /// Writes memory for one lane.
     fn store(&mut self, lane: u32, at: Place, order: Order, bytes: &[u8]);
-    /// Reads, changes and writes memory in one step, for elements of up to 8 bytes; the old value.
+    /// Reads, changes and writes an element of up to 8 bytes atomically, and returns the old value.
     fn update(&mut self, lane: u32, at: Place, order: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64;
-    /// Changes an mbarrier.
+    /// Performs an operation on an mbarrier.
     fn mbarrier(&mut self, lane: u32, at: Place, what: Mbarrier);
-    /// Whether the phase of this parity has completed. A machine may say no for a while.
+    /// Whether the phase with this parity is complete. A machine may answer no for a while after completion.
     fn mbarrier_done(&mut self, lane: u32, at: Place, parity: u32, order: Order) -> bool;
-    /// Starts a copy.
+    /// Starts an asynchronous copy.
     fn transfer(&mut self, lane: u32, what: Transfer);
     /// Starts a product of the warpgroup.
     fn product(&mut self, what: Product);
-    /// Commits to or waits for a queue.
+    /// Commits or waits for groups of a queue.
     fn group(&mut self, lane: u32, queue: Queue, what: Group);
-    /// Orders memory.
+    /// Executes a fence.
     fn fence(&mut self, lane: u32, what: Fence);
-    /// Meets other threads.
+    /// Meets other threads at a barrier.
     fn meet(&mut self, what: Meeting);
-    /// Changes the registers of the warpgroup's threads to this many.
+    /// Sets the register count per thread of the warpgroup (`setmaxnreg`); `more` tells whether it grows.
     fn registers(&mut self, count: u32, more: bool);
-    /// Waits for the grid before this one, or lets the next one start.
+    /// Waits for the previous grid (`true`), or lets the next grid start (programmatic dependent launch).
     fn grid(&mut self, wait: bool);
-    /// The program gives up.
+    /// Stops the program with an error.
     fn trap(&mut self, lane: u32);
-    /// The warp steps back until others have done something: it looks at memory that they write.
+    /// Yields until other warps have run: the warp polls memory that they write.
     fn sleep(&mut self) {}
 }
 
-/// The lanes whose bits are set.
+/// The lanes whose bits are set in a mask.
 pub fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     let mut rest = mask;
     std::iter::from_fn(move || {
@@ -339,10 +341,10 @@ pub fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// What an operand is worth in a lane.
+/// The value of an operand in a lane.
 ///
 /// # Panics
-/// If the operand has no value.
+/// If the operand is neither a register nor an immediate.
 pub fn value(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
     match &op.args[i] {
         Arg::Reg(reg) => m.get(lane, *reg),
@@ -351,10 +353,10 @@ pub fn value(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
     }
 }
 
-/// The address an operand gives in a lane.
+/// The address that an operand gives in a lane.
 ///
 /// # Panics
-/// If the operand is no address.
+/// If the operand is not an address.
 pub fn address(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
     match &op.args[i] {
         Arg::Address(Base::Reg(reg), offset) => m.get(lane, *reg).wrapping_add_signed(i64::from(*offset)),
@@ -362,10 +364,10 @@ pub fn address(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> u64 {
     }
 }
 
-/// Operands of the widest row that [`each`] serves.
+/// Largest number of inputs of a row that [`each`] evaluates.
 const MOST_INPUTS: usize = 4;
 
-/// Computes the first operand from the others, in each active lane.
+/// Computes the first operand from the others in each active lane.
 pub(crate) fn each(m: &mut dyn Machine, op: &Op, f: impl Fn(&[u64]) -> u64) {
     let mut inputs = [const { [0; WARP as usize] }; MOST_INPUTS];
     let mut count = 0;

@@ -1,7 +1,7 @@
-//! Products of single warps: `mma.sync`, with operands that `ldmatrix` reads from swizzled tiles in shared memory.
+//! Products of single warps: `mma.sync`, with operands that `ldmatrix` loads from swizzled tiles in shared memory.
 //!
-//! Every tensor core since Ampere has them. A warp multiplies blocks of 16 rows of A, 8 columns of B and 32 bytes of the
-//! summed dimension; accumulators lie in registers as those of `wgmma` do.
+//! Every tensor core since Ampere supports them. One instruction multiplies 16 rows of A by 8 columns of B over 32
+//! bytes of the summed dimension. Accumulators have the same register layout as those of `wgmma`.
 
 use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Val, WholeWarps, Word};
 use crate::inst::{Arg, Base, Class, Inst, Reg};
@@ -11,12 +11,12 @@ use crate::table::{convert, memory, tensor};
 use crate::tile::{Operand, Tile};
 use std::marker::PhantomData;
 
-/// Rows of A, or columns of B, that `ldmatrix` reads at once.
+/// Rows of A, or columns of B, that one `ldmatrix` loads.
 const BLOCK: u32 = 16;
 
 /// An element type of accumulators.
 pub trait AccNumber: Word {
-    /// The type's name to tensor cores.
+    /// The type's name for tensor cores.
     const NUMBER: Number;
 }
 impl AccNumber for f32 {
@@ -26,7 +26,7 @@ impl AccNumber for i32 {
     const NUMBER: Number = Number::S32;
 }
 
-/// The accumulators' type for products of such elements.
+/// The accumulator type for products of these elements.
 pub(crate) fn accumulates(number: Number) -> Number {
     match number {
         Number::S8 | Number::U8 => Number::S32,
@@ -34,22 +34,22 @@ pub(crate) fn accumulates(number: Number) -> Number {
     }
 }
 
-/// Accumulators of a warp: 16 `M` rows and `cols` columns. Lane l holds of each block of 16 rows the row l / 4 and the one
-/// 8 below, and two of each eight columns.
+/// Accumulators of a warp: 16 `M` rows and `cols` columns. In each block of 16 rows, lane l holds elements of row l / 4
+/// and of the row 8 below, two for each group of eight columns.
 pub struct WarpAcc<'k, const M: usize, N = f32> {
     k: &'k Builder,
-    /// For each eight columns, for each block of rows: two neighbours of the upper row, two of the lower.
+    /// For each eight columns and each block of rows: two neighbours of the upper row, then two of the lower.
     regs: Vec<Reg>,
     cols: u32,
     number: PhantomData<N>,
 }
 
 impl<'k, const M: usize, N: AccNumber> WarpAcc<'k, M, N> {
-    /// Columns.
+    /// Number of columns.
     pub fn cols(&self) -> u32 {
         self.cols
     }
-    /// The thread's elements, in order.
+    /// The thread's elements, in register order.
     pub fn elements(&self) -> impl Iterator<Item = Val<'k, N>> {
         let k = self.k;
         self.regs.iter().map(move |&reg| Val::reg(k, reg))
@@ -60,7 +60,7 @@ impl<'k, const M: usize, N: AccNumber> WarpAcc<'k, M, N> {
         let row: &'static Inst = if N::CLASS == Class::F32 { &convert::MOV_F32 } else { &convert::MOV_32 };
         self.k.emit(row, [Arg::Reg(self.regs[i]), x.into_val(self.k).arg()]);
     }
-    /// Makes all elements 0.
+    /// Sets all elements to 0.
     #[track_caller]
     pub fn clear(&self)
     where
@@ -68,7 +68,7 @@ impl<'k, const M: usize, N: AccNumber> WarpAcc<'k, M, N> {
     {
         (0..self.regs.len()).for_each(|i| self.set(i, N::default()));
     }
-    /// The accumulators of an 8-column block, for the `block`-th 16 rows.
+    /// The accumulators of the `columns`-th eight columns and the `block`-th 16 rows.
     fn block(&self, columns: u32, block: usize) -> &[Reg] {
         let start = 4 * (columns as usize * M + block);
         &self.regs[start..start + 4]
@@ -148,7 +148,7 @@ impl<'k, const M: usize> RowView<'k> for WarpAcc<'k, M> {
         let base = tile.address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
         let elements: Vec<Val<'k, f32>> = self.elements().collect();
         for columns in 0..self.cols / 8 {
-            // Whole units of 16 bytes, in bits that the row's swizzle alone reaches: xor is addition there.
+            // Offsets of whole 16-byte units use address bits that only the row's swizzle reaches, so xor adds them.
             let address = (base ^ (columns % units * 16)).in_register();
             let chunk = columns / units * shape.chunk_bytes();
             for row in 0..Self::ROWS {
@@ -160,19 +160,19 @@ impl<'k, const M: usize> RowView<'k> for WarpAcc<'k, M> {
         }
     }
 
-    /// A warp's products are done when the next instruction reads them.
+    /// `mma.sync` is synchronous: the next instruction may read its result.
     fn wait(_: &Scope<'k, Group>) {}
     fn wait_after(_: &Scope<'k, Group>, _: &[Val<'k, f32>]) {}
 }
 
-/// Which operand of a product.
+/// The two operands of a product.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     A,
     B,
 }
 
-/// An operand as `ldmatrix` reads it: 16 rows (of A) or columns (of B) and 32 bytes of the summed dimension at a time.
+/// An operand as `ldmatrix` loads it: 16 rows (of A) or columns (of B) and 32 bytes of the summed dimension at a time.
 struct Blocks<'k> {
     operand: Operand<'k>,
     /// The lane's address for the first step of each block.
@@ -180,14 +180,14 @@ struct Blocks<'k> {
 }
 
 impl<'k> Blocks<'k> {
-    /// `count` blocks from the `first` row of A or column of B on.
+    /// `count` blocks, starting at row (of A) or column (of B) `first`.
     #[track_caller]
     fn new<W: WholeWarps>(w: &Scope<'k, W>, operand: Operand<'k>, first: Val<'k, u32>, count: u32, side: Side) -> Self {
         let shape = operand.tile().shape();
         let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
         let lane = w.lane();
-        // Four matrices of 8 x 16 bytes. In those of A the first two differ in rows, in those of B in the summed dimension;
-        // tiles that are contiguous along the other dimension are read transposed, which exchanges the two.
+        // `ldmatrix` loads four matrices of 8 x 16 bytes. For A the first two differ in rows, for B in the summed
+        // dimension. Tiles that are contiguous along the other dimension are loaded transposed, which swaps the two.
         let rows_first = (side == Side::A) == (operand.major() == Major::Inner);
         let (row, unit) = match rows_first {
             true => (lane & 15, lane >> 4),
@@ -206,7 +206,7 @@ impl<'k> Blocks<'k> {
         Blocks { operand, first: (0..count).map(block).collect() }
     }
 
-    /// Reads a block at a step of the summed dimension.
+    /// Loads a block at a step of the summed dimension.
     #[track_caller]
     fn load(&self, k: &'k Builder, block: usize, step: u32) -> [Reg; 4] {
         let shape = self.operand.tile().shape();
@@ -222,7 +222,7 @@ impl<'k> Blocks<'k> {
     }
 }
 
-/// The row of the table that multiplies such elements, and its words.
+/// The row of the instruction table that multiplies these elements, and its words.
 fn row(a: Number, b: Number) -> Option<(&'static Inst, Vec<&'static str>)> {
     use Number::{Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
     match (a, b) {
@@ -237,7 +237,7 @@ fn row(a: Number, b: Number) -> Option<(&'static Inst, Vec<&'static str>)> {
 }
 
 impl<'k, W: WholeWarps> Scope<'k, W> {
-    /// Accumulators of 16 `M` rows and `cols` columns for each warp, of f32 or, for products of bytes, of i32.
+    /// Allocates accumulators of 16 `M` rows and `cols` columns per warp: f32, or i32 for products of bytes.
     #[track_caller]
     pub fn warp_accumulators<const M: usize, N: AccNumber>(&self, cols: u32) -> WarpAcc<'k, M, N> {
         if M == 0 || !cols.is_multiple_of(BLOCK) || cols == 0 {
@@ -249,8 +249,8 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         WarpAcc { k: self.k, regs, cols, number: PhantomData }
     }
 
-    /// acc += a b by each warp: 16 `M` rows of `a` from the `a_first` on, and the accumulators' columns of `b` from the
-    /// `b_first` on, both multiples of 16.
+    /// Computes acc += a b in each warp: 16 `M` rows of `a` starting at `a_first`, and the accumulators' columns of `b`
+    /// starting at `b_first`. Both starts are multiples of 16.
     #[track_caller]
     pub fn multiply_warp<const M: usize, N: AccNumber>(
         &self,
@@ -319,7 +319,7 @@ mod tests {
     fn check<const M: usize>() {
         type View<'k, const M: usize> = WarpAcc<'k, M>;
         for (lane, i) in (0..32u32).flat_map(|lane| (0..16 * M).map(move |i| (lane, i))) {
-            // A block of 16 rows and 8 columns lies as the product says.
+            // A block of 16 rows and 8 columns has the layout of `accumulator_element`.
             let (block, columns, e) = (i / 4 % M, i / (4 * M), i % 4);
             let (row, col) = accumulator_element(lane, e as u32);
             let own = View::<M>::row_of(i);

@@ -1,4 +1,4 @@
-//! What instructions compute where PTX leaves room: one documented choice for each.
+//! Results of instructions that PTX leaves implementation-defined: one documented choice for each.
 //!
 //! Approximate functions are computed in f64 and rounded once, which is inside the bound that PTX gives.
 
@@ -6,12 +6,12 @@ use crate::machine::Reduction;
 use crate::product::Number;
 use half::{bf16, f16};
 
-/// Subnormals become zeros of the same sign.
+/// Flushes subnormals to zero, keeping the sign.
 fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
 }
 
-/// The larger; a NaN operand loses, and of two zeros the positive one wins.
+/// The larger of two numbers. A NaN operand is ignored, and +0 beats -0.
 pub fn max(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
         (true, _) => b,
@@ -33,14 +33,14 @@ pub fn max(a: f32, b: f32) -> f32 {
     }
 }
 
-/// The smaller; a NaN operand loses, and of two zeros the negative one wins.
+/// The smaller of two numbers. A NaN operand is ignored, and -0 beats +0.
 pub fn min(a: f32, b: f32) -> f32 {
     -max(-a, -b)
 }
 
 /// a + b, rounded toward minus infinity.
 pub fn add_down(a: f32, b: f32) -> f32 {
-    // The sum of two f32 may need more than 53 bits; what is lost decides the direction (two-sum is exact).
+    // The sum of two f32 may need more than 53 bits, so the exact remainder (two-sum) decides the direction.
     let (x, y) = (f64::from(a), f64::from(b));
     let sum = x + y;
     let part = sum - x;
@@ -50,14 +50,14 @@ pub fn add_down(a: f32, b: f32) -> f32 {
         return -0.0; // what cancels is a negative zero in this direction
     }
     if !nearest.is_finite() || sum.is_infinite() || sum.is_nan() {
-        // Beyond the range: down from the largest number, not up to infinity.
+        // On overflow, rounding down gives the largest finite number, not infinity.
         return if nearest == f32::INFINITY && a.is_finite() && b.is_finite() { f32::MAX } else { nearest };
     }
     let above = f64::from(nearest) > sum || (f64::from(nearest) == sum && rest < 0.0);
     if above { nearest.next_down() } else { nearest }
 }
 
-/// a + b as additions in memory do it: subnormals flush to zero.
+/// a + b as reductions in memory compute it: subnormals flush to zero.
 pub fn add_flush(a: f32, b: f32) -> f32 {
     flush(flush(a) + flush(b))
 }
@@ -90,7 +90,7 @@ pub(crate) fn on_half(brain: bool, bits: &[u16], f: &dyn Fn(&[f64]) -> f64) -> u
     if brain { bf16::from_f64(y).to_bits() } else { f16::from_f64(y).to_bits() }
 }
 
-/// What stands in memory after `x` is combined with what was there, as elements of a type of PTX.
+/// The value in memory after a reduction combines `x` with the old value, as elements of the PTX type `number`.
 pub fn combine(way: Reduction, number: &str, old: u64, x: u64) -> u64 {
     let halves = |brain: bool, shift: u32| {
         let bits = [(old >> shift) as u16, (x >> shift) as u16];
@@ -178,7 +178,7 @@ pub fn from_fp8(bits: u8, number: Number) -> f32 {
     }
 }
 
-/// A float rounded to an 8-bit float, ties to even, saturating; NaN stays NaN.
+/// Rounds an f32 to an 8-bit float: nearest, ties to even, saturating. NaN stays NaN.
 pub fn to_fp8(x: f32, number: Number) -> u8 {
     let (_, _, largest) = fp8_shape(number);
     let sign = if x.is_sign_negative() { 0x80 } else { 0 };
@@ -186,7 +186,7 @@ pub fn to_fp8(x: f32, number: Number) -> u8 {
         return 0x7f;
     }
     let magnitude = f64::from(x.abs().min(largest));
-    // 128 candidates in ascending order: the nearest, the even one of two.
+    // The 128 candidates are in ascending order: take the nearest, and the even one on a tie.
     let finite = (0..0x80u8).take_while(|&b| from_fp8(b, number) <= largest && from_fp8(b, number).is_finite());
     let nearest = finite.min_by(|&a, &b| {
         let distance = |c: u8| (f64::from(from_fp8(c, number)) - magnitude).abs();
@@ -195,7 +195,7 @@ pub fn to_fp8(x: f32, number: Number) -> u8 {
     sign | nearest.unwrap_or(0)
 }
 
-/// The value of an element that a tensor core reads; it stands in the low bits.
+/// The value of an element that a tensor core reads from the low bits of `bits`.
 pub fn decode(bits: u32, number: Number) -> f64 {
     match number {
         Number::F16 => f16::from_bits(bits as u16).to_f64(),
@@ -209,12 +209,12 @@ pub fn decode(bits: u32, number: Number) -> f64 {
     }
 }
 
-/// The exponent of a number that is not zero.
+/// The exponent of a nonzero number.
 fn exponent(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
 }
 
-/// The exponent that a number has in its type: subnormals have that of the smallest normal number.
+/// The exponent of a number in its type; subnormals have that of the smallest normal number.
 fn exponent_in(x: f64, number: Number) -> i32 {
     let smallest = match number {
         Number::F16 | Number::E5m2 => -14,
@@ -227,7 +227,7 @@ fn exponent_in(x: f64, number: Number) -> i32 {
 /// The exponent of the smallest normal f32.
 const SMALLEST: i32 = -126;
 
-/// A number cut toward zero to so many bits after the leading one.
+/// Truncates a number toward zero to this many bits after the leading one.
 fn cut(x: f64, bits: i32) -> f64 {
     if x == 0.0 {
         return 0.0;
@@ -236,44 +236,45 @@ fn cut(x: f64, bits: i32) -> f64 {
     (x / unit).trunc() * unit
 }
 
-/// Which exponent a product has while terms are lined up.
+/// The exponent by which a product is aligned before addition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exponent {
-    /// The sum of its factors' exponents: 1.5 * 1.5 has 0.
+    /// The sum of the factors' exponents: 1.5 * 1.5 has exponent 0.
     Factors,
-    /// Its own: 1.5 * 1.5 has 1.
+    /// The product's own exponent: 1.5 * 1.5 has exponent 1.
     Product,
 }
 
-/// How an f32 sum is rounded.
+/// Rounding of an f32 sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Cut toward zero.
+    /// Truncate toward zero.
     Cut,
-    /// To the nearest, of two the even one.
+    /// Round to nearest, ties to even.
     Nearest,
 }
 
-/// How a tensor core adds products of floats to an accumulator, which PTX leaves open: terms are aligned to the largest
-/// exponent, cut toward zero below so many bits, and added exactly.
+/// How a tensor core adds products of floats to an accumulator. PTX leaves this open; this model aligns terms to the
+/// largest exponent, truncates them below `kept_bits`, and adds them exactly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Adder {
     /// Bits kept below the largest exponent.
     pub kept_bits: i32,
-    /// Products that are added in one step.
+    /// Number of products that are added in one step.
     pub group: usize,
-    /// What products are aligned by.
+    /// The exponent by which products are aligned.
     pub exponent: Exponent,
-    /// Bits of an f32 sum that are kept after its leading one, where it is cut.
+    /// Bits of an f32 sum that are kept after its leading one, if the sum is truncated.
     pub result_bits: i32,
-    /// What becomes of the others.
+    /// Rounding of the remaining bits.
     pub rounding: Rounding,
-    /// Whether the accumulator is one of the terms, or added to their sum in a second step.
+    /// Whether the accumulator is one of the aligned terms. If not, it is added to their sum in a second step.
     pub fused: bool,
 }
 
 impl Adder {
-    /// Hopper's adder for elements of a type, as published (MMA-Sim, arXiv 2511.10909, where it gives the hardware's bits).
+    /// Hopper's adder for elements of a type, as published in MMA-Sim (arXiv 2511.10909), which matches the hardware
+    /// bit by bit.
     pub fn hopper(from: Number) -> Adder {
         let bits = if from.bytes() == 1 { 13 } else { 25 };
         let group = from.depth() as usize;
@@ -281,7 +282,7 @@ impl Adder {
         Adder { kept_bits: bits, group, exponent, result_bits: bits.min(23), rounding, fused: true }
     }
 
-    /// The accumulator `old` plus products of pairs of the types `from`, as bits of `to`; f16 sums are rounded to
+    /// The accumulator `old` plus products of factors of types `from`, as bits of type `to`. f16 sums are rounded to
     /// nearest.
     pub fn add(&self, old: u32, factors: &[[f64; 2]], to: Number, from: [Number; 2]) -> u32 {
         factors.chunks(self.group).fold(old, |old, factors| {
@@ -321,7 +322,7 @@ impl Adder {
             Number::F16 => f16::from_f64(sum).to_bits().into(),
             _ if self.rounding == Rounding::Nearest || !sum.is_finite() => (sum as f32).to_bits(),
             _ => {
-                // Past the largest number, cutting stops there.
+                // Truncation past the largest finite number stops at that number.
                 let kept = cut(sum, self.result_bits).clamp(f64::from(f32::MIN), f64::from(f32::MAX));
                 (kept as f32).to_bits()
             }
@@ -329,8 +330,8 @@ impl Adder {
     }
 }
 
-/// One step of a tensor core: the accumulator plus the products of one instruction, as pairs of factors of the types `from`.
-/// Floats are added as [`Adder::hopper`] says; integers are exact.
+/// One step of a tensor core: the accumulator plus the products of one instruction, given as pairs of factors of types
+/// `from`. Floats follow [`Adder::hopper`]; integers are exact.
 pub fn accumulate(old: u32, factors: &[[f64; 2]], to: Number, from: [Number; 2], saturate: bool) -> u32 {
     if to == Number::S32 {
         let sum = i64::from(old as i32) + factors.iter().map(|&[x, y]| (x * y) as i64).sum::<i64>();
@@ -385,7 +386,7 @@ mod tests {
         // Half a unit and more is still cut.
         assert_eq!(sum(1.0, &[(-24f64).exp2() * 1.5]), 1.0);
         assert_eq!(sum(-1.0, &[(-24f64).exp2() * -1.5]), -1.0);
-        // What lies 26 bits below the largest term is not seen, even where the large terms cancel.
+        // A term 26 bits below the largest one is lost, even if the large terms cancel.
         assert_eq!(sum(1.0, &[-1.0, (-26f64).exp2()]), 0.0);
         assert!(sum(f32::INFINITY, &[1.0]).is_infinite() && sum(f32::INFINITY, &[f64::NEG_INFINITY]).is_nan());
         let bytes = |old: i32, terms: &[f64], saturate| {

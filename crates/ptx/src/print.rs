@@ -1,4 +1,4 @@
-//! A kernel as PTX text.
+//! Prints a kernel as PTX text.
 
 use crate::inst::{Arg, Base, Class, Kind, Op, Reg};
 use crate::kernel::{Kernel, ParamKind, Stmt};
@@ -10,7 +10,7 @@ use std::fmt::Write;
 const WARPGROUP: u32 = 128;
 
 impl Kernel {
-    /// The text that the driver compiles. The same kernel gives the same text.
+    /// The text that the driver compiles. Equal kernels give equal text.
     pub fn ptx(&self) -> String {
         let mut p = Printer {
             kernel: self,
@@ -54,7 +54,7 @@ impl Kernel {
         }
         let _ = writeln!(text, ")\n.reqntid {}, 1, 1", self.threads);
         if self.roles.iter().any(|role| role.registers.is_some()) {
-            // Without it the assembler does not know the registers at entry and drops setmaxnreg.
+            // Without this directive the assembler does not know the register count at entry and drops setmaxnreg.
             text.push_str(".minnctapersm 1\n");
         }
         if self.cluster > 1 {
@@ -73,7 +73,7 @@ impl Kernel {
         text
     }
 
-    /// Warpgroups of a block.
+    /// Number of warpgroups of a CTA.
     pub fn warpgroups(&self) -> u32 {
         self.threads.div_ceil(WARPGROUP)
     }
@@ -85,20 +85,20 @@ struct Printer<'a> {
     files: Vec<&'static str>,
     numbers: HashMap<&'static str, usize>,
     labels: u32,
-    /// File and line that the last `.loc` named.
+    /// File and line of the last `.loc`.
     line: (usize, u32),
-    /// Blocks to print after the rest.
+    /// Cold code to print after the main body.
     cold: Vec<Cold>,
     /// Registers that may differ between the lanes of a warp.
     varying: HashSet<Reg>,
 }
 
-/// A block that lies out of the way.
+/// Code of a rarely taken branch, printed after the main body.
 struct Cold {
     label: String,
-    /// Where it returns.
+    /// Label at which the main body continues.
     back: String,
-    /// The end of the loop around it.
+    /// Label at the end of the enclosing loop.
     exit: Option<String>,
     body: Vec<Stmt>,
 }
@@ -133,7 +133,8 @@ impl Printer<'_> {
         }
     }
 
-    /// A branch where the whole warp goes the same way says so: products under any other are run one by one.
+    /// Marks a branch as uniform if the whole warp takes it together. The assembler serialises products under other
+    /// branches.
     fn uniform(&self, cond: Reg) -> &'static str {
         if self.varying.contains(&cond) { "" } else { ".uni" }
     }
@@ -170,7 +171,7 @@ impl Printer<'_> {
         self.location(op);
         self.out.push_str("  ");
         self.out.push_str(guard.unwrap_or(""));
-        // The text has operands by name in braces; braces with anything else in them are the assembler's.
+        // Braces around an operand's name are replaced; all other braces belong to the assembler's syntax.
         let mut rest = op.inst.text;
         while let Some(open) = rest.find('{') {
             let (before, after) = rest.split_at(open);
@@ -222,7 +223,7 @@ impl Printer<'_> {
         };
     }
 
-    /// `.loc`, where the Rust line changes: profilers and the assembler's messages lead back to it.
+    /// Prints `.loc` when the Rust line changes, so that profilers and assembler messages point to Rust source.
     fn location(&mut self, op: &Op) {
         let file = op.at.file();
         let number = match self.numbers.get(file) {

@@ -1,8 +1,8 @@
-//! Tensor products: which element each register of each thread holds, where a tile's elements lie in shared
-//! memory, and what a product computes.
+//! Tensor products: which element each register of each thread holds, where the elements of a tile are in shared
+//! memory, and the result of a product.
 //!
-//! The builder makes descriptors with [`TileShape::descriptor`], the meaning of `wgmma` reads them back with
-//! [`Descriptor::element`]: one pair of functions, tested against each other.
+//! The builder makes descriptors with [`TileShape::descriptor`], and the meaning of `wgmma` reads them back with
+//! [`Descriptor::element`]. The two functions are tested against each other.
 
 use crate::inst::Reg;
 use crate::model;
@@ -24,9 +24,9 @@ pub enum Number {
     S8,
     /// Unsigned bytes.
     U8,
-    /// Accumulators.
+    /// 32-bit float, for accumulators.
     F32,
-    /// Accumulators of bytes.
+    /// 32-bit signed integer, for accumulators of byte products.
     S32,
 }
 
@@ -39,7 +39,7 @@ impl Number {
             Number::E4m3 | Number::E5m2 | Number::S8 | Number::U8 => 1,
         }
     }
-    /// Its name in an instruction.
+    /// Name of the type in PTX.
     pub const fn name(self) -> &'static str {
         match self {
             Number::F16 => "f16",
@@ -53,22 +53,22 @@ impl Number {
             Number::S32 => "s32",
         }
     }
-    /// The type with this name.
+    /// The type with this PTX name.
     pub fn named(name: &str) -> Option<Number> {
         use Number::*;
         [F16, Bf16, Tf32, E4m3, E5m2, S8, U8, F32, S32].into_iter().find(|n| n.name() == name)
     }
-    /// Elements that one instruction takes along the inner dimension: 32 bytes.
+    /// Elements of the summed dimension that one instruction takes: 32 bytes.
     pub const fn depth(self) -> u32 {
         32 / self.bytes()
     }
 }
 
-/// How rows of a tile are spread over the banks of shared memory: 16-byte units inside a line of this many bytes
-/// change places with the row.
+/// Spreads the rows of a tile over the banks of shared memory: 16-byte units within a line of this many bytes are
+/// permuted depending on the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Swizzle {
-    /// Not at all: rows of 16 bytes.
+    /// No permutation: rows of 16 bytes.
     None,
     /// Lines of 32 bytes.
     B32,
@@ -80,7 +80,7 @@ pub enum Swizzle {
 }
 
 impl Swizzle {
-    /// Bytes of a line.
+    /// Bytes per line.
     pub const fn line(self) -> u32 {
         match self {
             Swizzle::None => 16,
@@ -98,7 +98,7 @@ impl Swizzle {
             Swizzle::B128 => 1024,
         }
     }
-    /// Bits of the address that change: `address ^ (address >> 3 & mask)`.
+    /// Address bits that change: `address ^ (address >> 3 & mask)`.
     pub const fn mask(self) -> u32 {
         match self {
             Swizzle::None => 0,
@@ -107,11 +107,11 @@ impl Swizzle {
             Swizzle::B128 => 0x70,
         }
     }
-    /// Where a byte lies.
+    /// The swizzled address of a byte.
     pub const fn apply(self, address: u32) -> u32 {
         address ^ (address >> 3 & self.mask())
     }
-    /// Its code in a matrix descriptor.
+    /// Code of the swizzle in a matrix descriptor.
     const fn code(self) -> u64 {
         match self {
             Swizzle::None => 0,
@@ -122,7 +122,7 @@ impl Swizzle {
     }
 }
 
-/// Which dimension of an operand is contiguous: the one that is summed over, or the other.
+/// The contiguous dimension of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Major {
     /// The summed dimension.
@@ -131,64 +131,64 @@ pub enum Major {
     Outer,
 }
 
-/// A tile in shared memory: `rows` of `cols` elements, stored as chunks of a line's width, each chunk with all
-/// its rows: `[cols / chunk][rows][chunk]`, which is how the copy engine writes boxes of one line's width.
+/// A tile in shared memory: `rows` rows of `cols` elements. It is stored in chunks of one swizzle line's width, each
+/// with all rows: `[cols / chunk][rows][chunk]`. The copy engine writes boxes of one line's width in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileShape {
     /// Element type.
     pub number: Number,
-    /// Rows.
+    /// Number of rows.
     pub rows: u32,
-    /// Elements of a row.
+    /// Elements per row.
     pub cols: u32,
-    /// Spread over the banks.
+    /// Bank swizzle.
     pub swizzle: Swizzle,
 }
 
 impl TileShape {
-    /// A tile with the widest swizzle that its columns fill.
+    /// A tile with the widest swizzle that divides its row.
     pub fn new(number: Number, rows: u32, cols: u32) -> Self {
         let bytes = cols * number.bytes();
         let swizzle = [Swizzle::B128, Swizzle::B64, Swizzle::B32].into_iter().find(|s| bytes.is_multiple_of(s.line()));
         TileShape { number, rows, cols, swizzle: swizzle.unwrap_or(Swizzle::None) }
     }
-    /// Elements of a chunk's row.
+    /// Elements per row of a chunk.
     pub const fn chunk(&self) -> u32 {
         self.swizzle.line() / self.number.bytes()
     }
-    /// Chunks of a row.
+    /// Number of chunks.
     pub const fn chunks(&self) -> u32 {
         self.cols.div_ceil(self.chunk())
     }
-    /// Bytes of one chunk.
+    /// Size of one chunk in bytes.
     pub const fn chunk_bytes(&self) -> u32 {
         self.rows * self.swizzle.line()
     }
-    /// Bytes of the tile.
+    /// Size of the tile in bytes.
     pub const fn bytes(&self) -> u32 {
         self.chunks() * self.chunk_bytes()
     }
-    /// Where an element lies, from the start of the tile.
+    /// Byte offset of an element from the start of the tile.
     pub const fn offset(&self, row: u32, col: u32) -> u32 {
         let (chunk, rest) = (col / self.chunk(), col % self.chunk());
         self.swizzle.apply(chunk * self.chunk_bytes() + row * self.swizzle.line() + rest * self.number.bytes())
     }
 
-    /// The descriptor of the tile as an operand, without its address.
+    /// The matrix descriptor of the tile as an operand, without its address.
     pub const fn descriptor(&self, major: Major) -> u64 {
         let (line, rows) = (self.swizzle.line() as u64, self.rows as u64);
         let (leading, stride) = match (self.swizzle, major) {
-            // (next 8 of the inner dimension, next 8 of the outer)
+            // (distance to the next 8 of the inner dimension, distance to the next 8 of the outer), in bytes
             (Swizzle::None, Major::Inner) => (rows * 16, 128),
             (Swizzle::None, Major::Outer) => (128, rows * 16),
-            // The leading distance of a swizzled tile is that between chunks; inside a chunk it is not used.
+            // The leading distance of a swizzled tile is the distance between chunks; it is unused within a chunk.
             (_, Major::Inner) => (16, 8 * line),
             (_, Major::Outer) => (rows * line, 8 * line),
         };
         (leading >> 4) << 16 | (stride >> 4) << 32 | self.swizzle.code() << 62
     }
 
-    /// Bytes from the tile's start to the `step`-th part of the inner dimension that one instruction takes.
+    /// Byte offset of the `step`-th part of the inner dimension that one instruction takes.
     pub const fn step(&self, major: Major, step: u32) -> u32 {
         match (self.swizzle, major) {
             (Swizzle::None, Major::Inner) => step * 2 * self.rows * 16,
@@ -202,29 +202,29 @@ impl TileShape {
     }
 }
 
-/// What a matrix descriptor says.
+/// The fields of a matrix descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// Byte address.
     pub address: u32,
-    /// Distances in bytes.
+    /// Leading distance in bytes.
     pub leading: u32,
-    /// Distance between groups of eight.
+    /// Distance between groups of eight, in bytes.
     pub stride: u32,
-    /// Spread over the banks.
+    /// Bank swizzle.
     pub swizzle: Swizzle,
 }
 
 impl Descriptor {
-    /// Reads the 64 bits.
+    /// Decodes the 64 bits of a descriptor.
     pub fn decode(bits: u64) -> Self {
         let field = |at: u32| ((bits >> at & 0x3fff) as u32) << 4;
         let swizzle = [Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32][(bits >> 62) as usize];
         Descriptor { address: field(0), leading: field(16), stride: field(32), swizzle }
     }
 
-    /// The shared address of an element of an operand: `outer` counts rows of A or columns of B, `inner` the
-    /// summed dimension inside one instruction.
+    /// The shared-memory address of an operand's element. `outer` counts rows of A or columns of B; `inner` counts
+    /// along the summed dimension of one instruction.
     pub fn element(&self, number: Number, major: Major, outer: u32, inner: u32) -> u32 {
         let bytes = number.bytes();
         let unit = 16 / bytes;
@@ -251,42 +251,41 @@ impl Descriptor {
 /// The first operand of a product.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Left {
-    /// A tile in shared memory: one descriptor, the same in every thread.
+    /// A tile in shared memory: one descriptor, equal in all threads.
     Tile(u64, Major),
     /// Registers of each thread.
     Regs(Box<[Reg]>),
 }
 
-/// A product of a warpgroup: D = A B, or D += A B, with 64 rows.
+/// A product of a warpgroup with 64 rows: D = A B, or D += A B.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Product {
-    /// Accumulators.
+    /// Accumulator registers.
     pub d: Box<[Reg]>,
     /// First operand, 64 x depth.
     pub a: Left,
     /// Second operand, depth x `n`.
     pub b: (u64, Major),
-    /// Columns.
+    /// Number of columns.
     pub n: u32,
     /// Types of D, A and B.
     pub numbers: [Number; 3],
-    /// Whether D is added to.
+    /// Whether the product adds to D.
     pub onto: bool,
-    /// Signs of A and B.
+    /// Whether A and B are negated.
     pub negate: [bool; 2],
     /// Whether integer sums saturate.
     pub saturate: bool,
 }
 
-/// Row and column that accumulator register `i` of a thread (0..128) holds; for 16-bit accumulators, `i` counts
-/// halves.
+/// Row and column of accumulator register `i` of a thread (0..128). For 16-bit accumulators, `i` counts halves.
 pub const fn accumulator_element(thread: u32, i: u32) -> (u32, u32) {
     let (warp, lane) = (thread / 32, thread % 32);
     (16 * warp + lane / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane % 4) + i % 2)
 }
 
-/// Row and inner index that element `e` of register `i` of the left operand of a thread (0..128) holds, for
-/// elements of `bytes` bytes.
+/// Row and inner index of element `e` of register `i` of a thread's left operand (threads 0..128), for elements of
+/// `bytes` bytes.
 pub const fn left_element(thread: u32, i: u32, e: u32, bytes: u32) -> (u32, u32) {
     let (warp, lane) = (thread / 32, thread % 32);
     let per = 4 / bytes;
@@ -294,8 +293,8 @@ pub const fn left_element(thread: u32, i: u32, e: u32, bytes: u32) -> (u32, u32)
 }
 
 impl Product {
-    /// The bits of every accumulator after the product, for each thread of the warpgroup in the order of `d`.
-    /// `register` reads a thread's register, `shared` reads bytes of shared memory.
+    /// The bits of every accumulator after the product, for each thread of the warpgroup, in the order of `d`.
+    /// `register` reads a register of a thread, `shared` reads bytes of shared memory.
     pub fn run(
         &self,
         register: &mut dyn FnMut(u32, Reg) -> u32,
@@ -346,7 +345,7 @@ impl Product {
     }
 }
 
-/// Register `i` of a thread's accumulators with the products of its elements added: one element, or two of 16 bits.
+/// Adds the products of its elements to accumulator register `i` of a thread: one element, or two of 16 bits.
 fn accumulate(
     old: u32,
     [to, a, b]: [Number; 3],
@@ -363,8 +362,8 @@ fn accumulate(
     })
 }
 
-/// D = A B + C of a warp, 16 rows and 8 columns: operands and result by lane and register. `numbers` are the types of
-/// D and C, of A, and of B.
+/// D = A B + C of one warp, 16 rows and 8 columns. Operands and result are indexed by lane and register. `numbers` are
+/// the types of D and C, of A, and of B.
 pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u32>]) -> Vec<Vec<u32>> {
     let [_, number_a, number_b] = numbers;
     let (bytes, depth) = (number_a.bytes(), number_a.depth());
@@ -392,7 +391,7 @@ pub fn mma_sync(numbers: [Number; 3], a: &[Vec<u32>], b: &[Vec<u32>], c: &[Vec<u
 mod tests {
     use super::*;
 
-    /// Where the copy engine puts an element, where the builder thinks it is, and where the tensor core reads it.
+    /// The copy engine, the builder and the tensor core must agree on the address of every element.
     #[test]
     fn descriptors_find_what_tiles_hold() {
         for number in [Number::Bf16, Number::E4m3, Number::Tf32] {

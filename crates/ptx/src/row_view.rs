@@ -1,56 +1,57 @@
-//! Accumulators as rows: which elements of a matrix a thread holds, whatever unit multiplied it.
+//! Accumulators as rows: which elements of a matrix a thread holds, independent of the tensor unit.
 //!
-//! Masks, softmax, score modifiers and epilogues go through accumulators element by element and need to know three things:
-//! in which of the thread's rows an element is, in which column, and which lanes hold the rest of the row. [`RowView`]
-//! answers them, so that such code is written once for every tensor unit.
+//! Masks, softmax, score modifiers and epilogues process accumulators element by element. They need to know the row and
+//! the column of an element, and the lanes that hold the rest of its row. [`RowView`] answers these questions, so such
+//! code is written once for every tensor unit.
 
 use crate::build::{Group, Half, Pair, Scope, Val, WholeWarps, Word};
 use crate::tile::{Acc, Tile};
 
-/// Accumulators of f32, seen as rows that threads share.
+/// f32 accumulators, seen as rows that lanes share.
 ///
-/// A warpgroup holds [`GROUP_ROWS`](Self::GROUP_ROWS) rows. Each thread holds elements of [`ROWS`](Self::ROWS) of them, and
-/// [`LANES`](Self::LANES) neighbouring lanes hold a row together. In a row, a thread holds [`RUN`](Self::RUN) neighbouring
-/// columns, then skips those of the other lanes, and so on.
+/// A warpgroup holds [`GROUP_ROWS`](Self::GROUP_ROWS) rows. Each thread holds elements of [`ROWS`](Self::ROWS) of them,
+/// and [`LANES`](Self::LANES) neighbouring lanes share a row. Within a row, a thread holds [`RUN`](Self::RUN)
+/// neighbouring columns out of every [`PERIOD`](Self::PERIOD).
 pub trait RowView<'k>: Sized {
-    /// Rows that a thread holds elements of.
+    /// Number of rows of which a thread holds elements.
     const ROWS: usize;
-    /// Neighbouring lanes that hold a row together: a power of two.
+    /// Number of neighbouring lanes that share a row, a power of two.
     const LANES: u32;
-    /// Neighbouring columns of a row that a thread holds at a time.
+    /// Number of neighbouring columns that a thread holds in each period.
     const RUN: u32;
-    /// Rows that a warpgroup holds.
+    /// Number of rows that a warpgroup holds.
     const GROUP_ROWS: u32;
-    /// Columns after which the pattern repeats.
+    /// Number of columns after which the pattern repeats.
     const PERIOD: u32 = Self::RUN * Self::LANES;
 
-    /// Which of the thread's rows its `i`-th element is in.
+    /// Index of the `i`-th element's row among the thread's rows.
     fn row_of(i: usize) -> usize;
-    /// Column of the `i`-th element, to which the thread's first column ([`first_col`](Self::first_col)) is added.
+    /// Column of the `i`-th element, relative to the thread's first column ([`first_col`](Self::first_col)).
     fn col_of(i: usize) -> u32;
-    /// Number of the element in the thread's `row`-th row that is `at`-th in the `period`-th period of columns.
+    /// Index of the thread's `at`-th element in the `period`-th period of columns of its `row`-th row.
     fn index(row: usize, period: usize, at: usize) -> usize;
-    /// Rows from the thread's first row to its `row`-th.
+    /// Distance in rows from the thread's first row to its `row`-th.
     fn row_offset(row: usize) -> u32;
 
-    /// The thread's first row, among those of its warpgroup.
+    /// The thread's first row, among the rows of its warpgroup.
     fn first_row(w: &Scope<'k, Group>) -> Val<'k, u32>;
     /// The thread's first column.
     fn first_col<W: WholeWarps>(w: &Scope<'k, W>) -> Val<'k, u32>;
-    /// The lane's number among those that hold the same rows.
+    /// Index of the lane among those that hold the same rows.
     fn lane_in_row<W: WholeWarps>(w: &Scope<'k, W>) -> Val<'k, u32>;
 
-    /// Columns.
+    /// Number of columns.
     fn cols(&self) -> u32;
-    /// The thread's elements, in order. They are the registers themselves: read them only where no product is pending.
+    /// The thread's elements, in register order. The values are the accumulator registers themselves, so read them only
+    /// while no product is pending.
     fn elements(&self) -> impl Iterator<Item = Val<'k, f32>>;
     /// Replaces the `i`-th element.
     fn set(&self, i: usize, x: Val<'k, f32>);
-    /// The `index`-th part of `count` columns, in the same registers.
+    /// The `index`-th range of `count` columns, in the same registers.
     fn part(&self, index: u32, count: u32) -> Self;
 
-    /// Writes what `f` makes of each element (given the number of its row in the thread), rounded to 16 bits, to a tile with
-    /// the warpgroup's rows.
+    /// Writes `f(row, x)` of each element `x`, rounded to 16 bits, to a tile with the warpgroup's rows. `row` is the
+    /// index of the element's row in the thread.
     fn write_with<T: Half>(
         &self,
         w: &Scope<'k, Group>,
@@ -59,12 +60,12 @@ pub trait RowView<'k>: Sized {
     ) where
         Pair<T>: Word;
 
-    /// Waits for all products into such accumulators.
+    /// Waits for all products into these accumulators.
     fn wait(w: &Scope<'k, Group>);
-    /// The same, and not before `results` are computed, none of which is ever negative.
+    /// Waits for all products, but not before `results` are computed. No result may be negative.
     fn wait_after(w: &Scope<'k, Group>, results: &[Val<'k, f32>]);
 
-    /// `f` over all elements of a row, given what it makes of the thread's own; the result in each lane of the row.
+    /// Reduces a row with `f`, starting from each thread's own partial result; every lane of the row gets the total.
     #[track_caller]
     fn reduce_row<W: WholeWarps>(
         w: &Scope<'k, W>,
@@ -74,15 +75,15 @@ pub trait RowView<'k>: Sized {
         w.reduce(x, Self::LANES, f)
     }
 
-    /// Whether the thread is the one that stores what there is once for each row.
+    /// Whether this thread stores the values that exist once per row.
     #[track_caller]
     fn is_first_of_row<W: WholeWarps>(w: &Scope<'k, W>) -> Val<'k, bool> {
         Self::first_col(w).eq(0)
     }
 }
 
-/// The accumulators of `wgmma`: a warp has 16 of the 64 rows, a thread one of the upper eight and the one eight below, and
-/// two of each eight columns.
+/// The accumulators of `wgmma`. A warp holds 16 of the 64 rows; a thread holds one of the upper eight rows, the row
+/// eight below it, and two of each eight columns.
 impl<'k> RowView<'k> for Acc<'k> {
     const ROWS: usize = 2;
     const LANES: u32 = 4;
@@ -153,7 +154,7 @@ mod tests {
     use super::*;
     use crate::product::accumulator_element;
 
-    /// What the view says of each element is where the tensor unit puts it.
+    /// The view agrees with the tensor unit about the position of each element.
     #[test]
     fn the_view_of_wgmma_accumulators() {
         type View<'k> = Acc<'k>;

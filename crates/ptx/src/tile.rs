@@ -1,7 +1,7 @@
-//! Tiles in shared memory, tensors in global memory that are moved tile by tile, and fragments in registers.
+//! Tiles in shared memory, tensors in global memory that move tile by tile, and fragments in registers.
 //!
-//! Everything about layout (swizzles, descriptors, boxes, which lane holds what) is derived from a
-//! [`TileShape`]; a kernel names shapes and coordinates only.
+//! The whole layout (swizzles, descriptors, boxes, which lane holds which element) is derived from a [`TileShape`]. A
+//! kernel names only shapes and coordinates.
 
 use crate::build::{Builder, Group, Half, IntoVal, Pair, Scope, Src, Thread, Val, Who, Word};
 use crate::device::RAGGED_ROWS;
@@ -12,7 +12,7 @@ use crate::product::{Major, Number, TileShape};
 use crate::table::{bulk, convert, memory, sync, tensor};
 use std::panic::Location;
 
-/// A tensor among the parameters, as the copy engine sees it.
+/// A tensor parameter, as the copy engine sees it.
 #[derive(Clone, Copy)]
 pub(crate) struct TensorParam<'k> {
     pub k: &'k Builder,
@@ -21,7 +21,8 @@ pub(crate) struct TensorParam<'k> {
 }
 
 impl<'k> TensorParam<'k> {
-    /// Where the tensor's map lies. Asked for at each use: kept, it would take two registers of every role.
+    /// Address of the tensor's map. It is recomputed at each use, because keeping it would cost two registers in every
+    /// role.
     #[track_caller]
     fn map(&self) -> Val<'k, u64> {
         let (d, map) = Val::fresh(self.k);
@@ -30,25 +31,26 @@ impl<'k> TensorParam<'k> {
     }
 }
 
-/// A tensor among the parameters that is moved in tiles of one shape. Coordinates are elements, innermost axis
-/// first; what lies outside the tensor is read as zero and not written.
+/// A tensor parameter that moves in tiles of one shape. Coordinates count elements, innermost axis first. Reads outside
+/// the tensor give zero, writes outside it are dropped.
 #[derive(Clone, Copy)]
 pub struct Tensor<'k> {
     param: TensorParam<'k>,
     tile: TileShape,
 }
 
-/// Some rows of a tensor that end where the copy engine would not know it: a sequence among others.
+/// A range of rows of a tensor, such as one sequence among others. The copy engine does not know where it ends.
 #[derive(Clone, Copy)]
 pub struct Slice<'k> {
-    /// Its first row.
+    /// Index of the first row.
     pub start: Val<'k, u32>,
-    /// How many there are.
+    /// Number of rows.
     pub rows: Val<'k, u32>,
 }
 
 impl<'k> Slice<'k> {
-    /// Coordinates of a tile in a tensor made by [`Builder::ragged_tensor`], from a column, a row of the slice and a head.
+    /// Coordinates of a tile in a tensor made by [`Builder::ragged_tensor`], from a column, a row within the slice and
+    /// a head.
     #[track_caller]
     pub fn at(self, col: Val<'k, u32>, row: Val<'k, u32>, head: Val<'k, u32>) -> [Val<'k, u32>; 5] {
         let all = self.rows.literal(RAGGED_ROWS);
@@ -56,13 +58,14 @@ impl<'k> Slice<'k> {
     }
 }
 
-/// The word for the number of axes. More than there can be were refused with the tensor.
+/// The PTX word for the number of axes. The tensor's constructor has already rejected more axes than PTX supports.
 fn rank_word(rank: u32) -> &'static str {
     ["1d", "2d", "3d", "4d", "5d"][rank.clamp(1, 5) as usize - 1]
 }
 
 impl Builder {
-    /// A tensor of `rank` axes (2 to 5) among the parameters, moved in tiles of this shape along its two innermost.
+    /// Declares a tensor parameter of `rank` axes (2 to 5) that moves in tiles of this shape along its two innermost
+    /// axes.
     #[track_caller]
     pub fn tensor(&self, name: &str, tile: TileShape, rank: u32) -> Tensor<'_> {
         if !(2..=5).contains(&rank) {
@@ -77,14 +80,14 @@ impl Builder {
         Tensor { param: self.tensor_param(name, shape), tile }
     }
 
-    /// A tensor `[row, head, element]` among the parameters whose tiles are cut off at the end of a [`Slice`] of its rows.
-    /// [`TensorSpan::ragged`](crate::device::TensorSpan::ragged) makes the argument.
+    /// Declares a tensor parameter `[row, head, element]` whose tiles are cut off at the end of a [`Slice`] of its
+    /// rows. [`TensorSpan::ragged`](crate::device::TensorSpan::ragged) makes the argument.
     #[track_caller]
     pub fn ragged_tensor(&self, name: &str, tile: TileShape) -> Tensor<'_> {
         self.tensor(name, tile, 5)
     }
 
-    /// A tile in shared memory.
+    /// Allocates a tile in shared memory.
     #[track_caller]
     pub fn tile(&self, name: &str, shape: TileShape) -> Tile<'_> {
         let offset = self.take_shared(name, shape.bytes(), shape.swizzle.period());
@@ -92,7 +95,7 @@ impl Builder {
     }
 }
 
-/// A tile in shared memory, or some of its rows.
+/// A tile in shared memory, or a range of its rows.
 #[derive(Clone, Copy)]
 pub struct Tile<'k> {
     shape: TileShape,
@@ -101,30 +104,30 @@ pub struct Tile<'k> {
 }
 
 impl<'k> Tile<'k> {
-    /// A tile of this shape at an address that another tile had.
+    /// A tile of this shape at the address of another tile.
     pub(crate) fn at(shape: TileShape, address: Val<'k, u32>) -> Self {
         Tile { shape, rows: shape.rows, address }
     }
-    /// Its shape; of some rows of a tile, that of the whole.
+    /// Shape of the tile; for a range of rows, the shape of the whole tile.
     pub(crate) fn shape(self) -> TileShape {
         self.shape
     }
-    /// Its rows.
+    /// Number of rows.
     pub(crate) fn row_count(self) -> u32 {
         self.rows
     }
-    /// Where it begins.
+    /// Shared-memory address of the first byte.
     pub(crate) fn address(self) -> Val<'k, u32> {
         self.address
     }
-    /// The `index`-th of several tiles of this shape that lie one after the other in a stage.
+    /// The `index`-th tile of an array of tiles of this shape.
     #[track_caller]
     pub fn nth(self, index: Val<'k, u32>) -> Self {
         let bytes = self.shape.bytes().next_multiple_of(self.shape.swizzle.period());
         Tile { address: index.mul_add(bytes, self.address), ..self }
     }
 
-    /// The `index`-th part of `count` rows.
+    /// The `index`-th range of `count` rows.
     #[track_caller]
     pub fn rows(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
         let k = self.address.k;
@@ -135,7 +138,7 @@ impl<'k> Tile<'k> {
         Tile { rows: count, address: self.address + offset, ..self }
     }
 
-    /// The `index`-th part of `count` columns: whole chunks.
+    /// The `index`-th range of `count` columns, which must be whole chunks.
     #[track_caller]
     pub fn cols(self, index: impl IntoVal<'k, u32>, count: u32) -> Self {
         let (k, shape) = (self.address.k, self.shape);
@@ -147,8 +150,8 @@ impl<'k> Tile<'k> {
         Tile { shape: TileShape { cols: count, ..shape }, address: self.address + offset, ..self }
     }
 
-    /// The `index`-th part of an operand of a product: `count` rows of A or columns of B, which are rows of the tile or
-    /// columns.
+    /// The `index`-th part of a product operand: `count` rows of A or columns of B. `major` tells whether these are
+    /// rows or columns of the tile.
     #[track_caller]
     pub fn part(self, major: Major, index: impl IntoVal<'k, u32>, count: u32) -> Self {
         match major {
@@ -157,8 +160,8 @@ impl<'k> Tile<'k> {
         }
     }
 
-    /// The tile as an operand of a product, the dimension that is summed over along its rows' elements
-    /// ([`Major::Inner`]) or across its rows.
+    /// The tile as a product operand. The summed dimension runs along the elements of a row ([`Major::Inner`]) or
+    /// across the rows.
     pub fn operand(self, major: Major) -> Operand<'k> {
         let (outer, inner) = match major {
             Major::Inner => (self.rows, self.shape.cols),
@@ -167,7 +170,7 @@ impl<'k> Tile<'k> {
         Operand { tile: self, major, outer, inner, beside: None }
     }
 
-    /// Writes 16 bytes, the `unit`-th of a row, as four words.
+    /// Writes the `unit`-th 16 bytes of a row, given as four words.
     #[track_caller]
     pub fn write_unit<W: Who>(self, w: &Scope<'k, W>, row: Val<'k, u32>, unit: Val<'k, u32>, words: [Val<'k, u32>; 4]) {
         let (swizzle, units) = (self.shape.swizzle, self.shape.swizzle.line() / 16);
@@ -179,30 +182,30 @@ impl<'k> Tile<'k> {
         w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(words.into()), Arg::Word(".v4")]);
     }
 
-    /// Address of the chunk that holds a column, from row `row` on.
+    /// Address of a chunk of columns.
     #[track_caller]
     fn chunk_at(self, chunk: u32) -> Val<'k, u32> {
         self.address + chunk * self.shape.chunk_bytes()
     }
 }
 
-/// A tile as an operand of a product.
+/// A tile as a product operand.
 #[derive(Clone, Copy)]
 pub struct Operand<'k> {
     tile: Tile<'k>,
     major: Major,
     outer: u32,
     inner: u32,
-    /// Where the columns behind the first chunk lie, if not in the same tile.
+    /// Address of the columns after the first chunk, if they are in another tile.
     beside: Option<Val<'k, u32>>,
 }
 
 impl<'k> Operand<'k> {
-    /// The tile.
+    /// The tile that holds the operand.
     pub(crate) fn tile(&self) -> Tile<'k> {
         self.tile
     }
-    /// Which dimension is contiguous.
+    /// The contiguous dimension.
     pub(crate) fn major(&self) -> Major {
         self.major
     }
@@ -215,8 +218,8 @@ impl<'k> Operand<'k> {
         self.inner
     }
 
-    /// The same with the first `count` columns of another tile behind its own: both have one chunk, and equal rows. The other
-    /// tile lies behind this one in shared memory.
+    /// Appends the first `count` columns of another tile. Both tiles have one chunk and equally many rows, and the
+    /// other tile must follow this one in shared memory.
     #[track_caller]
     pub fn beside(self, other: Tile<'k>, count: u32) -> Self {
         let (own, k) = (self.tile.shape, self.tile.address.k);
@@ -232,20 +235,21 @@ impl<'k> Operand<'k> {
         Operand { outer: self.outer + count, beside: Some(other.address), ..self }
     }
 
-    /// The matrix descriptors of the steps of a product over it.
+    /// Matrix descriptors of the steps of a product over the operand.
     #[track_caller]
     fn descriptors(&self) -> Vec<Reg> {
         let (k, shape) = (self.tile.address.k, self.tile.shape);
         let mut bits = shape.descriptor(self.major);
-        // Shared memory ends below the 18 bits of the address field, so everything but the address is constant, and a
-        // step adds to the low half without a carry into other fields. In a cluster, the block's number stands above.
+        // Shared memory ends below the 18 bits of the address field. So everything but the address is constant, and a
+        // step adds to the low half without a carry into other fields. In a cluster, the CTA's rank stands above the
+        // address.
         let start = match k.cluster_blocks() {
             1 => self.tile.address >> 4,
             _ => (self.tile.address & 0x3_ffff) >> 4,
         };
         let high = Val::<u32>::new(k, Src::Imm(bits >> 32));
         let start = match self.beside {
-            // The distance of chunks is known when the kernel runs.
+            // The distance between the two tiles is known only at run time.
             Some(other) => {
                 bits &= 0xffff;
                 start + ((((other & 0x3_ffff) >> 4) - start) << 16)
@@ -267,7 +271,7 @@ impl<'k> Operand<'k> {
 }
 
 /// Accumulators of a warpgroup: 64 rows and `cols` columns of f32, spread over its threads. Thread t of the warpgroup
-/// holds rows 16 (t / 32) + t % 32 / 4 and the one 8 below.
+/// holds elements of rows 16 (t / 32) + t % 32 / 4 and of the row 8 below.
 pub struct Acc<'k, N = f32> {
     k: &'k Builder,
     regs: Vec<Reg>,
@@ -276,7 +280,7 @@ pub struct Acc<'k, N = f32> {
 }
 
 impl<'k, N: AccNumber> Acc<'k, N> {
-    /// The thread's elements, of whatever type: see [`elements`](Acc::elements).
+    /// The thread's elements, of any type: see [`elements`](Acc::elements).
     pub fn values(&self) -> impl Iterator<Item = Val<'k, N>> {
         let k = self.k;
         self.regs.iter().map(move |&reg| Val::reg(k, reg))
@@ -284,11 +288,11 @@ impl<'k, N: AccNumber> Acc<'k, N> {
 }
 
 impl<'k> Acc<'k> {
-    /// Columns.
+    /// Number of columns.
     pub fn cols(&self) -> u32 {
         self.cols
     }
-    /// The `index`-th part of `count` columns, in the same registers.
+    /// The `index`-th range of `count` columns, in the same registers.
     #[track_caller]
     pub fn part(&self, index: u32, count: u32) -> Acc<'k> {
         let regs = (index * count / 2) as usize..((index + 1) * count / 2) as usize;
@@ -298,17 +302,17 @@ impl<'k> Acc<'k> {
         }
         Acc { k: self.k, regs: self.regs[regs].to_vec(), cols: count, number: self.number }
     }
-    /// The thread's elements: two neighbours of the upper row, two of the lower, and so on for each eight columns.
-    /// They are the registers themselves: read them only where no product is pending.
+    /// The thread's elements. For each eight columns: two neighbours of the upper row, then two of the lower row. The
+    /// values are the accumulator registers themselves, so read them only while no product is pending.
     pub fn elements(&self) -> impl Iterator<Item = Val<'k, f32>> {
         let k = self.k;
         self.regs.iter().map(move |&reg| Val::reg(k, reg))
     }
-    /// Which of the thread's two rows its `i`-th element is in.
+    /// Index (0 or 1) of the `i`-th element's row among the thread's two rows.
     pub fn row_of(i: usize) -> usize {
         i / 2 % 2
     }
-    /// Column of the `i`-th element, to which the thread's first column ([`Scope::first_col`]) is added.
+    /// Column of the `i`-th element, relative to the thread's first column ([`Scope::first_col`]).
     pub fn col_of(i: usize) -> u32 {
         (i / 4 * 8 + i % 2) as u32
     }
@@ -320,8 +324,8 @@ impl<'k> Acc<'k> {
     }
 }
 
-/// 64 rows and `cols` columns of 16-bit floats in the registers of a warpgroup, spread as the left operand of a
-/// product wants them, which is how accumulators are spread.
+/// 64 rows and `cols` columns of 16-bit floats in the registers of a warpgroup, in the layout of a product's left
+/// operand. Accumulators have the same layout.
 pub struct Fragment<'k, T> {
     k: &'k Builder,
     regs: Vec<Reg>,
@@ -339,18 +343,18 @@ where
         let to = Arg::Reg(self.regs[i]);
         self.k.emit(&convert::CVT_PAIR, [to, high.arg(), low.arg(), Arg::Word(<Pair<T> as Word>::NAME)]);
     }
-    /// Keeps of the `i`-th pair the elements for which it holds; the others are 0, whatever they were.
+    /// Keeps the elements of the `i`-th pair whose predicate is true; the others become 0, even if they are NaN.
     #[track_caller]
     pub fn keep(&self, i: usize, [low, high]: [Val<'k, bool>; 2]) {
         let mask = low.select::<u32>(0xffff, 0) | high.select::<u32>(0xffff_0000, 0);
         let kept = Val::<u32>::reg(self.k, self.regs[i]) & mask;
         self.k.emit(&convert::MOV_32, [Arg::Reg(self.regs[i]), kept.arg()]);
     }
-    /// The `i`-th pair.
+    /// The `i`-th pair of elements.
     pub fn pair(&self, i: usize) -> Val<'k, u32> {
         Val::reg(self.k, self.regs[i])
     }
-    /// Takes over another fragment.
+    /// Copies another fragment into this one.
     #[track_caller]
     pub fn copy(&self, from: &Fragment<'k, T>) {
         for (&to, &from) in self.regs.iter().zip(&from.regs) {
@@ -359,18 +363,18 @@ where
     }
 }
 
-/// Whether a product replaces or adds to what is there.
+/// Whether a product replaces the accumulators or adds to them.
 pub enum Sum<'k> {
-    /// Replaces.
+    /// Replaces the accumulators.
     Fresh,
-    /// Adds.
+    /// Adds to the accumulators.
     Onto,
-    /// Adds where it holds.
+    /// Adds if the predicate is true, else replaces.
     If(Val<'k, bool>),
 }
 
 impl Sum<'_> {
-    /// Whether the `step`-th instruction of a product adds.
+    /// The argument that tells the `step`-th instruction of a product whether to add.
     fn at(&self, step: usize) -> Arg {
         match (self, step) {
             (Sum::Fresh, 0) => Arg::Imm(0),
@@ -381,13 +385,13 @@ impl Sum<'_> {
 }
 
 impl<'k> Scope<'k, Group> {
-    /// Accumulators of 64 rows a warpgroup.
+    /// Allocates f32 accumulators with 64 rows per warpgroup.
     #[track_caller]
     pub fn accumulators(&self, cols: u32) -> Acc<'k> {
         self.accumulators_of(cols)
     }
 
-    /// Accumulators of 64 rows a warpgroup, of f32 or, for products of bytes, of i32.
+    /// Allocates accumulators with 64 rows per warpgroup: f32, or i32 for products of bytes.
     #[track_caller]
     pub fn accumulators_of<N: AccNumber>(&self, cols: u32) -> Acc<'k, N> {
         if !cols.is_multiple_of(8) || !(8..=256).contains(&cols) {
@@ -397,7 +401,7 @@ impl<'k> Scope<'k, Group> {
         Acc { k: self.k, regs, cols, number: std::marker::PhantomData }
     }
 
-    /// A fragment of 64 rows a warpgroup.
+    /// Allocates a fragment with 64 rows per warpgroup.
     #[track_caller]
     pub fn fragment<T: Half>(&self, cols: u32) -> Fragment<'k, T> {
         if !cols.is_multiple_of(16) {
@@ -407,19 +411,19 @@ impl<'k> Scope<'k, Group> {
         Fragment { k: self.k, regs, cols, number: std::marker::PhantomData }
     }
 
-    /// The first of the thread's two rows among its warpgroup's 64; the other is 8 below.
+    /// The first of the thread's two rows among the 64 of its warpgroup; the other is 8 below.
     #[track_caller]
     pub fn first_row(&self) -> Val<'k, u32> {
         (self.thread_in_group() / 32).mul_add(16, self.lane() / 4)
     }
-    /// The first of the thread's columns among each eight; it has that one and the next.
+    /// The first of the thread's two adjacent columns in each group of eight.
     #[track_caller]
     pub fn first_col(&self) -> Val<'k, u32> {
         (self.lane() & 3) * 2
     }
 
-    /// Starts acc (+)= a b with `a` in registers, as one group. `between` is called before each step of the product
-    /// with the number of steps still to come.
+    /// Starts acc (+)= a b as one group, with `a` in registers. `between` is called before each step of the product,
+    /// with the number of remaining steps.
     #[track_caller]
     pub fn multiply_fragment<T: Half>(
         &self,
@@ -464,8 +468,9 @@ impl<'k> Scope<'k, Group> {
         self.plain(&sync::WGMMA_COMMIT);
     }
 
-    /// Starts acc (+)= a b as one group: 64 rows of `a` and all columns of `b`. Elements are f16, bf16, tf32, e4m3 or e5m2
-    /// with f32 accumulators, or s8 or u8 with i32; only 16-bit elements may be summed over rows of a tile.
+    /// Starts acc (+)= a b as one group: 64 rows of `a` and all columns of `b`. Elements are f16, bf16, tf32, e4m3 or
+    /// e5m2 with f32 accumulators, or s8 or u8 with i32. Only 16-bit elements may have the summed dimension across the
+    /// rows of a tile.
     #[track_caller]
     pub fn multiply<N: AccNumber>(&self, acc: &Acc<'k, N>, a: Operand<'k>, b: Operand<'k>, sum: Sum<'k>) {
         let (k, number) = (self.k, a.tile.shape.number);
@@ -511,7 +516,7 @@ impl<'k> Scope<'k, Group> {
         self.plain(&sync::WGMMA_COMMIT);
     }
 
-    /// Writes accumulators, rounded to 16 bits, to 64 rows of a tile.
+    /// Writes accumulators to 64 rows of a tile, rounded to 16 bits.
     #[track_caller]
     pub fn write<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>)
     where
@@ -520,7 +525,8 @@ impl<'k> Scope<'k, Group> {
         self.write_with::<T>(tile, acc, |_, x| x);
     }
 
-    /// Writes what `f` makes of each accumulator (given the number of its row in the thread), rounded to 16 bits.
+    /// Writes `f(row, x)` of each accumulator `x`, rounded to 16 bits. `row` is the index of the element's row in the
+    /// thread.
     #[track_caller]
     pub fn write_with<T: Half>(&self, tile: Tile<'k>, acc: &Acc<'k>, f: impl Fn(usize, Val<'k, f32>) -> Val<'k, f32>)
     where
@@ -536,7 +542,7 @@ impl<'k> Scope<'k, Group> {
         });
     }
 
-    /// Writes one number everywhere in a tile, which the threads of the role share.
+    /// Fills a tile with one value; the threads of the role share the work.
     #[track_caller]
     pub fn fill<T: Half>(&self, tile: Tile<'k>, x: T) {
         let (first, warps) = self.k.role_warps();
@@ -549,7 +555,7 @@ impl<'k> Scope<'k, Group> {
         });
     }
 
-    /// Changes every word of a tile, which the threads of the role share.
+    /// Applies `f` to every word of a tile; the threads of the role share the work.
     #[track_caller]
     pub fn change_words(&self, tile: Tile<'k>, f: impl Fn(Val<'k, u32>) -> Val<'k, u32>) {
         let (first, warps) = self.k.role_warps();
@@ -572,7 +578,7 @@ impl<'k> Scope<'k, Group> {
         self.write_parts::<T>(tile, fragment.cols, |j| std::array::from_fn(|i| fragment.regs[4 * j + i]));
     }
 
-    /// Writes a fragment to 64 columns of a tile, which lie in one chunk: its rows as columns.
+    /// Writes a fragment transposed: its rows become 64 columns of a tile, which must be in one chunk.
     #[track_caller]
     pub fn write_fragment_turned<T: Half>(&self, tile: Tile<'k>, fragment: &Fragment<'k, T>)
     where
@@ -587,7 +593,8 @@ impl<'k> Scope<'k, Group> {
             ));
             return;
         }
-        // Lane l gives the address of row l % 8 + 8 (l / 16) of 16, columns 8 (l / 8 % 2) and on of its warp's 16.
+        // Lane l supplies the address of row l % 8 + 8 (l / 16) of 16, starting at column 8 (l / 8 % 2) of its warp's
+        // 16.
         let lane = self.lane();
         let row = (lane & 7) + ((lane >> 4) << 3);
         let col = (self.thread_in_group() / 32).mul_add(32, (lane & 8) * 2);
@@ -600,7 +607,7 @@ impl<'k> Scope<'k, Group> {
         }
     }
 
-    /// Writes 16 columns at a time to 64 rows of a tile: `pairs` gives the registers of the `j`-th.
+    /// Writes 16 columns at a time to 64 rows of a tile; `pairs(j)` gives the registers of the `j`-th 16 columns.
     #[track_caller]
     fn write_parts<T: Half>(&self, tile: Tile<'k>, cols: u32, pairs: impl Fn(usize) -> [Reg; 4])
     where
@@ -615,7 +622,7 @@ impl<'k> Scope<'k, Group> {
             ));
             return;
         }
-        // Lane l gives the address of row l % 16 of its warp's 16 rows, columns 8 (l / 16) and on.
+        // Lane l supplies the address of row l % 16 of its warp's 16 rows, starting at column 8 (l / 16).
         let lane = self.lane();
         let row = (self.thread_in_group() / 32).mul_add(16, lane & 15);
         let linear = row.mul_add(shape.swizzle.line(), (lane >> 4) * 16);
@@ -624,7 +631,8 @@ impl<'k> Scope<'k, Group> {
         let units = shape.swizzle.line() / 32;
         for j in 0..cols / 16 {
             let regs = pairs(j as usize);
-            // Whole units of 32 bytes: bits of the address that the row does not reach, so xor is addition under the swizzle.
+            // Offsets of whole 32-byte units use address bits that the row does not reach, so xor adds them under the
+            // swizzle.
             let address = if units == 0 { base } else { base ^ (j % units * 32) };
             let chunk = j.checked_div(units).unwrap_or(j) * shape.chunk_bytes();
             let place = Arg::Address(Base::Reg(address.in_register()), chunk as i32);
@@ -643,7 +651,7 @@ impl<'k> Scope<'k, Thread> {
             self.k.emit(&bulk::STORE_BOX, [to.param.map().arg(), regs, tile, Arg::Word(rank)]);
         }
     }
-    /// Starts bringing a tile of a tensor near; a hint.
+    /// Starts prefetching a tile of a tensor into the L2 cache; only a hint.
     #[track_caller]
     pub fn prefetch_tile(&self, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
         for chunk in 0..from.tile.chunks() {
@@ -654,7 +662,7 @@ impl<'k> Scope<'k, Thread> {
 }
 
 impl<'k> Tensor<'k> {
-    /// The shape of the tiles that it is moved in.
+    /// Shape of the tiles in which the tensor moves.
     pub fn tile(&self) -> TileShape {
         self.tile
     }
@@ -673,7 +681,7 @@ impl<'k> Tensor<'k> {
         (Arg::List(regs), rank_word(self.param.rank))
     }
 
-    /// Starts copying the tile at `at` into `to`; its bytes are counted on the barrier at `bar`.
+    /// Starts copying the tile at `at` into `to`; the mbarrier at `bar` counts its bytes.
     #[track_caller]
     pub(crate) fn load<W: Who>(
         &self,

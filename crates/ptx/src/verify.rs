@@ -1,5 +1,5 @@
-//! What a kernel must satisfy before anybody runs it: its target has the instructions, its memory, registers and
-//! barriers fit, and what whole warps execute together is not under a branch that depends on the lane.
+//! Checks a kernel before it runs: the target has its instructions; its memory, registers and barriers fit; no
+//! warp-wide instruction stands under a branch that depends on the lane.
 
 use crate::error::BuildError;
 use crate::inst::{Effect, Inst, Op, Reg, Together};
@@ -8,13 +8,14 @@ use std::collections::HashSet;
 use std::panic::Location;
 
 pub(crate) fn verify(kernel: &Kernel) -> Result<(), BuildError> {
-    // First, because memory and registers too depend on the target: what it lacks says more than what does not fit.
+    // Instructions come first: memory and register limits also depend on the target, and a missing instruction is the
+    // clearer message.
     needs(kernel)?;
     resources(kernel)?;
     convergence(kernel)
 }
 
-/// Whether the hardware can hand out what roles ask for.
+/// Checks that `setmaxnreg` accepts the register counts that the roles request.
 pub(crate) fn register_counts<'a>(
     kernel: &str,
     mut roles: impl Iterator<Item = &'a RoleUse>,
@@ -45,7 +46,7 @@ fn resources(kernel: &Kernel) -> Result<(), BuildError> {
     let used: u32 = kernel.roles.iter().map(|r| r.warps * 32 * all(r.registers)).sum();
     let pool = kernel.threads * entry;
     if kernel.roles.iter().any(|r| r.registers.is_some()) && used > pool {
-        // A launch would hang in setmaxnreg for ever.
+        // A launch with too few registers would hang in setmaxnreg for ever.
         let one = |r: &RoleUse| format!("{}: {} x {}", r.name, r.warps * 32, all(r.registers));
         let uses = kernel.roles.iter().map(one).collect::<Vec<_>>().join(", ");
         return Err(BuildError::Registers { kernel: name(), used, allowed: pool, threads: kernel.threads, uses });
@@ -90,7 +91,7 @@ pub fn varying(kernel: &Kernel) -> HashSet<Reg> {
     }
 }
 
-/// One pass of the data flow: what is computed from varying values, or under a varying branch, varies.
+/// One pass of the data flow: a register varies if it is computed from a varying value or under a varying branch.
 fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
     for stmt in block {
         match stmt {
@@ -98,7 +99,7 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
                 let same = same_in_warp(op);
                 let source = matches!(op.inst.name, "mov.special")
                     && matches!(op.word(1), "%tid.x" | "%laneid" | "%lanemask_lt");
-                // Lanes that change the same word see different old values.
+                // Lanes that update the same word see different old values.
                 let source = source || matches!(op.inst.effect, Effect::Update(_));
                 let source =
                     source || matches!(op.inst.name, "elect" | "ldmatrix") || op.inst.together == Together::Warpgroup;
@@ -120,7 +121,7 @@ fn spread(block: &[Stmt], divergent: bool, varying: &mut HashSet<Reg>) {
     }
 }
 
-/// Instructions whose result is the same in all lanes whatever they read.
+/// Whether all lanes get the same result, whatever they read.
 fn same_in_warp(op: &Op) -> bool {
     let to_one = op.inst.name == "shfl" && op.word(3) == "idx" && matches!(op.args[2], crate::inst::Arg::Imm(_));
     to_one || matches!(op.inst.name, "vote" | "vote.ballot" | "redux")
@@ -152,7 +153,8 @@ fn check(
             }
             Stmt::Loop { body, at } => {
                 let leaves = body.iter().any(|s| matches!(s, Stmt::Break { cond, .. } if varying.contains(cond)));
-                // A wait on an mbarrier is a loop that each lane leaves when it sees the phase over: all see the same.
+                // A wait on an mbarrier is a loop that each lane leaves at the end of the phase. All lanes see the same
+                // phase.
                 let waits = body.iter().any(|s| matches!(s, Stmt::Op(op) if op.inst.name.contains("try_wait")));
                 check(kernel, body, branch.or((leaves && !waits).then_some(*at)), varying)?;
             }

@@ -1,8 +1,8 @@
-//! What NVIDIA's assembler says of a kernel: registers, spills, and every complaint with the Rust line it is about.
+//! Runs NVIDIA's assembler on a kernel: registers, spills, and every complaint with the Rust line that caused it.
 //!
-//! `ptxas` turns the printed text into machine code for one target. It runs without a GPU or a driver, and drops
-//! or serialises instructions with no more than an "info" line; [`Report::verdict`] turns such lines into faults.
-//! The answers depend on the version of the tool; nothing here reads the environment.
+//! `ptxas` turns the printed text into machine code for one target. It needs no GPU and no driver. It reports dropped
+//! or serialised instructions only in "info" lines; [`Report::verdict`] turns such lines into faults. Results depend on
+//! the version of the tool. Nothing here reads the environment.
 //!
 //! ```
 //! use fulgurite_ptx::assemble::{AssembleError, Assembler, Hints};
@@ -26,28 +26,28 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
-/// Where tools of the Python packages lie in `site-packages`, newest first.
+/// Folders of the Python packages' tools in `site-packages`, newest first.
 const IN_SITE_PACKAGES: [&str; 2] = ["nvidia/cu13/bin", "nvidia/cuda_nvcc/bin"];
 
-/// Where to look for the tools. The first of these that has `ptxas` is taken.
+/// Places to search for the tools. The first one that has `ptxas` wins.
 #[derive(Debug, Clone, Default)]
 pub struct Hints {
-    /// The assembler itself; if it is given, nothing else is looked at.
+    /// Path of the assembler. If given, nothing else is searched.
     pub ptxas: Option<PathBuf>,
-    /// Folders, as the variable `PATH` lists them.
+    /// A list of folders, in the format of the variable `PATH`.
     pub path: Option<OsString>,
     /// Folders of Python environments.
     pub environments: Vec<PathBuf>,
 }
 
-/// Why there is no report.
+/// The reason why there is no report.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AssembleError {
-    /// The tool that was named does not exist.
+    /// The path given for the assembler does not exist.
     #[error("`ptxas` is {}, and there is no such file; `pip install nvidia-cuda-nvcc==13.0.88` brings one", path.display())]
     NotThere {
-        /// Where it should be.
+        /// Path given in the hints.
         path: PathBuf,
     },
     /// No assembler was found.
@@ -55,7 +55,7 @@ pub enum AssembleError {
         "`ptxas` was not found in {looked}; `pip install nvidia-cuda-nvcc==13.0.88` in a Python environment brings it, no GPU is needed"
     )]
     NotFound {
-        /// Where it was looked for.
+        /// Places that were searched, as text.
         looked: String,
     },
     /// No disassembler was found.
@@ -64,43 +64,43 @@ pub enum AssembleError {
         ptxas.display()
     )]
     NoDisassembler {
-        /// The assembler.
+        /// Path of the assembler that was found.
         ptxas: PathBuf,
     },
     /// A tool could not be started.
     #[error("{} could not be started; check that it is a program for this machine", tool.display())]
     Start {
-        /// The tool.
+        /// Path of the tool.
         tool: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A temporary file could not be written or read.
     #[error("{} could not be written or read; check the folder for temporary files", path.display())]
     Scratch {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// The assembler did not take the text: a mistake in the table or in the printer.
+    /// The assembler rejected the text, which means a mistake in the instruction table or in the printer.
     #[error("kernel `{kernel}` was not assembled for {target}: {}", join(messages))]
     Refused {
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// What it is for.
+        /// Target that the kernel was printed for.
         target: String,
-        /// What the assembler said.
+        /// Messages of the assembler.
         messages: Vec<Message>,
     },
-    /// A tool failed, or said something else than it used to.
+    /// A tool failed, or its output has an unknown format.
     #[error("{tool} on kernel `{kernel}`: {what}")]
     Unreadable {
-        /// The tool.
+        /// Name of the tool.
         tool: &'static str,
-        /// The kernel.
+        /// Name of the kernel.
         kernel: String,
-        /// What is wrong.
+        /// The failure, as text.
         what: String,
     },
 }
@@ -109,7 +109,7 @@ fn join(messages: &[Message]) -> String {
     messages.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
-/// NVIDIA's assembler, and the disassembler if there is one.
+/// NVIDIA's assembler, and the disassembler if it was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assembler {
     ptxas: PathBuf,
@@ -117,7 +117,7 @@ pub struct Assembler {
 }
 
 impl Assembler {
-    /// Looks where the hints say. A path that was given is taken or refused, never replaced by another.
+    /// Searches the places in the hints. A path that was given is used or rejected, never replaced by another.
     pub fn find(hints: &Hints) -> Result<Assembler, AssembleError> {
         let on_path: Vec<PathBuf> = hints.path.iter().flat_map(std::env::split_paths).collect();
         let packages = hints.environments.iter().flat_map(|environment| site_packages(environment));
@@ -135,12 +135,12 @@ impl Assembler {
         Ok(Assembler { ptxas, nvdisasm })
     }
 
-    /// Where the assembler lies.
+    /// Path of the assembler.
     pub fn ptxas(&self) -> &Path {
         &self.ptxas
     }
 
-    /// Where the disassembler lies, if there is one.
+    /// Path of the disassembler, if it was found.
     pub fn nvdisasm(&self) -> Option<&Path> {
         self.nvdisasm.as_deref()
     }
@@ -157,8 +157,8 @@ impl Assembler {
         })
     }
 
-    /// Assembles a kernel for its target and reads what the assembler says. A kernel that spills, or that the
-    /// assembler complains about, is still a report: ask for its [`verdict`](Report::verdict).
+    /// Assembles a kernel for its target and reads the assembler's messages. A kernel that spills or draws complaints
+    /// still gives a report; its [`verdict`](Report::verdict) tells.
     pub fn assemble(&self, kernel: &Kernel) -> Result<Report, AssembleError> {
         let text = kernel.ptx();
         let map = LineMap::of(&text);
@@ -196,12 +196,12 @@ impl Assembler {
         Ok(report)
     }
 
-    /// The same that asks no disassembler: quicker, and it does not find waits that were moved, nor lines of spills.
+    /// This assembler without the disassembler. It is faster, but finds neither moved waits nor the lines of spills.
     pub fn without_disassembler(self) -> Assembler {
         Assembler { nvdisasm: None, ..self }
     }
 
-    /// The kernel as machine code, a comment with the Rust line before the instructions that came from it.
+    /// The kernel as machine code. A comment gives the Rust line of the instructions that follow it.
     pub fn sass(&self, kernel: &Kernel) -> Result<String, AssembleError> {
         if self.nvdisasm.is_none() {
             return Err(AssembleError::NoDisassembler { ptxas: self.ptxas.clone() });
@@ -230,12 +230,12 @@ impl Assembler {
     }
 }
 
-/// Which lines stand beside machine code.
+/// The line numbers that annotate machine code.
 #[derive(Debug, Clone, Copy)]
 enum Lines {
-    /// Those of the source that built the kernel.
+    /// Lines of the Rust source that built the kernel.
     Rust,
-    /// Those of the printed text.
+    /// Lines of the printed PTX text.
     Text,
 }
 
@@ -252,13 +252,13 @@ fn at(path: &Path) -> impl FnOnce(io::Error) -> AssembleError {
     |source| AssembleError::Scratch { path, source }
 }
 
-/// The first of the folders that has a tool.
+/// Path of a tool in the first folder that has it.
 fn tool<'a>(name: &str, folders: impl Iterator<Item = &'a PathBuf>) -> Option<PathBuf> {
     let name = format!("{name}{}", std::env::consts::EXE_SUFFIX);
     folders.map(|folder| folder.join(&name)).find(|path| path.is_file())
 }
 
-/// Where a Python environment keeps its packages: one folder on Windows, one for each Python elsewhere.
+/// Package folders of a Python environment: one folder on Windows, one per Python version elsewhere.
 fn site_packages(environment: &Path) -> Vec<PathBuf> {
     let pythons = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = pythons.map(|python| python.path().join("site-packages")).collect();
@@ -268,7 +268,7 @@ fn site_packages(environment: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// A folder for temporary files that goes when it is dropped.
+/// A temporary folder that is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -278,7 +278,7 @@ impl Scratch {
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos());
         let name = format!("fulgurite-{}-{number}-{nanos}", std::process::id());
         let folder = std::env::temp_dir().join(name);
-        // Refuses a folder that is there already: nobody else's files are touched.
+        // `create_dir` fails if the folder exists, so no other program's files are touched.
         std::fs::create_dir(&folder).map_err(at(&folder))?;
         Ok(Scratch(folder))
     }
@@ -290,7 +290,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed stays in the folder for temporary files, which is what that folder is for.
+        // Ignore errors: a leftover in the system's temporary folder is harmless.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -1,27 +1,27 @@
-//! Whether waits for products stand where the kernel put them.
+//! Checks that `wgmma` waits stay where the kernel put them.
 //!
-//! The assembler moves `wgmma.wait_group` like any instruction: up over exponentials that were to run beside the
-//! products, which leaves the result right, the kernel slow, and not a word of it. The printed text and the machine
-//! code are read as graphs of the same kind, and compared: an exponential that comes before a wait in the text, with
-//! no product started between them, must not come after it in the machine code.
+//! The assembler moves `wgmma.wait_group` like any other instruction. If it hoists a wait above exponentials that were
+//! meant to overlap the products, the result stays correct, but the kernel is slow and no message says so. This module
+//! reads the printed text and the machine code as control-flow graphs and compares them. If an exponential precedes a
+//! wait in the text, with no product started between them, it must not follow that wait in the machine code.
 //!
-//! Promise: a wait that is reported was moved, or was dropped. It does not look at waits and exponentials in blocks that
-//! are rarely run, and knows nothing of arithmetic that is no exponential.
+//! Every reported wait was moved or dropped. The check ignores waits and exponentials in cold code, and all arithmetic
+//! other than exponentials.
 
 use std::collections::{BTreeSet, HashMap};
 
 /// A wait that the assembler moved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Moved {
-    /// Its line of the text.
+    /// Line of the wait in the text.
     pub wait: u32,
-    /// Lines of exponentials that it left behind; all that come before it, where the wait is not there any more.
+    /// Lines of the exponentials that the wait overtook; if the wait was dropped, of all exponentials before it.
     pub behind: Vec<u32>,
-    /// Whether machine code has no such wait.
+    /// Whether the wait is absent from the machine code.
     pub dropped: bool,
 }
 
-/// What an instruction means here.
+/// The kinds of instruction that the check distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Exponential,
@@ -30,18 +30,18 @@ enum Kind {
     Other,
 }
 
-/// An instruction and where control goes after it.
+/// An instruction and its successors in the control flow.
 struct Node {
     kind: Kind,
-    /// Its line of the text.
+    /// Line of the instruction in the text.
     line: u32,
     next: Vec<usize>,
 }
 
-/// Instructions in the order in which they are written.
+/// Instructions in program order.
 struct Graph(Vec<Node>);
 
-/// Where an instruction may lead beside the next one: labels, and whether it may also go on.
+/// Branch targets of an instruction besides the next one, and whether it may also fall through.
 struct Jump<'a> {
     to: Vec<&'a str>,
     falls_through: bool,
@@ -58,7 +58,7 @@ impl Graph {
         Graph(instructions.into_iter().enumerate().map(link).collect())
     }
 
-    /// Lines of exponentials that can be reached from there before a product is started.
+    /// Lines of the exponentials reachable from node `from` before a product starts.
     fn exponentials_after(&self, from: usize) -> BTreeSet<u32> {
         let (mut seen, mut open) = (BTreeSet::new(), self.0[from].next.clone());
         while let Some(at) = open.pop() {
@@ -70,7 +70,7 @@ impl Graph {
         lines.collect()
     }
 
-    /// Lines of exponentials from which that wait can be reached before a product is started.
+    /// Lines of the exponentials that reach the wait before a product starts.
     fn exponentials_before(&self, wait: usize) -> BTreeSet<u32> {
         let mut back = vec![Vec::new(); self.0.len()];
         self.0.iter().enumerate().for_each(|(at, node)| node.next.iter().for_each(|&next| back[next].push(at)));
@@ -78,7 +78,7 @@ impl Graph {
         Graph(reversed).exponentials_after(wait)
     }
 
-    /// Where the waits of each line are: the assembler may have copied one.
+    /// The nodes of each wait, by line: the assembler may have duplicated one.
     fn waits(&self) -> HashMap<u32, Vec<usize>> {
         let mut waits = HashMap::<u32, Vec<usize>>::new();
         for (at, node) in self.0.iter().enumerate().filter(|(_, node)| node.kind == Kind::Wait) {
@@ -88,7 +88,7 @@ impl Graph {
     }
 }
 
-/// The printed text, up to where blocks begin that are rarely run.
+/// The graph of the printed text, up to the cold code.
 fn text(ptx: &str) -> Graph {
     let (mut instructions, mut labels) = (Vec::new(), HashMap::new());
     for (line, words) in (1..).zip(ptx.lines()) {
@@ -118,7 +118,7 @@ fn text(ptx: &str) -> Graph {
     Graph::link(instructions, &labels)
 }
 
-/// What the disassembler printed, with the line of the text of each instruction.
+/// The graph of the disassembly. Each instruction carries its line in the printed text.
 fn machine_code(sass: &str) -> Graph {
     let (mut instructions, mut labels, mut meets) = (Vec::new(), HashMap::new(), HashMap::<&str, Vec<&str>>::new());
     let mut line = 0;
@@ -151,7 +151,7 @@ fn machine_code(sass: &str) -> Graph {
                 let (before, label) = target.unwrap_or_default();
                 jump = Jump { to: vec![label], falls_through: guard || !before.is_empty() };
             }
-            // Lanes that part meet again where the first says; the second goes there.
+            // BSSY names the label at which diverged lanes reconverge; BSYNC jumps there.
             "BSSY" => {
                 if let Some((barrier, label)) = target {
                     meets.entry(barrier.trim_end_matches(',')).or_default().push(label);
@@ -169,13 +169,13 @@ fn machine_code(sass: &str) -> Graph {
     Graph::link(instructions, &labels)
 }
 
-/// Whether the order of waits and exponentials can have changed at all: the disassembler need not be asked otherwise.
+/// Whether the order of waits and exponentials can have changed at all. If not, the disassembler is not needed.
 pub(super) fn is_at_stake(ptx: &str) -> bool {
     let text = text(ptx);
     text.waits().into_values().flatten().any(|wait| !text.exponentials_before(wait).is_empty())
 }
 
-/// Waits that do not stand where the text has them, in its order.
+/// Waits that were moved or dropped, in text order.
 pub(super) fn moved(ptx: &str, sass: &str) -> Vec<Moved> {
     let (text, code) = (text(ptx), machine_code(sass));
     let there = code.waits();
@@ -205,7 +205,7 @@ pub(super) fn moved(ptx: &str, sass: &str) -> Vec<Moved> {
 mod tests {
     use super::*;
 
-    /// Lines 3 and 5 are exponentials, 6 is the wait; a rare block after the end has its own.
+    /// Lines 3 and 5 are exponentials, line 6 is the wait. The cold code after the end has its own.
     const PTX: &str = "\
 $LOOP_1:
   wgmma.mma_async.sync.aligned.m64n8k16 {%f0};
@@ -222,7 +222,7 @@ $COLD_2:
   bra.uni $BACK_3;
 ";
 
-    /// As the disassembler writes it; each line is a line of the text and an instruction.
+    /// Disassembler output; each pair is a line of the text and an instruction.
     fn sass(lines: &[(u32, &str)]) -> String {
         let mut text = String::from(".text.k:\n");
         for (at, (line, code)) in lines.iter().enumerate() {
@@ -248,7 +248,7 @@ $COLD_2:
             (7, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
             (8, "@P2 BRA `(.L_x_0)"),
             (9, "EXIT"),
-            // The rare wait was moved up, which costs nothing.
+            // The wait in cold code was moved up, which costs nothing.
             (0, ".L_x_2:"),
             (12, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
             (11, "MUFU.EX2 R3, R3"),
@@ -298,7 +298,7 @@ $COLD_2:
 
     #[test]
     fn exponentials_of_the_next_round_are_not_before() {
-        // A product comes first in every round: nothing is before the wait, and nothing is at stake.
+        // Every iteration starts with a product, so no exponential precedes the wait and no order can change.
         let text = "$L:\n  wgmma.mma_async.x {%f0};\n  wgmma.wait_group.sync.aligned 0;\n  ex2.approx.ftz.f32 %f1, %f1;\n  bra.uni $L;\n  ret;\n";
         assert!(!is_at_stake(text));
     }

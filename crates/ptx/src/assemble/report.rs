@@ -1,4 +1,4 @@
-//! The words of the assembler, read.
+//! Parses the assembler's output.
 
 use super::AssembleError;
 use super::order::Moved;
@@ -10,9 +10,9 @@ use std::time::Duration;
 /// A line of Rust source that built an instruction.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RustLine {
-    /// The file, as the compiler names it.
+    /// File name, as the Rust compiler gives it.
     pub file: String,
-    /// The line, from 1.
+    /// Line number, from 1.
     pub line: u32,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Display for RustLine {
     }
 }
 
-/// Which Rust line each line of a printed kernel came from, read from the `.loc` lines of the text.
+/// Maps each line of a printed kernel to the Rust line that built it, from the `.loc` lines of the text.
 ///
 /// ```
 /// use fulgurite_ptx::assemble::LineMap;
@@ -40,12 +40,12 @@ impl fmt::Display for RustLine {
 #[derive(Debug, Clone, Default)]
 pub struct LineMap {
     files: HashMap<u32, String>,
-    /// Line of the text, file and line of the source; ascending.
+    /// Line of the text, file number and source line; ascending.
     lines: Vec<(u32, u32, u32)>,
 }
 
 impl LineMap {
-    /// The map of a printed kernel.
+    /// Reads the map from a printed kernel.
     pub fn of(text: &str) -> LineMap {
         let mut map = LineMap::default();
         for (number, line) in (1..).zip(text.lines()) {
@@ -68,7 +68,7 @@ impl LineMap {
         map
     }
 
-    /// The Rust line of a line of the text, counted from 1; `None` before the first instruction.
+    /// The Rust line of a line of the text (from 1); `None` before the first instruction.
     pub fn rust(&self, line: u32) -> Option<RustLine> {
         let after = self.lines.partition_point(|&(number, ..)| number <= line);
         let &(_, file, line) = self.lines[..after].last()?;
@@ -76,19 +76,19 @@ impl LineMap {
     }
 }
 
-/// How much weight the assembler gives a message. It calls lost instructions "info".
+/// Severity that the assembler gives a message. It reports lost instructions as "info".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Severity {
-    /// Worth knowing.
+    /// Information only; includes lost and serialised instructions.
     Info,
-    /// A warning.
+    /// A warning; code was made.
     Warning,
     /// No code was made.
     Error,
 }
 
 impl Severity {
-    /// Its name, as the assembler has it.
+    /// The assembler's name of the severity.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Info => "info",
@@ -98,18 +98,18 @@ impl Severity {
     }
 }
 
-/// Something that the assembler remarked on.
+/// A message of the assembler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// What the assembler calls it.
+    /// Severity that the assembler gives it.
     pub severity: Severity,
-    /// Its number, such as `C7510`, where it has one.
+    /// Message number, such as `C7510`, if it has one.
     pub code: Option<String>,
-    /// What it says.
+    /// Message text.
     pub text: String,
-    /// The line of the printed kernel it names.
+    /// Line of the printed kernel that the message names.
     pub ptx_line: Option<u32>,
-    /// The Rust line that printed it.
+    /// Rust line that printed that line.
     pub at: Option<RustLine>,
 }
 
@@ -126,7 +126,7 @@ impl fmt::Display for Message {
 }
 
 impl Message {
-    /// Every remark in the assembler's output. Statistics are no remarks.
+    /// Every message in the assembler's output, without statistics.
     pub(super) fn all(log: &str, map: &LineMap) -> Vec<Message> {
         log.lines().filter_map(|line| Message::read(line, map)).collect()
     }
@@ -159,14 +159,15 @@ impl Message {
         Some(Message { severity, code, text: text.to_string(), ptx_line, at })
     }
 
-    /// Whether it tells that machine code is not what the kernel says: instructions serialised, dropped or put in.
+    /// Whether the message says that the machine code differs from the kernel: instructions serialised, dropped or
+    /// inserted.
     pub fn is_fault(&self) -> bool {
         let changed = self.code.as_ref().is_some_and(|code| code.starts_with("C75"));
         changed || self.severity == Severity::Error || self.text.contains(LOSS)
     }
 }
 
-/// How the assembler begins a remark on code that will be slow.
+/// Start of the assembler's messages about slow code.
 const LOSS: &str = "Potential Performance Loss";
 
 fn is_code(word: &str) -> bool {
@@ -180,42 +181,42 @@ pub(super) fn line_number(text: &str) -> Option<u32> {
     digits.parse().ok()
 }
 
-/// Why a kernel that was assembled must not be used as it is.
+/// The reason why an assembled kernel must not be used as it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Registers were kept in memory.
+    /// The kernel spills registers to memory.
     Spills {
-        /// Bytes written a thread.
+        /// Bytes that each thread writes.
         stores_bytes: u32,
-        /// Bytes read back a thread.
+        /// Bytes that each thread reads back.
         loads_bytes: u32,
-        /// Rust lines whose instructions do so, where a disassembler is there to tell.
+        /// Rust lines of the spilling instructions, if a disassembler was found.
         at: Vec<RustLine>,
     },
-    /// Each thread has memory of its own beside its registers.
+    /// The kernel uses local memory.
     LocalMemory {
-        /// Bytes of it.
+        /// Bytes of local memory per thread.
         bytes: u32,
-        /// Rust lines whose instructions use it, where a disassembler is there to tell.
+        /// Rust lines of the instructions that use it, if a disassembler was found.
         at: Vec<RustLine>,
     },
-    /// A remark that tells of lost, serialised or added instructions.
+    /// A message about lost, serialised or inserted instructions.
     Remark(Message),
-    /// A wait for products stands before what was to run beside them.
+    /// A `wgmma` wait precedes exponentials that were meant to overlap the products.
     MovedWait(MovedWait),
 }
 
-/// A wait for products that the assembler moved up over exponentials, or dropped.
+/// A `wgmma` wait that the assembler hoisted above exponentials, or dropped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MovedWait {
-    /// The wait.
+    /// Rust line of the wait.
     pub at: Option<RustLine>,
-    /// Whether it is not there any more.
+    /// Whether the wait is absent from the machine code.
     pub dropped: bool,
-    /// How many exponentials it should come after and does not.
+    /// Number of exponentials that should precede the wait and do not.
     pub exponentials: usize,
-    /// The first of them.
+    /// Rust line of the first such exponential.
     pub first: Option<RustLine>,
 }
 
@@ -269,30 +270,30 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What a kernel became.
+/// The assembler's report on a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// Registers of a thread; where roles change them, those at entry.
+    /// Registers per thread; if roles change them, the count at entry.
     pub registers: u32,
-    /// Bytes of registers that each thread writes to memory.
+    /// Bytes of spilled registers that each thread writes.
     pub spill_stores_bytes: u32,
-    /// Bytes of registers that each thread reads back.
+    /// Bytes of spilled registers that each thread reads back.
     pub spill_loads_bytes: u32,
-    /// Bytes of memory that each thread has for itself, spilled registers included.
+    /// Local memory of each thread in bytes, including spilled registers.
     pub stack_bytes: u32,
-    /// Bytes of shared memory of a block.
+    /// Shared memory of a CTA, in bytes.
     pub shared_bytes: u32,
-    /// Named barriers.
+    /// Number of named barriers.
     pub barriers: u32,
-    /// How long the assembler took, by its own clock.
+    /// Time that the assembler took, by its own clock.
     pub time: Duration,
-    /// Remarks, in the assembler's order.
+    /// Messages, in the assembler's order.
     pub messages: Vec<Message>,
-    /// Rust lines whose instructions use local memory; known where there is any and a disassembler was found.
+    /// Rust lines of instructions that use local memory; empty if no disassembler was found.
     pub local_lines: Vec<RustLine>,
-    /// Waits for products that stand before what was to run beside them; known where a disassembler was found.
+    /// `wgmma` waits that precede exponentials meant to overlap the products; empty if no disassembler was found.
     pub moved_waits: Vec<MovedWait>,
-    /// The machine code, an ELF file that the driver loads.
+    /// Machine code, an ELF file that the driver loads.
     pub cubin: Vec<u8>,
 }
 
@@ -311,7 +312,7 @@ impl Report {
             spill_stores_bytes: number("bytes spill stores").ok_or_else(|| missing("spills"))?,
             spill_loads_bytes: number("bytes spill loads").ok_or_else(|| missing("spills"))?,
             stack_bytes: number("bytes stack frame").ok_or_else(|| missing("stack frame"))?,
-            // What a launch brings is not in the text; what the text declares itself comes on top.
+            // The text declares no dynamic shared memory; memory that it does declare comes on top.
             shared_bytes: kernel.shared_bytes + number("bytes smem").unwrap_or(0),
             barriers: number("barriers").unwrap_or(0),
             time: Duration::try_from_secs_f64(milliseconds.unwrap_or(0.0) / 1e3).unwrap_or_default(),
@@ -322,8 +323,9 @@ impl Report {
         })
     }
 
-    /// Whether the machine code is what the kernel says: no spills, no local memory, no instruction lost, added or
-    /// serialised, no wait moved up over what was to run beside products. Warnings that tell of none of these are in [`messages`](Report::messages) and are no faults.
+    /// Whether the machine code does what the kernel says: no spills, no local memory, no instruction lost, inserted or
+    /// serialised, no wait hoisted above work that was meant to overlap products. Other warnings are in
+    /// [`messages`](Report::messages) and are not faults.
     pub fn verdict(&self) -> Result<(), Vec<Fault>> {
         let mut faults = Vec::new();
         let at = || self.local_lines.clone();
@@ -339,7 +341,7 @@ impl Report {
     }
 }
 
-/// The number before a unit in the statistics. Remarks are left out: they quote numbers of their own.
+/// The number before a unit in the statistics. Messages are skipped, because they quote numbers of their own.
 fn before(log: &str, unit: &str) -> Option<u32> {
     let statistics = log.lines().filter(|line| !line.contains(" : ("));
     statistics.into_iter().find_map(|line| {
@@ -348,10 +350,10 @@ fn before(log: &str, unit: &str) -> Option<u32> {
     })
 }
 
-/// How the disassembler names a source line.
+/// Prefix of the disassembler's source-line comments.
 const SOURCE: &str = "//## File \"";
 
-/// The Rust line of such a comment.
+/// The Rust line in a source-line comment.
 fn source_line(line: &str) -> Option<RustLine> {
     let (file, rest) = line.trim().strip_prefix(SOURCE)?.split_once('"')?;
     Some(RustLine { file: file.to_string(), line: line_number(rest)? })
@@ -372,7 +374,7 @@ pub(super) fn local_lines(sass: &str) -> Vec<RustLine> {
     found.into_iter().collect()
 }
 
-/// The disassembly with source lines as `file:line`, which editors and terminals lead to.
+/// The disassembly with source lines as `file:line`, which editors and terminals turn into links.
 pub(super) fn with_rust_lines(sass: &str) -> String {
     let mut out = String::with_capacity(sass.len());
     for line in sass.lines() {
@@ -404,7 +406,7 @@ mod tests {
 }
 ";
 
-    /// What ptxas 13.0.88 wrote for a kernel with everything wrong in it.
+    /// Output of ptxas 13.0.88 for a kernel with every fault.
     const LOG: &str = "\
 ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA in function 'k'
@@ -463,7 +465,7 @@ ptxas fatal   : Ptx assembly aborted due to errors
     fn verdicts() {
         let faults = read(LOG).verdict().unwrap_err();
         assert!(matches!(faults[0], Fault::Spills { stores_bytes: 252, loads_bytes: 248, .. }), "{faults:?}");
-        // The warning is no fault: it says nothing of the code that was made.
+        // The warning is not a fault: it does not concern the generated code.
         assert_eq!(faults.len(), 4, "{faults:?}");
 
         let clean = LOG.lines().skip(4).map(|line| format!("{line}\n")).collect::<String>();

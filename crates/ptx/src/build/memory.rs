@@ -8,7 +8,7 @@ use crate::table::memory as rows;
 use std::marker::PhantomData;
 use std::panic::Location;
 
-/// Bytes of an element.
+/// Size of an element in bytes.
 pub(crate) const fn bytes<T: Word>() -> u32 {
     match T::CLASS {
         Class::Pred => 1,
@@ -58,7 +58,7 @@ fn store<T: Word, const N: usize>(k: &Builder, row: &'static Inst, at: Arg, x: [
     k.emit(row, [at, Arg::List(regs.into()), Arg::Word(vector(N))]);
 }
 
-/// Nanoseconds between two looks at a word that another block writes.
+/// Nanoseconds between two polls of a word that another CTA writes.
 const PAUSE_NS: u64 = 20;
 
 /// An array in global memory.
@@ -77,21 +77,21 @@ impl<'k, T: Word> Pointer<'k, T> {
     pub(crate) fn new(address: Val<'k, u64>) -> Self {
         Pointer { address, element: PhantomData }
     }
-    /// An array at an address that another had.
+    /// An array at a given address, such as one taken from another array.
     pub fn at_address(address: Val<'k, u64>) -> Self {
         Pointer::new(address)
     }
-    /// Where it begins, in bytes, for a loop that carries it.
+    /// Byte address of the first element, for loops that carry it.
     pub fn address(self) -> Val<'k, u64> {
         self.address
     }
-    /// The array from an element on.
+    /// The array starting at an element.
     #[track_caller]
     pub fn at(self, index: impl IntoVal<'k, u32>) -> Self {
         let index = index.into_val(self.address.k);
         Pointer::new(self.address + index.mul_wide(bytes::<T>()))
     }
-    /// The array from an element on, for arrays of 2^32 elements and more.
+    /// The array starting at an element, for arrays of 2^32 elements and more.
     #[track_caller]
     pub fn at_wide(self, index: Val<'k, u64>) -> Self {
         Pointer::new(self.address + index.mul_wide_64(u64::from(bytes::<T>())))
@@ -100,7 +100,7 @@ impl<'k, T: Word> Pointer<'k, T> {
     fn place(self, index: impl IntoVal<'k, u32>) -> Arg {
         let index = index.into_val(self.address.k);
         match index.constant() {
-            // A small constant fits in the instruction.
+            // A small constant offset fits into the instruction.
             Some(i) if i < 1 << 20 => {
                 Arg::Address(Base::Reg(self.address.in_register()), (i as u32 * bytes::<T>()) as i32)
             }
@@ -113,7 +113,7 @@ impl<'k, T: Word> Pointer<'k, T> {
         let [x] = load(w.k, global(T::CLASS)[0], self.place(index));
         x
     }
-    /// Reads two or four elements that lie together, the first at a multiple of their number.
+    /// Reads two or four adjacent elements; `index` must be a multiple of their number.
     #[track_caller]
     pub fn load_some<W: Who, const N: usize>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>) -> [Val<'k, T>; N] {
         load(w.k, global(T::CLASS)[0], self.place(index))
@@ -124,7 +124,7 @@ impl<'k, T: Word> Pointer<'k, T> {
         let x = x.into_val(w.k);
         store(w.k, global(T::CLASS)[1], self.place(index), [x]);
     }
-    /// Writes two or four elements that lie together, the first at a multiple of their number.
+    /// Writes two or four adjacent elements; `index` must be a multiple of their number.
     #[track_caller]
     pub fn store_some<W: Who, const N: usize>(
         self,
@@ -137,8 +137,8 @@ impl<'k, T: Word> Pointer<'k, T> {
 }
 
 impl<'k> Pointer<'k, f32> {
-    /// Adds to four elements that lie together, the first at a multiple of four. Each is added in a step of its own, in
-    /// whatever order threads come.
+    /// Adds to four adjacent elements; `index` must be a multiple of four. Each addition is atomic by itself, and the
+    /// order of threads is not fixed.
     #[track_caller]
     pub fn add_four<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: [Val<'k, f32>; 4]) {
         store(w.k, &crate::table::atomic::RED_F32, self.place(index), x);
@@ -146,7 +146,7 @@ impl<'k> Pointer<'k, f32> {
 }
 
 impl<'k> Pointer<'k, f32> {
-    /// Adds to an element in one step, in whatever order threads come.
+    /// Adds to an element atomically; the order of threads is not fixed.
     #[track_caller]
     pub fn add<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: Val<'k, f32>) {
         w.k.emit(&crate::table::atomic::RED_F32_ONE, [self.place(index), x.arg()]);
@@ -154,17 +154,18 @@ impl<'k> Pointer<'k, f32> {
 }
 
 impl<'k> Pointer<'k, u64> {
-    /// Adds to an element in one step, modulo 2^64: in whatever order threads come, the sum is the same.
+    /// Adds to an element atomically, modulo 2^64, so the sum does not depend on the order of threads.
     #[track_caller]
     pub fn add<W: Who>(self, w: &Scope<'k, W>, index: impl IntoVal<'k, u32>, x: Val<'k, u64>) {
-        // The assembler makes a reduction of it, since nobody reads the old value.
+        // The assembler turns this into a reduction, because nothing reads the old value.
         let (d, _) = Val::<u64>::fresh(w.k);
         w.k.emit(&crate::table::atomic::ATOM_64, [d, self.place(index), x.arg(), Arg::Word("add.u64")]);
     }
 }
 
 impl<'k> Pointer<'k, u32> {
-    /// Waits until an element has this value; what its writer [`publish`](Self::publish)ed with it can then be seen.
+    /// Waits until an element has this value. Everything that its writer [`publish`](Self::publish)ed before is then
+    /// visible.
     #[track_caller]
     pub fn wait_for(self, t: &Scope<'k, Thread>, index: impl IntoVal<'k, u32>, x: Val<'k, u32>) {
         let place = self.place(index);
@@ -178,13 +179,13 @@ impl<'k> Pointer<'k, u32> {
             });
         });
     }
-    /// Writes an element, after everything that was written before, also by threads that this one met at a barrier.
+    /// Writes an element after all earlier writes (release), including those of threads that this one met at a barrier.
     #[track_caller]
     pub fn publish(self, t: &Scope<'k, Thread>, index: impl IntoVal<'k, u32>, x: Val<'k, u32>) {
         let x = Arg::List([x.in_register()].into());
         t.k.emit(&rows::ST_RELEASE, [self.place(index), x, Arg::Word("gpu")]);
     }
-    /// Adds to an element in one step; its old value.
+    /// Adds to an element atomically and returns its old value.
     #[track_caller]
     pub fn fetch_add<W: Who>(
         self,
@@ -197,8 +198,8 @@ impl<'k> Pointer<'k, u32> {
         w.k.emit(&crate::table::atomic::ATOM, [d, self.place(index), x.arg(), Arg::Word("add.u32")]);
         old
     }
-    /// The same, and in order with other memory: who adds later sees what was written before, by this thread and by
-    /// those that it met at a barrier.
+    /// Adds to an element atomically, ordered with other memory (acquire and release). A later adder sees earlier
+    /// writes of this thread and of the threads that it met at a barrier.
     #[track_caller]
     pub fn fetch_add_in_order<W: Who>(
         self,

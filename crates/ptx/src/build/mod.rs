@@ -1,4 +1,4 @@
-//! Building a kernel: a closure is run once, and what it does with values becomes the kernel.
+//! Builds a kernel: a closure runs once, and its operations on values become the kernel.
 //!
 //! ```
 //! use fulgurite_ptx::{Kernel, Target};
@@ -43,7 +43,7 @@ pub struct Builder {
     name: String,
     target: Target,
     cluster: Cell<u32>,
-    /// The Rust line that instructions are built for, where it is not the caller's.
+    /// The Rust line to attribute instructions to, if it is not the caller's.
     place: Cell<Option<&'static Location<'static>>>,
     state: RefCell<State>,
 }
@@ -51,26 +51,26 @@ pub struct Builder {
 #[derive(Default)]
 struct State {
     registers: [u32; Class::ALL.len()],
-    /// Open blocks; instructions go into the last.
+    /// Open blocks of statements; new instructions go into the last.
     blocks: Vec<Vec<Stmt>>,
     params: Vec<Param>,
     shared: Vec<SharedUse>,
     shared_bytes: u32,
-    /// What is left of areas for small things: from here to there.
+    /// Unused ranges (start, end) of the areas for small allocations.
     small: Vec<(u32, u32)>,
-    /// Named barriers handed out; 0 is the whole block's.
+    /// Number of named barriers in use; barrier 0 is the whole CTA's.
     barriers: u32,
     mbarriers: Vec<MbarrierUse>,
     roles: Vec<(RoleUse, Vec<Stmt>)>,
-    /// The Rust line of each.
+    /// Rust line of each role.
     role_places: Vec<&'static Location<'static>>,
-    /// Number of the role under construction, and how deep its first block lies.
+    /// Index of the role under construction, and the depth of its outermost block of statements.
     role: Option<(usize, usize)>,
-    /// Registers that hold where a role stands in a ring.
+    /// Registers of the roles' ring cursors.
     cursors: HashMap<(Hand, usize, &'static str), [Reg; 2]>,
-    /// Values that a role has computed at its start.
+    /// Values that a role computes once, at its start.
     once: HashMap<(Hand, &'static str), Reg>,
-    /// Of the role under construction, the warp whose thread has places in rings and values of its own.
+    /// In the role under construction: index of the warp whose single thread has its own ring cursors and values.
     alone: u32,
     pipes: Vec<PipeUse>,
     threads: u32,
@@ -79,35 +79,35 @@ struct State {
     errors: Vec<BuildError>,
 }
 
-/// An mbarrier in shared memory, initialised before anything else happens.
+/// An mbarrier in shared memory, initialised at the start of the kernel.
 struct MbarrierUse {
     offset: u32,
-    /// Arrivals a phase; filled in once all roles are known.
+    /// Arrivals per phase; resolved once all roles are known.
     count: Count,
-    /// The Rust line that asked for it.
+    /// Rust line that requested the mbarrier.
     at: &'static Location<'static>,
 }
 
-/// Whose registers they are: a role's, or of its thread in a warp after the first.
+/// Owner of registers: a role, or a single thread in a later warp of the role.
 type Hand = (usize, u32);
 
-/// How many arrivals complete a phase.
+/// Number of arrivals that complete a phase.
 #[derive(Clone, Copy)]
 pub(crate) enum Count {
-    /// So many.
+    /// A fixed number of arrivals.
     Fixed(u32),
-    /// One for each warp that empties the pipe, in each block of the cluster that shares it.
+    /// One arrival per warp that empties the pipe, in each CTA of the cluster that shares it.
     Readers(usize),
 }
 
-/// What is known of a ring once all roles are built.
+/// Uses of a ring, complete once all roles are built.
 #[derive(Default)]
 pub(crate) struct PipeUse {
     name: String,
     filled: bool,
-    /// Warps that empty it, counted once for each role.
+    /// Warps that empty the ring, counted once for each role.
     readers: HashMap<usize, u32>,
-    /// Blocks whose readers must all be done.
+    /// Number of CTAs whose readers must all be done.
     blocks: u32,
 }
 
@@ -127,12 +127,12 @@ impl Kernel {
 }
 
 impl Builder {
-    /// What it is built for.
+    /// The target that the kernel is built for.
     pub fn target(&self) -> Target {
         self.target
     }
 
-    /// Launched in clusters of this many blocks.
+    /// Sets the cluster size in CTAs.
     pub fn cluster(&self, blocks: u32) {
         self.cluster.set(blocks);
     }
@@ -159,8 +159,8 @@ impl Builder {
         self.push(Stmt::Op(op));
     }
 
-    /// What `f` builds was asked for at `at`. For closures of this crate, which do not know their caller's line; never
-    /// around one of the kernel's author.
+    /// Attributes the instructions that `f` builds to the Rust line `at`. For closures of this crate, which do not know
+    /// their caller's line. Never wrap a closure of the kernel's author.
     pub(crate) fn placed<R>(&self, at: &'static Location<'static>, f: impl FnOnce() -> R) -> R {
         let outer = self.place.get();
         self.place.set(outer.or(Some(at)));
@@ -169,7 +169,7 @@ impl Builder {
         result
     }
 
-    /// The assembler may move the wait that is built there.
+    /// Allows the assembler to move the wait built at this line.
     pub(crate) fn allow_moved_wait(&self, at: &'static Location<'static>) {
         self.state.borrow_mut().loose_waits.push(self.place.get().unwrap_or(at));
     }
@@ -178,19 +178,19 @@ impl Builder {
         self.state.borrow_mut().blocks.last_mut().expect("bug in fulgurite: no open block").push(stmt);
     }
 
-    /// What `f` builds, as a block of its own.
+    /// Builds `f` into a separate block of statements.
     pub(crate) fn block(&self, f: impl FnOnce()) -> Vec<Stmt> {
         self.state.borrow_mut().blocks.push(Vec::new());
         f();
         self.state.borrow_mut().blocks.pop().expect("bug in fulgurite: blocks are nested")
     }
 
-    /// How many blocks are open.
+    /// Number of open blocks of statements.
     pub(crate) fn depth(&self) -> usize {
         self.state.borrow().blocks.len()
     }
 
-    /// Builds into the beginning of the current role.
+    /// Inserts what `f` builds at the start of the current role.
     fn at_role_start(&self, f: impl FnOnce()) {
         let built = self.block(f);
         let mut state = self.state.borrow_mut();
@@ -198,7 +198,7 @@ impl Builder {
         state.blocks[depth].extend(built);
     }
 
-    /// Remembers what is wrong; the first is reported when the kernel is finished.
+    /// Records an error. The first one is reported when the kernel is finished.
     #[track_caller]
     pub(crate) fn refuse(&self, what: String) {
         let at = self.place.get().unwrap_or(Location::caller());
@@ -212,7 +212,7 @@ impl Builder {
         state.params.len() as u32 - 1
     }
 
-    /// A number among the parameters.
+    /// Declares a scalar parameter.
     #[track_caller]
     pub fn param<T: Number>(&self, name: &str) -> Val<'_, T> {
         let number = self.add_param(name, T::KIND);
@@ -221,13 +221,14 @@ impl Builder {
         value
     }
 
-    /// An array in global memory among the parameters, aligned to 16 bytes.
+    /// Declares an array parameter in global memory, aligned to 16 bytes.
     #[track_caller]
     pub fn pointer<T: Word>(&self, name: &str) -> Pointer<'_, T> {
         self.pointer_aligned(name, 16)
     }
 
-    /// An array in global memory among the parameters, aligned to its elements only: one is moved at a time.
+    /// Declares an array parameter in global memory, aligned to its elements only, so accesses move one element at a
+    /// time.
     #[track_caller]
     pub fn array<T: Word>(&self, name: &str) -> Pointer<'_, T> {
         self.pointer_aligned(name, memory::bytes::<T>())
@@ -241,7 +242,7 @@ impl Builder {
         Pointer::new(value)
     }
 
-    /// A tensor among the parameters that is moved in boxes.
+    /// Declares a tensor parameter that moves in boxes.
     #[track_caller]
     pub(crate) fn tensor_param(&self, name: &str, shape: BoxShape) -> TensorParam<'_> {
         let rank = shape.extent.len() as u32;
@@ -249,7 +250,7 @@ impl Builder {
         TensorParam { k: self, number, rank }
     }
 
-    /// Takes a part of shared memory.
+    /// Allocates shared memory and returns its offset.
     pub(crate) fn take_shared(&self, name: &str, bytes: u32, align: u32) -> u32 {
         let mut state = self.state.borrow_mut();
         let offset = state.shared_bytes.next_multiple_of(align);
@@ -258,8 +259,8 @@ impl Builder {
         offset
     }
 
-    /// Takes a few bytes for barriers and messages, which lie together: between tiles each would cost a whole period of
-    /// the swizzle.
+    /// Allocates a few bytes for barriers and messages. They are grouped, because each one between tiles would cost a
+    /// whole swizzle period.
     pub(crate) fn take_small(&self, name: &str, bytes: u32, align: u32) -> u32 {
         const AREA: u32 = 1024;
         let mut state = self.state.borrow_mut();
@@ -278,7 +279,7 @@ impl Builder {
         offset
     }
 
-    /// The shared address of an offset.
+    /// The shared-memory address of an offset.
     #[track_caller]
     pub(crate) fn shared_address(&self, offset: u32) -> Val<'_, u32> {
         let (d, base) = Val::fresh(self);
@@ -286,20 +287,20 @@ impl Builder {
         base + offset
     }
 
-    /// An array of `count` values in shared memory.
+    /// Allocates an array of `count` values in shared memory.
     pub fn shared<T: Word>(&self, name: &str, count: u32) -> Shared<'_, T> {
         let offset = self.take_shared(name, count * memory::bytes::<T>(), 16);
         Shared::new(self, offset)
     }
 
-    /// Named barriers for some of the block's warps.
+    /// Allocates named barriers for a subset of the CTA's warps, and returns the first.
     pub(crate) fn named_barriers(&self, count: u32) -> u32 {
         let mut state = self.state.borrow_mut();
         state.barriers += count;
         state.barriers - count
     }
 
-    /// `n` mbarriers in a row; the offset of the first.
+    /// Allocates `n` consecutive mbarriers, and returns the offset of the first.
     #[track_caller]
     pub(crate) fn mbarriers(&self, name: &str, n: u32, count: Count) -> u32 {
         let (first, at) = (self.take_small(name, 8 * n, 8), Location::caller());
@@ -318,7 +319,7 @@ impl Builder {
         self.state.borrow_mut().pipes[pipe].filled = true;
     }
 
-    /// The current role empties a pipe.
+    /// Records that the current role empties a pipe.
     pub(crate) fn pipe_emptied(&self, pipe: usize) {
         let mut state = self.state.borrow_mut();
         let role = state.role.map_or(0, |(role, _)| role);
@@ -331,8 +332,8 @@ impl Builder {
         (state.role.map_or(0, |(role, _)| role), state.alone)
     }
 
-    /// What `f` builds is done by one thread of a warp after the first of the current role. Where it stands in rings takes no
-    /// registers of the others.
+    /// Builds `f` for a single thread of a later warp of the current role. Its ring cursors then take no registers in
+    /// the other threads.
     pub(crate) fn alone(&self, warp: u32, f: impl FnOnce()) {
         let outer = {
             let mut state = self.state.borrow_mut();
@@ -351,7 +352,7 @@ impl Builder {
         state.blocks.last_mut().expect("bug in fulgurite: no open block").extend(body);
     }
 
-    /// Where the current role stands in a ring: stage and parity, `start` at first.
+    /// The current role's cursor in a ring: stage and parity, initialised with `start`.
     #[track_caller]
     pub(crate) fn cursor(&self, pipe: usize, side: &'static str, start: [u32; 2]) -> [Var<'_, u32>; 2] {
         let at = Location::caller();
@@ -381,7 +382,7 @@ impl Builder {
         Val::reg(self, reg)
     }
 
-    /// All `count` threads of a block do the same.
+    /// Builds a kernel without roles: all `count` threads of a CTA run the same code.
     pub fn threads<'k>(&'k self, count: u32, f: impl FnOnce(&Scope<'k, Block>)) {
         self.state.borrow_mut().threads = count;
         f(&Scope::new(self));
@@ -393,7 +394,7 @@ impl Builder {
             true => self.state.borrow().threads,
             false => roles.iter().map(|(role, _)| role.warps * 32).sum(),
         };
-        // Barriers are made before anything else; what the builder put first (parameters, addresses) may stay first.
+        // mbarriers are initialised first; parameters and addresses that the builder put there may precede them.
         let start = self.block(|| self.start_barriers());
         let body = {
             let mut state = self.state.borrow_mut();
@@ -438,7 +439,7 @@ impl Builder {
         Ok(kernel)
     }
 
-    /// One thread makes the mbarriers, then all threads (of the cluster) meet.
+    /// One thread initialises the mbarriers, then all threads of the CTA or the cluster synchronise.
     fn start_barriers(&self) {
         let inits: Vec<(u32, u32, &'static Location<'static>)> = {
             let state = self.state.borrow();
@@ -476,18 +477,18 @@ impl Builder {
 }
 
 impl<'k> Val<'k, u32> {
-    /// The value of lane 0, known to be the same in the whole warp.
+    /// The value of lane 0, which the assembler then knows to be equal in the whole warp.
     #[track_caller]
     pub(crate) fn of_first_lane(self) -> Val<'k, u32> {
         self.compute(&warp::SHFL, &[Arg::Imm(0), Arg::Word("idx"), Arg::Word("0x1f")])
     }
 }
 
-/// A number that can be a parameter.
+/// A number type of kernel parameters.
 pub trait Number: Word {
-    /// What the parameter is.
+    /// Kind of the parameter.
     const KIND: ParamKind;
-    /// How it is read.
+    /// Instruction that loads it.
     const LOAD: &'static Inst;
 }
 impl Number for u32 {

@@ -1,4 +1,4 @@
-//! Roles: which warps of a block do which job, and how many registers each warpgroup has.
+//! Roles: which warps of a CTA do which job, and how many registers each warpgroup has.
 
 use super::scope::{Block, Group, Scope, WarpRole, WholeWarps};
 use super::{Builder, WARPGROUP};
@@ -10,15 +10,15 @@ use std::panic::Location;
 /// Warps of a warpgroup.
 const FOUR: u32 = WARPGROUP / 32;
 
-/// How many warps a role has.
+/// Size of a role in warps.
 pub trait RoleSize {
-    /// The scope that the role is built in.
+    /// The scope in which the role is built.
     type Who: WholeWarps;
-    /// Warps.
+    /// Number of warps.
     fn warps(&self) -> u32;
-    /// Registers of a thread, where the role asks for a number.
+    /// Registers per thread, if the role requests a number.
     fn registers(&self) -> Option<u32>;
-    /// Whether its warps must begin where a warpgroup does.
+    /// Whether the role must start at a warpgroup boundary.
     const ALIGNED: bool;
 }
 
@@ -29,14 +29,14 @@ pub struct Warpgroups {
     registers: Option<u32>,
 }
 
-/// Groups of four warps.
+/// A role of `count` warpgroups.
 #[allow(non_snake_case)] // reads as what it is: `Warpgroups(2).registers(240)`
 pub fn Warpgroups(count: u32) -> Warpgroups {
     Warpgroups { count, registers: None }
 }
 
 impl Warpgroups {
-    /// Registers that each thread of the role has, taken from or given to the others at its start.
+    /// Sets the registers per thread. At its start the role takes them from the pool, or returns the excess to it.
     pub fn registers(self, count: u32) -> Self {
         Warpgroups { registers: Some(count), ..self }
     }
@@ -60,15 +60,15 @@ pub struct Warps {
     registers: Option<u32>,
 }
 
-/// Single warps.
+/// A role of `count` warps.
 #[allow(non_snake_case)] // reads as what it is: `Warps(1).registers(40)`
 pub fn Warps(count: u32) -> Warps {
     Warps { count, registers: None }
 }
 
 impl Warps {
-    /// Registers that each thread of the role has. `setmaxnreg` changes whole warpgroups, so roles that share one must ask
-    /// for the same number; a role that asks for none has that of the others.
+    /// Sets the registers per thread. `setmaxnreg` changes whole warpgroups, so roles that share a warpgroup must
+    /// request the same number; a role that requests none gets the number of the others.
     pub fn registers(self, count: u32) -> Self {
         Warps { registers: Some(count), ..self }
     }
@@ -85,17 +85,17 @@ impl RoleSize for Warps {
     }
 }
 
-/// A role and what it does.
+/// A role and its statements.
 type Role = (RoleUse, Vec<Stmt>);
 
-/// How many of the first roles share warpgroups with each other and with no other role.
+/// The number of leading roles that share warpgroups with each other and with no later role.
 fn sharing(roles: &[Role]) -> usize {
     let whole = |(role, _): &Role| (role.first_warp + role.warps).is_multiple_of(FOUR);
     roles.iter().position(whole).map_or(roles.len(), |last| last + 1)
 }
 
 impl Builder {
-    /// Some warps do one job. Roles take the block's warps in the order in which they are declared.
+    /// Declares a role: some warps that do one job. Roles take the CTA's warps in the order of declaration.
     #[track_caller]
     pub fn role<'k, S: RoleSize>(&'k self, name: &str, size: S, f: impl FnOnce(&Scope<'k, S::Who>)) {
         let (number, first_warp) = {
@@ -134,8 +134,8 @@ impl Builder {
         }
     }
 
-    /// Gives roles that share warpgroups the registers that one of them asks for, and refuses different numbers:
-    /// `setmaxnreg` is one instruction of four whole warps.
+    /// Gives roles that share a warpgroup the register count that one of them requests. Rejects different counts:
+    /// `setmaxnreg` is one instruction of a whole warpgroup.
     pub(super) fn share_registers(&self, mut roles: Vec<Role>) -> Vec<Role> {
         let places = self.state.borrow().role_places.clone();
         let mut start = 0;
@@ -170,7 +170,8 @@ impl Builder {
         roles
     }
 
-    /// Sends each warp to its role. Roles that share warpgroups change their registers together, before they part.
+    /// Branches each warp to its role. Roles that share a warpgroup change their registers together, before they
+    /// branch.
     pub(super) fn dispatch(&self, roles: Vec<Role>, entry: u32) {
         let places = std::mem::take(&mut self.state.borrow_mut().role_places);
         let last = roles.len() - 1;
@@ -180,13 +181,13 @@ impl Builder {
         };
         let mut conditions = Vec::new();
         self.placed(places[0], || {
-            // The same in all lanes of a warp; only after the exchange does the assembler know.
+            // The value is equal in all lanes of a warp, but the assembler knows that only after the shuffle.
             let own = (Scope::<Block>::new(self).thread() / (32 * unit)).of_first_lane();
             for (role, _) in &roles[..last] {
                 conditions.push(own.lt((role.first_warp + role.warps) / unit).in_register());
             }
         });
-        // Roles that share warpgroups, as ranges.
+        // Ranges of roles that share warpgroups.
         let mut ranges = Vec::new();
         while let Some(start) = ranges.last().map_or(Some(0), |r: &std::ops::Range<usize>| Some(r.end))
             && start < roles.len()

@@ -1,7 +1,7 @@
-//! Who executes: the scope a piece of a kernel is built in.
+//! Scopes: the threads that execute a part of a kernel.
 //!
-//! What one thread may start (copies), what a warpgroup does together (products) and what everybody may do are
-//! methods of different scopes, so a wrong call does not compile.
+//! Operations of a single thread (starting copies), of a warpgroup (products) and of any thread are methods of
+//! different scopes, so a wrong call does not compile.
 
 use super::value::{Brand, Half, IntoVal, Pair, Val, Var, Word};
 use super::{Builder, WARPGROUP};
@@ -11,28 +11,28 @@ use crate::table::{convert, sync, tensor, warp};
 use std::marker::PhantomData;
 use std::panic::Location;
 
-/// Whom a scope stands for.
+/// The threads that a scope stands for.
 pub trait Who: 'static {}
-/// All threads of a block.
+/// All threads of a CTA.
 pub enum Block {}
-/// All threads of a role: whole warpgroups.
+/// All threads of a role of whole warpgroups.
 pub enum Group {}
 /// All threads of a role of any number of warps.
 pub enum WarpRole {}
-/// One thread.
+/// A single thread.
 pub enum Thread {}
 impl Who for Block {}
 impl Who for Group {}
 impl Who for WarpRole {}
 impl Who for Thread {}
 
-/// Scopes in which whole warps come.
+/// Scopes in which all lanes of each warp are active.
 pub trait WholeWarps: Who {}
 impl WholeWarps for Block {}
 impl WholeWarps for Group {}
 impl WholeWarps for WarpRole {}
 
-/// A place in the kernel under construction, and who executes it.
+/// A place in the kernel under construction, and the threads that execute it.
 pub struct Scope<'k, W: Who> {
     pub(crate) k: &'k Builder,
     who: PhantomData<W>,
@@ -51,27 +51,27 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.emit(row, [d, Arg::Word(name)]);
         value
     }
-    /// Number of the thread in the block.
+    /// Index of the thread in the CTA.
     #[track_caller]
     pub fn thread(&self) -> Val<'k, u32> {
         self.special("%tid.x")
     }
-    /// Number of the lane in the warp.
+    /// Index of the lane in the warp.
     #[track_caller]
     pub fn lane(&self) -> Val<'k, u32> {
         self.thread() & 31
     }
-    /// Number of the block.
+    /// Index of the CTA in the grid.
     #[track_caller]
     pub fn block(&self) -> Val<'k, u32> {
         self.special("%ctaid.x")
     }
-    /// Number of blocks.
+    /// Number of CTAs in the grid.
     #[track_caller]
     pub fn blocks(&self) -> Val<'k, u32> {
         self.special("%nctaid.x")
     }
-    /// Number of the block in its cluster.
+    /// Index of the CTA in its cluster.
     #[track_caller]
     pub fn cluster_rank(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
@@ -79,7 +79,7 @@ impl<'k, W: Who> Scope<'k, W> {
             _ => self.special("%cluster_ctarank"),
         }
     }
-    /// Number of the cluster.
+    /// Index of the cluster in the grid.
     #[track_caller]
     pub fn cluster(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
@@ -87,7 +87,7 @@ impl<'k, W: Who> Scope<'k, W> {
             n => self.block() / n,
         }
     }
-    /// Number of clusters.
+    /// Number of clusters in the grid.
     #[track_caller]
     pub fn clusters(&self) -> Val<'k, u32> {
         match self.k.cluster_blocks() {
@@ -100,23 +100,23 @@ impl<'k, W: Who> Scope<'k, W> {
     pub fn constant<T: Word>(&self, x: T) -> Val<'k, T> {
         x.into_val(self.k)
     }
-    /// A register that is written more than once.
+    /// A mutable register, initialised with `start`.
     #[track_caller]
     pub fn var<T: Word>(&self, start: impl IntoVal<'k, T>) -> Var<'k, T> {
         Var::new(self.k, start)
     }
 
-    /// Where `cond` holds.
+    /// Executes `then` where `cond` holds.
     #[track_caller]
     pub fn when(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self)) {
         self.branch(cond, then, |_| {}, false);
     }
-    /// Where `cond` holds, which is rare: the code lies out of the way.
+    /// Executes `then` where `cond` holds, and places the code out of line because that is rare.
     #[track_caller]
     pub fn when_rarely(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self)) {
         self.branch(cond, then, |_| {}, true);
     }
-    /// Where `cond` holds, and where it does not.
+    /// Executes `then` where `cond` holds, and `otherwise` elsewhere.
     #[track_caller]
     pub fn choose(&self, cond: Val<'k, bool>, then: impl FnOnce(&Self), otherwise: impl FnOnce(&Self)) {
         self.branch(cond, then, otherwise, false);
@@ -136,7 +136,7 @@ impl<'k, W: Who> Scope<'k, W> {
         }
     }
 
-    /// Again and again while what `f` returns holds.
+    /// Repeats `f` while the predicate that it returns holds.
     #[track_caller]
     pub fn repeat_while(&self, f: impl FnOnce(&Self) -> Val<'k, bool>) {
         let at = Location::caller();
@@ -148,7 +148,7 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.push(Stmt::Loop { body, at });
     }
 
-    /// For each number from `start`, in steps of `step`, below `end`.
+    /// Runs the loop body for each number from `start` to below `end`, in steps of `step`.
     #[track_caller]
     pub fn each(
         &self,
@@ -170,7 +170,7 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.push(Stmt::Loop { body, at });
     }
 
-    /// Again and again, until the loop is left.
+    /// Repeats `f` until it leaves the loop.
     #[track_caller]
     pub fn repeat(&self, f: impl FnOnce(&Self, &Leave<'k>)) {
         let at = Location::caller();
@@ -183,39 +183,40 @@ impl<'k, W: Who> Scope<'k, W> {
         self.k.emit(inst, []);
     }
 
-    /// What this thread wrote to shared memory so far can be read by the copy engine and the tensor cores, once a
-    /// barrier follows.
+    /// Makes this thread's writes to shared memory visible to the copy engine and the tensor cores. A barrier must
+    /// follow.
     #[track_caller]
     pub fn publish_shared(&self) {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
     }
 
-    /// What this thread wrote to global memory so far can be read and added to by the copy engine, once others are told.
+    /// Makes this thread's writes to global memory visible to the copy engine. A signal to the other threads must
+    /// follow.
     #[track_caller]
     pub fn publish_global(&self) {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".global")]);
     }
 
-    /// The grid before this one is done, and what it wrote is visible.
+    /// Waits until the previous grid is complete and its writes are visible.
     #[track_caller]
     pub fn wait_for_previous_grid(&self) {
         self.plain(&sync::GRID_WAIT);
     }
-    /// The next grid may start; it waits by [`wait_for_previous_grid`](Self::wait_for_previous_grid).
+    /// Lets the next grid start. That grid waits with [`wait_for_previous_grid`](Self::wait_for_previous_grid).
     #[track_caller]
     pub fn let_next_grid_start(&self) {
         self.plain(&sync::GRID_LAUNCH);
     }
 }
 
-/// The way out of a loop.
+/// The exit of a loop.
 pub struct Leave<'k> {
     k: &'k Builder,
     depth: usize,
 }
 
 impl<'k> Leave<'k> {
-    /// Leaves the loop where `cond` holds. Not from inside a branch of the loop's body.
+    /// Leaves the loop where `cond` holds. Must not be called from inside a branch of the loop's body.
     #[track_caller]
     pub fn when(&self, cond: Val<'k, bool>) {
         if self.k.depth() != self.depth {
@@ -226,15 +227,15 @@ impl<'k> Leave<'k> {
     }
 }
 
-/// What lanes of a warp do together.
+/// Operations that the lanes of a warp execute together.
 impl<'k, W: WholeWarps> Scope<'k, W> {
-    /// The value of the lane whose number differs in these bits.
+    /// The value of the lane whose index differs in these bits (a butterfly shuffle).
     #[track_caller]
     pub fn exchange(&self, x: Val<'k, f32>, bits: u32) -> Val<'k, f32> {
         let raw: Val<'k, u32> = x.to_bits();
         raw.compute::<u32>(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")]).to_f32_bits()
     }
-    /// The same of two 16-bit floats.
+    /// The pair of 16-bit floats of the lane whose index differs in these bits.
     #[track_caller]
     pub fn exchange_pair<T: Half>(&self, x: Val<'k, Pair<T>>, bits: u32) -> Val<'k, Pair<T>>
     where
@@ -242,7 +243,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
     {
         x.compute(&warp::SHFL, &[Arg::Imm(bits.into()), Arg::Word("bfly"), Arg::Word("0x1f")])
     }
-    /// `f` over groups of `lanes` neighbouring lanes, the result in each: a power of two.
+    /// Reduces groups of `lanes` neighbouring lanes (a power of two) with `f`; every lane gets the result.
     #[track_caller]
     pub fn reduce(
         &self,
@@ -258,13 +259,12 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         }
         x
     }
-    /// Whether it holds in any lane of the warp.
+    /// Whether the predicate holds in any lane of the warp.
     #[track_caller]
     pub fn any(&self, p: Val<'k, bool>) -> Val<'k, bool> {
         p.compute(&warp::VOTE, &[Arg::Word("any")])
     }
-    /// a b + c, 16 x 16 by 16 x 8, of each warp by itself: pairs of rows and of columns lie in lanes as PTX says of
-    /// `mma.m16n8k16`.
+    /// Computes a b + c in each warp separately, 16 x 16 by 16 x 8. Operands have the lane layout of `mma.m16n8k16`.
     #[track_caller]
     pub fn warp_product<T: Half>(
         &self,
@@ -288,25 +288,25 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         });
         to.map(|reg| Val::reg(self.k, reg))
     }
-    /// The lanes of each warp meet, and see each other's memory.
+    /// Synchronises the lanes of each warp and their memory.
     #[track_caller]
     pub fn sync_warp(&self) {
         self.plain(&sync::BAR_WARP);
     }
-    /// One thread of the first warp.
+    /// Runs `f` in one thread of the first warp.
     #[track_caller]
     pub fn one_thread(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
         self.one_thread_of_warp(0, f);
     }
-    /// One thread of the `n`-th warp.
+    /// Runs `f` in one thread of the `n`-th warp.
     #[track_caller]
     pub fn one_thread_of_warp(&self, n: u32, f: impl FnOnce(&Scope<'k, Thread>)) {
         let ((first, warps), at) = (self.k.role_warps(), Location::caller());
         if n >= warps {
             self.k.refuse(format!("a thread of warp {n}, allowed: below {warps}"));
         }
-        // The warp's number must be known to be the same in all lanes, and the thread be elected: only then the
-        // assembler starts copies without a loop over lanes.
+        // The assembler must see that the warp's index is equal in all lanes and that the thread is elected. Otherwise
+        // it starts copies in a loop over lanes.
         let warp = (self.thread() / 32).of_first_lane();
         self.when(warp.eq(first + n), |w| {
             let (d, elected) = Val::<bool>::fresh(self.k);
@@ -320,7 +320,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
 }
 
 impl<'k, W: WholeWarps> Scope<'k, W> {
-    /// Number of the thread among those of the scope: its role's, or its block's.
+    /// Index of the thread in its role, or in the CTA if there are no roles.
     #[track_caller]
     pub fn thread_in_role(&self) -> Val<'k, u32> {
         match self.k.role_warps().0 {
@@ -328,7 +328,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
             first => self.thread() - 32 * first,
         }
     }
-    /// Number of the warp among those of the scope.
+    /// Index of the warp in its role, or in the CTA if there are no roles.
     #[track_caller]
     pub fn warp_in_role(&self) -> Val<'k, u32> {
         let (first, warps) = self.k.role_warps();
@@ -337,11 +337,11 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         }
         self.k.once("warp in role", || (self.thread() / 32).of_first_lane() - first)
     }
-    /// A barrier for all threads of the role.
+    /// Allocates a barrier for all threads of the role.
     pub fn role_barrier(&self) -> RoleBarrier {
         RoleBarrier { id: self.k.named_barriers(1) }
     }
-    /// All threads of the role meet.
+    /// Synchronises all threads of the role.
     #[track_caller]
     pub fn sync_role(&self, barrier: &RoleBarrier) {
         let threads = self.k.role_warps().1 * 32;
@@ -350,7 +350,7 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
 }
 
 impl<'k> Scope<'k, Block> {
-    /// All threads of the block meet.
+    /// Synchronises all threads of the CTA.
     #[track_caller]
     pub fn sync(&self) {
         self.plain(&sync::BAR_ALL);
@@ -358,7 +358,7 @@ impl<'k> Scope<'k, Block> {
 }
 
 impl<'k> Scope<'k, Group> {
-    /// Number of the warpgroup in its role.
+    /// Index of the warpgroup in its role.
     #[track_caller]
     pub fn group(&self) -> Val<'k, u32> {
         let (first, warps) = self.k.role_warps();
@@ -367,24 +367,24 @@ impl<'k> Scope<'k, Group> {
         }
         self.k.once("group", || (self.thread() / WARPGROUP).of_first_lane() - first / 4)
     }
-    /// Number of the thread in its warpgroup.
+    /// Index of the thread in its warpgroup.
     #[track_caller]
     pub fn thread_in_group(&self) -> Val<'k, u32> {
         self.thread() & (WARPGROUP - 1)
     }
 
-    /// A barrier for each warpgroup of the role.
+    /// Allocates a barrier for each warpgroup of the role.
     pub fn group_barrier(&self) -> GroupBarrier {
         let groups = self.k.role_warps().1 / 4;
         GroupBarrier { first: self.k.named_barriers(groups) }
     }
-    /// The threads of each warpgroup meet.
+    /// Synchronises the threads of each warpgroup.
     #[track_caller]
     pub fn sync_group(&self, barrier: &GroupBarrier) {
         let id = self.group() + barrier.first;
         self.k.emit(&sync::BAR, [id.arg(), Arg::Imm(WARPGROUP.into())]);
     }
-    /// One thread of each warpgroup.
+    /// Runs `f` in one thread of each warpgroup.
     #[track_caller]
     pub fn one_thread_of_group(&self, f: impl FnOnce(&Scope<'k, Thread>)) {
         let at = Location::caller();
@@ -396,30 +396,32 @@ impl<'k> Scope<'k, Group> {
         });
     }
 
-    /// Waits until at most `pending` groups of products run. Exponentials that come before it and do not after the
-    /// assembler is done are a fault of the kernel, which [`Report::verdict`](crate::assemble::Report::verdict) tells.
+    /// Waits until at most `pending` groups of products are in flight. If the assembler moves this wait up over
+    /// exponentials that precede it, [`Report::verdict`](crate::assemble::Report::verdict) reports a fault.
     #[track_caller]
     pub fn wait_products(&self, pending: u32) {
         self.k.emit(&sync::WGMMA_WAIT, [Arg::Imm(pending.into())]);
     }
 
-    /// The same where the assembler may put exponentials after it that come before. Why that does no harm is said beside it.
+    /// Waits until at most `pending` groups of products are in flight, where the assembler may hoist the wait above
+    /// exponentials. The call site must say why that is harmless.
     #[track_caller]
     pub fn wait_products_anywhere(&self, pending: u32) {
         self.k.allow_moved_wait(Location::caller());
         self.wait_products(pending);
     }
 
-    /// The same, and not before all of `results` are computed, none of which is ever negative. The assembler moves waits
-    /// up over arithmetic that does not need them, which would leave nothing to run beside the products; it does not
-    /// move them over a branch that depends on the arithmetic.
+    /// Waits until at most `pending` groups of products are in flight, but not before all `results` are computed. No
+    /// result may be negative. The assembler hoists waits above arithmetic that does not depend on them, which would
+    /// leave nothing to overlap with the products. It does not hoist them above a branch that depends on the
+    /// arithmetic.
     #[track_caller]
     pub fn wait_products_after(&self, pending: u32, results: &[Val<'k, f32>]) {
         if let Some(&first) = results.first() {
             self.k.placed(Location::caller(), || {
                 let least = results[1..].iter().fold(first, |least, &x| least.min(x));
                 self.when_rarely(self.any(least.lt(0.0)), |w| {
-                    // Never taken; the assembler wants no product pending where it could be.
+                    // Never taken. The assembler requires that no product is pending where the branch could be taken.
                     w.wait_products(0);
                     w.plain(&sync::TRAP);
                 });
@@ -428,7 +430,7 @@ impl<'k> Scope<'k, Group> {
         self.wait_products(pending);
     }
 
-    /// All threads of the cluster meet: no block ends while another may still reach into it.
+    /// Synchronises all threads of the cluster, so that no CTA ends while another may still access its shared memory.
     #[track_caller]
     pub fn sync_cluster(&self) {
         if self.k.cluster_blocks() > 1 {
@@ -449,14 +451,14 @@ pub struct RoleBarrier {
     id: u32,
 }
 
-/// Warpgroups of a role that take turns, in order, again and again.
+/// Warpgroups of a role that take turns in a fixed cyclic order.
 pub struct Turns {
     first: u32,
     groups: u32,
 }
 
 impl<'k> Scope<'k, Group> {
-    /// Turns among the warpgroups of the role; the first one begins.
+    /// Turns among the warpgroups of the role; the first warpgroup starts.
     #[track_caller]
     pub fn turns(&self) -> Turns {
         let groups = self.k.role_warps().1 / 4;
@@ -467,7 +469,7 @@ impl<'k> Scope<'k, Group> {
         }
         turns
     }
-    /// Waits for the turn of this warpgroup.
+    /// Waits until it is this warpgroup's turn.
     #[track_caller]
     pub fn await_turn(&self, turns: &Turns) {
         if turns.groups > 1 {
@@ -487,17 +489,17 @@ impl<'k> Scope<'k, Group> {
 }
 
 impl<'k> Scope<'k, Thread> {
-    /// The copies started so far become one group.
+    /// Closes a group: all copies that the thread has started since the last commit.
     #[track_caller]
     pub fn commit_stores(&self) {
         self.plain(&sync::BULK_COMMIT);
     }
-    /// Waits until at most `pending` groups have still to read shared memory.
+    /// Waits until at most `pending` groups have yet to read shared memory.
     #[track_caller]
     pub fn wait_stores_read(&self, pending: u32) {
         self.k.emit(&sync::BULK_WAIT_READ, [Arg::Imm(pending.into())]);
     }
-    /// Waits until at most `pending` groups have still to be written.
+    /// Waits until at most `pending` groups have yet to be written.
     #[track_caller]
     pub fn wait_stores(&self, pending: u32) {
         self.k.emit(&sync::BULK_WAIT, [Arg::Imm(pending.into())]);

@@ -1,4 +1,4 @@
-//! Values: small copyable handles of registers and constants, typed by Rust types, whose operators build instructions.
+//! Values: small copyable handles to registers and constants, typed by Rust types. Their operators build instructions.
 
 use super::Builder;
 use crate::inst::{Arg, Class, Inst, Reg};
@@ -9,9 +9,9 @@ use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Neg, Not, Rem, Shl, Shr, Su
 
 /// A Rust type that a register can hold.
 pub trait Word: Copy + 'static {
-    /// The register's class.
+    /// Class of the register.
     const CLASS: Class;
-    /// Its name in PTX.
+    /// Name of the type in PTX.
     const NAME: &'static str;
     /// The bits of a constant.
     fn bits(self) -> u64;
@@ -46,7 +46,7 @@ words! {
 pub struct Pair<T>(u32, PhantomData<T>);
 
 impl<T: Half> Pair<T> {
-    /// From the bits of both.
+    /// The pair with these bits.
     pub fn from_bits(bits: u32) -> Self {
         Pair(bits, PhantomData)
     }
@@ -54,9 +54,9 @@ impl<T: Half> Pair<T> {
 
 /// A 16-bit float.
 pub trait Half: Word {
-    /// Its element type in tensor products and tensors.
+    /// Element type in tensor products and tensors.
     const NUMBER: crate::Number;
-    /// 1.
+    /// The number 1.
     const ONE: Self;
 }
 impl Half for f16 {
@@ -69,18 +69,18 @@ impl Half for bf16 {
 }
 
 /// Makes a type invariant in the lifetime of its kernel. Otherwise the compiler would shorten the lifetimes of two
-/// kernels to a common one, and let a value of one be used in the other, where its register is another.
+/// kernels to a common one, and accept a value of one kernel in the other, where its register means something else.
 pub(crate) type Brand<'k> = PhantomData<fn(&'k ()) -> &'k ()>;
 
-/// A register, or a constant that has not needed one.
+/// A register, or a constant that has needed no register so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Src {
     Reg(Reg),
     Imm(u64),
 }
 
-/// A value of the kernel under construction: it never changes. Operators build the instructions that compute new
-/// values; constants are folded.
+/// An immutable value of the kernel under construction. Operators build the instructions that compute new values, and
+/// fold constants.
 pub struct Val<'k, T> {
     pub(crate) k: &'k Builder,
     pub(crate) src: Src,
@@ -95,9 +95,9 @@ impl<T> Clone for Val<'_, T> {
 }
 impl<T> Copy for Val<'_, T> {}
 
-/// What can stand where a value is wanted: a value, or a constant.
+/// A value or a constant, wherever a value is expected.
 pub trait IntoVal<'k, T> {
-    /// As a value of this kernel.
+    /// Converts to a value of this kernel.
     fn into_val(self, k: &'k Builder) -> Val<'k, T>;
 }
 impl<'k, T: Word> IntoVal<'k, T> for Val<'k, T> {
@@ -112,7 +112,7 @@ impl<'k, T: Word> IntoVal<'k, T> for T {
 }
 
 impl<'k, T: Word> Val<'k, T> {
-    /// A constant in the same kernel.
+    /// A constant in this value's kernel.
     pub fn literal(self, x: T) -> Val<'k, T> {
         x.into_val(self.k)
     }
@@ -140,7 +140,7 @@ impl<'k, T: Word> Val<'k, T> {
             Src::Reg(_) => None,
         }
     }
-    /// A register with this value.
+    /// A register that holds this value.
     #[track_caller]
     pub(crate) fn in_register(self) -> Reg {
         match self.src {
@@ -152,12 +152,12 @@ impl<'k, T: Word> Val<'k, T> {
             }
         }
     }
-    /// The same bits, read as another type of the same class.
+    /// Reinterprets the bits as another type of the same class.
     pub(crate) fn recast<U: Word>(self) -> Val<'k, U> {
         debug_assert_eq!(T::CLASS, U::CLASS);
         Val::new(self.k, self.src)
     }
-    /// One instruction whose first operand is the result.
+    /// Builds one instruction whose first operand is the result.
     #[track_caller]
     pub(crate) fn compute<U: Word>(self, inst: &'static Inst, rest: &[Arg]) -> Val<'k, U> {
         let (d, value) = Val::fresh(self.k);
@@ -167,7 +167,7 @@ impl<'k, T: Word> Val<'k, T> {
     }
 }
 
-/// The row that moves a class.
+/// The move instruction of a register class.
 pub(crate) fn move_row(class: Class) -> &'static Inst {
     match class {
         Class::Pred => &convert::MOV_PRED,
@@ -178,13 +178,13 @@ pub(crate) fn move_row(class: Class) -> &'static Inst {
     }
 }
 
-/// What both operands give if both are constants.
+/// The folded result, if both operands are constants.
 fn fold<T: Word>(a: Val<'_, T>, b: Val<'_, T>, f: impl Fn(u64, u64) -> u64) -> Option<u64> {
     Some(f(a.constant()?, b.constant()?))
 }
 
-/// Unsigned division by a constant power of two, and its rest, as a shift and a mask: the assembler does not do it by
-/// itself, and takes twenty instructions.
+/// Unsigned division and remainder by a constant power of two, as a shift and a mask. The assembler does not do this by
+/// itself and takes twenty instructions.
 fn by_power_of_two(row: &Inst, name: &'static str, divisor: Option<u64>) -> Option<(&'static Inst, [Arg; 2])> {
     let divisor = divisor.filter(|d| name == "u32" && d.is_power_of_two())?;
     if std::ptr::eq(row, &integer::DIV) {
@@ -193,7 +193,7 @@ fn by_power_of_two(row: &Inst, name: &'static str, divisor: Option<u64>) -> Opti
     std::ptr::eq(row, &integer::REM).then(|| (&logic::BITS_32, [Arg::Imm(divisor - 1), Arg::Word("and")]))
 }
 
-/// Operators of integers of 32 bits, folded where both are constants or one changes nothing.
+/// Operators of 32-bit integers, folded if both operands are constants or one is the identity.
 macro_rules! integer_operator {
     ($trait:ident $method:ident $t:ty, $row:expr, $fold:expr, $identity:expr) => {
         impl<'k, R: IntoVal<'k, $t>> $trait<R> for Val<'k, $t> {
@@ -241,13 +241,13 @@ macro_rules! integer_operators {
             }
 
             impl<'k> Val<'k, $t> {
-                /// The smaller.
+                /// The smaller of both.
                 #[track_caller]
                 pub fn min(self, other: impl IntoVal<'k, $t>) -> Self {
                     let other = other.into_val(self.k);
                     self.compute(&integer::MIN, &[other.arg(), Arg::Word(<$t as Word>::NAME)])
                 }
-                /// The larger.
+                /// The larger of both.
                 #[track_caller]
                 pub fn max(self, other: impl IntoVal<'k, $t>) -> Self {
                     let other = other.into_val(self.k);
@@ -262,7 +262,7 @@ macro_rules! integer_operators {
                     }
                     self.compute(&integer::MAD, &[b.arg(), c.arg(), Arg::Word(<$t as Word>::NAME)])
                 }
-                /// Rounded to the nearest float.
+                /// Converts to the nearest float.
                 #[track_caller]
                 pub fn to_f32(self) -> Val<'k, f32> {
                     self.compute(&convert::CVT_F32_INT, &[Arg::Word(<$t as Word>::NAME)])
@@ -284,7 +284,7 @@ integer_operators!(u32, i32);
 macro_rules! comparisons {
     ($($t:ty),*) => {
         $(impl<'k> Val<'k, $t> {
-            /// self = other.
+            /// self == other.
             #[track_caller]
             pub fn eq(self, other: impl IntoVal<'k, $t>) -> Val<'k, bool> {
                 self.compare("eq", other)
@@ -362,7 +362,7 @@ impl<'k> Not for Val<'k, bool> {
 }
 
 impl<'k> Val<'k, bool> {
-    /// `a` where it holds, else `b`.
+    /// `a` where the predicate holds, else `b`.
     #[track_caller]
     pub fn select<T: Word>(self, a: impl IntoVal<'k, T>, b: impl IntoVal<'k, T>) -> Val<'k, T> {
         let (a, b) = (a.into_val(self.k), b.into_val(self.k));
@@ -383,11 +383,11 @@ impl<'k> Val<'k, bool> {
 }
 
 impl<'k> Val<'k, u32> {
-    /// The same bits as a signed number.
+    /// Reinterprets the bits as a signed number.
     pub fn to_i32(self) -> Val<'k, i32> {
         self.recast()
     }
-    /// Widened with zeros.
+    /// Zero-extends to 64 bits.
     #[track_caller]
     pub fn to_u64(self) -> Val<'k, u64> {
         match self.constant() {
@@ -395,7 +395,7 @@ impl<'k> Val<'k, u32> {
             None => self.compute(&convert::CVT_64, &[Arg::Word("u64"), Arg::Word("u32")]),
         }
     }
-    /// self * other, in 64 bits.
+    /// The 64-bit product self * other.
     #[track_caller]
     pub fn mul_wide(self, other: impl IntoVal<'k, u32>) -> Val<'k, u64> {
         let other = other.into_val(self.k);
@@ -404,24 +404,24 @@ impl<'k> Val<'k, u32> {
             None => self.compute(&integer::MUL_WIDE, &[other.arg(), Arg::Word("u32")]),
         }
     }
-    /// The high half of self * other.
+    /// The high 32 bits of self * other.
     #[track_caller]
     pub fn mul_high(self, other: impl IntoVal<'k, u32>) -> Val<'k, u32> {
         let other = other.into_val(self.k);
         self.compute(&integer::MUL_HIGH, &[other.arg(), Arg::Word("u32")])
     }
-    /// The float with these bits.
+    /// Reinterprets the bits as a float.
     #[track_caller]
     pub fn to_f32_bits(self) -> Val<'k, f32> {
         self.compute(&convert::F32_OF_BITS, &[])
     }
-    /// Any function of the bits of three numbers; its table is `lut`.
+    /// Any bitwise function of three numbers; `lut` is its truth table.
     #[track_caller]
     pub fn lop3(self, b: impl IntoVal<'k, u32>, c: impl IntoVal<'k, u32>, lut: u8) -> Self {
         let (b, c) = (b.into_val(self.k), c.into_val(self.k));
         self.compute(&logic::LOP3, &[b.arg(), c.arg(), Arg::Imm(lut.into())])
     }
-    /// Bytes of self and `other`, picked by the nibbles of `selector`.
+    /// Bytes of self and `other`, selected by the nibbles of `selector`.
     #[track_caller]
     pub fn permute(self, other: impl IntoVal<'k, u32>, selector: u32) -> Self {
         let other = other.into_val(self.k);
@@ -430,7 +430,7 @@ impl<'k> Val<'k, u32> {
 }
 
 impl<'k> Val<'k, i32> {
-    /// The same bits as an unsigned number.
+    /// Reinterprets the bits as an unsigned number.
     pub fn to_u32(self) -> Val<'k, u32> {
         self.recast()
     }
@@ -447,7 +447,7 @@ impl<'k> Val<'k, u64> {
     pub fn to_u32(self) -> Val<'k, u32> {
         self.compute(&convert::CVT_32, &[])
     }
-    /// The low half of self * other.
+    /// The low 64 bits of self * other.
     #[track_caller]
     pub fn mul_wide_64(self, other: impl IntoVal<'k, u64>) -> Val<'k, u64> {
         let other = other.into_val(self.k);
@@ -519,7 +519,7 @@ float_functions! {
     tanh &float::TANH;
     /// |self|.
     abs &float::ABS;
-    /// The largest whole number not above.
+    /// Rounds down to an integer.
     floor &convert::FLOOR;
 }
 
@@ -541,34 +541,34 @@ impl<'k> Val<'k, f32> {
         let other = other.into_val(self.k);
         self.compute(&float::ADD_DOWN, &[other.arg()])
     }
-    /// The larger; NaN loses.
+    /// The larger of both; a NaN operand is ignored.
     #[track_caller]
     pub fn max(self, other: impl IntoVal<'k, f32>) -> Self {
         let other = other.into_val(self.k);
         self.compute(&float::MAX, &[other.arg()])
     }
-    /// The smaller; NaN loses.
+    /// The smaller of both; a NaN operand is ignored.
     #[track_caller]
     pub fn min(self, other: impl IntoVal<'k, f32>) -> Self {
         let other = other.into_val(self.k);
         self.compute(&float::MIN, &[other.arg()])
     }
-    /// The bits.
+    /// Reinterprets the bits as an integer.
     #[track_caller]
     pub fn to_bits(self) -> Val<'k, u32> {
         self.compute(&convert::BITS_OF_F32, &[])
     }
-    /// Cut to an integer.
+    /// Truncates to an integer.
     #[track_caller]
     pub fn to_i32(self) -> Val<'k, i32> {
         self.compute(&convert::CVT_S32_F32, &[])
     }
-    /// Rounded to 16 bits.
+    /// Rounds to a 16-bit float.
     #[track_caller]
     pub fn to_half<T: Half>(self) -> Val<'k, T> {
         self.compute(&convert::CVT_HALF, &[Arg::Word(T::NAME)])
     }
-    /// A pair of self (low) and `high`, each rounded.
+    /// A pair of self (low half) and `high`, each rounded to 16 bits.
     #[track_caller]
     pub fn pair_with<T: Half>(self, high: impl IntoVal<'k, f32>) -> Val<'k, Pair<T>>
     where
@@ -580,15 +580,15 @@ impl<'k> Val<'k, f32> {
 }
 
 impl<'k, T: Half> Val<'k, T> {
-    /// Widened, exactly.
+    /// Converts to f32, exactly.
     #[track_caller]
     pub fn widen(self) -> Val<'k, f32> {
-        // A constant of 16 bits stands in no instruction.
+        // No instruction takes a 16-bit constant, so it needs a register.
         let own = Val::<T>::reg(self.k, self.in_register());
         own.compute(&convert::CVT_WIDEN, &[Arg::Word(T::NAME)])
     }
 
-    /// A pair, self in the lower half.
+    /// A pair with self in the low half.
     #[track_caller]
     pub fn join(self, high: Val<'k, T>) -> Val<'k, Pair<T>>
     where
@@ -604,7 +604,7 @@ impl<'k, T: Half> Val<'k, Pair<T>>
 where
     Pair<T>: Word,
 {
-    /// Both, low first.
+    /// Both elements, low half first.
     #[track_caller]
     pub fn split(self) -> [Val<'k, T>; 2] {
         let halves = [self.k.register(Class::B16), self.k.register(Class::B16)];
@@ -613,7 +613,7 @@ where
     }
 }
 
-/// A register that is written more than once: what a loop carries.
+/// A mutable register, for values that a loop carries.
 pub struct Var<'k, T> {
     k: &'k Builder,
     reg: Reg,
@@ -638,16 +638,16 @@ impl<'k, T: Word> Var<'k, T> {
     pub(crate) fn of(k: &'k Builder, reg: Reg) -> Self {
         Var { k, reg, word: PhantomData, brand: PhantomData }
     }
-    /// Its value now; later writes do not change it.
+    /// The current value; later writes do not change it.
     #[track_caller]
     pub fn get(self) -> Val<'k, T> {
         self.now().compute(move_row(T::CLASS), &[])
     }
-    /// Its register itself, for an instruction that reads it before it is written again.
+    /// The register itself, for an instruction that reads it before the next write.
     pub(crate) fn now(self) -> Val<'k, T> {
         Val::reg(self.k, self.reg)
     }
-    /// Replaces its value.
+    /// Overwrites the value.
     #[track_caller]
     pub fn set(self, value: impl IntoVal<'k, T>) {
         let value = value.into_val(self.k);

@@ -1,4 +1,5 @@
-//! Accumulators that a warpgroup of one role gives a warpgroup of another: every thread to the one that has the same elements.
+//! Passes accumulators from a warpgroup of one role to a warpgroup of another. Each thread passes its elements to the
+//! thread with the same position in the other warpgroup.
 
 use crate::build::{Builder, Count, Group, Scope, Val};
 use crate::inst::{Arg, Base, Class, Reg};
@@ -8,22 +9,22 @@ use crate::table::{mbarrier, memory};
 use crate::tile::Acc;
 use std::panic::Location;
 
-/// A place for accumulators between two roles of one warpgroup each.
+/// A one-stage channel for accumulators between two roles of one warpgroup each.
 pub struct AccumulatorChannel<'k> {
     ring: Ring<'k>,
-    /// The same for the role that takes.
+    /// The receiver's view of `ring`; it may share its cursor with another ring.
     taken: Ring<'k>,
-    /// Where they lie, `[four][thread][4]`.
+    /// Shared-memory offset of the data, `[four][thread][4]` f32.
     first: u32,
 }
 
 /// Warps of a warpgroup.
 const WARPS: u32 = 4;
-/// Bytes of fours of all its threads.
+/// Bytes of one four-element vector for each thread of a warpgroup.
 const FOURS: u32 = 2048;
 
 impl Builder {
-    /// A place for accumulators of 64 rows and so many columns.
+    /// A channel for accumulators of 64 rows and `cols` columns.
     #[track_caller]
     pub fn handover(&self, name: &str, cols: u32) -> AccumulatorChannel<'_> {
         let first = self.take_shared(name, 64 * cols * 4, 16);
@@ -33,8 +34,8 @@ impl Builder {
 }
 
 impl<'k> AccumulatorChannel<'k> {
-    /// The role that takes moves with an exchange of one place: of either it is done with one, first of this, before it takes
-    /// the next.
+    /// Shares the receiver's cursor with a one-stage `leader`, which saves registers. In each step the receiver must be
+    /// done with this channel first, then with the leader, before it takes the next step.
     #[track_caller]
     pub fn taken_with(self, leader: &PeerTiles<'k>) -> Self {
         AccumulatorChannel { taken: self.ring.in_step(leader.ring()), ..self }
@@ -45,7 +46,7 @@ impl<'k> AccumulatorChannel<'k> {
         w.thread_in_group().mul_add(16, self.ring.k.shared_address(self.first)).in_register()
     }
 
-    /// Waits until the place is free, and gives.
+    /// Waits until the channel is empty, then writes the accumulators to it.
     #[track_caller]
     pub fn give(&self, w: &Scope<'k, Group>, acc: &Acc<'k>) {
         let (cursor, k) = (self.ring.wait_empty(), self.ring.k);
@@ -65,13 +66,13 @@ impl<'k> AccumulatorChannel<'k> {
         self.ring.advance(cursor);
     }
 
-    /// Waits for what was given.
+    /// Waits until the channel is full.
     #[track_caller]
     pub fn wait(&self, _: &Scope<'k, Group>) {
         self.taken.wait_full();
     }
 
-    /// Of what was waited for, the thread's four elements of the `eight`-th eight columns.
+    /// The thread's four elements of columns `8 * eight .. 8 * eight + 8`, after [`wait`](Self::wait).
     #[track_caller]
     pub fn four(&self, w: &Scope<'k, Group>, eight: u32) -> [Val<'k, f32>; 4] {
         let (own, k) = (self.own(w), self.ring.k);
@@ -81,7 +82,7 @@ impl<'k> AccumulatorChannel<'k> {
         regs.map(|reg| Val::reg(k, reg))
     }
 
-    /// It is not read any more.
+    /// Marks the channel as empty: the receiver has read everything.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
         self.taken.give_back(w, "take");

@@ -1,7 +1,7 @@
-//! Results on their way to sums in global memory: warpgroups write them to shared memory, and a thread that does nothing
-//! else has the copy engine add them.
+//! Adds results to f32 sums in global memory with bulk reductions. Warpgroups write results to shared memory, and a
+//! dedicated thread has the copy engine add them (`cp.reduce.async.bulk`).
 //!
-//! Nobody who computes waits for the additions, or for anything that is in their way.
+//! The computing warpgroups never wait for the additions themselves, only for their buffer in shared memory to be free.
 
 use crate::build::{Builder, Count, Group, Pointer, Scope, Thread, Val, Var};
 use crate::inst::{Arg, Base, Class};
@@ -11,31 +11,31 @@ use crate::table::{bytes, mbarrier, memory, sync};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// A place in shared memory for each warpgroup of a role, from which a run of numbers is added to global memory.
+/// One buffer in shared memory for each warpgroup of a role. The copy engine adds its contents to global memory.
 pub struct BulkReducer<'k> {
     k: &'k Builder,
     id: usize,
-    /// Numbers of a place, and where the first begins.
+    /// Numbers of one buffer; `first` is the shared-memory offset of the first buffer.
     count: u32,
     first: u32,
-    /// Where the destinations stand, each with whom to tell and by how much.
+    /// Offset of one record per warpgroup: the destination, the counter to raise, and the amount.
     to: u32,
     full: u32,
     empty: u32,
-    /// A ring of two stages that moves on with it.
+    /// A ring of two stages whose cursor this reducer shares.
     leader: Option<usize>,
 }
 
 /// Warps of a warpgroup.
 const WARPS: u32 = 4;
-/// Bytes of two addresses and a number, in whole units of 16.
+/// Bytes of a record: two addresses and a number, in whole units of 16.
 const PLACE: u32 = 32;
-/// Where among them whom to tell stands, and by how much.
+/// Byte offsets of the counter's address and of the amount in a record.
 const WHOM: i32 = 8;
 const BY: i32 = 16;
 
 impl Builder {
-    /// Places for `count` numbers (a multiple of 512) of each of so many warpgroups.
+    /// Buffers of `count` numbers (a multiple of 512) for each of `groups` warpgroups.
     #[track_caller]
     pub fn outbox(&self, name: &str, groups: u32, count: u32) -> BulkReducer<'_> {
         let id = self.new_pipe(name, 1);
@@ -43,7 +43,7 @@ impl Builder {
         if !count.is_multiple_of(512) {
             self.refuse(format!("outbox `{name}` has places for {count} numbers, allowed: multiples of 512"));
         }
-        // A place can hold a tile meanwhile: it begins where one may.
+        // A buffer can also hold a tile (`as_tile`), so it has a tile's alignment.
         let first = self.take_shared(name, 4 * groups * count, Swizzle::B128.period());
         let to = self.take_small(&format!("{name}.to"), PLACE * groups, 16);
         let full = self.mbarriers(&format!("{name}.full"), groups, Count::Fixed(WARPS));
@@ -63,8 +63,9 @@ impl<'k> BulkReducer<'k> {
         self.k.emit(&mbarrier::ARRIVE, [Arg::Address(Base::Reg(bar.in_register()), 0)]);
     }
 
-    /// The same, where a role that has gone on to the next stage of a ring of two sends one thing for the stage before: one
-    /// register less. A place is used for [something else](Self::as_tile) only after that.
+    /// Derives the buffer's parity from a ring of two stages, which saves one register. The role sends exactly once per
+    /// stage, after it has moved on to the next stage. It may use the buffer [as a tile](Self::as_tile) only after
+    /// that.
     #[track_caller]
     pub fn in_step(self, leader: &Pipe<'k>) -> Self {
         if leader.depth() != 2 {
@@ -73,10 +74,10 @@ impl<'k> BulkReducer<'k> {
         BulkReducer { leader: Some(leader.id()), ..self }
     }
 
-    /// Waits until the place is free; `sent`: nothing of the stage before is still to be sent.
+    /// Waits until the buffer is free. `sent`: the role has already sent the previous stage's numbers.
     #[track_caller]
     fn wait_empty(&self, w: &Scope<'k, Group>, sent: bool) {
-        // A fresh barrier's phase of parity 1 counts as over.
+        // The phase of parity 1 of a fresh mbarrier counts as complete.
         let parity = match self.leader {
             Some(ring) => self.k.cursor(ring, "take", [0, 0])[0].now() ^ u32::from(sent),
             None => self.parity("write", 1).now(),
@@ -84,7 +85,7 @@ impl<'k> BulkReducer<'k> {
         wait_phase(self.k, w.group().mul_add(8, self.k.shared_address(self.empty)), parity);
     }
 
-    /// Waits until the place is free, and says to which numbers what comes next is added.
+    /// Waits until the buffer is free, and sets the address of the sums for the next send.
     #[track_caller]
     pub fn open(&self, w: &Scope<'k, Group>, to: Val<'k, u64>) {
         self.open_place(w, to, false);
@@ -108,8 +109,8 @@ impl<'k> BulkReducer<'k> {
         });
     }
 
-    /// Between [`open`](Self::open) and [`send`](Self::send): when this and all that was sent before it has been added, the
-    /// first of these numbers is raised.
+    /// Between [`open`](Self::open) and [`send`](Self::send): requests that the counter `whom` be raised by `by` when
+    /// this send and all earlier ones have been added.
     #[track_caller]
     pub fn tell(&self, w: &Scope<'k, Group>, whom: Pointer<'k, u32>, by: Val<'k, u32>) {
         let (first, at) = (w.thread_in_group().eq(0), Location::caller());
@@ -123,7 +124,7 @@ impl<'k> BulkReducer<'k> {
         });
     }
 
-    /// Writes fours of each thread, `[four][thread][4]`.
+    /// Writes four-element vectors of each thread to the buffer, as `[four][thread][4]`.
     #[track_caller]
     pub fn write(&self, w: &Scope<'k, Group>, fours: impl IntoIterator<Item = [Val<'k, f32>; 4]>) {
         let start = w.group().mul_add(4 * self.count, self.k.shared_address(self.first));
@@ -135,7 +136,7 @@ impl<'k> BulkReducer<'k> {
         }
     }
 
-    /// What was written leaves.
+    /// Hands the buffer to the thread that reduces it.
     #[track_caller]
     pub fn send(&self, w: &Scope<'k, Group>) {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
@@ -146,8 +147,8 @@ impl<'k> BulkReducer<'k> {
         });
     }
 
-    /// The warpgroup's place as a tile, as soon as nothing is read of it any more: for what leaves in another way, before the
-    /// next numbers come.
+    /// The warpgroup's buffer as a tile, once the copy engine has read it. The tile must be consumed before the next
+    /// numbers are written.
     #[track_caller]
     pub fn as_tile(&self, w: &Scope<'k, Group>, shape: TileShape) -> Tile<'k> {
         if shape.bytes() > 4 * self.count {
@@ -157,15 +158,16 @@ impl<'k> BulkReducer<'k> {
         Tile::at(shape, w.group().mul_add(4 * self.count, self.k.shared_address(self.first)))
     }
 
-    /// No more will come.
+    /// Tells the reducing thread that no more numbers follow.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
         self.open_place(w, w.constant(0u64), true);
         self.send(w);
     }
 
-    /// The thread that has what the `group`-th warpgroup sends added. `before` is called before each addition is waited for, and
-    /// before the end; `after` when its place is free again: to know that it has arrived, it waits for the thread's stores.
+    /// The loop of the thread that reduces the buffers of warpgroup `group`. It calls `before` before it waits for each
+    /// send, including the end. It calls `after` when the buffer is free again; the addition itself has completed only
+    /// after a wait for the thread's stores.
     #[track_caller]
     pub fn keep(
         &self,
@@ -188,7 +190,7 @@ impl<'k> BulkReducer<'k> {
                 sent
             });
             let whom = Val::<u64>::reg(self.k, whom);
-            // Before the place is free: what comes next is written over it.
+            // Read the amount before the buffer is freed: the next send overwrites it.
             let by = self.k.placed(at, || {
                 let by = t.var(0u32);
                 t.when(whom.ne(0), |_| {

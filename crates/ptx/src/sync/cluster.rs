@@ -1,7 +1,7 @@
-//! Tiles that the two blocks of a cluster give each other: a role writes its own, the copy engine brings it to the other
-//! block, and the role of either reads both.
+//! Tiles that the two CTAs of a cluster exchange. A role writes its own tile, the copy engine copies it to the other
+//! CTA, and the role in each CTA reads both.
 //!
-//! A place is written again when all warps of both blocks are done with it: then it has also been copied.
+//! A stage is written again only when all warps of both CTAs are done with it. By then it has also been copied.
 
 use crate::build::{Builder, Count, Group, Scope, Thread, Val};
 use crate::inst::{Arg, Base, Class};
@@ -11,33 +11,33 @@ use crate::table::{bytes, mbarrier, memory};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// Blocks that exchange tiles.
+/// CTAs that exchange tiles.
 const BLOCKS: u32 = 2;
 
-/// A ring of places for two tiles, the block's own and the other's.
+/// A ring of stages with two tiles each: the CTA's own and its peer's.
 pub struct PeerTiles<'k> {
     ring: Ring<'k>,
     shape: TileShape,
-    /// Where the first of the own tiles begins, and of the other's.
+    /// Offset of the first own tile; `other` is that of the first peer tile.
     own: u32,
     other: u32,
 }
 
-/// Numbers that one thread of the first block tells one of the second.
+/// A one-way u32 channel from one thread of CTA 0 to one thread of CTA 1 of a cluster.
 pub struct ClusterBroadcast<'k> {
     k: &'k Builder,
     id: usize,
     words: u32,
     full: u32,
-    /// In the first block: what it told was heard.
+    /// mbarriers in CTA 0: CTA 1 has read the number.
     heard: u32,
 }
 
-/// Numbers on their way.
+/// Capacity of the channel in numbers.
 const WORDS: u32 = 4;
 
 impl Builder {
-    /// For one number after the other, in a kernel that is launched in [clusters](Self::cluster) of two blocks.
+    /// A channel for a sequence of numbers. The kernel must be launched in [clusters](Self::cluster) of two CTAs.
     #[track_caller]
     pub fn told(&self, name: &str) -> ClusterBroadcast<'_> {
         let id = self.new_pipe(name, 1);
@@ -47,7 +47,7 @@ impl Builder {
         ClusterBroadcast { k: self, id, words, full, heard }
     }
 
-    /// A ring of `depth` places in a kernel that is launched in [clusters](Self::cluster) of two blocks.
+    /// A ring of `depth` stages. The kernel must be launched in [clusters](Self::cluster) of two CTAs.
     #[track_caller]
     pub fn exchange(&self, name: &str, depth: u32, shape: TileShape) -> PeerTiles<'_> {
         let (blocks, bytes) = (self.cluster_blocks(), shape.bytes());
@@ -65,7 +65,7 @@ impl Builder {
 }
 
 impl<'k> ClusterBroadcast<'k> {
-    /// The first block's number, in both.
+    /// Returns CTA 0's `x` in both CTAs.
     #[track_caller]
     pub fn share(&self, t: &Scope<'k, Thread>, x: Val<'k, u32>) -> Val<'k, u32> {
         self.k.pipe_emptied(self.id);
@@ -80,7 +80,7 @@ impl<'k> ClusterBroadcast<'k> {
                 address.compute(&memory::MAPA, &[t.constant(block).arg()])
             };
             let tell = |t: &Scope<'k, Thread>| {
-                // A fresh barrier's phase of parity 1 counts as over.
+                // The phase of parity 1 of a fresh mbarrier counts as complete.
                 wait_phase(t.k, heard, (round & 1) ^ 1);
                 let [word, full] = [word, full].map(|address| in_block(t, address, 1));
                 let list = Arg::List([x.in_register()].into());
@@ -106,20 +106,21 @@ impl<'k> PeerTiles<'k> {
         &self.ring
     }
 
-    /// One of the tiles that begin at `first`.
+    /// The tile of a stage, in the array of tiles that starts at offset `first`.
     #[track_caller]
     fn tile(&self, first: u32, stage: Val<'k, u32>) -> Tile<'k> {
         Tile::at(self.shape, self.ring.k.shared_address(first)).nth(stage)
     }
 
-    /// Waits until nobody reads the next place any more, and returns its own tile, for the role to write.
+    /// Waits until both CTAs are done with the next stage, and returns its own tile for the role to write.
     #[track_caller]
     pub fn open(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         let [stage, _] = self.ring.wait_empty();
         self.tile(self.own, stage.now())
     }
 
-    /// Sends the tile that was opened, and goes on. All threads of the role have written, published and met.
+    /// Sends the opened tile to the peer and advances. All threads of the role must have written, published and
+    /// synchronised.
     #[track_caller]
     pub fn send(&self, w: &Scope<'k, Group>) {
         let cursor = self.ring.cursor("put");
@@ -133,7 +134,7 @@ impl<'k> PeerTiles<'k> {
                 };
                 let full = self.ring.barrier(self.ring.full, stage);
                 let bytes = w.constant(self.shape.bytes());
-                // For what the other block sends here, which may come before.
+                // Expect the peer's tile in this CTA. Its bytes may already have arrived.
                 w.k.emit(&mbarrier::ARRIVE_EXPECT, [place(full), Arg::Imm(self.shape.bytes().into())]);
                 let [own, other] = [self.own, self.other].map(|first| self.tile(first, stage).address());
                 let copy = [place(there(other)), place(own), bytes.arg(), place(there(full))];
@@ -143,20 +144,20 @@ impl<'k> PeerTiles<'k> {
         self.ring.advance(cursor);
     }
 
-    /// The own tile of the oldest place that the role is not done with.
+    /// The own tile of the oldest stage that the role is not done with.
     #[track_caller]
     pub fn own(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         self.tile(self.own, self.ring.cursor("take")[0].now())
     }
 
-    /// Waits for the tile that the other block has sent for the oldest place that the role is not done with.
+    /// Waits for the peer's tile of the oldest stage that the role is not done with, and returns it.
     #[track_caller]
     pub fn wait(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         let [stage, _] = self.ring.wait_full();
         self.tile(self.other, stage.now())
     }
 
-    /// Nothing of the oldest place is read any more.
+    /// Gives back the oldest stage: the role no longer reads it.
     #[track_caller]
     pub fn done(&self, w: &Scope<'k, Group>) {
         self.ring.give_back(w, "take");

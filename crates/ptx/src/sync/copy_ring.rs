@@ -1,8 +1,9 @@
-//! Rings of tiles that the threads of a role bring themselves, with `cp.async`: for GPUs without a copy engine.
+//! Rings of tiles that the threads of a role fill themselves with `cp.async`, for GPUs without a copy engine.
 //!
-//! The same threads fill and empty the ring. Each thread copies 16 bytes at a time and knows of its own copies only, by
-//! groups: a stage can be read once every thread has waited for its group and all have met at a barrier. That barrier also
-//! tells that nobody reads the stage before any more, which is the one that is filled next.
+//! The same threads fill and empty the ring. Each thread copies 16 bytes at a time and can wait only for its own
+//! copies, in groups. A stage is therefore readable once every thread has waited for its group and all threads have met
+//! at a barrier. That barrier also proves that no thread still reads the previous stage, which is the next one to be
+//! filled.
 
 use crate::build::{Builder, Scope, Val, Var, WholeWarps};
 use crate::inst::{Arg, Base};
@@ -14,39 +15,39 @@ use std::panic::Location;
 /// Bytes that one instruction copies.
 const UNIT: u32 = 16;
 
-/// A ring whose stages hold one tile of each of several shapes, brought by the threads that read them.
+/// A ring whose stages hold one tile of each of several shapes, filled by the threads that read them.
 ///
-/// A role first [`put`](Self::put)s one stage less than the ring has. Then it [`wait`](Self::wait)s for a stage, puts
-/// another, reads the one it waited for, and is [`done`](Self::done) with it, again and again. It puts as often as it waits,
-/// also past the last stage that it needs: what it copies then may be nothing.
+/// A role first [`put`](Self::put)s one stage fewer than the ring has. Then it repeats: [`wait`](Self::wait) for a
+/// stage, put another, read the first, and be [`done`](Self::done) with it. It must put as often as it waits, even past
+/// the last stage that it needs; such a put may copy nothing.
 pub struct CopyRing<'k> {
     k: &'k Builder,
     id: usize,
     depth: u32,
-    /// Shape of each tile, and where in a stage it lies.
+    /// Shape of each tile and its byte offset in a stage.
     tiles: Vec<(TileShape, u32)>,
-    /// Where the first stage begins, and bytes from one to the next.
+    /// Shared-memory offset of the first stage; `stage` is the size of a stage in bytes.
     first: u32,
     stage: u32,
-    /// The named barrier of the threads.
+    /// Named barrier of the role's threads.
     barrier: u32,
 }
 
-/// A part of a matrix in global memory: rows of contiguous bytes.
+/// A block of a matrix in global memory: rows of contiguous bytes.
 #[derive(Clone, Copy)]
 pub struct GlobalRows<'k> {
     /// Address of the first byte, a multiple of 16.
     pub address: Val<'k, u64>,
     /// Bytes from one row to the next, a multiple of 16.
     pub stride: Val<'k, u64>,
-    /// Rows that there are; those of the tile past them become 0.
+    /// Number of valid rows; the tile's rows past them become 0.
     pub rows: Val<'k, u32>,
-    /// Bytes of each row that there are; those of the tile past them become 0.
+    /// Number of valid bytes per row; the tile's bytes past them become 0.
     pub bytes: Val<'k, u32>,
 }
 
 impl Builder {
-    /// A ring of `depth` stages (two or more), each with one tile of each shape, that `cp.async` fills.
+    /// A ring of `depth` stages (two or more) that `cp.async` fills, with one tile of each shape per stage.
     #[track_caller]
     pub fn copy_ring(&self, name: &str, depth: u32, tiles: &[TileShape]) -> CopyRing<'_> {
         if depth < 2 {
@@ -85,7 +86,8 @@ impl<'k> CopyRing<'k> {
         self.k.placed(Location::caller(), || tiles.collect())
     }
 
-    /// Has the next stage filled, by [`copy`](Self::copy), and goes on. The stage may not be waited for, nor read any more.
+    /// Starts filling the next stage with [`copy`](Self::copy), and advances. No thread may still wait for that stage
+    /// or read it.
     #[track_caller]
     pub fn put<W: WholeWarps>(&self, w: &Scope<'k, W>, f: impl FnOnce(&Scope<'k, W>, &[Tile<'k>])) {
         self.k.pipe_filled(self.id);
@@ -95,14 +97,14 @@ impl<'k> CopyRing<'k> {
         self.advance(stage);
     }
 
-    /// Starts copying rows into a tile, which the threads share.
+    /// Starts copying rows into a tile; the threads share the work.
     #[track_caller]
     pub fn copy<W: WholeWarps>(&self, w: &Scope<'k, W>, to: Tile<'k>, from: GlobalRows<'k>) {
         let (k, at) = (self.k, Location::caller());
         let (shape, threads) = (to.shape(), 32 * self.k.role_warps().1);
         let (line, per_row) = (shape.swizzle.line(), shape.cols * shape.number.bytes() / UNIT);
         let rows = threads / per_row.max(1);
-        // So that the swizzle is the same for all units of a thread.
+        // Required so that all units of a thread have the same swizzle.
         if !per_row.is_power_of_two() || !threads.is_multiple_of(per_row) || !rows.is_multiple_of(8) {
             k.refuse(format!(
                 "{threads} threads copy rows of {per_row} units of 16 bytes, allowed: powers of two, with 8 rows or a multiple at a time"
@@ -136,19 +138,19 @@ impl<'k> CopyRing<'k> {
         }
     }
 
-    /// Waits until the oldest stage that was put is there, for all threads. It is the role's until it is
+    /// Waits until the oldest stage that was put is readable by all threads. The role owns the stage until it is
     /// [`done`](Self::done) with it.
     #[track_caller]
     pub fn wait<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
         self.k.pipe_emptied(self.id);
-        // The role has put one stage less than there are beyond those that it was done with.
+        // The role is `depth - 1` puts ahead of the stages it is done with; all but the oldest may stay in flight.
         self.k.emit(&sync::COPY_WAIT, [Arg::Imm(u64::from(self.depth.saturating_sub(2)))]);
         let threads = 32 * self.k.role_warps().1;
         self.k.emit(&sync::BAR, [Arg::Imm(self.barrier.into()), Arg::Imm(threads.into())]);
         self.tiles(self.cursor("take").now())
     }
 
-    /// Nothing of the stage that was waited for is read any more.
+    /// Gives back the stage that was waited for: the role no longer reads it.
     #[track_caller]
     pub fn done<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         self.advance(self.cursor("take"));

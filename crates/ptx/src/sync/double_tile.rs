@@ -1,8 +1,8 @@
-//! Tiles of which every warpgroup of a role writes a part, and that all of them read: two, so that nobody meets anybody. One is
-//! written while the one before is still read.
+//! A double-buffered tile that all warpgroups of a role write in parts and read as a whole. One buffer is written while
+//! the other is still read, so the warpgroups need no barrier.
 //!
-//! A tile has two mbarriers, as a stage of a ring: `full` counts the warps that have written their part, `empty` those that are
-//! done with the whole.
+//! Each buffer has two mbarriers, like a stage of a ring: `full` counts the warps that have written their part, `empty`
+//! counts the warps that are done with the whole tile.
 
 use crate::build::{Builder, Count, Group, Scope, Val};
 use crate::inst::{Arg, Base};
@@ -12,17 +12,18 @@ use crate::table::{mbarrier, sync};
 use crate::tile::Tile;
 use std::panic::Location;
 
-/// Tiles: as many as the ring has stages.
+/// Number of buffers, equal to the stages of the leading ring.
 const TILES: u32 = 2;
 
-/// Two tiles between the warpgroups of a role, in step with a ring of two stages.
+/// Two tiles shared by the warpgroups of a role, in step with a ring of two stages.
 ///
-/// At each stage of the ring the role [opens](Self::open) a tile, writes and [publishes](Self::publish) it. The tile of the stage
-/// before is [waited for](Self::wait_previous), and [given back](Self::done_previous) before the role goes on to the next stage.
+/// At each stage of the ring the role [opens](Self::open) a tile, writes it and [publishes](Self::publish) it. It
+/// [waits for](Self::wait_previous) the previous stage's tile, and [gives it back](Self::done_previous) before it goes
+/// on to the next stage.
 pub struct DoubleTile<'k> {
     k: &'k Builder,
     id: usize,
-    /// The ring whose place it has.
+    /// The ring whose cursor selects the buffer.
     leader: usize,
     first: Tile<'k>,
     full: u32,
@@ -30,14 +31,14 @@ pub struct DoubleTile<'k> {
 }
 
 impl Builder {
-    /// For the current role, which takes the stages of `leader`.
+    /// A double-buffered tile for the current role, which takes the stages of `leader`.
     #[track_caller]
     pub fn swap<'k>(&'k self, name: &str, shape: TileShape, leader: &Pipe<'k>) -> DoubleTile<'k> {
         if leader.depth() != TILES {
             self.refuse(format!("swap `{name}` in step with a ring of {} stages, allowed: {TILES}", leader.depth()));
         }
         let id = self.new_pipe(name, 1);
-        // One after the other.
+        // Two consecutive allocations, so that `nth` reaches both.
         let [first, _] = [self.tile(name, shape), self.tile(name, shape)];
         let warps = Count::Fixed(self.role_warps().1);
         let [full, empty] = ["full", "empty"].map(|of| self.mbarriers(&format!("{name}.{of}"), TILES, warps));
@@ -46,7 +47,7 @@ impl Builder {
 }
 
 impl<'k> DoubleTile<'k> {
-    /// Where the role stands: the tile that it writes, and the parity of the round.
+    /// The buffer that the role writes now, and the parity of the round.
     #[track_caller]
     fn place(&self) -> [Val<'k, u32>; 2] {
         let [stage, parity] = self.k.cursor(self.leader, "take", [0, 0]);
@@ -65,17 +66,17 @@ impl<'k> DoubleTile<'k> {
         });
     }
 
-    /// Waits until nobody reads the tile any more that is written at this stage.
+    /// Waits until no warpgroup reads this stage's tile any more, and returns it for writing.
     #[track_caller]
     pub fn open(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         self.k.pipe_filled(self.id);
         let [stage, parity] = self.place();
-        // A fresh barrier's phase of parity 1 counts as over.
+        // The phase of parity 1 of a fresh mbarrier counts as complete.
         wait_phase(self.k, stage.mul_add(8, self.k.shared_address(self.empty)), parity ^ 1);
         self.first.nth(stage)
     }
 
-    /// What the warpgroup wrote may be read.
+    /// Publishes the part that this warpgroup wrote.
     #[track_caller]
     pub fn publish(&self, w: &Scope<'k, Group>) {
         self.k.emit(&sync::FENCE_PROXY, [Arg::Word(".shared::cta")]);
@@ -83,17 +84,17 @@ impl<'k> DoubleTile<'k> {
         self.arrive(w, self.full, stage);
     }
 
-    /// Waits until all have written the tile of the stage before.
+    /// Waits until all warpgroups have written the previous stage's tile, and returns it.
     #[track_caller]
     pub fn wait_previous(&self, _: &Scope<'k, Group>) -> Tile<'k> {
         let [stage, parity] = self.place();
         let before = stage ^ 1;
-        // Before the first stage comes the last of the round before.
+        // Stage 0 follows stage 1 of the previous round, whose parity differs.
         wait_phase(self.k, before.mul_add(8, self.k.shared_address(self.full)), parity ^ before);
         self.first.nth(before)
     }
 
-    /// This warpgroup does not read the tile of the stage before any more.
+    /// Tells that this warpgroup no longer reads the previous stage's tile.
     #[track_caller]
     pub fn done_previous(&self, w: &Scope<'k, Group>) {
         self.k.pipe_emptied(self.id);

@@ -1,5 +1,5 @@
-//! How warps hand tiles, numbers and turns to each other: rings filled by the copy engine, mailboxes, token rings, channels
-//! between the CTAs of a cluster, and queues of bulk reductions. Phase bits exist nowhere outside this module.
+//! Synchronisation between warps: rings filled by the copy engine, mailboxes, token rings, channels between the CTAs of
+//! a cluster, and queues of bulk reductions. No code outside this module handles phase bits.
 
 mod accumulator_channel;
 mod bulk_reducer;

@@ -1,7 +1,7 @@
-//! Rings between the thread that fills them and the warps that empty them: of tiles, or of a few numbers.
+//! Rings of tiles or of short messages, between the thread that fills them and the warps that empty them.
 //!
-//! A stage of a ring has two mbarriers: `full` tells that it may be read, `empty` counts the warps that are done.
-//! Where each role stands in the ring, and the parity it waits for, live in registers that only this module knows.
+//! A stage of a ring has two mbarriers: `full` signals that it may be read, `empty` counts the warps that are done with
+//! it. Each role's cursor (stage and parity) lives in registers that only this module handles.
 
 use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, Val, Var, Who, WholeWarps};
 use crate::inst::{Arg, Base, Class, Reg};
@@ -11,21 +11,21 @@ use crate::table::{bytes, mbarrier, memory};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
 
-/// The barriers of a ring.
+/// The mbarriers of a ring.
 #[derive(Clone, Copy)]
 pub(crate) struct Ring<'k> {
     pub(crate) k: &'k Builder,
     id: usize,
-    /// The ring whose place it has, if it moves with another.
+    /// The ring whose cursor this one shares, if it moves in step with another.
     leader: Option<usize>,
     depth: u32,
     pub(crate) full: u32,
     empty: u32,
-    /// Blocks of the cluster that fill each other's stages.
+    /// CTAs of the cluster that fill each other's stages.
     blocks: u32,
 }
 
-/// A role's place in a ring.
+/// A role's position in a ring: stage and parity.
 pub(crate) type Cursor<'k> = [Var<'k, u32>; 2];
 
 impl<'k> Ring<'k> {
@@ -34,7 +34,7 @@ impl<'k> Ring<'k> {
         Ring::filled_by(k, name, depth, blocks, Count::Fixed(1))
     }
 
-    /// The same, where so many arrivals fill a stage.
+    /// A ring whose stages are full after `arrivals` arrivals.
     #[track_caller]
     pub(crate) fn filled_by(k: &'k Builder, name: &str, depth: u32, blocks: u32, arrivals: Count) -> Self {
         let id = k.new_pipe(name, blocks);
@@ -55,10 +55,10 @@ impl<'k> Ring<'k> {
         self.depth
     }
 
-    /// Where the role stands on this side of the ring.
+    /// The role's cursor on one side of the ring.
     #[track_caller]
     pub(crate) fn cursor(&self, side: &'static str) -> Cursor<'k> {
-        // A fresh barrier's phase of parity 1 counts as over: the first round finds all stages empty.
+        // The phase of parity 1 of a fresh mbarrier counts as complete, so the first round finds all stages empty.
         let parity = u32::from(side == "put");
         self.k.cursor(self.leader.unwrap_or(self.id), side, [0, parity])
     }
@@ -71,7 +71,7 @@ impl<'k> Ring<'k> {
         }
     }
 
-    /// To the next stage; past the last, to the first with the other parity.
+    /// Advances to the next stage; past the last stage, to the first one with the other parity.
     #[track_caller]
     pub(crate) fn advance(&self, [stage, parity]: Cursor<'k>) {
         if self.leader.is_some() {
@@ -87,7 +87,7 @@ impl<'k> Ring<'k> {
         }
     }
 
-    /// Waits for an empty stage.
+    /// Waits until the cursor's stage is empty.
     #[track_caller]
     pub(crate) fn wait_empty(&self) -> Cursor<'k> {
         self.k.pipe_filled(self.id);
@@ -96,7 +96,7 @@ impl<'k> Ring<'k> {
         cursor
     }
 
-    /// Waits for a full stage.
+    /// Waits until the cursor's stage is full.
     #[track_caller]
     pub(crate) fn wait_full(&self) -> Cursor<'k> {
         let cursor = self.cursor("take");
@@ -104,7 +104,7 @@ impl<'k> Ring<'k> {
         cursor
     }
 
-    /// Nothing is read any more of the stage at which the role stands on this side: it goes back, and the role goes on.
+    /// Gives back the stage at this side's cursor, which the role no longer reads, and advances.
     #[track_caller]
     pub(crate) fn give_back<W: WholeWarps>(&self, w: &Scope<'k, W>, side: &'static str) {
         let cursor = self.cursor(side);
@@ -113,7 +113,7 @@ impl<'k> Ring<'k> {
         self.advance(cursor);
     }
 
-    /// One lane of each warp tells that a stage is no longer read.
+    /// One lane of each warp signals that the warp no longer reads a stage.
     #[track_caller]
     fn tell_empty<W: WholeWarps>(&self, w: &Scope<'k, W>, stage: Val<'k, u32>) {
         self.k.pipe_emptied(self.id);
@@ -126,8 +126,8 @@ impl<'k> Ring<'k> {
             if self.blocks == 1 {
                 return w.when(lane.lt(1), here);
             }
-            // Lane i tells block i, which fills this block's stages too, but for numbers: only products read what it fills, and
-            // they are over.
+            // Lane i signals CTA i, which also fills this CTA's tiles. The signal to other CTAs may be relaxed: they
+            // fill tiles, which only products read, and those products are complete. Numbers are filled by the own CTA.
             let there = |w: &Scope<'k, W>| {
                 let there: Val<'k, u32> = empty.compute(&memory::MAPA, &[lane.arg()]);
                 w.k.emit(&mbarrier::ARRIVE_CLUSTER_RELAXED, [Arg::Address(Base::Reg(there.in_register()), 0)]);
@@ -137,7 +137,7 @@ impl<'k> Ring<'k> {
     }
 }
 
-/// Waits until the phase of this parity is over.
+/// Waits until the phase with this parity is complete.
 #[track_caller]
 pub(crate) fn wait_phase<'k>(k: &'k Builder, barrier: Val<'k, u32>, parity: Val<'k, u32>) {
     let at = Location::caller();
@@ -150,17 +150,17 @@ pub(crate) fn wait_phase<'k>(k: &'k Builder, barrier: Val<'k, u32>, parity: Val<
     k.push(Stmt::Loop { body, at });
 }
 
-/// A ring whose stages hold one tile of each of several shapes, and perhaps a row of numbers.
+/// A ring whose stages hold one tile of each of several shapes, and optionally a row of numbers.
 pub struct Pipe<'k> {
     ring: Ring<'k>,
-    /// Shape of each tile, and where in a stage it lies.
+    /// Shape of each tile and its byte offset in a stage.
     tiles: Vec<(TileShape, u32)>,
-    /// Where the first stage begins, and bytes from one to the next.
+    /// Shared-memory offset of the first stage; `stage` is the size of a stage in bytes.
     first: u32,
     stage: u32,
-    /// How many numbers a stage has, and where those of the first begin.
+    /// Numbers per stage, and the shared-memory offset of the first stage's numbers.
     numbers: (u32, u32),
-    /// Where the numbers begin that go with the stages, if any do.
+    /// Shared-memory offset of the tags, in a tagged ring.
     tags: Option<u32>,
 }
 
@@ -171,13 +171,14 @@ impl Builder {
         self.pipe_with_numbers(name, depth, tiles, 0)
     }
 
-    /// The same, each stage also with a row of `numbers` floats (a multiple of four).
+    /// A ring of `depth` stages with one tile of each shape and a row of `numbers` floats (a multiple of four) per
+    /// stage.
     #[track_caller]
     pub fn pipe_with_numbers(&self, name: &str, depth: u32, tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
         self.pipe_of(name, [depth, 1], tiles, numbers)
     }
 
-    /// A ring whose tiles the blocks of the cluster bring for each other; each brings its own numbers.
+    /// A ring whose tiles the CTAs of the cluster load for each other. Each CTA loads its own numbers.
     #[track_caller]
     pub fn pipe_for_all(&self, name: &str, depth: u32, tiles: &[TileShape], numbers: u32) -> Pipe<'_> {
         self.pipe_of(name, [depth, self.cluster_blocks()], tiles, numbers)
@@ -195,16 +196,16 @@ impl Builder {
             (*shape, start)
         };
         let tiles = tiles.iter().map(&mut place).collect();
-        // Whole periods of the widest swizzle, so that every stage begins on one.
+        // Whole periods of the widest swizzle, so that every stage starts on a period.
         let stage = stage.next_multiple_of(Swizzle::B128.period());
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
-        // Beside the tiles: between them they would cost a whole period.
+        // Numbers are stored apart from the tiles: between them they would cost a whole swizzle period.
         let row = if numbers == 0 { 0 } else { self.take_small(&format!("{name}.numbers"), depth * numbers * 4, 16) };
         let ring = Ring::new(self, name, depth, blocks);
         Pipe { ring, tiles, first, stage, numbers: (numbers, row), tags: None }
     }
 
-    /// The same, and a number goes with each stage.
+    /// A ring of `depth` stages with one tile of each shape and a u32 tag per stage.
     #[track_caller]
     pub fn tagged_pipe(&self, name: &str, depth: u32, tiles: &[TileShape]) -> Pipe<'_> {
         let tags = self.take_small(&format!("{name}.tags"), 4 * depth, 16);
@@ -222,10 +223,10 @@ impl Builder {
     }
 }
 
-/// A stage of a ring that is being filled.
+/// A stage of a ring while it is being filled.
 pub struct Filling<'k> {
     tiles: Vec<Tile<'k>>,
-    /// Address of its row of numbers, and how many they are.
+    /// Address of the stage's row of numbers, and their count.
     numbers: (Val<'k, u32>, u32),
     full: Val<'k, u32>,
     blocks: u32,
@@ -236,12 +237,12 @@ impl<'k> Filling<'k> {
     pub fn tile(&self, i: usize) -> Tile<'k> {
         self.tiles[i]
     }
-    /// Starts bringing the tile at `at` of a tensor into a tile of the stage, or a part of one.
+    /// Starts loading the tile at coordinates `at` of a tensor into a tile of the stage, or into a part of one.
     #[track_caller]
     pub fn load(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
         from.load(t, at, to, self.full, None);
     }
-    /// Starts bringing the stage's row of numbers from an array, whose beginning lies at a multiple of 16 bytes.
+    /// Starts loading the stage's row of numbers from an array whose address is a multiple of 16 bytes.
     #[track_caller]
     pub fn load_numbers(&self, t: &Scope<'k, Thread>, from: Pointer<'k, f32>) {
         let (to, count) = self.numbers;
@@ -250,7 +251,8 @@ impl<'k> Filling<'k> {
         let bytes = Arg::Imm(u64::from(4 * count));
         t.k.emit(&bytes::LOAD_BYTES, [Arg::Address(to, 0), Arg::Address(from, 0), bytes, bar]);
     }
-    /// The same into the same place in all blocks of the cluster: each brings a part, and all get everything.
+    /// Starts a multicast load into the same place in all CTAs of the cluster: each CTA loads a part, and all receive
+    /// everything.
     #[track_caller]
     pub fn load_for_all(&self, t: &Scope<'k, Thread>, to: Tile<'k>, from: &Tensor<'k>, at: &[Val<'k, u32>]) {
         let all = (self.blocks > 1).then_some(((1u32 << self.blocks) - 1) as u16);
@@ -259,8 +261,8 @@ impl<'k> Filling<'k> {
 }
 
 impl<'k> Pipe<'k> {
-    /// Moves with another ring: where a role stands is kept once for both, which saves it two registers. A stage is
-    /// filled, waited for and given back before the role goes on in the leader, which this ring never does by itself.
+    /// Shares the cursor of `leader`, which saves each role two registers. A role must fill, wait for and give back a
+    /// stage of this ring before it advances the leader; this ring never advances by itself.
     #[track_caller]
     pub fn in_step(self, leader: &Pipe<'k>) -> Self {
         Pipe { ring: self.ring.in_step(&leader.ring), ..self }
@@ -277,7 +279,7 @@ impl<'k> Pipe<'k> {
         self.tiles.iter().map(|(shape, _)| shape.bytes()).sum::<u32>() + 4 * self.numbers.0
     }
 
-    /// Address of a stage's row of numbers, from the column `col` on.
+    /// Address of a stage's row of numbers, starting at column `col`.
     #[track_caller]
     fn row(&self, stage: Val<'k, u32>, col: Val<'k, u32>) -> Val<'k, u32> {
         let (count, first) = self.numbers;
@@ -294,13 +296,13 @@ impl<'k> Pipe<'k> {
         self.ring.k.placed(Location::caller(), || tiles.collect())
     }
 
-    /// Waits for an empty stage, has it filled, and goes on. The bytes of all its tiles must be brought.
+    /// Waits for an empty stage, calls `f` to start its loads, and advances. `f` must load all bytes of the stage.
     #[track_caller]
     pub fn put(&self, t: &Scope<'k, Thread>, f: impl FnOnce(&Scope<'k, Thread>, &Filling<'k>)) {
         self.put_with(t, None, f);
     }
 
-    /// The same, with the number that goes with the stage of a [tagged](Builder::tagged_pipe) ring.
+    /// Like [`put`](Self::put), and sets the tag of the stage of a [tagged](Builder::tagged_pipe) ring.
     #[track_caller]
     pub fn put_tagged(
         &self,
@@ -311,7 +313,7 @@ impl<'k> Pipe<'k> {
         self.put_with(t, Some(tag), f);
     }
 
-    /// The number that goes with the stage that was waited for last.
+    /// The tag of the stage that was waited for last.
     #[track_caller]
     pub fn tag<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Val<'k, u32> {
         let [stage, _] = self.ring.k.cursor(self.ring.id, "take", [0, 0]);
@@ -351,8 +353,8 @@ impl<'k> Pipe<'k> {
         ring.advance(cursor);
     }
 
-    /// Waits for an empty stage, has a role of one warpgroup write its tiles, and goes on. For what the copy engine cannot
-    /// bring.
+    /// Waits for an empty stage, has one warpgroup write its tiles, and advances. For data that the copy engine cannot
+    /// load.
     #[track_caller]
     pub fn fill(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, f: impl FnOnce(&Scope<'k, Group>, &[Tile<'k>])) {
         let (ring, at) = (&self.ring, Location::caller());
@@ -375,43 +377,42 @@ impl<'k> Pipe<'k> {
         ring.advance(cursor);
     }
 
-    /// Waits for the next full stage, which is the role's until it is [`done`](Self::done) with it: one at a time.
+    /// Waits for the next full stage. The role owns it until it is [`done`](Self::done) with it, one stage at a time.
     #[track_caller]
     pub fn wait<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Tile<'k>> {
         self.ring.wait_full();
         self.current(w)
     }
 
-    /// The stage that was waited for last.
+    /// The tiles of the stage that was waited for last.
     #[track_caller]
     pub fn current<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
         let [stage, _] = self.ring.cursor("take");
         self.stage(stage.now())
     }
 
-    /// The numbers of the stage that was waited for last, as columns of accumulators.
+    /// The numbers of the stage that was waited for last, one for each accumulator column.
     #[track_caller]
     pub fn numbers(&self, w: &Scope<'k, Group>) -> Numbers<'k> {
         let [stage, _] = self.ring.cursor("take");
         Numbers { address: self.row(stage.now(), w.first_col()) }
     }
 
-    /// The `index`-th of as many tiles of a shape as the ring has stages, `index` being the stage that was waited for
-    /// last: for what is written and read in step with the ring.
+    /// Selects from an array of tiles, one per stage of this ring, the tile of the stage that was waited for last. For
+    /// tiles that are written and read in step with the ring.
     #[track_caller]
     pub fn beside<W: WholeWarps>(&self, _: &Scope<'k, W>, first: Tile<'k>) -> Tile<'k> {
         let [stage, _] = self.ring.cursor("take");
         if self.ring.depth == 1 { first } else { first.nth(stage.now()) }
     }
 
-    /// Goes on to the next stage. The one that was waited for stays the role's until it is given back by
-    /// [`release_previous`](Self::release_previous).
+    /// Advances to the next stage, but keeps the current one until [`release_previous`](Self::release_previous).
     #[track_caller]
     pub fn keep<W: WholeWarps>(&self, _: &Scope<'k, W>) {
         self.ring.advance(self.ring.cursor("take"));
     }
 
-    /// Gives back the stage before the one that the role stands at: nothing of it is read any more.
+    /// Gives back the stage before the current one: the role no longer reads it.
     #[track_caller]
     pub fn release_previous<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         let (stage, depth) = (self.ring.cursor("take")[0].now(), self.ring.depth);
@@ -424,13 +425,13 @@ impl<'k> Pipe<'k> {
         self.ring.tell_empty(w, previous);
     }
 
-    /// Gives the stage back that was waited for: nothing of it is read any more.
+    /// Gives back the stage that was waited for: the role no longer reads it.
     #[track_caller]
     pub fn done<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "take");
     }
 
-    /// Waits for the next full stage, of which the role may have several: they are [`release`](Self::release)d in order.
+    /// Waits for the next full stage. The role may hold several stages and [`release`](Self::release)s them in order.
     #[track_caller]
     pub fn take<W: WholeWarps>(&self, _: &Scope<'k, W>) -> Vec<Tile<'k>> {
         let cursor = self.ring.wait_full();
@@ -439,8 +440,8 @@ impl<'k> Pipe<'k> {
         tiles
     }
 
-    /// The tiles of the `index`-th of the stages that were taken and not given back, of which there are no more than the ring
-    /// has.
+    /// The tiles of the `index`-th stage that the role holds, oldest first. The role holds at most as many stages as
+    /// the ring has.
     #[track_caller]
     pub fn held<W: WholeWarps>(&self, _: &Scope<'k, W>, index: Val<'k, u32>) -> Vec<Tile<'k>> {
         let stage = self.ring.cursor("release")[0].now() + index;
@@ -448,13 +449,13 @@ impl<'k> Pipe<'k> {
         self.stage(wraps.select(stage - self.ring.depth, stage))
     }
 
-    /// The numbers of the oldest stage that was taken and not given back.
+    /// The numbers of the oldest stage that the role holds.
     #[track_caller]
     pub fn held_numbers(&self, w: &Scope<'k, Group>) -> Numbers<'k> {
         Numbers { address: self.row(self.ring.cursor("release")[0].now(), w.first_col()) }
     }
 
-    /// Gives the oldest stage back that was taken and not given back: nothing of it is read any more.
+    /// Gives back the oldest stage that the role holds: the role no longer reads it.
     #[track_caller]
     pub fn release<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "release");
@@ -464,17 +465,17 @@ impl<'k> Pipe<'k> {
 /// A row of numbers in shared memory, one for each column of accumulators.
 #[derive(Clone, Copy)]
 pub struct Numbers<'k> {
-    /// Of the thread's first column.
+    /// Address of the number for the thread's first column.
     address: Val<'k, u32>,
 }
 
 impl<'k> Numbers<'k> {
-    /// The `index`-th part of `count` of them.
+    /// The `index`-th part of the row, in parts of `count` numbers.
     #[track_caller]
     pub fn part(self, index: Val<'k, u32>, count: u32) -> Self {
         Numbers { address: index.mul_add(4 * count, self.address) }
     }
-    /// Those of the thread's two columns among the `eight`-th eight.
+    /// The numbers for the thread's two columns among columns `8 * eight .. 8 * eight + 8`.
     #[track_caller]
     pub fn pair(&self, w: &Scope<'k, Group>, eight: u32) -> [Val<'k, f32>; 2] {
         let regs = [0; 2].map(|_| w.k.register(Class::F32));
@@ -484,7 +485,7 @@ impl<'k> Numbers<'k> {
     }
 }
 
-/// A ring of messages of a few numbers.
+/// A ring of short messages.
 pub struct Mailbox<'k> {
     ring: Ring<'k>,
     offset: u32,
@@ -495,7 +496,7 @@ impl<'k> Mailbox<'k> {
     /// Bytes that one instruction moves.
     const PART: usize = 16;
 
-    /// Moves with a ring of tiles, as [`Pipe::in_step`] does.
+    /// Shares the cursor of a ring of tiles, as [`Pipe::in_step`] does.
     #[track_caller]
     pub fn in_step(self, leader: &Pipe<'k>) -> Self {
         Mailbox { ring: self.ring.in_step(&leader.ring), ..self }
@@ -507,7 +508,7 @@ impl<'k> Mailbox<'k> {
         cursor[0].now().mul_add(4 * self.words as u32, start).in_register()
     }
 
-    /// Waits for room and writes a message; what it leaves out is 0.
+    /// Waits for an empty slot and writes a message; missing words are 0.
     #[track_caller]
     pub fn put(&self, t: &Scope<'k, Thread>, message: &[Val<'k, u32>]) {
         let (ring, k) = (&self.ring, self.ring.k);
@@ -528,7 +529,7 @@ impl<'k> Mailbox<'k> {
         ring.advance(cursor);
     }
 
-    /// Waits for a message and reads it, in every thread of the role.
+    /// Waits for a message, reads it in every thread of the role, and frees its slot.
     #[track_caller]
     pub fn take<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         let message = self.wait(w);
@@ -536,14 +537,14 @@ impl<'k> Mailbox<'k> {
         message
     }
 
-    /// Waits for a message and reads it; it can be read again until the role is [`done`](Self::done) with it.
+    /// Waits for a message and reads it. The message stays readable until the role is [`done`](Self::done) with it.
     #[track_caller]
     pub fn wait<W: WholeWarps>(&self, w: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         self.ring.wait_full();
         self.again(w)
     }
 
-    /// Reads the message that was waited for last once more: cheaper than registers that hold it meanwhile.
+    /// Reads the last message again, which is cheaper than holding it in registers.
     #[track_caller]
     pub fn again<W: Who>(&self, _: &Scope<'k, W>) -> Vec<Val<'k, u32>> {
         let (ring, k) = (&self.ring, self.ring.k);
@@ -556,7 +557,7 @@ impl<'k> Mailbox<'k> {
         regs.into_iter().map(|reg| Val::reg(k, reg)).collect()
     }
 
-    /// One number of the message that was waited for last: one register instead of four.
+    /// Reads one word of the last message, into one register instead of four.
     #[track_caller]
     pub fn word<W: Who>(&self, _: &Scope<'k, W>, i: usize) -> Val<'k, u32> {
         let (ring, k) = (&self.ring, self.ring.k);
@@ -569,7 +570,7 @@ impl<'k> Mailbox<'k> {
         Val::reg(k, d)
     }
 
-    /// The message that was waited for is not read any more.
+    /// Frees the slot of the last message: the role no longer reads it.
     #[track_caller]
     pub fn done<W: WholeWarps>(&self, w: &Scope<'k, W>) {
         self.ring.give_back(w, "take");

@@ -1,8 +1,9 @@
-//! A ring of messages that go from hand to hand: each is written by one thread, read and passed on by others in a fixed
-//! order, and its place is free again when the last has passed it on.
+//! A ring of messages that pass through several hands. A hand is one thread or a group of warps. The first hand writes
+//! a message, the others read it and pass it on in a fixed order, and its slot is free again when the last hand has
+//! passed it on.
 //!
-//! Each hand has an mbarrier for each message, which tells the next one. Where a hand stands in the ring lives in registers
-//! that only this module knows, as in the rings of tiles.
+//! Each hand has one mbarrier per message, which signals the next hand. The hands' cursors live in registers that only
+//! this module handles, as in the rings of tiles.
 
 use crate::build::{Builder, Count, Group, Scope, Thread, Val, Var, Who};
 use crate::inst::{Arg, Base, Class, Reg};
@@ -11,27 +12,27 @@ use crate::sync::pipe::{Ring, wait_phase};
 use crate::table::{mbarrier, memory};
 use std::panic::Location;
 
-/// Numbers of a message: what one instruction moves.
+/// Words of a message: the width of one shared-memory instruction.
 const WORDS: usize = 4;
 
-/// A ring of messages of four numbers that go through several hands.
+/// A ring of four-word messages that pass through several hands.
 pub struct TokenRing<'k> {
     k: &'k Builder,
     id: usize,
     depth: u32,
     messages: u32,
-    /// The barriers by which each hand tells the next; the last tells the first.
+    /// mbarriers by which each hand signals the next; the last hand signals the first.
     told: Vec<u32>,
-    /// A hand that stands where it stands in a ring.
+    /// A hand whose cursor is derived from another ring's.
     behind: Option<(usize, Ring<'k>)>,
 }
 
-/// Names of the hands' places in the ring.
+/// Names of the hands' cursors.
 const HANDS: [&str; 4] = ["hand 0", "hand 1", "hand 2", "hand 3"];
 
 impl Builder {
-    /// A ring of `depth` messages (a power of two) that go through as many hands as there are numbers: so many warps
-    /// have each in hand, 1 also standing for one thread. The first writes them.
+    /// A ring of `depth` messages (a power of two). `hands` gives the number of warps of each hand; 1 also stands for a
+    /// single thread. The first hand writes the messages.
     #[track_caller]
     pub fn relay(&self, name: &str, depth: u32, hands: &[u32]) -> TokenRing<'_> {
         if !depth.is_power_of_two() || !(2..=HANDS.len()).contains(&hands.len()) {
@@ -50,8 +51,9 @@ impl Builder {
 }
 
 impl<'k> TokenRing<'k> {
-    /// In a relay of one message: a hand has one for each place of an exchange of one place, when it is done with the place, and
-    /// passes it on before it is done with the next. Where it stands then takes no register.
+    /// In a ring of one message: derives the cursor of `hand` from a one-stage `leader`, which saves a register. The
+    /// hand handles one message per stage of the leader. It does so after it is done with that stage, and before it is
+    /// done with the next one.
     #[track_caller]
     pub fn behind(self, hand: usize, leader: &PeerTiles<'k>) -> Self {
         let ring = *leader.ring();
@@ -62,11 +64,11 @@ impl<'k> TokenRing<'k> {
         TokenRing { behind: Some((hand, ring)), ..self }
     }
 
-    /// Where a hand stands: the number of its message, of which the lowest bits are the place and the next is the parity.
+    /// The index of the hand's next message. Its low bits select the slot, the next bit is the parity.
     #[track_caller]
     fn number(&self, hand: usize) -> Val<'k, u32> {
         match &self.behind {
-            // One less than the places it is done with, of which the parity counts.
+            // The index is one less than the number of stages that the hand is done with; only its parity matters.
             Some((of, ring)) if *of == hand => ring.cursor("take")[1].now() ^ 1,
             _ => self.cursor(hand).now(),
         }
@@ -74,7 +76,7 @@ impl<'k> TokenRing<'k> {
 
     #[track_caller]
     fn cursor(&self, hand: usize) -> Var<'k, u32> {
-        // The first finds all places free: a fresh barrier's phase of parity 1 counts as over.
+        // The first hand finds all slots free: the phase of parity 1 of a fresh mbarrier counts as complete.
         let start = if hand == 0 { self.depth } else { 0 };
         self.k.cursor(self.id, HANDS[hand], [start, 0])[0]
     }
@@ -90,7 +92,7 @@ impl<'k> TokenRing<'k> {
         Arg::Address(Base::Reg((number & (self.depth - 1)).mul_add(4 * WORDS as u32, start).in_register()), 0)
     }
 
-    /// Waits until the next message has come to this hand.
+    /// Waits until the previous hand has passed on the next message.
     #[track_caller]
     fn wait_in(&self, hand: usize) {
         let number = self.number(hand);
@@ -115,13 +117,13 @@ impl<'k> TokenRing<'k> {
         number.set(number.now() + 1);
     }
 
-    /// The first hand: waits for a free place, before it knows what to write there.
+    /// First hand: waits for a free slot, before the message is known.
     #[track_caller]
     pub fn wait_free(&self, _: &Scope<'k, Thread>) {
         self.wait_in(0);
     }
 
-    /// The first hand: waits for a free place, and writes a message.
+    /// First hand: waits for a free slot and writes a message.
     #[track_caller]
     pub fn post(&self, _: &Scope<'k, Thread>, message: [Val<'k, u32>; WORDS]) {
         self.wait_in(0);
@@ -133,19 +135,19 @@ impl<'k> TokenRing<'k> {
         self.advance(0);
     }
 
-    /// The first hand: a message of zeros, by which others know that no more will come.
+    /// First hand: posts a message of zeros, which tells the other hands that no more will come.
     #[track_caller]
     pub fn post_end(&self, t: &Scope<'k, Thread>) {
         self.post(t, [0; WORDS].map(|n| t.constant(n)));
     }
 
-    /// Waits until the next message has come to this hand, whose it is until it is passed on.
+    /// Waits until the next message reaches this hand. The hand owns it until it passes it on.
     #[track_caller]
     pub fn wait<W: Who>(&self, _: &Scope<'k, W>, hand: usize) {
         self.wait_in(hand);
     }
 
-    /// The message that was waited for.
+    /// Reads the message that was waited for.
     #[track_caller]
     pub fn read<W: Who>(&self, _: &Scope<'k, W>, hand: usize) -> [Val<'k, u32>; WORDS] {
         let regs: [Reg; WORDS] = std::array::from_fn(|_| self.k.register(Class::B32));
@@ -154,7 +156,7 @@ impl<'k> TokenRing<'k> {
         regs.map(|reg| Val::reg(self.k, reg))
     }
 
-    /// A hand of one thread passes the message on.
+    /// Passes the message on, from a hand of one thread.
     #[track_caller]
     pub fn pass(&self, _: &Scope<'k, Thread>, hand: usize) {
         self.k.pipe_emptied(self.id);
@@ -162,7 +164,7 @@ impl<'k> TokenRing<'k> {
         self.advance(hand);
     }
 
-    /// A hand of warps passes the message on: what they did before can be seen by the next.
+    /// Passes the message on, from a hand of warps. Their earlier writes are visible to the next hand.
     #[track_caller]
     pub fn pass_together(&self, w: &Scope<'k, Group>, hand: usize) {
         self.k.pipe_emptied(self.id);

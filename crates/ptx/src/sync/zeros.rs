@@ -1,11 +1,12 @@
-//! Zeros that the copy engine writes: a thread starts them and goes on, and nobody's registers or stores are in the way.
+//! Zero-fills global memory with the copy engine: one thread starts the copies and continues, without registers or
+//! stores for the data.
 
 use crate::build::{Builder, Pointer, Scope, Thread, Val};
 use crate::inst::{Arg, Base};
 use crate::table::{bytes, memory};
 use std::panic::Location;
 
-/// A few zeros in shared memory, from which any number of them are copied to global memory.
+/// A run of zeros in shared memory, which the copy engine writes to global memory any number of times.
 pub struct Zeros<'k> {
     k: &'k Builder,
     first: u32,
@@ -16,7 +17,7 @@ pub struct Zeros<'k> {
 const UNIT: u32 = 16;
 
 impl Builder {
-    /// Room for `count` zeros, a multiple of four.
+    /// Reserves shared memory for `count` zeros, a multiple of four.
     #[track_caller]
     pub fn zeros(&self, name: &str, count: u32) -> Zeros<'_> {
         if !count.is_multiple_of(UNIT / 4) {
@@ -27,7 +28,7 @@ impl Builder {
 }
 
 impl<'k> Zeros<'k> {
-    /// The thread that will have them copied writes them, before that.
+    /// Writes the zeros to shared memory. The thread that copies them must do this first.
     #[track_caller]
     pub fn write(&self, t: &Scope<'k, Thread>) {
         let (zero, at) = (t.constant(0.0f32), Location::caller());
@@ -41,7 +42,7 @@ impl<'k> Zeros<'k> {
         t.publish_shared();
     }
 
-    /// Starts to copy them so many times, one after the other, as a group of stores.
+    /// Starts copying the zeros `times` times to consecutive addresses, as one group of stores.
     #[track_caller]
     pub fn copy(&self, t: &Scope<'k, Thread>, to: Pointer<'k, f32>, times: Val<'k, u32>) {
         let at = Location::caller();

@@ -1,4 +1,4 @@
-//! Memory that is read, changed and written in one step.
+//! Atomic operations: memory that is read, changed and written in one step.
 
 use super::any;
 use super::memory::{VECTOR, reading};
@@ -9,7 +9,7 @@ use crate::machine::{Machine, Order, Place, Scope, address, lanes, value};
 use crate::model;
 
 const RELAXED: Order = Order::Relaxed(Scope::Device);
-/// What can be done with words of 32 bits, and of 64.
+/// Operations on 32-bit and 64-bit words.
 const OPERATIONS: &[&str] = &[
     "add.u32", "exch.b32", "min.u32", "max.u32", "min.s32", "max.s32", "and.b32", "or.b32", "xor.b32", "inc.u32",
     "dec.u32",
@@ -22,7 +22,7 @@ const ORDERS: &[&str] = &["relaxed", "acquire", "release", "acq_rel"];
 const SCOPES: &[&str] = &["cta", "gpu", "sys"];
 const PAIRS: &[&str] = &["f16x2", "bf16x2"];
 
-/// A row that changes memory.
+/// A row that updates memory atomically.
 const fn updating(
     name: &'static str,
     text: &'static str,
@@ -43,7 +43,7 @@ fn order(word: &str, scope: Scope) -> Order {
     }
 }
 
-/// What stands in memory after an operation like "add.u32".
+/// The new value in memory after an operation such as "add.u32".
 fn change(operation: &str, old: u64, x: u64) -> u64 {
     match operation.split_once('.') {
         Some(("exch", _)) => x,
@@ -52,7 +52,8 @@ fn change(operation: &str, old: u64, x: u64) -> u64 {
     }
 }
 
-/// One element in each lane: the address is operand `at`, the other operand follows it; `d` gets the old value.
+/// Updates one element per lane. Operand `at` is the address and the next operand the value; `to`, if any, receives the
+/// old value.
 fn one(m: &mut dyn Machine, op: &Op, [to, at]: [Option<usize>; 2], space: Space, order: Order, operation: &str) {
     let at = at.unwrap_or(0);
     let bytes = if operation.ends_with("64") { 8 } else { 4 };
@@ -65,7 +66,7 @@ fn one(m: &mut dyn Machine, op: &Op, [to, at]: [Option<usize>; 2], space: Space,
     }
 }
 
-/// Elements that lie together, each in a step of its own; `to` gets the old ones.
+/// Updates adjacent elements, each one atomically; `to` receives the old values.
 fn several(m: &mut dyn Machine, op: &Op, to: Option<usize>, at: usize, operation: &str) {
     for lane in lanes(m.active()) {
         let start = address(m, lane, op, at);
@@ -80,7 +81,7 @@ fn several(m: &mut dyn Machine, op: &Op, to: Option<usize>, at: usize, operation
     }
 }
 
-/// What an addition of pairs is called among the operations.
+/// The operation's name for an addition of pairs.
 fn pair_addition(word: &str) -> &'static str {
     if word == "f16x2" { "add.f16x2" } else { "add.bf16x2" }
 }
@@ -88,7 +89,7 @@ fn pair_addition(word: &str) -> &'static str {
 const TO: [Option<usize>; 2] = [Some(0), Some(1)];
 const AWAY: [Option<usize>; 2] = [None, Some(0)];
 
-/// d = old value of a word of global memory, which is changed by x.
+/// d = old value of a word of global memory, which is combined with x.
 pub static ATOM: Inst = updating(
     "atom.global",
     "atom.global.{o} {d}, {a}, {x};",
@@ -98,7 +99,7 @@ pub static ATOM: Inst = updating(
     |m, op| one(m, op, TO, Space::Global, RELAXED, op.word(3)),
 );
 
-/// d = old value of a word of global memory, which is changed by x, ordering other memory.
+/// d = old value of a word of global memory, which is combined with x; orders other memory accesses.
 pub static ATOM_ORDERED: Inst = updating(
     "atom.global.ordered",
     "atom.{order}.{scope}.global.{o} {d}, {a}, {x};",
@@ -115,7 +116,7 @@ pub static ATOM_ORDERED: Inst = updating(
     |m, op| one(m, op, TO, Space::Global, order(op.word(4), scope(op.word(5))), op.word(3)),
 );
 
-/// d = old value of 64 bits of global memory, which are changed by x.
+/// d = old value of 64 bits of global memory, which are combined with x.
 pub static ATOM_64: Inst = updating(
     "atom.global.64",
     "atom.global.{o} {d}, {a}, {x};",
@@ -125,7 +126,7 @@ pub static ATOM_64: Inst = updating(
     |m, op| one(m, op, TO, Space::Global, RELAXED, op.word(3)),
 );
 
-/// d = old value of a word of shared memory, which is changed by x.
+/// d = old value of a word of shared memory, which is combined with x.
 pub static ATOM_SHARED: Inst = updating(
     "atom.shared",
     "atom.shared.{o} {d}, {a}, {x};",
@@ -135,7 +136,7 @@ pub static ATOM_SHARED: Inst = updating(
     |m, op| one(m, op, TO, Space::Shared, Order::Relaxed(Scope::Block), op.word(3)),
 );
 
-/// d = old value of a word, which becomes `new` if it was `old`.
+/// d = old value of a word, which becomes `new` if it was `old` (compare and swap).
 pub static ATOM_CAS: Inst = updating(
     "atom.cas",
     "atom.{order}.gpu.global.cas.b32 {d}, {a}, {old}, {new};",
@@ -153,7 +154,7 @@ pub static ATOM_CAS: Inst = updating(
     },
 );
 
-/// d = old float of global memory, to which x is added.
+/// d = old float in global memory, to which x is added.
 pub static ATOM_F32: Inst = updating(
     "atom.add.f32",
     "atom.global.add.f32 {d}, {a}, {x};",
@@ -163,7 +164,7 @@ pub static ATOM_F32: Inst = updating(
     |m, op| one(m, op, TO, Space::Global, RELAXED, "add.f32"),
 );
 
-/// d = old floats of global memory, to which x are added, each in a step of its own.
+/// d = old floats in global memory, to which x are added, each one atomically.
 pub static ATOM_F32_VECTOR: Inst = Inst {
     allowed: |op| op.counts(0, 3) && op.counts(2, 3),
     ..updating(
@@ -176,7 +177,7 @@ pub static ATOM_F32_VECTOR: Inst = Inst {
     )
 };
 
-/// d = old pairs of global memory, to which x are added, each in a step of its own.
+/// d = old pairs in global memory, to which x are added, each one atomically.
 pub static ATOM_PAIR: Inst = Inst {
     allowed: |op| op.counts(0, 3) && op.counts(2, 3),
     ..updating(
@@ -189,7 +190,7 @@ pub static ATOM_PAIR: Inst = Inst {
     )
 };
 
-/// Changes a word of global memory by x.
+/// Combines a word of global memory with x.
 pub static RED: Inst = updating(
     "red.global",
     "red.global.{o} {a}, {x};",
@@ -199,7 +200,7 @@ pub static RED: Inst = updating(
     |m, op| one(m, op, AWAY, Space::Global, RELAXED, op.word(2)),
 );
 
-/// Changes a word of shared memory by x.
+/// Combines a word of shared memory with x.
 pub static RED_SHARED: Inst = updating(
     "red.shared",
     "red.shared.{o} {a}, {x};",
@@ -209,7 +210,7 @@ pub static RED_SHARED: Inst = updating(
     |m, op| one(m, op, AWAY, Space::Shared, Order::Relaxed(Scope::Block), op.word(2)),
 );
 
-/// Changes a word of shared memory of any block of the cluster by x.
+/// Combines a word of shared memory of any CTA of the cluster with x.
 pub static RED_CLUSTER: Inst = updating(
     "red.cluster",
     "red.relaxed.cluster.shared::cluster.{o} {a}, {x};",
@@ -219,7 +220,7 @@ pub static RED_CLUSTER: Inst = updating(
     |m, op| one(m, op, AWAY, Space::Cluster, Order::Relaxed(Scope::Cluster), op.word(2)),
 );
 
-/// Adds a float to global memory; each addition rounds, in an order that is not defined, and flushes subnormals.
+/// Adds a float to global memory. Each addition rounds and flushes subnormals; the order of additions is undefined.
 pub static RED_F32_ONE: Inst = updating(
     "red.add.f32.one",
     "red.global.add.f32 {a}, {x};",
@@ -229,7 +230,7 @@ pub static RED_F32_ONE: Inst = updating(
     |m, op| one(m, op, AWAY, Space::Global, RELAXED, "add.f32"),
 );
 
-/// The same with one, two or four floats that lie together.
+/// Adds one, two or four adjacent floats to global memory. Each addition rounds and flushes subnormals.
 pub static RED_F32: Inst = Inst {
     allowed: |op| op.counts(1, 2),
     ..updating(
@@ -255,7 +256,7 @@ pub static RED_PAIR: Inst = Inst {
     )
 };
 
-/// Adds to a word of global memory, releasing what was written before.
+/// Adds to a word of global memory with release order: earlier writes become visible first.
 pub static RED_RELEASE: Inst = updating(
     "red.release.add",
     "red.release.gpu.global.add.u32 {a}, {x};",
@@ -265,7 +266,7 @@ pub static RED_RELEASE: Inst = updating(
     |m, op| one(m, op, AWAY, Space::Global, Order::Release(Scope::Device), "add.u32"),
 );
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &ATOM,
     &ATOM_ORDERED,

@@ -1,4 +1,4 @@
-//! Boxes of tensors that the copy engine moves.
+//! Boxes of tensors that the copy engine (TMA) moves.
 
 use super::any;
 use crate::inst::Class::{B16, B32, B64};
@@ -9,7 +9,7 @@ const SOURCE: &str = "PTX ISA, data movement and conversion instructions, asynch
 const RANKS: &[&str] = &["1d", "2d", "3d", "4d", "5d"];
 const REDUCTIONS: &[&str] = &["add", "min", "max", "and", "or", "xor", "inc", "dec"];
 
-/// A row of the copy engine.
+/// A row that the copy engine runs.
 pub(super) const fn start(
     name: &'static str,
     text: &'static str,
@@ -21,7 +21,7 @@ pub(super) const fn start(
     Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: SOURCE }
 }
 
-/// The reduction that a word of PTX names.
+/// The reduction that a PTX word names.
 pub(super) fn reduction(word: &str) -> Reduction {
     match word {
         "add" => Reduction::Add,
@@ -35,7 +35,7 @@ pub(super) fn reduction(word: &str) -> Reduction {
     }
 }
 
-/// Where the address that an operand gives points to in a space.
+/// The place in a space to which an address operand points.
 pub(super) fn place(m: &mut dyn Machine, lane: u32, op: &Op, i: usize, space: Space) -> Place {
     Place { space, address: address(m, lane, op, i) }
 }
@@ -58,7 +58,7 @@ fn load_box(m: &mut dyn Machine, op: &Op, mask: Option<usize>) {
     }
 }
 
-/// A box of a tensor into shared memory; its bytes are counted on a barrier.
+/// Copies a box of a tensor to shared memory; an mbarrier counts its bytes.
 pub static LOAD_BOX: Inst = Inst {
     allowed: |op| op.counts(2, 4),
     ..start(
@@ -70,7 +70,7 @@ pub static LOAD_BOX: Inst = Inst {
     )
 };
 
-/// The same, with a hint to the second-level cache.
+/// Copies a box of a tensor to shared memory, with an L2 cache hint.
 pub static LOAD_BOX_HINT: Inst = Inst {
     allowed: |op| op.counts(2, 4),
     ..start(
@@ -89,7 +89,8 @@ pub static LOAD_BOX_HINT: Inst = Inst {
     )
 };
 
-/// A box of a tensor into several blocks of the cluster, at the same place in each, counted on each one's barrier.
+/// Copies a box of a tensor to several CTAs of the cluster, to the same offset in each; an mbarrier in each counts its
+/// bytes.
 pub static LOAD_BOX_MULTICAST: Inst = Inst {
     allowed: |op| op.counts(2, 5),
     ..start(
@@ -108,7 +109,7 @@ pub static LOAD_BOX_MULTICAST: Inst = Inst {
     )
 };
 
-/// The same, with a hint to the second-level cache.
+/// Copies a box of a tensor to several CTAs of the cluster, with an L2 cache hint.
 pub static LOAD_BOX_MULTICAST_HINT: Inst = Inst {
     allowed: |op| op.counts(2, 5),
     ..start(
@@ -143,7 +144,7 @@ fn store_box(m: &mut dyn Machine, op: &Op, reduce: Option<Reduction>) {
     }
 }
 
-/// A tile of shared memory to a box of a tensor.
+/// Copies a tile of shared memory to a box of a tensor.
 pub static STORE_BOX: Inst = Inst {
     allowed: |op| op.counts(1, 3),
     ..start(
@@ -155,7 +156,7 @@ pub static STORE_BOX: Inst = Inst {
     )
 };
 
-/// The same, with a hint to the second-level cache.
+/// Copies a tile of shared memory to a box of a tensor, with an L2 cache hint.
 pub static STORE_BOX_HINT: Inst = Inst {
     allowed: |op| op.counts(1, 3),
     ..start(
@@ -167,7 +168,7 @@ pub static STORE_BOX_HINT: Inst = Inst {
     )
 };
 
-/// A tile of shared memory combined with a box of a tensor.
+/// Reduces a tile of shared memory into a box of a tensor.
 pub static REDUCE_BOX: Inst = Inst {
     allowed: |op| op.counts(1, 3),
     ..start(
@@ -179,7 +180,7 @@ pub static REDUCE_BOX: Inst = Inst {
     )
 };
 
-/// The same, with a hint to the second-level cache.
+/// Reduces a tile of shared memory into a box of a tensor, with an L2 cache hint.
 pub static REDUCE_BOX_HINT: Inst = Inst {
     allowed: |op| op.counts(1, 3),
     ..start(
@@ -198,14 +199,14 @@ pub static REDUCE_BOX_HINT: Inst = Inst {
     )
 };
 
-/// Hints that change nothing that can be seen.
+/// A prefetch hint, which has no visible effect.
 pub(super) fn prefetch(m: &mut dyn Machine, _: &Op) {
     for lane in lanes(m.active()) {
         m.transfer(lane, Transfer::Prefetch);
     }
 }
 
-/// A hint to bring a box into the second-level cache.
+/// Prefetches a box into the L2 cache.
 pub static PREFETCH_BOX: Inst = Inst {
     allowed: |op| op.counts(1, 2),
     ..start(
@@ -217,7 +218,7 @@ pub static PREFETCH_BOX: Inst = Inst {
     )
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &LOAD_BOX,
     &LOAD_BOX_HINT,

@@ -1,12 +1,12 @@
-//! Runs of bytes that are copied later, by the copy engine and by `cp.async`, and words that arrive with a signal.
+//! Asynchronous copies of contiguous bytes, by the copy engine and by `cp.async`, and words that arrive with a signal.
 
 use super::bulk::{place, prefetch, reduction, start};
 use crate::inst::Class::{B16, B32, B64};
 use crate::inst::{Inst, Needs, Op, Space, Steps, Unit, arg, args, at, number, steps, word};
 use crate::machine::{Done, Machine, Queue, Reduction, Transfer, lanes, value};
 
-/// What a run of bytes does: spaces it goes to and comes from, how it combines, and the operands with its size, its
-/// barrier and the blocks that receive it.
+/// Parameters of a copy of contiguous bytes: destination and source space, reduction, and the operands that give its
+/// size, its mbarrier and the receiving CTAs.
 struct Run {
     to: Space,
     from: Space,
@@ -19,7 +19,7 @@ const LOAD: Run = Run { to: Space::Cluster, from: Space::Global, reduce: None, b
 const STORE: Run = Run { to: Space::Global, from: Space::Shared, reduce: None, barrier: None, multicast: None };
 const PEER: Run = Run { to: Space::Cluster, from: Space::Shared, reduce: None, barrier: Some(3), multicast: None };
 
-/// Operands 0 to 2 are destination, source and bytes.
+/// Starts a copy of contiguous bytes. Operands 0 to 2 are destination, source and size in bytes.
 fn run(m: &mut dyn Machine, op: &Op, run: Run) {
     for lane in lanes(m.active()) {
         let (to, from) = (place(m, lane, op, 0, run.to), place(m, lane, op, 1, run.from));
@@ -33,13 +33,13 @@ fn run(m: &mut dyn Machine, op: &Op, run: Run) {
     }
 }
 
-/// What a word like "add.noftz.f16" does, and to which type.
+/// The operation and element type of a word such as "add.noftz.f16".
 fn reducing(word: &'static str) -> Option<(Reduction, &'static str)> {
     let (way, number) = word.split_once('.').expect("bug in fulgurite: a reduction without a type");
     Some((reduction(way), number.rsplit('.').next().unwrap_or(number)))
 }
 
-/// A run of bytes from global into shared memory, counted on a barrier; sizes and addresses are multiples of 16.
+/// Copies bytes from global to shared memory; an mbarrier counts them. Sizes and addresses are multiples of 16.
 pub static LOAD_BYTES: Inst = start(
     "cp.async.bulk.load",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {to}, {from}, {bytes}, {bar};",
@@ -48,7 +48,7 @@ pub static LOAD_BYTES: Inst = start(
     |m, op| run(m, op, LOAD),
 );
 
-/// The same, with a hint to the second-level cache.
+/// Copies bytes from global to shared memory, with an L2 cache hint.
 pub static LOAD_BYTES_HINT: Inst = start(
     "cp.async.bulk.load.hint",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint {to}, {from}, {bytes}, {bar}, {policy};",
@@ -63,7 +63,7 @@ pub static LOAD_BYTES_HINT: Inst = start(
     |m, op| run(m, op, LOAD),
 );
 
-/// The same into several blocks of the cluster.
+/// Copies bytes from global to shared memory of several CTAs of the cluster.
 pub static LOAD_BYTES_MULTICAST: Inst = start(
     "cp.async.bulk.load.multicast",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster {to}, {from}, {bytes}, {bar}, {mask};",
@@ -78,7 +78,7 @@ pub static LOAD_BYTES_MULTICAST: Inst = start(
     |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
 );
 
-/// The same into several blocks of the cluster, with a hint to the second-level cache.
+/// Copies bytes from global to shared memory of several CTAs of the cluster, with an L2 cache hint.
 pub static LOAD_BYTES_MULTICAST_HINT: Inst = start(
     "cp.async.bulk.load.multicast.hint",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint {to}, {from}, {bytes}, {bar}, {mask}, {policy};",
@@ -94,7 +94,7 @@ pub static LOAD_BYTES_MULTICAST_HINT: Inst = start(
     |m, op| run(m, op, Run { multicast: Some(4), ..LOAD }),
 );
 
-/// A run of bytes from shared memory to another block of the cluster, counted on a barrier there.
+/// Copies bytes from shared memory to another CTA of the cluster; an mbarrier there counts them.
 pub static COPY_TO_PEER: Inst = start(
     "cp.async.bulk.peer",
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes {to}, {from}, {bytes}, {bar};",
@@ -103,7 +103,7 @@ pub static COPY_TO_PEER: Inst = start(
     |m, op| run(m, op, PEER),
 );
 
-/// A run of integers combined with shared memory of another block of the cluster, counted on a barrier there.
+/// Reduces integers into shared memory of another CTA of the cluster; an mbarrier there counts the bytes.
 pub static REDUCE_TO_PEER: Inst = start(
     "cp.reduce.async.bulk.peer",
     "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{o} {to}, {from}, {bytes}, {bar};",
@@ -123,7 +123,7 @@ const PEER_REDUCTIONS: &[&str] = &[
     "inc.u32", "dec.u32",
 ];
 
-/// A run of bytes from shared to global memory.
+/// Copies bytes from shared to global memory.
 pub static STORE_BYTES: Inst = start(
     "cp.async.bulk.store",
     "cp.async.bulk.global.shared::cta.bulk_group {to}, {from}, {bytes};",
@@ -132,7 +132,7 @@ pub static STORE_BYTES: Inst = start(
     |m, op| run(m, op, STORE),
 );
 
-/// The same, with a hint to the second-level cache.
+/// Copies bytes from shared to global memory, with an L2 cache hint.
 pub static STORE_BYTES_HINT: Inst = start(
     "cp.async.bulk.store.hint",
     "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint {to}, {from}, {bytes}, {policy};",
@@ -170,7 +170,7 @@ const REDUCTIONS: &[&str] = &[
     "dec.u32",
 ];
 
-/// A run of elements of shared memory combined with global memory, each in one step.
+/// Reduces elements of shared memory into global memory, each one atomically.
 pub static REDUCE_BYTES: Inst = start(
     "cp.reduce.async.bulk",
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.{o} {to}, {from}, {bytes};",
@@ -179,7 +179,7 @@ pub static REDUCE_BYTES: Inst = start(
     |m, op| run(m, op, Run { reduce: reducing(op.word(3)), ..STORE }),
 );
 
-/// The same, with a hint to the second-level cache.
+/// Reduces elements of shared memory into global memory, with an L2 cache hint.
 pub static REDUCE_BYTES_HINT: Inst = start(
     "cp.reduce.async.bulk.hint",
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.{o} {to}, {from}, {bytes}, {policy};",
@@ -188,7 +188,7 @@ pub static REDUCE_BYTES_HINT: Inst = start(
     |m, op| run(m, op, Run { reduce: reducing(op.word(3)), ..STORE }),
 );
 
-/// A hint to bring a run of bytes into the second-level cache.
+/// Prefetches a run of bytes into the L2 cache.
 pub static PREFETCH_BYTES: Inst = start(
     "cp.async.bulk.prefetch",
     "cp.async.bulk.prefetch.L2.global {from}, {bytes};",
@@ -206,15 +206,15 @@ fn copy(m: &mut dyn Machine, op: &Op) {
     }
 }
 
-/// Bytes that one `cp.async` takes.
+/// Sizes of one `cp.async`, in bytes.
 const SIZES: &[Steps] = &[steps(4, 4, 1), steps(8, 16, 8)];
 const CACHES: &[&str] = &["ca", "cg"];
-/// Past the first-level cache go only 16 bytes at once.
+/// Copies that bypass the L1 cache must have 16 bytes.
 fn sized(op: &Op) -> bool {
     op.word(4) == "ca" || op.number(3) == 16
 }
 
-/// `size` bytes from global to shared memory, of which `used` are read and the rest is zero.
+/// Copies `size` bytes from global to shared memory; `used` bytes are read, the rest is zero.
 pub static COPY: Inst = Inst {
     unit: Unit::Global,
     allowed: sized,
@@ -233,7 +233,7 @@ pub static COPY: Inst = Inst {
     )
 };
 
-/// The same, with a hint to the second-level cache.
+/// Copies `size` bytes from global to shared memory with an L2 cache hint; `used` bytes are read, the rest is zero.
 pub static COPY_HINT: Inst = Inst {
     unit: Unit::Global,
     allowed: sized,
@@ -253,7 +253,7 @@ pub static COPY_HINT: Inst = Inst {
     )
 };
 
-/// Words to shared memory of another block of the cluster, counted on a barrier there.
+/// Stores words to shared memory of another CTA of the cluster; an mbarrier there counts the bytes.
 pub static STORE_WORDS: Inst = Inst {
     unit: Unit::Shared,
     allowed: |op| op.counts(1, 3),
@@ -276,7 +276,7 @@ pub static STORE_WORDS: Inst = Inst {
     )
 };
 
-/// A word combined with one in shared memory of another block of the cluster, counted on a barrier there.
+/// Reduces a word into shared memory of another CTA of the cluster; an mbarrier there counts the bytes.
 pub static REDUCE_WORD: Inst = Inst {
     unit: Unit::Shared,
     ..start(
@@ -306,7 +306,7 @@ pub static REDUCE_WORD: Inst = Inst {
     )
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &LOAD_BYTES,
     &LOAD_BYTES_HINT,

@@ -1,6 +1,6 @@
-//! Loads and stores with a wish about caches, policies for the second-level cache, and prefetches.
+//! Loads and stores with cache hints, policies of the L2 cache, and prefetches.
 //!
-//! A wish changes nothing that can be seen: the meanings are those of plain loads and stores.
+//! A hint has no visible effect: the meanings are those of plain loads and stores.
 
 use super::memory::{VECTOR, load, reading, store, writing};
 use crate::inst::Class::{B32, B64, F32};
@@ -9,7 +9,7 @@ use crate::machine::{Order, each};
 
 const POLICIES: &[&str] = &["evict_first", "evict_normal", "evict_last", "evict_unchanged"];
 
-/// Reads global memory that nothing writes while the kernel runs.
+/// Reads global memory that nothing writes while the kernel runs (`.nc`).
 pub static LD_GLOBAL_CONST: Inst = Inst {
     allowed: |op| op.counts(0, 2),
     ..reading(
@@ -22,7 +22,7 @@ pub static LD_GLOBAL_CONST: Inst = Inst {
     )
 };
 
-/// Reads through all caches (`.ca`), the second-level one alone (`.cg`), or as something read once (`.cs`).
+/// Reads through all caches (`.ca`), through L2 only (`.cg`), or as data that is read once (`.cs`).
 pub static LD_GLOBAL_CACHED: Inst = Inst {
     allowed: |op| op.counts(0, 2),
     ..reading(
@@ -35,7 +35,8 @@ pub static LD_GLOBAL_CACHED: Inst = Inst {
     )
 };
 
-/// Writes back late (`.wb`), to the second-level cache (`.cg`), as something not read again (`.cs`), or through (`.wt`).
+/// Writes with write-back (`.wb`), to L2 only (`.cg`), as data that is not read again (`.cs`), or with write-through
+/// (`.wt`).
 pub static ST_GLOBAL_CACHED: Inst = Inst {
     allowed: |op| op.counts(1, 2),
     ..writing(
@@ -48,7 +49,7 @@ pub static ST_GLOBAL_CACHED: Inst = Inst {
     )
 };
 
-/// Reads with a policy; `.nc` where nothing writes that memory while the kernel runs.
+/// Reads with an L2 policy; `.nc` if nothing writes that memory while the kernel runs.
 pub static LD_GLOBAL_HINT: Inst = Inst {
     allowed: |op| op.counts(0, 2),
     ..reading(
@@ -67,7 +68,7 @@ pub static LD_GLOBAL_HINT: Inst = Inst {
     )
 };
 
-/// Writes with a policy.
+/// Writes with an L2 policy.
 pub static ST_GLOBAL_HINT: Inst = Inst {
     allowed: |op| op.counts(1, 2),
     ..writing(
@@ -80,8 +81,8 @@ pub static ST_GLOBAL_HINT: Inst = Inst {
     )
 };
 
-/// d = a policy for this fraction of the accesses. What it looks like is not defined; here, the fraction's bits above
-/// the number of the policy.
+/// d = a policy for this fraction of the accesses. PTX does not define its encoding; here it is the fraction's bits
+/// above the index of the policy.
 pub static POLICY: Inst = Inst {
     effect: Effect::Pure,
     unit: Unit::Alu,
@@ -98,7 +99,7 @@ pub static POLICY: Inst = Inst {
     )
 };
 
-/// A hint to bring a line near.
+/// Prefetches a cache line.
 pub static PREFETCH: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
@@ -111,6 +112,6 @@ pub static PREFETCH: Inst = Inst {
     )
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] =
     &[&LD_GLOBAL_CONST, &LD_GLOBAL_CACHED, &ST_GLOBAL_CACHED, &LD_GLOBAL_HINT, &ST_GLOBAL_HINT, &POLICY, &PREFETCH];

@@ -17,7 +17,7 @@ fn half_bits(kind: &str, x: f32) -> u64 {
     u64::from(if kind.starts_with("bf16") { bf16::from_f32(x).to_bits() } else { f16::from_f32(x).to_bits() })
 }
 
-/// The nearest 16-bit float that is not farther from zero.
+/// Rounds to a 16-bit float, toward zero.
 fn cut_bits(kind: &str, x: f32) -> u64 {
     let bits = half_bits(kind, x);
     let back = if kind.starts_with("bf16") {
@@ -25,7 +25,7 @@ fn cut_bits(kind: &str, x: f32) -> u64 {
     } else {
         f16::from_bits(bits as u16).to_f32()
     };
-    // One unit less of magnitude is one less in the bits, from infinity to the largest number included.
+    // One unit less of magnitude is one less in the bits; this also holds from infinity to the largest number.
     if back.abs() > x.abs() { bits - 1 } else { bits }
 }
 
@@ -46,7 +46,7 @@ fn join(m: &mut dyn Machine, op: &Op, bits: u32) {
     }
 }
 
-/// Where there is a list, it has two registers.
+/// Whether a list operand, if any, has two registers.
 fn two(op: &Op) -> bool {
     op.args.iter().all(|arg| !matches!(arg, Arg::List(regs) if regs.len() != 2))
 }
@@ -57,7 +57,7 @@ macro_rules! rows {
             allowed: two,
             ..pure($name, $text, &[$($operand),*], Unit::$unit, $meaning, $source)
         };)*
-        /// The rows of this family.
+        /// All rows of this family.
         pub static ROWS: &[&Inst] = &[$(&$id,)* &SPECIAL, &SPECIAL_CLUSTER, &SPECIAL_64, &CVT_WIDEN,
             &CVT_E4M3, &CVT_PAIR_E4M3, &CVT_E4M3_PAIR, &CVT_TF32, &CVT_TF32_EVEN, &PARAM_ADDRESS];
     };
@@ -72,7 +72,7 @@ rows! {
     MOV_64: "mov.b64", "mov.b64 {d}, {a};", [out("d", B64), arg("a", B64)], Alu, MOVE, |m, op| each(m, op, |x| x[0]);
     /// d = a.
     MOV_F32: "mov.f32", "mov.f32 {d}, {a};", [out("d", F32), arg("a", F32)], Alu, MOVE, |m, op| each(m, op, |x| x[0]);
-    /// d = a, a truth value or the constant 0 or 1.
+    /// d = a, a predicate or the constant 0 or 1.
     MOV_PRED: "mov.pred", "mov.pred {d}, {a};", [out("d", Pred), arg("a", Pred)], Alu, MOVE,
         |m, op| each(m, op, |x| x[0]);
     /// d = the bits of a float.
@@ -89,10 +89,10 @@ rows! {
     SPLIT_32: "mov.split.b32", "mov.b32 {d}, {a};", [outs("d", B16), arg("a", B32)], Alu, MOVE, |m, op| split(m, op, 16);
     /// 32 bits from two halves, low first.
     JOIN_32: "mov.join.b32", "mov.b32 {d}, {a};", [out("d", B32), args("a", B16)], Alu, MOVE, |m, op| join(m, op, 16);
-    /// d = where dynamic shared memory begins.
+    /// d = address at which dynamic shared memory begins.
     SHARED_BASE: "mov.smem", "mov.u32 {d}, smem;", [out("d", B32)], Alu, MOVE,
         |m, op| { let base = u64::from(m.shared_base()); each(m, op, |_| base) };
-    /// Two floats rounded to a pair: `high` to the upper half.
+    /// Two floats rounded to a pair; `high` goes to the upper half.
     CVT_PAIR: "cvt.pair.f32", "cvt.rn.{t}.f32 {d}, {high}, {low};",
         [out("d", B32), arg("high", F32), arg("low", F32), word("t", PAIRS)], Convert, CVT,
         |m, op| {
@@ -102,15 +102,15 @@ rows! {
     /// A float rounded to 16 bits.
     CVT_HALF: "cvt.half.f32", "cvt.rn.{t}.f32 {d}, {a};", [out("d", B16), arg("a", F32), word("t", HALVES)], Convert, CVT,
         |m, op| { let t = op.word(2); each(m, op, |x| half_bits(t, f32::from_bits(x[0] as u32))) };
-    /// Two floats cut toward zero to a pair: `high` to the upper half.
+    /// Two floats truncated to a pair; `high` goes to the upper half.
     CVT_PAIR_CUT: "cvt.rz.pair.f32", "cvt.rz.{t}.f32 {d}, {high}, {low};",
         [out("d", B32), arg("high", F32), arg("low", F32), word("t", PAIRS)], Convert, CVT,
         |m, op| {
             let t = op.word(3);
             each(m, op, |x| cut_bits(t, f32::from_bits(x[0] as u32)) << 16 | cut_bits(t, f32::from_bits(x[1] as u32)))
         };
-    /// A float as an integer, rounded as the word says (to nearest, down, up, toward zero); NaN gives 0, and what is
-    /// out of range the nearest.
+    /// A float converted to an integer, rounded as the word says (nearest, down, up, toward zero). NaN gives 0;
+    /// out-of-range values saturate.
     CVT_INT_F32: "cvt.int.f32", "cvt.{r}.{t}.f32 {d}, {a};",
         [out("d", B32), arg("a", F32), word("r", &["rni", "rmi", "rpi", "rzi"]), word("t", INT)], Convert, CVT,
         |m, op| {
@@ -126,7 +126,7 @@ rows! {
                 u64::from(if is_signed { whole as i32 as u32 } else { whole as u32 })
             })
         };
-    /// An integer as a float, rounded to nearest.
+    /// An integer converted to a float, rounded to nearest.
     CVT_F32_INT: "cvt.f32.int", "cvt.rn.f32.{t} {d}, {a};", [out("d", F32), arg("a", B32), word("t", INT)], Convert, CVT,
         |m, op| {
             let is_signed = op.word(2) == "s32";
@@ -135,13 +135,13 @@ rows! {
                 u64::from(f.to_bits())
             })
         };
-    /// A float cut to an integer; NaN gives 0, and what is out of range the nearest.
+    /// A float truncated to an integer. NaN gives 0; out-of-range values saturate.
     CVT_S32_F32: "cvt.s32.f32", "cvt.rzi.s32.f32 {d}, {a};", [out("d", B32), arg("a", F32)], Convert, CVT,
         |m, op| each(m, op, |x| u64::from(f32::from_bits(x[0] as u32) as i32 as u32));
-    /// The largest whole number that is not above.
+    /// The largest integer not above a, as a float.
     FLOOR: "cvt.rmi.f32", "cvt.rmi.f32.f32 {d}, {a};", [out("d", F32), arg("a", F32)], Convert, CVT,
         |m, op| each(m, op, |x| u64::from(f32::from_bits(x[0] as u32).floor().to_bits()));
-    /// 32 bits widened to 64, with zeros or the sign.
+    /// 32 bits extended to 64, with zeros or the sign.
     CVT_64: "cvt.64", "cvt.{w}.{t} {d}, {a};", [out("d", B64), arg("a", B32), word("w", &["u64", "s64"]), word("t", INT)],
         Alu, CVT,
         |m, op| {
@@ -180,7 +180,7 @@ pub static SPECIAL: Inst = Inst {
     source: "PTX ISA, special registers",
 };
 
-/// d = a special register that says where the block is in its cluster.
+/// d = a special register that gives the CTA's position in its cluster.
 pub static SPECIAL_CLUSTER: Inst = Inst {
     name: "mov.special.cluster",
     text: "mov.u32 {d}, {s};",
@@ -208,7 +208,7 @@ pub static SPECIAL_64: Inst = Inst {
     source: "PTX ISA, special registers",
 };
 
-/// Two floats rounded to a pair of 8-bit floats, saturating: `high` to the upper byte.
+/// Two floats rounded to a pair of 8-bit floats, saturating; `high` goes to the upper byte.
 pub static CVT_E4M3: Inst = Inst {
     needs: Needs::from((8, 1), 89),
     ..pure(
@@ -246,7 +246,7 @@ pub static CVT_PAIR_E4M3: Inst = Inst {
     )
 };
 
-/// A pair of 8-bit floats as a pair of f16, exactly.
+/// A pair of 8-bit floats converted to a pair of f16, exactly.
 pub static CVT_E4M3_PAIR: Inst = Inst {
     needs: Needs::from((8, 1), 89),
     ..pure(
@@ -265,7 +265,7 @@ pub static CVT_E4M3_PAIR: Inst = Inst {
     )
 };
 
-/// A float rounded to the 19 bits that tensor cores read of it: half a unit away from zero, or to even.
+/// A float rounded to the 19 bits that tensor cores read (tf32); ties go away from zero, or to even.
 fn tf32(m: &mut dyn Machine, op: &Op, even: bool) {
     each(m, op, |x| {
         let bits = x[0] as u32;
@@ -300,7 +300,7 @@ pub static CVT_TF32_EVEN: Inst = Inst {
     )
 };
 
-/// A 16-bit float widened, exactly.
+/// A 16-bit float converted to f32, exactly.
 pub static CVT_WIDEN: Inst = Inst {
     needs: Needs::from((7, 1), 80),
     ..pure(
@@ -320,7 +320,7 @@ pub static CVT_WIDEN: Inst = Inst {
     )
 };
 
-/// d = the generic address of a parameter, for tensor maps.
+/// d = the generic address of a parameter; used for tensor maps.
 pub static PARAM_ADDRESS: Inst = Inst {
     needs: Needs::from((7, 7), 80),
     ..pure(

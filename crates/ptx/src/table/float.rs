@@ -81,7 +81,7 @@ pub static DIV: Inst = pure(
     SOURCE,
 );
 
-/// d = the larger; a NaN operand loses.
+/// d = the larger of both; a NaN operand is ignored.
 pub static MAX: Inst = pure(
     "max.f32",
     "max.f32 {d}, {a}, {b};",
@@ -91,7 +91,7 @@ pub static MAX: Inst = pure(
     SOURCE,
 );
 
-/// d = the smaller; a NaN operand loses.
+/// d = the smaller of both; a NaN operand is ignored.
 pub static MIN: Inst = pure(
     "min.f32",
     "min.f32 {d}, {a}, {b};",
@@ -183,7 +183,7 @@ pub static TANH: Inst = pure(
 
 const PAIRS: &[&str] = &["f16x2", "bf16x2"];
 
-/// Both halves of a pair, computed in f64 and rounded once.
+/// Computes both halves of a pair in f64 and rounds once.
 fn pairs(m: &mut dyn Machine, op: &Op, t: usize, f: fn(&[f64]) -> f64) {
     let brain = op.word(t).ends_with("bf16x2");
     each(m, op, |x| {
@@ -244,7 +244,7 @@ pub static SUB_PAIR: Inst = Inst {
     )
 };
 
-/// d = the larger for both halves; a NaN operand loses.
+/// d = the larger of both, for each half; a NaN operand is ignored.
 pub static MAX_PAIR: Inst = pure(
     "max.pair",
     "max.{t} {d}, {a}, {b};",
@@ -254,7 +254,7 @@ pub static MAX_PAIR: Inst = pure(
     HALF,
 );
 
-/// d = the smaller for both halves; a NaN operand loses.
+/// d = the smaller of both, for each half; a NaN operand is ignored.
 pub static MIN_PAIR: Inst = pure(
     "min.pair",
     "min.{t} {d}, {a}, {b};",
@@ -293,7 +293,7 @@ pub static TANH_PAIR: Inst = Inst {
     )
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &ADD, &ADD_DOWN, &SUB, &MUL, &FMA, &DIV, &MAX, &MIN, &NEG, &ABS, &EX2, &LG2, &RCP, &RSQRT, &SQRT, &TANH, &FMA_PAIR,
     &ADD_PAIR, &MUL_PAIR, &SUB_PAIR, &MAX_PAIR, &MIN_PAIR, &EX2_PAIR, &TANH_PAIR,

@@ -10,7 +10,7 @@ const COMPARE: &str = "PTX ISA, comparison and selection instructions";
 const BITS: &[&str] = &["and", "or", "xor"];
 const INT: &[&str] = &["u32", "s32"];
 const ORDER: &[&str] = &["eq", "ne", "lt", "le", "gt", "ge"];
-/// Comparisons of floats: ordered ones are false where an operand is NaN, the `u` forms are true.
+/// Comparisons of floats. With a NaN operand, ordered comparisons are false and the `u` forms are true.
 const FLOAT_ORDER: &[&str] =
     &["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"];
 
@@ -43,7 +43,7 @@ fn float_ordered(which: &str, a: f32, b: f32) -> bool {
     }
 }
 
-/// Any function of three bits, by its table: bit `4a + 2b + c` of `lut`.
+/// Any function of three bits, by its truth table: bit `4a + 2b + c` of `lut`.
 fn lop3(a: u32, b: u32, c: u32, lut: u32) -> u32 {
     (0..8).filter(|i| lut >> i & 1 == 1).fold(0, |d, i| {
         let pick = |x: u32, bit: u32| if i >> bit & 1 == 1 { x } else { !x };
@@ -51,7 +51,7 @@ fn lop3(a: u32, b: u32, c: u32, lut: u32) -> u32 {
     })
 }
 
-/// Four bytes picked from eight; bit 3 of a selector repeats the byte's sign.
+/// Four bytes selected from eight; bit 3 of a selector replicates the byte's sign.
 fn permute(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
     u32::from_le_bytes(std::array::from_fn(|i| {
@@ -64,39 +64,39 @@ fn permute(a: u32, b: u32, selector: u32) -> u32 {
 macro_rules! rows {
     ($($(#[$doc:meta])* $id:ident: $name:literal, $text:literal, [$($operand:expr),*], $source:ident, $meaning:expr;)*) => {
         $($(#[$doc])* pub static $id: Inst = pure($name, $text, &[$($operand),*], Unit::Alu, $meaning, $source);)*
-        /// The rows of this family.
+        /// All rows of this family.
         pub static ROWS: &[&Inst] = &[$(&$id),*];
     };
 }
 
 rows! {
-    /// d = a op b, bit by bit.
+    /// d = a op b, bitwise.
     BITS_32: "bits.b32", "{o}.b32 {d}, {a}, {b};", [out("d", B32), arg("a", B32), arg("b", B32), word("o", BITS)], LOGIC,
         |m, op| { let o = op.word(3); each(m, op, |x| bits(o, x[0], x[1])) };
-    /// d = a op b, bit by bit, in 64 bits.
+    /// d = a op b, bitwise, in 64 bits.
     BITS_64: "bits.b64", "{o}.b64 {d}, {a}, {b};", [out("d", B64), arg("a", B64), arg("b", B64), word("o", BITS)], LOGIC,
         |m, op| { let o = op.word(3); each(m, op, |x| bits(o, x[0], x[1])) };
-    /// d = a op b, of truth values.
+    /// d = a op b, for predicates.
     BITS_PRED: "bits.pred", "{o}.pred {d}, {a}, {b};",
         [out("d", Pred), arg("a", Pred), arg("b", Pred), word("o", BITS)], LOGIC,
         |m, op| { let o = op.word(3); each(m, op, |x| bits(o, x[0], x[1])) };
     /// d = not a.
     NOT: "not.b32", "not.b32 {d}, {a};", [out("d", B32), arg("a", B32)], LOGIC,
         |m, op| each(m, op, |x| u64::from(!(x[0] as u32)));
-    /// d = not a, of truth values.
+    /// d = not a, for predicates.
     NOT_PRED: "not.pred", "not.pred {d}, {a};", [out("d", Pred), arg("a", Pred)], LOGIC,
         |m, op| each(m, op, |x| x[0] ^ 1);
-    /// d = any function of the bits of a, b and c; its table is `lut`.
+    /// d = any bitwise function of a, b and c; `lut` is its truth table.
     LOP3: "lop3", "lop3.b32 {d}, {a}, {b}, {c}, {lut};",
         [out("d", B32), arg("a", B32), arg("b", B32), arg("c", B32), number("lut", &[steps(0, 255, 1)])], LOGIC,
         |m, op| each(m, op, |x| u64::from(lop3(x[0] as u32, x[1] as u32, x[2] as u32, x[3] as u32)));
-    /// d = bytes of a and b, picked by the nibbles of s.
+    /// d = bytes of a and b, selected by the nibbles of s.
     PRMT: "prmt", "prmt.b32 {d}, {a}, {b}, {s};", [out("d", B32), arg("a", B32), arg("b", B32), arg("s", B32)], LOGIC,
         |m, op| each(m, op, |x| u64::from(permute(x[0] as u32, x[1] as u32, x[2] as u32)));
-    /// d = a shifted to higher bits; 32 and more give 0.
+    /// d = a shifted left; shifts of 32 and more give 0.
     SHL: "shl", "shl.b32 {d}, {a}, {b};", [out("d", B32), arg("a", B32), arg("b", B32)], LOGIC,
         |m, op| each(m, op, |x| u64::from((x[0] as u32).checked_shl(x[1] as u32).unwrap_or(0)));
-    /// d = a shifted to lower bits; signed numbers keep their sign.
+    /// d = a shifted right; signed numbers keep their sign.
     SHR: "shr", "shr.{t} {d}, {a}, {b};", [out("d", B32), arg("a", B32), arg("b", B32), word("t", INT)], LOGIC,
         |m, op| {
             let is_signed = op.word(3) == "s32";
@@ -105,17 +105,17 @@ rows! {
                 u64::from(if is_signed { ((a as i32) >> n.min(31)) as u32 } else { a.checked_shr(n).unwrap_or(0) })
             })
         };
-    /// d = a shifted to higher bits, in 64 bits.
+    /// d = a shifted left, in 64 bits.
     SHL_64: "shl.b64", "shl.b64 {d}, {a}, {b};", [out("d", B64), arg("a", B64), arg("b", B32)], LOGIC,
         |m, op| each(m, op, |x| x[0].checked_shl(x[1] as u32).unwrap_or(0));
-    /// d = a shifted to lower bits, in 64 bits.
+    /// d = a shifted right, in 64 bits.
     SHR_64: "shr.u64", "shr.u64 {d}, {a}, {b};", [out("d", B64), arg("a", B64), arg("b", B32)], LOGIC,
         |m, op| each(m, op, |x| x[0].checked_shr(x[1] as u32).unwrap_or(0));
-    /// d = the upper half of (hi, lo) shifted up by n modulo 32.
+    /// d = the upper half of (hi, lo) shifted left by n modulo 32.
     FUNNEL: "shf.l", "shf.l.wrap.b32 {d}, {lo}, {hi}, {n};",
         [out("d", B32), arg("lo", B32), arg("hi", B32), arg("n", B32)], LOGIC,
         |m, op| each(m, op, |x| (((x[1] << 32 | x[0] & 0xffff_ffff) << (x[2] & 31)) >> 32) & 0xffff_ffff);
-    /// d = the lower half of (hi, lo) shifted down by n, modulo 32 or at most 32.
+    /// d = the lower half of (hi, lo) shifted right by n, modulo 32 or clamped to 32.
     FUNNEL_DOWN: "shf.r", "shf.r.{mode}.b32 {d}, {lo}, {hi}, {n};",
         [out("d", B32), arg("lo", B32), arg("hi", B32), arg("n", B32), word("mode", &["wrap", "clamp"])], LOGIC,
         |m, op| {

@@ -1,4 +1,4 @@
-//! Barriers in shared memory that count arrivals and bytes.
+//! mbarriers: barriers in shared memory that count arrivals and bytes.
 
 use super::any;
 use super::sync::scope;
@@ -19,7 +19,7 @@ const fn signal(
     Inst { name, text, operands, allowed: any, needs, unit, together, effect, meaning, source: SOURCE }
 }
 
-/// Does to the barrier what `f` makes of the operand after it.
+/// Applies `f(operand)` to the mbarrier in each lane; `operand` is the one after the address.
 fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier) {
     for lane in lanes(m.active()) {
         let place = Place { space, address: address(m, lane, op, 0) };
@@ -30,7 +30,7 @@ fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier)
 
 const BLOCK: Order = Order::Release(Scope::Block);
 
-/// A barrier that expects `n` arrivals a phase.
+/// Initialises an mbarrier with `n` expected arrivals per phase.
 pub static INIT: Inst = signal(
     "mbarrier.init",
     "mbarrier.init.shared::cta.b64 {bar}, {n};",
@@ -39,7 +39,7 @@ pub static INIT: Inst = signal(
     |m, op| each(m, op, Space::Shared, Mbarrier::Init),
 );
 
-/// Ends a barrier's life, so that its bytes can be used again.
+/// Ends an mbarrier's lifetime, so that its bytes can be reused.
 pub static INVAL: Inst = signal(
     "mbarrier.inval",
     "mbarrier.inval.shared::cta.b64 {bar};",
@@ -50,7 +50,7 @@ pub static INVAL: Inst = signal(
     },
 );
 
-/// One arrival.
+/// Arrives once.
 pub static ARRIVE: Inst = signal(
     "mbarrier.arrive",
     "mbarrier.arrive.shared::cta.b64 _, {bar};",
@@ -59,7 +59,7 @@ pub static ARRIVE: Inst = signal(
     |m, op| each(m, op, Space::Shared, |_| Mbarrier::Arrive(1, BLOCK)),
 );
 
-/// `n` arrivals.
+/// Arrives `n` times.
 pub static ARRIVE_COUNT: Inst = signal(
     "mbarrier.arrive.count",
     "mbarrier.arrive.shared::cta.b64 _, {bar}, {n};",
@@ -68,7 +68,7 @@ pub static ARRIVE_COUNT: Inst = signal(
     |m, op| each(m, op, Space::Shared, |n| Mbarrier::Arrive(n, BLOCK)),
 );
 
-/// One arrival on a barrier of any block of the cluster.
+/// Arrives once at an mbarrier of any CTA of the cluster.
 pub static ARRIVE_CLUSTER: Inst = signal(
     "mbarrier.arrive.cluster",
     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar};",
@@ -77,7 +77,8 @@ pub static ARRIVE_CLUSTER: Inst = signal(
     |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Release(Scope::Cluster))),
 );
 
-/// The same, ordering no memory: for a stage that was read by products alone, which were waited for.
+/// Arrives once at an mbarrier of any CTA of the cluster, with relaxed order. For a stage that only products read,
+/// after a wait for those products.
 pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
     "mbarrier.arrive.cluster.relaxed",
     "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, {bar};",
@@ -86,7 +87,7 @@ pub static ARRIVE_CLUSTER_RELAXED: Inst = signal(
     |m, op| each(m, op, Space::Cluster, |_| Mbarrier::Arrive(1, Order::Relaxed(Scope::Cluster))),
 );
 
-/// One arrival that orders no memory.
+/// Arrives once, with relaxed order.
 pub static ARRIVE_RELAXED: Inst = signal(
     "mbarrier.arrive.relaxed",
     "mbarrier.arrive.relaxed.{scope}.shared::cta.b64 _, {bar};",
@@ -103,7 +104,7 @@ pub static ARRIVE_RELAXED: Inst = signal(
 
 const SCOPES: &[&str] = &["cta", "cluster"];
 
-/// `n` arrivals on a barrier of any block of the cluster.
+/// Arrives `n` times at an mbarrier of any CTA of the cluster.
 pub static ARRIVE_CLUSTER_COUNT: Inst = signal(
     "mbarrier.arrive.cluster.count",
     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, {bar}, {n};",
@@ -112,7 +113,7 @@ pub static ARRIVE_CLUSTER_COUNT: Inst = signal(
     |m, op| each(m, op, Space::Cluster, |n| Mbarrier::Arrive(n, Order::Release(Scope::Cluster))),
 );
 
-/// `bytes` more to be delivered on a barrier of any block of the cluster, and one arrival there.
+/// Adds `bytes` to the expected count of an mbarrier of any CTA of the cluster, and arrives there once.
 pub static ARRIVE_EXPECT_CLUSTER: Inst = signal(
     "mbarrier.arrive.expect_tx.cluster",
     "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, {bar}, {bytes};",
@@ -121,7 +122,7 @@ pub static ARRIVE_EXPECT_CLUSTER: Inst = signal(
     |m, op| each(m, op, Space::Cluster, |bytes| Mbarrier::ArriveExpect(bytes, Order::Release(Scope::Cluster))),
 );
 
-/// `bytes` more to be delivered on a barrier of any block of the cluster.
+/// Adds `bytes` to the expected count of an mbarrier of any CTA of the cluster.
 pub static EXPECT_CLUSTER: Inst = signal(
     "mbarrier.expect_tx.cluster",
     "mbarrier.expect_tx.relaxed.cluster.shared::cluster.b64 {bar}, {bytes};",
@@ -130,7 +131,7 @@ pub static EXPECT_CLUSTER: Inst = signal(
     |m, op| each(m, op, Space::Cluster, Mbarrier::Expect),
 );
 
-/// `bytes` more to be delivered before the phase may complete, and one arrival.
+/// Adds `bytes` to the expected count of the phase, and arrives once.
 pub static ARRIVE_EXPECT: Inst = signal(
     "mbarrier.arrive.expect_tx",
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, {bar}, {bytes};",
@@ -139,7 +140,7 @@ pub static ARRIVE_EXPECT: Inst = signal(
     |m, op| each(m, op, Space::Shared, |bytes| Mbarrier::ArriveExpect(bytes, BLOCK)),
 );
 
-/// `bytes` more to be delivered before the phase may complete.
+/// Adds `bytes` to the expected count of the phase.
 pub static EXPECT: Inst = signal(
     "mbarrier.expect_tx",
     "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 {bar}, {bytes};",
@@ -148,7 +149,7 @@ pub static EXPECT: Inst = signal(
     |m, op| each(m, op, Space::Shared, Mbarrier::Expect),
 );
 
-/// `bytes` count as delivered.
+/// Reports `bytes` as delivered.
 pub static COMPLETE: Inst = signal(
     "mbarrier.complete_tx",
     "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 {bar}, {bytes};",
@@ -157,7 +158,7 @@ pub static COMPLETE: Inst = signal(
     |m, op| each(m, op, Space::Shared, Mbarrier::Complete),
 );
 
-/// One arrival for this and all later phases.
+/// Arrives once, for this and all later phases.
 pub static ARRIVE_DROP: Inst = signal(
     "mbarrier.arrive_drop",
     "mbarrier.arrive_drop.shared::cta.b64 _, {bar};",
@@ -166,7 +167,8 @@ pub static ARRIVE_DROP: Inst = signal(
     |m, op| each(m, op, Space::Shared, |_| Mbarrier::ArriveDrop(1)),
 );
 
-/// One arrival once the thread's cp.async so far are done; with `.noinc` it is one of those the barrier expects.
+/// Arrives once when all earlier cp.async of the thread are done; with `.noinc`, that arrival is one of the expected
+/// ones.
 pub static ARRIVE_COPIES: Inst = signal(
     "cp.async.mbarrier.arrive",
     "cp.async.mbarrier.arrive{noinc}.shared::cta.b64 {bar};",
@@ -190,7 +192,7 @@ fn test(m: &mut dyn Machine, op: &Op, order: Order) {
     }
 }
 
-/// p = whether the phase of this parity has completed; may wait a while before it says no.
+/// p = whether the phase with this parity is complete; may wait a while before it says no.
 pub static TRY_WAIT: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -202,7 +204,7 @@ pub static TRY_WAIT: Inst = Inst {
     )
 };
 
-/// p = whether the phase of this parity has completed, for arrivals from other blocks of the cluster.
+/// p = whether the phase with this parity is complete, also for arrivals from other CTAs of the cluster.
 pub static TRY_WAIT_CLUSTER: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -214,7 +216,7 @@ pub static TRY_WAIT_CLUSTER: Inst = Inst {
     )
 };
 
-/// p = whether the phase of this parity has completed, ordering no memory.
+/// p = whether the phase with this parity is complete, with relaxed order.
 pub static TRY_WAIT_RELAXED: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -226,7 +228,7 @@ pub static TRY_WAIT_RELAXED: Inst = Inst {
     )
 };
 
-/// p = whether the phase of this parity has completed; waits about `ns` nanoseconds before it says no.
+/// p = whether the phase with this parity is complete; waits about `ns` nanoseconds before it says no.
 pub static TRY_WAIT_FOR: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -238,7 +240,7 @@ pub static TRY_WAIT_FOR: Inst = Inst {
     )
 };
 
-/// p = whether the phase of this parity has completed, at once.
+/// p = whether the phase with this parity is complete; never waits.
 pub static TEST_WAIT: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -250,7 +252,7 @@ pub static TEST_WAIT: Inst = Inst {
     )
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &INIT,
     &INVAL,

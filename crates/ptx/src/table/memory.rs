@@ -1,4 +1,4 @@
-//! Loads and stores, and the matrix forms of shared memory.
+//! Loads and stores, and the matrix accesses of shared memory.
 
 use super::any;
 use super::sync::scope;
@@ -10,10 +10,10 @@ use crate::inst::{
 use crate::machine::{Machine, Order, Place, WARP, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions";
-/// One register, or two or four that lie together.
+/// One register, or two or four for adjacent memory.
 pub(super) const VECTOR: &[&str] = &["", ".v2", ".v4"];
 const PAIR: &[&str] = &["", ".v2"];
-/// Scopes that memory can be ordered in on every GPU.
+/// Memory scopes that every GPU has.
 const SCOPES: &[&str] = &["cta", "gpu", "sys"];
 
 const fn bytes(class: Class) -> u32 {
@@ -87,11 +87,11 @@ pub(super) const fn writing(
 macro_rules! access {
     ($($load:ident $store:ident $class:ident $vector:ident $space:ident $needs:expr, $ld:literal $st:literal $ld_text:literal $st_text:literal;)*) => {
         $(
-            /// Reads one register, or two or four that lie together.
+            /// Reads one register, or two or four from adjacent memory.
             pub static $load: Inst = Inst { allowed: |op| op.counts(0, 2), ..reading($ld, $ld_text,
                 &[loaded("d", $class), at("a", Space::$space), word("v", $vector)], Space::$space, $needs,
                 |m, op| load(m, op, Space::$space, Order::Weak)) };
-            /// Writes one register, or two or four that lie together.
+            /// Writes one register, or two or four to adjacent memory.
             pub static $store: Inst = Inst { allowed: |op| op.counts(1, 2), ..writing($st, $st_text,
                 &[at("a", Space::$space), stored("x", $class), word("v", $vector)], Space::$space, $needs,
                 |m, op| store(m, op, Space::$space, Order::Weak)) };
@@ -124,7 +124,7 @@ access! {
         "ld.cluster.f32" "st.cluster.f32" "ld.shared::cluster{v}.f32 {d}, {a};" "st.shared::cluster{v}.f32 {a}, {x};";
 }
 
-/// Reads a byte, widened with zeros or its sign.
+/// Reads a byte, zero-extended or sign-extended.
 pub static LD_GLOBAL_8: Inst = reading(
     "ld.global.b8",
     "ld.global.{t} {d}, {a};",
@@ -157,7 +157,7 @@ pub static ST_GLOBAL_8: Inst = writing(
     },
 );
 
-/// Reads a word that other threads may be writing, ordering nothing else.
+/// Reads a word that other threads may write concurrently, with relaxed order.
 pub static LD_RELAXED: Inst = Inst {
     allowed: |op| op.list(0).len() == 1,
     ..reading(
@@ -169,7 +169,7 @@ pub static LD_RELAXED: Inst = Inst {
         |m, op| load(m, op, Space::Global, Order::Relaxed(scope(op.word(2)))),
     )
 };
-/// Writes a word that other threads may be reading, ordering nothing else.
+/// Writes a word that other threads may read concurrently, with relaxed order.
 pub static ST_RELAXED: Inst = Inst {
     allowed: |op| op.list(1).len() == 1,
     ..writing(
@@ -182,7 +182,7 @@ pub static ST_RELAXED: Inst = Inst {
     )
 };
 
-/// Reads a word that other blocks write: what follows sees what they wrote before.
+/// Reads a word that other CTAs write, with acquire order: later accesses see their earlier writes.
 pub static LD_ACQUIRE: Inst = Inst {
     allowed: |op| op.list(0).len() == 1,
     ..reading(
@@ -194,7 +194,7 @@ pub static LD_ACQUIRE: Inst = Inst {
         |m, op| load(m, op, Space::Global, Order::Acquire(scope(op.word(2)))),
     )
 };
-/// Writes a word that other blocks read: they see what was written before.
+/// Writes a word that other CTAs read, with release order: they see earlier writes.
 pub static ST_RELEASE: Inst = Inst {
     allowed: |op| op.list(1).len() == 1,
     ..writing(
@@ -219,7 +219,7 @@ fn parameter(m: &mut dyn Machine, op: &Op) {
     }
 }
 
-/// d = a parameter of 32 bits.
+/// d = a 32-bit parameter.
 pub static LD_PARAM_32: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
@@ -231,7 +231,7 @@ pub static LD_PARAM_32: Inst = Inst {
         parameter,
     )
 };
-/// d = a parameter that is a float.
+/// d = a float parameter.
 pub static LD_PARAM_F32: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
@@ -243,7 +243,7 @@ pub static LD_PARAM_F32: Inst = Inst {
         parameter,
     )
 };
-/// d = a parameter of 64 bits.
+/// d = a 64-bit parameter.
 pub static LD_PARAM_64: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
@@ -256,7 +256,7 @@ pub static LD_PARAM_64: Inst = Inst {
     )
 };
 
-/// d = the address of the same byte in the block of this rank.
+/// d = the corresponding shared-memory address in the CTA of this rank.
 pub static MAPA: Inst = Inst {
     effect: Effect::Pure,
     unit: Unit::Alu,
@@ -276,8 +276,8 @@ pub static MAPA: Inst = Inst {
     )
 };
 
-/// Register `j` of lane `l` is the pair (row l / 4, columns 2 (l % 4) and the next) of matrix `j`, whose rows lie at
-/// the addresses of lanes 8j to 8j + 7; transposed, rows and columns change places.
+/// Register `j` of lane `l` holds the pair (row l / 4, columns 2 (l % 4) and the next) of matrix `j`. The rows of
+/// matrix `j` are at the addresses of lanes 8j to 8j + 7. Transposed, rows and columns are swapped.
 fn matrix_halves(lane: u32, matrix: u32, transposed: bool) -> [(u32, u64); 2] {
     [0, 1].map(|half| {
         let (row, col) = (lane / 4, 2 * (lane % 4) + half);
@@ -286,7 +286,7 @@ fn matrix_halves(lane: u32, matrix: u32, transposed: bool) -> [(u32, u64); 2] {
     })
 }
 
-/// Reads 8 x 8 matrices of 16-bit elements; each lane gives the address of a row.
+/// Reads 8 x 8 matrices of 16-bit elements; each lane supplies the address of a row.
 pub static LDMATRIX: Inst = Inst {
     together: Together::Warp,
     allowed: |op| op.counts(0, 2),
@@ -315,7 +315,7 @@ pub static LDMATRIX: Inst = Inst {
     )
 };
 
-/// Writes 8 x 8 matrices of 16-bit elements; each lane gives the address of a row.
+/// Writes 8 x 8 matrices of 16-bit elements; each lane supplies the address of a row.
 pub static STMATRIX: Inst = Inst {
     together: Together::Warp,
     allowed: |op| op.counts(1, 2),
@@ -341,7 +341,7 @@ pub static STMATRIX: Inst = Inst {
     )
 };
 
-/// Brings a tensor map near.
+/// Prefetches a tensor map.
 pub static PREFETCH_MAP: Inst = Inst {
     effect: Effect::Pure,
     ..reading(
@@ -354,7 +354,7 @@ pub static PREFETCH_MAP: Inst = Inst {
     )
 };
 
-/// The rows of this family beside [`ACCESS`].
+/// The rows of this family other than [`ACCESS`].
 pub static OTHERS: &[&Inst] = &[
     &LD_ACQUIRE,
     &ST_RELEASE,

@@ -1,29 +1,31 @@
-//! The table of instructions.
+//! The instruction table.
 //!
-//! Each module holds the rows of one family. [`INSTS`] lists them all. Tests keep the list complete, give every use
-//! that a row allows to the assembler at the version and target the row names, check that what a row forbids is
-//! refused there too, and execute the meanings.
+//! Each module holds the rows of one family, and [`INSTS`] lists them all. Tests keep the list complete, assemble every
+//! use that a row allows at the PTX version and target the row names, check that the assembler rejects uses that a row
+//! forbids, and execute the meanings.
 //!
 //! # Left out
 //!
-//! Tensor maps are parameters, so there is no `tensormap.replace` and no fence for its proxy. Addresses of shared memory
-//! have 32 bits, so `mapa.u64` and generic addresses are not needed; a block knows its rank, so `getctarank` is not
-//! either. Phases of mbarriers are named by their parity, not by state. `membar` is `fence.sc`. Parameters are single
-//! numbers, so they are read one by one. Signs of `wgmma`'s operands are always positive.
+//! Tensor maps are parameters, so there is no `tensormap.replace` and no fence for its proxy. Addresses of shared
+//! memory have 32 bits, so `mapa.u64` and generic addresses are not needed. A CTA knows its rank, so `getctarank` is
+//! not needed. mbarrier phases are identified by their parity, not by state. `membar` is `fence.sc`. Parameters are
+//! scalars, so each is loaded separately. The sign operands of `wgmma` are always positive.
 //!
 //! # What Blackwell will bring
 //!
-//! Nothing of it is here yet, and nothing has to change for it:
+//! No Blackwell instruction is in the table yet. The existing design accommodates them:
 //!
-//! - `f32x2` arithmetic, three-input `max`, 256-bit loads: rows like any other, with registers of class
+//! - `f32x2` arithmetic, three-input `max`, 256-bit loads: ordinary rows, with registers of class
 //!   [`B64`](crate::inst::Class::B64) for pairs of floats, words `.v8` for vectors, and `needs` of sm_100. The rows of
-//!   Hopper stay: a kernel picks by its target, and the verifier refuses what a target lacks.
+//!   Hopper stay: a kernel chooses by its target, and the verifier rejects instructions that a target lacks.
 //! - `tcgen05.mma`, `ld`, `st`, `cp`: tensor memory is one more [`Space`](crate::inst::Space) with 32-bit addresses
-//!   (lane above column). A product is handed to the machine as a value, as `wgmma`'s is; its accumulator is a place
-//!   instead of registers, and its end is an mbarrier arrival ([`Done`](crate::machine::Done)) that `commit` names, not
-//!   a group. One thread starts it ([`Together::Thread`]); `ld`, `st`, `alloc` and `dealloc` belong to a warp.
-//! - `tcgen05` fences and waits: a [`Fence`](crate::machine::Fence) and a [`Queue`](crate::machine::Queue) more.
-//! - `clusterlaunchcontrol`: a transfer of 16 bytes that ends on an mbarrier.
+//!   (lane above column). A product is handed to the machine as a value, like `wgmma`'s. Its accumulator is a place
+//!   instead of registers, and it completes with an mbarrier arrival ([`Done`](crate::machine::Done)) named by
+//!   `commit`, not with a group. One thread starts it ([`Together::Thread`]); `ld`, `st`, `alloc` and `dealloc` belong
+//!   to a warp.
+//! - `tcgen05` fences and waits: one more [`Fence`](crate::machine::Fence) and one more
+//!   [`Queue`](crate::machine::Queue).
+//! - `clusterlaunchcontrol`: a transfer of 16 bytes that completes on an mbarrier.
 //! - Instructions of `a` targets: [`Archs::Only`](crate::inst::Archs::Only) lists the architectures that have a row.
 
 pub mod atomic;
@@ -43,7 +45,7 @@ pub mod warp;
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Together, Unit};
 use crate::machine::Machine;
 
-/// Every row.
+/// All rows, by family.
 pub static INSTS: &[&[&Inst]] = &[
     float::ROWS,
     integer::ROWS,
@@ -61,20 +63,20 @@ pub static INSTS: &[&[&Inst]] = &[
     tensor::ROWS,
 ];
 
-/// Every row, in one list.
+/// All rows in one list.
 pub fn rows() -> impl Iterator<Item = &'static Inst> {
     INSTS.iter().flat_map(|family| family.iter().copied())
 }
 
-/// What a meaning is.
+/// The meaning of an instruction: its effect on a machine.
 type Meaning = fn(&mut dyn Machine, &Op);
 
-/// Every combination of words and constants exists.
+/// Allows every combination of words and constants.
 fn any(_: &Op) -> bool {
     true
 }
 
-/// A row that only computes registers, in each thread, on every GPU since Ampere.
+/// A row without side effects: each thread computes registers only. Available on every GPU since Ampere.
 const fn pure(
     name: &'static str,
     text: &'static str,

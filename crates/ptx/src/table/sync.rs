@@ -1,11 +1,11 @@
-//! Barriers, fences, waits and what steers a grid.
+//! Barriers, fences, waits and grid control.
 
 use super::any;
 use crate::inst::Class::B32;
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Steps, Together, Unit, arg, number, steps, word};
 use crate::machine::{Fence, Group, Machine, Meeting, Order, Queue, Scope, lanes, value};
 
-/// Threads that meet at a barrier, and groups that may be pending.
+/// Thread counts of named barriers, and numbers of pending groups.
 const THREADS: &[Steps] = &[steps(32, 1024, 32)];
 const PENDING: &[Steps] = &[steps(0, 7, 1)];
 const BARRIERS: &str = "PTX ISA, parallel synchronization and communication instructions";
@@ -40,13 +40,13 @@ fn group(m: &mut dyn Machine, queue: Queue, what: Group) {
         m.group(lane, queue, what);
     }
 }
-/// An operand that is the same in all lanes.
+/// An operand whose value is equal in all lanes.
 fn uniform(m: &mut dyn Machine, op: &Op, i: usize) -> u32 {
     let lane = m.active().trailing_zeros();
     value(m, lane, op, i) as u32
 }
 
-/// The scope that a word of PTX names.
+/// The scope that a PTX word names.
 pub(super) fn scope(word: &str) -> Scope {
     match word {
         "cta" => Scope::Block,
@@ -56,12 +56,12 @@ pub(super) fn scope(word: &str) -> Scope {
     }
 }
 
-/// All threads of the block meet.
+/// Synchronises all threads of the CTA.
 pub static BAR_ALL: Inst = wait("bar.sync.all", "bar.sync 0;", &[], Needs::AMPERE, |m, _| {
     m.meet(Meeting::Sync { id: 0, threads: None });
 });
 
-/// So many threads meet at a barrier of the block.
+/// Synchronises a given number of threads at a named barrier of the CTA.
 pub static BAR: Inst = wait(
     "bar.sync",
     "bar.sync {id}, {threads};",
@@ -73,7 +73,7 @@ pub static BAR: Inst = wait(
     },
 );
 
-/// Counts at a barrier of the block without waiting.
+/// Arrives at a named barrier of the CTA without waiting.
 pub static BAR_ARRIVE: Inst = Inst {
     effect: Effect::Signal,
     ..wait(
@@ -88,12 +88,12 @@ pub static BAR_ARRIVE: Inst = Inst {
     )
 };
 
-/// The lanes of a warp meet, and see each other's memory.
+/// Synchronises the lanes of a warp and their memory.
 pub static BAR_WARP: Inst = wait("bar.warp.sync", "bar.warp.sync 0xffffffff;", &[], Needs::AMPERE, |m, _| {
     m.meet(Meeting::Warp(u32::MAX));
 });
 
-/// Counts at the cluster's barrier.
+/// Arrives at the cluster's barrier.
 pub static CLUSTER_ARRIVE: Inst = Inst {
     effect: Effect::Signal,
     ..wait(
@@ -105,34 +105,36 @@ pub static CLUSTER_ARRIVE: Inst = Inst {
     )
 };
 
-/// Waits for the cluster.
+/// Waits at the cluster's barrier.
 pub static CLUSTER_WAIT: Inst =
     wait("barrier.cluster.wait", "barrier.cluster.wait.acquire.aligned;", &[], Needs::HOPPER, |m, _| {
         m.meet(Meeting::ClusterWait(true));
     });
 
-/// Orders the thread's accesses before those after it, in a scope.
+/// Orders the thread's earlier accesses before its later ones, within a scope.
 pub static FENCE: Inst =
     signal("fence.acq_rel", "fence.acq_rel.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
         fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
     });
 
-/// The same, and all such fences are in one order that every thread agrees on. It is also spelled `membar`.
+/// Orders the thread's earlier accesses before its later ones; all threads see such fences in one order. Also spelled
+/// `membar`.
 pub static FENCE_SC: Inst =
     signal("fence.sc", "fence.sc.{scope};", &[word("scope", SCOPES)], Needs::AMPERE, |m, op| {
         fence(m, Fence::Thread(Order::AcquireRelease(scope(op.word(0)))));
     });
 
-/// Both in the scope of the cluster, which is as dear as that of the device.
+/// Both fences in cluster scope, which costs as much as device scope.
 pub static FENCE_CLUSTER: Inst =
     signal("fence.cluster", "fence.{kind}.cluster;", &[word("kind", &["acq_rel", "sc"])], Needs::HOPPER, |m, _| {
         fence(m, Fence::Thread(Order::AcquireRelease(Scope::Cluster)));
     });
 
-/// Scopes that every GPU has.
+/// Memory scopes that every GPU has.
 const SCOPES: &[&str] = &["cta", "gpu", "sys"];
 
-/// Orders one way: what follows after what was read, or what was written before what follows.
+/// One-way fences: acquire orders later accesses after earlier reads; release orders earlier writes before later
+/// accesses.
 pub static FENCE_ONE_WAY: Inst = signal(
     "fence.one_way",
     "fence.{way}.{scope};",
@@ -164,19 +166,19 @@ pub static FENCE_PROXY: Inst = signal(
     },
 );
 
-/// Makes initialised mbarriers visible to the cluster, once a barrier follows.
+/// Makes initialised mbarriers visible to the cluster. A barrier must follow.
 pub static FENCE_INIT: Inst =
     signal("fence.mbarrier_init", "fence.mbarrier_init.release.cluster;", &[], Needs::HOPPER, |m, _| {
         fence(m, Fence::MbarrierInit);
     });
 
-/// Before the first product of a group: what was written to its registers counts.
+/// Precedes the first product of a group: the product then sees earlier writes to its registers.
 pub static WGMMA_FENCE: Inst = Inst {
     together: Together::Warpgroup,
     ..signal("wgmma.fence", "wgmma.fence.sync.aligned;", &[], Needs::HOPPER_ONLY, |m, _| fence(m, Fence::Product))
 };
 
-/// The products since the last group become one.
+/// Closes a group: all products since the last commit.
 pub static WGMMA_COMMIT: Inst = Inst {
     together: Together::Warpgroup,
     ..signal("wgmma.commit_group", "wgmma.commit_group.sync.aligned;", &[], Needs::HOPPER_ONLY, |m, _| {
@@ -198,13 +200,13 @@ pub static WGMMA_WAIT: Inst = Inst {
     )
 };
 
-/// The copies out of shared memory since the last group become one.
+/// Closes a group: all copies out of shared memory since the last commit.
 pub static BULK_COMMIT: Inst =
     signal("cp.async.bulk.commit_group", "cp.async.bulk.commit_group;", &[], Needs::HOPPER, |m, _| {
         group(m, Queue::Bulk, Group::Commit);
     });
 
-/// Waits until at most `n` groups of copies have still to read their sources.
+/// Waits until at most `n` groups of copies have yet to read their sources.
 pub static BULK_WAIT_READ: Inst = Inst {
     effect: Effect::Wait,
     ..signal(
@@ -230,7 +232,7 @@ pub static BULK_WAIT: Inst = Inst {
     )
 };
 
-/// The thread's cp.async since the last group become one.
+/// Closes a group: all cp.async of the thread since the last commit.
 pub static COPY_COMMIT: Inst = signal("cp.async.commit_group", "cp.async.commit_group;", &[], Needs::AMPERE, |m, _| {
     group(m, Queue::Copy, Group::Commit);
 });
@@ -251,7 +253,7 @@ pub static COPY_WAIT_ALL: Inst = Inst {
     })
 };
 
-/// Gives registers back, or takes some from the block's pool: `n` a thread from here on.
+/// Sets the registers per thread to `n`: returns registers to the CTA's pool, or takes some from it.
 pub static SETMAXNREG: Inst = Inst {
     together: Together::Warpgroup,
     effect: Effect::Wait,
@@ -264,7 +266,7 @@ pub static SETMAXNREG: Inst = Inst {
     )
 };
 
-/// Waits until the grid before this one is done and its memory is visible.
+/// Waits until the previous grid is complete and its writes are visible.
 pub static GRID_WAIT: Inst =
     wait("griddepcontrol.wait", "griddepcontrol.wait;", &[], Needs::HOPPER, |m, _| m.grid(true));
 
@@ -276,7 +278,7 @@ pub static GRID_LAUNCH: Inst = Inst {
     })
 };
 
-/// Sleeps for about so many nanoseconds.
+/// Sleeps for about this many nanoseconds.
 pub static SLEEP: Inst = Inst {
     effect: Effect::Volatile,
     ..signal("nanosleep", "nanosleep.u32 {n};", &[number("n", &[steps(0, 1_000_000, 1)])], Needs::AMPERE, |m, _| {
@@ -284,14 +286,14 @@ pub static SLEEP: Inst = Inst {
     })
 };
 
-/// Gives up: the launch fails.
+/// Aborts: the launch fails.
 pub static TRAP: Inst = signal("trap", "trap;", &[], Needs::AMPERE, |m, _| {
     for lane in lanes(m.active()) {
         m.trap(lane);
     }
 });
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &BAR_ALL,
     &BAR,

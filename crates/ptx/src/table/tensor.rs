@@ -14,12 +14,12 @@ const MMA: &str = "PTX ISA, warp-level matrix instructions, mma";
 const HALVES: &[&str] = &["f16", "bf16"];
 const BYTES: &[&str] = &["s8", "u8"];
 const FLOATS_8: &[&str] = &["e4m3", "e5m2"];
-/// Columns of a product of floats, and of bytes.
+/// Column counts of products of floats, and of bytes.
 const COLUMNS: &[Steps] = &[steps(8, 256, 8)];
 const INT_COLUMNS: &[Steps] = &[steps(8, 24, 8), steps(32, 256, 16)];
 const BIT: &[Steps] = &[steps(0, 1, 1)];
 
-/// A product of a warpgroup, with accumulators of 32 bits.
+/// A product of a warpgroup with 32-bit accumulators.
 const fn wgmma(
     name: &'static str,
     text: &'static str,
@@ -31,7 +31,7 @@ const fn wgmma(
     Inst { name, text, operands, allowed, needs, unit, together, effect, meaning, source: WGMMA }
 }
 
-/// Whether there is one accumulator register for each `per` columns, and four registers of A where it is in registers.
+/// Whether there is one accumulator register for each `per` columns, and four registers of A if A is in registers.
 fn registers(op: &Op, per: usize) -> bool {
     let a = match &op.args[1] {
         Arg::List(regs) => regs.len() == 4,
@@ -40,7 +40,7 @@ fn registers(op: &Op, per: usize) -> bool {
     a && op.list(0).len() == op.number(4) as usize / per
 }
 
-/// A: registers, or a tile in shared memory.
+/// Operand A: registers, or a tile in shared memory.
 const fn left(class: Class) -> Operand {
     of("a", Kind::ListOrTile(class))
 }
@@ -55,7 +55,7 @@ fn operand_a(m: &mut dyn Machine, op: &Op, major: Major) -> Left {
     }
 }
 
-/// Starts a product; all forms begin with D, A, B, whether D is added to, and the columns.
+/// Starts a product. All forms begin with D, A, B, the flag to add to D, and the number of columns.
 fn start(m: &mut dyn Machine, op: &Op, numbers: [Number; 3], majors: [Major; 2], saturate: bool) {
     let lane = m.active().trailing_zeros();
     let a = operand_a(m, op, majors[0]);
@@ -184,7 +184,7 @@ pub static WGMMA_FP8_F16: Inst = Inst {
     )
 };
 
-/// D (+)= A B with bytes, summed in 32 bits.
+/// D (+)= A B with bytes and 32-bit accumulators.
 pub static WGMMA_INT8: Inst = wgmma(
     "wgmma.int8",
     "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{t}.{t}{sat} {d}, {a}, {b}, {onto};",
@@ -203,7 +203,7 @@ pub static WGMMA_INT8: Inst = wgmma(
     },
 );
 
-/// The same with bytes of which one operand is signed and the other is not: weights from 0 to 255 times signed values.
+/// D (+)= A B with one signed and one unsigned byte operand, such as weights from 0 to 255 times signed values.
 pub static WGMMA_INT8_MIXED: Inst = Inst {
     needs: Needs { ptx: (8, 4), ..Needs::HOPPER_ONLY },
     ..wgmma(
@@ -231,7 +231,7 @@ fn mixed(word: &str) -> [Number; 2] {
     [named(a), named(b)]
 }
 
-/// A product of a warp, 16 x 8, with the registers of D, A, B and C.
+/// A product of a warp, 16 x 8, with D, A, B and C in registers.
 const fn mma(
     name: &'static str,
     text: &'static str,
@@ -298,7 +298,7 @@ pub static MMA_INT8: Inst = mma(
     },
 );
 
-/// The same with bytes of which one operand is signed and the other is not.
+/// D = A B + C of a warp, 16 x 8 x 32, with one signed and one unsigned byte operand.
 pub static MMA_INT8_MIXED: Inst = mma(
     "mma.int8.mixed",
     "mma.sync.aligned.m16n8k32.row.col.s32.{t}.s32 {d}, {a}, {b}, {c};",
@@ -322,7 +322,7 @@ fn multiply(m: &mut dyn Machine, op: &Op, numbers: [Number; 3]) {
     }
 }
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[
     &WGMMA_SS,
     &WGMMA_RS,

@@ -1,4 +1,4 @@
-//! PeerTiles between the lanes of a warp.
+//! Exchanges between the lanes of a warp.
 
 use super::any;
 use crate::inst::Class::{B32, Pred};
@@ -21,8 +21,8 @@ fn scatter(m: &mut dyn Machine, op: &Op, x: u64) {
     }
 }
 
-/// d = a of another lane: `b` is its distance, its number, or what its number is xored with. Lanes past `clamp` are
-/// out of reach (below it, for `up`), and a lane keeps its own value instead.
+/// d = a of another lane; `b` is the distance to it, its index, or an xor mask. Lanes past `clamp` (below it, for `up`)
+/// are out of reach, and the lane then keeps its own value.
 pub static SHFL: Inst = Inst {
     name: "shfl",
     text: "shfl.sync.{mode}.b32 {d}, {a}, {b}, {clamp}, 0xffffffff;",
@@ -43,7 +43,7 @@ pub static SHFL: Inst = Inst {
         let clamp = if op.word(4) == "0x1f" { 31 } else { 0 };
         for lane in lanes(m.active()) {
             let n = b[lane as usize] as u32 & 31;
-            // Where the other lane is past the clamp, the lane's own value.
+            // A lane keeps its own value if the other lane is past the clamp.
             let (from, inside) = match op.word(3) {
                 "up" => (lane.wrapping_sub(n), lane >= clamp + n),
                 "down" => (lane + n, lane + n <= clamp),
@@ -56,7 +56,7 @@ pub static SHFL: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = the lanes where p holds, as bits.
+/// d = mask of the lanes where p holds.
 pub static BALLOT: Inst = Inst {
     name: "vote.ballot",
     text: "vote.sync.ballot.b32 {d}, {p}, 0xffffffff;",
@@ -73,7 +73,7 @@ pub static BALLOT: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = whether p holds in any lane, or in all.
+/// d = whether p holds in any lane, or in all lanes.
 pub static VOTE: Inst = Inst {
     name: "vote",
     text: "vote.sync.{mode}.pred {d}, {p}, 0xffffffff;",
@@ -93,7 +93,7 @@ pub static VOTE: Inst = Inst {
     source: SOURCE,
 };
 
-/// p holds in one lane of the warp. The assembler knows that one thread alone executes what p guards.
+/// p holds in exactly one lane of the warp. The assembler knows that a single thread executes code guarded by p.
 pub static ELECT: Inst = Inst {
     name: "elect",
     text: "elect.sync _|{p}, 0xffffffff;",
@@ -112,7 +112,7 @@ pub static ELECT: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = sum, smallest, largest or bits of a over the warp.
+/// d = sum, minimum, maximum or bitwise combination of a over the warp.
 pub static REDUX: Inst = Inst {
     name: "redux",
     text: "redux.sync.{o} {d}, {a}, 0xffffffff;",
@@ -144,7 +144,7 @@ pub static REDUX: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = the lanes that have the same a, as bits.
+/// d = mask of the lanes with the same a.
 pub static MATCH_ANY: Inst = Inst {
     name: "match.any",
     text: "match.any.sync.b32 {d}, {a}, 0xffffffff;",
@@ -165,7 +165,7 @@ pub static MATCH_ANY: Inst = Inst {
     source: SOURCE,
 };
 
-/// p = whether all lanes have the same a; d = all lanes then, as bits, else none.
+/// p = whether all lanes have the same a; d = mask of all lanes if so, else 0.
 pub static MATCH_ALL: Inst = Inst {
     name: "match.all",
     text: "match.all.sync.b32 {d}|{p}, {a}, 0xffffffff;",
@@ -187,7 +187,7 @@ pub static MATCH_ALL: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = the lanes that are executing this, as bits. It says nothing of which lanes will be together later.
+/// d = mask of the lanes that execute this now. It does not tell which lanes will be together later.
 pub static ACTIVE: Inst = Inst {
     name: "activemask",
     text: "activemask.b32 {d};",
@@ -204,7 +204,7 @@ pub static ACTIVE: Inst = Inst {
     source: SOURCE,
 };
 
-/// d = an 8 x 8 matrix of 16-bit elements, transposed: a lane holds two neighbours of row lane / 4.
+/// d = transposed 8 x 8 matrix of 16-bit elements; a lane holds two neighbours of row lane / 4.
 pub static TRANSPOSE: Inst = Inst {
     name: "movmatrix",
     text: "movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};",
@@ -225,5 +225,5 @@ pub static TRANSPOSE: Inst = Inst {
     source: "PTX ISA, warp-level matrix instructions, movmatrix",
 };
 
-/// The rows of this family.
+/// All rows of this family.
 pub static ROWS: &[&Inst] = &[&SHFL, &BALLOT, &VOTE, &ELECT, &REDUX, &MATCH_ANY, &MATCH_ALL, &ACTIVE, &TRANSPOSE];
