@@ -10,7 +10,7 @@ pub const COUNTERS: u64 = 8;
 /// batch is one sequence here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceTensor {
-    /// Memory from the first element on.
+    /// Memory that starts at the first element.
     pub span: Span,
     /// Elements along each axis.
     pub shape: [u64; 4],
@@ -25,7 +25,7 @@ impl DeviceTensor {
         DeviceTensor { span, shape, strides: [s * h * d, h * d, d] }
     }
 
-    /// `count` rows, from row `first` on.
+    /// `count` rows, starting at row `first`.
     pub(crate) fn rows(&self, first: u64, count: u64) -> DeviceTensor {
         let [b, _, h, d] = self.shape;
         // Elements have 16 bits.
@@ -75,7 +75,7 @@ impl DeviceTensor {
 /// An auxiliary tensor in device memory. Its shape is the problem's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceAux {
-    /// Memory from the first element on.
+    /// Memory that starts at the first element.
     pub span: Span,
     /// Strides of all axes, in elements.
     pub strides: Vec<u64>,
@@ -97,12 +97,14 @@ pub struct DeviceBlockLists {
 pub struct Tensors {
     /// q, k, v and o.
     pub rows: [DeviceTensor; 4],
-    /// f32, contiguous, in the shape of the problem's LSE.
+    /// LSE: f32, contiguous, in the shape of the problem's LSE.
     pub lse: Span,
-    /// As many bytes as the plan asks for, zero before the first launch. Every launch leaves them zero, except for the
-    /// second word: a count of key blocks that were computed twice. Concurrent launches need counters of their own.
+    /// Counters, with as many bytes as the plan asks for, zero before the first launch. Every launch leaves them zero,
+    /// except for the second word: it counts key blocks that were computed twice. Concurrent launches need separate
+    /// counters.
     pub counters: Span,
-    /// Workspace of as many bytes as the plan asks for, with any content. Concurrent launches need their own.
+    /// Workspace with as many bytes as the plan asks for, with any content. Concurrent launches need separate
+    /// workspaces.
     pub scratch: Option<Span>,
     /// One logit per head.
     pub sinks: Option<Span>,

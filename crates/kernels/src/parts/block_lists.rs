@@ -11,9 +11,9 @@ use fulgurite_ptx::{Pointer, Scope, Thread, Val, Who};
 /// Block size of a block mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Blocks {
-    /// Queries: a multiple of the kernel's tile.
+    /// Queries per block: a multiple of the kernel's query tile.
     pub rows: u32,
-    /// Keys: a multiple of the kernel's key block.
+    /// Keys per block: a multiple of the kernel's key block.
     pub cols: u32,
 }
 
@@ -24,26 +24,26 @@ pub const NAMES: [&str; 2] = ["partial", "full"];
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ListArgs {
     pub lists: DeviceBlockLists,
-    /// Lists from one batch to the next.
+    /// Number of lists from one batch to the next.
     pub batch_step: u64,
-    /// Lists from one head to the next.
+    /// Number of lists from one head to the next.
     pub head_step: u64,
 }
 
-/// The lists among a kernel's parameters.
+/// The block lists among a kernel's parameters.
 pub struct Lists<'k> {
     blocks: Blocks,
-    /// Keys of the kernel's key blocks.
+    /// Keys per key block of the kernel.
     cols: u32,
     counts: [Pointer<'k, u32>; 2],
     lists: [Pointer<'k, u32>; 2],
-    /// Entries from one list to the next.
+    /// Stride from one list to the next, in entries.
     widths: [Val<'k, u32>; 2],
-    /// Lists from one batch to the next, and from one head to the next: 0 if all share them.
+    /// Strides from one batch to the next and from one head to the next, in lists; 0 if all share them.
     steps: [Val<'k, u32>; 2],
 }
 
-/// The tag of a key block in the ring: its first key, and in the highest bit whether it is full.
+/// The tag of a key block in the ring: the index of its first key, with the highest bit set if the block is full.
 #[derive(Clone, Copy)]
 pub struct Tag<'k>(pub Val<'k, u32>);
 
@@ -74,7 +74,7 @@ impl<'k> Lists<'k> {
         }
     }
 
-    /// Number of a tile's list.
+    /// Index of a tile's list.
     #[track_caller]
     fn row(&self, work: &Work<'k>) -> Val<'k, u32> {
         let [batch, head] = self.steps;

@@ -1,7 +1,7 @@
-//! The table of a block mask: what each block is (hidden 0, partial 1, full 2), made from the lists.
+//! The table of a block mask: the kind of each block (hidden 0, partial 1, full 2), made from the lists.
 //!
-//! Two kernels look up the block of each element: forward where no tile size divides the blocks, and backward, which walks
-//! from keys to queries while the lists go from queries to keys.
+//! Two kernels look up the block of each element: forward attention whose tile sizes do not divide the blocks, and
+//! backward attention, which iterates from keys to queries while the lists go from queries to keys.
 
 use crate::params::{Bindings, Params, Program};
 use crate::parts::arguments::DeviceBlockLists;
@@ -22,7 +22,7 @@ const COVERAGE: &str = "block coverage";
 struct TableCall {
     to: Span,
     lists: DeviceBlockLists,
-    /// Entries of a row of the table.
+    /// Entries per row of the table.
     columns: u32,
 }
 
@@ -31,7 +31,7 @@ struct TableCall {
 struct ListParams<'k> {
     counts: Pointer<'k, u32>,
     blocks: Pointer<'k, u32>,
-    /// Entries from one list to the next.
+    /// Stride from one list to the next, in entries.
     width: Val<'k, u32>,
 }
 
@@ -53,7 +53,7 @@ impl<'k> TableParams<'k> {
     }
 }
 
-/// Writes a row of the table. Lists in device memory are not validated, so entries outside of the table are ignored.
+/// Writes one row of the table. Lists in device memory are not validated, so entries outside the table are ignored.
 pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
     let program = Program::build("attention_cover", target, |p| {
         let TableParams { to, lists, columns } = TableParams::declare(p);
@@ -74,7 +74,7 @@ pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
     Ok(program?.into_kernel())
 }
 
-/// The launch that writes the table, of this shape, from lists.
+/// The launch that writes a table of this shape from the lists.
 pub(crate) fn launch(kernel: &Arc<Kernel>, lists: DeviceBlockLists, shape: &[usize], to: Span) -> Launch {
     static BINDINGS: OnceLock<Bindings<TableCall>> = OnceLock::new();
     let bindings = BINDINGS.get_or_init(|| {
@@ -87,7 +87,7 @@ pub(crate) fn launch(kernel: &Arc<Kernel>, lists: DeviceBlockLists, shape: &[usi
     bindings.launch(kernel.clone(), [rows as u32, 1, 1], &TableCall { to, lists, columns: columns as u32 })
 }
 
-/// The mask of a problem whose blocks no tile size divides, as a program that looks up the block of each element. Adds the
+/// The mask of a problem whose blocks no tile size divides: a program that looks up the block of each element. Adds the
 /// table to the auxiliary tensors.
 pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> expr::Program {
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());

@@ -1,4 +1,4 @@
-//! What happens to a tile's rows at the end: o / l to O, and the LSE.
+//! The epilogue of a tile: writes o / l to O, and the LSE.
 
 use crate::parts::modifier::Sinks;
 use crate::parts::schedule::{Of, Unequal, Work};
@@ -6,34 +6,34 @@ use crate::parts::softmax::Totals;
 use fulgurite_ptx::{Group, GroupBarrier, Half, Pair, Pointer, RowView, Scope, Tensor, Tile, Val, Word};
 use std::f32::consts::LN_2;
 
-/// What the end of a tile needs beside its rows.
+/// Inputs of a tile's epilogue other than its rows.
 pub struct Epilogue<'a, 'k> {
     pub lse: Pointer<'k, f32>,
-    /// Rows of the LSE of a head.
+    /// Rows of one head's LSE.
     pub lse_rows: Val<'k, u32>,
     pub heads: Val<'k, u32>,
-    /// Of equal sequences.
+    /// Queries per sequence, in a batch of equal sequences.
     pub q_len: Option<Val<'k, u32>>,
-    /// Of others.
+    /// The sequences of a ragged batch.
     pub unequal: Option<&'a Unequal<'k>>,
-    /// Whether the LSE is `[heads, total]`, otherwise `[batch, heads, room]`.
+    /// Whether the LSE has the shape `[heads, total]`; otherwise it has `[batch, heads, room]`.
     pub packed: bool,
     pub sinks: Option<Sinks<'k>>,
     pub barrier: &'a GroupBarrier,
     pub own: Val<'k, u32>,
-    /// The first column of O that the warpgroup has, where warpgroups share them.
+    /// The warpgroup's first column of O, if several warpgroups share the columns of a row.
     pub first_column: Option<Val<'k, u32>>,
-    /// From scores to powers of two.
+    /// Factor from scores to powers of two.
     pub scale: Val<'k, f32>,
     pub o: &'a Tensor<'k>,
-    /// Shared memory of the warpgroup that O leaves through, used in turn: each has all rows of some columns.
+    /// Shared-memory buffers of the warpgroup for O, used in rotation. Each holds all rows of `part` columns.
     pub staging: &'a [Tile<'k>],
-    /// Columns of each.
+    /// Columns per staging buffer.
     pub part: u32,
 }
 
 impl<'k> Epilogue<'_, 'k> {
-    /// O / l through shared memory to O, and m + ln l to the LSE.
+    /// Writes o / l to O through shared memory, and m + ln l to the LSE.
     pub fn run<T: Half>(&self, w: &Scope<'k, Group>, work: &Work<'k>, o: &impl RowView<'k>, totals: Totals<'k>)
     where
         Pair<T>: Word,
@@ -47,7 +47,7 @@ impl<'k> Epilogue<'_, 'k> {
     {
         let first = work.row + self.own * A::GROUP_ROWS;
         let row = |i: usize| first + A::first_row(w) + A::row_offset(i);
-        // The rows of this sequence in the LSE, and how many they are.
+        // First row of the sequence in the LSE, and its number of rows.
         let (before, room) = match (work.sequence, self.q_len) {
             (Some(s), _) => (if self.packed { s.q_start } else { s.q_start.literal(0) }, s.q_room),
             (None, Some(q_len)) => (q_len.literal(0), q_len),
@@ -56,13 +56,13 @@ impl<'k> Epilogue<'_, 'k> {
         let head = if self.packed { work.head } else { work.batch * self.heads + work.head };
         let start = head.mul_wide(self.lse_rows);
         let sink = self.sinks.map(|sinks| sinks.of_head(w, work.head));
-        // Rows past those in use hold nothing, whatever was computed for them.
+        // Rows past those in use get zeros and -inf, whatever was computed for them.
         let unused = work.sequence.map(|s| (0..A::ROWS).map(|i| row(i).ge(s.q_len)).collect::<Vec<_>>());
 
         let mut factors = Vec::new();
         for (i, (max, sum)) in totals.max.into_iter().zip(totals.sum).enumerate() {
             let largest = max * self.scale;
-            // A sink is one more term of the sum: both are brought to the larger exponent.
+            // A sink is one more term of the sum: bring both to the larger exponent.
             let (largest, sum, factor) = match sink {
                 Some(sink) => {
                     let both = largest.max(sink);
@@ -92,7 +92,7 @@ impl<'k> Epilogue<'_, 'k> {
         }
         for i in 0..o.cols() / self.part {
             let staging = self.staging[i as usize % self.staging.len()];
-            // What was stored from here before must have been read.
+            // The copy engine must have read this buffer's previous contents.
             w.one_thread_of_group(|t| t.wait_stores_read(self.staging.len() as u32 - 1));
             w.sync_group(self.barrier);
             o.part(i, self.part).write_with::<T>(w, staging, |row, x| {

@@ -1,34 +1,35 @@
-//! The part of a mask that is one interval of keys for each query, asked twice: which blocks of keys a tile of queries
-//! sees, and which elements of a block.
+//! The part of a mask that is one interval of keys per query. It answers two questions: which key blocks a tile of
+//! queries sees, and which elements of a block are visible.
 
 use fulgurite_core::Mask;
 use fulgurite_core::mask::{Align, Span};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;
 
-/// The spans of a mask.
+/// The intervals (spans) of a mask; a key must be inside all of them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spans(Vec<Span>);
 
-/// Keys from `start` to before `end`.
+/// The keys from `start` up to, but not including, `end`.
 #[derive(Clone, Copy)]
 pub struct Keys<'k> {
     pub start: Val<'k, i32>,
     pub end: Val<'k, i32>,
 }
 
-/// Keys that some query sees, and where diagonals begin among them.
+/// Number of visible keys, and the position of the diagonals among them.
 #[derive(Clone, Copy)]
 pub struct Lengths<'k> {
-    /// How many.
+    /// Number of keys that some query sees.
     pub k: Val<'k, i32>,
-    /// The key that query 0 stands at, counted from the last query and the last key, and from the first ones.
+    /// Key on the diagonal of query 0, if the diagonal is aligned to the last query and key; `top_left`: to the first
+    /// ones.
     pub bottom_right: Val<'k, i32>,
     pub top_left: Val<'k, i32>,
 }
 
 impl<'k> Lengths<'k> {
-    /// Of the exchanged mask, whose rows are keys: there are `queries` columns, and diagonals have the other sign.
+    /// Lengths for the transposed mask, whose rows are keys: it has `queries` columns, and its diagonals change sign.
     #[track_caller]
     pub fn transposed(self, queries: Val<'k, i32>) -> Lengths<'k> {
         let zero = queries.literal(0);
@@ -41,8 +42,8 @@ impl Spans {
         Spans(mask.spans().to_vec())
     }
 
-    /// The same mask with queries and keys exchanged: which queries a key is seen by. Lengths are exchanged by
-    /// [`Lengths::transposed`].
+    /// The transposed mask: the interval of queries that see each key. [`Lengths::transposed`] gives the lengths for
+    /// it.
     pub fn transposed(&self) -> Spans {
         Spans(self.0.iter().map(Span::transposed).collect())
     }
@@ -51,7 +52,7 @@ impl Spans {
     pub fn bounded_right(&self) -> bool {
         self.0.iter().any(|span| span.right.is_some())
     }
-    /// Whether some rows begin after the first key.
+    /// Whether some rows start after the first key.
     pub fn bounded_left(&self) -> bool {
         self.0.iter().any(|span| span.left.is_some())
     }
@@ -75,7 +76,7 @@ impl Spans {
         keys
     }
 
-    /// Blocks of `cols` keys, from first to past the last, that some query of rows `first` to `last` sees; at least one.
+    /// First and past-the-last block of `cols` keys that some query of rows `first` to `last` sees; at least one block.
     #[track_caller]
     pub fn blocks<'k>(
         &self,
@@ -85,7 +86,7 @@ impl Spans {
         lengths: Lengths<'k>,
     ) -> [Val<'k, u32>; 2] {
         let cols = cols as i32;
-        // Intervals only move right with the row: the first row has the first key, the last row the last.
+        // Intervals move right as the row grows, so the first row has the first visible key and the last row the last.
         let end = match self.bounded_right() {
             true => self.keys(last, lengths).end.max(1).min(lengths.k),
             false => lengths.k,
@@ -100,50 +101,50 @@ impl Spans {
     }
 }
 
-/// A block of keys.
+/// A key block.
 #[derive(Clone, Copy)]
 pub struct Block<'k> {
-    /// Its first key.
+    /// Index of its first key.
     pub first: Val<'k, i32>,
-    /// Where blocks come from lists: whether every key of this one is seen, whatever the spans say, and how many keys there
-    /// are in all.
+    /// For blocks from lists: whether every key of this block is visible regardless of the spans, and the total number
+    /// of keys.
     pub full: Option<(Val<'k, bool>, Val<'k, i32>)>,
 }
 
 impl<'k> Block<'k> {
-    /// Whether it is seen whole.
+    /// Whether the block is full: every key is visible regardless of the spans. `None` without lists.
     pub fn is_full(&self) -> Option<Val<'k, bool>> {
         self.full.map(|(full, _)| full)
     }
 }
 
-/// Where the rows of a thread, and of its warpgroup, begin and end to see keys; constant over a tile.
+/// Limits of the visible keys for the rows of a thread and of its warpgroup; constant over a tile.
 pub struct Limits<'k, A = Acc<'k>> {
     spans: Spans,
-    /// The first key that each of the thread's rows sees and the one past the last, less the thread's first column.
+    /// First and past-the-last visible key of each of the thread's rows, minus the thread's first column.
     rows: Vec<[Var<'k, i32>; 2]>,
-    /// Keys that every row of the warpgroup sees: blocks inside need no mask.
+    /// First and past-the-last key that every row of the warpgroup sees. Blocks inside this interval need no mask.
     safe: [Var<'k, i32>; 2],
-    /// Whether the beginning of a row is looked at, and its end.
+    /// Whether the start of a row must be checked, and whether its end must be.
     sides: [bool; 2],
     view: PhantomData<A>,
 }
 
 impl<'k> Limits<'k> {
-    /// For the accumulators of `wgmma`.
+    /// Limits for the accumulators of `wgmma`.
     pub fn new(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         Limits::of_view(w, spans)
     }
 
-    /// For scores whose rows are keys and whose columns are queries, `spans` being transposed. Columns past the last
-    /// query need no mask (their probabilities are 0 by their LSE), rows past the last key do.
+    /// Limits for scores whose rows are keys and whose columns are queries, with transposed `spans`. Rows past the last
+    /// key need a mask. Columns past the last query do not, because their LSE makes their probabilities 0.
     pub fn of_keys(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         Limits { sides: [true, spans.bounded_right()], ..Limits::new(w, spans) }
     }
 }
 
 impl<'k, A: RowView<'k>> Limits<'k, A> {
-    /// For the accumulators of any tensor unit.
+    /// Limits for the accumulators of any tensor unit.
     pub fn of_view(w: &Scope<'k, Group>, spans: &Spans) -> Self {
         let pair = || [w.var(0i32), w.var(0i32)];
         let sides = [spans.bounded_left(), true];
@@ -151,10 +152,10 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         Limits { spans: spans.clone(), rows, safe: pair(), sides, view: PhantomData }
     }
 
-    /// For a tile of keys whose warpgroup's begin at `first`, of `count` in all.
+    /// Sets the limits for a tile of keys. The warpgroup's rows start at key `first`; the sequence has `count` keys.
     #[track_caller]
     pub fn set_keys(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, count: Val<'k, i32>, lengths: Lengths<'k>) {
-        /// Past every query.
+        /// Larger than any query index.
         const NEVER: i32 = 1 << 30;
         self.set(w, first, lengths);
         for (i, [start, _]) in self.rows.iter().enumerate() {
@@ -165,14 +166,14 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         start.set((first + A::GROUP_ROWS as i32).gt(count).select::<i32>(NEVER, start.get()));
     }
 
-    /// For a tile whose warpgroup's rows begin at `first`.
+    /// Sets the limits for a tile whose warpgroup's rows start at query `first`.
     #[track_caller]
     pub fn set(&self, w: &Scope<'k, Group>, first: Val<'k, i32>, lengths: Lengths<'k>) {
         let rows: Vec<_> = (0..A::ROWS).map(|i| first + A::first_row(w).to_i32() + A::row_offset(i) as i32).collect();
         self.set_queries(w, rows, [first, first + (A::GROUP_ROWS as i32 - 1)], lengths);
     }
 
-    /// For a tile whose thread has rows of these queries, and whose warpgroup has queries from the one to the other.
+    /// Sets the limits for a thread whose rows are these queries, in a warpgroup with queries `first` to `last`.
     #[track_caller]
     pub fn set_queries(
         &self,
@@ -192,7 +193,7 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         end.set(self.spans.keys(first, lengths).end);
     }
 
-    /// Whether the `i`-th of the thread's rows sees a key, or the key is in a block that is seen whole.
+    /// Whether the thread's `i`-th row sees a key, either through its limits or because the key's block is full.
     #[track_caller]
     pub fn sees(
         &self,
@@ -207,14 +208,14 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         full.map_or(seen, |full| seen | full)
     }
 
-    /// Both of these, of which only those are asked that the mask looks at.
+    /// The conjunction of both conditions, each built only if the mask checks that side.
     fn inside(&self, start: impl Fn() -> Val<'k, bool>, end: impl Fn() -> Val<'k, bool>) -> Option<Val<'k, bool>> {
         let [left, right] = self.sides;
         let sides = [right.then(end), left.then(start)];
         sides.into_iter().flatten().reduce(|a, b| a & b)
     }
 
-    /// Whether some row of the warpgroup does not see the whole of a block.
+    /// Whether some row of the warpgroup does not see the whole block.
     #[track_caller]
     pub fn cuts(&self, block: &Block<'k>, cols: u32) -> Val<'k, bool> {
         let ([left, right], end) = (self.sides, block.first + cols as i32);
@@ -226,14 +227,14 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         }
     }
 
-    /// Sets scores of keys that a row does not see to -inf.
+    /// Sets the scores of invisible keys to -inf.
     #[track_caller]
     pub fn apply(&self, w: &Scope<'k, Group>, s: &A, block: &Block<'k>) {
         self.apply_set(w, s, block, |_| {});
     }
 
-    /// The same, where `set` sets the limits of the thread's rows again, the same for the whole tile: they take no registers
-    /// where no block is cut.
+    /// Sets the scores of invisible keys to -inf. `set` recomputes the limits of the thread's rows, which are constant
+    /// over the tile, so they occupy registers only in blocks that need a mask.
     #[track_caller]
     pub fn apply_set(&self, w: &Scope<'k, Group>, s: &A, block: &Block<'k>, set: impl FnOnce(&Scope<'k, Group>)) {
         self.where_cut(w, s.cols(), block, set, |seen| {
@@ -245,7 +246,7 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         });
     }
 
-    /// Sets what was made of scores that a row does not see to 0, in fragments of as many columns as the block.
+    /// Zeroes the elements of invisible keys in two fragments with the block's columns.
     #[track_caller]
     pub fn hide<T: Half>(
         &self,
@@ -265,7 +266,8 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
         });
     }
 
-    /// Calls `change` where a block is cut, with what tells whether the thread's `i`-th element is seen.
+    /// Calls `change` in blocks that need a mask, with a function that tells whether the thread's `i`-th element is
+    /// visible.
     #[track_caller]
     fn where_cut(
         &self,
@@ -277,7 +279,7 @@ impl<'k, A: RowView<'k>> Limits<'k, A> {
     ) {
         w.when(self.cuts(block, cols), |w| {
             set(w);
-            // Of a block that is seen whole, whatever the spans say: as far as there are keys.
+            // In a full block, every existing key is visible, whatever the spans say.
             let bounds = |limits: [Val<'k, i32>; 2]| match block.full {
                 Some((full, all)) => {
                     let end = all - A::first_col(w).to_i32();

@@ -26,9 +26,9 @@ pub const FIRST_COUNTER: u32 = 2;
 #[derive(Clone, Copy)]
 pub struct Slot<'k> {
     pub tile: Val<'k, u32>,
-    /// The CTA's first split, and past its last: one split, or all of the tile.
+    /// First and past-the-last split of this CTA: one split, or all splits of the tile.
     pub ours: [Val<'k, u32>; 2],
-    /// Splits of the tile.
+    /// Number of splits of the tile.
     pub splits: Val<'k, u32>,
     pub batch: Val<'k, u32>,
     /// Head of k and v.
@@ -87,7 +87,7 @@ impl ResultArgs {
 
 /// The outputs and the workspace of splits among a kernel's parameters.
 pub struct Partials<'k, T> {
-    /// Elements of a row of o.
+    /// Elements per row of o.
     dv: u32,
     group: Divisor<'k>,
     counters: Pointer<'k, u32>,
@@ -108,13 +108,13 @@ pub struct Partials<'k, T> {
     room: Val<'k, u32>,
 }
 
-/// Where the results of a row lie.
+/// Addresses of a row's results.
 struct Place<'k, T> {
     o: Pointer<'k, Pair<T>>,
     lse: Pointer<'k, f32>,
-    /// The row's query head.
+    /// Query head of the row.
     head: Val<'k, u32>,
-    /// Whether the row is past the queries in use. `None` if no row can be.
+    /// Whether the row is past the queries in use; `None` if that cannot happen.
     unused: Option<Val<'k, bool>>,
 }
 
@@ -186,7 +186,7 @@ where
         [o, batch.mul_add(self.lse_heads, head).mul_wide(self.lse_rows) + query.to_u64()]
     }
 
-    /// Where the results of a tile's row lie.
+    /// Addresses of the results of a tile's row.
     fn place(&self, slot: &Slot<'k>, row: Val<'k, u32>) -> Place<'k, T> {
         let [query, own] = self.group.div_rem(slot.row + row);
         let head = slot.head * self.group.value() + own;
@@ -204,7 +204,7 @@ where
         [max, sum]: [Val<'k, f32>; 2],
         first: Val<'k, bool>,
     ) -> impl Fn(Val<'k, f32>) -> Val<'k, f32> {
-        // A sink is one more term of the sum: both are brought to the larger exponent.
+        // A sink is one more term of the sum: bring both to the larger exponent.
         let (max, sum, factor) = match self.sinks {
             Some(sinks) => {
                 let sink = sinks.of_head(w, place.head);
@@ -280,7 +280,7 @@ where
             w.each(0, slot.splits, TOGETHER, |w, start| {
                 let parts: Vec<_> = (0..TOGETHER)
                     .map(|i| {
-                        // Past the last split: the last one again, which raises no maximum, with a weight of 0.
+                        // Past the last split, read the last one again with weight 0; it cannot raise the maximum.
                         let split = (start + i).min(slot.splits - 1);
                         let row = self.first_row(slot, split) + row.to_u64();
                         let sums = self.sums.at_wide(row.mul_wide_64(2)).load_some::<_, 2>(w, 0);
@@ -319,7 +319,7 @@ where
     }
 }
 
-/// Factors of both sides of a merge.
+/// Weights of both sides of a merge.
 struct Weights<'k> {
     old: Val<'k, f32>,
     new: Val<'k, f32>,
@@ -348,7 +348,7 @@ pub struct Merged<'k> {
 }
 
 impl<'k> Merged<'k> {
-    /// For rows of `dv` elements.
+    /// Accumulators for rows of `dv` elements.
     pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
         let rows = || (0..Acc::ROWS).map(|_| w.var(0.0f32)).collect();
         Merged { o: w.accumulators(dv), max: rows(), sum: rows() }
@@ -383,7 +383,7 @@ impl<'k> Merged<'k> {
     }
 }
 
-/// The two neighbouring elements that a thread holds of its `row`-th row in the `j`-th period of columns.
+/// The two neighbouring elements of the thread's `row`-th row in the `j`-th period of columns.
 fn pair<'k>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
     [0, 1].map(|at| elements[Acc::index(row, j as usize, at)])
 }

@@ -1,4 +1,4 @@
-//! The non-finite path: computes rows again whose result is infinite or NaN, without their hidden keys.
+//! The non-finite path: recomputes rows whose result is infinite or NaN, without their hidden keys.
 //!
 //! A hidden key has a probability of 0, but 0 times an infinite or NaN value is NaN. Kernels never load keys that no query
 //! of a sequence can see. Keys that an expression hides are known only element by element, so they are loaded and
@@ -17,7 +17,7 @@ use fulgurite_core::Exp;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
 
-/// Elements that a thread loads at once.
+/// Elements that a thread loads at a time.
 const VECTOR: u32 = 8;
 
 /// A tensor of rows that threads read and write by address. Strides are in pairs of elements.
@@ -42,14 +42,14 @@ pub(crate) struct PlainArgs {
     pub q: PlainRows,
     pub k: PlainRows,
     pub v: PlainRows,
-    /// Vectors of a row of q and k.
+    /// Vectors per row of q and k.
     pub vectors: u32,
-    /// Elements of a row of v.
+    /// Elements per row of v.
     pub value_dim: u32,
 }
 
 impl PlainArgs {
-    /// For tensors whose keys begin with the first visible one.
+    /// Arguments for tensors whose keys start with the first visible one.
     pub fn new([q, k, v]: [DeviceTensor; 3]) -> PlainArgs {
         PlainArgs {
             q: PlainRows::new(&q),
@@ -82,18 +82,18 @@ pub struct Redo<'a, 'k> {
     pub work: &'a Work<'k>,
     pub unequal: Option<&'a Unequal<'k>>,
     pub lists: Option<&'a Lists<'k>>,
-    /// Keys of a key block.
+    /// Keys per key block.
     pub cols: u32,
     /// Visible keys of the sequence.
     pub keys: Val<'k, u32>,
-    /// Number of the first visible key in the sequence.
+    /// Index of the first visible key in the sequence.
     pub first: Val<'k, u32>,
     pub limits: &'a Limits<'k>,
     pub modify: &'a Modify<'a, 'k>,
-    /// Finds the thread's two rows when they are needed. A row past the last one may be any row of the sequence: its result
-    /// is not stored.
+    /// Finds the thread's two rows when they are needed. A row past the last one may be any row of the sequence,
+    /// because its result is not stored.
     pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
-    /// The first column of v, if it is not 0.
+    /// First column of v, if it is not 0.
     pub first_column: Option<Val<'k, u32>>,
     /// The exponential that computes p.
     pub exp: Exp,
@@ -101,7 +101,7 @@ pub struct Redo<'a, 'k> {
     pub scale: Val<'k, f32>,
 }
 
-/// Sets the tile that masks and modifiers are prepared for.
+/// Selects the tile for which masks and modifiers are prepared.
 type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
 /// The queries of a thread's two rows.
@@ -109,7 +109,7 @@ type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 pub struct Rows<'k> {
     pub queries: [Val<'k, u32>; 2],
     pub heads: [Val<'k, u32>; 2],
-    /// Their head of k and v.
+    /// Key/value head of both rows.
     pub kv_head: Val<'k, u32>,
 }
 
@@ -126,7 +126,7 @@ where
         }
     }
 
-    /// A row of the tile's sequence.
+    /// Address of a row of the tile's sequence.
     fn at(&self, redo: &Redo<'_, 'k>, of: Of, row: Val<'k, u32>, head: Val<'k, u32>) -> Pointer<'k, Pair<T>> {
         let (row, batch) = match redo.unequal {
             Some(unequal) => (unequal.slice(redo.work, of).start + row, row.literal(0)),
@@ -154,8 +154,8 @@ where
         }
     }
 
-    /// Accumulates again where a sum is not finite. Masks and modifiers may already be prepared for the next tile: `turn`
-    /// prepares them for this tile and back.
+    /// Recomputes the tile if a sum is not finite. Masks and modifiers may already be prepared for the next tile:
+    /// `turn` prepares them for this tile and then for the next one again.
     pub fn run(
         &self,
         w: &Scope<'k, Group>,
@@ -181,7 +181,7 @@ where
         w.each(first, end, 1u32, |w, n| {
             let tag = redo.lists.map(|lists| lists.block(w, redo.work, n, redo.keys));
             let start = tag.map_or(n * redo.cols, |tag| tag.key());
-            // As many keys at a time as lanes share rows: each lane computes the scores of one.
+            // Process as many keys at a time as lanes share a row: each lane computes the score of one key.
             w.each(0u32, redo.cols, Acc::LANES, |w, part| self.four(w, redo, &rows, (start + part, tag), o, totals));
         });
     }
@@ -238,7 +238,7 @@ where
         }
     }
 
-    /// The product of the thread's `i`-th query and a key.
+    /// Dot product of the thread's `i`-th query and a key.
     fn dot(
         &self,
         w: &Scope<'k, Group>,

@@ -1,4 +1,4 @@
-//! Copies of tensors that the copy engine cannot address.
+//! Packed copies of tensors that the copy engine cannot address.
 //!
 //! The copy engine needs addresses and strides that are multiples of 16 bytes, head dimensions that are multiples of 8, and,
 //! for ragged batches, sequences that begin at whole rows. Other inputs are packed before the launches that read them; other
@@ -54,7 +54,7 @@ struct CopyParams<'k> {
     units: Divisor<'k>,
     heads: Divisor<'k>,
     rows: Divisor<'k>,
-    /// Elements from one batch, row and head to the next.
+    /// Strides of batch, row and head, in elements.
     strides: [Val<'k, u64>; 3],
 }
 
@@ -236,7 +236,7 @@ fn copy(
 
 /// Whether the copy engine can address a tensor. It never gets a tensor without elements.
 fn is_fine(placed: &DeviceTensor, unequal: bool) -> bool {
-    /// Strides of the copy engine end here, in elements.
+    /// Upper limit of the copy engine's strides, in elements.
     const FAR: u64 = 1 << 39;
     let steps = placed.strides.iter().all(|stride| stride.is_multiple_of(UNIT) && *stride < FAR);
     let whole_rows = !unequal || placed.step().is_some();

@@ -1,6 +1,6 @@
-//! Which unit sums the rows of p.
+//! The unit that sums the rows of p.
 
-/// Which unit sums the rows of p.
+/// The unit that sums the rows of p.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Added {
     /// Each thread sums its own elements: p before rounding, one instruction per element.
@@ -10,10 +10,10 @@ pub enum Added {
 }
 
 impl Added {
-    /// The word for each in a configuration's text.
+    /// The word for each variant in a configuration's text.
     pub(crate) const NAMES: [(&str, Added); 2] = [("threads", Added::ByThreads), ("column", Added::ByColumn)];
 
-    /// Partial sums of a row that a thread keeps.
+    /// Number of partial sums that a thread keeps per row.
     pub(crate) fn chains(self) -> usize {
         match self {
             Added::ByThreads => 2,

@@ -1,7 +1,7 @@
-//! The tile scheduler: which tile of queries comes next, and where its sequence lies.
+//! The tile scheduler: the order of query tiles, and the position of each tile's sequence.
 //!
-//! A counter hands out tile numbers. In a batch of equal sequences, a number determines its tile. In a ragged batch, the
-//! loading thread walks along the sequences as the numbers grow.
+//! A counter hands out tile numbers. In a batch of equal sequences, a number determines its tile. In a ragged batch,
+//! the loading thread walks along the sequences as the numbers grow.
 
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
@@ -9,25 +9,26 @@ use fulgurite_core::Layout;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
 
-/// Which lengths differ from sequence to sequence.
+/// The lengths that differ between sequences.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ragged {
-    /// Sequences lie one after the other, found by offsets. Otherwise each has memory for the same number of rows.
+    /// Whether sequences are stored back to back and found by offsets. Otherwise each has memory for the same number of
+    /// rows.
     pub packed: bool,
-    /// Used lengths of queries are given.
+    /// Whether used lengths of queries are given.
     pub used_q: bool,
-    /// Used lengths of keys are given.
+    /// Whether used lengths of keys are given.
     pub used_k: bool,
 }
 
 impl Ragged {
-    /// Whether any sequence has a length of its own.
+    /// Whether any sequence has its own length.
     pub fn any(self) -> bool {
         self.packed || self.used_q || self.used_k
     }
 }
 
-/// Where a ragged sequence lies in the tensors, and its lengths.
+/// Position of a ragged sequence in the tensors, and its lengths.
 #[derive(Clone, Copy)]
 pub struct Sequence<'k> {
     /// First row of packed q and o.
@@ -39,9 +40,10 @@ pub struct Sequence<'k> {
     pub k_len: Val<'k, u32>,
     /// First row of packed k and v.
     pub k_start: Val<'k, u32>,
-    /// The first key that some query sees. Kernels never load invisible keys at either end: 0 times NaN would still show.
+    /// The first key that some query sees. Kernels never load invisible keys at either end: 0 times NaN would still be
+    /// NaN.
     pub first: Val<'k, u32>,
-    /// Keys from the first visible one to the last.
+    /// Number of keys from the first visible one to the last.
     pub seen: Val<'k, u32>,
 }
 
@@ -60,7 +62,7 @@ impl<'k> Sequence<'k> {
     }
 }
 
-/// Names of the parameters for the rows from one sequence to the next, one for each tensor.
+/// Names of the parameters for the row stride between sequences, one for each tensor.
 pub const STEPS: [&str; 4] = ["q_step", "k_step", "v_step", "o_step"];
 
 /// A tensor of rows, in the order of [`STEPS`].
@@ -72,7 +74,7 @@ pub enum Of {
     O,
 }
 
-/// Words of a sequence in a message.
+/// Number of words that describe a sequence in a message.
 const WORDS: usize = 7;
 
 /// A tile of queries, as the loading thread announces it to the compute warpgroups.
@@ -82,22 +84,22 @@ pub struct Work<'k> {
     pub row: Val<'k, u32>,
     pub head: Val<'k, u32>,
     pub batch: Val<'k, u32>,
-    /// Key blocks, from the first to past the last. An end of 0 means that there are no more tiles.
+    /// First and past-the-last key block. An end of 0 means that there are no more tiles.
     pub blocks: [Val<'k, u32>; 2],
     /// The sequence of a ragged batch.
     pub sequence: Option<Sequence<'k>>,
 }
 
-/// Which words a tile's message has.
+/// The words that a tile's message contains.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// The first key block may be other than 0.
+    /// Whether the first key block may differ from 0.
     pub first: bool,
     pub ragged: bool,
 }
 
 impl Shape {
-    /// Words of a message.
+    /// Number of words in a message.
     pub fn words(self) -> usize {
         if self.ragged { (5 + WORDS).next_multiple_of(4) } else { 8 }
     }
@@ -150,17 +152,17 @@ impl<'k> WorkVars<'k> {
     }
 }
 
-/// Tiles of a batch of equal sequences.
+/// The tiles of a batch of equal sequences.
 ///
-/// Bands of `order` (head, sequence) pairs come one after the other; the keys of a band fit L2. The last band has `last`
-/// pairs. In a band, the last rows go first, because under a causal mask they have the most keys.
+/// Bands of `order` (head, sequence) pairs follow each other; the keys of a band fit in L2. The last band has `last`
+/// pairs. Within a band, the last rows go first, because under a causal mask they have the most keys.
 pub struct Equal<'k> {
     pub tiles: Val<'k, u32>,
     m_tiles: Val<'k, u32>,
     pub pairs: Val<'k, u32>,
-    /// Bands before the last one.
+    /// Number of bands before the last one.
     bands: Val<'k, u32>,
-    /// Tiles of each of them.
+    /// Tiles per band, in all bands but the last.
     band: Divisor<'k>,
     order: Divisor<'k>,
     last: Divisor<'k>,
@@ -180,14 +182,14 @@ impl<'k> Equal<'k> {
         }
     }
 
-    /// Batch and head of a tile, and its number among the head's tiles in the order of rows.
+    /// Batch and head of a tile, and its index among the head's tiles in row order.
     #[track_caller]
     pub fn find(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let [batch, head, up] = self.place(heads, tile);
         [batch, head, self.m_tiles - 1 - up]
     }
 
-    /// Batch and head of a tile, and the number of the head's tiles that go before it.
+    /// Batch and head of a tile, and the number of the head's tiles that precede it in the schedule.
     #[track_caller]
     pub fn place(&self, heads: Divisor<'k>, tile: Val<'k, u32>) -> [Val<'k, u32>; 3] {
         let number = self.band.div_rem(tile)[0].min(self.bands);
@@ -197,7 +199,7 @@ impl<'k> Equal<'k> {
         [batch, head, up]
     }
 
-    /// Tiles of a head.
+    /// Number of tiles per head.
     pub fn tiles_of_head(&self) -> Val<'k, u32> {
         self.m_tiles
     }
@@ -238,7 +240,7 @@ pub struct SequenceArgs {
     rows: [u32; 2],
     offsets: Option<[Span; 2]>,
     used: [Option<Span>; 2],
-    /// Rows from one sequence to the next in each tensor of rows; empty for packed sequences.
+    /// Row stride between sequences in each tensor of rows; empty for packed sequences.
     pub steps: Vec<u32>,
 }
 
@@ -262,13 +264,14 @@ impl SequenceArgs {
     }
 }
 
-/// Where ragged sequences begin and how long they are, for queries (side 0) and keys (side 1).
+/// Start and length of ragged sequences, for queries (side 0) and keys (side 1).
 pub struct Sides<'k> {
     ragged: Ragged,
-    /// The side whose tiles are walked. Packed batches have one more sequence of this side: the rows of no sequence.
+    /// The side whose tiles the scheduler walks. Packed batches have one extra sequence on this side: the rows of no
+    /// sequence.
     walked: usize,
     batch: Val<'k, u32>,
-    /// Rows of each sequence's memory, or of the whole tensors if they are packed.
+    /// Rows of each sequence's memory, or of the whole tensor if sequences are packed.
     rows: [Val<'k, u32>; 2],
     offsets: Option<[Pointer<'k, u32>; 2]>,
     used: [Option<Pointer<'k, u32>>; 2],
@@ -291,12 +294,13 @@ impl<'k> Sides<'k> {
         Sides { ragged, walked, batch, rows, offsets, used }
     }
 
-    /// Number of sequences that are walked.
+    /// Number of sequences to walk.
     pub fn count(&self) -> Val<'k, u32> {
         if self.ragged.packed { self.batch + 1 } else { self.batch }
     }
 
-    /// First row (of a packed tensor) and rows of a sequence. Offsets that do not ascend give sequences without rows.
+    /// First row (in a packed tensor) and number of rows of a sequence. Offsets that do not ascend give empty
+    /// sequences.
     #[track_caller]
     pub fn room<W: Who>(&self, t: &Scope<'k, W>, side: usize, sequence: Val<'k, u32>) -> [Val<'k, u32>; 2] {
         let rows = self.rows[side];
@@ -305,7 +309,7 @@ impl<'k> Sides<'k> {
                 let start = offsets[side].load(t, sequence).min(rows);
                 let last = sequence.eq(self.batch);
                 let end = offsets[side].load(t, (sequence + 1).min(self.batch)).min(rows);
-                // The extra sequence has the rows behind the last one on the walked side, and none on the other.
+                // The extra sequence has the rows after the last sequence on the walked side, and none on the other.
                 let end = last.select::<u32>(if side == self.walked { rows } else { start }, end);
                 [start, end.max(start) - start]
             }
@@ -313,7 +317,7 @@ impl<'k> Sides<'k> {
         }
     }
 
-    /// Number of a sequence's first step of `rows` queries. Sequences do not share steps, and each has at least one.
+    /// Index of a sequence's first step of `rows` queries. Sequences do not share steps, and each has at least one.
     #[track_caller]
     pub fn first_step<W: Who>(&self, t: &Scope<'k, W>, sequence: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
         match self.offsets {
@@ -322,7 +326,7 @@ impl<'k> Sides<'k> {
         }
     }
 
-    /// The sequence that a step belongs to: the last one whose first step is not after it.
+    /// The sequence of a step: the last one whose first step is not after it.
     pub fn of_step<W: Who>(&self, t: &Scope<'k, W>, step: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
         let (low, high) = (t.var(0u32), t.var(self.count()));
         t.repeat(|t, leave| {
@@ -335,7 +339,7 @@ impl<'k> Sides<'k> {
         low.get()
     }
 
-    /// Rows of a sequence that are in use, at most `room`.
+    /// Number of rows of a sequence in use, at most `room`.
     #[track_caller]
     pub fn used<W: Who>(
         &self,
@@ -356,19 +360,19 @@ impl<'k> Sides<'k> {
     }
 }
 
-/// Tiles of a ragged batch, sequence by sequence.
+/// The tiles of a ragged batch, sequence by sequence.
 pub struct Unequal<'k> {
     pub sides: Sides<'k>,
-    /// Rows from one sequence to the next in each tensor of rows, unless they are packed.
+    /// Row stride between sequences in each tensor of rows; `None` if sequences are packed.
     steps: Option<Vec<Val<'k, u32>>>,
 }
 
-/// The current sequence of a walk along a ragged batch.
+/// The current sequence while the scheduler walks along a ragged batch.
 pub struct Walk<'k> {
     sequence: Var<'k, u32>,
-    /// Number of its first tile.
+    /// Index of its first tile.
     first_tile: Var<'k, u32>,
-    /// Its tiles in all heads.
+    /// Number of its tiles in all heads.
     tiles: Var<'k, u32>,
     start: Var<'k, u32>,
     room: Var<'k, u32>,
@@ -378,7 +382,7 @@ pub struct Walk<'k> {
 pub struct RaggedTile<'k> {
     pub batch: Val<'k, u32>,
     pub head: Val<'k, u32>,
-    /// Number among the head's tiles, in the order of rows.
+    /// Index among the head's tiles, in row order.
     pub number: Val<'k, u32>,
     pub sequence: Sequence<'k>,
 }
@@ -403,7 +407,7 @@ impl<'k> Unequal<'k> {
         self.steps.as_ref().map_or(start, |steps| batch * steps[tensor])
     }
 
-    /// The rows of a tile's sequence in a tensor. For k and v: the visible rows.
+    /// The rows of a tile's sequence in a tensor; for k and v, only the visible rows.
     #[track_caller]
     pub fn slice(&self, work: &Work<'k>, of: Of) -> Slice<'k> {
         let sequence = work.sequence.expect("bug in fulgurite: a tile without its sequence");
@@ -420,7 +424,7 @@ impl<'k> Unequal<'k> {
         (room + (rows - 1)) / rows * heads
     }
 
-    /// A walk that stands before the first tile.
+    /// Starts a walk before the first tile.
     pub fn start(&self, t: &Scope<'k, Thread>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
         let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
         Walk {
@@ -432,7 +436,8 @@ impl<'k> Unequal<'k> {
         }
     }
 
-    /// Walks on to the sequence of a tile. Returns whether the tile exists. Callers ask for tiles in ascending order.
+    /// Advances the walk to the sequence of a tile, and returns whether the tile exists. Callers must ask in ascending
+    /// order.
     pub fn seek(
         &self,
         t: &Scope<'k, Thread>,
@@ -455,13 +460,13 @@ impl<'k> Unequal<'k> {
         (tile - walk.first_tile.get()).lt(walk.tiles.get())
     }
 
-    /// Number of tiles, once the walk is at its end.
+    /// Total number of tiles, once the walk has reached its end.
     pub fn total(walk: &Walk<'k>) -> Val<'k, u32> {
         walk.first_tile.get() + walk.tiles.get()
     }
 
-    /// For a tile of the walk's sequence: the sequence, the head, the number of the head's tiles that go before it, and the
-    /// number of the head's tiles.
+    /// For a tile of the walk's sequence: the sequence, the head, the number of the head's tiles that precede it in the
+    /// schedule, and the number of the head's tiles.
     #[track_caller]
     pub fn place(&self, walk: &Walk<'k>, tile: Val<'k, u32>, heads: Divisor<'k>) -> [Val<'k, u32>; 4] {
         let [up, head] = heads.div_rem(tile - walk.first_tile.get());
@@ -483,19 +488,19 @@ impl<'k> Unequal<'k> {
         RaggedTile { batch: sequence, head, number: m_tiles - 1 - up, sequence: sequence_of }
     }
 
-    /// A sequence by its number.
+    /// A sequence by its index.
     pub fn sequence<W: Who>(&self, t: &Scope<'k, W>, number: Val<'k, u32>, spans: &Spans) -> Sequence<'k> {
         let queries = self.sides.room(t, 0, number);
         self.lengths(t, number, queries, Some(spans))
     }
 
-    /// Rows of packed q and o that belong to no sequence, from the first to past the last.
+    /// First and past-the-last row of packed q and o that belong to no sequence.
     pub fn rest<W: Who>(&self, t: &Scope<'k, W>) -> Option<[Val<'k, u32>; 2]> {
         let Sides { ragged, batch, rows, .. } = &self.sides;
         ragged.packed.then(|| [self.sides.room(t, 0, *batch)[0], rows[0]])
     }
 
-    /// A sequence whose first row and rows of queries are known.
+    /// A sequence whose first query row and number of query rows are known.
     fn lengths<W: Who>(
         &self,
         t: &Scope<'k, W>,

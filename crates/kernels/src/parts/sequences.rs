@@ -1,6 +1,6 @@
-//! The sequences of a batch: equal in length, or ragged with lengths of their own.
+//! The sequences of a batch: all equal in length, or ragged.
 //!
-//! Kernels ask [`Sequences`] where rows lie and how long a sequence is; only this module knows which kind a batch has.
+//! Kernels ask [`Sequences`] for row positions and sequence lengths; only this module distinguishes the two kinds.
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceTensor;
@@ -9,8 +9,8 @@ use crate::parts::schedule::{Of, Ragged, STEPS, Sequence, SequenceArgs, Unequal,
 use fulgurite_core::Mask;
 use fulgurite_ptx::{Scope, Val, Who};
 
-/// Keys of equal sequences that some query sees. A launch leaves the others out: a hidden key has a probability of 0, and 0
-/// times an infinity or NaN in its value would still show.
+/// Visible keys of equal sequences. A launch leaves the others out: a hidden key has probability 0, but 0 times an
+/// infinite or NaN value would still be NaN.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Visible {
     pub first: u64,
@@ -40,7 +40,7 @@ impl Visible {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DenseArgs {
     pub q_len: u64,
-    /// Keys of a sequence, visible or not.
+    /// Keys per sequence, visible or not.
     pub k_len: u64,
     pub visible: Visible,
 }
@@ -48,17 +48,17 @@ pub(crate) struct DenseArgs {
 /// A batch of sequences of equal lengths.
 pub(crate) struct Dense<'k> {
     pub q_len: Val<'k, u32>,
-    /// Counted over the visible keys.
+    /// Lengths of the visible keys.
     pub lengths: Lengths<'k>,
     counted: Option<CountedKeys<'k>>,
 }
 
-/// Keys as expressions count them.
+/// Key indices as expressions see them: hidden keys count.
 #[derive(Clone, Copy)]
 struct CountedKeys<'k> {
-    /// Number of the first visible key.
+    /// Index of the first visible key.
     first: Val<'k, u32>,
-    /// Keys of a sequence, visible or not.
+    /// Keys per sequence, visible or not.
     all: Val<'k, u32>,
 }
 
@@ -75,7 +75,7 @@ impl<'k> Dense<'k> {
         Dense { q_len, lengths: Lengths { k: k_len.to_i32(), bottom_right, top_left }, counted: None }
     }
 
-    /// Declares the parameters of keys as expressions count them.
+    /// Declares the parameters of key indices as expressions see them.
     pub fn counting<C: 'static>(self, p: &Params<'k, C>, at: impl Lens<C, DenseArgs>) -> Self {
         let first = p.u32("first_key", move |call| at(call).visible.first as u32);
         let all = p.u32("all_keys", move |call| at(call).k_len as u32);
@@ -88,7 +88,7 @@ impl<'k> Dense<'k> {
 pub(crate) struct Counts<'k> {
     pub q_len: Val<'k, u32>,
     pub k_len: Val<'k, u32>,
-    /// Number of the first visible key.
+    /// Index of the first visible key.
     pub first_key: Val<'k, u32>,
 }
 
@@ -96,16 +96,16 @@ pub(crate) struct Counts<'k> {
 #[derive(Clone, Copy)]
 pub(crate) struct VisibleKeys<'k> {
     pub count: Val<'k, u32>,
-    /// Number of the first one.
+    /// Index of the first visible key.
     pub first: Val<'k, u32>,
 }
 
-/// One sequence of a batch, found by its number.
+/// One sequence of a batch, found by its index.
 #[derive(Clone, Copy)]
 pub(crate) struct SequenceOfBatch<'k> {
-    /// `None` if all sequences are equal.
+    /// `None` if all sequences have equal length.
     pub sequence: Option<Sequence<'k>>,
-    /// Rows of queries that the sequence has memory for.
+    /// Number of query rows that the sequence has memory for.
     pub q_rows: Val<'k, u32>,
     /// Queries in use; at least one in a ragged batch.
     pub q_len: Val<'k, u32>,
@@ -115,7 +115,7 @@ pub(crate) struct SequenceOfBatch<'k> {
 /// A tile of queries of any schedule.
 pub(crate) trait QueryTile<'k> {
     fn batch(&self) -> Val<'k, u32>;
-    /// The tile as ragged sequences need it.
+    /// The tile's message, which ragged sequences need.
     fn work(&self) -> Work<'k>;
 }
 
@@ -148,7 +148,7 @@ impl<'k> Sequences<'k> {
         }
     }
 
-    /// Declares the parameters of keys as expressions count them, where lengths do not tell.
+    /// Declares the parameters of key indices as expressions see them, if the lengths do not give them.
     pub fn counting<C: 'static>(self, p: &Params<'k, C>, at: impl Lens<C, DenseArgs>) -> Self {
         match self {
             Sequences::Dense(dense) => Sequences::Dense(dense.counting(p, at)),
@@ -186,7 +186,7 @@ impl<'k> Sequences<'k> {
         }
     }
 
-    /// Lengths for expressions; `None` if the kernel has none.
+    /// Lengths for expressions; `None` if the kernel has no expressions.
     pub fn counts(&self, sequence: Option<Sequence<'k>>) -> Option<Counts<'k>> {
         match self {
             Sequences::Ragged(_) => {
@@ -221,7 +221,7 @@ impl<'k> Sequences<'k> {
         }
     }
 
-    /// A sequence by its number.
+    /// A sequence by its index.
     #[track_caller]
     pub fn of_batch<W: Who>(&self, w: &Scope<'k, W>, batch: Val<'k, u32>, spans: &Spans) -> SequenceOfBatch<'k> {
         match self {
@@ -230,7 +230,7 @@ impl<'k> Sequences<'k> {
             }
             Sequences::Ragged(unequal) => {
                 let sequence = unequal.sequence(w, batch, spans);
-                // Rows past the last query in use are computed as if they were that query.
+                // Rows past the last query in use are computed as copies of that query.
                 let q_len = sequence.q_len.max(1);
                 let (q_rows, lengths) = (sequence.q_room, sequence.lengths());
                 SequenceOfBatch { sequence: Some(sequence), q_rows, q_len, lengths }
@@ -238,7 +238,7 @@ impl<'k> Sequences<'k> {
         }
     }
 
-    /// The ragged sequences, if they are.
+    /// The ragged sequences; `None` if all sequences are equal.
     pub fn ragged(&self) -> Option<&Unequal<'k>> {
         match self {
             Sequences::Ragged(unequal) => Some(unequal),
@@ -246,7 +246,7 @@ impl<'k> Sequences<'k> {
         }
     }
 
-    /// Queries of every sequence, if they are equal.
+    /// Queries per sequence; `None` if the batch is ragged.
     pub fn q_len(&self) -> Option<Val<'k, u32>> {
         match self {
             Sequences::Dense(dense) => Some(dense.q_len),

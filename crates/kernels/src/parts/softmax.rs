@@ -1,7 +1,7 @@
 //! The online softmax of a warpgroup's rows, for accumulators of any tensor unit ([`RowView`]).
 //!
-//! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The running maximum is kept by the
-//! rescale policy; all three give the same result up to rounding.
+//! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The rescale policy decides when m is
+//! updated; all three policies give the same result up to rounding.
 
 use crate::parts::exp::exp2;
 use crate::parts::row_sums::Added;
@@ -9,25 +9,25 @@ use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
 use std::marker::PhantomData;
 
-/// Below every score, and finite: a row that has seen no key subtracts it, not -inf from -inf.
+/// A finite bound below every score. A row that has seen no key subtracts it, which avoids -inf minus -inf.
 const FLOOR: f32 = -1e30;
 
 /// The scores of a block on their way into the softmax.
 pub trait Scores<'k> {
-    /// The power of two of an element, from what the product gave and from what its row is shifted by. `row` is one of the
-    /// thread's rows, `col` the column less the thread's first.
+    /// The exponent (a power of two) of an element, from its raw product and the shift of its row. `row` is one of the
+    /// thread's rows, `col` the column relative to the thread's first.
     fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32>;
 
-    /// Whether the powers asked for so far may be wrong, and the block must be done again.
+    /// Whether the exponents requested so far may be wrong, so that the block must be recomputed.
     fn doubt(&self) -> Option<Val<'k, bool>> {
         None
     }
 
-    /// Makes the accumulators hold the scores themselves, masked and modified.
+    /// Stores the exact scores, masked and modified, in the accumulators.
     fn settle(&self, _: &Scope<'k, Group>) {}
 }
 
-/// Accumulators that hold the scores themselves, and what they are multiplied by.
+/// Accumulators that hold the exact scores, and the factor that scales them.
 pub struct Settled<'k>(pub Val<'k, f32>);
 
 impl<'k> Scores<'k> for Settled<'k> {
@@ -41,41 +41,41 @@ pub struct Softmax<'k, A = Acc<'k>> {
     pub scale: Val<'k, f32>,
     pub rescale: Rescale,
     pub exp: Exp,
-    /// The second counts blocks that were done again.
+    /// The second counter counts blocks that were recomputed.
     pub counters: Pointer<'k, u32>,
     /// m of each row.
     max: Vec<Var<'k, f32>>,
     /// -m scale of each row, added to the scaled scores.
     shift: Vec<Var<'k, f32>>,
     added: Added,
-    /// Chains of partial sums of each row, where threads add: two chains of additions instead of one.
+    /// Partial sums of each row, if threads sum: two independent chains of additions instead of one.
     sums: Vec<Vec<Var<'k, f32>>>,
     view: PhantomData<A>,
 }
 
-/// What the numerators of a block leave beside p.
+/// Results of a block's numerators besides p.
 struct Made<'k> {
-    /// Chains of partial sums of each row, where threads add.
+    /// Partial sums of each row, if threads sum.
     sums: Vec<Vec<Val<'k, f32>>>,
-    /// All bits of p, where they do not.
+    /// The bitwise or of all p, if the tensor cores sum.
     bits: Option<Val<'k, u32>>,
 }
 
-/// What a tile needs to know of the thread's rows at the end.
+/// Maximum and sum of each of the thread's rows, which the end of a tile needs.
 pub struct Totals<'k> {
     pub max: Vec<Val<'k, f32>>,
     pub sum: Vec<Val<'k, f32>>,
 }
 
 impl<'k> Totals<'k> {
-    /// The same with maxima in powers of two.
+    /// These totals with maxima scaled to powers of two.
     pub fn scaled(self, scale: Val<'k, f32>) -> Totals<'k> {
         Totals { max: self.max.into_iter().map(|max| max * scale).collect(), ..self }
     }
 }
 
 impl<'k> Softmax<'k> {
-    /// For the accumulators of `wgmma`.
+    /// The softmax for the accumulators of `wgmma`.
     pub fn new(
         w: &Scope<'k, Group>,
         scale: Val<'k, f32>,
@@ -89,7 +89,7 @@ impl<'k> Softmax<'k> {
 }
 
 impl<'k, A: RowView<'k>> Softmax<'k, A> {
-    /// For the accumulators of any tensor unit.
+    /// The softmax for the accumulators of any tensor unit.
     pub fn of_view(
         w: &Scope<'k, Group>,
         scale: Val<'k, f32>,
@@ -103,8 +103,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Softmax { scale, rescale, exp, counters, max: rows(), shift: rows(), added, sums, view: PhantomData }
     }
 
-    /// How many powers of two p is smaller than what it stands for: where nobody adds up what is in registers, a p of 2 or
-    /// more, which a bit of it shows, says that the maximum is too low.
+    /// The number of powers of two by which p is stored smaller than its true value. If no thread sums p, the kernel
+    /// detects a maximum that is too low by p >= 2, which a single bit of p shows.
     fn margin(&self) -> Option<f32> {
         match (self.added, self.rescale) {
             (Added::ByColumn, Rescale::Optimistic(limit)) => Some(limit.log2() - 1.0),
@@ -112,12 +112,12 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         }
     }
 
-    /// The largest score of each row, over the lanes that share it.
+    /// The largest score of each row, reduced over the lanes that share it.
     fn row_max(&self, w: &Scope<'k, Group>, s: &A) -> Vec<Val<'k, f32>> {
         let row_max = |row: usize| {
             let own: Vec<Val<'k, f32>> =
                 s.elements().enumerate().filter(|(i, _)| A::row_of(*i) == row).map(|(_, x)| x).collect();
-            // Two chains.
+            // Two independent chains of comparisons instead of one.
             let chain = |odd: usize| own.iter().skip(odd).step_by(2).copied().reduce(|a, b| a.max(b));
             let (a, b) = (chain(0), chain(1));
             let most = a.zip(b).map(|(a, b)| a.max(b)).expect("bug in fulgurite: a tile without columns");
@@ -138,7 +138,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Settled(self.scale)
     }
 
-    /// p of every score, packed into `p`.
+    /// Computes p of every score and packs it into `p`.
     fn numerators<T: Half>(&self, s: &A, p: &Fragment<'k, T>, scores: &mut dyn Scores<'k>) -> Made<'k>
     where
         Pair<T>: Word,
@@ -170,23 +170,24 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         Made { sums: sums.collect(), bits }
     }
 
-    /// Whether p is no function of the difference to any maximum but the row's last: all scores are seen before the first p.
+    /// Whether p depends on the final maximum of its row, so that all scores must be seen before the first p.
     pub fn scans(&self) -> bool {
         matches!(self.exp, Exp::Sas { .. })
     }
 
-    /// Before the first block of a tile.
+    /// Resets the maxima before the first block of a tile.
     pub fn forget(&self) {
         self.max.iter().for_each(|max| max.set(FLOOR));
     }
 
-    /// Raises the maxima to those of a block.
+    /// Raises the maxima to include those of a block.
     pub fn see(&self, w: &Scope<'k, Group>, s: &A) {
         let new = self.row_max(w, s);
         self.set_max(new.into_iter().zip(&self.max).map(|(new, max)| new.max(max.get())).collect());
     }
 
-    /// The first block of a tile: its own maximum, unless all were seen, and fresh sums.
+    /// Processes the first block of a tile: sets the maximum from the block, unless a scan has already found it, and
+    /// starts the sums.
     pub fn first<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>)
     where
         Pair<T>: Word,
@@ -199,8 +200,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         self.sums.iter().flatten().zip(made.sums.iter().flatten()).for_each(|(var, &sum)| var.set(sum));
     }
 
-    /// A later block: the sums grow. Products into `o` may still run; they are waited for before this returns, and `o`
-    /// has the new scale.
+    /// Processes a later block and adds to the sums. Products into `o` may still run: this function waits for them, and
+    /// returns with `o` in the new scale.
     pub fn next<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>)
     where
         Pair<T>: Word,
@@ -214,7 +215,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         self.raise(w, s, p, o, tau);
     }
 
-    /// Uses the old maximum unseen; where a sum shows that it was too low, does the block again with the true one.
+    /// Uses the old maximum without looking at the scores. If a sum shows that it was too low, recomputes the block
+    /// with the true maximum.
     fn trust<T: Half>(
         &self,
         w: &Scope<'k, Group>,
@@ -226,7 +228,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
     ) where
         Pair<T>: Word,
     {
-        /// Of either half, set if it is 2 or more, or no number.
+        /// The bit of each half that is set if the half is at least 2, infinite or NaN.
         const TWO: u32 = 0x4000_4000;
         let made = self.numerators(s, p, scores);
         let parts: Vec<Var<'k, f32>> = made.sums.iter().flatten().map(|&sum| w.var(sum)).collect();
@@ -237,7 +239,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
             (None, None) => unreachable!("bug in fulgurite: a tile without columns"),
         };
         let again = scores.doubt().map_or(low, |doubt| low | doubt);
-        // The branch needs every exponential, so the wait below stays behind them.
+        // The branch depends on every exponential, so the assembler cannot hoist the wait below above them.
         w.when_rarely(w.any(again), |w| {
             w.when(w.lane().eq(0), |w| {
                 self.counters.fetch_add(w, 1, 1);
@@ -253,7 +255,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         A::wait(w);
     }
 
-    /// Raises the maximum where the block's is larger (by more than `tau` powers of two), and rescales.
+    /// Raises the maximum if the block's is larger (by more than `tau` powers of two), and rescales.
     fn raise<T: Half>(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, tau: Option<f32>)
     where
         Pair<T>: Word,
@@ -280,7 +282,7 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         }
     }
 
-    /// Takes the larger of the old and these maxima, rescales the sums, and says by how much.
+    /// Raises the maxima to at least `new`, rescales the sums, and returns the scale factors.
     fn raise_to(&self, new: Vec<Val<'k, f32>>) -> Vec<Val<'k, f32>> {
         let old: Vec<Val<'k, f32>> = self.max.iter().map(|max| max.get()).collect();
         let new: Vec<Val<'k, f32>> = new.into_iter().zip(&old).map(|(new, &old)| new.max(old)).collect();
@@ -293,8 +295,8 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         alpha
     }
 
-    /// Maximum and sum of each row. Sums in a column of `o` are the accumulators themselves: products into it must be done
-    /// when they are read.
+    /// Maximum and sum of each row. Sums in a column of `o` are the accumulators themselves, so products into it must
+    /// be complete.
     pub fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k> {
         let margin = self.margin().map(|margin| self.scale.recip() * margin);
         let max = self.max.iter().map(|max| margin.map_or(max.get(), |margin| max.get() + margin)).collect();

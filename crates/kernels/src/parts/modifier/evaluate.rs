@@ -1,4 +1,4 @@
-//! The values of a program's steps, built as they are asked for, each once.
+//! Evaluates the steps of a program on demand, and each of them once.
 
 use crate::parts::modifier::{Index, Parameters, Place, Running, SHORT, Word};
 use fulgurite_core::expr::{Binary, Step, Type, Unary};
@@ -6,63 +6,64 @@ use fulgurite_ptx::{Group, Number, Scope, Val};
 use std::collections::HashMap;
 use std::f32::consts::{LN_2, LOG2_E};
 
-/// An element of a block.
+/// Position of an element in a key block, and its score.
 #[derive(Clone, Copy)]
 pub(crate) struct At<'k> {
     pub(crate) row: usize,
-    /// Beside the thread's first column.
+    /// Column relative to the thread's first column.
     pub(crate) col: u32,
-    /// The raw score, and what it is to be multiplied by.
+    /// The raw score, and the factor that scales it.
     pub(crate) score: Option<[Val<'k, f32>; 2]>,
 }
 
-/// Values of a program's steps while a piece of the kernel is built.
+/// Values of a program's steps while a section of the kernel is built.
 pub(crate) struct Evaluation<'a, 'k> {
     pub(crate) w: &'a Scope<'k, Group>,
     pub(crate) running: &'a Running<'k>,
     pub(crate) parameters: &'a Parameters<'k>,
-    /// Where the tile stands; absent where kept values stand for it.
+    /// Position of the tile; `None` if kept values replace it.
     pub(crate) place: Option<Place<'k>>,
-    /// The key (or query) of the thread's first column.
+    /// Index of the key (or query) in the thread's first column.
     pub(crate) key: Option<Val<'k, i32>>,
-    /// Where a tangent may be wrong for large arguments: their largest magnitude so far, in units of the bound.
+    /// State of the fast paths, some of which are wrong for large arguments; `None` if only exact paths are allowed.
     pub(crate) quick: Option<Quick<'k>>,
-    /// Steps by number, row and column, each as far as it matters.
+    /// Values that have been built, by step, row, column and form. Row and column are 0 if the value does not depend on
+    /// them.
     pub(crate) known: HashMap<(usize, usize, u32, Form), Word<'k>>,
 }
 
-/// Ways that are quick and hold for most blocks: whether they did is seen on the way, and told at the end.
+/// Fast paths that are correct for most blocks. Checks along the way find the others, and [`doubt`](Self::doubt)
+/// reports them.
 #[derive(Clone, Copy)]
 pub(crate) struct Quick<'k> {
     pub(crate) tanh: Tanh,
-    /// The polynomial's coefficients and its bound for scores as the product gave them, where the argument is the scaled
-    /// score.
+    /// Coefficients and bound of the polynomial for raw scores, if the argument of the tanh is the scaled score.
     pub(crate) of_raw: Option<([Val<'k, f32>; 4], Val<'k, f32>)>,
     /// Largest magnitudes so far: of raw scores, and of other arguments.
     pub(crate) largest: [Option<Val<'k, f32>>; 2],
-    /// Whether a distance that was taken for one of its signs has both.
+    /// Whether a distance that was assumed to have one sign changes sign within the block.
     pub(crate) turns: Option<Val<'k, bool>>,
-    /// Keys of a block.
+    /// Keys per block.
     pub(crate) cols: u32,
 }
 
-/// How the tangent is computed where it need not be exact.
+/// Approximation of tanh where it need not be exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tanh {
-    /// By the special-function unit, with an error of 2^-11 of the value: what bf16 makes of probabilities is more.
+    /// The special-function unit, with a relative error of 2^-11. The rounding of probabilities to bf16 is coarser.
     Unit,
-    /// As a polynomial, up to a bound.
+    /// A polynomial, valid up to a bound on the argument.
     Polynomial,
 }
 
 impl Tanh {
-    /// For probabilities of this type.
+    /// The approximation for probabilities of this type.
     pub fn of(number: Number) -> Tanh {
         if number == Number::Bf16 { Tanh::Unit } else { Tanh::Polynomial }
     }
 }
 
-/// tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6) with an error below 4e-6 for |x| up to the bound: a least-maximum fit.
+/// tanh(x) = x (c0 + c1 x^2 + c2 x^4 + c3 x^6), a minimax fit with an error below 4e-6 for |x| up to the bound.
 pub(crate) const TANH: [f32; 4] = [0.999_955_6, -0.332_227_5, 0.125_770_37, -0.033_777_617];
 pub(crate) const TANH_BOUND: f32 = 0.75;
 
@@ -77,7 +78,7 @@ impl<'k> Quick<'k> {
         self.largest[which] = Some(self.largest[which].map_or(size, |most| most.max(size)));
     }
 
-    /// Whether an argument was beyond the bound.
+    /// Whether a fast path may be wrong in this block: an argument exceeded its bound, or a distance changed sign.
     pub(crate) fn doubt(&self) -> Option<Val<'k, bool>> {
         let [raw, other] = self.largest;
         let raw = raw.zip(self.of_raw).map(|(most, (_, bound))| most.gt(bound));
@@ -86,7 +87,7 @@ impl<'k> Quick<'k> {
     }
 }
 
-/// A float that grows with the column by a constant: a + b col.
+/// A float that is linear in the column: a + b col.
 #[derive(Clone, Copy)]
 pub(crate) struct Line<'k> {
     pub(crate) a: Val<'k, f32>,
@@ -109,16 +110,16 @@ impl<'k> Line<'k> {
     }
 }
 
-/// How a value is asked for.
+/// The form in which a value is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Form {
-    /// As it is.
+    /// The value of the step.
     Plain,
-    /// An integer that moves with the key, at the thread's first column.
+    /// An integer that is linear in the key, evaluated at the thread's first column.
     Base,
-    /// The same as a float.
+    /// An integer that is linear in the key, evaluated at the thread's first column and converted to a float.
     FloatBase,
-    /// An integer as a float.
+    /// An integer converted to a float.
     Float,
 }
 
@@ -135,7 +136,7 @@ impl<'k> Evaluation<'_, 'k> {
     fn remember(&mut self, i: usize, at: At<'k>, form: Form, f: impl FnOnce(&mut Self) -> Word<'k>) -> Word<'k> {
         let reads = self.running.analysed.reads[i];
         let moves = reads.moves() && !matches!(form, Form::Base | Form::FloatBase);
-        // A value that reads the score reads its row and column.
+        // A value that reads the score depends on its row and column.
         let row = if reads.row || reads.score { at.row } else { 0 };
         let key = (i, row, if moves { at.col } else { 0 }, form);
         if let Some(&word) = self.known.get(&key) {
@@ -146,7 +147,7 @@ impl<'k> Evaluation<'_, 'k> {
         word
     }
 
-    /// The value of a step.
+    /// The value of a step at an element.
     pub(crate) fn step(&mut self, i: usize, at: At<'k>) -> Word<'k> {
         if let Some(word) = self.literal(i) {
             return word;
@@ -159,7 +160,7 @@ impl<'k> Evaluation<'_, 'k> {
         }
         self.remember(i, at, Form::Plain, |this| {
             match running.analysed.slopes[i] {
-                // Distances: a base for each row, and a constant.
+                // Distances cost one addition: a base per row plus a constant.
                 Some(slope) if slope != 0 => {
                     let base = this.base(i, at);
                     Word::Int(base + slope.wrapping_mul(at.col as i32))
@@ -169,12 +170,12 @@ impl<'k> Evaluation<'_, 'k> {
         })
     }
 
-    /// An integer that moves with the key by a constant, at the thread's first column.
+    /// An integer that is linear in the key, evaluated at the thread's first column.
     fn base(&mut self, i: usize, at: At<'k>) -> Val<'k, i32> {
         self.remember(i, at, Form::Base, |this| this.compute(i, At { col: 0, ..at })).int()
     }
 
-    /// An integer as a float; a sum of a few short lengths is as exact in floats.
+    /// An integer converted to a float. A sum of a few short lengths is exact in floats, so it is computed in floats.
     fn as_float(&mut self, i: usize, at: At<'k>) -> Val<'k, f32> {
         let word = self.remember(i, at, Form::Float, |this| {
             let analysed = &this.running.analysed;
@@ -217,7 +218,7 @@ impl<'k> Evaluation<'_, 'k> {
             Step::Float(_) | Step::Int(_) | Step::Bool(_) => self.step(i, at),
             Step::Unary(op, a) => self.unary(op, a, at, float),
             Step::Binary(..) if analysed.folded.input.is_some_and(|(step, _)| step == i) => {
-                // The factor stands in the score's own.
+                // The factor is folded into the score's scale.
                 self.variable(Index::Score, at)
             }
             Step::Binary(op, a, b) => {
@@ -298,7 +299,7 @@ impl<'k> Evaluation<'_, 'k> {
         }
     }
 
-    /// The tangent where it may be wrong for large arguments.
+    /// A tanh that may be wrong for large arguments; the caller must check `quick.doubt`.
     fn quick_tanh(&mut self, a: usize, at: At<'k>) -> Option<Val<'k, f32>> {
         let mut quick = self.quick?;
         if quick.tanh == Tanh::Unit {
@@ -322,7 +323,7 @@ impl<'k> Evaluation<'_, 'k> {
         Some(polynomial(x, coefficients))
     }
 
-    /// A float as a line along the thread's row, where it is one.
+    /// A float as a linear function of the column along the thread's row, if it is one.
     fn line(&mut self, i: usize, at: At<'k>) -> Option<Line<'k>> {
         let analysed = &self.running.analysed;
         let step = analysed.program.steps()[i].clone();
@@ -336,7 +337,8 @@ impl<'k> Evaluation<'_, 'k> {
                     let slope = slope(y)?;
                     let line = self.distance(y, slope, at);
                     let mut quick = self.quick?;
-                    // The distance has one sign along the block, or the block is done again.
+                    // The absolute distance is linear only if its sign is constant along the block; otherwise the block
+                    // is recomputed.
                     let end = line.a + slope as f32 * (quick.cols - 1) as f32;
                     let turns = (line.a * end).lt(0.0);
                     quick.turns = Some(quick.turns.map_or(turns, |others| others | turns));
@@ -364,13 +366,13 @@ impl<'k> Evaluation<'_, 'k> {
         }
     }
 
-    /// An integer that moves with the key, as a line.
+    /// An integer that is linear in the key, as a line.
     fn distance(&mut self, i: usize, slope: i32, at: At<'k>) -> Line<'k> {
         let a = self.remember(i, at, Form::FloatBase, |this| Word::Float(this.base(i, at).to_f32())).float();
         Line { a, b: Some(self.w.constant(slope as f32)) }
     }
 
-    /// What is added to the scaled score, where the program does just that and it is a line.
+    /// The term that the program adds to the scaled score, if the program does only that and the term is linear.
     pub(crate) fn added_line(&mut self, at: At<'k>) -> Option<Line<'k>> {
         let analysed = &self.running.analysed;
         let steps = analysed.program.steps();
@@ -398,7 +400,7 @@ impl<'k> Evaluation<'_, 'k> {
             _ => {}
         }
         let (x, y) = (self.step(a, at).float(), self.step(b, at).float());
-        // NaN on either side stays.
+        // A NaN on either side is kept.
         let pick = |first: Val<'k, bool>| {
             let either: Val<'k, f32> = first.select(x, y);
             Word::Float(x.eq(x).select(either, x))
@@ -417,7 +419,7 @@ impl<'k> Evaluation<'_, 'k> {
         }
     }
 
-    /// a + b or a - b; a product on either side goes into one instruction with it.
+    /// a + b or a - b, fused with a product on either side.
     fn sum(&mut self, op: Binary, a: usize, b: usize, at: At<'k>) -> Val<'k, f32> {
         let minus = op == Binary::Sub;
         let signed = |x: Val<'k, f32>| if minus { -x } else { x };
@@ -433,7 +435,7 @@ impl<'k> Evaluation<'_, 'k> {
         if minus { a - b } else { a + b }
     }
 
-    /// The factors of a step that moves, is a product and is read here alone as far as that matters.
+    /// The factors of a step that varies along the row and is a product, or of the score itself; `None` otherwise.
     fn product(&mut self, i: usize, at: At<'k>) -> Option<[Val<'k, f32>; 2]> {
         let analysed = &self.running.analysed;
         if !analysed.reads[i].moves() || analysed.folded.input.is_some_and(|(step, _)| step == i) {
@@ -453,8 +455,8 @@ fn negative(x: Val<'_, i32>) -> Val<'_, i32> {
     x.literal(0) - x
 }
 
-/// tanh(x) = 1 - 2 / (e^2x + 1): two operations of the special-function unit and no error worth the name. The unit's own
-/// tangent is wrong by 2^-11 of its value, which a score in the tens shows in the result.
+/// tanh(x) = 1 - 2 / (e^2x + 1): two operations of the special-function unit with negligible error. The unit's own tanh
+/// has a relative error of 2^-11, which is visible in results when scores are in the tens.
 fn tanh(x: Val<'_, f32>) -> Val<'_, f32> {
     let e = (x * (2.0 * LOG2_E)).exp2();
     (e + 1.0).recip().mul_add(-2.0, 1.0)
@@ -464,7 +466,8 @@ fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
     let floor = || {
         let quotient = x / y;
         let rest = x - quotient * y;
-        // Cut towards zero; one less where the signs differ and something is left.
+        // Integer division truncates. Subtract one if the signs differ and there is a remainder, so that it rounds
+        // down.
         let down = rest.ne(0) & (rest ^ y).lt(0);
         let quotient = down.select::<i32>(quotient - 1, quotient);
         y.eq(0).select::<i32>(0, quotient)

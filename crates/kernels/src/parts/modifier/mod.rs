@@ -20,20 +20,20 @@ use fulgurite_ptx::{Group, Pointer, Scope, Val, Var, bf16, f16};
 use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 
-/// The expressions of a problem, as far as they shape a kernel's text.
+/// The expressions of a problem, as far as they affect a kernel's text.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Modifiers {
     /// The modified score as a function of the scaled one.
     pub score: Option<Program>,
-    /// The part of the mask that is no interval of keys.
+    /// The part of the mask that is not an interval of keys.
     pub mask: Option<Program>,
     /// Type and number of axes of each auxiliary tensor.
     pub aux: Vec<(DType, usize)>,
-    /// Sums of a few lengths may need more bits than the mantissa of a float has.
+    /// Whether sums of a few lengths may need more bits than the mantissa of a float has.
     pub long: bool,
-    /// Rows of a tile may belong to different heads.
+    /// Whether rows of a tile may belong to different heads.
     pub mixed_heads: bool,
-    /// Rows of a tile are keys, and columns are queries.
+    /// Whether the rows of a tile are keys and the columns queries.
     pub transposed: bool,
 }
 
@@ -66,8 +66,8 @@ impl Modifiers {
         self.score.iter().chain(&self.mask).any(moves)
     }
 
-    /// Whether the modifiers and their derivative leave enough registers to a kernel that needs many. The bounds were found
-    /// with the assembler: scores up to softcap with ALiBi, masks up to the document mask.
+    /// Whether the modifiers and their derivative leave enough registers to a register-hungry kernel. The bounds were
+    /// found with the assembler: scores up to softcap with ALiBi, masks up to the document mask.
     pub fn are_light(&self, derivative: Option<&Program>) -> bool {
         let weigh = |program: Option<&Program>| program.map_or(Weight::default(), |program| self.weight(program));
         let (score, slope, mask) = (weigh(self.score.as_ref()), weigh(derivative), weigh(self.mask.as_ref()));
@@ -75,7 +75,7 @@ impl Modifiers {
             (None, _) => mask.within(Weight { kept: 3, steps: 3, tangents: 0, axes: 2, heavy: 0 }),
             (Some(_), None) => {
                 let most = Weight { kept: 5, steps: 12, tangents: 1, axes: 0, heavy: 0 };
-                // The derivative may have one tangent, or must be short.
+                // The derivative may contain one tanh, or must be short.
                 let most_slope = Weight { kept: 1, steps: if slope.tangents == 1 { 7 } else { 4 }, ..most };
                 score.within(most) && slope.within(most_slope)
             }
@@ -103,8 +103,8 @@ impl Modifiers {
         weight
     }
 
-    /// Factors of the scores before and after the modifier, beside the scale and log2(e). A constant factor at either end of
-    /// the program goes there, which saves an instruction per element.
+    /// Factors of the scores before and after the modifier, besides the scale and log2(e). A constant factor at either
+    /// end of the program is folded into these, which saves an instruction per element.
     pub fn factors(&self) -> [f32; 2] {
         let Some(score) = &self.score else { return [1.0; 2] };
         let folded = Folded::of(score);
@@ -112,18 +112,18 @@ impl Modifiers {
     }
 }
 
-/// Resources of a thread that programs need.
+/// Resources per thread that a program needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Weight {
-    /// Registers that keep values over a tile.
+    /// Registers that hold values over a tile.
     kept: usize,
-    /// Steps for each score.
+    /// Steps per score.
     steps: usize,
-    /// Tangents among the steps.
+    /// tanh steps among them.
     tangents: usize,
     /// Steps that take more than two instructions.
     heavy: usize,
-    /// Axes of the largest tensor that is loaded from for each score.
+    /// Number of axes of the largest tensor that is loaded for each score.
     axes: usize,
 }
 
@@ -134,14 +134,14 @@ impl Weight {
     }
 }
 
-/// Eight numbers up to this one have a sum below 2^24, which is exact in a float.
+/// Eight numbers up to this one sum to less than 2^24, which is exact in a float.
 const SHORT: u32 = 1 << 20;
 
 /// Constant factors at both ends of a score program.
 struct Folded {
-    /// The step that multiplies the score, and by how much.
+    /// The step that multiplies the score, and its factor.
     input: Option<(usize, f32)>,
-    /// The step that the last one multiplies, and by how much.
+    /// The step that the last step multiplies, and its factor.
     output: Option<(usize, f32)>,
 }
 
@@ -152,7 +152,7 @@ impl Folded {
             Step::Float(bits) => Some(f32::from_bits(bits)),
             _ => None,
         };
-        // The other operand, and the factor.
+        // The other operand of a product, and the constant factor.
         let product = |i: usize| match steps[i] {
             Step::Binary(Binary::Mul, a, b) => constant(a).map(|x| (b, x)).or(constant(b).map(|x| (a, x))),
             Step::Binary(Binary::Div, a, b) => constant(b).map(|x| (a, x.recip())),
@@ -182,7 +182,7 @@ fn operands(step: &Step) -> Vec<usize> {
     }
 }
 
-/// What a step reads, directly or not.
+/// Inputs that a step reads, directly or through other steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Reads {
     row: bool,
@@ -199,17 +199,17 @@ impl Reads {
     }
 }
 
-/// A program with what is known of its steps before anything is built.
+/// A program with the properties of its steps that are known before building.
 struct Analysed {
     program: Program,
     reads: Vec<Reads>,
-    /// By how much an integer grows from one key to the next, where that is a constant.
+    /// Constant by which an integer grows from one key to the next, if there is one.
     slopes: Vec<Option<i32>>,
-    /// Steps that stay and that moving ones (or the result) need.
+    /// Steps that are constant over a tile and that varying steps (or the result) need.
     kept: Vec<usize>,
     folded: Folded,
     long: bool,
-    /// Which index moves with the column.
+    /// The index that varies along the columns.
     moving: Index,
 }
 
@@ -264,7 +264,7 @@ impl Analysed {
     }
 }
 
-/// A value of a program.
+/// A typed value of a program.
 #[derive(Clone, Copy)]
 enum Word<'k> {
     Float(Val<'k, f32>),
@@ -293,7 +293,7 @@ impl<'k> Word<'k> {
     }
 }
 
-/// An array of a tensor's elements among a kernel's parameters.
+/// An array of elements of some type among a kernel's parameters.
 #[derive(Clone, Copy)]
 enum Array<'k> {
     F32(Pointer<'k, f32>),
@@ -327,7 +327,7 @@ impl<'k> Array<'k> {
     }
 }
 
-/// A logit for each head among a kernel's parameters, in any float type.
+/// One sink logit per head among a kernel's parameters, in any float type.
 #[derive(Clone, Copy)]
 pub struct Sinks<'k>(Array<'k>);
 
@@ -336,7 +336,7 @@ impl<'k> Sinks<'k> {
     pub fn declare<C: 'static>(p: &Params<'k, C>, dtype: DType, at: impl Lens<C, Span>) -> Self {
         Sinks(Array::declare(p, "sinks", dtype, move |call| *at(call)))
     }
-    /// The sink of a head, in powers of two.
+    /// The sink of a head, scaled to powers of two.
     pub fn of_head(self, w: &Scope<'k, Group>, head: Val<'k, u32>) -> Val<'k, f32> {
         self.0.load(w, head.to_u64()).float() * LOG2_E
     }
@@ -348,11 +348,11 @@ struct Aux<'k> {
     axes: Vec<[Val<'k, u32>; 2]>,
 }
 
-/// Where a tile stands.
+/// Position of a tile.
 #[derive(Clone, Copy)]
 pub struct Place<'k> {
     pub batch: Val<'k, u32>,
-    /// Of the thread's two rows, and their queries (or keys, where rows are keys) in the sequence.
+    /// Heads of the thread's two rows; `rows`: their queries in the sequence, or keys if rows are keys.
     pub heads: [Val<'k, u32>; 2],
     pub rows: [Val<'k, i32>; 2],
     pub q_len: Val<'k, i32>,
@@ -395,10 +395,11 @@ impl AuxArgs {
     }
 }
 
-/// A program in a role: what stays over a tile is kept in registers.
+/// A program in a role. Values that are constant over a tile stay in registers.
 struct Running<'k> {
     analysed: Analysed,
-    /// For each kept step its value in the thread's two rows; the same register where the row does not matter.
+    /// For each kept step, its value in the thread's two rows; both share a register if the value does not depend on
+    /// the row.
     kept: HashMap<usize, [Kept<'k>; 2]>,
 }
 
@@ -406,7 +407,7 @@ struct Running<'k> {
 enum Kept<'k> {
     Float(Var<'k, f32>),
     Int(Var<'k, i32>),
-    /// Conditions are kept as numbers: predicate registers are few.
+    /// Conditions are kept as numbers, because predicate registers are few.
     Bool(Var<'k, u32>),
 }
 
@@ -446,7 +447,7 @@ impl<'k> Running<'k> {
         Running { analysed, kept }
     }
 
-    /// Computes what stays over a tile.
+    /// Computes the values that are constant over a tile.
     fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
         let (place, known) = (Some(place), HashMap::new());
         let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };

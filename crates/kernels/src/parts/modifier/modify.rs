@@ -1,5 +1,5 @@
-//! The modifiers of a problem in the role that computes: on a whole block in place, on one element, or on the way into the
-//! exponentials.
+//! The modifiers of a problem in the compute role: applied to a whole block in place, to one element, or on the way
+//! into the exponentials.
 
 use crate::parts::modifier::evaluate::{At, Evaluation, Line, Quick, TANH, TANH_BOUND, Tanh};
 use crate::parts::modifier::{Modifiers, Parameters, Place, Running, Word};
@@ -8,16 +8,16 @@ use fulgurite_core::expr::{Program, Step, Unary};
 use fulgurite_ptx::{Group, RowView, Scope, Val, Var};
 use std::collections::HashMap;
 
-/// The modifiers of a problem in the role that computes.
+/// The modifiers of a problem in the compute role.
 pub struct Modify<'a, 'k> {
     parameters: &'a Parameters<'k>,
     score: Option<Running<'k>>,
     mask: Option<Running<'k>>,
-    /// What scores are multiplied by before the modifier.
+    /// Factor of the scores before the modifier.
     scale: Val<'k, f32>,
-    /// How the tangent is computed where it need not be exact.
+    /// Approximation of tanh where it need not be exact.
     tanh: Tanh,
-    /// The polynomial's coefficients and its bound for scores that are not yet multiplied, where it is asked for.
+    /// Coefficients and bound of the tanh polynomial for unscaled scores, if the score program contains a tanh.
     polynomial: Option<([Var<'k, f32>; 4], Var<'k, f32>)>,
 }
 
@@ -29,7 +29,7 @@ impl<'a, 'k> Modify<'a, 'k> {
         scale: Val<'k, f32>,
         tanh: Tanh,
     ) -> Self {
-        // Constant factors stand in the scale where nobody wants the derivative.
+        // Constant factors are folded into the scale, unless the backward pass needs the derivative.
         let fold = !modifiers.transposed;
         let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers));
         let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
@@ -48,13 +48,14 @@ impl<'a, 'k> Modify<'a, 'k> {
         Modify { parameters, score, mask, scale, tanh, polynomial }
     }
 
-    /// For a tile.
+    /// Computes the values that are constant over a tile.
     pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
         self.score.iter().chain(&self.mask).for_each(|running| running.set(w, self.parameters, place));
     }
 
-    /// The scores of a block that become exponents as they are modified; in one that `cuts`, or where something was too large
-    /// for a quick way, they are done again by `settle`. `log2` is what modified scores are multiplied by.
+    /// The scores of a block, modified on their way into the exponents by fast paths. If the block needs a mask
+    /// (`cuts`), or a value exceeds the bound of a fast path, `settle` recomputes the scores. `log2` is the factor of
+    /// the modified scores.
     pub fn quick<'b>(
         &'b self,
         w: &'b Scope<'k, Group>,
@@ -73,7 +74,7 @@ impl<'a, 'k> Modify<'a, 'k> {
         Unsettled { changer, factor, full, log2, both, cuts, settle, lines: [None; 2] }
     }
 
-    /// One score of the thread's `row`-th row as [`apply`](Self::apply) changes it, for a key of the sequence.
+    /// One score of the thread's `row`-th row, modified as [`apply`](Self::apply) does, for a key of the sequence.
     pub fn one(
         &self,
         w: &Scope<'k, Group>,
@@ -86,8 +87,8 @@ impl<'a, 'k> Modify<'a, 'k> {
         changer.change(At { row, col: 0, score: Some([raw, self.scale]) }, raw, full)
     }
 
-    /// Changes the scores of the block that begins at this key of the sequence; in a block that is known to be `full`, the
-    /// mask does not count.
+    /// Modifies the scores of the block that starts at `key` of the sequence. The mask is ignored in a block that is
+    /// known to be `full`.
     pub fn apply<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
         if self.score.is_none() && self.mask.is_none() {
             return;
@@ -100,7 +101,7 @@ impl<'a, 'k> Modify<'a, 'k> {
     }
 }
 
-/// Another program over scores and indices in the role that computes.
+/// Another program over scores and indices in the compute role, such as a derivative.
 pub struct Function<'a, 'k> {
     parameters: &'a Parameters<'k>,
     running: Running<'k>,
@@ -118,7 +119,7 @@ impl<'a, 'k> Function<'a, 'k> {
         Function { parameters, running: Running::new(w, program, false, modifiers), scale }
     }
 
-    /// For a tile.
+    /// Computes the values that are constant over a tile.
     pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
         self.running.set(w, self.parameters, place);
     }
@@ -134,24 +135,24 @@ impl<'a, 'k> Function<'a, 'k> {
         elements.map(|element| evaluation.step(last, at(element))).collect()
     }
 
-    /// Its values for the raw scores of a block that begins at this column.
+    /// The program's values for the raw scores of a block that starts at column `first`.
     pub fn floats<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Val<'k, f32>> {
         self.values(w, s, first).into_iter().map(Word::float).collect()
     }
 
-    /// The same for indices.
+    /// The program's integer values for a block that starts at column `first`.
     pub fn ints<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Val<'k, i32>> {
         self.values(w, s, first).into_iter().map(Word::int).collect()
     }
 
-    /// Whether it is the same for all columns, and for all rows, of a thread's tile.
+    /// Whether the value is the same for all columns, and for all rows, of a thread's tile.
     pub fn stays(&self) -> [bool; 2] {
         let reads = self.running.analysed.reads.last().copied().unwrap_or_default();
         [!reads.moves(), !reads.row && !reads.score]
     }
 }
 
-/// Both programs while a piece of the kernel is built.
+/// The score and mask programs while a section of the kernel is built.
 struct Changer<'a, 'k> {
     score: Option<Evaluation<'a, 'k>>,
     mask: Option<Evaluation<'a, 'k>>,
@@ -181,7 +182,7 @@ impl<'a, 'k> Changer<'a, 'k> {
         self.hide(at, new, full)
     }
 
-    /// The score, or the power of two, of an element that the mask may hide.
+    /// Returns `x`, the score or the exponent of an element, or -inf if the mask hides the element.
     fn hide(&mut self, at: At<'k>, x: Val<'k, f32>, full: Option<Val<'k, bool>>) -> Val<'k, f32> {
         let Some(mask) = &mut self.mask else { return x };
         let steps = mask.running.analysed.program.steps().len();
@@ -197,11 +198,11 @@ pub struct Unsettled<'a, 'k> {
     factor: Val<'k, f32>,
     full: Option<Val<'k, bool>>,
     log2: Val<'k, f32>,
-    /// The product of the two factors.
+    /// The product of `factor` and `log2`.
     both: Val<'k, f32>,
     cuts: Val<'k, bool>,
     settle: &'a dyn Fn(&Scope<'k, Group>),
-    /// For each row, what is added to its scaled scores, in powers of two and shifted, where that is a line.
+    /// For each row, the term added to its scaled scores (in powers of two, including the shift), if that is linear.
     lines: [Option<Option<Line<'k>>>; 2],
 }
 
@@ -223,7 +224,7 @@ impl<'k> Unsettled<'_, 'k> {
 impl<'k> Scores<'k> for Unsettled<'_, 'k> {
     fn exponent(&mut self, row: usize, col: u32, raw: Val<'k, f32>, shift: Val<'k, f32>) -> Val<'k, f32> {
         let at = At { row, col, score: Some([raw, self.factor]) };
-        // Two multiply-adds where the score is moved along a line, as by ALiBi.
+        // Two multiply-adds suffice if the modifier adds a linear term, as ALiBi does.
         if let Some(Line { a, b: Some(b) }) = self.line(at, shift) {
             let added = if at.col == 0 { a } else { b.mul_add(at.col as f32, a) };
             return self.changer.hide(at, raw.mul_add(self.both, added), self.full);
