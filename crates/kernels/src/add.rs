@@ -14,7 +14,7 @@ pub struct AddCall {
     pub x: Span,
     /// Second summand.
     pub y: Span,
-    /// The sum.
+    /// Their sum.
     pub z: Span,
     /// Elements of each array.
     pub n: u32,

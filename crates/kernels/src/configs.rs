@@ -1,4 +1,5 @@
-//! Tables of tile configurations: which configuration a kernel has for which problems. Forward and backward have one each.
+//! Tables of tile configurations: the configuration of a kernel for each kind of problem. Forward and backward have one
+//! each.
 
 use std::fmt;
 use std::ops::{Range, RangeInclusive};
@@ -14,19 +15,20 @@ pub trait TileConfig: Copy + PartialEq + fmt::Debug + fmt::Display + FromStr<Err
     fn neighbours(self, head_dim: u32) -> Vec<Self>;
 }
 
-/// Which configuration is for which problems. Only head dimensions and the keys of a sequence decide, so that results are
+/// Maps problems to configurations. Only head dimensions and the number of keys of a sequence decide, so results are
 /// bitwise the same alone and in a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfigTable<T>(Vec<ConfigRow<T>>);
 
-/// A configuration, and the problems that it is for.
+/// A configuration, and the problems that use it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfigRow<T> {
     /// The larger head dimension, padded.
     pub head_dims: RangeInclusive<u32>,
-    /// Keys of the longest sequence. Forward halves them under a causal mask: about what an average query sees.
+    /// Number of keys of the longest sequence. Forward halves it under a causal mask, which is about what an average
+    /// query sees.
     pub keys: Range<u64>,
-    /// The configuration.
+    /// The configuration of these problems.
     pub config: T,
 }
 
@@ -70,7 +72,7 @@ impl<T: TileConfig> ConfigTable<T> {
     }
 }
 
-/// A text that is no configuration.
+/// A text that is not a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`tuning` has {entry:?}, allowed: {allowed}")]
 pub struct ConfigError {

@@ -1,5 +1,5 @@
-//! Operators: what a session can run. An operator turns a problem into a plan, the plan into kernels, and the kernels with
-//! tensors into launches.
+//! Operators that a session can run. An operator turns a problem into a plan, the plan into kernels, and the kernels
+//! with tensors into launches.
 //!
 //! ```text
 //! Operator::plan(problem, options, target, tables) -> Plan
@@ -8,7 +8,8 @@
 //! Executable::launches(tensors, memory, multiprocessors) -> launches, in order
 //! ```
 //!
-//! Nothing here touches a device: a session compiles the kernels, provides the memory that [`Needs`] asks for, and launches.
+//! Nothing here touches a device: a session compiles the kernels, provides the memory that [`Needs`] requests, and
+//! launches.
 
 use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
 use crate::attention::backward::{BackwardConfig, Order};
@@ -26,28 +27,28 @@ use thiserror::Error;
 /// Tile configurations for every operator that has a table of them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Tables {
-    /// Of forward attention.
+    /// Tile configurations of forward attention.
     pub forward: ConfigTable,
-    /// Of its gradients.
+    /// Tile configurations of the gradients of attention.
     pub backward: ConfigTable<BackwardConfig>,
 }
 
-/// Why an operator refuses a problem or its tensors.
+/// The reason why an operator rejects a problem or its tensors.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[error(transparent)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// No kernel computes it.
+    /// No kernel computes the problem.
     NoKernel(#[from] NoKernel),
     /// The matrices of a product do not fit each other or the kernel.
     Gemm(#[from] GemmError),
 }
 
-/// Something that runs on a GPU.
+/// An operation that runs on a GPU.
 pub trait Operator: 'static {
-    /// What is computed: everything but the tensors.
+    /// Everything that defines the result, except the tensors.
     type Problem: Debug + Clone + PartialEq + Send + Sync;
-    /// How it is computed, where the caller has a say.
+    /// Choices of the caller that affect how the result is computed.
     type Options: Debug + Clone + PartialEq + Send + Sync;
     /// The plan for a problem.
     type Plan: Plan;
@@ -61,57 +62,57 @@ pub trait Operator: 'static {
     ) -> Result<Self::Plan, Refusal>;
 }
 
-/// How a problem is run: which kernels, of which tile configuration.
+/// How to run a problem: its kernels and their tile configuration.
 pub trait Plan: Debug + Send + Sync + 'static {
-    /// The kernels.
+    /// The kernels that the plan builds.
     type Kernels: Clone + Send + Sync + 'static;
     /// The plan with its kernels.
     type Executable: Executable;
 
-    /// Whether another plan has the same kernels: they depend on features and tile configuration, never on lengths.
+    /// Whether another plan has the same kernels. Kernels depend on features and tile configuration, never on lengths.
     fn same_kernels(&self, other: &Self) -> bool;
     /// Builds the kernels.
     fn build(&self, target: Target) -> Result<Self::Kernels, BuildError>;
-    /// Every kernel, to be compiled.
+    /// All kernels, for compilation.
     fn list(kernels: &Self::Kernels) -> Vec<Arc<Kernel>>;
-    /// The plan with kernels that it, or a plan with the same kernels, has built.
+    /// Combines the plan with kernels that this plan, or a plan with the same kernels, has built.
     fn with_kernels(self, kernels: Self::Kernels) -> Self::Executable;
 }
 
 /// A plan with its kernels.
 pub trait Executable: Send + Sync + 'static {
-    /// Where the tensors of a call lie.
+    /// Addresses and shapes of a call's tensors.
     type Tensors: Clone + PartialEq + Send + 'static;
 
-    /// The memory that a call needs beside its tensors.
+    /// The memory that a call needs besides its tensors.
     fn needs(&self, tensors: &Self::Tensors) -> Needs;
-    /// The launches of a call, in order; none where there is nothing to compute.
+    /// The launches of a call, in order; empty if there is nothing to compute.
     fn launches(&self, tensors: &Self::Tensors, memory: &Memory, multiprocessors: u32) -> Result<Vec<Launch>, Refusal>;
 }
 
-/// Memory that a call needs beside its tensors.
+/// Memory that a call needs besides its tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Needs {
-    /// Bytes of counters: zeros before the first launch, and left so that the next launch can use them.
+    /// Bytes of counters: zero before the first launch, and left ready for the next one.
     pub counter_bytes: u64,
-    /// Bytes of scratch memory; their contents do not matter.
+    /// Bytes of workspace; its initial contents do not matter.
     pub scratch_bytes: u64,
-    /// Copies of tensors whose strides the kernels cannot take.
+    /// Copies of tensors whose strides the kernels cannot address.
     pub copies: Option<Copies>,
 }
 
-/// The memory of a call, as [`Needs`] asked for it.
+/// The memory of a call, as requested by [`Needs`].
 #[derive(Clone)]
 pub struct Memory {
-    /// Counters.
+    /// Counters, `counter_bytes` long.
     pub counters: Span,
-    /// Scratch memory.
+    /// Workspace, `scratch_bytes` long.
     pub scratch: Option<Span>,
-    /// Memory for copies, with the kernels that make them.
+    /// Memory for packed copies, with the kernels that make them.
     pub copies: Option<(Copying, Span)>,
 }
 
-/// There are kernels of attention for Hopper only.
+/// Attention kernels exist for Hopper only.
 fn check_target(target: Target) -> Result<(), NoKernel> {
     match target.sm() {
         90 => Ok(()),
@@ -126,13 +127,14 @@ pub struct Forward;
 /// Per-call options of forward attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ForwardOptions {
-    /// Type of the sinks, where the problem has them; `None` is f32.
+    /// Element type of the sinks, if the problem has sinks; `None` means f32.
     pub sinks: Option<DType>,
-    /// The rescale policy; `None` is the fastest one.
+    /// Rescale policy; `None` means the fastest one.
     pub rescale: Option<Rescale>,
-    /// The tile configuration; `None` is the one of the tables.
+    /// Tile configuration; `None` means the one from the tables.
     pub config: Option<ForwardConfig>,
-    /// Whether the LSE is read. It is written in any case, and may have the rounding error of p where it is not read.
+    /// Whether the caller reads the LSE. The kernel always writes it, but it may carry the rounding error of p if it is
+    /// not read.
     pub lse: bool,
 }
 
@@ -169,12 +171,12 @@ impl Operator for Forward {
     }
 }
 
-/// The kernel of forward attention, and the one that writes its table of blocks, where it looks blocks up.
+/// The kernel of forward attention, and the kernel that writes its table of blocks if it uses one.
 #[derive(Clone)]
 pub struct ForwardKernels {
-    /// Attention itself.
+    /// The attention kernel.
     pub main: Arc<Kernel>,
-    /// The table of blocks.
+    /// The kernel that writes the table of blocks.
     pub cover: Option<Arc<Kernel>>,
 }
 
@@ -206,14 +208,14 @@ pub struct ForwardExecutable {
 }
 
 impl ForwardExecutable {
-    /// Its plan.
+    /// The plan of this call.
     pub fn plan(&self) -> &ForwardPlan {
         self.ready.plan()
     }
 }
 
 impl Executable for ForwardExecutable {
-    /// Counters and scratch of the tensors are set here.
+    /// Counters and workspace in the tensors are ignored: they are set from the call's memory.
     type Tensors = ForwardTensors;
 
     fn needs(&self, tensors: &ForwardTensors) -> Needs {
@@ -252,9 +254,9 @@ pub struct Backward;
 pub struct BackwardOptions {
     /// Whether the LSE has a gradient.
     pub d_lse: bool,
-    /// The order in which d_q is summed.
+    /// Order in which d_q is accumulated.
     pub order: Order,
-    /// The tile configuration; `None` is the one of the tables.
+    /// Tile configuration; `None` means the one from the tables.
     pub config: Option<BackwardConfig>,
 }
 
@@ -333,7 +335,7 @@ impl Executable for BackwardExecutable {
     }
 }
 
-/// C = A B.
+/// The matrix product C = A B.
 #[derive(Debug, Clone, Copy)]
 pub struct Product;
 
@@ -382,7 +384,7 @@ pub struct ProductExecutable {
 }
 
 impl Executable for ProductExecutable {
-    /// A, B and C.
+    /// The matrices A, B and C.
     type Tensors = [Matrix; 3];
 
     fn needs(&self, _: &[Matrix; 3]) -> Needs {

@@ -107,7 +107,7 @@ impl<'k, C: 'static> Params<'k, C> {
         self.builder.tensor(name, tile, rank)
     }
 
-    /// A number that the kernel divides by: three parameters of the kernel.
+    /// A divisor for the kernel, which takes three parameters.
     #[track_caller]
     pub fn divisor(&self, name: &str, value: impl Fn(&C) -> u32 + Clone + Send + Sync + 'static) -> Divisor<'k> {
         for part in 0..3 {
@@ -118,9 +118,9 @@ impl<'k, C: 'static> Params<'k, C> {
     }
 }
 
-/// The part of a call that one part of a kernel takes its arguments from.
+/// The part of a call from which one part of a kernel takes its arguments.
 ///
-/// Parts that several kernels share declare their parameters over a lens, because each kernel has a call of its own.
+/// Parts that several kernels share declare their parameters through a lens, because each kernel has its own call type.
 pub trait Lens<C, A>: Fn(&C) -> &A + Copy + Send + Sync + 'static {}
 impl<C, A, F: Fn(&C) -> &A + Copy + Send + Sync + 'static> Lens<C, A> for F {}
 
@@ -136,7 +136,7 @@ impl<C: 'static> Bindings<C> {
     /// Runs a kernel's declarations without its body.
     pub fn declared(declare: impl FnOnce(&Params<'_, C>)) -> Bindings<C> {
         let mut arguments = Vec::new();
-        // Declarations need a builder. What it builds has no body, so whether it is a kernel does not matter.
+        // Declarations need a builder. The kernel that it builds has no body, so errors about it do not matter.
         let _ = Kernel::build("declarations", Target::HOPPER, |builder| {
             let params = Params { builder, arguments: RefCell::default() };
             declare(&params);
@@ -176,7 +176,7 @@ impl<C: 'static> Program<C> {
         Ok(Program { kernel: Arc::new(kernel), bindings: Bindings { arguments } })
     }
 
-    /// The kernel.
+    /// The kernel to launch.
     pub fn kernel(&self) -> &Arc<Kernel> {
         &self.kernel
     }
@@ -186,7 +186,7 @@ impl<C: 'static> Program<C> {
         Arc::unwrap_or_clone(self.kernel)
     }
 
-    /// The kernel and the arguments of its launches, apart.
+    /// The kernel and its bindings, separately.
     pub fn split(self) -> (Arc<Kernel>, Bindings<C>) {
         (self.kernel, self.bindings)
     }

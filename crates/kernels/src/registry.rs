@@ -25,54 +25,55 @@ use std::sync::OnceLock;
 /// A kernel that can be built by name.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
-    /// Its name; unique.
+    /// Unique name of the kernel.
     pub name: &'static str,
-    /// What it computes, in a line.
+    /// One-line summary of what it computes.
     pub summary: &'static str,
-    /// Builds it with its usual tile configuration. A target that lacks an instruction of it is refused, with the instruction.
+    /// Builds it with its usual tile configuration. Fails for a target that lacks one of its instructions, and names
+    /// the instruction.
     pub build: fn(Target) -> Result<Kernel, BuildError>,
-    /// What it computes on random tensors; `None` for a kernel that reads tensors with contents of their own, such as offsets.
+    /// A call on random tensors; `None` for a kernel that reads tensors with special contents, such as offsets.
     pub example: Option<Example>,
 }
 
-/// What a kernel computes on random tensors. Lengths, batch and heads are the caller's; the rest belongs to the kernel.
+/// A call of a kernel on random tensors. The caller chooses lengths, batch and heads; the kernel determines the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Example {
     /// The sum of two f32 vectors.
     VectorAdd,
     /// The softmax of each row of an f32 matrix.
     RowSoftmax,
-    /// A product.
+    /// A matrix product on Hopper (`wgmma`).
     Product {
         /// Element type.
         number: Number,
-        /// Which way the operands lie.
+        /// Memory layouts of the operands.
         layouts: Layouts,
     },
     /// A product of single warps (`mma.sync`).
     SyncProduct {
         /// Element type.
         number: Number,
-        /// Which way the operands lie.
+        /// Memory layouts of the operands.
         layouts: Layouts,
     },
     /// A kernel of attention.
     Attention {
-        /// The problem, but for lengths, batch and heads.
+        /// The problem, except lengths, batch and heads.
         problem: AttentionExample,
-        /// Which kernel of which operator.
+        /// The kernel of the operator.
         part: AttentionPart,
     },
 }
 
-/// An attention problem, but for lengths, batch and heads.
+/// An attention problem, except lengths, batch and heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionExample {
     /// Element type.
     pub number: Number,
-    /// Of q, k and v.
+    /// Head dimension of q, k and v.
     pub head_dim: u32,
-    /// Whether the mask is causal; there is none otherwise.
+    /// Whether the mask is causal; otherwise there is no mask.
     pub causal: bool,
 }
 
@@ -90,16 +91,16 @@ impl AttentionExample {
     }
 }
 
-/// A kernel among those of attention.
+/// One of the attention kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionPart {
     /// Forward attention.
     Forward,
-    /// Forward attention of few queries.
+    /// Forward attention with few queries (decode).
     Decode,
-    /// A launch of the gradients, by its place in the plan.
+    /// A launch of the gradients, by its index in the plan.
     Backward {
-        /// From 0.
+        /// Index of the launch, from 0.
         launch: usize,
     },
 }
@@ -126,7 +127,7 @@ pub fn all() -> &'static [Entry] {
     JOINED.get_or_init(|| [ALL, FEATURES, FEW_FEATURES].concat())
 }
 
-/// Which way operands lie, in the letters of BLAS for matrices stored by rows: `t` is transposed.
+/// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
 const NN: Layouts = Layouts { a: Major::Inner, b: Major::Outer };
 const NT: Layouts = Layouts { a: Major::Inner, b: Major::Inner };
 const TN: Layouts = Layouts { a: Major::Outer, b: Major::Outer };
@@ -139,7 +140,7 @@ where
     gemm::kernel::<T>(target, layouts, GemmConfig::default())
 }
 
-/// Forward attention as it is tuned for 8192 keys.
+/// Forward attention, tuned for 8192 keys.
 fn attention<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
@@ -149,7 +150,7 @@ where
     forward::kernel::<T>(target, &features, config)
 }
 
-/// Forward attention of few queries.
+/// Forward attention with few queries.
 fn attention_decode<T: Half>(target: Target, head_dim: u32, mask: Mask) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,
@@ -170,7 +171,7 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
     backward::Features::plain([head_dim, head_dim], mask)
 }
 
-/// Forward attention in bf16 with a feature, as a call of 2 x 8192 tokens has it.
+/// Forward attention in bf16 with a feature, planned for a call of 2 x 8192 tokens.
 fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) -> Result<Kernel, BuildError> {
     let (batch, len, heads) = (2, 8192, 16);
     let q_len = if queries == Queries::Few { 4 } else { len };
@@ -199,7 +200,7 @@ fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) ->
     plan.kernel(target)
 }
 
-/// Which of the two kernels.
+/// Whether the forward or the decode kernel is built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Queries {
     Many,

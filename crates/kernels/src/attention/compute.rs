@@ -1,8 +1,8 @@
 //! The inner loop of forward attention, shared by the forward and the decode kernel.
 //!
-//! s = q k^T, p = fold(s), o += p v. A warpgroup walks the key blocks of a tile from the last to the first, so that masked
-//! blocks come first. A step is: start s of this block | start o += p v of the previous block | wait for s | mask and
-//! modify s | p of this block while p v runs.
+//! s = q k^T, p = fold(s), o += p v. A warpgroup goes through the key blocks of a tile from the last to the first, so
+//! that masked blocks come first. A step is: start s of this block | start o += p v of the previous block | wait for s
+//! | mask and modify s | compute p of this block while p v runs.
 
 use crate::attention::fold::Fold;
 use crate::attention::forward::features::Features;
@@ -22,7 +22,7 @@ pub(crate) struct Rings<'k> {
     pub values: Pipe<'k>,
 }
 
-/// A value that is known when a tile begins, or that a register carries from tile to tile.
+/// A value that is known when a tile starts, or that a register carries from tile to tile.
 #[derive(Clone, Copy)]
 pub(crate) enum Held<'k, V> {
     Known(Val<'k, V>),
@@ -47,18 +47,18 @@ impl<'k, V: Word> Held<'k, V> {
     }
 }
 
-/// Where a warpgroup stands among the key blocks of its tile.
+/// Position of a warpgroup among the key blocks of its tile.
 pub(crate) struct Cursor<'k> {
-    /// Number of the current block.
+    /// Index of the current block.
     pub n: Var<'k, u32>,
-    /// Number of the first visible key, which expressions count from, if it may be other than 0.
+    /// Index of the first visible key, from which expressions count, if it may differ from 0.
     pub key_offset: Option<Held<'k, u32>>,
-    /// Visible keys of the tile's sequence, if the key source asks for them.
+    /// Number of visible keys of the tile's sequence, if the key source needs it.
     pub all_keys: Option<Held<'k, i32>>,
 }
 
 impl<'k> Cursor<'k> {
-    /// Number of a block's first key in its sequence.
+    /// Index of a block's first key in its sequence.
     #[track_caller]
     fn first_key(&self, block: &Block<'k>) -> Val<'k, i32> {
         match self.key_offset {
@@ -68,9 +68,9 @@ impl<'k> Cursor<'k> {
     }
 }
 
-/// What a warpgroup's accumulators and softmax are made for.
+/// Parameters of a warpgroup's accumulators and softmax.
 pub(crate) struct Setup<'a, 'k> {
-    /// Keys of a block.
+    /// Keys per block.
     pub cols: u32,
     /// Columns of the accumulators of o.
     pub columns: u32,
@@ -87,7 +87,7 @@ pub(crate) struct Setup<'a, 'k> {
 /// Warpgroups that take turns at the tensor cores.
 pub(crate) struct InTurn {
     pub turns: Turns,
-    /// A warpgroup passes its turn this many steps before its p v is all started.
+    /// Number of p v steps still to start when a warpgroup passes its turn.
     pub early: u32,
 }
 
@@ -99,11 +99,11 @@ where
 {
     rings: &'a Rings<'k>,
     source: &'a dyn KeySource<'k>,
-    /// Keys of a block.
+    /// Keys per block.
     cols: u32,
     s: Acc<'k>,
     pub o: Acc<'k>,
-    /// Two: one is packed while the product of the other runs.
+    /// Two fragments: one is packed while the product of the other runs.
     pub p: [Fragment<'k, T>; 2],
     pub fold: Box<dyn Fold<'k, T> + 'k>,
     pub limits: Limits<'k>,
@@ -111,14 +111,14 @@ where
     pub modifies: bool,
     /// Factor from modified scores to powers of two.
     pub scale: Val<'k, f32>,
-    /// Modify scores inside the exponential pass. Not for modifiers that load for each element: the assembler would start
-    /// all loads at once and spill.
+    /// Whether to modify scores inside the exponential pass. Not for modifiers that load per element: the assembler
+    /// would hoist all loads and spill.
     pub fuses: bool,
-    /// The warpgroup's tile of a stage of queries, if it has several.
+    /// Index of the warpgroup's tile in a stage of queries, if a stage has several.
     pub q_tile: Option<Val<'k, u32>>,
-    /// The warpgroup's tile of a stage of values, if it has several.
+    /// Index of the warpgroup's tile in a stage of values, if a stage has several.
     pub v_tile: Option<Val<'k, u32>>,
-    /// A tile of ones beside v, whose column of p v sums the rows of p.
+    /// A tile of ones next to v. The resulting column of p v is the row sum of p.
     pub ones: Option<Tile<'k>>,
     pub in_turn: Option<InTurn>,
 }
@@ -183,7 +183,7 @@ where
         w.multiply(&self.s, q.operand(Major::Inner), key.operand(Major::Inner), Sum::Fresh);
     }
 
-    /// Starts o += p v of the block before.
+    /// Starts o += p v of the previous block.
     pub fn output(&self, w: &Scope<'k, Group>, p: &Fragment<'k, T>, in_turn: bool) {
         let value = self.rings.values.wait(w)[0];
         let value = self.v_tile.map_or(value, |n| value.nth(n));
@@ -201,7 +201,7 @@ where
         pass(0);
     }
 
-    /// Takes the `n`-th block, whose scores are done. Its keys may be overwritten from here on.
+    /// Takes the `n`-th block, whose scores are complete. Its keys may be overwritten from here on.
     pub fn take_block(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, n: Val<'k, u32>) -> Block<'k> {
         let all_keys = || cursor.all_keys.expect("bug in fulgurite: keys of a tile were not kept").get();
         self.source.take(w, &self.rings.keys, n, &all_keys)
@@ -215,19 +215,19 @@ where
         self.limits.apply(w, &self.s, block);
     }
 
-    /// The scores of the `n`-th block, with nothing beside them.
+    /// Computes the scores of the `n`-th block, without overlap.
     pub fn see(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, n: Val<'k, u32>) {
         self.scores(w, false);
         w.wait_products(0);
         self.settle(w, cursor, &self.take_block(w, cursor, n));
     }
 
-    /// p of a tile's first block, whose scores are settled.
+    /// Computes p of a tile's first block, whose scores are settled.
     pub fn first(&self, w: &Scope<'k, Group>, p: &Fragment<'k, T>) {
         self.fold.first(w, &self.s, p);
     }
 
-    /// Sees all scores of a tile down to the block `first`, for folds that need them before the first p.
+    /// Sees all scores of a tile, down to block `first`, for folds that need them before the first p.
     pub fn scan(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, first: impl Fn() -> Val<'k, u32>) {
         self.fold.forget();
         let n = w.var(cursor.n.get());
@@ -239,7 +239,7 @@ where
         });
     }
 
-    /// One block: its scores beside p v of the previous block.
+    /// Processes one block: its scores overlap with p v of the previous block.
     fn step(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, old: &Fragment<'k, T>, new: &Fragment<'k, T>) {
         let n = cursor.n;
         n.set(n.get() - 1);
@@ -260,7 +260,7 @@ where
         self.rings.values.done(w);
     }
 
-    /// All blocks after the tile's first, down to the block `first`. p of the last one is in `p[0]`.
+    /// Processes all blocks after the tile's first, down to block `first`. p of the last one ends up in `p[0]`.
     pub fn blocks(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, first: Val<'k, u32>) {
         let [even, odd] = &self.p;
         w.repeat(|w, leave| {
@@ -273,7 +273,7 @@ where
         });
     }
 
-    /// The last p v of a tile, with nothing beside it. Returns the maximum and sum of each row.
+    /// Computes the last p v of a tile, without overlap. Returns the maximum and sum of each row.
     pub fn last(&self, w: &Scope<'k, Group>) -> Totals<'k> {
         self.output(w, &self.p[0], false);
         let totals = self.fold.totals(w, &self.o);

@@ -1,9 +1,9 @@
-//! Folds: what becomes of the scores of a tile's key blocks.
+//! Folds: how the scores of a tile's key blocks become numerators.
 
 use crate::parts::softmax::{Scores, Softmax, Totals};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Scope, Word};
 
-/// Turns the scores of one key block after the other into numerators p, which the kernel multiplies by v.
+/// Turns the scores of successive key blocks into numerators p, which the kernel multiplies by v.
 pub(crate) trait Fold<'k, T: Half>
 where
     Pair<T>: Word,
@@ -11,16 +11,16 @@ where
     /// Whether all scores of a tile must be seen before its first p.
     fn scans(&self) -> bool;
 
-    /// Prepares for a tile whose scores are all seen first.
+    /// Prepares for a tile whose scores are all seen before its first p.
     fn forget(&self);
 
     /// Sees the scores of a block without computing p.
     fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>);
 
-    /// p of a tile's first block.
+    /// Computes p of a tile's first block.
     fn first(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>);
 
-    /// p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
+    /// Computes p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
     fn next(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, scores: &mut dyn Scores<'k>);
 
     /// Maximum and sum of each row, after the last block.

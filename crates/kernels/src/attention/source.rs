@@ -11,7 +11,7 @@ use fulgurite_ptx::{Group, Pipe, Scope, Thread, Val};
 
 /// The queries of a tile.
 pub(crate) struct TileQueries<'k> {
-    /// Rows of every tile.
+    /// Rows per tile.
     pub rows: u32,
     /// Queries of the sequence.
     pub q_len: Val<'k, u32>,
@@ -21,9 +21,9 @@ pub(crate) struct TileQueries<'k> {
 /// A key block of a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyBlock<'k> {
-    /// Number among the tile's key blocks.
+    /// Index among the tile's key blocks.
     pub n: Val<'k, u32>,
-    /// What the block carries through the ring, if its number alone does not tell its keys.
+    /// Tag that the block carries through the ring, if its index alone does not determine its keys.
     pub tag: Option<Tag<'k>>,
 }
 

@@ -1,7 +1,7 @@
 //! C = A B on every GPU since Ampere: `mma.sync` of single warps, and a ring that the same warps fill with `cp.async`.
 //!
-//! A CTA computes one tile of C. Its eight warps share it, 64 rows and 32 columns each, and all of them copy the tiles of A
-//! and B for a later step while they multiply those of the present one.
+//! A CTA computes one tile of C. Its eight warps share the tile, 64 rows and 32 columns each. All warps copy the tiles
+//! of A and B for a later step while they multiply those of the current step.
 
 use crate::gemm::plan::{Gemm, GemmError, Matrix, Side, outer_inner, same};
 use crate::gemm::{GemmConfig, INNER, Layouts, tile};
@@ -13,18 +13,18 @@ use fulgurite_ptx::{
 };
 use std::sync::{Arc, OnceLock};
 
-/// Rows and columns of C of a tile.
+/// Rows and columns of a tile of C.
 const ROWS: u32 = 128;
 const COLS: u32 = 128;
-/// Stages of the ring: as many as fit where a CTA has 99 KB of shared memory.
+/// Stages of the ring: as many as fit in 99 KB of shared memory per CTA.
 const DEPTH: u32 = 3;
-/// Warps of a CTA: two above each other, four beside each other.
+/// Grid of warps in a CTA: two vertically, four horizontally.
 const WARPS: [u32; 2] = [2, 4];
-/// Blocks of 16 rows of a warp, and its columns.
+/// Number of 16-row blocks per warp, and its columns.
 const BLOCKS: usize = (ROWS / WARPS[0] / 16) as usize;
 const WARP_COLS: u32 = COLS / WARPS[1];
 
-/// A matrix among the arguments: strides in bytes.
+/// A matrix among the arguments; strides are in bytes.
 #[derive(Debug, Clone, Copy)]
 struct Stored {
     span: Span,
@@ -60,7 +60,7 @@ impl<'k> MatrixParam<'k> {
         }
     }
 
-    /// Address of an element of 2 bytes.
+    /// Address of a 2-byte element.
     fn at(&self, batch: Val<'k, u32>, row: Val<'k, u32>, col: Val<'k, u32>) -> Val<'k, u64> {
         let start = self.memory.address() + batch.to_u64().mul_wide_64(self.batch);
         start + row.to_u64().mul_wide_64(self.row) + col.mul_wide(2)
@@ -93,19 +93,19 @@ impl<'k> CallParams<'k> {
     }
 }
 
-/// An operand on its way into shared memory: its tiles along the summed dimension.
+/// An operand that is copied to shared memory tile by tile along the summed dimension.
 struct Source<'k> {
     matrix: MatrixParam<'k>,
     major: Major,
     batch: Val<'k, u32>,
-    /// The first row of A or column of B, and how many there are in the matrix.
+    /// First row of A or column of B in the tile; `outer` is their number in the matrix.
     first: Val<'k, u32>,
     outer: Val<'k, u32>,
     inner: Val<'k, u32>,
 }
 
 impl<'k> Source<'k> {
-    /// Starts copying the tile that begins at `start` of the summed dimension, which lies inside.
+    /// Starts copying the tile at `start` of the summed dimension, which is inside the matrix.
     fn copy(&self, w: &Scope<'k, WarpRole>, ring: &CopyRing<'k>, to: Tile<'k>, start: Val<'k, u32>) {
         let (outer, inner) = (self.outer - self.first, self.inner - start);
         let (row, col, rows, cols) = match self.major {
@@ -134,7 +134,7 @@ where
     let ring = builder.copy_ring("operands", DEPTH, &[tile::<T>(layouts.a, ROWS), tile::<T>(layouts.b, COLS)]);
 
     builder.role("multiply", Warps(WARPS[0] * WARPS[1]), |w| {
-        // Down a column of tiles first: CTAs that run at the same time share tiles of B.
+        // Go down a column of tiles first, so that concurrent CTAs share tiles of B.
         let per_batch = m_tiles * n_tiles;
         let (batch, at) = (w.block() / per_batch, w.block() % per_batch);
         let (row, col) = (at % m_tiles * ROWS, at / m_tiles * COLS);
@@ -166,7 +166,7 @@ where
     });
 }
 
-/// Writes a warp's part of C, which begins at this batch, row and column; what lies outside of C is not written.
+/// Writes a warp's part of C, which starts at this batch, row and column. Elements outside C are not written.
 fn store<'k, T: Half>(
     w: &Scope<'k, WarpRole>,
     acc: &WarpAcc<'k, BLOCKS>,
@@ -186,7 +186,7 @@ fn store<'k, T: Half>(
             for period in 0..acc.cols() / View::PERIOD {
                 let [low, high] = [0, 1].map(|at| elements[View::index(i, period as usize, at)]);
                 let (own, offset) = (col + period * View::PERIOD, period * View::PERIOD);
-                // The last column stands alone where there is an odd number of them.
+                // With an odd number of columns, the last one is stored alone.
                 w.choose(
                     (own + 1).lt(n),
                     |w| Pointer::<Pair<T>>::at_address(line).store(w, offset / 2, low.pair_with::<T>(high)),
@@ -199,17 +199,17 @@ fn store<'k, T: Half>(
     }
 }
 
-/// Which product: everything that the kernel's text depends on.
+/// The kind of product: everything that the kernel's text depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SyncGemm {
     /// Element type of all three matrices.
     pub number: Number,
-    /// Which way A and B lie.
+    /// Memory layouts of A and B.
     pub layouts: Layouts,
 }
 
 impl SyncGemm {
-    /// Its kernel.
+    /// Builds the kernel.
     pub fn kernel(&self, target: Target) -> Result<Kernel, crate::gemm::plan::KernelError> {
         match self.number {
             Number::F16 => Ok(kernel::<f16>(target, self.layouts)?),
@@ -238,7 +238,7 @@ impl SyncGemm {
         }
         let (m_tiles, n_tiles) = (m.div_ceil(u64::from(ROWS)), n.div_ceil(u64::from(COLS)));
         let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
-        // CTAs of a grid along its first axis.
+        // Limit of a grid's first axis, in CTAs.
         if tiles >= 1 << 31 {
             return Err(GemmError::Tiles { got: tiles });
         }
@@ -249,7 +249,7 @@ impl SyncGemm {
     }
 }
 
-/// The arguments of every product: they depend neither on the element type nor on layouts.
+/// The bindings of every product. They depend neither on the element type nor on layouts.
 fn bindings() -> &'static Bindings<Call> {
     static BINDINGS: OnceLock<Bindings<Call>> = OnceLock::new();
     BINDINGS.get_or_init(|| {

@@ -14,18 +14,18 @@ use fulgurite_ptx::{
     Word,
 };
 
-/// The tile configuration: measured choices.
+/// The tile configuration, chosen by measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GemmConfig {
-    /// Rows of C of a tile: 64 for each of the two warpgroups.
+    /// Rows per tile of C: 64 for each of the two warpgroups.
     pub rows: u32,
-    /// Columns of C of a tile.
+    /// Columns per tile of C.
     pub cols: u32,
     /// Stages of the ring.
     pub depth: u32,
-    /// CTAs of a cluster, which share their tiles of B.
+    /// CTAs per cluster; they share their tiles of B.
     pub cluster: u32,
-    /// Rows of tiles in a band.
+    /// Rows of tiles per band.
     pub band: u32,
 }
 
@@ -80,18 +80,18 @@ pub(crate) struct GemmCall {
     pub a: TensorSpan,
     pub b: TensorSpan,
     pub c: TensorSpan,
-    /// Tiles of C in a column and in a row; a cluster counts as one tile.
+    /// Tiles of C per column and per row; a cluster counts as one tile.
     pub m_tiles: u32,
     pub n_tiles: u32,
-    /// Tiles of A and B that are multiplied for a tile of C.
+    /// Tiles of A and B that are multiplied for one tile of C.
     pub k_steps: u32,
-    /// Tiles of C in all batches.
+    /// Number of tiles of C in all batches.
     pub tiles: u32,
     pub m: u32,
     pub n: u32,
-    /// C once more, for threads that write the columns past the last whole 16 bytes.
+    /// Address of C for threads, which write the columns past the last whole 16 bytes.
     pub c_memory: Span,
-    /// Elements from one row of C to the next, and from one batch to the next.
+    /// Row stride and batch stride of C, in elements.
     pub c_strides: [u64; 2],
 }
 
@@ -115,7 +115,7 @@ impl<'k, T: Half> GemmParams<'k, T> {
         let GemmConfig { rows, cols, cluster, .. } = config;
         GemmParams {
             a: p.tensor("a", tile::<T>(layouts.a, rows), 3, |call| call.a.clone()),
-            // CTAs of a cluster have the same columns of C: each loads its part of B's tile for all of them.
+            // All CTAs of a cluster have the same columns of C: each loads its part of B's tile for all of them.
             b: p.tensor("b", tile::<T>(layouts.b, cols / cluster), 3, |call| call.b.clone()),
             c: p.tensor("c", TileShape::new(T::NUMBER, 64, INNER), 3, |call| call.c.clone()),
             m_tiles: p.u32("m_tiles", |call| call.m_tiles),

@@ -16,17 +16,17 @@ const MOST: u64 = 1 << 31;
 /// A batch of matrices in device memory, as they are stored: rows of contiguous elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Matrix {
-    /// Memory, from the first element on.
+    /// Memory that starts at the first element.
     pub span: Span,
-    /// Rows.
+    /// Rows per matrix.
     pub rows: u64,
-    /// Elements of a row.
+    /// Elements per row.
     pub cols: u64,
-    /// Elements from one row to the next.
+    /// Row stride in elements.
     pub row_stride: u64,
-    /// Matrices.
+    /// Number of matrices.
     pub batch: u64,
-    /// Elements from one matrix to the next; 0 gives every product the same A or B.
+    /// Batch stride in elements; 0 gives every product the same A or B.
     pub batch_stride: u64,
 }
 
@@ -37,7 +37,7 @@ impl Matrix {
     }
 }
 
-/// A factor or the result.
+/// One of the two factors, or the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// The left factor.
@@ -58,20 +58,20 @@ impl fmt::Display for Side {
     }
 }
 
-/// Why a product was refused before anything was launched.
+/// The reason why a product was rejected before any launch.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GemmError {
     /// An element type that the kernel does not multiply.
     #[error("elements are {}, allowed: f16, bf16; convert them", got.name())]
     Number {
-        /// The element type.
+        /// Element type of the matrices.
         got: Number,
     },
     /// A dimension of size 0.
     #[error("`{side}` has {dimension} = 0, allowed: 1 or more; a product of nothing needs no launch")]
     Empty {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
         /// `rows`, `cols` or `batch`.
         dimension: &'static str,
@@ -79,11 +79,11 @@ pub enum GemmError {
     /// A dimension that is too large.
     #[error("`{side}` has {dimension} = {got}, allowed: up to 2^31; split the product")]
     Large {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
         /// `rows`, `cols` or `batch`.
         dimension: &'static str,
-        /// Its size.
+        /// Size of the dimension.
         got: u64,
     },
     /// Dimensions that differ and must be equal.
@@ -103,7 +103,7 @@ pub enum GemmError {
     /// Rows or matrices that overlap in memory.
     #[error("`{side}` has {stride} = {got}, allowed: {least} or more, so that they do not overlap; check the strides")]
     Overlap {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
@@ -112,12 +112,12 @@ pub enum GemmError {
         /// The smallest stride without overlap, in elements.
         least: u64,
     },
-    /// A stride that the copy engine cannot step.
+    /// A stride that the copy engine does not support.
     #[error(
         "`{side}` has {stride} = {got} elements of {bytes} bytes, allowed: multiples of 16 bytes below 2^40; pad it, or copy it"
     )]
     Stride {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
         /// `row_stride` or `batch_stride`.
         stride: &'static str,
@@ -126,10 +126,10 @@ pub enum GemmError {
         /// Bytes of an element.
         bytes: u64,
     },
-    /// An address that the copy engine cannot load from.
+    /// An address that the copy engine does not support.
     #[error("`{side}` lies at {address:#x}, allowed: multiples of 16 bytes; copy it to an aligned buffer")]
     Address {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
         /// The address.
         address: u64,
@@ -137,17 +137,17 @@ pub enum GemmError {
     /// Memory that is too small.
     #[error("`{side}` reaches to byte {end} of memory of {bytes} bytes; check sizes and strides")]
     Memory {
-        /// The matrix.
+        /// Matrix in question.
         side: Side,
-        /// The offset where the matrices end.
+        /// Byte offset at which the matrices end.
         end: u64,
-        /// Bytes of the memory.
+        /// Size of the memory in bytes.
         bytes: u64,
     },
     /// More tiles than the kernel can count.
     #[error("the product has {got} tiles, allowed: up to 2^31; split the batch")]
     Tiles {
-        /// Tiles of the product.
+        /// Number of tiles of the product.
         got: u64,
     },
 }
@@ -163,7 +163,7 @@ pub struct Gemm {
     pub config: GemmConfig,
 }
 
-/// Why there is no kernel for a product.
+/// The reason why there is no kernel for a product.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -185,7 +185,7 @@ impl Gemm {
         }
     }
 
-    /// The launch of its kernel on a device with this many SMs.
+    /// The launch of the kernel on a device with this many SMs.
     ///
     /// A is stored as `[m][k]` or `[k][m]` and B as `[n][k]` or `[k][n]`, by the layouts; C as `[m][n]`.
     pub fn launch(
@@ -209,7 +209,7 @@ impl Gemm {
         let GemmConfig { rows, cols, cluster, .. } = self.config;
         // The CTAs of a cluster take tiles of C above each other.
         let (m_tiles, n_tiles) = (m.div_ceil(u64::from(rows * cluster)), n.div_ceil(u64::from(cols)));
-        // Each factor is at most 2^31, and the first two far less.
+        // Each factor is at most 2^31, and the first two are far smaller.
         let tiles = (m_tiles * n_tiles).saturating_mul(a.batch);
         if tiles > MOST {
             return Err(GemmError::Tiles { got: tiles });
@@ -268,7 +268,7 @@ impl Gemm {
                 _ => Err(GemmError::Stride { side, stride: name, got, bytes }),
             }
         };
-        // Sums saturate, and no memory is that large.
+        // Sums saturate; no memory is large enough for that to matter.
         let row_bytes = stride("row_stride", rows, row_stride, cols)?;
         let matrix_elems = (rows - 1).saturating_mul(row_bytes / bytes).saturating_add(cols);
         let batch_bytes = stride(BATCH_STRIDE, batch, batch_stride, matrix_elems)?;
@@ -286,7 +286,7 @@ impl Gemm {
     }
 }
 
-/// The arguments of every product: they depend neither on the element type nor on layouts and configuration.
+/// The bindings of every product. They depend neither on the element type nor on layouts and configuration.
 fn bindings() -> &'static Bindings<GemmCall> {
     static BINDINGS: OnceLock<Bindings<GemmCall>> = OnceLock::new();
     let layouts = Layouts { a: Major::Inner, b: Major::Inner };
@@ -342,7 +342,7 @@ mod tests {
         }
     }
 
-    /// Matrices of a batch of three with padded lines.
+    /// A batch of three matrices with padded rows.
     fn matrices(layouts: Layouts, [m, n, k]: [u64; 3]) -> [Matrix; 3] {
         let shapes = [stored(layouts.a, m, k), stored(layouts.b, n, k), (m, n)];
         shapes.map(|(rows, cols)| {
@@ -365,7 +365,7 @@ mod tests {
         }
     }
 
-    /// The step that is counted here is the one that the kernel takes.
+    /// The step size assumed here is the one that the kernel uses.
     #[test]
     fn the_kernel_takes_such_steps() {
         let kernel = gemm(LAYOUTS[3]).kernel(Target::HOPPER).unwrap();
@@ -413,7 +413,7 @@ mod tests {
         assert!(matches!(gemm.launch(kernel, given, 132), Err(GemmError::Overlap { side: Side::C, .. })));
     }
 
-    /// Something done to a good launch, and the whole text of what it is then refused with.
+    /// A change to a valid launch, and the full text of the resulting error.
     type Fault = (fn(&mut Gemm, &mut [Matrix; 3]), &'static str);
 
     #[test]

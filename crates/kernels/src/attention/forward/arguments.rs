@@ -13,11 +13,11 @@ use crate::parts::sequences::{DenseArgs, Visible};
 use fulgurite_core::Layout;
 use std::f32::consts::LOG2_E;
 
-/// Bytes of k and v of the (head, sequence) pairs whose tiles run together: a part of L2.
+/// Bytes of k and v that fit in L2 for the (head, sequence) pairs whose tiles run at the same time: a fraction of L2.
 const CACHE_BYTES: u64 = 32 << 20;
 
 impl Facts {
-    /// Whether sequences have equal lengths, and which.
+    /// Batch size and lengths, if all sequences have equal lengths.
     fn equal_lengths(&self) -> Option<[u64; 3]> {
         match self.layout {
             Layout::Dense { batch, q_len, k_len } if !self.features.ragged.any() => {
@@ -27,10 +27,10 @@ impl Facts {
         }
     }
 
-    /// Lengths of equal sequences, and the keys that their queries see.
+    /// Lengths of equal sequences, and their visible keys.
     pub(crate) fn dense(&self) -> Option<DenseArgs> {
         let [_, q_len, k_len] = self.equal_lengths()?;
-        // Block lists decide for themselves which keys are visible.
+        // With block lists, the lists alone decide which keys are visible.
         let visible = match self.features.blocks {
             Some(_) => Visible { first: 0, count: k_len },
             None => Visible::of(&self.features.mask, q_len, k_len),
@@ -77,7 +77,7 @@ impl Facts {
         Ok(args)
     }
 
-    /// Auxiliary tensors, and the table of blocks if elements look their blocks up.
+    /// Auxiliary tensors, and the table of blocks if elements look up their block.
     fn aux(&self, tensors: &Tensors) -> Result<Vec<AuxArgs>, NoKernel> {
         let table = self.coverage().and(tensors.scratch);
         let table = table.map(|span| DeviceAux { span, strides: row_major(self.aux_shapes.last()) });
@@ -90,7 +90,7 @@ impl Facts {
         }
     }
 
-    /// Rows that the non-finite path reads, from the first visible key on.
+    /// Rows that the non-finite path reads, starting at the first visible key.
     fn plain(&self, [q, k, v, _]: &[DeviceTensor; 4]) -> PlainArgs {
         let first = match (self.equal_lengths(), self.features.blocks) {
             (Some([_, q_len, k_len]), None) => self.features.mask.keys(0, q_len as usize, k_len as usize).start as u64,
@@ -99,7 +99,7 @@ impl Facts {
         PlainArgs::new([*q, k.rows(first, k.shape[1]), v.rows(first, v.shape[1])])
     }
 
-    /// Arguments of the end of a tile.
+    /// Arguments of the epilogue.
     pub(crate) fn results(&self, tensors: &Tensors) -> Result<ResultArgs, NoKernel> {
         let lse_rows = match self.layout {
             Layout::Dense { q_len, .. } => q_len as u64,
@@ -111,7 +111,7 @@ impl Facts {
         Ok(ResultArgs::new(tensors.lse, lse_rows, tensors.sinks))
     }
 
-    /// q, k, v and o for the copy engine: of equal sequences with visible keys only, of ragged sequences as one axis of rows.
+    /// q, k, v and o for the copy engine: visible keys only for equal sequences, one axis of rows for ragged ones.
     pub(crate) fn row_tensors(&self, rows: &[DeviceTensor; 4]) -> Result<RowTensors, NoKernel> {
         let [q, k, v, o] = rows;
         let number = self.number;
@@ -161,7 +161,7 @@ impl Facts {
     fn bands(&self, tile_rows: u32) -> Option<BandArgs> {
         let [batch, q_len, k_len] = self.equal_lengths()?;
         let pairs = self.heads[0] * batch;
-        // Enough pairs to balance rows of different lengths, few enough for L2.
+        // Enough pairs per band to balance rows of different lengths, few enough to fit in L2.
         let pair_bytes = (k_len * u64::from(self.features.dims[0] + self.features.dims[1]) * 2).max(1);
         let order = match self.features.mask.spans().is_empty() {
             true => 1,
@@ -172,7 +172,7 @@ impl Facts {
         Some(BandArgs::new([tiles, pairs], [order, rest(pairs, order)]))
     }
 
-    /// Tiles of the batch; in a ragged one an upper bound.
+    /// Number of tiles of the batch; an upper bound for a ragged batch.
     fn most_tiles(&self, tile_rows: u32) -> u64 {
         let tile = u64::from(tile_rows);
         let tiles = match self.layout {

@@ -1,4 +1,4 @@
-//! The calls from which the forward and the decode kernel take their launch arguments.
+//! The call types from which the forward and the decode kernel take their launch arguments.
 
 use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::ListArgs;
@@ -10,7 +10,7 @@ use crate::parts::sequences::DenseArgs;
 use fulgurite_ptx::Number;
 use fulgurite_ptx::device::{Span, TensorSpan};
 
-/// Arguments that the forward and the decode kernel share. Parts that a problem does not have are absent.
+/// Arguments that the forward and the decode kernel share. Parts that a problem lacks are `None`.
 pub(crate) struct CommonArgs {
     pub counters: Span,
     /// Query heads per head of k and v.
@@ -76,7 +76,7 @@ fn present<A>(part: &Option<A>) -> &A {
 pub(crate) struct RowTensor {
     pub tensor: DeviceTensor,
     pub number: Number,
-    /// Rows of all sequences form one axis. Sequences must begin at whole rows.
+    /// Whether the rows of all sequences form one axis. Sequences must then start at whole rows.
     pub ragged: bool,
 }
 

@@ -1,7 +1,7 @@
 //! The compute role of the forward kernel: warpgroups that turn tiles of queries into rows of O and the LSE.
 //!
-//! Two drivers over the same verbs: [`ComputeRole::joined`] starts the next tile beside the end of this one,
-//! [`ComputeRole::parts`] ends a tile before it starts the next.
+//! Two drivers use the same operations: [`ComputeRole::joined`] overlaps the start of the next tile with the end of
+//! this one, [`ComputeRole::parts`] ends a tile before it starts the next.
 
 use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
 use crate::attention::forward::construction::ForwardKernel;
@@ -22,11 +22,11 @@ where
 {
     kernel: &'a ForwardKernel<'a, 'k, T>,
     core: Compute<'a, 'k, T>,
-    /// The tile whose key blocks are walked.
+    /// The tile whose key blocks are being processed.
     now: WorkVars<'k>,
     cursor: Cursor<'k>,
     epilogue: Epilogue<'a, 'k>,
-    /// The warpgroup's 64 rows of the tile.
+    /// Index of the warpgroup's 64 rows in the tile.
     own: Val<'k, u32>,
     /// The warpgroup's first column of v and o, if warpgroups share columns.
     first_column: Option<Val<'k, u32>>,
@@ -108,7 +108,7 @@ where
         w.one_thread_of_group(|t| t.wait_stores(0));
     }
 
-    /// Each tile's last p v runs beside the scores of the next tile's first block.
+    /// Overlaps each tile's last p v with the scores of the next tile's first block.
     fn joined(&self, w: &Scope<'k, Group>) {
         let (core, rings) = (&self.core, &self.kernel.rings);
         let [p, next_p] = &core.p;
@@ -127,7 +127,7 @@ where
             self.set_tile(w, &next);
             w.wait_products(1);
             core.settle(w, &self.cursor, &core.take_block(w, &self.cursor, self.cursor.n.get()));
-            // Unlike in a step, wait before the exponentials: the end of the last tile runs beside them.
+            // Unlike in a step, wait before the exponentials: the end of the previous tile overlaps with them.
             w.wait_products(0);
             rings.values.done(w);
             core.first(w, next_p);
@@ -145,7 +145,7 @@ where
         w.repeat(|w, leave| {
             self.first_block(w);
             core.blocks(w, &self.cursor, self.now.get().blocks[0]);
-            // The next tile's queries are loaded beside the end of this one.
+            // The next tile's queries load while this one ends.
             self.kernel.rings.queries.done(w);
             let totals = core.last(w);
             self.finish(w, &self.now.get(), None, totals);
@@ -155,7 +155,7 @@ where
         });
     }
 
-    /// The next tile that the loading thread announces. It has no key blocks if there are no more tiles.
+    /// The next tile that the loading thread announces. A tile without key blocks means that there are no more.
     fn next_tile(&self, w: &Scope<'k, Group>) -> Work<'k> {
         Work::read(&self.kernel.tickets.take(w), self.kernel.work_shape)
     }
@@ -165,7 +165,7 @@ where
         self.cursor.n.set(tile.blocks[1] - 1);
     }
 
-    /// p of the first block of a tile, with nothing beside it.
+    /// p of a tile's first block, without overlap.
     fn first_block(&self, w: &Scope<'k, Group>) {
         let core = &self.core;
         self.set_tile(w, &self.now.get());
@@ -211,12 +211,12 @@ where
         self.epilogue.run::<T>(w, work, &o, totals);
     }
 
-    /// Computes a tile again without its hidden keys, if they hold infinities or NaN.
+    /// Recomputes a tile without its hidden keys, if they contain infinities or NaN.
     fn redo_nonfinite(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: &Totals<'k>) {
         let params = &self.kernel.params;
         let Some(careful) = &params.careful else { return };
         let rows = |w: &Scope<'k, Group>| {
-            // Rows past the last one are read as the last one.
+            // Rows past the last one repeat the last one.
             let all = params.sequences.q_rows(work.sequence);
             let row = work.row + self.own * 64 + w.first_row();
             Rows {

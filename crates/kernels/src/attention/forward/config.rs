@@ -1,4 +1,4 @@
-//! The tile configuration of the forward kernel: measured choices.
+//! The tile configuration of the forward kernel, chosen by measurement.
 
 use crate::attention::forward::features::Features;
 use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
@@ -12,28 +12,28 @@ use std::str::FromStr;
 pub struct ForwardConfig {
     /// Compute warpgroups, 64 queries each.
     pub groups: u32,
-    /// Keys of a key block.
+    /// Keys per key block.
     pub cols: u32,
-    /// Stages of K and of V.
+    /// Stages of the rings of K and of V.
     pub depth: u32,
-    /// What follows the last key block of a tile.
+    /// How a tile ends.
     pub end: End,
     /// Registers of a compute thread and of a load thread.
     pub registers: [u32; 2],
-    /// A warpgroup passes its turn at the tensor cores when this many steps of its p v are left to start.
+    /// Number of p v steps still to start when a warpgroup passes its turn at the tensor cores.
     pub early: u32,
-    /// Which unit sums the rows of p.
+    /// The unit that sums the rows of p.
     pub added: Added,
-    /// How the running maximum is kept.
+    /// Rescale policy of the running maximum.
     pub rescale: Rescale,
 }
 
 /// How a tile ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// The last p v runs beside the first scores of the next tile. Q has two buffers, O has one for all columns.
+    /// The last p v overlaps with the first scores of the next tile. Q has two buffers, O has one for all columns.
     Joined,
-    /// A tile ends before the next one starts. Q has one buffer; O is stored in parts through two small ones.
+    /// A tile ends before the next one starts. Q has one buffer; O is stored in parts through two small buffers.
     Parts,
 }
 
@@ -73,7 +73,7 @@ impl TileConfig for ForwardConfig {
         let depth = [2, 3, 4].into_iter().map(|depth| ForwardConfig { depth, ..self });
         let early = [0, 1, 2].into_iter().map(|early| ForwardConfig { early, ..self });
         let end = [End::Joined, End::Parts].into_iter().map(|end| ForwardConfig { end, ..self });
-        // The load thread gets the registers that the compute warpgroups leave.
+        // The load thread gets the registers that the compute warpgroups leave over.
         let registers = match self.groups {
             3 => vec![[160, 24], [160, 32]],
             _ => vec![[240, 24], [232, 40]],
@@ -95,7 +95,7 @@ impl ForwardConfig {
         ConfigTable::default().find(head_dim, k_len as u64)
     }
 
-    /// This configuration with registers left for a problem's features.
+    /// This configuration, adjusted so that the problem's features have enough registers.
     pub fn with_room(self, head_dim: u32, features: &Features) -> ForwardConfig {
         let loads = features.modifiers.loads_move();
         match head_dim {
@@ -114,7 +114,7 @@ impl ForwardConfig {
         }
     }
 
-    /// This configuration with tiles that divide the blocks of a block mask, if there are any.
+    /// This configuration with tiles that divide the blocks of a block mask; `None` if no such tiles exist.
     pub fn dividing(self, spec: &BlockSpec) -> Option<ForwardConfig> {
         let groups = [self.groups, 2, 1].into_iter().find(|g| spec.rows.is_multiple_of(64 * *g as usize))?;
         let narrower = (1..=self.cols / 16).rev().map(|n| 16 * n);
@@ -123,17 +123,17 @@ impl ForwardConfig {
         Some(ForwardConfig { groups, cols, registers, early: self.early.min(cols / 16), ..self })
     }
 
-    /// Whether the next tile starts beside the end of this one.
+    /// Whether the next tile starts while this one ends.
     pub(crate) fn joined(&self) -> bool {
         self.end == End::Joined
     }
 
-    /// Queries of a tile, if warpgroups do not share them.
+    /// Queries per tile, if warpgroups do not share rows.
     pub(crate) fn rows(&self) -> u32 {
         64 * self.groups
     }
 
-    /// Columns of a staging buffer of O, and the number of buffers.
+    /// Columns per staging buffer of O, and the number of buffers.
     pub(crate) fn parts(&self, value_dim: u32) -> [u32; 2] {
         match self.end {
             End::Joined => [value_dim, 1],
@@ -142,7 +142,7 @@ impl ForwardConfig {
     }
 }
 
-/// Written as `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`, without the rescale policy.
+/// Prints `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`, without the rescale policy.
 impl fmt::Display for ForwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ForwardConfig { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
@@ -156,7 +156,7 @@ impl fmt::Display for ForwardConfig {
 const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
                        registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
 
-/// Missing entries have the values for head dimension 128.
+/// Missing entries take the values for head dimension 128.
 impl FromStr for ForwardConfig {
     type Err = ConfigError;
 

@@ -14,10 +14,10 @@ use crate::parts::schedule::Shape;
 use fulgurite_core::Exp;
 use fulgurite_ptx::{Half, Mailbox, Pair, Tile, TileShape, Word};
 
-/// The configuration that the kernel really has, and the tiling.
+/// The configuration that the kernel actually gets, and the tiling.
 pub(super) fn tiled(features: &Features, config: ForwardConfig) -> (ForwardConfig, Tiling) {
     let config = match features.exp {
-        // All scores of a tile are seen before its first p, so tiles cannot be joined.
+        // SAS sees all scores of a tile before its first p, so tiles cannot be joined.
         Exp::Sas { .. } => ForwardConfig { end: End::Parts, ..config },
         _ => config,
     };
@@ -32,9 +32,9 @@ pub(super) struct ForwardKernel<'a, 'k, T> {
     pub spans: Spans,
     pub params: ForwardParams<'k, T>,
     pub rings: Rings<'k>,
-    /// Buffers through which O leaves: each has all rows of some columns.
+    /// Staging buffers for O: each holds all rows of some columns.
     pub staging: Vec<Tile<'k>>,
-    /// A tile of ones beside v, whose column of p v sums the rows of p.
+    /// A tile of ones next to v. The resulting column of p v is the row sum of p.
     pub ones: Option<Tile<'k>>,
     /// Tiles that the loading thread announces to the compute role.
     pub tickets: Mailbox<'k>,
@@ -70,7 +70,7 @@ where
         ForwardKernel { features, config, tiling, spans, params, rings, staging, ones, tickets, work_shape }
     }
 
-    /// Where the kernel's keys come from.
+    /// The source of the kernel's keys.
     pub fn source(&self) -> Box<dyn KeySource<'k> + '_> {
         let (sequences, cols) = (&self.params.sequences, self.config.cols);
         match &self.params.lists {

@@ -1,4 +1,4 @@
-//! The facts of a problem that the kernels of forward attention depend on, computed once.
+//! The facts of a problem on which the forward kernels depend, computed once.
 
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
@@ -14,19 +14,20 @@ use fulgurite_core::expr::AuxSpec;
 use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem, Rescale};
 use fulgurite_ptx::Number;
 
-/// Largest row sum of p in a block that f16 can represent safely.
+/// Largest row sum of p in a block that is safe in f16.
 const F16_LIMIT: f32 = 16384.0;
 
-/// How a block mask reaches the kernel.
+/// The form in which a block mask reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockForm {
-    /// As lists: the kernel computes listed blocks only.
+    /// Lists: the kernel computes only listed blocks.
     Lists,
-    /// As a table that each element looks up, for blocks that no tile divides. [`ForwardPlan::cover`](super::plan::ForwardPlan::cover) makes it from the lists.
+    /// A table in which each element looks up its block, if no tile size divides the blocks.
+    /// [`ForwardPlan::cover`](super::plan::ForwardPlan::cover) makes it from the lists.
     Coverage,
 }
 
-/// A block mask, and how it reaches the kernel.
+/// A block mask, and the form in which it reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct BlockPlan {
     pub spec: BlockSpec,
@@ -43,15 +44,15 @@ pub(crate) struct Facts {
     pub heads: [u64; 2],
     /// Head dimensions of the tensors, not padded.
     pub dims: [usize; 2],
-    /// Shapes of the auxiliary tensors, the table of blocks last.
+    /// Shapes of the auxiliary tensors; the table of blocks comes last.
     pub aux_shapes: Vec<Vec<usize>>,
     pub blocks: Option<BlockPlan>,
     pub scale: f32,
 }
 
 impl Facts {
-    /// The facts of a problem, and its tile configuration from a table. The rescale policy is the configuration's unless
-    /// given.
+    /// The facts of a problem, and its tile configuration from a table. The rescale policy comes from the configuration
+    /// unless it is given.
     pub fn of(
         problem: &Problem,
         rescale: Option<Rescale>,
@@ -91,20 +92,20 @@ impl Facts {
         Ok((facts, config))
     }
 
-    /// The shape of the table of blocks, if each element looks its block up.
+    /// Shape of the table of blocks, if each element looks up its block.
     pub fn coverage(&self) -> Option<&[usize]> {
         let looked_up = self.blocks.is_some_and(|blocks| blocks.form == BlockForm::Coverage);
         self.aux_shapes.last().filter(|_| looked_up).map(Vec::as_slice)
     }
 }
 
-/// Keys that a query sees on average, by which the table is searched: half of them under a causal mask.
+/// Number of keys that a query sees on average: half of them under a causal mask. The table is searched by this number.
 pub(crate) fn keys_seen(problem: &Problem) -> u64 {
     let causal = Spans::of(&problem.mask().spans_only()).bounded_right();
     problem.max_k_len() as u64 / if causal { 2 } else { 1 }
 }
 
-/// The element type of a problem that the kernels take.
+/// The element type of a problem, if the kernels support the problem.
 fn supported(problem: &Problem, rescale: Option<Rescale>) -> Result<Number, NoKernel> {
     let missing = |feature: String| Err(NoKernel { feature });
     let number = match problem.dtype() {
@@ -124,7 +125,7 @@ fn supported(problem: &Problem, rescale: Option<Rescale>) -> Result<Number, NoKe
         Layout::Dense { .. } => (problem.max_q_len().max(problem.max_k_len()), false),
         Layout::Packed(p) => (p.total_q.max(p.total_k), true),
     };
-    // Ragged tensors pretend to have 2^30 rows.
+    // Ragged tensors claim to have 2^30 rows, so sizes must stay below that.
     let most = if packed || problem.has_used_q() || problem.has_used_k() { 30 } else { 31 };
     for n in [problem.batch(), rows, problem.q_heads()] {
         if n >= 1 << most {
@@ -134,12 +135,12 @@ fn supported(problem: &Problem, rescale: Option<Rescale>) -> Result<Number, NoKe
     Ok(number)
 }
 
-/// Whether all scores of a tile are seen before its first p.
+/// Whether all scores of a tile must be seen before its first p.
 fn scans(problem: &Problem) -> bool {
     matches!(problem.exp(), Exp::Sas { .. })
 }
 
-/// The rescale policy within the range of the element type.
+/// The rescale policy, limited to the range of the element type.
 fn policy(number: Number, rescale: Rescale) -> Rescale {
     match rescale {
         Rescale::Optimistic(most) if number == Number::F16 => Rescale::Optimistic(most.min(F16_LIMIT)),
@@ -150,11 +151,11 @@ fn policy(number: Number, rescale: Rescale) -> Rescale {
 /// Padded head dimensions, and the table's configuration for them.
 struct BaseTile {
     config: ForwardConfig,
-    /// The larger head dimension, as the table counts it.
+    /// The larger head dimension, by which the table is searched.
     head_dim: u32,
     /// Padded head dimensions.
     dims: [u32; 2],
-    /// A row is too wide for one warpgroup.
+    /// Whether a row is too wide for one warpgroup.
     wide: bool,
 }
 
@@ -168,19 +169,19 @@ impl BaseTile {
         BaseTile { config, head_dim, dims, wide }
     }
 
-    /// The configuration whose tiles divide blocks, if there is one. Warpgroups that share columns keep their number.
+    /// A configuration whose tiles divide the blocks, if one exists. Warpgroups that share columns keep their number.
     fn dividing(&self, spec: &BlockSpec) -> Option<ForwardConfig> {
         self.config.dividing(spec).filter(|config| !self.wide || config.groups == self.config.groups)
     }
 
-    /// How a problem's block mask reaches the kernel.
+    /// The form in which a problem's block mask reaches the kernel.
     fn block_plan(&self, problem: &Problem) -> Option<BlockPlan> {
         let spec = problem.blocks().filter(|_| has_keys(problem))?;
         let form = if self.dividing(&spec).is_some() { BlockForm::Lists } else { BlockForm::Coverage };
         Some(BlockPlan { spec, form })
     }
 
-    /// The configuration with registers left for features, and tiles that divide the blocks of `lists`.
+    /// The configuration adjusted to the features, with tiles that divide the blocks of `lists`.
     fn config(&self, features: &Features, lists: Option<BlockSpec>) -> ForwardConfig {
         let mut config = self.config.with_room(self.head_dim, features);
         if let Some(spec) = lists {
@@ -193,8 +194,8 @@ impl BaseTile {
     }
 }
 
-/// Without keys, a problem has neither scores to modify nor blocks, and its auxiliary tensors may be empty: no kernel may
-/// read them.
+/// Whether the problem has keys. Without keys it has neither scores to modify nor blocks, and its auxiliary tensors may
+/// be empty, so no kernel may read them.
 fn has_keys(problem: &Problem) -> bool {
     problem.max_k_len() > 0
 }

@@ -1,15 +1,15 @@
-//! Facts of a problem that shape the text of the forward kernels.
+//! Facts of a problem that determine the text of the forward kernels.
 
 use crate::parts::block_lists::Blocks;
 use crate::parts::modifier::Modifiers;
 use crate::parts::schedule::Ragged;
 use fulgurite_core::{DType, Exp, Mask};
 
-/// Facts of a problem that shape a kernel's text: everything but lengths.
+/// Facts of a problem that determine a kernel's text: everything except lengths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Features {
-    /// Padded elements of a row of q and k, and of v and o: multiples of 16. Where warpgroups share columns, those of v and
-    /// o are a multiple of 16 for each warpgroup.
+    /// Padded head dimensions of q and k, and of v and o: multiples of 16. If warpgroups share columns, that of v and o
+    /// is a multiple of 16 per warpgroup.
     pub dims: [u32; 2],
     /// The part of the mask that is one interval of keys per query.
     pub mask: Mask,
@@ -17,9 +17,9 @@ pub struct Features {
     pub modifiers: Modifiers,
     /// Element type of the sinks, if there are any.
     pub sinks: Option<DType>,
-    /// Lengths that differ from sequence to sequence.
+    /// The lengths that differ between sequences.
     pub ragged: Ragged,
-    /// Block size of the lists of visible blocks.
+    /// Block size of the block lists.
     pub blocks: Option<Blocks>,
     /// The exponential that computes p.
     pub exp: Exp,
@@ -34,12 +34,12 @@ impl Features {
         self.dims.iter().any(|d| *d > COLUMNS)
     }
 
-    /// Whether some keys are hidden element by element, beyond what intervals hide.
+    /// Whether some keys are hidden element by element, not only by intervals.
     pub fn hides_elements(&self) -> bool {
         self.modifiers.mask.is_some() || self.blocks.is_some()
     }
 
-    /// Equal sequences under a mask of intervals, and nothing else.
+    /// Features of equal sequences under a mask of intervals, and nothing else.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         Features {
             dims,

@@ -1,7 +1,7 @@
 //! The load role of the forward kernel: one thread that fetches tiles of queries, keys and values.
 //!
-//! The thread draws tickets from a counter, announces each tile to the compute role, and runs ahead of it as far as the
-//! rings allow. Per tile it loads in the order of use: k of a block before v of the block after it.
+//! The thread draws tickets from a counter, announces each tile to the compute role, and runs ahead as far as the rings
+//! allow. Within a tile it loads in the order of use: k of a block before v of the previously loaded block.
 
 use crate::attention::forward::construction::ForwardKernel;
 use crate::attention::forward::tiles::{FoundTile, Tiles};
@@ -15,9 +15,9 @@ pub(super) struct Load<'a, 'k, T> {
     kernel: &'a ForwardKernel<'a, 'k, T>,
     source: &'a dyn KeySource<'k>,
     tiles: Box<dyn Tiles<'k> + 'a>,
-    /// The tile whose keys are loaded.
+    /// The tile whose keys are being loaded.
     now: WorkVars<'k>,
-    /// Its head of k and v: a division that is not worth repeating.
+    /// Key/value head of the tile, kept to avoid repeating the division.
     kv_head: Var<'k, u32>,
     /// The key block whose k was loaded last.
     n: Var<'k, u32>,
@@ -53,7 +53,7 @@ where
     fn tiles_of_cta(&self, t: &Scope<'k, Thread>) {
         self.first_tile(t);
         t.repeat(|t, leave| {
-            // The ticket is drawn early, because it is used only after this tile's loads.
+            // Draw the ticket early to hide its latency: it is needed only after this tile's loads.
             let ticket = self.kernel.params.counters.fetch_add(t, 0, 1);
             let (work, head) = (self.now.get(), self.kv_head.get());
             self.later_blocks(t, &work, head);
@@ -75,7 +75,7 @@ where
         });
     }
 
-    /// Queries and the first k of the CTA's first tile.
+    /// Loads queries and the first k of the CTA's first tile.
     fn first_tile(&self, t: &Scope<'k, Thread>) {
         self.begin(t, self.find(t, t.block()));
         if self.kernel.tiling.scans {
@@ -92,14 +92,15 @@ where
         }
     }
 
-    /// Queries and the first k of a later tile.
+    /// Loads queries and the first k of a later tile.
     fn next_tile(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>) {
         let (joined, scans) = (self.kernel.tiling.joined, self.kernel.tiling.scans);
         let next = self.find(t, ticket);
         self.begin(t, next);
         let tag = self.source.tag(t, &next, self.n.get());
         self.carry(tag);
-        // Joined tiles start with the scores of the next tile, beside the last p v of this one.
+        // With joined tiles, the scores of the next tile overlap with the last p v of this one, so its queries load
+        // first.
         if joined {
             self.load_q(t, &next);
         } else if scans {
@@ -112,7 +113,7 @@ where
         }
     }
 
-    /// k of each block after the first, and v of the block before it.
+    /// Loads k of each block after the first, and v of the block before it.
     fn later_blocks(&self, t: &Scope<'k, Thread>, work: &Work<'k>, head: Val<'k, u32>) {
         t.repeat(|t, leave| {
             leave.when(self.n.get().eq(work.blocks[0]));
@@ -134,8 +135,8 @@ where
         self.kernel.tickets.put(t, &[]);
     }
 
-    /// The CTA that draws the last ticket resets the counter. CTAs draw one ticket per tile: a CTA's first tile is its own
-    /// number, and its last ticket finds none.
+    /// The CTA that draws the last ticket resets the counter. Each CTA draws one ticket per tile: its first tile is its
+    /// own index, and its last ticket finds no tile.
     fn reset(&self, t: &Scope<'k, Thread>, ticket: Val<'k, u32>, total: Val<'k, u32>) {
         t.when(ticket.eq(total - 1), |t| self.kernel.params.counters.store(t, 0, 0));
     }
@@ -158,7 +159,7 @@ where
         self.n.set(work.blocks[1] - 1);
     }
 
-    /// Queries and all keys of a tile, for folds that see all scores first. The keys are loaded again later.
+    /// Loads queries and all keys of a tile, for folds that must see all scores first. The keys are loaded again later.
     fn scan(&self, t: &Scope<'k, Thread>, work: &Work<'k>) {
         self.load_q(t, work);
         let n = t.var(self.n.get());
@@ -203,7 +204,7 @@ where
         });
     }
 
-    /// Keeps the tag of the block whose k was loaded last.
+    /// Remembers the tag of the block whose k was loaded last.
     fn carry(&self, tag: Option<Tag<'k>>) {
         if let (Some(var), Some(tag)) = (self.tag, tag) {
             var.set(tag.0);

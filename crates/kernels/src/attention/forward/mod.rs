@@ -1,10 +1,10 @@
 //! Forward attention on Hopper: a persistent kernel with one loading thread and several compute warpgroups.
 //!
 //! s = q k^T, m = running row maximum of s, p = 2^(scale (s - m)), l = running row sum of p, o = p v. Each warpgroup
-//! has 64 rows of a tile of queries and walks the key blocks from the last to the first, so that masked blocks come
-//! first. While the softmax of a block runs, the tensor cores work on p v of the block before it. In "joined" tiles, the
-//! scores of the next tile's first block start together with the last p v of this tile. A row without keys yields zeros
-//! and an LSE of -inf.
+//! has 64 rows of a tile of queries and goes through the key blocks from the last to the first, so that masked blocks
+//! come first. While the softmax of a block runs, the tensor cores work on p v of the previous block. In "joined"
+//! tiles, the scores of the next tile's first block start together with the last p v of this tile. A row without keys
+//! yields zeros and an LSE of -inf.
 
 mod arguments;
 pub(crate) mod call;
@@ -30,7 +30,7 @@ use crate::attention::forward::params::ForwardParams;
 use crate::params::{Bindings, Params, Program};
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Target, Warpgroups, Word, bf16};
 
-/// The forward kernel.
+/// Builds the forward kernel.
 pub fn kernel<T: Half>(target: Target, features: &Features, config: ForwardConfig) -> Result<Kernel, BuildError>
 where
     Pair<T>: Word,

@@ -21,14 +21,14 @@ pub(super) struct ForwardParams<'k, T> {
     pub lse: Pointer<'k, f32>,
     /// Two words: tickets drawn, and key blocks computed twice.
     pub counters: Pointer<'k, u32>,
-    /// Rows of a head's LSE.
+    /// Rows of one head's LSE.
     pub lse_rows: Val<'k, u32>,
     pub heads: Divisor<'k>,
-    /// Query heads per head of k and v.
+    /// Query heads per key/value head.
     pub group: Divisor<'k>,
     pub scale: Val<'k, f32>,
     pub sequences: Sequences<'k>,
-    /// The order of tiles of equal sequences.
+    /// Tile order of a batch of equal sequences.
     pub bands: Option<Equal<'k>>,
     pub lists: Option<Lists<'k>>,
     pub modifiers: Parameters<'k>,

@@ -1,4 +1,4 @@
-//! The plan of a forward call: which kernel runs a problem, and with which tile configuration.
+//! The plan of a forward call: the kernel that runs a problem, and its tile configuration.
 
 use crate::attention::decode;
 use crate::attention::decode::call::{DecodeCall, DecodeLaunch};
@@ -23,9 +23,9 @@ use fulgurite_ptx::device::{Launch, Plan, Span};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::sync::Arc;
 
-/// A table of tile configurations, of the forward kernel unless said otherwise.
+/// A table of tile configurations, by default of the forward kernel.
 pub type ConfigTable<T = ForwardConfig> = configs::ConfigTable<T>;
-/// A row of such a table.
+/// A row of a table of tile configurations.
 pub type ConfigRow<T = ForwardConfig> = configs::ConfigRow<T>;
 
 /// The plan of a forward call on Hopper: everything that determines its kernel, and its sizes.
@@ -33,17 +33,18 @@ pub type ConfigRow<T = ForwardConfig> = configs::ConfigRow<T>;
 pub struct ForwardPlan {
     facts: Facts,
     config: ForwardConfig,
-    /// The plan of the decode kernel, if it takes the call.
+    /// The plan of the decode kernel, if it handles the call.
     pub(crate) decode: Option<DecodePlan>,
 }
 
 impl ForwardPlan {
-    /// Plans a problem. The rescale policy is the fastest one unless given.
+    /// Plans a problem. The rescale policy is the fastest one, unless it is given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<ForwardPlan, NoKernel> {
         ForwardPlan::by_table(problem, rescale, &ConfigTable::default())
     }
 
-    /// Keys that a query sees on average, by which the table is searched: half of them under a causal mask.
+    /// Number of keys that a query sees on average: half of them under a causal mask. The table is searched by this
+    /// number.
     pub fn keys_seen(problem: &Problem) -> u64 {
         keys_seen(problem)
     }
@@ -62,9 +63,10 @@ impl ForwardPlan {
         self
     }
 
-    /// This plan for a caller that does not read the LSE. Then the tensor cores may sum the rounded p as one more column of
-    /// p v: the division of o is as exact as before, while the LSE would lose bits. That is done for bf16, which has the range
-    /// for it, and head dimension 64, where threads are the bottleneck; for larger ones the tensor cores are.
+    /// This plan for a caller that does not read the LSE. The tensor cores may then sum the rounded p as one more
+    /// column of p v: the division of o is as exact as before, but the LSE would lose bits. This applies to bf16, which
+    /// has the range for it, with head dimension 64, where the threads are the bottleneck; for larger ones the tensor
+    /// cores are.
     pub fn without_lse(mut self) -> ForwardPlan {
         let Features { dims, modifiers, blocks, .. } = &self.facts.features;
         let optimistic = matches!(self.config.rescale, Rescale::Optimistic(_));
@@ -79,7 +81,7 @@ impl ForwardPlan {
         self
     }
 
-    /// How the problem's block mask reaches the kernel, if there is one.
+    /// The form in which the problem's block mask reaches the kernel, if there is one.
     pub fn block_form(&self) -> Option<BlockForm> {
         self.facts.blocks.map(|blocks| blocks.form)
     }
@@ -89,12 +91,12 @@ impl ForwardPlan {
         self.config
     }
 
-    /// Queries of a tile of the forward kernel.
+    /// Queries per tile of the forward kernel.
     pub fn tile_rows(&self) -> u32 {
         Tiling::new(&self.facts.features, &self.config).rows
     }
 
-    /// The tile configuration of the decode kernel, if it takes the call.
+    /// The tile configuration of the decode kernel, if it handles the call.
     pub fn decode_config(&self) -> Option<decode::DecodeConfig> {
         self.decode.as_ref().map(|decode| decode.config)
     }
@@ -105,7 +107,7 @@ impl ForwardPlan {
         self
     }
 
-    /// This plan with another tile configuration of the decode kernel, if that takes the call.
+    /// This plan with another tile configuration of the decode kernel, if that handles the call.
     pub fn with_decode_config(
         mut self,
         change: impl FnOnce(decode::DecodeConfig) -> decode::DecodeConfig,
@@ -116,7 +118,7 @@ impl ForwardPlan {
         self
     }
 
-    /// Bytes of counters that a launch needs. [`Tensors`] says what they must hold.
+    /// Bytes of counters that a launch needs. [`Tensors`] documents their contents.
     pub fn counter_bytes(&self) -> u64 {
         self.decode.as_ref().map_or(COUNTERS, DecodePlan::counter_bytes)
     }
@@ -129,17 +131,18 @@ impl ForwardPlan {
         }
     }
 
-    /// The kernel that makes the table of blocks, if each element looks its block up.
+    /// The kernel that makes the table of blocks, if each element looks up its block.
     pub fn cover_kernel(&self, target: Target) -> Result<Option<Kernel>, BuildError> {
         self.facts.coverage().map(|_| block_table::kernel(target)).transpose()
     }
 
-    /// The launch that makes the table from the lists, in the workspace. It goes before that of [`kernel`](Self::kernel).
+    /// The launch that makes the table from the lists, in the workspace. It must precede the launch of
+    /// [`kernel`](Self::kernel).
     pub fn cover(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
         Some(block_table::launch(kernel, tensors.lists?, self.facts.coverage()?, tensors.scratch?))
     }
 
-    /// The kernel of the plan.
+    /// Builds the kernel of the plan.
     pub fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {
         if let Some(decode) = &self.decode {
             return decode.kernel(target);
@@ -167,7 +170,8 @@ impl ForwardPlan {
         }
     }
 
-    /// The copies that a call needs even if its tensors are contiguous: those for head dimensions that are no multiple of 8.
+    /// The copies that a call needs even if its tensors are contiguous: those for head dimensions that are not
+    /// multiples of 8.
     pub fn least_copies(&self) -> Option<Copies> {
         let nowhere = Span::new(0, 0);
         let ([d, dv], [heads, kv_heads]) = (self.facts.dims.map(|d| d as u64), self.facts.heads);
@@ -181,7 +185,8 @@ impl ForwardPlan {
         self.copies(&rows)
     }
 
-    /// The plan with its kernel, ready for any number of launches. Making it takes tens of microseconds: keep it.
+    /// The plan with its kernel, ready for any number of launches. Construction takes tens of microseconds, so callers
+    /// keep it.
     pub fn ready(self, kernel: Arc<Kernel>) -> Ready {
         let bindings = match &self.decode {
             Some(decode) => KernelBindings::Decode { plan: Box::new(decode.clone()), bindings: decode.bindings() },
@@ -190,7 +195,7 @@ impl ForwardPlan {
         Ready { bindings: Arc::new(bindings), plan: self, kernel }
     }
 
-    /// A launch, `None` if there is nothing to compute. Callers that launch more than once keep a [`Ready`].
+    /// A launch; `None` if there is nothing to compute. Callers that launch more than once keep a [`Ready`].
     pub fn launch(
         &self,
         kernel: Arc<Kernel>,
@@ -216,12 +221,12 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// The plan.
+    /// The plan of the call.
     pub fn plan(&self) -> &ForwardPlan {
         &self.plan
     }
 
-    /// A launch, `None` if there is nothing to compute.
+    /// A launch; `None` if there is nothing to compute.
     pub fn launch(&self, tensors: &Tensors, multiprocessors: u32) -> Result<Option<Launch>, NoKernel> {
         if tensors.rows[3].shape.contains(&0) {
             return Ok(None);
@@ -360,7 +365,7 @@ mod tests {
         assert!(plan.launch(kernel, &all(tensors), 132).unwrap().is_some());
     }
 
-    /// Tensors of a call that a problem calls for and the caller does not give are refused by name.
+    /// A tensor that the problem requires and the caller does not give is reported by name.
     #[test]
     fn missing_tensors_are_refused() {
         let base = || problem(64, 64, DType::Bf16);

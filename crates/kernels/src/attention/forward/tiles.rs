@@ -1,4 +1,4 @@
-//! The tile scheduler of the forward kernel: which tile of queries a ticket stands for.
+//! The tile scheduler of the forward kernel: maps tickets to query tiles.
 
 use crate::attention::forward::params::ForwardParams;
 use crate::parts::mask::{Lengths, Spans};
@@ -6,11 +6,11 @@ use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk};
 use crate::parts::sequences::Dense;
 use fulgurite_ptx::{Divisor, Scope, Thread, Val};
 
-/// A tile of queries, found by its number.
+/// A tile of queries, found by its index.
 pub(super) struct FoundTile<'k> {
     pub batch: Val<'k, u32>,
     pub head: Val<'k, u32>,
-    /// Number among the head's tiles, in the order of rows.
+    /// Index among the head's tiles, in row order.
     pub number: Val<'k, u32>,
     /// The sequence of a ragged batch.
     pub sequence: Option<Sequence<'k>>,
@@ -19,12 +19,12 @@ pub(super) struct FoundTile<'k> {
     pub q_len: Val<'k, u32>,
 }
 
-/// The tiles of a batch in the order of their numbers.
+/// The tiles of a batch, ordered by index.
 pub(super) trait Tiles<'k> {
     /// Whether every CTA has a first tile.
     fn always_some(&self) -> bool;
 
-    /// Whether a tile exists. Callers ask in ascending order.
+    /// Whether a tile exists. Callers must ask in ascending order.
     fn seek(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool>;
 
     /// The tile that was sought last, or a CTA's first tile.
@@ -33,7 +33,7 @@ pub(super) trait Tiles<'k> {
     /// Number of tiles, if the host knows it.
     fn total(&self) -> Option<Val<'k, u32>>;
 
-    /// Number of tiles, if it is known only after a tile was sought in vain.
+    /// Number of tiles, if it is known only after a seek past the end.
     fn total_at_end(&self) -> Option<Val<'k, u32>>;
 }
 
@@ -84,11 +84,11 @@ impl<'k> Tiles<'k> for DenseTiles<'_, 'k> {
     }
 }
 
-/// Tiles of a ragged batch. Only the sequences tell how many there are, so a CTA may find none.
+/// Tiles of a ragged batch. Their number depends on the sequences, so a CTA may find no tile.
 struct RaggedTiles<'a, 'k> {
     unequal: &'a Unequal<'k>,
     walk: Walk<'k>,
-    /// Queries of a tile.
+    /// Queries per tile.
     rows: u32,
     heads: Divisor<'k>,
     spans: Option<&'a Spans>,
@@ -107,7 +107,7 @@ impl<'k> Tiles<'k> for RaggedTiles<'_, 'k> {
         let found = self.unequal.find(t, &self.walk, tile, self.heads, self.spans);
         let RaggedTile { batch, head, number, sequence } = found;
         let lengths = sequence.lengths();
-        // Rows past the last query in use are computed as if they were that query.
+        // Rows past the last query in use are computed as copies of that query.
         let q_len = sequence.q_len.max(1);
         FoundTile { batch, head, number, sequence: Some(sequence), lengths, q_len }
     }

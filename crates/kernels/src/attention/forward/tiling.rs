@@ -1,4 +1,4 @@
-//! What a problem's features and a tile configuration decide together.
+//! Properties that follow from a problem's features together with a tile configuration.
 
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
@@ -6,24 +6,24 @@ use fulgurite_core::Exp;
 
 /// How the warpgroups of a CTA share a tile.
 ///
-/// A row that is too wide for one warpgroup is shared by columns: all warpgroups compute the same scores of 64 queries, and
-/// each has some columns of v and o. Computing scores twice is the price for head dimensions up to 512. Otherwise each
-/// warpgroup has 64 rows of its own and all columns.
+/// Warpgroups share a row by columns if it is too wide for one of them: all warpgroups compute the same scores of 64
+/// queries, and each has some columns of v and o. Computing the scores more than once is the price of head dimensions
+/// up to 512. Otherwise each warpgroup has its own 64 rows and all columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tiling {
-    /// Warpgroups share columns.
+    /// Whether warpgroups share columns.
     pub wide: bool,
-    /// Queries of a tile.
+    /// Queries per tile.
     pub rows: u32,
-    /// Columns of v and o of a warpgroup.
+    /// Columns of v and o per warpgroup.
     pub columns: u32,
-    /// Tiles of q in a stage.
+    /// Tiles of q per stage.
     pub q_tiles: u32,
-    /// Tiles of v in a stage.
+    /// Tiles of v per stage.
     pub v_tiles: u32,
-    /// The next tile begins beside the end of this one.
+    /// Whether the next tile starts while this one ends.
     pub joined: bool,
-    /// All scores of a tile are seen before its first p.
+    /// Whether all scores of a tile are seen before its first p.
     pub scans: bool,
 }
 
@@ -42,7 +42,7 @@ impl Tiling {
         }
     }
 
-    /// What the columns of v must be a multiple of.
+    /// The unit of which the columns of v must be a multiple.
     pub fn value_unit(wide: bool, config: &ForwardConfig) -> u32 {
         if wide { 16 * config.groups } else { 16 }
     }
