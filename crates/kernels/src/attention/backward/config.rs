@@ -1,4 +1,4 @@
-//! Configurations of the main kernel of backward: tiles, stages, registers and services, as measured.
+//! Configurations of the main kernel of backward: tiles, stages, registers and services, chosen by measurement.
 
 use crate::attention::backward::RegisterPressure;
 use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
@@ -45,7 +45,7 @@ impl Pack {
     const NAMES: [(&str, Pack); 2] = [("early", Pack::Early), ("late", Pack::Late)];
 }
 
-/// Who adds d_q to its f32 sums in global memory.
+/// The unit that adds d_q to its f32 sums in global memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adds {
     /// The threads that hold it in registers.
@@ -68,7 +68,7 @@ pub struct BackwardConfig {
     /// Queries of a step. If threads add: 64 (warpgroups share the columns of d_q) or 128 (they share its rows). If the copy engine
     /// adds: any multiple of 16 from 64 to 128.
     pub rows: u32,
-    /// Who adds d_q to its sums.
+    /// The unit that adds d_q to its sums.
     pub adds: Adds,
     /// Stages of q and d_o, and tiles of d_z.
     pub depth: u32,
@@ -204,7 +204,7 @@ impl BackwardConfig {
         }
     }
 
-    /// The same configuration with threads that add, for masks that leave few registers.
+    /// This configuration with threads that add, for masks that leave few registers.
     pub fn of_threads(self, head_dim: u32) -> BackwardConfig {
         let base = BackwardConfig { adds: Adds::Threads, key_depth: 2, rounds: false, join: None, ..self };
         match head_dim {
@@ -311,7 +311,7 @@ impl fmt::Display for BackwardConfig {
 }
 
 const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
-/// A number that is derived.
+/// The word for a derived number.
 const RULE: &str = "rule";
 const NEVER: &str = "never";
 /// A number, or `None` for [`RULE`].
@@ -322,14 +322,14 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
     }
 }
 
-/// How a configuration is written.
+/// The syntax of a configuration.
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
                        pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
                        (1 to 65536) join=never|N (0 to 65536)";
 
 impl BackwardConfig {
-    /// The same configuration with other entries, given as text.
+    /// This configuration with some entries replaced from text.
     pub fn changed(mut self, text: &str) -> Result<BackwardConfig, ConfigError> {
         configs::read(text, ALLOWED, |name, value| {
             match name {

@@ -85,7 +85,7 @@ where
             let to = results.head::<T>(of_sequence, head);
             let rows = Rows { to, step, q_len, scale };
             let rounds: Vec<u32> = (0..results.items().div_ceil(threads)).collect();
-            // Several loads come before their stores, as many as registers allow.
+            // Several loads precede their stores, as many as registers allow.
             for rounds in rounds.chunks(if results.transposed() { 1 } else { 4 }) {
                 let items: Vec<_> = rounds.iter().map(|i| w.thread() + i * threads).collect();
                 let last = results.items() - 1;

@@ -1,4 +1,4 @@
-//! Gradients of attention as launches: a problem and the memory of its tensors in, kernels and their arguments out.
+//! Plans the gradients of attention: from a problem and the memory of its tensors to kernels and their arguments.
 
 mod bands;
 mod calls;
@@ -66,11 +66,11 @@ pub struct Kernels {
     pub exact: Option<Arc<Kernel>>,
     /// Writes the table of blocks, if the problem has a block mask.
     pub cover: Option<Arc<Kernel>>,
-    /// How launches bind their arguments.
+    /// The bindings of the launches' arguments.
     pub bindings: Arc<KernelBindings>,
 }
 
-/// How launches of a call's kernels bind their arguments.
+/// The bindings of the arguments for a call's kernels.
 pub struct KernelBindings {
     prepare: Bindings<prepare::Call>,
     main: Bindings<Call>,
@@ -81,7 +81,7 @@ pub struct KernelBindings {
 }
 
 impl Kernels {
-    /// All of them.
+    /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
         let some = [&self.finish, &self.sinks, &self.zero, &self.exact, &self.cover];
         [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
@@ -121,8 +121,9 @@ impl BackwardPlan {
         Ok(plan)
     }
 
-    /// The same problem with another configuration, which must fit its head dims. [`config`](Self::config) is the
-    /// configuration as the kernels use it: with the rounding service and split tiles or a fixed order, its `key_depth` is 1.
+    /// This plan with another configuration, which must fit the problem's head dims. [`config`](Self::config) is the
+    /// configuration as the kernels use it: with the rounding service and split tiles or a fixed order, its `key_depth`
+    /// is 1.
     pub fn with_config(self, config: BackwardConfig) -> BackwardPlan {
         BackwardPlan { schedule: Schedule::new(&self.facts, config), ..self }
     }
@@ -182,7 +183,7 @@ impl BackwardPlan {
         &self.facts.features
     }
 
-    /// What the configuration makes of them.
+    /// The shape that follows from the configuration.
     #[cfg(test)]
     pub(crate) fn shape(&self) -> &crate::attention::backward::KernelShape {
         &self.schedule.shape

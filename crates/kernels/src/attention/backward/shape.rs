@@ -1,8 +1,8 @@
-//! What a configuration makes of a problem: the part that the kernels' texts depend on.
+//! The part of a schedule on which the kernels' texts depend.
 
 use crate::attention::backward::{Adds, BackwardConfig, Features};
 
-/// A configuration as a problem's kernels use it, and the services that it asks for. Derived from [`Features`], the
+/// The configuration as a problem's kernels use it, and the services that it requires. Derived from [`Features`], the
 /// configuration and the problem's sizes when a [plan](crate::attention::backward::plan::BackwardPlan) is made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelShape {
@@ -11,16 +11,17 @@ pub struct KernelShape {
     /// Elements of a row of q and k, and of a row of v and o, as the products see them: [`Features::dims`] rounded up to
     /// whole tiles ([`BackwardConfig::padded`]). Missing elements are read as zeros.
     pub dims: [u32; 2],
-    /// The main kernel converts d_q to 16 bits, and there is no finish kernel. Needs copy-engine reduction and sequences of
-    /// equal length that have keys.
+    /// Whether the main kernel converts d_q to 16 bits, so that there is no finish kernel. Needs copy-engine reduction
+    /// and sequences of equal length that have keys.
     pub rounds: bool,
-    /// The main kernel can split its last tiles. Needs what `rounds` needs, no mask, and any order of additions.
+    /// Whether the main kernel can split its last tiles. Has the requirements of `rounds`, and also needs no mask and
+    /// any order of additions.
     pub splits: bool,
-    /// No grouped heads: q_heads equals kv_heads. Set only with copy-engine reduction; the step loop then skips its test for
-    /// the next head.
+    /// Whether heads are not grouped: q_heads equals kv_heads. Set only with copy-engine reduction; the step loop then
+    /// skips its test for the next head.
     pub single: bool,
-    /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
-    /// length.
+    /// Whether the main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and
+    /// sequences of equal length.
     pub zero_fills: bool,
 }
 

@@ -18,14 +18,14 @@ pub(crate) struct Call {
     pub delta: Span,
     pub sinks: Span,
     pub d_sinks: Span,
-    /// Sequences whose rows lie apart.
+    /// Number of sequences whose rows are stored separately.
     pub batch: u32,
     pub heads: u32,
     /// Padded rows of a head. Padding has a probability of 0 and a delta of 0.
     pub rows: u32,
 }
 
-/// The kernel.
+/// Builds the kernel.
 pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
     Program::build("attention_backward_sinks", target, |p| {
         let shift = p.pointer::<f32>("shift", |call: &Call| call.shift);

@@ -20,7 +20,8 @@ use fulgurite_ptx::{
 };
 use std::rc::Rc;
 
-/// Tiles that are found and not loaded yet. In a fixed order there is one: other CTAs wait for it.
+/// Maximum number of tiles that are found but not loaded yet. In a fixed order there is only one, because other CTAs
+/// wait for it.
 const FOUND: u32 = 2;
 
 /// A launch of the main kernel.
@@ -73,13 +74,13 @@ pub(crate) struct Stages<'k> {
     pub tickets: Mailbox<'k>,
 }
 
-/// What two CTAs that have a tile together share.
+/// State that two CTAs share if they have a tile together.
 pub(crate) struct CtaPair<'k> {
-    /// k, in half of the columns.
+    /// k, loaded in half of the columns.
     pub other_k: Tensor<'k>,
     /// Columns of the other CTA's keys, in step with the own keys.
     pub other_keys: Pipe<'k>,
-    /// The tile that the pair has next.
+    /// Channel for the pair's next tile number.
     pub ticket: ClusterBroadcast<'k>,
     /// d_z of both CTAs. Rows are keys.
     pub d_z: PeerTiles<'k>,
@@ -201,12 +202,12 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// The tensor of a result.
+    /// The tensor of a result, d_k or d_v.
     pub fn result(&self, of: Of) -> &Tensor<'k> {
         if of == Of::DK { &self.d_k } else { &self.d_v }
     }
 
-    /// The number of a warpgroup's part of d_q, from the warpgroup's number in its CTA.
+    /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.
     #[track_caller]
     pub fn quarter(&self, w: &Scope<'k, Group>, own: Val<'k, u32>) -> Val<'k, u32> {
         match self.config.share {
@@ -252,7 +253,7 @@ fn query_stages<'k, T: Half>(k: &'k Builder, shape: &KernelShape) -> (Pipe<'k>, 
     let (config, [d, dv]) = (shape.config, shape.dims);
     let tile = |cols| tile::<T>(config, config.rows, cols);
     if config.share == Share::Pairs {
-        // One stage more than d_o has parts: the others arrive while d_k and the next s are multiplied.
+        // One stage more than d_o has parts: the remaining parts arrive while d_k and the next s are multiplied.
         let ring = |name, depth, cols| k.pipe_for_all(name, depth, &[tile(cols)], config.rows);
         let parts = config.d_o_parts();
         return (ring("q", config.depth, d), ring("d_o", parts + 1, dv / parts));

@@ -1,4 +1,4 @@
-//! Key tiles: which one a number stands for, where its sequence is, and which steps of queries see it.
+//! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
 use crate::attention::backward::{BackwardConfig, KernelShape};
 use crate::params::{Lens, Params};
@@ -23,7 +23,7 @@ pub(crate) enum Of {
 /// A tile of keys, or a piece of one, as the load thread hands it out.
 #[derive(Clone, Copy)]
 pub(crate) struct Work<'k> {
-    /// Number in its head.
+    /// Index in its head.
     pub tile: Val<'k, u32>,
     /// Key/value head.
     pub head: Val<'k, u32>,
@@ -46,7 +46,7 @@ pub(crate) struct Sequence<'k> {
     /// Queries and keys in use.
     pub q_len: Val<'k, u32>,
     pub k_len: Val<'k, u32>,
-    /// Its first step among those of a head.
+    /// Index of its first step among those of a head.
     first_step: Val<'k, u32>,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct EqualArgs {
     /// The first key, and the first query, that the copy engine reads.
     pub first_key: u32,
     pub first_query: u32,
-    /// Keys less queries: where diagonals that end at the last query and key begin.
+    /// Keys minus queries: the start of diagonals that end at the last query and key.
     pub bottom_right: i32,
 }
 
@@ -109,7 +109,7 @@ pub(crate) enum Tiles<'k> {
         k_len: Val<'k, u32>,
         /// The first key, and the first query, of the tensors that the copy engine reads. Others are read as zeros.
         first: [Val<'k, u32>; 2],
-        /// Where diagonals of masks begin, counted from the last and from the first query and key.
+        /// Start of the mask's diagonals, aligned to the last query and key, and to the first ones.
         diagonals: [Val<'k, i32>; 2],
     },
     Unequal(Unequal<'k>),
@@ -138,7 +138,7 @@ impl<'k> Tiles<'k> {
 pub(crate) struct Step<'k> {
     /// Query head.
     pub head: Val<'k, u32>,
-    /// Number in its sequence.
+    /// Index in its sequence.
     pub step: Val<'k, u32>,
     /// Whether it is the first of its tile.
     pub first: Val<'k, bool>,
@@ -156,7 +156,7 @@ pub(crate) struct TileMapArgs {
     pub tiles: TileArgs,
 }
 
-/// From the number of a tile to its keys, its sequence and the queries that see it.
+/// Maps the number of a tile to its keys, its sequence and the queries that see it.
 pub(crate) struct TileMap<'k> {
     config: BackwardConfig,
     /// Spans of the mask with queries and keys exchanged.
@@ -189,7 +189,7 @@ impl<'k> TileMap<'k> {
         TileMap { config: shape.config, spans, ordered, splits: shape.splits, steps, group, heads, tiles }
     }
 
-    /// Numbers of a message.
+    /// Number of words of a message.
     pub fn words(&self) -> usize {
         WORDS[usize::from(self.tiles.ragged())].next_multiple_of(4)
     }
@@ -208,7 +208,7 @@ impl<'k> TileMap<'k> {
         work.batch * self.heads.value() + work.head
     }
 
-    /// The number of a step among those of all heads.
+    /// Index of a step among those of all heads.
     pub fn number(&self, work: &Work<'k>, step: &Step<'k>) -> Val<'k, u32> {
         self.steps_before_head(work, step.head) + step.step
     }

@@ -1,4 +1,5 @@
-//! The steps of a tile in the compute role: where a warpgroup stands, and what schedules do with scores and results.
+//! The steps of a tile in the compute role: a warpgroup's position, and operations of all schedules on scores and
+//! results.
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
@@ -8,10 +9,10 @@ use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
 
-/// A warpgroup's place among the steps of its tile, and the sums it adds its part of d_q to.
+/// A warpgroup's position among the steps of its tile, and the sums to which it adds its part of d_q.
 pub(crate) struct Walk<'a, 'k> {
     pub main: &'a Main<'k>,
-    /// Number of the warpgroup in its CTA.
+    /// Index of the warpgroup in its CTA.
     own: Val<'k, u32>,
     step: Var<'k, u32>,
     left: Var<'k, u32>,
@@ -26,7 +27,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         Walk::of(w, main, w.group())
     }
 
-    /// For warpgroups that have roles of their own, with their number.
+    /// For warpgroups with separate roles; `own` is the warpgroup's index.
     pub fn of(w: &Scope<'k, Group>, main: &'a Main<'k>, own: Val<'k, u32>) -> Self {
         let head = main.modifiers.as_ref().map(|_| w.var(0u32));
         Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
@@ -47,7 +48,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.place.set(main.d_q.sums.at_wide(step.mul_wide(rows * d)).at(own).address());
     }
 
-    /// After the last tile: the end of messages of services.
+    /// After the last tile: reads the end messages of services.
     #[track_caller]
     pub fn end(&self, w: &Scope<'k, Group>) {
         self.main.d_q.before_add(w);
@@ -120,7 +121,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         self.main.config.rows * self.main.dims[0] * 4
     }
 
-    /// Past the last step of a query head. Read again, not kept: registers are short.
+    /// One past the last step of a query head. Read again instead of kept, because registers are short.
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
         let equal = matches!(self.main.map.tiles, Tiles::Equal { .. }) && self.main.d_q.split.is_none();
@@ -232,7 +233,7 @@ pub(crate) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
-/// Writes d_k or d_v to a tile that no warpgroup reads any more. d_k is scaled.
+/// Writes d_k or d_v to a tile that no warpgroup reads any longer. d_k is scaled.
 pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,

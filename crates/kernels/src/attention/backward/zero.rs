@@ -1,4 +1,4 @@
-//! Zeros in the gradients of auxiliary tensors, and in their exact sums.
+//! Zeroes the gradients of auxiliary tensors, and their exact sums.
 
 use crate::params::Program;
 use fulgurite_ptx::device::Span;
@@ -14,7 +14,7 @@ pub(crate) struct Call {
     pub count: u32,
 }
 
-/// The kernel.
+/// Builds the kernel.
 pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
     Program::build("attention_backward_zero", target, |p| {
         let to = p.array::<f32>("to", |call: &Call| call.to);

@@ -10,16 +10,16 @@ pub(crate) struct DecodeCall {
     pub v: RowTensor,
     pub q: PlainRows,
     pub common: CommonArgs,
-    /// Items of the schedule.
+    /// Number of items of the schedule.
     pub items: u64,
-    /// Items that are all splits of a tile.
+    /// Number of items that cover all splits of a tile.
     pub whole: u64,
-    /// Splits that items count for every tile.
+    /// Number of splits that items count for every tile.
     pub splits: u64,
-    /// Tiles of a head of k and v.
+    /// Tiles per key/value head.
     pub tiles: u64,
     pub kv_heads: u64,
-    /// In a ragged batch: the most key blocks that splits are counted for.
+    /// In a ragged batch: the largest number of key blocks for which splits are counted.
     pub most_blocks: u64,
     pub partials: PartialArgs,
 }

@@ -3,29 +3,29 @@
 use crate::attention::forward::features::Features;
 use fulgurite_core::Rescale;
 
-/// Rows of a tile: what a warpgroup multiplies.
+/// Rows per tile: the rows that a warpgroup multiplies.
 pub const ROWS: u32 = 64;
 
-/// The tile configuration: measured choices.
+/// The tile configuration, chosen by measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeConfig {
-    /// Keys of a key block.
+    /// Keys per key block.
     pub cols: u32,
     /// Stages of K and of V.
     pub depth: u32,
     /// Stages of Q: with two, the next tile is gathered while one is in use.
     pub queries: u32,
-    /// Registers of a thread that computes, loads, gathers.
+    /// Registers per thread of the compute, load and gather roles.
     pub registers: [u32; 3],
-    /// A CTA may compute all splits of a tile one after the other and merge them in registers.
+    /// Whether a CTA may compute all splits of a tile one after the other and merge them in registers.
     pub whole: bool,
-    /// How the running maximum is kept.
+    /// Rescale policy of the running maximum.
     pub rescale: Rescale,
 }
 
 impl DecodeConfig {
-    /// The configuration for an H200: as many keys in flight as shared memory holds, in blocks of 64. Head dimensions are
-    /// padded.
+    /// The configuration for an H200: blocks of 64 keys, and as many in flight as shared memory holds. Head dimensions
+    /// are padded.
     pub fn hopper([d, dv]: [u32; 2]) -> DecodeConfig {
         /// Shared memory that barriers leave free.
         const BYTES: u32 = 225 << 10;
@@ -42,7 +42,7 @@ impl DecodeConfig {
         DecodeConfig { cols, depth, queries, registers: [240, 40, 152], whole: dv <= 128, rescale }
     }
 
-    /// This configuration with registers left for a problem's features.
+    /// This configuration, adjusted so that the problem's features have enough registers.
     pub fn with_room(self, features: &Features) -> DecodeConfig {
         let kept = features.ragged.any() || !features.modifiers.is_empty();
         match features.dims[1] {

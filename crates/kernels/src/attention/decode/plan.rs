@@ -1,4 +1,4 @@
-//! The plan of a decode call: which problems the decode kernel takes, its workspace, and its launch arguments.
+//! The plan of a decode call: the problems that the decode kernel handles, its workspace, and its launch arguments.
 
 use crate::attention::decode::call::{DecodeCall, DecodeLaunch};
 use crate::attention::decode::{self, Cut, DecodeConfig, ROWS, padded};
@@ -106,7 +106,7 @@ impl DecodePlan {
         self.parts(&self.counts())[1]
     }
 
-    /// Offsets of the sums in the workspace, behind o of the splits, and of its end.
+    /// Offset of the sums in the workspace, after o of the splits, and the workspace's end.
     fn parts(&self, counts: &Counts) -> [u64; 2] {
         let rows = if counts.splits > 1 { counts.all * counts.room } else { 0 };
         let sums = rows * 4 * u64::from(self.features.dims[1]);
@@ -127,8 +127,8 @@ impl DecodePlan {
         }
     }
 
-    /// CTAs of the grid. All heads of a key lie side by side, and memory reads them faster together. So the heads of a
-    /// sequence run together, unless that takes one more round or leaves SMs idle that had work.
+    /// Number of CTAs in the grid. All heads of a key are adjacent in memory, which reads them faster together. So the
+    /// heads of a sequence run together, unless that takes one more round or leaves SMs idle that had work.
     fn together(&self, counts: &Counts, multiprocessors: u64) -> u64 {
         let sequence = counts.tiles * self.heads[1];
         let whole = multiprocessors / sequence.max(1) * sequence;
@@ -199,7 +199,7 @@ struct Workspace {
     sums: Span,
 }
 
-/// The most queries and keys of a sequence.
+/// Largest number of queries and of keys of a sequence.
 fn longest(layout: Layout) -> [u64; 2] {
     match layout {
         Layout::Dense { q_len, k_len, .. } => [q_len, k_len],

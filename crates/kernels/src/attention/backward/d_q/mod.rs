@@ -1,10 +1,10 @@
 //! Services around the accumulation of d_q.
 //!
-//! A CTA of the main kernel adds the d_q of every step to f32 sums in global memory. The services say who adds, when, and what
-//! happens before and after:
+//! A CTA of the main kernel adds the d_q of every step to f32 sums in global memory. The services decide which unit
+//! adds, when, and what happens before and after:
 //! - `zero_fill` writes zeros where no tile adds yet,
 //! - `bulk_reduce` has the copy engine add,
-//! - `ordered` makes tiles take turns (deterministic mode), in three ways that depend on who adds,
+//! - `ordered` makes tiles take turns (deterministic mode), in three ways that depend on the unit that adds,
 //! - `round` converts d_q to 16 bits and lets pairs of head and sequence share the memory of sums,
 //! - `split_tiles` splits the last tiles,
 //! - [`exact`] sums gradients of auxiliary tensors in integers.
@@ -101,7 +101,7 @@ impl<'k> Services<'k> {
         self.all().iter().for_each(|service| service.before_add(w));
     }
 
-    /// Compute role: after they have added it.
+    /// Compute role: after threads have added the d_q of a step.
     #[track_caller]
     pub fn after_add(&self, w: &Scope<'k, Group>) {
         self.all().iter().for_each(|service| service.after_add(w));

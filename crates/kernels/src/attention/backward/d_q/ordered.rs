@@ -1,7 +1,7 @@
 //! A fixed order of additions to d_q (deterministic mode): every step of queries accepts key tiles in the order in which they
 //! are handed out. A tile adds when the tile before it has added.
 //!
-//! No compute thread polls memory. How the turn of a step reaches the warps that add depends on who adds:
+//! No compute thread polls memory. The path by which the turn of a step reaches the adding warps depends on the adder:
 //! - Threads add: a message goes from the load thread to a thread that waits for the turn, to the warps that add, and to a
 //!   thread that signals the next tile when their additions have arrived.
 //! - The copy engine adds: the thread that starts it for a warpgroup waits and signals. Both take longer than a short step, so
@@ -21,10 +21,10 @@ use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Group, PeerTiles, Scope, Thread, Val, Var};
 use std::rc::Rc;
 
-/// Messages on their way: as many steps as are loaded ahead, and as many whose additions still arrive.
+/// Messages in flight: half for steps that are loaded ahead, half for steps whose additions are still arriving.
 const DEPTH: u32 = 4;
 
-/// The thread that starts the copy engine has no turn.
+/// Marks that the thread that starts the copy engine has no turn.
 const NONE: u32 = u32::MAX;
 
 /// Steps of a turn, from a multiple of this number on. A tile waits before its first step of a turn and signals after its last.
@@ -40,7 +40,7 @@ pub(crate) fn parts(config: &BackwardConfig) -> u32 {
     }
 }
 
-/// Who adds, and so who takes part in a turn.
+/// The unit that adds d_q, which determines the threads that take part in a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Adder {
     Threads,

@@ -32,17 +32,17 @@ const NAME: &str = "round";
 const GROUPS: u32 = 2;
 /// Threads of a warpgroup.
 const THREADS: u32 = 128;
-/// Items that a thread loads at once, and fours of each: as many as registers allow.
+/// Items that a thread loads at once, and four-element vectors per item: limited by registers.
 const ITEMS: usize = 3;
 const FOURS: usize = 8;
-/// Messages on their way: a tile, and the next, whose first queries are loaded.
+/// Messages in flight: one for a tile, and one for the next, whose first queries are being loaded.
 const DEPTH: u32 = 2;
 
 /// Hands of a message after the load thread, which posts it.
 const WAIT: usize = 1;
 const COMPUTE: usize = 2;
 const SIGNAL: usize = 3;
-/// What each hand signals.
+/// The event that each hand signals.
 const EVENTS: &[&str] = &["tile posted", "part summed", "part converted", "message free"];
 
 /// Arguments of [`Round`].
@@ -121,7 +121,7 @@ impl<'k> Round<'k> {
         Round { results, messages, added, rounded, places, lag, part, parts, steps, sums, step, split: None }
     }
 
-    /// The same service in a kernel that splits tiles, if it does.
+    /// This service in a kernel that splits tiles, if it does.
     pub fn with_split(self, split: Option<Rc<SplitTiles<'k>>>) -> Self {
         Round { split, ..self }
     }
@@ -143,7 +143,7 @@ impl<'k> Round<'k> {
         self.added.at(pair)
     }
 
-    /// Notes that the present thread counts additions when they have arrived.
+    /// Logs that the current thread counts additions when they have arrived.
     pub fn log_added(&self) {
         self.added.log_signal();
     }

@@ -1,5 +1,5 @@
-//! What a service around d_q is: code for the load thread, for threads of its own and for the compute role, and the signals
-//! between them.
+//! The interface of a service around d_q: code for the load thread, for the service's own threads and for the compute
+//! role, and the signals between them.
 //!
 //! Every wait and every signal goes through [`Flags`] or [`Ring`], which write it down in the kernel's [`Log`]. The table in
 //! the [module's header](crate::attention::backward::d_q) is compared with that log.
@@ -38,7 +38,7 @@ pub(crate) trait Service<'k> {
     /// Compute role: before a warpgroup's threads add the d_q of a step.
     fn before_add(&self, _: &Scope<'k, Group>) {}
 
-    /// Compute role: after they have added it.
+    /// Compute role: after a warpgroup's threads have added the d_q of a step.
     fn after_add(&self, _: &Scope<'k, Group>) {}
 }
 
@@ -56,7 +56,7 @@ impl Job {
         Job { service, warp, after: None }
     }
 
-    /// The same job after another service's job on the same warp.
+    /// This job, to run after another service's job on the same warp.
     pub fn after(self, service: &'static str) -> Job {
         Job { after: Some(service), ..self }
     }
@@ -105,14 +105,14 @@ impl fmt::Display for Actor {
     }
 }
 
-/// What a thread waits for, and what it signals.
+/// Events that a thread waits for, and events that it signals.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Signals {
     pub waits: BTreeSet<&'static str>,
     pub signals: BTreeSet<&'static str>,
 }
 
-/// By service and thread, what the code of a kernel waits for and signals.
+/// The events that the code of a kernel waits for and signals, by service and thread.
 pub(crate) type Rows = BTreeMap<(&'static str, Actor), Signals>;
 
 /// Waits and signals of a kernel under construction.
@@ -132,22 +132,22 @@ impl Log {
         self.actor.set(actor);
     }
 
-    /// A service has code on the present thread.
+    /// Logs that a service has code on the current thread.
     pub fn acts(&self, service: &'static str) {
         self.rows.borrow_mut().entry((service, self.actor.get())).or_default();
     }
 
-    /// The present thread waits for an event of a service.
+    /// Logs that the current thread waits for an event of a service.
     pub fn waits(&self, service: &'static str, event: &'static str) {
         self.rows.borrow_mut().entry((service, self.actor.get())).or_default().waits.insert(event);
     }
 
-    /// The present thread signals an event of a service.
+    /// Logs that the current thread signals an event of a service.
     pub fn signals(&self, service: &'static str, event: &'static str) {
         self.rows.borrow_mut().entry((service, self.actor.get())).or_default().signals.insert(event);
     }
 
-    /// All that was written down.
+    /// The complete log.
     #[cfg(test)]
     pub fn rows(&self) -> Rows {
         self.rows.borrow().clone()
@@ -168,7 +168,7 @@ impl<'k> Flags<'k> {
         Flags { words, service, event, log: log.clone() }
     }
 
-    /// The words from one on.
+    /// The words that start at an index.
     #[track_caller]
     pub fn at(&self, index: Val<'k, u32>) -> Self {
         Flags { words: self.words.at(index), ..self.clone() }
@@ -195,7 +195,7 @@ impl<'k> Flags<'k> {
         self.words.fetch_add_in_order(t, index, by);
     }
 
-    /// Notes that the present thread adds to words it was given by another.
+    /// Logs that the current thread adds to words that another thread gave it.
     pub fn log_signal(&self) {
         self.log.signals(self.service, self.event);
     }

@@ -123,7 +123,7 @@ impl<'k> SplitTiles<'k> {
         work.steps[1] - work.steps[0]
     }
 
-    /// Steps of so many tiles.
+    /// Number of steps of this many tiles.
     #[track_caller]
     pub fn all(&self, tiles: Val<'k, u32>) -> Val<'k, u32> {
         tiles * self.steps.value()

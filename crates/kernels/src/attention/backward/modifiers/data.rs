@@ -19,14 +19,14 @@ pub struct ModifierGradients {
     pub exact: Vec<bool>,
 }
 
-/// How many registers modifiers keep.
+/// Number of registers that modifiers occupy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RegisterPressure {
     /// No modifiers.
     None,
-    /// They fit beside whole rows of d_k and d_v of 128 elements.
+    /// The modifiers fit next to whole rows of d_k and d_v of 128 elements.
     Low,
-    /// They do not.
+    /// The modifiers do not fit next to whole rows of d_k and d_v of 128 elements.
     High,
 }
 
@@ -67,7 +67,7 @@ impl ModifierGradients {
         ModifierGradients { exact: vec![false; aux.len()], aux, ..ModifierGradients::default() }
     }
 
-    /// How many registers they keep.
+    /// Number of registers that the modifiers occupy.
     pub fn register_pressure(&self) -> RegisterPressure {
         match self.aux.is_empty() && self.modifiers.are_light(self.derivative.as_ref()) {
             _ if self.is_empty() => RegisterPressure::None,

@@ -1,4 +1,4 @@
-//! How tiles are numbered, and which pairs of head and sequence own f32 sums of d_q at a time.
+//! The numbering of tiles, and the pairs of head and sequence that own f32 sums of d_q at a time.
 //!
 //! CTAs take tiles by number. Numbers run through bands of pairs; within a band, the first tile of every pair comes first,
 //! then the second, and so on. The last band may be longer than the others. With the rounding service a pair owns sums only
@@ -23,7 +23,7 @@ const FIXED_BAND: u64 = 64;
 /// A part of the L2 cache.
 const CACHE_BYTES: u64 = 32 << 20;
 
-/// What bands are made from.
+/// Inputs from which bands are made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Tiling {
     /// Pairs of key/value head and sequence.
@@ -54,7 +54,7 @@ pub(crate) struct Bands {
     pub band: u64,
     /// Pairs of the last band.
     pub last: u64,
-    /// Pairs that own sums at a time, if there are as many; a multiple of `band`.
+    /// Number of pairs that can own sums at a time; a multiple of `band`, and possibly more than there are pairs.
     pub places: u64,
     /// How many tiles after its own number a part is converted.
     pub lag: u64,

@@ -17,7 +17,7 @@ pub(crate) struct Deal {
     pub longer: u64,
 }
 
-/// What the last tiles are like.
+/// Properties of the tiles to deal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tiles {
     /// Tiles of all pairs.

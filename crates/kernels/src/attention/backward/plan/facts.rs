@@ -35,7 +35,7 @@ impl Facts {
         [q as u64, k as u64]
     }
 
-    /// Sequences.
+    /// Number of sequences.
     pub fn batch(&self) -> u64 {
         match self.layout {
             Layout::Dense { batch, .. } => batch as u64,
@@ -53,7 +53,8 @@ impl Facts {
         self.heads[0].checked_div(self.heads[1]).unwrap_or(0)
     }
 
-    /// Query heads whose rows lie apart: of all sequences, or of one if sequences follow each other in a head.
+    /// Number of query heads whose rows are stored separately: of all sequences, or of one if sequences follow each
+    /// other in a head.
     pub fn all_heads(&self) -> u64 {
         if self.features.ragged.any() { self.heads[0] } else { self.batch() * self.heads[0] }
     }

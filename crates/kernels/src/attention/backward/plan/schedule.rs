@@ -8,10 +8,10 @@ use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
 use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
 use fulgurite_core::Layout;
 
-/// What a configuration makes of a problem.
+/// The schedule of a problem with a configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Schedule {
-    /// What the kernels' texts depend on.
+    /// The properties on which the kernels' texts depend.
     pub shape: KernelShape,
     /// Steps of queries of a head. A sequence without queries has one step, which sees nothing; sequences of different
     /// lengths follow each other in a head.
@@ -19,7 +19,7 @@ pub(crate) struct Schedule {
     /// Rows of all heads, each head padded to whole steps.
     pub rows: u64,
     pub bands: Bands,
-    /// Tiles that are split on the assumed GPU. Scratch memory has room for as many.
+    /// Number of tiles that are split on the assumed GPU. The workspace has room for this many.
     pub split_tiles: u64,
     /// Query heads of each key/value head.
     group: u64,
@@ -91,7 +91,7 @@ impl Schedule {
         CounterWords::new(if self.shape.rounds { self.bands.pairs } else { 0 }, split_tiles, turns)
     }
 
-    /// Where each counter is.
+    /// Offset of each counter.
     pub fn counters(&self, order: Order) -> CounterWords {
         let config = &self.shape.config;
         let turns = match order {

@@ -1,4 +1,4 @@
-//! Regions of the scratch memory.
+//! Regions of the workspace.
 
 use fulgurite_ptx::device::Span;
 
@@ -20,7 +20,7 @@ pub(crate) struct Scratch<T> {
     pub delta: T,
     /// u32 words that are zero when the main kernel starts ([`CounterWords`]).
     pub counters: T,
-    /// What each block of a block mask is.
+    /// Kind of each block of a block mask.
     pub block_table: T,
     /// Exact sums of auxiliary gradients.
     pub exact_words: T,

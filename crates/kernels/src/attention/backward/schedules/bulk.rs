@@ -54,7 +54,7 @@ struct Bulk<'a, 'k, T> {
     turns: Turns,
     /// The barrier of both warpgroups, if a mask hides single elements.
     all: Option<RoleBarrier>,
-    /// Number of the warpgroup.
+    /// Index of the warpgroup.
     own: Val<'k, u32>,
     walk: Walk<'a, 'k>,
     modifiers: Option<ModifierRole<'a, 'k>>,
@@ -114,7 +114,7 @@ where
         }
     }
 
-    /// The tile, read again: kept over the loop, or while pieces are joined, it would take registers.
+    /// Reads the tile again: keeping it over the loop, or while pieces are joined, would take registers.
     #[track_caller]
     fn work(&self, w: &Scope<'k, Group>) -> Work<'k> {
         self.main.map.read(&self.main.stages.tickets.again(w))
@@ -126,7 +126,7 @@ where
         self.limits.set_keys(w, first_key, map.k_len(work.sequence).to_i32(), map.lengths(work.sequence));
     }
 
-    /// Sets the modifiers for the present query head.
+    /// Sets the modifiers for the current query head.
     fn set_head(&self, w: &Scope<'k, Group>) {
         if let Some(modifiers) = &self.modifiers {
             let work = self.work(w);
@@ -169,7 +169,8 @@ where
                 pack_part(d_z, whole, &d_p, eight);
             });
         }
-        // Last, when the fewest registers are taken. It also removes what a hidden key that is not finite has left.
+        // Mask last, when the fewest registers are in use. This also clears the effect of a hidden key that is not
+        // finite.
         limits.hide(w, ([p, d_z], rows), &block, set_again);
     }
 
@@ -216,7 +217,7 @@ where
         queries.done(w);
     }
 
-    /// A result leaves through a tile of shared memory.
+    /// Stores a result through a tile of shared memory.
     fn leave_through(&self, w: &Scope<'k, Group>, work: &Work<'k>, (of, result, to): (Of, &Acc<'k>, Tile<'k>)) {
         let keys = self.main.config.keys();
         write_result::<T>(w, self.main, of, result, to);
@@ -224,7 +225,7 @@ where
         send_results(w, self.main, work, &self.barrier, |t| vec![(of, to, at(t))]);
     }
 
-    /// Waits until the copy engine has read what leaves.
+    /// Waits until the copy engine has read the stored result.
     fn have_left(&self, w: &Scope<'k, Group>) {
         w.one_thread_of_group(|t| t.wait_stores_read(0));
         w.sync_group(&self.barrier);

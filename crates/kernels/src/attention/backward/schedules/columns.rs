@@ -33,7 +33,7 @@ struct Columns<'a, 'k, T> {
     limits: Limits<'k>,
     all: RoleBarrier,
     barrier: GroupBarrier,
-    /// Number of the warpgroup.
+    /// Index of the warpgroup.
     own: Val<'k, u32>,
     walk: Walk<'a, 'k>,
     modifiers: Option<ModifierRole<'a, 'k>>,
@@ -73,7 +73,7 @@ where
         Columns { main, p_tiles, d_z_tiles, s, d_p, d_q, d_k, d_v, p, d_z, limits, all, barrier, own, walk, modifiers }
     }
 
-    /// Queries of a step that the warpgroup computes p and d_z of.
+    /// Number of queries of a step for which the warpgroup computes p and d_z.
     fn half(&self) -> u32 {
         self.s.cols()
     }
@@ -92,7 +92,7 @@ where
         w.multiply(&self.d_p, value.operand(Major::Inner), d_o.operand(Major::Inner), Sum::Fresh);
     }
 
-    /// The tile of the present step.
+    /// The tile of the current step.
     #[track_caller]
     fn tile_of(&self, w: &Scope<'k, Group>, tiles: &[Tile<'k>]) -> Tile<'k> {
         self.main.stages.queries.beside(w, tiles[0])
@@ -113,7 +113,7 @@ where
         w.multiply(&self.d_k, self.tile_of(w, &self.d_z_tiles).operand(Major::Inner), q, Sum::Onto);
     }
 
-    /// Sets the modifiers for the present query head.
+    /// Sets the modifiers for the current query head.
     fn set_head(&self, w: &Scope<'k, Group>) {
         if let Some(modifiers) = &self.modifiers {
             let main = self.main;

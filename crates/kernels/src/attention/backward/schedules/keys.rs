@@ -60,8 +60,8 @@ where
         let exchange = (0..config.depth).map(|_| main.k.tile("d_z", tile::<T>(config, config.keys(), rows))).collect();
         let s = w.accumulators(rows);
         let d_p = w.accumulators(rows);
-        // In the registers of d_p if it has as many. Some of them would do as well, but then the assembler finds no registers
-        // for the products at some masks and head dims (C7511).
+        // d_q shares the registers of d_p if it has the same number. Sharing a part of them would work too, but the
+        // assembler then finds no registers for the products at some masks and head dims (C7511).
         let d_q = if cols == rows { d_p.part(0, cols) } else { w.accumulators(cols) };
         let (d_k, d_v) = (w.accumulators(d), w.accumulators(dv));
         let (p, d_z) = (w.fragment::<T>(rows), w.fragment::<T>(rows));

@@ -1,4 +1,5 @@
-//! How warpgroups share the work of a key tile. Schedules compute the same gradients, with other owners of rows and columns.
+//! Schedules: how warpgroups share the work of a key tile. All schedules compute the same gradients; they differ in
+//! which warpgroup owns which rows and columns.
 //!
 //! A tile has the same outline in each of them ([`run`]): start it, go from step to step, finish it. A schedule says which
 //! products it starts and waits for in between; its header has the order of a step.
@@ -13,7 +14,7 @@ use crate::attention::backward::tiles::Work;
 use crate::attention::backward::walk::{Walk, store_results};
 use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, RoleBarrier, Scope, Thread, Tile, Val, Word};
 
-/// What a warpgroup does with a tile.
+/// The operations of a warpgroup on a tile.
 pub(crate) trait Schedule<'k> {
     fn main(&self) -> &Main<'k>;
 
@@ -88,7 +89,7 @@ impl<'k> TileEnd<'_, 'k> {
         stages.queries.keep(w);
         stages.queries.release_previous(w);
         self.walk.add(w, self.d_q, 0..self.d_q.cols() / 8);
-        // Read again: kept over the loop, it would take registers.
+        // Read the tile again: keeping it over the loop would take registers.
         let work = self.main.map.read(&stages.tickets.again(w));
         stages.tickets.done(w);
         // Both warpgroups are done with K and V.

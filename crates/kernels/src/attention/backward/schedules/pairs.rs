@@ -20,18 +20,18 @@ use fulgurite_ptx::{
     Val, Var, Word,
 };
 
-/// What the two warpgroups of a CTA share.
+/// State that the two warpgroups of a CTA share.
 pub(crate) struct Between<'a, 'k> {
     main: &'a Main<'k>,
     pair: &'a CtaPair<'k>,
-    /// p of a step, from the first to the second.
+    /// p of a step, from the first warpgroup to the second.
     p: AccumulatorChannel<'k>,
     d_z: &'a PeerTiles<'k>,
 }
 
 /// A warpgroup's part of d_q.
 struct Queries<'k> {
-    /// Number of the warpgroup.
+    /// Index of the warpgroup.
     own: Val<'k, u32>,
     d_q: Acc<'k>,
     /// Whether the registers hold no d_q of this tile that is still to be added.
@@ -78,7 +78,7 @@ impl<'a, 'k> Between<'a, 'k> {
     /// Starts d_q of a step: two products, over the own keys and over those of the other CTA.
     fn query_sums(&self, w: &Scope<'k, Group>, of: &Queries<'k>) {
         let (main, quarter) = (self.main, of.d_q.cols());
-        // When the other CTA's d_z has come, the own d_z is there too.
+        // The own d_z is complete by the time the other CTA's d_z has arrived.
         let (other, own) = (self.d_z.wait(w), self.d_z.own(w));
         let key = main.stages.keys.current(w)[0].cols(main.quarter(w, of.own), quarter).operand(Major::Outer);
         w.multiply(&of.d_q, own.operand(Major::Outer), key, Sum::Fresh);
@@ -96,19 +96,19 @@ impl<'a, 'k> Between<'a, 'k> {
         self.pair.other_keys.wait(w);
     }
 
-    /// A result leaves through a stage that no warpgroup reads any more, in halves of its columns.
+    /// Stores a result through a stage that no warpgroup reads any longer, in halves of its columns.
     fn leave<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, (of, result, to): (Of, &Acc<'k>, Tile<'k>))
     where
         Pair<T>: Word,
     {
         let (main, half) = (self.main, result.cols() / 2);
         write_result::<T>(w, main, of, result, to);
-        // Read again: kept over the loop, it would take registers.
+        // Read the tile again: keeping it over the loop would take registers.
         let work = &main.map.read(&main.stages.tickets.again(w));
         main.stages.tickets.done(w);
         w.publish_shared();
         w.sync_group(barrier);
-        // Elected here: a thread number that is kept takes a register of the whole role.
+        // Elect the thread here: a kept thread index would take a register in the whole role.
         w.one_thread(|t| {
             let key = main.first_key(t, work);
             store_tiles(t, main, work, (0..2).map(|i| (of, to.cols(i, half), [t.constant(i * half), key])));
@@ -135,7 +135,7 @@ where
     Pair<T>: Word,
 {
     run(w, &Values::<T>::new(w, between));
-    // No CTA ends while the other may still reach into it.
+    // No CTA may end while the other can still access its shared memory.
     w.sync_cluster();
 }
 
@@ -215,7 +215,7 @@ where
             w.wait_products(parts - part); // this part of d_v
             between.main.stages.outputs.release(w);
         }
-        // Not earlier: the other warpgroup writes d_z meanwhile, which must not wait for additions.
+        // Not earlier: the other warpgroup writes d_z at this time, which must not wait for additions.
         self.of.add_before(w, &self.walk);
         self.walk.forward_step(w, |_, _| {});
         w.wait_products(0); // s
@@ -235,7 +235,7 @@ where
         (0..self.parts()).for_each(|_| outputs.release(w));
         self.of.add_last(w, &self.walk);
         between.pair.other_keys.done(w);
-        // The other warpgroup is done with the values: its last d_z is there.
+        // The other warpgroup is done with the values, because its last d_z has arrived.
         between.leave::<T>(w, &self.barrier, (Of::DV, &self.d_v, values.current(w)[0]));
         values.done(w);
         keys.done(w);
