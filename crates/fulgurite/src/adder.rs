@@ -1,4 +1,4 @@
-//! How a device's tensor cores add: one product of 16 terms on inputs that tell models of the adder apart.
+//! Finds out how a device's tensor cores add: one product of 16 terms, on inputs that distinguish models of the adder.
 
 use crate::sim::SimError;
 use fulgurite_core::random::Rng;
@@ -8,21 +8,21 @@ use fulgurite_ptx::model::{Adder, Exponent, Rounding, decode};
 use fulgurite_ptx::{Number, bf16, f16};
 use std::sync::Arc;
 
-/// Products that the device computes, each with inputs of another kind.
+/// Number of products that the device computes, each with a different kind of input.
 const BLOCKS: u32 = 8;
 
-/// A model, and how well it explains what a device computed.
+/// A model of the adder, and how well it explains a device's results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fit {
-    /// The model.
+    /// Parameters of the model.
     pub adder: Adder,
-    /// Sums that were computed.
+    /// Number of computed sums.
     pub elements: u64,
-    /// Sums for which the model gives other bits.
+    /// Number of sums for which the model gives different bits.
     pub unequal: u64,
 }
 
-/// Every model that is tried.
+/// All models to try.
 fn candidates() -> Vec<Adder> {
     let mut all = Vec::new();
     for (kept_bits, group) in (23..=27).flat_map(|bits| [16, 8, 4].map(|group| (bits, group))) {
@@ -34,7 +34,7 @@ fn candidates() -> Vec<Adder> {
     all
 }
 
-/// Runs a product on a device, and every model on the same inputs; the best model first.
+/// Runs a product on a device and every model on the same inputs. Returns the best model first.
 ///
 /// ```
 /// use fulgurite::sim::{Adder, Number, Options, Sim, fit_adders};
@@ -83,7 +83,7 @@ pub fn fit_adders(device: &dyn Device, number: Number, seed: u64) -> Result<Vec<
     Ok(fits)
 }
 
-/// Factors as bits, and accumulators.
+/// Factors (as bits) and accumulators.
 struct Inputs {
     number: Number,
     a: Vec<u16>,
@@ -92,8 +92,8 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// Blocks differ in how far exponents lie apart, and in whether the second half of the products cancels the first
-    /// but for one: then what was cut is all that is left. Some factors are zero, and some subnormal.
+    /// Blocks differ in the spread of exponents. In some, the second half of the products cancels the first except for
+    /// one term, so that only the truncation error remains. Some factors are zero, and some are subnormal.
     fn new(number: Number, seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let (fraction_bits, bias) = if number == Number::F16 { (10, 15) } else { (7, 127) };
@@ -130,7 +130,7 @@ impl Inputs {
         inputs
     }
 
-    /// The `i`-th sum, as a model has it.
+    /// The `i`-th sum according to a model.
     fn sum(&self, adder: &Adder, i: usize) -> u32 {
         let (size, terms) = (SIZE as usize, TERMS as usize);
         let (row, col) = (i / size * terms, (i / size / size * size + i % size) * terms);

@@ -1,4 +1,4 @@
-//! The short way in: tensors first, everything else read off them.
+//! The shortest API: pass tensors, and their shapes define the problem.
 
 use crate::Error;
 use crate::choice::{Choice, Settings, engine_with};
@@ -13,7 +13,7 @@ use fulgurite_core::{
 /// Attention of `q` over `k` and `v`, each `[batch, sequence, heads, head_dim]`, or `[total, heads, head_dim]`
 /// with [`Attention::cu_seqlens`].
 ///
-/// Says what is to be computed step by step; [`Attention::forward`] computes it. Nothing is checked before that.
+/// The builder methods describe the computation; [`Attention::forward`] runs it. Nothing is checked before that.
 ///
 /// ```
 /// use fulgurite::{Tensor, attention};
@@ -41,11 +41,11 @@ pub fn attention<'a>(
     }
 }
 
-/// A call of [`attention`] being described.
+/// A call of [`attention`] under construction.
 #[derive(Debug, Clone)]
 #[must_use = "nothing is computed before `forward`"]
 pub struct Attention<'a> {
-    /// The first thing that could not be viewed stays here until the call is made.
+    /// The inputs, or the first error, which is kept until the call runs.
     inputs: Result<Inputs<'a>, Error>,
     builder: ProblemBuilder,
     bias: Option<(TensorView<'a>, bool)>,
@@ -54,7 +54,7 @@ pub struct Attention<'a> {
 }
 
 impl<'a> Attention<'a> {
-    /// Views `tensor` and passes it to `set`, unless something failed before.
+    /// Views `tensor` and passes it to `set`, unless an earlier step failed.
     fn with(mut self, tensor: &'a (impl AsView + ?Sized), set: impl FnOnce(&mut Inputs<'a>, TensorView<'a>)) -> Self {
         if let Ok(inputs) = &mut self.inputs {
             match tensor.as_view() {
@@ -70,17 +70,17 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// A query sees keys up to its own position, counted from the end: the last query sees all.
+    /// A query sees keys up to its own position, aligned to the end: the last query sees all keys.
     pub fn causal(self) -> Self {
         self.mask(Mask::causal())
     }
 
-    /// A query sees `left` keys before and `right` keys after its own position, `None` for all of that side.
+    /// A query sees `left` keys before and `right` keys after its own position; `None` means no limit on that side.
     pub fn window(self, left: impl Into<Option<i64>>, right: impl Into<Option<i64>>) -> Self {
         self.mask(Mask::window(left, right))
     }
 
-    /// Only keys that `mask` keeps; several masks must all keep a key.
+    /// A query sees only keys that `mask` keeps. If several masks are given, all must keep a key.
     pub fn mask(self, mask: Mask) -> Self {
         self.build(|b| b.mask(mask))
     }
@@ -90,14 +90,14 @@ impl<'a> Attention<'a> {
         self.mask(Mask::prefix()).with(lengths, |inputs, view| inputs.aux.push((PREFIX_LENGTHS, view)))
     }
 
-    /// Queries see keys of their own document only: i32, `[batch, q_len]` and `[batch, k_len]`.
+    /// Queries see only keys of their own document: i32, `[batch, q_len]` and `[batch, k_len]`.
     pub fn documents(self, q: &'a (impl AsView + ?Sized), k: &'a (impl AsView + ?Sized)) -> Self {
         self.mask(Mask::documents())
             .with(q, |inputs, view| inputs.aux.push((DOCUMENTS_Q, view)))
             .with(k, |inputs, view| inputs.aux.push((DOCUMENTS_K, view)))
     }
 
-    /// Only the blocks in these lists, and in the partial ones only keys that the mask keeps.
+    /// Restricts attention to the blocks in these lists. In partial blocks, the mask decides for each key.
     pub fn block_mask(mut self, blocks: &'a BlockMask) -> Self {
         if let Ok(inputs) = &mut self.inputs {
             inputs.block_mask = Some(blocks);
@@ -105,22 +105,22 @@ impl<'a> Attention<'a> {
         self.build(|b| b.block_mask(blocks.spec()))
     }
 
-    /// What q . k is multiplied with; 1/sqrt(head_dim) if not said.
+    /// Factor of q . k; the default is 1/sqrt(head_dim).
     pub fn scale(self, scale: f32) -> Self {
         self.build(|b| b.scale(scale))
     }
 
-    /// cap * tanh(score / cap), before every other modifier.
+    /// Applies cap * tanh(score / cap), before every other modifier.
     pub fn softcap(self, cap: f32) -> Self {
         self.build(|b| b.softcap(cap))
     }
 
-    /// Subtracts slope times distance, after softcap: f32, `[heads]`.
+    /// Subtracts slope times distance, after the softcap: f32, `[heads]`.
     pub fn alibi(self, slopes: &'a (impl AsView + ?Sized)) -> Self {
         self.build(ProblemBuilder::alibi).with(slopes, |inputs, view| inputs.aux.push((ALIBI_SLOPES, view)))
     }
 
-    /// Adds `[batch, heads, q_len, k_len]` to the scores, after ALiBi; an axis of size 1 is repeated.
+    /// Adds `[batch, heads, q_len, k_len]` to the scores, after ALiBi; an axis of size 1 is broadcast.
     pub fn bias(mut self, bias: &'a (impl AsView + ?Sized)) -> Self {
         let mut seen = None;
         self = self.with(bias, |_, view| seen = Some(view));
@@ -128,14 +128,14 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// As [`bias`](Self::bias), and backward gives its gradient.
+    /// Like [`bias`](Self::bias), and backward computes its gradient.
     pub fn bias_with_grad(self, bias: &'a (impl AsView + ?Sized)) -> Self {
         let mut call = self.bias(bias);
         call.bias = call.bias.map(|(view, _)| (view, true));
         call
     }
 
-    /// A score modifier of your own, after the built-in ones.
+    /// Adds your own score modifier, after the built-in ones.
     ///
     /// ```
     /// use fulgurite::{Tensor, attention, expr};
@@ -148,12 +148,12 @@ impl<'a> Attention<'a> {
         self.build(|b| b.score_mod(modifier))
     }
 
-    /// A tensor that modifiers and masks read by this name.
+    /// Adds a tensor that modifiers and masks read by this name.
     pub fn aux(self, name: &'a str, tensor: &'a (impl AsView + ?Sized)) -> Self {
         self.declare(name, tensor, false)
     }
 
-    /// As [`aux`](Self::aux), and backward gives its gradient.
+    /// Like [`aux`](Self::aux), and backward computes its gradient.
     pub fn aux_with_grad(self, name: &'a str, tensor: &'a (impl AsView + ?Sized)) -> Self {
         self.declare(name, tensor, true)
     }
@@ -174,12 +174,12 @@ impl<'a> Attention<'a> {
         })
     }
 
-    /// A learnable logit for each query head joins the denominator: `[heads]`.
+    /// Adds one learnable logit per query head to the denominator: `[heads]`.
     pub fn sinks(self, sinks: &'a (impl AsView + ?Sized)) -> Self {
         self.build(ProblemBuilder::sinks).with(sinks, |inputs, view| inputs.sinks = Some(view))
     }
 
-    /// Sequences one after the other instead of side by side: i32, `[batch + 1]` each, cumulative.
+    /// Packs sequences back to back instead of in a batch: i32, `[batch + 1]` each, cumulative offsets.
     ///
     /// ```
     /// use fulgurite::{Tensor, attention};
@@ -194,39 +194,39 @@ impl<'a> Attention<'a> {
             .with(k, |inputs, view| inputs.cu_seqlens_k = Some(view))
     }
 
-    /// Queries in use in each sequence: i32, `[batch]`. The rows after them give zeros.
+    /// Number of queries in use in each sequence: i32, `[batch]`. The rows after them give zeros.
     pub fn used_q(self, lengths: &'a (impl AsView + ?Sized)) -> Self {
         self.with(lengths, |inputs, view| inputs.used_q = Some(view))
     }
 
-    /// Keys in use in each sequence: i32, `[batch]`. The keys after them are not seen.
+    /// Number of keys in use in each sequence: i32, `[batch]`. The keys after them are invisible.
     pub fn used_k(self, lengths: &'a (impl AsView + ?Sized)) -> Self {
         self.with(lengths, |inputs, view| inputs.used_k = Some(view))
     }
 
-    /// The exponential.
+    /// Sets the exponential.
     pub fn exp(self, exp: Exp) -> Self {
         self.build(|b| b.exp(exp))
     }
 
-    /// The numbers of the products; those of the tensors if not said.
+    /// Sets the number format of the products; the default is that of the tensors.
     pub fn precision(self, precision: Precision) -> Self {
         self.build(|b| b.precision(precision))
     }
 
-    /// Which engine computes; [`Choice::Best`] if not said.
+    /// Sets the engine; the default is [`Choice::Best`].
     pub fn engine(mut self, choice: Choice) -> Self {
         self.choice = choice;
         self
     }
 
-    /// Threads and rescale policy.
+    /// Sets threads, rescale policy, order of gradients and profile.
     pub fn settings(mut self, settings: Settings) -> Self {
         self.settings = settings;
         self
     }
 
-    /// The problem that the shapes describe.
+    /// The problem that the shapes and options describe.
     ///
     /// ```
     /// use fulgurite::{Tensor, attention};
@@ -240,7 +240,7 @@ impl<'a> Attention<'a> {
         Ok(self.description()?.build()?)
     }
 
-    /// The description that the shapes complete, to be built or to be changed further.
+    /// The problem builder that the shapes complete, to build or to change further.
     pub fn description(&self) -> Result<ProblemBuilder, Error> {
         let inputs = self.inputs.as_ref().map_err(Clone::clone)?;
         let packed = inputs.cu_seqlens_q.is_some();
@@ -260,7 +260,7 @@ impl<'a> Attention<'a> {
         let axes = q.len();
         let mut builder = self.builder.clone();
         builder = match (&inputs.cu_seqlens_q, &inputs.cu_seqlens_k) {
-            // What is not a list of integers is refused when the inputs are bound.
+            // Values that are not lists of integers are rejected when the inputs are bound.
             (Some(cu_q), Some(cu_k)) => builder.packed(&integers(cu_q), &integers(cu_k)),
             _ => builder.dense(q[0], q[1], k[1]),
         };
@@ -278,7 +278,7 @@ impl<'a> Attention<'a> {
             .used_lengths(inputs.used_q.is_some(), inputs.used_k.is_some()))
     }
 
-    /// The tensors that were given.
+    /// The tensors of the call.
     pub fn inputs(&self) -> Result<Inputs<'a>, Error> {
         let mut inputs = self.inputs.clone()?;
         if let Some((view, _)) = &self.bias {
@@ -293,7 +293,7 @@ impl<'a> Attention<'a> {
         engine.forward(&self.problem()?, &self.inputs()?, &Run::default())
     }
 
-    /// Computes the gradients; [`Forward::saved`] makes what it needs from the result of [`forward`](Self::forward).
+    /// Computes the gradients. [`Forward::saved`] prepares its input from the result of [`forward`](Self::forward).
     pub fn backward(&self, saved: &Saved<'_>) -> Result<Gradients, Error> {
         let engine = engine_with(self.choice, &self.settings)?;
         engine.backward(&self.problem()?, &self.inputs()?, saved, &Run::default())

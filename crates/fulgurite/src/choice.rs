@@ -1,4 +1,4 @@
-//! Which engine runs a problem, and why.
+//! Chooses the engine that runs a problem, and explains the choice.
 
 use crate::Error;
 use crate::cpu::Cpu;
@@ -17,7 +17,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Which engine to use.
+/// The engine to use.
 ///
 /// ```
 /// use fulgurite::{Choice, Isa};
@@ -28,26 +28,26 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Choice {
-    /// For each problem the fastest engine that runs it.
+    /// The fastest engine that supports the problem.
     #[default]
     Best,
-    /// The CPU with the fastest instruction set it has.
+    /// The CPU with its fastest instruction set.
     Cpu,
     /// The CPU with this instruction set.
     CpuIsa(Isa),
-    /// The first NVIDIA GPU. Tensors of the host are copied there and back, so it is never chosen unless asked for.
+    /// The first NVIDIA GPU. Host tensors are copied there and back, so it is used only on request.
     Cuda,
-    /// The GPU kernels on a simulator, with every access checked: slow. Never chosen unless asked for.
+    /// The GPU kernels on a simulator that checks every access. Slow, so it is used only on request.
     Sim,
-    /// The f64 definition: exact and slow. Never chosen unless asked for.
+    /// The f64 definition: exact and slow. Used only on request.
     Oracle,
 }
 
-/// Why there is no such engine.
+/// The reason why an engine cannot be made.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ChoiceError {
-    /// A name nobody has.
+    /// An unknown name.
     #[error(
         "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
     )]
@@ -55,21 +55,21 @@ pub enum ChoiceError {
         /// The text given.
         got: String,
     },
-    /// An instruction set this machine does not have.
+    /// An instruction set that this machine lacks.
     #[error("`engine` is cpu:{got}, this machine has: {has}; leave the instruction set out for the fastest")]
     Isa {
-        /// The instruction set asked for.
+        /// Name of the requested instruction set.
         got: &'static str,
-        /// Those that are there.
+        /// Names of the available instruction sets.
         has: String,
     },
-    /// A number of threads that cannot be.
+    /// An invalid number of threads.
     #[error("`threads` is {got}, allowed: 1 to {max}; leave it out for one a core", max = Settings::MAX_THREADS)]
     Threads {
-        /// The number given.
+        /// Requested number of threads.
         got: usize,
     },
-    /// A bad rescale policy.
+    /// An invalid rescale policy.
     #[error(transparent)]
     Rescale(#[from] RescaleError),
 }
@@ -104,7 +104,7 @@ impl fmt::Display for Choice {
     }
 }
 
-/// What an engine is set up with. Results do not depend on it beyond rounding.
+/// Settings of an engine. They do not change results beyond rounding.
 ///
 /// ```
 /// use fulgurite::{Choice, Engine, Rescale, Settings, engine_with};
@@ -116,18 +116,18 @@ impl fmt::Display for Choice {
 #[derive(Debug, Clone, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Settings {
-    /// Threads; `None` is one a core.
+    /// Number of threads; `None` means one per core.
     pub threads: Option<usize>,
-    /// How the running maximum is kept; `None` is what measures fastest.
+    /// Rescale policy of the running maximum; `None` means the fastest one measured.
     pub rescale: Option<Rescale>,
-    /// In which order a GPU adds up gradients; the CPU has one order always.
+    /// Order in which a GPU accumulates gradients; the CPU always has one fixed order.
     pub order: Order,
-    /// The profiles that hold a GPU's tile configurations; none unless given.
+    /// Source of profiles with a GPU's tile configurations; by default there are none.
     pub profile: ProfileSource,
 }
 
 impl Settings {
-    /// More threads than this are refused.
+    /// Largest accepted number of threads.
     pub const MAX_THREADS: usize = 4096;
 
     /// Sets the number of threads.
@@ -136,13 +136,13 @@ impl Settings {
         self
     }
 
-    /// Sets the order in which a GPU adds up gradients.
+    /// Sets the order in which a GPU accumulates gradients.
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
     }
 
-    /// Takes a GPU's tile configurations from its profile.
+    /// Takes a GPU's tile configurations from a profile.
     pub fn profile(mut self, profile: ProfileSource) -> Self {
         self.profile = profile;
         self
@@ -155,7 +155,7 @@ impl Settings {
     }
 }
 
-/// The engine of a choice, with the usual settings.
+/// Makes an engine with default settings.
 ///
 /// ```
 /// use fulgurite::{Choice, Engine, engine};
@@ -166,7 +166,7 @@ pub fn engine(choice: Choice) -> Result<Box<dyn Engine>, Error> {
     engine_with(choice, &Settings::default())
 }
 
-/// The engine of a choice, with settings of your own.
+/// Makes an engine with custom settings.
 ///
 /// ```
 /// use fulgurite::{Choice, Settings, engine_with};
@@ -191,8 +191,8 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
     })
 }
 
-/// Every engine that this machine can run, fastest first; the oracle is last. The simulator runs everywhere, and is
-/// found by its name alone.
+/// Every engine that this machine can run, fastest first; the oracle is last. The simulator runs everywhere but is not
+/// in the list: it is found only by its name.
 ///
 /// ```
 /// use fulgurite::{Choice, engine, engines};
@@ -207,7 +207,7 @@ pub fn engines() -> Vec<Choice> {
     gpu.into_iter().chain(Isa::available().into_iter().map(Choice::CpuIsa)).chain([Choice::Oracle]).collect()
 }
 
-/// Which engine would run the problem, and why the others would not: one line each.
+/// Explains which engine would run the problem, and why the others would not, in one line each.
 ///
 /// ```
 /// use fulgurite::{Choice, Problem, explain};
@@ -222,7 +222,7 @@ pub fn explain(problem: &Problem, choice: Choice) -> String {
     explain_with(problem, choice, &Settings::default())
 }
 
-/// What does a problem's products on the CPU, in words.
+/// The unit that computes a problem's products on the CPU, as text.
 fn unit(choice: Choice, problem: &Problem) -> String {
     match choice {
         Choice::CpuIsa(isa) => format!("; products on {}", isa.unit_of(problem)),
@@ -241,7 +241,7 @@ fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> Strin
         lines.push(format!("{choice}: cannot run, {e}"));
     }
     let mut runs = false;
-    // The simulator is a candidate where it was asked for.
+    // The simulator is a candidate only if it was requested.
     let simulated = asked.filter(|asked| *asked == Choice::Sim);
     for candidate in simulated.into_iter().chain(engines()) {
         let refusal = match engine_with(candidate, settings) {
@@ -267,9 +267,9 @@ fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> Strin
     lines.join("\n")
 }
 
-/// Picks for each problem the fastest engine that runs it.
+/// Chooses the fastest engine that supports each problem.
 struct Best {
-    /// Fastest first. The oracle is not among them: it would be a silent fall to a crawl.
+    /// Engines, fastest first. The oracle is excluded: it would be a silent fallback to very slow execution.
     engines: Vec<Box<dyn Engine>>,
 }
 

@@ -1,4 +1,4 @@
-//! The CPU as an engine.
+//! The CPU engine.
 
 use crate::Error;
 use crate::choice::{ChoiceError, Settings};
@@ -6,7 +6,7 @@ use crate::engine::{Engine, Run, Unsupported};
 use fulgurite_core::{Exp, GradientOutputs, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 use fulgurite_cpu::{Isa, Options};
 
-/// Attention on the CPU: SIMD kernels of one instruction set, any number of threads.
+/// Attention on the CPU: SIMD kernels of one instruction set, with any number of threads.
 ///
 /// The results do not depend on the number of threads.
 ///
@@ -26,7 +26,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// The engine with one instruction set, or with the fastest this machine has.
+    /// The engine with this instruction set, or with the fastest one of this machine.
     pub fn new(isa: Option<Isa>, settings: &Settings) -> Result<Cpu, Error> {
         let available = Isa::available();
         let isa = match isa {
@@ -58,7 +58,7 @@ impl Cpu {
         self.threads
     }
 
-    /// The same for the functions of `fulgurite_cpu`.
+    /// These settings, for the functions of `fulgurite_cpu`.
     pub fn options(&self) -> Options {
         Options { isa: Some(self.isa), threads: Some(self.threads), rescale: self.rescale }
     }
@@ -79,14 +79,14 @@ impl Engine for Cpu {
         if let (precision @ (Precision::Int8(_) | Precision::Groups(_)), Some(rescale)) =
             (problem.precision(), self.rescale)
         {
-            // Codes of weights belong to one maximum, which the precision names.
+            // The precision fixes the maximum to which weight codes refer, so another rescale policy cannot apply.
             return Err(Unsupported {
                 engine: self.name.clone(),
                 feature: format!("precision {precision} with rescale {rescale}"),
                 instead: "leave rescale out".into(),
             });
         }
-        // SAS cuts off against the final maximum: a policy that keeps another one would change the result.
+        // SAS cuts off relative to the final maximum, so a policy that keeps another maximum would change the result.
         match (problem.exp(), self.rescale) {
             (exp @ Exp::Sas { .. }, Some(rescale)) if rescale != Rescale::Always => Err(Unsupported {
                 engine: self.name.clone(),
@@ -138,7 +138,7 @@ impl Engine for Cpu {
     }
 }
 
-/// GFLOP/s of one large f32 matrix product by the CPU engine's own micro-kernel: what its speed is a share of.
+/// GFLOP/s of one large f32 matrix product by the CPU engine's own micro-kernel, as a reference for its speed.
 ///
 /// ```
 /// assert!(fulgurite::matrix_product_gflops(2) > 0.0);

@@ -1,4 +1,4 @@
-//! What an engine is.
+//! The interface of engines.
 
 use crate::Error;
 use fulgurite_core::{Forward, GradientOutputs, Gradients, Inputs, Outputs, Problem, Saved};
@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use thiserror::Error;
 
-/// Something that computes attention.
+/// An engine that computes attention.
 ///
-/// Every engine takes every [`Problem`] it does not refuse, checks the tensors against it before any work, and
-/// gives what the f64 oracle gives up to rounding.
+/// Every engine accepts each [`Problem`] that it supports, checks the tensors against it before any work, and agrees
+/// with the f64 oracle up to rounding.
 ///
 /// ```
 /// use fulgurite::{Choice, Inputs, Problem, Run, Tensor, engine};
@@ -31,13 +31,13 @@ pub trait Engine: Send + Sync {
     /// The name that chooses this engine, such as `cpu:avx2`.
     fn name(&self) -> &str;
 
-    /// One line: what this engine is on this machine.
+    /// Describes this engine on this machine in one line.
     fn describe(&self) -> String;
 
-    /// Whether this engine runs the problem.
+    /// Whether this engine supports the problem.
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported>;
 
-    /// Attention, into tensors of the caller.
+    /// Computes attention into the caller's tensors.
     fn forward_into(
         &self,
         problem: &Problem,
@@ -46,7 +46,7 @@ pub trait Engine: Send + Sync {
         run: &Run<'_>,
     ) -> Result<(), Error>;
 
-    /// The gradients of attention, into tensors of the caller.
+    /// Computes the gradients of attention into the caller's tensors.
     fn backward_into(
         &self,
         problem: &Problem,
@@ -56,9 +56,9 @@ pub trait Engine: Send + Sync {
         run: &Run<'_>,
     ) -> Result<(), Error>;
 
-    /// Attention, into new tensors.
+    /// Computes attention into new tensors.
     fn forward(&self, problem: &Problem, inputs: &Inputs<'_>, run: &Run<'_>) -> Result<Forward, Error> {
-        // All that can be refused is refused before memory is asked for: offsets may name more rows than there are.
+        // Check everything before allocating: invalid offsets may name more rows than exist.
         self.supports(problem)?;
         inputs.bind_unlooked(problem)?;
         let mut forward = Forward::zeros(problem)?;
@@ -66,7 +66,7 @@ pub trait Engine: Send + Sync {
         Ok(forward)
     }
 
-    /// The gradients of attention, into new tensors.
+    /// Computes the gradients of attention into new tensors.
     fn backward(
         &self,
         problem: &Problem,
@@ -83,7 +83,7 @@ pub trait Engine: Send + Sync {
     }
 }
 
-/// What one call carries besides the problem and its tensors.
+/// Per-call options besides the problem and its tensors.
 ///
 /// ```
 /// use fulgurite::{Run, Tally};
@@ -94,36 +94,36 @@ pub trait Engine: Send + Sync {
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct Run<'a> {
-    /// Where the call adds what it counted, if anywhere.
+    /// Receives the counters of the call, if given.
     pub tally: Option<&'a Tally>,
-    /// What times the call's work, if anything.
+    /// Times the call's work, if given.
     pub stopwatch: Option<&'a Stopwatch>,
-    /// The stream for tensors that lie on a device: the call returns when its launches are on it.
+    /// The stream for tensors on a device. The call returns when its launches are enqueued.
     pub stream: Stream<'a>,
 }
 
 impl<'a> Run<'a> {
-    /// Adds what the call counts to `tally`.
+    /// Adds the call's counters to `tally`.
     pub fn tally(mut self, tally: &'a Tally) -> Self {
         self.tally = Some(tally);
         self
     }
 
-    /// Puts the launches of tensors that lie on a device on this stream.
+    /// Enqueues launches on this stream, for tensors on a device.
     pub fn stream(mut self, stream: Stream<'a>) -> Self {
         self.stream = stream;
         self
     }
 
-    /// Has the work timed, again and again, where it is not all that the caller waits for.
+    /// Times the work separately, in repeated runs, if the call also does other work such as copies.
     pub fn stopwatch(mut self, stopwatch: &'a Stopwatch) -> Self {
         self.stopwatch = Some(stopwatch);
         self
     }
 }
 
-/// Times the work of a call by itself. An engine whose calls also copy tensors to a device and back does the work
-/// `rounds` times more and tells what each took by the device's clock; others leave it as it is.
+/// Times the work of a call separately. An engine whose calls also copy tensors to a device and back repeats the work
+/// for `rounds` rounds and reports their times by the device's clock. Other engines report nothing.
 ///
 /// ```
 /// use fulgurite::Stopwatch;
@@ -137,19 +137,20 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// For so many rounds.
+    /// A stopwatch for this many rounds.
     pub fn rounds(rounds: usize) -> Stopwatch {
         Stopwatch { rounds, seconds: Mutex::default() }
     }
 
-    /// What each round took; nothing if the engine did not time itself.
+    /// Seconds of each round; empty if the engine did not time itself.
     pub fn seconds(&self) -> Vec<f64> {
         self.seconds.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Does some work as often as asked for; `time` does it so many times in a row, and tells the seconds if it can.
+    /// Times some work for the requested rounds. `time(n)` runs it n times in a row, and returns the seconds if the
+    /// device has a clock.
     pub(crate) fn run<E>(&self, mut time: impl FnMut(usize) -> Result<Option<f64>, E>) -> Result<(), E> {
-        /// A round takes at least this long: clocks tick, and launches cost.
+        /// Minimum duration of a round: clocks have a resolution, and launches have overhead.
         const SECONDS: f64 = 2e-3;
         let Some(once) = time(1)? else { return Ok(()) };
         let count = (SECONDS / once.max(1e-6)).ceil() as usize;
@@ -179,7 +180,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Adds what one call counted.
+    /// Adds the counters of one call.
     pub fn add(&self, counters: Counters) {
         self.possible.fetch_add(counters.rescales_possible, Ordering::Relaxed);
         self.done.fetch_add(counters.rescales_done, Ordering::Relaxed);
@@ -196,7 +197,7 @@ impl Tally {
     }
 }
 
-/// A problem that an engine does not run.
+/// A problem that an engine does not support.
 ///
 /// ```
 /// use fulgurite::{Choice, Engine, Exp, Problem, Rescale, Settings, engine_with};
@@ -211,10 +212,10 @@ impl Tally {
 #[error("engine {engine} does not have {feature}; {instead}")]
 #[non_exhaustive]
 pub struct Unsupported {
-    /// The engine that was asked.
+    /// Name of the engine.
     pub engine: String,
-    /// What it does not have.
+    /// The feature that it lacks.
     pub feature: String,
-    /// Which engine has it, or what to leave out.
+    /// An engine that has the feature, or an option to leave out.
     pub instead: String,
 }

@@ -1,4 +1,4 @@
-//! Why a call was refused.
+//! Errors of calls.
 
 use crate::choice::ChoiceError;
 use crate::engine::Unsupported;
@@ -6,7 +6,7 @@ use crate::view::ViewError;
 use fulgurite_core::{BlockError, InputError, ProblemError, TensorError};
 use thiserror::Error;
 
-/// Why a call was refused. The text names the argument, its value, what is allowed, and a way out.
+/// The reason why a call failed. The text names the argument, its value, the allowed values, and a remedy.
 ///
 /// ```
 /// use fulgurite::{Error, Tensor, attention};
@@ -21,49 +21,49 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The problem cannot be.
+    /// The problem is invalid.
     #[error(transparent)]
     Problem(#[from] ProblemError),
     /// The tensors do not fit the problem.
     #[error(transparent)]
     Input(#[from] InputError),
-    /// A tensor cannot be made.
+    /// A tensor is invalid.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// Something that was given cannot be read as a tensor.
+    /// A value cannot be read as a tensor.
     #[error(transparent)]
     View(#[from] ViewError),
-    /// A block mask cannot be made.
+    /// A block mask is invalid.
     #[error(transparent)]
     Block(#[from] BlockError),
-    /// The engine does not run this problem.
+    /// The engine does not support this problem.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// There is no such engine, or it cannot run here.
+    /// The engine does not exist, or cannot run here.
     #[error(transparent)]
     Choice(#[from] ChoiceError),
-    /// The device refused, or failed.
+    /// The device rejected the call, or failed.
     #[error(transparent)]
     Device(#[from] fulgurite_ptx::device::DeviceError),
     /// The matrices of a product do not fit each other or the kernel.
     #[error(transparent)]
     Gemm(#[from] fulgurite_kernels::gemm::plan::GemmError),
-    /// The profile of the GPU cannot be used.
+    /// The GPU's profile cannot be used.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
-    /// A cache of keys and values refused.
+    /// The key/value cache rejected the call.
     #[error(transparent)]
     Cache(#[from] crate::cache::CacheError),
     /// A tensor with the wrong number of axes.
     #[error("`{arg}` has shape {got:?}, allowed: {allowed}; {hint}")]
     Rank {
-        /// The tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// Its shape.
+        /// Shape of the tensor.
         got: Vec<usize>,
-        /// Which axes it should have.
+        /// The axes that it should have.
         allowed: &'static str,
-        /// What to do.
+        /// How to fix the call.
         hint: &'static str,
     },
 }

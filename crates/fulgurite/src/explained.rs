@@ -1,7 +1,8 @@
-//! Why a problem runs on Hopper as it does, and how fast it could: nothing of it needs a GPU.
+//! Explains how a problem runs on Hopper, and estimates a bound on its time, without a GPU.
 //!
-//! The kernel runs on the simulator for a few blocks of keys of one tile (of backward: steps of queries of a few tiles of
-//! keys); what two such runs differ by is what a block costs each unit of a multiprocessor. The busiest one bounds the whole.
+//! The kernel runs on the simulator twice: for a few key blocks of one tile (backward: a few steps of queries for a few
+//! key tiles), and for a few more. The difference is the cost of one block for each unit of an SM. The busiest unit
+//! bounds the total time.
 
 use crate::device::OnDevice;
 use crate::engine::{Engine, Run};
@@ -17,29 +18,29 @@ use fulgurite_ptx::{BuildError, Kernel, Target};
 use fulgurite_sim::{Architecture, Sim};
 use std::sync::Arc;
 
-/// How attention on a problem, or its gradients, run on Hopper.
+/// How attention on a problem, or its gradients, runs on Hopper.
 #[derive(Debug, Clone)]
 pub struct Explained {
-    /// The kernel; of backward the one that computes the gradients.
+    /// The kernel; for backward, the one that computes the gradients.
     pub kernel: Kernel,
-    /// How it is cut.
+    /// The tile configuration as text.
     pub cut: String,
-    /// Why it is this kernel and this cut.
+    /// The reason for this kernel and this tile configuration.
     pub why: String,
-    /// Rows of queries of a tile, and keys of a block; of backward keys of a tile, and queries of a step.
+    /// Forward: queries per tile and keys per block. Backward: keys per tile and queries per step.
     pub tile: [u32; 2],
-    /// Blocks of keys, or steps of queries, of all tiles.
+    /// Number of key blocks (forward) or query steps (backward) of all tiles.
     pub blocks: u64,
-    /// Cycles of a multiprocessor's units for one of them, the busiest first.
+    /// Cycles of each unit of an SM per block or step, the busiest unit first.
     pub units: Vec<(&'static str, f64)>,
-    /// Seconds that the memory of an H200 needs for what runs before and after the kernel.
+    /// Seconds of H200 memory time for the launches before and after the kernel.
     pub around_seconds: f64,
-    /// Seconds that the busiest unit needs for everything, on all multiprocessors of an H200 at its full clock, and those
-    /// around the kernel.
+    /// Seconds of the busiest unit for the whole problem, on all SMs of an H200 at its full clock, plus
+    /// `around_seconds`.
     pub bound_seconds: f64,
 }
 
-/// Explains a problem whose description is `builder` without its sizes.
+/// Explains a problem, given by its builder and its sizes.
 ///
 /// ```
 /// use fulgurite::gpu::explain;
@@ -92,7 +93,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     Ok(Explained { kernel, cut, why, tile, blocks, units, around_seconds, bound_seconds })
 }
 
-/// Explains the gradients of a problem whose description is `builder` without its sizes.
+/// Explains the gradients of a problem, given by its builder and its sizes.
 ///
 /// ```
 /// use fulgurite::gpu::explain_backward;
@@ -128,7 +129,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
     let units = step_units(builder, &problem, config, (&kernels.main.name, tables))?;
     let blocks = plan.steps_of_tiles();
-    // o, d_o and d_q in 16 bits; d_q's sums in 32 are zeroed before, and read after.
+    // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
     let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64;
     let h200 = Architecture::H200;
@@ -150,12 +151,12 @@ fn refuse(missing: NoKernel) -> Unsupported {
     Unsupported { engine: "cuda".into(), feature, instead: "the engine `cpu` has it".into() }
 }
 
-/// A tile configuration of the tables that has no kernel.
+/// The error for a tile configuration of the tables that has no kernel.
 fn unbuilt(e: BuildError) -> Unsupported {
     refuse(NoKernel { feature: format!("a kernel with the tile configuration of its table: {e}") })
 }
 
-/// Where a cut is from.
+/// The origin of a tile configuration, as text.
 fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, keys: u64) -> &'static str {
     let head_dim = head_dim as u32;
     match config {
@@ -165,13 +166,13 @@ fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, key
     }
 }
 
-/// Seconds of the busiest unit for so many blocks.
+/// Seconds of the busiest unit for this many blocks.
 fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
     let (busiest, h200) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::H200);
     busiest * blocks as f64 / f64::from(h200.arch.sms) / (h200.gigahertz * 1e9)
 }
 
-/// Blocks of keys that some row of a tile sees, over all tiles.
+/// Number of key blocks that some row of a tile sees, over all tiles.
 fn blocks(problem: &Problem, [rows, cols]: [u32; 2], few: bool) -> u64 {
     let (q_len, k_len) = (problem.max_q_len(), problem.max_k_len());
     let of_rows = |first: usize, last: usize| {
@@ -193,22 +194,22 @@ fn blocks(problem: &Problem, [rows, cols]: [u32; 2], few: bool) -> u64 {
     }
 }
 
-/// What a block of keys costs each unit: the difference of two runs on the simulator.
+/// Cycles of each unit per key block: the difference of two runs on the simulator.
 fn units(
     builder: &ProblemBuilder,
     problem: &Problem,
     ([rows, cols], is_few): ([u32; 2], bool),
     (kernel, tables): (&str, &Tables),
 ) -> Result<Vec<(&'static str, f64)>, Error> {
-    /// Blocks of keys of the two runs.
+    /// Key blocks of the two runs.
     const RUNS: [usize; 2] = [4, 8];
     let group = problem.group();
     let q_len = (rows as usize).min(problem.max_q_len()).max(1);
     let cycles = |blocks: usize| {
-        // Beside those that a mask may cut.
+        // Added to the keys that a mask may cut off.
         let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
-        // The cut of the whole problem, not the one of a short sequence.
+        // Use the tile configuration of the whole problem, not that of a short sequence.
         let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
         let tables = Tables { forward, ..tables.clone() };
         simulated(
@@ -219,13 +220,14 @@ fn units(
         )
     };
     let [few, many] = [cycles(RUNS[0])?, cycles(RUNS[1])?];
-    // Each head of the group has a tile of its own, unless queries are few.
+    // Each head of the group has its own tile, except in decode.
     let each = ((RUNS[1] - RUNS[0]) * if is_few { 1 } else { group }) as f64;
-    // Keys of one head that many tiles read come from the second-level cache: only few queries wait for memory.
+    // In forward attention, many tiles read the keys of a head, so they come from L2. Only decode is bound by memory.
     Ok(apart(few, many, each, |unit| is_few || unit != "global memory"))
 }
 
-/// What a step of queries costs each unit: the same for backward. As many tiles of keys in both runs, but more queries.
+/// Cycles of each unit per step of queries, for backward. Both runs have the same key tiles but different numbers of
+/// queries.
 fn step_units(
     builder: &ProblemBuilder,
     problem: &Problem,
@@ -239,7 +241,7 @@ fn step_units(
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         let plan = BackwardPlan::by_table(&small, false, Order::Any, &tables.backward).map_err(refuse)?;
         let steps = plan.with_config(config).steps_of_tiles();
-        // The sums of p are off where the LSE is not forward's: the work is the same.
+        // Zeros instead of forward's LSE make the sums of p wrong, but the work is the same.
         let [o, d_o] =
             [Tensor::zeros(small.dtype(), &small.o_shape())?, Tensor::zeros(small.dtype(), &small.o_shape())?];
         let lse = Tensor::zeros(fulgurite_core::DType::F32, &small.lse_shape())?;
@@ -255,7 +257,7 @@ fn step_units(
     Ok(apart(few, many, (many_steps - few_steps) as f64, |unit| unit != "global memory"))
 }
 
-/// Cycles of each unit for a kernel of a call on the simulator.
+/// Cycles of each unit for one kernel of a call on the simulator.
 fn simulated(
     kernel: &str,
     problem: &Problem,
@@ -268,7 +270,7 @@ fn simulated(
     let mut tensor =
         |shape: &[usize]| Tensor::from_f64(problem.dtype(), &rng.normals(shape.iter().product(), 1.0), shape);
     let (q, k, v) = (tensor(&problem.q_shape())?, tensor(&problem.k_shape())?, tensor(&problem.v_shape())?);
-    // Whatever auxiliary tensors hold, the work is the same.
+    // The contents of auxiliary tensors do not change the amount of work.
     let aux = problem.aux().iter().map(|aux| Tensor::zeros(aux.dtype, &aux.shape)).collect::<Result<Vec<_>, _>>()?;
     let mut inputs = Inputs::new(q.view(), k.view(), v.view());
     inputs.aux = problem.aux().iter().zip(&aux).map(|(spec, tensor)| (&spec.name[..], tensor.view())).collect();
@@ -276,7 +278,7 @@ fn simulated(
     Ok(Architecture::H200.cycles(&sim.counts_of(kernel)))
 }
 
-/// What one more block costs, the busiest unit first.
+/// The cost of one more block for each unit, the busiest unit first.
 fn apart(
     few: Vec<(&'static str, f64)>,
     many: Vec<(&'static str, f64)>,

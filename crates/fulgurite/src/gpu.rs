@@ -1,6 +1,7 @@
 //! GPU kernels as values (listed, printed, reported on by NVIDIA's assembler), and sessions that run them.
 //!
-//! The first part needs no GPU. Where there is one, [`Gpu::open`] gives a [`Session`] on it; the same sessions run on the simulator.
+//! The first part needs no GPU. On a machine with a GPU, [`Gpu::open`] gives a [`Session`] on it; the same sessions run
+//! on the simulator.
 //!
 //! ```
 //! use fulgurite::gpu::{Target, kernels};
@@ -11,7 +12,7 @@
 //! # Ok::<(), fulgurite::gpu::BuildError>(())
 //! ```
 
-// A GPU: opened, and how.
+// Opening a GPU, and its options.
 pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
 // Sessions, operators and their options.
 pub use crate::device::{DeviceSpan, Prepared, Session};
@@ -40,8 +41,8 @@ use std::sync::Arc;
 pub type Gpu = Session<Cuda>;
 
 impl Session<Cuda> {
-    /// A session on the GPU with this number; [`DeviceError::Absent`] says why there is none. Tile configurations are those of
-    /// the GPU's profile, where `profile` has one.
+    /// Opens a session on the GPU with this index; [`DeviceError::Absent`] says why there is none. Tile configurations
+    /// come from the GPU's profile, if `profile` has one.
     ///
     /// ```
     /// use fulgurite::gpu::{Gpu, Options, ProfileSource};
@@ -57,7 +58,7 @@ impl Session<Cuda> {
         Ok(Session::new(Arc::new(cuda), tables))
     }
 
-    /// The name of the GPU.
+    /// Name of the GPU.
     pub fn name(&self) -> String {
         self.device().name()
     }

@@ -1,10 +1,10 @@
-//! Attention at the speed of the machine.
+//! Fast attention on CPUs and GPUs, from one description of the problem.
 //!
-//! Three ways in, each a layer above the next:
+//! Three entry points, from the most convenient to the most flexible:
 //!
-//! 1. [`attention`]: tensors in, tensors out. The problem is read off the shapes.
+//! 1. [`attention`]: tensors in, tensors out. The shapes define the problem.
 //! 2. [`engine`]: a [`Problem`] built once, run many times on an [`Engine`] that was chosen once.
-//! 3. [`Engine::forward_into`]: the same without allocation; the caller owns the outputs.
+//! 3. [`Engine::forward_into`]: runs without allocation; the caller owns the outputs.
 //!
 //! ```
 //! use fulgurite::{Tensor, attention};
@@ -22,10 +22,10 @@
 //! # Ok::<(), fulgurite::Error>(())
 //! ```
 //!
-//! What is computed is defined by `fulgurite-core` and its f64 oracle; this crate has no mathematics of its own.
-//! It chooses who computes, and says why ([`explain`]).
+//! `fulgurite-core` and its f64 oracle define the results; this crate contains no mathematics. It chooses the engine,
+//! and explains the choice ([`explain`]).
 //!
-//! The feature `ndarray` (off by default) lets `ndarray` arrays be passed wherever a tensor is read.
+//! The feature `ndarray` (off by default) accepts `ndarray` arrays wherever a tensor is read.
 
 #![forbid(unsafe_code)]
 

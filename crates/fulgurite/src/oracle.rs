@@ -1,11 +1,11 @@
-//! The definition as an engine.
+//! The f64 definition as an engine.
 
 use crate::Error;
 use crate::engine::{Engine, Run, Unsupported};
 use fulgurite_core::oracle;
 use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved};
 
-/// The f64 definition of attention as an engine: exact, plain and slow.
+/// The f64 definition of attention as an engine: exact, simple and slow.
 ///
 /// ```
 /// use fulgurite::{Choice, Tensor, attention};

@@ -1,4 +1,4 @@
-//! What was measured on a GPU, in a file: cuts of the kernels that are faster there than the built-in ones.
+//! Profiles: files with tile configurations that were measured on a GPU and are faster there than the built-in ones.
 //!
 //! ```text
 //! fulgurite profile 1
@@ -8,8 +8,8 @@
 //! use backward head_dims 65..128 keys 0..1024: share=keys rows=64 adds=engine depth=2 key_depth=1 registers=240:24 ..
 //! ```
 //!
-//! `use` lines are what runs; `tried` lines tell a search where it stopped. Those of the gradients say so. Ranges are from the first to past the last
-//! key, and from the first to the last head dimension.
+//! `use` lines hold the configurations to use; `tried` lines hold the measurements of a search, so that it can resume.
+//! Lines of the gradients contain the word `backward`. Key ranges exclude their end, head-dimension ranges include it.
 
 use fulgurite_cuda::default_cache_dir;
 use fulgurite_kernels::attention::backward::BackwardConfig;
@@ -21,23 +21,23 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 use thiserror::Error;
 
-/// Cuts of the kernels that measured best on a GPU.
+/// The fastest tile configurations measured on a GPU.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Profile {
     /// Name of the GPU.
     pub gpu: String,
-    /// Of forward attention.
+    /// Measurements of forward attention.
     pub forward: Measured<ForwardConfig>,
-    /// Of its gradients.
+    /// Measurements of the gradients.
     pub backward: Measured<BackwardConfig>,
 }
 
-/// What is known about the cuts of a pass.
+/// The measurements of a pass.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured<T> {
-    /// What to use.
+    /// Configurations to use.
     pub rows: Vec<ConfigRow<T>>,
-    /// What a search has measured.
+    /// Configurations that a search has measured.
     pub tried: Vec<Tried<T>>,
 }
 
@@ -47,24 +47,24 @@ impl<T> Default for Measured<T> {
     }
 }
 
-/// A measurement.
+/// One measurement of a search.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried<T> {
-    /// Where: head dimension and length of the sequences.
+    /// Head dimension of the measured problem.
     pub head_dim: u32,
-    /// Queries and keys of a sequence.
+    /// Queries and keys per sequence of the measured problem.
     pub len: u64,
-    /// The cut.
+    /// The measured tile configuration.
     pub config: T,
-    /// How many times as fast as the built-in cut; 0 where it has no kernel or is wrong.
+    /// Speed relative to the built-in configuration; 0 if it has no kernel or gives wrong results.
     pub gain: f64,
 }
 
-/// A pass whose kernel can be cut in many ways: forward, or backward.
+/// A pass with a table of tile configurations: forward or backward.
 pub trait Pass: TileConfig {
-    /// What a profile's lines call it.
+    /// The word for the pass in a profile's lines.
     const WORD: &'static str;
-    /// What a profile knows about it.
+    /// The measurements of the pass in a profile.
     fn of(profile: &mut Profile) -> &mut Measured<Self>;
 }
 
@@ -82,45 +82,45 @@ impl Pass for BackwardConfig {
     }
 }
 
-/// A profile that cannot be used.
+/// The reason why a profile cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProfileError {
-    /// It is not one.
+    /// A line of the file is invalid.
     #[error("profile {file}, line {line}: {what}; `fulgurite tune` writes it anew if it is deleted")]
     Line {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// From 1.
+        /// Line number, from 1.
         line: usize,
-        /// What is wrong.
+        /// The fault, as text.
         what: String,
     },
-    /// It cannot be read or written.
+    /// The file cannot be read or written.
     #[error("profile {file}: {what}; FULGURITE_PROFILE names another, or none if it is empty")]
     File {
-        /// The file.
+        /// Path of the file.
         file: String,
-        /// What went wrong.
+        /// The error, as text.
         what: String,
     },
 }
 
-/// The profiles that a session uses. This crate reads no environment variable: its caller says where profiles are.
+/// The source of a session's profiles. This crate reads no environment variables: the caller says where profiles are.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum ProfileSource {
-    /// None: tile configurations are the built-in ones.
+    /// No profiles: the built-in tile configurations are used.
     #[default]
     None,
-    /// One file, whatever the GPU.
+    /// One file for any GPU.
     File(PathBuf),
-    /// A folder with a file for each GPU.
+    /// A folder with one file per GPU.
     Folder(PathBuf),
 }
 
 impl ProfileSource {
-    /// The usual place: the file that FULGURITE_PROFILE names (none where it is empty), else the folder of compiled kernels.
-    /// `variable` looks up an environment variable.
+    /// The usual source: the file that FULGURITE_PROFILE names (no profile if it is empty), else the folder of compiled
+    /// kernels. `variable` looks up an environment variable.
     ///
     /// ```
     /// use fulgurite::gpu::ProfileSource;
@@ -135,7 +135,7 @@ impl ProfileSource {
         }
     }
 
-    /// The file of a GPU's profile, whether it exists or not.
+    /// Path of a GPU's profile, whether it exists or not.
     pub fn path(&self, gpu: &str) -> Option<PathBuf> {
         match self {
             ProfileSource::None => None,
@@ -147,7 +147,7 @@ impl ProfileSource {
         }
     }
 
-    /// The tile configurations for a GPU: those of its profile where it has one.
+    /// The tile configurations for a GPU, including those of its profile if it has one.
     pub fn tables(&self, gpu: &str) -> Result<Tables, ProfileError> {
         match self.path(gpu) {
             Some(path) => Ok(Profile::load(&path, gpu)?.tables()),
@@ -159,7 +159,7 @@ impl ProfileSource {
 const FIRST: &str = "fulgurite profile 1";
 
 impl Profile {
-    /// The profile in a file; an empty one where there is none. One of another GPU says nothing about this one.
+    /// Loads a profile. A missing file, or the profile of another GPU, gives an empty one.
     pub fn load(path: &Path, gpu: &str) -> Result<Profile, ProfileError> {
         let empty = Profile { gpu: gpu.into(), ..Profile::default() };
         let file = path.display().to_string();
@@ -174,7 +174,7 @@ impl Profile {
         }
     }
 
-    /// Writes it, whole or not at all.
+    /// Writes the profile atomically.
     pub fn save(&self, path: &Path) -> Result<(), ProfileError> {
         let failed = |e: io::Error| ProfileError::File { file: path.display().to_string(), what: e.to_string() };
         if let Some(folder) = path.parent() {
@@ -185,7 +185,7 @@ impl Profile {
         fs::write(&beside, self.to_string()).and_then(|()| fs::rename(&beside, path)).map_err(failed)
     }
 
-    /// The built-in tables where this profile does not say otherwise.
+    /// The built-in tables, overridden by this profile.
     pub fn tables(&self) -> Tables {
         Tables {
             forward: ConfigTable::default().with(self.forward.rows.iter().cloned()),
@@ -193,7 +193,7 @@ impl Profile {
         }
     }
 
-    /// Reads the text of a file; the line and what is wrong with it.
+    /// Parses the text of a profile. An error has the line number and the fault.
     fn parse(text: &str) -> Result<Profile, (usize, String)> {
         let mut profile = Profile::default();
         for (i, line) in text.lines().enumerate() {
@@ -225,7 +225,7 @@ fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
 }
 
 impl<T: Pass> Measured<T> {
-    /// Takes a line without its first word and that of the pass.
+    /// Reads the rest of a line, after its first word and the word of the pass.
     fn read(&mut self, kind: &str, text: &str) -> Result<(), String> {
         match kind {
             "use" => self.rows.push(row(text)?),

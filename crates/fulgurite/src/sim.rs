@@ -1,4 +1,4 @@
-//! The GPU kernels on a simulator: every kernel runs on any machine, and what is wrong with it is found.
+//! Runs GPU kernels on a simulator, on any machine, and reports their errors.
 //!
 //! ```
 //! use fulgurite::sim::{Options, Sizes, simulate};
@@ -33,7 +33,7 @@ use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
-/// How large a problem is; each kernel reads what it needs.
+/// Sizes of a problem; each kernel reads the fields that it needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Rows of C, or of a matrix.
@@ -42,21 +42,21 @@ pub struct Sizes {
     pub n: u32,
     /// The summed dimension of a product.
     pub k: u32,
-    /// Products, or sequences.
+    /// Number of products, or of sequences.
     pub batch: u32,
-    /// Queries of a sequence.
+    /// Queries per sequence.
     pub q_len: u32,
-    /// Keys of a sequence.
+    /// Keys per sequence.
     pub k_len: u32,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: u32,
-    /// Heads of keys; must divide those of queries.
+    /// Number of key/value heads; must divide the number of query heads.
     pub kv_heads: u32,
-    /// The most blocks a persistent kernel has; as many as there are multiprocessors if it is 0.
+    /// Maximum number of CTAs of a persistent kernel; 0 means one per SM.
     pub blocks: u32,
-    /// Elements between the rows of matrices, in units of 16 bytes.
+    /// Padding between the rows of matrices, in units of 16 bytes.
     pub padding: u32,
-    /// Blocks of a product that share tiles of B.
+    /// CTAs per cluster of a product, which share tiles of B.
     pub cluster: u32,
 }
 
@@ -67,60 +67,60 @@ impl Default for Sizes {
     }
 }
 
-/// Why nothing was simulated.
+/// The reason why nothing was simulated.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum SimError {
-    /// No such kernel.
+    /// No kernel has this name.
     #[error("there is no kernel `{0}`; `fulgurite kernel list` names all")]
     Name(String),
-    /// A kernel that wants more than random tensors.
+    /// The kernel needs inputs other than random tensors.
     #[error("`{0}` reads tensors that are not made here; `fulgurite check --engine sim` runs what has its features")]
     Inputs(String),
-    /// A size that makes no sense.
+    /// An invalid size.
     #[error("`{size}` is {got}, allowed: {allowed}")]
     Size {
-        /// Which.
+        /// Name of the size.
         size: &'static str,
-        /// What was given.
+        /// Value that was given.
         got: u32,
-        /// What is allowed.
+        /// Allowed values, as text.
         allowed: String,
     },
     /// The kernel cannot be built.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// The sizes make no problem that the kernel has.
+    /// The kernel does not support a problem of these sizes.
     #[error("{0}; change the sizes")]
     Problem(String),
-    /// No kernel computes it.
+    /// No kernel supports the problem.
     #[error(transparent)]
     NoKernel(#[from] NoKernel),
     /// The matrices of a product do not fit each other or the kernel.
     #[error(transparent)]
     Product(#[from] GemmError),
-    /// The launch was refused before it started.
+    /// The launch was rejected before it started.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// What came of a simulation.
+/// Result of a simulation.
 #[derive(Debug, Clone)]
 pub struct Simulated {
-    /// The problem in words.
+    /// Description of the problem, as text.
     pub problem: String,
-    /// What the launch did, and what is wrong with it.
+    /// Counters and findings of the launch.
     pub report: Report,
 }
 
 /// A launch, with the memory that must outlive it.
 struct Prepared {
-    /// Launches that make what the kernel reads.
+    /// Launches that produce inputs of the kernel.
     before: Vec<Launch>,
     launch: Launch,
     problem: String,
     memory: Vec<Buffer>,
-    /// Which buffers are results, and of which type.
+    /// Indices of the buffers that hold results, and their element types.
     results: Vec<(usize, Number)>,
 }
 
@@ -132,16 +132,16 @@ impl Prepared {
     }
 }
 
-/// How far the results of two devices are apart.
+/// Difference between the results of two devices.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
-    /// The problem in words.
+    /// Description of the problem, as text.
     pub problem: String,
-    /// Elements of all results.
+    /// Number of elements of all results.
     pub elements: u64,
-    /// Elements whose bits differ; two NaN are equal.
+    /// Number of elements whose bits differ; two NaN count as equal.
     pub unequal: u64,
-    /// The largest distance, in numbers of the type that lie between, plus one.
+    /// The largest distance between two elements, in representable numbers of the type (1 for neighbours).
     pub steps: u64,
 }
 
@@ -192,10 +192,10 @@ pub fn compare(
     Ok(difference)
 }
 
-/// How many numbers of a type lie between two, plus one; 0 where they are equal or both NaN.
+/// Distance between two numbers in representable numbers of the type; 0 if they are equal or both NaN.
 fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
     let bits = number.bytes() * 8;
-    // Floats in their order: negative ones count down from zero.
+    // Maps floats to integers in order: negative ones count down from zero.
     let place = |bytes: &[u8]| {
         let mut word = [0; 4];
         word[..bytes.len()].copy_from_slice(bytes);
@@ -212,21 +212,21 @@ fn steps_between(number: Number, a: &[u8], b: &[u8]) -> u64 {
     if a.abs() > infinity && b.abs() > infinity { 0 } else { a.abs_diff(b) }
 }
 
-/// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. What is wrong with the kernel is in the report;
-/// an error says that nothing ran.
+/// Runs a kernel of [`kernels`](crate::gpu::kernels) on random inputs. The report contains the kernel's errors; an
+/// `Err` means that nothing ran.
 pub fn simulate(name: &str, sizes: &Sizes, options: &Options) -> Result<Simulated, SimError> {
     let sim = Sim::new(options.clone());
     let prepared = prepare(&sim, name, sizes, options.seed)?;
     prepared.lead_in(&sim)?;
     let module = sim.load(prepared.launch.kernel.clone())?;
     match sim.launch(&module, prepared.launch.grid, &prepared.launch.args, Stream::default()) {
-        // What a kernel did wrong is in the report.
+        // The report already contains the kernel's own errors.
         Err(e) if sim.findings().is_empty() => Err(e.into()),
         _ => Ok(Simulated { problem: prepared.problem, report: sim.report() }),
     }
 }
 
-/// Whether a kernel can be run on random tensors alone.
+/// Whether a kernel can run on random tensors alone.
 pub fn takes(name: &str) -> bool {
     registry::all().iter().any(|entry| entry.name == name && entry.example.is_some())
 }
@@ -364,7 +364,7 @@ impl Maker<'_> {
         Ok(Prepared { before: Vec::new(), launch, problem, memory, results: vec![(2, number)] })
     }
 
-    /// The problem of an attention kernel with the sizes asked for, and the sizes in words.
+    /// The problem of an attention kernel with the requested sizes, and the sizes as text.
     fn problem(&self, example: &AttentionExample) -> Result<(Problem, String), SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let problem = example
@@ -374,8 +374,8 @@ impl Maker<'_> {
         Ok((problem, words))
     }
 
-    /// One of the kernels of the gradients, with those before it run. o and the LSE are random too: what the gradients
-    /// are does not matter here, only that they are finite.
+    /// One of the kernels of the gradients, after those before it have run. o and the LSE are random too: the values of
+    /// the gradients do not matter here, as long as they are finite.
     fn backward(&mut self, example: AttentionExample, at: usize) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let AttentionExample { number, head_dim: dim, .. } = example;
@@ -398,8 +398,8 @@ impl Maker<'_> {
             std::array::from_fn(|i| DeviceTensor::packed(memory[i].span(), shapes[i]));
         let tensors = BackwardTensors::new([q, k, v, o], lse_buffer.span(), d_o, [d_q, d_k, d_v]);
         let mut before = plan.plan(&kernels, &tensors, scratch.span(), self.blocks())?.launches;
-        // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and scratch memory is not a
-        // result.
+        // Only the main kernel's d_k and d_v are compared: the sum of d_q has no defined order, and the workspace is
+        // not a result.
         let is_main = before.get(at).is_some_and(|launch| Arc::ptr_eq(&launch.kernel, &kernels.main));
         let results = if is_main { vec![(6, number), (7, number)] } else { Vec::new() };
         before.truncate(at + 1);
@@ -408,7 +408,7 @@ impl Maker<'_> {
         Ok(Prepared { before, launch, problem: words, memory, results })
     }
 
-    /// The plan that a call of the library would take for these sizes: its tuning depends on them.
+    /// The plan that a call of the library would use for these sizes, because the tile configuration depends on them.
     fn forward(&mut self, example: AttentionExample, part: AttentionPart) -> Result<Prepared, SimError> {
         let Sizes { batch, q_len, k_len, heads, kv_heads, .. } = self.sizes;
         let AttentionExample { number, head_dim: dim, .. } = example;

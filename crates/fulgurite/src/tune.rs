@@ -1,7 +1,7 @@
-//! The search for faster tile configurations of forward and backward attention on the GPU that is present.
+//! The search for faster tile configurations of forward and backward attention on the installed GPU.
 //!
-//! The search starts at the built-in tile configuration and moves to the fastest of those that differ in one number, as long as
-//! one is faster. A candidate counts only if it is right: it is compared with the oracle before it is timed. Candidate and
+//! The search starts at the built-in tile configuration. It moves to the fastest configuration that differs in one
+//! number, as long as one is faster. Each candidate is compared with the oracle before it is timed. Candidate and
 //! built-in configuration are timed alternately, with and without a causal mask.
 
 use crate::Error;
@@ -21,48 +21,48 @@ use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Arc;
 
-/// How much faster a tile configuration must be to be taken: two runs of the same one differ by less.
+/// Minimum speed-up to accept a tile configuration: two runs of the same one differ by less.
 const MARGIN: f64 = 1.005;
 
-/// The problems that a device is measured on.
+/// Sizes of the problems on which a device is measured.
 #[derive(Debug, Clone, Copy)]
 struct Scale {
     /// Tokens of all sequences together.
     tokens: u64,
     /// Heads x head_dim.
     width: u64,
-    /// Rounds of the two tile configurations in turn.
+    /// Rounds in which the two configurations alternate.
     rounds: usize,
-    /// The least time of a round.
+    /// Minimum duration of a round, in seconds.
     seconds: f64,
     /// Queries and keys of the problems that are compared with the oracle: without a mask, and under a causal one.
     odd: [[usize; 2]; 2],
 }
 
-/// A GPU.
+/// The sizes for a GPU.
 const GPU: Scale = Scale { tokens: 16384, width: 2048, rounds: 7, seconds: 2e-3, odd: [[300, 333], [275, 401]] };
 
-/// Where a search looks: a head dimension and a length to measure, and the problems that the result is for.
+/// A point of the search: the head dimension and length to measure, and the problems that will use the result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// The head dimension that is measured.
+    /// Head dimension to measure.
     pub head_dim: u32,
-    /// The length that is measured without a mask. Forward is measured at twice the length under a causal mask, whose queries
-    /// see half of the keys.
+    /// Length to measure without a mask. Forward is measured at twice this length under a causal mask, because its
+    /// queries see half of the keys.
     pub len: u64,
-    /// Keys of the problems that the result is for.
+    /// Numbers of keys of the problems that will use the result.
     pub keys: Range<u64>,
 }
 
 impl Place {
-    /// The usual places for some head dimensions: short, medium and long sequences.
+    /// The usual points for some head dimensions: short, medium and long sequences.
     pub fn usual(head_dims: &[u32]) -> Vec<Place> {
         let lengths = [(512, 0..1024), (1024, 1024..2048), (2048, 2048..4096), (8192, 4096..u64::MAX)];
         let of = |&head_dim| lengths.clone().map(|(len, keys)| Place { head_dim, len, keys });
         head_dims.iter().flat_map(of).collect()
     }
 
-    /// The row of a table: for the head dimensions that are padded to as many columns.
+    /// The table row of the result, for all head dimensions that are padded to this one.
     fn row<T>(&self, config: T) -> ConfigRow<T> {
         let first = match self.head_dim {
             ..=64 => 0,
@@ -73,36 +73,36 @@ impl Place {
     }
 }
 
-/// Why a search ended.
+/// The reason why a search failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TuneError {
-    /// The device refused, or failed.
+    /// The device rejected a call, or failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// The profile cannot be read or written.
     #[error(transparent)]
     Profile(#[from] ProfileError),
-    /// There is nothing to time with.
+    /// The device has no clock.
     #[error("{device} has no clock; a search needs a GPU")]
     Clock {
-        /// The device.
+        /// Name of the device.
         device: String,
     },
-    /// The built-in tile configuration itself is wrong, or the place cannot be measured.
+    /// The built-in tile configuration gives wrong results, or the point cannot be measured.
     #[error("head_dim {head_dim}, length {len}: {what}")]
     Place {
-        /// The head dimension.
+        /// Head dimension of the point.
         head_dim: u32,
-        /// The length.
+        /// Length of the point.
         len: u64,
-        /// What is wrong.
+        /// The fault, as text.
         what: String,
     },
 }
 
-/// Searches at each place, writes the profile after every measurement, and continues where an earlier search stopped. `report`
-/// is told each candidate and its gain, and may stop the search. `T` is the pass: [`ForwardConfig`] or [`BackwardConfig`].
+/// Searches at each place, writes the profile after every measurement, and resumes an earlier search. `report` receives
+/// each candidate and its gain, and may stop the search. `T` is the pass: [`ForwardConfig`] or [`BackwardConfig`].
 pub fn tune<T: Raced>(
     device: Arc<dyn Device>,
     places: &[Place],
@@ -157,8 +157,8 @@ fn tune_at<T: Raced>(
     Ok(profile)
 }
 
-/// The fastest tile configuration that steps can reach which each gain something. `measure` returns how many times as fast as
-/// the usual configuration a candidate is, or `None` where the search is over.
+/// Finds the fastest tile configuration reachable by steps that each gain something. `measure` returns the speed of a
+/// candidate relative to the usual configuration, or `None` to end the search.
 fn search<T: Pass, E>(usual: T, head_dim: u32, measure: &mut dyn FnMut(&T) -> Result<Option<f64>, E>) -> Result<T, E> {
     let (mut best, mut gain) = (usual, 1.0);
     loop {
@@ -176,19 +176,19 @@ fn search<T: Pass, E>(usual: T, head_dim: u32, measure: &mut dyn FnMut(&T) -> Re
     }
 }
 
-/// A pass, as it is raced.
+/// A pass whose configurations can be timed against each other.
 pub trait Raced: Pass {
-    /// The operator that runs it.
+    /// The operator that runs the pass.
     type Operator: Operator<Problem = Problem, Options: Default, Plan: Clone>;
-    /// Tensors of rows that it reads and writes: those of q's size.
+    /// Number of q-sized tensors that the pass reads and writes.
     const ROWS: usize;
-    /// Tables with this one.
+    /// Tables that contain this one.
     fn tables(table: ConfigTable<Self>) -> Tables;
-    /// Keys of a causal problem that has the tile configuration of a full one with `len` keys.
+    /// Number of keys of a causal problem that uses the tile configuration of a full one with `len` keys.
     fn causal_len(len: u64) -> u64;
     /// The built-in tile configuration for a problem.
     fn usual(problem: &Problem) -> Result<Self, NoKernel>;
-    /// The work that must run once before a problem is raced.
+    /// Runs the work that must precede the timing of a problem.
     fn lead_in(race: &Race<Self>, problem: &Problem) -> Result<(), TuneError>;
     /// The tensors of a problem.
     fn tensors(race: &Race<Self>, problem: &Problem) -> TensorsOf<Self::Operator>;
@@ -196,7 +196,7 @@ pub trait Raced: Pass {
     fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, d_o: &Tensor) -> bool;
 }
 
-/// Where the tensors of an operator's call lie.
+/// Addresses of the tensors of an operator's call.
 type TensorsOf<O> = <<<O as Operator>::Plan as Plan>::Executable as Executable>::Tensors;
 
 impl Raced for ForwardConfig {
@@ -207,7 +207,7 @@ impl Raced for ForwardConfig {
         Tables { forward, ..Tables::default() }
     }
 
-    /// Tile configurations are found by the keys that a query sees: half of them on average.
+    /// Forward tables are searched by the number of keys that a query sees: half of them on average.
     fn causal_len(len: u64) -> u64 {
         2 * len
     }
@@ -244,11 +244,11 @@ impl Raced for BackwardConfig {
     }
 
     fn usual(problem: &Problem) -> Result<BackwardConfig, NoKernel> {
-        // As the table has it: a mask changes every candidate in the same way.
+        // Take the configuration from the table: a mask changes every candidate in the same way.
         BackwardPlan::new(problem, false, Order::Any).map(|plan| plan.config())
     }
 
-    /// o and the LSE of this mask.
+    /// Computes o and the LSE for this mask.
     fn lead_in(race: &Race<BackwardConfig>, problem: &Problem) -> Result<(), TuneError> {
         let forward = race.contender::<Forward>(problem, Tables::default(), race.forward_tensors(problem));
         race.time(&forward.ok_or_else(|| race.wrong("forward does not run"))?, 1).map(|_| ())
@@ -268,14 +268,14 @@ impl Raced for BackwardConfig {
     }
 }
 
-/// Tensors of a place, and its usual tile configuration.
+/// The tensors of a point, and its usual tile configuration.
 pub struct Race<T: Raced> {
     scale: Scale,
     device: Arc<dyn Device>,
     place: Place,
     usual: T,
     problems: [Problem; 2],
-    /// The usual tile configuration on both problems, once it is known to be right.
+    /// The usual tile configuration on both problems, once it is known to be correct.
     standing: Vec<Contender<T::Operator>>,
     /// Memory of tensors of rows.
     spans: Vec<Span>,
@@ -349,8 +349,9 @@ impl<T: Raced> Race<T> {
         TuneError::Place { head_dim: self.place.head_dim, len: self.place.len, what: what.into() }
     }
 
-    /// How many times as fast as the usual tile configuration this one is, over both masks; 0 if it has no kernel or is wrong.
-    /// The fastest of many is lucky in part: a configuration that looks faster is timed again, and the lesser gain counts.
+    /// Speed of a configuration relative to the usual one, over both masks; 0 if it has no kernel or is wrong. The
+    /// fastest of many candidates is partly lucky, so a configuration that looks faster is timed again, and the smaller
+    /// gain counts.
     fn gain(&self, config: &T) -> Result<f64, TuneError> {
         if !self.is_right(config) {
             return Ok(0.0);
@@ -363,7 +364,7 @@ impl<T: Raced> Race<T> {
         }
     }
 
-    /// A tile configuration on both problems; `None` where it has no kernel, or the assembler refuses it.
+    /// A tile configuration on both problems; `None` if it has no kernel or the assembler rejects it.
     fn contenders(&self, config: T) -> [Option<Contender<T::Operator>>; 2] {
         self.problems.each_ref().map(|problem| {
             let tables = T::tables(ConfigTable::of(config));
@@ -433,7 +434,7 @@ impl<T: Raced> Race<T> {
     }
 }
 
-/// Random numbers over a whole span: a piece of them, again and again.
+/// Fills a span with random numbers by repeating a shorter block of them.
 fn fill(device: &dyn Device, span: Span, rng: &mut Rng) -> Result<(), DeviceError> {
     let count = (1 << 20).min(span.bytes() / 2);
     let piece: Vec<u8> = (0..count).flat_map(|_| half::bf16::from_f64(rng.normal()).to_le_bytes()).collect();
@@ -458,7 +459,7 @@ mod tests {
     use fulgurite_ptx::device::{Module, Value};
     use fulgurite_sim::{Architecture, Sim};
 
-    /// A made-up GPU on which this many keys of a block are best.
+    /// A made-up GPU on which key blocks of `best_cols` keys are fastest.
     fn speed(config: &ForwardConfig, best_cols: u32) -> f64 {
         1.2 - f64::from(config.cols.abs_diff(best_cols)) / 160.0
     }
@@ -470,13 +471,13 @@ mod tests {
         let run = |best: u32| search::<_, ()>(usual, 128, &mut |config| Ok(Some(of_usual(best)(config)))).unwrap();
         assert_eq!(run(64).cols, 64);
         assert_eq!(run(192).cols, 192);
-        // Nothing is faster: it stays where it is, bit by bit.
+        // No candidate is faster, so the configuration stays exactly the same.
         assert_eq!(run(128), usual);
-        // Less faster than two runs of the same differ by.
+        // The gain is smaller than the difference between two runs of the same configuration.
         assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(Some(1.004))).unwrap(), usual);
         // Wrong candidates are not taken.
         assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(Some(0.0))).unwrap(), usual);
-        // Broken off.
+        // The search is interrupted.
         assert_eq!(search::<_, ()>(usual, 128, &mut |_| Ok(None)).unwrap(), usual);
     }
 
@@ -491,7 +492,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// A simulator with a clock: a launch takes what its busiest unit needs.
+    /// A simulator with a clock: the time of a launch is that of its busiest unit.
     #[derive(Default)]
     struct Clocked {
         sim: Sim,
@@ -546,7 +547,8 @@ mod tests {
         }
     }
 
-    /// A search that is broken off goes on where it stopped, measures nothing twice, and takes what is faster and right.
+    /// An interrupted search resumes where it stopped, measures nothing twice, and accepts only faster, correct
+    /// candidates.
     #[test]
     fn backward_is_searched_on_a_simulator_with_a_clock() {
         let scale = Scale { tokens: 64, width: 128, rounds: 1, seconds: 0.0, odd: [[9, 20], [17, 12]] };
@@ -562,7 +564,7 @@ mod tests {
             let profile = tune_at(scale, device.clone(), &places, &path, &mut report).unwrap();
             (tried, profile)
         };
-        // An earlier search has measured most of it.
+        // An earlier search has measured most candidates.
         let usual = BackwardConfig::hopper(128);
         let near = BackwardConfig { rows: 64, ..usual };
         let known = usual.neighbours(128).into_iter().chain(near.neighbours(128));
@@ -581,7 +583,7 @@ mod tests {
         assert!(run(usize::MAX).0.is_empty(), "a search that is done measures nothing");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), profile.to_string());
         std::fs::remove_file(&path).unwrap();
-        // Of 64 queries a step of 80 has a fifth for nothing.
+        // With 64 queries, a fifth of an 80-query step is wasted.
         let [used] = &profile.backward.rows[..] else { panic!("{profile}") };
         assert_eq!((used.config.rows, &used.keys), (64, &(0..128)), "{profile}");
         let gain = |config: &BackwardConfig| profile.backward.tried.iter().find(|t| t.config == *config).unwrap().gain;

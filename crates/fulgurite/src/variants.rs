@@ -1,7 +1,7 @@
-//! Around attention: block skipping, Parallax, Lighthouse and the gated delta rule, on the CPU.
+//! Variants of attention on the CPU: block skipping, Parallax, Lighthouse and the gated delta rule.
 //!
-//! Block skipping and Parallax take the description of an attention call ([`Attention::skip`], [`Attention::parallax`]);
-//! the others have calls of their own ([`lighthouse`], [`gated_delta`]). What they mean is in `fulgurite-core`.
+//! Block skipping and Parallax extend an attention call ([`Attention::skip`], [`Attention::parallax`]); the others have
+//! separate calls ([`lighthouse`], [`gated_delta`]). `fulgurite-core` defines their results.
 
 use crate::attention::Attention;
 use crate::choice::{Choice, Settings};
@@ -22,7 +22,7 @@ pub use fulgurite_cpu::{
     gated_delta_forward, lighthouse_backward, lighthouse_forward, parallax_backward, parallax_forward, skip_forward,
 };
 
-/// The CPU that a choice names, for `feature`, one of these systems; other engines do not have them. Its
+/// The CPU engine of a choice, for `feature`, one of these variants; other engines do not support them. Its
 /// [`options`](Cpu::options) go to the functions that take tensors bound to a problem, such as [`skip_forward`].
 pub fn cpu(choice: Choice, settings: &Settings, feature: &str) -> Result<Cpu, Error> {
     match choice {
@@ -35,17 +35,17 @@ pub fn cpu(choice: Choice, settings: &Settings, feature: &str) -> Result<Cpu, Er
     }
 }
 
-/// Block-skip attention of a call: the result, and what was left out of it.
+/// Result of block-skip attention, and the tiles that were skipped.
 #[derive(Debug, Clone)]
 pub struct Skipped {
-    /// o and LSE.
+    /// Output and LSE.
     pub forward: fulgurite_core::Forward,
-    /// The kept tiles, how many are left at each level, and the proven bound of the error.
+    /// The kept tiles, their number at each level, and a proven bound of the error.
     pub outcome: SkipOutcome,
 }
 
 impl Attention<'_> {
-    /// Computes only the tiles of scores that `skip` leaves.
+    /// Computes only the tiles of scores that `skip` keeps.
     ///
     /// ```
     /// use fulgurite::{Tensor, attention, variants::Skip};
@@ -64,7 +64,7 @@ impl Attention<'_> {
         Ok(Skipped { forward, outcome })
     }
 
-    /// The gradients of [`skip`](Self::skip): exactly those of attention over the kept tiles.
+    /// The gradients of [`skip`](Self::skip), which are exactly those of attention over the kept tiles.
     pub fn skip_backward(&self, skip: &Skip, found: &Skipped, d_o: &TensorView<'_>) -> Result<Gradients, Error> {
         let engine = cpu(self.choice, &self.settings, "block skipping")?;
         let problem = SkipProblem::new(self.description()?, skip.clone())?;
@@ -73,7 +73,8 @@ impl Attention<'_> {
         crate::Engine::backward(&engine, problem.meaning(), &inputs, &saved, &crate::Run::default())
     }
 
-    /// Parallax instead of attention: `r`, shaped like q, probes the covariance of keys and values. r = 0 is attention.
+    /// Computes Parallax instead of attention. `r`, shaped like q, probes the covariance of keys and values; r = 0
+    /// gives attention.
     ///
     /// ```
     /// use fulgurite::{Tensor, attention};
@@ -123,10 +124,10 @@ fn axes(arg: &'static str, view: &TensorView<'_>) -> Result<[usize; 4], Error> {
     })
 }
 
-/// Lighthouse attention of `q` over `k` and `v`, each `[batch, tokens, heads, head_dim]`: a pyramid of 3 levels that pools
-/// by 4, from which a 64th of the tokens is picked at each level, unless it is said otherwise.
+/// Lighthouse attention of `q` over `k` and `v`, each `[batch, tokens, heads, head_dim]`. By default, the pyramid has 3
+/// levels that pool by 4, and a 64th of the tokens is picked at each level.
 ///
-/// **The selection sees the future**: a layer to train with in the beginning, not to generate with.
+/// **The selection sees the future**, so this layer suits early training, not generation.
 ///
 /// ```
 /// use fulgurite::{Tensor, variants::lighthouse};
@@ -155,7 +156,7 @@ pub fn lighthouse<'a>(
     }
 }
 
-/// A call of [`lighthouse`] being described.
+/// A call of [`lighthouse`] under construction.
 #[derive(Debug, Clone)]
 #[must_use = "nothing is computed before `forward`"]
 pub struct LighthouseCall<'a> {
@@ -169,38 +170,38 @@ pub struct LighthouseCall<'a> {
 }
 
 impl LighthouseCall<'_> {
-    /// Levels of the pyramid; 1 is dense attention.
+    /// Sets the number of levels of the pyramid; 1 is dense attention.
     pub fn levels(mut self, levels: usize) -> Self {
         self.levels = levels;
         self
     }
-    /// Nodes that a node of the next level is the mean of.
+    /// Sets the number of nodes that are averaged into a node of the next level.
     pub fn pool(mut self, pool: usize) -> Self {
         self.pool = pool;
         self
     }
-    /// Nodes picked at each level, a multiple of the tile; a 64th of the tokens if not said.
+    /// Sets the number of nodes picked at each level, a multiple of the tile; the default is a 64th of the tokens.
     pub fn budget(mut self, budget: usize) -> Self {
         self.budget = Some(budget);
         self
     }
-    /// Nodes picked of each tile of the sequence.
+    /// Sets the number of nodes picked from each tile of the sequence.
     pub fn tile(mut self, tile: usize) -> Self {
         self.tile = tile;
         self
     }
-    /// Which engine computes.
+    /// Sets the engine.
     pub fn engine(mut self, choice: Choice) -> Self {
         self.choice = choice;
         self
     }
-    /// Threads.
+    /// Sets the engine's settings, such as the number of threads.
     pub fn settings(mut self, settings: Settings) -> Self {
         self.settings = settings;
         self
     }
 
-    /// The problem that the shapes describe.
+    /// The problem that the shapes and options describe.
     pub fn problem(&self) -> Result<Lighthouse, Error> {
         let [q, k, v] = self.views.as_ref().map_err(Clone::clone)?;
         let ([batch, len, heads, dim], [.., kv_heads, _], [.., value_dim]) =
@@ -224,16 +225,16 @@ impl LighthouseCall<'_> {
         Ok(fulgurite_cpu::lighthouse_forward(&self.problem()?, q, k, v, &engine.options())?)
     }
 
-    /// Computes the gradients, with the selection of `forward`.
+    /// Computes the gradients, using the selection of `forward`.
     pub fn backward(&self, forward: &LighthouseForward, d_o: &TensorView<'_>) -> Result<LighthouseGradients, Error> {
         let engine = cpu(self.choice, &self.settings, "lighthouse")?;
         Ok(fulgurite_cpu::lighthouse_backward(&self.problem()?, forward, d_o, &engine.options())?)
     }
 }
 
-/// The gated delta rule: `q` and `k` are `[batch, tokens, heads, key_dim]`, `v` is `[batch, tokens, value_heads, value_dim]`,
-/// `g` (log decays) and `beta` (steps) are `[batch, tokens, value_heads]`; without the batch axis with
-/// [`cu_seqlens`](GatedDeltaCall::cu_seqlens).
+/// The gated delta rule. `q` and `k` are `[batch, tokens, heads, key_dim]`, `v` is `[batch, tokens, value_heads,
+/// value_dim]`, `g` (log decays) and `beta` (step sizes) are `[batch, tokens, value_heads]`. With
+/// [`cu_seqlens`](GatedDeltaCall::cu_seqlens) there is no batch axis.
 ///
 /// ```
 /// use fulgurite::{Tensor, variants::{DeltaForm, gated_delta}};
@@ -268,7 +269,7 @@ pub fn gated_delta<'a>(
     }
 }
 
-/// A call of [`gated_delta`] being described.
+/// A call of [`gated_delta`] under construction.
 #[derive(Debug, Clone)]
 #[must_use = "nothing is computed before `forward`"]
 pub struct GatedDeltaCall<'a> {
@@ -289,47 +290,47 @@ impl<'a> GatedDeltaCall<'a> {
         self.inputs = self.inputs.and_then(|inputs| Ok(set(inputs, tensor.as_view()?)));
         self
     }
-    /// States to begin from: f32, `[sequences, value_heads, key_dim, value_dim]`.
+    /// Sets the initial states: f32, `[sequences, value_heads, key_dim, value_dim]`.
     pub fn initial_state(mut self, state: &'a (impl AsView + ?Sized)) -> Self {
         self.builder = self.builder.initial_state();
         self.with(state, DeltaInputs::initial_state)
     }
-    /// Offsets of packed sequences: i32, `[sequences + 1]`.
+    /// Sets the offsets of packed sequences: i32, `[sequences + 1]`.
     pub fn cu_seqlens(self, offsets: &'a (impl AsView + ?Sized)) -> Self {
         self.with(offsets, DeltaInputs::cu_seqlens)
     }
-    /// What o is multiplied with; 1/sqrt(key_dim) if not said.
+    /// Sets the factor of o; the default is 1/sqrt(key_dim).
     pub fn scale(mut self, scale: f32) -> Self {
         self.builder = self.builder.scale(scale);
         self
     }
-    /// Rows of q and k are divided by their lengths first.
+    /// Normalises the rows of q and k to length 1 first.
     pub fn l2norm(mut self) -> Self {
         self.builder = self.builder.qk_norm(QkNorm::Inside);
         self
     }
-    /// Chunked (for many tokens) or recurrent (for few).
+    /// Chooses the chunked form (for many tokens) or the recurrent form (for few).
     pub fn form(mut self, form: DeltaForm) -> Self {
         self.form = form;
         self
     }
-    /// How long sequences of few heads are cut.
+    /// Sets how long sequences with few heads are split into segments.
     pub fn segments(mut self, segments: DeltaSegments) -> Self {
         self.segments = segments;
         self
     }
-    /// Which engine computes.
+    /// Sets the engine.
     pub fn engine(mut self, choice: Choice) -> Self {
         self.choice = choice;
         self
     }
-    /// Threads.
+    /// Sets the engine's settings, such as the number of threads.
     pub fn settings(mut self, settings: Settings) -> Self {
         self.settings = settings;
         self
     }
 
-    /// The problem that the shapes describe.
+    /// The problem that the shapes and options describe.
     pub fn problem(&self) -> Result<GatedDelta, Error> {
         let inputs = self.inputs.as_ref().map_err(Clone::clone)?;
         let (q, v) = (inputs.q.shape(), inputs.v.shape());
@@ -346,7 +347,7 @@ impl<'a> GatedDeltaCall<'a> {
                         return Err(Error::Rank { arg, got: view.shape().to_vec(), allowed, hint });
                     }
                 }
-                // What is not a list of integers is refused when the inputs are bound.
+                // Values that are not lists of integers are rejected when the inputs are bound.
                 self.builder.clone().packed(&crate::attention::integers(offsets))
             }
         };
@@ -355,17 +356,17 @@ impl<'a> GatedDeltaCall<'a> {
         Ok(builder.heads(heads, value_heads).head_dims(key_dim, value_dim).dtype(inputs.q.dtype()).build()?)
     }
 
-    /// The tensors that were given.
+    /// The tensors of the call.
     pub fn inputs(&self) -> Result<DeltaInputs<'a>, Error> {
         self.inputs.clone()
     }
 
-    /// Computes o and the states after the last tokens.
+    /// Computes o and the final states.
     pub fn forward(&self) -> Result<DeltaForward, Error> {
         Ok(self.forward_counted()?.0)
     }
 
-    /// As [`forward`](Self::forward), and how sequences were cut.
+    /// Like [`forward`](Self::forward), and also returns how sequences were split.
     pub fn forward_counted(&self) -> Result<(DeltaForward, DeltaCounters), Error> {
         let engine = cpu(self.choice, &self.settings, "the gated delta rule")?;
         let (problem, inputs) = (self.problem()?, self.inputs()?);
@@ -443,7 +444,7 @@ mod tests {
         let (q, k, v, d_o) =
             (normal(&[1, 90, 2, 8]), normal(&[1, 90, 1, 8]), normal(&[1, 90, 1, 8]), normal(&[1, 90, 2, 8]));
         let call = attention(&q, &k, &v).causal();
-        // Nothing skipped, and probes of zero, are attention.
+        // Skipping nothing, or probing with zeros, gives plain attention.
         let plain = call.forward().unwrap();
         let close = |a: &Tensor, b: &Tensor| {
             let pairs = a.view().to_f64().into_iter().zip(b.view().to_f64());

@@ -1,13 +1,13 @@
-//! What can be read as a tensor.
+//! Types that can be read as a tensor.
 
 use fulgurite_core::{Tensor, TensorError, TensorView, TensorViewMut};
 use thiserror::Error;
 
-/// Why something could not be read as a tensor.
+/// The reason why a value cannot be read as a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ViewError {
-    /// An axis that runs backwards.
+    /// An axis with a negative stride.
     #[error(
         "array of shape {shape:?} has strides {strides:?}, allowed: none below 0; copy it with `as_standard_layout`"
     )]
@@ -17,7 +17,7 @@ pub enum ViewError {
         /// Its strides in elements.
         strides: Vec<isize>,
     },
-    /// A part of a larger array.
+    /// An array with gaps, such as a part of a larger one.
     #[error(
         "array of shape {shape:?} with strides {strides:?} has gaps, allowed: axes in any order without gaps; copy it with `as_standard_layout`"
     )]
@@ -27,13 +27,13 @@ pub enum ViewError {
         /// Its strides in elements.
         strides: Vec<isize>,
     },
-    /// A shape no view can have.
+    /// A shape that no tensor view can have.
     #[error(transparent)]
     Tensor(#[from] TensorError),
 }
 
-/// Something that can be read as a tensor: [`Tensor`], [`TensorView`], [`TensorViewMut`] and, with the feature
-/// `ndarray`, arrays and views of that crate with axes in any order and no gaps.
+/// A type that can be read as a tensor: [`Tensor`], [`TensorView`], [`TensorViewMut`] and, with the feature `ndarray`,
+/// arrays and views of that crate, with axes in any order and no gaps.
 ///
 /// ```
 /// use fulgurite::{AsView, Tensor};
@@ -53,7 +53,7 @@ assert_eq!(result.o.shape()[..], [1, 4, 2, 8]);
 ```"
 )]
 pub trait AsView {
-    /// The tensor, for reading.
+    /// A read-only view of the tensor.
     fn as_view(&self) -> Result<TensorView<'_>, ViewError>;
 }
 
@@ -84,7 +84,7 @@ where
 {
     fn as_view(&self) -> Result<TensorView<'_>, ViewError> {
         let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
-        // An axis of one element or none may carry any stride: it is never stepped along.
+        // An axis of at most one element may have any stride, because it is never stepped along.
         let steps = |axis: usize| if self.shape()[axis] > 1 { Ok(self.strides()[axis]) } else { Ok(1) };
         let positive: Result<Vec<usize>, isize> =
             (0..shape.len()).map(|axis| steps(axis).and_then(|s| usize::try_from(s).map_err(|_| s))).collect();

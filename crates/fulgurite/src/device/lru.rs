@@ -1,26 +1,26 @@
-//! A bounded list of what was made last: the one that nobody has asked for longest goes first.
+//! A bounded cache that drops the least recently used entry.
 
-/// Entries, the last used at the front. Lookups compare: there are a few hundred entries, and equal problems are asked for in
-/// a row.
+/// Entries, the most recently used at the front. Lookups compare linearly: there are a few hundred entries, and equal
+/// problems tend to follow each other.
 pub(crate) struct Lru<T> {
     entries: Vec<T>,
     capacity: usize,
 }
 
 impl<T> Lru<T> {
-    /// Room for this many entries.
+    /// An empty cache for this many entries.
     pub fn new(capacity: usize) -> Lru<T> {
         Lru { entries: Vec::new(), capacity: capacity.max(1) }
     }
 
-    /// The entry for which `is` holds, which becomes the last used.
+    /// Finds the entry for which `is` holds, and moves it to the front.
     pub fn find(&mut self, is: impl Fn(&T) -> bool) -> Option<&T> {
         let at = self.entries.iter().position(is)?;
         self.entries[..=at].rotate_right(1);
         self.entries.first()
     }
 
-    /// Enters what was made last.
+    /// Adds an entry at the front.
     pub fn insert(&mut self, entry: T) {
         self.entries.truncate(self.capacity - 1);
         self.entries.insert(0, entry);

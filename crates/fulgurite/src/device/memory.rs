@@ -26,7 +26,7 @@ pub struct DeviceSpan {
 }
 
 impl DeviceSpan {
-    /// Memory that this device has handed out, or vouches for.
+    /// Memory that this device has allocated, or vouches for.
     pub fn new(device: &(impl Device + ?Sized), span: Span) -> DeviceSpan {
         let (kind, number) = device.place();
         DeviceSpan { span, device: DeviceId { kind, number } }
@@ -37,7 +37,7 @@ impl DeviceSpan {
         DeviceSpan::new(device, buffer.span())
     }
 
-    /// The memory, as launches take it.
+    /// The memory as a launch argument.
     pub fn span(&self) -> Span {
         self.span
     }
@@ -58,7 +58,7 @@ impl DeviceMemory for DeviceSpan {
     }
 }
 
-/// The memory of a tensor on a device, as launches take it.
+/// The memory of a device tensor as a launch argument.
 pub(super) fn span_of(arg: &str, view: &TensorView<'_>) -> Result<Span, Error> {
     let own = view.device_memory().and_then(|memory| memory.as_any().downcast_ref::<DeviceSpan>());
     match own {

@@ -1,5 +1,5 @@
-//! Compiled kernels. A kernel's text depends on features and tile configuration, never on lengths: a plan for another length
-//! finds the kernels of an earlier one.
+//! Compiled kernels. A kernel's text depends on features and tile configuration, never on lengths, so a plan for
+//! another length reuses the kernels of an earlier one.
 
 use super::lru::Lru;
 use crate::Error;
@@ -10,7 +10,7 @@ use fulgurite_ptx::{BuildError, Kernel};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Plans whose kernels are kept. A prepared call holds its own, whatever is forgotten here.
+/// Number of plans whose kernels are kept. A prepared call holds its own kernels, even if they are dropped here.
 const MAX_KNOWN: usize = 512;
 
 /// A plan, its kernels and their modules: `(P, P::Kernels, Vec<Module>)` of some plan `P`.
@@ -19,7 +19,7 @@ type Known = Box<dyn Any + Send + Sync>;
 /// The kernels that a device has compiled.
 pub(super) struct Modules {
     known: Mutex<Lru<Known>>,
-    /// Kernels that copy tensors which others cannot take as they lie.
+    /// Kernels that copy tensors whose layout other kernels cannot address.
     copying: Mutex<Option<(Copying, [Module; 2])>>,
 }
 
@@ -29,13 +29,13 @@ impl Default for Modules {
     }
 }
 
-/// Whether a module was made of this kernel.
+/// Whether a module was compiled from this kernel.
 pub(super) fn is_of(module: &Module, kernel: &Arc<Kernel>) -> bool {
     Arc::ptr_eq(&module.shared_kernel(), kernel)
 }
 
 impl Modules {
-    /// The kernels of a plan, compiled. While one thread compiles, others find what there is.
+    /// The compiled kernels of a plan. While one thread compiles, others can still look up kernels.
     pub fn get<P: Plan + Clone>(
         &self,
         device: &(impl Device + ?Sized),
@@ -54,7 +54,7 @@ impl Modules {
         Ok((kernels, modules))
     }
 
-    /// The kernels that copy, compiled for the first call that needs them.
+    /// The copy kernels, compiled for the first call that needs them.
     pub fn copying(
         &self,
         device: &(impl Device + ?Sized),

@@ -1,7 +1,7 @@
-//! A session: a device with everything that was prepared for it.
+//! A session: a device with its compiled kernels, prepared calls and workspaces.
 //!
-//! Two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A prepared call also remembers its
-//! last launches, since most calls are like the one before.
+//! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A prepared call also
+//! remembers its last launches, because most calls repeat the previous one.
 
 use super::lru::Lru;
 use super::modules::{Modules, is_of};
@@ -19,13 +19,13 @@ use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, S
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Prepared calls that are kept.
+/// Number of prepared calls that are kept.
 const MAX_PREPARED: usize = 512;
 
 type ExecutableOf<O> = <<O as Operator>::Plan as Plan>::Executable;
 type TensorsOf<O> = <ExecutableOf<O> as Executable>::Tensors;
 
-/// A device, the kernels that were compiled for it, and the memory that its launches need.
+/// A device, the kernels compiled for it, and the memory that its launches need.
 ///
 /// ```
 /// use fulgurite::gpu::{DeviceSpan, Forward, ForwardOptions, Session, Stream, Tables};
@@ -52,12 +52,13 @@ pub struct Session<D: Device + ?Sized> {
     workspaces: Workspaces,
     /// `Arc<Prepared<O>>` of operators `O`.
     prepared: Mutex<Lru<Box<dyn Any + Send + Sync>>>,
-    /// Memory for LSEs that nobody reads. All of it stays: captured launches write it.
+    /// Memory for LSEs that the caller does not read. Old buffers are never freed, because captured launches write to
+    /// them.
     unread: Mutex<Vec<Buffer>>,
     device: Arc<D>,
 }
 
-/// A problem that was planned and compiled for a device.
+/// A problem that is planned and compiled for a device.
 pub struct Prepared<O: Operator> {
     problem: O::Problem,
     options: O::Options,
@@ -83,12 +84,12 @@ struct Spans {
 }
 
 impl<O: Operator> Prepared<O> {
-    /// The problem.
+    /// The problem of the call.
     pub fn problem(&self) -> &O::Problem {
         &self.problem
     }
 
-    /// How it is computed.
+    /// The options of the call.
     pub fn options(&self) -> &O::Options {
         &self.options
     }
@@ -107,28 +108,28 @@ impl<D: Device + ?Sized> Session<D> {
         Session { tables, modules, workspaces, prepared, unread, device }
     }
 
-    /// The device.
+    /// The device of the session.
     pub fn device(&self) -> &Arc<D> {
         &self.device
     }
 
-    /// The tile configurations.
+    /// The tile configurations of the session.
     pub fn tables(&self) -> &Tables {
         &self.tables
     }
 
-    /// The device, as tensors name it.
+    /// The device as tensors identify it.
     pub fn id(&self) -> DeviceId {
         let (kind, number) = self.device.place();
         DeviceId { kind, number }
     }
 
-    /// The plan for a problem; nothing is compiled.
+    /// Plans a problem without compiling anything.
     pub fn plan<O: Operator>(&self, problem: &O::Problem, options: &O::Options) -> Result<O::Plan, Error> {
         O::plan(problem, options, self.device.target(), &self.tables).map_err(|e| self.refuse(e))
     }
 
-    /// A problem, planned and compiled; the last 512 are kept.
+    /// Plans and compiles a problem. The last 512 are cached.
     pub fn prepare<O: Operator>(&self, problem: &O::Problem, options: &O::Options) -> Result<Arc<Prepared<O>>, Error>
     where
         O::Plan: Clone,
@@ -153,7 +154,7 @@ impl<D: Device + ?Sized> Session<D> {
         Ok(prepared)
     }
 
-    /// Puts the launches of a call on a stream, without waiting. Everything is checked before the first.
+    /// Enqueues the launches of a call on a stream, without waiting. Everything is checked before the first launch.
     pub fn run<O: Operator>(
         &self,
         prepared: &Prepared<O>,
@@ -162,7 +163,7 @@ impl<D: Device + ?Sized> Session<D> {
     ) -> Result<(), Error> {
         let workspace = self.workspaces.of(&*self.device, stream)?;
         let mut guard = workspace.lock();
-        // While another thread runs the same prepared call, this one plans its launches for itself.
+        // If another thread runs the same prepared call, this one plans its launches separately.
         let (mut kept, mut own) = (prepared.last.try_lock().ok(), None);
         let last = kept.as_deref_mut().unwrap_or(&mut own);
         let current = match last.take() {
@@ -184,7 +185,7 @@ impl<D: Device + ?Sized> Session<D> {
         Ok(())
     }
 
-    /// The memory of a workspace that a call needs.
+    /// The workspace memory that a call needs.
     fn spans(&self, guard: &mut WorkspaceGuard<'_>, needs: &Needs) -> Result<Spans, DeviceError> {
         let device = &*self.device;
         let wanted = |bytes: u64| (bytes > 0).then_some(bytes);
@@ -195,7 +196,7 @@ impl<D: Device + ?Sized> Session<D> {
         })
     }
 
-    /// The launches of a call, each checked and with its module.
+    /// The launches of a call, each checked and paired with its module.
     fn planned<O: Operator>(
         &self,
         prepared: &Prepared<O>,
@@ -229,7 +230,7 @@ impl<D: Device + ?Sized> Session<D> {
         Ok(Last { tensors: tensors.clone(), needs, spans, launches })
     }
 
-    /// Forward attention on a stream, without waiting: fills o, and the LSE where it is given.
+    /// Enqueues forward attention on a stream, without waiting. Writes o, and the LSE if it is given.
     pub fn forward(
         &self,
         prepared: &Prepared<Forward>,
@@ -253,7 +254,7 @@ impl<D: Device + ?Sized> Session<D> {
         self.run(prepared, &tensors, stream)
     }
 
-    /// The gradients of attention on a stream, without waiting.
+    /// Enqueues the gradients of attention on a stream, without waiting.
     pub fn backward(
         &self,
         prepared: &Prepared<Backward>,
@@ -270,18 +271,18 @@ impl<D: Device + ?Sized> Session<D> {
         self.run(prepared, &tensors, stream)
     }
 
-    /// C = A B on a stream, without waiting.
+    /// Enqueues C = A B on a stream, without waiting.
     pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), Error> {
         self.run(&*self.prepare::<Product>(gemm, &())?, &matrices, stream)
     }
 
-    /// Memory for an LSE that nobody reads; several launches may write it at once.
+    /// Memory for an LSE that the caller does not read; several launches may write it concurrently.
     fn unread(&self, bytes: u64) -> Result<Span, DeviceError> {
         let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
         match unread.last().map(Buffer::span) {
             Some(span) if span.bytes() >= bytes => Ok(span),
             _ => {
-                // At least twice as much as before: together, all that is kept is less than the last.
+                // At least double the size, so that all older buffers together are smaller than the newest.
                 let fresh = self.device.allocate(bytes.next_power_of_two().max(1 << 16))?;
                 let span = fresh.span();
                 unread.push(fresh);
@@ -290,7 +291,7 @@ impl<D: Device + ?Sized> Session<D> {
         }
     }
 
-    /// The count of blocks that forward attention has done again, over all launches of a stream so far.
+    /// Number of blocks that forward attention has recomputed, over all launches of a stream so far.
     pub(super) fn blocks_redone(&self, prepared: &Prepared<Forward>, stream: Stream<'_>) -> Result<u32, DeviceError> {
         let (device, bytes) = (&*self.device, prepared.executable.plan().counter_bytes());
         let counters = self.workspaces.of(device, stream)?.lock().counters(device, bytes)?;
@@ -319,7 +320,7 @@ impl<D: Device + ?Sized> Session<D> {
         Unsupported { engine, feature, instead: "the engine `cpu` has it".into() }.into()
     }
 
-    /// A tile configuration that has no kernel: the tables' or the caller's.
+    /// The error for a tile configuration that has no kernel, from the tables or from the caller.
     fn unbuilt(&self, e: BuildError) -> Error {
         let whose = match self.tables == Tables::default() {
             true => "this tile configuration".into(),
@@ -329,7 +330,7 @@ impl<D: Device + ?Sized> Session<D> {
     }
 }
 
-/// The memory that an argument of a launch points to.
+/// The memory to which a launch argument points.
 fn span_of_value(value: &Value) -> Option<Span> {
     match value {
         Value::Pointer(span) => Some(*span),

@@ -1,4 +1,4 @@
-//! Tensors that fit a problem, as the kernels take them.
+//! Converts tensors that fit a problem to the form that the kernels take.
 
 use super::memory::span_of;
 use crate::Error;
@@ -8,11 +8,11 @@ use fulgurite_kernels::attention::forward::plan::{DeviceAux, DeviceBlockLists, D
 use fulgurite_kernels::operator::Refusal;
 use fulgurite_ptx::device::Span;
 
-/// Why tensors that fit their problem are not run.
+/// The reason why tensors that fit their problem cannot be run.
 pub(super) enum Misfit {
-    /// They are not what the caller said.
+    /// The memory does not match the description.
     Input(Error),
-    /// No kernel takes them.
+    /// No kernel supports the tensors.
     Refused(Refusal),
 }
 
@@ -29,7 +29,7 @@ fn rows(arg: &str, view: &TensorView<'_>) -> Result<DeviceTensor, Error> {
     for (axis, (&n, &stride)) in view.shape().iter().zip(view.strides().iter()).enumerate() {
         (shape[first + axis], strides[first + axis]) = (n as u64, stride as u64);
     }
-    // An axis of one element may have any stride; the copy engine takes multiples of 16 bytes.
+    // An axis of one element may have any stride; the copy engine requires a multiple of 16 bytes.
     let one = shape[3].next_multiple_of(8);
     let strides = [0, 1, 2].map(|axis| if shape[axis] == 1 { one } else { strides[axis] });
     Ok(DeviceTensor { span: span_of(arg, view)?, shape, strides })
@@ -43,7 +43,7 @@ fn optional(arg: &str, view: &Option<TensorView<'_>>) -> Result<Option<Span>, Er
     view.as_ref().map(|view| span_of(arg, view)).transpose()
 }
 
-/// Offsets of q and of k, and used lengths of both.
+/// Offsets of q and k, and used lengths of both.
 type Lengths = (Option<[Span; 2]>, [Option<Span>; 2]);
 
 fn lengths(inputs: &Inputs<'_>) -> Result<Lengths, Error> {
@@ -73,7 +73,7 @@ fn lists(inputs: &Inputs<'_>) -> Result<Option<DeviceBlockLists>, Error> {
     Ok(Some(DeviceBlockLists { counts: spans(&lists.counts)?, blocks: spans(&lists.blocks)?, widths }))
 }
 
-/// The tensors of forward attention. Counters and scratch memory are set by the session.
+/// The tensors of forward attention. The session sets counters and workspace.
 pub(super) fn forward(
     bound: &DeviceBound<'_, '_>,
     o: &TensorViewMut<'_>,

@@ -1,7 +1,8 @@
-//! Attention on a device as an engine. Tensors in host memory are copied to the device and back; tensors that lie there already
-//! are used in place.
+//! A device as an attention engine. Tensors in host memory are copied to the device and back; tensors on the device are
+//! used in place.
 //!
-//! The engines `cuda` and `sim` are this one. [`Choice::Best`](crate::Choice::Best) never takes it, since it moves data.
+//! The engines `cuda` and `sim` use this type. [`Choice::Best`](crate::Choice::Best) never chooses it, because it moves
+//! data.
 
 use super::memory::DeviceSpan;
 use super::session::Session;
@@ -16,12 +17,12 @@ use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOpt
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use std::sync::Arc;
 
-/// A device as an engine.
+/// A device as an attention engine.
 pub(crate) struct OnDevice<D: Device + ?Sized> {
     session: Session<D>,
     rescale: Option<Rescale>,
     order: Order,
-    /// The tile configuration of backward, whatever the tables say.
+    /// A tile configuration of backward that overrides the tables.
     forced: Option<BackwardConfig>,
 }
 
@@ -30,12 +31,12 @@ impl<D: Device + ?Sized> OnDevice<D> {
         OnDevice { session: Session::new(device, tables), rescale, order: Order::Any, forced: None }
     }
 
-    /// The same with gradients that are added up in this order.
+    /// This engine, accumulating gradients in the given order.
     pub fn in_order(self, order: Order) -> Self {
         OnDevice { order, ..self }
     }
 
-    /// The same with one tile configuration of backward for every problem.
+    /// This engine with one tile configuration of backward for every problem.
     pub fn forcing(self, config: BackwardConfig) -> Self {
         OnDevice { forced: Some(config), ..self }
     }
@@ -45,7 +46,7 @@ impl<D: Device + ?Sized> OnDevice<D> {
         ForwardOptions { sinks, rescale: self.rescale, ..ForwardOptions::default() }
     }
 
-    /// Runs a call, waits for it, and times it where that is asked for.
+    /// Runs a call, waits for it, and times it if requested.
     fn run_timed(&self, run: &Run<'_>, mut once: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
         let device = self.session.device();
         once()?;
@@ -67,20 +68,20 @@ impl<D: Device + ?Sized> OnDevice<D> {
     }
 }
 
-/// A copy of a host tensor on the device, row-major.
+/// A row-major copy of a host tensor on the device.
 struct Copied {
     memory: DeviceSpan,
-    /// Frees the memory when it goes.
+    /// Frees the memory when dropped.
     _buffer: Buffer,
     dtype: DType,
     shape: Vec<usize>,
 }
 
 impl Copied {
-    /// Memory for a tensor, with undefined contents.
+    /// Allocates memory for a tensor, with undefined contents.
     fn room(device: &(impl Device + ?Sized), dtype: DType, shape: &[usize]) -> Result<Copied, DeviceError> {
         let bytes = (dtype.size_bytes() * shape.iter().product::<usize>()) as u64;
-        // A tensor without elements has an address too.
+        // A tensor without elements also needs an address.
         let buffer = device.allocate(bytes.max(64))?;
         let memory = DeviceSpan::new(device, buffer.span().first(bytes));
         Ok(Copied { memory, _buffer: buffer, dtype, shape: shape.to_vec() })
@@ -117,14 +118,14 @@ fn view_of(copied: &Option<Copied>) -> Result<Option<TensorView<'_>>, Error> {
     copied.as_ref().map(Copied::view).transpose()
 }
 
-/// Copies of everything that a forward call reads.
+/// Device copies of all inputs of a forward call.
 struct CopiedInputs<'a> {
     rows: [Copied; 3],
     sinks: Option<Copied>,
     cu_seqlens: [Option<Copied>; 2],
     used: [Option<Copied>; 2],
     aux: Vec<(&'a str, Copied)>,
-    /// Counts and blocks of partial lists, then of full ones.
+    /// Counts and blocks of the partial lists, then of the full ones.
     lists: Option<[Copied; 4]>,
 }
 
@@ -160,7 +161,7 @@ impl<'a> CopiedInputs<'a> {
     }
 }
 
-/// The lists of a block mask, each with room for the longest.
+/// The lists of a block mask, each padded to the longest.
 fn copied_lists(device: &(impl Device + ?Sized), mask: &BlockMask) -> Result<[Copied; 4], Error> {
     let (spec, [q_blocks, _]) = (mask.spec(), mask.blocks());
     let rows =
@@ -206,7 +207,7 @@ fn packed_bytes(view: &TensorView<'_>) -> Vec<u8> {
     }
 }
 
-/// Writes elements that lie in row-major order into a tensor.
+/// Writes elements in row-major order into a tensor.
 fn unpack(bytes: &[u8], to: &mut TensorViewMut<'_>) {
     fn put<const N: usize, T>(bytes: &[u8], offsets: &[usize], all: &mut [T], from: impl Fn([u8; N]) -> T) {
         let elements = bytes.chunks_exact(N).map(|chunk| {
@@ -233,7 +234,7 @@ fn unpack(bytes: &[u8], to: &mut TensorViewMut<'_>) {
     }
 }
 
-/// Whether elements lie together in row-major order.
+/// Whether elements are contiguous in row-major order.
 fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
     let mut step = 1;
     shape.iter().zip(strides).rev().all(|(&n, &stride)| {
@@ -243,7 +244,7 @@ fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
     })
 }
 
-/// Calls `f` with the place of each element, in row-major order.
+/// Calls `f` with the offset of each element, in row-major order.
 fn each_offset(shape: &[usize], strides: &[usize], mut f: impl FnMut(usize)) {
     let count: usize = shape.iter().product();
     for i in 0..count {
@@ -332,7 +333,7 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
         saved.check(problem)?;
         gradients.check(problem)?;
         let (device, prepared) = (&**session.device(), session.prepare::<Backward>(problem, &options)?);
-        // The kernel that sums up the gradients of sinks reads f32.
+        // The kernel that sums the gradients of sinks reads f32.
         let as_f32 = |view: &TensorView<'_>| Tensor::from_f64(DType::F32, &view.to_f64(), view.shape());
         let sinks = inputs.sinks.as_ref().map(as_f32).transpose()?;
         let copied = CopiedInputs::of(device, inputs, sinks.as_ref().map(Tensor::view).as_ref())?;
@@ -375,7 +376,7 @@ mod tests {
     use fulgurite_core::{DType, Gradients, oracle};
     use fulgurite_sim::{Options, Sim};
 
-    /// Gradients of a case in a fixed order, with all blocks at once; they are right.
+    /// Gradients of a case in a fixed order, with all CTAs resident at once; checked against the oracle.
     fn fixed(case: &Case, seed: u64) -> Gradients {
         let sim = Sim::new(Options { seed, resident: 8, ..Options::default() });
         let engine = OnDevice::new(Arc::new(sim), None, Tables::default()).in_order(Order::Fixed);
@@ -388,7 +389,7 @@ mod tests {
         gradients
     }
 
-    /// Every gradient of an auxiliary tensor of the table, whoever adds first.
+    /// Gradients of auxiliary tensors have the same bits whichever CTA adds first, for every case of the table.
     #[test]
     fn a_fixed_order_gives_auxiliary_tensors_the_same_bits() {
         let mut table = cases::cases(DType::Bf16);

@@ -1,8 +1,9 @@
-//! Memory that launches need for themselves: counters, scratch memory, copies of tensors.
+//! Memory that launches need besides their tensors: counters, scratch memory, copies of tensors.
 //!
-//! Launches that follow each other share a workspace: those on one stream, and those of one graph capture that came from one
-//! stream. A graph may be replayed beside any other launch, so each capture has workspaces of its own, which live as long as
-//! the graph. Two graphs instantiated from one capture share them and must not be replayed at the same time.
+//! Launches that follow each other share a workspace: those on one stream, and those of one graph capture that came
+//! from one stream. A graph may be replayed concurrently with any other launch, so each capture has its own workspaces,
+//! which live as long as the graph. Two graphs instantiated from one capture share them and must not be replayed at the
+//! same time.
 
 use super::modules::is_of;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Module, Span, Stream};
@@ -17,14 +18,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 pub(super) struct Workspaces {
     counters: Arc<Mutex<Option<Counters>>>,
-    /// By the handle of the stream.
+    /// Workspaces by the handle of the stream.
     of_streams: Mutex<HashMap<u64, Arc<Workspace>>>,
-    /// By the number of the capture and the handle of the stream; the graph holds the workspace.
+    /// Workspaces by the id of the capture and the handle of the stream; the graph owns the workspace.
     of_captures: Mutex<HashMap<(u64, u64), Weak<Workspace>>>,
 }
 
 impl Workspaces {
-    /// The workspace of a launch on this stream.
+    /// The workspace for a launch on this stream.
     pub fn of(&self, device: &(impl Device + ?Sized), stream: Stream<'_>) -> Result<Arc<Workspace>, DeviceError> {
         let handle = stream.handle();
         let fresh = |captured| Arc::new(Workspace { captured, memory: Mutex::default(), pool: self.counters.clone() });
@@ -43,16 +44,16 @@ impl Workspaces {
     }
 }
 
-/// Memory that launches share which follow each other.
+/// Memory shared by launches that follow each other.
 pub(super) struct Workspace {
-    /// Whether the launches are captured: a replay uses the memory again, so it is never given back.
+    /// Whether the launches are captured. A replay uses the memory again, so it is never freed.
     captured: bool,
     memory: Mutex<Buffers>,
-    /// The source of counters; made with the first that are taken.
+    /// The pool of counters, created on first use.
     pool: Arc<Mutex<Option<Counters>>>,
 }
 
-/// The last of each list is the largest.
+/// Buffers by purpose; the last one of each list is the largest.
 #[derive(Default)]
 struct Buffers {
     scratch: Vec<Buffer>,
@@ -63,12 +64,13 @@ struct Buffers {
 }
 
 impl Workspace {
-    /// The workspace for one call. Until it is dropped other threads wait: no launch of another call comes between those of one.
+    /// Locks the workspace for one call. Other threads wait until the guard is dropped, so launches of two calls never
+    /// interleave.
     pub fn lock(&self) -> WorkspaceGuard<'_> {
         WorkspaceGuard { workspace: self, memory: locked(&self.memory) }
     }
 
-    /// The last of these buffers, or a larger one.
+    /// The newest of these buffers if it is large enough, or a larger one.
     fn enough(
         &self,
         device: &(impl Device + ?Sized),
@@ -79,10 +81,10 @@ impl Workspace {
             Some(known) if known.span().bytes() >= bytes => Ok(known.span()),
             _ => {
                 if !self.captured {
-                    // The device frees it after the launches that use it.
+                    // The device frees the old buffers after the launches that use them.
                     buffers.clear();
                 }
-                // A sixteenth more than asked for, so that growing lengths do not take new memory every time.
+                // Round up by at most a sixteenth, so that growing lengths do not allocate every time.
                 let fresh = device.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
                 let span = fresh.span();
                 buffers.push(fresh);
@@ -92,7 +94,7 @@ impl Workspace {
     }
 }
 
-/// A workspace while a call makes its launches.
+/// A workspace that is locked for the launches of a call.
 pub(super) struct WorkspaceGuard<'a> {
     workspace: &'a Workspace,
     memory: MutexGuard<'a, Buffers>,
@@ -109,12 +111,12 @@ impl WorkspaceGuard<'_> {
         self.workspace.enough(device, &mut self.memory.copies, bytes)
     }
 
-    /// Counters that are 0, or as an earlier launch left them.
+    /// Counters that are 0, or in the state that an earlier launch left.
     pub fn counters(&mut self, device: &(impl Device + ?Sized), bytes: u64) -> Result<Span, DeviceError> {
         let counters = &mut self.memory.counters;
         match counters.last() {
             Some(&known) if known.bytes() >= bytes => Ok(known),
-            // Those that are too small stay taken: launches under way use them.
+            // Counters that are too small stay allocated, because launches in flight use them.
             _ => {
                 let mut pool = locked(&self.workspace.pool);
                 let pool = match &mut *pool {
@@ -128,7 +130,7 @@ impl WorkspaceGuard<'_> {
         }
     }
 
-    /// Keeps the kernels of captured launches as long as their graph.
+    /// Keeps the kernels of captured launches alive as long as their graph.
     pub fn hold<'m>(&mut self, modules: impl IntoIterator<Item = &'m Module>) {
         if !self.workspace.captured {
             return;
@@ -141,7 +143,7 @@ impl WorkspaceGuard<'_> {
     }
 }
 
-/// No launch of the workspace will run again.
+/// Returns the counters to the pool: no launch of this workspace will run again.
 impl Drop for Workspace {
     fn drop(&mut self) {
         let memory = self.memory.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -151,16 +153,16 @@ impl Drop for Workspace {
     }
 }
 
-/// Counters of launches that may run at the same time. A launch leaves them so that the next can begin.
+/// Counters for launches that may run at the same time. A launch leaves them ready for the next one.
 struct Counters {
     memory: Buffer,
     taken_bytes: u64,
-    /// Counters that came back, by their bytes.
+    /// Returned counters, by their size in bytes.
     given_back: HashMap<u64, Vec<Span>>,
 }
 
 impl Counters {
-    /// Alignment in bytes, and the fewest bytes that are handed out.
+    /// Alignment, which is also the smallest allocation, and the size of the pool, in bytes.
     const ALIGN: u64 = 16;
     const BYTES: u64 = 4 << 20;
 
@@ -172,8 +174,8 @@ impl Counters {
         Counters { memory, taken_bytes: 0, given_back: HashMap::new() }
     }
 
-    /// Counters of at least `bytes` bytes: a power of two, so that a growing batch does not take new ones every time and
-    /// counters that came back fit other calls.
+    /// Counters of at least `bytes` bytes. Sizes are powers of two, so that a growing batch does not take new ones
+    /// every time and returned counters fit other calls.
     fn take(&mut self, bytes: u64) -> Result<Span, DeviceError> {
         let bytes = bytes.next_power_of_two().max(Self::ALIGN);
         if let Some(span) = self.given_back.get_mut(&bytes).and_then(Vec::pop) {
@@ -223,7 +225,7 @@ mod tests {
         );
     }
 
-    /// Launches of one stream share memory, launches of two do not; memory grows with the calls.
+    /// Launches on one stream share memory, launches on two streams do not; memory grows with the calls.
     #[test]
     fn a_stream_has_one_workspace() {
         let (gpu, workspaces) = (device(), Workspaces::default());
@@ -241,7 +243,7 @@ mod tests {
         assert_ne!(counters(one.stream()), counters(other));
     }
 
-    /// A capture has memory of its own, which it keeps until its graph is gone.
+    /// A capture has its own memory, which it keeps until its graph is destroyed.
     #[test]
     fn a_capture_keeps_its_workspace() {
         let (gpu, workspaces) = (device(), Workspaces::default());
@@ -268,7 +270,7 @@ mod tests {
         assert_eq!(take(100).unwrap(), plain);
         drop(graphs);
         assert_eq!(take(100).unwrap(), plain, "asking clears what graphs have kept");
-        // One buffer of the stream, and the pool of counters.
+        // Two buffers remain: one of the stream, and the pool of counters.
         assert_eq!(fake::books(|books| books.memory.len()), 2);
     }
 
