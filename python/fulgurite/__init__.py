@@ -13,9 +13,10 @@ one operator. Wrong calls raise ValueError with a message that says what is allo
 `register_with_transformers()` makes `attn_implementation="fulgurite"` known. `python -m fulgurite` has a doctor.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` have k-means, HDBSCAN, DBSCAN, nearest neighbours, PCA and truncated
-SVD under scikit-learn's names.
+SVD under scikit-learn's names. `fulgurite.ops` has the registered operators over whole tensors.
 """
 
+from . import ops
 from ._api import attention, attention_backward
 from ._fulgurite import __version__, engines
 from .capture import captured
@@ -51,6 +52,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "ops",
     "or_masks",
     "register_with_transformers",
     "scaled_dot_product_attention",

@@ -8,7 +8,8 @@ use crate::description::{Description, Known, Role};
 use crate::dispatch::refuse;
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, Prepared, ProfileSource, Stream,
+    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, Prepared, ProfileSource,
+    Stream, TensorOperator,
 };
 use fulgurite::{BlockLists, DType, Error, Inputs, Saved, TensorView, TensorViewMut};
 use fulgurite_core::tensor::MAX_RANK;
@@ -184,6 +185,23 @@ fn on_stream(
         Some(_) => Ok(()),
         None => session.device().synchronize(Stream::default()).map_err(|e| refuse(e.into())),
     }
+}
+
+/// Applies an operator over whole tensors on the stream that the library of `object` works on.
+pub fn apply(
+    operator: &'static TensorOperator,
+    object: &Bound<'_, PyAny>,
+    arrays: &[Array],
+    output: &Array,
+) -> PyResult<()> {
+    let number = number(output).ok_or_else(|| wrong("the output does not lie on a GPU"))?;
+    let session = object.py().detach(|| session(number))?;
+    let arrays = operator.inputs.iter().zip(arrays).map(|(arg, array)| DeviceArray::new(&session, arg, array));
+    let arrays = arrays.collect::<PyResult<Vec<_>>>()?;
+    let views = arrays.iter().map(DeviceArray::view).collect::<PyResult<Vec<_>>>()?;
+    let output = DeviceArray::new(&session, "output", output)?;
+    let mut output = output.view_mut()?;
+    on_stream(&session, object, number, |stream| session.apply(operator, &views, &mut output, stream))
 }
 
 /// Computes o, and the LSE where it is asked for, on the stream that the library of q works on.

@@ -52,7 +52,7 @@ impl<'a> Call<'a> {
         }
         let pairs = description.roles.iter().zip(extras);
         let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
-        one_place(&q, [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
+        one_place(("q", &q), [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
         if cuda::number(&q).is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
             let (place, choice) = (q.place(), description.choice);
             return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
@@ -182,17 +182,20 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Refuses arrays that do not lie where q lies, and places that no engine reaches.
-fn one_place<'a>(q: &Array, others: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
-    if let Place::Other(_) = q.place() {
-        return on_host([("q", q)]);
+/// Refuses arrays that do not lie where the first one lies, and places that no engine reaches.
+pub fn one_place<'a>(
+    (first, array): (&'a str, &'a Array),
+    others: impl IntoIterator<Item = (&'a str, &'a Array)>,
+) -> PyResult<()> {
+    let place = array.place();
+    if let Place::Other(_) = place {
+        return on_host([(first, array)]);
     }
-    for (name, array) in others {
-        if array.place() != q.place() {
+    for (name, other) in others {
+        if other.place() != place {
             return Err(wrong(format!(
-                "`{name}` is on {}, `q` on {}, allowed: one device; move it with .to(q.device)",
-                array.place(),
-                q.place()
+                "`{name}` is on {}, `{first}` on {place}, allowed: one device; move it with .to({first}.device)",
+                other.place(),
             )));
         }
     }
@@ -231,7 +234,7 @@ pub fn forward(
     match call.q.place() {
         Place::Host => call.forward(py, &o, lse.as_ref())?,
         _ => {
-            one_place(&call.q, [("out", &o)])?;
+            one_place(("q", &call.q), [("out", &o)])?;
             cuda::forward(&call.on_gpu(qkv[0]), &o, lse.as_ref())?;
         }
     }

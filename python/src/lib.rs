@@ -17,6 +17,7 @@ mod foreign;
 mod gpu;
 mod memory;
 mod neighbors;
+mod operators;
 mod read;
 
 use pyo3::prelude::*;
@@ -124,6 +125,18 @@ mod _fulgurite {
     #[pyfunction]
     fn engines() -> Vec<String> {
         fulgurite::engines().iter().map(ToString::to_string).collect()
+    }
+
+    /// Name, summary and inputs of every operator over whole tensors.
+    #[pyfunction]
+    fn tensor_operators() -> Vec<(&'static str, &'static str, Vec<&'static str>)> {
+        crate::operators::list()
+    }
+
+    /// Applies an operator over whole tensors, by name, to arrays of one library and device.
+    #[pyfunction]
+    fn apply(py: Python<'_>, name: &str, arrays: Vec<Bound<'_, PyAny>>, engine: &str) -> PyResult<Py<PyAny>> {
+        crate::operators::apply(py, name, &arrays, engine)
     }
 
     /// Which engine runs an ordinary problem and why, a line each; the first line describes the engine.

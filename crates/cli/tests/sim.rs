@@ -8,10 +8,10 @@ use common::{folder, refuses, succeeds};
 fn kernels_run_clean_and_are_counted() {
     let folder = folder("sim");
     let out = succeeds(&folder, &["sim", "vector_add", "-n", "300", "--seed", "3", "--counters"]);
-    assert!(out.starts_with("vector_add: 300 elements, 2 blocks, seed 3: clean\n"), "{out}");
+    assert!(out.starts_with("vector_add: x f32 [300], y f32 [300], 2 blocks, seed 3: clean\n"), "{out}");
     assert!(out.contains("global bytes") && out.contains("3600"), "{out}");
     let out = succeeds(&folder, &["sim", "row_softmax", "-m", "3", "-n", "200"]);
-    assert!(out.contains("3 rows of 200, 3 blocks, seed 0: clean"), "{out}");
+    assert!(out.contains("x f32 [3, 200], 3 blocks, seed 0: clean"), "{out}");
     let out = succeeds(&folder, &["sim", "gemm-f16-tn", "-m", "100", "-n", "40", "-k", "72", "--blocks", "1"]);
     assert!(out.contains("clean"), "{out}");
     let args =

@@ -48,6 +48,9 @@ pub enum Error {
     /// The matrices of a product do not fit each other or the kernel.
     #[error(transparent)]
     Gemm(#[from] fulgurite_kernels::gemm::plan::GemmError),
+    /// The tensors do not fit an operator over whole tensors.
+    #[error(transparent)]
+    TensorOperator(#[from] fulgurite_kernels::tensor_type::TensorRefusal),
     /// The GPU's profile cannot be used.
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),

@@ -23,7 +23,9 @@ pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 pub use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Product, Tables};
 pub use fulgurite_ptx::device::{DeviceError, Stream};
 // Kernels as values.
-pub use fulgurite_kernels::registry::{Entry, all as kernels};
+pub use fulgurite_kernels::registry::{Entry, all as kernels, tensor_operators};
+pub use fulgurite_kernels::tensor_operator::TensorOperator;
+pub use fulgurite_kernels::tensor_type::{TensorRefusal, TensorType};
 pub use fulgurite_ptx::assemble::{
     AssembleError, Assembler, Fault, Hints, Message, MovedWait, Report, RustLine, Severity,
 };

@@ -17,9 +17,8 @@ pub use fulgurite_sim::{
     Architecture, Counts, Fault, Finding, Line, Options, Order, Report, Side, Sim, Span, Timeline, Track,
 };
 
-use fulgurite_core::Problem;
 use fulgurite_core::random::Rng;
-use fulgurite_kernels::add;
+use fulgurite_core::{DType, Problem};
 use fulgurite_kernels::attention::backward::Order as Adding;
 use fulgurite_kernels::attention::backward::plan::{BackwardPlan, Tensors as BackwardTensors};
 use fulgurite_kernels::attention::decode;
@@ -27,9 +26,12 @@ use fulgurite_kernels::attention::forward::plan::{DeviceTensor, ForwardPlan, NoK
 use fulgurite_kernels::gemm::mma_sync::SyncGemm;
 use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 use fulgurite_kernels::gemm::{self, GemmConfig, Layouts};
+use fulgurite_kernels::operator::{Executable as _, Memory, Plan as _};
 use fulgurite_kernels::registry::{self, AttentionExample, AttentionPart, Example};
-use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream, Value};
-use fulgurite_ptx::{BuildError, Kernel, Major, bf16, f16};
+use fulgurite_kernels::tensor_operator::{Call, Operand, TensorOperator, TensorProblem};
+use fulgurite_kernels::tensor_type::TensorType;
+use fulgurite_ptx::device::{Buffer, DeviceError, Launch, Stream};
+use fulgurite_ptx::{BuildError, Major, bf16, f16};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -258,8 +260,7 @@ fn prepare(device: &dyn Device, name: &str, sizes: &Sizes, seed: u64) -> Result<
     }
     let mut maker = Maker { device, sizes: *sizes, rng: Rng::new(seed) };
     match example {
-        Example::VectorAdd => maker.vector_add(Arc::new((entry.build)(device.target())?)),
-        Example::RowSoftmax => maker.row_softmax(Arc::new((entry.build)(device.target())?)),
+        Example::Tensors(operator) => maker.tensors(operator),
         Example::Product { number, layouts } => maker.gemm(number, layouts, None),
         Example::SyncProduct { number, layouts } => maker.gemm(number, layouts, Some(SyncGemm { number, layouts })),
         Example::Attention { problem, part: AttentionPart::Backward { launch } } => maker.backward(problem, launch),
@@ -294,36 +295,34 @@ impl Maker<'_> {
         }
     }
 
-    fn vector_add(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
-        let n = self.sizes.n;
-        let (x, y) = (self.random(Number::F32, n.into())?, self.random(Number::F32, n.into())?);
-        let memory = vec![x, y, self.device.allocate(4 * u64::from(n))?];
-        let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
-        let args = pointers.chain([Value::U32(n)]).collect();
-        let launch = Launch { kernel, grid: [n.div_ceil(add::THREADS), 1, 1], args };
-        Ok(Prepared {
-            before: Vec::new(),
-            launch,
-            problem: format!("{n} elements"),
-            memory,
-            results: vec![(2, Number::F32)],
-        })
-    }
-
-    fn row_softmax(&mut self, kernel: Arc<Kernel>) -> Result<Prepared, SimError> {
-        let Sizes { m, n, .. } = self.sizes;
-        let count = u64::from(m) * u64::from(n);
-        let memory = vec![self.random(Number::F32, count)?, self.device.allocate(4 * count)?];
-        let pointers = memory.iter().map(|b| Value::Pointer(b.span()));
-        let args = pointers.chain([Value::U32(n), Value::U32(n)]).collect();
-        let launch = Launch { kernel, grid: [m, 1, 1], args };
-        Ok(Prepared {
-            before: Vec::new(),
-            launch,
-            problem: format!("{m} rows of {n}"),
-            memory,
-            results: vec![(1, Number::F32)],
-        })
+    fn tensors(&mut self, operator: &'static TensorOperator) -> Result<Prepared, SimError> {
+        let inputs = (operator.example)(self.sizes.m as usize, self.sizes.n as usize);
+        let output = operator.output(&inputs).map_err(|e| SimError::Problem(e.to_string()))?;
+        let problem = TensorProblem { operator, inputs };
+        let number = |tensor: &TensorType| match tensor.dtype {
+            DType::F16 => Number::F16,
+            DType::Bf16 => Number::Bf16,
+            _ => Number::F32,
+        };
+        let mut memory = Vec::new();
+        for input in &problem.inputs {
+            memory.push(self.random(number(input), input.shape.iter().product::<usize>() as u64)?);
+        }
+        let bytes = output.dtype.size_bytes() * output.shape.iter().product::<usize>();
+        memory.push(self.device.allocate(bytes as u64)?);
+        let operand =
+            |(buffer, tensor): (&Buffer, &TensorType)| Operand { span: buffer.span(), shape: tensor.shape.clone() };
+        let inputs = memory.iter().zip(&problem.inputs).map(operand).collect();
+        let call = Call { inputs, output: operand((&memory[problem.inputs.len()], &output)) };
+        let named = operator.inputs.iter().zip(&problem.inputs).map(|(name, input)| format!("{name} {input}"));
+        let words = named.collect::<Vec<_>>().join(", ");
+        let results = vec![(problem.inputs.len(), number(&output))];
+        let kernels = problem.build(self.device.target())?;
+        let none = Memory { counters: memory[0].span(), scratch: None, copies: None };
+        let launches = problem.with_kernels(kernels).launches(&call, &none, self.blocks());
+        let mut launches = launches.map_err(|e| SimError::Problem(e.to_string()))?;
+        let launch = launches.pop().ok_or_else(|| SimError::Problem("there is nothing to compute".into()))?;
+        Ok(Prepared { before: launches, launch, problem: words, memory, results })
     }
 
     fn gemm(&mut self, number: Number, layouts: Layouts, sync: Option<SyncGemm>) -> Result<Prepared, SimError> {

@@ -12,4 +12,7 @@ pub mod params;
 pub mod parts;
 pub mod probe;
 pub mod registry;
+pub mod row_dot;
 pub mod softmax;
+pub mod tensor_operator;
+pub mod tensor_type;

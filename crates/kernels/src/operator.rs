@@ -17,6 +17,7 @@ use crate::attention::forward::plan::{
     ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, Tensors as ForwardTensors,
 };
 use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
+use crate::tensor_type::TensorRefusal;
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Span};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target};
@@ -42,6 +43,8 @@ pub enum Refusal {
     NoKernel(#[from] NoKernel),
     /// The matrices of a product do not fit each other or the kernel.
     Gemm(#[from] GemmError),
+    /// The tensors do not fit the operator.
+    Tensors(#[from] TensorRefusal),
 }
 
 /// An operation that runs on a GPU.

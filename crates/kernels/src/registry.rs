@@ -10,15 +10,19 @@
 //! # Ok::<(), fulgurite_ptx::BuildError>(())
 //! ```
 
+use crate::add::VECTOR_ADD;
 use crate::attention::backward::BackwardConfig;
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::plan::ForwardPlan;
 use crate::attention::{backward, decode, forward};
+use crate::gemm;
 use crate::gemm::{GemmConfig, Layouts};
 use crate::parts::repack;
-use crate::{add, gemm, softmax};
-use fulgurite_core::{BlockSpec, DType, Exp, Mask, Problem, ProblemError};
+use crate::row_dot::ROW_DOT;
+use crate::softmax::ROW_SOFTMAX;
+use crate::tensor_operator::TensorOperator;
+use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemError};
 use fulgurite_ptx::{BuildError, Half, Kernel, Major, Number, Pair, Target, Word, bf16, f16};
 use std::sync::OnceLock;
 
@@ -37,12 +41,10 @@ pub struct Entry {
 }
 
 /// A call of a kernel on random tensors. The caller chooses lengths, batch and heads; the kernel determines the rest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Example {
-    /// The sum of two f32 vectors.
-    VectorAdd,
-    /// The softmax of each row of an f32 matrix.
-    RowSoftmax,
+    /// An operator over whole tensors.
+    Tensors(&'static TensorOperator),
     /// A matrix product on Hopper (`wgmma`).
     Product {
         /// Element type.
@@ -119,6 +121,26 @@ const fn decode_example(number: Number, head_dim: u32, causal: bool) -> Example 
 
 const fn backward_example(number: Number, head_dim: u32, causal: bool, launch: usize) -> Example {
     attention_example(number, head_dim, causal, AttentionPart::Backward { launch })
+}
+
+/// Operators over whole tensors, which the command line and Python call by name.
+pub fn tensor_operators() -> impl Iterator<Item = &'static TensorOperator> {
+    all().iter().filter_map(|entry| match entry.example {
+        Some(Example::Tensors(operator)) => Some(operator),
+        _ => None,
+    })
+}
+
+/// The entry of an operator over whole tensors.
+macro_rules! entry {
+    ($operator:ident) => {
+        Entry {
+            name: $operator.name,
+            summary: $operator.summary,
+            build: |target| $operator.kernel(target),
+            example: Some(Example::Tensors(&$operator)),
+        }
+    };
 }
 
 /// Every kernel, in the order in which they are listed.
@@ -256,7 +278,7 @@ const FEW_FEATURES: &[Entry] = &[
 ];
 
 const ALL: &[Entry] = &[
-    Entry { name: "vector_add", summary: "z = x + y, f32", build: add::kernel, example: Some(Example::VectorAdd) },
+    entry!(VECTOR_ADD),
     Entry {
         name: "gemm-bf16-nn",
         summary: "C = A B, bf16; A [m][k], B [k][n]",
@@ -329,12 +351,8 @@ const ALL: &[Entry] = &[
         build: |target| gemm::mma_sync::kernel::<bf16>(target, TT),
         example: Some(Example::SyncProduct { number: Number::Bf16, layouts: TT }),
     },
-    Entry {
-        name: "row_softmax",
-        summary: "softmax of each row, f32",
-        build: |target| softmax::kernel(target, Exp::Auto),
-        example: Some(Example::RowSoftmax),
-    },
+    entry!(ROW_SOFTMAX),
+    entry!(ROW_DOT),
     Entry {
         name: "attention-bf16-d64-full",
         summary: "forward attention, bf16, head_dim 64, no mask",

@@ -4,44 +4,51 @@
 
 use crate::params::{Params, Program};
 use crate::parts::exp::exp2;
+use crate::tensor_operator::{Call, Round, TensorOperator};
+use crate::tensor_type::{TensorType, f32_matrix};
 use fulgurite_core::Exp;
-use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Block, BuildError, Kernel, Scope, Shared, Target, Val};
+use fulgurite_ptx::{Block, BuildError, Scope, Shared, Target, Val};
 use std::f32::consts::LOG2_E;
 
 /// Threads of a CTA, which computes one row.
 pub const THREADS: u32 = 128;
 const WARPS: u32 = THREADS / 32;
 
-/// Two matrices of floats in device memory.
-#[derive(Debug, Clone, Copy)]
-pub struct SoftmaxCall {
-    /// Input.
-    pub x: Span,
-    /// Output.
-    pub y: Span,
-    /// Elements of a row.
-    pub cols: u32,
-    /// Elements from one row to the next.
-    pub stride: u32,
-}
-
 /// Softmax of each row of a matrix.
-pub fn kernel(target: Target, exp: Exp) -> Result<Kernel, BuildError> {
-    Ok(program(target, exp)?.into_kernel())
+pub const ROW_SOFTMAX: TensorOperator = TensorOperator {
+    name: "row_softmax",
+    summary: "softmax of each row, f32",
+    inputs: &["x"],
+    output: |inputs| f32_matrix("x", &inputs[0]).map(|shape| TensorType::f32(&shape)),
+    program: |target| program(target, Exp::Auto),
+    grid: |call| [call.output.size(0), 1, 1],
+    reference,
+    example: |rows, cols| vec![TensorType::f32(&[rows, cols])],
+};
+
+/// The formula of the module, row by row.
+fn reference(types: &[TensorType], inputs: &[Vec<f64>], round: Round) -> Vec<f64> {
+    let row = |row: &[f64]| {
+        let m = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let shift = if m > f64::NEG_INFINITY { m } else { 0.0 };
+        let numerators: Vec<f64> = row.iter().map(|x| round(round(x - shift).exp())).collect();
+        let l = numerators.iter().fold(0.0, |sum, x| round(sum + x));
+        numerators.into_iter().map(move |x| if l > 0.0 { round(x / l) } else { 0.0 }).collect::<Vec<_>>()
+    };
+    inputs[0].chunks(types[0].shape[1].max(1)).flat_map(row).collect()
 }
 
-/// [`kernel`] with its launch arguments. A launch needs one CTA per row.
-pub fn program(target: Target, exp: Exp) -> Result<Program<SoftmaxCall>, BuildError> {
-    Program::build("row_softmax", target, |p| build(p, exp))
+/// The kernel with a choice of exponentials.
+pub fn program(target: Target, exp: Exp) -> Result<Program<Call>, BuildError> {
+    Program::build(ROW_SOFTMAX.name, target, |p| build(p, exp))
 }
 
-fn build<'k>(p: &Params<'k, SoftmaxCall>, exp: Exp) {
+fn build<'k>(p: &Params<'k, Call>, exp: Exp) {
     let k = p.builder();
-    let x = p.pointer::<f32>("x", |call| call.x);
-    let y = p.pointer::<f32>("y", |call| call.y);
-    let cols = p.u32("cols", |call| call.cols);
-    let stride = p.u32("stride", |call| call.stride);
+    let x = p.pointer::<f32>("x", |call: &Call| call.inputs[0].span);
+    let y = p.pointer::<f32>("y", |call| call.output.span);
+    let cols = p.u32("cols", |call| call.output.size(1));
+    let stride = p.u32("stride", |call| call.output.size(1));
     let partial = k.shared::<f32>("partial", 2 * WARPS);
     k.threads(THREADS, |w| {
         let start = w.block().mul_wide(stride);

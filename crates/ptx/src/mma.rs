@@ -66,7 +66,9 @@ impl<'k, const M: usize, N: AccNumber> WarpAcc<'k, M, N> {
     where
         N: Default + IntoVal<'k, N>,
     {
-        (0..self.regs.len()).for_each(|i| self.set(i, N::default()));
+        for i in 0..self.regs.len() {
+            self.set(i, N::default());
+        }
     }
     /// The accumulators of the `columns`-th eight columns and the `block`-th 16 rows.
     fn block(&self, columns: u32, block: usize) -> &[Reg] {
@@ -196,14 +198,18 @@ impl<'k> Blocks<'k> {
         let row = if operand.major() == Major::Inner { row + first } else { row };
         let linear = row.mul_add(line, unit * 16);
         let base = operand.tile().address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
-        let block = |i: u32| match operand.major() {
-            Major::Inner => base + i * BLOCK * line,
-            Major::Outer => {
-                let at = first / BLOCK + i;
-                (at / units).mul_add(shape.chunk_bytes(), base ^ ((at % units) * 32))
-            }
-        };
-        Blocks { operand, first: (0..count).map(block).collect() }
+        // A loop, not a closure: instructions of a closure would be traced to this file.
+        let mut blocks = Vec::new();
+        for i in 0..count {
+            blocks.push(match operand.major() {
+                Major::Inner => base + i * BLOCK * line,
+                Major::Outer => {
+                    let at = first / BLOCK + i;
+                    (at / units).mul_add(shape.chunk_bytes(), base ^ ((at % units) * 32))
+                }
+            });
+        }
+        Blocks { operand, first: blocks }
     }
 
     /// Loads a block at a step of the summed dimension.
@@ -294,7 +300,10 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         let left = Blocks::new(self, a, a_first, M as u32, Side::A);
         let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Side::B);
         for step in 0..inner / numbers[0].depth() {
-            let lefts: Vec<[Reg; 4]> = (0..M).map(|block| left.load(k, block, step)).collect();
+            let mut lefts = Vec::new();
+            for block in 0..M {
+                lefts.push(left.load(k, block, step));
+            }
             for columns in 0..acc.cols / BLOCK {
                 let both = right.load(k, columns as usize, step);
                 for half in 0..2 {

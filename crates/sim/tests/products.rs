@@ -60,9 +60,9 @@ fn fill<'k, W: Who>(
     });
 }
 
-fn build<N: AccNumber + Default + fulgurite_ptx::Word>(k: &Builder, product: Product)
+fn build<N>(k: &Builder, product: Product)
 where
-    for<'k> N: fulgurite_ptx::IntoVal<'k, N>,
+    for<'k> N: AccNumber + Default + fulgurite_ptx::Word + fulgurite_ptx::IntoVal<'k, N>,
 {
     let (a_shape, b_shape) = (shape(&product, 0, ROWS), shape(&product, 1, COLS));
     let [a, b] = ["a", "b"].map(|name| k.pointer::<u32>(name));

@@ -7,6 +7,7 @@
 //! memory     device memory as core's tensors see it
 //! tensors    tensors that fit a problem, as the kernels take them
 //! transfer   tensors in host memory: copied to the device and back
+//! tensor_operator  operators over whole tensors, which are called by name
 //! lru        the one bounded cache
 //! ```
 
@@ -14,6 +15,7 @@ mod lru;
 mod memory;
 mod modules;
 mod session;
+mod tensor_operator;
 mod tensors;
 mod transfer;
 mod workspace;

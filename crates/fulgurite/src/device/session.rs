@@ -304,6 +304,7 @@ impl<D: Device + ?Sized> Session<D> {
         match refusal {
             Refusal::NoKernel(missing) => self.unsupported(missing.feature),
             Refusal::Gemm(e) => e.into(),
+            Refusal::Tensors(e) => e.into(),
             other => self.unsupported(other.to_string()),
         }
     }

@@ -69,7 +69,7 @@ impl<D: Device + ?Sized> OnDevice<D> {
 }
 
 /// A row-major copy of a host tensor on the device.
-struct Copied {
+pub(super) struct Copied {
     memory: DeviceSpan,
     /// Frees the memory when dropped.
     _buffer: Buffer,
@@ -79,7 +79,7 @@ struct Copied {
 
 impl Copied {
     /// Allocates memory for a tensor, with undefined contents.
-    fn room(device: &(impl Device + ?Sized), dtype: DType, shape: &[usize]) -> Result<Copied, DeviceError> {
+    pub(super) fn room(device: &(impl Device + ?Sized), dtype: DType, shape: &[usize]) -> Result<Copied, DeviceError> {
         let bytes = (dtype.size_bytes() * shape.iter().product::<usize>()) as u64;
         // A tensor without elements also needs an address.
         let buffer = device.allocate(bytes.max(64))?;
@@ -87,7 +87,7 @@ impl Copied {
         Ok(Copied { memory, _buffer: buffer, dtype, shape: shape.to_vec() })
     }
 
-    fn of(device: &(impl Device + ?Sized), view: &TensorView<'_>) -> Result<Copied, DeviceError> {
+    pub(super) fn of(device: &(impl Device + ?Sized), view: &TensorView<'_>) -> Result<Copied, DeviceError> {
         let copied = Copied::room(device, view.dtype(), view.shape())?;
         device.upload(copied.memory.span(), &packed_bytes(view))?;
         Ok(copied)
@@ -97,16 +97,20 @@ impl Copied {
         view.map(|view| Copied::of(device, view)).transpose()
     }
 
-    fn view(&self) -> Result<TensorView<'_>, Error> {
+    pub(super) fn view(&self) -> Result<TensorView<'_>, Error> {
         Ok(TensorView::on_device(&self.memory, self.dtype, &self.shape, None)?)
     }
 
-    fn view_mut(&self) -> Result<TensorViewMut<'_>, Error> {
+    pub(super) fn view_mut(&self) -> Result<TensorViewMut<'_>, Error> {
         Ok(TensorViewMut::on_device(&self.memory, self.dtype, &self.shape, None)?)
     }
 
     /// Copies the elements back to a host tensor of the same shape and type.
-    fn download(&self, device: &(impl Device + ?Sized), to: &mut TensorViewMut<'_>) -> Result<(), DeviceError> {
+    pub(super) fn download(
+        &self,
+        device: &(impl Device + ?Sized),
+        to: &mut TensorViewMut<'_>,
+    ) -> Result<(), DeviceError> {
         let mut bytes = vec![0; self.memory.span().bytes() as usize];
         device.download(self.memory.span(), &mut bytes)?;
         unpack(&bytes, to);
@@ -235,10 +239,11 @@ fn unpack(bytes: &[u8], to: &mut TensorViewMut<'_>) {
 }
 
 /// Whether elements are contiguous in row-major order.
-fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
+pub(super) fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
     let mut step = 1;
+    let empty = shape.contains(&0);
     shape.iter().zip(strides).rev().all(|(&n, &stride)| {
-        let fits = n == 1 || stride == step;
+        let fits = empty || n == 1 || stride == step;
         step *= n;
         fits
     })
