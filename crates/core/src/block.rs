@@ -1,8 +1,8 @@
-//! Block masks: for each block of queries, the blocks of keys it may see.
+//! Block masks: for each block of queries, the key blocks that it may see.
 //!
-//! Two lists a row of blocks: *partial* blocks, in which the problem's mask still decides each element, and
-//! *full* blocks, in which everything is visible. Blocks in neither list are skipped. Where the problem has
-//! no mask, partial and full mean the same.
+//! Each row of blocks has two lists: *partial* blocks, in which the problem's mask still decides each element, and
+//! *full* blocks, in which every element is visible. Blocks in neither list are skipped. If the problem has no mask,
+//! partial and full blocks mean the same.
 
 use crate::expr::{Coverage, Domain};
 use crate::inputs::Bound;
@@ -11,9 +11,9 @@ use thiserror::Error;
 /// The structure of a block mask, part of the problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockSpec {
-    /// Queries in a block.
+    /// Queries per block.
     pub rows: usize,
-    /// Keys in a block.
+    /// Keys per block.
     pub cols: usize,
     /// 1 (shared by all sequences) or the batch size.
     pub batch: usize,
@@ -27,53 +27,53 @@ impl Default for BlockSpec {
     }
 }
 
-/// Why block lists were refused.
+/// The reason why block lists were rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BlockError {
-    /// Counts of the wrong number of rows.
+    /// The wrong number of rows.
     #[error("block mask: `{list}` has {got} rows, allowed: {want} (batch x heads x query blocks)")]
     Rows {
         /// `partial` or `full`.
         list: &'static str,
-        /// Rows given.
+        /// Number of rows given.
         got: usize,
-        /// Rows wanted.
+        /// Number of rows expected.
         want: usize,
     },
-    /// A block outside the matrix, or lists not ascending.
+    /// A block outside the matrix, or a list that is not ascending.
     #[error("block mask: `{list}` row {row} has {got:?}, allowed: ascending numbers below {blocks}")]
     Order {
         /// `partial` or `full`.
         list: &'static str,
-        /// The row of blocks.
+        /// Index of the row of blocks.
         row: usize,
-        /// The list.
+        /// The list of the row.
         got: Vec<i32>,
         /// Number of key blocks.
         blocks: usize,
     },
-    /// A block in both lists.
+    /// A block that is in both lists.
     #[error("block mask: row {row} lists block {block} as partial and as full; remove one")]
     Both {
-        /// The row of blocks.
+        /// Index of the row of blocks.
         row: usize,
-        /// The block.
+        /// Index of the block.
         block: i32,
     },
-    /// Sizes that do not describe blocks.
+    /// An invalid size.
     #[error("block mask: {what} is {got}, allowed: {allowed}")]
     Size {
-        /// Which number.
+        /// Name of the size.
         what: &'static str,
-        /// Its value.
+        /// Value of the size.
         got: usize,
-        /// What is allowed.
+        /// Allowed values.
         allowed: &'static str,
     },
 }
 
-/// One list of key blocks for each row of blocks, ascending.
+/// One ascending list of key blocks for each row of blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Lists {
     /// Row r is `blocks[starts[r]..starts[r + 1]]`.
@@ -95,8 +95,7 @@ impl Lists {
     }
 }
 
-/// The contents of a block mask. Holding one tells you that its lists are ascending, inside the matrix and
-/// disjoint.
+/// The contents of a block mask. Its lists are guaranteed to be ascending, inside the matrix and disjoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockMask {
     spec: BlockSpec,
@@ -107,7 +106,7 @@ pub struct BlockMask {
 }
 
 impl BlockMask {
-    /// From two lists for each (batch, head, query block), in that order.
+    /// A block mask from two lists for each (batch, head, query block), in that order.
     pub fn new(
         spec: BlockSpec,
         [q_blocks, k_blocks]: [usize; 2],
@@ -138,7 +137,8 @@ impl BlockMask {
         Ok(BlockMask { spec, q_blocks, k_blocks, partial: Lists::new(partial), full: Lists::new(full) })
     }
 
-    /// The blocks that the mask of `bound`'s problem can reach, by interval arithmetic: no element is looked at.
+    /// The blocks that the mask of `bound`'s problem can reach, found by interval arithmetic without evaluating
+    /// elements.
     pub fn from_mask(bound: &Bound<'_>, spec: BlockSpec) -> Result<BlockMask, BlockError> {
         spec.check()?;
         let problem = bound.problem();
@@ -195,7 +195,7 @@ impl BlockMask {
         }
     }
 
-    /// Block sizes and how far the lists are shared.
+    /// Block sizes, and whether sequences and heads share the lists.
     pub fn spec(&self) -> BlockSpec {
         self.spec
     }
@@ -217,7 +217,7 @@ impl BlockMask {
         (self.partial.row(row), self.full.row(row))
     }
 
-    /// What the lists say about one element.
+    /// Whether one element is hidden, decided by the mask, or visible.
     pub fn coverage(&self, batch: usize, head: usize, q: usize, k: usize) -> Coverage {
         let (partial, full) = self.lists(batch, head, q / self.spec.rows);
         let block = (k / self.spec.cols) as i32;

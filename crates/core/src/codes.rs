@@ -1,10 +1,11 @@
-//! Weights in codes: what they are, and which of them may fall either way.
+//! Weights in codes (quantised weights): their values, and which of them may round either way.
 //!
-//! A weight is a real number before it is a code, and arithmetic in f32 knows it only so well. Where it lies on the border
-//! of two codes, honest engines disagree by a whole step. [`Borders`] finds these weights: scores are known to four
-//! units of f32 in the sum of the sizes of what they are made of, exponentials to [`exp_error`] of themselves. A weight
-//! whose codes differ at the two ends of that interval may have either, and every element that it is multiplied into
-//! may be off by its step times the other factor. That is what the tolerance rule adds there, and nowhere else.
+//! A weight is a real number before it is rounded to a code, and f32 arithmetic has limited accuracy. If the weight is
+//! near the border between two codes, correct engines may differ by a whole step. [`Borders`] finds these weights. It
+//! assumes scores accurate to four f32 units in the sum of the magnitudes of their terms, and exponentials accurate to
+//! a relative error of [`exp_error`]. A weight whose codes differ at the two ends of that interval may have either
+//! code, and every element that it contributes to may be off by its step times the other factor. The tolerance rule
+//! adds this allowance there, and nowhere else.
 
 use crate::dtype::DType;
 use crate::exp::{self, Exp};
@@ -14,7 +15,7 @@ use crate::precision::{CACHE_PART, Delta, GroupAttention, INT8_LARGEST, Int8Atte
 use crate::problem::Problem;
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
-/// e^x, or the function that the problem names instead.
+/// e^x, or the function that the problem uses instead.
 pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(x, threshold),
@@ -22,9 +23,9 @@ pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
     }
 }
 
-/// Maps the scores of a row, as distances from a maximum, to weights against its final maximum. INT8 walks blocks of keys
-/// and has the maximum so far in each; in all other precisions the maximum is the final one. `weigh` gets together what
-/// shares a scale or a maximum. Parts of a cache know nothing of each other's maxima.
+/// Maps the scores of a row, as distances from a maximum, to weights relative to its final maximum. INT8 processes
+/// blocks of keys and uses the maximum so far in each; all other precisions use the final maximum. `weigh` gets all
+/// scores that share a scale or a maximum. Parts of a cache do not know each other's maxima.
 pub(crate) fn by_groups<T: Copy>(
     head: &Head<'_, T>,
     keys: &[usize],
@@ -55,12 +56,12 @@ pub(crate) fn by_groups<T: Copy>(
     out
 }
 
-/// A NaN becomes the maximum and stays it.
+/// The maximum of scores; a NaN becomes the maximum and stays it.
 pub(crate) fn highest(scores: &[f64], from: f64) -> f64 {
     scores.iter().fold(from, |m, &s| if s.is_nan() || s > m { s } else { m })
 }
 
-/// What a precision makes of the weights that share a scale.
+/// How a precision quantises the weights that share a scale.
 #[derive(Clone, Copy)]
 enum Codes {
     Int8,
@@ -90,9 +91,10 @@ impl Codes {
         }
     }
 
-    /// The distance of the lowest and the highest code that each weight may have, for weights between `low` and `high`.
+    /// The distance between the lowest and the highest code that each weight may have, for weights between `low` and
+    /// `high`.
     fn widths(self, low: &[f64], high: &[f64]) -> Vec<f64> {
-        // The largest of a group decides its scale, and is known no better than the others.
+        // The largest weight of a group decides its scale, and is no more accurate than the others.
         let top = (0..high.len()).max_by(|&a, &b| high[a].total_cmp(&high[b])).unwrap_or(0);
         let with = |p: &[f64], other: &[f64]| {
             let mut p = p.to_vec();
@@ -106,7 +108,8 @@ impl Codes {
     }
 }
 
-/// The weights of a row as the product with V takes them, against its final maximum; `None` where they are no codes.
+/// The weights of a row as the product with V takes them, relative to its final maximum; `None` if they are not
+/// quantised.
 pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64]) -> Option<Vec<f64>> {
     let problem = head.problem();
     let codes = Codes::of(problem)?;
@@ -114,7 +117,7 @@ pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64
     Some(by_groups(head, keys, scores, weigh))
 }
 
-/// How far an exponential may be off, as a share of itself: a cubic is enough for 16-bit results, or may be forced.
+/// Relative error bound of an exponential: a cubic is enough for 16-bit results, or may be forced.
 fn exp_error(problem: &Problem) -> f64 {
     let cubic = problem.dtype() != DType::F32 || matches!(problem.exp(), Exp::Poly { degree: 3 | 4, .. });
     if cubic { 2f64.powi(-13) } else { 2f64.powi(-21) }
@@ -125,8 +128,8 @@ pub(crate) fn scores(head: &Head<'_, f64>, q: usize, row: &walk::Row) -> Vec<f64
     row.keys.iter().zip(&row.scaled).map(|(&k, &s)| head.modified(s, q, k)).collect()
 }
 
-/// How far results may be off because weights lie on borders: where another arithmetic has a value, this has its
-/// allowance. `row.p` holds the widths of weights, and all factors are sizes.
+/// How far results may be off because weights are near borders: an allowance in place of each value of another
+/// arithmetic. `row.p` holds the widths of weights, and all factors are magnitudes.
 pub(crate) struct Borders;
 
 impl Arithmetic for Borders {
@@ -154,7 +157,7 @@ impl Arithmetic for Borders {
             scale * (products + taken_out.abs()) + scaled.abs() + score.abs()
         };
         let size = row.keys.iter().zip(&row.scaled).zip(&scores).map(size).fold(0.0, f64::max);
-        // A score, and the maximum that is taken from it.
+        // Errors of a score, and of the maximum that is subtracted from it.
         let (near, error) = (2.0 * 4.0 * 2f64.powi(-24) * size, exp_error(problem));
         let ends = |x: f64| {
             let all = [x - near, x, x + near].map(|x| exponential(problem, x));
@@ -177,7 +180,7 @@ impl Arithmetic for Borders {
         walk::Row { keys: row.keys, scaled: row.scaled, p: widths, o, lse: row.lse, exact }
     }
 
-    /// dS takes exact weights, and codes come in only by the output behind D.
+    /// dS uses exact weights; codes enter only through the output in D.
     fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
         let problem = head.problem();
         let rounded = matches!(problem.precision(), Precision::Groups(GroupAttention { delta: Delta::Rounded, .. }));
@@ -205,8 +208,8 @@ impl Arithmetic for Borders {
     }
 }
 
-/// Another arithmetic over keys and values that are held as they are, in a packed cache: only queries and weights are in
-/// codes.
+/// Another arithmetic over keys and values that are stored exactly in a packed cache: only queries and weights are
+/// quantised.
 pub(crate) struct Held<A>(std::marker::PhantomData<A>);
 
 impl<A: Arithmetic> Arithmetic for Held<A> {

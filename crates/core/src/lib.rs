@@ -1,7 +1,7 @@
-//! The attention problem: what is to be computed, what that means, and how right is right enough.
+//! The attention problem: its description, its exact meaning, and the tolerance for results.
 //!
-//! This crate knows no engine. [`Problem`] describes a computation and cannot be built wrong; [`Inputs`] bound
-//! to it carry the proof that they fit. Nothing here is fast.
+//! This crate contains no engine. A [`Problem`] describes a computation and cannot be built wrong; [`Inputs`] bound to
+//! it carry the proof that they fit. Nothing here is optimised for speed.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
-//! The definition of attention: f64, plain loops, no tiles, no tricks.
+//! The definition of attention: f64, simple loops, no tiles.
 //!
-//! For each row, in this order: scale; score modifiers; mask; the sink joins the denominator; softmax; times V.
-//! A masked key takes no part in any arithmetic, so nothing that it holds can leak. A row without visible
-//! keys has o = 0 and LSE = -inf, or the value of its sink. NaN propagates.
+//! The order of operations in each row is: scale; score modifiers; mask; add the sink to the denominator; softmax;
+//! product with V. A masked key takes part in no arithmetic, so its contents cannot leak. A row without visible keys
+//! has o = 0 and LSE = -inf, or the value of its sink. NaN propagates.
 
 use crate::codes;
 use crate::format::Granularity;
@@ -13,7 +13,7 @@ use crate::tensor::TensorView;
 pub use crate::walk::At;
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
-/// What forward means.
+/// The exact result of forward.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
     /// Row-major in the shape of o.
@@ -22,7 +22,7 @@ pub struct Answer {
     pub lse: Vec<f64>,
 }
 
-/// What backward means.
+/// The exact gradients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GradientAnswer {
     /// Row-major in the shape of q.
@@ -31,13 +31,13 @@ pub struct GradientAnswer {
     pub d_k: Vec<f64>,
     /// Row-major in the shape of v.
     pub d_v: Vec<f64>,
-    /// `[q_heads]`, where the problem has sinks.
+    /// Gradient of the sinks, `[q_heads]`, if the problem has sinks.
     pub d_sinks: Option<Vec<f64>>,
-    /// One entry for each auxiliary tensor of the problem, where a gradient was asked for.
+    /// Gradients of auxiliary tensors: one entry per tensor, if a gradient was requested.
     pub d_aux: Vec<Option<Vec<f64>>>,
 }
 
-/// The answer for one query row.
+/// The result for one query row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// `[value_dim]`.
@@ -78,7 +78,7 @@ pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
     walk::forward_rows::<Exact>(bound, rows).into_iter().map(|(o, lse)| Row { o, lse }).collect()
 }
 
-/// All gradients, from a forward of its own.
+/// Computes all gradients, after its own forward pass.
 pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> GradientAnswer {
     GradientAnswer::new(bound.problem(), walk::backward::<Exact>(bound, d_o, d_lse))
 }
@@ -93,8 +93,8 @@ pub fn backward_rows(
     walk::backward_rows::<Exact>(bound, d_o, d_lse, rows)
 }
 
-/// d_k and d_v of chosen keys; `At::head` counts key/value heads. Costs a whole backward of each head chosen,
-/// because every row that sees a key needs its LSE.
+/// d_k and d_v of chosen keys; `At::head` counts key/value heads. Costs a whole backward pass per chosen head, because
+/// every row that sees a key needs its LSE.
 pub fn backward_keys(
     bound: &Bound<'_>,
     d_o: &TensorView<'_>,
@@ -119,7 +119,7 @@ impl GradientAnswer {
 
 pub(crate) struct Exact;
 
-/// Replaces keys and values by what their codes mean; the mean taken out of the keys.
+/// Replaces keys and values by the values of their codes. Returns the mean that was subtracted from the keys.
 fn quantise(problem: &Problem, k: &mut [f64], v: &mut [f64]) -> Option<Vec<f32>> {
     let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
     let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
@@ -158,7 +158,8 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// A sink's share of a row's softmax. A sink of -inf takes no part, whatever the row holds; one of +inf takes everything.
+/// A sink's share of a row's softmax. A sink of -inf has no share, whatever the row holds; one of +inf takes
+/// everything.
 pub fn sink_share(sink: f64, lse: f64) -> f64 {
     match sink {
         f64::NEG_INFINITY => 0.0,
@@ -168,7 +169,7 @@ pub fn sink_share(sink: f64, lse: f64) -> f64 {
     }
 }
 
-/// What weights against `max` with this sum are multiplied with, and the LSE. The larger of maximum and sink is taken out
+/// The factor of weights relative to `max` with this sum, and the LSE. The larger of maximum and sink is factored out
 /// of the sum, so that the shares add up to 1 however large it is.
 fn normaliser(max: f64, sum: f64, sink: f64) -> (f64, f64) {
     let top = if sink > max { sink } else { max };
