@@ -1,19 +1,21 @@
-"""Attention at the speed of the machine.
+"""Fast attention for NumPy, torch and JAX arrays.
 
 >>> import numpy as np, fulgurite
 >>> q = k = v = np.random.randn(1, 128, 8, 64).astype(np.float32)   # [batch, sequence, heads, head_dim]
 >>> o = fulgurite.attention(q, k, v, causal=True)
 
-NumPy arrays, torch tensors on the CPU and arrays that speak DLPack (JAX) are read in place, whatever their strides, as
-long as the last axis is contiguous; results are of the same kind. torch tensors have gradients, and torch.compile sees
-one operator. Wrong calls raise ValueError with a message that says what is allowed.
+NumPy arrays, torch tensors and arrays that support DLPack (such as JAX's) are read in place, with any strides as long
+as the last axis is contiguous; results are of the same kind. torch tensors have gradients, and torch.compile sees one
+operator. Invalid calls raise ValueError with a message that says what is allowed.
 
-`attention` is the whole of it. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
-(`scaled_dot_product_attention`, `flex_attention`) say the same in the words that people already use, and
-`register_with_transformers()` makes `attn_implementation="fulgurite"` known. `python -m fulgurite` has a doctor.
+`attention` covers all features. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
+(`scaled_dot_product_attention`, `flex_attention`) offer them under familiar signatures, and
+`register_with_transformers()` registers `attn_implementation="fulgurite"`. `python -m fulgurite doctor` describes the
+machine.
 
-`fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` have k-means, HDBSCAN, DBSCAN, nearest neighbours, PCA and truncated
-SVD under scikit-learn's names. `fulgurite.ops` has the registered operators over whole tensors.
+`fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
+neighbours, PCA and truncated SVD under scikit-learn's names. `fulgurite.ops` has the
+registered operators over whole tensors.
 """
 
 from . import ops

@@ -15,7 +15,7 @@ from fulgurite import _fulgurite
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and gives its exit status: 2 for a wrong call, 1 for a failure."""
+    """Runs a command and returns its exit status: 2 for invalid arguments, 1 for a failure."""
     parser = argparse.ArgumentParser(prog="python -m fulgurite", description="Attention at the speed of the machine")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor_ = commands.add_parser("doctor", help="what was found here, which engine is chosen and why")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         print(json.dumps(results, indent=2) if options.json else text, flush=True)
-    except BrokenPipeError:  # who reads has read enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if ok else 1
 
@@ -53,7 +53,7 @@ def _versions() -> dict:
 
 
 def doctor(options) -> tuple:
-    """What was found on this machine."""
+    """Describes this machine and its engines."""
     engine, *why = _fulgurite.explain(options.engine)
     results: dict[str, Any] = {
         "versions": _versions(),
@@ -75,7 +75,7 @@ def doctor(options) -> tuple:
 
 
 def _best_seconds(function, seconds):
-    """The best of as many calls as fit."""
+    """The minimum time over as many calls as fit."""
     best, end = float("inf"), time.perf_counter() + seconds
     while True:
         start = time.perf_counter()
@@ -87,7 +87,7 @@ def _best_seconds(function, seconds):
 
 
 def bench(options) -> tuple:
-    """GFLOP/s of 8 heads of 64, full and causal, and torch's beside it. The full comparison is `bench/cpu.py`."""
+    """GFLOP/s of 8 heads of dimension 64, full and causal, next to torch's. The full comparison is `bench/cpu.py`."""
     import numpy
 
     torch: Any = None
@@ -122,7 +122,7 @@ def bench(options) -> tuple:
 
 
 def check(options) -> tuple:
-    """The largest error of each feature, as a share of what the tolerance rule allows."""
+    """The largest error of each feature, as a fraction of the tolerance."""
     features: dict[str, dict] = {}
     failures, refused, total = [], 0, 0
     for dtype in options.dtypes:

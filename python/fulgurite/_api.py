@@ -45,33 +45,35 @@ def attention(
     """softmax(mask(modify(scale q k^T))) v, for each head.
 
     q, k, v       `[batch, sequence, heads, head_dim]`, or packed `[total, heads, head_dim]` with `cu_seqlens`;
-                  the heads of q a multiple of those of k and v, v may have a head_dim of its own
+                  q_heads must be a multiple of kv_heads; v may have a different head_dim
     causal        True: the last query sees all keys ("bottom-right"); "top-left": the first query sees one
-    window        (left, right): keys before and after the diagonal, both included, None is unbounded
+    window        (left, right): number of keys before and after the diagonal, inclusive; None means unbounded
     scale         default 1 / sqrt(head_dim)
     softcap       c tanh(score / c)
-    mask          booleans that broadcast to `[batch, heads, q_len, k_len]`, True keeps
-    bias          floats that broadcast to the same, added to the scores; has a gradient
-    score_mod     `(score, b, h, q_idx, kv_idx) -> score`, as FlexAttention has it; tensors that it captures may be
-                  indexed, and have gradients
-    mask_mod      `(b, h, q_idx, kv_idx) -> bool`, True keeps
-    block_mask    from `create_block_mask`, or torch's: blocks that it does not list are not looked at
-    sinks         `[heads]`: a logit for each head that joins the denominator
+    mask          booleans that broadcast to `[batch, heads, q_len, k_len]`; True keeps the score
+    bias          floats that broadcast to the same shape, added to the scores; has a gradient
+    score_mod     `(score, b, h, q_idx, kv_idx) -> score`, as in FlexAttention; it may index captured tensors, which
+                  have gradients
+    mask_mod      `(b, h, q_idx, kv_idx) -> bool`; True keeps the score
+    block_mask    from `create_block_mask`, or torch's; blocks that it does not list are skipped
+    sinks         `[heads]`: one logit per head that is added to the softmax denominator
     alibi_slopes  float32 `[heads]` or `[batch, heads]`: the score falls with the distance from the diagonal
     cu_seqlens    (for q, for k): cumulative offsets, batch + 1 each
-    used_lengths  (for q, for k): how much of each sequence is in use; either may be None
-    max_lengths   (for q, for k): upper bounds of the lengths of packed sequences. A GPU does not read `cu_seqlens` and
-                  takes its decode kernel where this says that queries are few; rows past the bound are undefined there
+    used_lengths  (for q, for k): number of rows in use in each sequence; either may be None
+    max_lengths   (for q, for k): upper bounds of the lengths of packed sequences. On a GPU, `cu_seqlens` is not
+                  read back, and this bound selects the decode kernel if there are few queries; rows past the bound are
+                  undefined there
     exp, rescale, tau, engine, threads
-                  how it is computed: the exponential ("native", "poly:5", "sas"), the running maximum ("always",
-                  "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, threads
-    deterministic the gradients have the same bits every time on a GPU too, where d_q otherwise is added up in any order;
-                  everything else has them anyway
-    return_lse    also return log of the softmax denominator, float32 `[batch, heads, sequence]`
-    out           write the result here; not where gradients are wanted
+                  how it is computed: the exponential ("native", "poly:5", "sas"), the rescale policy ("always",
+                  "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, and the number
+                  of threads
+    deterministic makes gradients on a GPU bitwise reproducible, where d_q is otherwise accumulated in any order;
+                  everything else is always reproducible
+    return_lse    also return the log of the softmax denominator, float32 `[batch, heads, sequence]`
+    out           array for the result; not allowed if gradients are needed
 
-    The order of operations: scale, softcap, ALiBi, bias, score_mod; masks; sinks; softmax; times v. Returns o, or
-    (o, lse), arrays of the kind of q. A row that sees no key is 0, its LSE -inf.
+    The order of operations is: scale, softcap, ALiBi, bias, score_mod; masks; sinks; softmax; product with v.
+    Returns o, or (o, lse), as arrays of the same kind as q. A row that sees no key is 0, and its LSE is -inf.
     """
     ops = _dispatch._ops
     if (
@@ -89,7 +91,7 @@ def attention(
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
     ):
-        # With types: 1 is True, and 2.0 is 2, but not every argument takes either.
+        # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
         kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
         key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds)
         try:
@@ -113,9 +115,9 @@ def attention(
 
 
 def _general(text, q, k, v, packed, tensors, out, return_lse):
-    """A call with tensors beside q, k and v, or one that torch must see."""
+    """A call with tensors besides q, k and v, or one that torch must trace."""
     extras = _extras(*tensors, needs_grad)
-    if extras.tensors:  # otherwise the extension says it
+    if extras.tensors:  # otherwise the extension reports it
         for name, array in (("q", q), ("k", k), ("v", v)):
             _rows(name, array, packed)
     for name, array in (("mask", tensors[0]), ("bias", tensors[1])):
@@ -128,7 +130,7 @@ def _general(text, q, k, v, packed, tensors, out, return_lse):
 
 
 def _longest(packed, max_lengths, ops):
-    """The entry of upper bounds, for packed sequences. A traced graph must not depend on their values."""
+    """The description entry of upper bounds for packed sequences. A traced graph must not depend on their values."""
     if max_lengths is None:
         return ""
     if not packed:
@@ -145,7 +147,7 @@ def _rows(name, array, packed):
 
 
 def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu_seqlens, used_lengths, grad):
-    """The tensors beside q, k and v, each with its entry."""
+    """The tensors besides q, k and v, each with its description entry."""
     extras = _describe.Extras()
     if cu_seqlens is not None:
         pair = _describe.pair("cu_seqlens", cu_seqlens, "for queries and for keys")
@@ -192,7 +194,7 @@ def _extras(mask, bias, score_mod, mask_mod, block_mask, sinks, alibi_slopes, cu
 
 
 def _broadcasts(name, array, sizes):
-    """Refuses a mask that is larger than the scores: it would be read at another place than its maker thinks."""
+    """Rejects a mask that is larger than the scores: it would be read at other positions than its author expects."""
     shape = tuple(array.shape)
     if any(got not in (1, want) for got, want in zip(shape[::-1], sizes[::-1])):
         raise ValueError(f"`{name}` has shape {list(shape)}, allowed: what broadcasts to {list(sizes)}")
@@ -235,11 +237,11 @@ def attention_backward(
     deterministic: bool = False,
     out: tuple | None = None,
 ) -> tuple:
-    """The gradients of `attention`, given what it was called with, what it returned, and the gradient of o.
+    """The gradients of `attention`, from its arguments, its results, and the gradient of o.
 
-    For arrays that have no autograd; torch tensors have `backward()`. Returns (d_q, d_k, d_v), followed by the
-    gradients of sinks, of bias and of each float array that `score_mod` captures, where there are such. `out` takes as
-    many arrays to write into.
+    For arrays without autograd; torch tensors have `backward()`. Returns (d_q, d_k, d_v), followed by the gradients of
+    sinks, of bias and of each float array that `score_mod` captures, if present. `out` takes one array for each of
+    them.
     """
     text = _describe.options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic)
     text += _longest(cu_seqlens is not None, max_lengths, _dispatch.ops())
@@ -250,7 +252,7 @@ def attention_backward(
     for name, array in (("q", q), ("k", k), ("v", v)):
         _rows(name, array, packed)
     given = None if out is None else list(out)
-    at = 3 + (sinks is not None)  # where the gradient of the bias is, which went in without its axes of size 1
+    at = 3 + (sinks is not None)  # index of the bias gradient; the bias was passed without its axes of size 1
     if given is not None and bias is not None and len(given) > at:
         given[at] = given[at].reshape(extras.tensors[extras.at("bias")].shape)
     saved = (o, lse, d_o, d_lse)

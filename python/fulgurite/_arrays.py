@@ -12,7 +12,7 @@ def is_torch(array) -> bool:
 
 
 def shape_of(name, array, layout) -> tuple:
-    """The shape of what should be an array with the axes of `layout`."""
+    """The shape of an argument that should be an array with the axes of `layout`."""
     shape = getattr(array, "shape", None)
     if shape is None:
         raise ValueError(f"`{name}` is a {type(array).__name__}, allowed: an array {layout}")
@@ -20,7 +20,7 @@ def shape_of(name, array, layout) -> tuple:
 
 
 def integers(name, values):
-    """Offsets and lengths: any integers, as int32 and contiguous."""
+    """Converts offsets and lengths of any integer type to contiguous int32."""
     if is_torch(values):
         import torch
 
@@ -28,7 +28,7 @@ def integers(name, values):
             return values.contiguous()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"`{name}` is {str(values.dtype)[6:]}, allowed: integers")
-        # What lies on a GPU is not read back, and what is being traced has no values.
+        # Arrays on a GPU are not read back, and traced arrays have no values.
         there = type(values) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
         if there and values.device.type == "cpu" and values.element_size() > 4 and values.numel():
             _fits(name, int(values.min()), int(values.max()))
@@ -49,14 +49,14 @@ def _fits(name, least, most):
 
 
 def unmasked(name, array):
-    """The array itself; one of `numpy.ma` is refused, since its mask would be ignored."""
+    """Returns the array; rejects one of `numpy.ma`, because its mask would be ignored."""
     if hasattr(type(array), "harden_mask"):
         raise ValueError(f"`{name}` is a {type(array).__name__}, allowed: a plain array; use .filled(...)")
     return array
 
 
 def kind_of(array) -> str:
-    """'float', 'int', 'bool' or the name of another type."""
+    """The kind of elements: 'float', 'int', 'bool' or the name of another type."""
     name = str(array.dtype)
     if name.startswith("torch."):
         name = name[6:]
@@ -69,7 +69,7 @@ def kind_of(array) -> str:
 
 
 def readable(name, array):
-    """The array with elements that modifiers read: floats up to 32 bits as they are, integers and booleans as int32."""
+    """Converts to a type that modifiers read: floats up to 32 bits stay, integers and booleans become int32."""
     kind, width = kind_of(array), str(array.dtype)
     if kind not in ("float", "int", "bool"):
         raise ValueError(f"`{name}` is {width}, allowed: floats, integers, booleans")
@@ -91,7 +91,7 @@ def readable(name, array):
 
 
 def needs_grad(array) -> bool:
-    """Whether torch wants a gradient of this."""
+    """Whether torch needs a gradient of this tensor."""
     if not is_torch(array):
         return False
     import torch
@@ -100,8 +100,8 @@ def needs_grad(array) -> bool:
 
 
 def squeezed(name, array):
-    """An array that broadcasts to `[batch, heads, q_len, k_len]` without its axes of size 1, and the element of it
-    that belongs to a score. Fewer axes are fewer multiplications for each element."""
+    """Drops the axes of size 1 of an array that broadcasts to `[batch, heads, q_len, k_len]`. Returns the array and the
+    expression of its element for a score. Fewer axes mean fewer multiplications per element."""
     shape = shape_of(name, array, "that broadcasts to [batch, heads, q_len, k_len]")
     if len(shape) > 4:
         raise ValueError(f"`{name}` has {len(shape)} axes, allowed: at most [batch, heads, q_len, k_len]")
@@ -112,7 +112,7 @@ def squeezed(name, array):
 
 
 def rows(array):
-    """The array with a contiguous last axis, copied only where it has none, as flash-attn and torch do."""
+    """The array with a contiguous last axis; copied only if necessary, as in flash-attn and torch."""
     if is_torch(array):
         return array if array.stride(-1) == 1 else array.contiguous()
     strides = getattr(array, "strides", None)

@@ -1,7 +1,7 @@
-"""What a call asks for, as text: everything but the tensors.
+"""The description of a call as text: everything but the tensors.
 
-The text is the key of what is prepared for a call, and the only thing that a compiled torch graph stores about it, so
-it says everything itself. `python/src/description.rs` reads it and says what the entries mean.
+The text is the key of prepared calls, and the only thing that a compiled torch graph stores about a call, so it is
+complete. `python/src/description.rs` parses it and documents the entries.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;
 
 
 def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic=False) -> str:
-    """The part that numbers and names say. Values are checked where they are read, unless only Python can."""
+    """The entries of numbers and names. Their reader checks the values, except those that only Python can check."""
     text = ""
     if causal is True:
         text += _CAUSAL["bottom-right"]
@@ -42,13 +42,13 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
 
 
 def longest(max_lengths) -> str:
-    """Upper bounds of the lengths of packed sequences, rounded up so that growing lengths make few descriptions."""
+    """Upper bounds of the lengths of packed sequences, rounded up so that growing lengths give few descriptions."""
     q, k = pair("max_lengths", max_lengths, "the longest of queries and of keys, None where it is not known")
     q, k = (None if n is None else int(_integer("max_lengths", n)) for n in (q, k))
     for n in (q, k):
         if n is not None and n < 0:
             raise ValueError(f"`max_lengths` is {n}, allowed: 0 or more")
-    # Only short queries choose another kernel.
+    # Only short queries select another kernel.
     q = None if q is None or q > 64 else q
     if q is None and k is None:
         return ""
@@ -57,7 +57,7 @@ def longest(max_lengths) -> str:
 
 
 def pair(name, values, meaning):
-    """Two values, or a message that says what they would mean."""
+    """Two values, or an error that explains their meaning."""
     if not isinstance(values, (tuple, list)) or len(values) != 2:
         what = f"{len(values)} values" if isinstance(values, (tuple, list)) else f"one {type(values).__name__}"
         raise ValueError(f"`{name}` is {what}, allowed: a pair, {meaning}")
@@ -90,7 +90,7 @@ def _word(name, value):
 
 
 class Extras:
-    """The tensors of a call beside q, k and v, and the entries of the description that speak of them."""
+    """The tensors of a call besides q, k and v, and their entries in the description."""
 
     __slots__ = ("entries", "names", "tensors")
 
@@ -100,12 +100,12 @@ class Extras:
         self.names = []
 
     def add(self, role, tensor):
-        """A tensor with a place of its own: sinks, offsets, lengths, block lists."""
+        """Adds a tensor with a dedicated role: sinks, offsets, lengths, block lists."""
         self.entries += f"with {role};"
         self.tensors.append(tensor)
 
     def aux(self, name, tensor, grad):
-        """A tensor that modifiers read under this name."""
+        """Adds a tensor that modifiers read under this name."""
         if name in self.names:
             return
         self.names.append(name)
@@ -113,36 +113,36 @@ class Extras:
         self.tensors.append(tensor)
 
     def at(self, name) -> int:
-        """The place of the tensor that modifiers read under this name."""
+        """The index of the tensor that modifiers read under this name."""
         return [role.split()[1:2] for role in roles(self.entries)].index([name])
 
     def entry(self, text):
-        """An entry without a tensor."""
+        """Adds an entry without a tensor."""
         self.entries += text
 
 
 def roles(text: str) -> list[str]:
-    """What each tensor beside q, k and v is for, in order."""
+    """The role of each tensor besides q, k and v, in order."""
     return [entry[5:] for entry in text.split(";") if entry.startswith("with ")]
 
 
 def gradients(text: str) -> list[int]:
-    """Which tensors beside q, k and v have gradients."""
+    """Which tensors besides q, k and v have gradients."""
     words = [role.split() for role in roles(text)]
-    # By its place, not by its name: a tensor may be called `grad`.
+    # Compare the position, not the name: a tensor may be called `grad`.
     return [at for at, role in enumerate(words) if role == ["sinks"] or role[2:] == ["grad"]]
 
 
 _ARITY = dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "not", "float", "floor"), 1)
 _ARITY.update(dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "eq", "lt", "le", "and", "or"), 2))
 _ARITY["select"] = 3
-# Conditions that engines know a closed form of.
+# Conditions for which engines have a closed form.
 _DIAGONAL = "add q sub k_len q_len"
 _KNOWN = {"le k q": _CAUSAL["top-left"], f"le k {_DIAGONAL}": _CAUSAL["bottom-right"], "true": ""}
 
 
 def _end(words: list[str], at: int) -> int:
-    """Where the expression that begins at a word ends."""
+    """The end of the expression that starts at a word."""
     open_ = 1
     while open_:
         if words[at] == "load":

@@ -1,7 +1,7 @@
-"""The one way through which every call goes: a description and tensors in, tensors out.
+"""The single path of every call: a description and tensors in, tensors out.
 
 torch tensors that take part in autograd or in a compiled graph go through the operators of `_torch_ops`; everything
-else goes to the extension at once. Both end in `python/src/dispatch.rs`, which is where devices part.
+else goes directly to the extension. Both end in `python/src/dispatch.rs`, which branches by device.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 from ._fulgurite import Description
 
 _MAX_KNOWN = 4096
-# Descriptions by their text, and by the options of a plain call, which needs no text then.
+# Descriptions by their text, and by the options of a plain call, which then needs no text.
 _known: dict[str | tuple, Description] = {}
 _ops = None
 
 
 def description(text: str) -> Description:
-    """What was prepared for this text."""
+    """The prepared description of this text."""
     found = _known.get(text)
     if found is None:
         found = Description(text)
@@ -26,7 +26,7 @@ def description(text: str) -> Description:
 
 
 def remember(key, found: Description) -> None:
-    """Keeps a description; the oldest goes where there are too many. A key that cannot be hashed is not kept."""
+    """Caches a description and drops the oldest if there are too many. A key that cannot be hashed is not cached."""
     try:
         _known[key] = found
     except TypeError:
@@ -36,7 +36,7 @@ def remember(key, found: Description) -> None:
 
 
 def ops():
-    """The torch operators; None where torch is not in use."""
+    """The torch operators; None if torch is not in use."""
     global _ops
     if _ops is None and "torch" in sys.modules:
         from . import _torch_ops
@@ -46,7 +46,7 @@ def ops():
 
 
 def forward(text, q, k, v, extras=(), out=None, want_lse=False):
-    """o, or (o, lse)."""
+    """Computes o, or (o, lse)."""
     torch_ops = ops()
     if torch_ops is not None and torch_ops.takes(q, k, v, extras):
         if out is not None:

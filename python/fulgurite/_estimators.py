@@ -1,4 +1,4 @@
-"""What the estimators have in common: scikit-learn's habits, without scikit-learn."""
+"""Common code of the estimators: scikit-learn's conventions, without scikit-learn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 
 
 def rows_of(name, array):
-    """The array as contiguous rows of float32; anything NumPy can read."""
+    """Converts anything that NumPy can read to contiguous rows of float32."""
     import numpy as np
 
     if hasattr(array, "detach"):
@@ -20,7 +20,7 @@ def rows_of(name, array):
 
 
 class Estimator:
-    """Parameters by name, as scikit-learn has them."""
+    """Parameters by name, as in scikit-learn."""
 
     @classmethod
     def _names(cls):
@@ -57,7 +57,7 @@ class Estimator:
 
 
 def whole(name, value, most):
-    """A whole number as Rust can take it; whether it is too large is said there."""
+    """An integer as Rust takes it; Rust reports numbers that are too large."""
     import operator
 
     try:
@@ -70,7 +70,7 @@ def whole(name, value, most):
 
 
 def seed_of(random_state):
-    """A seed from scikit-learn's random_state: a number, or None for 0 (results repeat unless asked otherwise)."""
+    """A seed from scikit-learn's random_state: a number, or None for 0 (results are reproducible by default)."""
     if random_state is None:
         return 0
     try:

@@ -1,7 +1,7 @@
 """torch.ops.fulgurite: forward and backward with shapes for tracing, so that torch.compile sees one node each.
 
-This module is imported when torch is there. The operators take the description of a call as text, which is complete:
-a compiled graph that is loaded by another process means the same.
+This module is imported only if torch is available. The operators take the description of a call as text, which is
+complete: a compiled graph has the same meaning in another process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from . import _describe, _dispatch
 
 _library = torch.library.Library("fulgurite", "DEF")
-# A compiler may not change strides behind our back: any will do, but for the last axis.
+# A compiler must not change strides unnoticed: any strides work, except on the last axis.
 _tags = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides", "pt2_compliant_tag") if hasattr(torch.Tag, name)
 )
@@ -34,7 +34,7 @@ def takes(
     k,
     v,
     extras,
-    # Looked up once: each question costs as much as the answer.
+    # Looked up once: each lookup costs as much as the check itself.
     compiling=torch.compiler.is_dynamo_compiling,
     modes=torch._C._len_torch_dispatch_stack,
     casting=_casting,
@@ -62,14 +62,14 @@ def takes(
 
 
 def _no_tangents(*tensors):
-    """Refuses tensors with tangents: forward-mode derivatives are not here, and None would be taken for zero."""
+    """Rejects tensors with tangents: forward-mode derivatives are not supported, and None would be taken for zero."""
     for x in (*tensors[:3], *tensors[3]):
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError("fulgurite has no forward-mode derivatives (JVP); use backward()")
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that must not be differentiated again: they go through, and whoever asks for theirs is told."""
+    """Gradients that cannot be differentiated again: they pass through, and differentiating them raises an error."""
 
     @staticmethod
     def forward(ctx, count, *tensors):
@@ -81,7 +81,7 @@ class _Once(torch.autograd.Function):
 
 
 def _once(ctx, gradients, given):
-    """The gradients, tied to what they depend on where a graph of them is made."""
+    """The gradients, connected to their inputs if autograd builds a graph of them."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return gradients
     there = [at for at, x in enumerate(gradients) if x is not None]
@@ -94,7 +94,7 @@ def _once(ctx, gradients, given):
 
 
 def forward(q, k, v, extras, text):
-    """(o, lse) by the operator."""
+    """Computes (o, lse) with the operator."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"`{name}` is a {type(x).__name__} beside torch tensors, allowed: a torch tensor")
@@ -114,12 +114,12 @@ def forward(q, k, v, extras, text):
     return torch.ops.fulgurite.forward(q, k, v, extras, text)
 
 
-# Tracing a callable is Python that a graph cannot hold: such calls stand between two graphs.
+# Tracing a callable runs Python code that a graph cannot contain: such calls cause a graph break.
 between_graphs = torch.compiler.disable
 
 
 def autocast(*tensors):
-    """The tensors as autocast wants them, where it is on."""
+    """Casts the tensors as autocast requires, if it is active."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -133,15 +133,15 @@ def _forward(q, k, v, extras, description):
 
 
 def _backward(q, k, v, extras, o, lse, d_o, d_lse, description):
-    if d_o.is_cuda:  # the copy engine reads rows of elements that lie together
+    if d_o.is_cuda:  # the copy engine reads rows of contiguous elements
         d_o, d_lse = d_o.contiguous(), None if d_lse is None else d_lse.contiguous()
-        # A logit for each head, whose gradient is summed in f32.
+        # One logit per head, whose gradient is summed in f32.
         extras = [x.float() if role == "sinks" else x for role, x in zip(_describe.roles(description), extras)]
     with torch._C._AutoDispatchBelowAutograd():
         return _dispatch.description(description).backward(q, k, v, extras, (o, lse, d_o, d_lse), None)
 
 
-# By device: what computes. A device that is added here is added everywhere.
+# Implementations by device. A device that is added here is supported everywhere.
 _KERNELS = {"cpu": (_forward, _backward), "cuda": (_forward, _backward)}
 for _device, (_one, _other) in _KERNELS.items():
     _library.impl("forward", _one, _device.upper())
@@ -175,8 +175,8 @@ def _save(ctx, description, inputs, outputs):
 
 
 def _derive(ctx, d_o, d_lse, backward=None):
-    """Gradients of q, k and v, and those of the tensors beside them, None where there is none."""
-    q, k, v, *extras, o, lse = ctx.saved_tensors  # once: a checkpoint forgets what was taken
+    """Gradients of q, k and v, and of the extra tensors; None for a tensor without one."""
+    q, k, v, *extras, o, lse = ctx.saved_tensors  # read once: a checkpoint drops saved tensors after access
     backward = backward or _KERNELS[q.device.type][1]
     d_o = torch.zeros_like(o) if d_o is None else d_o
     d_lse = None if d_lse is None else d_lse.float()
@@ -203,7 +203,7 @@ torch.library.register_autograd("fulgurite::forward", _derive_by_operator, setup
 
 
 class _Eager(torch.autograd.Function):
-    """The same where nothing is traced or compiled: the general way costs more than twice as much."""
+    """The operators without tracing or compilation: the general path costs more than twice as much."""
 
     @staticmethod
     def forward(ctx, q, k, v, description, *extras):

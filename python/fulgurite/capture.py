@@ -1,4 +1,4 @@
-"""Running callables under tracing: the arrays that they capture, and masks that are made of masks."""
+"""Runs callables under tracing, and handles captured arrays and masks made of masks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Callable
 from ._arrays import is_torch, kind_of, readable
 from .trace import Captured, Traced, TraceError, as_float, call, has_traced, lift, tracing
 
-# Names that descriptions use for tensors with a meaning of their own.
+# Names that descriptions reserve for tensors with a dedicated role.
 _TAKEN = ("alibi_slopes", "alibi_slopes_of_batch", "bias", "mask", "prefix_lengths", "documents_q", "documents_k")
 
 
 class TracedMask:
-    """A mask that was traced before: what it says, and the arrays that it captured."""
+    """A mask that was already traced: its expression, and the arrays that it captured."""
 
     __slots__ = ("text", "tracer")
 
@@ -24,9 +24,9 @@ class TracedMask:
 
 
 class Tracer:
-    """Traces the callables of one call; an array that several of them capture is one tensor."""
+    """Traces the callables of one call; an array that several of them capture becomes one tensor."""
 
-    # Lengths of the own sequence, for callables of ours.
+    # Lengths of the sequence, for fulgurite's own callables.
     q_len, k_len = Traced("q_len", "int"), Traced("k_len", "int")
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Tracer:
         return [(name, usable) for name, _, usable, _ in self.arrays.values()]
 
     def adopt(self, traced: TracedMask) -> str:
-        """The expression of a mask that was traced before; its arrays become those of this call."""
+        """The expression of a mask that was already traced; its arrays become part of this call."""
         names = {name: array for name, array, _, _ in self.arrays.values()}
         for name, array, _, _ in traced.tracer.arrays.values():
             if names.get(name, array) is not array:
@@ -95,20 +95,20 @@ class Tracer:
             tracing.tracers.pop()
 
     def _wrap(self, name, value, seen):
-        """What a captured value is replaced by: arrays by stand-ins, functions by functions that see those."""
+        """Replaces a captured value: arrays by stand-ins, functions by functions that capture stand-ins."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, Combined)):
             return self._rebind(value, seen)
         if type(value) in (tuple, list) and any(map(callable, value)):  # masks that a function joins
             return type(value)(self._wrap(name, each, seen) for each in value)
         if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             self.names.setdefault(id(value), name)
-            # torch's tensors stay: a function mode sees them wherever they come from.
+            # torch tensors stay: a function mode sees them wherever they come from.
             if not is_torch(value) and tuple(value.shape) != ():
                 return Captured(value)
         return value
 
     def _rebind(self, function, seen):
-        """The function with captured arrays that can be indexed by stand-ins."""
+        """The function with captured arrays replaced, so that stand-ins can index them."""
         if id(function) in seen:
             return seen[id(function)]
         seen[id(function)] = function
@@ -147,7 +147,7 @@ def _with_captures(function, wrap):
     for name in code.co_names:
         value = globals_.get(name)
         if value is None or (isinstance(value, types.FunctionType) and value.__globals__ is not globals_):
-            continue  # not there, or a function of another module, which has its own arrays
+            continue  # missing, or a function of another module, which has its own arrays
         other = wrap(name, value)
         if other is not value:
             replaced[name] = other
@@ -167,7 +167,7 @@ def _indices():
 
 
 def captured(array: Any) -> Captured:
-    """An array that a callable reaches through an object or a container, so that traced values can index it.
+    """Wraps an array that a callable reaches through an object or a container, so that traced values can index it.
 
     Not needed for torch tensors, nor for arrays that are variables, defaults or arguments of `functools.partial`.
     """
@@ -175,7 +175,7 @@ def captured(array: Any) -> Captured:
 
 
 class Combined:
-    """Masks joined by and, or by or."""
+    """Joins masks by `and` or by `or`."""
 
     def __init__(self, op: str, parts: list):
         self.op, self.parts = op, parts
@@ -190,7 +190,7 @@ class Combined:
 
 @functools.lru_cache(None)
 def _mode():
-    """A mode of torch that sees every function of torch, also those on tensors that a callable captured."""
+    """A torch function mode that sees every torch function, including those on tensors that a callable captured."""
     from torch.overrides import TorchFunctionMode
 
     class Tracing(TorchFunctionMode):

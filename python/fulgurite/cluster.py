@@ -3,7 +3,8 @@
 >>> from fulgurite.cluster import KMeans
 >>> labels = KMeans(8, random_state=0).fit_predict(points)
 
-Labels are those of an f64 computation, the first of equally near centroids, and do not depend on the number of threads.
+Labels equal those of an f64 computation (the first of equally near centroids), and do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ __all__ = ["DBSCAN", "HDBSCAN", "KMeans"]
 
 
 class KMeans(Estimator):
-    """k-means by Lloyd's steps.
+    """k-means by Lloyd's algorithm.
 
-    `init` is "k-means++", "random" or an array of centroids; `n_init` starts are tried and the one with the least inertia
-    stays. `metric` is "euclidean", "cosine" or "dot". `batch_size` makes it mini-batch k-means. `score_tolerance`
-    allows errors of scores, relative to the norms of point and centroid: from 1/64 on, bf16 on a matrix unit.
+    `init` is "k-means++", "random" or an array of centroids; the start with the least inertia of `n_init` is
+    kept. `metric` is "euclidean", "cosine" or "dot". `batch_size` makes it mini-batch k-means. `score_tolerance`
+    allows errors of scores, relative to the norms of point and centroid; from 1/64 on, a matrix unit computes in bf16.
 
     `fit` also takes the path of a `.npy` file of float32 rows, of which at most `memory_bytes` are held at a time.
     """
@@ -102,7 +103,7 @@ class KMeans(Estimator):
         return labels
 
     def transform(self, X):
-        """The distance of each row to each centroid."""
+        """The distance from each row to each centroid."""
         import numpy as np
 
         X = rows_of("X", X)
@@ -121,9 +122,9 @@ class KMeans(Estimator):
 
 
 class HDBSCAN(Estimator):
-    """Clusters of any density, by euclidean distance, as the package hdbscan finds them.
+    """Clusters of varying density, by euclidean distance, equal to those of the package hdbscan.
 
-    `min_samples` is the neighbour, the point itself not counted, whose distance is the core distance (as in the
+    The core distance is the distance to the `min_samples`-th neighbour, not counting the point itself (as in the
     package hdbscan; scikit-learn counts the point itself).
     """
 

@@ -48,16 +48,17 @@ class _Components(Estimator):
         return self.fit(X).transform(X)
 
     def inverse_transform(self, X):
-        """Rows from coordinates."""
+        """Reconstructs rows from coordinates."""
         rows = rows_of("X", X) @ self._fitted("components_")
         return rows if self.mean_ is None else rows + self.mean_
 
 
 class TruncatedSVD(_Components):
-    """Singular values and right singular vectors, the largest first, the largest element of each vector positive.
+    """Singular values and right singular vectors, largest first; the largest element of each vector is positive.
 
-    `tol` allows relative errors of the singular values: the randomised form, where it is less work. None is exact to
-    the rounding of float32. Explained variances are squared singular values over the rows less one.
+    `tol` allows relative errors of the singular values; the randomised form is then used if it is less work. None means
+    exact up to float32 rounding. Explained variances are squared singular values divided by the number of rows minus
+    one.
     """
 
     def __init__(self, n_components=2, *, tol=None, random_state=None, n_threads=None):
@@ -68,7 +69,7 @@ class TruncatedSVD(_Components):
 
 
 class PCA(_Components):
-    """Principal components: the truncated SVD of the rows less their mean, `mean_`."""
+    """Principal components: the truncated SVD of the rows minus their mean, `mean_`."""
 
     _centred = True
 

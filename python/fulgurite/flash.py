@@ -1,10 +1,9 @@
-"""The functions of flash-attn, with its signatures and its meaning.
+"""The functions of flash-attn, with its signatures and semantics.
 
 Layout `[batch, sequence, heads, head_dim]`, packed `[total, heads, head_dim]`. `causal` is aligned bottom-right: the
-last query sees the last key. A side of `window_size` that is -1 or None is unbounded. `deterministic` counts for
-gradients on a GPU; everything else is deterministic anyway. Arguments that only tune a GPU (`num_splits`, `pack_gqa`,
-`sm_margin`) change nothing.
-Arguments that are known and not available raise NotImplementedError with their name.
+last query sees the last key. A side of `window_size` that is -1 or None is unbounded. `deterministic` affects
+gradients on a GPU; everything else is always deterministic. Arguments that only tune a GPU (`num_splits`, `pack_gqa`,
+`sm_margin`) have no effect. Unsupported arguments of flash-attn raise NotImplementedError with their name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ._arrays import is_torch, rows, shape_of
 
 Array = Any
 
-# What our own messages call differently.
+# Arguments with other names in fulgurite's own messages.
 _NAMES = {
     "scale": "softmax_scale",
     "window": "window_size",
@@ -50,7 +49,7 @@ def renaming(names: dict[str, str]):
 
 
 def refuse(**arguments):
-    """Raises where one of the arguments is not what it is when nobody gives it: `name=(value, default)`."""
+    """Raises if one of the arguments differs from its default: `name=(value, default)`."""
     for name, (value, *defaults) in arguments.items():
         if not any(value is default or (isinstance(value, (int, float)) and value == default) for default in defaults):
             shown = "a tensor" if hasattr(value, "shape") else repr(value)
@@ -58,7 +57,7 @@ def refuse(**arguments):
 
 
 def check_dropout(dropout_p):
-    """There is no dropout."""
+    """Rejects dropout, which is not supported."""
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
         raise ValueError(
             f"`dropout_p` is {dropout_p!r}, allowed: 0.0; fulgurite has no dropout, a random mask could not be checked"
@@ -79,7 +78,7 @@ def _softcap(softcap):
 
 
 def _one_of(**arguments):
-    """The one that was given, among several names of the same argument."""
+    """The value that was given, among several names of the same argument."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if not given:
         return None
@@ -136,8 +135,8 @@ def flash_attn_func(
     """Attention over `[batch, sequence, heads, head_dim]`; k and v may have fewer heads, v another head_dim.
 
     Returns out; with `return_attn_probs` (out, softmax_lse, None), with `return_lse` (out, softmax_lse), softmax_lse
-    float32 `[batch, heads, sequence]`. `learnable_sink` (or `s_aux`) is a logit for each head that joins the
-    denominator.
+    float32 `[batch, heads, sequence]`. `learnable_sink` (or `s_aux`) is one logit per head that is added to
+    the softmax denominator.
     """
     check_dropout(dropout_p)
     if attention_chunk or not (qv is q_descale is k_descale is v_descale is None):
@@ -189,10 +188,10 @@ def flash_attn_varlen_func(
     v_descale: Array | None = None,
     attention_chunk: int = 0,
 ) -> Any:
-    """Attention over sequences that lie one after the other, `[total, heads, head_dim]`.
+    """Attention over packed sequences, `[total, heads, head_dim]`.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are cumulative offsets, batch + 1 each. On a GPU, where they are not read,
-    `max_seqlen_q` tells that a batch is one of decoding; elsewhere `max_seqlen_q` and `max_seqlen_k` may be left out.
+    `cu_seqlens_q` and `cu_seqlens_k` are cumulative offsets, batch + 1 each. On a GPU they are not read back, and
+    `max_seqlen_q` selects the decode kernel; elsewhere `max_seqlen_q` and `max_seqlen_k` are optional.
     softmax_lse is `[heads, total]`.
     """
     check_dropout(dropout_p)
@@ -218,7 +217,7 @@ def flash_attn_varlen_func(
 
 
 def _unpack(name, packed, count, axis):
-    """q, k, v (or k, v) of one array; with autograd their gradients are put together once."""
+    """Splits one array into q, k, v (or k, v); autograd combines their gradients once."""
     shape = shape_of(name, packed, f"with {count} at axis {axis}")
     if len(shape) <= axis or shape[axis] != count:
         raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {count} at axis {axis}")
@@ -337,9 +336,10 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of q over a cache `[batch, room, heads, head_dim]`, of which `cache_seqlens` keys are in use.
 
-    k and v, `[batch, new, heads, head_dim]`, are first written into the caches behind the keys in use, in place.
-    `cache_seqlens` is one number or one for each sequence; without it the whole cache is in use. `cache_leftpad` says
-    where each sequence begins. No gradients. Rotary embedding, `cache_batch_idx` and paged caches are not here.
+    k and v, `[batch, new, heads, head_dim]`, are first appended to the caches in place, after the keys in use.
+    `cache_seqlens` is one number, or one per sequence; without it the whole cache is in use. `cache_leftpad` gives the
+    start of each sequence. There are no gradients. Rotary embedding, `cache_batch_idx` and paged caches are not
+    supported.
     """
     refuse(
         rotary_cos=(rotary_cos, None),
@@ -374,7 +374,7 @@ def flash_attn_with_kvcache(
             for at, length in enumerate(used.tolist()):
                 if length + new > room:
                     raise ValueError(f"`cache_seqlens`[{at}] is {length}, {new} new keys do not fit a room of {room}")
-            # Whatever a call without queries refuses is refused before the caches are written.
+            # Run all checks, with no queries, before the caches are written.
             _without_gradients(q[:, :0], k_cache, v_cache, options, {**more, "used_lengths": (None, used)})
         for cache, fresh in ((k_cache, k), (v_cache, v)):
             _append(cache, fresh, used)
@@ -398,7 +398,7 @@ def _on_gpu(array):
 
 
 def _fresh(k_cache, v_cache, k, v, batch):
-    """How many keys are new, of k and v that fit the caches."""
+    """The number of new keys; checks that k and v fit the caches."""
     new = shape_of("k", k, "[batch, new, heads, head_dim]")[1:2]
     for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = [batch, *(new or ("new",)), *cache.shape[2:]]
@@ -412,7 +412,7 @@ def _fresh(k_cache, v_cache, k, v, batch):
 
 
 def _lengths(name, lengths, q, batch, room):
-    """One length for each sequence, int32 beside q. Those on a GPU stay there: they are not read back."""
+    """One length per sequence, int32 on the device of q. Lengths on a GPU are not read back."""
     if _on_gpu(q) and is_torch(lengths):
         import torch
 
@@ -423,7 +423,7 @@ def _lengths(name, lengths, q, batch, room):
 
 
 def _used(name, lengths, batch, room):
-    """One length for each sequence, as Python integers."""
+    """One length per sequence, as Python integers."""
     if lengths is None:
         return [room] * batch
     if isinstance(lengths, int) and not isinstance(lengths, bool):
@@ -440,13 +440,13 @@ def _used(name, lengths, batch, room):
 
 
 def _append(cache, fresh, used):
-    """Writes new keys behind those in use."""
+    """Writes new keys after those in use."""
     new = fresh.shape[1]
     if is_torch(cache):
         import torch
 
         with torch.no_grad():
-            # On the device of the cache; lengths there are not looked at, so that none reaches outside.
+            # On the device of the cache, lengths are not read back: clamp them, so that no write is out of bounds.
             at = used.to(torch.int64)[:, None] + torch.arange(new, device=cache.device)
             rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
             cache[rows, at.clamp(0, max(cache.shape[1] - 1, 0))] = fresh

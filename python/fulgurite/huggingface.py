@@ -1,7 +1,7 @@
 """transformers: `register_with_transformers()`, then `attn_implementation="fulgurite"`.
 
 The mask of a model arrives as a function of indices and is traced into an expression, so that no `[q_len, k_len]` mask
-is made; padding is a captured tensor. Inside torch.compile masks are dense booleans, as those of "sdpa" are.
+is made; padding is a captured tensor. Inside torch.compile masks are dense booleans, as for "sdpa".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "fulgurite"
 
 
 def register_with_transformers(name: str = NAME) -> None:
-    """Makes `attn_implementation="fulgurite"` known to transformers: the attention and the masks that go with it."""
+    """Registers `attn_implementation="fulgurite"` with transformers: the attention and its masks."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as cause:
@@ -35,7 +35,7 @@ def attention_mask_for(
     attention_mask: Any = None,
     **kwargs,
 ) -> Any:
-    """What a layer gets as `attention_mask`: a traced mask, or a dense one where it cannot be traced."""
+    """The `attention_mask` of a layer: a traced mask, or a dense one if tracing fails."""
     import torch
     from transformers import masking_utils as masks
 
@@ -63,7 +63,7 @@ def _traced(q_length, kv_length, q_offset, kv_offset, mask_function, attention_m
     if attention_mask is not None and not bool(attention_mask.all()):
         padding = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = masks.and_masks(mask_function, masks.padding_mask_function(padding))
-    # Said by the lengths, where they say it: then the text does not change from one generated token to the next.
+    # Use the lengths if they suffice: the description then stays the same from one generated token to the next.
     by_lengths = q_offset - kv_offset == kv_length - q_length
 
     def shifted(b, h, q_idx, kv_idx):
@@ -91,7 +91,7 @@ def attention_forward(
     position_bias: Any = None,
     **kwargs,
 ) -> tuple:
-    """One layer's attention: `[batch, heads, sequence, head_dim]` in, `[batch, sequence, heads, head_dim]` out."""
+    """Attention of one layer: `[batch, heads, sequence, head_dim]` in, `[batch, sequence, heads, head_dim]` out."""
     if dropout:
         raise ValueError(f"`dropout` is {dropout}, allowed: 0.0; set attention_dropout=0.0 in the model's config")
     if kwargs.get("output_attentions"):

@@ -15,12 +15,12 @@ Mask = Callable[[Any, Any, Any, Any], Any]
 
 
 def and_masks(*mask_mods: Mask) -> Mask:
-    """A mask that keeps a key where all of the given ones do."""
+    """A mask that keeps a key if all given masks keep it."""
     return _combined("and", mask_mods)
 
 
 def or_masks(*mask_mods: Mask) -> Mask:
-    """A mask that keeps a key where one of the given ones does."""
+    """A mask that keeps a key if one of the given masks keeps it."""
     return _combined("or", mask_mods)
 
 
@@ -38,8 +38,8 @@ def _combined(op, mask_mods):
 class BlockMask:
     """For each block of queries, the blocks of keys that it may see.
 
-    Blocks that are *partial* still ask `mask_mod` for each element, *full* ones do not, and what is in neither list is
-    not looked at. The fields have torch's names: `kv_num_blocks` and `kv_indices` for the partial blocks,
+    *Partial* blocks still apply `mask_mod` to each element, *full* blocks do not, and blocks in neither list are
+    skipped. The fields have torch's names: `kv_num_blocks` and `kv_indices` for the partial blocks,
     `full_kv_num_blocks` and `full_kv_indices` for the full ones, int32 NumPy arrays.
     """
 
@@ -50,16 +50,16 @@ class BlockMask:
 
     @property
     def shape(self) -> tuple:
-        """(batch, heads, q_len, k_len); batch and heads are 1 where all share the lists."""
+        """(batch, heads, q_len, k_len); batch or heads is 1 if all share the lists."""
         return (*self.kv_num_blocks.shape[:2], *self.seq_lengths)
 
     def sparsity(self) -> float:
-        """How many of the blocks are not looked at, in percent."""
+        """Percentage of blocks that are skipped."""
         listed = int(self.kv_num_blocks.sum()) + int(self.full_kv_num_blocks.sum())
         return 100.0 * (1.0 - listed / max(1, self.kv_indices.size))
 
     def to_dense(self) -> numpy.ndarray:
-        """Booleans `[batch, heads, query blocks, key blocks]`, True where a block is looked at."""
+        """Booleans `[batch, heads, query blocks, key blocks]`, True for blocks that are computed."""
         dense = numpy.zeros(self.kv_indices.shape, bool)
         for counts, indices in (
             (self.kv_num_blocks, self.kv_indices),
@@ -82,10 +82,10 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """The blocks that `mask_mod` can reach, found by interval arithmetic: no element is looked at.
+    """The blocks that `mask_mod` can reach, found by interval arithmetic without evaluating elements.
 
-    B, H      None: all sequences, all heads share the lists; the mask must not read that index
-    device    taken for the sake of torch's signature; the lists are small and lie on the host
+    B, H      None: all sequences or heads share the lists; the mask must not read that index
+    device    accepted for compatibility with torch's signature; the lists are small and stay on the host
     """
     rows, cols = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     sizes: list[tuple[str, Any, int]] = [("B", B, 1), ("H", H, 1), ("Q_LEN", Q_LEN, 0), ("KV_LEN", KV_LEN, 0)]
@@ -109,7 +109,7 @@ def create_block_mask(
         [*shared, Q_LEN, KV_LEN],
         [rows, cols],
         [name for name, _ in captured],
-        # Read here, on the host; calls take the arrays where they lie.
+        # The lists are made on the host; calls read the arrays in place.
         [array.cpu() if is_torch(array) else array for _, array in captured],
     )
     shape = (*shared, -(-Q_LEN // rows), -(-KV_LEN // cols))

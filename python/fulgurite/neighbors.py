@@ -3,7 +3,7 @@
 >>> from fulgurite.neighbors import IVFNeighbors, NearestNeighbors
 >>> distances, rows = NearestNeighbors(n_neighbors=10).fit(base).kneighbors(queries)
 >>> lists = IVFNeighbors(n_neighbors=10, n_probes=16).fit(base)
->>> lists.recall(queries[:200])  # the share of the true neighbours that it finds
+>>> lists.recall(queries[:200])  # the fraction of the true neighbours that it finds
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["IVFNeighbors", "NearestNeighbors"]
 
 
 class NearestNeighbors(Estimator):
-    """The nearest rows, by "euclidean" distance, "cosine" (1 less the cosine) or "dot" (the negated product).
+    """The nearest rows, by "euclidean" distance, "cosine" (1 minus the cosine) or "dot" (the negated dot product).
 
-    Exact, unless `score_tolerance` allows errors of scores relative to the norms of query and row: from 1/64 on, bf16 on a matrix unit. Distances
-    are true in either case.
+    Exact, unless `score_tolerance` allows errors of scores relative to the norms of query and row; from 1/64 on, a
+    matrix unit computes in bf16. The returned distances are exact in either case.
     """
 
     def __init__(self, n_neighbors=5, *, metric="euclidean", score_tolerance=None, n_threads=None):
@@ -36,14 +36,14 @@ class NearestNeighbors(Estimator):
         return self
 
     def kneighbors(self, X=None, n_neighbors=None, return_distance=True):
-        """Distances and row numbers of the nearest rows, nearest first, lower rows first among equals.
+        """Distances and row numbers of the nearest rows, nearest first; ties are ordered by row number.
 
-        Without `X`, of each row that was fitted the nearest others.
+        Without `X`, finds the nearest other rows of each fitted row.
         """
         return self._search(X, n_neighbors, return_distance, 0)
 
     def _asked(self):
-        """What the index depends on beside the rows."""
+        """The parameters on which the index depends, besides the rows."""
         return (self.metric, self.score_tolerance, self.n_threads), None
 
     def _index(self):
@@ -61,7 +61,7 @@ class NearestNeighbors(Estimator):
         index, k = self._index(), self._count(n_neighbors)
         queries = None if X is None else rows_of("X", X)
         count = len(self._rows) if queries is None else len(queries)
-        # A number of neighbours that there are not is refused before anything is as large as it.
+        # Reject more neighbours than rows before allocating arrays of that size.
         room = k if k <= len(self._rows) else 0
         rows, distances = np.empty((count, room), np.int32), np.empty((count, room), np.float32)
         index.search(queries, k, probes, rows, distances)
@@ -73,8 +73,9 @@ class NearestNeighbors(Estimator):
 
 
 class IVFNeighbors(NearestNeighbors):
-    """The nearest rows in inverted lists: k-means puts rows into `n_lists` lists (the square root of their number if None), and a query looks
-    into the `n_probes` whose centroids are nearest (8 if None). All lists give the exact answer; `recall` says what fewer give.
+    """The nearest rows in inverted lists: k-means assigns rows to `n_lists` lists (default: the square root of their
+    number), and a query searches the `n_probes` lists with the nearest centroids (default: 8). Searching all lists
+    gives the exact answer; `recall` measures the quality with fewer.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class IVFNeighbors(NearestNeighbors):
         self.random_state = random_state
 
     def kneighbors(self, X=None, n_neighbors=None, return_distance=True, *, n_probes=None):
-        """As `NearestNeighbors.kneighbors`, in `n_probes` lists; more where they hold too few rows."""
+        """Like `NearestNeighbors.kneighbors`, in `n_probes` lists, or more if they hold too few rows."""
         return self._search(X, n_neighbors, return_distance, self._probes(n_probes))
 
     def recall(self, X, n_neighbors=None, *, n_probes=None):
-        """The share of the true nearest rows of `X` that `kneighbors` finds; takes as long as the exact search."""
+        """The fraction of the true nearest rows of `X` that `kneighbors` finds; takes as long as the exact search."""
         index, k = self._index(), self._count(n_neighbors)
         return index.recall(rows_of("X", X), k, self._probes(n_probes))
 

@@ -1,4 +1,4 @@
-"""The functions of torch: `scaled_dot_product_attention` and `flex_attention`, with its layouts and its meaning."""
+"""The functions of torch: `scaled_dot_product_attention` and `flex_attention`, with its layouts and semantics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """`torch.nn.functional.scaled_dot_product_attention`: `[..., heads, sequence, head_dim]` in and out.
 
-    attn_mask    broadcasts to `[..., heads, L, S]`: booleans, True keeps; or floats that are added, with a gradient
+    attn_mask    broadcasts to `[..., heads, L, S]`: booleans, True keeps the score; or floats that are added, with a
+                 gradient
     dropout_p    must be 0
     is_causal    aligned top-left: query i sees keys 0 to i, whatever the lengths; not together with `attn_mask`
     enable_gqa   lets key and value have fewer heads; query head h uses key/value head h // (Hq / Hkv)
@@ -76,13 +77,13 @@ def scaled_dot_product_attention(
         raise ValueError(f"`value` has {v_len} rows, allowed: {k_len}, those of `key`")
     if rank == 2:
         query, key, value = query[None, None], key[None, None], value[None, None]
-    elif rank == 3:  # the first axis are sequences, not heads: they broadcast
+    elif rank == 3:  # the first axis counts sequences, not heads: they broadcast
         query, key, value = query[:, None], key[:, None], value[:, None]
     batch = _leading(query, key, value, max(4, rank))
     heads, k_heads, v_heads = (x.shape[-3] for x in (query, key, value))
     if heads != k_heads or heads != v_heads:
         if enable_gqa and k_heads == v_heads:
-            pass  # whether they divide is checked with the problem
+            pass  # the problem checks divisibility
         elif not enable_gqa and {k_heads, v_heads} <= {1, heads}:
             key, value = (_broadcast(x, (*x.shape[:-3], heads, *x.shape[-2:])) for x in (key, value))
         else:
@@ -105,7 +106,7 @@ def scaled_dot_product_attention(
 
 
 def _scores(name, array, batch, rank, sizes):
-    """A mask or bias as `[batch, heads, L, S]`, each axis its size or 1."""
+    """A mask or bias as `[batch, heads, L, S]`; each axis has its full size or 1."""
     shape = shape_of(name, array, "[..., L, S]")
     if rank == 3 and len(shape) == 3:  # [N, L, S] beside [N, L, E]
         array = array[:, None]
@@ -137,8 +138,8 @@ def flex_attention(
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`: `[batch, heads, sequence, head_dim]` in and out.
 
-    `score_mod` is traced, so it needs no compilation; `block_mask` is ours or torch's. `kernel_options` tune torch's
-    kernels and change nothing here. Returns out, or (out, lse) with lse float32 `[batch, heads, sequence]`.
+    `score_mod` is traced, so it needs no compilation; `block_mask` is fulgurite's or torch's. `kernel_options` tune
+    torch's kernels and have no effect here. Returns out, or (out, lse) with lse float32 `[batch, heads, sequence]`.
     """
     refuse(return_aux=(return_aux, None))
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -1,11 +1,10 @@
-"""Python callables in FlexAttention's form, traced into expressions.
+"""Traces Python callables in FlexAttention's form into expressions.
 
     score_mod(score, b, h, q_idx, kv_idx) -> score          mask_mod(b, h, q_idx, kv_idx) -> bool
 
-A callable is run once with stand-ins that write down what is done to them. Operators, the functions of torch and of
-NumPy that are listed in `_FUNCTIONS`, and methods of the same names work; arrays that the callable captures are indexed
-by stand-ins. Whatever cannot be written down is an error that says which operation it was. Gradients need no second
-function.
+A callable runs once with stand-ins that record the operations on them. It may use operators, the functions of torch and
+NumPy that are listed in `_FUNCTIONS`, and methods of the same names; stand-ins index the arrays that the callable
+captures. An operation that cannot be recorded raises an error that names it. Gradients need no second function.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any, Callable
 
 from ._arrays import is_torch
 
-# A modifier that a person wrote has some hundred characters.
+# A hand-written modifier has a few hundred characters.
 _MAX_CHARACTERS = 40_000
 
 
 class _Tracing(threading.local):
-    """Who is tracing in this thread, the innermost last: it names the arrays that are captured."""
+    """The active tracers of this thread, innermost last; they name captured arrays."""
 
     def __init__(self):
         self.tracers: list[Any] = []
@@ -33,7 +32,7 @@ tracing = _Tracing()
 
 
 class TraceError(ValueError):
-    """A callable does something that cannot be written down."""
+    """A callable performs an operation that cannot be recorded."""
 
 
 def _no(what):
@@ -48,7 +47,7 @@ class Traced:
     __slots__ = ("kind", "text")
     __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]
-    # What torch's own helpers ask of an index.
+    # Attributes that torch's own helpers read from an index.
     ndim = 0
     shape = ()
     device = None
@@ -192,7 +191,7 @@ class Traced:
 
 
 class Captured:
-    """An array that a callable reads: indexed by traced values, one for each axis."""
+    """An array that a callable reads: traced values index it, one per axis."""
 
     __slots__ = ("array", "at")
     __array_ufunc__ = None
@@ -220,7 +219,7 @@ class Captured:
 
 
 def lift(value) -> Traced:
-    """A traced value from whatever stands beside one."""
+    """Converts the other operand of an operation to a traced value."""
     if isinstance(value, Traced):
         return value
     if isinstance(value, Captured):
@@ -267,7 +266,7 @@ def _load(array, at) -> Traced:
 
 
 def _number(value) -> Traced:
-    """Booleans count as 0 and 1 where numbers are wanted."""
+    """Converts booleans to 0 and 1 where numbers are expected."""
     value = lift(value)
     return Traced(f"select {value.text} i1 i0", "int") if value.kind == "bool" else value
 
@@ -278,7 +277,7 @@ def as_float(value) -> Traced:
 
 
 def _integer(value) -> Traced:
-    """Towards zero, as torch converts."""
+    """Truncates toward zero, as torch does."""
     value = _number(value)
     if value.kind == "int":
         return value
@@ -384,7 +383,7 @@ def _clamp(a, min=None, max=None, **numpy) -> Traced:
 
 
 def _to(a, *args, **kwargs) -> Traced:
-    """Conversion to the type that is among the arguments; devices and layouts change nothing."""
+    """Converts to the type that is among the arguments; devices and layouts have no effect."""
     a = lift(a)
     for want in (*args, *kwargs.values()):
         if isinstance(want, Traced):
@@ -499,7 +498,7 @@ _FUNCTIONS: dict[str, Callable] = {
     "ones_like": _filled(1),
     "zeros_like": _filled(0),
 }
-# Names under which torch hands operators to a function mode.
+# Names under which torch passes operators to a function mode.
 _OPERATORS = {
     "__radd__": lambda a, b: _arithmetic("add", b, a),
     "__rsub__": lambda a, b: _arithmetic("sub", b, a),
@@ -522,7 +521,7 @@ _OPERATORS = {
 
 
 def call(func, args, kwargs, library="torch"):
-    """What a function of torch or NumPy does to traced values."""
+    """Applies a function of torch or NumPy to traced values."""
     name = getattr(func, "__name__", str(func))
     function = _OPERATORS.get(name) or _FUNCTIONS.get(name)
     if function is None:

@@ -1,4 +1,4 @@
-//! An array of the caller: where it lies, what is in it, and how to make another of its kind.
+//! An array of the caller: its memory, its elements, and how to make another of its kind.
 
 use crate::foreign::{self, Speaks};
 use crate::memory::Span;
@@ -10,25 +10,25 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 use std::fmt;
 
-/// What a caller got wrong.
+/// A `ValueError` for a mistake of the caller.
 pub fn wrong(text: impl Into<String>) -> PyErr {
     PyValueError::new_err(text.into())
 }
 
-/// An element type in DLPack's numbers.
+/// An element type in DLPack's numbering.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Element {
-    /// 0 signed, 1 unsigned, 2 float, 4 bfloat, 5 complex, 6 bool; the others are exotic.
+    /// 0 signed, 1 unsigned, 2 float, 4 bfloat, 5 complex, 6 bool; all others are unsupported.
     pub code: u8,
-    /// Width; 0 where it is not a whole number of such bits.
+    /// Width in bits; 0 if it does not fit this type.
     pub bits: u8,
 }
 
 impl Element {
-    /// `DType::F32`.
+    /// The element of `DType::F32`.
     pub const F32: Element = Element { code: 2, bits: 32 };
 
-    /// From the name that torch gives it; an unknown one is exotic.
+    /// The element type with torch's name; an unknown name gives an unsupported type.
     pub fn named(name: &str) -> Element {
         let digits = name.trim_start_matches(|c: char| c.is_alphabetic());
         let code = match &name[..name.len() - digits.len()] {
@@ -43,7 +43,7 @@ impl Element {
         Element { code, bits: if code == 6 { 8 } else { digits.parse().unwrap_or(0) } }
     }
 
-    /// The type as tensors have it.
+    /// The corresponding type of core tensors.
     pub fn dtype(self) -> Option<DType> {
         match (self.code, self.bits) {
             (2, 32) => Some(DType::F32),
@@ -70,12 +70,12 @@ impl fmt::Display for Element {
     }
 }
 
-/// Whose memory it is.
+/// The device that owns the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Memory that this process reads and writes.
+    /// Host memory, which this process reads and writes.
     Host,
-    /// A CUDA GPU, by its number.
+    /// A CUDA GPU, by its index.
     Cuda(i32),
     /// Another device, by DLPack's number of its kind.
     Other(i32),
@@ -91,24 +91,24 @@ impl fmt::Display for Place {
     }
 }
 
-/// An array as its library describes it; strides in elements.
+/// An array as its library describes it; strides are in elements.
 pub struct Array {
     address: usize,
     element: Element,
     place: Place,
-    /// Kind and number in DLPack's terms.
+    /// Kind and index of the device in DLPack's terms.
     device: [i32; 2],
     writable: bool,
     rank: usize,
     shape: [usize; MAX_RANK],
-    /// `None`: contiguous, worked out from the shape.
+    /// Strides; `None` means contiguous, derived from the shape.
     strides: [Option<isize>; MAX_RANK],
-    /// What must live as long as this.
+    /// An object that must live as long as this one.
     kept: Option<Py<PyAny>>,
 }
 
 impl Array {
-    /// An array whose sizes are still to be set, axis by axis.
+    /// An array whose sizes are yet to be set, axis by axis.
     pub fn new(
         arg: &str,
         address: usize,
@@ -129,12 +129,12 @@ impl Array {
         Ok(Array { address, element, place, device, writable, rank, shape, strides, kept: None })
     }
 
-    /// Sets the size of an axis and the distance of its elements.
+    /// Sets the size and the stride of an axis.
     pub fn set(&mut self, axis: usize, size: usize, stride: Option<isize>) {
         (self.shape[axis], self.strides[axis]) = (size, stride);
     }
 
-    /// Holds on to `object` as long as this exists.
+    /// Keeps `object` alive as long as this array.
     pub fn keep(&mut self, object: Py<PyAny>) {
         self.kept = Some(object);
     }
@@ -144,7 +144,7 @@ impl Array {
         match foreign::speaks(object)? {
             Some(speaks @ (Speaks::Table(_) | Speaks::Methods)) => match foreign::resolved(object)? {
                 None => foreign::read(arg, object, speaks),
-                // A copy, which nobody may write to in place of the original.
+                // Read a copy, and do not allow writes to it in place of the original.
                 Some(copy) => {
                     let mut array = foreign::read(arg, &copy, speaks)?;
                     array.writable = false;
@@ -165,12 +165,12 @@ impl Array {
         &self.shape[..self.rank]
     }
 
-    /// Where it lies.
+    /// The device of the array.
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// The element type as the library numbers it.
+    /// The element type in the library's numbering.
     pub fn element(&self) -> Element {
         self.element
     }
@@ -182,11 +182,11 @@ impl Array {
             .ok_or_else(|| wrong(format!("`{arg}` is {}, allowed: f32, f16, bf16, i32; convert it", self.element)))
     }
 
-    /// Strides without signs, and the memory from the first to the last element.
+    /// Strides as unsigned numbers, and the memory from the first to the last element.
     fn span(&self, arg: &str) -> PyResult<([usize; MAX_RANK], Span)> {
         let (shape, dtype) = (self.shape(), self.dtype(arg)?);
         if shape.contains(&0) {
-            // Without elements nothing is ever stepped over, and libraries put anything there.
+            // Without elements no stride is ever used, and libraries put arbitrary values there.
             return Ok(([1; MAX_RANK], Span::new(0, dtype, 0).map_err(|e| wrong(e.to_string()))?));
         }
         let overflow = || wrong(format!("`{arg}` of shape {shape:?} overflows the address space"));
@@ -194,7 +194,7 @@ impl Array {
         let (mut last, mut contiguous) = (0usize, 1usize);
         for axis in (0..self.rank).rev() {
             let size = shape[axis];
-            // The same holds for an axis of one element.
+            // The stride of an axis of one element is never used either.
             let stride = if size == 1 { 0 } else { self.strides[axis].unwrap_or(contiguous as isize) };
             steps[axis] = usize::try_from(stride).map_err(|_| {
                 wrong(format!("`{arg}` has stride {stride} on axis {axis}, allowed: 0 or more; copy it"))
@@ -214,7 +214,7 @@ impl Array {
         Ok((strides, self.address, span.bytes()))
     }
 
-    /// Refuses an address that is none of the host's: whoever reads it there ends the process.
+    /// Rejects an address outside host memory: reading it would crash the process.
     fn on_host(&self, arg: &str) -> PyResult<()> {
         match self.place {
             Place::Host => Ok(()),
@@ -222,18 +222,18 @@ impl Array {
         }
     }
 
-    /// The tensor, for reading until `self` is dropped, which is when the call ends.
+    /// A read-only tensor view, valid until `self` is dropped at the end of the call.
     pub fn view<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorView<'a>> {
         self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
         claims.0.push((arg, span));
-        // SAFETY: the extension's contract; no slice for writing overlaps this one, since `view_mut` looks for
-        // every span that was claimed, and nothing is claimed for reading after something is for writing.
+        // SAFETY: the extension's contract holds. No slice for writing overlaps this one: `view_mut` checks every
+        // claimed span, and nothing is claimed for reading after something is claimed for writing.
         let data = unsafe { span.read() };
         TensorView::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 
-    /// The tensor, for writing until `self` is dropped, which is when the call ends.
+    /// A writable tensor view, valid until `self` is dropped at the end of the call.
     pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
         if !self.writable {
             return Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it")));
@@ -244,13 +244,13 @@ impl Array {
             return Err(wrong(format!("`{arg}` shares memory with `{other}`; write into a tensor of its own")));
         }
         claims.0.push((arg, span));
-        // SAFETY: the extension's contract, and no other slice of this call touches the memory.
+        // SAFETY: the extension's contract holds, and no other slice of this call overlaps the memory.
         let data = unsafe { span.write() };
         TensorViewMut::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 }
 
-/// The memory that one call refers to, so that nothing is written that is also read or written elsewhere.
+/// The memory that one call uses, so that no memory is written while it is also read or written elsewhere.
 #[derive(Debug)]
 pub struct Claims<'a>(Vec<(&'a str, Span)>);
 
@@ -260,10 +260,10 @@ impl Default for Claims<'_> {
     }
 }
 
-/// A result that is being filled.
+/// A result while it is being filled.
 pub struct Fresh {
     object: Py<PyAny>,
-    /// Where it goes when it is full: `asarray` of the caller's library, if that is not where it was made.
+    /// Converts the filled result: `asarray` of the caller's library, if the array was made by another one.
     into: Option<Py<PyAny>>,
 }
 
@@ -273,7 +273,7 @@ impl Fresh {
         self.object.bind(py)
     }
 
-    /// The result as the caller gets it.
+    /// The result in the form that the caller gets.
     pub fn finish(self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match self.into {
             None => Ok(self.object),
@@ -282,11 +282,11 @@ impl Fresh {
     }
 }
 
-/// JAX takes memory over without a copy where it begins at a multiple of this.
+/// JAX takes over memory without a copy if its address is a multiple of this.
 const ALIGN_BYTES: usize = 64;
 
-/// A new contiguous array of the kind and on the device of `like`, which `array` describes; its type is that of `like`
-/// unless `f32` is asked for.
+/// A new contiguous array of the same kind and on the same device as `like`, which `array` describes. It has the type
+/// of `like` unless `f32` is set.
 pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool) -> PyResult<Fresh> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = like.py();
@@ -320,7 +320,7 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool)
     Ok(Fresh { object: object.unbind(), into: None })
 }
 
-/// An array of the library's own on the GPU of `like`, which nobody else has seen yet.
+/// An array made by the library itself on the GPU of `like`; nothing else refers to it yet.
 fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
     let py = like.py();
     let library = like.call_method0("__array_namespace__")?;
@@ -328,14 +328,14 @@ fn on_its_gpu(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<F
     options.set_item("dtype", if f32 { library.getattr("float32")? } else { like.getattr("dtype")? })?;
     options.set_item("device", like.getattr("device")?)?;
     let object = library.call_method("empty", (PyTuple::new(py, shape)?,), Some(&options))?;
-    // Some fill it all the same: not after us.
+    // Some libraries fill the array asynchronously: wait, so that they do not overwrite our results.
     if object.hasattr("block_until_ready")? {
         object.call_method0("block_until_ready")?;
     }
     Ok(Fresh { object: object.unbind(), into: None })
 }
 
-/// A NumPy array that another library takes over.
+/// A NumPy array that another library will take over.
 fn aligned(like: &Bound<'_, PyAny>, shape: &[usize], f32: bool) -> PyResult<Fresh> {
     let py = like.py();
     let numpy = py.import("numpy")?;

@@ -1,4 +1,4 @@
-//! Block masks: from the lists that a call brings, and from a mask, for those who want the lists.
+//! Block masks: from the lists of a call, and from a mask, for callers who want the lists.
 
 use crate::array::{Array, Claims, wrong};
 use crate::description::{Description, Role};
@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 /// Key blocks of each (batch, head, query block).
 pub type Lists = Vec<Vec<i32>>;
 
-/// The block mask that the four lists spell.
+/// The block mask that the four lists describe.
 pub fn from_lists(description: &Description, problem: &Problem, extras: &[Array]) -> PyResult<Option<BlockMask>> {
     let Some(spec) = description.block_spec(extras)? else { return Ok(None) };
     let mut lists: [Lists; 2] = Default::default();
@@ -58,7 +58,7 @@ pub fn from_lists(description: &Description, problem: &Problem, extras: &[Array]
     BlockMask::new(spec, blocks, partial, full).map(Some).map_err(|e| wrong(e.to_string()))
 }
 
-/// The blocks that `mask` can reach, partial and full, by interval arithmetic: no element is looked at.
+/// The blocks that `mask` can reach, partial and full, found by interval arithmetic without evaluating elements.
 pub fn reached(
     py: Python<'_>,
     mask: &str,
@@ -75,7 +75,7 @@ pub fn reached(
         builder = builder.aux(name, array.dtype(name)?, array.shape());
     }
     let problem = builder.build().map_err(|e| wrong(e.to_string()))?;
-    // Nobody looks at q, k and v: one element stands for all of them.
+    // Nothing reads q, k and v, so one element represents all of them.
     let nothing = [0.0f32];
     let view = |shape: Vec<usize>| TensorView::strided(&nothing[..], &shape, &[0; 4]).map_err(|e| wrong(e.to_string()));
     let (q, k) = (view(problem.q_shape())?, view(problem.k_shape())?);

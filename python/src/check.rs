@@ -1,4 +1,4 @@
-//! Every case of the table on one engine, judged by the oracle: for `python -m fulgurite check`.
+//! Runs every case of the table on one engine and compares with the oracle, for `python -m fulgurite check`.
 
 use crate::array::wrong;
 use fulgurite::{Choice, DType, Engine, Error, Run};
@@ -6,22 +6,22 @@ use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{self, Verdict};
 use pyo3::prelude::*;
 
-/// How one case went.
+/// The outcome of one case.
 #[pyclass(frozen, get_all)]
 pub struct Outcome {
-    /// What the case is about.
+    /// Features that the case tests.
     features: Vec<String>,
-    /// The case.
+    /// Name of the case.
     case: String,
-    /// Whether the engine does not run it.
+    /// Whether the engine does not support it.
     refused: bool,
-    /// The largest error as a share of what the tolerance rule allows, over o, lse and all gradients.
+    /// The largest error as a fraction of the tolerance, over o, lse and all gradients.
     share: f64,
-    /// What is outside the tolerance, and by how much.
+    /// Results outside the tolerance, and by how much.
     failures: Vec<String>,
 }
 
-/// All cases of a type on an engine.
+/// Runs all cases of a type on an engine.
 pub fn check(py: Python<'_>, engine: &str, dtype: &str) -> PyResult<Vec<Outcome>> {
     let choice: Choice = engine.parse().map_err(|e: fulgurite::ChoiceError| wrong(e.to_string()))?;
     let found = DType::FLOATS.into_iter().find(|known| known.name() == dtype);
@@ -44,7 +44,7 @@ fn outcome(engine: &dyn Engine, case: &Case) -> Result<Outcome, Error> {
         saved.d_lse = case.d_lse();
         match engine.backward(problem, &inputs, &saved, &run) {
             Ok(gradients) => verdicts.extend(compare::check_backward(&bound, &saved, &gradients, 0)),
-            // An engine without a backward is judged by its forward.
+            // An engine without backward is judged by its forward results.
             Err(Error::Unsupported(_)) => {}
             Err(other) => return Err(other),
         }

@@ -1,7 +1,7 @@
-//! Calls whose arrays lie on a GPU: they stay there, and the launches go on the caller's stream.
+//! Calls with arrays on a GPU: the arrays stay there, and the launches go on the caller's stream.
 //!
-//! This module describes arrays as device tensors and finds the session of their GPU. Everything else, checks included, is
-//! the session's: it refuses what the CPU refuses, with the same words, before anything is launched.
+//! This module describes arrays as device tensors and finds the session of their GPU. The session does everything else,
+//! including checks: it rejects the same calls as the CPU, with the same messages, before anything is launched.
 
 use crate::array::{Array, Place, wrong};
 use crate::description::{Description, Known, Role};
@@ -16,7 +16,8 @@ use fulgurite_core::tensor::MAX_RANK;
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The session on the GPU with this number, opened the first time. Compiled kernels and profiles lie in the user's cache folder.
+/// The session on the GPU with this index, opened on first use. The user's cache folder holds compiled kernels and
+/// profiles.
 fn session(number: i32) -> PyResult<Arc<Gpu>> {
     static OPEN: Mutex<Vec<(i32, Arc<Gpu>)>> = Mutex::new(Vec::new());
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -35,12 +36,12 @@ fn session(number: i32) -> PyResult<Arc<Gpu>> {
     Ok(session)
 }
 
-/// The calls of one problem that were prepared, each with its GPU.
+/// The prepared calls of one problem, each with its GPU.
 #[derive(Default)]
 pub struct PreparedCalls {
-    /// By GPU, type of the sinks and whether the LSE is read.
+    /// Calls by GPU, element type of the sinks and whether the LSE is read.
     forward: Entries<ForwardKey, Prepared<Forward>>,
-    /// By GPU and whether the LSE has a gradient.
+    /// Calls by GPU and whether the LSE has a gradient.
     backward: Entries<BackwardKey, Prepared<Backward>>,
 }
 
@@ -49,7 +50,7 @@ type Entries<K, T> = Mutex<Vec<(K, Arc<Gpu>, Arc<T>)>>;
 type ForwardKey = (i32, Option<DType>, bool);
 type BackwardKey = (i32, bool);
 
-/// The entry for a key, or the one that `make` makes. There are as many as GPUs, times a few.
+/// The entry for a key, or a new one from `make`. There are only a few entries per GPU.
 fn found<K: PartialEq, T>(
     all: &Entries<K, T>,
     key: K,
@@ -64,7 +65,7 @@ fn found<K: PartialEq, T>(
     Ok((session, prepared))
 }
 
-/// The GPU that an array lies on.
+/// Index of the GPU that holds an array.
 pub fn number(array: &Array) -> Option<i32> {
     match array.place() {
         Place::Cuda(number) => Some(number),
@@ -89,8 +90,8 @@ impl<'a> DeviceArray<'a> {
             let (got, want) = (array.place(), session.id().number);
             return Err(wrong(format!("`{arg}` is on {got}, `q` on cuda:{want}, allowed: one device")));
         }
-        // SAFETY: the contract of the extension (`memory`): the caller's array lies on this GPU, as its library says, and its
-        // library does not reuse the memory before work that it puts on the same stream later.
+        // SAFETY: the extension's contract (`memory`) holds: the array is on this GPU, as its library says, and the
+        // library does not reuse the memory before work that it later enqueues on the same stream.
         let span = unsafe { session.device().memory(address as u64, bytes as u64) };
         let memory = DeviceSpan::new(&**session.device(), span);
         Ok(DeviceArray { memory, arg, array, strides, dtype: array.dtype(arg)? })
@@ -109,11 +110,11 @@ impl<'a> DeviceArray<'a> {
     }
 }
 
-/// A call whose arrays lie on a GPU.
+/// A call with arrays on a GPU.
 pub struct Call<'a, 'py> {
     pub description: &'a Description,
     pub known: &'a Arc<Known>,
-    /// The object behind q, whose library says which stream it works on.
+    /// The object of q; its library gives the current stream.
     pub object: &'a Bound<'py, PyAny>,
     /// q, k and v.
     pub rows: [&'a Array; 3],
@@ -121,7 +122,7 @@ pub struct Call<'a, 'py> {
 }
 
 impl<'a> Call<'a, '_> {
-    /// The arrays of a forward call on the GPU: q, k and v, then those beside them.
+    /// The arrays of a forward call on the GPU: q, k and v, then the extra tensors.
     fn arrays(&self, session: &Gpu) -> PyResult<Vec<DeviceArray<'a>>> {
         let rows = ["q", "k", "v"].into_iter().zip(self.rows);
         let extras = self.description.roles.iter().map(Role::name).zip(self.extras);
@@ -168,8 +169,8 @@ impl<'a> Call<'a, '_> {
     }
 }
 
-/// Puts work on the stream that the library of an object works on. A library that does not tell its stream cannot wait for
-/// ours: its results are complete before it gets them.
+/// Enqueues work on the current stream of an object's library. A library that does not reveal its stream cannot wait
+/// for ours, so its results are complete before it gets them.
 fn on_stream(
     session: &Gpu,
     object: &Bound<'_, PyAny>,
@@ -178,7 +179,7 @@ fn on_stream(
 ) -> PyResult<()> {
     use fulgurite::sim::Device as _;
     let stream = foreign::current_stream(object, number)?;
-    // SAFETY: the handle is the stream that the object's library works on, on this GPU, and it lives during the call.
+    // SAFETY: the handle is the current stream of the object's library on this GPU, and it is alive during the call.
     let current = stream.map_or(Stream::default(), |handle| unsafe { session.device().stream(handle) });
     work(current).map_err(refuse)?;
     match stream {
@@ -204,7 +205,7 @@ pub fn apply(
     on_stream(&session, object, number, |stream| session.apply(operator, &views, &mut output, stream))
 }
 
-/// Computes o, and the LSE where it is asked for, on the stream that the library of q works on.
+/// Computes o, and the LSE if requested, on the current stream of q's library.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
     let &Call { description, known, object, .. } = call;
     let (number, sinks) = (call.number(), call.sinks()?);
@@ -225,8 +226,8 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     on_stream(&session, object, number, |stream| session.forward(&prepared, &inputs, &mut o, lse.as_mut(), stream))
 }
 
-/// Fills the gradients of q, k, v, sinks and auxiliary tensors on the stream that the library of q works on. `names` are those
-/// of the gradients.
+/// Fills the gradients of q, k, v, sinks and auxiliary tensors on the current stream of q's library. `names` are the
+/// names of the gradients.
 pub fn backward(
     call: &Call<'_, '_>,
     [o, lse, d_o]: [&Array; 3],

@@ -1,4 +1,4 @@
-//! What a call asks for, as text: everything but the tensors, and so the key of what is prepared for it.
+//! The description of a call as text: everything but the tensors. It is also the key of prepared calls.
 //!
 //! Entries are separated by `;`, words by spaces. The text is complete: it may be stored in a compiled graph and read
 //! by another process. `fulgurite/_describe.py` writes it.
@@ -27,26 +27,27 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex};
 
-/// What a tensor beside q, k and v is for.
+/// The purpose of a tensor besides q, k and v.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// A logit for each head.
+    /// Sink logits, one per head.
     Sinks,
     /// Cumulative offsets of queries.
     CuQ,
     /// Cumulative offsets of keys.
     CuK,
-    /// Queries in use.
+    /// Number of queries in use per sequence.
     UsedQ,
-    /// Keys in use.
+    /// Number of keys in use per sequence.
     UsedK,
-    /// Lists of a block mask: how many partial blocks, which; how many full blocks, which.
+    /// One of the four lists of a block mask: number of partial blocks, partial blocks, number of full blocks, full
+    /// blocks.
     Blocks(usize),
-    /// A tensor that modifiers read; ALiBi's slopes, masks and bias are among them.
+    /// A tensor that modifiers read, including ALiBi's slopes, masks and biases.
     Aux {
-        /// Its name in expressions and messages.
+        /// Name in expressions and messages.
         name: String,
-        /// Whether backward gives its gradient.
+        /// Whether backward computes its gradient.
         grad: bool,
     },
 }
@@ -81,10 +82,10 @@ impl Role {
     }
 }
 
-/// Problems that are kept for one description; the one that was not used longest goes first.
+/// Number of problems that are kept for one description; the least recently used one is dropped first.
 const MAX_KNOWN: usize = 512;
 
-/// A problem, and the calls on GPUs that were prepared for it.
+/// A problem, and the calls that were prepared for it on GPUs.
 pub struct Known {
     pub problem: Problem,
     pub prepared: PreparedCalls,
@@ -114,7 +115,7 @@ impl Recent {
     }
 }
 
-/// A description that was read, its engine, and the problems that were built for it so far.
+/// A parsed description, its engine, and the problems that were built for it so far.
 #[pyclass(frozen)]
 pub struct Description {
     mask: Mask,
@@ -123,17 +124,17 @@ pub struct Description {
     softcap: Option<f32>,
     exp: Option<Exp>,
     blocks: Option<[usize; 2]>,
-    /// One for each tensor beside q, k and v.
+    /// One role for each tensor besides q, k and v.
     pub roles: Vec<Role>,
-    /// Who computes where arrays lie in memory of the host.
+    /// The engine for arrays in host memory.
     pub engine: Box<dyn Engine>,
-    /// What the caller asked for.
+    /// The choice of the caller.
     pub choice: Choice,
     pub rescale: Option<Rescale>,
     pub tuning: Option<ForwardConfig>,
-    /// In which order a GPU adds up gradients.
+    /// The order in which a GPU accumulates gradients.
     pub order: Order,
-    /// Upper bounds of the lengths of packed queries and keys, where the caller gave them.
+    /// Upper bounds of the lengths of packed queries and keys, if the caller gave them.
     longest: [Option<usize>; 2],
     recent: Mutex<Recent>,
 }
@@ -146,7 +147,7 @@ where
 }
 
 impl Description {
-    /// Reads the text.
+    /// Parses the text.
     pub fn parse(text: &str) -> Result<Description, String> {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles, mut longest) = (None, None, Vec::new(), [None; 2]);
@@ -171,7 +172,7 @@ impl Description {
                 ("exp", [name]) => exp = Some(name.parse::<Exp>().map_err(|e| say(&e))?),
                 ("engine", [name]) => choice = name.parse::<Choice>().map_err(|e| say(&e))?,
                 ("threads", [n]) => {
-                    // A negative number is as wrong as 0, and gets its message.
+                    // A negative number is as wrong as 0, and gets the same message.
                     settings = settings.threads(number::<i64>(key, n)?.max(0) as usize);
                 }
                 ("rescale", [name]) => {
@@ -214,7 +215,7 @@ impl Description {
         })
     }
 
-    /// How the blocks of the block mask lie, if there is one.
+    /// The block size and shape of the block mask, if there is one.
     pub fn block_spec(&self, extras: &[Array]) -> PyResult<Option<BlockSpec>> {
         let Some([rows, cols]) = self.blocks else { return Ok(None) };
         let lists = self.roles.iter().zip(extras).find(|(role, _)| **role == Role::Blocks(0));
@@ -224,7 +225,8 @@ impl Description {
         }
     }
 
-    /// The gradients of a call, in the order of [`Call::gradients`](crate::dispatch::Call::gradients), each in its place.
+    /// The gradients of a call, in the order of [`Call::gradients`](crate::dispatch::Call::gradients), each assigned to
+    /// its field.
     pub fn gradient_outputs<'a>(
         &self,
         problem: &Problem,
@@ -247,7 +249,7 @@ impl Description {
         Ok(GradientOutputs { d_q, d_k, d_v, d_sinks, d_aux })
     }
 
-    /// The problem that these arrays and this description make, built the first time.
+    /// The problem of these arrays and this description, built on first use.
     pub fn known(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Known>> {
         let packed = self.packed(q, k, extras)?;
         let mut key = Vec::with_capacity(16 + 8 * extras.len());
@@ -269,12 +271,12 @@ impl Description {
         Ok(known)
     }
 
-    /// Sizes of a packed batch, read from its offsets; `None` where the batch is dense.
+    /// Sizes of a packed batch, read from its offsets; `None` for a dense batch.
     fn packed(&self, q: &Array, k: &Array, extras: &[Array]) -> PyResult<Option<Packed>> {
         let find = |role| self.roles.iter().zip(extras).find(|(other, _)| **other == role).map(|(_, array)| array);
         match (find(Role::CuQ), find(Role::CuK)) {
             (None, None) => Ok(None),
-            // Offsets on a device are not read.
+            // Offsets on a device are not read back.
             (Some(cu_q), Some(_)) if cuda::number(q).is_some() => {
                 let rows = |array: &Array| array.shape().first().copied().unwrap_or(0);
                 let batch = cu_q.shape().first().copied().unwrap_or(0).saturating_sub(1);
@@ -294,13 +296,15 @@ impl Description {
         }
     }
 
-    /// Upper bounds of the lengths of packed sequences on a GPU; `group` is query heads for each key/value head.
+    /// Upper bounds of the lengths of packed sequences on a GPU; `group` is the number of query heads per key/value
+    /// head.
     ///
-    /// The caller's bound of the queries chooses the decode kernel, whose tile holds all queries of a group of heads. The
-    /// bound becomes the whole tile: a sequence that is longer than the caller said then stays inside the tile's memory. A group
-    /// that does not divide the tile, and modifiers, whose indices are planned from the lengths, leave the totals as bounds.
+    /// The caller's bound of the queries chooses the decode kernel, whose tile holds all queries of a group of heads.
+    /// The bound is raised to the whole tile, so that a sequence longer than the caller said stays inside the tile's
+    /// memory. The totals remain the bounds if the group does not divide the tile, or if there are modifiers, whose
+    /// indices are planned from the lengths.
     fn bounds(&self, [total_q, total_k]: [usize; 2], group: usize) -> [usize; 2] {
-        /// Rows of the decode kernel's tile.
+        /// Rows per tile of the decode kernel.
         const TILE: usize = 64;
         if self.roles.iter().any(|role| matches!(role, Role::Aux { .. } | Role::Blocks(_))) {
             return [total_q, total_k];
@@ -345,7 +349,7 @@ impl Description {
             let Role::Aux { name, grad } = role else { continue };
             let dtype = array.dtype(name)?;
             builder = match name.as_str() {
-                // The builder declares it and comes before every other modifier but softcap.
+                // The builder declares this tensor itself; ALiBi precedes every modifier except softcap.
                 ALIBI_SLOPES => builder.alibi(),
                 _ if *grad => builder.aux_with_grad(name, dtype, array.shape()),
                 _ => builder.aux(name, dtype, array.shape()),
@@ -364,7 +368,8 @@ impl Description {
     }
 }
 
-/// Number of sequences and the longest, of offsets that nobody has checked yet: binding them to the problem does.
+/// Number of sequences and the longest length, from offsets that are not validated yet; binding them to the problem
+/// does that.
 fn lengths(offsets: &TensorView<'_>) -> (usize, usize) {
     let offsets = offsets.to_f64();
     let longest = offsets.windows(2).map(|pair| (pair[1] - pair[0]).max(0.0) as usize).max();

@@ -1,7 +1,7 @@
-//! The one way through which every call goes: a description and arrays in, arrays filled.
+//! The single path of every call: a description and arrays in, filled arrays out.
 //!
-//! Arrays in memory of the host go to the engine that the description names; a call whose arrays lie on a GPU branches
-//! off to `cuda`, with the same description and the same arrays.
+//! Arrays in host memory go to the engine that the description names. A call with arrays on a GPU branches off to
+//! `cuda`, with the same description and the same arrays.
 
 use crate::array::{Array, Claims, Place, fresh, wrong};
 use crate::blocks;
@@ -15,11 +15,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 thread_local! {
-    /// Room for an LSE that nobody asked for.
+    /// Scratch space for an LSE that the caller does not want.
     static LSE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What the caller got wrong is a `ValueError`, what the device did a `RuntimeError`.
+/// Maps mistakes of the caller to `ValueError`, and device failures to `RuntimeError`.
 pub fn refuse(error: Error) -> PyErr {
     match error {
         Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
@@ -39,7 +39,7 @@ pub struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Reads the arrays and finds the problem they make.
+    /// Reads the arrays and finds the problem that they define.
     pub fn new(
         description: &'a Description,
         [q, k, v]: [&Bound<'_, PyAny>; 3],
@@ -86,7 +86,7 @@ impl<'a> Call<'a> {
         Ok(inputs)
     }
 
-    /// Fills o, and lse where it is given.
+    /// Fills o, and lse if it is given.
     pub fn forward(&self, py: Python<'_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
         on_host([("out", o)].into_iter().chain(lse.map(|lse| ("lse", lse))))?;
         py.detach(|| self.with_outputs(o, lse, |inputs, outputs| self.engine_forward(inputs, outputs)))
@@ -96,7 +96,7 @@ impl<'a> Call<'a> {
         self.description.engine.forward_into(&self.known.problem, inputs, outputs, &Run::default()).map_err(refuse)
     }
 
-    /// Seconds that the engine takes for `times` calls, everything around it done once.
+    /// Seconds that the engine takes for `times` calls; the work around it is done once.
     pub fn time(&self, o: &Array, times: usize) -> PyResult<f64> {
         self.with_outputs(o, None, |inputs, outputs| {
             let start = Instant::now();
@@ -128,13 +128,13 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The same for arrays on a GPU; `object` is that behind q.
+    /// This call for arrays on a GPU; `object` is the object of q.
     fn on_gpu<'b, 'py>(&'b self, object: &'b Bound<'py, PyAny>) -> cuda::Call<'b, 'py> {
         let Call { description, q, k, v, extras, known, .. } = self;
         cuda::Call { description, known, object, rows: [q, k, v], extras }
     }
 
-    /// For each result of backward: what it is called, its shape, and whether it is f32 whatever q is.
+    /// For each result of backward: its name, its shape, and whether it is f32 regardless of q.
     pub fn gradients(&self) -> Vec<(String, Vec<usize>, bool)> {
         let problem = &self.known.problem;
         let rows = [("d_q", problem.q_shape()), ("d_k", problem.k_shape()), ("d_v", problem.v_shape())];
@@ -182,7 +182,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Refuses arrays that do not lie where the first one lies, and places that no engine reaches.
+/// Rejects arrays on a different device than the first one, and devices that no engine supports.
 pub fn one_place<'a>(
     (first, array): (&'a str, &'a Array),
     others: impl IntoIterator<Item = (&'a str, &'a Array)>,
@@ -206,7 +206,7 @@ fn names(description: &Description) -> impl Iterator<Item = &str> {
     description.roles.iter().map(Role::name)
 }
 
-/// Refuses arrays that are not in memory of the host.
+/// Rejects arrays that are not in host memory.
 fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResult<()> {
     for (name, array) in arrays {
         if array.place() != Place::Host {
@@ -216,7 +216,7 @@ fn on_host<'a>(arrays: impl IntoIterator<Item = (&'a str, &'a Array)>) -> PyResu
     Ok(())
 }
 
-/// Attention into new arrays of the kind of q, or into `out`.
+/// Computes attention into new arrays of the same kind as q, or into `out`.
 pub fn forward(
     description: &Description,
     qkv: [&Bound<'_, PyAny>; 3],
@@ -245,7 +245,7 @@ pub fn forward(
     Ok((result, made_lse.map(|made| made.finish(py)).transpose()?))
 }
 
-/// The gradients of attention into new arrays, or into `out`.
+/// Computes the gradients of attention into new arrays, or into `out`.
 pub fn backward(
     description: &Description,
     qkv: [&Bound<'_, PyAny>; 3],

@@ -1,13 +1,13 @@
-//! Modifiers as text: words in prefix order, as `fulgurite/trace.py` writes them.
+//! Parses modifiers from text: words in prefix order, as written by `fulgurite/trace.py`.
 
 use fulgurite::Expr;
 use fulgurite_core::expr::{batch, head, k, k_len, load, q, q_len, score, select};
 use std::str::SplitAsciiWhitespace;
 
-/// Deeper than this is no modifier that a person wrote; the parser would need as much stack.
+/// Largest nesting depth, which limits the parser's stack; no hand-written modifier is deeper.
 const MAX_DEPTH: usize = 1000;
 
-/// The expression that `text` spells, such as `sub score mul f0.5 float sub q k`.
+/// The expression of a text such as `sub score mul f0.5 float sub q k`.
 pub fn parse(text: &str) -> Result<Expr, String> {
     let mut words = text.split_ascii_whitespace();
     let expression = next(&mut words, 0)?;

@@ -1,7 +1,7 @@
-//! Arrays of other libraries, described without a copy: DLPack's C table, DLPack's capsules, NumPy's array struct.
+//! Reads arrays of other libraries without a copy: DLPack's C table, DLPack's capsules, NumPy's array struct.
 //!
 //! Unsafe code here reads descriptions (pointers to shapes and strides) that libraries promise to keep valid while the
-//! object lives; the elements themselves are touched in `memory` alone.
+//! object lives. Only `memory` accesses the elements.
 
 use crate::array::{Array, Element, Place, wrong};
 use pyo3::exceptions::PyException;
@@ -27,18 +27,19 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// Describes an object.
+/// Describes an object as a `DLTensor`.
 type Fill = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
-/// Makes memory for a tensor like the first argument; on failure it calls the last one with the context before it.
+/// Allocates memory for a tensor like the first argument. On failure it calls the last argument with the context before
+/// it.
 type Allocate = unsafe extern "C" fn(*mut DlTensor, *mut *mut c_void, *mut c_void, SetError) -> c_int;
 type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
-/// Turns such memory into an object, to which it then belongs.
+/// Turns allocated memory into an object, which then owns it.
 type Wrap = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
 
-/// The stream that the library works on, of a device by kind and number.
+/// The current stream of the library on a device, given by kind and index.
 type Current = unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int;
 
-/// The head of `DLPackExchangeAPI` and the entries that are used here.
+/// The head of `DLPackExchangeAPI` and the entries used here.
 #[repr(C)]
 struct ExchangeTable {
     major: u32,
@@ -67,20 +68,20 @@ struct ArrayStruct {
 const NUMPY_NOTSWAPPED: c_int = 0x200;
 const NUMPY_WRITEABLE: c_int = 0x400;
 
-/// How the arrays of one Python type describe themselves.
+/// How the arrays of a Python type describe themselves.
 #[derive(Clone, Copy)]
 pub enum Speaks {
     /// A table of C functions on the type: torch 2.10 and later.
     Table(Table),
     /// NumPy's `__array_struct__`.
     Struct,
-    /// Methods `data_ptr`, `stride`, attributes `shape`, `dtype`, `device`: any torch.
+    /// Methods `data_ptr`, `stride`, attributes `shape`, `dtype`, `device`: any torch version.
     Methods,
     /// `__dlpack__`: JAX and others.
     Capsule,
 }
 
-/// The functions of the type that the table was found on.
+/// The functions of the type on which the table was found.
 #[derive(Clone, Copy)]
 pub struct Table {
     fill: Fill,
@@ -90,10 +91,10 @@ pub struct Table {
 }
 
 impl Table {
-    /// A new contiguous tensor on `device` (kind and number).
+    /// A new contiguous tensor on `device` (kind and index).
     pub fn allocate(self, py: Python<'_>, element: Element, device: [i32; 2], shape: &[usize]) -> PyResult<Py<PyAny>> {
         unsafe extern "C" fn note(context: *mut c_void, _kind: *const c_char, message: *const c_char) {
-            // SAFETY: the context is the string below, and libraries pass text that ends with a zero.
+            // SAFETY: the context is the string below, and libraries pass zero-terminated text.
             unsafe {
                 *context.cast::<String>() =
                     CStr::from_ptr(message).to_string_lossy().lines().next().unwrap_or("").into();
@@ -113,12 +114,13 @@ impl Table {
             byte_offset: 0,
         };
         let (mut managed, mut object, mut why) = (std::ptr::null_mut(), std::ptr::null_mut(), String::new());
-        // SAFETY: the prototype has all that an allocation reads, the pointers are to locals that outlive the call.
+        // SAFETY: the prototype has all fields that an allocation reads; the pointers refer to locals that outlive the
+        // call.
         let failed = unsafe { (self.allocate)(&mut prototype, &mut managed, (&raw mut why).cast(), note) } != 0;
         if failed || managed.is_null() {
             return Err(wrong(format!("a result of shape {shape:?} cannot be made: {why}")));
         }
-        // SAFETY: `managed` was made by the same library and is given away; on success `object` is a new reference.
+        // SAFETY: the same library made `managed`, and ownership passes to it; on success `object` is a new reference.
         unsafe {
             if (self.wrap)(managed, &mut object) != 0 {
                 return Err(unreadable("out", PyErr::take(py)));
@@ -128,12 +130,12 @@ impl Table {
     }
 }
 
-/// The types seen so far. Each is held, so that its address stays its own.
+/// The types seen so far. Each is kept alive, so that its address stays unique.
 static TYPES: Mutex<Vec<(Py<PyType>, Speaks)>> = Mutex::new(Vec::new());
 
-/// How this object describes itself; `None` where it is no array.
+/// How this object describes itself; `None` if it is not an array.
 pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
-    // SAFETY: an object has a type, and the pointer is compared only.
+    // SAFETY: every object has a type, and the pointer is only compared.
     let address = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast::<ffi::PyObject>();
     let seen = |types: &[(Py<PyType>, Speaks)]| types.iter().find(|(ty, _)| ty.as_ptr() == address).map(|seen| seen.1);
     if let Some(known) = seen(&TYPES.lock().unwrap_or_else(|e| e.into_inner())) {
@@ -157,7 +159,7 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
     }
     if let Some(found) = found {
         let mut types = TYPES.lock().unwrap_or_else(|e| e.into_inner());
-        // Programs have a few; one that makes classes without end must not keep them all.
+        // Programs have a few types; a program that keeps creating classes must not keep all of them alive.
         let old = if types.len() >= MAX_TYPES { std::mem::take(&mut *types) } else { Vec::new() };
         types.push((ty.unbind(), found));
         drop(types);
@@ -168,7 +170,7 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
 
 const MAX_TYPES: usize = 64;
 
-/// A copy of a torch tensor whose elements are not what its memory says: one with the negative or the conjugate bit.
+/// A copy of a torch tensor whose memory does not hold its elements: one with the negative or the conjugate bit.
 pub fn resolved<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = object.py();
     let Ok(negative) = object.call_method0(pyo3::intern!(py, "is_neg")) else { return Ok(None) };
@@ -192,14 +194,15 @@ fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
     })
 }
 
-/// The stream that the library of an object works on, on a GPU; `None` where it keeps that to itself. A library that
-/// gives capsules has its work done before the default stream goes on.
+/// The current stream of an object's library on a GPU; `None` if the library does not reveal it. A library that gives
+/// capsules orders its work before later work on the default stream.
 pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option<u64>> {
     const CUDA: i32 = 2;
     match speaks(object)? {
         Some(Speaks::Table(Table { current: Some(current), .. })) => {
             let mut stream = std::ptr::null_mut();
-            // SAFETY: the table's function, with a device that an array of the library lies on; `stream` is written.
+            // SAFETY: the table's function is called with a device that holds an array of the library; `stream` is
+            // written.
             if unsafe { current(CUDA, number, &mut stream) } == 0 {
                 return Ok(Some(stream.expose_provenance() as u64));
             }
@@ -213,7 +216,7 @@ pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option
     stream.getattr("cuda_stream")?.extract().map(Some)
 }
 
-/// The array behind an object.
+/// Reads the description of an object's array.
 pub fn read(arg: &str, object: &Bound<'_, PyAny>, speaks: Speaks) -> PyResult<Array> {
     match speaks {
         Speaks::Table(table) => from_table(arg, object, table),
@@ -240,16 +243,16 @@ fn from_table(arg: &str, object: &Bound<'_, PyAny>, Table { fill, .. }: Table) -
     unsafe { from_dl_tensor(arg, tensor.assume_init_ref(), true) }
 }
 
-/// A torch tensor without storage of its own, a sparse one, an array that is being traced.
+/// The error for a torch tensor without its own storage, a sparse tensor, or an array that is being traced.
 fn unreadable(arg: &str, cause: Option<PyErr>) -> PyErr {
-    // Ctrl-C is nobody's mistake about an array.
+    // An interrupt such as Ctrl-C is not an error of the array.
     if let Some(cause) = &cause
         && Python::attach(|py| !cause.is_instance_of::<PyException>(py))
     {
         return Python::attach(|py| cause.clone_ref(py));
     }
     let why = cause.map_or_else(|| "its library does not say why".into(), |e| e.to_string());
-    // Some libraries go on with a trace of their own calls.
+    // Some libraries append a traceback of their own calls.
     let why = why.lines().next().unwrap_or_default();
     wrong(format!("`{arg}` cannot be read in place ({why}), allowed: dense arrays in memory of the host"))
 }
@@ -267,7 +270,7 @@ unsafe fn from_dl_tensor(arg: &str, tensor: &DlTensor, writable: bool) -> PyResu
     let address = (tensor.data as usize).wrapping_add(tensor.byte_offset as usize);
     let mut array = Array::new(arg, address, element, rank, place, writable)?;
     for axis in 0..rank {
-        // SAFETY: the caller's promise; strides may be null, then the array is contiguous.
+        // SAFETY: guaranteed by the caller; strides may be null, and then the array is contiguous.
         let (size, stride) =
             unsafe { (*tensor.shape.add(axis), (!tensor.strides.is_null()).then(|| *tensor.strides.add(axis))) };
         array.set(axis, size as usize, stride.map(|stride| stride as isize));
@@ -279,8 +282,8 @@ fn from_capsule(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
     let capsule = object.call_method0("__dlpack__").map_err(|e| unreadable(arg, Some(e)))?;
     let capsule = capsule.cast_into::<PyCapsule>().map_err(|e| unreadable(arg, Some(e.into())))?;
     let pointer = capsule.pointer_checked(Some(c"dltensor")).map_err(|e| unreadable(arg, Some(e)))?;
-    // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor; it lives as long as the
-    // capsule, and the array that is returned keeps that.
+    // SAFETY: a capsule of this name holds a `DLManagedTensor`, which begins with the tensor. It lives as long as the
+    // capsule, which the returned array keeps alive.
     let mut array = unsafe { from_dl_tensor(arg, pointer.cast::<DlTensor>().as_ref(), false)? };
     array.keep(capsule.into_any().unbind());
     Ok(array)
@@ -291,7 +294,8 @@ fn from_struct(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
     let capsule = capsule.cast_into::<PyCapsule>().map_err(|e| unreadable(arg, Some(e.into())))?;
     let name: Option<&CStr> = None;
     let pointer = capsule.pointer_checked(name).map_err(|e| unreadable(arg, Some(e)))?;
-    // SAFETY: NumPy's protocol: the capsule holds such a struct, whose lists have `nd` entries and live as long as it.
+    // SAFETY: by NumPy's protocol the capsule holds such a struct, whose lists have `nd` entries and live as long as
+    // it.
     let array = unsafe { pointer.cast::<ArrayStruct>().as_ref() };
     if array.two != 2 {
         return Err(unreadable(arg, None));
@@ -307,7 +311,7 @@ fn from_struct(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
         b'f' => Element { code: 2, bits },
         b'c' => Element { code: 5, bits },
         b'b' => Element { code: 6, bits },
-        // A type that NumPy was taught, such as ml_dtypes' bfloat16.
+        // A type registered with NumPy, such as ml_dtypes' bfloat16.
         _ if object.getattr("dtype")?.getattr("name")?.extract::<String>()? == "bfloat16" => {
             Element { code: 4, bits: 16 }
         }

@@ -1,24 +1,25 @@
-//! Kernels on a GPU, on raw pointers and the caller's stream: for measurements, and for what the package builds on them.
+//! GPU kernels on raw pointers and the caller's stream, for measurements and for other parts of the package.
 
 use fulgurite::gpu::{self, Gemm, GemmConfig, Layouts, Losses, Major, Matrix, Number, Options, ProfileSource};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::path::PathBuf;
 
-/// `(pointer, bytes, rows, cols, row_stride, batch, batch_stride)`, sizes and strides in elements.
+/// `(pointer, bytes, rows, cols, row_stride, batch, batch_stride)`; sizes and strides are in elements.
 type RawMatrix = (u64, u64, u64, u64, u64, u64, u64);
 
 fn matrix(gpu: &gpu::Gpu, (address, bytes, rows, cols, row_stride, batch, batch_stride): RawMatrix) -> Matrix {
-    // SAFETY: the contract of this class: pointers are memory of this GPU that lives until the stream has passed the call.
+    // SAFETY: the contract of this class: pointers are memory of this GPU that lives until the stream has finished the
+    // call.
     let span = unsafe { gpu.device().memory(address, bytes) };
     Matrix { span, rows, cols, row_stride, batch, batch_stride }
 }
 
-/// A GPU of this machine. Its kernels are compiled when they are first used.
+/// A GPU of this machine. Kernels are compiled on first use.
 #[pyclass]
 pub struct Gpu(gpu::Gpu);
 
-/// What the caller got wrong is a `ValueError`, the rest a `RuntimeError`.
+/// Maps mistakes of the caller to `ValueError`, and all other errors to `RuntimeError`.
 fn refuse(e: fulgurite::Error) -> PyErr {
     match e {
         fulgurite::Error::Device(_) | fulgurite::Error::Profile(_) => PyRuntimeError::new_err(e.to_string()),
@@ -31,7 +32,7 @@ fn wrong(what: String) -> PyErr {
 
 #[pymethods]
 impl Gpu {
-    /// The GPU with this number. `cache` is a folder for compiled kernels, `ptxas` an assembler.
+    /// Opens the GPU with this index. `cache` is a folder for compiled kernels, `ptxas` an assembler.
     #[new]
     #[pyo3(signature = (ordinal = 0, cache = None, ptxas = None))]
     fn new(ordinal: u32, cache: Option<PathBuf>, ptxas: Option<PathBuf>) -> PyResult<Self> {
@@ -42,14 +43,14 @@ impl Gpu {
         )
     }
 
-    /// Its name.
+    /// Name of the GPU.
     #[getter]
     fn name(&self) -> String {
         self.0.name()
     }
 
-    /// c = a b on a stream, without waiting. `layout` has a letter for a and one for b: `k` where the summed dimension is
-    /// contiguous, else `m` and `n`. `tuning` is (rows, cols, depth, cluster, band).
+    /// Enqueues c = a b on a stream, without waiting. `layout` has one letter for a and one for b: `k` if the summed
+    /// dimension is contiguous, else `m` for a and `n` for b. `config` is (rows, cols, depth, cluster, band).
     #[pyo3(signature = (dtype, layout, a, b, c, stream, config = None))]
     #[allow(clippy::too_many_arguments)] // a call from Python, by name
     fn gemm(
@@ -78,7 +79,7 @@ impl Gpu {
             band,
         });
         let gemm = Gemm { number, layouts, config };
-        // SAFETY: the contract of this class: the handle is a stream of this GPU that lives.
+        // SAFETY: the contract of this class: the handle is a live stream of this GPU.
         let stream = unsafe { self.0.device().stream(stream) };
         self.0.product(&gemm, [a, b, c].map(|raw| matrix(&self.0, raw)), stream).map_err(refuse)
     }

@@ -1,8 +1,8 @@
 //! The compiled half of the Python package `fulgurite`: attention on arrays of other libraries, without copies.
 //!
-//! A call is a description (`description::Description`, a text that says everything but the tensors) and arrays, which
-//! are read where they lie (`foreign`). All calls go through `dispatch`. Everything a caller can get wrong is a
-//! `ValueError` with the message of the error that Rust callers see. The GIL is released while computing.
+//! A call consists of a description (`description::Description`, a text with everything but the tensors) and arrays,
+//! which are read in place (`foreign`). All calls go through `dispatch`. Every mistake of a caller becomes a
+//! `ValueError` with the message that Rust callers see. The GIL is released while computing.
 
 #![deny(missing_docs)]
 
@@ -49,13 +49,14 @@ mod _fulgurite {
 
     #[pymethods]
     impl Description {
-        /// Reads a description.
+        /// Parses a description.
         #[new]
         fn new(text: &str) -> PyResult<Description> {
             Description::parse(text).map_err(wrong)
         }
 
-        /// Attention; `extras` are the tensors that the description speaks of, in its order. Returns o, or (o, lse).
+        /// Computes attention. `extras` are the tensors that the description names, in its order. Returns o, or (o,
+        /// lse).
         #[pyo3(signature = (q, k, v, extras, out, want_lse))]
         fn forward(
             &self,
@@ -74,8 +75,8 @@ mod _fulgurite {
             }
         }
 
-        /// Gradients, in the order q, k, v, then of each tensor of `extras` that has one. `saved` is (o, lse, d_o,
-        /// d_lse or None).
+        /// Computes gradients in the order q, k, v, then of each tensor of `extras` that has one. `saved` is (o, lse,
+        /// d_o, d_lse or None).
         #[pyo3(signature = (q, k, v, extras, saved, out))]
         fn backward(
             &self,
@@ -90,8 +91,8 @@ mod _fulgurite {
             dispatch::backward(self, [q, k, v], &extras, [Some(o), Some(lse), Some(d_o), d_lse.as_ref()], out)
         }
 
-        /// Seconds that the engine takes for `times` forward calls, everything prepared: what a call from Python costs
-        /// beside this is overhead.
+        /// Seconds that the engine takes for `times` forward calls, with everything prepared. The rest of a call's time
+        /// from Python is overhead.
         fn time(
             &self,
             py: Python<'_>,
@@ -108,7 +109,8 @@ mod _fulgurite {
     }
 
     /// The blocks that a mask can reach: for each (batch, head, query block) the partial and the full key blocks.
-    /// `sizes` is (batch, heads, q_len, k_len), `block` (rows, cols); `tensors` are what the mask reads, by `names`.
+    /// `sizes` is (batch, heads, q_len, k_len), `block` is (rows, cols); `tensors` are the tensors that the mask reads,
+    /// by `names`.
     #[pyfunction]
     fn block_lists(
         py: Python<'_>,
@@ -139,7 +141,7 @@ mod _fulgurite {
         crate::operators::apply(py, name, &arrays, engine)
     }
 
-    /// Which engine runs an ordinary problem and why, a line each; the first line describes the engine.
+    /// Explains which engine runs an ordinary problem and why, in one line each; the first line describes the engine.
     #[pyfunction]
     fn explain(engine: &str) -> PyResult<Vec<String>> {
         let choice: Choice = engine.parse().map_err(|e: fulgurite::ChoiceError| wrong(e.to_string()))?;
@@ -150,14 +152,14 @@ mod _fulgurite {
         Ok(std::iter::once(chosen.describe()).chain(why.lines().map(String::from)).collect())
     }
 
-    /// Every case of the table on one engine in f32, f16 or bf16, judged by the f64 oracle.
+    /// Runs every case of the table on one engine in f32, f16 or bf16, and compares with the f64 oracle.
     #[pyfunction]
     fn check(py: Python<'_>, engine: &str, dtype: &str) -> PyResult<Vec<Outcome>> {
         crate::check::check(py, engine, dtype)
     }
 
-    /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of
-    /// the 8-byte words, seconds). The clock starts when all threads are ready: this is the speed of memory.
+    /// Reads every byte of the given `(pointer, bytes)` buffers once with `threads` threads and returns (sum of the
+    /// 8-byte words, seconds). The clock starts when all threads are ready, so this measures the speed of memory.
     #[pyfunction]
     fn read_sum(py: Python<'_>, buffers: Vec<(usize, usize)>, threads: usize) -> PyResult<(u64, f64)> {
         py.detach(|| {
@@ -168,7 +170,7 @@ mod _fulgurite {
         })
     }
 
-    /// GFLOP/s of a large f32 matrix product by our own micro-kernel.
+    /// GFLOP/s of a large f32 matrix product by fulgurite's own micro-kernel.
     #[pyfunction]
     fn gemm_rate(py: Python<'_>, threads: usize) -> f64 {
         py.detach(|| fulgurite::matrix_product_gflops(threads.max(1)))

@@ -1,16 +1,16 @@
-//! Slices from pointers: the only place where elements of arrays become memory of ours.
+//! Makes slices from pointers: the only place that accesses the elements of arrays.
 //!
-//! The contract of the whole extension, which no line here can check: a pointer that comes with a dtype, a shape
-//! and strides points to memory of which every element so described may be accessed, until the call returns, and
-//! nobody writes to it meanwhile. `foreign` takes all four from one object, which the caller holds during the call.
+//! The contract of the whole extension, which no code here can check: a pointer that comes with a dtype, a shape and
+//! strides points to memory of which every described element may be accessed until the call returns, and nothing writes
+//! to it in the meantime. `foreign` takes all four from one object, which the caller holds during the call.
 
 use fulgurite_core::{DType, Data, DataMut, bf16, f16};
 use std::fmt;
 use std::marker::PhantomData;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-/// A run of elements in memory. Holding one tells you that it is not null, aligned for its type, and ends
-/// inside the address space.
+/// A run of elements in memory. A value of this type is not null, is aligned for its type, and ends inside the address
+/// space.
 #[derive(Debug, Clone, Copy)]
 pub struct Span {
     address: usize,
@@ -18,21 +18,21 @@ pub struct Span {
     len: usize,
 }
 
-/// Why an address was refused.
+/// The reason why an address was rejected.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SpanError {
     /// Elements at address 0.
     Null,
-    /// An address that the type cannot have.
+    /// An address that is not aligned for the type.
     Unaligned {
-        /// The address.
+        /// Address of the first element.
         address: usize,
-        /// What it must be a multiple of.
+        /// Required alignment in bytes.
         align: usize,
     },
-    /// More bytes than there are addresses.
+    /// More bytes than the address space has.
     TooLong {
-        /// Elements.
+        /// Number of elements.
         len: usize,
     },
 }
@@ -50,7 +50,7 @@ impl fmt::Display for SpanError {
 }
 
 impl Span {
-    /// `len` elements of `dtype` from `address` on.
+    /// `len` elements of `dtype`, starting at `address`.
     pub fn new(address: usize, dtype: DType, len: usize) -> Result<Span, SpanError> {
         let align = dtype.size_bytes(); // as large as the alignment of each of these types
         let bytes = len.checked_mul(align).filter(|&bytes| bytes <= isize::MAX as usize);
@@ -64,25 +64,25 @@ impl Span {
         }
     }
 
-    /// Bytes from the first element to past the last.
+    /// Number of bytes from the first element to the end of the last.
     pub fn bytes(&self) -> usize {
         self.len * self.dtype.size_bytes()
     }
 
-    /// Whether the two share a byte.
+    /// Whether two spans share a byte.
     pub fn overlaps(&self, other: &Span) -> bool {
         let end = |s: &Span| s.address + s.len * s.dtype.size_bytes();
         self.len > 0 && other.len > 0 && self.address < end(other) && other.address < end(self)
     }
 
-    /// The memory, for reading.
+    /// The memory as a read-only slice.
     ///
     /// # Safety
     /// The contract of this module holds for the span until `'a` ends.
     pub unsafe fn read<'a>(self) -> Data<'a> {
         let (address, len) = (self.address, self.len);
-        // SAFETY: `Span::new` checked null, alignment and size; every bit pattern is a value of these types; that
-        // the memory is there and unchanging is the caller's promise.
+        // SAFETY: `Span::new` checked null, alignment and size; every bit pattern is a value of these types; the caller
+        // guarantees that the memory exists and does not change.
         unsafe {
             match self.dtype {
                 DType::F32 => from_raw_parts(address as *const f32, len).into(),
@@ -94,13 +94,13 @@ impl Span {
         }
     }
 
-    /// The memory, for writing.
+    /// The memory as a writable slice.
     ///
     /// # Safety
     /// The contract of this module holds for the span until `'a` ends, and nothing else refers to its memory.
     pub unsafe fn write<'a>(self) -> DataMut<'a> {
         let (address, len) = (self.address, self.len);
-        // SAFETY: as for `read`; that nothing else refers to this memory is the caller's promise.
+        // SAFETY: as for `read`; the caller guarantees that nothing else refers to this memory.
         unsafe {
             match self.dtype {
                 DType::F32 => from_raw_parts_mut(address as *mut f32, len).into(),
@@ -113,7 +113,7 @@ impl Span {
     }
 }
 
-/// Bytes to be read at full speed: the whole 8-byte words among them.
+/// Bytes to be read at full speed: only whole 8-byte words.
 #[derive(Debug)]
 pub struct Buffer<'a> {
     address: usize,
@@ -122,7 +122,7 @@ pub struct Buffer<'a> {
 }
 
 impl Buffer<'_> {
-    /// `bytes` bytes from `address` on.
+    /// `bytes` bytes, starting at `address`.
     pub fn new(address: usize, bytes: usize) -> Result<Self, SpanError> {
         let (align, words) = (align_of::<u64>(), bytes / size_of::<u64>());
         if words == 0 {
@@ -135,14 +135,14 @@ impl Buffer<'_> {
         Ok(Buffer { address, words, lifetime: PhantomData })
     }
 
-    /// The words.
+    /// The 8-byte words of the buffer.
     pub fn words(&self) -> &[u64] {
-        // SAFETY: checked for null, alignment and size above; that the memory is there is the module's contract.
+        // SAFETY: null, alignment and size were checked above; the module's contract guarantees that the memory exists.
         unsafe { from_raw_parts(self.address as *const u64, self.words) }
     }
 }
 
-/// Sums words with the widest vectors that `words` can be read with.
+/// Sums words with the widest vectors of this machine.
 pub fn sum_words(words: &[u64]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
@@ -155,11 +155,11 @@ pub fn sum_words(words: &[u64]) -> u64 {
             crate::read::sum(words)
         }
         if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the line above found the feature.
+            // SAFETY: the line above detected the feature.
             return unsafe { avx512(words) };
         }
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the line above found the feature.
+            // SAFETY: the line above detected the feature.
             return unsafe { avx2(words) };
         }
     }

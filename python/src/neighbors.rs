@@ -1,4 +1,4 @@
-//! Clusters, neighbours and components: rows in, results into arrays that the caller has made. Use the modules
+//! Clusters, neighbours and components: reads rows, and writes results into arrays of the caller. Use the modules
 //! `cluster`, `neighbors` and `decomposition` of the package.
 
 use crate::array::{Array, Claims, wrong};
@@ -25,7 +25,7 @@ fn options(threads: Option<usize>) -> Options {
     Options { threads, ..Options::default() }
 }
 
-/// The rows of a contiguous array of f32.
+/// The rows of a contiguous f32 array.
 fn read<'a>(arg: &'static str, array: &'a Array, claims: &mut Claims<'a>) -> PyResult<&'a [f32]> {
     let view = array.view(arg, claims)?;
     let steps = view.shape().iter().rev().scan(1, |n, &size| Some(std::mem::replace(n, *n * size)));
@@ -46,13 +46,13 @@ fn shape(arg: &str, array: &Array) -> PyResult<[usize; 2]> {
         .map_err(|_| wrong(format!("`{arg}` has {} axes, allowed: 2 (rows of elements)", array.shape().len())))
 }
 
-/// Results of one of the two types that there are.
+/// Results of one of the two supported types.
 enum Values<'a> {
     F32(&'a [f32]),
     I32(&'a [i32]),
 }
 
-/// Writes results into a contiguous array of as many elements.
+/// Writes results into a contiguous array with the same number of elements.
 fn fill(arg: &str, to: Any<'_, '_>, values: Values<'_>) -> PyResult<()> {
     let array = Array::read(arg, to)?;
     let mut claims = Claims::default();
@@ -65,7 +65,7 @@ fn fill(arg: &str, to: Any<'_, '_>, values: Values<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// How k-means is asked for.
+/// Options of k-means.
 #[derive(FromPyObject)]
 pub struct KMeansOptions<'py> {
     #[pyo3(item)]
@@ -86,7 +86,7 @@ pub struct KMeansOptions<'py> {
     threads: Option<usize>,
 }
 
-/// Where rows come from.
+/// The source of rows.
 enum Source<'a> {
     Memory(Points<'a>),
     File { path: PathBuf, memory_bytes: usize },
@@ -128,7 +128,7 @@ fn fit(py: Python<'_>, asked: &KMeansOptions<'_>, source: &Source<'_>, batch: Op
     .map_err(refused)
 }
 
-/// k-means of an array, or of the rows of a `.npy` file of which at most `memory_bytes` are held.
+/// k-means of an array, or of the rows of a `.npy` file of which at most `memory_bytes` bytes are held.
 #[pyclass(frozen)]
 pub struct Clusters(KMeansModel);
 
@@ -153,7 +153,7 @@ impl Clusters {
         fit(py, &asked, &Source::Memory(points), batch).map(Clusters)
     }
 
-    /// (points, clusters, dim, inertia, steps).
+    /// Returns (points, clusters, dim, inertia, steps).
     fn sizes(&self) -> (usize, usize, usize, f64, usize) {
         let model = &self.0;
         (model.labels().len(), model.clusters(), model.dim(), model.inertia(), model.steps())
@@ -170,7 +170,7 @@ fn signed(values: &[u32]) -> Vec<i32> {
     values.iter().map(|&x| x as i32).collect()
 }
 
-/// Labels of rows by centroids (into i32), or, into f32, their distances; returns the inertia of the labels.
+/// Writes the labels of rows by centroids (into i32), or their distances (into f32); returns the inertia of the labels.
 #[pyfunction]
 pub fn assign(
     py: Python<'_>,
@@ -210,8 +210,8 @@ enum Searched {
     Lists(Box<IvfIndex<'static>>),
 }
 
-/// An index over a copy of rows. `asked` is metric, score tolerance and threads; `lists`, where search is approximate, their
-/// number, the seed and the steps of k-means.
+/// An index over a copy of rows. `asked` is metric, score tolerance and threads. For approximate search, `lists` is the
+/// number of lists, the seed and the steps of k-means.
 #[pyclass(frozen)]
 pub struct Index(Searched);
 
@@ -245,8 +245,8 @@ impl Index {
         made.map(Index).map_err(refused)
     }
 
-    /// The k nearest rows of each query, or of each row the nearest others, in `probes` lists where there are lists. Writes i32
-    /// and f32.
+    /// Finds the k nearest rows of each query, or the nearest other rows of each row; with lists, in `probes` of them.
+    /// Writes i32 and f32.
     fn search(
         &self,
         py: Python<'_>,
@@ -270,7 +270,7 @@ impl Index {
         fill("distances", distances, Values::F32(&found.distances))
     }
 
-    /// The share of the true k nearest rows that a search with so many probes finds.
+    /// The fraction of the true k nearest rows that a search with this many probes finds.
     fn recall(&self, py: Python<'_>, queries: Any<'_, '_>, k: usize, probes: usize) -> PyResult<f64> {
         let array = Array::read("X", queries)?;
         let mut claims = Claims::default();
@@ -311,7 +311,7 @@ pub fn hdbscan(
     Ok(found.stabilities)
 }
 
-/// DBSCAN: writes labels (i32); returns the cores.
+/// DBSCAN: writes labels (i32); returns the indices of core points.
 #[pyfunction]
 pub fn dbscan(
     py: Python<'_>,
@@ -333,7 +333,7 @@ pub fn dbscan(
 /// Singular values, explained variances and their ratios, and whether the randomised form was used.
 type Decomposed = (Vec<f64>, Vec<f64>, Vec<f64>, bool);
 
-/// Truncated SVD, or PCA where there is room for a mean. Writes components and mean (f32); returns singular values,
+/// Truncated SVD, or PCA if an array for the mean is given. Writes components and mean (f32); returns singular values,
 /// explained variances and their ratios, and whether the randomised form was used.
 #[pyfunction]
 pub fn svd(

@@ -1,15 +1,15 @@
-//! The speed of memory: a sum over buffers by several threads, the ceiling that decoding is compared with.
+//! Measures the speed of memory: several threads sum buffers. This is the upper limit for the speed of decoding.
 
 use crate::memory::sum_words;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// Streams that one thread reads side by side, so that the prefetchers have more than one page to work on.
+/// Streams that one thread reads in parallel, so that the prefetchers work on more than one page.
 const STREAMS: usize = 4;
-/// Words of one cache line: a step of each stream.
+/// Words per cache line: a step of each stream.
 const LINE_WORDS: usize = 8;
 
-/// The sum of all words, wrapping. Inlined into a function for each instruction set, which vectorises it.
+/// The wrapping sum of all words. It is inlined into one function per instruction set, which vectorises it.
 #[inline(always)]
 pub fn sum(words: &[u64]) -> u64 {
     let stream_words = words.len() / STREAMS / LINE_WORDS * LINE_WORDS;
@@ -31,8 +31,8 @@ pub fn sum(words: &[u64]) -> u64 {
     all.fold(0, |sum, word| sum.wrapping_add(*word))
 }
 
-/// Sums all words with `threads` threads, each its share of every buffer, and says how many seconds passed
-/// between the first thread's start, all being ready, and the last one's end.
+/// Sums all words with `threads` threads, each with its share of every buffer. Returns the sum, and the seconds from
+/// the start of the first thread, when all are ready, to the end of the last.
 pub fn read_sum(buffers: &[&[u64]], threads: usize) -> (u64, f64) {
     let share = |words: &[u64], number: usize| {
         let at = |n: usize| words.len() / threads * n + words.len() % threads * n / threads;
@@ -42,7 +42,7 @@ pub fn read_sum(buffers: &[&[u64]], threads: usize) -> (u64, f64) {
         buffers.iter().fold(0u64, |sum, words| sum.wrapping_add(sum_words(&words[share(words, number)])))
     };
     let ready = AtomicUsize::new(0);
-    // Spinning, not sleeping: waking a thread would be a tenth of what is measured.
+    // Spin instead of sleeping: waking a thread would take a tenth of the measured time.
     let meet = || {
         ready.fetch_add(1, Ordering::AcqRel);
         let mut spins = 0u32;

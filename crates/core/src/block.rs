@@ -1,19 +1,18 @@
-//! Block masks: for each block of queries, the blocks of keys it may see.
+//! Block masks: for each block of queries, the key blocks that it may see.
 //!
-//! Two lists a row of blocks: *partial* blocks, in which the problem's mask still decides each element, and
-//! *full* blocks, in which everything is visible. Blocks in neither list are skipped. Where the problem has
-//! no mask, partial and full mean the same.
+//! Each row of blocks has two lists: *partial* blocks, in which the problem's mask still decides each element, and
+//! *full* blocks, in which every element is visible. Blocks in neither list are skipped. If the problem has no mask,
+//! partial and full blocks mean the same.
 
-use crate::expr::{Coverage, Domain};
-use crate::inputs::Bound;
+use crate::expr::Coverage;
 use thiserror::Error;
 
 /// The structure of a block mask, part of the problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockSpec {
-    /// Queries in a block.
+    /// Queries per block.
     pub rows: usize,
-    /// Keys in a block.
+    /// Keys per block.
     pub cols: usize,
     /// 1 (shared by all sequences) or the batch size.
     pub batch: usize,
@@ -27,53 +26,53 @@ impl Default for BlockSpec {
     }
 }
 
-/// Why block lists were refused.
+/// The reason why block lists were rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BlockError {
-    /// Counts of the wrong number of rows.
+    /// The wrong number of rows.
     #[error("block mask: `{list}` has {got} rows, allowed: {want} (batch x heads x query blocks)")]
     Rows {
         /// `partial` or `full`.
         list: &'static str,
-        /// Rows given.
+        /// Number of rows given.
         got: usize,
-        /// Rows wanted.
+        /// Number of rows expected.
         want: usize,
     },
-    /// A block outside the matrix, or lists not ascending.
+    /// A block outside the matrix, or a list that is not ascending.
     #[error("block mask: `{list}` row {row} has {got:?}, allowed: ascending numbers below {blocks}")]
     Order {
         /// `partial` or `full`.
         list: &'static str,
-        /// The row of blocks.
+        /// Index of the row of blocks.
         row: usize,
-        /// The list.
+        /// The list of the row.
         got: Vec<i32>,
         /// Number of key blocks.
         blocks: usize,
     },
-    /// A block in both lists.
+    /// A block that is in both lists.
     #[error("block mask: row {row} lists block {block} as partial and as full; remove one")]
     Both {
-        /// The row of blocks.
+        /// Index of the row of blocks.
         row: usize,
-        /// The block.
+        /// Index of the block.
         block: i32,
     },
-    /// Sizes that do not describe blocks.
+    /// An invalid size.
     #[error("block mask: {what} is {got}, allowed: {allowed}")]
     Size {
-        /// Which number.
+        /// Name of the size.
         what: &'static str,
-        /// Its value.
+        /// Value of the size.
         got: usize,
-        /// What is allowed.
+        /// Allowed values.
         allowed: &'static str,
     },
 }
 
-/// One list of key blocks for each row of blocks, ascending.
+/// One ascending list of key blocks for each row of blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Lists {
     /// Row r is `blocks[starts[r]..starts[r + 1]]`.
@@ -95,8 +94,7 @@ impl Lists {
     }
 }
 
-/// The contents of a block mask. Holding one tells you that its lists are ascending, inside the matrix and
-/// disjoint.
+/// The contents of a block mask. Its lists are guaranteed to be ascending, inside the matrix and disjoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockMask {
     spec: BlockSpec,
@@ -107,7 +105,7 @@ pub struct BlockMask {
 }
 
 impl BlockMask {
-    /// From two lists for each (batch, head, query block), in that order.
+    /// A block mask from two lists for each (batch, head, query block), in that order.
     pub fn new(
         spec: BlockSpec,
         [q_blocks, k_blocks]: [usize; 2],
@@ -138,64 +136,7 @@ impl BlockMask {
         Ok(BlockMask { spec, q_blocks, k_blocks, partial: Lists::new(partial), full: Lists::new(full) })
     }
 
-    /// The blocks that the mask of `bound`'s problem can reach, by interval arithmetic: no element is looked at.
-    pub fn from_mask(bound: &Bound<'_>, spec: BlockSpec) -> Result<BlockMask, BlockError> {
-        spec.check()?;
-        let problem = bound.problem();
-        let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
-        let (mut partial, mut full) = (Vec::new(), Vec::new());
-        for b in 0..spec.batch {
-            for h in 0..spec.heads {
-                for i in 0..q_blocks {
-                    let (mut p, mut f) = (Vec::new(), Vec::new());
-                    for j in 0..k_blocks {
-                        match Self::coverage_of(bound, &spec, [b, h, i, j]) {
-                            Coverage::Empty => {}
-                            Coverage::Partial => p.push(j as i32),
-                            Coverage::Full => f.push(j as i32),
-                        }
-                    }
-                    partial.push(p);
-                    full.push(f);
-                }
-            }
-        }
-        BlockMask::new(spec, [q_blocks, k_blocks], partial, full)
-    }
-
-    fn coverage_of(bound: &Bound<'_>, spec: &BlockSpec, [b, h, i, j]: [usize; 4]) -> Coverage {
-        let problem = bound.problem();
-        let heads = if spec.heads == 1 { 0..problem.q_heads() } else { h..h + 1 };
-        let sequences = if spec.batch == 1 { bound.sequences() } else { &bound.sequences()[b..b + 1] };
-        let (mut any, mut all) = (false, true);
-        for s in sequences {
-            let q = i * spec.rows..((i + 1) * spec.rows).min(s.q_len);
-            let k = j * spec.cols..((j + 1) * spec.cols).min(s.k_len);
-            if q.is_empty() || k.is_empty() {
-                continue; // nothing there that could be seen or hidden
-            }
-            let coverage = problem.mask_program().map_or(Coverage::Full, |program| {
-                program.coverage(&Domain {
-                    batch: s.batch..s.batch + 1,
-                    heads: heads.clone(),
-                    q,
-                    k,
-                    q_len: (s.q_len, s.q_len),
-                    k_len: (s.k_len, s.k_len),
-                    aux: bound.aux(),
-                })
-            });
-            any |= coverage != Coverage::Empty;
-            all &= coverage == Coverage::Full;
-        }
-        match (any, all) {
-            (false, _) => Coverage::Empty,
-            (true, true) => Coverage::Full,
-            (true, false) => Coverage::Partial,
-        }
-    }
-
-    /// Block sizes and how far the lists are shared.
+    /// Block sizes, and whether sequences and heads share the lists.
     pub fn spec(&self) -> BlockSpec {
         self.spec
     }
@@ -217,7 +158,7 @@ impl BlockMask {
         (self.partial.row(row), self.full.row(row))
     }
 
-    /// What the lists say about one element.
+    /// Whether one element is hidden, decided by the mask, or visible.
     pub fn coverage(&self, batch: usize, head: usize, q: usize, k: usize) -> Coverage {
         let (partial, full) = self.lists(batch, head, q / self.spec.rows);
         let block = (k / self.spec.cols) as i32;

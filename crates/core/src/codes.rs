@@ -1,20 +1,19 @@
-//! Weights in codes: what they are, and which of them may fall either way.
+//! Weights in codes (quantised weights): their values, and which of them may round either way.
 //!
-//! A weight is a real number before it is a code, and arithmetic in f32 knows it only so well. Where it lies on the border
-//! of two codes, honest engines disagree by a whole step. [`Borders`] finds these weights: scores are known to four
-//! units of f32 in the sum of the sizes of what they are made of, exponentials to [`exp_error`] of themselves. A weight
-//! whose codes differ at the two ends of that interval may have either, and every element that it is multiplied into
-//! may be off by its step times the other factor. That is what the tolerance rule adds there, and nowhere else.
+//! A weight is a real number before it is rounded to a code, and f32 arithmetic has limited accuracy. If the weight is
+//! near the border between two codes, correct engines may differ by a whole step. [`Borders`] finds these weights. It
+//! assumes scores accurate to four f32 units in the sum of the magnitudes of their terms, and exponentials accurate to
+//! a relative error of [`exp_error`]. A weight whose codes differ at the two ends of that interval may have either
+//! code, and every element that it contributes to may be off by its step times the other factor. The tolerance rule
+//! adds this allowance there, and nowhere else.
 
-use crate::dtype::DType;
 use crate::exp::{self, Exp};
 use crate::format::GroupFormat;
-use crate::oracle::Exact;
-use crate::precision::{CACHE_PART, Delta, GroupAttention, INT8_LARGEST, Int8Attention, Precision};
+use crate::precision::{CACHE_PART, GroupAttention, INT8_LARGEST, Int8Attention, Precision};
 use crate::problem::Problem;
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
-/// e^x, or the function that the problem names instead.
+/// e^x, or the function that the problem uses instead.
 pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(x, threshold),
@@ -22,9 +21,9 @@ pub(crate) fn exponential(problem: &Problem, x: f64) -> f64 {
     }
 }
 
-/// Maps the scores of a row, as distances from a maximum, to weights against its final maximum. INT8 walks blocks of keys
-/// and has the maximum so far in each; in all other precisions the maximum is the final one. `weigh` gets together what
-/// shares a scale or a maximum. Parts of a cache know nothing of each other's maxima.
+/// Maps the scores of a row, as distances from a maximum, to weights relative to its final maximum. INT8 processes
+/// blocks of keys and uses the maximum so far in each; all other precisions use the final maximum. `weigh` gets all
+/// scores that share a scale or a maximum. Parts of a cache do not know each other's maxima.
 pub(crate) fn by_groups<T: Copy>(
     head: &Head<'_, T>,
     keys: &[usize],
@@ -55,20 +54,20 @@ pub(crate) fn by_groups<T: Copy>(
     out
 }
 
-/// A NaN becomes the maximum and stays it.
+/// The maximum of scores; a NaN becomes the maximum and stays it.
 pub(crate) fn highest(scores: &[f64], from: f64) -> f64 {
     scores.iter().fold(from, |m, &s| if s.is_nan() || s > m { s } else { m })
 }
 
-/// What a precision makes of the weights that share a scale.
+/// How a precision quantises the weights that share a scale.
 #[derive(Clone, Copy)]
-enum Codes {
+pub(crate) enum Codes {
     Int8,
     Group(GroupFormat),
 }
 
 impl Codes {
-    fn of(problem: &Problem) -> Option<Codes> {
+    pub(crate) fn of(problem: &Problem) -> Option<Codes> {
         match problem.precision() {
             Precision::Int8(_) => Some(Codes::Int8),
             Precision::Groups(GroupAttention { pv: Some(format), .. }) => Some(Codes::Group(format)),
@@ -90,9 +89,10 @@ impl Codes {
         }
     }
 
-    /// The distance of the lowest and the highest code that each weight may have, for weights between `low` and `high`.
-    fn widths(self, low: &[f64], high: &[f64]) -> Vec<f64> {
-        // The largest of a group decides its scale, and is known no better than the others.
+    /// The distance between the lowest and the highest code that each weight may have, for weights between `low` and
+    /// `high`.
+    pub(crate) fn widths(self, low: &[f64], high: &[f64]) -> Vec<f64> {
+        // The largest weight of a group decides its scale, and is no more accurate than the others.
         let top = (0..high.len()).max_by(|&a, &b| high[a].total_cmp(&high[b])).unwrap_or(0);
         let with = |p: &[f64], other: &[f64]| {
             let mut p = p.to_vec();
@@ -106,7 +106,8 @@ impl Codes {
     }
 }
 
-/// The weights of a row as the product with V takes them, against its final maximum; `None` where they are no codes.
+/// The weights of a row as the product with V takes them, relative to its final maximum; `None` if they are not
+/// quantised.
 pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64]) -> Option<Vec<f64>> {
     let problem = head.problem();
     let codes = Codes::of(problem)?;
@@ -114,99 +115,13 @@ pub(crate) fn weights<T: Copy>(head: &Head<'_, T>, keys: &[usize], scores: &[f64
     Some(by_groups(head, keys, scores, weigh))
 }
 
-/// How far an exponential may be off, as a share of itself: a cubic is enough for 16-bit results, or may be forced.
-fn exp_error(problem: &Problem) -> f64 {
-    let cubic = problem.dtype() != DType::F32 || matches!(problem.exp(), Exp::Poly { degree: 3 | 4, .. });
-    if cubic { 2f64.powi(-13) } else { 2f64.powi(-21) }
-}
-
 /// The scores of a row that softmax sees.
 pub(crate) fn scores(head: &Head<'_, f64>, q: usize, row: &walk::Row) -> Vec<f64> {
     row.keys.iter().zip(&row.scaled).map(|(&k, &s)| head.modified(s, q, k)).collect()
 }
 
-/// How far results may be off because weights lie on borders: where another arithmetic has a value, this has its
-/// allowance. `row.p` holds the widths of weights, and all factors are sizes.
-pub(crate) struct Borders;
-
-impl Arithmetic for Borders {
-    type Number = f64;
-
-    fn key(problem: &Problem, x: f64) -> f64 {
-        Exact::key(problem, x)
-    }
-
-    fn value(x: f64) -> f64 {
-        Exact::value(x)
-    }
-
-    fn quantise(problem: &Problem, k: &mut [f64], v: &mut [f64]) -> Option<Vec<f32>> {
-        Exact::quantise(problem, k, v)
-    }
-
-    fn row(head: &Head<'_, f64>, q: usize) -> walk::Row {
-        let problem = head.problem();
-        let row = Exact::row(head, q);
-        let (query, taken_out, scale) = (head.query(q), head.taken_out(q), f64::from(problem.scale()));
-        let scores = scores(head, q, &row);
-        let size = |((&k, scaled), score): ((&usize, &f64), &f64)| {
-            let products: f64 = query.iter().zip(head.key(k)).map(|(x, y)| (x * y).abs()).sum();
-            scale * (products + taken_out.abs()) + scaled.abs() + score.abs()
-        };
-        let size = row.keys.iter().zip(&row.scaled).zip(&scores).map(size).fold(0.0, f64::max);
-        // A score, and the maximum that is taken from it.
-        let (near, error) = (2.0 * 4.0 * 2f64.powi(-24) * size, exp_error(problem));
-        let ends = |x: f64| {
-            let all = [x - near, x, x + near].map(|x| exponential(problem, x));
-            let (low, high) = all.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &p| (a.min(p), b.max(p)));
-            (low * (1.0 - error), high * (1.0 + error))
-        };
-        let widths = |x: &[f64]| {
-            let (low, high): (Vec<f64>, Vec<f64>) = x.iter().map(|&x| ends(x)).unzip();
-            Codes::of(problem).map_or_else(|| vec![0.0; x.len()], |codes| codes.widths(&low, &high))
-        };
-        let max = highest(&scores, f64::NEG_INFINITY);
-        let share = if row.lse == f64::NEG_INFINITY { 0.0 } else { (max - row.lse).exp() };
-        let widths = by_groups(head, &row.keys, &scores, widths);
-        let widths: Vec<f64> = widths.into_iter().map(|w| w * share).collect();
-        let mut o = vec![0.0; problem.value_dim()];
-        for (w, &k) in widths.iter().zip(&row.keys) {
-            o.iter_mut().zip(head.value(k)).for_each(|(o, v)| *o += w * v.abs());
-        }
-        let exact = row.exact.map(|(p, _)| (p, o.clone()));
-        walk::Row { keys: row.keys, scaled: row.scaled, p: widths, o, lse: row.lse, exact }
-    }
-
-    /// dS takes exact weights, and codes come in only by the output behind D.
-    fn row_gradient(head: &Head<'_, f64>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
-        let problem = head.problem();
-        let rounded = matches!(problem.precision(), Precision::Groups(GroupAttention { delta: Delta::Rounded, .. }));
-        let delta: f64 = given.d_o.iter().zip(&row.o).map(|(d, o)| (d * o).abs()).sum();
-        let p = row.exact.as_ref().filter(|_| rounded).map(|(p, _)| p);
-        let (mut d_q, scale) = (vec![0.0; problem.head_dim()], f64::from(problem.scale()));
-        let (mut d_modified, mut d_scaled) = (Vec::new(), Vec::new());
-        for (j, &k) in row.keys.iter().enumerate() {
-            let d_s = p.map_or(0.0, |p| p[j] * delta);
-            let d_x = (d_s * head.derivative(row.scaled[j], q, k)).abs();
-            d_q.iter_mut().zip(head.key(k)).for_each(|(d, k)| *d += scale * d_x * k.abs());
-            d_modified.push(d_s);
-            d_scaled.push(d_x);
-        }
-        let sink = head.bound.sink(head.head).filter(|_| rounded && row.lse != f64::NEG_INFINITY);
-        walk::RowGradient { d_q, d_modified, d_scaled, d_sink: sink.map_or(0.0, |s| (s - row.lse).exp() * delta) }
-    }
-
-    fn add(sum: f64, x: f64, y: f64) -> f64 {
-        sum + (x * y).abs()
-    }
-
-    fn store(_: &Problem, x: f64) -> f64 {
-        x
-    }
-}
-
-/// Another arithmetic over keys and values that are held as they are, in a packed cache: only queries and weights are in
-/// codes.
+/// Another arithmetic over keys and values that are stored exactly in a packed cache: only queries and weights are
+/// quantised.
 pub(crate) struct Held<A>(std::marker::PhantomData<A>);
 
 impl<A: Arithmetic> Arithmetic for Held<A> {

@@ -1,21 +1,23 @@
-//! How right is right enough: the one tolerance rule, used by every test, `check` and `tune`.
+//! The tolerance rule, used by every test, `check` and `tune`.
 //!
-//! With `want` from the f64 oracle and `plain` from honest code of the same type:
-//! `max|got - want| <= rtol * max|plain - want| + atol`. rtol is 2, or 3 with softcap. For 16-bit results atol
-//! is twice the largest |(r + 0.3 - 0.3) - r| with r = want rounded to the type and every operation in it, plus
-//! 3e-4 for gradients with softcap; for f32 it is 1e-6 * max|want|. The f32 gradients of sinks and auxiliary tensors
-//! are sums over terms in the inputs' type and get both. Of these a tensor has a few elements only, where the one sample
-//! `plain` may be near `want` by luck: its error counts as at least two standard deviations of the random walk that the
-//! roundings of its rows make ([`plain::noise`]). Where weights are in codes, one that f32 cannot tell from the border of
-//! two may have either, and each element gets what that changes in it. A gradient of fewer than [`FEW`] elements gets one
-//! rounding step of its type more: one sample of the honest error says little there. NaN and infinities must sit in the
-//! same places.
+//! With `want` from the f64 oracle and `plain` from straightforward code of the same type: `max|got - want| <= rtol *
+//! max|plain - want| + atol`. rtol is 2, or 3 with softcap. For 16-bit results atol is twice the largest |(r + 0.3 -
+//! 0.3) - r|, where r is `want` rounded to the type and every operation rounds to it, plus 3e-4 for gradients with
+//! softcap; for f32 it is 1e-6 * max|want|. The f32 gradients of sinks and auxiliary tensors are sums over terms in the
+//! inputs' type and get both. Such a tensor has only a few elements, where the single sample `plain` may be close to
+//! `want` by luck. So its error counts as at least two standard deviations of the random walk that the roundings of its
+//! rows make ([`plain::noise`]). With quantised weights, a weight that f32 cannot distinguish from the border of two
+//! codes may have either, and each element gets the resulting difference as an extra allowance. A gradient of fewer
+//! than [`FEW`] elements gets one more rounding step of its type, because one sample of the error says little there.
+//! NaN and infinities must be in the same places.
 
-use crate::codes::{Borders, Held};
+use crate::borders::Borders;
+use crate::codes::Held;
 use crate::dtype::DType;
+use crate::exact::Exact;
 use crate::exp::Exp;
 use crate::inputs::{Bound, Forward, Gradients, Saved, Sequence};
-use crate::oracle::{self, At, Exact};
+use crate::oracle::{self, At};
 use crate::plain::{self, Coded};
 use crate::precision::{GroupAttention, Precision};
 use crate::problem::{Problem, Side};
@@ -24,36 +26,36 @@ use crate::tensor::{Tensor, TensorView};
 use crate::walk;
 use std::fmt;
 
-/// Beyond this many scores a head, checks look at [`SAMPLE`] rows and keys instead of all.
+/// With more scores per head than this, checks look at [`SAMPLE`] rows and keys instead of all.
 pub const MAX_SCORES: usize = 1 << 22;
-/// Gradients of fewer elements get one rounding step of their type more.
+/// Gradients with fewer elements get one more rounding step of their type.
 pub const FEW: usize = 64;
-/// Rows and keys that such a check looks at.
+/// Number of rows and keys in a sampled check.
 pub const SAMPLE: usize = 64;
 
-/// The outcome of one comparison, told by its worst element.
+/// The outcome of one comparison, described by its worst element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Verdict {
-    /// |got - want| at the worst element; infinite if a NaN or infinity is out of place.
+    /// |got - want| at the worst element; infinite if a NaN or infinity is misplaced.
     pub worst: f64,
-    /// What the rule allows there.
+    /// Allowed difference there.
     pub allowed: f64,
-    /// Its flat index in the row-major tensor.
+    /// Flat index of the worst element in the row-major tensor.
     pub at: usize,
-    /// The value there.
+    /// The engine's value there.
     pub got: f64,
     /// The oracle's value there.
     pub want: f64,
     /// Root mean square of the finite differences.
     pub rms: f64,
-    /// Elements where only one side is NaN or infinite, or the infinities differ in sign.
+    /// Number of elements where only one side is NaN or infinite, or the infinities differ in sign.
     pub misplaced: usize,
-    /// Elements compared.
+    /// Number of compared elements.
     pub count: usize,
 }
 
 impl Verdict {
-    /// Whether the result is right enough. An allowance that is not finite allows nothing.
+    /// Whether the result is within the tolerance. An allowance that is not finite allows nothing.
     pub fn ok(&self) -> bool {
         self.misplaced == 0 && self.allowed.is_finite() && self.worst <= self.allowed
     }
@@ -69,7 +71,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// The rule for one tensor.
+/// The tolerance rule for one tensor.
 ///
 /// ```
 /// use fulgurite_core::compare::Rule;
@@ -85,11 +87,11 @@ impl fmt::Display for Verdict {
 pub struct Rule {
     /// Type of the tensor.
     pub dtype: DType,
-    /// Whether a softcap bends the scores.
+    /// Whether scores have a softcap.
     pub softcap: bool,
     /// Whether the tensor is a gradient.
     pub gradient: bool,
-    /// For an f32 sum of many terms, the type that the terms were computed in.
+    /// For an f32 sum of many terms, the type in which the terms were computed.
     pub terms: Option<DType>,
 }
 
@@ -112,12 +114,12 @@ impl Rule {
         Rule { dtype: DType::F32, terms: Some(problem.dtype()), ..Rule::gradient(problem) }
     }
 
-    /// The largest difference allowed.
+    /// The largest allowed difference.
     pub fn allowed(&self, want: &[f64], plain: &[f64]) -> f64 {
         self.allowed_beside(want, largest(want.iter().zip(plain).map(|(w, p)| p - w)))
     }
 
-    /// The same, where the largest error of honest code is known.
+    /// The largest allowed difference, given the largest error of straightforward code.
     fn allowed_beside(&self, want: &[f64], error: f64) -> f64 {
         let rtol = if self.softcap { 3.0 } else { 2.0 };
         let steps = |dtype: DType| {
@@ -134,7 +136,7 @@ impl Rule {
         let few = match self.terms.unwrap_or(self.dtype) {
             _ if !self.gradient || want.len() >= FEW => 0.0,
             DType::F32 => f64::from(f32::EPSILON) * largest(want.iter().copied()),
-            // A step as atol has it, or half a unit in the last place of the largest value, whichever is larger.
+            // A step as in atol, or half a unit in the last place of the largest value, whichever is larger.
             dtype => (steps(dtype) / 2.0).max(half_unit(dtype) * largest(want.iter().copied())),
         };
         rtol * error + atol + few
@@ -145,8 +147,8 @@ impl Rule {
         self.judge_codes(got, want, plain, &[])
     }
 
-    /// The same where weights are in codes; `borders` is what those on the border of two may change at each element, or
-    /// nothing.
+    /// Like [`judge`](Self::judge), for quantised weights. `borders` is the change that weights near a border may cause
+    /// at each element, or empty.
     ///
     /// ```
     /// use fulgurite_core::compare::Rule;
@@ -164,7 +166,8 @@ impl Rule {
         compare(got, want, self.dtype, |at, _| allowed + borders.get(at).unwrap_or(&0.0))
     }
 
-    /// The same for a sum over rows; `noise` is the standard deviation of honest code's error at each element.
+    /// Like [`judge`](Self::judge), for a sum over rows. `noise` is the standard deviation of straightforward code's
+    /// error at each element.
     ///
     /// ```
     /// use fulgurite_core::compare::Rule;
@@ -182,22 +185,22 @@ impl Rule {
     }
 }
 
-/// Standard deviations that the error of honest code counts as, where it is smaller: it exceeds them once in twenty times.
+/// Minimum error of straightforward code in standard deviations: an error exceeds them once in twenty times.
 const DEVIATIONS: f64 = 2.0;
 
-/// The rule for the LSE: 1e-3 (1e-5 where q, k and v are f32) plus 4 * 2^-23 * max(1, |want|) at each element.
-/// `extra` is what a forced polynomial may add.
+/// The rule for the LSE: 1e-3 (1e-5 if q, k and v are f32) plus 4 * 2^-23 * max(1, |want|) at each element. `extra` is
+/// the additional error of a forced polynomial.
 pub fn judge_lse(got: &[f64], want: &[f64], dtype: DType, extra: f64) -> Verdict {
     let base = if dtype == DType::F32 { 1e-5 } else { 1e-3 };
     compare(got, want, DType::F32, |_, want| base + extra + 4.0 * f64::from(f32::EPSILON) * want.abs().max(1.0))
 }
 
-/// The largest finite magnitude. What is not finite is left out: it would allow everything.
+/// The largest finite magnitude. Non-finite values are ignored: they would allow everything.
 fn largest(values: impl Iterator<Item = f64>) -> f64 {
     values.map(f64::abs).filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
 
-/// Finds the element that exceeds its allowance most. `dtype` decides where `want` overflows to an infinity.
+/// Finds the element that exceeds its allowance most. `dtype` decides where `want` overflows to infinity.
 fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(usize, f64) -> f64) -> Verdict {
     assert_eq!(got.len(), want.len(), "elements of `got`");
     let none = Verdict {
@@ -227,7 +230,7 @@ fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(usize, f64)
         }
         verdict.misplaced += usize::from(!finite && !same);
         let limit = allowed(at, if finite { want } else { 0.0 });
-        // A NaN excess (infinite allowance) must be reported, not passed over.
+        // A NaN excess (infinite allowance) must be reported, not ignored.
         let over = worst - limit;
         if over > excess || over.is_nan() {
             excess = over;
@@ -238,16 +241,16 @@ fn compare(got: &[f64], want: &[f64], dtype: DType, allowed: impl Fn(usize, f64)
     verdict
 }
 
-/// One tensor under comparison: what an engine gave, what it should be, what honest code gives.
+/// One tensor under comparison: the engine's result, the oracle's, and that of straightforward code.
 struct Sides {
     rule: Option<Rule>,
     name: String,
     got: Vec<f64>,
     want: Vec<f64>,
     plain: Vec<f64>,
-    /// Flat index in the tensor of each element compared.
+    /// Flat index of each compared element in the tensor.
     index: Vec<usize>,
-    /// What weights on the border of two codes may change at each; empty where there are none.
+    /// The change that weights near a border may cause at each element; empty if weights are not quantised.
     borders: Vec<f64>,
 }
 
@@ -257,7 +260,7 @@ impl Sides {
         Sides { rule, name: name.into(), got: got.view().to_f64(), want, plain, index, borders: Vec::new() }
     }
 
-    /// Some rows of a tensor; `starts` is where each begins.
+    /// Some rows of a tensor; `starts` gives their first elements.
     fn rows(
         name: &str,
         rule: Option<Rule>,
@@ -276,7 +279,7 @@ impl Sides {
         let verdict = match self.rule {
             Some(rule) => rule.judge_codes(&self.got, &self.want, &self.plain, &self.borders),
             None => {
-                // Only a forced polynomial is another exponential than the oracle's.
+                // Only a forced polynomial differs from the oracle's exponential.
                 let forced = matches!(problem.exp(), Exp::Poly { .. });
                 let extra = 2.0 * largest(self.want.iter().zip(&self.plain).map(|(w, p)| p - w));
                 judge_lse(&self.got, &self.want, problem.dtype(), if forced { extra } else { 0.0 })
@@ -287,17 +290,17 @@ impl Sides {
     }
 }
 
-/// Whether the weights of a problem are in codes.
+/// Whether the weights of a problem are quantised.
 fn in_codes(problem: &Problem) -> bool {
     !matches!(problem.precision(), Precision::Native | Precision::Groups(GroupAttention { pv: None, .. }))
 }
 
-/// Whether checks of this problem look at a sample only.
+/// Whether checks of this problem use a sample.
 pub fn is_sampled(problem: &Problem) -> bool {
     problem.max_q_len().saturating_mul(problem.max_k_len()) > MAX_SCORES
 }
 
-/// Random query rows: of any sequence with room for one and any head.
+/// Random query rows, of any head and of any sequence that has rows.
 fn sample_rows(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
     let problem = bound.problem();
     let filled: Vec<&Sequence> = bound.sequences().iter().filter(|s| s.q_len > 0).collect();
@@ -314,7 +317,7 @@ fn sample_rows(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
     rows
 }
 
-/// Random keys of one random head: each head costs a whole backward of it.
+/// Random keys of one random head, because each head costs a whole backward pass.
 fn sample_keys(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
     let filled: Vec<&Sequence> = bound.sequences().iter().filter(|s| s.k_len > 0).collect();
     if filled.is_empty() {
@@ -325,13 +328,13 @@ fn sample_keys(bound: &Bound<'_>, rng: &mut Rng) -> Vec<At> {
     (0..SAMPLE).map(|_| At { batch: sequence.batch, head, row: rng.range(0..sequence.k_len) }).collect()
 }
 
-/// Where chosen rows begin in a row-major tensor.
+/// Offsets of chosen rows in a row-major tensor.
 fn starts(bound: &Bound<'_>, shape: &[usize], side: Side, rows: &[At]) -> Vec<usize> {
     let start = |at: &At| walk::packed_rows(bound, shape, &bound.sequences()[at.batch], side).at(at.row, at.head);
     rows.iter().map(start).collect()
 }
 
-/// Judges a forward result: `o`, then `lse`. Beyond [`MAX_SCORES`] a head, `seed` picks the rows.
+/// Checks a forward result: `o`, then `lse`. With more than [`MAX_SCORES`] scores per head, `seed` picks the rows.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String, Verdict)> {
@@ -360,8 +363,8 @@ pub fn check_forward(bound: &Bound<'_>, got: &Forward, seed: u64) -> Vec<(String
     sides.iter().map(|s| s.judge(problem)).collect()
 }
 
-/// Judges attention over a packed cache, `o` of type `dtype` and `lse`: `bound` holds the queries, and the keys and
-/// values as the cache gives them back, under [`Int8Attention::CACHE`](crate::Int8Attention::CACHE) in f32.
+/// Checks attention over a packed cache: `o` of type `dtype`, and `lse`. `bound` holds the queries, and the keys and
+/// values as the cache returns them, under [`Int8Attention::CACHE`](crate::Int8Attention::CACHE) in f32.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check_held(bound: &Bound<'_>, got: &Forward, dtype: DType) -> Vec<(String, Verdict)> {
@@ -373,8 +376,9 @@ pub fn check_held(bound: &Bound<'_>, got: &Forward, dtype: DType) -> Vec<(String
     [o, Sides::whole("lse", None, &got.lse, want.1, plain.1)].iter().map(|s| s.judge(problem)).collect()
 }
 
-/// Judges gradients: `d_q`, `d_k`, `d_v`, then `d_sinks` and `d_` with the name of each auxiliary tensor that has
-/// one. Beyond [`MAX_SCORES`] a head, `seed` picks rows and keys, and the sums over all rows are not judged.
+/// Checks gradients: `d_q`, `d_k`, `d_v`, then `d_sinks` and `d_` with the name of each auxiliary tensor that has one.
+/// With more than [`MAX_SCORES`] scores per head, `seed` picks rows and keys, and the sums over all rows are not
+/// checked.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, seed: u64) -> Vec<(String, Verdict)> {
@@ -431,7 +435,7 @@ pub fn check_backward(bound: &Bound<'_>, saved: &Saved<'_>, got: &Gradients, see
         all
     };
     let mut verdicts: Vec<(String, Verdict)> = sides.iter().map(|s| s.judge(problem)).collect();
-    // The walk that tells the noise costs as much as all the rest: only where it decides.
+    // The computation of the noise costs as much as all the rest, so do it only if it decides.
     if verdicts[3..].iter().any(|(_, verdict)| !verdict.ok()) {
         let noise = plain::noise(bound, d_o, d_lse);
         for (i, (side, noise)) in sides[3..].iter().zip(noise).enumerate() {

@@ -44,7 +44,7 @@ impl DType {
         }
     }
 
-    /// The nearest value of this type, as an f64. Integers round towards zero.
+    /// The nearest value of this type, as an f64. Integers round toward zero.
     ///
     /// ```
     /// # use fulgurite_core::DType;
@@ -76,9 +76,9 @@ mod sealed {
 
 /// A Rust type that tensors can hold.
 pub trait Element: Copy + Default + Send + Sync + 'static + sealed::Sealed {
-    /// The tag of this type.
+    /// The `DType` of this type.
     const DTYPE: DType;
-    /// The value as an f64, exactly.
+    /// Converts to f64, exactly.
     fn to_f64(self) -> f64;
     /// The nearest value of this type.
     fn from_f64(x: f64) -> Self;

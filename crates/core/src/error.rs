@@ -1,33 +1,33 @@
-//! Why a problem or its tensors were refused: the argument, its value, what is allowed, and a way out.
+//! Errors of problems and their tensors: the argument, its value, the allowed values, and a remedy.
 
 use crate::block::BlockError;
 use crate::dtype::DType;
 use crate::exp::ExpError;
 use crate::expr::ExprError;
+use crate::limits::MAX_HEAD_DIM;
 use crate::precision::PrecisionError;
-use crate::problem::MAX_HEAD_DIM;
 use crate::tensor::{Place, TensorError};
 use thiserror::Error;
 
-/// Why a problem was refused; the caller can repair the call from the message alone.
+/// The reason why a problem was rejected. The message alone tells the caller how to fix the call.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ProblemError {
-    /// Something that must be said was not.
+    /// A required argument is missing.
     #[error("`{arg}` was not given; call ProblemBuilder::{arg}")]
     Missing {
-        /// The builder's method.
+        /// Name of the builder's method.
         arg: &'static str,
     },
-    /// A head dimension out of range.
+    /// A head dimension is out of range.
     #[error("`{arg}` is {got}, allowed: 1 to {MAX_HEAD_DIM}; split wider heads")]
     HeadDim {
         /// `head_dim` or `value_dim`.
         arg: &'static str,
-        /// The value given.
+        /// Value that was given.
         got: usize,
     },
-    /// Head counts that do not divide.
+    /// Query heads are not a multiple of key/value heads.
     #[error(
         "`heads`: {q} query heads over {kv} key/value heads, allowed: at least 1 each, query heads a multiple of key/value heads; repeat or drop heads of q"
     )]
@@ -37,7 +37,7 @@ pub enum ProblemError {
         /// Key/value heads.
         kv: usize,
     },
-    /// Value heads that do not divide.
+    /// Value heads are not a multiple of key heads.
     #[error(
         "`heads`: {value_heads} value heads over {heads} key heads, allowed: at least 1 each, value heads a multiple of key heads; repeat or drop heads of v"
     )]
@@ -47,282 +47,282 @@ pub enum ProblemError {
         /// Value heads.
         value_heads: usize,
     },
-    /// A dimension of a state out of range.
+    /// A dimension of a state is out of range.
     #[error("`{arg}` is {got}, allowed: 1 to {max}; split wider heads")]
     StateDim {
         /// `key_dim` or `value_dim`.
         arg: &'static str,
-        /// The value given.
+        /// Value that was given.
         got: usize,
-        /// The largest allowed.
+        /// Largest allowed value.
         max: usize,
     },
-    /// A scale that is no scale.
+    /// The scale is not finite and positive.
     #[error("`scale` is {got}, allowed: finite and above 0; leave it out for 1/sqrt(head_dim)")]
     Scale {
-        /// The value given.
+        /// Value that was given.
         got: f32,
     },
-    /// A scale or a softcap so small or so large that products with it leave the range of f32.
+    /// A scale or a softcap is so small or so large that products with it leave the range of f32.
     #[error("`{arg}` is {got:e}, allowed: 1e-30 to 1e30; beyond, products leave the range of f32")]
     Extreme {
-        /// Which of the two.
+        /// `scale` or `softcap`.
         arg: &'static str,
-        /// The value given.
+        /// Value that was given.
         got: f32,
     },
-    /// q, k and v of a type that is not floating point.
+    /// The type of q, k and v is not floating point.
     #[error("`dtype` is {got}, allowed: f32, f16, bf16; convert q, k and v")]
     DType {
         /// The type given.
         got: DType,
     },
-    /// A length beyond what indices can count.
+    /// A length is too large for the indices.
     #[error("`{arg}` is {got}, allowed: below 2^30; split the sequence or the batch")]
     Length {
-        /// Which length.
+        /// Name of the length.
         arg: &'static str,
-        /// Its value.
+        /// Value of the argument.
         got: usize,
     },
-    /// Numbers of the products that do not fit.
+    /// The precision of the products does not fit the problem.
     #[error(transparent)]
     Precision(#[from] PrecisionError),
-    /// A tensor too large to exist.
+    /// A tensor is too large for the address space.
     #[error("`{arg}` of shape {shape:?} overflows the address space; check the sizes")]
     Overflow {
-        /// Which tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
-    /// A softcap that is no cap.
+    /// The softcap is not finite and positive.
     #[error("`softcap` is {got}, allowed: finite and above 0; leave it out for none")]
     Softcap {
-        /// The value given.
+        /// Value that was given.
         got: f32,
     },
-    /// The same tensor declared twice.
+    /// Two auxiliary tensors have the same name.
     #[error("`aux`: {name:?} is declared twice; give each auxiliary tensor its own name")]
     AuxTwice {
-        /// The name.
+        /// Name of the tensor.
         name: String,
     },
-    /// A gradient that cannot be.
+    /// A tensor of this type cannot have a gradient.
     #[error("`aux`: {name:?} is {got} and cannot have a gradient; allowed: f32, f16, bf16")]
     AuxGrad {
-        /// The name.
+        /// Name of the tensor.
         name: String,
-        /// Its type.
+        /// Type of the tensor.
         got: DType,
     },
-    /// A bias axis that does not broadcast.
+    /// A bias axis does not broadcast.
     #[error("`bias`: axis {axis} is {got}, allowed: 1 or {want}; bias is [batch, heads, q_len, k_len]")]
     BiasShape {
-        /// The axis.
+        /// Index of the axis.
         axis: usize,
         /// Its size.
         got: usize,
-        /// The size that does not broadcast.
+        /// Size to which it should broadcast.
         want: usize,
     },
-    /// A number out of range.
+    /// A number is out of range.
     #[error("`{arg}` is {got}, allowed: {allowed}; {hint}")]
     Number {
-        /// Which.
+        /// Name of the argument.
         arg: &'static str,
-        /// Its value.
+        /// Value of the argument.
         got: usize,
-        /// What is allowed.
+        /// Allowed values.
         allowed: String,
-        /// A way out.
+        /// A remedy.
         hint: &'static str,
     },
-    /// A share out of range.
+    /// A fraction is out of range.
     #[error("`{arg}` is {got}, allowed: {low} to {high}")]
     Share {
-        /// Which.
+        /// Name of the argument.
         arg: &'static str,
-        /// Its value.
+        /// Value of the argument.
         got: f32,
-        /// The least allowed.
+        /// Smallest allowed value.
         low: f32,
-        /// The most allowed.
+        /// Largest allowed value.
         high: f32,
     },
-    /// Something that a system around attention does not have.
+    /// A variant of attention does not support a feature.
     #[error("{system} has no {what}; {hint}")]
     Around {
-        /// The system.
+        /// Name of the variant.
         system: &'static str,
-        /// What it does not have.
+        /// The feature that it lacks.
         what: &'static str,
-        /// A way out.
+        /// A remedy.
         hint: &'static str,
     },
-    /// Offsets of packed sequences that do not describe any.
+    /// Offsets of packed sequences are invalid.
     #[error(transparent)]
     Offsets(#[from] OffsetsError),
-    /// A block mask of impossible structure.
+    /// The structure of a block mask is invalid.
     #[error(transparent)]
     Block(#[from] BlockError),
-    /// A bad modifier or mask.
+    /// A modifier or mask is invalid.
     #[error(transparent)]
     Expr(#[from] ExprError),
-    /// A bad exponential.
+    /// The exponential is invalid.
     #[error(transparent)]
     Exp(#[from] ExpError),
 }
 
-/// Why offsets of packed sequences were refused.
+/// The reason why offsets of packed sequences were rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OffsetsError {
-    /// The list is empty or does not begin with 0.
+    /// The list is empty or does not start with 0.
     #[error("`{arg}` begins with {got:?}, allowed: 0; offsets are cumulative, batch + 1 of them")]
     Begin {
-        /// The list.
+        /// Name of the list.
         arg: &'static str,
         /// Its first element.
         got: Option<i32>,
     },
-    /// A step backwards.
+    /// An offset is smaller than the one before.
     #[error("`{arg}`[{at}] is {got} after {before}, allowed: not smaller; offsets are cumulative")]
     NotMonotonic {
-        /// The list.
+        /// Name of the list.
         arg: &'static str,
-        /// The position.
+        /// Index of the offset.
         at: usize,
         /// The value there.
         got: i32,
         /// The value before it.
         before: i32,
     },
-    /// Lists of different lengths.
+    /// The lists have different lengths.
     #[error("`cu_seqlens_q` has {q} offsets, `cu_seqlens_k` has {k}; allowed: batch + 1 each")]
     Batch {
-        /// Offsets for q.
+        /// Number of offsets for q.
         q: usize,
-        /// Offsets for k.
+        /// Number of offsets for k.
         k: usize,
     },
 }
 
-/// Why tensors do not fit a problem.
+/// The reason why tensors do not fit a problem.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum InputError {
-    /// A NaN or an infinity in a tensor that is quantised.
+    /// A tensor that is quantised has a NaN or an infinity.
     #[error(
         "`{arg}`: element {at} is {value}, allowed: finite numbers with precision {precision}; use native, or look for an overflow"
     )]
     NotFinite {
         /// `q`, `k` or `v`.
         arg: &'static str,
-        /// Its place in memory.
+        /// Index of the element in memory.
         at: usize,
-        /// Its value.
+        /// Value of the argument.
         value: f64,
-        /// The precision asked for.
+        /// Name of the requested precision.
         precision: String,
     },
-    /// A tensor of the wrong shape.
+    /// A tensor has the wrong shape.
     #[error("`{arg}` has shape {got:?}, allowed: {want:?}; check the sizes given to the problem")]
     Shape {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
-        /// Its shape.
+        /// Shape of the tensor.
         got: Vec<usize>,
-        /// The shape the problem says.
+        /// Shape that the problem requires.
         want: Vec<usize>,
     },
-    /// A tensor of the wrong type.
+    /// A tensor has the wrong type.
     #[error("`{arg}` is {got}, allowed: {want}; convert it or change the problem")]
     DType {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
-        /// Its type.
+        /// Type of the tensor.
         got: DType,
-        /// What is allowed.
+        /// Allowed values.
         want: &'static str,
     },
-    /// A tensor that lies elsewhere than it must.
+    /// A tensor is on the wrong device.
     #[error("`{arg}` is on {got}, allowed: {want}; move it there")]
     Place {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
-        /// Where it lies.
+        /// Device of the tensor.
         got: Place,
-        /// Where the call needs it.
+        /// Device that the call needs.
         want: Place,
     },
-    /// A device tensor with gaps that the kernels do not step over.
+    /// A device tensor is not contiguous, which the kernels require.
     #[error("`{arg}` has strides {got:?}, allowed: contiguous; make it contiguous")]
     Strides {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
         /// Its strides.
         got: Vec<usize>,
     },
-    /// A last axis with gaps.
+    /// The last axis of a tensor is not contiguous.
     #[error("`{arg}` has stride {got} on its last axis, allowed: 1; make it contiguous there")]
     LastStride {
-        /// The tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// The stride.
+        /// Stride of the last axis.
         got: usize,
     },
-    /// A tensor the problem speaks of that was not given.
+    /// A tensor that the problem needs is missing.
     #[error("`{arg}` was not given, the problem needs it; {hint}")]
     Missing {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
         /// How to give it.
         hint: &'static str,
     },
-    /// A tensor the problem does not know.
+    /// A tensor was given that the problem does not use.
     #[error("`{arg}` was given, the problem does not use it; {hint}")]
     Unused {
-        /// The tensor.
+        /// Name of the tensor.
         arg: String,
         /// How to declare it.
         hint: &'static str,
     },
-    /// Offsets that are not cumulative.
+    /// Offsets are not cumulative.
     #[error(transparent)]
     Offsets(#[from] OffsetsError),
-    /// Offsets that disagree with the problem.
+    /// Offsets disagree with the problem.
     #[error("`{arg}`: {what} is {got}, allowed: {allowed}; rebuild the problem from these offsets")]
     Total {
-        /// The list.
+        /// Name of the list.
         arg: &'static str,
-        /// Total or maximum.
+        /// The disagreeing size: the total or the maximum.
         what: &'static str,
-        /// Its value.
+        /// Value of the argument.
         got: usize,
-        /// What the problem says.
+        /// Value that the problem requires.
         allowed: String,
     },
-    /// A used length out of range.
+    /// A used length is out of range.
     #[error("`{arg}`[{at}] is {got}, allowed: 0 to {max}")]
     Used {
-        /// The list.
+        /// Name of the list.
         arg: &'static str,
-        /// The sequence.
+        /// Index of the sequence.
         at: usize,
-        /// The length given.
+        /// Length that was given.
         got: i32,
-        /// Room in that sequence.
+        /// Number of rows of that sequence.
         max: usize,
     },
-    /// A modifier that reads outside an auxiliary tensor.
+    /// A modifier reads outside an auxiliary tensor.
     #[error(
         "`{name}`: axis {axis} is read from {low} to {high}, allowed: 0 to {max}; clamp the index with min and max"
     )]
     AuxIndex {
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
-        /// The axis.
+        /// Index of the axis.
         axis: usize,
         /// Smallest index.
         low: i64,
@@ -331,29 +331,29 @@ pub enum InputError {
         /// Largest index allowed.
         max: i64,
     },
-    /// An element that may not be.
+    /// A tensor has a forbidden element.
     #[error("`{arg}` holds {got} at element {at}, allowed: {allowed}; {hint}")]
     Value {
-        /// The tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// Its row-major index.
+        /// Row-major index of the element.
         at: usize,
-        /// The element.
+        /// Value of the element.
         got: f64,
-        /// What is allowed.
+        /// Allowed values.
         allowed: &'static str,
-        /// A way out.
+        /// A remedy.
         hint: &'static str,
     },
-    /// A block mask of another structure than the problem says.
+    /// A block mask has another structure than the problem requires.
     #[error("block mask has {got}, the problem says {want}")]
     Blocks {
-        /// What it has.
+        /// Its structure, as text.
         got: String,
-        /// What is wanted.
+        /// Required structure, as text.
         want: String,
     },
-    /// An output tensor that cannot be made.
+    /// An output tensor cannot be made.
     #[error(transparent)]
     Tensor(#[from] TensorError),
 }

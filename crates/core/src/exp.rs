@@ -1,43 +1,43 @@
-//! How the exponential of a score is computed, and how the running maximum is kept.
+//! How the exponential of a score is computed, and when the running maximum is updated.
 
 use thiserror::Error;
 
 /// The exponential that softmax uses.
 ///
-/// `Auto`, `Native` and `Poly` all mean e^x and differ only in rounding; `Sas` is another function, and the
-/// oracle evaluates that function.
+/// `Auto`, `Native` and `Poly` all mean e^x and differ only in rounding. `Sas` is another function, which the oracle
+/// evaluates as such.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Exp {
-    /// What measures fastest within the tolerance of the output type.
+    /// The fastest exponential within the tolerance of the output type.
     #[default]
     Auto,
-    /// The most accurate the machine has.
+    /// The most accurate exponential of the machine.
     Native,
-    /// 2^x by Cody-Waite range reduction and a polynomial (FlashAttention-4) on a share of the elements.
+    /// 2^x by Cody-Waite range reduction and a polynomial (FlashAttention-4), on a fraction of the elements.
     Poly {
-        /// 3, 4 or 5.
+        /// Degree of the polynomial: 3, 4 or 5.
         degree: u8,
-        /// Share of the elements, 0 to 1; the others use the native exponential.
+        /// Fraction of the elements, 0 to 1; the others use the native exponential.
         share: f32,
     },
-    /// Table of e^-n times a cubic, zero below `threshold` (TurboAttention).
+    /// A table of e^-n times a cubic, zero below `threshold` (TurboAttention).
     Sas {
-        /// Negative, in natural units.
+        /// Negative threshold, in natural units.
         threshold: f32,
     },
 }
 
-/// Why an exponential was refused.
+/// The reason why an exponential was rejected.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum ExpError {
-    /// A degree without coefficients.
+    /// A degree for which there are no coefficients.
     #[error("`exp`: polynomial degree is {got}, allowed: 3, 4, 5; 3 is enough for bf16, 5 for f32")]
     Degree {
         /// The degree given.
         got: u8,
     },
-    /// A share that is not a share.
+    /// A fraction outside 0 to 1.
     #[error("`exp`: share is {got}, allowed: 0 to 1; 1 uses the polynomial everywhere")]
     Share {
         /// The share given.
@@ -49,7 +49,7 @@ pub enum ExpError {
         /// The threshold given.
         got: f32,
     },
-    /// A name nobody knows.
+    /// An unknown name.
     #[error("`exp` is {got:?}, allowed: auto, native, poly:DEGREE, poly:DEGREE:SHARE, sas, sas:THRESHOLD")]
     Name {
         /// The text given.
@@ -61,7 +61,7 @@ impl Exp {
     /// The usual threshold of [`Exp::Sas`].
     pub const SAS_THRESHOLD: f32 = -10.0;
 
-    /// Checks the parameters.
+    /// Checks the parameters of the exponential.
     pub fn check(self) -> Result<Exp, ExpError> {
         match self {
             Exp::Poly { degree, .. } if !(3..=5).contains(&degree) => Err(ExpError::Degree { got: degree }),
@@ -77,7 +77,7 @@ impl Exp {
 impl std::str::FromStr for Exp {
     type Err = ExpError;
 
-    /// `auto`, `native`, `poly:3`, `poly:3:0.25`, `sas`, `sas:-6`.
+    /// Parses `auto`, `native`, `poly:3`, `poly:3:0.25`, `sas`, `sas:-6`.
     fn from_str(text: &str) -> Result<Exp, ExpError> {
         let unknown = || ExpError::Name { got: text.to_string() };
         let mut parts = text.split(':');
@@ -108,8 +108,8 @@ impl std::fmt::Display for Exp {
     }
 }
 
-/// Coefficients of 2^r on [0, 1) for degrees 3, 4 and 5, lowest first; the first is pinned to 1 so that 2^n is
-/// exact (FlashAttention-4, fpminimax on relative error).
+/// Coefficients of 2^r on [0, 1) for degrees 3, 4 and 5, lowest first. The first is fixed at 1, so that 2^n is exact
+/// (FlashAttention-4, fpminimax on relative error).
 pub const EXP2_POLY: [[f32; 6]; 3] = [
     [1.0, 0.695_146_14, 0.227_564_4, 0.077_119_09, 0.0, 0.0],
     [1.0, 0.693_042_7, 0.241_291_25, 0.052_225_36, 0.013_434_938, 0.0],
@@ -118,7 +118,7 @@ pub const EXP2_POLY: [[f32; 6]; 3] = [
 
 /// 2^x by a polynomial of the given degree: clamped to 0 at -127, infinite above 127.
 ///
-/// Panics for a degree that [`Exp::check`] refuses.
+/// Panics for a degree that [`Exp::check`] rejects.
 pub fn exp2_poly(degree: u8, x: f32) -> f32 {
     if x > 127.0 {
         return f32::INFINITY;
@@ -135,7 +135,7 @@ pub fn exp2_poly(degree: u8, x: f32) -> f32 {
     f32::from_bits(((floor as i32) << 23).wrapping_add(p.to_bits() as i32) as u32)
 }
 
-/// Entries of the table e^-n: thresholds reach down to minus this.
+/// Entries of the table e^-n; thresholds reach down to minus this number.
 pub const SAS_TABLE: usize = 64;
 
 /// Coefficients of e^-f on [0, 1), lowest first (least squares, four digits as published).
@@ -155,15 +155,15 @@ pub fn sas(x: f64, threshold: f32) -> f64 {
     (-n).exp() * cubic
 }
 
-/// How the running row maximum is kept. All three give the same result up to rounding.
+/// The rescale policy: when the running row maximum is raised. All three give the same result up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rescale {
-    /// Raised, and the accumulator rescaled, whenever a block brings a larger score (the textbook).
+    /// Raise it, and rescale the accumulator, whenever a block has a larger score (the textbook method).
     Always,
-    /// Raised only when the new maximum exceeds the old by more than this many powers of two.
+    /// Raise it only when the new maximum exceeds the old one by more than this many powers of two.
     Lazy(f32),
-    /// The first keys of a row (how many, is the engine's matter) settle its maximum, later ones use it unseen; a block
-    /// whose sum exceeds this limit is done again with its own maximum.
+    /// Set it from the first keys of a row (the engine decides how many), and use it for later keys without looking. A
+    /// block whose sum exceeds this limit is recomputed with its own maximum.
     Optimistic(f32),
 }
 
@@ -175,7 +175,7 @@ impl Rescale {
     /// Thresholds above this could overflow an f32 sum.
     pub const MAX_TAU: f32 = 60.0;
 
-    /// Checks the parameter.
+    /// Checks the parameter of the policy.
     pub fn check(self) -> Result<Rescale, RescaleError> {
         match self {
             Rescale::Lazy(tau) if !(0.0..=Rescale::MAX_TAU).contains(&tau) => Err(RescaleError::Tau { got: tau }),
@@ -190,7 +190,7 @@ impl Rescale {
 impl std::str::FromStr for Rescale {
     type Err = RescaleError;
 
-    /// `always`, `lazy`, `lazy:8`, `optimistic`, `optimistic:1e9`.
+    /// Parses `always`, `lazy`, `lazy:8`, `optimistic`, `optimistic:1e9`.
     fn from_str(text: &str) -> Result<Rescale, RescaleError> {
         let unknown = || RescaleError::Name { got: text.to_string() };
         let (name, value) = text.split_once(':').map_or((text, None), |(n, v)| (n, Some(v)));
@@ -214,23 +214,23 @@ impl std::fmt::Display for Rescale {
     }
 }
 
-/// Why a rescale policy was refused.
+/// The reason why a rescale policy was rejected.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum RescaleError {
-    /// A threshold that loses or overflows.
+    /// A threshold that loses accuracy or overflows.
     #[error("`tau` is {got}, allowed: 0 to {max}; the usual value is 8, 0 rescales always", max = Rescale::MAX_TAU)]
     Tau {
         /// The threshold given.
         got: f32,
     },
-    /// A limit that loses or overflows.
+    /// A limit that loses accuracy or overflows.
     #[error("`limit` is {got}, allowed: 1 to 2^60; the usual value is 2^30")]
     Limit {
         /// The limit given.
         got: f32,
     },
-    /// A name nobody knows.
+    /// An unknown name.
     #[error("`rescale` is {got:?}, allowed: always, lazy, lazy:TAU, optimistic, optimistic:LIMIT")]
     Name {
         /// The text given.
@@ -242,7 +242,7 @@ pub enum RescaleError {
 mod tests {
     use super::*;
 
-    /// Largest relative error against f64 over a fine grid of one octave and a coarse one of all.
+    /// Largest relative error against f64 over a fine grid of one octave and a coarse one of the whole range.
     fn worst(f: impl Fn(f32) -> f32) -> f64 {
         let points = (0..200_000).map(|i| i as f32 * -5e-6).chain((0..1000).map(|i| i as f32 * -0.12));
         points.fold(0.0, |worst: f64, x| {

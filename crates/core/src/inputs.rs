@@ -1,4 +1,4 @@
-//! The contents of a call: tensors, and the proof that they fit a problem.
+//! The tensors of a call, and the proof that they fit a problem.
 
 use crate::block::{BlockMask, BlockSpec};
 use crate::dtype::DType;
@@ -18,30 +18,30 @@ pub struct Inputs<'a> {
     pub k: TensorView<'a>,
     /// Values.
     pub v: TensorView<'a>,
-    /// A logit for each query head.
+    /// One logit per query head.
     pub sinks: Option<TensorView<'a>>,
     /// Cumulative offsets of the sequences in q: i32, `[batch + 1]`.
     pub cu_seqlens_q: Option<TensorView<'a>>,
     /// Cumulative offsets of the sequences in k and v: i32, `[batch + 1]`.
     pub cu_seqlens_k: Option<TensorView<'a>>,
-    /// Queries in use in each sequence: i32, `[batch]`.
+    /// Number of queries in use per sequence: i32, `[batch]`.
     pub used_q: Option<TensorView<'a>>,
-    /// Keys in use in each sequence: i32, `[batch]`.
+    /// Number of keys in use per sequence: i32, `[batch]`.
     pub used_k: Option<TensorView<'a>>,
     /// Auxiliary tensors by name.
     pub aux: Vec<(&'a str, TensorView<'a>)>,
-    /// Lists of visible blocks, where tensors lie in host memory.
+    /// Block lists for tensors in host memory.
     pub block_mask: Option<&'a BlockMask>,
-    /// Lists of visible blocks, where tensors lie on a device.
+    /// Block lists for tensors on a device.
     pub block_lists: Option<Box<BlockLists<'a>>>,
 }
 
 /// The lists of a block mask on a device, i32 and contiguous; partial blocks first, full blocks second.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockLists<'a> {
-    /// Blocks of each list: `[batch | 1, heads | 1, query blocks]`.
+    /// Number of blocks in each list: `[batch | 1, heads | 1, query blocks]`.
     pub counts: [TensorView<'a>; 2],
-    /// The blocks: the same axes, and one for the longest list.
+    /// The blocks: the same axes, and one more with the length of the longest list.
     pub blocks: [TensorView<'a>; 2],
 }
 
@@ -51,7 +51,7 @@ impl BlockLists<'_> {
 }
 
 impl<'a> Inputs<'a> {
-    /// The three tensors every call has; the others are set with the methods below.
+    /// The three tensors that every call has; the methods below set the others.
     pub fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
         Inputs {
             q,
@@ -67,32 +67,32 @@ impl<'a> Inputs<'a> {
             block_lists: None,
         }
     }
-    /// Gives the sinks.
+    /// Sets the sinks.
     pub fn sinks(mut self, sinks: TensorView<'a>) -> Self {
         self.sinks = Some(sinks);
         self
     }
-    /// Gives the offsets of packed sequences.
+    /// Sets the offsets of packed sequences.
     pub fn cu_seqlens(mut self, q: TensorView<'a>, k: TensorView<'a>) -> Self {
         (self.cu_seqlens_q, self.cu_seqlens_k) = (Some(q), Some(k));
         self
     }
-    /// Gives used lengths.
+    /// Sets the used lengths.
     pub fn used_lengths(mut self, q: Option<TensorView<'a>>, k: Option<TensorView<'a>>) -> Self {
         (self.used_q, self.used_k) = (q, k);
         self
     }
-    /// Gives an auxiliary tensor.
+    /// Adds an auxiliary tensor.
     pub fn aux(mut self, name: &'a str, view: TensorView<'a>) -> Self {
         self.aux.push((name, view));
         self
     }
-    /// Gives the block lists of tensors on a device.
+    /// Sets the block lists of tensors on a device.
     pub fn block_lists(mut self, lists: BlockLists<'a>) -> Self {
         self.block_lists = Some(Box::new(lists));
         self
     }
-    /// Gives the block lists.
+    /// Sets the block lists.
     pub fn block_mask(mut self, mask: &'a BlockMask) -> Self {
         self.block_mask = Some(mask);
         self
@@ -103,14 +103,14 @@ impl<'a> Inputs<'a> {
         self.bind(problem).map(|_| ())
     }
 
-    /// Checks that these tensors lie on this device and fit `problem`. The checks are those of [`bind`](Self::bind), less what
-    /// would read their contents: kernels clamp lengths and indices.
+    /// Checks that these tensors are on this device and fit `problem`. The checks are those of [`bind`](Self::bind),
+    /// except those that would read contents: kernels clamp lengths and indices.
     pub fn bind_on<'i>(&'i self, problem: &'i Problem, device: DeviceId) -> Result<DeviceBound<'i, 'a>, InputError> {
         fit(self, problem, Place::Device(device))?;
         Ok(DeviceBound { problem, inputs: self, device })
     }
 
-    /// Checks that these tensors lie in host memory and fit `problem`, and binds the two together.
+    /// Checks that these tensors are in host memory and fit `problem`, and binds the two together.
     pub fn bind(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
     where
         Self: 'a,
@@ -120,8 +120,8 @@ impl<'a> Inputs<'a> {
         Ok(bound)
     }
 
-    /// The same for engines that look at the elements of quantised tensors while they read them: whoever finds one that is
-    /// not finite asks [`bind`](Self::bind) for the error.
+    /// Like [`bind`](Self::bind), for engines that check the elements of quantised tensors while they read them. If one
+    /// is not finite, the engine calls [`bind`](Self::bind) for the error.
     #[doc(hidden)]
     pub fn bind_unlooked(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
     where
@@ -131,40 +131,40 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Where one sequence of the batch lies. Lengths are those in use.
+/// The position of one sequence of the batch. Lengths are those in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sequence {
-    /// Its number.
+    /// Index of the sequence.
     pub batch: usize,
-    /// First row of a packed q, 0 in a dense one.
+    /// First row in a packed q; 0 in a dense one.
     pub q_start: usize,
     /// Queries in use.
     pub q_len: usize,
-    /// First row of packed k and v, 0 in dense ones.
+    /// First row in packed k and v; 0 in dense ones.
     pub k_start: usize,
     /// Keys in use.
     pub k_len: usize,
 }
 
-/// The rows of one sequence inside a tensor: row i of head h begins at offset + i * row + h * head.
+/// The rows of one sequence in a tensor: row i of head h starts at offset + i * row + h * head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
     /// Offset of row 0 of head 0, in elements.
     pub offset: usize,
-    /// Distance between rows.
+    /// Distance between rows, in elements.
     pub row: usize,
-    /// Distance between heads.
+    /// Distance between heads, in elements.
     pub head: usize,
 }
 
 impl Rows {
-    /// Where row `i` of head `h` begins.
+    /// Offset of row `i` of head `h`.
     pub fn at(&self, i: usize, h: usize) -> usize {
         self.offset + i * self.row + h * self.head
     }
 }
 
-/// Tensors on a device that fit a problem. Holding one tells you that every check has happened that needs no contents.
+/// Device tensors that fit a problem. A value of this type proves that every check that needs no contents has passed.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceBound<'i, 'a> {
     problem: &'i Problem,
@@ -181,7 +181,7 @@ impl<'i, 'a> DeviceBound<'i, 'a> {
     pub fn inputs(&self) -> &'i Inputs<'a> {
         self.inputs
     }
-    /// The device they lie on.
+    /// The device of the tensors.
     pub fn device(&self) -> DeviceId {
         self.device
     }
@@ -192,7 +192,7 @@ impl<'i, 'a> DeviceBound<'i, 'a> {
     }
 }
 
-/// Tensors in host memory that fit a problem. Holding one tells you that every check has happened.
+/// Host tensors that fit a problem. A value of this type proves that every check has passed.
 #[derive(Debug, Clone)]
 pub struct Bound<'a> {
     problem: &'a Problem,
@@ -222,7 +222,7 @@ impl<'a> Bound<'a> {
     pub fn v(&self) -> &TensorView<'a> {
         &self.v
     }
-    /// A logit for each query head.
+    /// One logit per query head.
     pub fn sinks(&self) -> Option<&TensorView<'a>> {
         self.sinks.as_ref()
     }
@@ -234,7 +234,7 @@ impl<'a> Bound<'a> {
     pub fn aux(&self) -> &[TensorView<'a>] {
         &self.aux
     }
-    /// Lists of visible blocks.
+    /// The block lists.
     pub fn block_mask(&self) -> Option<&'a BlockMask> {
         self.block_mask
     }
@@ -243,11 +243,11 @@ impl<'a> Bound<'a> {
         &self.sequences
     }
 
-    /// Whether every row of the outputs belongs to a query in use; if not, the others are zero (LSE -inf).
+    /// Whether every row of the outputs belongs to a query in use. Other rows are zero (LSE -inf).
     pub fn all_queries_used(&self) -> bool {
         self.rows_used(Side::Query)
     }
-    /// Whether every row of k and v is a key in use; if not, the gradients of the others are zero.
+    /// Whether every row of k and v is a key in use. The gradients of other rows are zero.
     pub fn all_keys_used(&self) -> bool {
         self.rows_used(Side::Key)
     }
@@ -263,7 +263,7 @@ impl<'a> Bound<'a> {
         used == rows
     }
 
-    /// Where the rows of a sequence lie in a tensor of the shape of q, o (queries) or k, v (keys).
+    /// Positions of a sequence's rows in a tensor of the shape of q, o (queries) or k, v (keys).
     pub fn rows(&self, strides: &[usize], sequence: &Sequence, side: Side) -> Rows {
         let start = if side == Side::Query { sequence.q_start } else { sequence.k_start };
         match self.problem.layout() {
@@ -272,7 +272,7 @@ impl<'a> Bound<'a> {
         }
     }
 
-    /// Where the rows of a sequence lie in a tensor of the shape of the LSE.
+    /// Positions of a sequence's rows in a tensor of the shape of the LSE.
     pub fn lse_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
         match self.problem.layout() {
             Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] },
@@ -292,7 +292,7 @@ pub(crate) fn dtype_is(arg: &str, got: DType, want: DType) -> Result<(), InputEr
     if got == want { Ok(()) } else { Err(InputError::DType { arg: arg.into(), got, want: want.name() }) }
 }
 
-/// Place, shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
+/// Checks device, shape, type and last stride of a tensor of rows (q, k, v, o and their gradients).
 fn rows_fit(
     arg: &'static str,
     view: &TensorView<'_>,
@@ -304,14 +304,14 @@ fn rows_fit(
     last_stride(arg, view.shape(), view.strides())
 }
 
-/// Checks place, shape and type of a tensor; any strides.
+/// Checks device, shape and type of a tensor; any strides are allowed.
 fn check_on(arg: &str, view: &TensorView<'_>, want: &[usize], dtype: DType, place: Place) -> Result<(), InputError> {
     place_is(arg, view, place)?;
     shape_is(arg, view.shape(), want)?;
     dtype_is(arg, view.dtype(), dtype)
 }
 
-/// Checks a tensor in host memory against a shape and a type; any strides.
+/// Checks shape and type of a tensor in host memory; any strides are allowed.
 pub fn check_like(arg: &'static str, view: &TensorView<'_>, want: &[usize], dtype: DType) -> Result<(), InputError> {
     check_on(arg, view, want, dtype, Place::Host)
 }
@@ -321,7 +321,7 @@ fn place_is(arg: &str, view: &TensorView<'_>, want: Place) -> Result<(), InputEr
     if got == want { Ok(()) } else { Err(InputError::Place { arg: arg.into(), got, want }) }
 }
 
-/// Small tensors on a device are contiguous: kernels index them without strides.
+/// Checks that a small tensor on a device is contiguous: kernels index it without strides.
 fn device_contiguous(arg: &str, view: &TensorView<'_>) -> Result<(), InputError> {
     let (mut step, shape) = (1, view.shape());
     let fits = shape.iter().zip(view.strides().iter()).rev().all(|(&size, &stride)| {
@@ -335,13 +335,13 @@ fn device_contiguous(arg: &str, view: &TensorView<'_>) -> Result<(), InputError>
     Err(InputError::Strides { arg: arg.into(), got: view.strides().to_vec() })
 }
 
-/// Place, type and length of a list of integers.
+/// Checks device, type and length of a list of integers.
 fn integers_fit(arg: &'static str, view: &TensorView<'_>, want: usize, place: Place) -> Result<(), InputError> {
     check_on(arg, view, &[want], DType::I32, place)?;
     device_contiguous(arg, view)
 }
 
-/// Rows must lie in one piece.
+/// Checks that the elements of a row are contiguous.
 pub(crate) fn last_stride(arg: &'static str, shape: &[usize], strides: &[usize]) -> Result<(), InputError> {
     let (last, size) = (strides[strides.len() - 1], shape[shape.len() - 1]);
     if last != 1 && size > 1 { Err(InputError::LastStride { arg, got: last }) } else { Ok(()) }
@@ -416,8 +416,8 @@ fn used(arg: &'static str, at: usize, got: i32, max: usize) -> Result<usize, Inp
     usize::try_from(got).ok().filter(|&n| n <= max).ok_or(InputError::Used { arg, at, got, max })
 }
 
-/// Every check of the inputs that needs no contents: all tensors of the problem are there and no others; they lie where q must
-/// lie; shapes, types and strides fit.
+/// All checks of the inputs that need no contents: exactly the tensors of the problem are given, on the device of q,
+/// with the right shapes, types and strides.
 fn fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     let [q, k, v, _] = problem.row_dims();
     for (arg, view, want) in [("q", &inputs.q, q), ("k", &inputs.k, k), ("v", &inputs.v, v)] {
@@ -461,7 +461,7 @@ fn fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), Input
     }
 }
 
-/// The block mask of tensors in host memory.
+/// Checks the block mask of tensors in host memory.
 fn block_mask_fits(inputs: &Inputs<'_>, problem: &Problem) -> Result<(), InputError> {
     let unused = |arg: &str, hint| Err(InputError::Unused { arg: arg.into(), hint });
     if inputs.block_lists.is_some() {
@@ -482,7 +482,7 @@ fn block_mask_fits(inputs: &Inputs<'_>, problem: &Problem) -> Result<(), InputEr
     }
 }
 
-/// The block lists of tensors on a device.
+/// Checks the block lists of tensors on a device.
 fn block_lists_fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     let unused = |arg: &str, hint| Err(InputError::Unused { arg: arg.into(), hint });
     if inputs.block_mask.is_some() {
@@ -500,7 +500,7 @@ fn block_lists_fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Resu
             for ((arg, name), (counts, blocks)) in names.into_iter().zip(counts.iter().zip(blocks)) {
                 let shape = [spec.batch, spec.heads, q_blocks];
                 check_on(arg, counts, &shape, DType::I32, place)?;
-                // Lists may have less room than there are blocks: the longest decides.
+                // Lists may be shorter than the number of blocks: the longest list decides.
                 let width = blocks.shape().last().map_or(0, |&width| width.clamp(1, k_blocks.max(1)));
                 check_on(name, blocks, &[spec.batch, spec.heads, q_blocks, width], DType::I32, place)?;
                 device_contiguous(arg, counts)?;
@@ -511,7 +511,7 @@ fn block_lists_fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Resu
     }
 }
 
-/// A block mask has one set of lists for each sequence and head, or one for all.
+/// Checks that a block mask has one set of lists per sequence and head, or one for all.
 fn block_axes_fit(spec: BlockSpec, problem: &Problem) -> Result<(), InputError> {
     for (what, got, full) in [("batch", spec.batch, problem.batch()), ("heads", spec.heads, problem.q_heads())] {
         if got != 1 && got != full {
@@ -539,7 +539,7 @@ fn bind<'a>(inputs: &Inputs<'a>, problem: &'a Problem) -> Result<Bound<'a>, Inpu
 }
 
 impl<'a> Bound<'a> {
-    /// The same call with other tensors in the place of q, k and v.
+    /// This call with other tensors in place of q, k and v.
     pub fn with_tensors(
         &self,
         q: TensorView<'a>,
@@ -561,7 +561,7 @@ impl Bound<'_> {
             let lengths = || self.sequences.iter().filter(|s| s.q_len > 0 && s.k_len > 0).map(f);
             Some((lengths().min()?, lengths().max()?))
         };
-        // Where no query meets a key, nothing is read.
+        // If no query meets a key, nothing is read.
         let (Some(q_len), Some(k_len)) = (range(|s| s.q_len), range(|s| s.k_len)) else { return Ok(()) };
         let domain = Domain {
             batch: 0..self.problem.batch(),
@@ -583,14 +583,14 @@ impl Bound<'_> {
         Ok(())
     }
 
-    /// The elements a row range of keys would cover, cut to the keys in use.
+    /// A range of keys, clipped to the keys in use.
     pub fn clip_keys(&self, sequence: &Sequence, keys: Range<usize>) -> Range<usize> {
         let end = keys.end.min(sequence.k_len);
         keys.start.min(end)..end
     }
 }
 
-/// Where a forward call writes.
+/// The output tensors of a forward call.
 #[derive(Debug)]
 pub struct Outputs<'a> {
     /// The result, shaped like q with the value dimension.
@@ -600,24 +600,24 @@ pub struct Outputs<'a> {
 }
 
 impl Outputs<'_> {
-    /// Checks that these tensors lie in host memory and fit `problem`.
+    /// Checks that these tensors are in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
         self.check_on(problem, Place::Host)
     }
 
-    /// Checks that these tensors lie there and fit `problem`.
+    /// Checks that these tensors are on this device and fit `problem`.
     pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
         check_o(&self.o, problem, place)?;
         lse_fits("lse", &self.lse.as_view(), problem, place)
     }
 }
 
-/// Checks that the result of a forward call lies there and fits `problem`.
+/// Checks that the result of a forward call is on this device and fits `problem`.
 pub fn check_o(o: &TensorViewMut<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     rows_fit("o", &o.as_view(), &problem.row_dims()[3], problem, place)
 }
 
-/// Checks that the LSE, or its gradient, lies there and fits `problem`.
+/// Checks that the LSE, or its gradient, is on this device and fits `problem`.
 pub fn lse_fits(arg: &str, view: &TensorView<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     check_on(arg, view, &problem.lse_dims(), DType::F32, place)?;
     device_contiguous(arg, view)
@@ -641,18 +641,18 @@ impl Forward {
         })
     }
 
-    /// Borrows for writing.
+    /// A writable view.
     pub fn outputs(&mut self) -> Outputs<'_> {
         Outputs { o: self.o.view_mut(), lse: self.lse.view_mut() }
     }
 
-    /// What backward needs of this result, with the gradient of o.
+    /// The inputs of backward from this result, with the gradient of o.
     pub fn saved<'a>(&'a self, d_o: TensorView<'a>) -> Saved<'a> {
         Saved { o: self.o.view(), lse: self.lse.view(), d_o, d_lse: None }
     }
 }
 
-/// What backward needs besides the inputs of forward.
+/// The inputs of backward besides those of forward.
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
     /// Output of forward.
@@ -666,17 +666,17 @@ pub struct Saved<'a> {
 }
 
 impl Saved<'_> {
-    /// Checks that these tensors lie in host memory and fit `problem`.
+    /// Checks that these tensors are in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
         self.check_on(problem, Place::Host)
     }
 
-    /// Checks that these tensors lie there and fit `problem`.
+    /// Checks that these tensors are on this device and fit `problem`.
     pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
         rows_fit("o", &self.o, &problem.o_shape(), problem, place)?;
         check_on("d_o", &self.d_o, &problem.o_shape(), problem.dtype(), place)?;
         if place != Place::Host {
-            // In host memory d_o may be a broadcast: the gradient of a sum has stride 0 everywhere.
+            // In host memory d_o may be broadcast: the gradient of a sum has stride 0 everywhere.
             last_stride("d_o", self.d_o.shape(), self.d_o.strides())?;
         }
         lse_fits("lse", &self.lse, problem, place)?;
@@ -693,9 +693,9 @@ pub struct Gradients {
     pub d_k: Tensor,
     /// Shaped like v.
     pub d_v: Tensor,
-    /// f32, `[q_heads]`, where the problem has sinks.
+    /// Gradient of the sinks: f32, `[q_heads]`, if the problem has sinks.
     pub d_sinks: Option<Tensor>,
-    /// f32, one for each auxiliary tensor of the problem that asked for a gradient.
+    /// Gradients of auxiliary tensors: f32, one for each that requested a gradient.
     pub d_aux: Vec<Option<Tensor>>,
 }
 
@@ -712,7 +712,7 @@ impl Gradients {
         })
     }
 
-    /// Borrows for writing.
+    /// A writable view.
     pub fn outputs(&mut self) -> GradientOutputs<'_> {
         GradientOutputs {
             d_q: self.d_q.view_mut(),
@@ -724,7 +724,7 @@ impl Gradients {
     }
 }
 
-/// Where a backward call writes.
+/// The output tensors of a backward call.
 #[derive(Debug)]
 pub struct GradientOutputs<'a> {
     /// Shaped like q.
@@ -733,19 +733,19 @@ pub struct GradientOutputs<'a> {
     pub d_k: TensorViewMut<'a>,
     /// Shaped like v.
     pub d_v: TensorViewMut<'a>,
-    /// f32, `[q_heads]`, where the problem has sinks.
+    /// Gradient of the sinks: f32, `[q_heads]`, if the problem has sinks.
     pub d_sinks: Option<TensorViewMut<'a>>,
-    /// f32, one entry for each auxiliary tensor of the problem.
+    /// Gradients of auxiliary tensors: f32, one entry per auxiliary tensor of the problem.
     pub d_aux: Vec<Option<TensorViewMut<'a>>>,
 }
 
 impl GradientOutputs<'_> {
-    /// Checks that these tensors lie in host memory and fit `problem`.
+    /// Checks that these tensors are in host memory and fit `problem`.
     pub fn check(&self, problem: &Problem) -> Result<(), InputError> {
         self.check_on(problem, Place::Host)
     }
 
-    /// Checks that these tensors lie there and fit `problem`.
+    /// Checks that these tensors are on this device and fit `problem`.
     pub fn check_on(&self, problem: &Problem, place: Place) -> Result<(), InputError> {
         let small = |arg: &str, d: &TensorViewMut<'_>, shape: &[usize]| {
             let view = d.as_view();

@@ -1,22 +1,26 @@
-//! The attention problem: what is to be computed, what that means, and how right is right enough.
+//! The attention problem: its description, its exact meaning, and the tolerance for results.
 //!
-//! This crate knows no engine. [`Problem`] describes a computation and cannot be built wrong; [`Inputs`] bound
-//! to it carry the proof that they fit. Nothing here is fast.
+//! This crate contains no engine. A [`Problem`] describes a computation and cannot be built wrong; [`Inputs`] bound to
+//! it carry the proof that they fit. Nothing here is optimised for speed.
 
 #![forbid(unsafe_code)]
 
 pub mod block;
+mod block_coverage;
+mod borders;
 pub mod cases;
 mod codes;
 pub mod compare;
 pub mod dtype;
 pub mod error;
+mod exact;
 pub mod exp;
 pub mod expr;
 pub mod format;
 pub mod gated_delta;
 pub mod inputs;
 pub mod lighthouse;
+mod limits;
 pub mod mask;
 pub mod merge;
 pub mod oracle;
@@ -24,6 +28,7 @@ pub mod parallax;
 pub mod plain;
 pub mod precision;
 pub mod problem;
+mod quantisable;
 pub mod random;
 pub mod skip;
 mod skip_clusters;

@@ -1,13 +1,13 @@
-//! Lighthouse attention: a pyramid of means, nodes picked by norm, causal attention over what was picked, scattered back.
+//! Lighthouse attention: builds a pyramid of means, picks nodes by norm, attends causally over them, and scatters back.
 //!
-//! Level l = 1 .. L has nodes of width c = p^(l-1): node (l, i) is the mean of tokens [i c, (i+1) c) of q, of k and of v.
-//! Its scores are the largest |q| and the largest |k| of its span. Selection goes from the coarsest level down, in
-//! tiles of the sequence: of the candidates the half of a tile with the largest |q|, then as many of the others with
-//! the largest |k|; those are replaced by their children and stay themselves, the others stay as they are. Ties go
-//! to the lower index. The picked nodes, in the order of the sequence, go through plain causal attention; the output of
-//! (l, i) is added to positions [i c + c - 1, i c + 2c - 2].
+//! Level l = 1 .. L has nodes of width c = p^(l-1): node (l, i) is the mean of tokens [i c, (i+1) c) of q, of k and of
+//! v. Its scores are the largest |q| and the largest |k| of its span. Selection goes from the coarsest level down, in
+//! tiles of the sequence. From the candidates of a tile it picks half with the largest |q|, then equally many of the
+//! others with the largest |k|. Picked nodes stay and their children are added; the others only stay. Ties go to the
+//! lower index. The picked nodes, in sequence order, go through plain causal attention; the output of (l, i) is added
+//! to positions [i c + c - 1, i c + 2c - 2].
 //!
-//! **The selection sees the future**: which nodes are picked depends on norms of later tokens of the tile. Given the
+//! **The selection sees the future**: the picked nodes depend on norms of later tokens of the tile. Given the
 //! selection, the layer is causal. It replaces attention in the first part of a training, not in generation.
 
 use crate::compare::{Rule, Verdict};
@@ -44,23 +44,23 @@ pub struct Lighthouse {
     dtype: DType,
 }
 
-/// Nodes that selection takes from each tile and level, where nobody says otherwise.
+/// Default number of nodes that selection takes from each tile and level.
 pub const TILE: usize = 128;
 
 /// A picked node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Entry {
-    /// Its place in the order of the sequence; all are distinct.
+    /// Sort key in sequence order; all keys are distinct.
     pub key: u64,
-    /// 1 is the base.
+    /// Level; 1 is the base.
     pub level: u32,
-    /// Its number in its level.
+    /// Index in its level.
     pub index: u32,
 }
 
 impl Lighthouse {
-    /// `[batch, len, heads, kv_heads]`, `[head_dim, value_dim]`, levels L, pooling p, budget k and tile m: k / m tiles,
-    /// m nodes picked from each.
+    /// A problem with `[batch, len, heads, kv_heads]`, `[head_dim, value_dim]`, levels L, pooling p, budget k and tile
+    /// m: there are k / m tiles, and m nodes are picked from each.
     pub fn new(
         [batch, len, heads, kv_heads]: [usize; 4],
         [dim, value_dim]: [usize; 2],
@@ -102,7 +102,7 @@ impl Lighthouse {
         Ok(Lighthouse { batch, len, heads, kv_heads, dim, value_dim, levels, pool, budget, tile, scale, dtype })
     }
 
-    /// Another type of q, k, v and o than f32.
+    /// Sets a type of q, k, v and o other than f32.
     pub fn dtype(mut self, dtype: DType) -> Result<Self, ProblemError> {
         if !dtype.is_float() {
             return Err(ProblemError::DType { got: dtype });
@@ -135,7 +135,7 @@ impl Lighthouse {
     pub fn dims(&self) -> [usize; 2] {
         [self.dim, self.value_dim]
     }
-    /// What q . k is multiplied with.
+    /// Factor of q . k.
     pub fn scale(&self) -> f32 {
         self.scale
     }
@@ -143,11 +143,11 @@ impl Lighthouse {
     pub fn element(&self) -> DType {
         self.dtype
     }
-    /// Tokens of a node of a level.
+    /// Tokens per node of a level.
     pub fn width(&self, level: u32) -> usize {
         self.pool.pow(level - 1)
     }
-    /// Nodes that are picked, of every sequence and head: N / p^(L-1) + (L-1) p k.
+    /// Number of picked nodes per sequence and head: N / p^(L-1) + (L-1) p k.
     pub fn picked(&self) -> usize {
         let below = (self.levels - 1) * self.pool * self.budget;
         self.len / self.width(self.levels as u32) + below
@@ -163,7 +163,7 @@ impl Lighthouse {
         Ok(())
     }
 
-    /// The nodes picked by the norms of the queries and keys of one head, in the order of the sequence.
+    /// The nodes picked by the norms of the queries and keys of one head, in sequence order.
     pub fn select(&self, q_norms: &[f32], k_norms: &[f32]) -> Vec<Entry> {
         let top = self.levels as u32;
         let pyramid = |base: &[f32]| {
@@ -182,7 +182,7 @@ impl Lighthouse {
             let mut candidates: Vec<u32> = ((t * nodes / tiles) as u32..((t + 1) * nodes / tiles) as u32).collect();
             for level in (2..=top).rev() {
                 let (a, b) = (&a[level as usize - 1], &b[level as usize - 1]);
-                // Largest first; equal ones by index, NaN last.
+                // Largest first; ties by index, NaN last.
                 let best = |scores: &[f32], from: &mut [u32], n: usize| {
                     let order = |x: &u32, y: &u32| {
                         let value = |i: &u32| Some(scores[*i as usize]).filter(|s| !s.is_nan()).unwrap_or(-1.0);
@@ -208,7 +208,8 @@ impl Lighthouse {
         entries
     }
 
-    /// In units of 2^(1-L) of a token: where a node begins, or (with children) right after its last descendant.
+    /// In units of 2^(1-L) of a token: the start of a node, or (with children) the position right after its last
+    /// descendant.
     fn entry(&self, level: u32, index: u32, parent: bool) -> Entry {
         let (c, unit) = (self.width(level) as u64, 1u64 << (self.levels - 1));
         let i = u64::from(index);
@@ -216,13 +217,13 @@ impl Lighthouse {
         Entry { key, level, index }
     }
 
-    /// The tokens that a node is the mean of.
+    /// The tokens that a node averages.
     pub fn span(&self, entry: &Entry) -> std::ops::Range<usize> {
         let c = self.width(entry.level);
         entry.index as usize * c..(entry.index as usize + 1) * c
     }
 
-    /// The positions that its output is added to.
+    /// The positions to which its output is added.
     pub fn reach(&self, entry: &Entry) -> std::ops::Range<usize> {
         let c = self.width(entry.level);
         let start = entry.index as usize * c + c - 1;
@@ -230,8 +231,8 @@ impl Lighthouse {
     }
 }
 
-/// The definition for one head with a given selection, in f64: o, and the gradients of q, k and v where d_o is given.
-/// Everything is `[token][dim]`. `rounded` is the honest implementation in a type.
+/// The definition for one head with a given selection, in f64: o, and the gradients of q, k and v if d_o is given.
+/// Everything is `[token][dim]`. `rounded` selects the straightforward implementation in a type.
 pub fn oracle(
     light: &Lighthouse,
     entries: &[Entry],
@@ -288,8 +289,8 @@ pub fn oracle(
     })
 }
 
-/// Judges o and, where they are given with d_o, the gradients of q, k and v, by the tolerance rule: each sequence and
-/// head with the nodes that were picked for it. The verdict of a tensor is that of its worst head.
+/// Checks o and, if given with d_o, the gradients of q, k and v, with the tolerance rule: each sequence and head with
+/// the nodes that were picked for it. The verdict of a tensor is that of its worst head.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check(
@@ -316,7 +317,7 @@ pub fn check(
     };
     let group = light.heads / light.kv_heads;
     for (b, key_head) in (0..light.batch).flat_map(|b| (0..light.kv_heads).map(move |h| (b, h))) {
-        // Of d_k and d_v, exact and honest: sums over the heads of the group.
+        // Exact and straightforward d_k and d_v: sums over the heads of the group.
         let mut sums = [const { Vec::new() }; 4];
         for h in key_head * group..(key_head + 1) * group {
             let own = [head(q, b, h), head(k, b, key_head), head(v, b, key_head)];
@@ -351,7 +352,7 @@ mod tests {
     }
 
     fn norms(rng: &mut Rng, n: usize) -> Vec<f32> {
-        // Few values: ties are common.
+        // Few distinct values, so that ties are common.
         (0..n).map(|_| rng.range(0..6) as f32).collect()
     }
 

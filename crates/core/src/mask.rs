@@ -1,8 +1,8 @@
-//! Which keys a query may see.
+//! Masks: the keys that a query may see.
 //!
-//! A mask is a conjunction of *spans* (for each query one interval of keys: causal, windows) and one
-//! condition for the rest. Spans have a closed form that engines use to skip keys and to mask edges without
-//! evaluating anything; [`Mask::expr`] gives the whole mask as one expression, and a test proves the two equal.
+//! A mask is a conjunction of *spans* (one interval of keys per query: causal, windows) and one condition for the rest.
+//! Spans have a closed form, with which engines skip keys and mask edges without evaluating anything. [`Mask::expr`]
+//! gives the whole mask as one expression, and a test proves the two equal.
 
 use crate::expr::{Expr, batch, k, k_len, load, q, q_len};
 use std::ops::Range;
@@ -14,10 +14,10 @@ pub const DOCUMENTS_Q: &str = "documents_q";
 /// Auxiliary tensor of [`Mask::documents`]: i32, `[batch, k_len]`, the document of each key.
 pub const DOCUMENTS_K: &str = "documents_k";
 
-/// Offsets beyond this are as good as unbounded: lengths stay below it, and sums fit an i32.
+/// Offsets beyond this count as unbounded: lengths stay below it, and sums fit an i32.
 pub(crate) const FAR: i64 = 1 << 30;
 
-/// Where the diagonal of a rectangular score matrix ends.
+/// The alignment of the diagonal of a rectangular score matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Align {
     /// The last query sees up to the last key.
@@ -29,11 +29,11 @@ pub enum Align {
 /// For query i with diagonal d(i): keys from d(i) - left to d(i) + right, both included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Span {
-    /// Keys to the left of the diagonal; `None` is unbounded, negative starts right of it.
+    /// Number of keys to the left of the diagonal; `None` is unbounded, a negative number starts right of it.
     pub left: Option<i64>,
-    /// Keys to the right of the diagonal; `None` is unbounded, negative ends left of it.
+    /// Number of keys to the right of the diagonal; `None` is unbounded, a negative number ends left of it.
     pub right: Option<i64>,
-    /// Which diagonal.
+    /// Alignment of the diagonal.
     pub align: Align,
 }
 
@@ -45,12 +45,12 @@ impl Span {
         }
     }
 
-    /// The same span with queries and keys exchanged: the queries that a key is seen by.
+    /// The transposed span: the queries that see a key.
     pub fn transposed(&self) -> Span {
         Span { left: self.right, right: self.left, align: self.align }
     }
 
-    /// The keys that it lets query `q` see.
+    /// The keys that this span lets query `q` see.
     pub fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
         let diagonal = self.diagonal(q, q_len, k_len);
         let clamp = |x: i64| x.clamp(0, k_len as i64) as usize;
@@ -73,7 +73,7 @@ impl Span {
     }
 }
 
-/// A mask: true means the key is kept.
+/// A mask: true keeps the key.
 ///
 /// ```
 /// use fulgurite_core::Mask;
@@ -92,7 +92,7 @@ impl Mask {
         Mask::default()
     }
 
-    /// Query i sees keys up to i + k_len - q_len: the last query sees all.
+    /// Query i sees keys up to i + k_len - q_len, so the last query sees all.
     pub fn causal() -> Mask {
         Mask::window(None, Some(0))
     }
@@ -102,7 +102,7 @@ impl Mask {
         Mask { spans: vec![Span { left: None, right: Some(0), align: Align::TopLeft }], rest: None }
     }
 
-    /// Keys within `left` before and `right` after the bottom-right diagonal, both included; `None` is unbounded.
+    /// Keeps keys within `left` before and `right` after the bottom-right diagonal, inclusive; `None` is unbounded.
     pub fn window(left: impl Into<Option<i64>>, right: impl Into<Option<i64>>) -> Mask {
         let near = |x: Option<i64>| x.map(|x| x.clamp(-FAR, FAR));
         let span = Span { left: near(left.into()), right: near(right.into()), align: Align::BottomRight };
@@ -125,7 +125,7 @@ impl Mask {
         Mask { spans: Vec::new(), rest: Some(keep) }
     }
 
-    /// Keys that both masks keep.
+    /// Keeps keys that both masks keep.
     pub fn and(mut self, other: Mask) -> Mask {
         self.spans.extend(other.spans);
         self.rest = match (self.rest, other.rest) {
@@ -135,7 +135,7 @@ impl Mask {
         self
     }
 
-    /// Keys that either mask keeps.
+    /// Keeps keys that either mask keeps.
     pub fn or(self, other: Mask) -> Mask {
         match (self.expr(), other.expr()) {
             (Some(a), Some(b)) => Mask::custom(a | b),
@@ -148,12 +148,12 @@ impl Mask {
         self.spans.is_empty() && self.rest.is_none()
     }
 
-    /// The part that is one interval of keys for each query.
+    /// The part that is one interval of keys per query.
     pub fn spans(&self) -> &[Span] {
         &self.spans
     }
 
-    /// The part that is not: it must hold beside the spans.
+    /// The part that is not an interval; a key must pass both.
     pub fn rest(&self) -> Option<&Expr> {
         self.rest.as_ref()
     }
@@ -163,7 +163,7 @@ impl Mask {
         Mask { spans: self.spans.clone(), rest: None }
     }
 
-    /// The keys that the spans let query `q` see. The whole row where there are no spans.
+    /// The keys that the spans let query `q` see; the whole row if there are no spans.
     pub fn keys(&self, q: usize, q_len: usize, k_len: usize) -> Range<usize> {
         let mut keys = 0..k_len;
         for span in &self.spans {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     proptest! {
-        /// The closed form, the expression and the block coverage say the same.
+        /// The closed form, the expression and the block coverage agree.
         #[test]
         fn three_readings_agree(mask in arbitrary_span_mask(), q_len in 1usize..20, k_len in 1usize..20, rows in 1usize..6, cols in 1usize..6) {
             let program = mask.expr().map(|e| Program::compile(&e, &[], Type::Bool).unwrap());

@@ -1,9 +1,9 @@
-//! Merging partial results of attention over disjoint sets of keys: written once, for split keys, probes, cascades,
-//! rings and trees.
+//! Merges partial results of attention over disjoint sets of keys: shared by split keys, probes, cascades, rings and
+//! trees.
 //!
-//! A part says how much it weighs by a logarithm: the LSE of its keys if its rows are normalised, the maximum it was
-//! taken against if they are not. The base of that logarithm is part of its type, so that a part in powers of two is
-//! not merged with one in powers of e by mistake.
+//! A part states its weight as a logarithm: the LSE of its keys if its rows are normalised, or the maximum that was
+//! subtracted if they are not. The base of the logarithm is part of its type, so that a part in powers of two cannot be
+//! merged with one in powers of e by mistake.
 
 use std::marker::PhantomData;
 
@@ -18,7 +18,7 @@ pub trait Base: Copy {
 /// Powers of e: the LSE of every public function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Natural;
-/// Powers of two: what kernels keep inside.
+/// Powers of two, used inside kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binary;
 
@@ -36,7 +36,7 @@ impl Base for Binary {
     }
 }
 
-/// A logarithm that knows its base. -inf is a part without keys.
+/// A logarithm with its base. -inf means a part without keys.
 ///
 /// ```
 /// use fulgurite_core::merge::{Binary, Log, Natural};
@@ -55,39 +55,40 @@ impl<B: Base> Log<B> {
     pub fn get(self) -> f32 {
         self.0
     }
-    /// The same in another base.
+    /// This logarithm in another base.
     pub fn to<C: Base>(self) -> Log<C> {
         Log::new((f64::from(self.0) * B::LN / C::LN) as f32)
     }
 }
 
-/// What each part is multiplied with.
+/// The weights of the parts.
 #[derive(Debug, Clone)]
 pub struct Weights<B> {
     top: Log<B>,
-    /// `None` for a part without keys.
+    /// Weight of each part; `None` for a part without keys.
     weights: Vec<Option<f32>>,
 }
 
 impl<B: Base> Weights<B> {
-    /// Weights relative to the heaviest part, which gets exactly 1. A part without keys is left out, whatever its rows hold.
+    /// Weights relative to the heaviest part, whose weight is exactly 1. A part without keys is ignored, whatever its
+    /// rows hold.
     pub fn new(logs: impl Iterator<Item = Log<B>> + Clone) -> Self {
         let top = logs.clone().map(Log::get).fold(f32::NEG_INFINITY, f32::max);
         let weight = |log: Log<B>| (log.get() != f32::NEG_INFINITY).then(|| B::exp(log.get() - top));
         Weights { top: Log::new(top), weights: logs.map(weight).collect() }
     }
 
-    /// What the merged sums are relative to; -inf if no part has keys.
+    /// The logarithm to which the merged sums are relative; -inf if no part has keys.
     pub fn top(&self) -> Log<B> {
         self.top
     }
 
-    /// The weighted sum of one number of each part, in their order.
+    /// The weighted sum of one number per part, in order.
     pub fn sum(&self, values: impl Iterator<Item = f32>) -> f32 {
         self.used(values).fold(0.0, |sum, (weight, x)| sum + weight * x)
     }
 
-    /// The weighted sum of one row of each part, in their order, into `out`.
+    /// Writes the weighted sum of one row per part, in order, to `out`.
     pub fn rows<'a>(&self, rows: impl Iterator<Item = &'a [f32]>, out: &mut [f32]) {
         out.fill(0.0);
         for (weight, row) in self.used(rows) {
@@ -100,7 +101,7 @@ impl<B: Base> Weights<B> {
     }
 }
 
-/// Merges normalised rows by their LSE: the row and the LSE of all keys together.
+/// Merges normalised rows by their LSE, and returns the LSE of all keys together.
 ///
 /// ```
 /// use fulgurite_core::merge::{Log, Natural, merge};
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
     use crate::random::Rng;
 
-    /// Softmax over all keys is the merge of softmax over any parts, in either base, in any grouping.
+    /// Softmax over all keys equals the merge of softmax over any parts, in either base, in any grouping.
     #[test]
     fn parts_merge_to_the_whole() {
         let mut rng = Rng::new(3);

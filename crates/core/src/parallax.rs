@@ -1,13 +1,13 @@
 //! Parallax: attention minus a learned covariance correction.
 //!
-//! A probe r beside each query: with p the softmax of q over the keys, u_j = r . k_j (unscaled) and t = sum p u,
+//! Each query has a probe r. With p the softmax of q over the keys, u_j = r . k_j (unscaled) and t = sum p u,
 //!
 //! ```text
 //! o = sum_j w_j v_j      w_j = p_j (1 + t - u_j)      sum w = 1, weights may be negative
 //! ```
 //!
-//! which is mean(v) - Cov(v, k) r under p. r = 0 is attention. Masks, head groups and layouts are those of the attention
-//! problem; score modifiers, sinks, block masks and TurboAttention's exponential are refused.
+//! which is mean(v) - Cov(v, k) r under p. r = 0 gives attention. Masks, head groups and layouts are those of the
+//! attention problem; score modifiers, sinks, block masks and TurboAttention's exponential are rejected.
 
 use crate::compare::{Rule, Verdict, judge_lse};
 use crate::dtype::DType;
@@ -19,7 +19,7 @@ use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, Tensor, TensorError, TensorView, TensorViewMut};
 use crate::walk::visible;
 
-/// A validated problem.
+/// A validated Parallax problem.
 ///
 /// ```
 /// use fulgurite_core::{Problem, parallax::Parallax};
@@ -32,7 +32,7 @@ use crate::walk::visible;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parallax {
     problem: Problem,
-    /// The same with the probes in the place of the queries: scores are u.
+    /// The problem with probes in place of queries: its scores are u.
     probe: Problem,
 }
 
@@ -77,7 +77,7 @@ impl Parallax {
     }
 }
 
-/// Tensors that fit.
+/// Tensors that fit the problem.
 #[derive(Debug, Clone)]
 pub struct ParallaxBound<'a> {
     own: Bound<'a>,
@@ -95,12 +95,12 @@ impl<'a> ParallaxBound<'a> {
     }
 }
 
-/// Where forward writes.
+/// The output tensors of forward.
 #[derive(Debug)]
 pub struct ParallaxOutputs<'a> {
     /// o and LSE.
     pub own: Outputs<'a>,
-    /// t of each row, f32, shaped like the LSE: backward needs it.
+    /// t of each row, f32, shaped like the LSE; backward needs it.
     pub mean: TensorViewMut<'a>,
 }
 
@@ -128,7 +128,7 @@ impl ParallaxForward {
         let mean = Tensor::zeros(DType::F32, &parallax.problem.lse_shape())?;
         Ok(ParallaxForward { own: Forward::zeros(&parallax.problem)?, mean })
     }
-    /// Borrows for writing.
+    /// A writable view.
     pub fn outputs(&mut self) -> ParallaxOutputs<'_> {
         ParallaxOutputs { own: self.own.outputs(), mean: self.mean.view_mut() }
     }
@@ -157,7 +157,7 @@ impl ParallaxGradients {
     }
 }
 
-/// The meaning of forward and backward, row-major.
+/// The exact results of forward and backward, row-major.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct ParallaxAnswer {
@@ -169,7 +169,7 @@ pub struct ParallaxAnswer {
     pub d_v: Vec<f64>,
 }
 
-/// How numbers are kept: exactly, or as honest code of the type would.
+/// Rounding of numbers: exact, or as in straightforward code of the type.
 #[derive(Clone, Copy)]
 pub(crate) struct Arithmetic(pub Option<DType>);
 
@@ -185,7 +185,7 @@ impl Arithmetic {
     }
 }
 
-/// One row: its keys with their weights, and the gradient of the row if it is asked for.
+/// One row: its keys with their weights, and the gradient of the row if requested.
 struct Row {
     lse: f64,
     p: Vec<f64>,
@@ -208,12 +208,12 @@ fn row(a: Arithmetic, scale: f64, q: &[f64], r: &[f64], keys: &[&[f64]], values:
         o.iter_mut().zip(*v).for_each(|(o, v)| *o = a.sum(*o + a.sum(w * v)));
     }
     let lse = if keys.is_empty() { f64::NEG_INFINITY } else { a.sum(max + total.ln()) };
-    // Backward has only the f32 LSE, and its P is off by the LSE's rounding.
+    // Backward has only the f32 LSE, so its P has the LSE's rounding error.
     let p = if a.0.is_some() { s.iter().map(|s| a.sum(a.sum(s - lse).exp())).collect() } else { p };
     Row { lse, p, u, mean, o }
 }
 
-/// The definition, in f64; gradients where `d_o` is given.
+/// The definition, in f64; computes gradients if `d_o` is given.
 pub fn oracle(bound: &ParallaxBound<'_>, d_o: Option<&TensorView<'_>>) -> ParallaxAnswer {
     walk(bound, d_o, Arithmetic(None))
 }
@@ -294,7 +294,7 @@ fn walk(bound: &ParallaxBound<'_>, d_o: Option<&TensorView<'_>>, a: Arithmetic) 
     out
 }
 
-/// Judges o, LSE and, where they are given with `d_o`, the gradients, by the tolerance rule.
+/// Checks o, LSE and, if given with `d_o`, the gradients, with the tolerance rule.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check(

@@ -1,20 +1,21 @@
-//! Honest attention in the type of the inputs: what its error against the oracle is sets the allowance.
+//! Straightforward attention in the type of the inputs; its error against the oracle sets the tolerance.
 //!
-//! As a careful user of 16-bit tensors would write it, without tiles: the scale is folded into K; scores,
-//! probabilities and their gradients are rounded to the type; sums are f32; results are rounded. For f32 it is
-//! plain f32. Where the problem forces an exponential, this uses the same. Which keys are visible is not
-//! decided here.
+//! It is written as a careful user of 16-bit tensors would write it, without tiles: the scale is folded into K; scores,
+//! probabilities and their gradients are rounded to the type; sums are f32; results are rounded. For f32 tensors
+//! everything is f32. If the problem forces an exponential, this code uses it too. The visible keys are determined
+//! elsewhere (`walk`).
 
 use crate::codes;
+use crate::exact::{Exact, sink_share};
 use crate::exp::{self, Exp};
 use crate::inputs::{Bound, Forward, Gradients};
-use crate::oracle::{Answer, At, Exact, GradientAnswer, KeyGradient, Row, sink_share};
+use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, Row};
 use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};
 use crate::walk::{self, Arithmetic, Cotangent, Head};
 
-/// Honest code for quantised products takes the oracle's codes, and f32 for everything else.
+/// Straightforward code for quantised products uses the oracle's codes, and f32 for everything else.
 macro_rules! arithmetic {
     ($bound:expr, walk::$function:ident($($arg:expr),*)) => {
         match $bound.problem().precision() {
@@ -35,13 +36,13 @@ pub fn forward_rows(bound: &Bound<'_>, rows: &[At]) -> Vec<Row> {
     arithmetic!(bound, walk::forward_rows(bound, rows)).into_iter().map(|(o, lse)| Row { o, lse }).collect()
 }
 
-/// All gradients, in values of the problem's type (those of sinks and auxiliary tensors f32).
+/// All gradients, in values of the problem's type (f32 for those of sinks and auxiliary tensors).
 pub fn backward(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> GradientAnswer {
     GradientAnswer::new(bound.problem(), arithmetic!(bound, walk::backward(bound, d_o, d_lse)))
 }
 
-/// The standard deviation of what honest rounding does to the gradients of sinks (if the problem has them), then to those
-/// of each auxiliary tensor that has one: the root of the sum over rows of the squares of what each row's part is off.
+/// The standard deviation of rounding errors in the gradients of sinks (if the problem has them), then in those of each
+/// auxiliary tensor that has one: the root of the sum over rows of the squared errors of each row's part.
 pub fn noise(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Vec<Vec<f64>> {
     match bound.problem().precision() {
         Precision::Native => walk::noise::<Exact, Rounded>(bound, d_o, d_lse),
@@ -71,7 +72,7 @@ pub fn backward_keys(
 }
 
 impl Answer {
-    /// The tensors that an engine would give, each value rounded to its type.
+    /// The tensors that an engine would return, each value rounded to its type.
     pub fn to_forward(&self, problem: &Problem) -> Result<Forward, TensorError> {
         let mut forward = Forward::zeros(problem)?;
         forward.o.view_mut().write_f64(&self.o);
@@ -81,7 +82,7 @@ impl Answer {
 }
 
 impl GradientAnswer {
-    /// The tensors that an engine would give, each value rounded to its type.
+    /// The tensors that an engine would return, each value rounded to its type.
     pub fn to_gradients(&self, problem: &Problem) -> Result<Gradients, TensorError> {
         let mut gradients = Gradients::zeros(problem)?;
         gradients.d_q.view_mut().write_f64(&self.d_q);
@@ -102,7 +103,7 @@ impl GradientAnswer {
 
 struct Rounded;
 
-/// Arithmetic of f32 on the oracle's codes.
+/// f32 arithmetic on the oracle's codes.
 pub(crate) struct Coded;
 
 impl Arithmetic for Coded {
@@ -130,7 +131,7 @@ impl Arithmetic for Coded {
         let p = narrow(&codes::by_groups(head, &exact.keys, &scores, exp));
         let sink = head.bound.sink(head.head).map_or(f32::NEG_INFINITY, |s| s as f32);
         let (share, lse) = normaliser(max, p.iter().sum(), sink);
-        // Weights that are no codes are numbers of the problem's type.
+        // Weights that are not quantised are numbers of the problem's type.
         let own = |p: &f32| round(problem, p * share);
         let p: Vec<f32> = p.iter().map(own).collect();
         let weighted = |p: &[f32], factor: f32| -> Vec<f64> {
@@ -164,8 +165,8 @@ impl Arithmetic for Coded {
     }
 }
 
-/// What weights against `max` with this sum are multiplied with, and the LSE. The sink may exceed every score: whichever
-/// is larger is taken out of the sum.
+/// The factor of weights relative to `max` with this sum, and the LSE. The sink may exceed every score, so the larger
+/// of both is factored out of the sum.
 fn normaliser(max: f32, sum: f32, sink: f32) -> (f32, f32) {
     let top = if sink > max { sink } else { max };
     if top == f32::NEG_INFINITY || sink == f32::INFINITY {
@@ -175,7 +176,7 @@ fn normaliser(max: f32, sum: f32, sink: f32) -> (f32, f32) {
     ((max - top).exp() / total, top + total.ln())
 }
 
-/// Rounded to the problem's type.
+/// Rounds to the problem's type.
 fn round(problem: &Problem, x: f32) -> f32 {
     problem.dtype().round(f64::from(x)) as f32
 }
@@ -188,11 +189,11 @@ fn narrow(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
 }
 
-/// e^x, by the function the problem asks for.
+/// e^x, by the exponential of the problem.
 fn exponential(problem: &Problem, x: f32) -> f32 {
     match problem.exp() {
         Exp::Sas { threshold } => exp::sas(f64::from(x), threshold) as f32,
-        // Which elements the share falls on is the engine's choice: any may be off by the polynomial's error.
+        // The engine chooses the elements that use the polynomial, so any element may have its error.
         Exp::Poly { degree, share } if share > 0.0 => exp::exp2_poly(degree, x * std::f32::consts::LOG2_E),
         Exp::Auto | Exp::Native | Exp::Poly { .. } => x.exp(),
     }
@@ -235,7 +236,7 @@ impl Arithmetic for Rounded {
                 *o += *p * v;
             }
         }
-        // Backward has only the f32 LSE, and its P is off by the LSE's rounding. Sas needs the maximum itself.
+        // Backward has only the f32 LSE, so its P has the LSE's rounding error. Sas needs the maximum itself.
         if !matches!(problem.exp(), Exp::Sas { .. }) {
             let again = |s: &f32| round(problem, exponential(problem, s - lse));
             p = scores.iter().map(again).collect();
@@ -246,7 +247,7 @@ impl Arithmetic for Rounded {
     }
 
     fn row_gradient(head: &Head<'_, f32>, q: usize, row: &walk::Row, given: &Cotangent) -> walk::RowGradient {
-        // K carries the scale.
+        // K contains the scale.
         row_gradient(head, q, row, given, 1.0)
     }
 
@@ -259,7 +260,7 @@ impl Arithmetic for Rounded {
     }
 }
 
-/// The gradient of a row; `scale` is what keys are multiplied with.
+/// The gradient of a row; `scale` is the factor of the keys.
 fn row_gradient<T: Copy + Into<f64>>(
     head: &Head<'_, T>,
     q: usize,

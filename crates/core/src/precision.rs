@@ -1,43 +1,38 @@
-//! In which numbers the two products of attention are computed.
+//! The number formats of the two products of attention.
 
-use crate::error::InputError;
 use crate::format::integer::quantise;
 use crate::format::{FormatError, Granularity, GroupFormat, Int8};
-use crate::inputs::Bound;
-use crate::problem::Side;
-use crate::tensor::Data;
 use thiserror::Error;
 
-/// The numbers of the products. What a quantised problem means is defined in f64 on the quantised values: the
-/// oracle and every engine make the same codes.
+/// The number formats of the products. The meaning of a quantised problem is defined in f64 on the quantised values:
+/// the oracle and every engine make the same codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Precision {
-    /// Those of the tensors, sums in f32.
+    /// The type of the tensors, with f32 sums.
     #[default]
     Native,
-    /// Integers of eight bits, sums in 32.
+    /// 8-bit integers, with 32-bit sums.
     Int8(Int8Attention),
-    /// Minifloats in groups, as training with quantisation sees them: values are rounded to the formats and the
-    /// products are those of the rounded values. Gradients pass the rounding unchanged.
+    /// Minifloats in groups, as in quantisation-aware training: values are rounded to the formats, and the products are
+    /// those of the rounded values. Gradients pass the rounding unchanged.
     Groups(GroupAttention),
 }
 
-/// INT8 attention (TurboAttention, SageAttention): Q, K, V and the weights in codes.
+/// INT8 attention (TurboAttention, SageAttention): Q, K, V and the weights are quantised.
 ///
-/// Keys are walked in blocks, ascending. In each block the running maximum m of a row is raised to that of the
-/// block, and P = e^(s - m) becomes round(127 P). V has one scale for each block. The sum of P is that of exact
-/// weights.
+/// Keys are processed in blocks, in ascending order. In each block the running maximum m of a row is raised to that of
+/// the block, and P = e^(s - m) becomes round(127 P). V has one scale per block. The sum of P is that of exact weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Int8Attention {
-    /// Which queries share a scale.
+    /// The queries that share a scale.
     pub q: Granularity,
-    /// Which keys share a scale.
+    /// The keys that share a scale.
     pub k: Granularity,
-    /// Keys of a block: a multiple of 64 up to 512.
+    /// Keys per block: a multiple of 64 up to 512.
     pub block: usize,
-    /// Whether the mean over tokens is taken out of K first. It shifts all scores of a row alike, so it is added
-    /// back to the scores in full precision: softmax does not see it, the LSE and score modifiers do.
+    /// Whether the mean over tokens is subtracted from K first. It shifts all scores of a row equally, so it is added
+    /// back to the scores in full precision: softmax does not change, but the LSE and score modifiers see it.
     pub smooth_k: bool,
 }
 
@@ -47,46 +42,46 @@ impl Default for Int8Attention {
     }
 }
 
-/// Attention on minifloats (Attn-QAT): groups of Q and K run along the head dimension, those of V and of the weights
-/// along the keys, counted from the first key of the sequence. Weights are e^(s - m) with the final maximum of the
-/// row, rounded, and divided by the exact sum afterwards: no code depends on the order of work.
+/// Attention on minifloats (Attn-QAT). Groups of Q and K run along the head dimension; those of V and of the weights
+/// run along the keys, counted from the first key of the sequence. Weights are e^(s - m) with the final maximum of the
+/// row, rounded, and divided by the exact sum afterwards, so no code depends on the order of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupAttention {
-    /// Q and K; `None` leaves them.
+    /// Format of Q and K; `None` leaves them unchanged.
     pub qk: Option<GroupFormat>,
-    /// The weights and V; `None` leaves them.
+    /// Format of the weights and V; `None` leaves them unchanged.
     pub pv: Option<GroupFormat>,
-    /// From which output backward takes D = sum(dO O).
+    /// The output from which backward computes D = sum(dO O).
     pub delta: Delta,
 }
 
-/// The output behind D in the gradient of softmax.
+/// The output in D of the softmax gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Delta {
-    /// That of exact weights on rounded values: rows of dS sum to 0.
+    /// The output of exact weights on rounded values: rows of dS sum to 0.
     #[default]
     Exact,
-    /// That of rounded weights, as forward returns it. Rows of dS do not sum to 0: for comparison only.
+    /// The output of rounded weights, as forward returns it. Rows of dS do not sum to 0; for comparison only.
     Rounded,
 }
 
-/// Why a precision was refused.
+/// The reason why a precision was rejected.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PrecisionError {
-    /// A block that the walk cannot take.
+    /// An invalid block size.
     #[error("`precision`: a block of {got} keys, allowed: multiples of 64 up to 512; 64 is TurboAttention's")]
     Block {
         /// The number given.
         got: usize,
     },
-    /// A set of rows that is none.
+    /// A scale for blocks of 0 rows.
     #[error("`precision`: scales for blocks of 0 rows, allowed: at least 1")]
     Rows,
-    /// INT8 beside lists of blocks.
+    /// INT8 together with a block mask.
     #[error("`precision`: int8 walks all blocks of keys in order, but a block mask lists some; use a mask, or native")]
     BlockMask,
-    /// A name nobody knows.
+    /// An unknown name.
     #[error(
         "`precision` is {got:?}, allowed: native, int8, int8:BLOCK, FORMAT or QK/PV with formats nvfp4, mxfp4, mxfp8, native"
     )]
@@ -97,15 +92,15 @@ pub enum PrecisionError {
 }
 
 impl Precision {
-    /// NVFP4 in all four operands.
+    /// NVFP4 for all four operands.
     pub const NVFP4: Precision = Precision::groups(Some(GroupFormat::NVFP4), Some(GroupFormat::NVFP4));
 
-    /// Formats for Q and K, and for P and V.
+    /// Groups with a format for Q and K, and one for P and V.
     pub const fn groups(qk: Option<GroupFormat>, pv: Option<GroupFormat>) -> Precision {
         Precision::Groups(GroupAttention { qk, pv, delta: Delta::Exact })
     }
 
-    /// Checks the parameters.
+    /// Checks the parameters of the precision.
     pub fn check(self) -> Result<Precision, PrecisionError> {
         if let Precision::Int8(spec) = self {
             if spec.block == 0 || spec.block > 512 || !spec.block.is_multiple_of(64) {
@@ -122,12 +117,12 @@ impl Precision {
 impl std::str::FromStr for Precision {
     type Err = PrecisionError;
 
-    /// `native`, `int8`, `int8:256`, `nvfp4`, `mxfp4`, `mxfp8`, `nvfp4/native`, `nvfp4/mxfp8`.
+    /// Parses `native`, `int8`, `int8:256`, `nvfp4`, `mxfp4`, `mxfp8`, `nvfp4/native`, `nvfp4/mxfp8`.
     fn from_str(text: &str) -> Result<Precision, PrecisionError> {
         let bad = || PrecisionError::Name { got: text.into() };
         let format = |name: &str| match name {
             "native" => Ok(None),
-            // The second level belongs to a whole tensor, and weights are never whole.
+            // The second level needs a whole tensor, and the weights never exist as one.
             "nvfp4x2" => Err(bad()),
             _ => name.parse::<GroupFormat>().map(Some).map_err(|_: FormatError| bad()),
         };
@@ -157,11 +152,12 @@ impl std::fmt::Display for Precision {
     }
 }
 
-/// Tokens of a packed cache that share a running maximum: parts are computed apart, and merged.
+/// Tokens of a packed cache that share a running maximum: parts are computed separately and merged.
 pub const CACHE_PART: usize = 2048;
 
 impl Int8Attention {
-    /// What attention over a packed cache does with its queries and weights. Keys and values are what the cache holds.
+    /// The precision of queries and weights in attention over a packed cache. Keys and values are those that the cache
+    /// holds.
     pub const CACHE: Int8Attention =
         Int8Attention { q: Granularity::Token, k: Granularity::Token, block: 64, smooth_k: false };
 }
@@ -170,7 +166,7 @@ impl Int8Attention {
 pub const INT8_LARGEST: i8 = 127;
 
 impl Int8Attention {
-    /// The mean of each of `dim` channels over rows of K, summed in f64 in the order of rows; zeros without smoothing.
+    /// The mean of each of `dim` channels over the rows of K, summed in f64 in row order; zeros without smoothing.
     pub fn mean(&self, k: &[f32], dim: usize) -> Vec<f32> {
         let mut sums = vec![0.0f64; dim];
         if self.smooth_k {
@@ -182,7 +178,8 @@ impl Int8Attention {
         sums.into_iter().map(|sum| (sum / rows) as f32).collect()
     }
 
-    /// Codes of the keys of one head (`mean` taken out) with their scales. The elements were checked: all are finite.
+    /// Codes of the keys of one head (after subtracting `mean`) with their scales. The elements were checked to be
+    /// finite.
     pub fn keys(&self, k: &[f32], dim: usize, mean: &[f32]) -> Int8 {
         let smooth: Vec<f32> = k.chunks_exact(dim).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect();
         Self::codes(&smooth, dim, self.k)
@@ -193,7 +190,7 @@ impl Int8Attention {
         Self::codes(q, dim, self.q)
     }
 
-    /// Codes of the values of one head, a scale for each block.
+    /// Codes of the values of one head, with one scale per block.
     pub fn values(&self, v: &[f32], dim: usize) -> Int8 {
         Self::codes(v, dim, Granularity::Block(self.block))
     }
@@ -212,44 +209,9 @@ impl Int8Attention {
     }
 }
 
-impl Bound<'_> {
-    /// Where tensors are quantised, all their elements in use must be finite: no scale fits the others.
-    pub(crate) fn quantisable(&self) -> Result<(), InputError> {
-        let problem = self.problem();
-        if problem.precision() == Precision::Native {
-            return Ok(());
-        }
-        let tensors = [
-            ("q", self.q(), Side::Query, problem.q_heads(), problem.head_dim()),
-            ("k", self.k(), Side::Key, problem.kv_heads(), problem.head_dim()),
-            ("v", self.v(), Side::Key, problem.kv_heads(), problem.value_dim()),
-        ];
-        for (arg, view, side, heads, dim) in tensors {
-            for sequence in self.sequences() {
-                let rows = self.rows(view.strides(), sequence, side);
-                let len = if side == Side::Query { sequence.q_len } else { sequence.k_len };
-                for at in (0..len).flat_map(|i| (0..heads).map(move |h| rows.at(i, h))) {
-                    // All exponent bits at once: a loop that does not stop early is one of vectors.
-                    let fine = match view.data() {
-                        Data::F32(x) => x[at..at + dim].iter().fold(true, |fine, x| fine & x.is_finite()),
-                        Data::F16(x) => x[at..at + dim].iter().fold(0, |m, x| m.max(x.to_bits() & 0x7fff)) < 0x7c00,
-                        Data::Bf16(x) => x[at..at + dim].iter().fold(0, |m, x| m.max(x.to_bits() & 0x7fff)) < 0x7f80,
-                        _ => true,
-                    };
-                    if let Some(i) = (0..if fine { 0 } else { dim }).find(|i| !view.at(at + i).is_finite()) {
-                        let (value, precision) = (view.at(at + i), problem.precision().to_string());
-                        return Err(InputError::NotFinite { arg, at: at + i, value, precision });
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
 impl GroupFormat {
-    /// Replaces `[rows, cols]` by what codes mean whose groups run along columns: of every column, rows 0 to 15 (or 31)
-    /// share a scale, then the next.
+    /// Replaces `[rows, cols]` by the values of codes whose groups run along columns: in every column, rows 0 to 15 (or
+    /// 31) share a scale, then the next ones.
     pub fn fake_columns(self, x: &mut [f32], cols: usize) {
         let mut group = [0.0f32; 32];
         for block in x.chunks_mut(self.group() * cols.max(1)) {

@@ -1,10 +1,11 @@
-//! What is to be computed, as one validated value.
+//! The attention problem as one validated value.
 
 use crate::block::BlockSpec;
 use crate::dtype::DType;
 use crate::error::{OffsetsError, ProblemError};
 use crate::exp::Exp;
 use crate::expr::{AuxSpec, Expr, ExprError, Program, Type, Var, batch, head, k, k_len, load, q, q_len, score};
+pub use crate::limits::MAX_HEAD_DIM;
 use crate::mask::{DOCUMENTS_K, DOCUMENTS_Q, FAR, Mask, PREFIX_LENGTHS};
 use crate::precision::{Precision, PrecisionError};
 use crate::tensor::Dims;
@@ -14,22 +15,19 @@ pub const ALIBI_SLOPES: &str = "alibi_slopes";
 /// Auxiliary tensor of [`ProblemBuilder::bias`].
 pub const BIAS: &str = "bias";
 
-/// Largest head dimension.
-pub const MAX_HEAD_DIM: usize = 512;
-
-/// How sequences lie in the tensors.
+/// The layout of sequences in the tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Layout {
-    /// `[batch, sequence, heads, head_dim]`: every sequence has the same room.
+    /// `[batch, sequence, heads, head_dim]`: every sequence has memory for the same number of rows.
     Dense {
         /// Number of sequences.
         batch: usize,
-        /// Room for queries in each.
+        /// Query rows per sequence.
         q_len: usize,
-        /// Room for keys in each.
+        /// Key rows per sequence.
         k_len: usize,
     },
-    /// `[total, heads, head_dim]`: sequences one after the other, bounds in `cu_seqlens`.
+    /// `[total, heads, head_dim]`: packed sequences, with offsets in `cu_seqlens`.
     Packed(Packed),
 }
 
@@ -42,13 +40,13 @@ pub struct Packed {
     pub total_q: usize,
     /// Rows of k and v.
     pub total_k: usize,
-    /// No sequence has more queries.
+    /// Largest number of queries of a sequence.
     pub max_q: usize,
-    /// No sequence has more keys.
+    /// Largest number of keys of a sequence.
     pub max_k: usize,
 }
 
-/// Checks cumulative offsets and gives (total, longest).
+/// Checks cumulative offsets and returns (total, longest).
 pub(crate) fn check_offsets(arg: &'static str, offsets: &[i32]) -> Result<(usize, usize), OffsetsError> {
     if offsets.first() != Some(&0) {
         return Err(OffsetsError::Begin { arg, got: offsets.first().copied() });
@@ -66,15 +64,15 @@ pub(crate) fn check_offsets(arg: &'static str, offsets: &[i32]) -> Result<(usize
 /// The gradient of one element that a score modifier loads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AuxGradient {
-    /// Number of the auxiliary tensor.
+    /// Index of the auxiliary tensor.
     pub aux: usize,
-    /// One program for each index of the load.
+    /// One program per index of the load.
     pub at: Vec<Program>,
     /// Derivative of the modified score with respect to the element.
     pub derivative: Program,
 }
 
-/// A validated attention problem: structure only, contents come with the [`Inputs`](crate::Inputs).
+/// A validated attention problem: structure only. Contents come with the [`Inputs`](crate::Inputs).
 ///
 /// ```
 /// use fulgurite_core::{DType, Mask, Problem};
@@ -124,12 +122,12 @@ struct Programs {
 }
 
 impl Problem {
-    /// Starts a description.
+    /// Starts the description of a problem.
     pub fn builder() -> ProblemBuilder {
         ProblemBuilder::default()
     }
 
-    /// How sequences lie in the tensors.
+    /// The layout of sequences in the tensors.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -140,29 +138,29 @@ impl Problem {
             Layout::Packed(p) => p.batch,
         }
     }
-    /// No sequence has more queries.
+    /// Largest number of queries of a sequence.
     pub fn max_q_len(&self) -> usize {
         match self.layout {
             Layout::Dense { q_len, .. } => q_len,
             Layout::Packed(p) => p.max_q,
         }
     }
-    /// No sequence has more keys.
+    /// Largest number of keys of a sequence.
     pub fn max_k_len(&self) -> usize {
         match self.layout {
             Layout::Dense { k_len, .. } => k_len,
             Layout::Packed(p) => p.max_k,
         }
     }
-    /// Query heads.
+    /// Number of query heads.
     pub fn q_heads(&self) -> usize {
         self.q_heads
     }
-    /// Key/value heads.
+    /// Number of key/value heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }
-    /// Query heads that share a key/value head: query head h uses key/value head h / group.
+    /// Number of query heads that share a key/value head: query head h uses key/value head h / group.
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads
     }
@@ -178,15 +176,15 @@ impl Problem {
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// What q . k is multiplied with.
+    /// Factor of q . k.
     pub fn scale(&self) -> f32 {
         self.scale
     }
-    /// The same problem with another scale, finite and above 0.
+    /// This problem with another scale, which must be finite and positive.
     pub(crate) fn with_scale(&self, scale: f32) -> Problem {
         Problem { scale, ..self.clone() }
     }
-    /// Which keys a query may see.
+    /// The mask: the keys that a query may see.
     pub fn mask(&self) -> &Mask {
         &self.mask
     }
@@ -194,15 +192,15 @@ impl Problem {
     pub fn score_mod(&self) -> Option<&Expr> {
         self.score_mod.as_ref()
     }
-    /// Whether a softcap bends the scores (the tolerance rule asks).
+    /// Whether scores have a softcap; the tolerance rule depends on it.
     pub fn has_softcap(&self) -> bool {
         self.has_softcap
     }
-    /// The auxiliary tensors that expressions read; their order gives them their numbers.
+    /// The auxiliary tensors that expressions read; their order defines their indices.
     pub fn aux(&self) -> &[AuxSpec] {
         &self.aux
     }
-    /// Whether a learnable sink per head joins the denominator.
+    /// Whether a learnable sink per head is added to the denominator.
     pub fn has_sinks(&self) -> bool {
         self.sinks
     }
@@ -218,25 +216,25 @@ impl Problem {
     pub fn blocks(&self) -> Option<BlockSpec> {
         self.blocks
     }
-    /// The exponential.
+    /// The exponential of the softmax.
     pub fn exp(&self) -> Exp {
         self.exp
     }
 
-    /// The numbers of the products.
+    /// The number formats of the products.
     pub fn precision(&self) -> Precision {
         self.precision
     }
 
-    /// The modified score, as a function of the scaled score.
+    /// The modified score as a function of the scaled score.
     pub fn score_program(&self) -> Option<&Program> {
         self.programs.score.as_ref()
     }
-    /// Its derivative with respect to the scaled score.
+    /// Derivative of the modified score with respect to the scaled score.
     pub fn score_derivative(&self) -> Option<&Program> {
         self.programs.score_derivative.as_ref()
     }
-    /// The whole mask; `None` when everything is visible.
+    /// The whole mask; `None` if everything is visible.
     pub fn mask_program(&self) -> Option<&Program> {
         self.programs.mask.as_ref()
     }
@@ -244,7 +242,7 @@ impl Problem {
     pub fn mask_rest(&self) -> Option<&Program> {
         self.programs.mask_rest.as_ref()
     }
-    /// Where gradients of auxiliary tensors come from.
+    /// The loads from which gradients of auxiliary tensors come.
     pub fn aux_gradients(&self) -> &[AuxGradient] {
         &self.programs.aux_gradients
     }
@@ -296,7 +294,7 @@ impl Problem {
     }
 }
 
-/// Queries or keys.
+/// The query side or the key side of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// q, o and their gradients.
@@ -305,7 +303,7 @@ pub enum Side {
     Key,
 }
 
-/// Describes a problem step by step; [`build`](ProblemBuilder::build) is the only place where one is refused.
+/// Describes a problem step by step; only [`build`](ProblemBuilder::build) can reject it.
 #[derive(Debug, Clone, Default)]
 pub struct ProblemBuilder {
     layout: Option<Layout>,
@@ -329,12 +327,12 @@ pub struct ProblemBuilder {
 }
 
 impl ProblemBuilder {
-    /// Sequences of equal room: `[batch, sequence, heads, head_dim]`.
+    /// Sets dense sequences: `[batch, sequence, heads, head_dim]`.
     pub fn dense(mut self, batch: usize, q_len: usize, k_len: usize) -> Self {
         self.layout = Some(Layout::Dense { batch, q_len, k_len });
         self
     }
-    /// Sequences one after the other, from their cumulative offsets.
+    /// Sets packed sequences, from their cumulative offsets.
     pub fn packed(mut self, cu_seqlens_q: &[i32], cu_seqlens_k: &[i32]) -> Self {
         let sizes = || -> Result<Packed, OffsetsError> {
             let (total_q, max_q) = check_offsets("cu_seqlens_q", cu_seqlens_q)?;
@@ -350,56 +348,56 @@ impl ProblemBuilder {
         }
         self
     }
-    /// Sequences one after the other, from their sizes alone (the offsets may be in device memory).
+    /// Sets packed sequences, from their sizes alone (the offsets may be in device memory).
     pub fn packed_sizes(mut self, packed: Packed) -> Self {
         self.layout = Some(Layout::Packed(packed));
         self
     }
-    /// Query heads over key/value heads.
+    /// Sets the number of query heads and of key/value heads.
     pub fn heads(mut self, q_heads: usize, kv_heads: usize) -> Self {
         self.heads = Some((q_heads, kv_heads));
         self
     }
-    /// One dimension for q, k and v.
+    /// Sets one dimension for q, k and v.
     pub fn head_dim(self, dim: usize) -> Self {
         self.head_dims(dim, dim)
     }
-    /// Dimension of q and k, and that of v.
+    /// Sets the dimension of q and k, and that of v.
     pub fn head_dims(mut self, head_dim: usize, value_dim: usize) -> Self {
         self.head_dims = Some((head_dim, value_dim));
         self
     }
-    /// Type of q, k, v and o; f32 if not said.
+    /// Sets the type of q, k, v and o; the default is f32.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
     }
-    /// What q . k is multiplied with; 1/sqrt(head_dim) if not said.
+    /// Sets the factor of q . k; the default is 1/sqrt(head_dim).
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
         self
     }
-    /// Which keys a query may see; several calls add up with `and`.
+    /// Adds a mask; several are combined with `and`.
     pub fn mask(mut self, mask: Mask) -> Self {
         self.mask = self.mask.and(mask);
         self
     }
-    /// cap * tanh(score / cap), before every other modifier.
+    /// Applies cap * tanh(score / cap), before every other modifier.
     pub fn softcap(mut self, cap: f32) -> Self {
         self.softcap = Some(cap);
         self
     }
-    /// score - alibi_slopes\[head\] * |q + k_len - q_len - k|, after softcap.
+    /// Subtracts alibi_slopes\[head\] * |q + k_len - q_len - k| from the score, after softcap.
     pub fn alibi(mut self) -> Self {
         self.alibi = true;
         self
     }
-    /// score + bias, after ALiBi. `shape` is `[batch, heads, q_len, k_len]`, each 1 or the full size.
+    /// Adds a bias to the score, after ALiBi. `shape` is `[batch, heads, q_len, k_len]`, each 1 or the full size.
     pub fn bias(mut self, shape: [usize; 4], dtype: DType, grad: bool) -> Self {
         self.bias = Some((shape, dtype, grad));
         self
     }
-    /// A score modifier of your own, after the built-in ones; several apply in the order given.
+    /// Adds your own score modifier, after the built-in ones; several apply in the order given.
     pub fn score_mod(mut self, modifier: Expr) -> Self {
         self.score_mods.push(modifier);
         self
@@ -414,28 +412,28 @@ impl ProblemBuilder {
         self.aux.push(AuxSpec { name: name.into(), dtype, shape: shape.to_vec(), grad: true });
         self
     }
-    /// A learnable logit for each query head joins the denominator.
+    /// Adds one learnable logit per query head to the denominator.
     pub fn sinks(mut self) -> Self {
         self.sinks = true;
         self
     }
-    /// Used lengths are given for queries, for keys.
+    /// Declares that used lengths are given for queries, for keys.
     pub fn used_lengths(mut self, queries: bool, keys: bool) -> Self {
         (self.used_q, self.used_k) = (queries, keys);
         self
     }
-    /// Only listed blocks are visible.
+    /// Restricts attention to listed blocks.
     pub fn block_mask(mut self, spec: BlockSpec) -> Self {
         self.blocks = Some(spec);
         self
     }
-    /// The exponential.
+    /// Sets the exponential.
     pub fn exp(mut self, exp: Exp) -> Self {
         self.exp = exp;
         self
     }
 
-    /// The numbers of the products; those of the tensors if not said.
+    /// Sets the number formats of the products; the default is that of the tensors.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
         self
@@ -555,7 +553,7 @@ impl ProblemBuilder {
 }
 
 impl Problem {
-    /// Adds an auxiliary tensor that a built-in needs, unless the caller declared it.
+    /// Adds an auxiliary tensor that a built-in modifier needs, unless the caller declared it.
     fn declare(&mut self, name: &str, dtype: DType, shape: Vec<usize>) {
         if !self.aux.iter().any(|spec| &*spec.name == name) {
             self.aux.push(AuxSpec { name: name.into(), dtype, shape, grad: false });
@@ -603,7 +601,7 @@ impl Problem {
     }
 }
 
-/// Refuses a factor with which products leave the range of f32: their results would be wrong without a word.
+/// Rejects a factor with which products leave the range of f32: their results would be silently wrong.
 fn ordinary(arg: &'static str, got: f32) -> Result<(), ProblemError> {
     if (1e-30..=1e30).contains(&got) { Ok(()) } else { Err(ProblemError::Extreme { arg, got }) }
 }

@@ -1,8 +1,8 @@
-//! A small seeded generator for tests, checks and benchmarks: the same bits on every machine.
+//! A small seeded generator for tests, checks and benchmarks, with equal bits on every machine.
 
 use std::ops::Range;
 
-/// xoshiro256++ (Blackman and Vigna), seeded by splitmix64. Not for secrets.
+/// xoshiro256++ (Blackman and Vigna), seeded by splitmix64. Not suitable for cryptography.
 ///
 /// ```
 /// use fulgurite_core::random::Rng;
@@ -16,7 +16,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A generator whose sequence `seed` decides.
+    /// A generator with the sequence of `seed`.
     pub fn new(seed: u64) -> Rng {
         let mut x = seed;
         // splitmix64 spreads neighbouring seeds over the whole state, which must not be all zero.

@@ -1,14 +1,14 @@
-//! Block-skip attention: which tiles of scores a head looks at, at three levels that compose.
+//! Block-skip attention: a head computes only some tiles of scores, chosen at three levels that compose.
 //!
-//! 1. A class of each head, known beforehand: all keys, a window with the first keys, or tiles at powers of two.
-//! 2. A proxy: means of tiles stand for their rows, or clusters of keys for their keys, and tiles that would get little weight
-//!    are left out.
+//! 1. A class per head, known beforehand: all keys, a window with the first keys, or tiles at powers of two.
+//! 2. A proxy: means of tiles represent their rows, or clusters of keys represent their keys, and tiles that would get
+//!    little weight are left out.
 //! 3. In the kernel: a tile whose largest score is below lambda of the running maximum, in every row, is dropped before
-//!    its exponentials and its values. Tiles are visited from the diagonal down (tile 0 first where sinks are kept), so
-//!    that the maximum is large early; the order is part of the meaning.
+//!    its exponentials and its values. Tiles are visited from the diagonal down (tile 0 first if sinks are kept), so
+//!    that the maximum is large early. The order is part of the definition.
 //!
-//! What is kept is a [`BlockMask`]: the result is exactly attention with that mask, and so are the gradients. A dropped
-//! weight is at most lambda of the row's largest, so with n dropped keys |o - exact| <= 2 lambda n max|v|.
+//! The kept tiles form a [`BlockMask`]: the result is exactly attention with that mask, and so are the gradients. A
+//! dropped weight is at most lambda of the row's largest, so with n dropped keys |o - exact| <= 2 lambda n max|v|.
 
 use crate::block::{BlockMask, BlockSpec};
 use crate::error::{InputError, ProblemError};
@@ -24,59 +24,59 @@ use std::sync::Arc;
 
 pub use crate::skip_text::SkipTextError;
 
-/// What a head looks at.
+/// The keys that a head looks at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeadClass {
     /// Every key.
     Dense,
     /// The last `keys` keys up to the diagonal, and the first `sinks` of the sequence.
     Window {
-        /// Keys of the window, the diagonal's own among them.
+        /// Keys of the window, including the diagonal's own.
         keys: usize,
-        /// Keys at the beginning that every row sees.
+        /// Keys at the start that every row sees.
         sinks: usize,
     },
-    /// Tiles at distances 0, 1, 2, 4, 8, .. before the diagonal's, and the first.
+    /// Tiles at distances 0, 1, 2, 4, 8, .. before the diagonal's, and the first tile.
     Log,
 }
 
-/// Which tiles a proxy keeps of each row of tiles; `similarity` is the mean of the Gram matrix of a tile's unit rows below
-/// which its mean says nothing about it, and it is kept.
+/// The tiles that a proxy keeps in each row of tiles. If the mean of the Gram matrix of a tile's unit rows is below
+/// `similarity`, the tile's mean does not represent it, and the tile is kept.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Proxy {
-    /// The fewest whose shares of the softmax over tiles exceed `mass` together.
+    /// The fewest tiles whose shares of the softmax over tiles together exceed `mass`.
     Mass {
-        /// 0 to 1; 0.98 is usual.
+        /// Mass from 0 to 1; 0.98 is usual.
         mass: f32,
-        /// -1 to 1; 0.6 is usual.
+        /// Similarity from -1 to 1; 0.6 is usual.
         similarity: f32,
     },
-    /// The largest `share` of them.
+    /// The `share` of tiles with the largest values.
     Top {
-        /// 0 to 1; 0.5 is usual.
+        /// Share from 0 to 1; 0.5 is usual.
         share: f32,
-        /// -1 to 1; -0.1 is usual.
+        /// Similarity from -1 to 1; -0.1 is usual.
         similarity: f32,
     },
 }
 
-/// What the kernel drops.
+/// The tiles that the kernel drops.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Lambda {
-    /// Tiles below this part of the maximum.
+    /// Tiles below this fraction of the maximum.
     Fixed(f32),
-    /// The same divided by the keys that the last row of the tile sees.
+    /// Tiles below this fraction of the maximum divided by the number of keys that the tile's last row sees.
     PerKey(f32),
 }
 
-/// All levels.
+/// All levels of block skipping.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Skip {
-    /// One for all heads, or one for each query head.
+    /// One class for all heads, or one per query head.
     pub classes: Vec<HeadClass>,
-    /// Level 2.
+    /// The proxy of level 2.
     pub proxy: Option<Proxy>,
-    /// Level 3.
+    /// The threshold of level 3.
     pub lambda: Option<Lambda>,
     /// Rows and keys of a tile.
     pub tile: [usize; 2],
@@ -100,7 +100,7 @@ pub struct SkipProblem {
 }
 
 impl SkipProblem {
-    /// Attention as described, with the tiles that `skip` leaves of it. Heads with windows need a causal mask.
+    /// Attention as described, restricted to the tiles that `skip` keeps. Heads with windows need a causal mask.
     pub fn new(builder: ProblemBuilder, skip: Skip) -> Result<SkipProblem, ProblemError> {
         let base = builder.clone().build()?;
         let refuse = |what, hint| Err(ProblemError::Around { system: "block skipping", what, hint });
@@ -160,11 +160,11 @@ impl SkipProblem {
     pub fn base(&self) -> &Problem {
         &self.base
     }
-    /// Attention with the mask of the classes and room for the kept tiles: what results and gradients mean.
+    /// Attention with the mask of the classes and a block mask for the kept tiles: it defines results and gradients.
     pub fn meaning(&self) -> &Problem {
         &self.meaning
     }
-    /// What is skipped.
+    /// The levels of skipping.
     pub fn skip(&self) -> &Skip {
         &self.skip
     }
@@ -181,7 +181,7 @@ impl Skip {
         self.classes[if self.classes.len() == 1 { 0 } else { head }]
     }
 
-    /// The classes as a condition; `None` where windows limit nobody.
+    /// The classes as a condition; `None` if windows limit no head.
     fn class_mask(&self, heads: usize) -> Option<Expr> {
         let one = |class: HeadClass| match class {
             HeadClass::Window { keys, sinks } => {
@@ -200,8 +200,8 @@ impl Skip {
 }
 
 impl HeadClass {
-    /// The keys that a class lets query `q` see beside the mask: those at the beginning, and the others. Ascending, and
-    /// they do not meet.
+    /// The keys that a class lets query `q` see, besides the mask: those at the start, and the others. Both ranges are
+    /// ascending and disjoint.
     pub fn keys(self, q: usize, q_len: usize, k_len: usize) -> [Range<usize>; 2] {
         match self {
             HeadClass::Window { keys, sinks } => {
@@ -214,7 +214,7 @@ impl HeadClass {
     }
 }
 
-/// Tensors that fit.
+/// Tensors that fit the problem.
 #[derive(Debug, Clone)]
 pub struct SkipBound<'a> {
     problem: &'a SkipProblem,
@@ -222,16 +222,16 @@ pub struct SkipBound<'a> {
     clusters: Option<Arc<Clusters>>,
 }
 
-/// How many tiles are left at each level, of those that the mask lets some row see.
+/// The number of tiles left at each level, among those that the mask lets some row see.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TileCounts {
-    /// By the mask.
+    /// Tiles that the mask keeps.
     pub visible: u64,
-    /// By the classes.
+    /// Tiles that the classes keep.
     pub by_class: u64,
-    /// By the proxy.
+    /// Tiles that the proxy keeps.
     pub by_proxy: u64,
-    /// After the kernel.
+    /// Tiles that the kernel keeps.
     pub kept: u64,
 }
 
@@ -245,10 +245,10 @@ impl<'a> SkipBound<'a> {
         &self.bound
     }
 
-    /// Lets clusters of keys speak at level 2 in the place of means of tiles: a tile is worth, to each query, what the means
-    /// of its keys' clusters are. `labels` has the cluster of each key, any numbers, in the order of k without its last axis;
-    /// k-means of a head's keys makes good ones. How many tiles are kept is still the proxy's to say; its
-    /// `similarity` is not asked.
+    /// Uses clusters of keys at level 2 in place of tile means: for each query, a tile is worth what the means of its
+    /// keys' clusters are. `labels` gives the cluster of each key, as arbitrary numbers, in the order of k without its
+    /// last axis; k-means of a head's keys gives good ones. The proxy still decides how many tiles are kept; its
+    /// `similarity` is ignored.
     pub fn with_clusters(mut self, labels: &[u32]) -> Result<Self, InputError> {
         if self.problem.skip.proxy.is_none() {
             return Err(InputError::Unused { arg: "labels".into(), hint: "choose a proxy, mass or top" });
@@ -263,7 +263,7 @@ impl<'a> SkipBound<'a> {
         (tile * rows).min(s.q_len)..((tile + 1) * rows).min(s.q_len)
     }
 
-    /// For each tile of keys of a row of tiles: what levels 1 and 2 keep. Ascending.
+    /// The key tiles that levels 1 and 2 keep in a row of tiles, ascending.
     pub fn admitted(&self, s: &Sequence, head: usize, tile: usize, counts: &mut TileCounts) -> Vec<usize> {
         let skip = &self.problem.skip;
         let rows = self.rows(s, tile);
@@ -272,7 +272,7 @@ impl<'a> SkipBound<'a> {
         }
         let cols = skip.tile[1];
         let last = rows.end - 1;
-        // By the first and the last row: spans move with the rows.
+        // Check the first and the last row only: spans move with the rows.
         let edges = || [rows.start, last].into_iter();
         let hull = |class: bool| {
             let mask = self.problem.base.mask();
@@ -315,7 +315,7 @@ impl<'a> SkipBound<'a> {
         tiles
     }
 
-    /// Level 2: means of tiles in the place of their rows, or clusters in the place of keys.
+    /// Level 2: means of tiles represent their rows, or clusters represent keys.
     fn select(&self, proxy: Proxy, s: &Sequence, head: usize, rows: Range<usize>, tiles: Vec<usize>) -> Vec<usize> {
         let problem = &self.problem.base;
         let (d, cols) = (problem.head_dim(), self.problem.skip.tile[1]);
@@ -331,7 +331,7 @@ impl<'a> SkipBound<'a> {
                     unit[c] += row[c] / length / n;
                 }
             }
-            // The mean of the Gram matrix of unit rows is the square of their mean.
+            // The mean of the Gram matrix of unit rows is the squared norm of their mean.
             (mean, unit.iter().map(|x| x * x).sum::<f64>())
         };
         let similarity = f64::from(match proxy {
@@ -400,8 +400,9 @@ impl<'a> SkipBound<'a> {
         first.then_some(0).into_iter().chain(rest.iter().rev().copied()).collect()
     }
 
-    /// The definition of what is kept, in f64, with the margin of each decision of the kernel in powers of e: for each
-    /// sequence, head and row of tiles the tiles with how far their largest weight is above (kept) or below lambda.
+    /// The definition of the kept tiles, in f64, with the margin of each decision of the kernel in powers of e: for
+    /// each sequence, head and row of tiles, the tiles with how far their largest weight is above (kept) or below
+    /// lambda.
     pub fn decide(&self) -> Vec<Vec<(usize, f64)>> {
         let problem = &self.problem.base;
         let cols = self.problem.skip.tile[1];
@@ -456,7 +457,7 @@ impl<'a> SkipBound<'a> {
         }
     }
 
-    /// A block mask of kept tiles, one list for each row of tiles in the order of [`each`](Self::each).
+    /// A block mask of kept tiles, one list per row of tiles in the order of [`each`](Self::each).
     pub fn block_mask(&self, kept: Vec<Vec<i32>>) -> BlockMask {
         let problem = &self.problem.meaning;
         let spec = problem.blocks().expect("the meaning has blocks");

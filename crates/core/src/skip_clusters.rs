@@ -1,5 +1,5 @@
-//! Clusters of keys as the proxy of block skipping: each cluster's mean speaks for the keys that are in it, wherever they lie, so
-//! a tile in which two topics meet promises the weight of both, where its own mean would promise neither's.
+//! Clusters of keys as the proxy of block skipping. The mean of a cluster represents its keys, wherever they are. So a
+//! tile with keys of two topics is credited with the weight of both, while its own mean would represent neither.
 
 use crate::error::InputError;
 use crate::inputs::{Bound, Sequence};
@@ -16,16 +16,16 @@ pub(crate) struct Clusters {
 /// Clusters of the keys of one head.
 #[derive(Debug, PartialEq)]
 struct HeadClusters {
-    /// The mean of each.
+    /// Mean of each cluster.
     means: Vec<Vec<f64>>,
-    /// For each tile the clusters with keys in it, and how many.
+    /// For each tile, the clusters with keys in it, and the number of those keys.
     tiles: Vec<Vec<(usize, f64)>>,
-    /// Tiles with keys that are no numbers, for which nobody can speak.
+    /// Tiles with non-finite keys, which no mean represents.
     odd: Vec<bool>,
 }
 
 impl Clusters {
-    /// From a label for each key, in the order of k without its last axis.
+    /// Makes clusters from a label per key, in the order of k without its last axis.
     pub fn new(bound: &Bound<'_>, labels: &[u32], cols: usize) -> Result<Clusters, InputError> {
         let problem = bound.problem();
         let mut want = problem.k_shape();
@@ -50,7 +50,7 @@ impl Clusters {
         Ok(Clusters { heads, all })
     }
 
-    /// The share of the weight of these rows that each tile promises, as its logarithm, and tiles that are kept unheard.
+    /// The logarithm of each tile's expected share of the weight of these rows, and the tiles that are always kept.
     pub fn speak(
         &self,
         bound: &Bound<'_>,
@@ -137,7 +137,7 @@ mod tests {
         [3.0, 1.0].map(|sigma| Tensor::from_f64(DType::F32, &rng.normals(N * d, sigma), &[1, N, 1, d]).unwrap())
     }
 
-    /// Where every key is its own cluster, a tile promises exactly the weight that its keys have.
+    /// If every key is its own cluster, a tile's expected weight is exactly that of its keys.
     #[test]
     fn a_cluster_for_each_key_promises_the_truth() {
         let (mut rng, d, mass) = (Rng::new(5), 6, 0.7);
@@ -146,7 +146,7 @@ mod tests {
         let problem = SkipProblem::new(builder, skip(Some(proxy))).unwrap();
         let [q, k] = tensors(&mut rng, d);
         let inputs = Inputs::new(q.view(), k.view(), k.view());
-        // Any numbers are names of clusters.
+        // Labels may be arbitrary numbers.
         let labels: Vec<u32> = (0..N as u32).map(|key| u32::MAX - 7 * key).collect();
         let bound = problem.bind(&inputs).unwrap().with_clusters(&labels).unwrap();
         let (q, k) = (q.view().to_f64(), k.view().to_f64());

@@ -1,11 +1,11 @@
-//! Block skipping in words: `window:128:16,lambda:1e-3,tile:64x64`.
+//! Block skipping as text: `window:128:16,lambda:1e-3,tile:64x64`.
 
 use crate::skip::{HeadClass, Lambda, Proxy, Skip};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// A part of a description that says nothing.
+/// A part of a description that has no meaning.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "`skip` has {part:?}, allowed: dense, log, window:KEYS, window:KEYS:SINKS, mass:SHARE, top:SHARE (either with :SIMILARITY), \
@@ -15,7 +15,7 @@ pub struct SkipTextError {
     part: String,
 }
 
-/// Reads what [`Display`](fmt::Display) writes. Classes come in the order of heads.
+/// Parses the output of [`Display`](fmt::Display). Classes come in the order of heads.
 ///
 /// ```
 /// use fulgurite_core::skip::{HeadClass, Skip};
@@ -40,7 +40,7 @@ impl FromStr for Skip {
     }
 }
 
-/// More heads than this in one description are a typing error.
+/// Largest number of heads in one description; more are a typing error.
 const MOST_HEADS: usize = 1 << 16;
 
 fn read(skip: &mut Skip, part: &str) -> Option<()> {

@@ -1,8 +1,8 @@
 //! Tensors: owned, borrowed and borrowed for writing.
 //!
-//! A view is memory, an element type, a shape and strides counted in elements. The memory is a slice of the host, or memory of a
-//! device that this crate knows nothing about but its size ([`DeviceMemory`]). Holding a view tells you that every index inside
-//! the shape lies inside the memory; holding a [`TensorViewMut`] also tells you that no two indices share an element.
+//! A view is memory, an element type, a shape and strides in elements. The memory is a host slice, or device memory of
+//! which this crate knows only the size ([`DeviceMemory`]). A view guarantees that every index inside the shape is
+//! inside the memory; a [`TensorViewMut`] also guarantees that no two indices share an element.
 
 use crate::dtype::{DType, Element};
 use half::{bf16, f16};
@@ -14,7 +14,7 @@ use thiserror::Error;
 /// The largest number of axes a tensor may have.
 pub const MAX_RANK: usize = 6;
 
-/// Sizes or strides, one for each axis.
+/// Sizes or strides, one per axis.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dims {
     rank: u8,
@@ -22,20 +22,20 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Copies up to [`MAX_RANK`] numbers; `None` when there are more.
+    /// Copies up to [`MAX_RANK`] numbers; `None` if there are more.
     pub fn new(axes: &[usize]) -> Option<Dims> {
         let mut all = [0; MAX_RANK];
         all.get_mut(..axes.len())?.copy_from_slice(axes);
         Some(Dims { rank: axes.len() as u8, axes: all })
     }
 
-    /// Row-major strides for this shape; `None` when the element count overflows.
+    /// Row-major strides for this shape; `None` if the element count overflows.
     pub fn contiguous_strides(&self) -> Option<Dims> {
         let mut strides = *self;
         let mut step: usize = 1;
         for axis in (0..self.len()).rev() {
             strides.axes[axis] = step;
-            // An empty axis must not hide an overflow of the others: they are sizes the caller means.
+            // An empty axis must not hide an overflow of the others: the caller means those sizes.
             step = step.checked_mul(self[axis].max(1))?;
         }
         (step <= isize::MAX as usize / 8).then_some(strides)
@@ -69,17 +69,17 @@ impl fmt::Debug for Dims {
     }
 }
 
-/// Why a tensor or view was refused.
+/// The reason why a tensor or view was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TensorError {
     /// More axes than [`MAX_RANK`].
     #[error("shape has {got} axes, allowed: at most {MAX_RANK}; merge axes before the call")]
     Rank {
-        /// The number of axes given.
+        /// Number of axes given.
         got: usize,
     },
-    /// Strides of another rank than the shape.
+    /// The number of strides differs from the number of axes.
     #[error("{strides} strides for {shape} axes; give one stride for each axis, in elements")]
     StrideRank {
         /// Axes of the shape.
@@ -87,7 +87,7 @@ pub enum TensorError {
         /// Number of strides.
         strides: usize,
     },
-    /// The shape or the strides reach beyond what memory can hold.
+    /// The shape or the strides exceed the address space.
     #[error("shape {shape:?} with strides {strides:?} overflows the address space; check the sizes")]
     Overflow {
         /// The shape given.
@@ -109,15 +109,15 @@ pub enum TensorError {
         /// The strides given.
         strides: Vec<usize>,
     },
-    /// Device memory at an address that the element type cannot have.
+    /// Device memory that is not aligned for the element type.
     #[error("data begins at address {address:#x}, allowed: multiples of {align}; copy it to an aligned buffer")]
     Alignment {
-        /// The address.
+        /// Address of the first element.
         address: u64,
-        /// Bytes of an element.
+        /// Required alignment: the size of an element in bytes.
         align: u64,
     },
-    /// A view for writing in which two indices would share an element.
+    /// A writable view in which two indices share an element.
     #[error("strides {strides:?} make elements of shape {shape:?} overlap; write into a tensor without broadcast axes")]
     Overlap {
         /// The shape given.
@@ -125,23 +125,23 @@ pub enum TensorError {
         /// The strides given.
         strides: Vec<usize>,
     },
-    /// More memory than there is.
+    /// The process cannot have this much memory.
     #[error("{what} needs {bytes} bytes ({gib:.1} GiB), more than this process can have; check the sizes, or split the call", gib = *bytes as f64 / GIB)]
     Memory {
-        /// What the memory is for.
+        /// Purpose of the memory.
         what: String,
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
     },
 }
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// Bytes beyond which memory is asked for before it is used: below, asking would cost more than the memory.
+/// Size in bytes above which memory is probed before use; below, probing would cost more than the memory.
 const ASKED: usize = 1 << 20;
 
-/// Whether the process can have this much memory now. Whoever allocates a size that a caller or a file decides asks first:
-/// an allocation that fails ends the process.
+/// Whether the process can have this much memory now. Code that allocates a size from a caller or a file calls this
+/// first, because a failed allocation aborts the process.
 ///
 /// ```
 /// use fulgurite_core::tensor::ask_memory;
@@ -263,7 +263,7 @@ impl Data<'_> {
         }
     }
 
-    /// Elements in the slice.
+    /// Number of elements in the slice.
     #[allow(clippy::len_without_is_empty)] // emptiness is a property of the shape, not of the buffer
     pub fn len(&self) -> usize {
         per_dtype!(self, s => s.len(), Data)
@@ -271,7 +271,7 @@ impl Data<'_> {
 }
 
 impl DataMut<'_> {
-    /// The same memory, for reading.
+    /// A read-only view of the memory.
     pub fn as_data(&self) -> Data<'_> {
         match self {
             DataMut::F32(s) => Data::F32(s),
@@ -305,7 +305,7 @@ fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dim
     }
 }
 
-/// Elements from the first to past the last; `None` where that overflows.
+/// Number of elements from the first to the end of the last; `None` if that overflows.
 fn elements_needed(shape: &[usize], strides: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);
@@ -317,16 +317,16 @@ fn elements_needed(shape: &[usize], strides: &[usize]) -> Option<usize> {
     last.checked_add(1)
 }
 
-/// A device, by its kind and its number among those of the kind: `cuda:0`.
+/// A device, by its kind and its index among devices of that kind: `cuda:0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceId {
-    /// Such as `cuda` or `sim`.
+    /// Kind, such as `cuda` or `sim`.
     pub kind: &'static str,
-    /// From 0.
+    /// Index, from 0.
     pub number: u32,
 }
 
-/// Where a tensor lies.
+/// The device of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Place {
     /// Memory of this process.
@@ -344,16 +344,16 @@ impl fmt::Display for Place {
     }
 }
 
-/// Memory of a device. Only the code that runs the device knows its type and follows its address: it takes back its own type
-/// from [`as_any`](Self::as_any), and refuses any other.
+/// Memory of a device. Only the code that runs the device knows its type and uses its address: it downcasts
+/// [`as_any`](Self::as_any) to its own type, and rejects any other.
 pub trait DeviceMemory: fmt::Debug + Sync {
-    /// The device.
+    /// The device of the memory.
     fn device(&self) -> DeviceId;
     /// Address of the first byte.
     fn address(&self) -> u64;
     /// Length in bytes.
     fn bytes(&self) -> u64;
-    /// The memory as its own type.
+    /// The memory as a type for downcasting.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -375,7 +375,7 @@ fn device_layout(
 /// A tensor borrowed for reading. Strides may repeat elements (broadcast axes have stride 0).
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
-    /// Empty where the tensor lies on a device.
+    /// The elements; empty if the tensor is on a device.
     data: Data<'a>,
     device: Option<&'a dyn DeviceMemory>,
     shape: Dims,
@@ -397,14 +397,15 @@ impl<'a> TensorView<'a> {
         Ok(TensorView { data, device: None, shape, strides })
     }
 
-    /// A view with strides in elements; `data` begins at index (0, .., 0).
+    /// A view with strides in elements; `data` starts at index (0, .., 0).
     pub fn strided(data: impl Into<Data<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.len(), shape, Some(strides))?;
         Ok(TensorView { data, device: None, shape, strides })
     }
 
-    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be read here.
+    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be read
+    /// here.
     pub fn on_device(
         memory: &'a dyn DeviceMemory,
         dtype: DType,
@@ -421,12 +422,12 @@ impl<'a> TensorView<'a> {
         Ok(TensorView { data, device: Some(memory), shape, strides })
     }
 
-    /// Where the tensor lies.
+    /// The device of the tensor.
     pub fn place(&self) -> Place {
         self.device.map_or(Place::Host, |memory| Place::Device(memory.device()))
     }
 
-    /// Its memory, if it lies on a device.
+    /// The memory of a tensor on a device.
     pub fn device_memory(&self) -> Option<&'a dyn DeviceMemory> {
         self.device
     }
@@ -441,12 +442,12 @@ impl<'a> TensorView<'a> {
         &self.shape
     }
 
-    /// The distance between neighbours along each axis, in elements.
+    /// Strides of the axes, in elements.
     pub fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// The memory, beginning at index (0, .., 0); empty where the tensor lies on a device.
+    /// The memory, starting at index (0, .., 0); empty if the tensor is on a device.
     pub fn data(&self) -> Data<'a> {
         self.data
     }
@@ -456,12 +457,12 @@ impl<'a> TensorView<'a> {
         T::slice(&self.data)
     }
 
-    /// The element at a position in memory, counted from the beginning of [`data`](Self::data).
+    /// The element at an offset in memory, counted from the start of [`data`](Self::data).
     pub fn at(&self, offset: usize) -> f64 {
         per_dtype!(self.data, s => Element::to_f64(s[offset]), Data)
     }
 
-    /// The element at `index`. Panics outside the shape, as indexing a slice does, and for a tensor on a device.
+    /// The element at `index`. Panics outside the shape, like indexing a slice, and for a tensor on a device.
     pub fn get(&self, index: &[usize]) -> f64 {
         assert_eq!(index.len(), self.shape.len(), "index rank");
         let inside = index.iter().zip(self.shape.iter()).all(|(i, n)| i < n);
@@ -514,12 +515,12 @@ fn for_each_offset(shape: &Dims, strides: &Dims, mut visit: impl FnMut(usize)) {
     }
 }
 
-/// Refuses strides with which two indices share an element.
+/// Rejects strides with which two indices share an element.
 fn no_overlap(shape: &Dims, strides: &Dims) -> Result<(), TensorError> {
     if shape.contains(&0) {
         return Ok(());
     }
-    // Sorted by stride, each axis must step over everything the smaller ones can reach.
+    // Sorted by stride, each axis must step over everything that the smaller ones can reach.
     let mut axes = [(0, 1); MAX_RANK];
     for (axis, (&stride, &size)) in axes.iter_mut().zip(strides.iter().zip(shape.iter())) {
         *axis = (stride, size);
@@ -538,7 +539,7 @@ fn no_overlap(shape: &Dims, strides: &Dims) -> Result<(), TensorError> {
 /// A tensor borrowed for writing; no two indices share an element.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
-    /// Empty where the tensor lies on a device.
+    /// The elements; empty if the tensor is on a device.
     data: DataMut<'a>,
     device: Option<&'a dyn DeviceMemory>,
     shape: Dims,
@@ -553,7 +554,7 @@ impl<'a> TensorViewMut<'a> {
         Ok(TensorViewMut { data, device: None, shape, strides })
     }
 
-    /// A view with strides in elements; `data` begins at index (0, .., 0).
+    /// A view with strides in elements; `data` starts at index (0, .., 0).
     pub fn strided(data: impl Into<DataMut<'a>>, shape: &[usize], strides: &[usize]) -> Result<Self, TensorError> {
         let data = data.into();
         let (shape, strides) = layout(data.as_data().len(), shape, Some(strides))?;
@@ -561,7 +562,8 @@ impl<'a> TensorViewMut<'a> {
         Ok(TensorViewMut { data, device: None, shape, strides })
     }
 
-    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be written here.
+    /// A view of device memory, with strides in elements; without them it is row-major. Its elements cannot be written
+    /// here.
     pub fn on_device(
         memory: &'a dyn DeviceMemory,
         dtype: DType,
@@ -579,7 +581,7 @@ impl<'a> TensorViewMut<'a> {
         Ok(TensorViewMut { data, device: Some(memory), shape, strides })
     }
 
-    /// Where the tensor lies.
+    /// The device of the tensor.
     pub fn place(&self) -> Place {
         self.device.map_or(Place::Host, |memory| Place::Device(memory.device()))
     }
@@ -594,31 +596,31 @@ impl<'a> TensorViewMut<'a> {
         &self.shape
     }
 
-    /// The distance between neighbours along each axis, in elements.
+    /// Strides of the axes, in elements.
     pub fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// The memory, beginning at index (0, .., 0).
+    /// The memory, starting at index (0, .., 0).
     pub fn data_mut(&mut self) -> &mut DataMut<'a> {
         &mut self.data
     }
 
-    /// The same tensor, for reading.
+    /// A read-only view of the tensor.
     pub fn as_view(&self) -> TensorView<'_> {
         TensorView { data: self.data.as_data(), device: self.device, shape: self.shape, strides: self.strides }
     }
 
-    /// Writes the nearest representable value at a position in memory.
+    /// Writes the nearest representable value at an offset in memory.
     pub fn set_at(&mut self, offset: usize, x: f64) {
         per_dtype!(&mut self.data, s => s[offset] = Element::from_f64(x), DataMut)
     }
 
-    /// Writes `x` everywhere.
+    /// Fills the tensor with `x`.
     pub fn fill(&mut self, x: f64) {
         let (mut outer, strides) = (self.shape, self.strides);
         let mut row = 1;
-        // Rows in one piece, where they are.
+        // Fill contiguous rows as slices.
         if let (Some(last), Some(1)) = (outer.len().checked_sub(1), strides.last()) {
             row = outer[last];
             outer.axes[last] = row.min(1);
@@ -652,7 +654,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Takes the elements in row-major order.
+    /// Makes a tensor from its elements in row-major order.
     ///
     /// ```
     /// # use fulgurite_core::Tensor;
@@ -667,7 +669,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Zeros.
+    /// A tensor of zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self, TensorError> {
         let (dims, _) = layout(usize::MAX, shape, None)?;
         let n = dims.count();
@@ -682,7 +684,7 @@ impl Tensor {
         Ok(Tensor { data, shape: dims })
     }
 
-    /// The given values in row-major order, each rounded to `dtype`.
+    /// A tensor from values in row-major order, each rounded to `dtype`.
     pub fn from_f64(dtype: DType, values: &[f64], shape: &[usize]) -> Result<Self, TensorError> {
         layout(values.len(), shape, None)?;
         let mut tensor = Tensor::zeros(dtype, shape)?;
@@ -701,7 +703,7 @@ impl Tensor {
         &self.shape
     }
 
-    /// Borrows for reading.
+    /// A read-only view.
     pub fn view(&self) -> TensorView<'_> {
         let data = match &self.data {
             Owned::F32(v) => Data::F32(v),
@@ -712,7 +714,7 @@ impl Tensor {
         TensorView { data, device: None, shape: self.shape, strides: self.contiguous() }
     }
 
-    /// Borrows for writing.
+    /// A writable view.
     pub fn view_mut(&mut self) -> TensorViewMut<'_> {
         let strides = self.contiguous();
         let data = match &mut self.data {

@@ -1,7 +1,7 @@
-//! The walk over sequences, heads and rows that the oracle and the plain implementation share.
+//! The traversal of sequences, heads and rows that the oracle and the plain implementation share.
 //!
-//! Which keys a row sees, what its modifiers say and where results go is written here, once. What happens
-//! inside a row is an [`Arithmetic`].
+//! This module determines, once, which keys a row sees, what its modifiers give, and where results go. An
+//! [`Arithmetic`] computes the row itself.
 
 use crate::expr::{Coverage, Env};
 use crate::format::Granularity;
@@ -11,10 +11,10 @@ use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, TensorView};
 use std::collections::BTreeMap;
 
-/// One row of a head: a query where queries are meant, a key where keys are.
+/// One row of a head: a query or a key, depending on the context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct At {
-    /// Number of the sequence.
+    /// Index of the sequence.
     pub batch: usize,
     /// Query head for queries, key/value head for keys.
     pub head: usize,
@@ -22,56 +22,57 @@ pub struct At {
     pub row: usize,
 }
 
-/// What one row computes in forward, and what its backward needs.
+/// Forward results of one row, including the inputs of its backward.
 pub(crate) struct Row {
-    /// The visible keys, ascending. A key whose modified score is -inf is not among them.
+    /// The visible keys, ascending, without keys whose modified score is -inf.
     pub keys: Vec<usize>,
-    /// For each visible key the score before the modifiers.
+    /// The score of each visible key before the modifiers.
     pub scaled: Vec<f64>,
-    /// For each visible key its share of the softmax.
+    /// The softmax weight of each visible key.
     pub p: Vec<f64>,
     pub o: Vec<f64>,
     pub lse: f64,
-    /// Where they differ from `p` and `o`: the weights that dS takes, and the output that D takes.
+    /// The weights for dS and the output for D, if they differ from `p` and `o`.
     pub exact: Option<(Vec<f64>, Vec<f64>)>,
 }
 
-/// What one row computes in backward, besides its part of the sums over rows.
+/// Backward results of one row, besides its contribution to sums over rows.
 pub(crate) struct RowGradient {
     pub d_q: Vec<f64>,
-    /// For each visible key the gradient of the modified score.
+    /// The gradient of the modified score of each visible key.
     pub d_modified: Vec<f64>,
-    /// For each visible key the gradient of the score before the modifiers.
+    /// The gradient of each visible key's score before the modifiers.
     pub d_scaled: Vec<f64>,
-    /// This row's part of the sink's gradient.
+    /// This row's contribution to the sink's gradient.
     pub d_sink: f64,
 }
 
-/// The gradients that reach one row.
+/// The gradients of one row's outputs.
 pub(crate) struct Cotangent {
     pub d_o: Vec<f64>,
     pub d_lse: f64,
 }
 
-/// How a row is computed: exactly, or as honest code of some precision would.
+/// The arithmetic of a row: exact, or as in straightforward code of some precision.
 pub(crate) trait Arithmetic {
-    /// What the products of a row read.
+    /// The number type of a row's products.
     type Number: Copy;
-    /// Keys after which the maximum of INT8 begins anew.
+    /// Number of keys after which the running maximum of INT8 restarts.
     const PART: usize = usize::MAX;
-    /// An element of k.
+    /// Converts an element of k.
     fn key(problem: &Problem, x: f64) -> Self::Number;
-    /// An element of v.
+    /// Converts an element of v.
     fn value(x: f64) -> Self::Number;
-    /// Quantises the keys and values of a head where the problem says so; the mean taken out of the keys.
+    /// Quantises the keys and values of a head if the problem says so. Returns the mean that was subtracted from the
+    /// keys.
     fn quantise(_: &Problem, _: &mut [Self::Number], _: &mut [Self::Number]) -> Option<Vec<f32>> {
         None
     }
     fn row(head: &Head<'_, Self::Number>, q: usize) -> Row;
     fn row_gradient(head: &Head<'_, Self::Number>, q: usize, row: &Row, given: &Cotangent) -> RowGradient;
-    /// sum + x * y, as sums over rows keep it.
+    /// sum + x * y, rounded as in sums over rows.
     fn add(sum: f64, x: f64, y: f64) -> f64;
-    /// The value that a tensor of the problem's type ends up with.
+    /// The value that a tensor of the problem's type stores.
     fn store(problem: &Problem, x: f64) -> f64;
 }
 
@@ -83,11 +84,11 @@ pub(crate) struct Head<'a, T> {
     k: Vec<T>,
     v: Vec<T>,
     mean: Option<Vec<f32>>,
-    /// Keys of a part.
+    /// Keys per part.
     pub part: usize,
 }
 
-/// `n` elements of a row that begins at `offset`.
+/// `n` elements of a row that starts at `offset`.
 fn read<'a>(view: &'a TensorView<'_>, offset: usize, n: usize) -> impl Iterator<Item = f64> + 'a {
     // The last axis of d_o may be a broadcast, that of a single element may have any stride.
     let step = view.strides()[view.strides().len() - 1];
@@ -116,7 +117,7 @@ impl<'a, T: Copy> Head<'a, T> {
         self.bound.problem()
     }
 
-    /// A query as the products take it.
+    /// A query as the products use it (rounded or quantised).
     pub fn query(&self, q: usize) -> Vec<f64> {
         let narrow = |r: usize| self.given_query(r).into_iter().map(|x| x as f32);
         let wide = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect();
@@ -141,13 +142,13 @@ impl<'a, T: Copy> Head<'a, T> {
         }
     }
 
-    /// A query as it was given.
+    /// A query as the caller gave it.
     pub fn given_query(&self, q: usize) -> Vec<f64> {
         let rows = self.bound.rows(self.bound.q().strides(), &self.sequence, Side::Query);
         read(self.bound.q(), rows.at(q, self.head), self.problem().head_dim()).collect()
     }
 
-    /// What was taken out of all scores of a row, before the scale.
+    /// The term that was subtracted from all scores of a row, before the scale.
     pub fn taken_out(&self, q: usize) -> f64 {
         let Some(mean) = &self.mean else { return 0.0 };
         self.given_query(q).iter().zip(mean).map(|(&x, &m)| x * f64::from(m)).sum()
@@ -168,12 +169,12 @@ impl<'a, T: Copy> Head<'a, T> {
         Env { score, batch, head: self.head, q, k, q_len, k_len, aux: self.bound.aux() }
     }
 
-    /// The score that softmax sees.
+    /// The modified score, which softmax uses.
     pub fn modified(&self, scaled: f64, q: usize, k: usize) -> f64 {
         self.problem().score_program().map_or(scaled, |program| program.eval(&self.env(scaled, q, k)).float())
     }
 
-    /// Its derivative with respect to the scaled score.
+    /// Derivative of the modified score with respect to the scaled score.
     pub fn derivative(&self, scaled: f64, q: usize, k: usize) -> f64 {
         self.problem().score_derivative().map_or(1.0, |program| program.eval(&self.env(scaled, q, k)).float())
     }
@@ -226,7 +227,7 @@ fn strides(shape: &[usize]) -> Dims {
     Dims::new(shape).and_then(|dims| dims.contiguous_strides()).expect("a shape of the problem")
 }
 
-/// (o, lse) of all rows, row-major.
+/// Computes (o, lse) of all rows, row-major.
 pub(crate) fn forward<A: Arithmetic>(bound: &Bound<'_>) -> (Vec<f64>, Vec<f64>) {
     let problem = bound.problem();
     let shape = problem.o_shape();
@@ -272,7 +273,7 @@ fn chosen<A: Arithmetic, R>(
     results
 }
 
-/// (o, lse) of chosen rows.
+/// Computes (o, lse) of chosen rows.
 pub(crate) fn forward_rows<A: Arithmetic>(bound: &Bound<'_>, rows: &[At]) -> Vec<(Vec<f64>, f64)> {
     let problem = bound.problem();
     chosen::<A, _>(bound, rows, |found| match found {
@@ -328,7 +329,7 @@ impl KeySums {
         }
     }
 
-    /// The finished gradients of key `k`.
+    /// The final gradients of key `k`.
     fn key<A: Arithmetic>(&self, problem: &Problem, k: usize) -> (Vec<f64>, Vec<f64>) {
         let scale = f64::from(problem.scale());
         let (dim, value_dim) = (problem.head_dim(), problem.value_dim());
@@ -338,7 +339,7 @@ impl KeySums {
     }
 }
 
-/// Calls `visit` with each term of a row in the gradients of auxiliary tensors: which, where, and its two factors.
+/// Calls `visit` with each term of a row in the gradients of auxiliary tensors: tensor, position, and the two factors.
 fn aux_terms<T: Copy>(
     head: &Head<'_, T>,
     q: usize,
@@ -362,7 +363,7 @@ fn aux_terms<T: Copy>(
     }
 }
 
-/// Adds a row's part of the gradients of auxiliary tensors.
+/// Adds a row's contribution to the gradients of auxiliary tensors.
 fn add_aux<A: Arithmetic>(
     head: &Head<'_, A::Number>,
     q: usize,
@@ -377,9 +378,9 @@ fn add_aux<A: Arithmetic>(
     });
 }
 
-/// How far the gradients of sinks (if there are any) and of each auxiliary tensor may be off by rounding in `B`: rows
-/// round independently, so the error of their sum is a random walk whose steps are the errors of the rows' parts, and its
-/// standard deviation is the root of the sum of their squares.
+/// The expected rounding error of `B` in the gradients of sinks (if there are any) and of each auxiliary tensor. Rows
+/// round independently, so the error of their sum is a random walk whose steps are the errors of the rows'
+/// contributions. Its standard deviation is the root of the sum of their squares.
 pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
     bound: &Bound<'_>,
     d_o: &TensorView<'_>,
@@ -396,7 +397,7 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
                 let a = A::row_gradient(&exact, q, &row_a, &given);
                 let b = B::row_gradient(&rounded, q, &row_b, &given);
                 *d_sink += (a.d_sink - b.d_sink).powi(2);
-                // Many scores of a row may add to one element, and they share the rounding of its D.
+                // Several scores of a row may add to one element, and they share the rounding of its D.
                 let mut steps = BTreeMap::new();
                 aux_terms(&exact, q, &row_a, &a, |aux, at, x, y| *steps.entry((aux, at)).or_insert(0.0) += x * y);
                 aux_terms(&rounded, q, &row_b, &b, |aux, at, x, y| *steps.entry((aux, at)).or_insert(0.0) -= x * y);
@@ -413,7 +414,7 @@ pub(crate) fn noise<A: Arithmetic, B: Arithmetic>(
     squares.map(|squares| squares.into_iter().map(f64::sqrt).collect()).collect()
 }
 
-/// All gradients.
+/// Computes all gradients.
 pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d_lse: Option<&TensorView<'_>>) -> Sums {
     let problem = bound.problem();
     let mut sums = Sums::zeros(problem);
@@ -446,7 +447,7 @@ pub(crate) fn backward<A: Arithmetic>(bound: &Bound<'_>, d_o: &TensorView<'_>, d
     sums
 }
 
-/// d_q of chosen rows.
+/// Computes d_q of chosen rows.
 pub(crate) fn backward_rows<A: Arithmetic>(
     bound: &Bound<'_>,
     d_o: &TensorView<'_>,
@@ -464,7 +465,7 @@ pub(crate) fn backward_rows<A: Arithmetic>(
     })
 }
 
-/// (d_k, d_v) of chosen keys. Every row of a head that shares the key is computed once.
+/// Computes (d_k, d_v) of chosen keys. Every row of a head that shares the key is computed once.
 pub(crate) fn backward_keys<A: Arithmetic>(
     bound: &Bound<'_>,
     d_o: &TensorView<'_>,

@@ -1,8 +1,8 @@
-//! Backward: five products for each block of scores, gradients of keys and values gathered on the way.
+//! Backward: five products per block of scores, accumulating the gradients of keys and values.
 //!
-//! Letters as in forward, and D = sum(dO O) - dLSE of each row, dP = dO V^T, dS = P (dP - D). An item owns a
-//! run of keys of one key/value head: it keeps their dK and dV and walks all tiles of queries. dQ is summed
-//! over the runs of keys in ascending order, whatever thread gets there first: each tile has a turn.
+//! Letters as in forward, and D = sum(dO O) - dLSE of each row, dP = dO V^T, dS = P (dP - D). An item owns a run of
+//! keys of one key/value head: it keeps their dK and dV and goes through all tiles of queries. dQ is summed over the
+//! runs of keys in ascending order, whichever thread gets there first, because the runs take turns on each tile.
 
 mod cold;
 mod on_tiles;
@@ -21,14 +21,14 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Keys in a block of scores.
+/// Keys per block of scores.
 const BLOCK: usize = 128;
-/// Elements of K (and as many of V, dK and dV) that an item keeps in the second-level cache.
+/// Elements of K (and equally many of V, dK and dV) that an item keeps in the L2 cache.
 const ITEM_ELEMENTS: usize = 64 * 1024;
 
 /// Fills `gradients`.
 pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientOutputs<'_>, threads: usize) {
-    // The gradient of a sum has stride 0 everywhere; rows are wanted in one piece.
+    // The gradient of a sum has stride 0 everywhere, but rows must be contiguous.
     let dense: Tensor;
     let mut saved = *saved;
     if saved.d_o.strides().last() != Some(&1) {
@@ -45,7 +45,7 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         gradients.d_v.fill(0.0);
     }
 
-    // In f32 the output itself is the accumulator; narrower types need one beside it.
+    // For f32 the output itself is the accumulator; narrower types need a separate one.
     let in_place = cx.problem.dtype() == fulgurite_core::DType::F32;
     let q_strides = *gradients.d_q.strides();
     if in_place || !cx.bound.all_queries_used() {
@@ -79,7 +79,8 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
             v_strides: &v_strides,
             aux: &aux,
         };
-        // Many elements of the scores may add to one of an auxiliary tensor: one thread keeps their order.
+        // Several elements of the scores may add to one element of an auxiliary tensor: a single thread keeps their
+        // order.
         let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
         pool::run(threads, items.len(), &|i| match on_tiles::unit(cx) {
             Some(unit) => work.item_on_tiles(&items[i], unit),
@@ -107,7 +108,7 @@ struct Item {
     pair: usize,
     sequence: usize,
     kv_head: usize,
-    /// Number of the run in its sequence.
+    /// Index of the run in its sequence.
     number: usize,
 }
 
@@ -119,8 +120,8 @@ fn items(cx: &Context<'_>) -> Vec<Item> {
     let len = run_len(cx);
     let runs = |s: usize| cx.bound.sequences()[s].k_len.div_ceil(len);
     let most = (0..cx.bound.sequences().len()).map(runs).max().unwrap_or(0);
-    // Runs outermost: by the time a run needs its predecessor's dQ, that one is long done. Under a causal mask
-    // this also puts the long items first.
+    // Runs are the outermost order: by the time a run needs its predecessor's dQ, that one is long done. Under a causal
+    // mask this also puts the long items first.
     let mut items = Vec::new();
     for number in 0..most {
         for (pair, (sequence, kv_head)) in pairs(cx).enumerate() {
@@ -137,11 +138,11 @@ struct Work<'a> {
     saved: &'a Saved<'a>,
     rows: &'a RowTable,
     stats: &'a Stats,
-    /// For each (sequence, key/value head), and for each of their tiles the number of runs of keys done.
+    /// For each (sequence, key/value head) and each of their tiles, the number of finished runs of keys.
     tiles: Vec<Vec<Tile>>,
     turns: Vec<Vec<AtomicUsize>>,
     d_q: SharedRows<'a>,
-    /// Strides of d_q where it is summed in place.
+    /// Strides of d_q if it is summed in place.
     q_strides: Option<&'a [usize]>,
     d_k: SharedRows<'a>,
     k_strides: &'a [usize],
@@ -157,7 +158,7 @@ struct Space<'w> {
     s: &'w mut [f32],
     dp: &'w mut [f32],
     derivative: &'w mut [f32],
-    /// Rows of Q and dO `[lane][width]`, Q as the unit wants it, and dO turned, `[width][lane]`.
+    /// Rows of Q and dO `[lane][width]`, Q in the unit's layout, and dO transposed, `[width][lane]`.
     q: &'w mut [f32],
     d_o: &'w mut [f32],
     q_packed: &'w mut [f32],
@@ -172,7 +173,7 @@ struct Row {
     lse: [f32; MAX_LANES],
     delta: [f32; MAX_LANES],
     max: [f32; MAX_LANES],
-    /// What weights against `lse` are multiplied with, where that is not 1.
+    /// Factor of weights relative to `lse`, if it is not 1.
     inverse: Option<[f32; MAX_LANES]>,
 }
 
@@ -244,7 +245,7 @@ impl Work<'_> {
 
     fn row(&self, tile: &Tile) -> Row {
         let cx = self.cx;
-        // Lanes past the last row: probabilities of 0.
+        // Lanes past the last row get probabilities of 0.
         let (mut lse, mut delta, mut max) = ([f32::INFINITY; MAX_LANES], [0.0; MAX_LANES], [0.0; MAX_LANES]);
         let scale = if cx.problem.score_program().is_some() { 1.0 } else { cx.problem.scale() };
         let mut inverse = None;
@@ -263,7 +264,7 @@ impl Work<'_> {
         Row { tile: *tile, lanes: cx.lanes(tile), lse, delta, max, inverse }
     }
 
-    /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ in `space`.
+    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ in `space`.
     fn tile(
         &self,
         row: &Row,
@@ -306,8 +307,8 @@ impl Work<'_> {
         }
     }
 
-    /// S, dP, P, dS, and the gradients of keys and values. `first` is the block's place in the run of keys, `finite`
-    /// whether Q, dO and K are. True if all is done, dQ too.
+    /// Computes S, dP, P, dS, and the gradients of keys and values. `first` is the block's position in the run of keys;
+    /// `finite` tells whether Q, dO and K are finite. Returns true if everything is done, including dQ.
     fn block(
         &self,
         row: &Row,
@@ -385,7 +386,7 @@ impl Work<'_> {
         }
     }
 
-    /// Divides P and dS by the sums of rows whose LSE is their maximum alone.
+    /// Divides P and dS by the row sums, for rows whose LSE is only their maximum.
     fn normalise(&self, row: &Row, step: &Step, tiles: [&mut [f32]; 2]) {
         let Some(inverse) = &row.inverse else { return };
         let (stride, seen) = (row.lanes.stride, step.hull());
@@ -394,7 +395,7 @@ impl Work<'_> {
         }
     }
 
-    /// P as forward used it: relative to the maximum of the row, rounded, and divided by the sum again.
+    /// P as forward used it: relative to the maximum of the row, rounded, and divided by the sum.
     fn round_weights(&self, row: &Row, step: &Step, p: &mut [f32]) {
         let cx = self.cx;
         if cx.rounding.is_none() {
@@ -403,7 +404,7 @@ impl Work<'_> {
         let (stride, seen) = (row.lanes.stride, step.hull());
         let (mut sum, mut share) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
         for lane in 0..stride {
-            // A row without keys has an infinite LSE here and weights of 0.
+            // A row without keys has an infinite LSE here, and weights of 0.
             if row.lse[lane].is_finite() {
                 sum[lane] = (row.lse[lane] - row.max[lane]).exp();
                 share[lane] = 1.0 / sum[lane];
@@ -415,7 +416,7 @@ impl Work<'_> {
         cx.kernels.scale_lanes(&mut p[seen.start * stride..], &share[..stride]);
     }
 
-    /// From dS of the modified score to that of the product of q and k; gradients of auxiliary tensors.
+    /// Converts dS of the modified score to that of the product of q and k; adds to gradients of auxiliary tensors.
     fn through_modifier(&self, row: &Row, step: &Step, start: usize, [dp, derivative]: [&mut [f32]; 2]) {
         let cx = self.cx;
         let stride = row.lanes.stride;
@@ -444,7 +445,7 @@ impl Work<'_> {
             let shape = &cx.problem.aux()[gradient.aux].shape;
             let mut at: Vec<Evaluator<'_>> = gradient.at.iter().map(|p| Evaluator::new(p, env)).collect();
             let mut derivative = Evaluator::new(&gradient.derivative, env);
-            // Where the derivative reads the score: P has taken its place, so it is computed again.
+            // If the derivative reads the score, recompute it, because P has replaced it.
             let needs_score = gradient.derivative.reads(fulgurite_core::expr::Var::Score);
             let mut scores = vec![0.0f32; stride];
             for key in step.hull() {
@@ -500,7 +501,7 @@ impl Work<'_> {
         let mut spins = 0u32;
         while turn.load(Ordering::Acquire) < need {
             spins += 1;
-            // The predecessor was handed out earlier, so it runs or is done: this ends.
+            // The predecessor was handed out earlier, so it is running or done, and this loop ends.
             if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
         let sequence = &cx.bound.sequences()[row.tile.sequence];
@@ -541,7 +542,7 @@ fn narrow(
 }
 
 impl Context<'_> {
-    /// Whether a tile sees any key of a run, cut at blocks.
+    /// Whether a tile sees any key of a run, split into blocks.
     fn sees_any(&self, tile: &Tile, lanes: &Lanes, keys: Range<usize>, block: usize) -> bool {
         keys.clone().step_by(block).any(|start| {
             let own = start..(start + block).min(keys.end);

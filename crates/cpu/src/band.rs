@@ -1,8 +1,8 @@
-//! Windows with sinks by the vectors: two vectors of rows at a time meet all their keys at once.
+//! Windows with sinks on vectors: two vectors of rows at a time process all their keys at once.
 //!
-//! Rows of a window share few keys, so what counts is that no product is narrow and nothing is touched twice: keys are
-//! packed once for all rows of an item, in panels that a product broadcasts from; scores of a vector of rows and their
-//! keys stay in the first-level cache; and O is made in rows, over the keys that each few of them see.
+//! Rows of a window share few keys, so no product may be narrow and nothing may be touched twice. Keys are packed once
+//! for all rows of an item, in panels from which a product broadcasts. Scores of a vector of rows and their keys stay
+//! in the L1 cache. O is computed in rows, over the keys that each few of them see.
 
 use crate::forward::{Out, mark_nan, with_sink};
 use crate::memory::{Arena, with_workspace};
@@ -14,37 +14,38 @@ use fulgurite_core::skip::{HeadClass, SkipBound};
 use fulgurite_core::{Data, Precision, Sequence, TensorView};
 use std::ops::Range;
 
-/// Keys of a row beyond which scores leave the first-level cache.
+/// Number of keys per row beyond which scores leave the L1 cache.
 const MOST: usize = 320;
-/// Rows asked for at a time: 32 rows ask some 45 times, and 128 rows of q, k, v and o come with them.
+/// Rows prefetched at a time: 32 rows prefetch about 45 times, which covers 128 rows of q, k, v and o.
 const PACE: usize = 3;
 
-/// Whether this walk takes heads of a class: that must not depend on an item, whose length depends on the threads.
+/// Whether this path handles heads of a class. The decision must not depend on an item, whose length depends on the
+/// threads.
 pub(crate) fn suits(cx: &Context<'_>, class: HeadClass) -> bool {
     let plain = !cx.is_modified() && cx.rounding.is_none() && !matches!(cx.problem.precision(), Precision::Int8(_));
     let few = matches!(class, HeadClass::Window { keys, sinks } if keys.saturating_add(sinks) <= MOST);
     plain && few && cx.kernels.matrix_for(cx.problem.dtype()).is_none()
 }
 
-/// Keys and values of a run of keys, packed as rows come to need them.
+/// Keys and values of a run of keys, packed as rows need them.
 struct Packed<'w, 'a> {
     sequence: &'a Sequence,
     head: usize,
     keys: Range<usize>,
     panels: &'w mut [f32],
-    /// Values as f32, where they cannot be read in place.
+    /// Values as f32, if they cannot be read in place.
     values: &'w mut [f32],
-    /// Panels that are there.
+    /// Number of panels packed so far.
     done: usize,
 }
 
 impl<'a> Packed<'_, 'a> {
-    /// Keys in whole panels.
+    /// Number of keys, rounded up to whole panels.
     fn padded(keys: &Range<usize>) -> usize {
         keys.len().next_multiple_of(PANEL)
     }
 
-    /// Packs panels up to one; `rows` is scratch.
+    /// Packs panels up to index `panels`; `rows` is scratch.
     fn reach(&mut self, cx: &Context<'a>, panels: usize, rows: &mut [f32]) {
         let in_place = in_place(cx, self.sequence);
         for panel in self.done..panels {
@@ -79,7 +80,7 @@ impl<'a> Packed<'_, 'a> {
         self.done = self.done.max(panels);
     }
 
-    /// Values from the first key on, and the distance between them.
+    /// The values starting at the first key, and their row distance.
     fn values<'b>(&'b self, cx: &'b Context<'a>) -> (&'b [f32], usize) {
         let v = cx.bound.v();
         match v.data() {
@@ -92,14 +93,15 @@ impl<'a> Packed<'_, 'a> {
     }
 }
 
-/// Whether values are read where they lie: rows far apart cost a page each, every time.
+/// Whether values are read in place: rows that are far apart cost a page each, every time.
 fn in_place(cx: &Context<'_>, sequence: &Sequence) -> bool {
     let v = cx.bound.v();
     let row = cx.key_rows(v.strides(), sequence).row;
     matches!(v.data(), Data::F32(_)) && cx.dv == cx.dv_pad && row <= 2 * cx.dv
 }
 
-/// Rows of q or k, turned: `[d][lanes]`, zero where there is no row. `rows` is scratch for as many rows.
+/// Rows of q or k transposed to `[d][lanes]`, with zeros for missing rows. `rows` is scratch for the same number of
+/// rows.
 fn turned(
     cx: &Context<'_>,
     view: &TensorView<'_>,
@@ -123,14 +125,14 @@ fn turned(
     cx.kernels.transpose(own, cx.d_pad, to, lanes, lanes, cx.d_pad);
 }
 
-/// What rows of one item see.
+/// The keys that rows of one item see.
 struct View<'a> {
     class: HeadClass,
     sequence: &'a Sequence,
 }
 
 impl View<'_> {
-    /// The keys that a query sees at the beginning, and in its window.
+    /// The keys that a query sees at the start, and in its window.
     fn keys(&self, cx: &Context<'_>, q: usize) -> [Range<usize>; 2] {
         let s = self.sequence;
         let span = cx.problem.mask().keys(q, s.q_len, s.k_len);
@@ -140,7 +142,7 @@ impl View<'_> {
         })
     }
 
-    /// The panels that some of these rows look at of either run, and what each sees in them, `origins` being the first
+    /// The panels that some of these rows see in either run, and what each row sees in them; `origins` are the first
     /// keys of the runs.
     fn seen(&self, cx: &Context<'_>, rows: Range<usize>, origins: [usize; 2]) -> ([Range<usize>; 2], [BandSeen; 2]) {
         let (first, last) = (self.keys(cx, rows.start), self.keys(cx, rows.end - 1));
@@ -149,14 +151,14 @@ impl View<'_> {
         let (mut panels, mut seen) = ([0..0, 0..0], [nothing; 2]);
         for part in 0..2 {
             let (a, b, own) = (&first[part], &last[part], &mut seen[part]);
-            // An end that moves by as many keys as there are rows between, or by none, moves evenly.
+            // An end that moves by one key per row, or not at all, moves evenly.
             let pace = |a: usize, b: usize| match b - a {
                 0 => Some(0),
                 n if n + 1 == rows.len() => Some(1),
                 _ => None,
             };
             let paces = pace(a.start, b.start).zip(pace(a.end, b.end)).filter(|_| !a.is_empty() && !b.is_empty());
-            // Lanes past the last row repeat it: their results are dropped.
+            // Lanes past the last row repeat it; their results are dropped.
             let past = rows.len() - 1;
             let keys = |i: usize| self.keys(cx, rows.start + i.min(past))[part].clone();
             let (lo, hi) = if paces.is_some() {
@@ -252,7 +254,7 @@ pub(crate) fn walk(
                     packed.reach(cx, panels.end, rows);
                 }
                 turned(cx, cx.bound.q(), q_rows, range.clone(), item.head, [&mut *rows, &mut *q], lanes);
-                // What the next rows need, and where these go.
+                // Prefetch the inputs of the next rows, and the outputs of these.
                 let mut ahead = Ahead::paced(PACE);
                 let (o_at, next) = (o_rows.at(first, item.head), range.end..range.end + lanes);
                 out.o.ask(&mut ahead, o_at, o_rows.row, cx.dv, n);
@@ -290,7 +292,7 @@ pub(crate) fn walk(
                     let at = if i == 0 { 0 } else { panels[0].len() * PANEL };
                     (at, &v[(panels[i].start * PANEL * stride).min(v.len())..], stride)
                 };
-                // Rows that lie side by side are written where they belong.
+                // Adjacent rows are written directly to the output.
                 let direct = out.o.is_f32() && o_rows.row == cx.dv && cx.dv == cx.dv_pad;
                 // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
                 let to = if direct { unsafe { out.o.row(o_at, n * cx.dv) } } else { &mut *o };
@@ -305,7 +307,7 @@ pub(crate) fn walk(
                     ahead: &mut ahead,
                 });
                 for (lane, row) in to.chunks_exact_mut(cx.dv_pad).take(n).enumerate() {
-                    // Nothing was seen: 0 times whatever the values were.
+                    // The row saw no key: clear 0 times whatever the values were.
                     if m[lane] == f32::NEG_INFINITY {
                         row.fill(0.0);
                     }

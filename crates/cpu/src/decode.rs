@@ -1,9 +1,9 @@
-//! Few queries, many keys: bound by reading K and V, so they are read once, where they lie.
+//! Decode: few queries, many keys. Reading K and V bounds the time, so they are read once, in place.
 //!
-//! Keys are split into fixed parts (their number depends on the sequence's own length alone), each part gives
-//! a maximum, a sum and an unnormalised output for every row, and the parts are merged in order. All
-//! key/value heads of a part are walked together, a few keys at a time, so that memory is read nearly in
-//! sequence: only then the hardware fetches ahead.
+//! Keys are split into fixed parts, whose number depends only on the sequence's own length. Each part gives a maximum,
+//! a sum and an unnormalised output for every row, and the parts are merged in order. All key/value heads of a part are
+//! processed together, a few keys at a time, so that memory is read nearly sequentially: only then does the hardware
+//! prefetch.
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
@@ -19,16 +19,16 @@ use std::sync::Mutex;
 
 mod on_unit;
 
-/// Rows of a group that still count as few: their scores fill one narrow tile.
+/// Largest number of rows of a group for this path: their scores fill one narrow tile.
 const FEW: usize = 16;
-/// Keys in a part.
+/// Keys per part.
 const PART: usize = 512;
-/// Keys in a block of scores.
+/// Keys per block of scores.
 const BLOCK: usize = 64;
-/// Keys of which all heads are read before the next; meanwhile the next are asked for.
+/// Number of keys whose heads are all read before the next keys, which are prefetched in the meantime.
 const STRIP: usize = 16;
 
-/// Whether a sequence is served better by this path.
+/// Whether this path is faster for a sequence.
 pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     let rows = s.q_len * cx.problem.group();
     let one_pass = !matches!(cx.exp, ExpKind::Sas(_));
@@ -36,11 +36,11 @@ pub(crate) fn suits(cx: &Context<'_>, s: &Sequence) -> bool {
     (1..=FEW).contains(&rows) && cx.problem.blocks().is_none() && one_pass && native
 }
 
-/// A second row beside each query, for Parallax: u = r . k of every key joins the sums.
+/// A second row for each query, for Parallax: u = r . k of every key is added to the sums.
 pub(crate) struct Probe<'a> {
     /// The context whose queries are the probes.
     pub cx: &'a Context<'a>,
-    /// Where the mean of u goes, shaped like the LSE.
+    /// Output for the mean of u, shaped like the LSE.
     pub mean: SharedRows<'a>,
     pub mean_strides: &'a [usize],
 }
@@ -48,7 +48,7 @@ pub(crate) struct Probe<'a> {
 /// One part of one sequence.
 struct Part {
     sequence: usize,
-    /// Number of the part in its sequence, and where its results begin.
+    /// Index of the part in its sequence; `at`: offset of its results.
     number: usize,
     at: usize,
 }
@@ -84,7 +84,7 @@ pub(crate) fn run(
             let len = cx.problem.kv_heads() * record(cx, &cx.bound.sequences()[parts[i].sequence], probe);
             // SAFETY: each part has its own room.
             let results = unsafe { shared.row(parts[i].at, len) };
-            // Parts are handed out in order: this thread's next one is about as many ahead as there are threads.
+            // Parts are handed out in order, so this thread's next one is about `threads` parts ahead.
             let next = parts.get(i + plan.threads);
             let counters = part(cx, &parts[i], next, results, plan.rescale, probe);
             total.lock().unwrap_or_else(|e| e.into_inner()).add(&counters);
@@ -121,8 +121,8 @@ fn tile(cx: &Context<'_>, sequence: usize, kv_head: usize) -> Tile {
     Tile { sequence, head: kv_head * cx.pack, first: 0, rows: s.q_len * cx.pack }
 }
 
-/// Elements a part writes for one key/value head: maximum and sum of each lane, then the rows of O; with probes also
-/// the sum of u of each lane, and the rows of O weighted by u. Rows are in the kernels' pair order.
+/// Number of elements that a part writes for one key/value head: maximum and sum of each lane, then the rows of O. With
+/// probes, also the sum of u of each lane, and the rows of O weighted by u. Rows are in the kernels' pair order.
 fn record(cx: &Context<'_>, s: &Sequence, probe: Option<&Probe<'_>>) -> usize {
     let rows = s.q_len * cx.pack * cx.dv;
     2 * FEW + rows + if probe.is_some() { FEW + rows } else { 0 }
@@ -131,9 +131,9 @@ fn record(cx: &Context<'_>, s: &Sequence, probe: Option<&Probe<'_>>) -> usize {
 struct Head<'w> {
     tile: Tile,
     lanes: Lanes,
-    /// What this head sees of the current block, and its scores, `[key][lane]`.
+    /// The part of the current block that this head sees, and its scores, `[key][lane]`.
     step: Option<Step>,
-    /// What its lanes see of the current block, where that is not all of it.
+    /// What its lanes see of the current block, if not all of it.
     seen: Option<Visible>,
     s: &'w mut [f32],
     q: &'w mut [f32],
@@ -143,7 +143,7 @@ struct Head<'w> {
     second: Option<Second<'w>>,
 }
 
-/// A strip of a block of keys, which begins at `start`, and what is asked for while it is read.
+/// A strip of a block of keys that starts at `start`, and the memory to prefetch while it is read.
 #[derive(Clone, Copy)]
 struct Strip {
     start: usize,
@@ -151,7 +151,7 @@ struct Strip {
     coming: Coming,
 }
 
-/// The sums of a probe: r, u (then p u) of the current block, sum of p u, and O weighted by u.
+/// The sums of a probe: r, u (then p u) of the current block, the sum of p u, and O weighted by u.
 struct Second<'w> {
     r: &'w mut [f32],
     u: &'w mut [f32],
@@ -222,13 +222,13 @@ fn on_vectors(
         let whole = sees_all(cx, part);
         for start in (first..end).step_by(BLOCK) {
             let piece = Piece { keys: start..(start + BLOCK).min(end), masked: true };
-            // Where every row sees every key, whole blocks differ in nothing.
+            // If every row sees every key, whole blocks need no new step.
             if !whole || start == first || piece.keys.len() < BLOCK {
                 for head in &mut walk {
                     head.step = cx.step(&head.tile, &head.lanes, &piece, start);
                 }
             }
-            // What is read after a strip: the next one, and after the last of the keys the first of the values.
+            // The memory read after a strip: the next strip, and after the last keys the first values.
             let at = |strip: usize, h: usize, [first, second]: [(&TensorView<'_>, usize); 2], then: usize| {
                 let ((view, n), key) =
                     if strip + STRIP < BLOCK { (first, start + strip + STRIP) } else { (second, then) };
@@ -268,7 +268,7 @@ fn on_vectors(
     })
 }
 
-/// A head's share of the strip from a key on.
+/// A head's share of the strip that starts at a key.
 fn coming(
     cx: &Context<'_>,
     view: &TensorView<'_>,
@@ -289,13 +289,13 @@ fn coming(
 fn tau(rescale: Rescale) -> f32 {
     match rescale {
         Rescale::Lazy(tau) => tau,
-        // There is no work to save by trusting a maximum here: the time goes into reading.
+        // Trusting a maximum saves nothing here: the time goes into reading.
         Rescale::Always | Rescale::Optimistic(_) => 0.0,
     }
 }
 
 impl Head<'_> {
-    /// Multiplies what was summed before a raised maximum.
+    /// Rescales earlier sums after the maximum was raised.
     fn rescale(&mut self, cx: &Context<'_>, stats: &SoftmaxStats, alpha: &[f32], counters: &mut Counters) {
         counters.rescales_possible += u64::from(stats.possible);
         counters.rescales_done += u64::from(stats.rescaled);
@@ -325,7 +325,7 @@ impl Head<'_> {
         let (stride, size) = (self.lanes.stride, [self.tile.rows, seen.len(), cx.d]);
         let keys = Strided { data: k.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         let s = &mut self.s[seen.start * stride..seen.end * stride];
-        // Lanes past the last row hold what the last block left: make it harmless.
+        // Lanes past the last row hold values of the last block: clear them.
         s.fill(0.0);
         let (steps, own) = ([stride, cx.d_pad], (s, &*self.q));
         match &mut self.second {
@@ -369,7 +369,7 @@ impl Head<'_> {
         );
         self.rescale(cx, &stats, &alpha, counters);
         let Some(step) = &self.step else { return };
-        // Where vectors see different keys, what was not computed is not a probability.
+        // If vectors see different keys, clear scores that were not computed.
         let width = cx.kernels.lanes;
         for (z, &(a, b)) in step.ranges[..stride / width].iter().enumerate() {
             for key in step.hull().filter(|key| !(a..b).contains(key)) {
@@ -411,8 +411,8 @@ impl Head<'_> {
 }
 
 impl Head<'_> {
-    /// The cold path: adds the keys of a strip row by row where some value is not finite and some row does not see it, and
-    /// says so.
+    /// The cold path: if some value is not finite and some row does not see it, adds the keys of a strip row by row,
+    /// and returns true.
     fn add_visible(&mut self, cx: &Context<'_>, start: usize, keys: &Range<usize>, value: &mut [f32]) -> bool {
         let Some(seen) = &self.seen else { return false };
         let (v, value, mut finite) = (cx.bound.v(), &mut value[..cx.dv], true);
@@ -459,7 +459,7 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         weights.rows(row(2 * FEW), &mut o);
         let top = weights.top().get();
         let (mut inverse, mut lse) = ([0.0], [0.0]);
-        // A part of NaN scores has no maximum, and would be left out.
+        // A part with NaN scores has no maximum, and would be ignored.
         let nan = all.iter().any(|part| part[FEW + lane].is_nan());
         let top = if nan { f32::NAN } else { top };
         sum = if nan { f32::NAN } else { sum };

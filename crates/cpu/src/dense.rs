@@ -1,20 +1,20 @@
-//! Products of tall matrices, in parts: f32 within a part, f64 from part to part. For other crates of this workspace.
+//! Products of tall matrices, in parts: f32 within a part, f64 across parts. For other crates of this workspace.
 
 use crate::memory::{Arena, with_workspace};
 use crate::scan::Scanner;
 use crate::simd::{Ahead, Matrix, MatrixMut, Sum};
 
-/// Rows whose products are summed in f32.
+/// Number of rows whose products are summed in f32.
 const DEPTH: usize = 256;
 
 impl Scanner {
-    /// Columns rounded up so that the products take them.
+    /// Number of columns, rounded up to the products' requirement.
     pub fn padded(&self, columns: usize) -> usize {
         columns.next_multiple_of(self.kernels.lanes)
     }
 
-    /// `sums += X^T X` for rows of X, as many columns as [`padded`](Self::padded) gives; what is above the diagonal is
-    /// left out, but for the tiles that it cuts.
+    /// Computes `sums += X^T X` for rows of X, with the number of columns from [`padded`](Self::padded). Elements above
+    /// the diagonal are skipped, except in tiles that it crosses.
     pub fn add_gram(&self, rows: &[f32], columns: usize, sums: &mut [f64]) {
         let tile = self.kernels.tile;
         assert!(columns == self.padded(columns) && sums.len() == columns * columns, "columns of a Gram matrix");
@@ -35,14 +35,14 @@ impl Scanner {
         });
     }
 
-    /// `out = X B`: rows of X have `d` elements, those of B and `out` `width`, a number that is padded.
+    /// Computes `out = X B`. Rows of X have `d` elements, those of B and `out` have `width`, which must be padded.
     pub fn times(&self, rows: &[f32], d: usize, b: &[f32], width: usize, out: &mut [f32]) {
         let size = [rows.len() / d, width, d];
         let to = MatrixMut::at(out, width, 0, 0);
         self.kernels.gemm(to, Matrix::new(rows, d), Matrix::new(b, width), size, Sum::Fresh, &mut Ahead::default());
     }
 
-    /// `sums += X^T (X B)`, with the sizes of [`times`](Self::times).
+    /// Computes `sums += X^T (X B)`, with the sizes of [`times`](Self::times).
     pub fn add_squared_times(&self, rows: &[f32], d: usize, b: &[f32], width: usize, sums: &mut [f64]) {
         let sizes = [DEPTH * width, d * width];
         with_workspace(sizes.iter().map(|&n| Arena::room(n)).sum(), |workspace| {

@@ -1,7 +1,7 @@
 //! Expressions, and a few elementary functions, on rows of lanes.
 //!
-//! Plain Rust over slices, without branches inside the loops: compiled into the entry points of each
-//! instruction set, the compiler vectorises it for that set.
+//! The code is plain Rust over slices, without branches inside the loops. It is compiled into the entry points of each
+//! instruction set, and the compiler vectorises it for that set.
 
 use fulgurite_core::TensorView;
 use fulgurite_core::expr::{Binary, Program, Step, Type, Unary, Var};
@@ -17,7 +17,7 @@ pub(crate) fn exp(x: f32) -> f32 {
         p = p * r + c;
     }
     let y = p * r * r + r + 1.0;
-    // Two factors, so that results near the ends of the range neither overflow nor vanish early.
+    // Two factors, so that results near the ends of the range neither overflow nor underflow early.
     let half = (n * 0.5).floor();
     let power = |e: f32| f32::from_bits(((e as i32 + 127) << 23) as u32);
     let y = y * power(half) * power(n - half);
@@ -28,7 +28,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 /// Natural logarithm (coefficients of Cephes); -inf at 0, NaN below. Error about 1 ulp.
 #[inline(always)]
 pub(crate) fn ln(x: f32) -> f32 {
-    // Subnormal numbers are brought into range first.
+    // Subnormal numbers are scaled into range first.
     let small = x < f32::MIN_POSITIVE;
     let scaled = if small { x * 8_388_608.0 } else { x };
     let bits = scaled.to_bits();
@@ -71,7 +71,7 @@ pub(crate) fn tanh(x: f32) -> f32 {
     if x.abs() < 0.625 { near } else { far }
 }
 
-/// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE. NaN stays NaN.
+/// From running maximum and sum: 1 / sum (0 if there was no key) and the natural LSE. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
     for (((&m, &l), inverse), lse) in m.iter().zip(l).zip(inverse).zip(lse) {
@@ -81,7 +81,7 @@ pub(crate) fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32])
     }
 }
 
-/// What an expression is evaluated on: the lanes of one tile of one sequence.
+/// The inputs of an expression: the lanes of one tile of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct LaneEnv<'a> {
     pub batch: usize,
@@ -93,11 +93,11 @@ pub(crate) struct LaneEnv<'a> {
     pub aux: &'a [TensorView<'a>],
 }
 
-/// A program with its intermediate values for one tile: what depends on neither key nor score is computed once.
+/// A program with its intermediate values for one tile. Values that depend on neither key nor score are computed once.
 pub(crate) struct Evaluator<'a> {
     program: &'a Program,
     env: LaneEnv<'a>,
-    /// Steps that change from key to key.
+    /// Whether each step changes from key to key.
     moving: Vec<bool>,
     /// Bits of each step's value in each lane: f32, i32, or 0 and 1.
     values: Vec<u32>,
@@ -105,7 +105,7 @@ pub(crate) struct Evaluator<'a> {
 }
 
 impl<'a> Evaluator<'a> {
-    /// Computes the steps that stay the same over all keys.
+    /// Computes the steps that are constant over all keys.
     pub fn new(program: &'a Program, env: LaneEnv<'a>) -> Self {
         let lanes = env.q.len();
         let steps = program.steps();
@@ -240,7 +240,7 @@ impl<'a> Evaluator<'a> {
     }
 }
 
-/// Towards minus infinity; 0 where the divisor is 0.
+/// Integer division rounding down; 0 if the divisor is 0.
 #[inline(always)]
 fn div_floor(a: i32, b: i32) -> i32 {
     if b == 0 {
@@ -250,7 +250,7 @@ fn div_floor(a: i32, b: i32) -> i32 {
     if a.wrapping_rem(b) != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient }
 }
 
-/// What is left of `a` after [`div_floor`]; 0 where the divisor is 0.
+/// The remainder of [`div_floor`]; 0 if the divisor is 0.
 #[inline(always)]
 fn rem_floor(a: i32, b: i32) -> i32 {
     if b == 0 { 0 } else { a.wrapping_sub(b.wrapping_mul(div_floor(a, b))) }
@@ -310,7 +310,7 @@ mod tests {
             assert!(close(exp(x), f64::from(x).exp()), "exp {x}: {}", exp(x));
             assert!(close(tanh(x), f64::from(x).tanh()), "tanh {x}: {}", tanh(x));
             let y = f32::from_bits(i.unsigned_abs() * 50_000);
-            // Near 1 the logarithm vanishes: compare absolutely there.
+            // Near 1 the logarithm vanishes, so compare absolute errors there.
             let error = (f64::from(ln(y)) - f64::from(y).ln()).abs();
             assert!(
                 y == 0.0 || !y.is_finite() || error <= 2e-7 * f64::from(y).ln().abs().max(1.0),

@@ -1,5 +1,5 @@
-//! Operands in minifloats as a unit of the tile loop: rows are expanded when a tile or a block asks for them, and another
-//! unit takes them from there. Nothing is ever expanded whole.
+//! Minifloat operands as a unit of the tile loop. Rows are expanded when a tile or a block needs them, and another unit
+//! takes over from there. No operand is ever expanded as a whole.
 
 use crate::memory::{Arena, halves_of};
 use crate::simd::{Hold, Kernels, SoftmaxArgs, SoftmaxStats, Source};
@@ -8,14 +8,14 @@ use crate::unit::{Keys, Operands, Packer, Products, QueryRows, Room, Scratch, Un
 use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data, TensorView, bf16, f16};
 
-/// Where the values of an operand come from.
+/// The source of an operand's values.
 #[derive(Clone, Copy)]
 pub(crate) enum Operand<'a> {
-    /// The tensor, as it is.
+    /// The tensor, unchanged.
     Tensor,
     /// The tensor, rounded to a format.
     Rounded(GroupFormat),
-    /// Codes: of Q and K a row for each `[batch, token, head]`, of V one for each `[batch, head, channel]`.
+    /// Codes: Q and K have a row per `[batch, token, head]`, V has one per `[batch, head, channel]`.
     Codes(&'a Grouped),
 }
 
@@ -59,7 +59,7 @@ impl Owned {
     }
 }
 
-/// Rows of values that codes stand for, all exact in the problem's type: `n` of `width` elements, in the space given.
+/// Rows of the codes' values, all exact in the problem's type: `n` of `width` elements, in the given space.
 fn narrowed<'b>(cx: &Context<'_>, space: &'b mut [f32], [rows, width, n]: [usize; 3]) -> Source<'b> {
     let (values, rest) = space.split_at_mut(rows * width);
     let data = match cx.problem.dtype() {
@@ -79,7 +79,7 @@ fn narrowed<'b>(cx: &Context<'_>, space: &'b mut [f32], [rows, width, n]: [usize
 }
 
 impl Expanded<'_> {
-    /// Keys of a block, groups along each.
+    /// Keys of a block; groups run along each key.
     fn key_rows<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, space: &'b mut [f32]) -> Source<'b> {
         let (n, width, count) = (cx.d, cx.d_pad, keys.range.len());
         let view = cx.bound.k();
@@ -106,7 +106,7 @@ impl Expanded<'_> {
         narrowed(cx, space, [count, width, n])
     }
 
-    /// Values of a block, groups along the keys: blocks begin where groups do.
+    /// Values of a block; groups run along the keys, and blocks start at group boundaries.
     fn value_rows<'b>(&self, cx: &Context<'b>, keys: &Keys<'_>, space: &'b mut [f32]) -> Source<'b> {
         let (n, width, count) = (cx.dv, cx.dv_pad, keys.range.len());
         let view = cx.bound.v();
@@ -137,13 +137,13 @@ impl Expanded<'_> {
         narrowed(cx, space, [count, width, n])
     }
 
-    /// Space for a row of `width` beside what the inner unit wants: as f32, and turned or in the problem's type.
+    /// Extra space per row of `width`, besides the inner unit's: as f32, and transposed or in the problem's type.
     fn space(width: usize) -> usize {
         2 * width
     }
 }
 
-/// Tokens and heads of a dense tensor of rows.
+/// Number of tokens and heads of a dense tensor of rows.
 fn lengths(view: &TensorView<'_>) -> [usize; 2] {
     [view.shape()[1], view.shape()[2]]
 }

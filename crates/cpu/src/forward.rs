@@ -1,4 +1,4 @@
-//! Forward: one walk over the keys for a few tiles of queries at a time.
+//! Forward: goes through the keys once, for a few tiles of queries at a time.
 //!
 //! Letters: S = scale Q K^T as `[key][lane]`, m = running maximum, P = e^(S - m), l = running sum
 //! of P, O = running P V as `[column][lane]`.
@@ -14,8 +14,8 @@ use std::cell::LazyCell;
 use std::ops::Range;
 use std::sync::Mutex;
 
-/// Elements of Q that the tiles of one item may hold: they share each block of keys, and stay in the
-/// second-level cache with their O.
+/// Largest number of elements of Q in the tiles of one item: the tiles share each block of keys, and stay in the L2
+/// cache with their O.
 const ITEM_ELEMENTS: usize = 128 * 1024;
 
 pub(crate) struct Plan {
@@ -45,14 +45,14 @@ pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> C
     }
     let items = items(cx, &many, plan.threads);
     pool::run(plan.threads, items.len(), &|i| {
-        // Items are handed out in order: this thread's next one is about as many ahead as there are threads.
+        // Items are handed out in order, so this thread's next one is about `threads` items ahead.
         add(item(cx, &items[i], items.get(i + plan.threads), &out, plan.rescale));
         cx.kernels.fence();
     });
     total.into_inner().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Where results go.
+/// The outputs of a call.
 pub(crate) struct Out<'a> {
     pub o: SharedRows<'a>,
     pub o_strides: &'a [usize],
@@ -66,7 +66,7 @@ pub(crate) struct Item {
     pub tiles: Vec<Tile>,
 }
 
-/// The most tiles that an item should hold.
+/// Largest number of tiles per item.
 pub(crate) fn items_of(cx: &Context<'_>) -> usize {
     (ITEM_ELEMENTS / (cx.kernels.tile * cx.d.max(cx.dv))).clamp(1, 32)
 }
@@ -75,7 +75,7 @@ pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Ve
     let most = items_of(cx);
     let pairs = sequences.iter().flat_map(|&s| (0..cx.problem.kv_heads()).map(move |h| (s, h)));
     let mut all: Vec<(usize, Vec<Tile>)> = pairs.map(|(s, h)| (h, cx.tiles(s, h).collect())).collect();
-    // Enough items that the threads finish together; how many tiles share an item changes no bits.
+    // Make enough items that the threads finish together; the number of tiles per item changes no bits.
     let tiles: usize = all.iter().map(|(_, tiles)| tiles.len()).sum();
     let share = (tiles / (8 * threads)).clamp(1, most);
     let mut items = Vec::new();
@@ -88,11 +88,11 @@ pub(crate) fn items(cx: &Context<'_>, sequences: &[usize], threads: usize) -> Ve
     items
 }
 
-/// A tile on its way over the keys.
+/// A tile while it goes through the keys.
 pub(crate) struct Row<'w> {
     pub tile: Tile,
     pub lanes: Lanes,
-    /// Q^T as the unit wants it.
+    /// Q^T in the unit's layout.
     pub q: &'w mut [f32],
     /// O^T, `[dv][lanes]`, with whole vectors of columns.
     pub o: &'w mut [f32],
@@ -101,12 +101,12 @@ pub(crate) struct Row<'w> {
 }
 
 fn item(cx: &Context<'_>, item: &Item, next: Option<&Item>, out: &Out<'_>, rescale: Rescale) -> Counters {
-    // TurboAttention's function is taken against the final maximum: find that first.
+    // TurboAttention's function is relative to the final maximum: find that first.
     let passes: &[Policy] = match (cx.exp, rescale) {
-        // Codes are made against the maximum so far, block by block.
+        // Codes are relative to the maximum so far, block by block.
         _ if matches!(cx.problem.precision(), Precision::Int8(_)) => &[Policy::Raise(0.0)],
         (ExpKind::Sas(_), _) => &[Policy::MaxOnly, Policy::Final],
-        // So are rounded weights.
+        // Rounded weights also need the final maximum first.
         _ if cx.rounding.is_some() => &[Policy::MaxOnly, Policy::Final],
         (_, Rescale::Always) => &[Policy::Raise(0.0)],
         (_, Rescale::Lazy(tau)) => &[Policy::Raise(tau)],
@@ -126,7 +126,7 @@ pub(crate) fn maxima(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usi
     });
 }
 
-/// Calls `take` with the maximum and the sum of weights against it of every row of every tile.
+/// Calls `take` with the maximum, and the sum of weights relative to it, of every row of every tile.
 pub(crate) fn sums(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize, [f32; 2]) + Sync)) {
     let sequences: Vec<usize> = (0..cx.bound.sequences().len()).collect();
     let items = items(cx, &sequences, threads);
@@ -137,7 +137,7 @@ pub(crate) fn sums(cx: &Context<'_>, threads: usize, take: &(dyn Fn(&Tile, usize
     });
 }
 
-/// Takes an item's tiles over their keys, once for each policy, and hands each to `end` with scratch for it.
+/// Takes an item's tiles through their keys, once per policy, and passes each to `end` with scratch memory.
 fn walk(
     cx: &Context<'_>,
     item: &Item,
@@ -174,7 +174,7 @@ fn walk(
             })
             .collect();
         let mut counters = Counters::default();
-        // Past the last key that some lane sees, there is nothing to do.
+        // Stop after the last key that some lane sees.
         let last = if cx.problem.blocks().is_some() {
             sequence.k_len
         } else {
@@ -190,7 +190,7 @@ fn walk(
                     .map(|(start, [k, v])| {
                         let range = start..(start + block_keys).min(sequence.k_len);
                         let own = Keys { sequence, head: item.kv_head, range: range.clone() };
-                        // Packed when the first tile asks.
+                        // Pack when the first tile needs it.
                         Block { keys: range, rows: LazyCell::new(move || cx.unit.block_of(cx, &own, [k, v])) }
                     })
                     .collect();
@@ -203,7 +203,7 @@ fn walk(
                     ask_item(cx, next, span * block_keys, &mut ahead);
                 }
                 let mut state = State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
-                // Where the unit takes several blocks at once, the others come before those.
+                // If the unit takes several blocks at once, the other blocks come first.
                 let woven = matches!(policy, Policy::Trust(_)) && span > 1;
                 let begins: Vec<usize> =
                     walk.iter().map(|row| if woven { begin(cx, row, &blocks) } else { blocks.len() }).collect();
@@ -234,7 +234,7 @@ struct Block<'b, F> {
     rows: LazyCell<[KeyRows<'b>; 2], F>,
 }
 
-/// What a walk over the keys uses on the way.
+/// Scratch state of a pass over the keys.
 pub(crate) struct State<'w, 'a> {
     pub s: &'w mut [f32],
     pub scratch: &'w mut Scratch<'a>,
@@ -242,7 +242,8 @@ pub(crate) struct State<'w, 'a> {
     pub counters: &'w mut Counters,
 }
 
-/// The first block from which on a tile's lanes all see every key up to their ends, if they see any there; else past the last.
+/// The first block from which on all lanes of a tile see every key up to their ends, if they see any; else one past the
+/// last.
 fn begin<F>(cx: &Context<'_>, row: &Row<'_>, blocks: &[Block<'_, F>]) -> usize {
     let (lanes, n) = (&row.lanes, blocks.len());
     let lo = lanes.lo[..lanes.stride].iter().max().map_or(0, |&lo| lo as usize);
@@ -251,7 +252,7 @@ fn begin<F>(cx: &Context<'_>, row: &Row<'_>, blocks: &[Block<'_, F>]) -> usize {
     if seen && lanes.stride == cx.kernels.tile { first } else { n }
 }
 
-/// Takes each tile over the blocks from its own first on, all together.
+/// Takes each tile through the blocks, starting at its own first block, all together.
 fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     cx: &Context<'_>,
     walk: &mut [Row<'_>],
@@ -272,7 +273,7 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     weave_rows(cx, &mut walk, first.keys.start, (&rows, false), limit, state);
 }
 
-/// Blocks that a tile sees whole, whichever they are, against a maximum that is trusted.
+/// Processes blocks that a tile sees whole, relative to a trusted maximum.
 pub(crate) fn weave_whole(
     cx: &Context<'_>,
     row: &mut Row<'_>,
@@ -280,15 +281,15 @@ pub(crate) fn weave_whole(
     limit: f32,
     state: &mut State<'_, '_>,
 ) {
-    // As if they were the first keys, and the last that it sees.
+    // Treat them as the first keys, and as the last that it sees.
     let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
     let own = std::mem::replace(&mut row.lanes, seen);
     weave_rows(cx, &mut [(row, 0)], 0, (blocks, true), limit, state);
     row.lanes = own;
 }
 
-/// Takes each tile over the blocks, whose keys are those from `origin` on, from its own first block on. With `whole` every
-/// tile sees all of them.
+/// Takes each tile through the blocks, whose keys start at `origin`, from its own first block. With `whole`, every tile
+/// sees all of them.
 fn weave_rows(
     cx: &Context<'_>,
     walk: &mut [(&mut Row<'_>, usize)],
@@ -316,7 +317,7 @@ fn weave_rows(
             ahead: state.ahead,
         };
         let Some(stop) = cx.unit.weave(cx, run) else { return };
-        // One block of one strip that is not for the quick way.
+        // One block of one strip that the fast path cannot handle.
         let (own, block) = (&mut *walk[stop.tile].0, stop.block.unwrap_or(0));
         let start = origin + block * block_keys;
         let k_len = cx.bound.sequences()[own.tile.sequence].k_len;
@@ -324,7 +325,7 @@ fn weave_rows(
         if let Some(mut step) = cx.step(&own.tile, &own.lanes, &piece, start) {
             let vectors = STRIP_LANES / cx.kernels.lanes;
             step.only(stop.strip * vectors..(stop.strip + 1) * vectors);
-            // What all lanes see whole needs no look at who sees it, and its keys are not where `start` says.
+            // If all lanes see the block whole, visibility need not be checked, and its keys are not at `start`.
             let [k, v] = rows[block];
             let v = KeyRows { finite: v.finite || whole, ..v };
             fold(cx, own, &step, start, [k, v], Policy::Trust(limit), state);
@@ -333,19 +334,19 @@ fn weave_rows(
     }
 }
 
-/// Asks for the first blocks of keys of an item that comes, and for its queries.
+/// Prefetches the first blocks of keys of a later item, and its queries.
 fn ask_item(cx: &Context<'_>, item: &Item, keys: usize, ahead: &mut [Ahead; 2]) {
     let (first, last) = (&item.tiles[0], &item.tiles[item.tiles.len() - 1]);
     let sequence = &cx.bound.sequences()[first.sequence];
     cx.ask_keys(sequence, item.kv_head, 0..keys.min(sequence.k_len), ahead);
     if cx.pack == 1 {
-        // Of none, where the last tile is another head's and earlier.
+        // The range is empty if the last tile belongs to another head and is earlier.
         let queries = cx.queries(first).start..cx.queries(last).end;
         cx.ask_queries(sequence, first.head, queries, &mut ahead[0]);
     }
 }
 
-/// S, then P, then O: one block of keys folded into a tile's running summary.
+/// Computes S, then P, then O: folds one block of keys into a tile's running summary.
 pub(crate) fn fold(
     cx: &Context<'_>,
     row: &mut Row<'_>,
@@ -364,7 +365,7 @@ pub(crate) fn fold(
     let before = (row.m, row.l);
     let (mut stats, mut alpha) = softmax(cx, row, step, s, [k, v], scratch, policy);
     if stats.distrusted > 0 {
-        // The cold path: the trusted maximum was too low. Again, with the true one.
+        // The cold path: the trusted maximum was too low. Recompute with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
         scores(cx, row, step, start, k, s, &mut ahead[0]);
@@ -380,7 +381,7 @@ pub(crate) fn fold(
     }
     cx.round_weights(step, stride, s);
     if let Some(seen) = seen {
-        // The cold path: values that are not finite, and lanes that do not see them.
+        // The cold path: some values are not finite, and some lanes do not see them.
         return cx.add_visible(&row.tile, start, &seen, s, row.o, scratch.values);
     }
     let products = Products { step, stride, ahead: &mut ahead[1] };
@@ -406,7 +407,7 @@ pub(crate) fn scores(
     }
 }
 
-/// P of a step, from its scores; what it did, and what O has to be multiplied with before it takes in the step.
+/// Computes P of a step from its scores. Returns what it did, and the factor of O before the step is added.
 pub(crate) fn softmax(
     cx: &Context<'_>,
     row: &mut Row<'_>,
@@ -435,7 +436,7 @@ pub(crate) fn softmax(
     (stats, alpha)
 }
 
-/// O / l and the LSE, written to the outputs.
+/// Writes O / l and the LSE to the outputs.
 pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out: &Out<'_>) {
     let stride = row.lanes.stride;
     let (mut inverse, mut lse) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
@@ -475,14 +476,15 @@ pub(crate) fn finish(cx: &Context<'_>, row: &mut Row<'_>, rows: &mut [f32], out:
     }
 }
 
-/// A NaN score is no maximum, but its sum is NaN: gives such lanes a maximum that tells them from lanes without keys.
+/// A NaN score is not a maximum, but its sum is NaN. Gives such lanes a maximum that distinguishes them from lanes
+/// without keys.
 pub(crate) fn mark_nan(m: &mut [f32], l: &[f32]) {
     for (m, &l) in m.iter_mut().zip(l) {
         *m = if l.is_nan() { f32::NAN } else { *m };
     }
 }
 
-/// The sink joins the denominator: new factor for O, new LSE.
+/// Adds the sink to the denominator: returns the new factor of O and the new LSE.
 pub(crate) fn with_sink(inverse: f32, lse: f32, sink: f64) -> (f32, f32) {
     let old = f64::from(lse);
     let top = old.max(sink);

@@ -1,5 +1,5 @@
-//! Attention on minifloats in groups: operands rounded as they are read (for backward, before), then the ordinary walk
-//! with rounded weights.
+//! Attention on minifloats in groups: operands are rounded as they are read (for backward, before), then the ordinary
+//! path runs with rounded weights.
 
 use crate::expanded::{Expanded, Operand};
 use crate::forward::{Plan, run};
@@ -66,7 +66,7 @@ pub(crate) fn forward(
     over(bound, spec, [qk, qk, pv], outputs, options)
 }
 
-/// Forward over operands from anywhere.
+/// Forward over operands from any source.
 pub(crate) fn over(
     bound: &Bound<'_>,
     spec: &GroupAttention,
@@ -80,7 +80,7 @@ pub(crate) fn over(
     run(&cx, outputs, &plan(options))
 }
 
-/// The straight-through rule: the gradients of the rounded tensors are those of the tensors.
+/// The straight-through rule: the gradients of the rounded tensors are used as those of the tensors.
 pub(crate) fn backward(
     bound: &Bound<'_>,
     spec: &GroupAttention,
@@ -93,7 +93,7 @@ pub(crate) fn backward(
     let exact: Forward;
     let mut saved = *saved;
     if spec.delta == Delta::Exact && spec.pv.is_some() {
-        // The second output of the method, made again instead of kept: exact weights on rounded values.
+        // The second output of the method, recomputed instead of saved: exact weights on rounded values.
         let mut own = Forward::zeros(bound.problem()).expect("bug in fulgurite: a problem whose output exists");
         run(&Context::new(&bound, options.kernels()), &mut own.outputs(), &plan(options));
         exact = own;

@@ -1,4 +1,4 @@
-//! INT8 attention as a unit of the tile loop: codes are made once for a call, products are integers.
+//! INT8 attention as a unit of the tile loop: codes are made once per call, and products are integer.
 
 use crate::memory::{Arena, Kept, ask, bytes_of};
 use crate::pool;
@@ -11,13 +11,13 @@ use fulgurite_core::{Bound, Data, Int8Attention, Problem, Sequence, Side, Tensor
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The operands of a call in codes.
+/// The quantised operands of a call.
 pub(crate) struct Int8Unit {
     kernels: &'static Int8Kernels,
     vectors: &'static Kernels,
     hold: Option<fn() -> Hold>,
     block: usize,
-    /// Tiles along the head dimension, groups of columns of V.
+    /// Number of tiles along the head dimension, and of column groups of V.
     d: usize,
     dv: usize,
     /// For each (sequence, query head) the rows of Q; for each (sequence, key/value head) panels of K and V.
@@ -27,15 +27,15 @@ pub(crate) struct Int8Unit {
     kv_heads: usize,
     /// Whether all 64 keys of a tile share a scale.
     even: bool,
-    /// Whether a row was too large for a scale: an element that is not finite, or a difference that overflowed.
+    /// Whether a row was too large for a scale: an element is not finite, or a difference overflowed.
     suspicious: AtomicBool,
 }
 
-/// Groups of columns of V that are multiplied at a time: their integers stay in the first-level cache.
+/// Column groups of V that are multiplied at a time: their integers stay in the L1 cache.
 const COLUMNS: usize = 4;
 
-/// Queries of one head: rows of codes, `d` tiles long, the scale of each (the problem's included), and what was taken out
-/// of its scores.
+/// Queries of one head: rows of codes, `d` tiles long, the scale of each (including the problem's), and the term that
+/// was subtracted from its scores.
 #[derive(Default)]
 struct Queries {
     codes: Vec<i8>,
@@ -43,8 +43,9 @@ struct Queries {
     bias: Vec<f32>,
 }
 
-/// Keys and values of one head. A group of 16 keys is its panels and then its scales; a block of values its panels and
-/// then its scale, in a group of its own: panels begin on cache lines, or tiles would load twice as long.
+/// Keys and values of one head. A group of 16 keys has its panels, then its scales. A block of values has its panels,
+/// then its scale, in a separate group: panels start on cache lines, because tiles would otherwise take twice as long
+/// to load.
 #[derive(Default)]
 struct KeyPanels {
     k: Kept,
@@ -62,11 +63,11 @@ struct Rows<'a> {
     dim: usize,
 }
 
-/// Rows of one head are far apart: they are asked for this many ahead.
+/// Rows of one head are far apart, so they are prefetched this many ahead.
 const AHEAD: usize = 8;
 
 impl Rows<'_> {
-    /// Asks for a row to come.
+    /// Prefetches a later row.
     fn ask(&self, i: usize) {
         if i + AHEAD < self.n {
             let at = self.at.at(i + AHEAD, self.head);
@@ -79,7 +80,7 @@ impl Rows<'_> {
         }
     }
 
-    /// A row as f32.
+    /// Converts a row to f32.
     fn widen(&self, i: usize, to: &mut [f32]) {
         self.unit.vectors.widen(&self.view.data(), self.at.at(i, self.head), to);
     }
@@ -94,8 +95,8 @@ impl Rows<'_> {
         }
     }
 
-    /// Calls `f` with every row, and its codes, `mean` taken out, `width` of them with zeros; gives the scales. These are
-    /// the codes of [`Int8Attention`], which makes them from rows that lie in one piece.
+    /// Calls `f` with every row and its codes (after subtracting `mean`), padded with zeros to `width`; returns the
+    /// scales. These are the codes of [`Int8Attention`], which makes them from contiguous rows.
     fn coded(
         &self,
         granularity: Granularity,
@@ -103,7 +104,7 @@ impl Rows<'_> {
         width: usize,
         mut f: impl FnMut(usize, &[f32], &[i8]),
     ) -> Vec<f32> {
-        // As many rows as share scales: these are read once.
+        // Process the rows that share scales together, so that they are read once.
         let chunk = match granularity {
             Granularity::Block(rows) => rows.min(self.n),
             _ => 64,
@@ -122,7 +123,7 @@ impl Rows<'_> {
                 }
                 *scale = scale.max(size);
             }
-            // Again from the tensor: in f32 the rows of a block would push each other out of the cache.
+            // Read from the tensor again: in f32 the rows of a block would evict each other from the cache.
             for i in rows {
                 self.widen(i, &mut row);
                 let scale = scales[granularity.scale_of(i)] / f32::from(INT8_LARGEST);
@@ -171,7 +172,7 @@ impl Int8Unit {
         unit
     }
 
-    /// Whether some element may not be finite: whoever did not look before has to now.
+    /// Whether some element may not be finite; a caller that has not checked must check now.
     pub fn suspicious(&self) -> bool {
         self.suspicious.load(Ordering::Relaxed)
     }
@@ -242,7 +243,7 @@ impl Int8Unit {
         let scales = given.coded(Granularity::Block(self.block), &vec![0.0; value_dim], width, |key, _, row| {
             codes[key % BYTES * width..][..width].copy_from_slice(row);
             if key % BYTES == BYTES - 1 || key + 1 == s.k_len {
-                // Past the last key there is nothing.
+                // Clear the codes past the last key.
                 codes[(key % BYTES + 1) * width..].fill(0);
                 let to = &mut v[key / self.block * pitch + key % self.block / BYTES * SLOTS..];
                 self.kernels.coding.turn_columns(&codes, width, value_dim, to, tiles * SLOTS);
@@ -254,7 +255,7 @@ impl Int8Unit {
         KeyPanels { k, v, mean }
     }
 
-    /// Whether scores stay integers up to softmax.
+    /// Whether scores stay integers until softmax.
     fn raw(&self, cx: &Context<'_>) -> bool {
         self.even && !cx.is_modified() && self.kernels.suits(cx.exp)
     }
@@ -274,7 +275,7 @@ impl Unit for Int8Unit {
     fn room(&self, cx: &Context<'_>) -> Room {
         let lanes = cx.kernels.tile / GROUP;
         let weights = lanes * self.block / BYTES * SLOTS;
-        // Integers of P V, a few columns at a time, behind the weights.
+        // Integers of P V, a few columns at a time, after the weights.
         let sums = COLUMNS * GROUP * cx.kernels.tile;
         Room {
             queries: lanes * self.d * SLOTS + 2 * MAX_LANES,
@@ -318,7 +319,7 @@ impl Unit for Int8Unit {
         let pitch = self.key_pitch();
         let (panels, lanes) = q.split_at(stride / GROUP * self.d * SLOTS);
         for seg in step.segments(GROUP) {
-            // Narrow vectors: the groups of lanes around them.
+            // Narrow vectors: use the lane groups that contain them.
             let ((key, keys), (lane, n)) = (seg.keys(), seg.lanes(cx.kernels.lanes));
             let (lane, n) = (lane - lane % GROUP, (lane + n).next_multiple_of(GROUP) - (lane - lane % GROUP));
             let a = &k.rows.data[key / GROUP * pitch..];
@@ -329,7 +330,7 @@ impl Unit for Int8Unit {
         if self.raw(cx) {
             return;
         }
-        // Where a vector sees nothing, old scores are scaled as well, and nobody reads them.
+        // If a vector sees nothing, old scores are scaled as well, but nothing reads them.
         let seen = step.hull();
         for key in (seen.start - seen.start % GROUP..seen.end).step_by(GROUP) {
             let scales = &k.rows.data[key / GROUP * pitch + self.d * SLOTS..][..GROUP];
@@ -355,7 +356,7 @@ impl Unit for Int8Unit {
         }
         let stats = cx.kernels.softmax(args, scratch.probe.as_mut());
         scratch.alpha[..args.stride].copy_from_slice(&args.alpha[..args.stride]);
-        // Vectors narrower than a group: what one of them does not see is no weight of the group.
+        // If vectors are narrower than a group, clear the weights of keys that one of them does not see.
         let width = cx.kernels.lanes;
         let last = args.ranges.iter().filter(|r| r.0 < r.1).map(|r| r.1).max().unwrap_or(0);
         for (z, &(a, b)) in args.ranges[..args.stride / width].iter().enumerate() {
@@ -407,7 +408,7 @@ impl Unit for Int8Unit {
     }
 }
 
-/// Zeros in tiles of weights that were not written because their lanes see none of their keys.
+/// Clears tiles of weights that were not written because their lanes see none of their keys.
 fn clear_around(
     step: &crate::step::Step,
     weights: &mut [f32],

@@ -1,7 +1,7 @@
 //! Attention on the CPU: register-blocked SIMD kernels under one tile loop.
 //!
-//! Every function takes a [`Bound`]: tensors already proven to fit their problem. Results depend neither on
-//! the number of threads nor on what else is in the batch, and never on the run.
+//! Every function takes a [`Bound`]: tensors already proven to fit their problem. Results are bitwise reproducible, and
+//! depend neither on the number of threads nor on other sequences in the batch.
 
 mod backward;
 mod band;
@@ -41,7 +41,7 @@ pub use skip::{SkipOutcome, skip_forward};
 
 use fulgurite_core::{Bound, DType, GradientOutputs, InputError, Inputs, Outputs, Precision, Problem, Rescale, Saved};
 
-/// An instruction set this crate has kernels for.
+/// An instruction set for which this crate has kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isa {
@@ -49,32 +49,32 @@ pub enum Isa {
     Amx,
     /// 512-bit vectors, x86-64.
     Avx512,
-    /// The same with products of bf16 in pairs. Behind [`Isa::Avx512`], because the machines that were measured multiply
-    /// pairs at half the rate of f32: it runs where it is asked for.
+    /// 512-bit vectors with products of bf16 in pairs, x86-64. It ranks after [`Isa::Avx512`], because the measured
+    /// machines multiply pairs at half the rate of f32; it runs only on request.
     Avx512Bf16,
     /// 256-bit vectors with fused multiply-add, x86-64.
     Avx2,
     /// 128-bit vectors, AArch64.
     Neon,
-    /// Plain Rust, any machine.
+    /// Plain Rust, for any machine.
     Portable,
 }
 
 impl Isa {
-    /// All that exist, fastest first.
+    /// All instruction sets, fastest first.
     pub const ALL: [Isa; 6] = [Isa::Amx, Isa::Avx512, Isa::Avx512Bf16, Isa::Avx2, Isa::Neon, Isa::Portable];
 
-    /// What this machine can run, fastest first. Never empty.
+    /// The instruction sets of this machine, fastest first. Never empty.
     pub fn available() -> Vec<Isa> {
         Isa::ALL.into_iter().filter(|&isa| simd::kernels(isa).is_some()).collect()
     }
 
-    /// What multiplies: `tiles` of a matrix unit, or `vectors`.
+    /// The kind of products: `tiles` of a matrix unit, or `vectors`.
     pub fn products(self) -> &'static str {
         if self == Isa::Amx { "tiles" } else { "vectors" }
     }
 
-    /// Which unit does the products of a problem on this instruction set, in words.
+    /// The unit that computes the products of a problem on this instruction set, as text.
     ///
     /// ```
     /// use fulgurite_core::Problem;
@@ -113,19 +113,19 @@ impl Isa {
     }
 }
 
-/// How a call runs. Results do not depend on `threads`.
+/// Options of a call. Results do not depend on `threads`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// `None`: the fastest this machine has. One that it does not have falls back to the fastest it has.
+    /// Instruction set; `None` means the fastest. An unavailable one falls back to the fastest.
     pub isa: Option<Isa>,
-    /// `None`: as many as the machine has cores.
+    /// Number of threads; `None` means one per core.
     pub threads: Option<usize>,
-    /// `None`: what measures fastest.
+    /// Rescale policy; `None` means the fastest one measured.
     pub rescale: Option<Rescale>,
 }
 
 impl Options {
-    /// More threads are never used, whatever is asked for.
+    /// Largest number of threads that is ever used.
     pub const MAX_THREADS: usize = 4096;
 
     fn kernels(&self) -> &'static simd::Kernels {
@@ -141,14 +141,14 @@ impl Options {
     }
 }
 
-/// What a forward call did, to show that rescales are rare. Counted once for each row and block of keys.
+/// Counters of a forward call, which show that rescales are rare. Each row and block of keys counts once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Blocks whose maximum exceeded that of the row so far.
     pub rescales_possible: u64,
-    /// Of these, rescales that happened.
+    /// Rescales that happened among these.
     pub rescales_done: u64,
-    /// Blocks of a tile that an optimistic maximum made necessary to do again.
+    /// Blocks of a tile that were recomputed because an optimistic maximum was too low.
     pub blocks_redone: u64,
 }
 
@@ -160,7 +160,7 @@ impl Counters {
     }
 }
 
-/// Forward: fills `outputs`, which must fit the problem ([`Outputs::check`]).
+/// Computes forward attention into `outputs`, which must fit the problem ([`Outputs::check`]).
 pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> Counters {
     let (kernels, threads) = (options.kernels(), options.threads());
     let plan = forward::Plan { rescale: options.rescale(), threads };
@@ -174,8 +174,8 @@ pub fn forward(bound: &Bound<'_>, outputs: &mut Outputs<'_>, options: &Options) 
     }
 }
 
-/// Binds and runs forward in one call. Elements of quantised tensors are looked at where they are read, which is cheaper
-/// than to look at all of them before.
+/// Binds the tensors and runs forward in one call. Elements of quantised tensors are checked while they are read, which
+/// is cheaper than checking all of them before.
 pub fn forward_inputs(
     problem: &Problem,
     inputs: &Inputs<'_>,
@@ -195,7 +195,7 @@ pub fn forward_inputs(
     Ok(forward::run(&tiles::Context::with(&bound, kernels, &unit), outputs, &plan))
 }
 
-/// Backward: fills `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],
+/// Computes gradients into `gradients`. `saved` and `gradients` must fit the problem ([`Saved::check`],
 /// [`GradientOutputs::check`]).
 ///
 /// # Panics

@@ -1,6 +1,6 @@
-//! Lighthouse attention on the CPU: select, gather, attention over what was picked by the engine, scatter.
+//! Lighthouse attention on the CPU: select, gather, attention over the picked nodes, scatter.
 //!
-//! Means and results of nodes are f32, whatever the type of the tensors. Memory is proportional to the sequence.
+//! Means and results of nodes are f32, whatever the type of the tensors. Memory is proportional to the sequence length.
 
 use crate::memory::SharedRows;
 use crate::{Options, backward, forward, pool};
@@ -9,10 +9,10 @@ use fulgurite_core::{
     Forward, Gradients, InputError, Inputs, Mask, Problem, ProblemError, Saved, Tensor, TensorError, TensorView,
 };
 
-/// What forward gives, and what backward needs of it.
+/// The result of forward, including the inputs of backward.
 #[derive(Debug, Clone)]
 pub struct LighthouseForward {
-    /// Shaped like q with the value dimension, in the type of the tensors.
+    /// The output, shaped like q with the value dimension, in the type of the tensors.
     pub o: Tensor,
     /// The picked nodes of each sequence and head, `[batch * heads]`: constants for the gradients.
     pub entries: Vec<Vec<Entry>>,
@@ -30,14 +30,14 @@ pub struct LighthouseGradients {
     pub d_v: Tensor,
 }
 
-/// Why a call was refused.
+/// The reason why a call was rejected.
 #[derive(Debug, Clone, PartialEq)]
 pub enum LighthouseError {
     /// The tensors do not fit.
     Input(InputError),
-    /// The picked sequence is no problem of attention.
+    /// The picked sequence is not a valid attention problem.
     Problem(ProblemError),
-    /// There is no room.
+    /// There is not enough memory.
     Tensor(TensorError),
 }
 
@@ -84,7 +84,7 @@ fn norms(rows: &[f32], dim: usize) -> Vec<f32> {
     rows.chunks_exact(dim).map(norm).collect()
 }
 
-/// Means of the picked nodes into rows of `[batch, picked, heads, dim]`.
+/// Writes the means of the picked nodes to rows of `[batch, picked, heads, dim]`.
 fn gather(light: &Lighthouse, entries: &[Entry], from: &[f32], dim: usize, at: usize, to: &SharedRows<'_>) {
     let heads = light.sizes()[2];
     let picked = light.picked();
@@ -101,7 +101,7 @@ fn gather(light: &Lighthouse, entries: &[Entry], from: &[f32], dim: usize, at: u
     }
 }
 
-/// Forward.
+/// Computes forward Lighthouse attention.
 pub fn lighthouse_forward(
     light: &Lighthouse,
     q: &TensorView<'_>,
@@ -160,7 +160,7 @@ pub fn lighthouse_forward(
     Ok(LighthouseForward { o, entries, problem, gathered, attended })
 }
 
-/// Backward with the selection of forward: it carries no gradient.
+/// Computes gradients with the selection of forward, which itself has no gradient.
 pub fn lighthouse_backward(
     light: &Lighthouse,
     saved: &LighthouseForward,
@@ -172,7 +172,7 @@ pub fn lighthouse_backward(
     let own = [saved.problem.max_q_len(), saved.problem.head_dim(), saved.problem.value_dim()];
     let want = [light.picked(), light.dims()[0], light.dims()[1]];
     if own != want {
-        // What another description picked cannot be scattered by this one.
+        // A selection from another problem cannot be scattered by this one.
         return Err(InputError::Shape { arg: "picked".into(), got: own.to_vec(), want: want.to_vec() }.into());
     }
     let [batch, len, heads, kv_heads] = light.sizes();

@@ -1,4 +1,4 @@
-//! Workspaces, and writing to one output from many threads.
+//! Workspaces, and outputs that several threads write.
 
 use crate::simd::{Ahead, Kernels, TurnedRows};
 use fulgurite_core::{DType, DataMut, TensorViewMut};
@@ -12,11 +12,11 @@ use std::thread::LocalKey;
 /// Bytes of a cache line; loads that cross one take twice as long.
 const LINE: usize = 64;
 
-/// Bytes of an f32 output beyond which rows are written past the caches: reading lines only to overwrite them
-/// would cost more than reading the result from memory later.
+/// Size of an f32 output in bytes beyond which rows bypass the caches: reading lines only to overwrite them would cost
+/// more than reading the result from memory later.
 const LARGE: usize = 8 << 20;
 
-/// Bytes of one cache line, on one.
+/// The bytes of one cache line, aligned to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub(crate) struct Line(pub [u8; LINE]);
@@ -26,24 +26,24 @@ thread_local! {
     static RESULTS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Elements of partial results that a thread keeps for its next call: fresh pages cost a call of a millisecond a tenth.
+/// Elements of partial results that a thread keeps for its next call: fresh pages cost a tenth of a 1 ms call.
 const KEPT_RESULTS: usize = 256 * 1024;
 
-/// Calls `f` with this thread's workspace of at least `len` elements, aligned to a cache line. Contents are
-/// whatever the last call left. It is kept for the next call: O(threads x tile).
+/// Calls `f` with this thread's workspace of at least `len` elements, aligned to a cache line. Its contents are
+/// arbitrary. It is kept for the next call: O(threads x tile).
 pub(crate) fn with_workspace<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     with_kept(&WORKSPACE, len, f)
 }
 
-/// The same for what several threads write and the caller reads at the end: it lies beside the workspace, since the
-/// caller needs both. Much is not kept.
+/// Like `with_workspace`, for data that several threads write and the caller reads at the end. It is separate from the
+/// workspace, because the caller needs both. Large ones are not kept.
 pub(crate) fn with_results<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     if len > KEPT_RESULTS { f(&mut vec![0.0; len]) } else { with_kept(&RESULTS, len, f) }
 }
 
 fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     kept.with(|cell| {
-        // A call inside a call (an item that panicked and was caught) gets memory of its own.
+        // A nested call (after an item panicked and was caught) gets its own memory.
         let mut own = Vec::new();
         let mut kept = cell.try_borrow_mut();
         let buffer = match &mut kept {
@@ -59,13 +59,13 @@ fn with_kept<R>(kept: &'static LocalKey<RefCell<Vec<f32>>>, len: usize, f: impl 
     })
 }
 
-/// Memory of calls that are over, for the next ones: fresh pages and zeros cost more than what is written over them.
+/// Memory of finished calls, for the next ones: fresh pages and zeroing cost more than the writes themselves.
 static SPARE: Mutex<Vec<Vec<f32>>> = Mutex::new(Vec::new());
 
-/// Elements of memory that stays for the next calls: 32 MiB.
+/// Elements of memory that are kept for later calls: 32 MiB.
 const KEPT_SPARE: usize = 8 << 20;
 
-/// Elements on a cache line, with whatever an earlier call left in them.
+/// Cache-line-aligned elements with arbitrary contents.
 #[derive(Default)]
 pub(crate) struct Kept {
     buffer: Vec<f32>,
@@ -75,7 +75,7 @@ pub(crate) struct Kept {
 impl Kept {
     pub fn new(len: usize) -> Self {
         let want = len + LINE / 4;
-        // Never waited for: in a child of `fork` a thread that is gone may hold it.
+        // Never wait for the lock: in a child of `fork`, a thread that no longer exists may hold it.
         let found = SPARE.try_lock().ok().and_then(|mut spare| {
             let found = spare.iter().position(|buffer| buffer.len() >= want);
             found.map(|i| spare.swap_remove(i))
@@ -113,24 +113,24 @@ impl DerefMut for Kept {
     }
 }
 
-/// The bytes of a workspace: operands of bytes lie in memory of f32.
+/// A workspace as bytes: byte operands are stored in f32 memory.
 pub(crate) fn bytes_of(x: &mut [f32]) -> &mut [i8] {
-    // SAFETY: both types take any bits, bytes need no alignment, and the borrow is passed on.
+    // SAFETY: both types accept any bits, bytes need no alignment, and the borrow is passed on.
     unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), size_of_val(x)) }
 }
 
-/// Types of 16 bits that take any bits.
+/// 16-bit types that accept any bits.
 pub(crate) trait Half: Copy {}
 impl Half for f16 {}
 impl Half for bf16 {}
 
-/// A workspace as numbers of 16 bits, two in the place of an f32.
+/// A workspace as 16-bit numbers, two per f32.
 pub(crate) fn halves_of<T: Half>(x: &mut [f32]) -> &mut [T] {
-    // SAFETY: both types take any bits, an f32 is aligned for them, and the borrow is passed on.
+    // SAFETY: both types accept any bits, an f32 is aligned for them, and the borrow is passed on.
     unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), 2 * x.len()) }
 }
 
-/// Asks for memory that will be read soon.
+/// Prefetches memory that will be read soon.
 pub(crate) fn ask<T>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..size_of_val(x)).step_by(LINE) {
@@ -141,10 +141,10 @@ pub(crate) fn ask<T>(x: &[T]) {
     let _ = x;
 }
 
-/// Asks for memory that will be used later: as far as the second-level cache. Any address will do.
+/// Prefetches memory that will be used later, into the L2 cache. Any address is allowed.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
-    // One line more where the first byte is inside one.
+    // One more line if the first byte is inside one.
     for line in (0..bytes + start.addr() % LINE).step_by(LINE) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: prefetching never faults.
@@ -152,18 +152,18 @@ pub(crate) fn ask_bytes(start: *const u8, bytes: usize) {
     }
 }
 
-/// Other machines follow a run of lines by themselves.
+/// Other machines detect sequential lines by themselves.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn ask_bytes(_: *const u8, _: usize) {}
 
-/// Cuts a workspace into parts that begin on cache lines.
+/// Divides a workspace into parts that start on cache lines.
 pub(crate) struct Arena<'a>(&'a mut [f32]);
 
 impl<'a> Arena<'a> {
     pub fn new(workspace: &'a mut [f32]) -> Self {
         Arena(workspace)
     }
-    /// The room `take(len)` needs.
+    /// The space that `take(len)` needs.
     pub fn room(len: usize) -> usize {
         len.next_multiple_of(LINE / 4)
     }
@@ -186,12 +186,12 @@ enum Start {
 pub(crate) struct SharedRows<'a> {
     start: Start,
     len: usize,
-    /// Whether the tensor is too large to stay in a cache until somebody reads it.
+    /// Whether the tensor is too large to stay in a cache until it is read.
     large: bool,
     borrowed: PhantomData<&'a mut f32>,
 }
 
-// SAFETY: all access goes through unsafe methods whose callers promise disjoint rows.
+// SAFETY: all access goes through unsafe methods whose callers guarantee disjoint rows.
 unsafe impl Sync for SharedRows<'_> {}
 
 impl<'a> SharedRows<'a> {
@@ -210,13 +210,13 @@ impl<'a> SharedRows<'a> {
         SharedRows { start: Start::F32(slice.as_mut_ptr()), len: slice.len(), large: false, borrowed: PhantomData }
     }
 
-    /// Rounds a row to the element type and writes it. Before other threads read it, [`Kernels::fence`].
+    /// Rounds a row to the element type and writes it. Call [`Kernels::fence`] before other threads read it.
     ///
     /// # Safety
     /// No other thread may touch these elements at the same time.
     pub unsafe fn store(&self, kernels: &Kernels, offset: usize, row: &[f32]) {
         assert!(offset.checked_add(row.len()).is_some_and(|end| end <= self.len), "row outside the tensor");
-        // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+        // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other access.
         unsafe {
             match self.start {
                 Start::F32(p) => {
@@ -229,7 +229,7 @@ impl<'a> SharedRows<'a> {
         }
     }
 
-    /// Whether rows are better written past the caches.
+    /// Whether rows should bypass the caches.
     pub fn is_large(&self) -> bool {
         self.large
     }
@@ -246,8 +246,8 @@ impl<'a> SharedRows<'a> {
         }
     }
 
-    /// Rounds and writes rows of O^T at once, if the tensor is of bf16 and the machine can; else nothing happens, and the
-    /// result is false. Before other threads read them, [`Kernels::fence`].
+    /// Rounds and writes rows of O^T at once, if the tensor is bf16 and the machine supports it; otherwise does nothing
+    /// and returns false. Call [`Kernels::fence`] before other threads read them.
     ///
     /// # Safety
     /// As for [`store`](Self::store), for each row.
@@ -256,12 +256,12 @@ impl<'a> SharedRows<'a> {
         let inside = |&start: &usize| start.checked_add(rows.n).is_some_and(|end| end <= self.len);
         assert!(rows.starts.iter().all(inside), "row outside the tensor");
         rows.past = self.large;
-        // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+        // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other access.
         unsafe { unit.narrow.store(&rows, to) };
         true
     }
 
-    /// Asks for `rows` rows of `n` elements, `row` apart, that will be written soon.
+    /// Prefetches `rows` rows of `n` elements, `row` apart, that will be written soon.
     pub fn ask(&self, ahead: &mut Ahead, offset: usize, row: usize, n: usize, rows: usize) {
         let (start, size) = match self.start {
             Start::F32(p) => (p.cast::<u8>(), 4),
@@ -271,7 +271,7 @@ impl<'a> SharedRows<'a> {
         ahead.push(start.wrapping_add(offset * size), [row, n].map(|n| n * size), rows);
     }
 
-    /// Whether elements are f32, which [`row`](Self::row) gives.
+    /// Whether elements are f32, as [`row`](Self::row) requires.
     pub fn is_f32(&self) -> bool {
         matches!(self.start, Start::F32(_))
     }
@@ -284,7 +284,8 @@ impl<'a> SharedRows<'a> {
     pub unsafe fn row(&self, offset: usize, len: usize) -> &mut [f32] {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "row outside the tensor");
         match self.start {
-            // SAFETY: inside the borrowed tensor (just checked), and the caller promises no other access.
+            // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other
+            // access.
             Start::F32(p) => unsafe { std::slice::from_raw_parts_mut(p.add(offset), len) },
             _ => unreachable!("bug in fulgurite: rows in place are f32"),
         }

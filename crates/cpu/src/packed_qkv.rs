@@ -1,4 +1,4 @@
-//! Attention over operands that are codes already: for inference, where K and V are kept in four or eight bits.
+//! Attention over packed codes, for inference with K and V stored in four or eight bits.
 
 use crate::expanded::Operand;
 use crate::{Counters, Options, groups};
@@ -8,8 +8,8 @@ use fulgurite_core::{
 };
 use thiserror::Error;
 
-/// Q, K and V of a problem in codes. Q and K have a row for each `[batch, token, head]` with groups along the head
-/// dimension; V has one for each `[batch, head, channel]` with groups along the tokens, as products want it.
+/// Q, K and V of a problem in codes. Q and K have a row per `[batch, token, head]` with groups along the head
+/// dimension; V has one per `[batch, head, channel]` with groups along the tokens, as products need it.
 ///
 /// ```
 /// use fulgurite_core::{Forward, Precision, Problem, Tensor};
@@ -32,40 +32,40 @@ pub struct PackedQkv {
     v: Grouped,
 }
 
-/// Why packed operands were refused.
+/// The reason why packed operands were rejected.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PackedError {
-    /// A problem that packed operands cannot have.
+    /// A problem that packed operands do not support.
     #[error("packed operands with {got}, allowed: {allowed}; {hint}")]
     Problem {
-        /// What the problem has.
+        /// The feature of the problem.
         got: String,
-        /// What is allowed.
+        /// Allowed values.
         allowed: &'static str,
-        /// What to do.
+        /// How to fix the call.
         hint: &'static str,
     },
-    /// Codes of another format.
+    /// The codes have another format than the problem.
     #[error(
         "`{arg}` is in {got}, allowed: {want}, as the problem's precision says; pack it again, or change the precision"
     )]
     Format {
-        /// Which operand.
+        /// Name of the operand.
         arg: &'static str,
-        /// Its format.
+        /// Format of the operand.
         got: GroupFormat,
-        /// That of the problem.
+        /// Format that the problem requires.
         want: GroupFormat,
     },
-    /// Codes of another shape.
+    /// The codes have another shape than the problem.
     #[error("`{arg}` has {got:?} rows and columns, allowed: {want:?}; V has a row for each batch, head and channel")]
     Shape {
-        /// Which operand.
+        /// Name of the operand.
         arg: &'static str,
-        /// Its rows and columns.
+        /// Rows and columns of the operand.
         got: [usize; 2],
-        /// Those of the problem.
+        /// Rows and columns that the problem requires.
         want: [usize; 2],
     },
     /// A tensor that does not fit the problem.
@@ -74,12 +74,12 @@ pub enum PackedError {
     /// A tensor that cannot be made.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// Elements that have no codes.
+    /// Elements cannot be quantised.
     #[error(transparent)]
     Elements(#[from] FormatError),
 }
 
-/// The formats of a problem that packed operands can have.
+/// The formats of a problem, if packed operands support it.
 fn formats(problem: &Problem) -> Result<(GroupAttention, [GroupFormat; 3]), PackedError> {
     let refuse = |got: String, allowed, hint| Err(PackedError::Problem { got, allowed, hint });
     let (spec, formats) = match problem.precision() {
@@ -110,7 +110,7 @@ fn formats(problem: &Problem) -> Result<(GroupAttention, [GroupFormat; 3]), Pack
     Ok((spec, formats))
 }
 
-/// Rows and columns of q, k and v in codes.
+/// Rows and columns of the codes of q, k and v.
 fn shapes(problem: &Problem) -> [[usize; 2]; 3] {
     let rows = |shape: Vec<usize>| [shape[0] * shape[1] * shape[2], shape[3]];
     let [batch, tokens, heads, dim] = [0, 1, 2, 3].map(|axis| problem.v_shape()[axis]);
@@ -142,7 +142,7 @@ impl PackedQkv {
         Ok(PackedQkv { q: pack(0, &values(q))?, k: pack(1, &values(k))?, v: pack(2, &turned)? })
     }
 
-    /// Codes that were made elsewhere.
+    /// Wraps codes that were made elsewhere.
     pub fn from_codes(problem: &Problem, q: Grouped, k: Grouped, v: Grouped) -> Result<PackedQkv, PackedError> {
         let packed = PackedQkv { q, k, v };
         packed.check(problem)?;
@@ -154,7 +154,7 @@ impl PackedQkv {
         self.q.size_bytes() + self.k.size_bytes() + self.v.size_bytes()
     }
 
-    /// Q, K and V.
+    /// The codes of Q, K and V.
     pub fn codes(&self) -> [&Grouped; 3] {
         [&self.q, &self.k, &self.v]
     }
@@ -174,8 +174,8 @@ impl PackedQkv {
     }
 }
 
-/// Forward over packed operands: fills `outputs` with the bits that [`forward`](crate::forward) gives for the tensors they
-/// were packed from. Rows are expanded as tiles and blocks ask for them.
+/// Computes forward over packed operands into `outputs`, bitwise equal to [`forward`](crate::forward) on the tensors
+/// they were packed from. Rows are expanded as tiles and blocks need them.
 pub fn packed_forward(
     problem: &Problem,
     inputs: &PackedQkv,
@@ -184,7 +184,7 @@ pub fn packed_forward(
 ) -> Result<Counters, PackedError> {
     let spec = inputs.check(problem)?;
     outputs.check(problem)?;
-    // The walk wants tensors for their shapes: one row that stands for all.
+    // The tile loop needs tensors for their shapes: one row represents all.
     let row = |dim: usize| Tensor::zeros(problem.dtype(), &[dim]);
     let (qk, v) = (row(problem.head_dim())?, row(problem.value_dim())?);
     fn alike(row: &Tensor, shape: Vec<usize>) -> Result<TensorView<'_>, TensorError> {

@@ -1,11 +1,11 @@
-//! Standing threads for kernels.
+//! A pool of threads for kernels.
 //!
-//! A fork-join through freshly spawned threads costs tens of microseconds; here a caller wakes threads that
-//! spin for a short while and then sleep. Items are handed out one by one from a shared counter and the
-//! caller takes items too, so a worker that wakes late (or never, on a busy machine) delays nothing. Which
-//! thread runs an item must not matter to its result.
+//! Spawning threads for each fork-join costs tens of microseconds. Here a caller wakes threads that spin for a short
+//! while and then sleep. A shared counter hands out items one by one, and the caller takes items too, so a worker that
+//! wakes late (or never, on a busy machine) delays nothing. The result of an item must not depend on the thread that
+//! runs it.
 //!
-//! Several callers share the workers: one that has finished an item goes over to a job with fewer of them.
+//! Several callers share the workers: a worker that has finished an item moves to a job with fewer workers.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -15,39 +15,39 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long a worker spins after a job before it sleeps: longer than the gap between the calls of a layer,
-/// shorter than what another process would miss.
+/// How long a worker spins after a job before it sleeps: longer than the gap between the calls of a layer, and too
+/// short for other processes to notice.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// How long workers beyond the number of cores sleep before they end.
+/// How long workers beyond the number of cores sleep before they exit.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// A job as workers see it: the caller keeps it alive until the last worker has left.
+/// A job as workers see it. The caller keeps it alive until the last worker has left.
 struct Job {
     number: usize,
     work: *const (dyn Fn(usize) + Sync),
     next: *const AtomicUsize,
     items: usize,
-    /// Workers that may still join, and those inside.
+    /// Workers that may still join; `inside`: those that have.
     seats: usize,
     inside: usize,
     panic: Option<Box<dyn Any + Send>>,
 }
 
-// SAFETY: the pointers are used only while the job is in the list, and its caller waits in `run` until it takes it out.
+// SAFETY: the pointers are used only while the job is in the list, and its caller waits in `run` until it removes it.
 unsafe impl Send for Job {}
 
 impl Job {
     /// Whether a worker could take an item.
     fn is_open(&self) -> bool {
-        // SAFETY: the job is in the list, so the caller's counter lives.
+        // SAFETY: the job is in the list, so the caller's counter is alive.
         self.seats > 0 && unsafe { &*self.next }.load(Ordering::Relaxed) < self.items
     }
 }
 
 struct State {
     jobs: Vec<Job>,
-    /// Jobs so far.
+    /// Number of jobs so far.
     count: usize,
     workers: usize,
 }
@@ -65,14 +65,14 @@ impl State {
 }
 
 struct Pool {
-    /// The process whose threads these are: a child of `fork` has none of them.
+    /// The process that owns these threads: a child of `fork` has none of them.
     process: u32,
     state: Mutex<State>,
     wake: Condvar,
     left: Condvar,
-    /// Raised with every job, so that spinning workers need no lock.
+    /// Incremented with every job, so that spinning workers need no lock.
     epoch: AtomicUsize,
-    /// Jobs in the list: with one alone, workers need not look for another.
+    /// Number of jobs in the list: if there is one, workers need not look for another.
     open: AtomicUsize,
 }
 
@@ -82,7 +82,7 @@ thread_local! {
     static IN_JOB: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The number of threads a call uses where nobody said.
+/// The default number of threads of a call.
 pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
@@ -95,7 +95,8 @@ pub fn run(threads: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
     Pool::get().run(threads.min(items), items, work);
 }
 
-/// Runs `work(i, item)` for each item, on at most `threads` threads: for items that own the part of a result they write.
+/// Runs `work(i, item)` for each item, on at most `threads` threads: for items that own the part of a result that they
+/// write.
 pub fn each<T: Send>(threads: usize, items: impl IntoIterator<Item = T>, work: impl Fn(usize, T) + Sync) {
     let items: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
     run(threads, items.len(), &|i| {
@@ -105,11 +106,12 @@ pub fn each<T: Send>(threads: usize, items: impl IntoIterator<Item = T>, work: i
 }
 
 impl Pool {
-    /// The pool of this process. A child of `fork` gets its own: of the parent's, threads are gone and locks may be held.
+    /// The pool of this process. A child of `fork` gets its own: the parent's threads are gone, and its locks may be
+    /// held.
     fn get() -> &'static Pool {
         let process = std::process::id();
         let found = POOL.load(Ordering::Acquire);
-        // SAFETY: null, or a pool that was leaked below.
+        // SAFETY: the pointer is null, or a pool that was leaked below.
         if let Some(pool) = unsafe { found.as_ref() }
             && pool.process == process
         {
@@ -124,10 +126,10 @@ impl Pool {
             open: AtomicUsize::new(0),
         }));
         match POOL.compare_exchange(found, new, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: leaked just now, and never freed.
+            // SAFETY: it was leaked just now, and is never freed.
             Ok(_) => unsafe { &*new },
             Err(other) => {
-                // SAFETY: nobody else has seen it.
+                // SAFETY: nothing else has seen it.
                 drop(unsafe { Box::from_raw(new) });
                 // SAFETY: another thread of this process leaked it, and it is never freed.
                 unsafe { &*other }
@@ -136,7 +138,7 @@ impl Pool {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while the lock is held; a poisoned lock is still consistent.
+        // Nothing panics while the lock is held, so a poisoned lock is still consistent.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -167,7 +169,7 @@ impl Pool {
         state.job(number).seats = 0; // nobody joins any more
         let mut spins = 0;
         while state.job(number).inside > 0 {
-            // A worker is usually a fraction of an item away from done.
+            // A worker is usually only a fraction of an item away from the end.
             drop(state);
             std::hint::spin_loop();
             spins += 1;
@@ -188,14 +190,14 @@ impl Pool {
         }
     }
 
-    /// Whether a worker of a job is missed more in another.
+    /// Whether another job needs a worker of this job more.
     fn is_missed(&self, number: usize) -> bool {
         if self.open.load(Ordering::Relaxed) < 2 {
             return false;
         }
         let mut state = self.lock();
         let here = state.job(number).inside;
-        // Over there it would be one more.
+        // It would count as one more worker there.
         state.neediest().is_some_and(|job| job.number != number && job.inside + 1 < here)
     }
 
@@ -245,10 +247,10 @@ impl Pool {
     }
 }
 
-/// Takes items until there are none, or until `leave` says so.
+/// Takes items until none are left, or until `leave` returns true.
 fn take_items(next: &AtomicUsize, items: usize, work: &(dyn Fn(usize) + Sync), leave: impl Fn() -> bool) {
     let nested = IN_JOB.replace(true);
-    // Also restored when `work` panics, so that the thread can serve later jobs.
+    // Restored even if `work` panics, so that the thread can serve later jobs.
     struct Restore(bool);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -305,20 +307,21 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_pool_survives() {
         let caught = catch_unwind(|| run(2, 64, &|i| assert!(i != 40, "item 40")));
         assert!(caught.is_err());
-        // Not only to the end, but on as many threads as before.
+        // The pool must not only finish, but use as many threads as before.
         for _ in 0..3 {
             assert_eq!(threads_of(2, 1), 2);
         }
     }
 
-    /// How many threads take part in a job whose items wait for one another; `callers` run one such job each at a time.
+    /// The number of threads that take part in a job whose items wait for each other; `callers` run one such job each
+    /// at a time.
     fn threads_of(threads: usize, callers: usize) -> usize {
         let one = || {
             let ids = Mutex::new(std::collections::HashSet::new());
             let started = Instant::now();
             run(threads, threads * 64, &|_| {
                 ids.lock().unwrap().insert(std::thread::current().id());
-                // Until everybody is there, or for long enough that everybody could be.
+                // Wait until all threads are there, or long enough that they could be.
                 while ids.lock().unwrap().len() < threads && started.elapsed() < Duration::from_secs(2) {
                     std::thread::yield_now();
                 }
@@ -333,7 +336,7 @@ mod tests {
 
     #[test]
     fn several_callers_share_the_workers() {
-        // A long job has both workers, then another caller comes: one of them goes over.
+        // A long job has both workers, then another caller arrives, and one worker moves to it.
         let (entered, over) = (AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -1,12 +1,12 @@
-//! The tile loop with another fold: rows against rows, a tile of scores at a time, folded and thrown away.
+//! The tile loop with another fold: compares rows with rows, a tile of scores at a time, which is folded and discarded.
 //!
-//! Queries are lanes, as in attention, and keys are walked in blocks. What a key is worth to a query is
-//! `q . k + bias[k]`, so that the nearest key, the largest dot product and the smallest angle are all "the most".
-//! Numbers are moved into a [`Frame`] first (about the data's mean, near 1), because the error of a score is relative
-//! to the norms of its operands. [`Scanner::margin`] bounds that error: whoever needs exact answers looks
-//! again, in f64, at what lies within it.
+//! Queries are lanes, as in attention, and keys are processed in blocks. The worth of a key to a query is `q . k +
+//! bias[k]`, so that the nearest key, the largest dot product and the smallest angle are all "the most". Numbers are
+//! first moved into a [`Frame`] (relative to the data's mean, near 1), because the error of a score is relative to the
+//! norms of its operands. [`Scanner::margin`] bounds that error: code that needs exact answers re-examines, in f64,
+//! everything within it.
 //!
-//! This is a room for other crates of this workspace, not a public interface.
+//! This module is for other crates of this workspace, not a public interface.
 
 use crate::memory::{Arena, with_workspace};
 use crate::simd::{
@@ -16,45 +16,45 @@ use crate::{Options, pool};
 use fulgurite_core::Data;
 use std::ops::Range;
 
-/// Keys in a block.
+/// Keys per block.
 pub const BLOCK: usize = 128;
 /// No instruction set has wider tiles.
 pub const MAX_LANES: usize = 64;
-/// Tiles of queries that share a block of keys while it is in the second-level cache.
+/// Tiles of queries that share a block of keys while it is in the L2 cache.
 const TILES: usize = 8;
 
-/// How many digits of the operands a product keeps. Only matrix units drop any.
+/// The number of bits of the operands that a product keeps. Only matrix units drop any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Digits {
     /// 8 bits: one bf16.
     Eight,
-    /// 16 bits: two.
+    /// 16 bits: two bf16.
     Sixteen,
-    /// All 24.
+    /// All 24 bits.
     All,
 }
 
-/// What a key is worth to a query.
+/// The worth of a key to a query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Worth {
-    /// Half the query's squared norm less half their squared distance.
+    /// Half the query's squared norm minus half their squared distance.
     Near,
     /// The dot product.
     Dot,
-    /// The dot product with the key at length 1.
+    /// The dot product with the key scaled to length 1.
     Cosine,
 }
 
-/// Where numbers are moved before they are multiplied: `(x - shift) * scale`.
+/// The transformation of numbers before they are multiplied: `(x - shift) * scale`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Frame {
-    /// One for each dimension.
+    /// Shift of each dimension.
     pub shift: Vec<f32>,
     /// A power of two, so that it rounds nothing.
     pub scale: f32,
 }
 
-/// A walk's instruction set, digits and threads.
+/// Instruction set, digits and threads of a scan.
 #[derive(Clone, Copy)]
 pub struct Scanner {
     pub(crate) kernels: &'static Kernels,
@@ -62,7 +62,7 @@ pub struct Scanner {
     threads: usize,
 }
 
-/// f32 memory that begins on a cache line.
+/// f32 memory that starts on a cache line.
 struct Lines {
     data: Vec<f32>,
     start: usize,
@@ -87,37 +87,37 @@ impl Lines {
 pub struct Keys {
     n: usize,
     d: usize,
-    /// Elements of a packed block.
+    /// Elements per packed block.
     room: usize,
     data: Lines,
     bias: Vec<f32>,
-    /// The largest norm in the frame.
+    /// The largest norm of a key in the frame.
     largest: f64,
 }
 
 impl Keys {
-    /// How many there are.
+    /// Number of keys.
     pub fn len(&self) -> usize {
         self.n
     }
-    /// Whether there are none.
+    /// Whether there are no keys.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
 }
 
-/// Rows that ask: consecutive ones, or those of a list.
+/// Query rows: consecutive ones, or those of a list.
 #[derive(Clone, Copy)]
 pub struct Queries<'a> {
-    /// All rows, one behind the other.
+    /// All rows, one after the other.
     pub rows: &'a [f32],
-    /// Elements of a row.
+    /// Elements per row.
     pub d: usize,
-    /// First row, and how many; positions in `list` where there is one.
+    /// First row and number of rows; these are positions in `list` if there is one.
     pub range: (usize, usize),
-    /// Numbers of rows.
+    /// Indices of rows.
     pub list: Option<&'a [u32]>,
-    /// Where they are moved.
+    /// The frame of the queries.
     pub frame: &'a Frame,
 }
 
@@ -134,33 +134,33 @@ pub struct Scores<'a> {
     kernels: &'static Kernels,
     s: &'a [f32],
     bias: &'a [f32],
-    /// Number of the tile's first query in its group, and how many lanes are queries.
+    /// Index of the tile's first query in its group, and the number of lanes that are queries.
     pub lanes: (usize, usize),
-    /// Number of the first key.
+    /// Index of the first key.
     pub first_key: usize,
 }
 
-/// What is done with tiles of scores. Blocks of keys come in ascending order.
+/// Processes tiles of scores. Blocks of keys come in ascending order.
 pub trait Fold {
-    /// Before the first tile: the squared norms of the queries in the frame.
+    /// Called before the first tile, with the squared norms of the queries in the frame.
     fn begin(&mut self, norms: &[f32]);
-    /// Takes in a tile.
+    /// Processes a tile.
     fn tile(&mut self, scores: &Scores<'_>);
 }
 
 /// The best key of each query of a group, and the second best value.
 #[derive(Debug, Clone, Default)]
 pub struct Best {
-    /// What the best key is worth.
+    /// Worth of the best key.
     pub best: Vec<f32>,
-    /// What the second best is worth.
+    /// Worth of the second best key.
     pub second: Vec<f32>,
-    /// The best key.
+    /// Index of the best key.
     pub index: Vec<u32>,
 }
 
 impl Best {
-    /// For so many queries.
+    /// Resets the state for this many queries.
     pub fn reset(&mut self, queries: usize) {
         let lanes = queries.next_multiple_of(MAX_LANES);
         for values in [&mut self.best, &mut self.second] {
@@ -172,12 +172,12 @@ impl Best {
     }
 }
 
-/// What the search for a neighbour in another group knows of its keys and queries.
+/// Inputs of the search for a neighbour in another group.
 #[derive(Clone, Copy)]
 pub struct Others<'a> {
-    /// For each key: half its squared cap distance in the frame; it is never nearer.
+    /// For each key: half its squared cap distance in the frame; the key is never nearer than that.
     pub cap: &'a [f32],
-    /// For each key its group: whole numbers below 2^24.
+    /// For each key its group, as an integer below 2^24.
     pub key_group: &'a [f32],
     /// For each query its group, in whole tiles.
     pub lane_group: &'a [f32],
@@ -227,8 +227,8 @@ impl Scores<'_> {
         }
     }
 
-    /// Lane, key's number in the block and value of every key that is worth at least its lane's bar. `bar` has the
-    /// whole group's, in whole tiles; lanes that are no queries must have an infinite one.
+    /// Lane, key's index in the block and worth of every key that reaches its lane's bar. `bar` has the whole group's
+    /// bars, in whole tiles; lanes that are not queries must have an infinite one.
     pub fn above(&self, bar: &[f32], found: &mut Vec<(u32, u32, f32)>) {
         let bar = &bar[self.lanes.0..self.lanes.0 + self.kernels.tile];
         self.kernels.above(&mut AboveArgs { s: self.s, bias: self.bias, bar, found });
@@ -236,7 +236,7 @@ impl Scores<'_> {
 }
 
 impl Scanner {
-    /// For these options.
+    /// A scanner with these options.
     pub fn new(options: &Options, digits: Digits) -> Scanner {
         let kernels = options.kernels();
         let parts = match digits {
@@ -247,27 +247,27 @@ impl Scanner {
         Scanner { kernels, unit: kernels.matrix.map(|unit| (unit, parts)), threads: options.threads() }
     }
 
-    /// Threads that work.
+    /// Number of threads.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Whether products keep no more than eight bits of their operands: asked for, and there is a unit that does it.
+    /// Whether products keep no more than eight bits of their operands: requested, and supported by a unit.
     pub fn keeps_eight(&self) -> bool {
         self.unit.is_some_and(|(_, parts)| parts == 1)
     }
 
-    /// Queries of a group: what one [`walk`](Self::walk) takes at most.
+    /// Largest number of queries of one [`walk`](Self::walk).
     pub fn group(&self) -> usize {
         TILES * self.kernels.tile
     }
 
-    /// Squared distance in f64; the same bits on every machine.
+    /// Squared distance in f64, with equal bits on every machine.
     pub fn distance(&self, a: &[f32], b: &[f32]) -> f64 {
         self.kernels.distance(a, b)
     }
 
-    /// Dot product in f64; the same bits on every machine.
+    /// Dot product in f64, with equal bits on every machine.
     pub fn dot(&self, a: &[f32], b: &[f32]) -> f64 {
         self.kernels.dot(a, b)
     }
@@ -277,11 +277,11 @@ impl Scanner {
         self.kernels.add_wide(x, sums);
     }
 
-    /// How far what a key is worth may be from the truth, for a query of this norm in the frame.
+    /// Error bound of a key's worth, for a query of this norm in the frame.
     ///
-    /// A product of operands in parts loses what the parts leave (2^-8, 2^-16 of each operand; a third part leaves
-    /// nothing) and the products of small parts that are not taken (2^-16 with two parts, 2^-24 with three), and rounds
-    /// each of its sums once; the frame and the bias round once for each operand. Products below the smallest normal
+    /// A product of operands in parts loses the remainder of the parts (2^-8, 2^-16 of each operand; a third part
+    /// leaves nothing) and the products of small parts that are skipped (2^-16 with two parts, 2^-24 with three), and
+    /// rounds each of its sums once. The frame and the bias round once per operand. Products below the smallest normal
     /// number may be lost.
     pub fn margin(&self, d: usize, keys: &Keys, norm: f64) -> f64 {
         let (lost, sums) = match self.unit {
@@ -294,7 +294,7 @@ impl Scanner {
         relative * norm * keys.largest + 2f64.powi(-21) * (norm + keys.largest).powi(2) + d as f64 * 2f64.powi(-120)
     }
 
-    /// Packs keys: `rows` one behind the other, `d` elements each.
+    /// Packs keys: `rows` one after the other, with `d` elements each.
     pub fn keys(&self, rows: &[f32], d: usize, frame: &Frame, worth: Worth) -> Keys {
         let n = rows.len() / d.max(1);
         let depth = d.div_ceil(DEPTH);
@@ -332,7 +332,7 @@ impl Scanner {
             Worth::Near => *bias = (-0.5 * norm) as f32,
             Worth::Dot => {}
             Worth::Cosine => {
-                // A key of length 0 is worth 0 to everyone.
+                // A key of length 0 is worth 0 to every query.
                 let inverse = if norm > 0.0 { 1.0 / norm.sqrt() } else { 0.0 };
                 out.iter_mut().for_each(|x| *x = (f64::from(*x) * inverse) as f32);
                 return 1.0;
@@ -341,7 +341,7 @@ impl Scanner {
         norm.sqrt()
     }
 
-    /// Folds the scores of up to [`group`](Self::group) queries with the given keys, which begin at a whole block.
+    /// Folds the scores of up to [`group`](Self::group) queries with the given keys, which start at a whole block.
     pub fn walk(&self, queries: &Queries<'_>, keys: &Keys, range: Range<usize>, fold: &mut dyn Fold) {
         let (tile, d, count) = (self.kernels.tile, keys.d, queries.range.1);
         assert!(count <= self.group() && queries.d == d, "queries of a group");
@@ -376,7 +376,7 @@ impl Scanner {
                 let own = &keys.data.get()[block * keys.room..(block + 1) * keys.room];
                 let mut ahead = Ahead::default();
                 if first_key + BLOCK < range.end {
-                    // Lines of the next block, a few at a time.
+                    // Prefetch lines of the next block, a few at a time.
                     let (offset, line) = ((block + 1) * keys.room, 128.min(keys.room));
                     ahead.push_rows(&Data::F32(keys.data.get()), offset, line, line, keys.room / line);
                 }
@@ -406,7 +406,7 @@ impl Scanner {
         });
     }
 
-    /// The queries of a tile as `[d][lane]` in their frame; lanes past the last are zero before it.
+    /// The queries of a tile as `[d][lane]` in their frame; lanes past the last query are zero.
     fn turned(&self, queries: &Queries<'_>, first: usize, rows: &mut [f32], out: &mut [f32], norms: &mut [f32]) {
         let (tile, d) = (self.kernels.tile, queries.d);
         let d_pad = d.next_multiple_of(self.kernels.lanes);
@@ -435,7 +435,7 @@ mod tests {
     use crate::Isa;
     use fulgurite_core::random::Rng;
 
-    /// The best key by f64, lowest first, with its value and the second best.
+    /// The best key by f64, lowest first, with its worth and the second best.
     fn oracle(q: &[f32], keys: &[f32], d: usize, frame: &Frame, worth: Worth) -> Vec<f64> {
         let framed = |row: &[f32]| -> Vec<f64> {
             row.iter().zip(&frame.shift).map(|(&x, &s)| f64::from((x - s) * frame.scale)).collect()
@@ -509,7 +509,7 @@ mod tests {
         }
     }
 
-    /// Numbers that lose as much as a number can, all with one sign, so that nothing cancels.
+    /// Numbers that lose as many bits as possible, all with one sign, so that nothing cancels.
     #[test]
     fn the_worst_numbers_are_within_the_margin() {
         let worst = [1.0 + 2f32.powi(-8) - 2f32.powi(-23), 1.0 + 2f32.powi(-8), 1.0 + 2f32.powi(-16) - 2f32.powi(-23)];

@@ -1,6 +1,7 @@
-//! Block-skip attention: the walk over keys in the order of the problem, tile by tile, dropping what weighs nothing.
+//! Block-skip attention: goes through the keys in the order of the problem, tile by tile, and drops tiles without
+//! weight.
 //!
-//! A window with sinks is two intervals of keys for each row: each is walked by the closed form that spans have, so no
+//! A window with sinks is two intervals of keys per row. Each is processed by the closed form of spans, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
 use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave_whole};
@@ -16,23 +17,23 @@ use std::cell::LazyCell;
 use std::ops::Range;
 use std::sync::Mutex;
 
-/// What a call kept.
+/// The tiles that a call kept.
 #[derive(Debug, Clone)]
 pub struct SkipOutcome {
-    /// Tiles left at each level.
+    /// Number of tiles left at each level.
     pub counts: TileCounts,
-    /// The kept tiles: with them, results and gradients are those of the problem's meaning.
+    /// The kept tiles; with this mask, results and gradients are those of the problem's definition.
     pub kept: BlockMask,
-    /// No element of o is further from what it would be with every admitted tile.
+    /// Bound of the difference between o and its value with every admitted tile.
     pub error_bound: f64,
 }
 
-/// What one row of tiles kept.
+/// The tiles that one row of tiles kept.
 #[derive(Default, Clone)]
 pub(crate) struct Found {
     pub kept: Vec<i32>,
     pub counts: TileCounts,
-    /// lambda times the keys that were dropped.
+    /// lambda times the number of dropped keys.
     dropped: f64,
 }
 
@@ -43,10 +44,10 @@ pub(crate) struct Item {
     pub tiles: std::ops::Range<usize>,
 }
 
-/// Forward of block-skip attention: fills `outputs`, which must fit the base problem ([`Outputs::check`]).
+/// Computes block-skip attention into `outputs`, which must fit the base problem ([`Outputs::check`]).
 pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> SkipOutcome {
     let bound = skip.bound();
-    // Heads may see different tiles: rows of different heads do not share one.
+    // Heads may see different tiles, so rows of different heads do not share one.
     let cx = Context { pack: 1, ..Context::new(bound, options.kernels()) };
     if !bound.all_queries_used() {
         outputs.o.fill(0.0);
@@ -62,7 +63,7 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
     let rows = skip.problem().skip().tile[0];
     let (heads, tiles) = (cx.problem.q_heads(), cx.problem.max_q_len().div_ceil(rows));
     let threads = options.threads();
-    // How many tiles share an item changes no bits.
+    // The number of tiles per item changes no bits.
     let most = items_of(&cx) * cx.kernels.tile / rows;
     let share = (tiles * heads * bound.sequences().len() / (8 * threads)).clamp(1, most.max(1));
     let mut items = Vec::new();
@@ -84,7 +85,7 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
             *all[at].lock().unwrap_or_else(|e| e.into_inner()) = found;
         };
         if let Some(spans) = window::spans(&cx, skip, item) {
-            // Items are handed out in order: this thread's next one is about as many ahead as there are threads.
+            // Items are handed out in order, so this thread's next one is about `threads` items ahead.
             let next = items.get(i + threads).and_then(|item| Some((item, window::spans(&cx, skip, item)?)));
             window::walk(&cx, skip, item, &spans, next.as_ref(), &out, &keep);
             return cx.kernels.fence();
@@ -109,13 +110,13 @@ pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &O
     SkipOutcome { counts, kept, error_bound: 2.0 * dropped * largest }
 }
 
-/// The largest |x| of a tensor whose last axis lies in one piece; NaN counts for nothing.
+/// The largest |x| of a tensor with a contiguous last axis; NaN is ignored.
 fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
     let (Some((&width, outer)), strides) = (view.shape().split_last(), view.strides()) else { return 0.0 };
     let rows: usize = outer.iter().product();
     let found = Mutex::new(0.0f64);
-    // Without its sign, a number's bits are an integer that grows with it, up to infinity; above that are NaN.
-    // Signed: that maximum is what every instruction set has for short integers.
+    // Without its sign, a number's bits are an integer that grows with it, up to infinity; NaN is above that. The
+    // integers are signed, because every instruction set has that maximum for short integers.
     fn top<T: Copy, I: Copy + Ord + Default>(row: &[T], bits: impl Fn(T) -> I, infinity: I) -> I {
         let all = row.iter().fold(I::default(), |top, &x| bits(x).max(top));
         if all <= infinity {
@@ -150,16 +151,16 @@ fn largest(view: &TensorView<'_>, threads: usize) -> f64 {
     found.into_inner().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Rows of the tensor of values that are looked through at once.
+/// Rows of the value tensor that are searched at once.
 const SHARE: usize = 4096;
 
-/// A tile of rows on its way over the keys.
+/// A tile of rows while it goes through the keys.
 struct Rows<'w> {
     number: usize,
-    /// Tiles of keys that levels 1 and 2 left, ascending.
+    /// Key tiles that levels 1 and 2 keep, ascending.
     admitted: Vec<usize>,
     lambda: f64,
-    /// The logarithm of lambda in units of scores, where the kernel drops.
+    /// The logarithm of lambda in units of scores, if the kernel drops tiles.
     limit: Option<f32>,
     walkers: Vec<Walker<'w>>,
     found: Found,
@@ -167,15 +168,15 @@ struct Rows<'w> {
 
 /// Keys and values that are packed together.
 struct Block<'b, F> {
-    /// The first key.
+    /// Index of the first key.
     start: usize,
     k: KeyRows<'b>,
-    /// Whether the keys hold nothing but numbers, where that is asked.
+    /// Whether all keys are finite, if that is checked.
     finite: bool,
     v: LazyCell<KeyRows<'b>, F>,
 }
 
-/// What a walk uses on the way.
+/// Scratch memory of a pass over the keys.
 struct Space<'w, 'a> {
     /// Scores, for each tile of lanes of a tile of rows.
     scored: Vec<&'w mut [f32]>,
@@ -192,7 +193,8 @@ impl<'a> Space<'_, 'a> {
 }
 
 impl Rows<'_> {
-    /// Takes in tile `t` of keys, which lie in block `i` of those at hand; drops it, or leaves it to [`Walker::fold_kept`].
+    /// Processes key tile `t`, which is in block `i` of the current ones: drops it, or leaves it to
+    /// [`Walker::fold_kept`].
     fn meet<'b, F: FnOnce() -> KeyRows<'b>>(
         &mut self,
         cx: &Context<'_>,
@@ -212,7 +214,7 @@ impl Rows<'_> {
             return;
         }
         if let Some(limit) = self.limit {
-            // Every walker looks, so that none decides alone.
+            // Every walker looks, because all must agree to drop a tile.
             let mut drop = block.finite;
             for (walker, s) in self.walkers.iter_mut().zip(&mut space.scored) {
                 drop &= if whole {
@@ -230,7 +232,7 @@ impl Rows<'_> {
         let looked = self.limit.is_some();
         for (n, walker) in self.walkers.iter_mut().enumerate() {
             match &mut walker.kept {
-                // What exceeds the reference by much raises it at once.
+                // A tile that exceeds the reference by much raises it at once.
                 Some(kept) if whole && (walker.near || !looked) => kept.push(i),
                 _ => {
                     if whole {
@@ -243,15 +245,15 @@ impl Rows<'_> {
     }
 }
 
-/// Takes the tiles of an item over the keys together: each block of keys is packed once for all of them, and stays in the
-/// cache while they look at it. Every tile meets its keys in the order of the problem.
+/// Takes the tiles of an item through the keys together: each block of keys is packed once for all of them, and stays
+/// in the cache while they use it. Every tile meets its keys in the order of the problem.
 fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done: &dyn Fn(usize, Found)) {
     let sequence = &cx.bound.sequences()[item.sequence];
     let (room, block, lanes) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let [rows, cols] = skip.problem().skip().tile;
     let subs = rows.div_ceil(lanes);
     let scratch = Arena::room(lanes * cx.d_pad) + lanes * cx.d_pad.max(cx.dv_pad);
-    // Of many blocks few are kept: what they share is paid for less often.
+    // Few of many blocks are kept, so their shared cost is paid less often.
     let span = 2 * cx.unit.span(cx) - 1;
     let (sizes, block_sizes) = ([scratch, room.values, room.weights], [block * room.key, room.values]);
     let per_row = [room.queries, cx.dv_pad * lanes];
@@ -291,7 +293,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         let looks = tiles.iter().any(|t| t.limit.is_some());
         let visits = skip.order(&seen);
         let _held = cx.unit.hold();
-        // Which blocks are packed together depends on their places alone. Tile 0 may come first: then by itself.
+        // Positions alone decide which blocks are packed together. Tile 0 may come first, and is then packed by itself.
         let at = |t: &usize| t * cols / block;
         let mut spans = visits.chunk_by(|a, b| a > b && at(a) / span == at(b) / span).peekable();
         while let Some(visits) = spans.next() {
@@ -335,32 +337,32 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
     });
 }
 
-/// Whether a block of keys holds nothing but numbers; `row` is scratch. A NaN score is no maximum: a tile of them would
-/// be dropped, and nobody would see it.
+/// Whether a block of keys is finite; `row` is scratch. A NaN score is not a maximum, so a tile of them would be
+/// dropped unnoticed.
 fn all_finite(cx: &Context<'_>, keys: &Keys<'_>, row: &mut [f32]) -> bool {
     let view = cx.bound.k();
     let at = cx.key_rows(view.strides(), keys.sequence);
     keys.range.clone().all(|key| cx.kernels.widen(&view.data(), at.at(key, keys.head), &mut row[..cx.d]))
 }
 
-/// A tile of lanes on its way over the keys.
+/// A tile of lanes while it goes through the keys.
 struct Walker<'w> {
     row: Row<'w>,
-    /// Blocks at hand that it sees whole, has kept and not yet folded; `None` where it takes one after the other.
+    /// Current blocks that it sees whole, has kept and not yet folded; `None` if it takes them one by one.
     kept: Option<Vec<usize>>,
-    /// The intervals of keys that its lanes see: the beginning and the rest, or the rest alone.
+    /// The intervals of keys that its lanes see: the start and the rest, or the rest alone.
     parts: Vec<Lanes>,
-    /// What it sees of the current tile of keys, by part.
+    /// What it sees of the current key tile, by part.
     steps: Vec<Option<Step>>,
-    /// The true maximum of each lane so far; that of the row is what its sums are relative to.
+    /// The true maximum of each lane so far; the row's maximum is the reference of its sums.
     top: [f32; MAX_LANES],
-    /// Whether the current scores exceed the row's reference by little, and no sum has to be rescaled.
+    /// Whether the current scores exceed the row's reference by little, so that no sum must be rescaled.
     near: bool,
     /// Whether all queries are finite.
     finite: bool,
 }
 
-/// Powers of e that scores may exceed the reference by before sums are rescaled: 128 of them stay below
+/// Powers of e by which scores may exceed the reference before sums are rescaled: 128 such weights stay below
 /// [`Rescale::OPTIMISTIC_LIMIT`].
 const NEAR: f32 = 14.0;
 
@@ -376,7 +378,7 @@ impl<'w> Walker<'w> {
         let view = cx.bound.q();
         let at = cx.query_rows(view.strides(), sequence);
         let mut finite = true;
-        // Asked only where tiles may be dropped.
+        // Checked only if tiles may be dropped.
         let rows_of = if skip.problem().skip().lambda.is_some() { tile.first..tile.first + tile.rows } else { 0..0 };
         for i in rows_of {
             finite &= cx.kernels.widen(&view.data(), at.at(i, tile.head), &mut rows[..cx.d]);
@@ -391,11 +393,11 @@ impl<'w> Walker<'w> {
         Walker { row, kept: whole.then(Vec::new), parts, steps, top, near: false, finite }
     }
 
-    /// Finds what it sees of a tile of keys; false if nothing.
+    /// Finds the part of a key tile that it sees; false if there is none.
     fn look(&mut self, cx: &Context<'_>, piece: &Piece, origin: usize) -> bool {
         for (lanes, own) in self.parts.iter().zip(&mut self.steps) {
             let (first, last) = lanes.reach();
-            // Most tiles are seen whole, after another that was.
+            // Most tiles are seen whole, like the one before.
             let again = own.as_mut().is_some_and(|own| cx.step_again(lanes, piece, origin, own));
             if !again {
                 let meets = first < piece.keys.end && piece.keys.start < last;
@@ -413,7 +415,8 @@ impl<'w> Walker<'w> {
         !high
     }
 
-    /// The same of what it sees of any keys, whose scores are in `s` afterwards.
+    /// Whether all scores of the visible keys are below the running maximum by more than `limit`; `s` holds the scores
+    /// afterwards.
     fn is_below(
         &mut self,
         cx: &Context<'_>,
@@ -451,11 +454,12 @@ impl<'w> Walker<'w> {
             step.ranges = seen;
         }
         let (scale, stride) = (cx.score_scale(), self.row.lanes.stride);
-        // Without branches: a lane takes less than a cycle. Lanes past the last row have queries of zero and no say.
+        // Without branches, a lane takes less than a cycle. Lanes past the last row have queries of zero and are
+        // ignored.
         let mut high = false;
         for (before, &own) in self.top[..self.row.tile.rows].iter_mut().zip(&top) {
             let next = if own > *before { own } else { *before };
-            // Neither where no key was seen: -inf - -inf is NaN.
+            // This also ignores lanes that saw no key: -inf - -inf is NaN.
             high |= own - next >= limit;
             *before = next;
         }
@@ -465,7 +469,7 @@ impl<'w> Walker<'w> {
         self.finite && !high
     }
 
-    /// Folds the blocks that were left.
+    /// Folds the blocks that were kept.
     fn fold_kept<'b, F: FnOnce() -> KeyRows<'b>>(
         &mut self,
         cx: &Context<'_>,
@@ -477,7 +481,7 @@ impl<'w> Walker<'w> {
         weave_whole(cx, &mut self.row, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
     }
 
-    /// Folds the tile into the running summary. `scored`: the scores of a single part are in `s` already.
+    /// Folds the tile into the running summary. With `scored`, the scores of a single part are already in `s`.
     fn fold(&mut self, cx: &Context<'_>, [k, v]: [KeyRows<'_>; 2], origin: usize, scored: bool, state: State<'_, '_>) {
         let State { s, scratch, ahead, .. } = state;
         // Rows whose reference is near need no maximum.
@@ -494,7 +498,7 @@ impl<'w> Walker<'w> {
                 cx.kernels.scale_lanes(self.row.o, &alpha[..stride]);
             }
             match seen {
-                // Values that are not finite, and lanes that do not see them.
+                // Some values are not finite, and some lanes do not see them.
                 Some(seen) => cx.add_visible(&self.row.tile, origin, &seen, s, self.row.o, scratch.values),
                 None => {
                     let products = Products { step, stride, ahead: &mut ahead[1] };

@@ -1,17 +1,17 @@
-//! Which parts of a block of scores a tile computes, and the rectangles in which they are multiplied.
+//! The parts of a block of scores that a tile computes, and the rectangles in which they are multiplied.
 
 use crate::simd::{DEPTH, MAX_VECTORS};
 use crate::tiles::MAX_LANES;
 use std::ops::Range;
 
-/// For each vector of lanes, from a key to past another.
+/// For each vector of lanes, the first key and one past the last.
 pub(crate) type Ranges = [(usize, usize); MAX_VECTORS];
 
-/// What to compute of a block of scores, relative to its first key.
+/// The part of a block of scores to compute, relative to its first key.
 pub(crate) struct Step {
-    /// Keys each vector of lanes sees.
+    /// Keys that each vector of lanes sees.
     pub ranges: Ranges,
-    /// Of these, keys that every lane of the vector sees.
+    /// Keys that every lane of the vector sees.
     pub inner: Ranges,
     /// Interval of each lane.
     pub lo: [f32; MAX_LANES],
@@ -20,7 +20,7 @@ pub(crate) struct Step {
     pub rest: bool,
 }
 
-/// Keys that a run of vectors sees: a rectangle to multiply.
+/// A rectangle to multiply: the keys that a run of vectors sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub keys: (usize, usize),
@@ -39,7 +39,7 @@ impl Segment {
 }
 
 impl Step {
-    /// Leaves out all but some vectors.
+    /// Restricts the step to some vectors.
     pub fn only(&mut self, vectors: Range<usize>) {
         for z in (0..MAX_VECTORS).filter(|z| !vectors.contains(z)) {
             (self.ranges[z], self.inner[z]) = ((0, 0), (0, 0));
@@ -52,7 +52,7 @@ impl Step {
         seen().map(|r| r.0).min().unwrap_or(0)..seen().map(|r| r.1).max().unwrap_or(0)
     }
 
-    /// The part of this step inside a range of keys, counted from its first.
+    /// The part of this step inside a range of keys, relative to the range's start.
     pub fn part(&self, keys: &Range<usize>) -> Step {
         let inside = |(a, b): (usize, usize)| {
             let (a, b) = (a.max(keys.start), b.min(keys.end));
@@ -67,7 +67,7 @@ impl Step {
         }
     }
 
-    /// Whether a lane sees a key, as far as intervals tell, in vectors of `width`.
+    /// Whether a lane sees a key according to its interval, in vectors of `width`.
     pub fn sees(&self, key: usize, lane: usize, width: usize) -> bool {
         let ((start, end), (first, last)) = (self.ranges[lane / width], self.inner[lane / width]);
         let at = key as f32;
@@ -75,15 +75,15 @@ impl Step {
         (start..end).contains(&key) && inside
     }
 
-    /// Keys that every lane of every vector in use sees, as far as intervals tell.
+    /// Keys that every lane of every vector in use sees according to its interval.
     pub fn inner_of_all(&self) -> Range<usize> {
         let used = || self.ranges.iter().zip(&self.inner).filter(|((a, b), _)| a < b).map(|(_, inner)| inner);
         let start = used().map(|inner| inner.0).max().unwrap_or(0);
         start..used().map(|inner| inner.1).min().unwrap_or(0)
     }
 
-    /// Whether every lane of every vector in use sees whole tiles of keys, or all up to the last of `keys`: whoever
-    /// multiplies then multiplies nothing else.
+    /// Whether every lane of every vector in use sees whole tiles of keys, or all up to the last of `keys`, so that a
+    /// product computes nothing else.
     pub fn is_whole(&self, keys: usize) -> bool {
         let whole = |(&(a, b), inner): (&(usize, usize), &(usize, usize))| {
             a >= b || ((a, b) == *inner && a.is_multiple_of(DEPTH) && (b.is_multiple_of(DEPTH) || b == keys))
@@ -91,8 +91,8 @@ impl Step {
         self.ranges.iter().zip(&self.inner).all(whole)
     }
 
-    /// Whether some lane gives a key a weight other than 0. `weights` is the tile of scores after softmax, in
-    /// vectors of `width`.
+    /// Whether some lane gives a key a nonzero weight. `weights` is the tile of scores after softmax, in vectors of
+    /// `width`.
     pub fn weighs(&self, key: usize, weights: &[f32], stride: usize, width: usize) -> bool {
         self.ranges.iter().enumerate().any(|(z, &(a, b))| {
             let at = key * stride + z * width;
@@ -118,9 +118,9 @@ impl Step {
         })
     }
 
-    /// The same for a unit that fills two groups of lanes at a time: where vectors see different keys, each pair of them has
-    /// rectangles of its own, over all its keys, and none is a single tile wide and high for its neighbour's sake. With
-    /// [`Cover::Pair`] both vectors of a pair get what one of them sees.
+    /// Like `segments`, for a unit that fills two groups of lanes at a time. If vectors see different keys, each pair
+    /// of vectors has its own rectangles over all its keys, and no rectangle is split for a neighbour. With
+    /// [`Cover::Pair`], both vectors of a pair get what one of them sees.
     pub fn paired_segments(&self, grain: usize, cover: Cover) -> impl Iterator<Item = Segment> + use<> {
         const NONE: Segment = Segment { keys: (0, 0), vectors: (0, 0) };
         let ranges = self.rounded(grain);
@@ -132,14 +132,14 @@ impl Step {
                 n += 1;
             }
         };
-        // The usual case: all that see something see the same.
+        // The usual case: all vectors that see something see the same keys.
         let seen = ranges.iter().take_while(|(a, b)| a < b).count();
         if ranges[..seen].iter().all(|range| *range == ranges[0]) && ranges[seen..].iter().all(|(a, b)| a >= b) {
             push(ranges[0], (0, seen));
         } else {
             for z in (0..MAX_VECTORS).step_by(2) {
                 let ((a, b), (c, d)) = (ranges[z], ranges[z + 1]);
-                // Ranges that meet: of others the union is more than both.
+                // Join only ranges that overlap: otherwise the union is larger than both.
                 let meet = a < b && c < d && a.max(c) < b.min(d);
                 if !meet {
                     push((a, b), (z, z + 1));
@@ -162,20 +162,20 @@ impl Step {
     }
 }
 
-/// Ranges of two vectors at a time, of those that see something: what is done with their scores stays in the first-level
-/// cache. All together with `whole`, for whoever looks at scores of all lanes.
+/// Ranges of two vectors at a time, among those that see something, so that their scores stay in the L1 cache. With
+/// `whole`, all together, for code that looks at the scores of all lanes.
 pub(crate) fn in_pairs(ranges: Ranges, whole: bool) -> impl Iterator<Item = Ranges> {
     let size = if whole { MAX_VECTORS } else { 2 };
     let own = move |z: usize| std::array::from_fn(|i| if i / size == z / size { ranges[i] } else { (0, 0) });
     (0..MAX_VECTORS).step_by(size).map(own).filter(|own: &Ranges| own.iter().any(|(a, b)| a < b))
 }
 
-/// What [`Step::paired_segments`] cover.
+/// The keys that [`Step::paired_segments`] cover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cover {
     /// The keys that each vector sees.
     Seen,
-    /// Those that one of its pair sees: what is computed beyond must not be read.
+    /// The keys that either vector of the pair sees; scores beyond a vector's own keys must not be read.
     Pair,
 }
 
@@ -207,7 +207,8 @@ mod tests {
                     }
                     for (z, own) in rounded.iter().enumerate() {
                         for (key, &n) in covered[z].iter().enumerate() {
-                            // Nothing twice, and beyond its own a vector has only what the other of its pair sees.
+                            // Nothing is covered twice, and beyond its own keys a vector covers only those of its
+                            // partner.
                             let allowed = spare && rounded[z ^ 1].contains(&key);
                             let right = n == i32::from(own.contains(&key)) || allowed && n == 1;
                             assert!(right, "{ranges:?} by {grain}, vector {z} key {key}: {n} times");

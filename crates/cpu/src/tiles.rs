@@ -1,10 +1,10 @@
-//! The walk that forward and backward share: which queries form a tile, which keys a tile sees, and which
-//! parts of a block of scores need computing.
+//! Code that forward and backward share: the queries of a tile, the keys that a tile sees, and the parts of a block of
+//! scores to compute.
 //!
-//! Scores live as `[key][lane]`, in natural units (Q carries the scale): a lane is a query, so row maxima and sums are plain vertical operations. The
-//! query heads of one key/value head are packed into one list of rows, q-major (row p is query p / pack, head
-//! p % pack), so that a group reads each key once. A lane's result never depends on its neighbours: skipping
-//! what nobody sees changes no bits.
+//! Scores are stored as `[key][lane]`, in natural units (Q contains the scale). A lane is a query, so row maxima and
+//! sums are vertical vector operations. The query heads of one key/value head are packed into one list of rows, q-major
+//! (row p is query p / pack, head p % pack), so that a group reads each key once. A lane's result never depends on its
+//! neighbours, so skipping invisible parts changes no bits.
 
 use crate::evaluate::{Evaluator, LaneEnv};
 use crate::simd::{Ahead, ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
@@ -17,29 +17,29 @@ use std::ops::Range;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
 const GRAIN: usize = 8;
-/// No tile has more lanes.
+/// Largest number of lanes of a tile.
 pub(crate) const MAX_LANES: usize = 64;
 
-/// What every step of a call needs to know.
+/// Data that every step of a call needs.
 pub(crate) struct Context<'a> {
     pub bound: &'a Bound<'a>,
     pub problem: &'a Problem,
     pub kernels: &'static Kernels,
-    /// Who does the products of forward.
+    /// The unit that computes the products of forward.
     pub unit: &'a dyn Unit,
-    /// Who packs the problem's tensors, whatever the unit works on.
+    /// The unit that packs the problem's tensors, whatever the product unit works on.
     pub packer: &'static dyn Packer,
-    /// Dimensions of k and v, and the same rounded up to whole vectors.
+    /// Dimensions of k and v, and both rounded up to whole vectors.
     pub d: usize,
     pub dv: usize,
     pub d_pad: usize,
     pub dv_pad: usize,
-    /// Query heads packed into one tile: the group, or 1 where heads see different blocks.
+    /// Query heads packed into one tile: the group, or 1 if heads see different blocks.
     pub pack: usize,
     pub exp: ExpKind,
-    /// What weights are rounded to before they meet V.
+    /// The format to which weights are rounded before the product with V.
     pub rounding: Option<GroupFormat>,
-    /// Keys in a block where it is not the unit's usual number: a multiple of 64.
+    /// Keys per block, if it is not the unit's usual number: a multiple of 64.
     pub block: Option<usize>,
 }
 
@@ -48,12 +48,12 @@ impl<'a> Context<'a> {
         Context::with(bound, kernels, kernels.packer(bound.problem().dtype()))
     }
 
-    /// The same with products by the vectors.
+    /// This context with products on vectors.
     pub fn on_vectors(&self) -> Self {
         Context { unit: &Vectors, packer: &Vectors, ..*self }
     }
 
-    /// With a unit of the call's own.
+    /// A context with the call's own unit.
     pub fn with(bound: &'a Bound<'a>, kernels: &'static Kernels, unit: &'a dyn Unit) -> Self {
         let problem = bound.problem();
         let own_blocks = problem.blocks().is_some_and(|spec| spec.heads > 1);
@@ -87,28 +87,28 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Whether expressions read or hide scores: they want them in natural units.
+    /// Whether expressions read or hide scores, so that scores must be in natural units.
     pub fn is_modified(&self) -> bool {
         self.problem.score_program().is_some() || self.problem.mask_rest().is_some()
     }
 
-    /// Whether scores are looked at in tiles of all lanes; else in pairs of vectors, which stay in the first-level cache.
+    /// Whether scores are processed in tiles of all lanes; otherwise in pairs of vectors, which stay in the L1 cache.
     pub fn whole_tiles(&self) -> bool {
         self.is_modified() || self.kernels.matrix_for(self.problem.dtype()).is_none()
     }
 
-    /// The same where all lanes see the same keys: in parts these are longer than that cache, and better read once for all
-    /// lanes than once for each pair.
+    /// Whether products use tiles of all lanes, if all lanes see the same keys. Keys in parts are larger than the L1
+    /// cache, and are better read once for all lanes than once for each pair.
     pub fn whole_products(&self) -> bool {
         self.whole_tiles() || self.problem.dtype() != DType::Bf16
     }
 
-    /// What a score must be multiplied with in softmax to be in natural units.
+    /// The factor in softmax that converts a score to natural units.
     pub fn score_scale(&self) -> f32 {
         if self.is_modified() { 1.0 } else { self.unit.score_scale(self) }
     }
 
-    /// Turns the scores of a step, as the unit made them, into natural units.
+    /// Converts the scores of a step from the unit's scale to natural units.
     pub fn scale_scores(&self, step: &Step, stride: usize, s: &mut [f32]) {
         let scale = self.unit.score_scale(self);
         if scale != 1.0 {
@@ -117,7 +117,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Rounds the weights of a step, keys from `origin` on, in groups of keys; hidden keys count as 0.
+    /// Rounds the weights of a step, with keys starting at `origin`, in groups of keys; hidden keys count as 0.
     pub fn round_weights(&self, step: &Step, stride: usize, p: &mut [f32]) {
         let Some(format) = self.rounding else { return };
         for (z, &range) in step.ranges[..stride / self.kernels.lanes].iter().enumerate() {
@@ -146,13 +146,13 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// What each lane of a tile is.
+    /// Query, head and interval of each lane of a tile.
     pub fn lanes(&self, tile: &Tile) -> Lanes {
         self.lanes_within(tile, |_| 0..usize::MAX)
     }
 
-    /// The same, where a query sees only keys of an interval beside the mask. From a query to the next its ends move by one key
-    /// or not at all, as those of spans do.
+    /// Like `lanes`, if a query sees only keys of an interval besides the mask. From one query to the next its ends
+    /// must move by one key or not at all, as those of spans do.
     pub fn lanes_within(&self, tile: &Tile, limit: impl Fn(usize) -> Range<usize>) -> Lanes {
         let s = &self.bound.sequences()[tile.sequence];
         let grain = if matches!(self.problem.precision(), Precision::Int8(_)) { GROUP } else { self.kernels.lanes };
@@ -171,7 +171,7 @@ impl<'a> Context<'a> {
             let start = keys.start.max(limit.start).min(s.k_len);
             start..keys.end.min(limit.end).max(start)
         };
-        // An end that moves by as many keys as there are queries between, or by none, moves evenly.
+        // An end that moves by one key per query, or not at all, moves evenly.
         let queries = self.queries(tile);
         let (first, last) = (span(queries.start), span(queries.end - 1));
         let pace = |a: usize, b: usize| match b - a {
@@ -181,7 +181,7 @@ impl<'a> Context<'a> {
         };
         let paces = pace(first.start, last.start).zip(pace(first.end, last.end));
         for lane in 0..stride {
-            // Lanes past the last row repeat it: their results are dropped.
+            // Lanes past the last row repeat it; their results are dropped.
             let (q, head) = self.row(tile, lane.min(tile.rows - 1));
             let n = q - queries.start;
             let keys = paces.map_or_else(|| span(q), |(a, b)| first.start + a * n..first.end + b * n);
@@ -200,7 +200,7 @@ impl<'a> Context<'a> {
     /// Query and head of a lane.
     pub fn row(&self, tile: &Tile, lane: usize) -> (usize, usize) {
         let p = tile.first + lane;
-        // Divisions take as long as all the rest of a lane.
+        // A division takes as long as all other work of a lane.
         if self.pack == 1 { (p, tile.head) } else { (p / self.pack, tile.head + p % self.pack) }
     }
 
@@ -209,8 +209,8 @@ impl<'a> Context<'a> {
         tile.first / self.pack..(tile.first + tile.rows - 1) / self.pack + 1
     }
 
-    /// The parts of a block of keys that a tile may see, by the block mask: ascending, and whether the mask
-    /// still decides there.
+    /// The parts of a block of keys that the block mask lets a tile see, ascending, and whether the mask still decides
+    /// there.
     pub fn pieces(&self, tile: &Tile, keys: Range<usize>) -> impl Iterator<Item = Piece> + use<> {
         let blocks = self.bound.block_mask().map(|mask| self.listed(mask, tile, keys.clone()));
         let whole = blocks.is_none().then_some(Piece { keys, masked: true });
@@ -237,8 +237,8 @@ impl<'a> Context<'a> {
         pieces
     }
 
-    /// What has to be computed of a piece; `None` if no lane sees any of it. `origin` is the key of row 0 of
-    /// the block of scores.
+    /// The part of a piece to compute; `None` if no lane sees any of it. `origin` is the key of row 0 of the block of
+    /// scores.
     pub fn step(&self, tile: &Tile, lanes: &Lanes, piece: &Piece, origin: usize) -> Option<Step> {
         let width = self.kernels.lanes;
         let (first, last) = (piece.keys.start - origin, piece.keys.end - origin);
@@ -261,7 +261,7 @@ impl<'a> Context<'a> {
                 continue;
             }
             let (start, end) = (start - origin, end - origin);
-            // Rounded, but never to a key that no lane of the tile sees: such a key may hold anything.
+            // Round, but never include a key that no lane of the tile sees: such a key may hold anything.
             let start = (start - start % GRAIN).max(lanes.reach().0.clamp(piece.keys.start, piece.keys.end) - origin);
             let end = end.next_multiple_of(GRAIN).min(lanes.reach().1.clamp(piece.keys.start, piece.keys.end) - origin);
             step.ranges[z] = (start, end);
@@ -289,7 +289,7 @@ impl<'a> Context<'a> {
         Some(step)
     }
 
-    /// Makes a step that of a piece which all lanes see whole, as they saw that of the step; false if they do not.
+    /// Updates a step for a piece that all lanes see whole, as they did before; false if they do not.
     pub fn step_again(&self, lanes: &Lanes, piece: &Piece, origin: usize, step: &mut Step) -> bool {
         let vectors = lanes.stride / self.kernels.lanes;
         let whole = |&(start, end): &(usize, usize)| start <= piece.keys.start && piece.keys.end <= end;
@@ -328,8 +328,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). With `derivative`,
-    /// that of the modifiers is written there first.
+    /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). Writes the derivative of the
+    /// modifiers to `derivative` first, if it is given.
     pub fn modify(
         &self,
         tile: &Tile,
@@ -371,8 +371,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded.
-    /// True if all are finite.
+    /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded. Returns true if
+    /// all are finite.
     pub fn gather(&self, tile: &Tile, data: &Data<'_>, rows: &Rows, n: usize, out: &mut [f32], width: usize) -> bool {
         let mut finite = true;
         for (lane, row) in out.chunks_exact_mut(width).enumerate() {
@@ -387,7 +387,7 @@ impl<'a> Context<'a> {
         finite
     }
 
-    /// Q^T of a tile times `scale`, `[d][lane]`; `rows` is scratch of the same size.
+    /// Computes Q^T of a tile times `scale`, `[d][lane]`; `rows` is scratch of the same size.
     pub fn turned_queries(&self, from: &QueryRows<'_>, stride: usize, scale: f32, rows: &mut [f32], out: &mut [f32]) {
         let whole = from.rows == stride && self.d == self.d_pad;
         match (from.data, from.row) {
@@ -407,7 +407,7 @@ impl<'a> Context<'a> {
         out.iter_mut().for_each(|x| *x *= scale);
     }
 
-    /// Rows of keys or values as f32 with their `n` elements, in place where they lie close together in f32, else
+    /// Rows of keys or values as f32 with their `n` elements: in place if they are f32 and close together, else
     /// converted into `buffer` (`[key][width]`, zero padded).
     pub fn keys<'b>(
         &self,
@@ -423,9 +423,9 @@ impl<'a> Context<'a> {
         self.keys_from(Source { data: view.data(), offset, row: rows.row, rows: count, n }, width, buffer)
     }
 
-    /// The same of any rows.
+    /// Rows from any source as f32, in place or converted.
     pub fn keys_from<'b>(&self, from: Source<'b>, width: usize, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        // Rows far apart cost a page each, every time; a copy pays once for all tiles.
+        // Rows that are far apart cost a page each, every time; a copy pays once for all tiles.
         if let (Data::F32(all), true) = (from.data, from.row <= 2 * width && from.n == width) {
             return KeyRows { rows: Matrix::new(&all[from.offset..], from.row), finite: false };
         }
@@ -437,8 +437,8 @@ impl<'a> Context<'a> {
         KeyRows { rows: Matrix::new(buffer, width), finite }
     }
 
-    /// The same rows where all are finite; else a copy in which keys that no lane sees are 0: times a weight of 0,
-    /// a NaN that nobody may see would show. `weights` is the tile of scores after softmax.
+    /// The rows themselves if all are finite; else a copy in which keys that no lane sees are 0, because a weight of 0
+    /// times an invisible NaN would be NaN. `weights` is the tile of scores after softmax.
     pub fn only_seen<'b>(
         &self,
         rows: KeyRows<'b>,
@@ -448,7 +448,7 @@ impl<'a> Context<'a> {
         stride: usize,
         copy: &'b mut [f32],
     ) -> KeyRows<'b> {
-        // Spans never take in a key that no lane sees.
+        // Spans never include a key that no lane sees.
         if rows.finite || !step.rest {
             return rows;
         }
@@ -476,7 +476,7 @@ impl<'a> Context<'a> {
         self.bound.rows(strides, sequence, Side::Query)
     }
 
-    /// Asks for keys and values that will be read.
+    /// Prefetches keys and values.
     pub fn ask_keys(&self, sequence: &Sequence, kv_head: usize, keys: Range<usize>, ahead: &mut [Ahead; 2]) {
         for ((view, n), ahead) in [(self.bound.k(), self.d), (self.bound.v(), self.dv)].into_iter().zip(ahead) {
             let at = self.key_rows(view.strides(), sequence);
@@ -484,7 +484,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Asks for queries of one head that will be read.
+    /// Prefetches queries of one head.
     pub fn ask_queries(&self, sequence: &Sequence, head: usize, queries: Range<usize>, ahead: &mut Ahead) {
         let view = self.bound.q();
         let at = self.query_rows(view.strides(), sequence);
@@ -492,33 +492,33 @@ impl<'a> Context<'a> {
     }
 }
 
-/// Up to a tile's lanes of packed rows.
+/// A tile: up to the vector unit's number of lanes of packed rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
-    /// Number of the sequence.
+    /// Index of the sequence.
     pub sequence: usize,
     /// First query head.
     pub head: usize,
-    /// First packed row, and how many.
+    /// First packed row, and the number of rows.
     pub first: usize,
     pub rows: usize,
 }
 
 /// Query, head and visible interval of each lane.
 pub(crate) struct Lanes {
-    /// Lanes in use, in whole vectors.
+    /// Number of lanes in use, in whole vectors.
     pub stride: usize,
     pub q: [i32; MAX_LANES],
     pub head: [i32; MAX_LANES],
     pub lo: [i32; MAX_LANES],
     pub hi: [i32; MAX_LANES],
-    /// For each vector: keys that every lane sees, and keys that some lane sees.
+    /// For each vector: the keys that every lane sees, and the keys that some lane sees.
     all: [(usize, usize); MAX_VECTORS],
     some: [(usize, usize); MAX_VECTORS],
 }
 
 impl Lanes {
-    /// Lanes that all see the first keys.
+    /// Lanes that all see the first `keys` keys.
     pub fn whole(stride: usize, keys: usize) -> Self {
         Lanes {
             stride,
@@ -531,27 +531,27 @@ impl Lanes {
         }
     }
 
-    /// Whether every lane sees all of these keys, as far as intervals tell.
+    /// Whether every lane sees all of these keys, according to the intervals.
     pub fn see(&self, keys: &Range<usize>) -> bool {
-        // Vectors past the last say yes.
+        // Vectors past the last one answer yes.
         self.all.iter().all(|all| all.0 <= keys.start && keys.end <= all.1)
     }
 
-    /// From the first key that some lane sees to past the last.
+    /// The first key that some lane sees, and one past the last.
     pub fn reach(&self) -> (usize, usize) {
         let first = self.some.iter().map(|keys| keys.0).min().unwrap_or(0);
         (first, self.some.iter().map(|keys| keys.1).max().unwrap_or(0))
     }
 }
 
-/// A run of keys in which the mask decides, or not.
+/// A run of keys, in which the mask decides or not.
 #[derive(Debug, Clone)]
 pub(crate) struct Piece {
     pub keys: Range<usize>,
     pub masked: bool,
 }
 
-/// Rows of keys or values as f32: where they lie, or converted.
+/// Rows of keys or values as f32: in place, or converted.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyRows<'a> {
     pub rows: Matrix<'a>,

@@ -1,7 +1,7 @@
-//! Who multiplies in forward, and makes the scores of backward: the vectors, or a matrix unit beside them.
+//! The units that multiply in forward and compute the scores of backward: the vectors, or a matrix unit.
 //!
-//! A unit packs the operands of the two products as it wants them, and multiplies what a step has to compute. The
-//! walk over the keys does not know which one it has.
+//! A unit packs the operands of the two products in its own layout, and multiplies the parts that a step has to
+//! compute. The tile loop does not know which unit it uses.
 
 use crate::memory::Arena;
 use crate::simd::{
@@ -13,11 +13,11 @@ use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use fulgurite_core::{DType, Data, Sequence, TensorView};
 use std::ops::Range;
 
-/// Elements of workspace that a unit wants, all in f32.
+/// Workspace sizes of a unit, in f32 elements.
 pub(crate) struct Room {
     /// Packed queries of a tile.
     pub queries: usize,
-    /// One packed key. Blocks of keys begin at multiples of [`GROUP`] and have room for whole ones.
+    /// One packed key. Blocks of keys start at multiples of [`GROUP`] and have space for whole groups.
     pub key: usize,
     /// A packed block of values.
     pub values: usize,
@@ -44,11 +44,11 @@ pub(crate) struct Products<'a> {
 pub(crate) struct Scratch<'a> {
     pub values: &'a mut [f32],
     pub weights: &'a mut [f32],
-    /// Whether softmax has packed the weights already.
+    /// Whether softmax has already packed the weights.
     pub packed: bool,
-    /// What O is to be multiplied with, where the unit [rescales](Unit::rescales).
+    /// The factor of O, if the unit [rescales](Unit::rescales).
     pub alpha: [f32; MAX_LANES],
-    /// Probes beside the weights.
+    /// Probes that go with the weights.
     pub probe: Option<LaneProbe<'a>>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Scratch<'a> {
     }
 }
 
-/// What a block of scores was made of, and the values that follow.
+/// The operands of a block of scores, and the values that follow.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
     pub q: &'a [f32],
@@ -79,34 +79,34 @@ pub(crate) struct Run<'a, 't> {
 }
 
 pub(crate) trait Unit: Sync {
-    /// What a thread keeps while it multiplies.
+    /// Resources that a thread holds while it multiplies.
     fn hold(&self) -> Option<Hold>;
-    /// Keys in a block. It decides the order of sums, so it depends on the problem's dimensions and type alone.
+    /// Keys per block. It determines the order of sums, so it depends only on the problem's dimensions and type.
     fn block(&self, cx: &Context<'_>) -> usize;
     fn room(&self, cx: &Context<'_>) -> Room;
-    /// What a score has to be multiplied with to be in natural units.
+    /// The factor that converts a score to natural units.
     fn score_scale(&self, cx: &Context<'_>) -> f32;
     /// Packs the queries of a tile; `rows` is scratch for one tile.
     fn queries(&self, cx: &Context<'_>, tile: &Tile, stride: usize, rows: &mut [f32], out: &mut [f32]);
-    /// A block of keys and values, in buffers of the sizes in [`Room`].
+    /// Packs a block of keys and values into buffers of the sizes in [`Room`].
     fn block_of<'b>(&'b self, cx: &Context<'b>, keys: &Keys<'_>, buffers: [&'b mut [f32]; 2]) -> [KeyRows<'b>; 2];
-    /// S = K Q^T where the step asks for it.
+    /// Computes S = K Q^T in the parts that the step needs.
     fn scores(&self, cx: &Context<'_>, products: Products<'_>, k: KeyRows<'_>, q: &[f32], s: &mut [f32]);
-    /// Blocks that are packed together, so that a tile takes several in a row.
+    /// Number of blocks that are packed together, so that a tile takes several in a row.
     fn span(&self, _: &Context<'_>) -> usize {
         1
     }
-    /// Several blocks at once for all tiles of an item, where [`span`](Self::span) is more than one: returns where it stopped
-    /// before the end. That block is for the single steps.
+    /// Processes several blocks at once for all tiles of an item, if [`span`](Self::span) is more than one. Returns the
+    /// block at which it stopped before the end, which needs single steps.
     fn weave(&self, _: &Context<'_>, _: Run<'_, '_>) -> Option<Place> {
         unreachable!("bug in fulgurite: this unit takes one block at a time")
     }
-    /// Whether some score of a whole block of keys is within its lane's limit, and whether all are near the references, where
-    /// [`span`](Self::span) is more than one; `s` is scratch of a tile.
+    /// Whether some score of a whole block of keys is within its lane's limit, and whether all are near the references,
+    /// if [`span`](Self::span) is more than one; `s` is scratch for a tile.
     fn look(&self, _: &Context<'_>, _: KeyRows<'_>, _: &[f32], _s: &mut [f32], _: &mut Seen<'_>) -> [bool; 2] {
         unreachable!("bug in fulgurite: a unit that takes single steps")
     }
-    /// Whether `output` multiplies O with alpha itself.
+    /// Whether `output` multiplies O by alpha itself.
     fn rescales(&self) -> bool {
         false
     }
@@ -121,7 +121,7 @@ pub(crate) trait Unit: Sync {
         scratch.packed = false;
         cx.kernels.softmax(args, scratch.probe.as_mut())
     }
-    /// O += V^T P, after `softmax`. All values that lanes do not see must be finite
+    /// Computes O += V^T P, after `softmax`. All values that lanes do not see must be finite
     /// ([`hidden_values`](Context::hidden_values)).
     fn output(
         &self,
@@ -134,9 +134,9 @@ pub(crate) trait Unit: Sync {
     );
 }
 
-/// A unit that packs whatever rows it is given.
+/// A unit that packs any rows.
 pub(crate) trait Packer: Unit {
-    /// As [`Unit::queries`], of any rows.
+    /// Like [`Unit::queries`], for any rows.
     fn queries_from(&self, cx: &Context<'_>, from: &QueryRows<'_>, stride: usize, rows: &mut [f32], out: &mut [f32]);
     fn keys_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b>;
@@ -151,17 +151,17 @@ pub(crate) trait Packer: Unit {
 }
 
 impl Kernels {
-    /// Who packs rows of this type: a matrix unit, or the vectors.
+    /// The unit that packs rows of this type: a matrix unit, or the vectors.
     pub fn packer(&self, dtype: DType) -> &'static dyn Packer {
         self.matrix_for(dtype).map_or(&Vectors, |unit| unit)
     }
 }
 
-/// Products by fused multiply-adds. Nothing is packed but what has to be converted.
+/// Products by fused multiply-adds. Only operands that need conversion are packed.
 pub(crate) struct Vectors;
 
 impl Vectors {
-    /// With 64 lanes a block of S (32 KiB) stays in the first-level cache.
+    /// With 64 lanes a block of S (32 KiB) stays in the L1 cache.
     const BLOCK: usize = 128;
 }
 
@@ -225,12 +225,12 @@ impl Packer for Vectors {
     }
 }
 
-/// Sizes of a problem in tiles.
+/// Sizes of a problem, in tiles.
 struct Sizes {
     parts: usize,
-    /// Parts of P: as many as its rounding in the problem's type asks for.
+    /// Number of parts of P, as its rounding in the problem's type requires.
     weight_parts: usize,
-    /// Tiles of a block of keys, along d, and groups of columns of V.
+    /// Tiles per block of keys, along d, and column groups of V.
     block: usize,
     d: usize,
     dv: usize,
@@ -248,14 +248,14 @@ impl Sizes {
     }
 }
 
-/// Keys and queries keep their own type, in parts, and scores are scaled afterwards; in f32 the queries carry the
-/// scale, as they do for the vectors, so that backward finds the scores of forward.
+/// Keys and queries keep their own type, in parts, and scores are scaled afterwards. In f32 the queries contain the
+/// scale, as for the vectors, so that backward finds the scores of forward.
 impl Unit for MatrixKernels {
     fn hold(&self) -> Option<Hold> {
         Some(self.hold())
     }
-    /// Tiles load from the second-level cache as fast as from the first, and a long block loads and stores O less often:
-    /// 8 to 18 % over 64 keys in bf16, lab 002.
+    /// Tiles load from the L2 cache as fast as from L1, and a long block loads and stores O less often: 8 to 18 %
+    /// faster than with 64 keys in bf16, lab 002.
     fn block(&self, cx: &Context<'_>) -> usize {
         cx.block.unwrap_or(128)
     }
@@ -289,7 +289,7 @@ impl Unit for MatrixKernels {
             self.multiply(to, k, q, [keys / GROUP, lanes / GROUP, d], Sum::Fresh, ahead);
         }
     }
-    /// Eight blocks: Q and O then stay in the first-level cache over 1024 keys.
+    /// Eight blocks: Q and O then stay in the L1 cache over 1024 keys.
     fn span(&self, cx: &Context<'_>) -> usize {
         let plain = !cx.is_modified() && cx.rounding.is_none() && cx.problem.blocks().is_none();
         let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
@@ -297,7 +297,7 @@ impl Unit for MatrixKernels {
     }
     fn weave(&self, cx: &Context<'_>, run: Run<'_, '_>) -> Option<Place> {
         let Sizes { block, d, dv, .. } = Sizes::new(self, cx);
-        // Values that are not finite ask which keys weigh nothing.
+        // Non-finite values require a check of which keys have no weight.
         let own = run.blocks.iter().map(|[k, v]| WovenBlock { k: k.rows.data, v: v.rows.data, finite: v.finite });
         let blocks: Vec<WovenBlock<'_>> = own.collect();
         let mut woven = Woven {
@@ -324,7 +324,7 @@ impl Unit for MatrixKernels {
         scratch: &mut Scratch<'_>,
     ) -> SoftmaxStats {
         let Sizes { weight_parts, block, .. } = Sizes::new(self, cx);
-        // Values that are not finite ask which keys weigh nothing: they want P itself.
+        // Non-finite values require a check of which keys have no weight, and so P itself.
         let narrow = weight_parts == 1 && self.narrow.suits(args.exp) && args.policy != Policy::MaxOnly;
         let narrow = narrow && cx.rounding.is_none();
         scratch.packed = narrow && v.finite;
@@ -366,7 +366,7 @@ impl Packer for MatrixKernels {
         let Sizes { parts, d, .. } = Sizes::new(self, cx);
         if let Data::Bf16(data) = from.data {
             let rows = RowsAt { data, starts: &from.starts[..from.rows], n: cx.d };
-            // Lanes past the last row are not written: what they hold is dropped.
+            // Lanes past the last row are not written; their results are dropped.
             return self.narrow.turn(rows, out, d);
         }
         let (rows, turned) = rows.split_at_mut(Arena::room(cx.kernels.tile * cx.d_pad));
@@ -385,13 +385,13 @@ impl Packer for MatrixKernels {
         let Sizes { parts, block, dv, .. } = Sizes::new(self, cx);
         let written = from.rows.div_ceil(DEPTH);
         if written < block {
-            // Whoever multiplies a whole block must find numbers there: a weight of 0 times NaN would show.
+            // A product of a whole block must find numbers there: a weight of 0 times NaN would be NaN.
             for group in buffer.chunks_exact_mut(Panels::room(1, block, parts)).take(dv) {
                 group[written * parts * SLOTS..].fill(0.0);
             }
         }
         let finite = self.pack_turned(&from, buffer, block);
-        // The keys are the summed axis: a block is taken whole.
+        // The keys are the summed axis, so a block is taken as a whole.
         KeyRows { rows: Matrix::new(buffer, 0), finite }
     }
 }
@@ -399,10 +399,10 @@ impl Packer for MatrixKernels {
 /// The rows of a tile of queries.
 pub(crate) struct QueryRows<'a> {
     pub data: Data<'a>,
-    /// Where each begins, and how many there are; the others repeat the last.
+    /// Offset of each row, and the number of rows; further lanes repeat the last.
     pub starts: [usize; MAX_LANES],
     pub rows: usize,
-    /// How far apart they are, where that is the same for all.
+    /// Distance between rows, if it is constant.
     pub row: Option<usize>,
 }
 
@@ -416,7 +416,7 @@ impl<'a> QueryRows<'a> {
 }
 
 impl Context<'_> {
-    /// Where the rows of a tile begin in a tensor of queries.
+    /// Offsets of a tile's rows in a tensor of queries.
     pub fn row_starts(&self, tile: &Tile, strides: &[usize]) -> [usize; MAX_LANES] {
         let at = self.query_rows(strides, &self.bound.sequences()[tile.sequence]);
         std::array::from_fn(|lane| {
@@ -426,7 +426,7 @@ impl Context<'_> {
     }
 }
 
-/// Rows of keys as packers take them.
+/// Rows of keys in the form that packers take.
 pub(crate) fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
     let rows = cx.key_rows(view.strides(), keys.sequence);
     Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }

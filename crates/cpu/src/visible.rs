@@ -1,5 +1,6 @@
-//! The cold path of products whose operands are not finite: 0 times NaN is NaN, so a key that a row does not see must not be
-//! multiplied at all. Whoever multiplies asks here first; where all is finite, or all is seen, the answer is "as usual".
+//! The cold path of products with non-finite operands: 0 times NaN is NaN, so a key that a row does not see must not be
+//! multiplied at all. Code that multiplies asks here first; if everything is finite, or everything is visible, the
+//! usual path is taken.
 
 use crate::simd::{DEPTH, parts};
 use crate::step::Step;
@@ -11,13 +12,13 @@ use std::ops::Range;
 pub(crate) struct Visible {
     keys: Range<usize>,
     stride: usize,
-    /// `[key][lane]`, from the first of `keys` on.
+    /// `[key][lane]`, starting at the first of `keys`.
     seen: Vec<bool>,
 }
 
 impl Visible {
-    /// What a step's lanes see, from the scores before softmax; lanes past the last of `rows` see nothing. A score of -inf is
-    /// a hidden key, whoever made it so.
+    /// What a step's lanes see, from the scores before softmax; lanes past the last of `rows` see nothing. A score of
+    /// -inf means a hidden key, whatever made it so.
     pub fn new(step: &Step, [stride, width, rows]: [usize; 3], s: &[f32]) -> Visible {
         let keys = step.hull();
         let mut seen = vec![false; keys.len() * stride];
@@ -42,7 +43,7 @@ impl Visible {
         self.keys.clone()
     }
 
-    /// Writes 0 over what lanes do not see.
+    /// Writes 0 over elements that lanes do not see.
     pub fn clear(&self, x: &mut [f32]) {
         for key in self.keys() {
             let own = &mut x[key * self.stride..(key + 1) * self.stride];
@@ -52,7 +53,7 @@ impl Visible {
 }
 
 impl Context<'_> {
-    /// Rows of a tensor of keys or values, one after the other, as f32; `row` has room for one.
+    /// Calls a function with each row of keys or values as f32; `row` has space for one.
     pub fn each_key(
         &self,
         view: &TensorView<'_>,
@@ -69,8 +70,9 @@ impl Context<'_> {
         }
     }
 
-    /// What the lanes of a tile see of a step, where its values are not finite and some lane does not see them all, or the
-    /// unit has no infinities; `None` else. `s` holds the scores before softmax, `scratch` has room for a row.
+    /// What the lanes of a tile see of a step, if its values are not finite and some lane does not see them all, or if
+    /// the unit has no infinities; otherwise `None`. `s` holds the scores before softmax, `scratch` has space for a
+    /// row.
     pub fn hidden_values(
         &self,
         (tile, stride): (&Tile, usize),
@@ -85,12 +87,12 @@ impl Context<'_> {
         let k_len = self.bound.sequences()[tile.sequence].k_len;
         let n = self.unit.block(self).min(k_len - start);
         let (width, decided) = (self.kernels.lanes, !step.rest && self.problem.score_program().is_none());
-        // A number in parts has no infinity: one part of it is NaN.
+        // A number in parts has no infinity: one of its parts is NaN.
         let in_parts = self.kernels.matrix.is_some() && parts(self.problem.dtype()) > 1;
         if decided && step.is_whole(n) && !in_parts {
             return None;
         }
-        // A matrix unit multiplies whole tiles of keys; only those that every lane sees need no look.
+        // A matrix unit multiplies whole tiles of keys; only tiles that every lane sees need no check.
         let (hull, tiles) = (step.hull(), self.kernels.matrix_for(self.problem.dtype()).is_some());
         let depth = if tiles { DEPTH } else { 1 };
         let keys = hull.start / depth * depth..hull.end.next_multiple_of(depth).min(n);
@@ -101,7 +103,7 @@ impl Context<'_> {
         (!finite).then(|| Visible::new(step, [stride, width, tile.rows], s))
     }
 
-    /// O += V^T P over what lanes see.
+    /// Computes O += V^T P over visible keys only.
     pub fn add_visible(
         &self,
         tile: &Tile,

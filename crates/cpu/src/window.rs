@@ -1,8 +1,8 @@
-//! Windows with sinks, where nothing else is skipped: every tile of rows folds its window in one step, and its sinks in
+//! Windows with sinks, if nothing else is skipped: every tile of rows folds its window in one step and its sinks in
 //! another, whatever the length of the sequence.
 //!
-//! An item's keys are packed once, as one block that begins where its first row's window does; a tile of rows meets
-//! no border of blocks inside its window.
+//! An item's keys are packed once, as one block that starts with its first row's window, so no block boundary falls
+//! inside a tile's window.
 
 use crate::forward::{Out, Row, State, finish, fold};
 use crate::memory::{Arena, with_workspace};
@@ -16,30 +16,31 @@ use fulgurite_core::Rescale;
 use fulgurite_core::skip::{HeadClass, SkipBound};
 use std::ops::Range;
 
-/// Rows of an item: on a matrix unit its keys and values, in parts, stay in the second-level cache; the vectors take in keys as
-/// rows come to need them, and pay for those before the first row once for more rows.
+/// Rows per item. On a matrix unit its keys and values, in parts, stay in the L2 cache; the vectors pack keys as rows
+/// need them, and more rows share the cost of those before the first row.
 pub(crate) fn item_rows(cx: &Context<'_>) -> usize {
     if cx.kernels.matrix_for(cx.problem.dtype()).is_some() { 512 } else { 1024 }
 }
-/// Keys that the rows of the longest item see, or sinks, beyond which blocks are walked one after the other instead.
+/// Number of keys that the rows of the longest item see, or of sinks, beyond which blocks are processed one by one
+/// instead.
 const MOST: usize = 4096;
 
-/// Rows that are asked for after a block of products: a tile of 64 rows has some 20 blocks, and as many rows of keys,
-/// values, queries and outputs come with it.
+/// Rows prefetched after a block of products: a tile of 64 rows has about 20 blocks, which covers its rows of keys,
+/// values, queries and outputs.
 const PACE: usize = 12;
 
-/// The keys that an item's rows see: at the beginning, and in their windows.
+/// The keys that an item's rows see: at the start, and in their windows.
 pub(crate) struct Spans {
     pub sinks: Range<usize>,
     pub window: Range<usize>,
 }
 
-/// The spans of an item that this walk takes: windows alone, and not too long ones.
+/// The spans of an item, if this path handles it: windows alone, and not too long ones.
 pub(crate) fn spans(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item) -> Option<Spans> {
     let own = skip.problem().skip();
     let class = own.class(item.head);
     let HeadClass::Window { keys, sinks } = class else { return None };
-    // Nothing of the item decides, whose length depends on the threads: the two walks have different bits.
+    // The decision must not depend on the item, whose length depends on the threads: the two paths give different bits.
     if own.proxy.is_some() || own.lambda.is_some() || sinks > MOST || keys.saturating_add(item_rows(cx)) > MOST {
         return None;
     }
@@ -115,7 +116,7 @@ pub(crate) fn walk(
             let mut ahead = [Ahead::paced(PACE); 2];
             let o_rows = cx.query_rows(out.o_strides, sequence);
             out.o.ask(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
-            // Of the keys that come, as many with each tile.
+            // Pack equally many of the coming keys with each tile.
             if let Some((next, keys)) = &mut coming {
                 let rows = keys.len().div_ceil(item.tiles.len() - i);
                 let (sequence, head) = (&cx.bound.sequences()[next.sequence], next.head / cx.problem.group());
@@ -142,7 +143,7 @@ pub(crate) fn walk(
                 o.fill(0.0);
                 let [own, beginning] = lanes;
                 let mut row = Row { tile, lanes: own, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-                // The window first: what its maximum is to the sinks needs no rescaling, as a rule.
+                // The window first: its maximum usually exceeds the sinks', so nothing must be rescaled.
                 let (from, to) = row.lanes.reach();
                 let keys = from.max(spans.window.start)..to.min(spans.window.end);
                 let mut parts = vec![(&near, window, spans.window.start, keys, Policy::Raise(0.0), None)];

@@ -1,9 +1,9 @@
-//! Compiled kernels on disk.
+//! A cache of compiled kernels on disk.
 //!
-//! One file for each kernel, named by a hash of everything that decides its contents. Any number of processes may
-//! read and write at once: a file is written under a name of its own and then renamed, so a reader sees all of it or
-//! nothing. A file that is cut short, changed or not ours is found out by its header and ignored. A folder that
-//! cannot be written only means that nothing is kept: no function here fails.
+//! Each kernel has one file, named by a hash of everything that determines its contents. Any number of processes may
+//! read and write at once: a file is written under a unique name and then renamed, so a reader sees all of it or
+//! nothing. The header reveals a file that is truncated, changed or foreign, and such a file is ignored. If the folder
+//! cannot be written, nothing is cached; no function here fails.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
@@ -11,32 +11,32 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a file begins with; the digit is the version of the format.
+/// The first bytes of a file; the digit is the version of the format.
 const MAGIC: [u8; 8] = *b"FULGCUB1";
 /// Magic, key, length of the log, length of the code, checksum.
 const HEADER_BYTES: usize = 8 + 16 + 8 + 8 + 16;
 
-/// A hash that is the same on every machine and for every compiler: FNV-1a of 128 bits.
+/// FNV-1a with 128 bits: a hash that is equal on every machine and for every compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Hash128(u128);
 
 impl Hash128 {
-    /// Of nothing: the published starting value.
+    /// The hash of no bytes: the published starting value.
     pub const EMPTY: Hash128 = Hash128(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
 
-    /// With these bytes added.
+    /// The hash with these bytes appended.
     pub fn bytes(self, bytes: &[u8]) -> Self {
         Hash128(bytes.iter().fold(self.0, |hash, &byte| (hash ^ u128::from(byte)).wrapping_mul(Self::PRIME)))
     }
 
-    /// With a part added whose end counts: `("ab", "c")` differs from `("a", "bc")`.
+    /// The hash with a delimited part appended: `("ab", "c")` differs from `("a", "bc")`.
     pub fn part(self, bytes: &[u8]) -> Self {
         self.bytes(&(bytes.len() as u64).to_le_bytes()).bytes(bytes)
     }
 }
 
-/// A compiled kernel with what the compiler said of it.
+/// A compiled kernel with the compiler's log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub log: String,
@@ -58,14 +58,14 @@ impl Cache {
         self.folder.join(format!("{:032x}.cubin", key.0))
     }
 
-    /// What is kept under a key, if it is whole.
+    /// The entry of a key, if its file is intact.
     pub fn read(&self, key: Hash128) -> Option<Entry> {
         decode(key, &fs::read(self.path(key)).ok()?)
     }
 
-    /// Keeps an entry, if the folder can be written.
+    /// Stores an entry, if the folder can be written.
     pub fn write(&self, key: Hash128, entry: &Entry) {
-        // Lost on any error: the next process compiles again, which is all that can happen.
+        // Ignore errors: the only consequence is that the next process compiles again.
         let _ = self.try_write(key, entry);
     }
 
@@ -80,8 +80,8 @@ impl Cache {
     }
 }
 
-/// A name that no other writer uses: not another process, not another thread, and not a process of the same number
-/// in another container, since `create_new` refuses what exists.
+/// A name that no other writer uses: no other process, no other thread, and no process with the same id in another
+/// container, because `create_new` fails if the file exists.
 fn unique_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let now_ns = std::time::UNIX_EPOCH.elapsed().map_or(0, |t| t.as_nanos());
@@ -89,7 +89,7 @@ fn unique_name() -> String {
 }
 
 fn write_new(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    // No sync to disk: a file that a crash leaves short is found out when it is read.
+    // No sync to disk: a reader detects a file that a crash left truncated.
     OpenOptions::new().write(true).create_new(true).open(path)?.write_all(bytes)
 }
 
@@ -122,10 +122,10 @@ fn decode(key: Hash128, file: &[u8]) -> Option<Entry> {
     whole.then(|| Some(Entry { log: String::from_utf8(log.into()).ok()?, cubin: cubin.into() }))?
 }
 
-/// Where compiled kernels are kept by default, given the environment: `FULGURITE_CACHE_DIR`, or `fulgurite` in the
-/// system's folder for caches. An empty `FULGURITE_CACHE_DIR` means nowhere.
+/// The default folder for compiled kernels, given the environment: `FULGURITE_CACHE_DIR`, or `fulgurite` in the
+/// system's cache folder. An empty `FULGURITE_CACHE_DIR` means no cache.
 ///
-/// The environment is passed in, since only programs read it:
+/// The environment is passed in, because only programs read it:
 ///
 /// ```
 /// use std::path::PathBuf;
@@ -147,7 +147,7 @@ pub fn default_cache_dir(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<
 mod tests {
     use super::*;
 
-    /// A folder that goes when the test is over.
+    /// A folder that is removed at the end of the test.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -256,7 +256,7 @@ mod tests {
             cache.write(key, &entry(1, 10));
             assert_eq!(cache.read(key), None);
         }
-        // The place of the entry is taken by a folder: the rename fails and leaves nothing behind.
+        // A folder occupies the path of the entry, so the rename fails and leaves nothing behind.
         let cache = Cache::new(folder.0.clone());
         fs::create_dir_all(cache.path(key).join("in the way")).unwrap();
         cache.write(key, &entry(1, 10));

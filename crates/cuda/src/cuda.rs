@@ -1,4 +1,4 @@
-//! A GPU as a device.
+//! An NVIDIA GPU as a device.
 
 use crate::cache::{Cache, Entry, Hash128};
 use crate::driver::{self, Allocations, Api, Argument, Code, Context, Ended, Entered, Facts, Graph, Grid, OwnStream};
@@ -16,17 +16,17 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// What to do with a kernel of which the compiler says that it will be slow.
+/// What to do with a kernel for which the compiler announces slow code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Losses {
-    /// It is an error: a kernel whose products wait for each other computes the right thing at half the speed.
+    /// Return an error: a kernel whose products are serialised is correct but runs at half the speed.
     #[default]
     Refuse,
-    /// It is loaded; [`Cuda::log`] tells.
+    /// Load the kernel; [`Cuda::log`] reports the messages.
     Allow,
 }
 
-/// How a GPU is used.
+/// Options for opening a GPU.
 ///
 /// ```
 /// use fulgurite_cuda::{Losses, Options};
@@ -36,30 +36,30 @@ pub enum Losses {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Options {
-    /// Where compiled kernels are kept; [`default_cache_dir`](crate::default_cache_dir) gives the usual place. `None`
-    /// keeps nothing, and so does a folder that cannot be written.
+    /// Folder for compiled kernels; [`default_cache_dir`](crate::default_cache_dir) gives the usual one. With `None`,
+    /// or if the folder cannot be written, nothing is cached.
     pub cache: Option<PathBuf>,
     /// What to do with slow code.
     pub losses: Losses,
-    /// An assembler to use instead of the driver's, where there is one. Only its code, and the driver's for kernels
-    /// that do not hand out registers, can be kept in `cache`; the driver keeps the rest in a folder of its own.
+    /// An assembler to use instead of the driver's. `cache` can hold only the code of this assembler, and the driver's
+    /// code for kernels that do not change their register counts. The driver caches the rest in its own folder.
     pub ptxas: Option<PathBuf>,
 }
 
-/// What a module of this device is.
+/// The device's data of a module.
 struct Loaded {
     code: Code,
     log: Log,
-    /// Whether a launch may start while the one before it ends: the kernel itself waits for it.
+    /// Whether a launch may start while the previous one ends, because the kernel itself waits for it.
     overlaps: bool,
     last: Mutex<Encoded>,
 }
 
-/// A launch as it was asked for, checked, and as the driver takes it. Most launches differ from the one before in little
-/// or nothing, and a tensor costs the driver a tenth of a launch.
+/// A checked launch, as requested and as the driver takes it. Most launches differ little or not at all from the
+/// previous one, and encoding a tensor costs a tenth of a launch.
 #[derive(Default)]
 struct Encoded {
-    /// None before the first.
+    /// Grid of the launch; `None` before the first one.
     grid: Option<[u32; 3]>,
     values: Vec<Value>,
     arguments: Vec<Argument>,
@@ -67,7 +67,7 @@ struct Encoded {
     frees: u64,
 }
 
-/// The memory that an argument points to.
+/// The memory to which an argument points.
 fn memory(value: &Value) -> Option<Span> {
     match value {
         Value::Pointer(span) => Some(*span),
@@ -77,7 +77,8 @@ fn memory(value: &Value) -> Option<Span> {
 }
 
 impl Encoded {
-    /// Becomes another launch of the same kernel: what is the same stays. After an error it is empty.
+    /// Turns this into another launch of the same kernel, and keeps the parts that are equal. It is empty after an
+    /// error.
     fn renew(
         &mut self,
         (entered, live): (&Entered<'_>, &Allocations),
@@ -120,26 +121,26 @@ impl Encoded {
     }
 }
 
-/// A GPU, by its driver.
+/// A GPU with its driver.
 pub struct Cuda {
     pub(crate) context: Arc<Context>,
     ordinal: u32,
     facts: Facts,
     options: Options,
     cache: Option<Cache>,
-    /// Everything but a kernel's text that decides what its code is.
+    /// Hash of everything other than a kernel's text that determines its code.
     compiler: Hash128,
-    /// Kernels that someone still holds.
+    /// Kernels that are still in use.
     loaded: Mutex<HashMap<Hash128, Weak<Loaded>>>,
-    /// What recordings kept that are gone.
+    /// Values that destroyed graphs have kept.
     ended: Arc<Ended>,
 }
 
 impl Cuda {
-    /// The GPU with this number, in the order of `CUDA_VISIBLE_DEVICES`.
+    /// Opens the GPU with this index, in the order of `CUDA_VISIBLE_DEVICES`.
     ///
-    /// Where there is no driver or no such GPU, or one of them is too old, this is [`DeviceError::Absent`] with the
-    /// words of [`Unusable`](crate::Unusable).
+    /// If there is no driver or no such GPU, or one of them is too old, the error is [`DeviceError::Absent`] with the
+    /// text of [`Unusable`](crate::Unusable).
     pub fn open(ordinal: u32, options: Options) -> Result<Cuda, DeviceError> {
         Cuda::open_by(driver::api()?, ordinal, options)
     }
@@ -153,12 +154,12 @@ impl Cuda {
         Ok(Cuda { context, ordinal, facts, options, cache, compiler, loaded: Mutex::default(), ended: Arc::default() })
     }
 
-    /// The name in which this GPU vouches for memory and streams.
+    /// The token with which this GPU vouches for memory and streams.
     pub(crate) fn token(&self) -> &Token {
         self.context.token()
     }
 
-    /// What the compiler said of a kernel; `None` for another device's module.
+    /// The compiler's log of a kernel; `None` for another device's module.
     pub fn log<'m>(&self, module: &'m Module) -> Option<&'m Log> {
         module.handle::<Loaded>().map(|loaded| &loaded.log)
     }
@@ -168,12 +169,12 @@ impl Cuda {
         self.facts.capability
     }
 
-    /// The newest CUDA version that the driver knows.
+    /// The newest CUDA version that the driver supports.
     pub fn cuda_version(&self) -> (u32, u32) {
         self.facts.cuda
     }
 
-    /// Milliseconds that the GPU takes for what `work` puts on a stream. Waits for it.
+    /// Milliseconds of GPU time for the work that `work` enqueues on a stream. Waits for it.
     pub fn time(&self, stream: Stream<'_>, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
         self.context.enter()?.time(stream, work)
     }
@@ -192,12 +193,12 @@ impl Cuda {
         self.context.enter()?.capture(stream, work)
     }
 
-    /// Replays a graph on a stream; an error where memory of its launches was freed.
+    /// Replays a graph on a stream; fails if memory of its launches was freed.
     pub fn replay(&self, graph: &Graph, stream: Stream<'_>) -> Result<(), DeviceError> {
         self.context.enter()?.replay(graph, stream)
     }
 
-    /// A kernel ready to launch: from the folder, or compiled. Also while launches are recorded.
+    /// A kernel ready to launch, from the cache or compiled. Works during a graph capture too.
     fn make(&self, kernel: &Kernel, text: &str, key: Hash128) -> Result<Loaded, DeviceError> {
         let entered = self.context.enter()?;
         entered.relaxed(|| self.load_or_compile(&entered, kernel, text, key))?
@@ -212,7 +213,7 @@ impl Cuda {
     ) -> Result<Loaded, DeviceError> {
         let (name, parameters) = (kernel.name.as_str(), kernel.params.len());
         let kept = self.cache.as_ref().and_then(|cache| cache.read(key));
-        // Code that the driver refuses is no reason to fail: it is compiled again.
+        // If the driver rejects the cached code, compile again instead of failing.
         let from_folder = kept.and_then(|entry| {
             let code = entered.load_code(&entry.cubin, name, parameters).ok()?;
             Some((code, entry.log))
@@ -231,7 +232,7 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// Compiles a kernel, and keeps its code where that is possible.
+    /// Compiles a kernel, and caches its code if possible.
     fn compile(
         &self,
         entered: &Entered<'_>,
@@ -251,7 +252,8 @@ impl Cuda {
         if let Some(ptxas) = &self.options.ptxas {
             let refused = |what: String| DeviceError::Compile { kernel: name.into(), log: what };
             let hints = Hints { ptxas: Some(ptxas.clone()), ..Hints::default() };
-            // Who calls is waiting: what only a disassembler finds, `kernel assemble` and the tests of kernels look for.
+            // The caller is waiting, so skip the disassembler: `kernel assemble` and the kernels' tests look for what
+            // only it finds.
             let found = Assembler::find(&hints).map(Assembler::without_disassembler);
             let report = found.and_then(|found| found.assemble(kernel)).map_err(|e| refused(e.to_string()))?;
             report
@@ -259,8 +261,8 @@ impl Cuda {
                 .map_err(|faults| refused(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")))?;
             return keep(report.cubin, format!("Used {} registers", report.registers));
         }
-        // Only the linker hands its code out, and it compiles for use by others, where registers cannot be handed out:
-        // setmaxnreg would be dropped (C7504).
+        // Only the linker returns its code, but it compiles for separate linking, where register counts cannot be
+        // changed: setmaxnreg would be dropped (C7504).
         let hands_out = kernel.roles.iter().any(|role| role.registers.is_some());
         let linked = match hands_out {
             true => Err("the linker would drop setmaxnreg; the driver keeps it".to_string()),
@@ -276,20 +278,20 @@ impl Cuda {
     }
 }
 
-/// The compiler's words, or the driver's where it has none.
+/// The compiler's log, or the driver's error if the log is empty.
 fn compile_error(kernel: &str, error: DeviceError, log: String) -> DeviceError {
     let log = if log.is_empty() { error.to_string() } else { log };
     DeviceError::Compile { kernel: kernel.into(), log }
 }
 
-/// Whether a kernel waits for the grid before it.
+/// Whether a kernel waits for the previous grid.
 fn waits_for_grid(kernel: &Kernel) -> bool {
     let mut waits = false;
     kernel.each_op(&mut |op| waits |= *op.inst == table::sync::GRID_WAIT);
     waits
 }
 
-/// The driver's build, where the system tells it: the compiler may change without a new CUDA version.
+/// The driver's build, if the system tells it: the compiler may change without a new CUDA version.
 fn driver_build() -> Vec<u8> {
     std::fs::read("/proc/driver/nvidia/version").unwrap_or_default()
 }
@@ -300,7 +302,7 @@ fn compiler_key(facts: &Facts, build: &[u8]) -> Hash128 {
     Hash128::EMPTY.part(name.as_bytes()).part(&numbers).part(build)
 }
 
-/// Whether a GPU runs what is printed for a target, and its driver reads the PTX version.
+/// Checks that a GPU runs code for the kernel's target, and that its driver reads the PTX version.
 fn check_target(kernel: &Kernel, device: Target) -> Result<(), DeviceError> {
     let (own, version) = (kernel.target, kernel.ptx_version());
     if own.runs_on(&device.arch) && version <= device.ptx {
@@ -333,7 +335,7 @@ impl Device for Cuda {
         Ok(Buffer::new(span, Box::new(owner)))
     }
 
-    /// As [`allocate`](Device::allocate) it may be called while a graph is captured.
+    /// Like [`allocate`](Device::allocate), this may be called during a graph capture.
     fn zeroed(&self, bytes: u64) -> Result<Buffer, DeviceError> {
         let (span, owner) = self.context.enter()?.zeroed(bytes)?;
         Ok(Buffer::new(span, Box::new(owner)))
@@ -351,13 +353,14 @@ impl Device for Cuda {
         self.context.live().read().check(span)
     }
 
-    /// Makes a kernel ready; one that is loaded already is shared. The driver unloads a module that is dropped when its
-    /// launches are done, and a [`Graph`] holds the modules of its launches.
+    /// Loads a kernel, or shares one that is already loaded. When a module is dropped, the driver unloads it after its
+    /// launches; a [`Graph`] holds the modules of its launches.
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError> {
         check_target(&kernel, self.target())?;
         let text = kernel.ptx();
         let key = self.compiler.part(text.as_bytes());
-        // Held while compiling: the driver compiles one kernel at a time anyway, and nobody compiles one twice.
+        // Hold the lock while compiling: the driver compiles one kernel at a time anyway, and no kernel is compiled
+        // twice.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(ready) = loaded.get(&key).and_then(Weak::upgrade) {
             return Ok(Module::new(kernel, ready));
@@ -376,7 +379,7 @@ impl Device for Cuda {
             what: format!("the module of `{}` is another device's; load the kernel on this one", kernel.name),
         })?;
         let entered = self.context.enter()?;
-        // While another thread launches the same kernel, this one encodes for itself.
+        // If another thread launches the same kernel, this one encodes its arguments separately.
         let (mut kept, mut own) = (loaded.last.try_lock().ok(), Encoded::default());
         let encoded = kept.as_deref_mut().unwrap_or(&mut own);
         let live = self.context.live().read();
@@ -397,7 +400,7 @@ impl Device for Cuda {
         self.context.enter()?.synchronize(stream)
     }
 
-    /// Also drops what graphs have kept that can no longer be replayed.
+    /// Also drops values kept by graphs that can no longer be replayed.
     fn capture_id(&self, stream: Stream<'_>) -> Result<Option<u64>, DeviceError> {
         let entered = self.context.enter()?;
         self.ended.clear();
@@ -413,7 +416,7 @@ impl Device for Cuda {
         stream: Stream<'_>,
         work: &mut dyn FnMut() -> Result<(), DeviceError>,
     ) -> Result<Option<f64>, DeviceError> {
-        // The default stream's clock would wait for all others.
+        // Events on the default stream would wait for all other streams.
         self.time(stream, work).map(|milliseconds| Some(f64::from(milliseconds) / 1e3))
     }
 }

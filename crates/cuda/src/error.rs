@@ -1,14 +1,14 @@
-//! Why a GPU cannot be used, before anything was asked of it.
+//! Errors of opening a GPU.
 
 use fulgurite_ptx::device::DeviceError;
 use thiserror::Error;
 
-/// The oldest CUDA version whose driver has everything that is called: tensor maps came with 12.0.
+/// The oldest CUDA version whose driver has all functions that are called: tensor maps came with 12.0.
 pub(crate) const OLDEST_CUDA: (u32, u32) = (12, 0);
-/// The oldest compute capability that kernels are printed for: Ampere's.
+/// The oldest compute capability for which kernels are printed: Ampere's.
 pub(crate) const OLDEST_CAPABILITY: (u32, u32) = (8, 0);
 
-/// Why a GPU cannot be used. [`Cuda::open`](crate::Cuda::open) gives it as [`DeviceError::Absent`].
+/// The reason why a GPU cannot be used. [`Cuda::open`](crate::Cuda::open) returns it as [`DeviceError::Absent`].
 ///
 /// ```
 /// use fulgurite_cuda::Unusable;
@@ -22,38 +22,38 @@ pub enum Unusable {
     /// The driver's library is not on this machine.
     #[error("the NVIDIA driver's library (libcuda) was not found; install the driver, or use the cpu engine")]
     NoDriver,
-    /// The library lacks something that is called.
+    /// The library lacks a function that is called.
     #[error("the NVIDIA driver's library (libcuda) lacks `{entry}`; update the driver to CUDA {}.{} or newer", OLDEST_CUDA.0, OLDEST_CUDA.1)]
     NoEntry {
-        /// The missing function.
+        /// Name of the missing function.
         entry: &'static str,
     },
-    /// The library is there and there is nothing to drive.
+    /// The library exists but cannot be initialised.
     #[error("the NVIDIA driver does not start: {what}; check that the GPU is visible to this process (`nvidia-smi`)")]
     NoStart {
-        /// What it said.
+        /// The driver's message.
         what: String,
     },
-    /// A GPU with this number does not exist.
+    /// No GPU has this index.
     #[error("GPU {ordinal} was asked for, there are {count}; count from 0, or check CUDA_VISIBLE_DEVICES")]
     Ordinal {
-        /// The number.
+        /// Requested index.
         ordinal: u32,
-        /// How many there are.
+        /// Number of GPUs.
         count: u32,
     },
     /// The driver is too old.
     #[error("the NVIDIA driver knows CUDA up to {}.{}, needed: {}.{} or newer; update the driver", got.0, got.1, OLDEST_CUDA.0, OLDEST_CUDA.1)]
     OldDriver {
-        /// The newest CUDA version it knows.
+        /// The newest CUDA version that the driver supports.
         got: (u32, u32),
     },
     /// The GPU is too old.
     #[error("{name} has compute capability {}.{}, needed: {}.{} or newer; use another GPU, or the cpu engine", got.0, got.1, OLDEST_CAPABILITY.0, OLDEST_CAPABILITY.1)]
     OldGpu {
-        /// Its name.
+        /// Name of the GPU.
         name: String,
-        /// Its capability.
+        /// Compute capability of the GPU.
         got: (u32, u32),
     },
 }
@@ -64,7 +64,7 @@ impl From<Unusable> for DeviceError {
     }
 }
 
-/// Whether a driver and a GPU are new enough.
+/// Checks that a driver and a GPU are new enough.
 pub(crate) fn check_age(name: &str, capability: (u32, u32), cuda: (u32, u32)) -> Result<(), Unusable> {
     if cuda < OLDEST_CUDA {
         return Err(Unusable::OldDriver { got: cuda });

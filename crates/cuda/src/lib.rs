@@ -1,11 +1,11 @@
-//! Kernels on NVIDIA GPUs, by the driver alone: no toolkit, no compiler beside the one in the driver.
+//! Runs kernels on NVIDIA GPUs with the driver alone: no toolkit, and no compiler other than the driver's.
 //!
-//! [`Cuda::open`] gives a [`Device`](fulgurite_ptx::device::Device) over a GPU. The driver is looked for at run time;
-//! where there is none, `open` says so and how to get one, and nothing panics. It shares the GPU's primary context,
-//! so its pointers and streams are those of any other library in the process, PyTorch's included.
+//! [`Cuda::open`] gives a [`Device`](fulgurite_ptx::device::Device) for a GPU. The driver is loaded at run time; if
+//! there is none, `open` returns an error that says how to get one, and nothing panics. It shares the GPU's primary
+//! context, so its pointers and streams work with any other library in the process, such as PyTorch.
 //!
-//! Kernels are compiled by the driver. The result is kept in a [folder](Options::cache) that any number of processes
-//! may use at once, and what the compiler said of a kernel is kept with it ([`Cuda::log`]).
+//! The driver compiles kernels. A [folder](Options::cache) that any number of processes may share caches the result
+//! together with the compiler's log ([`Cuda::log`]).
 //!
 //! ```
 //! use fulgurite_cuda::{Cuda, Options};

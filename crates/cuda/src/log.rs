@@ -1,22 +1,22 @@
-//! What the compiler says of a kernel.
+//! The compiler's messages about a kernel.
 
-/// What the driver's compiler said of a kernel, and what follows from it.
+/// The log of the driver's compiler for a kernel, and the numbers in it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Log {
-    /// Every line.
+    /// The complete log.
     pub text: String,
-    /// Registers of a thread, where it says so.
+    /// Registers per thread, if the log says so.
     pub registers: Option<u32>,
-    /// Bytes that a thread writes to memory for want of registers.
+    /// Bytes of spilled registers that a thread writes to memory.
     pub spill_store_bytes: u32,
-    /// Bytes that a thread reads back.
+    /// Bytes of spilled registers that a thread reads back.
     pub spill_load_bytes: u32,
     /// Lines that announce slow code: the compiler's C75xx messages.
     pub losses: Vec<String>,
 }
 
 impl Log {
-    /// Reads the compiler's lines.
+    /// Parses the compiler's log.
     ///
     /// ```
     /// let log = fulgurite_cuda::Log::parse("ptxas info : 0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads");
@@ -37,13 +37,13 @@ impl Log {
     }
 }
 
-/// The number that stands before the words.
+/// The number that precedes the words.
 fn number_before(line: &str, words: &str) -> Option<u32> {
     let before = &line[..line.find(words)?];
     before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// C75 and two digits: wgmma put in sequence, setmaxnreg ignored, and their kin.
+/// Whether a line has a C75xx message: wgmma serialised, setmaxnreg ignored, and similar.
 fn is_loss(line: &str) -> bool {
     let coded = line.match_indices("C75").any(|(at, _)| {
         let digits = line[at + 3..].bytes().take_while(u8::is_ascii_digit).count();

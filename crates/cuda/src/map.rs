@@ -1,36 +1,36 @@
-//! What the driver is told of a tensor that the copy engine moves: pure arithmetic, no driver.
+//! The driver's description of a tensor that the copy engine moves: pure arithmetic, no driver calls.
 
 use fulgurite_ptx::device::TensorSpan;
 use fulgurite_ptx::kernel::BoxShape;
 use fulgurite_ptx::{Number, Swizzle};
 
-/// Most axes of a tensor map.
+/// Largest number of axes of a tensor map.
 const MOST_AXES: usize = 5;
-/// Most elements of a box along an axis.
+/// Largest number of elements of a box along an axis.
 const MOST_BOX: u32 = 256;
 
 /// The arguments of `cuTensorMapEncodeTiled`; entries past the rank are not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MapArguments {
-    /// Axes.
+    /// Number of axes.
     pub rank: u32,
-    /// Of the elements, in the driver's enumeration.
+    /// Element type, in the driver's enumeration.
     pub type_code: u32,
-    /// Of the swizzle, in the driver's enumeration.
+    /// Swizzle, in the driver's enumeration.
     pub swizzle_code: u32,
-    /// Of the first element.
+    /// Address of the first element.
     pub address: u64,
     /// Elements along each axis, innermost first.
     pub extent: [u64; MOST_AXES],
-    /// Bytes between elements along each axis but the innermost.
+    /// Byte stride of each axis except the innermost.
     pub stride_bytes: [u64; MOST_AXES],
     /// Elements of a box along each axis.
     pub box_extent: [u32; MOST_AXES],
 }
 
 impl MapArguments {
-    /// The arguments for boxes of a tensor. `Err` says what no tensor map can have, in words that follow the
-    /// tensor's name; what a caller can get wrong was checked with the launch.
+    /// The arguments for boxes of a tensor. The error text says what no tensor map supports and continues a sentence
+    /// that starts with the tensor's name. Mistakes that a caller can make were checked with the launch.
     pub fn new(shape: &BoxShape, tensor: &TensorSpan) -> Result<MapArguments, String> {
         let rank = shape.extent.len();
         if !(1..=MOST_AXES).contains(&rank) {
@@ -63,7 +63,7 @@ impl MapArguments {
     }
 }
 
-/// `CUtensorMapDataType`: a copy moves bits, so types that it does not name go as integers of their width.
+/// `CUtensorMapDataType`. A copy moves bits, so types that it lacks are passed as integers of the same width.
 fn type_code(number: Number) -> u32 {
     match number {
         Number::U8 | Number::S8 | Number::E4m3 | Number::E5m2 => 0,
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!((map.rank, map.extent[0], map.stride_bytes, map.box_extent[0]), (1, 1 << 32, [0; 5], 256));
     }
 
-    /// Against the bindings' own enumerations.
+    /// The codes equal those of the bindings' enumerations.
     #[test]
     fn codes_are_the_drivers() {
         use cudarc::driver::sys::{CUtensorMapDataType as T, CUtensorMapSwizzle as S};

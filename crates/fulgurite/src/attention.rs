@@ -1,8 +1,9 @@
 //! The shortest API: pass tensors, and their shapes define the problem.
 
 use crate::Error;
-use crate::choice::{Choice, Settings, engine_with};
+use crate::choice::{Choice, Settings};
 use crate::engine::Run;
+use crate::select::engine_with;
 use crate::view::AsView;
 use fulgurite_core::mask::{DOCUMENTS_K, DOCUMENTS_Q, PREFIX_LENGTHS};
 use fulgurite_core::problem::{ALIBI_SLOPES, BIAS};

@@ -40,17 +40,19 @@ mod explained;
 pub mod gpu;
 mod oracle;
 mod profile;
+mod select;
 pub mod sim;
 mod tune;
 pub mod variants;
 mod view;
 
 pub use attention::{Attention, attention};
-pub use choice::{Choice, ChoiceError, Settings, engine, engine_with, engines, explain};
+pub use choice::{Choice, ChoiceError, Settings};
 pub use cpu::{Cpu, matrix_product_gflops};
 pub use engine::{Engine, Run, Stopwatch, Tally, Unsupported};
 pub use error::Error;
 pub use oracle::Oracle;
+pub use select::{engine, engine_with, engines, explain};
 pub use view::{AsView, ViewError};
 
 pub use fulgurite_core::{

@@ -1,17 +1,18 @@
-//! How fast the units of a multiprocessor are: numbers as data, each with where it comes from.
+//! Rates of the units of an SM, as data with their sources.
 
 use crate::counters::Counts;
 use fulgurite_ptx::Arch;
 use fulgurite_ptx::inst::Unit;
 
-/// Rates of one multiprocessor, per cycle.
+/// Rates of one SM, per cycle.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Architecture {
     /// The architecture, with the name and the SM count of the GPU that the rates are for.
     pub arch: Arch,
-    /// Cycles of a nanosecond, at the clock that the peak rates are quoted for.
+    /// Cycles per nanosecond, at the clock for which the peak rates are quoted.
     pub gigahertz: f64,
-    /// Floating-point operations of tensor products with 16-bit elements. 8-bit ones are twice as many, tf32 half.
+    /// Floating-point operations of tensor products with 16-bit elements. 8-bit elements have twice the rate, tf32
+    /// half.
     pub tensor_flops: f64,
     /// Results of the special-function unit.
     pub specials: f64,
@@ -21,27 +22,27 @@ pub struct Architecture {
     pub alus: f64,
     /// Lanes of conversions.
     pub converts: f64,
-    /// Lanes of exchanges.
+    /// Lanes of warp exchanges.
     pub exchanges: f64,
     /// Bytes of shared memory.
     pub shared_bytes: f64,
-    /// Bytes of global memory, of its share of the whole GPU's.
+    /// Bytes of global memory: the SM's share of the GPU's bandwidth.
     pub global_bytes: f64,
-    /// Cycles until a copy from global memory has arrived; a load of shared, and of global memory; a product.
+    /// Cycles until a copy from global memory has arrived.
     pub copy_latency: u64,
     /// Cycles until a load of shared memory has arrived.
     pub shared_latency: u64,
     /// Cycles until a load of global memory has arrived.
     pub global_latency: u64,
-    /// Cycles from the end of a product's work to its results.
+    /// Cycles from the end of a product's work until its results are available.
     pub tensor_latency: u64,
 }
 
 impl Architecture {
     /// H200: 989 TFLOP/s of bf16 = 132 x 4096 x 1.83 GHz; 16 special functions, 128 f32 lanes and 128 bytes of shared
-    /// memory a cycle (published analyses of FlashAttention-4); 64 integer and conversion lanes, 32 exchanges (CUDA
-    /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s. Latencies are round numbers of public
-    /// microbenchmarks, good for pictures only.
+    /// memory per cycle (published analyses of FlashAttention-4); 64 integer and conversion lanes, 32 exchanges (CUDA
+    /// programming guide, throughput of arithmetic instructions, 9.0); 4.8 TB/s. Latencies are rounded from public
+    /// microbenchmarks, and are good enough for pictures only.
     pub const H200: Architecture = Architecture {
         arch: Arch::SM_90A,
         gigahertz: 1.83,
@@ -59,7 +60,8 @@ impl Architecture {
         tensor_latency: 30,
     };
 
-    /// The rates of an architecture's GPU ([`Arch::gpu`]). One that is not in [`Arch::ALL`] has those of the nearest older.
+    /// The rates of an architecture's GPU ([`Arch::gpu`]). An architecture outside [`Arch::ALL`] gets those of the
+    /// nearest older one.
     pub fn of(arch: &Arch) -> Architecture {
         let rates = |gigahertz: f64, tensor_flops: f64, fmas: f64, gigabytes: f64| Architecture {
             arch: *arch,
@@ -69,8 +71,9 @@ impl Architecture {
             global_bytes: gigabytes / f64::from(arch.sms) / gigahertz,
             ..Architecture::H200
         };
-        // Data sheets: dense bf16 products with f32 accumulators = SMs x FLOP a cycle x clock; memory in GB/s. f32 lanes:
-        // CUDA programming guide. All have 16 special functions an SM and cycle but B300, which has 32.
+        // From data sheets: dense bf16 products with f32 accumulators = SMs x FLOP per cycle x clock; memory in GB/s.
+        // f32 lanes are from the CUDA programming guide. All have 16 special functions per SM and cycle, except B300,
+        // which has 32.
         match arch.sm {
             ..=85 => rates(1.41, 2048.0, 64.0, 2039.0),
             86..=88 => rates(1.80, 1024.0, 128.0, 768.0),
@@ -83,7 +86,7 @@ impl Architecture {
         }
     }
 
-    /// Floating-point operations of tensor products a cycle, by the name of the element type.
+    /// Floating-point operations of tensor products per cycle, by the name of the element type.
     pub fn tensor_rate(&self, number: &str) -> f64 {
         match number {
             "f16" | "bf16" => self.tensor_flops,
@@ -92,7 +95,7 @@ impl Architecture {
         }
     }
 
-    /// Lanes of a unit a cycle, where it has a rate of its own.
+    /// Lanes of a unit per cycle, if the unit has its own rate.
     pub fn lanes(&self, unit: Unit) -> Option<f64> {
         match unit {
             Unit::Fma => Some(self.fmas),
@@ -104,7 +107,7 @@ impl Architecture {
         }
     }
 
-    /// Cycles that each unit of one multiprocessor needs for this work: the longest is a bound on the whole.
+    /// Cycles that each unit of one SM needs for this work. The largest is a lower bound on the total time.
     pub fn cycles(&self, counts: &Counts) -> Vec<(&'static str, f64)> {
         let tensor =
             counts.tensor_flops.iter().fold(0.0, |sum, (number, &n)| sum + n as f64 / self.tensor_rate(number));

@@ -1,18 +1,18 @@
-//! Vector clocks: what an agent knows of what others have done.
+//! Vector clocks: an agent's knowledge of what other agents have done.
 //!
-//! Agents are warps and mbarriers; each has one component, whose value grows with every release of a warp and with
-//! every phase of an mbarrier. Four clocks are kept beside each other, because PTX orders four different things:
-//! memory seen through the generic proxy, work that is known to be finished (which a relaxed arrival tells too), and
-//! writes that were handed to the async proxy by a fence, in shared and in global memory.
+//! Agents are warps and mbarriers. Each has one component, whose value grows with every release of a warp and with
+//! every phase of an mbarrier. There are four clocks, because PTX orders four different things: memory seen through the
+//! generic proxy; work that is known to be finished (which a relaxed arrival also tells); and writes that a fence made
+//! visible to the async proxy, in shared and in global memory.
 
 use std::collections::BTreeMap;
 
-/// Which of the four clocks.
+/// One of the four clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     /// Happens-before of memory.
     Memory = 0,
-    /// Finished before; says nothing about who sees what was written.
+    /// Finished before; does not tell who sees the written data.
     Done = 1,
     /// Writes to shared memory that the async proxy may see.
     AsyncShared = 2,
@@ -29,8 +29,8 @@ pub(crate) struct Comp {
 
 type Row = [u32; 4];
 
-/// What one agent knows. Components of the own cluster are a list; those of others, met through global memory
-/// alone, are kept by cluster.
+/// The knowledge of one agent. Components of its own cluster are a list; those of other clusters, learned through
+/// global memory only, are stored by cluster.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Clock {
     cluster: u32,
@@ -74,7 +74,7 @@ impl Clock {
         self.rows(comp.cluster).get(comp.index as usize).map_or(0, |row| row[part as usize])
     }
 
-    /// Knows at least `value` of a component, in the parts given.
+    /// Raises the known value of a component to at least `value`, in the given parts.
     pub fn raise(&mut self, parts: &[Part], comp: Comp, value: u32) {
         let rows = self.rows_mut(comp.cluster);
         if rows.len() <= comp.index as usize {
@@ -86,7 +86,7 @@ impl Clock {
         }
     }
 
-    /// Everything that `other` knows.
+    /// Adds everything that `other` knows.
     pub fn join(&mut self, other: &Clock) {
         join_rows(self.rows_mut(other.cluster), &other.own);
         for (&cluster, rows) in &other.far {
@@ -94,7 +94,7 @@ impl Clock {
         }
     }
 
-    /// Only what `other` knows to be finished.
+    /// Adds only the work that `other` knows to be finished.
     pub fn join_done(&mut self, other: &Clock) {
         join_done(self.rows_mut(other.cluster), &other.own);
         for (&cluster, rows) in &other.far {

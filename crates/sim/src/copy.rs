@@ -1,5 +1,5 @@
-//! Copies that happen later: each reads its source at one moment, writes its destination at another, and tells that
-//! it is done at a third.
+//! Asynchronous copies. Each reads its source at one moment, writes its destination at another, and signals its
+//! completion at a third.
 
 use crate::clock::Part;
 use crate::counters::Traffic;
@@ -17,29 +17,29 @@ use fulgurite_ptx::machine::{Queue, Reduction};
 /// One end of a copy.
 #[derive(Debug, Clone)]
 pub(crate) enum End {
-    /// Global memory, as runs of bytes: where each begins in the copy, how long it is, and its address.
+    /// Global memory, as runs of bytes: offset in the copy, length and address of each.
     Global(Vec<(u32, u32, u64)>),
-    /// Registers, which were read when it was started.
+    /// Registers, which were read when the copy was started.
     Words,
-    /// The same offset in shared memory of some blocks of the cluster.
+    /// The same offset in shared memory of some CTAs of the cluster.
     Shared { ranks: Vec<usize>, offset: u32, swizzle: Swizzle },
 }
 
-/// How it tells that it is done.
+/// How a copy signals its completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tells {
-    /// Bytes on the mbarrier at this offset in each destination.
+    /// Counts its bytes on the mbarrier at this offset in each destination.
     Bar {
         rank: usize,
         offset: u32,
         each: bool,
     },
-    /// Its group in a queue of the lane.
+    /// Completes its group in a queue of the lane.
     Group(Queue),
     Nobody,
 }
 
-/// A copy.
+/// An asynchronous copy.
 pub(crate) struct Copy {
     pub from: End,
     pub to: End,
@@ -48,20 +48,20 @@ pub(crate) struct Copy {
     pub tells: Tells,
     /// Whether it moves a box of a tensor.
     pub boxed: bool,
-    /// Proxy through which memory is reached.
+    /// Proxy through which it accesses memory.
     pub proxy: Proxy,
     pub cluster: u32,
-    /// Who issued it.
+    /// The lane that issued it.
     pub lane: u32,
     pub issued: Access,
     pub start: Snapshot,
-    /// Completion of reading; of writing, for each destination.
+    /// Completion of reading; `write_done`: of writing, for each destination.
     pub read_done: u32,
     pub write_done: Vec<u32>,
-    /// Phase of each destination's mbarrier when it was issued.
+    /// Phase of each destination's mbarrier when the copy was issued.
     pub phases: Vec<Option<u32>>,
     pub data: Vec<u8>,
-    /// Which bytes had been written at the source; empty: all.
+    /// Which bytes were initialised at the source; empty means all.
     pub marks: Vec<bool>,
     pub read: bool,
     pub done: bool,
@@ -80,8 +80,8 @@ pub(crate) fn key(lane: u32, queue: Queue) -> (u32, u8) {
     (lane, queue_key(queue))
 }
 
-/// The runs of global memory of a box, row by row: what lies outside the tensor belongs to none. On the way out, the
-/// copy engine writes whole units of 16 bytes, also past the end of a row (seen on an H200).
+/// The runs of global memory of a box, row by row; parts outside the tensor belong to none. Outward, the copy engine
+/// writes whole units of 16 bytes, even past the end of a row (observed on an H200).
 pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward: bool) -> Vec<(u32, u32, u64)> {
     let element = u64::from(shape.number.bytes());
     let row = shape.extent[0] * shape.number.bytes();
@@ -105,7 +105,7 @@ pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward
             if n < 0 || n >= whole as i64 {
                 continue 'rows;
             }
-            // The steps of a ragged tensor's axes cancel beyond 64 bits.
+            // The steps of a ragged tensor's axes cancel modulo 2^64.
             address = address.wrapping_add((n as u64).wrapping_mul(stride));
         }
         address = address.wrapping_add_signed((first + low) * element as i64);
@@ -115,7 +115,7 @@ pub(crate) fn box_runs(shape: &BoxShape, tensor: &TensorSpan, at: &[i32], inward
 }
 
 impl World<'_> {
-    /// Tensor and box that the address of a tensor map stands for.
+    /// The tensor and box of a tensor map's address.
     pub fn tensor_map(&self, map: u64) -> Option<(&BoxShape, &TensorSpan)> {
         let number = map.checked_sub(crate::world::PARAM_BASE)? / crate::world::PARAM_STRIDE;
         let aligned = map.is_multiple_of(crate::world::PARAM_STRIDE);
@@ -128,7 +128,7 @@ impl World<'_> {
         }
     }
 
-    /// Starts a copy; its number.
+    /// Starts a copy and returns its id.
     pub fn start_copy(&mut self, copy: Copy, now: u64) -> u32 {
         let id = self.next_copy;
         self.next_copy += 1;
@@ -145,7 +145,7 @@ impl World<'_> {
         self.report(fault, what, Some(address), here, None);
     }
 
-    /// The copy reads its source.
+    /// The read of the copy's source.
     pub fn copy_reads(&mut self, cluster: &mut Cluster, id: u32) {
         let Some(mut copy) = self.copies.remove(&id) else { return };
         let access = Access { who: Who::Async(copy.read_done), proxy: copy.proxy, ..copy.issued };
@@ -157,7 +157,7 @@ impl World<'_> {
             End::Global(runs) => {
                 let mut t = Toucher::new(&clocks, access, Part::AsyncGlobal);
                 let runs = runs.clone();
-                // A copy that only fills with zeros does not look at its source.
+                // A copy that only fills with zeros does not access its source.
                 for (at, bytes, address) in runs.into_iter().filter(|(_, bytes, _)| *bytes > 0) {
                     let checks = self.options.checks;
                     let Some((allocation, offset)) = self.memory.find(address, bytes.into()) else {
@@ -219,7 +219,7 @@ impl World<'_> {
         self.wake_groups(cluster);
     }
 
-    /// The copy writes its destination.
+    /// The write of the copy's destination.
     pub fn copy_writes(&mut self, cluster: &mut Cluster, id: u32) {
         let Some(mut copy) = self.copies.remove(&id) else { return };
         let start = copy.start.clone();
@@ -319,7 +319,7 @@ impl World<'_> {
         }
     }
 
-    /// The copy tells that it is done.
+    /// The completion of the copy.
     pub fn copy_completes(&mut self, cluster: &mut Cluster, id: u32) {
         let Some(mut copy) = self.copies.remove(&id) else { return };
         copy.done = true;
@@ -351,7 +351,7 @@ impl World<'_> {
                 }
                 if let Some((comp, value)) = self.bar_complete(cluster, at, copy.bytes, &user) {
                     self.ledger.completed(copy.write_done[i], comp, value);
-                    // Whoever knows that it was written knows that it was read.
+                    // An agent that knows of the write also knows of the read.
                     if i == 0 {
                         self.ledger.completed(copy.read_done, comp, value);
                     }
@@ -367,7 +367,7 @@ impl World<'_> {
         self.arrive_after_copies(cluster);
     }
 
-    /// Arrivals that wait for copies of their thread.
+    /// Performs arrivals that wait for copies of their thread.
     pub fn arrive_after_copies(&mut self, cluster: &mut Cluster) {
         let mut i = 0;
         while i < self.after_copies.len() {
@@ -400,7 +400,7 @@ impl World<'_> {
         }
     }
 
-    /// Wakes warps whose groups are done.
+    /// Wakes warps whose groups are complete.
     pub fn wake_groups(&mut self, cluster: &mut Cluster) {
         for slot in 0..cluster.warps.len() {
             if !matches!(cluster.warps[slot].status, Status::Blocked(Wait::Groups(_))) {
@@ -433,7 +433,7 @@ impl World<'_> {
         })
     }
 
-    /// The warp knows that its groups are done.
+    /// Records that the warp knows its groups to be complete.
     pub fn retire_groups(&mut self, warp: &mut crate::world::Warp, list: &[(u32, Queue, u32, bool)]) {
         warp.tick();
         for &(lane, queue, left, reading) in list {
@@ -456,7 +456,7 @@ impl World<'_> {
         }
     }
 
-    /// Counts what a copy moves.
+    /// Counts the bytes that a copy moves.
     pub fn count_copy(&mut self, role: usize, copy: &Copy) {
         let mut traffic = Traffic::default();
         for end in [&copy.from, &copy.to] {
@@ -484,7 +484,7 @@ pub(crate) struct AfterCopies {
     pub start: Snapshot,
 }
 
-/// Calls `f` with pieces of at most 16 bytes: where they lie in the copy, and in shared memory.
+/// Calls `f` with pieces of at most 16 bytes: their position in the copy, and in shared memory.
 fn units(offset: u32, swizzle: Swizzle, bytes: u32, mut f: impl FnMut(usize, usize, usize)) {
     if swizzle == Swizzle::None {
         for from in (0..bytes).step_by(16) {
@@ -509,7 +509,7 @@ fn scatter(shared: &mut [u8], offset: u32, swizzle: Swizzle, data: &[u8]) {
     });
 }
 
-/// Calls `f` with the runs of shared memory that a tile covers: one, where its lines are whole.
+/// Calls `f` with the runs of shared memory that a tile covers; there is a single run if its lines are whole.
 fn touched(offset: u32, bytes: u32, swizzle: Swizzle, mut f: impl FnMut(u64, u64)) {
     if offset.is_multiple_of(swizzle.line()) && bytes.is_multiple_of(swizzle.line()) || swizzle == Swizzle::None {
         f(offset.into(), bytes.into());

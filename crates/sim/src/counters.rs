@@ -1,10 +1,10 @@
-//! What a launch did, counted: for each role, and in total.
+//! Counters of a launch, for each role and in total.
 
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Op, Unit};
 use std::collections::BTreeMap;
 
-/// What a copy moves.
+/// The bytes that a copy moves.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Traffic {
     pub global_bytes: u64,
@@ -17,29 +17,29 @@ pub(crate) struct Traffic {
 pub struct Counts {
     /// Instructions of lanes, by the unit that runs them.
     pub lanes: BTreeMap<Unit, u64>,
-    /// Instructions of warps.
+    /// Instructions executed by warps.
     pub instructions: u64,
     /// Floating-point operations of tensor products (a multiplication and an addition are two), by element type.
     pub tensor_flops: BTreeMap<&'static str, u64>,
     /// Exponentials on the special-function unit.
     pub exps: u64,
-    /// Additions, multiplications and fused ones of f32.
+    /// Additions, multiplications and fused multiply-adds of f32.
     pub fmas: u64,
     /// Bytes of shared memory that threads read and write.
     pub shared_thread_bytes: u64,
     /// Bytes of shared memory that products read.
     pub shared_operand_bytes: u64,
-    /// Bytes of shared memory that copies read and write, in each block they reach.
+    /// Bytes of shared memory that copies read and write, in each CTA that they reach.
     pub shared_copy_bytes: u64,
-    /// Passes over the banks of shared memory beyond what the bytes need.
+    /// Extra passes over the banks of shared memory, beyond those that the bytes need.
     pub bank_conflicts: u64,
     /// Bytes of global memory that threads and copies read and write.
     pub global_bytes: u64,
-    /// Sectors of 32 bytes that hold them, for each instruction or row of a box.
+    /// Sectors of 32 bytes that contain these bytes, for each instruction or row of a box.
     pub global_sectors: u64,
-    /// Times a warp came to a barrier or a wait, and times it had to stay.
+    /// Number of times that a warp reached a barrier or a wait.
     pub waits: u64,
-    /// Of these, how often the warp had to stay.
+    /// Number of those times at which the warp had to wait.
     pub waits_blocked: u64,
 }
 
@@ -81,7 +81,7 @@ impl Counts {
         self.shared_operand_bytes += operand_bytes;
     }
 
-    /// Accesses of one instruction to shared memory: offset and bytes of each lane.
+    /// Counts the accesses of one instruction to shared memory: offset and bytes of each lane.
     pub(crate) fn shared(&mut self, touches: &mut Vec<(u32, u32)>) {
         let bytes: u64 = touches.iter().map(|&(_, n)| u64::from(n)).sum();
         self.shared_thread_bytes += bytes;
@@ -95,7 +95,7 @@ impl Counts {
         touches.clear();
     }
 
-    /// Accesses of one instruction to global memory.
+    /// Counts the accesses of one instruction to global memory.
     pub(crate) fn global(&mut self, touches: &mut Vec<(u64, u32)>) {
         self.global_bytes += touches.iter().map(|&(_, n)| u64::from(n)).sum::<u64>();
         let mut sectors: Vec<u64> =
@@ -106,7 +106,7 @@ impl Counts {
         touches.clear();
     }
 
-    /// Adds another's work.
+    /// Adds the counters of other work.
     pub fn add(&mut self, other: &Counts) {
         for (&unit, &n) in &other.lanes {
             *self.lanes.entry(unit).or_default() += n;

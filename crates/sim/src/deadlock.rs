@@ -1,4 +1,4 @@
-//! Nobody can go on: who waits for what.
+//! Reports deadlocks: which warps wait, and for what.
 
 use crate::finding::Fault;
 use crate::shadow::Access;
@@ -6,7 +6,7 @@ use crate::world::{Cluster, SHARED_BASE, Status, Wait, Warp, World, access_of};
 use std::collections::BTreeSet;
 
 impl World<'_> {
-    /// What a warp waits for, in words.
+    /// What a warp waits for, as text.
     fn waits_for(&self, cluster: &Cluster, warp: &Warp, wait: &Wait) -> String {
         let block = &cluster.blocks[warp.rank];
         match wait {
@@ -44,7 +44,7 @@ impl World<'_> {
         }
     }
 
-    /// Reports why nobody can go on.
+    /// Reports why no warp can continue.
     pub fn deadlock(&mut self) {
         let clusters = std::mem::take(&mut self.clusters);
         let mut lines = Vec::new();
@@ -70,7 +70,7 @@ impl World<'_> {
             self.report(Fault::Deadlock, format!("nobody can go on: {all}"), None, here, other);
         }
         if lines.is_empty() && !specific {
-            // Every warp has ended, and something that was started never could.
+            // Every warp has ended, but an asynchronous operation could never complete.
             let here = self.side(0, 0, None, 0);
             self.report(
                 Fault::Deadlock,
@@ -83,8 +83,8 @@ impl World<'_> {
         self.clusters = clusters;
     }
 
-    /// Reports what certainly is a cause: bytes that never come, registers that nobody gives, a product that a part
-    /// of a warpgroup started.
+    /// Reports certain causes: bytes that never arrive, registers that no warp returns, a product that only part of a
+    /// warpgroup started.
     fn cause(&mut self, cluster: &Cluster, warp: &Warp, wait: &Wait, at: &Access) -> bool {
         let block = &cluster.blocks[warp.rank];
         match wait {

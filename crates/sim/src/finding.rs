@@ -1,14 +1,14 @@
-//! What is wrong with a kernel: one value for each fault, with both sides of it.
+//! Faults of a kernel: one value per fault, with both sides of it.
 
 use std::fmt;
 use std::panic::Location;
 
-/// A line of Rust.
+/// A line of Rust source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Line {
-    /// Its file.
+    /// Name of the file.
     pub file: &'static str,
-    /// Its number.
+    /// Line number.
     pub line: u32,
 }
 
@@ -24,20 +24,20 @@ impl fmt::Display for Line {
     }
 }
 
-/// Who took part in a fault, and where in the program.
+/// A participant of a fault, and its position in the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Side {
-    /// Number of the block in the grid.
+    /// Index of the CTA in the grid.
     pub block: u32,
-    /// The role of the warp; empty where all threads do the same.
+    /// Role of the warp; empty if all threads run the same code.
     pub role: String,
-    /// Number of the warp in its block.
+    /// Index of the warp in its CTA.
     pub warp: u32,
-    /// Lane in the warp, where it is one.
+    /// Lane in the warp, if a single lane is involved.
     pub lane: Option<u32>,
     /// Name of the instruction.
     pub inst: &'static str,
-    /// The Rust line that built it.
+    /// The Rust line that built the instruction.
     pub line: Line,
 }
 
@@ -63,69 +63,69 @@ pub enum Fault {
     Race,
     /// A write and an access of the copy engine or the tensor cores, ordered, but with no proxy fence between them.
     ProxyRace,
-    /// Memory that nobody wrote is read.
+    /// Memory is read that was never written.
     Uninitialised,
-    /// A register that nobody wrote is read.
+    /// A register is read that was never written.
     UninitialisedRegister,
-    /// An access outside what the kernel was given.
+    /// An access outside the memory that the kernel was given.
     OutOfBounds,
-    /// An address that is not a multiple of what the instruction needs.
+    /// An address without the alignment that the instruction needs.
     Misaligned,
-    /// A tile was brought in one layout, and is read in another.
+    /// A tile was written in one layout and is read in another.
     Layout,
-    /// Accumulators or operands of a product are touched before it was waited for.
+    /// Accumulators or operands of a product are accessed before the product was waited for.
     FragmentInFlight,
-    /// Registers of a product were touched with no `wgmma.fence` before it.
+    /// Registers of a product were accessed without a `wgmma.fence` before the product.
     MissingProductFence,
-    /// An operation on bytes that are no mbarrier, or a second life of a live one.
+    /// An operation on bytes that are not an mbarrier, or a second initialisation of a live one.
     NotABarrier,
-    /// An mbarrier is used and nothing orders that after its initialisation.
+    /// An mbarrier is used without being ordered after its initialisation.
     BarrierNotReady,
-    /// More arrivals than an mbarrier expects.
+    /// An mbarrier receives more arrivals than it expects.
     TooManyArrivals,
-    /// Bytes expected on an mbarrier and bytes delivered differ.
+    /// The bytes expected on an mbarrier differ from the bytes delivered.
     ByteCount,
     /// More bytes than an mbarrier can count.
     ByteOverflow,
-    /// A phase was over and gone before a waiter looked.
+    /// A phase ended, and the next one too, before a waiter looked.
     PhaseMissed,
-    /// An instruction that a whole warp or warpgroup executes was reached by a part of it.
+    /// Only part of a warp or warpgroup reached an instruction that all of it must execute.
     Collective,
-    /// A named barrier is used with different counts, or a block ends while a barrier has some of its arrivals.
+    /// A named barrier is used with different counts, or a CTA ends while a barrier has only some of its arrivals.
     BarrierCount,
-    /// Registers that the pool of the block does not have.
+    /// More registers are requested than the CTA's pool has.
     Registers,
-    /// A block ends while something may still reach into its shared memory.
+    /// A CTA ends while something may still access its shared memory.
     Exit,
-    /// An operand that the instruction does not take.
+    /// An operand that the instruction does not accept.
     Operand,
-    /// Nobody can go on.
+    /// No warp can continue.
     Deadlock,
-    /// The kernel gave up.
+    /// The kernel executed a trap.
     Trap,
-    /// The kernel took more steps than it was allowed.
+    /// The kernel exceeded its budget of steps.
     Endless,
 }
 
-/// A fault with everything that is known about it.
+/// A fault with all known details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// What it is.
+    /// Kind of fault.
     pub fault: Fault,
-    /// The kernel.
+    /// Name of the kernel.
     pub kernel: String,
-    /// What happened, in words.
+    /// Description of the fault, as text.
     pub what: String,
-    /// Byte address, where there is one: in global memory, or in the block's shared memory.
+    /// Byte address, if there is one: in global memory, or in the CTA's shared memory.
     pub address: Option<u64>,
-    /// Who noticed.
+    /// The access at which the fault was noticed.
     pub here: Side,
-    /// The other side.
+    /// The other access of the fault.
     pub other: Option<Side>,
 }
 
 impl Finding {
-    /// Whether a line is one of its sides.
+    /// Whether a line is one of the fault's sides.
     pub fn names(&self, line: Line) -> bool {
         self.here.line == line || self.other.as_ref().is_some_and(|side| side.line == line)
     }

@@ -1,4 +1,4 @@
-//! Starting what runs later: copies, products, and the groups that they are waited for in.
+//! Starts asynchronous work: copies, products, and their groups.
 
 use crate::copy::{AfterCopies, Copy, End, Tells, box_runs, key};
 use crate::finding::Fault;
@@ -28,7 +28,7 @@ impl View<'_, '_> {
         self.fault(Fault::Operand, what, Some(lane), Some(address));
     }
 
-    /// Blocks that a copy reaches.
+    /// Ranks of the CTAs that a copy reaches.
     fn ranks(&mut self, lane: u32, own: usize, multicast: Option<u16>) -> Vec<usize> {
         let size = self.cluster.blocks.len();
         match multicast {
@@ -42,7 +42,7 @@ impl View<'_, '_> {
         }
     }
 
-    /// Shared memory as an end of a copy: lines that the swizzle may reach are inside.
+    /// Shared memory as one end of a copy; all lines that the swizzle may reach must be in bounds.
     fn shared_end(
         &mut self,
         lane: u32,
@@ -173,7 +173,7 @@ impl View<'_, '_> {
             };
             phases = to.iter().map(|&rank| self.world.bar_phase(self.cluster, BarAt { rank, offset })).collect();
         }
-        // Shared memory must outlive whatever reads or writes it.
+        // Shared memory must outlive all copies that read or write it.
         for (end, completions) in [(&ends.from, std::slice::from_ref(&read_done)), (&ends.to, &write_done[..])] {
             if let End::Shared { ranks, .. } = end {
                 for (&rank, &completion) in ranks.iter().zip(completions) {
@@ -212,7 +212,7 @@ impl View<'_, '_> {
         self.warp.tick();
     }
 
-    /// One arrival when the lane's `cp.async` so far are done.
+    /// Arrives once when all earlier `cp.async` of the lane are complete.
     pub fn arrive_after(&mut self, lane: u32, at: BarAt, expected: bool) {
         let copies: Vec<u32> = match self.warp.queues.get(&key(lane, Queue::Copy)) {
             Some(queue) => queue.groups.iter().flatten().chain(&queue.open).copied().collect(),
@@ -243,7 +243,8 @@ impl View<'_, '_> {
         let mut touched = self.warp.fences == 0;
         for (&reg, writes) in what.d.iter().map(|r| (r, true)).chain(left.iter().map(|r| (r, false))) {
             let register = &mut self.warp.regs[self.world.program.slot(reg)];
-            // Accumulators of earlier products may go on; what a thread touched may not.
+            // Accumulators may pass from one product to the next without a fence; registers that a thread accessed may
+            // not.
             touched |= register.touched == self.warp.fences;
             if writes {
                 register.written_by = number + 1;
@@ -297,7 +298,7 @@ impl View<'_, '_> {
         }
     }
 
-    /// Commits to or waits for a queue.
+    /// Commits or waits for groups of a queue.
     pub fn issue_group(&mut self, lane: u32, queue: Queue, what: Group) {
         if queue == Queue::Product {
             if self.first(lane) {

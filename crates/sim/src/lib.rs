@@ -1,9 +1,9 @@
-//! Runs GPU kernels without a GPU, and says what is wrong with them.
+//! Runs GPU kernels without a GPU, and reports their errors.
 //!
-//! [`Sim`] is a [`Device`](fulgurite_ptx::device::Device): what runs on a GPU runs on it, from the same kernel value.
-//! Warps take turns in a random, seeded order; copies and products that the hardware may finish early or late finish
-//! at random, seeded moments, and a detector checks every access to memory, registers and barriers. What it finds is
-//! a [`Finding`], with the Rust lines of both sides.
+//! [`Sim`] is a [`Device`](fulgurite_ptx::device::Device): it runs the same kernel values as a GPU. Warps take turns in
+//! a random, seeded order. Copies and products finish at random, seeded moments, as early or late as the hardware may
+//! finish them. A detector checks every access to memory, registers and barriers. It reports a [`Finding`] with the
+//! Rust lines of both sides.
 //!
 //! ```
 //! use fulgurite_ptx::device::{Device, Stream, Value};

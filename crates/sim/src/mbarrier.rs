@@ -1,4 +1,4 @@
-//! Barriers in shared memory that count arrivals and bytes, with the rules that PTX leaves to the program.
+//! mbarriers: they count arrivals and bytes, and the rules that PTX leaves to the program are checked here.
 
 use crate::clock::{Clock, Comp, Part};
 use crate::finding::Fault;
@@ -6,46 +6,46 @@ use crate::shadow::{Access, Who};
 use crate::world::{Cluster, SHARED_BASE, Status, Wait, World};
 use std::rc::Rc;
 
-/// Bytes and arrivals that an mbarrier can count.
+/// Largest number of bytes or arrivals that an mbarrier can count.
 const MOST: i64 = (1 << 20) - 1;
 
-/// An mbarrier.
+/// State of an mbarrier.
 pub(crate) struct Bar {
-    /// Arrivals of a phase, and how many are missing in this one.
+    /// Arrivals per phase; `pending`: arrivals still missing in this one.
     pub count: u32,
     pub pending: u32,
-    /// Bytes that are missing.
+    /// Bytes still missing in this phase.
     pub bytes: i64,
     pub phase: u32,
     pub comp: Comp,
-    /// Its initialisation, and whether a fence showed it to the cluster and to the copy engine.
+    /// Its initialisation; `published`: whether a fence made it visible to the cluster and to the copy engine.
     pub made: Access,
     pub published: bool,
-    /// What was told in this phase, and in those that are over.
+    /// Knowledge released in this phase; `past`: in the phases before.
     current: Clock,
     past: Rc<Clock>,
-    /// Who last said how many bytes come, and who last arrived.
+    /// The last access that set the expected bytes; `arrived`: the last arrival.
     pub expected: Option<Access>,
     pub arrived: Option<Access>,
-    /// Warps that were told no, and the phase they asked for.
+    /// Warps whose wait failed, and the phase that they asked for.
     waiters: Vec<(u32, u32)>,
     /// Cycle of the latest arrival.
     latest: u64,
 }
 
-/// Whoever does something to an mbarrier.
+/// The agent that operates on an mbarrier.
 pub(crate) struct User<'a> {
     pub clock: &'a Clock,
     pub access: Access,
     pub lane: Option<u32>,
-    /// From another block, or by the copy engine.
+    /// Whether it is in another CTA, or is the copy engine.
     pub far: bool,
-    /// Whether what the user knows is passed on, or only what it knows to be finished.
+    /// Whether it releases all its knowledge, or only the knowledge of finished work.
     pub releases: bool,
     pub now: u64,
 }
 
-/// A barrier of a block: rank in the cluster, and offset in shared memory.
+/// Position of an mbarrier: rank of the CTA in the cluster, and offset in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BarAt {
     pub rank: usize,
@@ -53,7 +53,7 @@ pub(crate) struct BarAt {
 }
 
 impl World<'_> {
-    /// What a place in shared memory is called: the name the kernel gave it, with a number where it has several.
+    /// Name of a place in shared memory: the name from the kernel, with an index if it has several elements.
     pub fn shared_name(&self, offset: u32) -> String {
         let uses = &self.program.kernel.shared;
         match uses.iter().find(|u| (u.offset..u.offset + u.bytes).contains(&offset)) {
@@ -69,7 +69,7 @@ impl World<'_> {
         self.report(fault, what, Some(u64::from(SHARED_BASE + at.offset)), here, other);
     }
 
-    /// Makes an mbarrier.
+    /// Initialises an mbarrier.
     pub fn bar_init(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, user: &User<'_>) {
         let name = self.shared_name(at.offset);
         if let Some(bar) = cluster.blocks[at.rank].bars.get(&at.offset) {
@@ -106,14 +106,14 @@ impl World<'_> {
         cluster.blocks[at.rank].bars.insert(at.offset, bar);
     }
 
-    /// Ends the life of an mbarrier.
+    /// Ends the lifetime of an mbarrier.
     pub fn bar_end(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) {
         if self.bar_ready(cluster, at, user) {
             cluster.blocks[at.rank].bars.remove(&at.offset);
         }
     }
 
-    /// Whether there is an mbarrier. What is wrong with using it is reported.
+    /// Whether there is an mbarrier. Reports any misuse.
     pub fn bar_ready(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) -> bool {
         let name = self.shared_name(at.offset);
         let block = &mut cluster.blocks[at.rank];
@@ -141,7 +141,7 @@ impl World<'_> {
                 "mbarrier {name} is used from outside the block's threads with no fence after its initialisation"
             );
             self.bar_fault(Fault::BarrierNotReady, what, at, user, Some(made));
-            // Once is enough.
+            // Report only once.
             if let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) {
                 bar.published = true;
             }
@@ -149,14 +149,14 @@ impl World<'_> {
         true
     }
 
-    /// A fence of a warp shows the mbarriers that it made.
+    /// Publishes the mbarriers that a warp initialised, when it executes a fence.
     pub fn bars_published(&mut self, cluster: &mut Cluster, rank: usize, by: Comp) {
         for bar in cluster.blocks[rank].bars.values_mut() {
             bar.published |= matches!(bar.made.who, Who::Warp { comp, .. } if comp == by);
         }
     }
 
-    /// Arrivals, after so many more bytes are expected.
+    /// Adds to the expected bytes, then arrives.
     pub fn bar_arrive(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, bytes: u32, user: &User<'_>) {
         if !self.bar_ready(cluster, at, user) {
             return;
@@ -189,7 +189,7 @@ impl World<'_> {
         self.settle(cluster, at, user);
     }
 
-    /// Takes arrivals out of this and all later phases.
+    /// Removes arrivals from this and all later phases.
     pub fn bar_drop(&mut self, cluster: &mut Cluster, at: BarAt, count: u32, user: &User<'_>) {
         if let Some(bar) = cluster.blocks[at.rank].bars.get_mut(&at.offset) {
             bar.count = bar.count.saturating_sub(count).max(1);
@@ -197,7 +197,7 @@ impl World<'_> {
         self.bar_arrive(cluster, at, count, 0, user);
     }
 
-    /// More bytes will be delivered.
+    /// Adds to the expected bytes.
     pub fn bar_expect(&mut self, cluster: &mut Cluster, at: BarAt, bytes: u32, user: &User<'_>) {
         if !self.bar_ready(cluster, at, user) {
             return;
@@ -213,7 +213,7 @@ impl World<'_> {
         }
     }
 
-    /// Bytes were delivered. The phase in which they count.
+    /// Delivers bytes, and returns the phase in which they count.
     pub fn bar_complete(
         &mut self,
         cluster: &mut Cluster,
@@ -232,12 +232,12 @@ impl World<'_> {
         Some(told)
     }
 
-    /// The phase that an mbarrier is in.
+    /// The current phase of an mbarrier.
     pub fn bar_phase(&self, cluster: &Cluster, at: BarAt) -> Option<u32> {
         cluster.blocks[at.rank].bars.get(&at.offset).map(|bar| bar.phase)
     }
 
-    /// Ends the phase where nothing is missing.
+    /// Ends the phase if nothing is missing.
     fn settle(&mut self, cluster: &mut Cluster, at: BarAt, user: &User<'_>) {
         self.progress += 1;
         let name = self.shared_name(at.offset);
@@ -279,7 +279,8 @@ impl World<'_> {
         }
     }
 
-    /// Whether the phase of this parity is over; what a waiter then knows, and the component to remember.
+    /// Whether the phase with this parity is over; if so, the knowledge that a waiter gains, and the component to
+    /// remember.
     pub fn bar_over(
         &mut self,
         cluster: &mut Cluster,
@@ -305,7 +306,7 @@ impl World<'_> {
 }
 
 impl Cluster {
-    /// A warp of another block reaches into a block; of its moments, the last is enough.
+    /// Records that a warp of another CTA accesses this CTA's memory; only its last access is kept.
     pub fn reached(&mut self, rank: usize, who: Access) {
         let peers = &mut self.blocks[rank].peers;
         let same = |peer: &&mut Access| match (peer.who, who.who) {

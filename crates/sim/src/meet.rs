@@ -1,4 +1,4 @@
-//! Where warps meet: fences, named barriers, the cluster's barrier, mbarriers, and the pool of registers.
+//! Synchronisation of warps: fences, named barriers, the cluster's barrier, mbarriers, and the pool of registers.
 
 use crate::clock::{Clock, Part};
 use crate::finding::Fault;
@@ -8,7 +8,7 @@ use crate::world::{Cluster, Named, Status, Wait, World, access_of};
 use fulgurite_ptx::inst::Space;
 use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, Order, Place};
 
-/// Orders memory, for the warp.
+/// Executes a fence for the warp.
 pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
     let warp = &mut *v.warp;
     match what {
@@ -35,7 +35,7 @@ pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
     }
 }
 
-/// Meets other threads.
+/// Meets other threads at a barrier.
 pub(crate) fn meet(v: &mut View<'_, '_>, what: Meeting) {
     match what {
         Meeting::Sync { id, threads } => {
@@ -43,7 +43,7 @@ pub(crate) fn meet(v: &mut View<'_, '_>, what: Meeting) {
             named(v, id, threads, true);
         }
         Meeting::Arrive { id, threads } => named(v, id, threads, false),
-        // Lanes run in step; what one of them did is known to the others.
+        // Lanes run in lockstep, so each knows what the others did.
         Meeting::Warp(_) => v.warp.tick(),
         Meeting::ClusterArrive(release) => {
             if v.warp.at_cluster.is_some() {
@@ -80,7 +80,7 @@ pub(crate) fn meet(v: &mut View<'_, '_>, what: Meeting) {
     }
 }
 
-/// Ends the phase of the cluster's barrier where all warps that have not ended have come.
+/// Ends the phase of the cluster's barrier if all warps that have not ended have arrived.
 pub(crate) fn settle_cluster(world: &mut World<'_>, cluster: &mut Cluster) {
     if cluster.arrived == 0 || cluster.arrived + cluster.absent < cluster.warps.len() as u32 {
         return;
@@ -149,7 +149,7 @@ fn named(v: &mut View<'_, '_>, id: u32, threads: u32, waits: bool) {
     }
 }
 
-/// Changes an mbarrier.
+/// Performs an operation on an mbarrier.
 pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: Place, what: Mbarrier) {
     let Some(there) = v.resolve(lane, at, 8) else { return };
     let at = BarAt { rank: there.rank, offset: there.offset };
@@ -175,7 +175,7 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: Place, what: Mbarrie
     v.warp.tick();
 }
 
-/// Whether a phase is over; a warp that is told no waits until it is worth asking again.
+/// Whether a phase is over. If not, the warp waits until asking again can succeed.
 pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: Place, parity: u32, order: Order) -> bool {
     let Some(there) = v.resolve(lane, at, 8) else { return true };
     let at = BarAt { rank: there.rank, offset: there.offset };
@@ -193,7 +193,7 @@ pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: Place, parity: 
             }
             true
         }
-        // There is no such barrier: going on shows more than standing still.
+        // There is no such barrier: continuing reveals more than stopping.
         Err(None) => true,
         Err(Some(phase)) => {
             if patient {
@@ -204,7 +204,7 @@ pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: Place, parity: 
     }
 }
 
-/// Gives registers to the block's pool, or takes some.
+/// Returns registers to the CTA's pool, or takes some from it.
 pub(crate) fn registers(v: &mut View<'_, '_>, count: u32, more: bool) {
     let has = v.warp.registers;
     if !(24..=256).contains(&count) || !count.is_multiple_of(8) || more && count < has || !more && count > has {

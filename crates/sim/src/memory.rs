@@ -4,9 +4,9 @@ use crate::shadow::Shadow;
 use fulgurite_ptx::device::{DeviceError, Span};
 use std::collections::BTreeMap;
 
-/// Where the first allocation lies.
+/// Address of the first allocation.
 const BASE: u64 = 0x7f00_0000_0000;
-/// Bytes between allocations that belong to nobody, so that running over an end is seen.
+/// Unused bytes between allocations, so that an overrun is detected.
 const GUARD: u64 = 4096;
 const ALIGN: u64 = 1024;
 
@@ -38,7 +38,7 @@ impl Memory {
         let address = self.next;
         self.next = (address + bytes + GUARD).next_multiple_of(ALIGN);
         self.used += bytes;
-        // Not zeros: a kernel that counts on them is wrong.
+        // Fill with a pattern, not zeros: a kernel that relies on zeros is wrong.
         let allocation = Allocation { address, bytes: vec![0xa5; bytes as usize], shadow: Shadow::new(bytes) };
         self.map.insert(address, allocation);
         Ok(Span::new(address, bytes))
@@ -50,7 +50,7 @@ impl Memory {
         }
     }
 
-    /// The allocation that holds a run of bytes, and where it begins there.
+    /// The allocation that contains a run of bytes, and the run's offset in it.
     pub fn find(&mut self, address: u64, bytes: u64) -> Option<(&mut Allocation, u64)> {
         let (_, allocation) = self.map.range_mut(..=address).next_back()?;
         let offset = address - allocation.address;
@@ -58,7 +58,7 @@ impl Memory {
         inside.then_some((allocation, offset))
     }
 
-    /// A new launch: what came before is ordered before it.
+    /// Starts a new launch: all earlier accesses are ordered before it.
     pub fn forget_accesses(&mut self) {
         self.map.values_mut().for_each(|allocation| allocation.shadow.forget());
     }

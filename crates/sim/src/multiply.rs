@@ -1,7 +1,7 @@
-//! The arithmetic of a product: operands from shared memory, and sums as the tensor cores make them.
+//! The arithmetic of a product: operands from shared memory, and sums in the manner of the tensor cores.
 //!
-//! Products of 16-bit floats take most of the time of a simulation, so they have a quick path; it gives the bits of
-//! [`model::accumulate`], which defines them, and tests hold it to that.
+//! Products of 16-bit floats take most of the time of a simulation, so they have a fast path. Tests check that it gives
+//! the same bits as [`model::accumulate`], which defines them.
 
 use crate::program::Program;
 use crate::sums::{Columns, DEPTH, LOW, Row, Sums};
@@ -12,7 +12,8 @@ use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Major, Product, accumulator_element};
 use fulgurite_ptx::{bf16, f16};
 
-/// An operand, `outer` by `inner`; elements of all outer indices lie beside each other. Every type of operand fits f32.
+/// An operand, `outer` by `inner`; elements of all outer indices are adjacent. Elements of every operand type fit in
+/// f32.
 pub(crate) struct Matrix {
     values: Vec<f32>,
     outer: usize,
@@ -30,7 +31,7 @@ impl Matrix {
         self.values[inner * self.outer + outer]
     }
 
-    /// Takes the elements of a 16-byte unit, which begins at (`outer`, `inner`).
+    /// Stores the elements of a 16-byte unit that starts at (`outer`, `inner`).
     pub fn set_unit(&mut self, unit: &[u8], number: Number, major: Major, outer: u32, inner: u32) {
         let (start, step) = match major {
             Major::Inner => (inner as usize * self.outer + outer as usize, self.outer),
@@ -52,7 +53,7 @@ impl Matrix {
         }
     }
 
-    /// The exponent of each element in its type, and [`LOW`] for zeros; none if an element is not finite.
+    /// The exponent of each element in its type, or [`LOW`] for zeros; `None` if an element is not finite.
     pub fn exponents(&self, number: Number) -> Option<Vec<i16>> {
         let smallest = if number == Number::F16 { -14 } else { -126 };
         let exponent = |x: &f32| {
@@ -63,14 +64,14 @@ impl Matrix {
         finite.then(|| self.values.iter().map(exponent).collect())
     }
 
-    /// As columns of a right operand.
+    /// The matrix as columns of a right operand.
     pub fn columns<'a>(&'a self, exponents: &'a [i16]) -> Columns<'a> {
         Columns { values: &self.values, exponents, count: self.outer }
     }
 }
 
 /// Offsets in shared memory of the 16-byte units of an operand, with the first element of each. Elements of a unit
-/// follow each other along the dimension that is contiguous.
+/// follow each other along the contiguous dimension.
 pub(crate) fn units(bits: u64, number: Number, major: Major, outer: u32) -> Vec<(i64, u32, u32)> {
     let d = Descriptor::decode(bits);
     let (unit, depth) = (16 / number.bytes(), number.depth());
@@ -103,7 +104,7 @@ impl Four<'_> {
         register.defined |= 1 << (thread % 32);
     }
 
-    /// Computes a product into the registers.
+    /// Computes a product into the accumulator registers.
     pub fn multiply(&mut self, what: &Product, a: &Matrix, b: &Matrix) {
         let [to, number_a, number_b] = what.numbers;
         let halves = number_a.bytes() == 2 && to == Number::F32 && what.negate[0] == what.negate[1];
@@ -111,7 +112,7 @@ impl Four<'_> {
             return self.multiply_quickly(what, a, &left, &b.columns(&right));
         }
         let sign = if what.negate[0] != what.negate[1] { -1.0 } else { 1.0 };
-        // Registers of 16-bit accumulators hold two.
+        // A register holds two 16-bit accumulators.
         let (per, bits) = (4 / to.bytes(), 8 * to.bytes());
         for thread in 0..128u32 {
             for (i, &reg) in what.d.iter().enumerate() {
@@ -136,7 +137,7 @@ impl Four<'_> {
                 values: std::array::from_fn(|i| a.get(r, i)),
                 exponents: std::array::from_fn(|i| exponents[i * a.outer + r]),
             };
-            // Eight columns of a row are two registers of four neighbouring lanes.
+            // Eight columns of a row occupy two registers of four neighbouring lanes.
             let (lane, half) = (r % 8 * 4, r / 8 % 2);
             let own = || slots.chunks_exact(4).map(|four| [four[2 * half], four[2 * half + 1]]);
             let regs = &mut self.warps[r / 16].regs;

@@ -1,26 +1,26 @@
-//! How a launch is simulated.
+//! Options of a simulated launch.
 
-/// In which order warps and what runs later take turns.
+/// The order in which warps and asynchronous operations take turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Random, by the seed, and against the kernel: copies and products finish as late or as early as they may.
+    /// Random, by the seed, and adversarial: copies and products finish as late or as early as they may.
     Random,
-    /// By an approximate clock: for a timeline.
+    /// By an approximate clock, for a timeline.
     Timed,
 }
 
-/// How a launch is simulated.
+/// Options of a simulated launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The same seed gives the same run.
+    /// Seed of the random order; equal seeds give equal runs.
     pub seed: u64,
-    /// Instructions of warps that a launch may take before it counts as endless.
+    /// Number of warp instructions after which a launch counts as endless.
     pub budget: u64,
     /// Whether memory, barriers and registers are checked.
     pub checks: bool,
-    /// Who goes next.
+    /// The order of turns.
     pub order: Order,
-    /// Clusters that run at the same time, at first; more are let in where those wait for others.
+    /// Number of clusters that run at the same time at first; more are admitted if those wait for others.
     pub resident: u32,
 }
 

@@ -1,4 +1,4 @@
-//! A kernel made ready to run: its statements as one flat list with the places to jump to.
+//! A kernel ready to run: its statements as a flat list with jump targets.
 
 use crate::well_formed;
 use fulgurite_ptx::inst::{Class, Op, Reg};
@@ -6,20 +6,20 @@ use fulgurite_ptx::kernel::{Kernel, Stmt};
 use std::panic::Location;
 use std::sync::Arc;
 
-/// One step of a program. `skip` is where a warp goes on that has no lane left: the end of the innermost statement.
+/// One step of a program. `skip` is where a warp without active lanes continues: the end of the innermost statement.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Step {
     /// Executes an instruction.
     Op(u32),
-    /// Lanes where `cond` holds go on here, the others wait for [`Step::Else`].
+    /// Lanes where `cond` holds continue here, the others wait for [`Step::Else`].
     If { cond: usize, otherwise: u32 },
-    /// The others' turn.
+    /// The other lanes continue here.
     Else { end: u32 },
-    /// All together again.
+    /// All lanes continue together.
     EndIf { skip: u32 },
     /// Enters a loop.
     Loop,
-    /// Back to `start`, or out if every lane has left.
+    /// Goes back to `start`, or out if every lane has left.
     EndLoop { start: u32, skip: u32 },
     /// Lanes where `cond` is `when` leave the innermost loop.
     Break { cond: usize, when: bool, skip: u32 },
@@ -34,14 +34,14 @@ pub(crate) struct Program {
     pub ops: Vec<Op>,
     /// The Rust line of each step.
     pub lines: Vec<&'static Location<'static>>,
-    /// First register of each class in a warp's file.
+    /// Index of the first register of each class in a warp's register file.
     pub first: [usize; Class::ALL.len()],
-    /// Registers of all classes.
+    /// Total number of registers.
     pub registers: usize,
 }
 
 impl Program {
-    /// Flattens a kernel whose every instruction is well formed.
+    /// Flattens a kernel after checking that every instruction is well formed.
     pub fn new(kernel: Arc<Kernel>) -> Result<Program, String> {
         well_formed::check(&kernel)?;
         let mut first = [0; Class::ALL.len()];
@@ -57,7 +57,7 @@ impl Program {
         Ok(program)
     }
 
-    /// Where a register lies in a warp's file.
+    /// Index of a register in a warp's register file.
     pub fn slot(&self, reg: Reg) -> usize {
         self.first[reg.class as usize] + reg.index as usize
     }
@@ -68,7 +68,7 @@ impl Program {
         self.steps.len() - 1
     }
 
-    /// Appends a block; steps that need to know where the enclosing statement ends are returned.
+    /// Appends a block of statements. Returns the steps that need the end of the enclosing statement.
     fn block(&mut self, block: &[Stmt]) -> Vec<usize> {
         let mut open = Vec::new();
         for stmt in block {

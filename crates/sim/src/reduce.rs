@@ -1,4 +1,4 @@
-//! Reductions in memory: each element is combined with what is there.
+//! Reductions in memory: each element is combined with the old value.
 
 use fulgurite_ptx::machine::Reduction;
 use fulgurite_ptx::{bf16, f16, model};
@@ -36,7 +36,7 @@ fn float(way: Reduction, old: f32, new: f32) -> f32 {
     }
 }
 
-/// Combines elements of a type, by its name in PTX; bytes past the last whole element stay.
+/// Combines elements of a type, given by its PTX name; bytes past the last whole element do not change.
 pub(crate) fn combine(way: Reduction, number: &str, old: &mut [u8], new: &[u8]) {
     match number {
         "f16" => {

@@ -1,4 +1,4 @@
-//! Who goes next: warps and events take turns until the grid is done or nobody can go on.
+//! The scheduler of the simulation: warps and events take turns until the grid is done or nothing can continue.
 
 use crate::clock::Part;
 use crate::finding::Fault;
@@ -11,12 +11,12 @@ use crate::world::{Cluster, Event, FULL, Frame, SHARED_BASE, Status, Wait, Warp,
 use fulgurite_ptx::inst::{Effect, Together};
 use std::cmp::Reverse;
 
-/// Steps without a finished cluster after which one more is let in: those that run may wait for it.
+/// Steps without a finished cluster after which one more is admitted, because the running ones may wait for it.
 const PATIENCE: u64 = 1 << 20;
-/// Steps of a warp before another one is picked, where a clock decides.
+/// Steps of a warp before another one is chosen, if a clock decides.
 const TIMED_STEPS: u64 = 8;
 
-/// Accesses of a warp to an 8 x 8 matrix of 16-bit elements: each lane to two.
+/// Accesses of a warp to an 8 x 8 matrix of 16-bit elements: two per lane.
 const MATRIX: usize = 64;
 
 impl World<'_> {
@@ -72,7 +72,7 @@ impl World<'_> {
                     self.run_warp(c, w, steps);
                 }
                 (None, Some(time)) => {
-                    // Nobody can go on: what is late happens now.
+                    // No warp can continue, so the next late event happens now.
                     self.now = self.now.max(time);
                     self.fire();
                 }
@@ -89,7 +89,7 @@ impl World<'_> {
         }
     }
 
-    /// Lets the next cluster in.
+    /// Admits the next cluster.
     fn admit(&mut self) -> bool {
         if self.next_cluster >= self.cluster_count() {
             return false;
@@ -100,13 +100,13 @@ impl World<'_> {
         true
     }
 
-    /// The same, as long as a GPU would have room.
+    /// Admits the next cluster, if the GPU would have room for it.
     fn admit_more(&mut self) -> bool {
         let room = self.architecture.arch.sms / self.program.kernel.cluster;
         self.clusters.len() < room as usize && self.admit()
     }
 
-    /// Takes clusters out that are done.
+    /// Removes a cluster that is done.
     fn retire(&mut self) -> bool {
         let done = |c: &Cluster| c.pending == 0 && c.warps.iter().all(|w| w.status == Status::Done);
         let Some(i) = self.clusters.iter().position(done) else { return false };
@@ -115,7 +115,7 @@ impl World<'_> {
         true
     }
 
-    /// Warps that wait politely look again, once for each time anything has changed.
+    /// Lets polling warps look again, once for each change of the state.
     fn retry(&mut self) -> bool {
         let mut any = false;
         for warp in self.clusters.iter_mut().flat_map(|c| &mut c.warps) {
@@ -129,7 +129,7 @@ impl World<'_> {
         any
     }
 
-    /// The next event happens.
+    /// Executes the next event.
     fn fire(&mut self) {
         let Some(Reverse((_, _, event))) = self.events.pop() else { return };
         let id = match event {
@@ -167,12 +167,12 @@ impl World<'_> {
             self.end(&mut cluster, &warp);
         }
         cluster.warps[w] = warp;
-        // A warp that ended may be the last one the cluster's barrier waits for.
+        // A warp that ended may be the last one for which the cluster's barrier waits.
         settle_cluster(self, &mut cluster);
         self.clusters[c] = cluster;
     }
 
-    /// Executes one step.
+    /// Executes one step of a warp.
     fn step(&mut self, cluster: &mut Cluster, warp: &mut Warp) {
         let holds = |warp: &Warp, cond: usize| {
             let values = &warp.regs[cond].values;
@@ -231,7 +231,7 @@ impl World<'_> {
         }
     }
 
-    /// A branch reads its truth value like an instruction does.
+    /// Checks the predicate of a branch like an operand of an instruction.
     fn condition(&mut self, cluster: &Cluster, warp: &mut Warp, cond: usize) {
         let missing = warp.active & !warp.regs[cond].defined;
         if missing != 0 && self.options.checks {
@@ -264,7 +264,7 @@ impl World<'_> {
         let mut view = View { world: self, cluster, warp, op, memo: [Memo::default(); 2], shared, global };
         (op.inst.meaning)(&mut view, op);
         let (mut shared, mut global) = (view.shared, view.global);
-        // `ldmatrix` and `stmatrix` go through the banks one matrix of eight rows after the other.
+        // `ldmatrix` and `stmatrix` access the banks one matrix of eight rows at a time.
         if matches!(op.inst.name, "ldmatrix" | "stmatrix") {
             while shared.len() > MATRIX {
                 let rest = shared.split_off(MATRIX);
@@ -289,7 +289,7 @@ impl World<'_> {
         warp.pc += 1;
     }
 
-    /// A warp has ended, and maybe its block.
+    /// Ends a warp, and its CTA if it was the last.
     fn end(&mut self, cluster: &mut Cluster, warp: &Warp) {
         self.progress += 1;
         let block = cluster.blocks[warp.rank].index;
@@ -337,7 +337,7 @@ impl World<'_> {
     }
 }
 
-/// Steps are made in pairs by `Program::new`.
+/// `Program::new` makes steps in matching pairs.
 fn unreachable_step() -> ! {
     panic!("bug in fulgurite: steps of a program are not nested")
 }

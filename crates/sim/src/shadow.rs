@@ -1,92 +1,92 @@
-//! The race detector: who touched each word of memory last, and whether that is ordered with who touches it now.
+//! The race detector: the last accesses to each word of memory, and whether they are ordered with the current one.
 //!
-//! The method is FastTrack's (Flanagan and Freund, 2009): for each word the last write and the reads since it, each
-//! with the moment of its warp, compared with vector clocks. Differences: a warp is one agent, since its lanes run
-//! in step; a copy or a product that runs later is ordered by its completion, which becomes known to whoever waits
-//! for it; and beside the order of memory, an access through the async proxy must find a fence on the way from a
-//! write through the generic one.
+//! The method is that of FastTrack (Flanagan and Freund, 2009): for each word it keeps the last write and the reads
+//! since then, each with the time of its warp, and compares them with vector clocks. There are three differences. A
+//! warp is one agent, because its lanes run in lockstep. A copy or product is ordered by its completion, which becomes
+//! known to the agents that wait for it. And besides the order of memory, an access through the async proxy requires a
+//! fence after a write through the generic proxy.
 //!
-//! **Promise.** A race between warps, blocks, copies and products that the executed path contains is found whatever
-//! the schedule was, down to single bytes, as long as no third access to the same four bytes came between. What is
-//! reported is unordered by PTX's rules, with three deviations that follow public kernels. A completed asynchronous
-//! read may be told by a relaxed arrival. An asynchronous read of a warpgroup counts as finished when one of its
-//! warps has waited. A proxy fence counts for the accesses of the warp that executes it, and for no one else's.
-//! Not found: races between lanes of one warp, and accesses that were too narrow a scope apart.
+//! **Promise.** A race between warps, CTAs, copies and products on the executed path is found whatever the schedule
+//! was, down to single bytes, as long as no third access to the same four bytes came in between. Reported accesses are
+//! unordered by PTX's rules, with three deviations that follow public kernels. A relaxed arrival may signal a completed
+//! asynchronous read. An asynchronous read of a warpgroup counts as finished when one of its warps has waited. A proxy
+//! fence counts only for the accesses of the warp that executes it. Not found: races between lanes of one warp, and
+//! synchronisation whose scope is too narrow.
 
 use crate::clock::{Clock, Comp, Part};
 use fulgurite_ptx::Swizzle;
 use std::collections::HashMap;
 
-/// How an access reaches memory.
+/// The path by which an access reaches memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proxy {
     Generic,
     Async,
 }
 
-/// Who made an access.
+/// The agent of an access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Who {
-    /// A warp, at a moment.
+    /// A warp, at a time.
     Warp { comp: Comp, time: u32 },
-    /// Something that runs later, by the number of its completion.
+    /// An asynchronous operation, by the index of its completion.
     Async(u32),
 }
 
-/// An access, as it is remembered.
+/// A recorded access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Access {
     pub who: Who,
     /// Step of the program.
     pub pc: u32,
-    /// Block of the grid and warp of the block.
+    /// Index of the CTA in the grid; `warp`: index in the CTA.
     pub block: u32,
     pub warp: u32,
     pub proxy: Proxy,
-    /// Whether it is one step that other strong accesses may meet.
+    /// Whether it is a strong (atomic) access; two strong accesses never race.
     pub strong: bool,
-    /// Bytes of the word, as bits.
+    /// Mask of the bytes in the word.
     pub mask: u8,
     /// The layout in which a box was written.
     pub swizzle: Option<Swizzle>,
 }
 
-/// Everything that cells refer to by number.
+/// Tables to which cells refer by index.
 pub(crate) struct Ledger {
     accesses: Vec<Access>,
-    /// For each completion: components that know of it, and from which value on.
+    /// For each completion: components that know of it, from which value on.
     completions: Vec<Vec<(Comp, u32)>>,
     /// Sets of reads, and the set that results when an access joins one.
     sets: Vec<Vec<u32>>,
     joined: HashMap<(u32, u32), u32>,
 }
 
-/// Bytes that one cell stands for.
+/// Bytes per cell.
 pub(crate) const CELL: usize = 4;
 const PAGE: usize = 1024;
 
-/// Last write and reads since, by number; 0 is none.
+/// Last write and the reads since, by index; 0 means none.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
     write: u32,
     reads: u32,
 }
 
-/// The shadow of a piece of memory.
+/// The shadow of a region of memory.
 pub(crate) struct Shadow {
     pages: Vec<Option<Box<[Cell; PAGE]>>>,
-    /// For each cell, which of its bytes were written, as bits.
+    /// For each cell, a mask of the bytes that were written.
     written: Vec<u8>,
 }
 
-/// Why two accesses may not meet.
+/// The reason why two accesses conflict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Why {
     Unordered,
     NoProxyFence,
 }
 
-/// Two accesses that may not meet: the first byte, and the other one.
+/// Two conflicting accesses: the first byte, and the earlier access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Conflict {
     pub offset: u64,
@@ -94,23 +94,23 @@ pub(crate) struct Conflict {
     pub other: Access,
 }
 
-/// An access that is being made, to any number of cells.
+/// An access in progress, to any number of cells.
 pub(crate) struct Toucher<'a> {
-    /// What the agent knows; a product of a warpgroup has four, and each must know.
+    /// Clocks of the agent; a product of a warpgroup has four, and each must know of the earlier access.
     pub clocks: &'a [&'a Clock],
     pub access: Access,
-    /// Which clock tells of proxy fences: that of shared or that of global memory.
+    /// The clock of proxy fences, for shared or for global memory.
     pub fences: Part,
-    /// What was found out so far.
+    /// Results so far.
     pub memo: Memo,
 }
 
-/// What an access has found out: all its cells tend to have the same past.
+/// Cached results of an access: its cells tend to have the same history.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Memo {
-    /// Numbers of the access, by the bytes of a cell that it covers.
+    /// Indices of the access, by the bytes of a cell that it covers.
     ids: [u32; 16],
-    /// A write and a set of reads that were found in order, and the set that a read makes of another.
+    /// A write and a set of reads that were found to be ordered, and the set that a read makes of another.
     good_write: u32,
     good_reads: u32,
     last_join: (u32, u32),
@@ -146,16 +146,16 @@ impl Ledger {
         Ledger { accesses: vec![nobody], completions: Vec::new(), sets: vec![Vec::new()], joined: HashMap::new() }
     }
 
-    /// A completion that nobody knows of yet.
+    /// A new completion that no agent knows of yet.
     pub fn completion(&mut self) -> u32 {
         self.completions.push(Vec::new());
         self.completions.len() as u32 - 1
     }
-    /// Whoever knows `value` of a component knows of the completion.
+    /// Records that an agent which knows `value` of a component knows of the completion.
     pub fn completed(&mut self, completion: u32, comp: Comp, value: u32) {
         self.completions[completion as usize].push((comp, value));
     }
-    /// Whether a completion is known.
+    /// Whether a clock knows of a completion.
     pub fn known(&self, completion: u32, clock: &Clock, part: Part) -> bool {
         self.completions[completion as usize].iter().any(|&(comp, value)| clock.get(part, comp) >= value)
     }
@@ -169,7 +169,7 @@ impl Ledger {
         }
     }
 
-    /// What is wrong between an earlier write and the toucher, whatever bytes they cover.
+    /// The conflict between an earlier write and the current access, ignoring the bytes that they cover.
     fn after_write(&self, t: &Toucher<'_>, earlier: &Access, writes: bool) -> Option<Why> {
         if earlier.who == t.access.who || (earlier.strong && t.access.strong) {
             return None;
@@ -183,7 +183,7 @@ impl Ledger {
                 let fenced = |clock: &&Clock| clock.get(t.fences, comp) >= time;
                 (!t.clocks.iter().any(fenced)).then_some(Why::NoProxyFence)
             }
-            // `cp.async` writes through the generic proxy: whoever waited for it must also have fenced.
+            // `cp.async` writes through the generic proxy, so an agent that waited for it must also have fenced.
             (Proxy::Generic, Proxy::Async, Who::Async(completion)) => {
                 let fenced = |clock: &&Clock| self.known(completion, clock, t.fences);
                 (!t.clocks.iter().any(fenced)).then_some(Why::NoProxyFence)
@@ -200,7 +200,7 @@ impl Ledger {
         (!ordered).then_some(Why::Unordered)
     }
 
-    /// The set of reads with one more; reads that are ordered before it need not be remembered.
+    /// The set of reads with one more; reads that are ordered before it are dropped.
     fn join(&mut self, t: &Toucher<'_>, set: u32, id: u32) -> u32 {
         if let Some(&joined) = self.joined.get(&(set, id)) {
             return joined;
@@ -219,7 +219,7 @@ impl Ledger {
     }
 }
 
-/// The cells of a run of bytes, each with the bytes of it that are meant.
+/// The cells of a run of bytes, each with a mask of the bytes in the run.
 fn cells(start: u64, bytes: u64) -> impl Iterator<Item = (usize, u8)> {
     let cell = CELL as u64;
     let end = start + bytes;
@@ -236,7 +236,7 @@ impl Shadow {
         Shadow { pages: (0..cells.div_ceil(PAGE)).map(|_| None).collect(), written: vec![0; cells] }
     }
 
-    /// Forgets who touched what, and keeps what was written.
+    /// Forgets all accesses, but keeps which bytes were written.
     pub fn forget(&mut self) {
         self.pages.fill_with(|| None);
     }
@@ -246,7 +246,7 @@ impl Shadow {
             self.written[i] |= mask;
         }
     }
-    /// Marks a run by the marks of another: what was copied from unwritten bytes is unwritten.
+    /// Marks a run by the marks of its source: bytes copied from uninitialised memory stay uninitialised.
     pub fn copy_written(&mut self, start: u64, marks: &[bool]) {
         for (offset, &mark) in marks.iter().enumerate() {
             let at = start as usize + offset;
@@ -258,7 +258,7 @@ impl Shadow {
             }
         }
     }
-    /// The first byte of a run that nobody wrote.
+    /// The first byte of a run that was never written.
     pub fn unwritten(&self, start: u64, bytes: u64) -> Option<u64> {
         cells(start, bytes).find(|&(i, mask)| self.written[i] & mask != mask).map(|(i, mask)| {
             let missing = mask & !self.written[i];
@@ -270,14 +270,14 @@ impl Shadow {
         &mut self.pages[i / PAGE].get_or_insert_with(|| Box::new([Cell::default(); PAGE]))[i % PAGE]
     }
 
-    /// Who last wrote to the cell of a byte.
+    /// The last write to the cell of a byte.
     pub fn writer<'l>(&self, ledger: &'l Ledger, offset: u64) -> Option<&'l Access> {
         let i = offset as usize / CELL;
         let cell = self.pages.get(i / PAGE)?.as_ref()?[i % PAGE];
         (cell.write != 0).then(|| &ledger.accesses[cell.write as usize])
     }
 
-    /// Remembers a read; the first conflict.
+    /// Records a read, and returns the first conflict.
     pub fn read(&mut self, ledger: &mut Ledger, t: &mut Toucher<'_>, start: u64, bytes: u64) -> Option<Conflict> {
         let mut found = None;
         for (i, mask) in cells(start, bytes) {
@@ -306,7 +306,7 @@ impl Shadow {
         found
     }
 
-    /// Remembers a write; the first conflict.
+    /// Records a write, and returns the first conflict.
     pub fn write(&mut self, ledger: &mut Ledger, t: &mut Toucher<'_>, start: u64, bytes: u64) -> Option<Conflict> {
         let mut found = None;
         for (i, mask) in cells(start, bytes) {
@@ -399,7 +399,7 @@ mod tests {
         assert_eq!(reads(&mut ledger, &mut shadow, &told, Proxy::Async), Some(Why::NoProxyFence));
         let fenced = knows(&[(Part::Memory, A, 1), (Part::AsyncShared, A, 1)]);
         assert_eq!(reads(&mut ledger, &mut shadow, &fenced, Proxy::Async), None);
-        // The reads are remembered: a write that does not know of them is caught.
+        // The reads were recorded, so a write that does not know of them is caught.
         assert_eq!(
             touch(&told, by(A, 2, Proxy::Generic), |t| shadow.write(&mut ledger, t, 4, 1)),
             Some(Why::Unordered)

@@ -13,24 +13,24 @@ use fulgurite_ptx::kernel::{Kernel, Target};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes that can be allocated: what a test machine can spare.
+/// Memory limit in bytes, which a test machine can spare.
 const CAPACITY: u64 = 4 << 30;
 
-/// What a launch did.
+/// Report of a launch.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
-    /// What is wrong with the kernel; empty where nothing was found.
+    /// Faults of the kernel; empty if nothing was found.
     pub findings: Vec<Finding>,
-    /// Names of the roles, and what each did.
+    /// Name and counters of each role.
     pub roles: Vec<(String, Counts)>,
-    /// Blocks of the grid.
+    /// Number of CTAs in the grid.
     pub blocks: u64,
-    /// When what happened, where [`Order::Timed`](crate::Order::Timed) was asked for.
+    /// Timeline, if [`Order::Timed`](crate::Order::Timed) was requested.
     pub timeline: Option<Timeline>,
 }
 
 impl Report {
-    /// What all roles did.
+    /// Counters of all roles together.
     pub fn total(&self) -> Counts {
         let mut total = Counts::default();
         self.roles.iter().for_each(|(_, counts)| total.add(counts));
@@ -42,20 +42,20 @@ struct State {
     memory: Memory,
     options: Options,
     last: Report,
-    /// By the names of kernels.
+    /// Counters by the names of kernels.
     counts: BTreeMap<String, Counts>,
-    /// The first failure on the stream, until somebody asks.
+    /// The first failure on the stream, until a caller asks for it.
     failed: Option<DeviceError>,
 }
 
-/// A GPU that is simulated.
+/// A simulated GPU.
 #[derive(Clone)]
 pub struct Sim {
     state: Arc<Mutex<State>>,
     target: Target,
 }
 
-/// Gives an allocation back.
+/// Frees an allocation on drop.
 struct Owner {
     state: Arc<Mutex<State>>,
     address: u64,
@@ -83,34 +83,34 @@ impl Sim {
         Sim::on(Target::HOPPER, options)
     }
 
-    /// A simulated GPU of any architecture, with as many SMs as [`Arch::gpu`](fulgurite_ptx::Arch::gpu) has.
+    /// A simulated GPU of any architecture, with the SM count of [`Arch::gpu`](fulgurite_ptx::Arch::gpu).
     pub fn on(target: Target, options: Options) -> Self {
         let (memory, last, counts) = (Memory::new(CAPACITY), Report::default(), BTreeMap::new());
         let state = State { memory, options, last, counts, failed: None };
         Sim { state: Arc::new(Mutex::new(state)), target }
     }
 
-    /// The rates by which its timelines and bounds are made.
+    /// The rates from which timelines and bounds are computed.
     pub fn architecture(&self) -> Architecture {
         Architecture::of(&self.target.arch)
     }
 
-    /// Changes how launches from now on are simulated.
+    /// Changes the options of later launches.
     pub fn set_options(&self, options: Options) {
         lock(&self.state).options = options;
     }
 
-    /// What the last launch did.
+    /// The report of the last launch.
     pub fn report(&self) -> Report {
         lock(&self.state).last.clone()
     }
 
-    /// What all launches of the kernels with this name did.
+    /// Counters of all launches of kernels with this name.
     pub fn counts_of(&self, kernel: &str) -> Counts {
         lock(&self.state).counts.get(kernel).cloned().unwrap_or_default()
     }
 
-    /// What is wrong with the last launch.
+    /// Faults of the last launch.
     pub fn findings(&self) -> Vec<Finding> {
         lock(&self.state).last.findings.clone()
     }

@@ -1,18 +1,19 @@
-//! Sums of products of 16-bit floats, a row at a time: what [`Adder::hopper`] says, in vectors.
+//! Vectorised sums of products of 16-bit floats, a row at a time, with the rules of [`Adder::hopper`].
 //!
 //! A product of two 16-bit floats is exact in f32, and so is that product in units of the last bit kept, as long as
-//! exponents stay inside [`SAFE`]. So a term is two multiplications and a conversion to an integer, which cuts toward
-//! zero. Columns that hold anything else are told, and the definition is asked.
+//! exponents stay inside [`SAFE`]. So a term costs two multiplications and a conversion to an integer, which truncates.
+//! Columns with any other values are marked, and the caller computes them by the definition.
 //!
-//! The code is plain loops over columns; it is compiled for the vectors of several machines, and the best one is taken.
+//! The code is simple loops over columns, compiled for the vectors of several machines; the best version is chosen at
+//! run time.
 //!
 //! [`Adder::hopper`]: fulgurite_ptx::model::Adder::hopper
 
 use std::ops::RangeInclusive;
 
-/// Products that one instruction sums, of 16 bits each.
+/// Number of 16-bit products that one instruction sums.
 pub(crate) const DEPTH: usize = 16;
-/// The exponent of zero: below that of every product that is not, and twice it fits.
+/// The exponent of zero: below that of every nonzero product, and its double fits the type.
 pub(crate) const LOW: i16 = -10_000;
 /// Bits kept below the largest exponent.
 const KEPT: i32 = 25;
@@ -26,25 +27,25 @@ pub(crate) struct Row {
     pub exponents: [i16; DEPTH],
 }
 
-/// The right operand, with the exponents of its elements; columns lie beside each other.
+/// The right operand, with the exponents of its elements; the columns of a row are adjacent.
 pub(crate) struct Columns<'a> {
     pub values: &'a [f32],
     pub exponents: &'a [i16],
     pub count: usize,
 }
 
-/// The sums of a row, and what they need for each column.
+/// The sums of a row, and scratch data for each column.
 pub(crate) struct Sums {
-    /// What was there, then what came out.
+    /// The accumulators, then the results.
     pub values: Vec<f32>,
-    /// Columns that were left as they were.
+    /// Columns that were not computed.
     pub left_out: Vec<bool>,
-    /// The largest exponent.
+    /// The largest exponent of each column.
     top: Vec<i16>,
-    /// Units of the last bit kept in 1.
+    /// Units of the last kept bit in 1, for each column.
     scale: Vec<f32>,
-    /// Terms of the first half of the factors and of the second, in units: each stays below 2^30 + 2^26. Columns that
-    /// are left out may wrap.
+    /// Terms of the first and of the second half of the factors, in units: each stays below 2^30 + 2^26. Columns that
+    /// are not computed may wrap.
     halves: [Vec<i32>; 2],
 }
 
@@ -59,7 +60,7 @@ impl Sums {
         }
     }
 
-    /// Adds the products of a row with every column. Returns whether a column was left out.
+    /// Adds the products of a row with every column. Returns whether a column was not computed.
     pub fn add(&mut self, row: &Row, columns: &Columns<'_>) -> bool {
         #[cfg(target_arch = "x86_64")]
         if let Some(left_out) = x86::add(self, row, columns) {
@@ -75,7 +76,7 @@ impl Sums {
             let exponent = (sum.to_bits() >> 23 & 0xff) as i16 - 127;
             *top = if *sum == 0.0 { LOW } else { exponent.max(-126) };
         }
-        // Four lines at a time: what is kept for each column is read and written that much less.
+        // Process four rows at a time, which reduces the reads and writes of per-column data.
         let n = columns.count;
         for (x, lines) in row.exponents.chunks_exact(4).zip(columns.exponents.chunks_exact(4 * n)) {
             let [a, b, c, d] = four(lines, n);
@@ -109,7 +110,7 @@ impl Sums {
         for (((sum, top), left_out), (low, high)) in
             values.iter_mut().zip(&*top).zip(&*left_out).zip(low.iter().zip(&*high))
         {
-            // The bits of an f32, the rest cut off, and back from units.
+            // Truncate to the bits of an f32, and convert back from units.
             let units = f64::from(*low) + f64::from(*high);
             let unit = f64::from_bits(((1023 - KEPT + i32::from(*top)) as u64) << 52);
             let kept = f64::from_bits(units.to_bits() >> 29 << 29) * unit;
@@ -119,7 +120,7 @@ impl Sums {
     }
 }
 
-/// Cut toward zero. Terms of columns that are left out may be anything; they become something.
+/// Truncates toward zero. The results for columns that are not computed do not matter.
 #[inline(always)]
 #[allow(unsafe_code)] // `as` asks for more than one instruction, and is not done in vectors
 fn cut(x: f32) -> i32 {
@@ -130,13 +131,13 @@ fn cut(x: f32) -> i32 {
     unsafe { x.to_int_unchecked() }
 }
 
-/// Four lines of `n` numbers.
+/// Four rows of `n` numbers.
 #[inline(always)]
 fn four<T>(lines: &[T], n: usize) -> [&[T]; 4] {
     std::array::from_fn(|i| &lines[i * n..(i + 1) * n])
 }
 
-/// The same code for more instructions than every machine has.
+/// The loops compiled for instruction sets that not every machine has.
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // a function for instructions that not every machine has can be called no other way
 mod x86 {
@@ -151,14 +152,14 @@ mod x86 {
         sums.add_here(row, columns)
     }
 
-    /// With the widest vectors there are, or not at all.
+    /// Adds with the widest available vectors; `None` if there are none.
     pub fn add(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> Option<bool> {
         let wide = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         if wide {
-            // SAFETY: the machine has every feature that `avx512` is compiled for, as was just asked.
+            // SAFETY: the check above found every feature that `avx512` is compiled for.
             return Some(unsafe { avx512(sums, row, columns) });
         }
         is_x86_feature_detected!("avx2").then(|| add_avx2(sums, row, columns))
@@ -166,7 +167,7 @@ mod x86 {
 
     pub fn add_avx2(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> bool {
         assert!(is_x86_feature_detected!("avx2"), "bug in fulgurite: this machine has no AVX2");
-        // SAFETY: the machine has the feature that `avx2` is compiled for, as was just asked.
+        // SAFETY: the check above found the feature that `avx2` is compiled for.
         unsafe { avx2(sums, row, columns) }
     }
 }
@@ -178,7 +179,7 @@ mod tests {
     use crate::random::Random;
     use fulgurite_ptx::{Number, bf16, f16, model};
 
-    /// A finite number of a type; `spread` is how far exponents lie apart, and every bit pattern where there is none.
+    /// A finite number of a type; `spread` limits the exponents, and `None` allows every bit pattern.
     fn draw(random: &mut Random, number: Number, spread: Option<u64>) -> f32 {
         let bits = random.next();
         let finite = |bits: u16| match number {
@@ -197,7 +198,7 @@ mod tests {
         }
     }
 
-    /// An accumulator; infinities and NaN among them.
+    /// An accumulator, sometimes infinite or NaN.
     fn accumulator(random: &mut Random, spread: Option<u64>) -> f32 {
         let bits = random.next();
         match (bits >> 60, spread) {
@@ -214,7 +215,7 @@ mod tests {
 
     type Way = fn(&mut Sums, &Row, &Columns<'_>) -> bool;
 
-    /// Every way of adding gives the bits of the model, or says that it did not try.
+    /// Every implementation gives the bits of the model, or reports that it did not compute them.
     #[test]
     fn sums_are_those_of_the_model() {
         let mut ways: Vec<Way> = vec![Sums::add, Sums::add_here];
@@ -236,7 +237,7 @@ mod tests {
             };
             let (mut a, mut b) = (matrix(1), matrix(COUNT));
             if round % 3 == 0 {
-                // What cancels, and leaves what was cut.
+                // Terms that cancel, so that only the truncation error remains.
                 for (i, col) in (0..DEPTH / 2).flat_map(|i| (0..COUNT).map(move |col| (i, col))) {
                     a.set(0, i + DEPTH / 2, f64::from(-a.get(0, i)));
                     b.set(col, i + DEPTH / 2, b.get(col, i).into());

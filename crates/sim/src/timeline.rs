@@ -1,8 +1,8 @@
-//! An approximate clock, and what happened when: good enough to see a pipeline, not to predict a time.
+//! An approximate clock and a timeline: good enough to see a pipeline, not to predict a time.
 //!
-//! Each block has a multiprocessor of its own. A warp issues in order; an instruction holds its unit for as long as
-//! the unit's rate says, a load holds the warp for a fixed latency, and products and copies queue for the tensor cores
-//! and the copy engine. Register dependences, caches and the other blocks' traffic are left out.
+//! Each CTA has an SM to itself. A warp issues in order. An instruction holds its unit for as long as the unit's rate
+//! says, a load holds the warp for a fixed latency, and products and copies queue for the tensor cores and the copy
+//! engine. Register dependences, caches and the traffic of other CTAs are ignored.
 
 use crate::copy::Copy;
 use crate::counters::warp_product;
@@ -13,10 +13,10 @@ use fulgurite_ptx::inst::{Effect, Op, Space, Unit};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Who does something: a row of the picture.
+/// A row of the picture.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Track {
-    /// The first warp of a warpgroup: its role, and its number in the role.
+    /// The first warp of a warpgroup: its role, and its index in the role.
     Role(String, u32),
     /// The tensor cores.
     Tensor,
@@ -24,37 +24,37 @@ pub enum Track {
     Copy,
 }
 
-/// Something that took a while.
+/// Work or a wait that took some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Span {
-    /// Block of the grid.
+    /// Index of the CTA in the grid.
     pub block: u32,
-    /// Who.
+    /// Row of the picture.
     pub track: Track,
     /// First cycle.
     pub start: u64,
-    /// Past the last cycle.
+    /// One past the last cycle.
     pub end: u64,
-    /// What, as a name of an instruction.
+    /// Name of the instruction.
     pub what: &'static str,
-    /// Whether it was a wait.
+    /// Whether this is a wait.
     pub waits: bool,
-    /// The Rust line.
+    /// Rust line of the instruction.
     pub line: Line,
 }
 
-/// What happened when.
+/// The timeline of a launch.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline {
-    /// Everything, in the order in which it ended.
+    /// All spans, ordered by their end.
     pub spans: Vec<Span>,
     units: BTreeMap<u32, Units>,
 }
 
-/// When the units of a multiprocessor are free again.
+/// The cycles at which the units of an SM become free.
 #[derive(Debug, Clone, Default)]
 struct Units {
-    /// For each of the four parts: its scheduler, and its share of each unit.
+    /// For each of the four partitions: its scheduler, and its share of each unit.
     parts: [BTreeMap<Unit, u64>; 4],
     issue: [u64; 4],
     tensor: u64,
@@ -62,13 +62,13 @@ struct Units {
 }
 
 impl Timeline {
-    /// Past the last cycle.
+    /// One past the last cycle.
     pub fn cycles(&self) -> u64 {
         self.spans.iter().map(|s| s.end).max().unwrap_or(0)
     }
 
-    /// For the trace viewers of Chrome and Perfetto: a process for each block, a row for each track, a microsecond for
-    /// each cycle.
+    /// JSON for the trace viewers of Chrome and Perfetto: one process per CTA, one row per track, one microsecond per
+    /// cycle.
     pub fn chrome(&self) -> String {
         let tracks = self.tracks();
         let mut out = String::from("{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n");
@@ -104,7 +104,7 @@ impl Timeline {
         all
     }
 
-    /// A picture of one block: a row for each track, work in colour, waits pale.
+    /// An SVG picture of one CTA: one row per track, work in colour, waits pale.
     pub fn svg(&self, block: u32) -> String {
         const WIDTH: f64 = 1200.0;
         const LEFT: f64 = 130.0;
@@ -157,14 +157,14 @@ fn track_name(track: &Track) -> String {
 }
 
 impl World<'_> {
-    /// The row of a warp: only the first of each four of a role has one.
+    /// The row of a warp: only the first of each four warps of a role has one.
     fn track(&self, warp: &Warp) -> Option<Track> {
         let roles = &self.program.kernel.roles;
         let (name, first) = roles.get(warp.role).map_or((String::new(), 0), |r| (r.name.clone(), r.first_warp));
         (warp.index - first).is_multiple_of(4).then(|| Track::Role(name, (warp.index - first) / 4))
     }
 
-    /// A warp issues an instruction: when it may, and when it goes on.
+    /// Computes when a warp can issue an instruction, and when it continues.
     pub(crate) fn issue(&mut self, cluster: &Cluster, warp: &mut Warp, op: &Op) {
         let block = cluster.blocks[warp.rank].index;
         let (track, rates) = (self.track(warp), self.architecture);
@@ -195,7 +195,7 @@ impl World<'_> {
         let end = start + latency;
         if let Some(track) = track {
             let line: Line = op.at.into();
-            // Work of one line is one span.
+            // Merge consecutive work of one line into one span.
             let joins = |s: &&mut Span| {
                 s.block == block && s.track == track && !s.waits && s.line == line && s.end + 8 >= start
             };
@@ -210,7 +210,7 @@ impl World<'_> {
         warp.now = end;
     }
 
-    /// When a product that is started now ends.
+    /// The end of a product that starts now.
     pub(crate) fn product_time(&mut self, block: u32, number: Number, flops: u64, now: u64, pc: u32) -> u64 {
         let (line, rates) = (self.program.lines[pc as usize].into(), self.architecture);
         let Some(timeline) = &mut self.timeline else { return now };
@@ -223,7 +223,7 @@ impl World<'_> {
         end + rates.tensor_latency
     }
 
-    /// When a copy that reads now has written.
+    /// The time at which a copy that reads now has written.
     pub(crate) fn copy_time(&mut self, copy: &Copy) -> u64 {
         let now = self.now;
         let (line, rates) = (self.program.lines[copy.issued.pc as usize].into(), self.architecture);

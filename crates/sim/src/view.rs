@@ -1,5 +1,5 @@
-//! A warp as the meaning of an instruction sees it: registers, parameters and memory. What other warps meet at is in
-//! [`crate::meet`], what runs later in [`crate::issue`].
+//! A warp as the meaning of an instruction sees it: registers, parameters and memory. Synchronisation is in
+//! [`crate::meet`], asynchronous work in [`crate::issue`].
 
 use crate::clock::Part;
 use crate::finding::Fault;
@@ -19,21 +19,21 @@ pub(crate) struct View<'w, 'a> {
     pub cluster: &'w mut Cluster,
     pub warp: &'w mut Warp,
     pub op: &'w Op,
-    /// What this instruction has found out about cells it read and wrote.
+    /// Cached results of this instruction's reads and writes.
     pub memo: [Memo; 2],
-    /// What this instruction touched, for the counters.
+    /// Accesses of this instruction, for the counters.
     pub shared: Vec<(u32, u32)>,
     pub global: Vec<(u64, u32)>,
 }
 
-/// Where a place in shared memory is.
+/// A position in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedAt {
     pub rank: usize,
     pub offset: u32,
 }
 
-/// Bits that the low half of a register has.
+/// Mask of the bits in the low half of a register.
 fn mask(class: Class) -> u32 {
     match class {
         Class::Pred => 1,
@@ -52,12 +52,12 @@ impl View<'_, '_> {
         self.world.report(fault, what, address, here, None);
     }
 
-    /// Whether this lane is the first: what a warp does once is done for it.
+    /// Whether this lane is the first active one, on whose behalf a warp acts once.
     pub fn first(&self, lane: u32) -> bool {
         self.warp.active.trailing_zeros() == lane
     }
 
-    /// Block and offset of bytes of shared memory, if they are inside.
+    /// CTA and offset of bytes in shared memory, if they are in bounds.
     pub fn resolve(&mut self, lane: u32, at: Place, bytes: u64) -> Option<SharedAt> {
         let rank = usize::try_from(at.address >> WINDOW).ok().filter(|&rank| match at.space {
             Space::Cluster => rank < self.cluster.blocks.len(),
@@ -88,7 +88,7 @@ impl View<'_, '_> {
         true
     }
 
-    /// Threads may not touch the bytes of a live mbarrier.
+    /// Reports threads that access the bytes of a live mbarrier.
     fn spares_barriers(&mut self, lane: u32, at: SharedAt, bytes: u32) {
         let bars = &self.cluster.blocks[at.rank].bars;
         if bars.is_empty() {
@@ -170,7 +170,7 @@ impl View<'_, '_> {
         self.fault(Fault::OutOfBounds, format!("{bytes} bytes of {:?} memory", at.space), Some(lane), Some(at.address));
     }
 
-    /// Before a read: what it acquires.
+    /// Acquires the knowledge released at an address, before a read.
     fn acquire(&mut self, address: u64, order: Order) {
         let Some(told) = self.world.words.get(&address) else { return };
         match order {
@@ -183,7 +183,7 @@ impl View<'_, '_> {
         }
     }
 
-    /// After a write: what it releases. A read and write in one step goes on what was released before.
+    /// Releases knowledge at an address, after a write. An atomic update continues the earlier release sequence.
     fn release(&mut self, address: u64, order: Order, goes_on: bool) {
         let told = match order {
             Order::Weak => return,
@@ -494,7 +494,7 @@ impl Machine for View<'_, '_> {
         meet::registers(self, count, more);
     }
     fn grid(&mut self, _wait: bool) {
-        // Launches run one after another: the grid before this one is done, and the guide says what that leaves unseen.
+        // Launches run one after another, so the previous grid is done. The guide lists the errors that this hides.
     }
     fn sleep(&mut self) {
         self.warp.status = Status::Blocked(Wait::Sleep);

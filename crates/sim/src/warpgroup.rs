@@ -1,4 +1,4 @@
-//! Products of a warpgroup: they run later, in order, and read registers and shared memory when they run.
+//! Products of a warpgroup: they run asynchronously, in order, and read registers and shared memory when they run.
 
 use crate::clock::{Clock, Part};
 use crate::finding::Fault;
@@ -10,14 +10,14 @@ use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Descriptor, Left, Major, Product, left_element};
 use std::collections::VecDeque;
 
-/// Rows of a product.
+/// Rows per product.
 const ROWS: usize = 64;
 
-/// A product that has not run.
+/// A product that has not run yet.
 pub(crate) struct Pending {
     pub what: Product,
     pub pc: u32,
-    /// Warps that have started it, as bits.
+    /// Mask of the warps that have started it.
     pub joined: u8,
     pub starts: [Option<Snapshot>; 4],
     pub issued: Access,
@@ -27,14 +27,14 @@ pub(crate) struct Pending {
 /// Products of four warps.
 #[derive(Default)]
 pub(crate) struct Warpgroup {
-    /// Those that have not run, and how many have.
+    /// Products that have not run yet; `done`: number of those that have.
     pub pending: VecDeque<Pending>,
     pub done: u32,
-    /// Completion of what each product reads in shared memory.
+    /// Completion of each product's reads of shared memory.
     pub completions: Vec<u32>,
-    /// Who started each.
+    /// The access that started each product.
     pub issued: Vec<Access>,
-    /// Cycle when the last one ended.
+    /// Cycle at which the last product ended.
     pub latest: u64,
 }
 
@@ -166,7 +166,7 @@ impl World<'_> {
         }
     }
 
-    /// The warp knows that its products up to `target` are done.
+    /// Records that the warp knows its products up to `target` to be complete.
     pub fn retire_products(&mut self, block: &Block, warp: &mut Warp, target: u32) {
         warp.tick();
         let completions = &block.warpgroups[(warp.index / 4) as usize].completions;

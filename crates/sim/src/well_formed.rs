@@ -1,10 +1,10 @@
-//! Whether a kernel is one that rows of the table can execute: operands of the right kind and number, registers and
-//! parameters that exist. What the builder makes always is; a kernel is a value, though, and anybody can make one.
+//! Checks that the rows of the instruction table can execute a kernel: operands of the right kind and number, registers
+//! and parameters that exist. The builder only makes such kernels, but a kernel is a value that anyone can construct.
 
 use fulgurite_ptx::inst::{Arg, Base, Class, Op, Reg};
 use fulgurite_ptx::kernel::{Kernel, ParamKind, Stmt};
 
-/// The first thing that is wrong, in words.
+/// The first fault, as text.
 pub(crate) fn check(kernel: &Kernel) -> Result<(), String> {
     if !(32..=1024).contains(&kernel.threads) || !kernel.threads.is_multiple_of(32) {
         return Err(format!("{} threads a block, allowed: multiples of 32 from 32 to 1024", kernel.threads));

@@ -1,4 +1,4 @@
-//! The state of a running launch: clusters, blocks, warps, and everything that happens later.
+//! The state of a running launch: clusters, CTAs, warps, and pending events.
 
 use crate::architecture::Architecture;
 use crate::clock::{Clock, Comp, Part};
@@ -22,34 +22,34 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::rc::Rc;
 
-/// Where dynamic shared memory begins: not 0, so that a forgotten base shows.
+/// Address of dynamic shared memory: not 0, so that a forgotten base is detected.
 pub(crate) const SHARED_BASE: u32 = 1024;
-/// A block's number in its cluster stands above its shared addresses, from this bit on, as it does on Hopper.
+/// The bit above which a shared address holds the CTA's rank in its cluster, as on Hopper.
 pub(crate) const WINDOW: u32 = 24;
-/// Where parameters lie, so that tensor maps have addresses.
+/// Address of the parameters, so that tensor maps have addresses.
 pub(crate) const PARAM_BASE: u64 = 0x7000_0000_0000;
 /// Bytes between parameters.
 pub(crate) const PARAM_STRIDE: u64 = 128;
 /// All lanes of a warp.
 pub(crate) const FULL: u32 = u32::MAX;
-/// Findings that are kept; a kernel that is wrong in one place is often wrong in thousands.
+/// Number of findings that are kept; a kernel that is wrong in one place is often wrong in thousands.
 const MOST_FINDINGS: usize = 64;
 
 /// A register of a warp.
 #[derive(Clone)]
 pub(crate) struct Register {
-    /// The low 32 bits of each lane's; what registers of 64 bits have above is in [`Warp::high`].
+    /// The low 32 bits in each lane; the upper halves of 64-bit registers are in [`Warp::high`].
     pub values: [u32; 32],
-    /// Lanes that have written it.
+    /// Mask of the lanes that have written it.
     pub defined: u32,
-    /// Count of `wgmma.fence` when it was last touched.
+    /// Number of `wgmma.fence` executed when it was last accessed.
     pub touched: u32,
-    /// One past the last product that writes it, and that reads it.
+    /// One past the last product that writes it; `read_by`: that reads it.
     pub written_by: u32,
     pub read_by: u32,
 }
 
-/// What encloses the current step.
+/// A control-flow statement around the current step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Frame {
     If { restore: u32, other: u32 },
@@ -63,19 +63,19 @@ pub(crate) enum Wait {
     Named(u32),
     /// The cluster's barrier.
     Cluster,
-    /// A phase of an mbarrier of its block. A polite wait: the instruction may also say no.
+    /// A phase of an mbarrier of its CTA. The instruction may also return without success.
     Phase { address: u32, phase: u32 },
-    /// Groups of a queue, in lanes: until at most so many are left. Whether reading is enough.
+    /// Groups of queues: for each lane and queue, the number that may remain, and whether completed reads suffice.
     Groups(Vec<(u32, Queue, u32, bool)>),
-    /// Products of its warpgroup up to a number.
+    /// Products of its warpgroup up to an index.
     Products(u32),
-    /// Registers of the block's pool.
+    /// Registers from the CTA's pool.
     Registers(u32),
-    /// That others do something. A polite wait.
+    /// A change by other warps, while it polls.
     Sleep,
 }
 
-/// Whether a warp can go on.
+/// Whether a warp can continue.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(crate) enum Status {
     #[default]
@@ -97,46 +97,46 @@ pub(crate) struct LaneQueue {
 #[derive(Default)]
 pub(crate) struct Warp {
     pub regs: Vec<Register>,
-    /// The upper halves of registers of 64 bits.
+    /// The upper halves of 64-bit registers.
     pub high: Vec<[u32; 32]>,
     pub pc: u32,
     pub active: u32,
     pub frames: Vec<Frame>,
     pub status: Status,
-    /// Rank of its block in the cluster, and its number there.
+    /// Rank of its CTA in the cluster, and its index in that CTA.
     pub rank: usize,
     pub index: u32,
     pub role: usize,
     pub comp: Comp,
-    /// Its moment: grows when others may learn of what it did.
+    /// Its logical time, which grows when others may learn of its actions.
     pub time: u32,
     pub clock: Clock,
-    /// Count of `wgmma.fence`.
+    /// Number of `wgmma.fence` executed.
     pub fences: u32,
-    /// Products it took part in, ends of its groups of them, and how many it has waited for.
+    /// Number of its products, the ends of its product groups, and the number that it has waited for.
     pub products: u32,
     pub product_groups: VecDeque<u32>,
     pub retired: u32,
     pub queues: HashMap<(u32, u8), LaneQueue>,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Came to the cluster's barrier in this phase of it and has not waited.
+    /// The phase of the cluster's barrier at which it arrived without waiting yet.
     pub at_cluster: Option<u32>,
-    /// What relaxed reads saw, for a fence that follows; what a fence released, for relaxed writes that follow.
+    /// Knowledge from relaxed reads, for a later fence; `released`: knowledge of a fence, for later relaxed writes.
     pub seen: Option<Clock>,
     pub released: Option<Clock>,
-    /// Progress of the launch when it last looked at what it waits for in vain.
+    /// Progress of the launch when it last polled without success.
     pub tried: u64,
-    /// Cycles, where a timeline is wanted.
+    /// Its time in cycles, for a timeline.
     pub now: u64,
-    /// Since when it was blocked, and where, until it goes on.
+    /// Since when and at which step it is blocked.
     pub blocked: Option<(u64, u32)>,
-    /// The step of the last instruction.
+    /// The step of its last instruction.
     pub last_pc: u32,
 }
 
 impl Warp {
-    /// From here on, what the warp does is not covered by what it told before.
+    /// Advances the logical time: later actions are not covered by earlier releases.
     pub fn tick(&mut self) {
         self.time += 1;
         self.clock.raise(&[Part::Memory, Part::Done], self.comp, self.time);
@@ -146,72 +146,72 @@ impl Warp {
 /// A named barrier.
 #[derive(Default)]
 pub(crate) struct Named {
-    /// Threads that meet, as the first one said, and where it said so.
+    /// Number of threads that meet, as the first one stated, and where.
     pub expected: Option<(u32, Access)>,
     pub arrived: u32,
     pub clock: Clock,
     pub latest: u64,
 }
 
-/// A block.
+/// State of a CTA.
 pub(crate) struct Block {
-    /// Number in the grid, and along each axis.
+    /// Index in the grid; `at`: along each axis.
     pub index: u32,
     pub at: [u32; 3],
     pub shared: Vec<u8>,
     pub shadow: Shadow,
     pub bars: BTreeMap<u32, Bar>,
     pub named: Vec<Named>,
-    /// Registers that nobody has.
+    /// Registers that no warp owns.
     pub pool: u32,
     pub warpgroups: Vec<Warpgroup>,
-    /// Copies and products that read or write its shared memory: by their completions.
+    /// Copies and products that access its shared memory, by their completions.
     pub reaches: Vec<Access>,
-    /// Last accesses of warps of other blocks.
+    /// Last accesses by warps of other CTAs.
     pub peers: Vec<Access>,
-    /// Warps that are not done.
+    /// Number of warps that are not done.
     pub running: u32,
-    /// What its warps knew when they were done.
+    /// Knowledge of its warps when they ended.
     pub last: Clock,
 }
 
-/// A cluster of blocks that run at the same time.
+/// A cluster of CTAs that run at the same time.
 #[derive(Default)]
 pub(crate) struct Cluster {
     pub id: u32,
     pub blocks: Vec<Block>,
     pub warps: Vec<Warp>,
-    /// Components handed out.
+    /// Number of components assigned so far.
     pub comps: u32,
-    /// The cluster's barrier: its phase, warps that came, warps that ended before they came, what was told in this
-    /// phase and in those before, and when the last came.
+    /// The cluster's barrier: its phase, warps that arrived, warps that ended without arriving, the knowledge released
+    /// in this phase and in earlier ones, and the time of the last arrival.
     pub phase: u32,
     pub arrived: u32,
     pub absent: u32,
     pub clock: Clock,
     pub past: Clock,
     pub latest: u64,
-    /// Things that will still happen.
+    /// Number of pending events.
     pub pending: u32,
 }
 
-/// Something that happens later.
+/// A pending event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Event {
     /// A copy reads its source.
     Read(u32),
-    /// It writes its destination.
+    /// The copy writes its destination.
     Write(u32),
-    /// It tells that it is done.
+    /// The copy signals its completion.
     Complete(u32),
     /// A warpgroup of a block of a cluster runs its next product.
     Product(u32, u32, u32),
 }
 
-/// Offsets in shared memory and addresses in global memory that an instruction touched, with their bytes.
+/// Offsets in shared memory and addresses in global memory that an instruction accessed, with their sizes.
 pub(crate) type Touches = (Vec<(u32, u32)>, Vec<(u64, u32)>);
 
-/// A running launch.
+/// The state of a running launch.
 pub(crate) struct World<'a> {
     pub program: &'a Program,
     pub options: &'a Options,
@@ -226,24 +226,24 @@ pub(crate) struct World<'a> {
     pub random: Random,
     pub events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     pub sequence: u64,
-    /// Picks of a warp, or cycles.
+    /// Scheduler steps, or cycles.
     pub now: u64,
     pub copies: HashMap<u32, Copy>,
     pub next_copy: u32,
     /// Arrivals that wait for copies.
     pub after_copies: Vec<AfterCopies>,
-    /// Release clocks of words of global memory.
+    /// Knowledge released at words of global memory.
     pub words: HashMap<u64, Clock>,
     pub findings: Vec<Finding>,
-    /// Stops the launch.
+    /// Whether the launch must stop.
     pub fatal: bool,
-    /// Grows with everything that others can see.
+    /// Grows with every change that other warps can see.
     pub progress: u64,
-    /// Steps that are left.
+    /// Steps left in the budget.
     pub budget: u64,
     pub counts: Vec<Counts>,
     pub timeline: Option<Timeline>,
-    /// Room for what an instruction touches.
+    /// Scratch space for the accesses of an instruction.
     pub touches: Touches,
 }
 
@@ -285,13 +285,13 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Clusters of the grid.
+    /// Number of clusters in the grid.
     pub fn cluster_count(&self) -> u32 {
         let blocks: u64 = self.grid.iter().map(|&n| u64::from(n)).product();
         (blocks / u64::from(self.program.kernel.cluster)) as u32
     }
 
-    /// A cluster that begins.
+    /// The initial state of a cluster.
     pub fn new_cluster(&self, id: u32) -> Cluster {
         let kernel = &self.program.kernel;
         let (size, warps) = (kernel.cluster, kernel.threads / 32);
@@ -349,13 +349,13 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Has something happen at a time.
+    /// Schedules an event at a time.
     pub fn at(&mut self, time: u64, event: Event) {
         self.sequence += 1;
         self.events.push(Reverse((time, self.sequence, event)));
     }
 
-    /// Has something happen after a while: soon, later, or when nobody can go on without it.
+    /// Schedules an event with a random delay: soon, later, or when nothing can continue without it.
     pub fn later(&mut self, event: Event) {
         let delay = match self.random.below(8) {
             0 | 1 => 0,
@@ -367,7 +367,7 @@ impl<'a> World<'a> {
         self.at(self.now + delay, event);
     }
 
-    /// Who does something, for a report.
+    /// The participant of a fault, for a report.
     pub fn side(&self, block: u32, warp: u32, lane: Option<u32>, pc: u32) -> Side {
         let kernel = &self.program.kernel;
         let role = kernel.roles.iter().find(|r| (r.first_warp..r.first_warp + r.warps).contains(&warp));
@@ -383,7 +383,7 @@ impl<'a> World<'a> {
         self.side(access.block, access.warp, None, access.pc)
     }
 
-    /// Keeps a finding, once for each pair of lines.
+    /// Records a finding, once for each pair of lines.
     pub fn report(&mut self, fault: Fault, what: String, address: Option<u64>, here: Side, other: Option<Side>) {
         let same = |f: &Finding| {
             f.fault == fault
@@ -399,7 +399,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Reports two accesses that may not meet.
+    /// Reports two conflicting accesses.
     pub fn conflict(&mut self, conflict: Conflict, address: u64, access: &Access, lane: Option<u32>, writes: bool) {
         let here = self.side(access.block, access.warp, lane, access.pc);
         let other = self.side_of(&conflict.other);
@@ -413,23 +413,23 @@ impl<'a> World<'a> {
 }
 
 impl Cluster {
-    /// A fresh component.
+    /// A new component.
     pub fn component(&mut self) -> Comp {
         self.comps += 1;
         Comp { cluster: self.id, index: self.comps - 1 }
     }
 
-    /// Where a warp of a block is.
+    /// Index of a warp of a CTA.
     pub fn warp_at(&self, rank: usize, warp: u32) -> usize {
         rank * (self.warps.len() / self.blocks.len().max(1)) + warp as usize
     }
 }
 
-/// An access of a warp, as it is remembered.
+/// An access of a warp, for the records.
 pub(crate) fn access_of(warp: &Warp, block: u32, pc: u32, strong: bool) -> Access {
     let who = Who::Warp { comp: warp.comp, time: warp.time };
     Access { who, pc, block, warp: warp.index, proxy: Proxy::Generic, strong, mask: 0, swizzle: None }
 }
 
-/// A snapshot of what an issuer knows.
+/// A snapshot of an issuer's knowledge.
 pub(crate) type Snapshot = Rc<Clock>;

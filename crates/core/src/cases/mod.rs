@@ -1,7 +1,7 @@
-//! The one table of cases that judges every engine.
+//! The table of cases against which every engine is tested.
 //!
-//! A [`Case`] owns a problem and all tensors of a forward and a backward call. [`cases`] is the table;
-//! [`random`] draws mixtures without end for long runs. Both are the same on every machine.
+//! A [`Case`] owns a problem and all tensors of a forward and a backward call. [`cases`] is the table; [`random`] draws
+//! any number of mixtures for long runs. Both are equal on every machine.
 
 mod recipe;
 mod table;
@@ -31,7 +31,7 @@ impl Stored {
     }
 }
 
-/// A problem with everything that forward and backward read.
+/// A problem with all inputs of forward and backward.
 ///
 /// ```
 /// use fulgurite_core::{DType, cases, compare, plain};
@@ -47,7 +47,7 @@ impl Stored {
 pub struct Case {
     /// Names the case in reports; unique in the table.
     pub name: String,
-    /// What it covers, each one of [`FEATURES`].
+    /// Features that it covers, each one of [`FEATURES`].
     pub features: Vec<&'static str>,
     problem: Problem,
     q: Stored,
@@ -64,7 +64,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// The problem.
+    /// The problem of the case.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
@@ -93,12 +93,12 @@ impl Case {
         self.inputs().bind(&self.problem).unwrap_or_else(|e| panic!("bug in fulgurite: case {self}: {e}"))
     }
 
-    /// Gradient of o.
+    /// The gradient of o.
     pub fn d_o(&self) -> TensorView<'_> {
         self.d_o.view()
     }
 
-    /// Gradient of the LSE, where the case has one.
+    /// The gradient of the LSE, if the case has one.
     pub fn d_lse(&self) -> Option<TensorView<'_>> {
         self.d_lse.as_ref().map(Tensor::view)
     }

@@ -1,4 +1,4 @@
-//! From a few words about a case to its tensors.
+//! Recipes: short descriptions from which cases draw their tensors.
 
 use super::{Case, Stored};
 use crate::block::{BlockMask, BlockSpec};
@@ -11,41 +11,41 @@ use crate::random::Rng;
 use crate::tensor::{Dims, Tensor};
 use crate::walk;
 
-/// What the logits look like along the keys.
+/// The shape of the logits along the keys.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Logits {
-    /// Normal, variance about 1.
+    /// Normally distributed, with variance about 1.
     Normal,
-    /// One key stands out by 1000.
+    /// One key exceeds the others by 1000.
     Spike,
-    /// Each key adds this much: the maximum moves (or does not) with every block.
+    /// Each key adds this much, so the maximum moves (or does not) with every block.
     Slope(f64),
 }
 
-/// Where block lists come from.
+/// The origin of block lists.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Blocks {
     /// From the problem's mask.
     FromMask(BlockSpec),
-    /// Each block full, partial or absent by chance.
+    /// Each block is full, partial or absent at random.
     Drawn(BlockSpec),
 }
 
-/// Which elements hold NaN and infinities.
+/// The elements that hold NaN and infinities.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Poison {
-    /// Keys and queries that belong to no sequence or lie past its used length.
+    /// Keys and queries that belong to no sequence or are past its used length.
     Padding,
-    /// These, and keys that the mask hides from every query.
+    /// Padding, and also keys that the mask hides from every query.
     Hidden,
-    /// A row or two of one tensor: keys (or values) that some query is denied, or queries (or rows of d_o) that are denied
-    /// some key. What does see them is not finite either; all else must stay as it is.
+    /// One or two rows of one tensor: keys (or values) that are hidden from some query, or queries (or rows of d_o)
+    /// from which some key is hidden. Rows that do see them are not finite either; all others must not change.
     Denied(Operand),
-    /// A few queries, whatever they see: their rows are NaN, and no others.
+    /// A few queries, whatever they see: exactly their rows become NaN.
     Rows,
 }
 
-/// The tensor that [`Poison::Denied`] spoils.
+/// The tensor to which [`Poison::Denied`] applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operand {
     Query,
@@ -67,7 +67,7 @@ impl Operand {
     }
 }
 
-/// A case before its tensors exist.
+/// A case before its tensors are drawn.
 pub(super) struct Recipe {
     pub name: String,
     pub features: Vec<&'static str>,
@@ -80,9 +80,9 @@ pub(super) struct Recipe {
     pub used: [Option<Vec<i32>>; 2],
     pub blocks: Option<Blocks>,
     pub poison: Option<Poison>,
-    /// Memory in the order `[batch, heads, sequence, dim]`.
+    /// Whether memory has the order `[batch, heads, sequence, dim]`.
     pub heads_outside: bool,
-    /// d_o is one number, broadcast.
+    /// Whether d_o is one number, broadcast.
     pub flat_d_o: bool,
     pub d_lse: bool,
 }
@@ -159,7 +159,7 @@ impl Recipe {
         self
     }
 
-    /// Draws the tensors. Panics where the words contradict each other: that is our mistake.
+    /// Draws the tensors. Panics if the recipe contradicts itself, which is a bug of the table.
     pub fn build(self, rng: &mut Rng) -> Case {
         let problem = self.builder.clone().build().unwrap_or_else(|e| panic!("case {}: {e}", self.name));
         let dtype = problem.dtype();
@@ -232,10 +232,10 @@ impl Recipe {
         case
     }
 
-    /// Gives one of the last coordinates of q and k the wanted trend along the keys. One of the last, because a sum that
-    /// is large from its first term on would lose the digits of all others, and the LSE could not keep its tolerance.
-    /// Not the very last: honest code would then round once at the full size, and an engine that sums in any other
-    /// order (matrix units add two chains of sixteen) could not stay within twice that.
+    /// Gives one of the last coordinates of q and k the requested trend along the keys. It is one of the last, because
+    /// a sum that is large from its first term on would lose the digits of all others, and the LSE could not keep its
+    /// tolerance. It is not the very last: straightforward code would then round once at the full size, and an engine
+    /// that sums in another order (matrix units add two chains of sixteen) could not stay within twice that.
     fn slope_logits(&self, problem: &Problem, q: &mut [f64], k: &mut [f64]) {
         if self.logits == Logits::Normal {
             return;
@@ -263,7 +263,7 @@ impl Recipe {
     }
 }
 
-/// A tensor that reads as `shape`, in memory row-major or with heads outside of the sequence.
+/// A tensor that reads as `shape`; in memory it is row-major, or has the heads axis outside the sequence axis.
 fn store(dtype: DType, values: &[f64], shape: &[usize], heads_outside: bool) -> Stored {
     let dims = Dims::new(shape).expect("rank");
     let mut strides = dims.contiguous_strides().expect("small").to_vec();
@@ -283,13 +283,13 @@ fn store(dtype: DType, values: &[f64], shape: &[usize], heads_outside: bool) -> 
     Stored { tensor, shape: shape.to_vec(), strides }
 }
 
-/// Contents of an auxiliary tensor: what its name asks for, else normal numbers or small integers.
+/// Contents of an auxiliary tensor: those that its name implies, else normal numbers or small integers.
 fn auxiliary(spec: &AuxSpec, problem: &Problem, rng: &mut Rng) -> Tensor {
     let n: usize = spec.shape.iter().product();
     let values: Vec<f64> = match &*spec.name {
         ALIBI_SLOPES => (0..n).map(|h| (-8.0 * (h + 1) as f64 / n as f64).exp2()).collect(),
         PREFIX_LENGTHS => (0..n).map(|_| rng.range(0..problem.max_k_len() + 1) as f64).collect(),
-        // Three documents of equal length, counted alike for queries and keys.
+        // Three documents of equal length, numbered equally for queries and keys.
         DOCUMENTS_Q | DOCUMENTS_K => (0..n).map(|i| (i % spec.shape[1] * 3 / spec.shape[1]) as f64).collect(),
         _ if spec.dtype.is_float() => rng.normals(n, 1.0),
         _ => (0..n).map(|_| rng.range(0..4) as f64).collect(),
@@ -320,12 +320,12 @@ fn with_blocks(case: Case, blocks: Blocks, builder: ProblemBuilder, rng: &mut Rn
     Case { problem, block_mask: Some(mask.unwrap_or_else(|e| panic!("case {}: {e}", case.name))), ..case }
 }
 
-/// For each row of q, and for each row and head of k, whether nothing may read it: flat, heads innermost.
+/// For each row of q, and for each row and head of k, whether nothing may read it; flat, with heads innermost.
 fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
     let problem = bound.problem();
     let rows = |shape: Vec<usize>| vec![true; shape[..shape.len() - 1].iter().product()];
     let (mut queries, mut keys) = (rows(problem.q_shape()), rows(problem.k_shape()));
-    // A tensor of one element for each row and head tells where each row lies.
+    // A tensor with one element per row and head gives the position of each row.
     let places = |shape: Vec<usize>, sequence, side| {
         let shape = [&shape[..shape.len() - 1], &[1]].concat();
         walk::packed_rows(bound, &shape, sequence, side)
@@ -349,8 +349,8 @@ fn unseen(bound: &Bound<'_>, poison: Poison) -> (Vec<bool>, Vec<bool>) {
     (queries, keys)
 }
 
-/// For each row of q whether some key of its sequence is denied to it, and for each row and head of k whether it is denied
-/// to some query: flat, heads innermost.
+/// For each row of q, whether some key of its sequence is hidden from it; for each row and head of k, whether it is
+/// hidden from some query. Both are flat, with heads innermost.
 fn denied(bound: &Bound<'_>) -> (Vec<bool>, Vec<bool>) {
     let problem = bound.problem();
     let rows = |shape: Vec<usize>| vec![false; shape[..shape.len() - 1].iter().product()];
@@ -375,12 +375,12 @@ fn denied(bound: &Bound<'_>) -> (Vec<bool>, Vec<bool>) {
     (queries, keys)
 }
 
-/// An infinity in q or k gives a score of NaN or of an infinity by how a product is formed (in parts, or not): only NaN is
-/// NaN everywhere.
+/// An infinity in q or k makes a score NaN or infinite depending on how a product is formed (in parts or not). Only NaN
+/// gives NaN everywhere.
 const NAN: [f64; 1] = [f64::NAN];
 const NONFINITE: [f64; 4] = [f64::NAN, f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
-/// Writes some of `numbers` over one or two of the rows: over all of a row, or one element.
+/// Writes some of `numbers` over one or two of the rows: over a whole row, or over one element.
 fn spoil_some(stored: &mut Stored, rows: &[bool], numbers: &[f64], rng: &mut Rng) {
     let candidates: Vec<usize> = (0..rows.len()).filter(|&row| rows[row]).collect();
     if candidates.is_empty() {
@@ -395,7 +395,7 @@ fn spoil_some(stored: &mut Stored, rows: &[bool], numbers: &[f64], rng: &mut Rng
     }
 }
 
-/// Writes `x` over columns of one row, where it has memory of its own.
+/// Writes `x` over some columns of one row, if the row has its own memory.
 fn spoil_row(stored: &mut Stored, row: usize, columns: std::ops::Range<usize>, x: f64) {
     let rank = stored.shape.len();
     if stored.strides[rank - 1] == 0 {

@@ -1,4 +1,4 @@
-//! The table, and the draw without end.
+//! The table of cases, and the endless random draw.
 
 use super::Case;
 use super::recipe::{Blocks, Logits, Operand, Poison, Recipe};
@@ -12,7 +12,7 @@ use crate::precision::{Delta, GroupAttention, Precision};
 use crate::problem::{Packed, Problem, ProblemBuilder};
 use crate::random::Rng;
 
-/// Everything the table covers: each name occurs in at least one case.
+/// All features that the table covers; each name occurs in at least one case.
 pub const FEATURES: &[&str] = &[
     "plain",
     "causal",
@@ -52,17 +52,17 @@ pub const FEATURES: &[&str] = &[
     "mxfp8",
 ];
 
-/// Features of the table that no GPU engine has yet: its kernels multiply a hidden key's value by a weight of 0, which keeps
-/// NaN, and take a row of NaN scores for one without keys. CPU engines have both.
+/// Features of the table that no GPU engine supports yet: its kernels multiply a hidden key's value by a weight of 0,
+/// which keeps NaN, and treat a row of NaN scores as one without keys. CPU engines support both.
 pub const NOT_ON_GPU: &[&str] = &["hidden_nonfinite", "nan_rows"];
 
-/// Seeds of random cases that once failed: long checks begin with them.
+/// Seeds of random cases that failed at some time: long checks start with them.
 ///
-/// 500649 is not among them: in bf16 its d_k of 96 elements is at 1.06 of the allowance on every engine, with the same bits.
-/// The one sample of honest code that sets the allowance is near the truth there by luck.
+/// 500649 is excluded: in bf16 its d_k of 96 elements is at 1.06 of the allowance on every engine, with equal bits. The
+/// single sample of straightforward code that sets the allowance happens to be close to the truth there.
 pub const SEEDS: &[u64] = &[386_055, 500_939];
 
-/// A bias by relative position from a table with gradient, one row for each head.
+/// A bias by relative position, from a table with a gradient and one row per head.
 fn relative(builder: ProblemBuilder, heads: usize, reach: i32) -> ProblemBuilder {
     let distance = (q() + k_len() - q_len() - k()).max(-reach).min(reach) + reach;
     builder
@@ -75,7 +75,7 @@ fn holes() -> Expr {
     select(((q() * 7 + k() * 3) % 5).equals(0), f32::NEG_INFINITY, score() * 1.5)
 }
 
-/// Another pattern for each head.
+/// A mask with a different pattern for each head.
 fn comb() -> Mask {
     Mask::custom(((k() + q() * 2 + head()) % 3).differs(0))
 }
@@ -84,7 +84,7 @@ fn sparse(rows: usize, cols: usize, batch: usize, heads: usize) -> BlockSpec {
     BlockSpec { rows, cols, batch, heads }
 }
 
-/// The table for one type of q, k and v: small, for every run of the tests.
+/// The table for one type of q, k and v; small enough for every test run.
 pub fn cases(dtype: DType) -> Vec<Case> {
     let base =
         |batch, q_len, k_len| Problem::builder().dense(batch, q_len, k_len).heads(2, 1).head_dim(64).dtype(dtype);
@@ -349,7 +349,7 @@ pub fn cases(dtype: DType) -> Vec<Case> {
         .poison(Poison::Padding);
     behind.cu_seqlens = Some([vec![0, 20, 50], vec![0, 33, 60]]);
     table.push(behind);
-    // Each case has its own seed, so that one more in the table changes no other.
+    // Each case has its own seed, so that adding one to the table changes no other.
     let build = |recipe: Recipe| {
         let seed = recipe.name.bytes().fold(0u64, |sum, b| sum.wrapping_mul(131).wrapping_add(u64::from(b)));
         recipe.build(&mut Rng::new(seed))
@@ -357,7 +357,7 @@ pub fn cases(dtype: DType) -> Vec<Case> {
     table.into_iter().map(build).collect()
 }
 
-/// Cases whose products are in codes: keys that end inside a block and a group, dimensions that no group divides.
+/// Cases with quantised products: keys that end inside a block and a group, dimensions that no group divides.
 fn quantised(dtype: DType) -> Vec<Recipe> {
     let with = |name: &str, features: &[&'static str], text: &str, builder: ProblemBuilder| {
         let precision = text.parse().expect("a name of a precision");
@@ -403,7 +403,8 @@ fn quantised(dtype: DType) -> Vec<Recipe> {
     ]
 }
 
-/// NaN and infinities in what some row is denied, and in rows of q: each tensor under each way to hide a key.
+/// Cases with NaN and infinities in rows that are partly hidden, and in rows of q: each tensor under each way to hide a
+/// key.
 fn nonfinite(dtype: DType) -> Vec<Recipe> {
     let small = |q_len, k_len| Problem::builder().dense(1, q_len, k_len).heads(2, 1).head_dim(32).dtype(dtype);
     let packed = || Problem::builder().heads(4, 2).head_dim(32).dtype(dtype);
@@ -442,13 +443,13 @@ fn nonfinite(dtype: DType) -> Vec<Recipe> {
     table
 }
 
-/// A random mixture of shapes and features, decided by `seed`.
+/// A random mixture of shapes and features, determined by `seed`.
 pub fn random(seed: u64, dtype: DType) -> Case {
     let rng = &mut Rng::new(seed);
     mixture(seed, dtype, rng).build(rng)
 }
 
-/// The same mixture with NaN and infinities in what some row is denied, or in rows of q.
+/// A random mixture with NaN and infinities in rows that are partly hidden, or in rows of q.
 pub fn random_nonfinite(seed: u64, dtype: DType) -> Case {
     let rng = &mut Rng::new(seed);
     let mut recipe = mixture(seed, dtype, rng);

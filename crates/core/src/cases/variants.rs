@@ -1,4 +1,4 @@
-//! Random problems of the systems around attention, with all tensors of a forward and a backward call.
+//! Random problems of the variants of attention, with all tensors of a forward and a backward call.
 
 use crate::dtype::DType;
 use crate::gated_delta::{DeltaInputs, DeltaSaved, GatedDelta, QkNorm};
@@ -15,10 +15,10 @@ fn normal(rng: &mut Rng, dtype: DType, shape: &[usize], sigma: f64) -> Tensor {
     Tensor::from_f64(dtype, &rng.normals(shape.iter().product(), sigma), shape).expect("a shape with its values")
 }
 
-/// Block-skip attention.
+/// A case of block-skip attention.
 #[derive(Debug, Clone)]
 pub struct SkipCase {
-    /// What is computed.
+    /// The problem of the case.
     pub problem: SkipProblem,
     /// Queries.
     pub q: Tensor,
@@ -31,7 +31,7 @@ pub struct SkipCase {
 }
 
 impl SkipCase {
-    /// Tensors for a problem. Queries are large: attention is peaked, and tiles can be dropped.
+    /// Draws tensors for a problem. Queries are large, so that attention is peaked and tiles can be dropped.
     pub fn new(rng: &mut Rng, problem: SkipProblem) -> SkipCase {
         let base = problem.base();
         let mut tensor = |shape: Vec<usize>, sigma| normal(rng, base.dtype(), &shape, sigma);
@@ -40,7 +40,7 @@ impl SkipCase {
         SkipCase { problem, q, k, v, d_o }
     }
 
-    /// A mixture of classes, proxies and lambdas.
+    /// A random mixture of classes, proxies and lambdas.
     pub fn random(seed: u64, dtype: DType) -> SkipCase {
         let mut rng = Rng::new(seed);
         let kv = rng.range(1..3);
@@ -78,14 +78,14 @@ impl SkipCase {
     }
 }
 
-/// Parallax.
+/// A case of Parallax.
 #[derive(Debug, Clone)]
 pub struct ParallaxCase {
-    /// What is computed.
+    /// The problem of the case.
     pub parallax: Parallax,
     /// Queries.
     pub q: Tensor,
-    /// Probes, one beside each query.
+    /// Probes, one per query.
     pub r: Tensor,
     /// Keys.
     pub k: Tensor,
@@ -93,15 +93,15 @@ pub struct ParallaxCase {
     pub v: Tensor,
     /// Gradient of the output.
     pub d_o: Tensor,
-    /// Documents of queries and of keys, where the mask asks for them.
+    /// Documents of queries and of keys, if the mask needs them.
     documents: Option<[Tensor; 2]>,
 }
 
 impl ParallaxCase {
-    /// A mixture of lengths, groups and masks.
+    /// A random mixture of lengths, groups and masks.
     pub fn random(seed: u64, dtype: DType) -> ParallaxCase {
         let mut rng = Rng::new(seed);
-        // Where every row sees one key, all gradients but d_v are exactly 0 and the rule would allow no rounding.
+        // If every row sees one key, all gradients except d_v are exactly 0 and the rule would allow no rounding.
         let (q_len, k_len) = (rng.pick(&[1, 2, 5, 17, 64, 70, 130]), rng.pick(&[5, 16, 65, 128, 140, 700]));
         let kv_heads = rng.range(1..3);
         let batch = rng.range(1..3);
@@ -128,7 +128,7 @@ impl ParallaxCase {
         ParallaxCase { parallax: Parallax::new(problem).expect("a problem"), q, r, k, v, d_o, documents }
     }
 
-    /// The tensors of a forward call but r.
+    /// The tensors of a forward call, except r.
     pub fn inputs(&self) -> Inputs<'_> {
         let inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
         match &self.documents {
@@ -138,10 +138,10 @@ impl ParallaxCase {
     }
 }
 
-/// Lighthouse.
+/// A case of Lighthouse.
 #[derive(Debug, Clone)]
 pub struct LighthouseCase {
-    /// What is computed.
+    /// The problem of the case.
     pub light: Lighthouse,
     /// Queries.
     pub q: Tensor,
@@ -154,7 +154,7 @@ pub struct LighthouseCase {
 }
 
 impl LighthouseCase {
-    /// A mixture of levels, pools and budgets.
+    /// A random mixture of levels, pools and budgets.
     pub fn random(seed: u64, dtype: DType) -> LighthouseCase {
         let mut rng = Rng::new(seed);
         let (levels, pool, tile) = (rng.range(1..4), rng.pick(&[2, 4]), rng.pick(&[2, 4]));
@@ -175,23 +175,23 @@ impl LighthouseCase {
 /// Sizes and gates of a problem of the gated delta rule.
 #[derive(Debug, Clone)]
 pub struct DeltaSizes {
-    /// Tokens of each sequence; one for all where they are not packed.
+    /// Tokens of each sequence; a single length if they are not packed.
     pub lengths: Vec<usize>,
-    /// One after the other with offsets.
+    /// Whether sequences are packed, with offsets.
     pub packed: bool,
-    /// Heads of q and k, and of v.
+    /// Number of heads of q and k, and of v.
     pub heads: [usize; 2],
     /// Dimension of q and k, and of v.
     pub dims: [usize; 2],
-    /// Decay of the last head, in powers of e a token; the first has none.
+    /// Decay of the last head, as a power of e per token; the first head has none.
     pub decay: f64,
-    /// Who normalises q and k.
+    /// Where q and k are normalised.
     pub norm: QkNorm,
-    /// Whether sequences begin from given states.
+    /// Whether sequences start from given states.
     pub initial: bool,
 }
 
-/// The gated delta rule, with gates and keys as it is used: keys of length 1, steps below 1.
+/// A case of the gated delta rule with realistic gates and keys: keys of length 1, steps below 1.
 #[derive(Debug, Clone)]
 pub struct DeltaCase {
     /// The problem.
@@ -203,7 +203,7 @@ pub struct DeltaCase {
 }
 
 impl DeltaCase {
-    /// Tensors for sizes.
+    /// Draws tensors for these sizes.
     pub fn new(rng: &mut Rng, dtype: DType, sizes: &DeltaSizes) -> DeltaCase {
         let DeltaSizes { lengths, packed, heads: [h, hv], dims: [kd, vd], decay, norm, initial } = sizes;
         let mut offsets = vec![0i32];
@@ -221,11 +221,11 @@ impl DeltaCase {
         };
         let same = |_: usize, x: f64| x;
         let softplus = |x: f64| (1.0 + x.exp()).ln();
-        // Decays as published tests draw them: from no decay in the first head to the strongest in the last.
+        // Decays as in published tests: from none in the first head to the strongest in the last.
         let gate = |i: usize, x: f64| -decay * (i % hv) as f64 / (*hv as f64) * softplus(0.5 * x + 1.0);
         let (q, v, gates) = (problem.q_shape(), problem.v_shape(), problem.gate_shape());
         let state = problem.state_shape();
-        // Keys longer than 1 make the rule overshoot, and states grow without bound.
+        // Keys longer than 1 make the rule overshoot, so that states grow without bound.
         let unit = |rows: Tensor| {
             let mut values = rows.view().to_f64();
             for row in values.chunks_exact_mut(*kd).filter(|_| *norm == QkNorm::Given) {
@@ -248,7 +248,7 @@ impl DeltaCase {
         DeltaCase { problem, tensors, offsets }
     }
 
-    /// A mixture of lengths, heads, dimensions and gates.
+    /// A random mixture of lengths, heads, dimensions and gates.
     pub fn random(seed: u64, dtype: DType) -> DeltaCase {
         let mut rng = Rng::new(seed);
         let heads = rng.range(1..4);
@@ -283,7 +283,7 @@ impl DeltaCase {
         inputs
     }
 
-    /// What backward begins from.
+    /// The inputs of backward.
     pub fn saved(&self) -> DeltaSaved<'_> {
         DeltaSaved { d_o: self.tensors[6].view(), d_final_state: Some(self.tensors[7].view()) }
     }

@@ -35,7 +35,7 @@ impl Expr {
         loads.into_iter().map(of).collect()
     }
 
-    /// Derivative with respect to the nodes that `is_variable` picks. Integers and booleans are constants.
+    /// Derivative with respect to the nodes that `is_variable` selects. Integers and booleans are constants.
     fn diff(&self, is_variable: &dyn Fn(&Node) -> bool) -> Expr {
         if is_variable(&self.0) {
             return Expr::from(1.0);

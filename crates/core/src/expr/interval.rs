@@ -1,16 +1,16 @@
 //! Bounds of an expression over a block of the score matrix.
 //!
-//! Interval arithmetic on the program answers, for any mask, "can this query block see this key block, and
-//! does it see all of it?" without looking at single elements. The answer never claims too much: a block
-//! called empty has no visible element and a block called full has no hidden one. For conditions in which
-//! the query and the key appear once (causal, windows, documents) it is exact.
+//! For any mask, interval arithmetic on the program decides whether a query block can see a key block, and whether it
+//! sees all of it, without evaluating single elements. The answer is conservative: a block called empty has no visible
+//! element, and a block called full has no hidden one. For conditions in which the query and the key appear once
+//! (causal, windows, documents) it is exact.
 
 use super::program::{div_floor, floor};
 use super::{Binary, Program, Step, Type, Unary, Var};
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// How much of a block a mask lets through.
+/// How much of a block a mask keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Coverage {
     /// No element is visible: the block can be skipped.
@@ -22,7 +22,7 @@ pub enum Coverage {
 }
 
 impl Coverage {
-    /// Visible where both masks let through.
+    /// The coverage of a block where both masks must keep an element.
     pub fn and(self, other: Coverage) -> Coverage {
         match (self, other) {
             (Coverage::Empty, _) | (_, Coverage::Empty) => Coverage::Empty,
@@ -51,24 +51,24 @@ pub struct Domain<'a> {
     pub aux: &'a [TensorView<'a>],
 }
 
-/// All values a step can take.
+/// The set of values that a step can take.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Interval {
-    /// Smallest and largest; anything unknown (NaN included) widens to the whole line.
+    /// Smallest and largest value; anything unknown (including NaN) widens to the whole line.
     Float(f64, f64),
-    /// Smallest and largest.
+    /// Smallest and largest value.
     Int(i64, i64),
     /// Whether it can be false, whether it can be true.
     Bool(bool, bool),
 }
 
-/// Any float, and NaN: what is done to it can give NaN again, so only a comparison narrows it.
+/// Any float, including NaN. Operations on it can give NaN again, so only a comparison narrows it.
 const ALL: Interval = Interval::Float(f64::NEG_INFINITY, f64::INFINITY);
 
 const INT_MIN: i64 = i32::MIN as i64;
 const INT_MAX: i64 = i32::MAX as i64;
 
-/// Integers from `low` to `high`; where that leaves an i32, wrapping can give any.
+/// Integers from `low` to `high`; if that exceeds an i32, wrapping can give any value.
 fn int(low: i64, high: i64) -> Interval {
     if low < INT_MIN || high > INT_MAX { Interval::Int(INT_MIN, INT_MAX) } else { Interval::Int(low, high) }
 }
@@ -106,7 +106,7 @@ impl Interval {
     }
 }
 
-/// The hull of the given candidates; the whole line if one of them is not a number.
+/// The hull of the given candidates; the whole line if one of them is NaN.
 fn hull(candidates: [f64; 4]) -> Interval {
     if candidates.iter().any(|x| x.is_nan()) {
         return ALL;
@@ -123,7 +123,7 @@ impl Program {
         all[all.len() - 1]
     }
 
-    /// How much of `domain` a condition lets through.
+    /// How much of `domain` a condition keeps.
     pub fn coverage(&self, domain: &Domain<'_>) -> Coverage {
         match self.bounds(domain) {
             Interval::Bool(true, false) => Coverage::Empty,
@@ -132,9 +132,9 @@ impl Program {
         }
     }
 
-    /// The loads whose index may leave the tensor somewhere in `domain`: (tensor, axis, low, high).
+    /// The first load whose index may leave its tensor somewhere in `domain`: (tensor, axis, low, high).
     pub(crate) fn loads_outside(&self, domain: &Domain<'_>) -> Option<(usize, usize, i64, i64)> {
-        // Contents matter only where a load feeds another load's index.
+        // The contents of tensors matter only if a load feeds another load's index.
         let feeds_an_index = self.steps().iter().any(|step| match step {
             Step::Load(_, at) => at.iter().any(|&i| self.depends_on_load(i)),
             _ => false,
@@ -301,7 +301,7 @@ fn binary(op: Binary, a: Interval, b: Interval) -> Interval {
                 hull([x / u, x / v, y / u, y / v])
             }
         }
-        // A divisor range that contains 0 also contains +-1 or is just 0: |quotient| <= |dividend|.
+        // A divisor range that contains 0 also contains +1 or -1, or is just 0, so |quotient| <= |dividend|.
         Binary::Div if m <= 0 && n >= 0 => {
             let most = i.abs().max(j.abs());
             int(-most, most)

@@ -1,10 +1,10 @@
 //! Score and mask modifiers as expressions.
 //!
-//! An [`Expr`] is a tree over the score, the batch, head, query and key indices, the lengths of the own
-//! sequence, and elements of auxiliary tensors. It is a value with four readers: the oracle evaluates it in
-//! f64, the CPU engine evaluates it a tile at a time, GPU kernels lower it to instructions, and backward
-//! differentiates it. Indices count inside the own sequence. Integers are 32 bits wide and wrap; they promote to
-//! floats where the two meet; booleans never do. Types are checked when the problem is built.
+//! An [`Expr`] is a tree over the score, the batch, head, query and key indices, the lengths of the sequence, and
+//! elements of auxiliary tensors. It is a value with four readers: the oracle evaluates it in f64, the CPU engine
+//! evaluates it a tile at a time, GPU kernels lower it to instructions, and backward differentiates it. Indices are
+//! relative to the sequence. Integers have 32 bits and wrap; they are promoted to floats when combined with floats;
+//! booleans never are. Types are checked when the problem is built.
 //!
 //! ```
 //! use fulgurite_core::expr::{k, k_len, q, q_len, score};
@@ -28,29 +28,29 @@ use std::fmt;
 use std::ops::{Add, BitAnd, BitOr, Div, Mul, Neg, Not, Rem, Sub};
 use std::sync::Arc;
 
-/// What an expression can read besides auxiliary tensors.
+/// Variables of an expression, besides auxiliary tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Var {
-    /// The score: scaled, and changed by the modifiers before this one. Not allowed in masks.
+    /// The score, scaled and changed by earlier modifiers. Not allowed in masks.
     Score,
     /// Index of the sequence in the batch.
     Batch,
     /// Query head.
     Head,
-    /// Query row, counted in its own sequence.
+    /// Query index in its sequence.
     Query,
-    /// Key, counted in its own sequence.
+    /// Key index in its sequence.
     Key,
-    /// Number of queries of the own sequence.
+    /// Number of queries of the sequence.
     QueryLen,
-    /// Number of keys of the own sequence.
+    /// Number of keys of the sequence.
     KeyLen,
 }
 
 /// Operations on one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Unary {
-    /// Minus x.
+    /// The negative of x.
     Neg,
     /// Magnitude; its derivative at 0 is 0.
     Abs,
@@ -66,7 +66,7 @@ pub enum Unary {
     Not,
     /// Integer to float.
     ToFloat,
-    /// Float to integer, towards minus infinity; what lies outside an i32 becomes its end, NaN becomes 0.
+    /// Float to integer, rounding down; values outside i32 saturate, NaN becomes 0.
     Floor,
 }
 
@@ -79,13 +79,13 @@ pub enum Binary {
     Sub,
     /// x * y
     Mul,
-    /// x / y; integers round towards minus infinity, and anything over integer 0 is 0.
+    /// x / y; integers round down, and division by integer 0 gives 0.
     Div,
-    /// x - y * floor(x / y), on integers; 0 where y is 0.
+    /// x - y * floor(x / y), on integers; 0 if y is 0.
     Rem,
-    /// The smaller; at a tie the derivative is the first argument's.
+    /// The smaller of both; at a tie the derivative is the first argument's.
     Min,
-    /// The larger; at a tie the derivative is the first argument's.
+    /// The larger of both; at a tie the derivative is the first argument's.
     Max,
     /// x == y
     Eq,
@@ -93,9 +93,9 @@ pub enum Binary {
     Lt,
     /// x <= y
     Le,
-    /// Both.
+    /// Logical and.
     And,
-    /// Either.
+    /// Logical or.
     Or,
 }
 
@@ -112,15 +112,15 @@ pub(crate) enum Node {
         name: Arc<str>,
         at: Vec<Expr>,
     },
-    /// Stands for a tree beyond [`MAX_NODES`]; compiling it is an error.
+    /// Replaces a tree beyond [`MAX_NODES`]; compiling it is an error.
     TooLarge,
 }
 
-/// A tree larger than this is a mistake (or an attack): parts are shared, so a few doublings are enough to
-/// build one that no walk would finish, and a long chain would exhaust the stack.
+/// Limit of a tree's size; a larger one is a mistake (or an attack). Subtrees are shared, so a few doublings would
+/// build a tree that no traversal could finish, and a long chain would exhaust the stack.
 pub(crate) const MAX_NODES: u32 = 4096;
 
-/// A modifier: cheap to clone, built with operators and the functions of this module.
+/// A modifier: cheap to clone, and built with operators and the functions of this module.
 #[derive(Clone, PartialEq)]
 pub struct Expr(pub(crate) Arc<Node>, u32);
 
@@ -128,7 +128,7 @@ fn var(v: Var) -> Expr {
     Expr::new(Node::Var(v))
 }
 
-/// The score as the previous modifier left it, in natural units, already scaled.
+/// The score after the previous modifier, scaled, in natural units.
 pub fn score() -> Expr {
     var(Var::Score)
 }
@@ -140,19 +140,19 @@ pub fn batch() -> Expr {
 pub fn head() -> Expr {
     var(Var::Head)
 }
-/// Query index in its own sequence.
+/// Query index in its sequence.
 pub fn q() -> Expr {
     var(Var::Query)
 }
-/// Key index in its own sequence.
+/// Key index in its sequence.
 pub fn k() -> Expr {
     var(Var::Key)
 }
-/// Number of queries of the own sequence.
+/// Number of queries of the sequence.
 pub fn q_len() -> Expr {
     var(Var::QueryLen)
 }
-/// Number of keys of the own sequence.
+/// Number of keys of the sequence.
 pub fn k_len() -> Expr {
     var(Var::KeyLen)
 }
@@ -160,7 +160,7 @@ pub fn k_len() -> Expr {
 pub fn load(name: &str, at: impl IntoIterator<Item = Expr>) -> Expr {
     Expr::new(Node::Load { name: name.into(), at: at.into_iter().collect() })
 }
-/// `yes` where `condition` holds, else `no`.
+/// `yes` if `condition` holds, else `no`.
 pub fn select(condition: Expr, yes: impl Into<Expr>, no: impl Into<Expr>) -> Expr {
     Expr::new(Node::Select(condition, yes.into(), no.into()))
 }
@@ -251,7 +251,7 @@ impl Expr {
         self.map(&|node| matches!(node, Node::Var(Var::Score)).then(|| inner.clone()))
     }
 
-    /// Rebuilds the tree, replacing every node for which `replace` gives something else.
+    /// Rebuilds the tree, replacing every node for which `replace` returns an expression.
     pub(crate) fn map(&self, replace: &dyn Fn(&Node) -> Option<Expr>) -> Expr {
         if let Some(other) = replace(&self.0) {
             return other;
@@ -406,7 +406,7 @@ impl fmt::Display for Expr {
             Node::Binary(op, a, b) => match op {
                 Binary::Min => write!(f, "min({a}, {b})"),
                 Binary::Max => write!(f, "max({a}, {b})"),
-                // `more` and `at_least` are stored with swapped sides; a constant on the left is how they look.
+                // `more` and `at_least` are stored with swapped sides; they are recognised by a constant on the left.
                 Binary::Lt if matches!(*a.0, Node::Int(_) | Node::Float(_)) => write!(f, "({b} > {a})"),
                 Binary::Le if matches!(*a.0, Node::Int(_) | Node::Float(_)) => write!(f, "({b} >= {a})"),
                 _ => {

@@ -1,4 +1,4 @@
-//! Expressions as straight-line programs: typed, each common part once.
+//! Expressions as typed straight-line programs, with common subexpressions evaluated once.
 
 use super::{Binary, Expr, Node, Unary, Var};
 use crate::dtype::DType;
@@ -28,12 +28,12 @@ impl Type {
     }
 }
 
-/// An auxiliary tensor that expressions read: its place in the problem's structure, not its contents.
+/// An auxiliary tensor that expressions read: its declaration, not its contents.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AuxSpec {
     /// The name used in [`load`](super::load) and in the inputs.
     pub name: Arc<str>,
-    /// Float types read as floats, i32 as integers.
+    /// Element type; float types read as floats, i32 as integers.
     pub dtype: DType,
     /// The size of each axis.
     pub shape: Vec<usize>,
@@ -41,50 +41,50 @@ pub struct AuxSpec {
     pub grad: bool,
 }
 
-/// Why an expression was refused.
+/// The reason why an expression was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ExprError {
-    /// An operand of a type the operation does not take.
+    /// An operand has a type that the operation does not accept.
     #[error(
         "in `{expr}`: `{operand}` is {got}, allowed: {allowed}; convert it with to_float(), floor() or a comparison"
     )]
     Operand {
-        /// The whole operation.
+        /// The operation, as text.
         expr: String,
-        /// The operand.
+        /// The operand, as text.
         operand: String,
-        /// Its type.
+        /// Type of the operand or expression.
         got: &'static str,
-        /// What the operation takes.
+        /// Types that the operation accepts.
         allowed: &'static str,
     },
-    /// The whole expression has the wrong type.
+    /// The expression has the wrong type.
     #[error("`{expr}` is {got}, allowed: {allowed}; a score modifier gives a float, a mask a boolean")]
     Output {
-        /// The expression.
+        /// The expression, as text.
         expr: String,
-        /// Its type.
+        /// Type of the operand or expression.
         got: &'static str,
-        /// What is wanted.
+        /// Required type.
         allowed: &'static str,
     },
-    /// A tensor nobody declared.
+    /// A load from an undeclared tensor.
     #[error("`{expr}` reads `{name}`, declared: {declared:?}; declare it with ProblemBuilder::aux")]
     Unknown {
-        /// The load.
+        /// The load, as text.
         expr: String,
         /// The unknown name.
         name: String,
         /// The declared names.
         declared: Vec<String>,
     },
-    /// A load with too many or too few indices.
+    /// A load has too many or too few indices.
     #[error("`{expr}` has {got} indices, `{name}` has {rank} axes; give one index for each axis")]
     Rank {
-        /// The load.
+        /// The load, as text.
         expr: String,
-        /// The tensor.
+        /// Name of the tensor.
         name: String,
         /// Number of indices.
         got: usize,
@@ -94,35 +94,35 @@ pub enum ExprError {
     /// A mask that reads the score.
     #[error("mask `{expr}` reads the score; hide keys by score with a score modifier that gives -inf")]
     ScoreInMask {
-        /// The mask.
+        /// The mask, as text.
         expr: String,
     },
-    /// An expression too large to be meant.
+    /// The expression is too large.
     #[error("expression has more than {max} operations; move constant parts into an auxiliary tensor")]
     TooLarge {
-        /// The limit.
+        /// Largest allowed number of operations.
         max: usize,
     },
 }
 
-/// One operation; operands are the numbers of earlier steps.
+/// One operation; operands are indices of earlier steps.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Step {
     /// A variable.
     Var(Var),
     /// The bits of an f32 constant.
     Float(u32),
-    /// A constant.
+    /// An integer constant.
     Int(i32),
-    /// A constant.
+    /// A boolean constant.
     Bool(bool),
-    /// One operand.
+    /// An operation with one operand.
     Unary(Unary, usize),
-    /// Two operands of the same type.
+    /// An operation with two operands of the same type.
     Binary(Binary, usize, usize),
     /// Condition, value if true, value if false.
     Select(usize, usize, usize),
-    /// Tensor number and one step for each index; indices outside the shape are clamped.
+    /// Index of the tensor, and one step per index; indices outside the shape are clamped.
     Load(usize, Vec<usize>),
 }
 
@@ -133,7 +133,7 @@ pub struct Program {
     types: Vec<Type>,
 }
 
-/// More operations than this is a mistake (or an attack), and every engine may rely on the limit.
+/// Limit of the number of operations, on which every engine may rely; more are a mistake (or an attack).
 const MAX_STEPS: usize = 1024;
 
 struct Builder<'a> {
@@ -266,7 +266,7 @@ fn wrong(whole: &Expr, operand: &Expr, got: Type, allowed: &'static str) -> Expr
     ExprError::Operand { expr: whole.to_string(), operand: operand.to_string(), got: got.name(), allowed }
 }
 
-/// What a program is evaluated on: one element of the score matrix.
+/// The inputs of a program: one element of the score matrix.
 #[derive(Debug, Clone, Copy)]
 pub struct Env<'a> {
     /// The scaled score.
@@ -297,18 +297,18 @@ pub enum Value {
     Bool(bool),
 }
 
-/// What an i32 would hold. The results of operations on two i32 fit an i64, so none is lost on the way.
+/// Wraps to the range of an i32. Results of operations on two i32 fit an i64, so nothing is lost before.
 fn wrap(x: i64) -> i64 {
     i64::from(x as i32)
 }
 
-/// The largest integer not above `x`, at the ends of the range where it lies outside, 0 for NaN.
+/// Rounds down; saturates outside the range, and gives 0 for NaN.
 pub(crate) fn floor(x: f64) -> i64 {
     i64::from(x.floor() as i32)
 }
 
 impl Value {
-    /// The number in a float.
+    /// The value of a float.
     pub fn float(self) -> f64 {
         match self {
             Value::Float(x) => x,
@@ -316,7 +316,7 @@ impl Value {
             Value::Bool(x) => f64::from(u8::from(x)),
         }
     }
-    /// The number in an integer; conditions count as 0 and 1.
+    /// The value of an integer; conditions count as 0 and 1.
     pub fn int(self) -> i64 {
         match self {
             Value::Float(x) => x as i64,
@@ -324,7 +324,7 @@ impl Value {
             Value::Bool(x) => i64::from(x),
         }
     }
-    /// The truth of a condition; numbers are true where they are not 0.
+    /// The value of a condition; nonzero numbers count as true.
     pub fn bool(self) -> bool {
         match self {
             Value::Float(x) => x != 0.0,
@@ -334,7 +334,7 @@ impl Value {
     }
 }
 
-/// Integer division of two i32 towards minus infinity; 0 where the divisor is 0.
+/// Integer division of two i32, rounding down; 0 if the divisor is 0.
 pub(crate) fn div_floor(a: i64, b: i64) -> i64 {
     if b == 0 {
         return 0;
@@ -343,7 +343,7 @@ pub(crate) fn div_floor(a: i64, b: i64) -> i64 {
 }
 
 impl Program {
-    /// Checks names and types and flattens the expression. `aux` gives the tensors their numbers.
+    /// Checks names and types and flattens the expression. `aux` defines the indices of the tensors.
     pub fn compile(e: &Expr, aux: &[AuxSpec], want: Type) -> Result<Program, ExprError> {
         let mut builder = Builder { aux, steps: Vec::new(), types: Vec::new(), known: HashMap::new() };
         let mut last = builder.add(e)?;
@@ -354,7 +354,7 @@ impl Program {
         if got != want {
             return Err(ExprError::Output { expr: e.to_string(), got: got.name(), allowed: want.name() });
         }
-        // The output is the last step; a program whose output was shared by a later step needs no more steps.
+        // The output is the last step; steps after a shared output are not needed.
         builder.steps.truncate(last + 1);
         builder.types.truncate(last + 1);
         Ok(Program { steps: builder.steps, types: builder.types })
@@ -375,7 +375,7 @@ impl Program {
         self.steps.contains(&Step::Var(v))
     }
 
-    /// The result on one element, in f64: the definition.
+    /// The result for one element, in f64. This defines the meaning of a program.
     pub fn eval(&self, env: &Env<'_>) -> Value {
         let mut values: Vec<Value> = Vec::with_capacity(self.steps.len());
         for (step, ty) in self.steps.iter().zip(&self.types) {
@@ -436,7 +436,7 @@ fn unary(op: Unary, a: Value) -> Value {
 fn binary(op: Binary, a: Value, b: Value) -> Value {
     let floats = matches!(a, Value::Float(_));
     let (x, y) = (a.float(), b.float());
-    // Only where both are integers: a float beyond the range of an i32 has no business in integer arithmetic.
+    // Only for two integers: a float beyond the range of an i32 cannot be converted.
     let (i, j) = if floats { (0, 0) } else { (a.int(), b.int()) };
     let number = |float: f64, int: i64| if floats { Value::Float(float) } else { Value::Int(wrap(int)) };
     match op {
@@ -445,7 +445,7 @@ fn binary(op: Binary, a: Value, b: Value) -> Value {
         Binary::Mul => number(x * y, i * j),
         Binary::Div => number(x / y, div_floor(i, j)),
         Binary::Rem => Value::Int(if j == 0 { 0 } else { i - j * div_floor(i, j) }),
-        // NaN on either side stays: a NaN score must not vanish in a clamp.
+        // A NaN on either side is kept: a NaN score must not vanish in a clamp.
         Binary::Min => number(if x.is_nan() || x <= y { x } else { y }, i.min(j)),
         Binary::Max => number(if x.is_nan() || x >= y { x } else { y }, i.max(j)),
         Binary::Eq => Value::Bool(if floats { x == y } else { i == j }),

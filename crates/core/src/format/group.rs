@@ -9,7 +9,7 @@ use super::{FormatError, check};
 pub enum GroupFormat {
     /// E2M1 in groups of 16 with an E4M3 scale.
     Nvfp4 {
-        /// Whether an f32 scale of the whole tensor brings the scales of groups into the range of E4M3.
+        /// Whether an f32 scale for the whole tensor brings the group scales into the range of E4M3.
         second_level: bool,
     },
     /// E2M1 in groups of 32 with a power of two.
@@ -19,10 +19,10 @@ pub enum GroupFormat {
 }
 
 impl GroupFormat {
-    /// NVFP4 as training uses it, without a second level.
+    /// NVFP4 without a second level, as used in training.
     pub const NVFP4: GroupFormat = GroupFormat::Nvfp4 { second_level: false };
 
-    /// Elements of a group.
+    /// Elements per group.
     pub const fn group(self) -> usize {
         match self {
             GroupFormat::Nvfp4 { .. } => 16,
@@ -30,7 +30,7 @@ impl GroupFormat {
         }
     }
 
-    /// Bits of an element's code.
+    /// Bits per element code.
     pub const fn bits(self) -> usize {
         if matches!(self, GroupFormat::Mxfp8) { 8 } else { 4 }
     }
@@ -45,7 +45,7 @@ impl GroupFormat {
         }
     }
 
-    /// The code of a group's scale from its largest size; `encode` is the second level.
+    /// The code of a group's scale, from its largest magnitude; `encode` is the second level.
     fn scale(self, largest: f32, encode: f32) -> u8 {
         match self {
             GroupFormat::Nvfp4 { .. } => E4m3::from_f32(encode * largest / E2m1::MAX).0,
@@ -65,8 +65,8 @@ impl GroupFormat {
         if self.bits() == 8 { E4m3::from_f32(x).0 } else { E2m1::from_f32(x).0 }
     }
 
-    /// The scale of a group without a second level, from the largest size in it, and what to multiply with instead of
-    /// dividing by it.
+    /// The scale of a group without a second level, from its largest magnitude, and the factor that replaces a division
+    /// by the scale.
     #[inline(always)]
     pub fn scale_of(self, largest: f32) -> [f32; 2] {
         let scale = match self {
@@ -74,7 +74,7 @@ impl GroupFormat {
             GroupFormat::Mxfp4 => Ue8m0::at_least(largest / E2m1::MAX).to_f32(),
             GroupFormat::Mxfp8 => Ue8m0::at_least(largest / E4m3::MAX).to_f32(),
         };
-        // A scale that rounded to zero: all codes 0.
+        // If the scale rounded to zero, all codes are 0.
         [scale, if scale == 0.0 { 0.0 } else { 1.0 / scale }]
     }
 
@@ -84,7 +84,7 @@ impl GroupFormat {
         if self.bits() == 8 { E4m3::nearest(x) } else { E2m1::nearest(x) }
     }
 
-    /// The second level of a tensor: what scales are multiplied with before they are rounded, and its inverse.
+    /// The second level of a tensor: the factor of scales before rounding, and its inverse.
     fn levels(self, data: &[f32]) -> (f32, f32) {
         if !matches!(self, GroupFormat::Nvfp4 { second_level: true }) {
             return (1.0, 1.0);
@@ -94,16 +94,16 @@ impl GroupFormat {
         (encode, 1.0 / encode)
     }
 
-    /// Replaces a group by what its codes mean: one scale for all of `x`. This is the arithmetic of [`Grouped::new`]
-    /// without the second level.
+    /// Replaces a group by the values of its codes, with one scale for all of `x`. This is the arithmetic of
+    /// [`Grouped::new`] without the second level.
     #[inline(always)]
     pub fn fake_group(self, x: &mut [f32]) {
         let [scale, inverse] = self.scale_of(x.iter().fold(0.0f32, |m, x| if x.abs() > m { x.abs() } else { m }));
         x.iter_mut().for_each(|x| *x = self.nearest(*x * inverse) * scale);
     }
 
-    /// Replaces rows of `cols` elements by what their codes mean, without the second level. The last group of a row may
-    /// be short.
+    /// Replaces rows of `cols` elements by the values of their codes, without the second level. The last group of a row
+    /// may be short.
     #[inline(always)]
     pub fn fake_rows(self, x: &mut [f32], cols: usize) {
         for row in x.chunks_mut(cols.max(1)) {
@@ -128,7 +128,7 @@ impl std::fmt::Display for GroupFormat {
     }
 }
 
-/// A matrix in codes. Rows whose length is no multiple of the group are padded with zeros.
+/// A quantised matrix. Rows whose length is not a multiple of the group are padded with zeros.
 ///
 /// ```
 /// use fulgurite_core::format::{GroupFormat, Grouped};
@@ -158,12 +158,12 @@ impl Grouped {
             for group in row.chunks(format.group()) {
                 let scale = format.scale(group.iter().fold(0.0f32, |m, x| m.max(x.abs())), encode);
                 let step = format.scale_value(scale) * level;
-                // A scale that rounded to zero: all codes 0.
+                // If the scale rounded to zero, all codes are 0.
                 let inverse = if step == 0.0 { 0.0 } else { 1.0 / step };
                 let at = |i: usize| group.get(i).map_or(0, |x| format.code(x * inverse));
                 match format.bits() {
                     8 => codes.extend((0..format.group()).map(at)),
-                    // The first of two in the lower half.
+                    // The first of two codes is in the lower half of a byte.
                     _ => codes.extend((0..format.group()).step_by(2).map(|i| at(i) | at(i + 1) << 4)),
                 }
                 scales.push(scale);
@@ -172,14 +172,14 @@ impl Grouped {
         Ok(Grouped { format, rows, cols, codes, scales, level })
     }
 
-    /// What the codes mean.
+    /// The values of the codes.
     pub fn decode(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows * self.cols];
         out.chunks_exact_mut(self.cols.max(1)).enumerate().for_each(|(row, out)| self.expand(row, 0, out));
         out
     }
 
-    /// What the codes of one row mean, from column `first` on, which begins a group. Panics outside of the matrix.
+    /// The values of one row's codes, starting at column `first`, which must start a group. Panics outside the matrix.
     #[inline(always)]
     pub fn expand(&self, row: usize, first: usize, out: &mut [f32]) {
         let (size, bits) = (self.format.group(), self.format.bits());
@@ -204,11 +204,11 @@ impl Grouped {
         }
     }
 
-    /// The format.
+    /// The format of the matrix.
     pub fn format(&self) -> GroupFormat {
         self.format
     }
-    /// Rows and elements of a row.
+    /// Number of rows, and elements per row.
     pub fn shape(&self) -> [usize; 2] {
         [self.rows, self.cols]
     }
@@ -272,7 +272,7 @@ mod tests {
                     format.fake_rows(&mut faked, cols);
                     assert_eq!(faked, meant, "{format} {rows}x{cols}");
                 }
-                // Powers of two reproduce themselves; an E4M3 scale may move where the largest element is not 6.
+                // Powers of two reproduce themselves; an E4M3 scale may change if the largest element is not 6.
                 if matches!(format, GroupFormat::Mxfp4 | GroupFormat::Mxfp8) {
                     let again = Grouped::new(format, &meant, rows, cols).unwrap().decode();
                     assert_eq!(again, meant, "{format}");

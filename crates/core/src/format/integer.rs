@@ -1,23 +1,24 @@
-//! INT8 with a scale for a set of rows, and INT4 or INT2 for each channel on top of it (TurboAttention's storage).
+//! INT8 with one scale per set of rows, and INT4 or INT2 per channel on top of it (TurboAttention's storage).
 
 use super::{FormatError, check};
 
-/// Which rows share a scale.
+/// The rows that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Granularity {
-    /// Blocks of this many rows.
+    /// Blocks of this many rows share a scale.
     Block(usize),
-    /// Every row its own.
+    /// Each row has its own scale.
     Token,
-    /// Queries by the thread of a matrix instruction that holds them: of each 32 rows, those equal modulo 8.
+    /// Queries share a scale by the thread of a matrix instruction that holds them: in each 32 rows, those equal modulo
+    /// 8.
     ThreadQuery,
-    /// Keys likewise: of each 64 rows, pairs 8u + 2t and 8u + 2t + 1 for t of 0 to 3.
+    /// Keys share a scale by thread: in each 64 rows, the pairs 8u + 2t and 8u + 2t + 1 for each t of 0 to 3.
     ThreadKey,
 }
 
 impl Granularity {
-    /// The number of the scale that serves a row.
+    /// Index of the scale of a row.
     pub fn scale_of(self, row: usize) -> usize {
         match self {
             Granularity::Block(rows) => row / rows,
@@ -27,7 +28,7 @@ impl Granularity {
         }
     }
 
-    /// Scales of `rows` rows.
+    /// Number of scales of `rows` rows.
     pub fn scales(self, rows: usize) -> usize {
         match self {
             Granularity::Block(block) => rows.div_ceil(block),
@@ -56,7 +57,7 @@ pub struct Int8 {
 }
 
 impl Int8 {
-    /// The largest code where INT4 or INT2 follows: what they add by rounding stays within 127.
+    /// The largest code if INT4 or INT2 follows: their rounding then stays within 127.
     pub const PROTECTED: i8 = 119;
 
     /// Quantises `rows` rows of `cols` elements to codes of at most `largest`, ties to even.
@@ -85,13 +86,13 @@ impl Int8 {
         Ok(Int8 { rows, cols, granularity, codes, scales })
     }
 
-    /// What the codes mean.
+    /// The values of the codes.
     pub fn decode(&self) -> Vec<f32> {
         let scale = |i: usize| self.scales[self.granularity.scale_of(i / self.cols)];
         self.codes.iter().enumerate().map(|(i, &code)| f32::from(code) * scale(i)).collect()
     }
 
-    /// Rows and elements of a row.
+    /// Number of rows, and elements per row.
     pub fn shape(&self) -> [usize; 2] {
         [self.rows, self.cols]
     }
@@ -99,33 +100,34 @@ impl Int8 {
     pub fn codes(&self) -> &[i8] {
         &self.codes
     }
-    /// Scales, by [`Granularity::scale_of`].
+    /// Scales, indexed by [`Granularity::scale_of`].
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }
 }
 
-/// The code of x, at most `largest`, ties to even; 0 where the scale is 0.
+/// The code of x, at most `largest` in magnitude, ties to even; 0 if the scale is 0.
 #[inline]
 pub fn quantise(x: f32, scale: f32, largest: i8) -> i8 {
-    // Added and taken away, this rounds to a whole number: every vector unit can, where not every one can round.
+    // Adding and subtracting this number rounds to an integer. Every vector unit can do that, but not every one can
+    // round.
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
     let most = f32::from(largest);
     let y = if scale == 0.0 { 0.0 } else { (x / scale).clamp(-most, most) };
     (((y + ROUND) - ROUND) as i32) as i8
 }
 
-/// Bits of a code of the second stage.
+/// Bits per code of the second stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Bits {
-    /// Two: values 0 to 3.
+    /// Two bits: values 0 to 3.
     Two = 2,
-    /// Four: values 0 to 15.
+    /// Four bits: values 0 to 15.
     Four = 4,
 }
 
 impl Bits {
-    /// How many.
+    /// Number of bits.
     pub const fn count(self) -> usize {
         self as usize
     }
@@ -133,15 +135,15 @@ impl Bits {
     pub const fn largest(self) -> i32 {
         (1 << self as i32) - 1
     }
-    /// Codes in a byte.
+    /// Codes per byte.
     pub const fn per_byte(self) -> usize {
         8 / self as usize
     }
 }
 
-/// A tile of INT8 codes `[tokens, channels]` in INT4 or INT2 with a step and a zero for each channel, all integers.
+/// A tile of INT8 codes `[tokens, channels]` in INT4 or INT2, with an integer step and zero per channel.
 ///
-/// Codes of one channel pair and token lie together: token after token, the first channel in the lowest bits.
+/// The codes of a token's neighbouring channels share a byte: token after token, the first channel in the lowest bits.
 ///
 /// ```
 /// use fulgurite_core::format::{Bits, Stage2};
@@ -153,17 +155,18 @@ impl Bits {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage2 {
-    /// Bits of a code.
+    /// Bits per code.
     pub bits: Bits,
-    /// Rows.
+    /// Number of rows.
     pub tokens: usize,
-    /// Codes of a row.
+    /// Codes per row.
     pub channels: usize,
     /// Packed codes, rows of whole bytes.
     pub codes: Vec<u8>,
     /// Step of each channel, 1 to 85.
     pub steps: Vec<i8>,
-    /// Value of code 0 of each channel: the least code, or lower, so that step * the largest code + zero is at most 127.
+    /// Value of code 0 of each channel: the smallest code, or lower, so that step * the largest code + zero is at most
+    /// 127.
     pub zeros: Vec<i8>,
 }
 
@@ -190,8 +193,8 @@ impl Stage2 {
         for (i, &code) in codes.iter().enumerate() {
             let (token, c) = (i / channels, i % channels);
             let (step, above) = (i32::from(packed.steps[c]), i32::from(code) - i32::from(packed.zeros[c]));
-            // Ties to even. Halves that all went up would add a part of a step to the mean of every channel with an
-            // even step; over many tokens that outweighs the rounding itself. Never beyond the last code.
+            // Ties to even. If all halves rounded up, the mean of every channel with an even step would shift by part
+            // of a step; over many tokens that outweighs the rounding itself. Never exceed the last code.
             let (whole, rest) = (above / step, 2 * (above % step));
             let small = whole + i32::from(rest > step || rest == step && whole % 2 == 1);
             packed.codes[token * row + c / per] |= (small as u8) << (c % per * bits.count());
@@ -199,12 +202,12 @@ impl Stage2 {
         packed
     }
 
-    /// Bytes of a row of codes.
+    /// Bytes per row of codes.
     pub const fn row_bytes(channels: usize, bits: Bits) -> usize {
         channels.div_ceil(bits.per_byte())
     }
 
-    /// The INT8 codes this stands for, in integers: step * code + zero. Panics if `out` is too small.
+    /// The INT8 codes that this represents, computed in integers: step * code + zero. Panics if `out` is too small.
     pub fn expand(&self, out: &mut [i8]) {
         let (row, per) = (Stage2::row_bytes(self.channels, self.bits), self.bits.per_byte());
         for (token, out) in out.chunks_exact_mut(self.channels.max(1)).take(self.tokens).enumerate() {
@@ -285,7 +288,7 @@ mod tests {
         let mut back = [0; 3];
         packed.expand(&mut back);
         assert_eq!(back, [-119, 121, 41]);
-        // From -127 to 127 the last value would be 128: the zero makes room.
+        // From -127 to 127 the last value would be 128, so the zero is lowered.
         for (bits, step) in [(Bits::Two, 85), (Bits::Four, 17)] {
             let packed = Stage2::new(&[-127, 127], 2, 1, bits);
             assert_eq!((packed.steps[0], packed.zeros[0]), (step, -128));
@@ -296,7 +299,7 @@ mod tests {
 
     #[test]
     fn halves_of_a_step_leave_the_mean_where_it_was() {
-        // 0 to 150 in steps of 10: ten thousand codes, every rest as often as any other.
+        // 0 to 150 in steps of 10: ten thousand codes, with every remainder equally often.
         let codes: Vec<i8> = (0..151).cycle().take(151 * 66).map(|x| (x - 75) as i8).collect();
         let packed = Stage2::new(&codes, codes.len(), 1, Bits::Four);
         assert_eq!(packed.steps[0], 10);

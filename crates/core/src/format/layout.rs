@@ -1,6 +1,6 @@
-//! The orders in which matrix units want the scales of groups.
+//! The memory layouts of group scales that matrix units require.
 
-/// How scales `[rows, cols]` lie in memory. What is missing of the last tile is padded with zeros.
+/// Memory layout of scales `[rows, cols]`. The last tile is padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ScaleLayout {
@@ -13,7 +13,7 @@ pub enum ScaleLayout {
 }
 
 impl ScaleLayout {
-    /// Rows of a tile, and rows that lie in one column of it.
+    /// Rows per tile, and rows in one column of a tile.
     fn tile(self) -> (usize, usize) {
         match self {
             ScaleLayout::RowMajor => (1, 1),
@@ -22,7 +22,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Bytes that `rows` by `cols` scales take.
+    /// Size of `rows` by `cols` scales in bytes.
     pub fn size_bytes(self, rows: usize, cols: usize) -> usize {
         match self {
             ScaleLayout::RowMajor => rows * cols,
@@ -30,7 +30,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Where a scale lies.
+    /// Offset of a scale in bytes.
     pub fn offset(self, cols: usize, row: usize, col: usize) -> usize {
         if self == ScaleLayout::RowMajor {
             return row * cols + col;
@@ -41,7 +41,7 @@ impl ScaleLayout {
         tile * rows * 4 + row % column * 16 + row % rows / column * 4 + col % 4
     }
 
-    /// Row-major scales in this layout. Panics if there are not `rows * cols`.
+    /// Converts row-major scales to this layout. Panics if there are not `rows * cols`.
     ///
     /// ```
     /// use fulgurite_core::format::ScaleLayout;
@@ -59,7 +59,7 @@ impl ScaleLayout {
         out
     }
 
-    /// Scales of this layout, row-major. Panics if there are fewer than [`size_bytes`](Self::size_bytes).
+    /// Converts scales of this layout to row-major. Panics if there are fewer than [`size_bytes`](Self::size_bytes).
     pub fn unpack(self, packed: &[u8], rows: usize, cols: usize) -> Vec<u8> {
         assert!(packed.len() >= self.size_bytes(rows, cols), "packed scales");
         (0..rows * cols).map(|i| packed[self.offset(cols, i / cols, i % cols)]).collect()

@@ -1,6 +1,6 @@
 //! Elements of four and eight bits, and scales that are powers of two.
 
-/// x rounded to `bits` of mantissa (without the leading one), exponents from `least` on, ties to even.
+/// Rounds x to `bits` of mantissa (without the leading one) with exponents from `least` up, ties to even.
 fn round(x: f32, bits: i32, least: i32) -> f64 {
     let x = f64::from(x);
     if x == 0.0 || !x.is_finite() {
@@ -32,11 +32,12 @@ fn value(code: u8, bits: i32, bias: i32) -> f32 {
     (if code >> 7 == 1 { -size } else { size }) as f32
 }
 
-/// The value of the nearest code, ties to even: the same as through the code, in f32 without branches. What exceeds `most`
-/// becomes it; NaN stays.
+/// The value of the nearest code, ties to even. Gives the same result as conversion through the code, but in f32
+/// without branches. Values beyond `most` become `most`; NaN stays.
 #[inline(always)]
 fn nearest(x: f32, bits: u32, least: u32, most: f32) -> f32 {
-    // Added and taken away, 1.5 * 2^23 steps round to a whole number of steps; a step is 2^-bits of the power of two below x.
+    // Adding and subtracting 1.5 * 2^23 steps rounds to a whole number of steps; a step is 2^-bits of the power of two
+    // below x.
     let power = (x.to_bits() & 0x7f80_0000).max(least << 23).min(200 << 23);
     let steps = f32::from_bits((power + ((23 - bits) << 23)) | 0x40_0000);
     let size = (x.abs() + steps) - steps;
@@ -57,18 +58,18 @@ impl E2m1 {
     /// The largest value.
     pub const MAX: f32 = 6.0;
 
-    /// The nearest, ties to the even code; what is larger than 6 becomes 6. NaN becomes 6: refuse it before.
+    /// The nearest value, ties to the even code; values beyond 6 become 6. NaN becomes 6: reject it before.
     pub fn from_f32(x: f32) -> E2m1 {
         if x.is_nan() {
             return E2m1(7);
         }
         let size = x.abs();
-        // Ties go to even codes, so that every other border is inclusive.
+        // Ties go to even codes, so every other border is inclusive.
         let above = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0];
         E2m1(above.into_iter().map(u8::from).sum::<u8>() | if x.is_sign_negative() { 8 } else { 0 })
     }
 
-    /// The value of the code that [`from_f32`](Self::from_f32) finds, but NaN stays.
+    /// The value of the code that [`from_f32`](Self::from_f32) finds, except that NaN stays NaN.
     #[inline(always)]
     pub fn nearest(x: f32) -> f32 {
         nearest(x, 1, 127, Self::MAX)
@@ -78,12 +79,12 @@ impl E2m1 {
     #[inline(always)]
     pub fn to_f32(self) -> f32 {
         let code = u32::from(self.0);
-        // Where an f32 has exponent and mantissa; the factor moves one bias to the other, subnormals included.
+        // Move the bits to the exponent and mantissa of an f32; the factor converts the bias, subnormals included.
         f32::from_bits((code & 7) << 22 | (code & 8) << 28) * f32::from_bits(253 << 23)
     }
 }
 
-/// FP8 with four bits of exponent: no infinity, one NaN for each sign, at most 448.
+/// FP8 with four bits of exponent: no infinity, one NaN per sign, at most 448.
 ///
 /// ```
 /// use fulgurite_core::format::E4m3;
@@ -97,7 +98,7 @@ impl E4m3 {
     /// The largest value.
     pub const MAX: f32 = 448.0;
 
-    /// The nearest, ties to even; what is larger than 448 becomes 448. NaN stays NaN.
+    /// The nearest value, ties to even; values beyond 448 become 448. NaN stays NaN.
     pub fn from_f32(x: f32) -> E4m3 {
         if x.is_nan() {
             return E4m3(0x7f);
@@ -111,11 +112,11 @@ impl E4m3 {
         nearest(x, 3, 121, Self::MAX)
     }
 
-    /// The value.
+    /// Converts to f32, exactly.
     #[inline(always)]
     pub fn to_f32(self) -> f32 {
         let code = u32::from(self.0);
-        // Where an f32 has exponent and mantissa; the factor moves one bias to the other, subnormals included.
+        // Move the bits to the exponent and mantissa of an f32; the factor converts the bias, subnormals included.
         let value = f32::from_bits((code & 0x7f) << 20 | (code & 0x80) << 24) * f32::from_bits(247 << 23);
         if code & 0x7f == 0x7f { f32::NAN } else { value }
     }
@@ -134,7 +135,7 @@ impl E5m2 {
     /// The largest finite value.
     pub const MAX: f32 = 57344.0;
 
-    /// The nearest finite, ties to even; what is larger becomes the largest. NaN stays NaN.
+    /// The nearest finite value, ties to even; larger values become the largest. NaN stays NaN.
     pub fn from_f32(x: f32) -> E5m2 {
         if x.is_nan() {
             return E5m2(0x7f);
@@ -142,7 +143,7 @@ impl E5m2 {
         E5m2(code(round(x, 2, -14).clamp(-57344.0, 57344.0), 2, 15))
     }
 
-    /// The value: infinities exist, though nothing finite is rounded to them.
+    /// Converts to f32, exactly. Infinities exist, although no finite number is rounded to them.
     pub fn to_f32(self) -> f32 {
         match (self.0 & 0x7f, self.0 >> 7) {
             (0x7c, 0) => f32::INFINITY,
@@ -167,13 +168,13 @@ impl Ue8m0 {
     #[inline(always)]
     pub fn at_least(x: f32) -> Ue8m0 {
         let bits = x.max(0.0).to_bits();
-        // A number with digits behind its leading one needs the next power. Up to 2^-127, the subnormal 0x40_0000,
-        // the first will do.
+        // A number with digits after its leading one needs the next power. The first code serves all numbers up to
+        // 2^-127, the subnormal 0x40_0000.
         let exponent = if bits <= 0x40_0000 { 0 } else { (bits >> 23) + u32::from(bits & 0x7f_ffff != 0) };
         Ue8m0(exponent.min(254) as u8)
     }
 
-    /// The value.
+    /// Converts to f32, exactly.
     #[inline(always)]
     pub fn to_f32(self) -> f32 {
         match self.0 {
@@ -188,7 +189,7 @@ impl Ue8m0 {
 mod tests {
     use super::*;
 
-    /// The nearest by search over all codes, ties to the even one.
+    /// The nearest code by search over all codes, ties to the even one.
     fn nearest(x: f32, all: impl Fn(u8) -> f32, codes: std::ops::RangeInclusive<u8>) -> u8 {
         let distance = |c: u8| (f64::from(all(c)) - f64::from(x.abs())).abs();
         let best = codes.clone().map(distance).fold(f64::MAX, f64::min);

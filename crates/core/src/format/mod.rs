@@ -1,8 +1,8 @@
-//! Number formats of low precision, bit by bit: what an element, a scale and a group of elements are.
+//! Low-precision number formats, bit by bit: elements, scales and groups of elements.
 //!
 //! [`minifloat`] has the elements, [`group`] floating-point groups with a shared scale (NVFP4, MXFP4, MXFP8),
-//! [`integer`] INT8 and what it is packed into (INT4, INT2), [`layout`] the orders in which hardware wants scales.
-//! Codes and scales are row-major here; groups run along a row, the axis that a product sums over.
+//! [`integer`] INT8 and its packed forms (INT4, INT2), [`layout`] the scale layouts of the hardware. Codes and scales
+//! are row-major here; groups run along a row, the axis that a product sums over.
 
 pub mod group;
 pub mod integer;
@@ -16,40 +16,40 @@ pub use minifloat::{E2m1, E4m3, E5m2, Ue8m0};
 
 use thiserror::Error;
 
-/// Why something was not quantised or not read back.
+/// The reason why data were not quantised or not read back.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// A NaN or an infinity: no scale fits it.
+    /// A NaN or an infinity, for which there is no scale.
     #[error("element {at} is {value}, allowed: finite numbers; look for an overflow where the tensor was made")]
     NotFinite {
-        /// Its place in the row-major tensor.
+        /// Index of the element in the row-major tensor.
         at: usize,
-        /// Its value.
+        /// Value of the element.
         value: f32,
     },
-    /// A number of elements that the shape does not have.
+    /// The number of elements does not match the shape.
     #[error("{got} elements for {rows} rows of {cols}, allowed: {want}; check the shape", want = rows * cols)]
     Shape {
-        /// Rows.
+        /// Number of rows.
         rows: usize,
-        /// Elements of a row.
+        /// Elements per row.
         cols: usize,
-        /// Elements given.
+        /// Number of elements given.
         got: usize,
     },
-    /// Rows in a group that make no group.
+    /// A block has no rows.
     #[error("a block of {got} rows, allowed: at least 1")]
     Block {
         /// The number given.
         got: usize,
     },
-    /// A format that nobody knows.
+    /// An unknown format.
     #[error("format {got:?} is unknown, allowed: {allowed}")]
     Name {
         /// The text given.
         got: String,
-        /// What would do.
+        /// Names of the known formats.
         allowed: &'static str,
     },
 }

@@ -1,4 +1,4 @@
-//! Results of the gated delta rule against the oracle, by the one tolerance rule.
+//! Checks results of the gated delta rule against the oracle, with the tolerance rule.
 
 use super::oracle::{Pair, all_pairs, backward_of, forward_of, honest, state_at};
 use super::recurrence::Arithmetic;
@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::random::Rng;
 use crate::tensor::{Dims, Tensor};
 
-/// Beyond this many updates of an element of a state, checks look at one key head with its value heads.
+/// With more updates of state elements than this, checks look at one key head with its value heads.
 const MAX_UPDATES: usize = 1 << 28;
 
 fn chosen(bound: &DeltaBound<'_>, seed: u64) -> Vec<Pair> {
@@ -19,7 +19,7 @@ fn chosen(bound: &DeltaBound<'_>, seed: u64) -> Vec<Pair> {
     if updates <= MAX_UPDATES || all.is_empty() { all } else { vec![Rng::new(seed).pick(&all)] }
 }
 
-/// The flat indices that the chosen heads own in a tensor of the shape of q, v or g.
+/// The flat indices of the chosen heads in a tensor of the shape of q, v or g.
 fn owned(bound: &DeltaBound<'_>, pairs: &[Pair], shape: &[usize], heads: usize) -> Vec<usize> {
     let problem = bound.problem();
     let gates = shape.len() == problem.gate_shape().len();
@@ -62,7 +62,8 @@ fn rules(bound: &DeltaBound<'_>, gradient: bool) -> [Rule; 2] {
     [own, Rule { dtype: DType::F32, terms: Some(dtype), ..own }]
 }
 
-/// Judges `o` and `final_state`. Of large problems one key head with its value heads is looked at; `seed` picks it.
+/// Checks `o` and `final_state`. For large problems, only one key head with its value heads is checked; `seed` picks
+/// it.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check_forward(bound: &DeltaBound<'_>, got: &DeltaForward, seed: u64) -> Vec<(String, Verdict)> {
@@ -79,7 +80,7 @@ pub fn check_forward(bound: &DeltaBound<'_>, got: &DeltaForward, seed: u64) -> V
     ]
 }
 
-/// Judges all gradients.
+/// Checks all gradients.
 ///
 /// Panics if the tensors do not have the shapes of the problem.
 pub fn check_backward(

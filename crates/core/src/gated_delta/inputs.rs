@@ -1,4 +1,4 @@
-//! The contents of a call of the gated delta rule, and the proof that they fit.
+//! The tensors of a call of the gated delta rule, and the proof that they fit the problem.
 
 use super::{GatedDelta, TokenLayout};
 use crate::dtype::DType;
@@ -17,18 +17,18 @@ pub struct DeltaInputs<'a> {
     pub k: TensorView<'a>,
     /// Values.
     pub v: TensorView<'a>,
-    /// Log decays, finite and not above 0; any float type.
+    /// Log decays, finite and at most 0; any float type.
     pub g: TensorView<'a>,
-    /// Steps, finite; any float type.
+    /// Step sizes, finite; any float type.
     pub beta: TensorView<'a>,
-    /// States to begin from, f32.
+    /// Initial states, f32.
     pub initial_state: Option<TensorView<'a>>,
     /// Cumulative offsets of packed sequences, i32.
     pub cu_seqlens: Option<TensorView<'a>>,
 }
 
 impl<'a> DeltaInputs<'a> {
-    /// The five tensors every call has.
+    /// The five tensors that every call has.
     pub fn new(
         q: TensorView<'a>,
         k: TensorView<'a>,
@@ -38,19 +38,19 @@ impl<'a> DeltaInputs<'a> {
     ) -> Self {
         DeltaInputs { q, k, v, g, beta, initial_state: None, cu_seqlens: None }
     }
-    /// Gives the states to begin from.
+    /// Sets the initial states.
     pub fn initial_state(mut self, state: TensorView<'a>) -> Self {
         self.initial_state = Some(state);
         self
     }
-    /// Gives the offsets of packed sequences.
+    /// Sets the offsets of packed sequences.
     pub fn cu_seqlens(mut self, offsets: TensorView<'a>) -> Self {
         self.cu_seqlens = Some(offsets);
         self
     }
 
-    /// Checks that these tensors fit `problem` and binds the two together. Gates are read: a NaN, an infinity or a
-    /// growing state is refused here.
+    /// Checks that these tensors fit `problem` and binds the two together. This reads the gates: a NaN, an infinity or
+    /// a growing state is rejected.
     pub fn bind(&self, problem: &'a GatedDelta) -> Result<DeltaBound<'a>, InputError> {
         for (arg, view, want) in
             [("q", &self.q, problem.q_shape()), ("k", &self.k, problem.q_shape()), ("v", &self.v, problem.v_shape())]
@@ -118,18 +118,18 @@ impl<'a> DeltaInputs<'a> {
     }
 }
 
-/// Where one sequence lies.
+/// The position of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tokens {
-    /// Its number.
+    /// Index of the sequence.
     pub number: usize,
-    /// First row of a packed tensor, 0 in a dense one.
+    /// First row in a packed tensor; 0 in a dense one.
     pub start: usize,
-    /// Its tokens.
+    /// Number of tokens.
     pub len: usize,
 }
 
-/// Tensors that fit a problem. Holding one tells you that every check has happened.
+/// Tensors that fit a problem. A value of this type proves that every check has passed.
 #[derive(Debug, Clone)]
 pub struct DeltaBound<'a> {
     problem: &'a GatedDelta,
@@ -167,7 +167,7 @@ impl<'a> DeltaBound<'a> {
     pub fn beta(&self) -> &[f32] {
         &self.beta
     }
-    /// States to begin from.
+    /// Initial states.
     pub fn initial_state(&self) -> Option<&TensorView<'a>> {
         self.initial_state.as_ref()
     }
@@ -175,7 +175,7 @@ impl<'a> DeltaBound<'a> {
     pub fn sequences(&self) -> &[Tokens] {
         &self.sequences
     }
-    /// Where token `t` of a sequence and value head lies in g and beta.
+    /// Index of token `t` of a sequence and value head in g and beta.
     pub fn gate(&self, sequence: &Tokens, t: usize, value_head: usize) -> usize {
         let row = match self.problem.layout() {
             TokenLayout::Dense { len, .. } => sequence.number * len + t,
@@ -183,7 +183,7 @@ impl<'a> DeltaBound<'a> {
         };
         row * self.problem.value_heads() + value_head
     }
-    /// Where the tokens of a sequence lie in a tensor with the strides of q, k, v or o.
+    /// Positions of a sequence's tokens in a tensor with the strides of q, k, v or o.
     pub fn rows(&self, strides: &[usize], sequence: &Tokens) -> Rows {
         match self.problem.layout() {
             TokenLayout::Dense { .. } => {
@@ -194,7 +194,7 @@ impl<'a> DeltaBound<'a> {
             }
         }
     }
-    /// Whether every row of the tensors belongs to a sequence; if not, the others are zero in the outputs.
+    /// Whether every row of the tensors belongs to a sequence. The outputs of other rows are zero.
     pub fn all_tokens_used(&self) -> bool {
         match self.problem.layout() {
             TokenLayout::Dense { .. } => true,
@@ -203,12 +203,12 @@ impl<'a> DeltaBound<'a> {
     }
 }
 
-/// Where a forward call writes.
+/// The output tensors of a forward call.
 #[derive(Debug)]
 pub struct DeltaOutputs<'a> {
     /// Shaped like v.
     pub o: TensorViewMut<'a>,
-    /// The states after the last tokens, f32, where they are wanted.
+    /// The states after the last tokens, f32, if requested.
     pub final_state: Option<TensorViewMut<'a>>,
 }
 
@@ -241,13 +241,13 @@ impl DeltaForward {
         let o = Tensor::zeros(problem.dtype(), &problem.v_shape())?;
         Ok(DeltaForward { o, final_state: Tensor::zeros(DType::F32, &problem.state_shape())? })
     }
-    /// Borrows for writing.
+    /// A writable view.
     pub fn outputs(&mut self) -> DeltaOutputs<'_> {
         DeltaOutputs { o: self.o.view_mut(), final_state: Some(self.final_state.view_mut()) }
     }
 }
 
-/// What backward needs besides the inputs of forward: it computes everything else again.
+/// The inputs of backward besides those of forward; backward recomputes everything else.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaSaved<'a> {
     /// Gradient of o.
@@ -282,7 +282,7 @@ pub struct DeltaGradients {
     pub d_g: Tensor,
     /// f32, shaped like beta.
     pub d_beta: Tensor,
-    /// f32, the gradient of the states that sequences began from (zeros or given).
+    /// Gradient of the initial states (zeros or given), f32.
     pub d_initial_state: Tensor,
 }
 
@@ -299,7 +299,7 @@ impl DeltaGradients {
             d_initial_state: like(problem.state_shape(), DType::F32)?,
         })
     }
-    /// Borrows for writing.
+    /// A writable view.
     pub fn outputs(&mut self) -> DeltaGradientOutputs<'_> {
         DeltaGradientOutputs {
             d_q: self.d_q.view_mut(),
@@ -312,7 +312,7 @@ impl DeltaGradients {
     }
 }
 
-/// Where a backward call writes.
+/// The output tensors of a backward call.
 #[derive(Debug)]
 pub struct DeltaGradientOutputs<'a> {
     /// Shaped like q.

@@ -1,16 +1,16 @@
-//! The gated delta rule: linear attention whose state forgets by a gate and corrects itself by a delta.
+//! The gated delta rule: linear attention whose state decays by a gate and is corrected by a delta.
 //!
-//! For each value head a state S (`key_dim` x `value_dim`, f32) walks over the tokens:
+//! For each value head a state S (`key_dim` x `value_dim`, f32) is updated token by token:
 //!
 //! ```text
 //! S~ = e^g S          S' = S~ + beta k (v - S~^T k)^T          o = scale S'^T q
 //! ```
 //!
-//! g <= 0 is the log decay, beta the step. Names, shapes and the meaning of every argument are those of
-//! flash-linear-attention (`chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`): q and k are
-//! `[batch, tokens, heads, key_dim]`, v and o `[batch, tokens, value_heads, value_dim]`, g and beta
-//! `[batch, tokens, value_heads]`, states `[sequences, value_heads, key_dim, value_dim]`; packed batches drop the batch
-//! axis and carry `cu_seqlens`. Value head h reads key head h / (value_heads / heads).
+//! g <= 0 is the log decay, beta the step size. Names, shapes and meanings of all arguments are those of
+//! flash-linear-attention (`chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`): q and k are `[batch, tokens,
+//! heads, key_dim]`, v and o `[batch, tokens, value_heads, value_dim]`, g and beta `[batch, tokens, value_heads]`,
+//! states `[sequences, value_heads, key_dim, value_dim]`; packed batches drop the batch axis and carry `cu_seqlens`.
+//! Value head h reads key head h / (value_heads / heads).
 
 mod compare;
 mod inputs;
@@ -27,41 +27,41 @@ use crate::error::{OffsetsError, ProblemError};
 use crate::mask::FAR;
 use crate::problem::check_offsets;
 
-/// What is added to the sum of squares before its root, where q and k are normalised inside.
+/// Added to the sum of squares before its root, if the rule normalises q and k.
 pub const L2_EPS: f64 = 1e-6;
 
-/// How tokens lie in the tensors.
+/// The layout of tokens in the tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TokenLayout {
     /// `[batch, tokens, ..]`.
     Dense {
         /// Number of sequences.
         batch: usize,
-        /// Tokens of each.
+        /// Tokens per sequence.
         len: usize,
     },
-    /// `[total, ..]` with bounds in `cu_seqlens`.
+    /// `[total, ..]` with offsets in `cu_seqlens`.
     Packed {
         /// Number of sequences.
         batch: usize,
-        /// Tokens of all.
+        /// Total number of tokens.
         total: usize,
-        /// No sequence is longer.
+        /// Length of the longest sequence.
         longest: usize,
     },
 }
 
-/// Whether q and k are normalised by the rule itself.
+/// Whether the rule itself normalises q and k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QkNorm {
-    /// They are used as they are.
+    /// q and k are used unchanged.
     #[default]
     Given,
-    /// Each row is divided by its length, `use_qk_l2norm_in_kernel` elsewhere.
+    /// Each row is divided by its length; called `use_qk_l2norm_in_kernel` elsewhere.
     Inside,
 }
 
-/// A validated problem: structure only, contents come with [`DeltaInputs`].
+/// A validated problem: structure only. Contents come with [`DeltaInputs`].
 ///
 /// ```
 /// use fulgurite_core::gated_delta::GatedDelta;
@@ -88,11 +88,11 @@ impl GatedDelta {
     /// Largest key and value dimension.
     pub const MAX_DIM: usize = 256;
 
-    /// Starts a description.
+    /// Starts the description of a problem.
     pub fn builder() -> GatedDeltaBuilder {
         GatedDeltaBuilder::default()
     }
-    /// How tokens lie in the tensors.
+    /// The layout of tokens in the tensors.
     pub fn layout(&self) -> TokenLayout {
         self.layout
     }
@@ -102,22 +102,22 @@ impl GatedDelta {
             TokenLayout::Dense { batch, .. } | TokenLayout::Packed { batch, .. } => batch,
         }
     }
-    /// No sequence has more tokens.
+    /// Largest number of tokens of a sequence.
     pub fn max_len(&self) -> usize {
         match self.layout {
             TokenLayout::Dense { len, .. } => len,
             TokenLayout::Packed { longest, .. } => longest,
         }
     }
-    /// Heads of q and k.
+    /// Number of heads of q and k.
     pub fn heads(&self) -> usize {
         self.heads
     }
-    /// Heads of v, o, g and beta.
+    /// Number of heads of v, o, g and beta.
     pub fn value_heads(&self) -> usize {
         self.value_heads
     }
-    /// Value heads that share a key head.
+    /// Number of value heads that share a key head.
     pub fn group(&self) -> usize {
         self.value_heads / self.heads
     }
@@ -133,15 +133,15 @@ impl GatedDelta {
     pub fn dtype(&self) -> DType {
         self.dtype
     }
-    /// What o is multiplied with.
+    /// Factor of o.
     pub fn scale(&self) -> f32 {
         self.scale
     }
-    /// Whether q and k are normalised here.
+    /// Whether the rule normalises q and k.
     pub fn qk_norm(&self) -> QkNorm {
         self.qk_norm
     }
-    /// Whether sequences begin from a given state.
+    /// Whether sequences start from a given state.
     pub fn has_initial_state(&self) -> bool {
         self.initial_state
     }
@@ -172,7 +172,7 @@ impl GatedDelta {
     }
 }
 
-/// Describes a problem step by step; [`build`](GatedDeltaBuilder::build) is the only place where one is refused.
+/// Describes a problem step by step; only [`build`](GatedDeltaBuilder::build) can reject it.
 #[derive(Debug, Clone, Default)]
 pub struct GatedDeltaBuilder {
     layout: Option<TokenLayout>,
@@ -186,12 +186,12 @@ pub struct GatedDeltaBuilder {
 }
 
 impl GatedDeltaBuilder {
-    /// Sequences of equal length.
+    /// Sets sequences of equal length.
     pub fn dense(mut self, batch: usize, len: usize) -> Self {
         self.layout = Some(TokenLayout::Dense { batch, len });
         self
     }
-    /// Sequences one after the other, from their cumulative offsets.
+    /// Sets packed sequences, from their cumulative offsets.
     pub fn packed(mut self, cu_seqlens: &[i32]) -> Self {
         match check_offsets("cu_seqlens", cu_seqlens) {
             Ok((total, longest)) => {
@@ -201,36 +201,36 @@ impl GatedDeltaBuilder {
         }
         self
     }
-    /// Heads of q and k, and those of v.
+    /// Sets the number of heads of q and k, and of v.
     pub fn heads(mut self, heads: usize, value_heads: usize) -> Self {
         self.heads = Some((heads, value_heads));
         self
     }
-    /// One dimension for all.
+    /// Sets one dimension for q, k and v.
     pub fn head_dim(self, dim: usize) -> Self {
         self.head_dims(dim, dim)
     }
-    /// Dimension of q and k, and that of v.
+    /// Sets the dimension of q and k, and that of v.
     pub fn head_dims(mut self, key_dim: usize, value_dim: usize) -> Self {
         self.dims = Some((key_dim, value_dim));
         self
     }
-    /// Type of q, k, v and o; f32 if not said.
+    /// Sets the type of q, k, v and o; the default is f32.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
     }
-    /// What o is multiplied with; 1/sqrt(key_dim) if not said.
+    /// Sets the factor of o; the default is 1/sqrt(key_dim).
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
         self
     }
-    /// Whether q and k are normalised here.
+    /// Sets whether the rule normalises q and k.
     pub fn qk_norm(mut self, norm: QkNorm) -> Self {
         self.qk_norm = norm;
         self
     }
-    /// Sequences begin from given states.
+    /// Makes sequences start from given states.
     pub fn initial_state(mut self) -> Self {
         self.initial_state = true;
         self

@@ -1,10 +1,10 @@
-//! The definition: f64, one token after the other. And the honest implementation that sets the allowance.
+//! The definition in f64, token by token, and the straightforward implementation that sets the tolerance.
 
 use super::recurrence::{Arithmetic, Head, HeadForward, HeadGradient, read_rows, read_state};
 use super::{DeltaBound, Tokens};
 use crate::tensor::{Dims, TensorView};
 
-/// What forward means.
+/// The exact result of forward.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeltaAnswer {
     /// Row-major in the shape of v.
@@ -13,7 +13,7 @@ pub struct DeltaAnswer {
     pub final_state: Vec<f64>,
 }
 
-/// What backward means; each row-major in the shape of what it is the gradient of.
+/// The exact gradients; each is row-major in the shape of its tensor.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct DeltaGradientAnswer {
@@ -52,7 +52,7 @@ pub fn forward(bound: &DeltaBound<'_>) -> DeltaAnswer {
     forward_of(bound, Arithmetic { rounded: None }, &all_pairs(bound))
 }
 
-/// All gradients.
+/// Computes all gradients.
 pub fn backward(
     bound: &DeltaBound<'_>,
     d_o: &TensorView<'_>,
@@ -61,7 +61,7 @@ pub fn backward(
     backward_of(bound, Arithmetic { rounded: None }, d_o, d_final_state, &all_pairs(bound))
 }
 
-/// The honest arithmetic of a problem: f32, with what a 16-bit user stores in 16 bits.
+/// The straightforward arithmetic of a problem: f32, with 16-bit storage where a 16-bit user would have it.
 pub(crate) fn honest(bound: &DeltaBound<'_>) -> Arithmetic {
     Arithmetic { rounded: Some(bound.problem().dtype()) }
 }
@@ -70,7 +70,7 @@ fn strides(shape: &[usize]) -> Dims {
     Dims::new(shape).and_then(|dims| dims.contiguous_strides()).expect("a shape of the problem")
 }
 
-/// Adds rows `[tokens][dim]` of a head to a row-major tensor of a shape.
+/// Adds rows `[tokens][dim]` of a head to a row-major tensor.
 fn add_rows(bound: &DeltaBound<'_>, s: &Tokens, head: usize, shape: &[usize], from: &[f64], to: &mut [f64]) {
     let rows = bound.rows(&strides(shape), s);
     let dim = shape[shape.len() - 1];
@@ -80,7 +80,7 @@ fn add_rows(bound: &DeltaBound<'_>, s: &Tokens, head: usize, shape: &[usize], fr
     }
 }
 
-/// Where the state of a sequence and value head begins in a row-major tensor of states.
+/// Offset of the state of a sequence and value head in a row-major tensor of states.
 pub(crate) fn state_at(bound: &DeltaBound<'_>, sequence: usize, value_head: usize) -> usize {
     let problem = bound.problem();
     (sequence * problem.value_heads() + value_head) * problem.key_dim() * problem.value_dim()

@@ -1,25 +1,26 @@
-//! One value head, token by token: what the oracle and the honest implementation share.
+//! One value head, token by token: shared by the oracle and the straightforward implementation.
 //!
-//! Everything is computed in f64. The honest implementation rounds each result to f32, and what a careful user of a
-//! 16-bit type would store in it (normalised rows, corrections of the state and their gradients) to that type.
+//! Everything is computed in f64. The straightforward implementation rounds each result to f32. Values that a careful
+//! user of a 16-bit type would store in it (normalised rows, corrections of the state and their gradients) are rounded
+//! to that type.
 
 use super::{DeltaBound, L2_EPS, QkNorm, Tokens};
 use crate::dtype::DType;
 use crate::tensor::TensorView;
 
-/// How numbers are kept.
+/// Rounding of numbers.
 #[derive(Clone, Copy)]
 pub(crate) struct Arithmetic {
-    /// `None` is exact.
+    /// Type to which stored operands are rounded; `None` means exact.
     pub rounded: Option<DType>,
 }
 
 impl Arithmetic {
-    /// A number that lives in a register or a sum.
+    /// Rounds a number that stays in a register or a sum.
     fn sum(self, x: f64) -> f64 {
         if self.rounded.is_some() { f64::from(x as f32) } else { x }
     }
-    /// A number that is stored to be multiplied with.
+    /// Rounds a number that is stored as an operand of a product.
     fn operand(self, x: f64) -> f64 {
         self.rounded.map_or(x, |dtype| dtype.round(x))
     }
@@ -38,18 +39,18 @@ pub(crate) struct Head {
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
-    /// 1 / length of each row, where rows are normalised here.
+    /// 1 / length of each row, if rows are normalised here.
     lengths: Option<[Vec<f64>; 2]>,
     decay: Vec<f64>,
     beta: Vec<f64>,
     initial: Vec<f64>,
 }
 
-/// What one head computes.
+/// Results of one head.
 pub(crate) struct HeadForward {
     pub o: Vec<f64>,
     pub state: Vec<f64>,
-    /// The state before each token, after its decay; kept for backward.
+    /// The state before each token, after its decay; saved for backward.
     decayed: Vec<Vec<f64>>,
     /// v - S~^T k of each token.
     errors: Vec<f64>,
@@ -127,13 +128,13 @@ impl Head {
         &rows[t * dim..(t + 1) * dim]
     }
 
-    /// x^T S as a row, for a key-sized row x.
+    /// The row x^T S, for a row x of length `key_dim`.
     fn read(&self, state: &[f64], x: &[f64]) -> Vec<f64> {
         let a = self.arithmetic;
         (0..self.vd).map(|j| a.dot(x.iter().copied(), state[j..].iter().step_by(self.vd).copied())).collect()
     }
 
-    /// All tokens; with `keep`, what backward needs too.
+    /// Processes all tokens; with `keep`, also saves the inputs of backward.
     pub fn forward(&self, keep: bool) -> HeadForward {
         let a = self.arithmetic;
         let mut state = self.initial.clone();
@@ -161,7 +162,7 @@ impl Head {
         out
     }
 
-    /// All gradients, by the chain rule from the last token back.
+    /// Computes all gradients, by the chain rule from the last token back.
     pub fn backward(&self, d_o: &[f64], d_final: Option<&[f64]>) -> HeadGradient {
         let (a, kd, vd) = (self.arithmetic, self.kd, self.vd);
         let kept = self.forward(true);

@@ -1,5 +1,5 @@
-//! The cold path of backward: rows of Q, dO or K that are not finite beside lanes that do not see them. Products are formed
-//! element by element over what is seen, in f32.
+//! The cold path of backward: rows of Q, dO or K that are not finite, and lanes that do not see them. Products are
+//! computed element by element over visible keys, in f32.
 
 use super::{BLOCK, Row, Work};
 use crate::step::Step;
@@ -7,8 +7,7 @@ use crate::tiles::{Context, KeyRows, Tile};
 use crate::visible::Visible;
 use fulgurite_core::{Data, TensorView};
 
-/// Where a block's gradients are summed: rows of keys with their width, and dQ with its steps from lane to lane and from
-/// column to column.
+/// The sums of a block's gradients: rows of keys with their width, and dQ with its strides between lanes and columns.
 pub(super) struct Sums<'a> {
     pub d_k: (&'a mut [f32], usize),
     pub d_v: (&'a mut [f32], usize),
@@ -23,7 +22,7 @@ pub(super) fn finite_blocks(cx: &Context<'_>, k: KeyRows<'_>, n: usize) -> Vec<b
     (0..n).step_by(BLOCK).map(&mut block).collect()
 }
 
-/// Lanes past the last row take no part: a modifier may have made anything of them.
+/// Excludes lanes past the last row, whose values a modifier may have changed to anything.
 pub(super) fn clear_past(tile: &Tile, stride: usize, step: &Step, tiles: [&mut [f32]; 2]) {
     if tile.rows == stride {
         return;
@@ -57,7 +56,7 @@ impl Work<'_> {
         })
     }
 
-    /// What the rows of a tile see of a step, from its scores; `None` where they see all that is multiplied.
+    /// What the rows of a tile see of a step, from its scores; `None` if they see everything that is multiplied.
     pub(super) fn partly_seen(&self, row: &Row, step: &Step, start: usize, s: &[f32]) -> Option<Visible> {
         let cx = self.cx;
         let (stride, rows) = (row.lanes.stride, row.tile.rows);
@@ -68,7 +67,7 @@ impl Work<'_> {
         (!all || !same).then_some(seen)
     }
 
-    /// dV += P^T dO, dK += dS^T Q and dQ += dS K over what lanes see.
+    /// Computes dV += P^T dO, dK += dS^T Q and dQ += dS K over visible keys only.
     pub(super) fn add_visible(&self, row: &Row, start: usize, seen: &Visible, [p, ds]: [&[f32]; 2], sums: Sums<'_>) {
         let cx = self.cx;
         let (stride, tile) = (row.lanes.stride, &row.tile);

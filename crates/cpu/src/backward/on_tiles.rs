@@ -1,7 +1,7 @@
-//! The five products of backward in bf16 on a matrix unit. The walk is that of [`super`]; here are the operands.
+//! The five products of backward in bf16 on a matrix unit. The loop is that of [`super`]; this module has the operands.
 //!
-//! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q sum
-//! over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
+//! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q
+//! sum over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
 
 use super::{BLOCK, Item, Row, Work, cold};
 use crate::memory::{Arena, with_workspace};
@@ -16,7 +16,7 @@ use crate::visible::Visible;
 use fulgurite_core::{DType, TensorView, bf16};
 use std::ops::Range;
 
-/// The unit, if a problem's gradients run on one.
+/// The matrix unit, if it handles a problem's gradients.
 pub(super) fn unit(cx: &Context<'_>) -> Option<&'static MatrixKernels> {
     cx.kernels.matrix_for(cx.problem.dtype()).filter(|_| cx.problem.dtype() == DType::Bf16)
 }
@@ -38,7 +38,7 @@ impl Sizes {
 
 /// Operands of a run of keys.
 struct KeyPanels<'w> {
-    /// Rows of K and V, and K turned, block by block.
+    /// Rows of K and V, and K transposed, block by block.
     k: &'w [f32],
     v: &'w [f32],
     k_turned: &'w [f32],
@@ -64,7 +64,7 @@ struct Space<'w> {
     d_q: &'w mut [f32],
 }
 
-/// sum(dO O) of each row of a tile, summed in the order of dP: where a row sees one key, dP - D is 0.
+/// sum(dO O) of each row of a tile, summed in the order of dP: if a row sees one key, dP - D is exactly 0.
 pub(super) fn row_dots(
     cx: &Context<'_>,
     unit: &MatrixKernels,
@@ -97,7 +97,7 @@ fn rows<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'a> 
 }
 
 impl Work<'_> {
-    /// A run of keys against all tiles of queries that see it.
+    /// Processes a run of keys for all tiles of queries that see it.
     pub(super) fn item_on_tiles(&self, item: &Item, unit: &MatrixKernels) {
         let cx = self.cx;
         let keys = self.keys(item, item.number);
@@ -180,7 +180,7 @@ impl Work<'_> {
         });
     }
 
-    /// All blocks of a run of keys against one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
+    /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
     fn tile_on_tiles(
         &self,
         row: &Row,
@@ -196,7 +196,8 @@ impl Work<'_> {
             // Lanes past the last row are not written, and an earlier tile may have left NaN there.
             [&mut *space.q, &mut *space.d_o].into_iter().for_each(|x| x.fill(0.0));
         }
-        // A row of dO that is not finite has such a D. One of Q has such an LSE, unless a modifier or a sink takes its place.
+        // A non-finite row of dO has a non-finite D. One of Q has a non-finite LSE, unless a modifier or a sink
+        // replaces it.
         let own = |lane: usize| row.lse[lane].is_finite() && row.delta[lane].is_finite();
         let plain = cx.problem.score_program().is_none() && !cx.problem.has_sinks();
         let rows_finite = plain && (0..row.tile.rows).all(own) || self.finite_rows(&row.tile);
@@ -273,7 +274,7 @@ impl Work<'_> {
         }
     }
 
-    /// From S and dP to P and dS in panels.
+    /// Computes P and dS in panels from S and dP.
     fn weigh(&self, row: &Row, step: &Step, start: usize, unit: &MatrixKernels, space: &mut Space<'_>) {
         let cx = self.cx;
         let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
@@ -301,8 +302,8 @@ impl Work<'_> {
         unit.narrow.pack_grad(&args, &mut out);
     }
 
-    /// The same, and all gradients with it, where rows of Q, dO or K are not finite and some lane does not see them; false
-    /// else.
+    /// Computes P, dS and all gradients, if rows of Q, dO or K are not finite and some lane does not see them;
+    /// otherwise returns false.
     fn weigh_visible(&self, row: &Row, step: &Step, start: usize, space: &mut Space<'_>, first: [usize; 2]) -> bool {
         let cx = self.cx;
         let Sizes { d_groups, dv_groups, .. } = Sizes::new(cx);

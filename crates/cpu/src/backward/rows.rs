@@ -1,4 +1,4 @@
-//! What backward knows of each row before it walks the keys: its LSE and D, and what follows from them alone.
+//! Per-row data of backward that are known before the keys: LSE and D, and what follows from them alone.
 
 use super::{on_tiles, pairs};
 use crate::memory::{Arena, SharedRows, with_workspace};
@@ -8,7 +8,7 @@ use crate::tiles::{Context, MAX_LANES};
 use fulgurite_core::oracle::sink_share;
 use fulgurite_core::{Saved, Sequence};
 
-/// Where a number for each (sequence, head, query) lies.
+/// The index of each (sequence, head, query).
 pub(super) struct RowTable {
     starts: Vec<usize>,
     pub len: usize,
@@ -30,17 +30,17 @@ impl RowTable {
     }
 }
 
-/// A number for each row: LSE, D, and (for TurboAttention's function) the maximum.
+/// One number per row: LSE, D, and (for TurboAttention's function) the maximum.
 pub(super) struct Stats {
     pub lse: Vec<f32>,
     pub delta: Vec<f32>,
     pub max: Vec<f32>,
-    /// Where some LSE is so far from 0 that f32 cannot tell it from the maximum: what weights against `lse` are multiplied
-    /// with, 1 in all other rows. In those rows `lse` is the maximum.
+    /// The factor of weights relative to `lse`, if some LSE is so far from 0 that f32 cannot distinguish it from the
+    /// maximum; 1 in all other rows. In those rows `lse` is the maximum.
     pub inverse: Vec<f32>,
 }
 
-/// An LSE beyond this is off by a hundredth or more: at 1e9, where masks are added, f32 knows it to 64.
+/// An LSE beyond this is off by a hundredth or more: at 1e9, as with additive masks, f32 has a resolution of 64.
 const FAR: f32 = 65536.0;
 
 impl Stats {
@@ -52,7 +52,7 @@ impl Stats {
         stats
     }
 
-    /// Finds maximum and sum again where the LSE does not hold both.
+    /// Recomputes maximum and sum of rows whose LSE does not determine both.
     fn normalise(&mut self, cx: &Context<'_>, table: &RowTable, threads: usize) {
         let far = |lse: f32| lse.is_finite() && lse.abs() > FAR;
         let relative = matches!(cx.exp, ExpKind::Sas(_)) || cx.rounding.is_some();
@@ -68,7 +68,7 @@ impl Stats {
             let (lse, inverse) = unsafe { (&mut lse.row(at, 1)[0], &mut inverse.row(at, 1)[0]) };
             if far(*lse) {
                 let sink = cx.bound.sink(head).unwrap_or(f64::NEG_INFINITY);
-                // A sink far above every score: P vanishes against it.
+                // A sink far above every score: P vanishes in comparison.
                 let top = if sink > f64::from(m) { sink as f32 } else { m };
                 let total = f64::from(l) * f64::from(m - top).exp() + (sink - f64::from(top)).exp();
                 (*lse, *inverse) = (top, (1.0 / total) as f32);

@@ -1,8 +1,8 @@
 //! Attention over packed keys and values, in integers.
 //!
-//! A score of a tile is sQ sK (sum_c (q_c step_c) code_c + sum_c q_c zero_c): steps are folded into the query once for
-//! a tile, so that codes are multiplied as they lie. Weights are round(127 e^(s - m)) against the maximum so
-//! far; the output of a channel is sV / 127 (step_c sum_t P_t code + zero_c sum_t P_t).
+//! A score of a tile is sQ sK (sum_c (q_c step_c) code_c + sum_c q_c zero_c): steps are folded into the query once per
+//! tile, so that codes are multiplied in place. Weights are round(127 e^(s - m)) relative to the maximum so far; the
+//! output of a channel is sV / 127 (step_c sum_t P_t code + zero_c sum_t P_t).
 
 use super::side::Side;
 use super::{CacheError, TILE};
@@ -14,18 +14,18 @@ use fulgurite_core::precision::{CACHE_PART, INT8_LARGEST};
 use fulgurite_core::{DType, Tensor, TensorView};
 use std::ops::Range;
 
-/// Tiles in a part: parts are computed apart and merged in order.
+/// Tiles per part: parts are computed separately and merged in order.
 const PART: usize = CACHE_PART / TILE;
 
-/// Rows of queries that walk the cache together; their summaries wait for the last part.
+/// Rows of queries that process the cache together; their summaries are kept until the last part.
 const ROWS: usize = 8;
 
-/// One query head's query: codes as they were given, and in the order of the planes of the keys.
+/// The query of one query head: its codes in order, and in the order of the keys' planes.
 struct Query<'a> {
     codes: &'a [i8],
     planes: Vec<i16>,
     scale: f32,
-    /// Tokens that it sees.
+    /// Number of tokens that it sees.
     seen: usize,
 }
 
@@ -49,7 +49,7 @@ pub(super) fn attend(
         let (codes, panel) = (&coded.codes()[at * dim..(at + 1) * dim], sides[head / group][0].panel);
         let mut planes = vec![0i16; panel.width()];
         codes.iter().enumerate().for_each(|(c, &x)| planes[panel.place(c)] = i16::from(x));
-        // The last row sees everything.
+        // The last row sees all tokens.
         Query { codes, planes, scale: coded.scales()[at] * scale, seen: len - (rows - 1 - row) }
     };
     let (mut o, mut lse) = (vec![0.0f32; rows * q_heads * value_dim], vec![0.0f32; q_heads * rows]);
@@ -106,7 +106,7 @@ pub(super) fn attend(
     Ok((o.expect(made), lse.expect(made)))
 }
 
-/// Tokens of one part against the queries of one key/value head.
+/// Processes the tokens of one part for the queries of one key/value head.
 fn walk(packed: Packed, [k, v]: &[Side; 2], queries: &[Query<'_>], tokens: Range<usize>, found: &mut [Running<'_>]) {
     let (mut scores, mut weights) = ([[0i32; TILE]; QUERIES], [[0u8; TILE]; QUERIES]);
     for start in tokens.clone().step_by(TILE) {
@@ -136,7 +136,7 @@ fn walk(packed: Packed, [k, v]: &[Side; 2], queries: &[Query<'_>], tokens: Range
     }
 }
 
-/// Scores of the tokens that fill no tile, which are in codes of eight bits.
+/// Scores of the tail tokens, which fill no tile and have 8-bit codes.
 fn tail_dots(codes: &[i8], queries: &[Query<'_>], out: &mut [[i32; TILE]]) {
     for (query, out) in queries.iter().zip(out) {
         for (row, out) in codes.chunks_exact(query.codes.len()).zip(out) {
@@ -145,7 +145,7 @@ fn tail_dots(codes: &[i8], queries: &[Query<'_>], out: &mut [[i32; TILE]]) {
     }
 }
 
-/// Their part of the output.
+/// The tail tokens' contribution to the output.
 fn tail_sums(v: &Side, weights: &[[u8; TILE]], factor: f32, alpha: &[f32], found: &mut [Running<'_>]) {
     let mut sums = vec![0i32; v.panel.dim];
     for ((own, weights), &alpha) in found.iter_mut().zip(weights).zip(alpha) {

@@ -1,10 +1,10 @@
-//! A cache of keys and values that grows by tokens: in floating point, or in INT8 packed to INT4 or INT2
-//! (TurboAttention's progressive quantisation).
+//! A key/value cache that grows by tokens: in floating point, or in INT8 packed to INT4 or INT2 (TurboAttention's
+//! progressive quantisation).
 //!
-//! Packed storage keeps tiles of [`TILE`] tokens. A tile of one head has an f32 scale for K and one for V (INT8, at
-//! most 119), and for each channel a step and a zero in INT8 under codes of four or two bits. Tokens that do not fill
-//! a tile wait in an INT8 tail, with the scale of the tile before; what exceeds it is clamped. Attention over packed
-//! storage works in integers: the cache is never expanded to floating point.
+//! Packed storage has tiles of [`TILE`] tokens. A tile of one head has an f32 scale for K and one for V (INT8, at most
+//! 119), and for each channel an INT8 step and zero with codes of four or two bits. Tokens that do not fill a tile wait
+//! in an INT8 tail with the scale of the previous tile; larger values are clamped. Attention over packed storage works
+//! in integers: the cache is never expanded to floating point.
 
 mod decode;
 mod parts;
@@ -19,15 +19,15 @@ use fulgurite_core::{DType, Element, Forward, Inputs, Mask, Problem, Tensor, Ten
 use side::Side;
 use thiserror::Error;
 
-/// Tokens of a packed tile.
+/// Tokens per packed tile.
 pub const TILE: usize = crate::simd::packed::TILE;
 
-/// How a cache keeps its tokens.
+/// How a cache stores its tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Storage {
-    /// As they come, rounded to this type.
+    /// In floating point, rounded to this type.
     Float(DType),
-    /// Packed; bits of K and of V for each head.
+    /// Packed, with bits of K and of V for each head.
     Packed {
         /// Bits of the keys of each key/value head.
         k: Vec<Bits>,
@@ -45,37 +45,37 @@ pub struct CacheSpec {
     pub head_dim: usize,
     /// Dimension of values.
     pub value_dim: usize,
-    /// Tokens that fit.
+    /// Largest number of tokens.
     pub capacity: usize,
-    /// How they are kept.
+    /// Storage of the tokens.
     pub storage: Storage,
 }
 
-/// Why a cache refused; it is as it was before the call.
+/// The reason why a cache rejected a call; the cache is unchanged.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// Sizes that make no cache.
+    /// An invalid size.
     #[error("`{arg}` is {got}, allowed: {allowed}")]
     Size {
-        /// Which one.
+        /// Name of the size.
         arg: &'static str,
-        /// Its value.
+        /// Value that was given.
         got: String,
-        /// What is allowed.
+        /// Allowed values.
         allowed: String,
     },
-    /// A tensor of another shape.
+    /// A tensor has the wrong shape.
     #[error("`{arg}` has shape {got:?}, allowed: {want:?}; check heads and dimensions of the cache")]
     Shape {
-        /// Which tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// Its shape.
+        /// Shape of the tensor.
         got: Vec<usize>,
-        /// What the cache takes; 0 stands for any number.
+        /// Required shape; 0 stands for any size.
         want: Vec<usize>,
     },
-    /// More tokens than fit.
+    /// The tokens exceed the capacity.
     #[error(
         "{add} tokens more than the {len} in the cache, allowed: {capacity} in all; truncate it, or make a larger one"
     )]
@@ -87,29 +87,29 @@ pub enum CacheError {
         /// Tokens that fit.
         capacity: usize,
     },
-    /// A NaN or an infinity.
+    /// An element is NaN or infinite.
     #[error("`{arg}`: element {at} is {value}, allowed: finite numbers; look for an overflow where it was made")]
     NotFinite {
-        /// Which tensor.
+        /// Name of the tensor.
         arg: &'static str,
-        /// Its place.
+        /// Index of the element.
         at: usize,
-        /// Its value.
+        /// Value that was given.
         value: f64,
     },
-    /// Tokens that are not the last ones.
+    /// The tokens to remove are not the last ones.
     #[error(
         "tokens {start}..{end} of {len}, allowed: a range that ends at {len}; a cache forgets its last tokens only"
     )]
     Middle {
         /// First token.
         start: usize,
-        /// One after the last.
+        /// One past the last token.
         end: usize,
         /// Tokens in the cache.
         len: usize,
     },
-    /// A file that is no cache, or a damaged one.
+    /// A file that is not a cache, or is damaged.
     #[error("not a cache this version reads: {0}")]
     File(String),
 }
@@ -235,16 +235,16 @@ impl KvCache {
     pub fn len(&self) -> usize {
         self.len
     }
-    /// Whether there are none.
+    /// Whether the cache has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// A cache that goes its own way from here.
+    /// An independent copy of the cache.
     pub fn fork(&self) -> KvCache {
         self.clone()
     }
 
-    /// Bytes that the tokens take, with scales, steps and zeros.
+    /// Size of the tokens in bytes, with scales, steps and zeros.
     pub fn size_bytes(&self) -> usize {
         match &self.store {
             Store::Float { k, v } => k.size_bytes() + v.size_bytes(),
@@ -252,7 +252,7 @@ impl KvCache {
         }
     }
 
-    /// Bits that an element takes, with everything.
+    /// Bits per element, with scales, steps and zeros.
     pub fn bits_per_element(&self) -> f64 {
         let elements = self.len * self.spec.heads * (self.spec.head_dim + self.spec.value_dim);
         8.0 * self.size_bytes() as f64 / elements.max(1) as f64
@@ -297,12 +297,12 @@ impl KvCache {
         Ok(())
     }
 
-    /// Forgets all but the first `len` tokens.
+    /// Removes all but the first `len` tokens.
     pub fn truncate(&mut self, len: usize) -> Result<(), CacheError> {
         self.remove(len..self.len)
     }
 
-    /// Forgets tokens, which must be the last ones.
+    /// Removes tokens, which must be the last ones.
     pub fn remove(&mut self, tokens: std::ops::Range<usize>) -> Result<(), CacheError> {
         let std::ops::Range { start, end } = tokens;
         if start > end || end != self.len {
@@ -319,7 +319,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// What a token's key and value of one head stand for; `None` past the end.
+    /// The key and value of a token in one head; `None` past the end.
     pub fn get(&self, token: usize, head: usize) -> Option<[Vec<f32>; 2]> {
         if token >= self.len || head >= self.spec.heads {
             return None;
@@ -333,9 +333,9 @@ impl KvCache {
         })
     }
 
-    /// Attention of the last queries over the cache: q `[queries, query heads, head_dim]`, whose last row sees all
-    /// tokens and each before it one token fewer. Gives o `[queries, query heads, value_dim]` in the type of q and the
-    /// LSE `[query heads, queries]`.
+    /// Computes attention of the last queries over the cache. q is `[queries, query heads, head_dim]`; its last row
+    /// sees all tokens, and each earlier row one token fewer. Returns o `[queries, query heads, value_dim]` in the type
+    /// of q, and the LSE `[query heads, queries]`.
     pub fn attend(&self, q: &TensorView<'_>, scale: f32, options: &Options) -> Result<(Tensor, Tensor), CacheError> {
         let (heads, dim) = (self.spec.heads, self.spec.head_dim);
         let shape = q.shape().to_vec();
@@ -374,8 +374,8 @@ impl KvCache {
     }
 }
 
-/// Which heads may have two bits: those of the lowest priority, which is the widest channel's range times the standard
-/// deviation of the channels' ranges over calibration rows `[tokens, heads, dim]`. `two` heads get two bits.
+/// Chooses the heads with two bits: those of the lowest priority, which is the widest channel's range times the
+/// standard deviation of the channels' ranges over calibration rows `[tokens, heads, dim]`. `two` heads get two bits.
 pub fn choose_bits(rows: &[f32], heads: usize, dim: usize, two: usize) -> Vec<Bits> {
     let mut order: Vec<(f64, usize)> = (0..heads)
         .map(|h| {

@@ -1,4 +1,4 @@
-//! A cache as named arrays of bytes, for files; and back, from anything a stranger may send.
+//! A cache as named byte arrays, for files, and back from untrusted data.
 
 use super::side::Side;
 use super::{CacheError, CacheSpec, Floats, KvCache, Storage, Store, TILE, floats};
@@ -7,7 +7,7 @@ use fulgurite_core::format::{Bits, Stage2};
 use fulgurite_core::{DType, bf16, f16};
 use std::collections::BTreeMap;
 
-/// What a file of a cache holds: a few words, and arrays of bytes (numbers little-endian) by name.
+/// The contents of a cache file: a few words, and named byte arrays (little-endian numbers).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Parts {
     /// Sizes and version, as text.
@@ -66,7 +66,7 @@ impl KvCache {
         parts
     }
 
-    /// The cache that arrays describe; whatever they hold, a cache or an error.
+    /// The cache that the arrays describe. Any contents give a cache or an error.
     pub fn from_parts(parts: &Parts) -> Result<KvCache, CacheError> {
         let word = |name: &str| parts.words.get(name).ok_or_else(|| bad(format!("`{name}` is missing")));
         let number = |name: &str| {
@@ -83,7 +83,7 @@ impl KvCache {
         let (heads, len) = (number("heads")?, number("len")?);
         let (head_dim, value_dim, capacity) = (number("head_dim")?, number("value_dim")?, number("capacity")?);
         let array = |name: &str| parts.arrays.get(name).ok_or_else(|| bad(format!("array `{name}` is missing")));
-        // Sizes are checked before anything is made from them: a file of a few bytes must not ask for memory.
+        // Sizes are checked before they are used: a file of a few bytes must not request memory.
         let limits = [("heads", heads, 1 << 16), ("head_dim", head_dim, 512), ("value_dim", value_dim, 512)];
         for (name, got, most) in limits.into_iter().chain([("capacity", capacity, 1 << 30)]) {
             if got == 0 || got > most {
@@ -139,7 +139,7 @@ impl KvCache {
                 return Err(bad(format!("scales or steps of `{name}.{h}` are not above 0")));
             }
             let signed = |bytes: &[u8]| bytes.iter().map(|&b| b as i8).collect::<Vec<i8>>();
-            // Kernels add step * code + zero without a look at its size.
+            // Kernels compute step * code + zero without a range check.
             let ends = steps.iter().zip(zeros).map(|(&s, &z)| i32::from(s) * bits.largest() + i32::from(z as i8));
             if let Some(end) = ends.into_iter().find(|&end| end > 127) {
                 return Err(bad(format!("`{}`: a channel ends at {end}, allowed: 127", at("steps"))));

@@ -5,7 +5,7 @@ use crate::simd::packed::{Axis, Panel, TILE, Tile};
 use fulgurite_core::format::integer::quantise;
 use fulgurite_core::format::{Bits, Int8, Stage2};
 
-/// Whole tiles one after the other as the kernels read them, and the tokens that fill none.
+/// Whole tiles one after the other in the kernels' layout, and the tokens that fill none.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Side {
     pub panel: Panel,
@@ -26,12 +26,12 @@ impl Side {
         Side { panel, scales, lines, steps, zeros, tail: Vec::new(), scale: 0.0 }
     }
 
-    /// Whole tiles.
+    /// Number of whole tiles.
     pub fn tiles(&self) -> usize {
         self.scales.len()
     }
 
-    /// A whole tile as kernels read it.
+    /// A whole tile in the kernels' layout.
     pub fn tile(&self, number: usize) -> Tile<'_> {
         let (lines, width) = (self.panel.lines(), self.panel.width());
         Tile {
@@ -42,7 +42,7 @@ impl Side {
         }
     }
 
-    /// A whole tile as the format has it.
+    /// A whole tile in the format's layout.
     pub fn stage(&self, number: usize) -> Stage2 {
         let tile = self.tile(number);
         self.panel.tile(tile.lines, tile.steps, tile.zeros)
@@ -54,14 +54,14 @@ impl Side {
         self.scales.push(scale);
     }
 
-    /// Appends rows; they are finite.
+    /// Appends rows, which must be finite.
     pub fn append(&mut self, rows: &[f32]) {
         let (mut left, dim) = (rows, self.panel.dim);
         while !left.is_empty() {
             let room = TILE * dim - self.tail.len();
             let (now, rest) = left.split_at(room.min(left.len()));
             if self.tail.is_empty() {
-                // A whole tile has its own scale; a tile that opens takes that of the last, if it can hold anything.
+                // A whole tile has its own scale; a new tail takes that of the last tile, if that scale is usable.
                 let last = self.scales.last().copied().unwrap_or(0.0);
                 let own = now.iter().fold(0.0f32, |m, x| m.max(x.abs())) / f32::from(Int8::PROTECTED);
                 self.scale = if now.len() == TILE * dim || last == 0.0 { own } else { last };
@@ -75,7 +75,7 @@ impl Side {
         }
     }
 
-    /// Keeps the first `len` tokens. A tile that is cut is opened again as INT8, without a further loss.
+    /// Keeps the first `len` tokens. A truncated tile is reopened as INT8, without further loss.
     pub fn truncate(&mut self, len: usize) {
         let (whole, dim) = (len / TILE, self.panel.dim);
         if whole < self.tiles() {
@@ -90,7 +90,7 @@ impl Side {
         self.tail.truncate((len - whole * TILE) * dim);
     }
 
-    /// What a token stands for.
+    /// The values of a token.
     pub fn decoded(&self, token: usize) -> Vec<f32> {
         let dim = self.panel.dim;
         let codes = |codes: &[i8], scale: f32| codes.iter().map(|&c| f32::from(c) * scale).collect();

@@ -1,4 +1,4 @@
-//! Few queries on a matrix unit: bf16 keys and values read where they lie, in strips that all rows see.
+//! Decode on a matrix unit: reads bf16 keys and values in place, in strips that all rows see.
 
 use super::{FEW, PART, Part, Probe, record, sees_all, tau, tile};
 use crate::Counters;
@@ -10,7 +10,7 @@ use fulgurite_core::{DType, Rescale, Sequence, TensorView};
 /// The bits of the largest finite number.
 const FINITE: i32 = f32::MAX.to_bits() as i32;
 
-/// What a head keeps during a part: its queries, the scores and weights of a strip, and its part of O.
+/// The data of a head during a part: its queries, the scores and weights of a strip, and its part of O.
 struct Head<'w> {
     q: &'w mut [f32],
     s: &'w mut [f32],
@@ -21,8 +21,8 @@ struct Head<'w> {
     second: Option<Second<'w>>,
 }
 
-/// The sums of probes, and where these do not fit beside their queries in one tile, the rest of a head for them: r, the scores U
-/// and weights P U, and O weighted by U.
+/// The sums of probes. If probes do not fit next to their queries in one tile, also a second set of head data for them:
+/// r, the scores U and weights P U, and O weighted by U.
 struct Second<'w> {
     l: [f32; GROUP],
     apart: Option<Apart<'w>>,
@@ -41,8 +41,8 @@ impl<'w> Head<'w> {
     }
 }
 
-/// The kernels of a part that the unit can do: bf16 in whole tiles and strips, scores that nobody modifies, and keys that
-/// every row of every head sees.
+/// The kernels of a part that the unit supports: bf16 in whole tiles and strips, unmodified scores, and keys that every
+/// row of every head sees.
 fn kernels(cx: &Context<'_>, part: &Part) -> Option<&'static StripKernels> {
     let unit = cx.kernels.matrix?;
     let sequence = &cx.bound.sequences()[part.sequence];
@@ -53,7 +53,7 @@ fn kernels(cx: &Context<'_>, part: &Part) -> Option<&'static StripKernels> {
     (suits && sees_all(cx, part)).then_some(unit.strips)
 }
 
-/// Fills the results of a part; `None` where vectors have to. `next` is where this thread may go on.
+/// Fills the results of a part; `None` if the vectors must do it. `next` is this thread's probable next part.
 pub(super) fn part(
     cx: &Context<'_>,
     part: &Part,
@@ -66,7 +66,7 @@ pub(super) fn part(
     let sequence = &cx.bound.sequences()[part.sequence];
     let (rows, heads) = (sequence.q_len * cx.pack, cx.problem.kv_heads());
     let joined = probe.is_some() && StripKernels::joins(rows);
-    // Rows of the tiles: probes beside their queries cost no product.
+    // Rows per tile: probes next to their queries cost no extra product.
     let all = if joined { 2 * rows } else { rows };
     let sizes = [
         StripKernels::queries_room(all, cx.d),
@@ -77,7 +77,7 @@ pub(super) fn part(
     let room = sizes.iter().map(|&n| Arena::room(n)).sum::<usize>();
     with_workspace(heads * room * if probe.is_some() { 2 } else { 1 }, |workspace| {
         let mut arena = Arena::new(workspace);
-        // The queries of a head, or its probes, as columns from `first` on.
+        // The queries of a head, or its probes, as columns starting at `first`.
         let load = |own: &Context<'_>, head: usize, first: usize, to: &mut [f32]| {
             let (data, q_rows) = (own.bound.q().slice()?, cx.query_rows(own.bound.q().strides(), sequence));
             let tile = tile(cx, part.sequence, head);
@@ -143,7 +143,7 @@ pub(super) fn part(
                 let stats = strips.softmax(&mut StripSoftmax { s, weights, m, l, alpha, scale, tau, coming });
                 counters.rescales_possible += u64::from(stats.possible);
                 counters.rescales_done += u64::from(stats.rescaled);
-                // A probe's sums go with its query's.
+                // A probe's sums are rescaled with its query's.
                 let (own, others) = alpha.split_at_mut(rows);
                 others[..all - rows].copy_from_slice(&own[..all - rows]);
                 if stats.rescaled > 0 {
@@ -168,7 +168,7 @@ pub(super) fn part(
                 }
             }
         }
-        // A value that is not finite has spoiled its neighbour in the unit's pairs: once more, without.
+        // A non-finite value has spoiled its neighbour in the unit's pairs: recompute without it.
         let spoiled = |o: &[f32]| o.iter().fold(false, |found, x| found | (x.abs().to_bits() as i32 > FINITE));
         if walk.iter_mut().any(|head| spoiled(head.o) || head.apart().is_some_and(|own| spoiled(own.o))) {
             return None;

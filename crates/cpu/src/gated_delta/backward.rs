@@ -1,7 +1,7 @@
-//! Backward of the chunked form, by the vectors in f32.
+//! Backward of the chunked form, on vectors in f32.
 //!
-//! An item owns a key head of a sequence: it walks its value heads one after the other, forward once to find the state
-//! before every chunk (memory proportional to the sequence), then back. Letters as in [`super::chunk`]; dS is
+//! An item owns a key head of a sequence. It processes its value heads one after the other: forward once, to find the
+//! state before every chunk (memory proportional to the sequence), then backward. Letters as in [`super::chunk`]; dS is
 //! the gradient of the state after the chunk, Pg = scale G (Q K^T).
 //!
 //! ```text
@@ -19,11 +19,11 @@ use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
 use fulgurite_core::gated_delta::{DeltaGradientOutputs, DeltaSaved, QkNorm, Tokens};
 
 const SQUARE: usize = CHUNK * CHUNK;
-/// Elements of a key up to which dS goes back token by token.
+/// Largest key dimension for which dS goes back token by token.
 const FEW: usize = 8;
 
 pub(super) fn run(cx: &Context<'_>, saved: &DeltaSaved<'_>, gradients: &mut DeltaGradientOutputs<'_>, threads: usize) {
-    // Products of f32 only: gradients are small differences of large numbers.
+    // f32 products only: gradients are small differences of large numbers.
     let cx = &Context { matrix: None, ..*cx };
     let d_o = if saved.d_o.strides().last() == Some(&1) { None } else { Some(saved.d_o.to_tensor()) };
     let d_o = d_o.as_ref().map_or(saved.d_o, |dense| dense.view());
@@ -166,8 +166,8 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
     }
 }
 
-/// One chunk: gradients of its values and gates are written, those of keys and queries left in `space`, and `d_state`
-/// becomes the gradient of the state before it.
+/// Processes one chunk backward: writes the gradients of its values and gates, leaves those of keys and queries in
+/// `space`, and turns `d_state` into the gradient of the state before it.
 #[allow(clippy::too_many_arguments)] // what a chunk needs; a struct would only rename it
 fn back(
     cx: &Context<'_>,
@@ -191,7 +191,7 @@ fn back(
     let tail: [f32; CHUNK] = std::array::from_fn(|j| work.g[(CHUNK - 1) * CHUNK + j]);
     let head = &gates.head;
     let ahead = &mut Ahead::default();
-    // In f64: what adds to one gate is taken from another, and must cancel.
+    // In f64: terms that are added to one gate are subtracted from another, and must cancel.
     let (mut d_g, mut d_beta) = ([0.0f64; CHUNK], [0.0f32; CHUNK]);
     let scales = [scale; CHUNK];
     cx.kernels.stage(Stage::Weigh { out: space.pg, x: keys.qk, g: work.g, factor: &scales });
@@ -225,7 +225,7 @@ fn back(
     // X = -e dW
     let minus = head.map(|e| -e);
     cx.kernels.stage(Stage::ScaleRows { out: space.scaled, x: space.d_w, factor: &minus, width: vs });
-    // d_g is a sum of large terms that nearly cancel: f32 dots would show.
+    // d_g is a sum of large terms that nearly cancel, so f32 dot products are not accurate enough.
     let add_dots = |d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize| {
         for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
             *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
@@ -307,7 +307,7 @@ fn back(
     cx.kernels.gemm(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
     cx.kernels.gemm_transposed(MatrixMut::at(space.d_k, kp, 0, 0), b, k, by_tokens, Sum::Onto, ahead);
 
-    // Gates were summed from the beginning of the chunk: so are their gradients, from its end.
+    // Gates were summed from the start of the chunk, so their gradients are summed from its end.
     d_g[CHUNK - 1] += d_last;
     let mut sum = 0.0;
     for d in d_g.iter_mut().rev() {
@@ -324,7 +324,7 @@ fn back(
     }
 }
 
-/// What weights x = G y give to the sums of gates: row sums of d x minus column sums.
+/// The contribution of weights x = G y to the sums of gates: row sums of d x minus column sums.
 fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
     for (i, (d, x)) in d.chunks_exact(CHUNK).zip(x.chunks_exact(CHUNK)).enumerate() {
         let mut row = 0.0;
@@ -337,8 +337,8 @@ fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
     }
 }
 
-/// dS before a chunk, `[key_dim][value_dim]`, from the one after it: token by token in f64. A chunk of 64 keys of few
-/// elements overwrites the state many times, and what reaches back through it would be a small difference of products.
+/// dS before a chunk, `[key_dim][value_dim]`, from the one after it: token by token in f64. A chunk of 64 keys with few
+/// elements overwrites the state many times, and the gradient through it would be a small difference of products.
 fn state_before(
     cx: &Context<'_>,
     keys: &Shared<'_>,

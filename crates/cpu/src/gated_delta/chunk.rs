@@ -1,4 +1,5 @@
-//! One chunk of 64 tokens by the vectors: what depends on keys and queries alone, then what a value head makes of it.
+//! One chunk of 64 tokens on vectors: first the part that depends on keys and queries alone, then that of each value
+//! head.
 //!
 //! Letters: G_ij = decay from token j to i, L = strictly lower (beta K K^T), A = (1 + L)^-1, Ag = G (A diag(beta)),
 //! e = decay from before the chunk, t = decay to its end.
@@ -14,15 +15,15 @@ use fulgurite_core::gated_delta::Tokens;
 
 /// Tokens of a chunk.
 pub(super) const CHUNK: usize = TOKENS;
-/// Rows that are taken at once where a triangle is left out.
+/// Rows processed at once if a triangle is skipped.
 const STEP: usize = 32;
 
-/// What a pass over a chunk is for.
+/// The purpose of a pass over a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Need {
-    /// The state after it.
+    /// Computes the state after it.
     State,
-    /// Outputs and state.
+    /// Computes outputs and state.
     Outputs,
 }
 
@@ -32,7 +33,7 @@ impl Need {
     }
 }
 
-/// Decays and steps of a chunk of one value head; tokens past the end have decay 1 and step 0.
+/// Decays and step sizes of a chunk of one value head; tokens past the end have decay 1 and step 0.
 pub(super) struct Gates {
     pub decay: [f32; CHUNK],
     pub beta: [f32; CHUNK],
@@ -57,10 +58,10 @@ impl Gates {
     }
 }
 
-/// What of a product is wanted or known.
+/// Structure of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// The lower triangle of the result, more or less: what lies above may be anything that was there.
+    /// Only the lower triangle of the result is needed; elements above it are arbitrary.
     LowerResult,
     /// The left operand is a lower triangle.
     LowerLeft,
@@ -84,7 +85,7 @@ fn product(
     }
 }
 
-/// What the value heads of a key head share.
+/// Data that the value heads of a key head share.
 pub(super) struct Shared<'w> {
     pub k: &'w mut [f32],
     pub q: &'w mut [f32],
@@ -111,7 +112,7 @@ impl<'w> Shared<'w> {
         Shared { k, q, kt, kk, qk, lengths: [Vec::new(), Vec::new()] }
     }
 
-    /// Loads the tokens from `first` on of a key head.
+    /// Loads the tokens of a key head, starting at `first`.
     pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, need: Need, ahead: &mut Ahead) {
         self.lengths[1] = cx.load_keys(cx.bound.k(), s, key_head, first, self.k);
         cx.kernels.transpose(self.k, cx.kp, self.kt, CHUNK, CHUNK, cx.kp);
@@ -125,8 +126,8 @@ impl<'w> Shared<'w> {
     }
 }
 
-/// What one value head computes in a chunk. The values are `width` wide: more than those of v where the map of a
-/// segment is computed beside its state.
+/// Data of one value head in a chunk. The values have `width` columns: more than v if the map of a segment is computed
+/// along with its state.
 pub(super) struct Work<'w> {
     width: usize,
     stride: usize,
@@ -142,7 +143,7 @@ pub(super) struct Work<'w> {
     /// O, or t V' before it joins the state.
     pub o: &'w mut [f32],
     scratch: &'w mut [f32],
-    /// Rows that will be read and written next, asked for while products run: tokens lie far apart.
+    /// Rows that will be read and written next, prefetched during products because tokens are far apart.
     pub ahead: Ahead,
 }
 
@@ -156,12 +157,12 @@ impl<'w> Work<'w> {
     }
     pub fn new(cx: &Context<'_>, arena: &mut Arena<'w>, width: usize) -> Self {
         let [g, a, ag, v, u, w, vn, o, scratch] = Self::sizes(cx, width).map(|n| arena.take(n));
-        // What is never written (above the diagonal, past the columns) must be finite.
+        // Elements that are never written (above the diagonal, past the columns) must be finite.
         [&mut *a, &mut *v, &mut *u, &mut *w, &mut *vn, &mut *o].into_iter().for_each(|x| x.fill(0.0));
         Work { width, stride: cx.stride(width), g, a, ag, v, u, w, vn, o, scratch, ahead: Ahead::default() }
     }
 
-    /// A chunk from `first` on: `state` becomes the state after it, and `o` the outputs.
+    /// Processes a chunk starting at `first`: `state` becomes the state after it, and `o` the outputs.
     pub fn chunk(
         &mut self,
         cx: &Context<'_>,
@@ -198,7 +199,7 @@ impl<'w> Work<'w> {
         cx.kernels.gemm_transposed(to, k, faded, size, Sum::Onto, &mut self.ahead);
     }
 
-    /// U, W, V' and everything before them; leaves G, A and Ag behind.
+    /// Computes U, W, V' and everything before them; leaves G, A and Ag.
     pub fn corrections(
         &mut self,
         cx: &Context<'_>,

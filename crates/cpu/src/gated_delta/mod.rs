@@ -1,8 +1,8 @@
-//! The gated delta rule on the CPU: recurrent (one token after the other) and chunked (products of matrices).
+//! The gated delta rule on the CPU: recurrent (token by token) and chunked (matrix products).
 //!
-//! Both keep the state in f32. The chunked form is FlashQLA's: with D = diag(e^g) the gated system of a chunk is
-//! D (1 + L) D^-1, so its inverse is that of the ungated one times the decays between rows, and gates need no
-//! exponential but one for each token.
+//! Both keep the state in f32. The chunked form is FlashQLA's: with D = diag(e^g) the gated system of a chunk is D (1 +
+//! L) D^-1, so its inverse is that of the ungated system times the decays between rows, and gates need only one
+//! exponential per token.
 
 mod backward;
 mod chunk;
@@ -22,62 +22,62 @@ use fulgurite_core::{Rows, TensorView};
 use pass::Pass;
 use segments::{Plan, Segment};
 
-/// Which form computes.
+/// The form of the computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum DeltaForm {
-    /// Chunks of 64 tokens by products of matrices: for prefill and training.
+    /// Chunks of 64 tokens with matrix products, for prefill and training.
     #[default]
     Chunked,
-    /// One token after the other: for decoding.
+    /// Token by token, for decoding.
     Recurrent,
 }
 
-/// How long sequences of few heads are cut, to be computed by several threads. What is chosen depends on the sequence
-/// and the problem alone, so that results do not depend on the number of threads.
+/// How long sequences with few heads are split, to be computed by several threads. The choice depends only on the
+/// sequence and the problem, so results do not depend on the number of threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum DeltaSegments {
-    /// By length and heads.
+    /// Split by length and number of heads.
     #[default]
     Auto,
-    /// Not at all.
+    /// Do not split.
     Whole,
-    /// As [`Auto`](Self::Auto), but states between segments are computed exactly, however strong the decay is.
+    /// Like [`Auto`](Self::Auto), but states between segments are computed exactly, however strong the decay is.
     Exact,
 }
 
-/// What a forward call did.
+/// Counters of a forward call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeltaCounters {
-    /// Segments of sequences and heads that were computed on their own.
+    /// Segments of sequences and heads that were computed separately.
     pub segments: u64,
-    /// Of these, those whose start was found from few chunks before them because the gates had forgotten the rest.
+    /// Segments whose start was found from a few chunks before them, because the gates had forgotten the rest.
     pub warmed_up: u64,
-    /// Chunks computed to find starts.
+    /// Extra chunks computed to find starts.
     pub extra_chunks: u64,
 }
 
-/// Elements of states that an item keeps in the second-level cache.
+/// Elements of states that an item keeps in the L2 cache.
 const ITEM_ELEMENTS: usize = 256 * 1024;
 
-/// Rows asked for during each block of a product: those of k, q, v and o of a chunk of few tiles.
+/// Rows prefetched during each block of a product: those of k, q, v and o of a chunk of few tiles.
 const PACE: usize = 6;
 
 pub(crate) struct Context<'a> {
     pub bound: &'a DeltaBound<'a>,
     pub problem: &'a GatedDelta,
     pub kernels: &'static Kernels,
-    /// The matrix unit, where there is one.
+    /// The matrix unit, if there is one.
     pub matrix: Option<&'static MatrixKernels>,
     pub kd: usize,
     pub vd: usize,
-    /// The same in whole vectors.
+    /// Key dimension rounded up to whole vectors.
     pub kp: usize,
     pub vp: usize,
     /// Distance between rows of values.
     pub vs: usize,
 }
 
-/// Rows a power of two apart would share a few sets of the first-level cache.
+/// Distance between rows: rows a power of two apart would share a few sets of the L1 cache.
 fn stride(width: usize, lanes: usize) -> usize {
     if width.is_multiple_of(64) { width + lanes } else { width }
 }
@@ -109,7 +109,7 @@ impl<'a> Context<'a> {
         self.kp * self.vs
     }
 
-    /// The state that a sequence and value head begins from.
+    /// Loads the initial state of a sequence and value head.
     fn load_state(&self, sequence: usize, head: usize, view: Option<&TensorView<'_>>, to: &mut [f32], width: usize) {
         to.fill(0.0);
         if let Some(view) = view {
@@ -123,8 +123,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Rows of q or k of a key head, as f32 `[row][kp]`, normalised where the problem says so; rows past the tokens are
-    /// zero. Returns 1 / length of each row.
+    /// Loads rows of q or k of a key head as f32 `[row][kp]`, normalised if the problem says so; rows past the tokens
+    /// are zero. Returns 1 / length of each row.
     fn load_keys(&self, view: &TensorView<'_>, s: &Tokens, head: usize, first: usize, to: &mut [f32]) -> Vec<f32> {
         let rows = self.bound.rows(view.strides(), s);
         let used = (s.len - first).min(to.len() / self.kp);
@@ -144,7 +144,7 @@ impl<'a> Context<'a> {
         inverse
     }
 
-    /// Asks for the rows of v of a chunk, and those of k (and q for outputs) where `keys` says that they are new.
+    /// Prefetches the rows of v of a chunk, and those of k (and q for outputs) if `keys` says that they are new.
     fn ask(&self, ahead: &mut Ahead, at: &Place<'_>, first: usize, need: chunk::Need, keys: bool) {
         if first >= at.sequence.len {
             return;
@@ -164,7 +164,7 @@ impl<'a> Context<'a> {
         ask(self.bound.v(), at.head, self.vd);
     }
 
-    /// Rows of v or d_o of a value head, as f32 `[row][width]`; zero around them.
+    /// Loads rows of v or d_o of a value head as f32 `[row][width]`, padded with zeros.
     fn load_values(
         &self,
         data: &TensorView<'_>,
@@ -191,7 +191,7 @@ pub(crate) struct Place<'a> {
     pub head: usize,
 }
 
-/// Where forward writes.
+/// The outputs of forward.
 pub(crate) struct Out<'a> {
     o: SharedRows<'a>,
     o_strides: &'a [usize],
@@ -221,7 +221,7 @@ impl Out<'_> {
     }
 }
 
-/// Forward of the gated delta rule: fills `outputs`, which must fit the problem ([`DeltaOutputs::check`]).
+/// Computes the gated delta rule into `outputs`, which must fit the problem ([`DeltaOutputs::check`]).
 pub fn gated_delta_forward(
     bound: &DeltaBound<'_>,
     outputs: &mut DeltaOutputs<'_>,
@@ -250,7 +250,7 @@ pub fn gated_delta_forward(
     }
 }
 
-/// Backward of the gated delta rule: fills `gradients`. `saved` and `gradients` must fit the problem.
+/// Computes gradients of the gated delta rule into `gradients`. `saved` and `gradients` must fit the problem.
 pub fn gated_delta_backward(
     bound: &DeltaBound<'_>,
     saved: &DeltaSaved<'_>,
@@ -270,8 +270,8 @@ struct Item<'p> {
 fn chunked(cx: &Context<'_>, out: &Out<'_>, how: DeltaSegments, threads: usize) -> DeltaCounters {
     let plans: Vec<Plan> = cx.bound.sequences().iter().map(|s| Plan::new(cx, s, how)).collect();
     let starts: Vec<Vec<f32>> = segments::starts(cx, &plans, threads);
-    // How many value heads share an item changes no bits. Neighbours lie side by side in memory, and their states in
-    // the second-level cache and of the tables of pages; but there must be enough items that the threads finish together.
+    // The number of value heads per item changes no bits. Neighbouring heads are adjacent in memory, and their states
+    // share the L2 cache and page-table entries, but there must be enough items that the threads finish together.
     let heads = cx.problem.value_heads();
     let segments: usize = plans.iter().map(|plan| plan.segments.len()).sum();
     let most = (ITEM_ELEMENTS / cx.state_len()).max(1);
@@ -315,7 +315,7 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
             for (state, head) in states.iter_mut().zip(item.heads.clone()) {
                 let key_head = head / cx.problem.group();
                 let at = Place { sequence: s, head };
-                // What is written at the end of this chunk, unless it goes past the caches, then what the next one reads.
+                // Prefetch the outputs of this chunk, unless they bypass the caches, then the inputs of the next one.
                 let ahead = pass.ahead();
                 *ahead = Ahead::paced(PACE);
                 if !out.o.is_large() {

@@ -1,4 +1,4 @@
-//! Chunks one after the other, on the matrix unit where there is one, else by the vectors.
+//! Processes chunks one after the other, on the matrix unit if there is one, else on vectors.
 
 use super::chunk::{Need, Shared, Work};
 use super::tiled::Tiled;
@@ -7,7 +7,7 @@ use crate::memory::Arena;
 use crate::simd::Ahead;
 use fulgurite_core::gated_delta::Tokens;
 
-/// Who computes.
+/// The unit that computes the chunks.
 pub(super) enum Pass<'w> {
     Vectors(Box<(Shared<'w>, Work<'w>)>),
     Tiles(Box<Tiled<'w>>),
@@ -21,7 +21,7 @@ impl<'w> Pass<'w> {
         }
     }
 
-    /// For states of `width` columns.
+    /// A pass for states of `width` columns.
     pub fn new(cx: &Context<'_>, arena: &mut Arena<'w>, width: usize) -> Self {
         match cx.matrix {
             Some(matrix) => Pass::Tiles(Box::new(Tiled::new(cx, matrix, arena, width))),
@@ -29,7 +29,7 @@ impl<'w> Pass<'w> {
         }
     }
 
-    /// What is asked for on the way.
+    /// The prefetch queue of the pass.
     pub fn ahead(&mut self) -> &mut Ahead {
         match self {
             Pass::Vectors(pass) => &mut pass.1.ahead,
@@ -37,7 +37,7 @@ impl<'w> Pass<'w> {
         }
     }
 
-    /// Loads the keys of the tokens from `first` on, and the queries where there will be outputs.
+    /// Loads the keys of the tokens starting at `first`, and the queries if there will be outputs.
     pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, outputs: bool) {
         match self {
             Pass::Vectors(pass) => {
@@ -48,7 +48,8 @@ impl<'w> Pass<'w> {
         }
     }
 
-    /// A chunk of a value head from `first` on: `state` becomes the state after it, and `out` has its outputs.
+    /// Processes a chunk of a value head starting at `first`: `state` becomes the state after it, and `out` gets its
+    /// outputs.
     pub fn chunk(&mut self, cx: &Context<'_>, at: &Place<'_>, first: usize, state: &mut [f32], out: Option<&Out<'_>>) {
         match self {
             Pass::Vectors(pass) => {

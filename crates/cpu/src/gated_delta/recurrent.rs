@@ -1,4 +1,4 @@
-//! One token after the other: each value head on its own, its state in the nearest cache that holds it.
+//! Token by token: each value head separately, with its state in the nearest cache that holds it.
 
 use super::{Context, Out, Place};
 use crate::memory::{Arena, with_workspace};

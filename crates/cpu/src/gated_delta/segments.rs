@@ -1,9 +1,9 @@
-//! Long sequences of few heads are cut into segments that threads compute side by side.
+//! Splits long sequences with few heads into segments that threads compute in parallel.
 //!
-//! The state after a segment is `h + M S`, S the state before it: h from a zero start, M the product of its chunks' maps.
-//! Where gates decay enough, M is as good as zero and h comes from the segment's last chunks alone (its warm-up);
-//! elsewhere M is computed beside h, exactly: M is the state of a sequence without values that begins with the
-//! identity. What is cut and how depends on the sequence alone.
+//! The state after a segment is `h + M S`, where S is the state before it, h the result of a zero start, and M the
+//! product of its chunks' maps. If gates decay enough, M is practically zero and h comes from the segment's last chunks
+//! alone (its warm-up). Otherwise M is computed along with h, exactly: M is the state of a sequence without values that
+//! starts with the identity. The splits depend on the sequence alone.
 
 use super::chunk::{CHUNK, Need};
 use super::pass::Pass;
@@ -15,12 +15,12 @@ use fulgurite_core::DType;
 use fulgurite_core::gated_delta::Tokens;
 use std::ops::Range;
 
-/// With more value heads there is work for every thread without cuts.
+/// With more value heads there is work for every thread without splitting.
 const FEW_HEADS: usize = 8;
-/// In the place of a GPU's multiprocessors in FlashQLA's rule for the length of a segment; fixed, so that bits do not
-/// depend on the machine.
+/// Replaces a GPU's SM count in FlashQLA's rule for the length of a segment; fixed, so that bits do not depend on the
+/// machine.
 const UNITS: f64 = 8.0;
-/// Chunks below which a sequence is not cut.
+/// Number of chunks below which a sequence is not split.
 const LEAST: usize = 16;
 
 /// A run of chunks.
@@ -33,18 +33,18 @@ pub(super) struct Segment {
 /// How the state after a segment is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// From the last chunks, this many.
+    /// From this many last chunks.
     WarmUp(usize),
-    /// From all of them, from the true start (the first segment).
+    /// From all chunks, with the true start (the first segment).
     Whole,
-    /// From all of them, with the map.
+    /// From all chunks, with the map.
     Exact,
 }
 
-/// The cuts of one sequence.
+/// The splits of one sequence.
 pub(super) struct Plan {
     pub segments: Vec<Segment>,
-    /// For each segment but the last, and each value head.
+    /// The way for each segment but the last, and each value head.
     ways: Vec<Way>,
 }
 
@@ -65,7 +65,7 @@ impl Plan {
         Plan { segments, ways }
     }
 
-    /// Where the start of a segment lies among the starts of its sequence; `None` for the first.
+    /// Offset of a segment's start among the starts of its sequence; `None` for the first.
     pub fn start_at(&self, cx: &Context<'_>, segment: &Segment, head: usize) -> Option<usize> {
         let before = segment.number.checked_sub(1)?;
         Some((before * cx.problem.value_heads() + head) * cx.state_len())
@@ -87,7 +87,7 @@ impl Plan {
     }
 }
 
-/// Walks back from the end of a segment until the gates have forgotten what was before.
+/// Goes back from the end of a segment until the gates have forgotten everything before.
 fn way(cx: &Context<'_>, s: &Tokens, segment: &Segment, head: usize, how: DeltaSegments) -> Way {
     let enough = if cx.problem.dtype() == DType::F32 { -17.0 } else { -10.0 };
     let mut sum = 0.0f64;
@@ -103,7 +103,7 @@ fn way(cx: &Context<'_>, s: &Tokens, segment: &Segment, head: usize, how: DeltaS
     if segment.number == 0 { Way::Whole } else { Way::Exact }
 }
 
-/// The states that segments begin from, but the first of each sequence: `[segment - 1][head][state]`.
+/// The initial states of segments, except the first of each sequence: `[segment - 1][head][state]`.
 pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Vec<f32>> {
     let (heads, size) = (cx.problem.value_heads(), cx.state_len());
     let mut all = Vec::with_capacity(plans.len());
@@ -142,7 +142,7 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Ve
     all
 }
 
-/// The state after a segment, and its map where one is wanted.
+/// Computes the state after a segment, and its map if needed.
 fn end_of(cx: &Context<'_>, at: &Place<'_>, segment: &Segment, way: Way, state: &mut [f32], map: &mut [f32]) {
     let width = if way == Way::Exact { cx.vp + cx.kp } else { cx.vp };
     let stride = cx.stride(width);

@@ -5,9 +5,9 @@
 //! V'_0 = T_0 W_0     V'_1 = T_1 (W_1 - M V'_0)     O = scale e (Q S) + (scale G Q K^T) V'     S' = e_last S + K^T (t V')
 //! ```
 //!
-//! Columns of values do not know of each other, so they are taken a slice at a time: what a slice passes from product to
-//! product stays in the first-level cache. Steps of two slices alternate, so that tiles are multiplied while vectors
-//! are at work on something else.
+//! Columns of values are independent, so they are processed a slice at a time: the data that a slice passes from
+//! product to product stay in the L1 cache. Steps of two slices alternate, so that tiles are multiplied while vectors
+//! work on something else.
 
 use super::{Context, Out, Place};
 use crate::memory::Arena;
@@ -19,21 +19,21 @@ use fulgurite_core::TensorView;
 use fulgurite_core::gated_delta::{L2_EPS, QkNorm, Tokens};
 use std::ops::Range;
 
-/// Groups of rows of a half.
+/// Row groups per half.
 const GROUPS: usize = HALF / GROUP;
 /// Elements of an f32 result of a slice.
 const RESULT: usize = TOKENS * SLICE;
-/// Rows asked for between two steps of a slice: of bf16 and d 128 as many lines as a core waits for at a time. With more it
-/// would stand still.
+/// Rows prefetched between two steps of a slice: for bf16 and d = 128, as many lines as a core can wait for at a time.
+/// With more it would stall.
 const ASK: usize = 4;
 
 pub(super) struct Tiled<'w> {
     matrix: &'static MatrixKernels,
     delta: &'static DeltaKernels,
-    /// Columns of the states; more than those of v where the map of a segment is computed beside its state.
+    /// Columns of the states; more than those of v if the map of a segment is computed along with its state.
     width: usize,
     stride: usize,
-    /// Panels of K and Q, of K^T on the right, and of K^T on the left.
+    /// Panels of K and Q, of K^T as right operand, and of K^T as left operand.
     k: &'w mut [f32],
     q: &'w mut [f32],
     k_columns: &'w mut [f32],
@@ -48,7 +48,7 @@ pub(super) struct Tiled<'w> {
     weights: &'w mut [f32],
     head: [f32; TOKENS],
     tail: [f32; TOKENS],
-    /// Of a slice: panels of S (of two slices) and W; K S, Q S, M V'_0, V', and the weights times V'.
+    /// Data of a slice: panels of S (of two slices) and W; K S, Q S, M V'_0, V', and the weights times V'.
     s: [&'w mut [f32]; 2],
     w: &'w mut [f32],
     u: &'w mut [f32],
@@ -63,7 +63,7 @@ pub(super) struct Tiled<'w> {
     pub ahead: Ahead,
 }
 
-/// Where outputs of a chunk go, and how many tokens it has.
+/// The outputs of a chunk, and its number of tokens.
 struct To<'a, 'b> {
     out: Option<&'a Out<'b>>,
     at: Place<'a>,
@@ -71,7 +71,7 @@ struct To<'a, 'b> {
     tokens: usize,
 }
 
-/// What meets the state.
+/// The left operand of a product with the state.
 #[derive(Clone, Copy)]
 enum Left {
     Keys,
@@ -119,7 +119,7 @@ impl<'w> Tiled<'w> {
         let rooms = Self::sizes(cx, delta).map(|n| arena.take(n));
         let [k, q, k_columns, k_rows, kk, qk, l, inverse, between, weights, s, w, u, qs, less, values, o, whole, faded] =
             rooms;
-        // What is never written (above the diagonal) must be finite.
+        // Elements that are never written (above the diagonal) must be finite.
         [&mut *kk, &mut *qk].into_iter().for_each(|x| x.fill(0.0));
         let [s, faded] = [s, faded].map(|x| {
             let (even, odd) = x.split_at_mut(x.len() / 2);
@@ -155,7 +155,7 @@ impl<'w> Tiled<'w> {
         }
     }
 
-    /// Loads the tokens from `first` on of a key head; queries where there will be outputs.
+    /// Loads the tokens of a key head, starting at `first`; also queries if there will be outputs.
     pub fn load(&mut self, cx: &Context<'_>, s: &Tokens, key_head: usize, first: usize, outputs: bool) {
         let eps = (cx.problem.qk_norm() == QkNorm::Inside).then_some(L2_EPS as f32);
         let (parts, depth) = (self.delta.parts.keys, cx.kd.div_ceil(DEPTH));
@@ -186,7 +186,7 @@ impl<'w> Tiled<'w> {
         }
     }
 
-    /// A chunk from `first` on: `state` becomes the state after it, and `out` has its outputs.
+    /// Processes a chunk starting at `first`: `state` becomes the state after it, and `out` gets its outputs.
     pub fn chunk(&mut self, cx: &Context<'_>, at: &Place<'_>, first: usize, state: &mut [f32], out: Option<&Out<'_>>) {
         let to = To { out, at: *at, first, tokens: TOKENS.min(at.sequence.len - first) };
         let (mut g, mut beta) = ([0.0f32; TOKENS], [0.0f32; TOKENS]);
@@ -223,9 +223,9 @@ impl<'w> Tiled<'w> {
         ((self.width - slice * SLICE) / GROUP).min(SLICE / GROUP)
     }
 
-    /// A slice up to its outputs, which are not written yet; the end of the one before, and the begin of the one after.
-    /// Tiles and vectors take turns, each on something else than the other just did: both are at work most of the time, and
-    /// the unit does not fall asleep, which it does in less than a microsecond (lab 009).
+    /// Processes a slice up to its outputs, which are not written yet, and also the end of the previous slice and the
+    /// start of the next. Tiles and vectors alternate, each on different data: both are busy most of the time, and the
+    /// unit does not power down, which it does in less than a microsecond (lab 009).
     fn slice(&mut self, cx: &Context<'_>, to: &To<'_, '_>, state: &mut [f32], slice: usize) {
         let (parts, depth, groups) = (self.delta.parts, cx.kd.div_ceil(DEPTH), self.groups(slice));
         let (outputs, matrix, before) = (to.out.is_some(), self.matrix, slice.checked_sub(1));
@@ -277,7 +277,7 @@ impl<'w> Tiled<'w> {
         }
     }
 
-    /// Packs quarters of the state of a slice, if there is one, which fade.
+    /// Packs quarters of a slice's state, if there is one, and decays them.
     fn fade(&mut self, cx: &Context<'_>, state: &mut [f32], slice: usize, quarters: Range<usize>) {
         let (column, depth) = (slice * SLICE, cx.kd.div_ceil(DEPTH));
         if column < self.width {
@@ -300,13 +300,13 @@ impl<'w> Tiled<'w> {
         multiply(self.matrix, &mut c[half * HALF * SLICE..], left, state, size);
     }
 
-    /// W of a half, where later tokens are corrected by earlier ones.
+    /// W of a half; later tokens are corrected by earlier ones.
     fn residual(&mut self, cx: &Context<'_>, to: &To<'_, '_>, slice: usize, half: usize) {
         let v = cx.bound.v();
         let rows = cx.bound.rows(v.strides(), to.at.sequence);
         let (first, column) = (half * HALF, slice * SLICE);
         let (count, n) = (to.tokens.saturating_sub(first).min(HALF), cx.vd.saturating_sub(column).min(SLICE));
-        // Nothing is read where there is nothing.
+        // Read nothing if the range is empty.
         let offset = if count == 0 || n == 0 { 0 } else { rows.at(to.first + first, to.at.head) + column };
         let from = Source { data: v.data(), offset, row: rows.row, rows: count, n };
         let less = (half == 1).then_some(&*self.less);

@@ -1,5 +1,6 @@
-//! Eight products for each block of keys. An item owns a key/value head of a sequence: it keeps dK and dV of all its
-//! keys and walks the tiles of queries, each held over all keys, so that b = dO . mean of V is known before it is used.
+//! Eight products per block of keys. An item owns a key/value head of a sequence: it keeps dK and dV of all its keys
+//! and goes through the tiles of queries. Each tile holds its data over all keys, so that b = dO . mean of V is known
+//! before it is used.
 //!
 //! With a = dO V^T, t' = dO . O and d = a - b: gl = P (a - t' + (t - U) d), gu = -P d;
 //! dQ = scale gl K, dR = gu K, dK = scale gl Q + gu R, dV = W dO.
@@ -13,7 +14,7 @@ use crate::unit::{Unit, Vectors};
 use fulgurite_core::parallax::{ParallaxForward, ParallaxGradients};
 use fulgurite_core::{Tensor, TensorView};
 
-/// Keys in a block.
+/// Keys per block.
 const BLOCK: usize = 128;
 
 pub(super) fn run(
@@ -26,7 +27,7 @@ pub(super) fn run(
 ) {
     let dense: Option<Tensor> = (d_o.strides().last() != Some(&1)).then(|| d_o.to_tensor());
     let d_o = dense.as_ref().map_or(*d_o, Tensor::view);
-    // Products of f32, for every type: gradients are differences.
+    // f32 products for every type: gradients are differences.
     let (cx, rx) = (&cx.on_vectors(), &rx.on_vectors());
     for tensor in [&mut gradients.d_q, &mut gradients.d_r, &mut gradients.d_k, &mut gradients.d_v] {
         tensor.view_mut().fill(0.0);
@@ -144,7 +145,7 @@ impl Work<'_> {
                             scale: 1.0,
                             exp: cx.exp,
                         });
-                        // What a vector does not see was multiplied by nobody, but must weigh nothing.
+                        // Scores that a vector does not see were not computed, and must have no weight.
                         for (z, &(low, high)) in step.ranges[..stride / cx.kernels.lanes].iter().enumerate() {
                             let lane = z * cx.kernels.lanes;
                             for key in hull.clone().filter(|key| !(low..high).contains(key)) {
@@ -204,7 +205,7 @@ impl Work<'_> {
         });
     }
 
-    /// LSE, t and t' of a tile's lanes; lanes past the last row weigh nothing.
+    /// LSE, t and t' of a tile's lanes; lanes past the last row have no weight.
     fn rows(&self, tile: &Tile, d_o: &[f32]) -> Rows {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[tile.sequence];
@@ -231,13 +232,13 @@ struct Rows {
     dot: PerLane,
 }
 
-/// From P, U and P a: W into `p`, gl into `a`, gu into `g`.
+/// Computes from P, U and P a: W into `p`, gl into `a`, gu into `g`.
 fn form(rows: &Rows, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
     let all = p.chunks_exact_mut(stride).zip(u.chunks_exact(stride)).zip(a.chunks_exact_mut(stride));
     for (((p, u), a), g) in all.zip(g.chunks_exact_mut(stride)) {
         for lane in 0..stride {
             let weight = p[lane];
-            // A key that this row does not see may hold anything: its u is not multiplied away but replaced.
+            // A key that this row does not see may hold anything, so its u is replaced, not multiplied by 0.
             let off = if weight == 0.0 { 0.0 } else { rows.mean[lane] - u[lane] };
             let pull = a[lane] - weight * b[lane];
             a[lane] = a[lane] - weight * rows.dot[lane] + off * pull;

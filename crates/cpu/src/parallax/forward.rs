@@ -1,5 +1,5 @@
-//! Three products for each block of keys: S and U of one tile of queries are held over all keys, W is formed when t is
-//! known, and V is multiplied once. The memory is that of a tile times the keys.
+//! Three products per block of keys: S and U of one tile of queries are held over all keys, W is formed when t is
+//! known, and V is multiplied once. Memory is a tile times the number of keys.
 
 use crate::decode::Probe;
 use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
@@ -25,32 +25,32 @@ pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &P
     });
 }
 
-/// What a tile did with one block of keys.
+/// The results of a tile for one block of keys.
 struct Done {
     start: usize,
     step: Step,
-    /// What O had to be multiplied with before it.
+    /// The factor of O before this block.
     alpha: Option<[f32; MAX_LANES]>,
-    /// Whether its weights are packed already.
+    /// Whether its weights are already packed.
     packed: bool,
     /// The packed weights and U of a block's later pieces.
     own: [Vec<f32>; 2],
-    /// What lanes see of values that are not finite, where they do not see all: for each pair of vectors.
+    /// For each pair of vectors: which lanes see non-finite values, if they do not see all.
     seen: Vec<Option<Visible>>,
 }
 
-/// Where the packed weights and U of a piece are: its own, or from `at` on in those of all blocks.
+/// The packed weights and U of a piece: its own, or those of all blocks from offset `at`.
 fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n: usize) -> [&'a mut [f32]; 2] {
     let [weights, probes] = own;
     if !weights.is_empty() {
         return [weights, probes];
     }
-    // U of what is not packed has no place here.
+    // U is absent if it is not packed.
     all.map(|all| if all.is_empty() { all } else { &mut all[at..at + n] })
 }
 
-/// Gives lanes that have no maximum that of a block's first keys, as attention does before it takes several blocks at once:
-/// the bits of all that follows depend on it.
+/// Gives lanes without a maximum that of a block's first keys, as attention does before it takes several blocks at
+/// once: all later bits depend on it.
 fn settle(
     cx: &Context<'_>,
     row: &mut Row<'_>,
@@ -77,10 +77,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let last = tiles.iter().map(|t| cx.lanes(t).reach().1).max().unwrap_or(0);
     let (room, block, tile) = (cx.unit.room(cx), cx.unit.block(cx), cx.kernels.tile);
     let blocks = last.div_ceil(block);
-    // Weights that softmax packs are kept for all blocks; others are packed one block after the other, in one place.
+    // Weights that softmax packs are kept for all blocks; others are packed one block after the other, in one buffer.
     let bf16 = cx.problem.dtype() == DType::Bf16;
     let kept = if bf16 { blocks } else { blocks.min(1) };
-    // Whether softmax packs what is finite: all of its blocks do the same.
+    // Whether softmax packs finite data: all of its blocks do the same.
     let unit = cx.kernels.matrix_for(cx.problem.dtype());
     let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.narrow.suits(cx.exp));
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
@@ -119,7 +119,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let o = &mut o[..cx.dv_pad * stride];
             o.fill(0.0);
             let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
-            // From here on attention takes several blocks at once, where it does.
+            // From here on attention takes several blocks at once, if it does at all.
             let seen_from = row.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
             let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
@@ -133,7 +133,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let at = i.min(kept - 1) * room.weights;
                     let packed = packs && v.finite;
                     let [to, packed_u] = places(&mut own, [weights, probes], at, room.weights);
-                    // What is packed leaves nothing to keep of S and U.
+                    // Packed blocks need no memory for S and U.
                     let place = if packed { 0 } else { start * stride };
                     let s = &mut s_all[place..][..block * stride];
                     let u = &mut u_all[place..][..block * stride];
@@ -176,9 +176,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             for lane in 0..stride {
                 mean[lane] = if row.l[lane] == 0.0 { 0.0 } else { sums[lane] / row.l[lane] };
             }
-            // The last blocks are still in the cache. But probes of zero are attention, whose sums begin with the first.
+            // The last blocks are still in the cache, so go back. But with zero probes this is attention, whose sums
+            // start with the first block.
             let back = unit.is_none() && r[..rx.d_pad * stride].iter().any(|&x| x != 0.0);
-            // What blocks after this one multiply it with, going back.
+            // Going back: the product of the factors of the blocks after this one.
             let mut later: Option<[f32; MAX_LANES]> = None;
             for i in 0..done.len() {
                 let i = if back { done.len() - 1 - i } else { i };
@@ -196,7 +197,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let mut scratch = Scratch::new(values, to);
                 scratch.packed = *weighed;
                 let seen = std::mem::take(&mut step.ranges);
-                // On vectors sums are cut where neighbours begin or end: as attention's are.
+                // On vectors, sums are split where neighbours start or end, as in attention.
                 for (ranges, visible) in in_pairs(seen, cx.whole_products()).zip(visible) {
                     step.ranges = ranges;
                     let mean = &mean[..stride];
@@ -205,7 +206,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         Some(unit) if *weighed => {
                             unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
                         }
-                        // On the way into the panels. Values that are not finite ask for weights themselves.
+                        // Correct the weights on the way into the panels. Non-finite values need the weights
+                        // themselves.
                         Some(unit) if v.finite && cx.rounding.is_none() => {
                             let parts = parts(cx.problem.dtype());
                             let panels = scratch.weights.chunks_exact_mut(Panels::room(1, block / DEPTH, parts));

@@ -1,4 +1,4 @@
-//! Parallax on the CPU: attention whose weights are corrected by a probe beside each query.
+//! Parallax on the CPU: attention whose weights are corrected by a probe for each query.
 //!
 //! Letters as in forward, and R = probes, U = R K^T (unscaled), t = sum P U / l, W = P (1 + t - U).
 
@@ -12,7 +12,7 @@ use crate::{Options, decode, forward as plain};
 use fulgurite_core::parallax::{ParallaxBound, ParallaxForward, ParallaxGradients, ParallaxOutputs};
 use fulgurite_core::{Rescale, TensorView};
 
-/// Forward of Parallax: fills `outputs`, which must fit the problem. With r = 0 the bits are those of attention.
+/// Computes Parallax into `outputs`, which must fit the problem. With r = 0 the result is bitwise that of attention.
 pub fn parallax_forward(bound: &ParallaxBound<'_>, outputs: &mut ParallaxOutputs<'_>, options: &Options) {
     let cx = Context::new(bound.attention(), options.kernels());
     let rx = Context::new(bound.probe(), options.kernels());
@@ -40,7 +40,7 @@ pub fn parallax_forward(bound: &ParallaxBound<'_>, outputs: &mut ParallaxOutputs
     forward::run(&cx, &many, &out, &plan, &probe);
 }
 
-/// Backward of Parallax, from what forward gave and the gradient of o.
+/// Computes the gradients of Parallax, from the results of forward and the gradient of o.
 pub fn parallax_backward(
     bound: &ParallaxBound<'_>,
     forward: &ParallaxForward,

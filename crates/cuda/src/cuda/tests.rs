@@ -1,4 +1,4 @@
-//! The device over a driver that keeps books: everything but the GPU.
+//! Tests of the device over a fake driver that records its calls: everything except the GPU.
 
 use super::*;
 use crate::fake::{self, Books, FAKE, MEMORY_BYTES, Seen, books};
@@ -10,7 +10,7 @@ fn kernel(target: Target) -> Kernel {
     fulgurite_kernels::add::kernel(target).unwrap()
 }
 
-/// On a machine with a GPU this opens it; on one without, it says so and does not panic.
+/// On a machine with a GPU this opens it; on one without, it returns an error and does not panic.
 #[test]
 fn a_missing_driver_is_reported() {
     match Cuda::open(0, Options::default()) {
@@ -87,12 +87,12 @@ fn only_kernels_that_wait_may_overlap() {
     assert!(waits_for_grid(&waiting.unwrap()));
 }
 
-/// The GPU of the driver for tests.
+/// The GPU of the fake driver.
 fn fake_gpu(options: Options) -> Cuda {
     Cuda::open_by(&FAKE, 0, options).unwrap()
 }
 
-/// A folder that goes when the test is over.
+/// A folder that is removed at the end of the test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -128,7 +128,7 @@ fn the_gpu_is_described() {
     );
 }
 
-/// Contexts, memory and modules go back, in whatever order they are dropped, and no context stays current.
+/// Contexts, memory and modules are released in whatever order they are dropped, and no context stays current.
 #[test]
 fn everything_is_given_back() {
     let gpu = fake_gpu(Options::default());
@@ -294,7 +294,8 @@ fn tensors_and_shared_memory_are_announced() {
     assert_eq!(seen.args[2], [9, 0x3000, 64, 64, 2, 128, 8192, 64, 3]);
     assert_eq!(seen.args[3..].iter().map(|words| words[0]).collect::<Vec<_>>(), [1, 1, 2, 2]);
 
-    // What has not changed since the last launch is not encoded again; a launch that is refused leaves nothing behind.
+    // Arguments that have not changed since the last launch are not encoded again; a rejected launch leaves nothing
+    // behind.
     assert_eq!(books(|b| b.encoded), 3);
     gpu.launch(&module, launch.grid, &launch.args, Stream::default()).unwrap();
     assert_eq!(books(|b| (b.encoded, b.seen.pop())), (3, Some(seen)));
@@ -316,7 +317,7 @@ fn a_kernel_without_parameters_has_its_grid_checked() {
     assert!(gpu.launch(&module, [0, 0, 0], &[], Stream::default()).is_err());
 }
 
-/// The driver's number for the most dynamic shared memory.
+/// The driver's attribute for the largest dynamic shared memory.
 fn sys_shared_attribute() -> u32 {
     cudarc::driver::sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as u32
 }
@@ -334,11 +335,11 @@ fn clusters_and_overlap_are_announced() {
     assert_eq!((seen.cluster, seen.overlaps), (Some(2), true));
 }
 
-/// Launching while the stream is recorded neither waits nor allocates.
+/// Launching during a graph capture neither waits nor allocates.
 #[test]
 fn launches_can_be_recorded() {
     let gpu = fake_gpu(Options::default());
-    // The first call may be one that is recorded.
+    // The first call may be a captured one.
     let (stream, mut module) = (gpu.own_stream().unwrap(), None);
     let compile = || gpu.load(add()).map(|loaded| module = Some(loaded));
     gpu.capture(stream.stream(), compile).unwrap();
@@ -347,7 +348,7 @@ fn launches_can_be_recorded() {
     let args = [span.clone(), span.clone(), span, Value::U32(1)];
     gpu.capture(stream.stream(), || gpu.launch(&module, [1, 1, 1], &args, stream.stream())).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0);
-    // Whoever needs memory for them can still take it, and have it zeroed.
+    // A caller can still allocate memory during the capture, and have it zeroed.
     gpu.capture(stream.stream(), || {
         let zeros = gpu.zeroed(64)?;
         assert!(books(|b| b.memory[&zeros.span().address()].iter().all(|&byte| byte == 0)));
@@ -361,7 +362,7 @@ fn launches_can_be_recorded() {
     gpu.synchronize(stream.stream()).unwrap();
 }
 
-/// Memory that a recording keeps goes back when the recording is gone and someone asks again, and not before.
+/// Memory that a capture keeps is freed when the graph is gone and another call is made, not before.
 #[test]
 fn recordings_keep_what_they_need() {
     let gpu = fake_gpu(Options::default());
@@ -406,7 +407,7 @@ fn recordings_keep_what_they_need() {
     gpu.capture_id(stream.stream()).unwrap();
     assert_eq!(books(|b| b.memory.len()), 0, "what no graph keeps is dropped");
     let (_, graph) = record();
-    // Nobody is left to drop it: it stays with the process.
+    // No device is left to drop the value, so it stays until the process ends.
     drop(gpu);
     drop(graph);
     assert_eq!(books(|b| b.memory.len()), 1);
@@ -424,8 +425,8 @@ fn another_devices_module_is_refused() {
     );
 }
 
-/// Memory of no device, of another device and freed memory are refused before anything is launched, and so is a stream of
-/// another device.
+/// Memory of no device, memory of another device, freed memory, and streams of another device are all rejected before
+/// anything is launched.
 #[test]
 fn memory_and_streams_of_others_are_refused() {
     let (gpu, other) = (fake_gpu(Options::default()), fake_gpu(Options::default()));
@@ -449,7 +450,7 @@ fn memory_and_streams_of_others_are_refused() {
     assert_eq!(launch(y.span(), stream.stream()), Err(DeviceError::Stream));
     assert_eq!(gpu.synchronize(stream.stream()), Err(DeviceError::Stream));
     assert_eq!(books(|b| b.seen.len()), 1);
-    // The freed memory is noticed although the launch is the same as the one before.
+    // Freed memory is noticed although the launch equals the previous one.
     let w = gpu.allocate(4).unwrap();
     launch(w.span(), Stream::default()).unwrap();
     let again = w.span();

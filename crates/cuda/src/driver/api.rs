@@ -1,6 +1,6 @@
-//! The functions of libcuda that are called, looked up once.
+//! The functions of libcuda that this crate calls, looked up once.
 //!
-//! Results are taken as the numbers they are: a newer driver may answer with one that no enumeration of today has.
+//! Result codes are plain numbers: a newer driver may return one that today's enumeration lacks.
 
 use crate::error::{OLDEST_CUDA, Unusable};
 use cudarc::driver::sys;
@@ -9,10 +9,10 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 
-/// Declares the table: a field for each function, filled from the library by its name.
+/// Declares the table: one field per function, loaded from the library by name.
 macro_rules! entries {
     ($($name:ident($($of:ty),*);)*) => {
-        /// The driver's functions; having one tells you that all of them exist.
+        /// The driver's functions; a value of this type proves that all of them exist.
         #[allow(non_snake_case)]
         pub(crate) struct Api {
             $(pub(super) $name: unsafe extern "C" fn($($of),*) -> u32,)*
@@ -20,16 +20,16 @@ macro_rules! entries {
 
         impl Api {
             fn load() -> Result<Api, Unusable> {
-                // SAFETY: opening the driver's library runs its initialisers, which is what it is for.
+                // SAFETY: opening the driver's library runs its initialisers, which is their purpose.
                 if !unsafe { sys::is_culib_present() } {
                     return Err(Unusable::NoDriver);
                 }
-                // SAFETY: the same; it is present, so this does not panic.
+                // SAFETY: opening the library runs its initialisers; the library is present, so this does not panic.
                 let library = unsafe { sys::culib() };
                 Ok(Api {
                     $($name: {
                         let name = concat!(stringify!($name), "\0").as_bytes();
-                        // SAFETY: the type is that of the function's declaration in cuda.h, results as numbers.
+                        // SAFETY: the type is that of the function's declaration in cuda.h, with results as numbers.
                         let entry = unsafe { library.get::<unsafe extern "C" fn($($of),*) -> u32>(name) };
                         *entry.map_err(|_| Unusable::NoEntry { entry: stringify!($name) })?
                     },)*
@@ -93,14 +93,15 @@ entries! {
     cuEventDestroy_v2(sys::CUevent);
 }
 
-/// The driver, started. A driver that is missing is looked for again at the next call.
+/// The initialised driver. If it is missing, the next call looks for it again.
 pub(crate) fn api() -> Result<&'static Api, DeviceError> {
     static API: OnceLock<Api> = OnceLock::new();
     if let Some(api) = API.get() {
         return Ok(api);
     }
     let api = Api::load()?;
-    // The version can be asked before the start, and an old driver is a better reason than what it then says.
+    // The version is available before initialisation, and an old driver is a clearer reason than its initialisation
+    // error.
     let version = api.version()?;
     if version < OLDEST_CUDA {
         return Err(Unusable::OldDriver { got: version }.into());
@@ -114,7 +115,7 @@ pub(crate) fn api() -> Result<&'static Api, DeviceError> {
 }
 
 impl Api {
-    /// The newest CUDA version that the driver knows.
+    /// The newest CUDA version that the driver supports.
     pub fn version(&self) -> Result<(u32, u32), DeviceError> {
         let mut version = 0;
         // SAFETY: `version` is written.
@@ -123,7 +124,7 @@ impl Api {
         Ok((version as u32 / 1000, version as u32 % 1000 / 10))
     }
 
-    /// An error from what a function answered.
+    /// Turns a result code into an error.
     pub fn check(&self, call: &'static str, code: u32) -> Result<(), DeviceError> {
         if code == 0 {
             return Ok(());
@@ -131,16 +132,16 @@ impl Api {
         Err(DeviceError::Failed { call, what: self.text(code) })
     }
 
-    /// The driver's name for an answer, and its sentence.
+    /// The driver's name for a result code, and its description.
     pub fn text(&self, code: u32) -> String {
         let say = |ask: unsafe extern "C" fn(u32, *mut *const c_char) -> u32| {
             let mut text = ptr::null();
-            // SAFETY: `text` is written, with null for a number the driver does not know.
+            // SAFETY: `text` is written; it is null for a code that the driver does not know.
             unsafe { ask(code, &mut text) };
             if text.is_null() {
                 return None;
             }
-            // SAFETY: the driver's own constant, ended by a zero.
+            // SAFETY: the text is a zero-terminated constant of the driver.
             Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         match (say(self.cuGetErrorName), say(self.cuGetErrorString)) {

@@ -1,6 +1,6 @@
-//! A driver for tests: it keeps books, moves bytes between host arrays, and runs nothing.
+//! A driver for tests: it records calls, moves bytes between host arrays, and runs no kernels.
 //!
-//! Its books belong to the thread, so tests do not see each other. Other crates reach it through the feature `fake`.
+//! Its records are per thread, so tests do not see each other. Other crates use it through the feature `fake`.
 
 use super::Api;
 use crate::{Cuda, Options};
@@ -14,66 +14,66 @@ use std::ptr;
 /// A launch as the driver saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
-    /// The grid.
+    /// CTAs along each axis.
     pub blocks: [u32; 3],
-    /// Threads of a CTA.
+    /// Threads per CTA.
     pub threads: u32,
-    /// Dynamic shared memory of a CTA.
+    /// Dynamic shared memory of a CTA, in bytes.
     pub shared_bytes: u32,
-    /// Blocks of a cluster, where the launch says so.
+    /// CTAs per cluster, if the launch sets it.
     pub cluster: Option<u32>,
-    /// Whether it may start before the launch before it ends.
+    /// Whether it may start before the previous launch ends.
     pub overlaps: bool,
-    /// The first words of each argument, where [`Books::parameters`] says how many there are.
+    /// The first words of each argument; [`Books::parameters`] gives their number.
     pub args: Vec<[u64; 9]>,
     /// Handle of the stream.
     pub stream: u64,
-    /// Whether it was captured, not run.
+    /// Whether it was captured instead of run.
     pub captured: bool,
 }
 
-/// What the driver has given out, and how it is to behave.
+/// The driver's records and the settings of its behaviour.
 pub struct Books {
-    /// Contexts retained and not released.
+    /// Contexts retained but not released.
     pub contexts: i32,
-    /// How often a context is current.
+    /// How many times a context is current.
     pub current: i32,
     /// Allocations by address.
     pub memory: BTreeMap<u64, Vec<u8>>,
-    /// The largest allocation that is granted.
+    /// Size of the largest allocation that succeeds.
     pub memory_bytes: usize,
-    /// Allocations granted so far.
+    /// Number of successful allocations so far.
     pub allocated: u32,
     next_address: u64,
-    /// Modules loaded and not unloaded.
+    /// Modules loaded but not unloaded.
     pub modules: i32,
-    /// Texts compiled.
+    /// Number of compiled texts.
     pub compiled: u32,
-    /// Tensors that were encoded.
+    /// Number of encoded tensors.
     pub encoded: u32,
-    /// Launches.
+    /// Launches so far.
     pub seen: Vec<Seen>,
-    /// Whether launches are not entered into `seen`: for timing.
+    /// Whether launches are left out of `seen`, for timing.
     pub forgetful: bool,
-    /// Attributes of functions: which, and the value.
+    /// Attributes of functions that were set: attribute and value.
     pub attributes: Vec<(u32, i32)>,
     capturing: bool,
-    /// Whether an error spoilt the recording.
+    /// Whether an error invalidated the capture.
     pub spoilt: bool,
-    /// Whether graphs keep nothing.
+    /// Whether graphs refuse to keep values.
     pub no_retention: bool,
     recordings: u64,
-    /// What the recording keeps: whom to call, and with what.
+    /// Values that the capture keeps: destructor and argument.
     kept: Vec<(unsafe extern "C" fn(*mut c_void), *mut c_void)>,
-    /// Whether memory may be taken meanwhile.
+    /// Whether memory may be allocated during the capture.
     relaxed: bool,
-    /// What the compiler says.
+    /// Text of the compiler's log.
     pub log: &'static CStr,
-    /// Whether the linker works.
+    /// Whether the linker fails.
     pub no_linker: bool,
-    /// Whether the compiler accepts anything.
+    /// Whether the compiler rejects everything.
     pub no_compiler: bool,
-    /// Arguments of the kernel under test.
+    /// Number of arguments of the kernel under test.
     pub parameters: usize,
     log_at: Option<*mut u8>,
 }
@@ -108,20 +108,20 @@ impl Default for Books {
     }
 }
 
-/// The GPU of this driver, as an H200 describes itself.
+/// Opens the GPU of this driver, which describes itself as an H200.
 pub fn open(options: Options) -> Result<Cuda, DeviceError> {
     Cuda::open_by(&FAKE, 0, options)
 }
 
-/// Memory at an address of the test's choice.
+/// Memory at an address that the test chooses.
 pub fn memory(gpu: &Cuda, address: u64, bytes: u64) -> Span {
-    // SAFETY: this driver reads memory of its own books only, and launches nothing.
+    // SAFETY: this driver only accesses memory in its own records, and runs nothing.
     unsafe { gpu.memory(address, bytes) }
 }
 
-/// A stream with a handle of the test's choice.
+/// A stream with a handle that the test chooses.
 pub fn stream(gpu: &Cuda, handle: u64) -> Stream<'static> {
-    // SAFETY: this driver follows no handle.
+    // SAFETY: this driver never dereferences a handle.
     unsafe { gpu.stream(handle) }
 }
 
@@ -129,19 +129,19 @@ thread_local! {
     static BOOKS: RefCell<Books> = RefCell::default();
 }
 
-/// Looks into the books of this thread, or changes them.
+/// Accesses the records of this thread.
 pub fn books<T>(f: impl FnOnce(&mut Books) -> T) -> T {
     BOOKS.with_borrow_mut(f)
 }
 
-/// The largest allocation unless [`Books::memory_bytes`] is set.
+/// Default size of the largest allocation that succeeds; see [`Books::memory_bytes`].
 pub const MEMORY_BYTES: usize = 1 << 20;
-/// The code that the compiler makes of every text.
+/// The code that the compiler returns for every text.
 const CUBIN: &[u8] = b"\x7fELF code\0";
 const HANDLE: usize = 0x40;
 
 fn put<T>(at: *mut T, value: T) -> u32 {
-    // SAFETY: a place that the caller of the driver gave for an answer.
+    // SAFETY: the caller of the driver gave this address for a result.
     unsafe { at.write(value) };
     0
 }
@@ -150,23 +150,23 @@ fn handle<T>() -> *mut T {
     ptr::without_provenance_mut(HANDLE)
 }
 
-/// An error unless a context is current.
+/// Returns an error unless a context is current.
 fn current() -> u32 {
     if books(|b| b.current > 0) { 0 } else { sys::CUresult::CUDA_ERROR_INVALID_CONTEXT as u32 }
 }
 
 const REFUSED: u32 = sys::CUresult::CUDA_ERROR_INVALID_VALUE as u32;
 
-/// The allocation in which an address lies.
+/// The allocation that contains an address.
 fn find(memory: &BTreeMap<u64, Vec<u8>>, address: u64) -> Option<(u64, usize)> {
     let (&base, bytes) = memory.range(..=address).next_back()?;
     (address < base + bytes.len() as u64).then_some((base, bytes.len()))
 }
 
-/// What any graph keeps is over.
+/// Destroys all values that graphs keep.
 fn end_of_kept() {
     for (destroy, data) in books(|b| std::mem::take(&mut b.kept)) {
-        // SAFETY: as it was given, and once.
+        // SAFETY: the pair is as it was given, and is called once.
         unsafe { destroy(data) };
     }
 }
@@ -182,7 +182,7 @@ macro_rules! fakes {
         $(#[allow(non_snake_case, unused_variables)]
         unsafe extern "C" fn $name($($arg: $of),*) -> u32 $body)*
 
-        /// The driver for tests.
+        /// The function table of the fake driver.
         pub(crate) static FAKE: Api = Api { $($name,)* };
     };
 }
@@ -301,7 +301,7 @@ fakes! {
         if books(|b| b.capturing && !b.relaxed) {
             return REFUSED;
         }
-        // SAFETY: text or the code from above, both ended by a zero.
+        // SAFETY: the image is text or the code from above, both zero-terminated.
         let image = unsafe { CStr::from_ptr(image.cast()) };
         if image.to_bytes_with_nul() != CUBIN {
             // SAFETY: the first value is the buffer of the log.
@@ -332,7 +332,7 @@ fakes! {
         if !map.addr().is_multiple_of(128) || !(3..=5).contains(&rank) {
             return REFUSED;
         }
-        // SAFETY: the arrays have an entry for each axis, the strides one less.
+        // SAFETY: the arrays have one entry per axis, the strides one fewer.
         let words = unsafe {
             [u64::from(kind), address.addr() as u64, extent.read(), extent.add(1).read(), extent.add(2).read(),
              strides.read(), strides.add(1).read(), u64::from(box_extent.read()), u64::from(swizzle)]
@@ -345,15 +345,15 @@ fakes! {
         if books(|b| b.forgetful) {
             return current();
         }
-        // SAFETY: a launch's description, with as many attributes as it says.
+        // SAFETY: the description of a launch, with the number of attributes that it states.
         let (config, attributes) =
             unsafe { (&*config, std::slice::from_raw_parts((*config).attrs, (*config).numAttrs as usize)) };
         use sys::CUlaunchAttributeID as Id;
-        // SAFETY: the attribute with this number has this value.
+        // SAFETY: an attribute with this id has this member of the union.
         let cluster = attributes.iter().find(|a| a.id == Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
             .map(|a| unsafe { a.value.clusterDim.x });
         let overlaps = attributes.iter().any(|a| a.id == Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
-        // SAFETY: each argument has 128 bytes, aligned to as much.
+        // SAFETY: each argument has 128 bytes and is aligned to 128.
         let argument = |i: usize| unsafe { args.add(i).read().cast::<[u64; 9]>().read() };
         let seen = Seen {
             blocks: [config.gridDimX, config.gridDimY, config.gridDimZ],
@@ -370,7 +370,7 @@ fakes! {
     }
     cuStreamCreate(stream: *mut sys::CUstream, flags: c_uint) { put(stream, handle()); current() }
     cuStreamDestroy_v2(stream: sys::CUstream) { current() }
-    // Waiting for a stream that is being recorded spoils the recording.
+    // Waiting for a stream that is being captured invalidates the capture.
     cuStreamSynchronize(stream: sys::CUstream) {
         if books(|b| b.capturing && !b.relaxed) { REFUSED } else { current() }
     }
@@ -408,7 +408,7 @@ fakes! {
             use sys::CUstreamCaptureMode::{CU_STREAM_CAPTURE_MODE_RELAXED as RELAXED, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as LOCAL};
             if relaxed { RELAXED as c_uint } else { LOCAL as c_uint }
         };
-        // SAFETY: a place that the caller of the driver gave.
+        // SAFETY: the caller of the driver gave this address for the mode.
         let asked = unsafe { mode.read() } == named(true);
         put(mode, named(books(|b| std::mem::replace(&mut b.relaxed, asked))));
         current()
@@ -423,7 +423,7 @@ fakes! {
         current()
     }
     cuGraphDestroy(graph: sys::CUgraph) { current() }
-    // The only graph there is: what any kept is over.
+    // There is only one graph, so all kept values end with it.
     cuGraphExecDestroy(graph: sys::CUgraphExec) {
         end_of_kept();
         current()

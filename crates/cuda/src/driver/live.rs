@@ -1,17 +1,18 @@
-//! Which memory a context may launch on: allocations that were not freed, and memory that `raw` vouched for.
+//! The memory that a context may use in launches: live allocations, and memory that `raw` vouched for.
 
 use fulgurite_ptx::device::{DeviceError, Span, Token};
 use std::collections::HashSet;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
-/// The allocations of a context that were not freed.
+/// The live allocations of a context.
 pub(crate) struct Live(RwLock<Allocations>);
 
-/// A look at [`Live`]. Nothing is freed while one exists, so memory that it has found lives until the launch is made.
+/// A read lock on [`Live`]. Nothing is freed while it exists, so memory that was found alive lives until the launch is
+/// made.
 pub(crate) struct Allocations {
-    /// [`Token::id`] of each, and of the context itself, which vouches for memory of others.
+    /// [`Token::id`] of each allocation, and of the context itself, which vouches for memory of other libraries.
     owners: HashSet<u64>,
-    /// Frees so far: what was found before the last one must be looked for again.
+    /// Number of frees so far: memory found alive before the last one must be checked again.
     frees: u64,
 }
 
@@ -36,17 +37,17 @@ impl Live {
 }
 
 impl Allocations {
-    /// Frees so far.
+    /// Number of frees so far.
     pub fn frees(&self) -> u64 {
         self.frees
     }
 
-    /// Whether an allocation lives, by [`Token::id`].
+    /// Whether an allocation is alive, by [`Token::id`].
     pub fn has(&self, owner: u64) -> bool {
         self.owners.contains(&owner)
     }
 
-    /// Refuses memory that is not this context's, or was freed.
+    /// Rejects memory that belongs to another context or was freed.
     pub fn check(&self, span: Span) -> Result<(), DeviceError> {
         match self.has(span.owner()) {
             true => Ok(()),

@@ -1,15 +1,16 @@
-//! The driver, and all `unsafe` of this crate.
+//! The CUDA driver. All `unsafe` code of this crate is here.
 //!
-//! The functions of libcuda are looked up once, in [`api`]. A [`Context`] is a GPU's primary context; having an
-//! [`Entered`] tells you that it is current in this thread, which is what nearly every function of the driver wants.
-//! What is allocated, loaded or created owns its context and is given back when dropped.
+//! The functions of libcuda are looked up once, in [`api`]. A [`Context`] is a GPU's primary context. An [`Entered`]
+//! proves that it is current in this thread, which nearly every function of the driver requires. Allocations, modules,
+//! streams and graphs own their context and are released on drop.
 //!
-//! Memory and streams carry the identity of whoever made them ([`fulgurite_ptx::device::Token`]). A call takes memory of this
-//! context that was not freed ([`live`]), streams of this context, and what an `unsafe` block vouched for ([`raw`]); it
-//! refuses everything else. Freed memory cannot be launched on, and the driver frees memory after the launches that use it.
+//! Memory and streams carry the identity of their owner ([`fulgurite_ptx::device::Token`]). A call accepts live memory
+//! of this context ([`live`]), streams of this context, and values that an `unsafe` block vouched for ([`raw`]); it
+//! rejects everything else. Freed memory cannot be used in a launch, and the driver frees memory after the launches
+//! that use it.
 //!
-//! Kernels are trusted code: one that computes a wrong address is stopped by the GPU's own protection, and the context then
-//! reports it at the next call.
+//! Kernels are trusted code: the GPU's own protection stops one that computes a wrong address, and the context reports
+//! it at the next call.
 
 mod api;
 #[cfg(any(test, feature = "fake"))]
@@ -33,13 +34,13 @@ pub use graph::{Graph, OwnStream};
 pub(crate) use live::{Allocations, Live};
 pub(crate) use module::{Argument, Code, Grid};
 
-/// What a GPU is.
+/// Properties of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Facts {
     pub name: String,
     /// Compute capability.
     pub capability: (u32, u32),
-    /// The newest CUDA version that the driver knows.
+    /// The newest CUDA version that the driver supports.
     pub cuda: (u32, u32),
     pub multiprocessors: u32,
 }
@@ -49,28 +50,28 @@ pub(crate) struct Context {
     api: &'static Api,
     handle: sys::CUcontext,
     device: sys::CUdevice,
-    /// The name of this context's streams, and of the memory that `raw` vouches for.
+    /// Identity of this context's streams, and of the memory that `raw` vouches for.
     token: Token,
     live: Live,
 }
 
-// SAFETY: a context may be current in several threads at once, and the driver locks what it must.
+// SAFETY: a context may be current in several threads at once, and the driver does the locking.
 unsafe impl Send for Context {}
-// SAFETY: the same.
+// SAFETY: a context may be current in several threads at once, and the driver does the locking.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// What a GPU is, without touching it further: a context costs memory and time.
+    /// The properties of a GPU, without creating a context, which costs memory and time.
     pub fn facts(api: &'static Api, ordinal: u32) -> Result<Facts, DeviceError> {
         let device = find(api, ordinal)?;
         let mut name = [0u8; 256];
-        // SAFETY: the length is that of the buffer, which the driver ends with a zero.
+        // SAFETY: the length is that of the buffer, and the driver zero-terminates the name.
         let code = unsafe { (api.cuDeviceGetName)(name.as_mut_ptr().cast::<c_char>(), name.len() as c_int, device) };
         api.check("cuDeviceGetName", code)?;
         let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
         let attribute = |which: sys::CUdevice_attribute| {
             let mut value = 0;
-            // SAFETY: `value` is written; `which` is one of the driver's numbers.
+            // SAFETY: `value` is written; `which` is one of the driver's attributes.
             let code = unsafe { (api.cuDeviceGetAttribute)(&mut value, which as c_uint, device) };
             api.check("cuDeviceGetAttribute", code).map(|()| value as u32)
         };
@@ -86,7 +87,7 @@ impl Context {
         })
     }
 
-    /// The context that everyone in the process shares.
+    /// The primary context, which the whole process shares.
     pub fn retain(api: &'static Api, ordinal: u32) -> Result<Arc<Context>, DeviceError> {
         let device = find(api, ordinal)?;
         let mut handle = ptr::null_mut();
@@ -98,7 +99,7 @@ impl Context {
         Ok(Arc::new(Context { api, handle, device, token, live }))
     }
 
-    /// The name in which this context vouches for memory and streams.
+    /// The token with which this context vouches for memory and streams.
     pub fn token(&self) -> &Token {
         &self.token
     }
@@ -114,7 +115,7 @@ impl Context {
         // SAFETY: `current` is written.
         let code = unsafe { (self.api.cuCtxGetCurrent)(&mut current) };
         self.api.check("cuCtxGetCurrent", code)?;
-        // As it mostly is, where a library that shares the context calls: asking is cheaper than pushing and popping.
+        // The context is usually current if a library that shares it calls: asking is cheaper than pushing and popping.
         let pushed = current != self.handle;
         if pushed {
             // SAFETY: the handle is retained until `self` is dropped.
@@ -127,12 +128,12 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it was retained once. An error has nobody to go to: at the end of a process the driver may be gone.
+        // SAFETY: it was retained once. Errors are ignored: at the end of a process the driver may be gone.
         unsafe { (self.api.cuDevicePrimaryCtxRelease_v2)(self.device) };
     }
 }
 
-/// The device with this number.
+/// The device with this index.
 fn find(api: &Api, ordinal: u32) -> Result<sys::CUdevice, DeviceError> {
     let mut count = 0;
     // SAFETY: `count` is written.
@@ -142,17 +143,17 @@ fn find(api: &Api, ordinal: u32) -> Result<sys::CUdevice, DeviceError> {
         return Err(Unusable::Ordinal { ordinal, count: count as u32 }.into());
     }
     let mut device = 0;
-    // SAFETY: `device` is written; the number is below the count.
+    // SAFETY: `device` is written; the index is below the count.
     let code = unsafe { (api.cuDeviceGet)(&mut device, ordinal as c_int) };
     api.check("cuDeviceGet", code)?;
     Ok(device)
 }
 
-/// The proof that a context is current in this thread; it stays here, and one that was made while another lived goes first.
+/// Proof that a context is current in this thread. It cannot leave the thread, and nested ones are dropped first.
 pub(crate) struct Entered<'a> {
     context: &'a Arc<Context>,
     api: &'static Api,
-    /// Whether it was made current for this one.
+    /// Whether this value made the context current.
     pushed: bool,
     here: PhantomData<*const ()>,
 }
@@ -161,13 +162,13 @@ impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = ptr::null_mut();
-            // SAFETY: `popped` is written; the context was pushed by this thread.
+            // SAFETY: `popped` is written; this thread pushed the context.
             unsafe { (self.api.cuCtxPopCurrent_v2)(&mut popped) };
         }
     }
 }
 
-/// Memory that is freed when dropped.
+/// Memory that is freed on drop.
 pub(crate) struct Allocation {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
@@ -178,39 +179,39 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         self.context.live.remove(&self.token);
         if let Ok(entered) = self.context.enter() {
-            // SAFETY: the address is that of an allocation that nobody else frees. No launch can use it from now on, and
-            // the driver waits for those that do. An error has nobody to go to.
+            // SAFETY: the address belongs to an allocation that nothing else frees. No launch can use it from now on,
+            // and the driver waits for those that do. Errors are ignored.
             let _ = entered.relaxed(|| unsafe { (entered.api.cuMemFree_v2)(self.address) });
         }
     }
 }
 
 impl Entered<'_> {
-    /// Does what launches that this thread records have no part in, as if nothing were recorded.
+    /// Runs calls that are not part of this thread's graph capture as if there were no capture.
     pub fn relaxed<T>(&self, work: impl FnOnce() -> T) -> Result<T, DeviceError> {
-        /// The mode of this thread, which comes back whatever happens.
+        /// Restores the thread's capture mode on drop.
         struct Mode<'a>(&'a Api, c_uint);
         impl Drop for Mode<'_> {
             fn drop(&mut self) {
-                // SAFETY: a mode that the driver gave.
+                // SAFETY: the driver gave this mode.
                 unsafe { (self.0.cuThreadExchangeStreamCaptureMode)(&mut self.1) };
             }
         }
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-        // SAFETY: the mode is exchanged for the thread's.
+        // SAFETY: the call swaps `mode` with the thread's mode.
         let exchanged = unsafe { (self.api.cuThreadExchangeStreamCaptureMode)(&mut mode) };
         self.api.check("cuThreadExchangeStreamCaptureMode", exchanged)?;
         let _own = Mode(self.api, mode);
         Ok(work())
     }
 
-    /// Takes memory and fills it with zeros, also while launches of this thread are recorded.
+    /// Allocates memory and fills it with zeros, even during a graph capture of this thread.
     pub fn zeroed(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
         let (span, memory) = self.allocate(bytes)?;
-        // A stream that is not recorded and waits for none that is.
+        // A separate stream that is not captured and waits for no captured one.
         let own = self.own_stream()?;
         let filled = self.relaxed(|| {
-            // SAFETY: the memory has as many bytes, and nobody else has it yet; the stream lives.
+            // SAFETY: the memory has this many bytes and no other user yet; the stream is alive.
             let code = unsafe { (self.api.cuMemsetD8Async)(span.address(), 0, bytes as usize, own.handle()) };
             self.api.check("cuMemsetD8Async", code).and_then(|()| self.synchronize(own.stream()))
         });
@@ -218,10 +219,10 @@ impl Entered<'_> {
         Ok((span, memory))
     }
 
-    /// Takes memory, also while launches of this thread are recorded: what they use is no part of the recording.
+    /// Allocates memory, even during a graph capture of this thread: the memory is not part of the capture.
     pub fn allocate(&self, bytes: u64) -> Result<(Span, Allocation), DeviceError> {
         let mut address = 0;
-        // Nothing cannot be allocated, and a buffer of no bytes is no mistake.
+        // The driver cannot allocate 0 bytes, but an empty buffer is valid.
         let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
         // SAFETY: `address` is written.
         let code = self.relaxed(|| unsafe { (self.api.cuMemAlloc_v2)(&mut address, size) })?;
@@ -234,7 +235,7 @@ impl Entered<'_> {
         Ok((token.span(address, bytes), Allocation { context: self.context.clone(), address, token }))
     }
 
-    /// Memory that is not taken.
+    /// Free memory of the device, in bytes.
     fn free_bytes(&self) -> Result<u64, DeviceError> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are written.
@@ -243,13 +244,13 @@ impl Entered<'_> {
         Ok(free as u64)
     }
 
-    /// Copies to device memory; when it returns, the bytes are there.
+    /// Copies to device memory. The bytes have arrived when it returns.
     pub fn upload(&self, to: Span, bytes: &[u8]) -> Result<(), DeviceError> {
         if bytes.is_empty() {
             return Ok(());
         }
         self.inside(to, bytes.len() as u64)?;
-        // SAFETY: the source is a slice, the destination lies inside one allocation that the driver knows.
+        // SAFETY: the source is a slice; the destination is inside one allocation that the driver knows.
         let code = unsafe { (self.api.cuMemcpyHtoD_v2)(to.address(), bytes.as_ptr().cast(), bytes.len()) };
         self.api.check("cuMemcpyHtoD_v2", code)?;
         // Small copies from pageable memory return before they arrive, and other streams do not wait for them.
@@ -262,20 +263,20 @@ impl Entered<'_> {
             return Ok(());
         }
         self.inside(from, bytes.len() as u64)?;
-        // SAFETY: the destination is a slice, the source lies inside one allocation that the driver knows, and the
-        // call returns when the copy is done.
+        // SAFETY: the destination is a slice; the source is inside one allocation that the driver knows; the call
+        // returns when the copy is complete.
         let code = unsafe { (self.api.cuMemcpyDtoH_v2)(bytes.as_mut_ptr().cast(), from.address(), bytes.len()) };
         self.api.check("cuMemcpyDtoH_v2", code)
     }
 
-    /// Refuses a copy of `bytes` bytes that leaves the span or its allocation, and memory that is not this context's.
+    /// Rejects a copy of `bytes` bytes that leaves the span or its allocation, and memory of another context.
     fn inside(&self, span: Span, bytes: u64) -> Result<(), DeviceError> {
         self.context.live.read().check(span)?;
         if bytes > span.bytes() {
             return Err(DeviceError::Bounds { offset: 0, bytes, len: span.bytes() });
         }
         let (mut base, mut len) = (0, 0);
-        // SAFETY: both are written; any number may be asked about.
+        // SAFETY: both are written; any address may be queried.
         let code = unsafe { (self.api.cuMemGetAddressRange_v2)(&mut base, &mut len, span.address()) };
         self.api.check("cuMemGetAddressRange_v2", code)?;
         let (offset, len) = (span.address() - base, len as u64);
@@ -285,7 +286,7 @@ impl Entered<'_> {
         }
     }
 
-    /// The driver's handle of a stream, if it is this context's; it lives as long as the [`Stream`] that is borrowed.
+    /// The driver's handle of a stream of this context; it is valid as long as the borrowed [`Stream`].
     fn handle(&self, stream: Stream<'_>) -> Result<sys::CUstream, DeviceError> {
         let default = (stream.handle(), stream.owner()) == (0, 0);
         match default || stream.owner() == self.context.token.id() {
@@ -297,29 +298,29 @@ impl Entered<'_> {
     /// Waits for a stream.
     pub fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
         let handle = self.handle(stream)?;
-        // SAFETY: the handle is a stream of this context that lives, as its owner and lifetime tell.
+        // SAFETY: the handle is a live stream of this context, which its owner and lifetime prove.
         let code = unsafe { (self.api.cuStreamSynchronize)(handle) };
         self.api.check("cuStreamSynchronize", code)
     }
 
-    /// Milliseconds that the GPU takes for what `work` puts on a stream.
+    /// Milliseconds of GPU time for the work that `work` enqueues on a stream.
     pub fn time(&self, stream: Stream<'_>, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f32, DeviceError> {
         let (start, end) = (Event::new(self)?, Event::new(self)?);
         start.record(stream)?;
         work()?;
         end.record(stream)?;
-        // SAFETY: the event lives.
+        // SAFETY: the event is alive.
         let code = unsafe { (self.api.cuEventSynchronize)(end.handle) };
         self.api.check("cuEventSynchronize", code)?;
         let mut ms = 0.0;
-        // SAFETY: `ms` is written; both events were recorded and have happened.
+        // SAFETY: `ms` is written; both events were recorded and have completed.
         let code = unsafe { (self.api.cuEventElapsedTime)(&mut ms, start.handle, end.handle) };
         self.api.check("cuEventElapsedTime", code)?;
         Ok(ms)
     }
 }
 
-/// A point of a stream.
+/// A point in a stream.
 struct Event<'a> {
     entered: &'a Entered<'a>,
     handle: sys::CUevent,
@@ -336,7 +337,7 @@ impl<'a> Event<'a> {
 
     fn record(&self, stream: Stream<'_>) -> Result<(), DeviceError> {
         let stream = self.entered.handle(stream)?;
-        // SAFETY: the event and the stream live.
+        // SAFETY: the event and the stream are alive.
         let code = unsafe { (self.entered.api.cuEventRecord)(self.handle, stream) };
         self.entered.api.check("cuEventRecord", code)
     }
@@ -344,7 +345,7 @@ impl<'a> Event<'a> {
 
 impl Drop for Event<'_> {
     fn drop(&mut self) {
-        // SAFETY: nobody else destroys it; the driver keeps it until work that uses it is done.
+        // SAFETY: nothing else destroys it; the driver keeps it until work that uses it is done.
         unsafe { (self.entered.api.cuEventDestroy_v2)(self.handle) };
     }
 }

@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 /// Bytes of each of the compiler's two logs; a verbose report of a large kernel has about 2 KiB.
 const LOG_BYTES: usize = 64 * 1024;
-/// Clusters of more blocks than this must be asked for.
+/// Clusters of more CTAs than this must be enabled explicitly.
 const PORTABLE_CLUSTER: u32 = 8;
-/// Dynamic shared memory that needs no asking, in bytes.
+/// Dynamic shared memory that needs no explicit opt-in, in bytes.
 const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
 
-/// The buffers into which the driver's compiler writes, and the options that say so. All of it lies on the heap, where
-/// it stays for as long as a linker that was given it lives.
+/// Buffers for the compiler's logs, and the options that name them. All of it is on the heap, so that it does not move
+/// while a linker uses it.
 struct Report {
     info: Vec<u8>,
     errors: Vec<u8>,
@@ -42,12 +42,12 @@ impl Report {
         Report { info, errors, options, values }
     }
 
-    /// How many options, which, and their values.
+    /// The number of options, the options, and their values.
     fn options(&mut self) -> (c_uint, *mut sys::CUjit_option, *mut *mut c_void) {
         (self.options.len() as c_uint, self.options.as_mut_ptr(), self.values.as_mut_ptr())
     }
 
-    /// What the compiler wrote, mistakes first.
+    /// The compiler's logs, errors first.
     fn text(&self) -> String {
         let until_zero = |bytes: &[u8]| {
             let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
@@ -58,7 +58,7 @@ impl Report {
     }
 }
 
-/// A kernel's text, ended by a zero.
+/// A kernel's text, zero-terminated.
 fn c_text(text: &str) -> CString {
     CString::new(text).expect("bug in fulgurite: a kernel's text has a zero byte in it")
 }
@@ -67,13 +67,13 @@ fn c_text(text: &str) -> CString {
 struct Linker<'a> {
     entered: &'a Entered<'a>,
     state: sys::CUlinkState,
-    /// Written by the driver until the linker is gone.
+    /// The driver writes to it until the linker is destroyed.
     report: Report,
 }
 
 impl Drop for Linker<'_> {
     fn drop(&mut self) {
-        // SAFETY: it was created and is destroyed once; its report is dropped after this.
+        // SAFETY: it was created once and is destroyed once; its report is dropped after this.
         unsafe { (self.entered.api.cuLinkDestroy)(self.state) };
     }
 }
@@ -83,13 +83,13 @@ pub(crate) struct Code {
     context: Arc<Context>,
     module: sys::CUmodule,
     function: sys::CUfunction,
-    /// How many arguments a launch gives.
+    /// Number of arguments of a launch.
     parameters: usize,
 }
 
 // SAFETY: the driver's handles may be used from any thread in which their context is current.
 unsafe impl Send for Code {}
-// SAFETY: the same.
+// SAFETY: the driver's handles may be used from any thread in which their context is current.
 unsafe impl Sync for Code {}
 
 impl Code {
@@ -108,14 +108,14 @@ impl Drop for Code {
     }
 }
 
-/// An argument of a launch, where the driver copies it from: 128 bytes, as much as the largest kind of parameter has,
-/// aligned as a tensor map must be.
+/// An argument of a launch, from which the driver copies: 128 bytes, the size of the largest kind of parameter, aligned
+/// as a tensor map must be.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub(crate) struct Argument([u64; 16]);
 
 impl Argument {
-    /// A number of at most 64 bits; the lower bytes come first, as in the GPU.
+    /// A number of at most 64 bits, little-endian as on the GPU.
     pub fn number(bits: u64) -> Argument {
         let mut words = [0; 16];
         words[0] = bits;
@@ -123,27 +123,27 @@ impl Argument {
     }
 }
 
-/// How many blocks of what a launch starts.
+/// The dimensions of a launch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Grid {
     pub blocks: [u32; 3],
     pub threads: u32,
     pub shared_bytes: u32,
-    /// Blocks of a cluster.
+    /// CTAs per cluster.
     pub cluster: u32,
-    /// Whether it may start while the grid before it ends: only for kernels that wait for it themselves.
+    /// Whether it may start while the previous grid ends: only for kernels that wait for it themselves.
     pub overlaps: bool,
 }
 
 impl Entered<'_> {
-    /// Compiles a kernel's text: its code, and what the compiler said. An error has the compiler's words where
-    /// there are any.
+    /// Compiles a kernel's text to code, and returns the compiler's log. An error also carries the log, if there is
+    /// one.
     pub fn compile(&self, text: &str) -> Result<(Vec<u8>, String), (DeviceError, String)> {
         let api = self.api;
         let mut report = Report::new();
         let mut state = ptr::null_mut();
         let (count, options, values) = report.options();
-        // SAFETY: as many options as values, which live until the linker is destroyed.
+        // SAFETY: there are as many options as values, and both live until the linker is destroyed.
         let code = unsafe { (api.cuLinkCreate_v2)(count, options, values, &mut state) };
         api.check("cuLinkCreate_v2", code).map_err(|e| (e, report.text()))?;
         let linker = Linker { entered: self, state, report };
@@ -151,7 +151,7 @@ impl Entered<'_> {
         let bytes = source.as_bytes_with_nul();
         let kind = sys::CUjitInputType::CU_JIT_INPUT_PTX as c_uint;
         let (none, no_values) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the text is read, not written, and copied; its length counts the final zero.
+        // SAFETY: the text is copied, not written; its length includes the final zero.
         let code = unsafe {
             let (data, len) = (bytes.as_ptr().cast_mut().cast(), bytes.len());
             (api.cuLinkAddData_v2)(linker.state, kind, data, len, c"kernel".as_ptr(), 0, none, no_values)
@@ -161,7 +161,7 @@ impl Entered<'_> {
         // SAFETY: both are written.
         let code = unsafe { (api.cuLinkComplete)(linker.state, &mut image, &mut len) };
         api.check("cuLinkComplete", code).map_err(|e| (e, linker.report.text()))?;
-        // SAFETY: the image has that many bytes and lives as long as the linker.
+        // SAFETY: the image has this many bytes and lives as long as the linker.
         let cubin = unsafe { std::slice::from_raw_parts(image.cast::<u8>(), len) }.to_vec();
         Ok((cubin, linker.report.text()))
     }
@@ -171,7 +171,7 @@ impl Entered<'_> {
         self.load_image(cubin, name, parameters, &mut Report::new())
     }
 
-    /// Compiles and loads a kernel's text in one step, without its code.
+    /// Compiles and loads a kernel's text in one step, without access to its code.
     pub fn load_text(
         &self,
         text: &str,
@@ -195,23 +195,24 @@ impl Entered<'_> {
         let api = self.api;
         let mut module = ptr::null_mut();
         let (count, options, values) = report.options();
-        // SAFETY: text with its final zero or a cubin, whose own header has its size; the report outlives the call.
+        // SAFETY: the image is zero-terminated text, or a cubin whose header has its size; the report outlives the
+        // call.
         let code = unsafe { (api.cuModuleLoadDataEx)(&mut module, image.as_ptr().cast(), count, options, values) };
         api.check("cuModuleLoadDataEx", code)?;
         let mut code = Code { context: self.context.clone(), module, function: ptr::null_mut(), parameters };
         let name: &CStr = &c_text(name);
-        // SAFETY: `function` is written; the name ends with a zero.
+        // SAFETY: `function` is written; the name is zero-terminated.
         let found = unsafe { (api.cuModuleGetFunction)(&mut code.function, module, name.as_ptr()) };
         api.check("cuModuleGetFunction", found)?;
         Ok(code)
     }
 
-    /// Tells the driver what launches of the code will want, and makes it load everything now: no later launch then
-    /// allocates or waits, which a stream that is being captured would not allow.
+    /// Sets the attributes that launches of the code need, and makes the driver load everything now. No later launch
+    /// then allocates or waits, which a captured stream would not allow.
     pub fn prepare(&self, code: &Code, shared_bytes: u32, cluster: u32) -> Result<(), DeviceError> {
         use sys::CUfunction_attribute_enum as Attribute;
         let set = |which: Attribute, value: u32| {
-            // SAFETY: the function lives; the driver refuses values out of range.
+            // SAFETY: the function is alive; the driver rejects values out of range.
             let code = unsafe { (self.api.cuFuncSetAttribute)(code.function, which as c_uint, value as c_int) };
             self.api.check("cuFuncSetAttribute", code)
         };
@@ -222,7 +223,7 @@ impl Entered<'_> {
             set(Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
         }
         let mut registers = 0;
-        // SAFETY: `registers` is written. Asking makes a driver that loads lazily load.
+        // SAFETY: `registers` is written. The query makes a lazily loading driver load.
         let asked = unsafe {
             let which = Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS as c_uint;
             (self.api.cuFuncGetAttribute)(&mut registers, which, code.function)
@@ -238,8 +239,8 @@ impl Entered<'_> {
         let interleave = sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE as c_uint;
         let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B as c_uint;
         let fill = sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as c_uint; // zeros
-        // SAFETY: a map has 128 bytes, aligned to 64 or 128, and so has the argument. The arrays have five entries,
-        // of which the driver reads `rank`; the address is not followed.
+        // SAFETY: a map has 128 bytes, aligned to 64 or 128, and so has the argument. The arrays have five entries, of
+        // which the driver reads `rank`; it does not dereference the address.
         let code = unsafe {
             (self.api.cuTensorMapEncodeTiled)(
                 (&raw mut argument).cast(),
@@ -260,12 +261,12 @@ impl Entered<'_> {
         Ok(argument)
     }
 
-    /// Puts a launch on a stream. Nothing is allocated and nothing waits.
+    /// Enqueues a launch on a stream. Nothing is allocated and nothing waits.
     pub fn launch(&self, code: &Code, grid: Grid, args: &[Argument], stream: Stream<'_>) -> Result<(), DeviceError> {
         assert_eq!(args.len(), code.parameters, "bug in fulgurite: arguments were not checked");
         let stream = self.handle(stream)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(|a| ptr::from_ref(a).cast_mut().cast()).collect();
-        // SAFETY: numbers and null pointers, for which zeros are values.
+        // SAFETY: the type consists of numbers and pointers, for which zeros are valid.
         let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { MaybeUninit::zeroed().assume_init() };
         let mut count = 0;
         if grid.cluster > 1 {
@@ -291,8 +292,8 @@ impl Entered<'_> {
             attrs: attributes.as_mut_ptr(),
             numAttrs: count as c_uint,
         };
-        // SAFETY: as many pointers as the kernel has parameters, each to 128 bytes, which no parameter exceeds; all of
-        // it is copied before the call returns. The stream is this context's and lives.
+        // SAFETY: there are as many pointers as the kernel has parameters, each to 128 bytes, which no parameter
+        // exceeds; all of it is copied before the call returns. The stream belongs to this context and is alive.
         let code =
             unsafe { (self.api.cuLaunchKernelEx)(&config, code.function, pointers.as_mut_ptr(), ptr::null_mut()) };
         self.api.check("cuLaunchKernelEx", code)

@@ -1,4 +1,4 @@
-//! Memory and streams of other libraries, which only their caller can vouch for.
+//! Memory and streams of other libraries, for which only the caller can vouch.
 
 use crate::Cuda;
 use fulgurite_ptx::device::{Span, Stream};

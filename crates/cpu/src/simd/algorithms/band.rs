@@ -1,7 +1,7 @@
-//! Attention over few keys for a vector of rows: a window that moves with the rows, and keys at the beginning.
+//! Attention over few keys for a vector of rows: a window that moves with the rows, and keys at the start.
 //!
 //! All scores of the rows are held at once, so there is one maximum and nothing is rescaled. Scores are `[key][row]`;
-//! the output is made row by row as it will be stored, each few rows over the keys that they see alone.
+//! the output is computed row by row in its storage order, each few rows over only the keys that they see.
 
 use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, with_exp};
 use super::product::Ahead;
@@ -11,15 +11,15 @@ use fulgurite_core::exp::EXP2_POLY;
 /// Keys that are packed together, element by element: `[d][PANEL]`. A product broadcasts them from one line.
 pub(crate) const PANEL: usize = 16;
 
-/// Vectors of rows that look at keys together: what is broadcast of a key is used for both.
+/// Vectors of rows that process keys together: each broadcast of a key serves both.
 pub(crate) const BAND: usize = 2;
 /// Rows of the widest vectors.
 pub(crate) const BAND_ROWS: usize = BAND * 16;
 
-/// Elements of a key between two requests for rows.
+/// Elements of a key between two prefetches of rows.
 const ASK: usize = 32;
 
-/// The keys that each row sees of one run of keys, counted from its first: small integers.
+/// The keys that each row sees in one run of keys, relative to its first: small integers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seen {
     pub lo: [f32; BAND_ROWS],
@@ -29,15 +29,15 @@ pub(crate) struct Seen {
     pub all: [(usize, usize); BAND],
 }
 
-/// P of a few vectors of rows.
+/// Arguments for P of a few vectors of rows.
 pub(crate) struct BandWeights<'a> {
     /// Q^T, `[d][row]`.
     pub q: &'a [f32],
-    /// A multiple of four.
+    /// Key dimension, a multiple of four.
     pub d: usize,
-    /// What scores are multiplied with.
+    /// Factor of the scores.
     pub scale: f32,
-    /// Keys at the beginning, then those of the window, in panels.
+    /// Keys at the start, then those of the window, in panels.
     pub panels: [&'a [f32]; 2],
     pub seen: &'a [Seen; 2],
     /// P, `[key][row]`, of all keys of all panels.
@@ -49,13 +49,13 @@ pub(crate) struct BandWeights<'a> {
     pub ahead: &'a mut Ahead,
 }
 
-/// O of a few vectors of rows, from their P.
+/// Arguments for O of a few vectors of rows, from their P.
 pub(crate) struct BandOutput<'a> {
     pub p: &'a [f32],
-    /// For either run of keys: where it begins in P, its values and the distance between them.
+    /// For either run of keys: its offset in P, its values and their row distance.
     pub runs: [(usize, &'a [f32], usize); 2],
     pub seen: &'a [Seen; 2],
-    /// What each row is multiplied with.
+    /// Factor of each row.
     pub factors: &'a [f32],
     /// O, `[row][width]`.
     pub o: &'a mut [f32],
@@ -65,12 +65,12 @@ pub(crate) struct BandOutput<'a> {
 }
 
 impl Seen {
-    /// From the first key that some of these rows see to past the last.
+    /// The first key that some of these rows see, and one past the last.
     #[inline(always)]
     pub fn hull(&self, rows: std::ops::Range<usize>) -> (usize, usize) {
         let (mut first, mut last) = (f32::MAX, 0.0f32);
         for (&lo, &hi) in self.lo[rows.clone()].iter().zip(&self.hi[rows]) {
-            // A row that sees nothing asks for nothing.
+            // A row that sees nothing contributes nothing.
             let some = lo < hi;
             first = if some { first.min(lo) } else { first };
             last = if some { last.max(hi) } else { last };
@@ -96,7 +96,7 @@ pub(in crate::simd) unsafe fn band_weights<S: Simd>(args: &mut BandWeights<'_>) 
                 let sees = |z: usize| seen.some[z].0 <= first && first < seen.some[z].1;
                 if sees(0) && sees(1) {
                     let (q, d) = (args.q.as_ptr(), args.d);
-                    // As many sums as registers allow.
+                    // Use as many sums as registers allow.
                     if S::LANES == 8 {
                         for part in (0..PANEL).step_by(4) {
                             scores::<S, 4, 2>(to.add(part * width), k.add(part), q, d, args.ahead);
@@ -147,7 +147,7 @@ pub(in crate::simd) unsafe fn band_weights<S: Simd>(args: &mut BandWeights<'_>) 
     }
 }
 
-/// Four steps of `sums += k q`, elements of k broadcast: four at once, so that counting them costs little.
+/// Four steps of `sums += k q`, with elements of k broadcast: four at once, to reduce loop overhead.
 ///
 /// # Safety
 /// As for [`band_weights`].
@@ -176,8 +176,8 @@ unsafe fn four<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Scores of MR keys of a panel and NV vectors of rows. Rows that will be needed are asked for a few lines at a time: a
-/// core waits for no more than ten or twelve, and a burst would stop it.
+/// Scores of MR keys of a panel and NV vectors of rows. Rows that will be needed are prefetched a few lines at a time:
+/// a core can wait for ten or twelve, and a burst would stall it.
 ///
 /// # Safety
 /// As for [`band_weights`].
@@ -215,7 +215,7 @@ unsafe fn settle<S: Simd, E: Exponential<S>>(args: &mut BandWeights<'_>, z: usiz
     // SAFETY: as for `band_weights`.
     unsafe {
         let (p, hidden) = (args.p.as_mut_ptr().add(lane), S::splat(f32::NEG_INFINITY));
-        // Chains cover the latency of the maximum. NaN does not raise it.
+        // Independent chains hide the latency of the maximum. NaN does not raise it.
         let mut highest = [hidden; 8];
         for (start, end) in runs {
             for key in (start..end).step_by(8) {
@@ -226,7 +226,7 @@ unsafe fn settle<S: Simd, E: Exponential<S>>(args: &mut BandWeights<'_>, z: usiz
         }
         let m = highest.into_iter().fold(hidden, |m, high| S::max(high, m));
         S::store(args.m.as_mut_ptr().add(lane), S::mul(m, S::splat(args.scale)));
-        // Nothing was seen where m is -inf: subtract 0 there, not inf - inf.
+        // Rows with m = -inf saw nothing: subtract 0 there, not inf - inf.
         let shift = S::select(S::lt(hidden, m), m, S::splat(0.0));
         let log2_e = S::splat(std::f32::consts::LOG2_E * args.scale);
         let mut sums = [S::splat(0.0); 4];
@@ -234,7 +234,7 @@ unsafe fn settle<S: Simd, E: Exponential<S>>(args: &mut BandWeights<'_>, z: usiz
             for key in (start..end).step_by(4) {
                 for (i, sum) in sums.iter_mut().enumerate() {
                     let at = p.add((key + i) * width);
-                    // Not one fused operation: the maximum must give exactly 1, however large it is.
+                    // Not fused: the maximum must give exactly 1, however large it is.
                     let x = exp.eval(S::mul(S::sub(S::load(at), shift), log2_e), key + i);
                     S::store(at, x);
                     *sum = S::add(*sum, x);
@@ -246,7 +246,7 @@ unsafe fn settle<S: Simd, E: Exponential<S>>(args: &mut BandWeights<'_>, z: usiz
     }
 }
 
-/// NV vectors of columns from `column` on, for all rows: MR at a time, then 4, 2 and 1.
+/// NV vectors of columns starting at `column`, for all rows: MR at a time, then 4, 2 and 1.
 ///
 /// # Safety
 /// As for [`Simd`]; the extents of `args` are checked by the table.

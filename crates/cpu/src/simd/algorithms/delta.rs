@@ -1,9 +1,9 @@
-//! What happens between products around attention: gates, weights of chunks, small inverses, one token of the gated
-//! delta rule; weights corrected by a probe.
+//! Element-wise work between products of the variants: gates, weights of chunks, small inverses, one token of the gated
+//! delta rule, and weights corrected by a probe.
 
 use crate::simd::{MAX_VECTORS, Simd};
 
-/// Decays below this are zero: they would become subnormal, and a product with one takes hundreds of cycles.
+/// Decays below this become zero: they would turn subnormal, and a product with a subnormal takes hundreds of cycles.
 const GONE: f32 = 1e-30;
 
 /// Rows and columns that [`Stage::Invert`] solves by substitution.
@@ -19,12 +19,12 @@ pub(crate) enum Stage<'a> {
     Residual { out: &'a mut [f32], x: &'a [f32], y: &'a [f32], factor: &'a [f32], width: usize },
     /// `out[i] = factor[i] x[i]`, rows of `width`.
     ScaleRows { out: &'a mut [f32], x: &'a [f32], factor: &'a [f32], width: usize },
-    /// `x *= factor`, and what becomes tiny is zero.
+    /// `x *= factor`; tiny results become zero.
     Fade { x: &'a mut [f32], factor: f32 },
     /// `out[i] += x[i] . y[i]`, rows of `width`.
     RowDots { out: &'a mut [f32], x: &'a [f32], y: &'a [f32], width: usize },
-    /// Rows of `width` divided by `sqrt(eps + their squares)`, as many as `inverse` holds; what they were multiplied with is
-    /// left there.
+    /// Divides rows of `width` by `sqrt(eps + their squares)`, as many rows as `inverse` holds; the factors are left
+    /// there.
     Normalise { x: &'a mut [f32], inverse: &'a mut [f32], eps: f32, width: usize },
     /// The inverse of 1 + the strict lower triangle of `l`, a square of [`INVERT`] at the same place of both; rows
     /// are `stride` apart.
@@ -48,7 +48,7 @@ pub(crate) struct Token<'a> {
 }
 
 impl Stage<'_> {
-    /// Whether every slice has the elements that the stage touches, in whole vectors.
+    /// Whether every slice has the elements that the stage accesses, in whole vectors.
     pub(in crate::simd) fn fits(&self, lanes: usize) -> bool {
         let rows = |n: usize, width: usize, all: &[&[f32]]| {
             width.is_multiple_of(lanes) && all.iter().all(|x| x.len() >= n * width)
@@ -151,7 +151,7 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
                     for key in start..end {
                         let at = p.as_mut_ptr().add(key * stride + lane);
                         let product = S::load(pu.as_ptr().add(key * stride + lane));
-                        // Taken from -0 so that it is a change of sign, which a fused operation has for nothing.
+                        // Subtracting from -0 only changes the sign, which a fused operation does for free.
                         S::store(at, S::fma(S::load(at), one, S::sub(S::splat(-0.0), product)));
                     }
                 }
@@ -161,7 +161,7 @@ pub(in crate::simd) unsafe fn stage<S: Simd>(stage: &mut Stage<'_>) {
     }
 }
 
-/// x times a factor; what becomes tiny is zero.
+/// x times a factor; tiny results become zero.
 ///
 /// # Safety
 /// As for [`Simd`].
@@ -175,7 +175,8 @@ unsafe fn faded<S: Simd>(x: S::V, factor: S::V) -> S::V {
     }
 }
 
-/// A vector with 1 in one lane: written with its row, because a row of two stores waits for both when it is loaded next.
+/// A vector with 1 in one lane. It is written with its row, because a later load of a row with two stores waits for
+/// both.
 ///
 /// # Safety
 /// As for [`Simd`]; `lane` < LANES.
@@ -235,7 +236,7 @@ unsafe fn token<S: Simd>(t: &mut Token<'_>) {
     let width = t.v.len();
     let mut c = 0;
     while c < width {
-        // Four vectors of columns of S stay in the first-level cache between the two passes.
+        // Four vectors of columns of S stay in the L1 cache between the two passes.
         let vectors = ((width - c) / S::LANES).min(4);
         // SAFETY: columns c .. c + vectors lanes are inside the rows.
         unsafe {

@@ -1,4 +1,4 @@
-//! The exponentials, on vectors: one polynomial evaluator, several functions.
+//! Vectorised exponentials: one polynomial evaluator, several functions.
 
 use crate::simd::Simd;
 use fulgurite_core::exp::SAS_POLY;
@@ -31,12 +31,12 @@ pub(in crate::simd) fn exp2_scalar<const N: usize>(t: f32, coefficients: &[f32; 
     if t.is_nan() { t } else { scaled }
 }
 
-/// Which exponential a call uses, in powers of two.
+/// The exponential of a call, in powers of two.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ExpKind {
     /// A polynomial of degree 3, 4 or 5.
     Poly(u8),
-    /// The polynomial for this many of 16 keys in a row, the native exponential for the others.
+    /// The polynomial for this many of 16 consecutive keys, the native exponential for the others.
     Mixed(u8, u8),
     Native,
     /// TurboAttention's function; the threshold is in natural units.
@@ -77,7 +77,7 @@ impl<S: Simd> Exponential<S> for Sas {
     unsafe fn eval(&self, t: S::V, _: usize) -> S::V {
         // SAFETY: passed on.
         unsafe {
-            // The maximum itself may come out a rounding above 0, where the table has no entry.
+            // Rounding may put the maximum slightly above 0, where the table has no entry.
             let x = S::max(S::splat(0.0), S::mul(t, S::splat(-std::f32::consts::LN_2)));
             let n = S::floor(x);
             let f = S::sub(x, n);
@@ -86,13 +86,13 @@ impl<S: Simd> Exponential<S> for Sas {
                 cubic = S::fma(cubic, f, S::splat(*c));
             }
             let table = S::exp2(S::mul(n, S::splat(-std::f32::consts::LOG2_E)), &EXP2_NATIVE);
-            // NaN is not below the threshold and stays.
+            // NaN is not below the threshold, and stays.
             S::select(S::lt(S::splat(-self.0), x), S::splat(0.0), S::mul(table, cubic))
         }
     }
 }
 
-/// Runs `$body` with `$exp` bound to the exponential that `$kind` names.
+/// Runs `$body` with `$exp` bound to the exponential of `$kind`.
 macro_rules! with_exp {
     ($kind:expr, $exp:ident => $body:expr) => {
         match $kind {

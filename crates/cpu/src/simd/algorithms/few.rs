@@ -1,4 +1,4 @@
-//! Few queries against many keys, read where they lie: vectors run along the head dimension.
+//! Few queries against many keys, read in place: vectors run along the head dimension.
 
 use super::rows::Row;
 use crate::simd::Simd;
@@ -9,7 +9,7 @@ pub(in crate::simd) const fn paired(d: usize, lanes: usize) -> usize {
     d / (4 * lanes) * (4 * lanes)
 }
 
-/// What few rows write and what they are multiplied by: one set of them, or a second beside it that meets the same keys.
+/// Outputs and factors of a few rows: one set, or two sets that share the same keys.
 #[derive(Clone, Copy)]
 pub(in crate::simd) struct FewRows {
     pub out: [*mut f32; 2],
@@ -26,8 +26,8 @@ impl FewRows {
     }
 }
 
-/// Scores of R rows against K keys, read where they lie: `s[r][j * stride] = q[r] . k[j]`. Vectors run along
-/// the head dimension, q in pair order; R * K is the number of lanes, or K is 1.
+/// Scores of R rows against K keys, read in place: `s[r][j * stride] = q[r] . k[j]`. Vectors run along the head
+/// dimension, with q in pair order; R * K is the number of lanes, or K is 1.
 ///
 /// # Safety
 /// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; `d` elements at each of `q`.
@@ -51,7 +51,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
                 let at = q[r].add(i);
                 *x = (S::load(at), S::load(at.add(S::LANES)));
             }
-            // As many lines as are read.
+            // Prefetch as many lines as are read.
             coming.ask::<S>((K * 2 * S::LANES * size_of::<T>()).div_ceil(LINE));
             for (j, sum) in sums.iter_mut().enumerate() {
                 let (a, b) = T::pair::<S>(k.add(j * row + i));

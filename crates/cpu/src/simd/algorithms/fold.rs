@@ -1,12 +1,12 @@
-//! Folds of a tile of scores other than softmax: the best key of each lane, its nearest key of another group, and
-//! the keys above a bar.
+//! Folds of a tile of scores other than softmax: the best key of each lane, its nearest key of another group, and the
+//! keys above a bar.
 //!
-//! A tile is `[key][lane]`, as wide as the instruction set makes tiles. What a key is worth to a lane is
-//! `s + bias[key]`; more is better, and of equals the first key wins. NaN is never better.
+//! A tile is `[key][lane]`, with the instruction set's tile width. The worth of a key to a lane is `s + bias[key]`;
+//! more is better, and the first of equals wins. NaN is never better.
 
 use crate::simd::Simd;
 
-/// The most vectors side by side that a fold keeps in registers.
+/// Largest number of adjacent vectors that a fold keeps in registers.
 const SIDE: usize = 4;
 
 /// Running best of each lane over one block of keys.
@@ -14,9 +14,9 @@ pub(crate) struct BestArgs<'a> {
     pub s: &'a [f32],
     pub bias: &'a [f32],
     pub best: &'a mut [f32],
-    /// The second best value; equal to the best where two keys are worth the same.
+    /// The second best value; equal to the best if two keys have the same worth.
     pub second: &'a mut [f32],
-    /// The key's number in this block where this block raised the best, else -1.
+    /// The key's index in this block if this block raised the best, else -1.
     pub place: &'a mut [f32],
 }
 
@@ -41,7 +41,7 @@ pub(in crate::simd) unsafe fn best<S: Simd>(args: &mut BestArgs<'_>) {
                 for i in 0..side {
                     let v = S::add(S::load(args.s.as_ptr().add(key * stride + at(i))), bias);
                     let better = S::lt(best[i], v);
-                    // The loser of the two is what the second best competes with.
+                    // The loser of the two competes with the second best.
                     let loser = S::select(better, best[i], v);
                     second[i] = S::max(loser, second[i]);
                     best[i] = S::select(better, v, best[i]);
@@ -57,13 +57,13 @@ pub(in crate::simd) unsafe fn best<S: Simd>(args: &mut BestArgs<'_>) {
     }
 }
 
-/// Running best of each lane among keys of other groups, where no key is worth more than its cap:
-/// `min(s + bias[key], half_norm[lane] - cap[key])`.
+/// Arguments for the running best of each lane among keys of other groups, if no key is worth more than its cap: `min(s
+/// + bias[key], half_norm[lane] - cap[key])`.
 pub(crate) struct OtherArgs<'a> {
     pub s: &'a [f32],
     pub bias: &'a [f32],
     pub cap: &'a [f32],
-    /// Groups of keys and lanes, as whole numbers below 2^24.
+    /// Groups of keys and lanes, as integers below 2^24.
     pub key_group: &'a [f32],
     pub lane_group: &'a [f32],
     pub half_norm: &'a [f32],
@@ -90,7 +90,7 @@ pub(in crate::simd) unsafe fn other<S: Simd>(args: &mut OtherArgs<'_>) {
                 let cap = S::sub(half, S::splat(args.cap[key]));
                 let v = S::select(S::lt(cap, v), cap, v);
                 let away = S::sub(group, S::splat(args.key_group[key]));
-                // Another group: the squared difference of two whole numbers is at least 1.
+                // Another group: the squared difference of two different integers is at least 1.
                 let better = S::and(S::lt(best, v), S::lt(zero, S::mul(away, away)));
                 best = S::select(better, v, best);
                 place = S::select(better, S::splat(key as f32), place);
@@ -101,12 +101,12 @@ pub(in crate::simd) unsafe fn other<S: Simd>(args: &mut OtherArgs<'_>) {
     }
 }
 
-/// Keys worth at least a lane's bar.
+/// Arguments for the keys that reach a lane's bar.
 pub(crate) struct AboveArgs<'a> {
     pub s: &'a [f32],
     pub bias: &'a [f32],
     pub bar: &'a [f32],
-    /// Lane, key's number in this block, value; by ascending keys within each vector of lanes.
+    /// Lane, key's index in this block, value; by ascending keys within each vector of lanes.
     pub found: &'a mut Vec<(u32, u32, f32)>,
 }
 
@@ -121,7 +121,7 @@ pub(in crate::simd) unsafe fn above<S: Simd>(args: &mut AboveArgs<'_>) {
             // SAFETY: the table checked the extents.
             let some = unsafe {
                 let v = S::add(S::load(args.s.as_ptr().add(key * stride + at)), S::splat(bias));
-                // Below the bar nothing happens; "not below" would take in NaN.
+                // Nothing happens below the bar; the test "not below" would include NaN.
                 S::count(S::lt(v, S::load(args.bar.as_ptr().add(at)))) as usize != S::LANES
             };
             if some {

@@ -486,3 +486,18 @@ fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
         Binary::And | Binary::Or => unreachable!("bug in fulgurite: a typed program has no {op:?} of integers"),
     }
 }
+
+impl<'k> Running<'k> {
+    /// Computes the values that are constant over a tile.
+    pub(super) fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
+        let (place, known) = (Some(place), HashMap::new());
+        let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
+        for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {
+            let rows = if self.analysed.reads[i].row { 2 } else { 1 };
+            for (row, var) in vars.iter().enumerate().take(rows) {
+                let value = evaluation.step(i, At { row, col: 0, score: None });
+                var.set(value);
+            }
+        }
+    }
+}

@@ -12,7 +12,6 @@ pub use modify::{Function, Modify};
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceAux;
-use evaluate::{At, Evaluation};
 use fulgurite_core::DType;
 use fulgurite_core::expr::{AuxSpec, Binary, Program, Step, Type, Unary, Var as Index};
 use fulgurite_ptx::device::Span;
@@ -445,18 +444,5 @@ impl<'k> Running<'k> {
         };
         let kept = analysed.kept.iter().map(two).collect();
         Running { analysed, kept }
-    }
-
-    /// Computes the values that are constant over a tile.
-    fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
-        let (place, known) = (Some(place), HashMap::new());
-        let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
-        for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {
-            let rows = if self.analysed.reads[i].row { 2 } else { 1 };
-            for (row, var) in vars.iter().enumerate().take(rows) {
-                let value = evaluation.step(i, At { row, col: 0, score: None });
-                var.set(value);
-            }
-        }
     }
 }
