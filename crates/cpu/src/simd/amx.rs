@@ -1,9 +1,9 @@
 //! AMX: eight tiles of 16 rows of 64 bytes, and a unit that multiplies bf16 pairs of two tiles into a third.
 //!
-//! The instructions are written as assembly: the language has no stable names for them. One `asm!` holds a whole
-//! block of C, from zero or memory to memory, so nothing depends on what a tile holds between two of them. The shape
-//! of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so whoever has many products holds it over
-//! all of them; afterwards it is released, and the system has no tiles to save.
+//! The instructions are written in assembly, because the language has no stable names for them. One `asm!` holds a
+//! whole block of C, from zero or memory to memory, so nothing depends on the contents of a tile between two of them.
+//! The shape of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so code with many products holds
+//! it over all of them. Afterwards it is released, and the system has no tiles to save.
 
 use super::algorithms::{Ahead, Row};
 use super::avx512::{Avx512, TABLE};
@@ -105,7 +105,7 @@ fn permitted() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
 pub(super) struct Shapes {
     palette: u8,
@@ -137,7 +137,7 @@ static WHOLE: Shapes = {
     shapes
 };
 
-/// Where a block of C and its operands lie, in bytes.
+/// Byte offsets of a block of C and its operands.
 struct Block {
     c: *mut f32,
     c_row: usize,
@@ -295,7 +295,7 @@ pub(super) unsafe fn multiply<const A: usize, const B: usize, const STORED: usiz
     }
 }
 
-/// What the tiles of a thread are shaped for.
+/// The shape for which a thread's tiles are configured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Held {
     Nothing,
@@ -523,7 +523,7 @@ unsafe fn pack_reweighed<const PARTS: usize>(
     }
 }
 
-/// Whole tiles of rows of 16 lanes; rows that are not seen are 0 and not asked for.
+/// Whole tiles of rows of 16 lanes; rows that are not seen are 0 and are not read.
 ///
 /// # Safety
 /// As for [`pack_tile`], for every tile.

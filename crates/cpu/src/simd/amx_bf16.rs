@@ -1,8 +1,8 @@
-//! bf16 on tiles without a detour over f32: rows are copied, turned and paired as they are, and what softmax and
-//! backward make is rounded on the way into the operands of the next product.
+//! bf16 on tiles without a detour over f32: rows are copied, transposed and paired as they are. Results of softmax and
+//! backward are rounded on the way into the operands of the next product.
 //!
-//! Two orders of the summed axis occur. Rows as they lie have neighbours in a slot (elements 2j and 2j + 1); where
-//! the summed axis is made here, a slot holds elements j and j + 16 of a tile, which takes no shuffle.
+//! There are two orders of the summed axis. Rows in memory order have neighbours in a slot (elements 2j and 2j + 1). If
+//! the summed axis is computed here, a slot holds elements j and j + 16 of a tile, which needs no shuffle.
 
 use super::Simd;
 use super::algorithms::{GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, begin, end};
@@ -76,7 +76,7 @@ pub(super) unsafe fn turned(r: &[__m512i; 16]) -> [__m512i; 16] {
     }
 }
 
-/// Rows of A in the order they lie in: as the other packers of rows, but neighbours share a slot.
+/// Rows of A in memory order: like the other packers of rows, but neighbours share a slot.
 ///
 /// # Safety
 /// As for [`Simd`]: `rows` rows of `n` elements, `row` apart, and room for their panels of `depth` tiles.
@@ -92,7 +92,7 @@ pub(super) unsafe fn copy_rows(
     unsafe { copy(|r| src.wrapping_add(r * row), [rows, n], dst, depth) }
 }
 
-/// The same for rows that begin at `starts`.
+/// Packs rows that start at `starts`.
 ///
 /// # Safety
 /// As for [`copy_rows`].
@@ -221,7 +221,7 @@ pub(super) unsafe fn turn_columns(
     }
 }
 
-/// t for the exponential: (x - shift) log2 e, fused where that is exact enough.
+/// t for the exponential: (x - shift) log2 e, fused if that is exact enough.
 #[derive(Clone, Copy)]
 struct Argument {
     shift: __m512,
@@ -467,7 +467,7 @@ unsafe fn grad(args: &GradArgs<'_>, score_scale: f32, out: &mut GradPanels<'_>) 
     }
 }
 
-/// The same packing for P and dS that were made before.
+/// Packs P and dS that were computed before, in the same layout.
 ///
 /// # Safety
 /// As for [`grad`].

@@ -1,4 +1,4 @@
-//! The gated delta rule between products on tiles, with AVX-512.
+//! The element-wise work of the gated delta rule between products on tiles, with AVX-512.
 
 use super::Simd;
 use super::algorithms::{EXP2_NATIVE, Row};
@@ -36,7 +36,7 @@ const fn table<T: Element, const KEYS: usize, const STATE: usize, const INVERSE:
 
 /// An element of a tensor, 16 or fewer at a time.
 trait Element: Row {
-    /// Elements where the mask holds, zeros elsewhere.
+    /// Elements where the mask holds, and zeros elsewhere.
     ///
     /// # Safety
     /// AVX-512 is present, and the elements are valid.
@@ -155,7 +155,7 @@ unsafe fn put<const PARTS: usize>(to: *mut f32, x: __m512, y: __m512) {
     }
 }
 
-/// What a part leaves, exactly.
+/// The remainder of a number after a part, exactly.
 ///
 /// # Safety
 /// AVX-512 is present.
@@ -175,8 +175,8 @@ fn lanes(n: usize, group: usize) -> __mmask16 {
     ((1u32 << left) - 1) as __mmask16
 }
 
-/// What is this small or smaller becomes zero: its products would be subnormal, and those take hundreds of cycles. One
-/// of these bits of the exponent is set from 2^-95 on.
+/// Numbers this small or smaller become zero: their products would be subnormal, which takes hundreds of cycles. One of
+/// these exponent bits is set from 2^-95 up.
 const LARGE_BITS: i32 = 0x7000_0000;
 
 /// # Safety
@@ -208,7 +208,7 @@ unsafe fn keys<T: Element, const PARTS: usize>(
     }
 }
 
-/// All rows and columns are there where they are FULL; else each vector has its mask.
+/// FULL: all rows and columns exist; otherwise each vector has its mask.
 ///
 /// # Safety
 /// As for [`keys`].
@@ -319,7 +319,7 @@ unsafe fn gates<const INVERSE: usize, const WEIGHTS: usize>(x: &mut DeltaGates<'
     }
 }
 
-/// A group of rows of G and of what it weighs: every column fades, and a new one begins with 1.
+/// A group of rows of G and of its weights: every column decays, and a new one starts with 1.
 ///
 /// # Safety
 /// As for [`gates`].
@@ -483,7 +483,7 @@ unsafe fn residual<T: Element, const PARTS: usize>(
     }
 }
 
-/// All rows and columns are there where they are FULL; LESS where there is something to take off.
+/// FULL: all rows and columns exist. LESS: there is something to subtract.
 ///
 /// # Safety
 /// As for [`residual`].

@@ -1,4 +1,4 @@
-//! Eight-bit integers on tiles: signed bytes, four to a slot, summed in 32 bits.
+//! 8-bit integers on tiles: signed bytes, four per slot, summed in 32 bits.
 
 use super::amx::hold;
 use std::arch::asm;

@@ -1,6 +1,6 @@
-//! The largest score of each lane over a block of 128 keys, in bf16: what the skip in the kernel asks before anything else
-//! is computed. Scores leave the tiles for a ring of memory in the first-level cache, and their maxima are taken two
-//! groups of keys later, between the tile instructions.
+//! The largest score of each lane over a block of 128 keys, in bf16: block skipping needs it before anything else is
+//! computed. Scores leave the tiles for a ring in the L1 cache, and their maxima are taken two groups of keys later,
+//! between the tile instructions.
 
 use super::amx::hold;
 use super::matrix::SLOTS;
@@ -12,8 +12,8 @@ use std::arch::x86_64::*;
 const GROUPS: usize = 8;
 /// Scores of one group of keys and a strip of lanes: two tiles.
 const STEP: usize = 2 * SLOTS;
-/// Groups of keys between a score and its maximum; the ring holds as many again. Scores of the group between lie 2 KiB
-/// apart from both: a load waits for stores before it whose addresses end in the same 12 bits.
+/// Groups of keys between a score and its maximum; the ring holds twice as many. Scores of the group in between are 2
+/// KiB apart from both: a load waits for earlier stores whose addresses have the same low 12 bits.
 const BEHIND: usize = 2;
 const _: () = assert!(2 * BEHIND * STEP == LOOK_ROOM);
 
@@ -127,7 +127,7 @@ pub(super) unsafe fn look<const DEPTH: usize>([k, q]: [*const f32; 2], s: *mut f
                 let (top, m) = (seen.top.as_mut_ptr().add(lane), _mm512_loadu_ps(seen.m.as_ptr().add(lane)));
                 let next = _mm512_max_ps(own, _mm512_loadu_ps(top));
                 _mm512_storeu_ps(top, next);
-                // Neither where no key was seen: -inf - -inf is NaN.
+                // This also ignores lanes that saw no key: -inf - -inf is NaN.
                 high |= _mm512_cmp_ps_mask::<_CMP_GE_OQ>(_mm512_sub_ps(own, next), limit);
                 far |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(_mm512_sub_ps(own, m), near);
             }

@@ -1,5 +1,6 @@
-//! O^T out of the tiles of forward: divided, turned and rounded to rows of bf16 in one pass. Numbers are rounded before
-//! they are turned, so that a lane's dword carries two columns and half as many have to be shuffled.
+//! Writes O^T from the tiles of forward: divided, transposed and rounded to rows of bf16 in one pass. Numbers are
+//! rounded before they are transposed, so that a lane's dword carries two columns and half as many dwords need
+//! shuffling.
 
 use super::amx::{join, nearest};
 use super::amx_bf16::turned;

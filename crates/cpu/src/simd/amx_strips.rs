@@ -1,11 +1,11 @@
 //! Few queries against strips of bf16 keys, on tiles.
 //!
-//! 16 keys are a tile of A as they lie in memory, and 16 values a tile of B. While a strip is read from the second-level
-//! cache, the next one is asked for, as many lines as are read and between the tile loads: in bursts, or from one page
-//! after the other, the same requests are slower than none (lab 001).
+//! 16 keys in memory order are a tile of A, and 16 values a tile of B. While a strip is read from the L2 cache, the
+//! next one is prefetched, with as many lines as are read and between the tile loads. In bursts, or from one page after
+//! the other, the same prefetches are slower than none (lab 001).
 //!
-//! A tile that is not in use is zeroed: the unit has few registers behind the tiles' names, and those that hold what
-//! nobody reads again are missing for loads in flight (lab 001: P V takes 16.5 instead of 18 to 20 cycles).
+//! A tile that is not in use is zeroed: the unit has few registers behind the tiles' names, and dead tiles would occupy
+//! registers that loads in flight need (lab 001: P V takes 16.5 instead of 18 to 20 cycles).
 
 use super::Simd;
 use super::algorithms::{EXP2_NATIVE, SoftmaxStats};
@@ -33,7 +33,7 @@ fn hold([rows, columns]: [usize; 2]) -> Hold {
     hold_shapes(&shapes)
 }
 
-/// A line of each stream, so many bytes behind the first: `ahead` is the first stream, `last` the fourth.
+/// Prefetches a line of each stream, this many bytes after the first: `ahead` is the first stream, `last` the fourth.
 macro_rules! ask {
     ($bytes:literal) => {
         concat!(
@@ -58,7 +58,7 @@ macro_rules! ask {
 /// their columns.
 unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: usize, s: *mut f32, coming: Coming) {
     let (mut ahead, apart) = coming.streams();
-    // Four lines of each stream with every tile, where there is something to ask for.
+    // Prefetch four lines of each stream with every tile, if there is something to prefetch.
     let step = if apart > 0 { 256usize } else { 0 };
     for half in 0..2 {
         // SAFETY: inside the extents (caller).
@@ -279,7 +279,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
 unsafe fn output(p: *const f32, rows: usize, v: *const bf16, row: usize, columns: usize, o: *mut f32, coming: Coming) {
     let tile = 2 * rows * 64;
     let (ahead, apart) = coming.streams();
-    // Three lines of each stream with every tile; softmax has asked for the rest.
+    // Prefetch three lines of each stream with every tile; softmax has prefetched the rest.
     let step = if apart > 0 { 192usize } else { 0 };
     // SAFETY: inside the extents (caller).
     unsafe {

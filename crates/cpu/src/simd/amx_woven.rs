@@ -1,16 +1,17 @@
-//! Forward in bf16 with everything under way at once: while the vectors take the exponentials of 32 keys, the tiles
-//! multiply the scores of the next 32 and add an earlier block's weights times values to O.
+//! Software-pipelined forward in bf16: while the vectors compute the exponentials of 32 keys, the tiles multiply the
+//! scores of the next 32 and add an earlier block's weights times values to O.
 //!
-//! One `asm!` is a stage: 32 keys by 32 lanes of softmax, cut into 32 pairs of vectors, with tile instructions between
-//! them. Left to itself the machine overlaps little of it: its window holds 512 operations, and softmax of such a
-//! square is 800. K and V come by once for 32 lanes, so their tiles are loaded with the hint that passes the
-//! first-level cache by; what stays there is Q, O, scores and weights.
+//! One `asm!` is a stage: 32 keys by 32 lanes of softmax, divided into 32 pairs of vectors, with tile instructions in
+//! between. By itself the machine would overlap little of it: its window holds 512 operations, and softmax of such a
+//! square has 800. K and V are read once per 32 lanes, so their tiles are loaded with a hint to bypass the L1 cache; Q,
+//! O, scores and weights stay there.
 //!
-//! The last keys that a strip of lanes sees are a block of fewer stages, in which scores beyond a lane's end are hidden
-//! first. The next strip begins where it ends: its first scores are made, and the last block's weights are added to O,
-//! in the stages between.
+//! The last keys that a strip of lanes sees form a block of fewer stages, in which scores beyond a lane's end are
+//! hidden first. The next strip overlaps with it: the stages in between compute its first scores, and add the last
+//! block's weights to O.
 //!
-//! Operations and their order are those of the single steps (`amx_bf16::softmax`, `amx::multiply`): so are the bits.
+//! Operations and their order are those of the single steps (`amx_bf16::softmax`, `amx::multiply`), and so are the
+//! bits.
 
 use super::algorithms::Ahead;
 use super::amx::{hold, multiply};
@@ -22,9 +23,9 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Where the operands of a stage lie.
+/// Addresses of a stage's operands.
 struct Stage {
-    /// Scores of these keys `[32][32]`, and where the next ones go.
+    /// Scores of these keys `[32][32]`, and the destination of the next ones.
     s: *const f32,
     s_next: *mut f32,
     /// Weights of these keys: a tile for each group of lanes, four tiles apart.
@@ -38,7 +39,7 @@ struct Stage {
     o: *mut f32,
 }
 
-/// What a stage does not change.
+/// The constants of a stage.
 struct Constants {
     /// A score times this, less the lane's `shift`, is the exponent.
     log2_e: __m512,
@@ -79,7 +80,7 @@ macro_rules! text {
     (slot $j:literal $other:literal $first:expr, $second:expr) => {
         concat!($first, text!(pair 0 $j $other), $second, text!(pair 1 $j $other)) };
 
-    // Scores: step n of the summed axis, four products. Lines of O are asked for meanwhile.
+    // Scores: step n of the summed axis, four products. Lines of O are prefetched in the meantime.
     (zero) => { "tilezero tmm0\n tilezero tmm1\n tilezero tmm2\n tilezero tmm3\n" };
     (s00 $n:literal) => { concat!(
         "tileloaddt1 tmm4, [{k} + {line}*1 + 1024*", $n, "]\n tileloadd tmm6, [{q} + {line}*1 + 1024*", $n, "]\n tdpbf16ps tmm0, tmm4, tmm6\n") };
@@ -308,7 +309,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
     let (panel, strips) = (DEPTH * SLOTS, Strip::all::<DEPTH>(args));
     let (s, weights) = (args.s.as_mut_ptr(), args.weights.as_mut_ptr());
     let mut waiting: Option<Waiting> = None;
-    // Which half of the scores and weights is next, and whether its scores are made.
+    // Index of the next half of the scores and weights, and whether its scores are computed.
     let (mut turn, mut half, mut made) = (0, 0, false);
     // SAFETY: inside the extents (contract).
     unsafe {
@@ -340,7 +341,7 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
                         return strip.place(block);
                     };
                     ahead[stage % 2].ask::<Avx512>();
-                    // Past the last keys of all, these again: nobody reads their scores.
+                    // Past the last keys, repeat them: nothing reads their scores.
                     let follower = strips.get(i + 1);
                     let first_of = |block: usize| args.blocks[block].k.as_ptr();
                     let (next_k, q) = if stage + 1 < stages {
@@ -407,7 +408,7 @@ unsafe fn hide(s: *mut f32, key: usize, hi: *const i32) {
             for j in 0..KEYS {
                 let seen = _mm512_cmpgt_epi32_mask(hi, _mm512_set1_epi32((key + j) as i32));
                 let at = s.add(j * STRIP_LANES + z * 16);
-                // Whole vectors: they are read again before they have left for the cache.
+                // Use whole vectors: they are read again before they have reached the cache.
                 _mm512_storeu_ps(at, _mm512_mask_mov_ps(hidden, seen, _mm512_loadu_ps(at)));
             }
         }
@@ -440,8 +441,7 @@ unsafe fn settle(s: *const f32, m: *mut f32) {
     }
 }
 
-/// What the exponentials of a strip need; `None` where a fused subtraction would round too much or a lane has no
-/// maximum.
+/// Parameters of a strip's exponentials; `None` if a fused subtraction would round too much or a lane has no maximum.
 ///
 /// # Safety
 /// AVX-512 is present; 32 maxima.

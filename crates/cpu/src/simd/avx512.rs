@@ -1,5 +1,5 @@
-//! 512-bit vectors: 16 lanes, 32 registers. A tile is 64 queries wide; 6 x 4 accumulators leave room for the
-//! operands, and every fused multiply-add has its latency covered.
+//! 512-bit vectors: 16 lanes, 32 registers. A tile is 64 queries wide; 6 x 4 accumulators leave registers for the
+//! operands and hide the latency of every fused multiply-add.
 
 use super::Simd;
 use super::define::define_kernels;

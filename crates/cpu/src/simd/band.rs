@@ -1,4 +1,4 @@
-//! The safe face of [`band`](super::algorithms) on [`Kernels`].
+//! The safe interface of [`band`](super::algorithms) on [`Kernels`].
 
 use super::algorithms::{BAND, BandOutput, BandWeights, PANEL};
 use super::kernels::{Kernels, extent};

@@ -1,5 +1,5 @@
-//! Rows of f32 into codes of eight bits, and codes into operands of a matrix unit: written once in plain loops, which
-//! an instruction set compiles again for its own vectors.
+//! Converts rows of f32 to 8-bit codes, and codes to operands of a matrix unit: simple loops that are compiled again
+//! for each instruction set's vectors.
 
 use super::matrix::{GROUP, SLOTS};
 

@@ -1,15 +1,15 @@
-//! Asking for memory while kernels work on what came before.
+//! Prefetches memory while kernels work on earlier data.
 
 use super::{Simd, Strided};
 use fulgurite_core::Data;
 
-/// Streams that are asked for side by side: the hardware follows a page only after a few lines, and a sum that reads
-/// four pages at once is 1.3 times as fast as one that reads a page after the other (lab 001).
+/// Number of parallel prefetch streams: the hardware follows a page only after a few lines, and a sum that reads four
+/// pages at once is 1.3 times as fast as one that reads page after page (lab 001).
 pub(super) const STREAMS: usize = 4;
 pub(super) const LINE: usize = 64;
 
-/// Memory that will be read soon: equal streams, so many bytes apart. Kernels ask for a line of each in turn, about as
-/// many as they read themselves, so that neither a burst of requests stops them nor memory rests.
+/// Memory that will be read soon: equal streams at a fixed distance. Kernels prefetch a line of each in turn, about as
+/// many as they read themselves, so that bursts do not stall them and memory stays busy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Coming {
     at: *const u8,
@@ -25,17 +25,17 @@ impl Coming {
         Coming { at: NEAR.as_ptr(), apart: 0, turn: 0, lines: 0 }
     };
 
-    /// The first line, and bytes from stream to stream: 0 where there is nothing.
+    /// The first line, and the distance between streams in bytes; 0 if there is nothing.
     pub(super) fn streams(&self) -> (*const u8, usize) {
         (self.at, self.apart)
     }
 
-    /// Lines that nobody has asked for.
+    /// Number of lines still to prefetch.
     pub(super) fn lines(&self) -> usize {
         self.lines
     }
 
-    /// Asks for so many lines, if any are left.
+    /// Prefetches this many lines, if any are left.
     ///
     /// # Safety
     /// As for [`Simd`].
@@ -73,13 +73,14 @@ pub(crate) struct Share {
 
 impl Share {
     pub const ALL: Share = Share { from: 0, to: 16 };
-    /// What softmax asks for, which reads nothing itself.
+    /// The share for softmax, which reads nothing itself.
     pub const FIRST: Share = Share { from: 0, to: 4 };
-    /// The rest.
+    /// The share for everything else.
     pub const REST: Share = Share { from: 4, to: 16 };
 
-    /// This share of the rows of `[keys, n]` elements, for `[head, heads]`. Where all heads of a key lie together, a stream
-    /// is a quarter of the keys of all heads, and every head asks for what the ones before it left; else each asks for its own.
+    /// This share of the rows of `[keys, n]` elements, for `[head, heads]`. If all heads of a key are adjacent, a
+    /// stream is a quarter of the keys of all heads, and every head prefetches what earlier heads left; otherwise each
+    /// prefetches its own.
     pub fn of(self, rows: &Strided<'_>, [keys, n]: [usize; 2], [head, heads]: [usize; 2]) -> Coming {
         let (data, size) = match rows.data {
             Data::F32(x) => (x.as_ptr().cast::<u8>(), 4),

@@ -1,4 +1,4 @@
-//! From generic kernels to the entry points of one instruction set.
+//! Instantiates the generic kernels as entry points of one instruction set.
 
 /// Compiles the generic kernels for one instruction set. The list gives, for each width of a block in
 /// vectors, the rows whose accumulators fill the register file.
@@ -88,7 +88,7 @@ macro_rules! define_kernels {
                 // SAFETY: passed on.
                 unsafe { $simd::fence() }
             }
-            /// Rows four at a time (else one by one, or one of each pair), keys as many as one transpose can take.
+            /// Rows four at a time (else one by one, or one of each pair), and as many keys as one transpose can take.
             $(#[$feature])?
             unsafe fn dots<T: Row>(
                 rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,

@@ -1,8 +1,8 @@
 //! The gated delta rule between products on a matrix unit: operands leave one product as f32 and enter the next as
-//! tiles, with whatever is done to them element by element on the way.
+//! tiles, with the element-wise work done on the way.
 //!
-//! Chunks have [`TOKENS`] tokens in two halves, and values are taken [`SLICE`] columns at a time, so that what a slice
-//! needs stays in the first-level cache. f32 results lie `[row][SLICE]`.
+//! Chunks have [`TOKENS`] tokens in two halves, and values are processed [`SLICE`] columns at a time, so that a slice's
+//! data stay in the L1 cache. f32 results are stored as `[row][SLICE]`.
 
 use super::kernels::extent;
 use super::matrix::{DEPTH, GROUP, Panels, SLOTS, Source};
@@ -22,11 +22,11 @@ pub(crate) const SLICE: usize = 2 * GROUP;
 pub(crate) struct DeltaParts {
     /// K and Q, on either side.
     pub keys: usize,
-    /// S, W and t V', and V' where it corrects later tokens.
+    /// S, W and t V', and V' as a correction of later tokens.
     pub state: usize,
     /// The triangles between W and V': their roundings reach the states through every later token of the chunk.
     pub inverse: usize,
-    /// The weights of outputs, and what V' and S have beside them and Q.
+    /// The weights of outputs, and V' and S as operands with them and with Q.
     pub weights: usize,
 }
 
@@ -51,15 +51,15 @@ pub(crate) struct DeltaGates<'a> {
     pub tail: &'a mut [f32; TOKENS],
 }
 
-/// V' of a half, and where it goes.
+/// V' of a half, and its destinations.
 pub(crate) struct DeltaValues<'a> {
     pub values: &'a [f32],
     /// Decay of each token to the end of the chunk.
     pub tail: &'a [f32],
-    /// Which half.
+    /// Index of the half.
     pub half: usize,
     pub groups: usize,
-    /// Panels of V' in as many parts as states have; those of the second half have the parts of weights only.
+    /// Panels of V' with the states' number of parts; those of the second half have only the weights' number of parts.
     pub whole: &'a mut [f32],
     /// Panels of t V'.
     pub faded: &'a mut [f32],
@@ -199,7 +199,7 @@ impl DeltaKernels {
     }
 }
 
-/// Slots of a tile in so many parts.
+/// Slots of a tile in this many parts.
 pub(super) const fn tile(parts: usize) -> usize {
     parts * SLOTS
 }

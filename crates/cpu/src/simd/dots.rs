@@ -1,7 +1,7 @@
-//! Products on panels by vectors, for machines without tiles: bf16 in pairs (AVX512-BF16), bytes in fours (VNNI).
+//! Products on panels with vectors, for machines without tiles: bf16 in pairs (AVX512-BF16), bytes in fours (VNNI).
 //!
-//! A panel's slot is what these instructions multiply: sixteen slots of B side by side are a vector, and a slot of A
-//! meets them all. Eight rows of A and two vectors of B are summed at a time, in sixteen registers.
+//! These instructions multiply slots of panels: sixteen adjacent slots of B are a vector, and a slot of A is multiplied
+//! with all of them. Eight rows of A and two vectors of B are summed at a time, in sixteen registers.
 
 use super::algorithms::Ahead;
 use super::avx512::{Avx512, TABLE};
@@ -35,15 +35,15 @@ pub(super) fn has_quads() -> bool {
 /// Rows of A in a block.
 const ROWS: usize = 8;
 
-/// What a slot means, and how it is multiplied. Sums are 32 bits wide in either.
+/// The meaning of a slot, and its multiplication. Sums have 32 bits in both cases.
 ///
 /// # Safety
 /// As for [`Simd`](super::Simd).
 unsafe trait Dot {
-    /// A vector of B as the instruction wants it.
+    /// Prepares a vector of B for the instruction.
     unsafe fn prepare(b: __m512i) -> __m512i;
     unsafe fn dot(sum: __m512i, b: __m512i, a: __m512i) -> __m512i;
-    /// What sums of a row of A of `k` tiles begin with.
+    /// The initial value of the sums of a row of A of `k` tiles.
     unsafe fn start(a: *const f32, k: usize) -> __m512i;
 }
 
@@ -107,7 +107,7 @@ const fn parts<const A: usize, const B: usize>() -> &'static [[usize; 2]] {
     }
 }
 
-/// Where a block of C lies: `c` may be empty of meaning before, unless `add`.
+/// The position of a block of C; its old contents are ignored unless `add` is set.
 struct Block {
     c: *mut f32,
     ldc: usize,

@@ -1,4 +1,4 @@
-//! The entry points of the folds, and their safe face on [`Kernels`].
+//! The entry points of the folds, and their safe interface on [`Kernels`].
 
 use super::Kernels;
 use super::algorithms::{AboveArgs, BestArgs, OtherArgs};

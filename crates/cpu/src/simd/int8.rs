@@ -1,7 +1,7 @@
-//! Products of eight-bit integers, and what stands between two of them: tables for a matrix unit and for plain code.
+//! Products of 8-bit integers, and the work between two of them: tables for a matrix unit and for plain code.
 //!
-//! Panels are those of [`matrix`](super::matrix) with bytes: a tile has 16 rows of A (or columns of B) and 64 elements of
-//! the summed axis, four in a slot. Rows as they lie have neighbours in a slot; where keys are summed over, slot j
+//! Panels are those of [`matrix`](super::matrix) with bytes: a tile has 16 rows of A (or columns of B) and 64 elements
+//! of the summed axis, four per slot. Rows in memory order have neighbours in a slot; if keys are summed over, slot j
 //! of a tile holds keys j, j + 16, j + 32 and j + 48.
 
 use super::Kernels;
@@ -115,7 +115,7 @@ impl Int8Kernels {
         unsafe { (self.pack_weights)(p, stride, seen, to) }
     }
 
-    /// `o = alpha o + factor integers`, row by row of as many lanes as alpha has.
+    /// `o = alpha o + factor integers`, row by row, with one lane per element of alpha.
     pub fn add(&self, o: &mut [f32], integers: &[f32], factor: f32, alpha: &[f32]) {
         assert!(o.len() == integers.len() && o.len().is_multiple_of(alpha.len()), "sizes");
         assert!(alpha.len().is_multiple_of(GROUP), "lanes");

@@ -1,4 +1,4 @@
-//! The table of entry points of an instruction set, and its safe face.
+//! The table of entry points of an instruction set, and its safe interface.
 
 use super::MatrixKernels;
 use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, Stage, paired};
@@ -59,7 +59,7 @@ pub(crate) struct Kernels {
     pub(super) round_weights: unsafe fn(&mut [f32], usize, usize, (usize, usize), GroupFormat),
     pub(super) round_rows: unsafe fn(&mut [f32], usize, GroupFormat),
     pub(super) expand: unsafe fn(&Grouped, usize, usize, &mut [f32]),
-    /// A matrix unit beside the vectors, for the products of forward.
+    /// A matrix unit for the products of forward, if there is one.
     pub matrix: Option<&'static MatrixKernels>,
     /// Vectors that multiply bf16 as a matrix unit does, from its panels; they would be slow for every other type.
     pub(super) pairs: Option<&'static MatrixKernels>,
@@ -146,7 +146,7 @@ impl Strided<'_> {
 }
 
 impl Kernels {
-    /// Who multiplies tensors of this type from panels, if anybody does.
+    /// The unit that multiplies tensors of this type from panels, if there is one.
     pub fn matrix_for(&self, dtype: DType) -> Option<&'static MatrixKernels> {
         self.matrix.or(self.pairs.filter(|_| dtype == DType::Bf16))
     }
@@ -202,7 +202,7 @@ impl Kernels {
         assert!(ranges[..vectors].iter().all(|&(start, end)| start >= end || end * stride <= len), "keys of the tile");
     }
 
-    /// One step of the online softmax, and the sums of a probe beside it.
+    /// One step of the online softmax, with the sums of a probe.
     pub fn softmax(&self, args: &mut SoftmaxArgs<'_>, probe: Option<&mut LaneProbe<'_>>) -> SoftmaxStats {
         self.check_tile(args.s.len(), args.stride, &args.ranges);
         if let Some(probe) = &probe {
@@ -272,7 +272,7 @@ impl Kernels {
         unsafe { (self.narrow_f16)(src.as_ptr(), dst.as_mut_ptr(), src.len()) }
     }
 
-    /// Copies past the caches where the target is aligned; [`fence`](Self::fence) must follow before others read it.
+    /// Copies past the caches if the target is aligned; call [`fence`](Self::fence) before other threads read it.
     pub fn stream(&self, src: &[f32], dst: &mut [f32]) {
         assert_eq!(src.len(), dst.len());
         let aligned = dst.as_ptr().addr().is_multiple_of(4 * self.lanes) && dst.len().is_multiple_of(self.lanes);
@@ -295,8 +295,9 @@ impl Kernels {
         unsafe { (self.narrow_bf16)(src, dst) }
     }
 
-    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`; `rows` has s and q, which is `ldq` from row to row,
-    /// and maybe a second pair beside it: its bits are those of a call of its own. What comes is asked for.
+    /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. `rows` has s and q, whose rows are `ldq`
+    /// apart, and optionally a second pair, with the same bits as in a separate call. Prefetches the memory of
+    /// `coming`.
     pub fn dots(
         &self,
         rows: &mut [(&mut [f32], &[f32])],
@@ -322,8 +323,8 @@ impl Kernels {
         }
     }
 
-    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`; `rows` has o, which is `ldo` from row to row, and
-    /// p, as for [`dots`](Self::dots). What comes is asked for.
+    /// `o[r] += sum_j p[j * stride + r] v[j]` for few rows: `[rows, keys, d]`. `rows` has o, whose rows are `ldo`
+    /// apart, and p, as for [`dots`](Self::dots). Prefetches the memory of `coming`.
     pub fn combine(
         &self,
         rows: &mut [(&mut [f32], &[f32])],
@@ -364,7 +365,7 @@ impl Kernels {
         unsafe { (self.evaluate)(evaluator, key, scores) }
     }
 
-    /// From running maximum and sum: 1 / sum (0 where there was no key) and the natural LSE.
+    /// From running maximum and sum: 1 / sum (0 if there was no key) and the natural LSE.
     pub fn finish(&self, m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
         // SAFETY: the machine has the instruction set.
         unsafe { (self.finish)(m, l, inverse, lse) }
@@ -383,7 +384,7 @@ impl Kernels {
         unsafe { (self.round_rows)(x, cols, format) }
     }
 
-    /// What the codes of one row mean, from column `first` on, which begins a group.
+    /// The values of one row's codes, starting at column `first`, which must start a group.
     pub fn expand(&self, from: &Grouped, row: usize, first: usize, out: &mut [f32]) {
         // SAFETY: the machine has the instruction set.
         unsafe { (self.expand)(from, row, first, out) }

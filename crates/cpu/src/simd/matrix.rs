@@ -1,12 +1,12 @@
 //! Products on a matrix unit that multiplies bf16 and sums in f32.
 //!
-//! A number is the exact sum of one (bf16), two (f16) or three (f32) bf16, each what the ones before left, rounded. A
-//! product of two numbers in parts is the sum of the products of their parts; those below the rounding of
-//! the type are left out.
+//! A number is the exact sum of one (bf16), two (f16) or three (f32) bf16 parts; each part is the rounded remainder of
+//! the ones before. A product of two numbers in parts is the sum of the products of their parts; those below the
+//! rounding of the type are skipped.
 //!
-//! Operands lie as panels of tiles. A tile holds 16 rows of A (or columns of B) and 32 elements of the summed axis
-//! as 16 slots of two: slot j holds elements j and j + 16, which needs no shuffle to make; rows of bf16 are taken as
-//! they lie, with elements 2j and 2j + 1. A workspace of f32 is the memory: a slot is the size of one.
+//! Operands are stored as panels of tiles. A tile holds 16 rows of A (or columns of B) and 32 elements of the summed
+//! axis as 16 slots of two: slot j holds elements j and j + 16, which needs no shuffle. Rows of bf16 are taken in
+//! memory order, with elements 2j and 2j + 1. The memory is an f32 workspace: a slot has the size of an f32.
 
 use super::algorithms::Ahead;
 use super::delta::DeltaKernels;
@@ -39,7 +39,7 @@ pub(crate) struct Panels<'a> {
     data: &'a [f32],
     /// Tiles along the summed axis from group to group.
     depth: usize,
-    /// Parts that are multiplied, of those that lie there.
+    /// Number of parts that are multiplied; `stored`: number of parts in memory.
     parts: usize,
     stored: usize,
 }
@@ -93,7 +93,7 @@ pub(crate) struct MatrixKernels {
     /// By the number of parts.
     pub(super) lanes: [PackLanes; 3],
     pub(super) lanes_reweighed: [PackReweighed; 3],
-    /// What bf16 needs beside.
+    /// Additional entry points for bf16.
     pub narrow: &'static NarrowKernels,
     /// Blocks of forward in bf16 with softmax and products at once, for 2 and 4 tiles along d.
     pub(super) weave: Option<[Weave; 2]>,
@@ -114,8 +114,8 @@ pub(crate) struct Source<'a> {
     pub n: usize,
 }
 
-/// The unit as one thread has set it up. Products set it up themselves where nobody holds it, which costs as much as
-/// dozens of tiles.
+/// The unit as one thread has configured it. Products configure it themselves if no `Hold` exists, which costs as much
+/// as dozens of tiles.
 pub(crate) struct Hold {
     release: fn(),
     /// The state is the thread's.
@@ -140,12 +140,12 @@ impl MatrixKernels {
         (self.hold)()
     }
 
-    /// What [`hold`](Self::hold) calls.
+    /// The function behind [`hold`](Self::hold).
     pub fn holder(&self) -> fn() -> Hold {
         self.hold
     }
 
-    /// What the gated delta rule does between products, for tensors of a type.
+    /// The element-wise work of the gated delta rule between products, for tensors of a type.
     pub fn delta(&self, dtype: DType) -> &'static DeltaKernels {
         self.delta.iter().find(|x| x.dtype == dtype).expect("bug in fulgurite: a type that GatedDelta refuses")
     }
@@ -204,8 +204,8 @@ impl MatrixKernels {
         unsafe { pack(rows.as_ptr(), row, [count, n], to.as_mut_ptr(), depth) };
     }
 
-    /// Rows as columns of A: the rows are the summed axis, with room for `depth` tiles of it. True if all elements
-    /// are finite.
+    /// Packs rows as columns of A: the rows are the summed axis, with space for `depth` tiles of it. Returns true if
+    /// all elements are finite.
     pub fn pack_turned(&self, from: &Source<'_>, to: &mut [f32], depth: usize) -> bool {
         assert!(from.rows <= depth * DEPTH, "too many rows");
         let (row, size, range) = self.packed(from, to, [from.n, depth]);

@@ -1,9 +1,8 @@
-//! Instruction sets are leaves: one trait of vector primitives, four implementations, and the kernels above
-//! them written once.
+//! Instruction sets: one trait of vector primitives, four implementations, and the kernels on top, written once.
 //!
-//! Nothing here knows attention's shapes. A kernel is generic over [`Simd`] and inlined into an entry point
-//! that enables the instruction set; [`Kernels`] is the table of these entry points, and its safe methods
-//! check every extent before they pass a pointer on.
+//! Nothing here knows attention's shapes. A kernel is generic over [`Simd`] and inlined into an entry point that
+//! enables the instruction set. [`Kernels`] is the table of these entry points, and its safe methods check every extent
+//! before they pass a pointer on.
 
 // Kernels take pointers, strides and sizes, as BLAS does; a struct would only rename them.
 #![allow(clippy::too_many_arguments)]
@@ -31,7 +30,7 @@ mod avx2;
 mod avx512;
 mod band;
 mod coding;
-// Matrix units are known on x86-64 alone: elsewhere their safe faces are compiled, and nothing enters them.
+// Matrix units exist on x86-64 only: elsewhere their safe interfaces are compiled, but never used.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod coming;
 mod define;

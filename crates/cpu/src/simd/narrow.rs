@@ -1,4 +1,4 @@
-//! bf16 into panels of a matrix unit and out of softmax and backward, without f32 between: the safe face.
+//! bf16 into panels of a matrix unit and out of softmax and backward, without f32 in between: the safe interface.
 
 use super::MAX_VECTORS;
 use super::algorithms::{Ahead, ExpKind, GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats};
@@ -34,9 +34,9 @@ pub(crate) struct Woven<'a, 't> {
     /// The first key.
     pub origin: usize,
     pub tiles: &'a mut [WovenTile<'t>],
-    /// Where to begin.
+    /// The place to start.
     pub first: Place,
-    /// What a score is multiplied with to be a power of two.
+    /// The factor that converts a score to a power of two.
     pub log2_e: f32,
     /// The largest sum of a block that still trusts its maximum.
     pub limit: f32,
@@ -50,12 +50,12 @@ pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [b
 /// Scratch of [`MatrixKernels::look`], in f32.
 pub(super) const LOOK_ROOM: usize = 8 * SLOTS;
 
-/// What 64 lanes have seen, all in units of scores.
+/// What 64 lanes have seen, in units of scores.
 pub(crate) struct Seen<'a> {
     /// The largest score so far, and what sums are relative to.
     pub top: &'a mut [f32],
     pub m: &'a [f32],
-    /// What a score may be below the largest, negative; and above the reference.
+    /// How far a score may be below the largest (negative); `near`: above the reference.
     pub limit: f32,
     pub near: f32,
 }
@@ -83,7 +83,7 @@ pub(crate) struct WovenTile<'a> {
     pub begin: usize,
 }
 
-/// A block of one strip of a tile; the strip's first, where none is named.
+/// A block of one strip of a tile; `None` means the strip's first block.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Place {
     pub tile: usize,
@@ -172,10 +172,10 @@ pub(crate) struct TurnedRows<'a> {
     pub o: &'a [f32],
     pub stride: usize,
     pub n: usize,
-    /// What each lane is multiplied with, and its maximum: where that is -inf there was no key, and the row is 0.
+    /// Factor and maximum of each lane: a maximum of -inf means that there was no key, and the row is 0.
     pub factors: &'a [f32],
     pub m: &'a [f32],
-    /// Where each row begins.
+    /// Offset of each row.
     pub starts: &'a [usize],
     /// Whether rows are written past the caches.
     pub past: bool,

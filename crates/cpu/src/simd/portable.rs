@@ -1,4 +1,4 @@
-//! Plain Rust that any compiler turns into the vectors it has.
+//! Plain Rust that any compiler can vectorise.
 
 use super::Simd;
 use super::define::define_kernels;

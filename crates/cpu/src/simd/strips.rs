@@ -1,9 +1,9 @@
-//! Few queries against a strip of bf16 keys on a matrix unit: the safe face.
+//! Few queries against a strip of bf16 keys on a matrix unit: the safe interface.
 //!
-//! Keys are the rows of A and values the rows of B, both read where they lie: nothing is packed but the queries, once.
-//! A row of B is pairs of neighbouring columns where the unit wants pairs of neighbouring keys; so weights come in
-//! two rows, one with zeros for the second of each pair and one with zeros for the first, and give even and odd
-//! columns. Weights are rounded to bf16, as they are with many queries.
+//! Keys are the rows of A and values the rows of B, both read in place: only the queries are packed, once. A row of B
+//! has pairs of neighbouring columns, but the unit needs pairs of neighbouring keys. So weights come in two rows, one
+//! with zeros for the second of each pair and one with zeros for the first, which give even and odd columns. Weights
+//! are rounded to bf16, as with many queries.
 
 use super::algorithms::SoftmaxStats;
 use super::coming::Coming;
@@ -43,29 +43,29 @@ pub(crate) struct StripSoftmax<'a> {
     pub s: &'a [f32],
     pub weights: &'a mut [f32],
     pub m: &'a mut [f32; GROUP],
-    /// Sums in as many parts as keys lie side by side: [`StripKernels::total`] adds them up.
+    /// Sums in as many parts as there are adjacent keys: [`StripKernels::total`] adds them up.
     pub l: &'a mut [f32; GROUP],
-    /// What rows of O that were summed before must be multiplied with, if any was rescaled.
+    /// The factor of earlier rows of O, if any was rescaled.
     pub alpha: &'a mut [f32; GROUP],
-    /// What a score must be multiplied with to be in natural units; m is in those.
+    /// The factor that converts a score to natural units; m is in natural units.
     pub scale: f32,
     /// How far, in powers of two, a score may exceed the maximum without raising it.
     pub tau: f32,
-    /// What is asked for meanwhile.
+    /// Memory to prefetch in the meantime.
     pub coming: Coming,
 }
 
 /// The probes of the rows of a strip.
 pub(crate) struct StripProbe<'a> {
-    /// Weights P of [`Strips::softmax`] where the probes have a tile of their own; else they come first in `weights`.
+    /// Weights P of [`Strips::softmax`] if the probes have their own tile; else they come first in `weights`.
     pub p: Option<&'a [f32]>,
-    /// Scores U of the probes, without the scale; beside queries they are the columns after those.
+    /// Scores U of the probes, without the scale; if probes share the queries' tile, U is in the columns after theirs.
     pub u: &'a [f32],
     /// Weights P U.
     pub weights: &'a mut [f32],
     /// Sums of P U of each row.
     pub l: &'a mut [f32; GROUP],
-    /// What a score must be multiplied with.
+    /// Factor of a score.
     pub scale: f32,
 }
 
@@ -77,13 +77,13 @@ pub(crate) struct StripKernels {
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
     /// Rows of queries, all rows of the tile, and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 3]) -> SoftmaxStats,
-    /// The same.
+    /// Rows of queries, all rows of the tile, and columns.
     pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 3]),
     /// Weights, rows, first value, elements from value to value, columns of O, O, what to ask for.
     pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
 }
 
-/// The unit of one thread, shaped for strips of so many rows.
+/// The unit of one thread, configured for strips of this many rows.
 pub(crate) struct Strips {
     kernels: &'static StripKernels,
     /// Rows of the tile; the first are queries.
@@ -93,7 +93,7 @@ pub(crate) struct Strips {
 }
 
 impl StripKernels {
-    /// Whether keys and values of these dimensions are whole tiles, and so many rows fit.
+    /// Whether keys and values of these dimensions are whole tiles, and this many rows fit.
     pub fn suits(rows: usize, d: usize, dv: usize) -> bool {
         rows <= ROWS && d.is_multiple_of(DEPTH) && dv.is_multiple_of(2 * DEPTH)
     }
@@ -118,8 +118,8 @@ impl StripKernels {
         columns(rows) * d / 2
     }
 
-    /// Queries as columns of B from `first` on, of a tile of so many rows, neighbours in a slot; what they do not fill is not
-    /// written.
+    /// Writes queries as columns of B starting at `first`, of a tile of `all` rows, with neighbours in a slot. Other
+    /// columns are not written.
     pub fn queries(rows: RowsAt<'_>, [first, all]: [usize; 2], to: &mut [f32]) {
         let columns = columns(all);
         let to = &mut to[..columns * rows.n / 2];
@@ -146,19 +146,19 @@ impl StripKernels {
     /// Writes what [`Strips::output`] has summed as rows of `dv` elements, in the pair order of 16 lanes.
     pub fn rows_of(o: &[f32], rows: usize, dv: usize, to: &mut [f32]) {
         for (i, slots) in o.chunks_exact(GROUP).enumerate() {
-            // Of each 32 columns first the even ones of all rows, then the odd ones.
+            // In each 32 columns, first the even ones of all rows, then the odd ones.
             to[i % rows * dv + i / rows * GROUP..][..GROUP].copy_from_slice(slots);
         }
     }
 
-    /// Whether probes of so many queries fit beside them, in columns that are there anyway: more columns would change the
-    /// order of sums.
+    /// Whether probes of this many queries fit next to them, in columns that exist anyway: more columns would change
+    /// the order of sums.
     pub fn joins(queries: usize) -> bool {
         2 * queries <= columns(queries)
     }
 
-    /// Shapes the unit of this thread for so many rows, of which the first are queries. No other product may run on it
-    /// before the result is dropped.
+    /// Configures the unit of this thread for this many rows, of which the first are queries. No other product may run
+    /// on it before the result is dropped.
     pub fn hold(&'static self, queries: usize, rows: usize) -> Strips {
         assert!((1..=rows).contains(&queries) && rows <= ROWS, "rows of a tile");
         Strips { kernels: self, rows, queries, _hold: (self.hold)([rows, columns(rows)]) }

@@ -1,4 +1,4 @@
-//! What stands between products of eight-bit integers, on vectors of AVX-512; tiles, VNNI or plain code multiply.
+//! The work between products of 8-bit integers, on AVX-512 vectors; tiles, VNNI or plain code multiply.
 
 use super::Simd;
 use super::algorithms::{ExpKind, SoftmaxArgs, SoftmaxStats, begin, end, settle};
@@ -39,8 +39,9 @@ compiled!(add_row, (sums: &mut [f64], row: &[f32]));
 compiled!(size, (x: &[f32], mean: &[f32]) -> f32);
 compiled!(dot, (x: &[f32], y: &[f32]) -> f64);
 
-/// As [`coding::encode`], by the inverse of the scale: a division takes ten times as long. It decides only where the
-/// product, off by at most 127 2^-22, lies so near to a half that both could round differently.
+/// Like [`coding::encode`], but multiplies by the inverse of the scale: a division takes ten times as long. The
+/// division decides only if the product, whose error is at most 127 2^-22, is so near to a half that both could round
+/// differently.
 ///
 /// # Safety
 /// The extents are checked by [`Coding`].
@@ -64,7 +65,7 @@ unsafe fn encode(x: &[f32], mean: &[f32], scale: f32, to: &mut [i8]) {
             let (x, mean) = (x.as_ptr().wrapping_add(at + 16 * v), mean.as_ptr().wrapping_add(at + 16 * v));
             // SAFETY: the mask keeps to the extents.
             let own = unsafe { _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_maskz_loadu_ps(mask, mean)) };
-            // Where the difference overflowed it is the largest of all: 127 either way.
+            // If the difference overflowed, it is the largest of all: 127 either way.
             let mut q = _mm512_mul_ps(own, inverse);
             let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(q);
             let off = _mm512_abs_ps(_mm512_sub_ps(q, whole));
@@ -207,9 +208,10 @@ unsafe fn pack_weights(p: &[f32], stride: usize, seen: [usize; 2], to: &mut [f32
 
 /// Coefficients of 2^r: the error of degree 3 stays below the rounding to codes.
 const CUBIC: [f32; 4] = [EXP2_POLY[0][0], EXP2_POLY[0][1], EXP2_POLY[0][2], EXP2_POLY[0][3]];
-/// Of 127 2^r.
+/// Coefficients of 127 2^r.
 const CODES: [f32; 4] = [127.0 * CUBIC[0], 127.0 * CUBIC[1], 127.0 * CUBIC[2], 127.0 * CUBIC[3]];
-/// Above this many powers of two, a fused subtraction would show beside the rounding to codes: 2^12 2^-24 ln 2.
+/// Above this many powers of two, the error of a fused subtraction would be visible next to the rounding to codes: 2^12
+/// 2^-24 ln 2.
 const FUSED_LIMIT: f32 = 4096.0;
 
 /// One step of the online softmax, with P in codes packed as the columns of the second product.

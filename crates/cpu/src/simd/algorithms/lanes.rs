@@ -1,4 +1,4 @@
-//! Rows of lanes: scaled, multiplied, turned, and copied past the caches.
+//! Rows of lanes: scaling, multiplication, transposition, and copies that bypass the caches.
 
 use crate::simd::Simd;
 

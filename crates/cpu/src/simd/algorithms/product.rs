@@ -1,9 +1,9 @@
-//! The matrix product under everything, and asking for memory while it runs.
+//! The basic matrix product, which also prefetches memory while it runs.
 
 use crate::simd::Simd;
 use fulgurite_core::Data;
 
-/// The same number, of which the compiler knows nothing.
+/// Returns `x` through a barrier, so that the compiler knows nothing about its value.
 #[inline(always)]
 fn opaque(x: usize) -> usize {
     #[cfg(target_arch = "x86_64")]
@@ -18,7 +18,7 @@ fn opaque(x: usize) -> usize {
 }
 
 /// One block of MR rows and NV vectors of C (+)= A B. A is read element by element and broadcast:
-/// `a[i * lda + p]`, or `a[p * lda + i]` where it is transposed.
+/// `a[i * lda + p]`, or `a[p * lda + i]` if it is transposed.
 ///
 /// # Safety
 /// All extents must be valid, and as for [`Simd`].
@@ -69,7 +69,7 @@ unsafe fn micro<S: Simd, const MR: usize, const NV: usize, const TRANSPOSED: boo
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ahead {
     streams: [Stream; 4],
-    /// Rows asked for after each block.
+    /// Rows prefetched after each block.
     pace: usize,
 }
 

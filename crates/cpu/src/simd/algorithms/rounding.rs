@@ -1,4 +1,4 @@
-//! Numbers rounded to minifloats in groups, plain Rust that the compiler turns into vectors.
+//! Rounds numbers to minifloats in groups: plain Rust that the compiler vectorises.
 
 use fulgurite_core::format::{GroupFormat, Grouped};
 
@@ -54,7 +54,7 @@ pub(in crate::simd) fn round_rows(x: &mut [f32], cols: usize, format: GroupForma
     }
 }
 
-/// What codes of one row mean, from a column on that begins a group.
+/// The values of one row's codes, starting at a column that starts a group.
 #[inline(always)]
 pub(in crate::simd) fn expand(from: &Grouped, row: usize, first: usize, out: &mut [f32]) {
     from.expand(row, first, out);

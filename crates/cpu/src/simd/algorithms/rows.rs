@@ -1,4 +1,4 @@
-//! Rows of tensors: widened to f32 and rounded back.
+//! Rows of tensors: conversion to f32 and rounding back.
 
 use crate::simd::Simd;
 

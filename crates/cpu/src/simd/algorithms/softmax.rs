@@ -1,19 +1,19 @@
-//! What happens to a tile of scores between two products: the online softmax, and its backward.
+//! The work on a tile of scores between two products: the online softmax, and its backward.
 
 use super::exponential::{EXP2_NATIVE, ExpKind, Exponential, Mixed, Poly, Sas, with_exp};
 use crate::simd::{MAX_VECTORS, Simd};
 use fulgurite_core::exp::EXP2_POLY;
 
-/// What a softmax step does with the running maximum.
+/// How a softmax step treats the running maximum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Policy {
-    /// Raise it where a score exceeds it by more than this many powers of two, and rescale.
+    /// Raise it if a score exceeds it by more than this many powers of two, and rescale.
     Raise(f32),
-    /// Use it as it is where it is finite, and say so where the sum exceeds the limit.
+    /// Use it unchanged if it is finite, and report if the sum exceeds the limit.
     Trust(f32),
     /// Raise it and compute nothing else.
     MaxOnly,
-    /// Use it as it is: it is final.
+    /// Use it unchanged: it is final.
     Final,
 }
 
@@ -23,11 +23,11 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub s: &'a mut [f32],
     /// Lanes of the tile: distance between keys.
     pub stride: usize,
-    /// For each vector of lanes the keys it sees; others are not touched.
+    /// For each vector of lanes, the keys that it sees; other scores are not touched.
     pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Of these, keys that every lane of the vector sees.
+    /// For each vector of lanes, the keys that every lane sees.
     pub inner: [(usize, usize); MAX_VECTORS],
-    /// First key of each lane, and the one after the last, where its vector's `inner` is less than its range.
+    /// First key of each lane, and one past the last, if its vector's `inner` is smaller than its range.
     pub lo: &'a [f32],
     pub hi: &'a [f32],
     /// Running maximum and sum of each lane, and the factor for what was accumulated before.
@@ -36,21 +36,22 @@ pub(crate) struct SoftmaxArgs<'a> {
     pub alpha: &'a mut [f32],
     pub exp: ExpKind,
     pub policy: Policy,
-    /// What a score, and the maximum, must be multiplied with to be in natural units.
+    /// The factor that converts a score, and the maximum, to natural units.
     pub scale: f32,
 }
 
-/// Probes beside the weights of a softmax.
+/// Probes that go with the weights of a softmax.
 pub(crate) struct LaneProbe<'a> {
-    /// U of the tile, `[key][lane]`. A softmax that does not pack its weights leaves P U there, 0 where P is.
+    /// U of the tile, `[key][lane]`. A softmax that does not pack its weights leaves P U there, which is 0 where P is
+    /// 0.
     pub u: &'a mut [f32],
-    /// Where a softmax that packs its weights puts U, packed as they are; what weighs nothing is 0.
+    /// Output for packed U, in the layout of the weights, if the softmax packs its weights; 0 where the weight is 0.
     pub packed: &'a mut [f32],
-    /// Of each lane, sums of P U; multiplied with alpha before.
+    /// Sums of P U of each lane, which are first multiplied by alpha.
     pub sums: &'a mut [f32],
 }
 
-/// What a softmax step did, in lanes.
+/// Counters of a softmax step, in lanes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SoftmaxStats {
     /// Lanes whose maximum could have been raised after their first key.
@@ -120,7 +121,7 @@ unsafe fn softmax_with<S: Simd, E: Exponential<S>>(
 
 /// A vector of lanes whose maximum is settled.
 pub(in crate::simd) struct Begun<S: Simd> {
-    /// What to subtract from scores.
+    /// The term to subtract from scores.
     pub shift: S::V,
     alpha: S::V,
     trust: bool,
@@ -188,8 +189,8 @@ pub(in crate::simd) unsafe fn begin<S: Simd>(
     }
 }
 
-/// Settles the maximum of vector `z`, where the highest score of the step is known, or the old one is trusted; `None` if
-/// that was all.
+/// Sets the maximum of vector `z`, if the highest score of the step is known or the old maximum is trusted; `None` if
+/// nothing else is to be done.
 ///
 /// # Safety
 /// As for [`softmax`].
@@ -266,7 +267,7 @@ pub(crate) struct GradArgs<'a> {
     pub stride: usize,
     /// For each vector of lanes the keys it sees; others are not touched.
     pub ranges: [(usize, usize); MAX_VECTORS],
-    /// Of these, keys that every lane of the vector sees.
+    /// Keys that every lane of the vector sees.
     pub inner: [(usize, usize); MAX_VECTORS],
     pub lo: &'a [f32],
     pub hi: &'a [f32],
@@ -278,7 +279,7 @@ pub(crate) struct GradArgs<'a> {
     pub max: &'a [f32],
     /// `scale` times D of each lane.
     pub delta: &'a [f32],
-    /// The problem's scale, where no modifier stands between score and dS; else 1.
+    /// The problem's scale, if no modifier is between score and dS; else 1.
     pub scale: f32,
     pub exp: ExpKind,
 }

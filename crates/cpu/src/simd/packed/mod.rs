@@ -1,11 +1,11 @@
 //! Attention over one tile of packed keys and values for up to four queries, in integers: the definition in plain code,
-//! and the same bits by VNNI.
+//! and a VNNI version with equal bits.
 //!
-//! Codes of two or four bits lie in lines of 64 bytes, so that sixteen dwords of a line meet one dword of a query or of
-//! the weights. A dword of the keys is four bytes of one token, and lanes are sixteen tokens; a dword of the
-//! values is one byte of four tokens, and lanes are sixteen bytes. A byte holds neighbouring channels. Whatever belongs
-//! to channels (queries, steps, zeros, outputs) lies in the order of planes: first the channels in the lowest bits of
-//! all bytes, then those in the next.
+//! Codes of two or four bits are stored in lines of 64 bytes, so that sixteen dwords of a line are multiplied with one
+//! dword of a query or of the weights. A dword of the keys is four bytes of one token, and lanes are sixteen tokens; a
+//! dword of the values is one byte of four tokens, and lanes are sixteen bytes. A byte holds neighbouring channels.
+//! Per-channel data (queries, steps, zeros, outputs) are in the order of planes: first the channels in the lowest bits
+//! of all bytes, then those in the next.
 
 mod plain;
 #[cfg(target_arch = "x86_64")]
@@ -21,7 +21,7 @@ pub(crate) const TILE: usize = 64;
 /// Queries that are taken at a time.
 pub(crate) const QUERIES: usize = 4;
 
-/// What dwords of a line hold.
+/// The contents of a line's dwords.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Axis {
     /// Four bytes of a token.
@@ -30,7 +30,7 @@ pub(crate) enum Axis {
     Values,
 }
 
-/// How tiles of one head's keys or values lie.
+/// The layout of tiles of one head's keys or values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Panel {
     pub axis: Axis,
@@ -129,7 +129,7 @@ pub(crate) type Scores = [[i32; TILE]; QUERIES];
 /// Weights of up to four queries.
 pub(crate) type Weights = [[u8; TILE]; QUERIES];
 
-/// Who multiplies.
+/// The implementation that multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Packed {
     Plain,

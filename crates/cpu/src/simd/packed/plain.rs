@@ -1,4 +1,4 @@
-//! What the vector code must give, bit for bit.
+//! The definition that the vector code must match bit for bit.
 
 use super::{LEAST, ROUND, Running, SERIES, Scores, TILE, Tile, Weights};
 

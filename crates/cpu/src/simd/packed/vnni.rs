@@ -1,4 +1,4 @@
-//! Codes as they lie, multiplied by VNNI: 64 unsigned bytes by 64 signed ones into sums of four.
+//! Multiplies packed codes in place with VNNI: 64 unsigned bytes by 64 signed ones into sums of four.
 
 use super::{LEAST, ROUND, Running, SERIES, Scores, TILE, Tile, Weights};
 use crate::memory::Line;
@@ -64,7 +64,7 @@ unsafe fn fold(tile: &Tile<'_>, q: &[i16], [low, high]: &mut [[i8; MOST]; 2]) ->
     _mm512_reduce_add_epi32(sum)
 }
 
-/// Lines of the next tile are asked for while those of this one are read; any address is allowed.
+/// Prefetches lines of the next tile while those of this one are read; any address is allowed.
 #[inline]
 fn ask(line: *const Line, ahead: usize) {
     // SAFETY: prefetching never faults.
