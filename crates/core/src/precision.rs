@@ -210,8 +210,8 @@ impl Int8Attention {
 }
 
 impl GroupFormat {
-    /// Replaces `[rows, cols]` by the values of codes whose groups run along columns: in every column, rows 0 to 15 (or
-    /// 31) share a scale, then the next ones.
+    /// Replaces `[rows, cols]` by the values of codes whose groups run along columns: in every column, the first 16 (or
+    /// 32) rows share a scale, then the next ones.
     pub fn fake_columns(self, x: &mut [f32], cols: usize) {
         let mut group = [0.0f32; 32];
         for block in x.chunks_mut(self.group() * cols.max(1)) {

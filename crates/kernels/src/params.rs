@@ -1,8 +1,8 @@
 //! Kernel parameters, each declared once: its name, its type, and the launch argument that it stands for.
 //!
-//! A kernel is built from [`Params`]. Every declaration gives the value that the kernel's code uses and, beside it, a function
-//! from the call to the argument. A [`Program`] keeps the kernel and these functions in the order of declaration, so a launch
-//! cannot miss an argument, name one that does not exist, or pass one in another's place.
+//! A kernel is built from [`Params`]. Every declaration gives the value that the kernel's code uses, and a function
+//! from the call to the argument. A [`Program`] keeps the kernel and these functions in the order of declaration, so a
+//! launch cannot miss an argument, name one that does not exist, or pass one in another's place.
 //!
 //! ```
 //! use fulgurite_kernels::params::Program;

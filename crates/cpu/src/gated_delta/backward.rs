@@ -182,7 +182,7 @@ fn back(
     out: &Out<'_>,
 ) {
     let (kp, vp, scale) = (cx.kp, cx.vp, cx.problem.scale());
-    // Rows of values lie `vs` apart.
+    // Rows of values are `vs` apart.
     let vs = cx.vs;
     let gates = Gates::new(cx, at, first);
     work.corrections(cx, keys, at, &gates, first, state);

@@ -319,7 +319,7 @@ unsafe fn gates<const INVERSE: usize, const WEIGHTS: usize>(x: &mut DeltaGates<'
     }
 }
 
-/// A group of rows of G and of its weights: every column decays, and a new one starts with 1.
+/// A group of rows of G and of the matrix that it weighs: every column decays, and a new one starts with 1.
 ///
 /// # Safety
 /// As for [`gates`].

@@ -184,7 +184,7 @@ unsafe fn probe_of<const N: usize>(args: &mut StripProbe<'_>, [queries, rows]: [
             let u = rows_of::<N>(&u);
             for row in 0..queries {
                 let at = (half * 2 * rows + row) * 16;
-                // The weights of odd columns are numbers as they lie.
+                // The weights of odd columns need no conversion.
                 let p = _mm512_loadu_ps(from.add(at + rows * 16));
                 // A key that weighs nothing may hold anything.
                 let seen = _mm512_test_epi32_mask(_mm512_castps_si512(p), _mm512_castps_si512(p));
@@ -207,7 +207,7 @@ unsafe fn softmax(args: &mut StripSoftmax<'_>, [queries, rows, columns]: [usize;
     }
 }
 
-/// Lanes are as the scores lie: N vectors, each of 16 / columns keys.
+/// Lanes have the layout of the scores: N vectors, each of 16 / columns keys.
 ///
 /// # Safety
 /// As for [`softmax`]; N is twice the columns.

@@ -87,7 +87,7 @@ pub(crate) struct DeltaKernels {
 }
 
 impl DeltaKernels {
-    /// The address of rows, which lie in their tensor.
+    /// The address of rows, which are inside their tensor.
     fn address(&self, from: &Source<'_>) -> *const u8 {
         assert!(from.data.dtype() == self.dtype, "bug in fulgurite: rows of another type");
         let range = from.offset..from.offset + extent(from.rows, from.row, from.n);
@@ -182,7 +182,7 @@ impl DeltaKernels {
     /// `rows` rows of `n` elements, `row` apart: factor x + y, rounded; past the caches where `stream` says so.
     ///
     /// # Safety
-    /// The rows at `to` are valid, of this type, and nobody else touches them.
+    /// The rows at `to` are valid, of this type, and nothing else accesses them.
     pub unsafe fn outputs(
         &self,
         x: &[f32],

@@ -38,7 +38,8 @@ impl<'a> From<StripRows<'a>> for Strided<'a> {
     }
 }
 
-/// The running softmax of the rows of a strip. Lanes are as the scores of a key lie, [`columns`] of them, repeated.
+/// The running softmax of the rows of a strip. Lanes have the layout of a key's scores: [`columns`] lanes per key,
+/// repeated.
 pub(crate) struct StripSoftmax<'a> {
     pub s: &'a [f32],
     pub weights: &'a mut [f32],
@@ -73,13 +74,13 @@ pub(crate) struct StripProbe<'a> {
 pub(crate) struct StripKernels {
     /// By rows of queries and their columns.
     pub(super) hold: fn([usize; 2]) -> Hold,
-    /// Queries, their columns, first key, elements from key to key, d, scores, what to ask for.
+    /// Queries, their columns, first key, stride between keys, d, scores, memory to prefetch.
     pub(super) scores: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
     /// Rows of queries, all rows of the tile, and columns.
     pub(super) softmax: unsafe fn(&mut StripSoftmax<'_>, [usize; 3]) -> SoftmaxStats,
     /// Rows of queries, all rows of the tile, and columns.
     pub(super) probe: unsafe fn(&mut StripProbe<'_>, [usize; 3]),
-    /// Weights, rows, first value, elements from value to value, columns of O, O, what to ask for.
+    /// Weights, rows, first value, stride between values, columns of O, O, memory to prefetch.
     pub(super) output: unsafe fn(*const f32, usize, *const bf16, usize, usize, *mut f32, Coming),
 }
 

@@ -37,7 +37,7 @@ impl<'k> KeyBlock<'k> {
 
 /// How the key blocks of a tile are found and loaded.
 pub(crate) trait KeySource<'k> {
-    /// The key blocks of a tile, from the first to past the last; at least one.
+    /// First and past-the-last key block of a tile; at least one block.
     fn blocks(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2];
 
     /// Whether blocks carry tags through the ring.
@@ -46,7 +46,7 @@ pub(crate) trait KeySource<'k> {
     /// The tag of a tile's `n`-th block.
     fn tag(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>>;
 
-    /// Coordinates in k or v of the block that begins at `key`.
+    /// Coordinates in k or v of the block that starts at `key`.
     fn coordinates(
         &self,
         tile: &dyn QueryTile<'k>,
@@ -56,8 +56,8 @@ pub(crate) trait KeySource<'k> {
         head: Val<'k, u32>,
     ) -> Vec<Val<'k, u32>>;
 
-    /// Releases the current stage of the ring of keys. Returns the block that it held, the tile's `n`-th. `all_keys` gives
-    /// the visible keys of the tile's sequence.
+    /// Releases the current stage of the ring of keys. Returns the block that it held, the tile's `n`-th. `all_keys`
+    /// gives the number of visible keys of the tile's sequence.
     fn take(
         &self,
         w: &Scope<'k, Group>,
@@ -67,11 +67,11 @@ pub(crate) trait KeySource<'k> {
     ) -> Block<'k>;
 }
 
-/// Key blocks that follow each other, from the first to the last that some query of the tile sees.
+/// Consecutive key blocks, from the first to the last that some query of the tile sees.
 pub(crate) struct Interval<'a, 'k> {
     pub spans: &'a Spans,
     pub sequences: &'a Sequences<'k>,
-    /// Keys of a block.
+    /// Keys per block.
     pub cols: u32,
 }
 
@@ -110,7 +110,7 @@ impl<'k> KeySource<'k> for Interval<'_, 'k> {
 pub(crate) struct Listed<'a, 'k> {
     pub lists: &'a Lists<'k>,
     pub sequences: &'a Sequences<'k>,
-    /// Keys of a block.
+    /// Keys per block.
     pub cols: u32,
 }
 

@@ -57,8 +57,8 @@ pub(in crate::simd) unsafe fn best<S: Simd>(args: &mut BestArgs<'_>) {
     }
 }
 
-/// Arguments for the running best of each lane among keys of other groups, if no key is worth more than its cap: `min(s
-/// + bias[key], half_norm[lane] - cap[key])`.
+/// Arguments for the running best of each lane among keys of other groups. No key is worth more than its cap:
+/// `min(s + bias[key], half_norm[lane] - cap[key])`.
 pub(crate) struct OtherArgs<'a> {
     pub s: &'a [f32],
     pub bias: &'a [f32],

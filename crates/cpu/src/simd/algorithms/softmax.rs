@@ -71,7 +71,7 @@ pub(in crate::simd) unsafe fn softmax<S: Simd>(
 ) -> SoftmaxStats {
     // SAFETY: passed on.
     unsafe {
-        // Inlined for either: a softmax without probes does not ask for them at every key.
+        // Inlined for both cases: a softmax without probes does not test for them at every key.
         match probe {
             None => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, None)),
             Some(probe) => with_exp!(args.exp, exp => softmax_with::<S, _>(args, &exp, Some(probe))),

@@ -100,7 +100,7 @@ impl Panel {
     }
 }
 
-/// One tile as it lies.
+/// One tile in its storage layout.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
     pub panel: Panel,

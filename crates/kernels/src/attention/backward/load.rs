@@ -12,7 +12,7 @@ use fulgurite_ptx::{Group, Scope, Thread, Val};
 /// A tile whose numbers are read from shared memory wherever they are used: registers are short.
 type Again<'a, 'k> = &'a dyn Fn(&Scope<'k, Thread>) -> Work<'k>;
 
-/// What the thread of a job does.
+/// The work of a job's thread.
 type Run<'a, 'k> = Box<dyn Fn(&Scope<'k, Thread>) + 'a>;
 
 /// The load role.

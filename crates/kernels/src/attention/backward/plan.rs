@@ -257,7 +257,7 @@ fn facts_of(problem: &Problem, d_lse: bool, order: Order) -> Result<Facts, NoKer
     if let Some(d) = dims.into_iter().find(|d| *d > MOST) {
         return missing(format!("backward of head_dim {d} (it has them up to {MOST})"));
     }
-    // Tensors whose rows are no multiple of this are copied to memory where they are.
+    // Tensors whose rows are not a multiple of this are copied to memory with padded rows.
     let dims = dims.map(|d| d.next_multiple_of(UNIT) as u32);
     let precision = problem.precision();
     if precision != Precision::Native {

@@ -291,7 +291,7 @@ struct Row<'k, T> {
     /// The row's elements in o and in d_o.
     memory: [Pointer<'k, Pair<T>>; 2],
     query: Val<'k, u32>,
-    /// Where the rows of its head begin in the LSE.
+    /// Offset of its head's rows in the LSE.
     lse: Val<'k, u64>,
     /// Index among the padded rows of all heads.
     padded: Val<'k, u64>,

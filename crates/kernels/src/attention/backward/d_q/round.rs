@@ -51,7 +51,7 @@ pub(crate) struct Args {
     pub d_q: ResultArgs,
     pub added: Span,
     pub rounded: Span,
-    /// How many tiles after the tile with its number a part is converted.
+    /// Distance in tiles between a part's own number and the tile that converts it.
     pub lag: u32,
     /// Steps of a part, and parts of a pair.
     pub part: u32,
@@ -137,7 +137,7 @@ impl<'k> Round<'k> {
         self.places.div_rem(pair)[1]
     }
 
-    /// Where additions to the d_q of a pair are counted.
+    /// The counter of additions to the d_q of a pair.
     #[track_caller]
     pub fn added(&self, pair: Val<'k, u32>) -> Flags<'k> {
         self.added.at(pair)

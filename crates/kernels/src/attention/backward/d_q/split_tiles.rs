@@ -34,7 +34,7 @@ pub(crate) struct Args {
     pub summed: Span,
 }
 
-/// How the last tiles are split, and where their sums are.
+/// The splits of the last tiles, and their sums.
 pub(crate) struct SplitTiles<'k> {
     /// Tiles that are handed out whole.
     pub whole: Val<'k, u32>,

@@ -8,7 +8,7 @@ use crate::params::Program;
 use fulgurite_core::{DType, Mask, cases};
 use fulgurite_ptx::{Target, bf16};
 
-/// What the main kernel of these features waits for and signals.
+/// The events that the main kernel of these features waits for and signals.
 fn rows(features: &Features, shape: &KernelShape) -> Rows {
     let mut rows = Rows::new();
     let program = Program::<Call>::build("attention_backward", Target::HOPPER, |p| {
@@ -18,7 +18,7 @@ fn rows(features: &Features, shape: &KernelShape) -> Rows {
     rows
 }
 
-/// What kernels with every service wait for and signal.
+/// The events that kernels with every service wait for and signal.
 fn all_rows() -> Rows {
     let features = |dim, order| Features { order, ..Features::plain([dim, dim], Mask::none()) };
     let mut all = Rows::new();

@@ -25,7 +25,7 @@ const DONE: u32 = 2;
 pub(crate) struct Args {
     /// The first pair whose sums the prepare kernel does not zero.
     pub pair: u32,
-    /// Where its sums begin, and the sums from there on, in copies of [`ZEROS`].
+    /// Start of its sums; `count`: number of sums from there on. Both in copies of [`ZEROS`].
     pub first: u32,
     pub count: u32,
 }

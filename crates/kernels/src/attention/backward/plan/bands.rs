@@ -56,7 +56,7 @@ pub(crate) struct Bands {
     pub last: u64,
     /// Number of pairs that can own sums at a time; a multiple of `band`, and possibly more than there are pairs.
     pub places: u64,
-    /// How many tiles after its own number a part is converted.
+    /// Distance in tiles between a part's own number and the tile that converts it.
     pub lag: u64,
     /// Pairs whose sums are zero before the main kernel starts.
     pub zeroed: u64,

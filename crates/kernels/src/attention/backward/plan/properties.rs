@@ -33,7 +33,7 @@ fn numbers(bands: &Bands) -> Result<Vec<Vec<u64>>, String> {
     found.into_iter().map(|tiles| all(tiles).ok_or("a tile is not dealt".to_string())).collect()
 }
 
-/// What is wrong with bands whose parts come with the first `with_parts` tiles.
+/// Checks bands whose parts come with the first `with_parts` tiles.
 fn check(bands: &Bands, parts: Parts, with_parts: u64) -> Result<(), String> {
     let numbers = numbers(bands)?;
     // In a fixed order, a tile waits for the one before it in its pair.

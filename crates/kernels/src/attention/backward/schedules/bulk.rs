@@ -13,11 +13,11 @@
 //! d_z is published to the other warpgroup when products already run: publishing waits for the writes, which takes as long as a
 //! product, and d_z is not needed before the next step.
 //!
-//! d_v leaves through the stage of the warpgroup's own values while the last d_q is multiplied, then d_k through the memory of
-//! d_q, while the keys of the next tile arrive.
+//! d_v is stored through the stage of the warpgroup's own values while the last d_q is multiplied. Then d_k is stored
+//! through the memory of d_q, while the keys of the next tile arrive.
 //!
-//! Modified scores wait for d_p first, and go from the raw score to d_z part by part. A derivative is then used where it is
-//! computed and takes no registers of the loop.
+//! Modified scores wait for d_p first, and are converted from the raw score to d_z part by part. A derivative is then
+//! used right after it is computed, and takes no registers in the loop.
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::modifiers::{ModifierRole, clean};
