@@ -2,10 +2,10 @@
 //!
 //! Level l = 1 .. L has nodes of width c = p^(l-1): node (l, i) is the mean of tokens [i c, (i+1) c) of q, of k and of
 //! v. Its scores are the largest |q| and the largest |k| of its span. Selection goes from the coarsest level down, in
-//! tiles of the sequence. From the candidates of a tile it picks half with the largest |q|, then equally many of the
-//! others with the largest |k|. Picked nodes stay and their children are added; the others only stay. Ties go to the
-//! lower index. The picked nodes, in sequence order, go through plain causal attention; the output of (l, i) is added
-//! to positions [i c + c - 1, i c + 2c - 2].
+//! tiles of the sequence. At each level it picks m candidates per tile: m / 2 with the largest |q|, then m / 2 of the
+//! others with the largest |k|. All candidates belong to the result; the children of the picked ones are the candidates
+//! of the next level. Ties go to the lower index. These nodes, in sequence order, go through plain causal attention;
+//! the output of (l, i) is added to positions [i c + c - 1, i c + 2c - 2].
 //!
 //! **The selection sees the future**: the picked nodes depend on norms of later tokens of the tile. Given the
 //! selection, the layer is causal. It replaces attention in the first part of a training, not in generation.

@@ -217,8 +217,8 @@ impl Needs {
     }
     /// Hopper only.
     pub const HOPPER_ONLY: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90]) };
-    /// Hopper and data-centre Blackwell. The assembler accepts some of these rows for sm_120a too, but emulates them
-    /// there.
+    /// Hopper and data-centre Blackwell. For sm_120a the assembler accepts some of these rows too, but replaces the
+    /// instruction by a call of a routine.
     pub const DATA_CENTER: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103]) };
     /// Hopper and every Blackwell, each in its architecture-specific variant.
     pub const HOPPER_AND_BLACKWELL: Needs = Needs { ptx: (8, 0), archs: Archs::Only(&[90, 100, 103, 120, 121]) };
