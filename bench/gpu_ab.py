@@ -3,7 +3,7 @@
     python bench/gpu_ab.py OLD_FOLDER NEW_FOLDER [--rounds N] [--json FILE]
 
 Each folder holds a whole package (Python files and extension) under the name that it is imported by, so the two names
-differ: `cp -r python/fulgurite before`. Both are loaded into one process and alternate. A ratio is the time of the old
+differ: `cp -r python/fulgurite before`, and its `_torch_ops.py` registers operators under another name. Both are loaded into one process and alternate. A ratio is the time of the old
 build divided by that of the new one: above 1 the new one is faster.
 """
 

@@ -45,7 +45,8 @@ class Shape:
         return 2 * products * self.batch * self.heads * self.dim * self.pairs()
 
     def text(self):
-        more = [f"window {self.window + 1}"] * (self.window is not None) + [f"softcap {self.softcap:g}"] * (self.softcap > 0) + ["sinks"] * self.sinks
+        more = [] if self.window is None else [f"window {self.window + 1}"]
+        more += [f"softcap {self.softcap:g}"] * (self.softcap > 0) + ["sinks"] * self.sinks
         return f"{self.name} {self.batch} x {self.length}, {self.heads}/{self.kv_heads}, d {self.dim}" + "".join(f", {word}" for word in more)
 
 
