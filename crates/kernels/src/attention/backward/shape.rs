@@ -17,19 +17,22 @@ pub struct KernelShape {
     /// Whether the main kernel can split its last tiles. Has the requirements of `rounds`, and also needs no mask and
     /// any order of additions.
     pub splits: bool,
-    /// Whether heads are not grouped: q_heads equals kv_heads. Set only with copy-engine reduction; the step loop then
-    /// skips its test for the next head.
+    /// A tile has one query head: q_heads equals kv_heads, or every head has CTAs of its own. Set only with copy-engine
+    /// reduction; the step loop then skips its test for the next head.
     pub single: bool,
-    /// Whether the main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and
-    /// sequences of equal length.
+    /// The query heads of a key/value head are spread over several CTAs. The main kernel leaves f32 parts of d_k and d_v, and
+    /// another kernel adds them.
+    pub spreads: bool,
+    /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
+    /// length.
     pub zero_fills: bool,
 }
 
 impl KernelShape {
-    /// The shape for a problem whose sizes are not known: `rounds`, `splits` and `single` are false.
+    /// The shape for a problem whose sizes are not known: `rounds`, `splits`, `single` and `spreads` are false.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
         let zero_fills = config.adds == Adds::Engine && !features.ragged.any();
         let dims = config.padded(features.dims);
-        KernelShape { config, dims, rounds: false, splits: false, single: false, zero_fills }
+        KernelShape { config, dims, rounds: false, splits: false, single: false, spreads: false, zero_fills }
     }
 }

@@ -1,0 +1,152 @@
+//! How the query heads of a key/value head are spread over CTAs, and into how many parts.
+
+use crate::attention::backward::plan::facts::Facts;
+use crate::attention::backward::plan::tile_steps;
+use crate::attention::backward::{BackwardConfig, KernelShape};
+use fulgurite_core::Layout;
+
+/// FLOP/s of a multiprocessor in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
+const FLOPS: f64 = 4.2e12;
+/// Bytes a second of the GPU's memory, as the kernel that adds parts reaches them.
+const BYTES: f64 = 3.5e12;
+/// Seconds that one more kernel takes: its launch, and the CTAs of the kernel before that end at different times.
+const LAUNCH: f64 = 6e-6;
+/// More parts must take less than this share of the time of fewer.
+const GAIN: f64 = 0.95;
+/// Bytes that all parts may have.
+const MOST_BYTES: f64 = (1u64 << 30) as f64;
+
+/// The query heads of a key/value head in parts of consecutive heads. Parts differ by one head at most, and each has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadSpread {
+    /// Query heads of a key/value head.
+    pub group: u64,
+    /// Parts of them.
+    pub parts: u64,
+}
+
+impl HeadSpread {
+    /// As many parts as wanted, but at least one and no more than there are heads.
+    pub fn new(group: u64, parts: u64) -> HeadSpread {
+        HeadSpread { group, parts: parts.clamp(1, group.max(1)) }
+    }
+
+    /// The first query head of a part; parts of all key/value heads are numbered one after the other. Kernels compute the same.
+    pub fn first(&self, part: u64) -> u64 {
+        part * self.group / self.parts
+    }
+
+    /// Query heads of the longest part.
+    pub fn most(&self) -> u64 {
+        self.group.div_ceil(self.parts)
+    }
+
+    /// Whether there are several parts.
+    pub fn is_spread(&self) -> bool {
+        self.parts > 1
+    }
+}
+
+/// What the choice of parts depends on. Lengths are counted in steps: one step of queries of one query head, for one tile.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Load {
+    /// Query heads of a key/value head.
+    pub group: u64,
+    /// CTAs, or pairs of CTAs, that run at a time.
+    pub ctas: u64,
+    /// Steps of the longest tile, for each of its query heads.
+    pub longest: f64,
+    /// Steps of all tiles of all key/value heads, for each query head of a group.
+    pub all: f64,
+    /// Seconds of a step.
+    pub step: f64,
+    /// Bytes of one f32 d_k and d_v of all keys of all key/value heads.
+    pub part_bytes: f64,
+    /// Whether the last tiles are split, so that CTAs end together however long a tile is.
+    pub splits: bool,
+}
+
+impl Load {
+    /// Seconds of the main kernel and of the kernel that adds parts, if the query heads of a group are in parts of at most
+    /// `most` heads.
+    ///
+    /// CTAs take tiles from a list, the longest first. No CTA ends before the mean of all, nor before its longest tile. On
+    /// an H200 the last CTA ended about half of a longest tile after the mean: 0.8 of the rate of single heads with 64
+    /// query heads for 8 of keys, 2 sequences of 4096, where this says 0.8.
+    fn seconds(&self, parts: u64, most: u64) -> f64 {
+        let (tile, mean) = (self.longest * most as f64, self.all * self.group as f64 / self.ctas as f64);
+        let main = if self.splits { mean.max(most as f64) } else { tile.max(mean + tile / 2.0) };
+        // Every part is written once and read once.
+        let join = if parts > 1 { LAUNCH + 2.0 * self.part_bytes * parts as f64 / BYTES } else { 0.0 };
+        main * self.step + join
+    }
+
+    /// The number of parts with the least estimated time. More parts than fewer would do are taken only for a gain that
+    /// is beyond the error of the estimate.
+    pub fn parts(&self) -> u64 {
+        let mut best = (1, self.seconds(1, self.group));
+        for most in (1..self.group).rev() {
+            // The fewest parts of at most so many heads.
+            let parts = self.group.div_ceil(most);
+            let seconds = self.seconds(parts, most);
+            if seconds < best.1 * GAIN && self.part_bytes * parts as f64 <= MOST_BYTES {
+                best = (parts, seconds);
+            }
+        }
+        best.0
+    }
+}
+
+impl Facts {
+    /// How query heads are spread: as a configuration says, or by the rule. `splits`: whether the last tiles would be split.
+    pub fn spread(&self, config: &BackwardConfig, splits: bool) -> HeadSpread {
+        let parts = match config.head_splits {
+            Some(parts) => u64::from(parts),
+            None if self.group() <= 1 => 1,
+            None => self.load(config, splits).parts(),
+        };
+        HeadSpread::new(self.group(), parts)
+    }
+
+    /// What a configuration makes of the work of all CTAs.
+    pub fn load(&self, config: &BackwardConfig, splits: bool) -> Load {
+        let [d, dv] = KernelShape::plain(&self.features, *config).dims.map(f64::from);
+        let (keys, rows) = (f64::from(config.keys()), f64::from(config.rows));
+        let [longest, all] = self.steps_of_tiles(config);
+        let k_rows = match self.layout {
+            Layout::Dense { batch, k_len, .. } => batch * k_len,
+            Layout::Packed(p) => p.total_k,
+        };
+        Load {
+            group: self.group(),
+            ctas: u64::from(self.arch.sms / config.blocks()).max(1),
+            longest,
+            all: all * self.heads[1] as f64,
+            // Three products with rows of d elements, two with rows of dv.
+            step: 2.0 * rows * keys * (3.0 * d + 2.0 * dv) / (FLOPS * f64::from(config.blocks())),
+            part_bytes: self.heads[1] as f64 * k_rows as f64 * (d + dv) * 4.0,
+            splits,
+        }
+    }
+
+    /// Steps of the longest tile, and of all tiles of a head of all sequences. Only the device knows how long packed
+    /// sequences are: one counts as the longest, the others as long as their mean.
+    fn steps_of_tiles(&self, config: &BackwardConfig) -> [f64; 2] {
+        let steps = |lengths: [usize; 2]| tile_steps(&self.features.mask, lengths, *config);
+        let sums = |lengths: [usize; 2]| {
+            steps(lengths).fold([0.0f64, 0.0], |[most, all], n| [most.max(n as f64), all + n as f64])
+        };
+        match self.layout {
+            Layout::Dense { batch, q_len, k_len } => {
+                let [longest, all] = sums([q_len, k_len]);
+                [longest, all * batch as f64]
+            }
+            Layout::Packed(p) => {
+                let (others, [longest, first]) = (p.batch.saturating_sub(1), sums([p.max_q, p.max_k]));
+                let mean = |total: usize, most: usize| total.saturating_sub(most).div_ceil(others.max(1));
+                let [_, rest] = sums([mean(p.total_q, p.max_q), mean(p.total_k, p.max_k)]);
+                [longest, first + rest * others as f64]
+            }
+        }
+    }
+}
