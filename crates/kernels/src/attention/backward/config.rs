@@ -98,8 +98,8 @@ pub struct BackwardConfig {
     /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
     /// if that takes less time. `None`: never.
     pub join: Option<u32>,
-    /// Parts into which the query heads of a key/value head are divided; each part has CTAs of its own. One part if a head has no
-    /// more. `None`: derived.
+    /// Parts into which the query heads of a key/value head are divided; each part has CTAs of its own. A key/value head has no more
+    /// parts than query heads, and with CTA pairs one. `None`: derived.
     pub head_splits: Option<u32>,
 }
 

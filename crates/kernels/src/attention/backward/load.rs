@@ -187,7 +187,7 @@ impl<'a, 'k> Load<'a, 'k> {
                 if let Some(pair) = pair {
                     let (keys, half) = (config.block_keys(), self.0.dims[0] / 2);
                     let first_other = (t.cluster_rank() ^ 1).mul_add(keys, work.tile * config.keys());
-                    let at = map.at(Of::K, work, [t.cluster_rank() * half, first_other, map.kv_head(work.head)]);
+                    let at = map.at(Of::K, work, [t.cluster_rank() * half, first_other, work.head]);
                     pair.other_keys.put(t, |t, stage| stage.load(t, stage.tile(0), &pair.other_k, &at));
                 }
                 stages.keys.put(t, |t, stage| stage.load(t, stage.tile(0), &inputs.k, &at(Of::K)));

@@ -38,4 +38,4 @@ pub use config::{Adds, BackwardConfig, Pack, Share};
 pub use features::Features;
 pub use modifiers::{ModifierGradients, RegisterPressure};
 pub use order::Order;
-pub use shape::KernelShape;
+pub use shape::{KernelShape, Spread};

@@ -15,8 +15,8 @@ use crate::attention::backward::state::Call;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
-    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, finish, heads as add_heads, main, prepare, sinks,
-    zero,
+    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main, prepare,
+    sinks, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -149,6 +149,11 @@ impl BackwardPlan {
         self.schedule.spread.parts
     }
 
+    /// Whether the configuration has kernels for several parts.
+    pub fn can_split_heads(&self) -> bool {
+        heads::can_spread(&self.config())
+    }
+
     /// Query heads of the longest part.
     pub fn part_heads(&self) -> u64 {
         self.schedule.spread.most()
@@ -177,7 +182,8 @@ impl BackwardPlan {
         let (prepare, of_prepare) = prepare::program::<T>(target, features, shape)?.split();
         let (main, of_main) = main::program::<T>(target, features, shape)?.split();
         let (finish, of_finish) = parts((!shape.rounds).then(|| finish::program::<T>(target, features, shape)))?;
-        let (heads, of_heads) = parts(shape.spreads.then(|| add_heads::program::<T>(target, features, shape)))?;
+        let (heads, of_heads) =
+            parts((shape.spread != Spread::No).then(|| add_heads::program::<T>(target, features, shape)))?;
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;

@@ -1,7 +1,7 @@
 //! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
 use crate::attention::backward::plan::HeadSpread;
-use crate::attention::backward::{BackwardConfig, KernelShape};
+use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
 use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
@@ -169,8 +169,9 @@ struct Spread<'k> {
     q_heads: Val<'k, u32>,
     /// Tiles from one part to the next, where sequences differ in length.
     part_tiles: Option<Val<'k, u32>>,
-    /// Whether every part is one query head.
+    /// Whether every part is one query head, and whether parts have equally many.
     single: bool,
+    even: bool,
     packed: bool,
 }
 
@@ -204,12 +205,13 @@ impl<'k> TileMap<'k> {
         let steps = p.u32("steps", move |call| args(call).steps);
         let group = p.u32("group", move |call| args(call).spread.group as u32);
         let heads = p.divisor("heads", move |call| args(call).heads * args(call).spread.parts as u32);
-        let spread = shape.spreads.then(|| Spread {
-            parts: p.divisor("head_parts", move |call| args(call).spread.parts as u32),
+        let spread = (shape.spread != SpreadShape::No).then(|| Spread {
+            parts: p.divisor("head_splits", move |call| args(call).spread.parts as u32),
             most: p.u32("part_heads", move |call| args(call).spread.most() as u32),
             q_heads: p.u32("q_heads", move |call| args(call).heads * args(call).spread.group as u32),
             part_tiles: ragged.any().then(|| p.u32("part_tiles", move |call| args(call).part_tiles)),
             single: shape.single,
+            even: shape.spread == SpreadShape::Even,
             packed: ragged.packed,
         });
         let tiles = Tiles::declare(p, ragged, args);
@@ -222,6 +224,7 @@ impl<'k> TileMap<'k> {
         match &self.spread {
             None => head * self.group,
             Some(spread) if spread.single => head,
+            Some(spread) if spread.even => head * spread.most,
             Some(spread) => spread.parts.div_rem(head * self.group)[0],
         }
     }
@@ -232,6 +235,7 @@ impl<'k> TileMap<'k> {
         match &self.spread {
             None => self.group,
             Some(spread) if spread.single => head.literal(1),
+            Some(spread) if spread.even => spread.most,
             Some(_) => self.first_head(head + 1) - self.first_head(head),
         }
     }
@@ -243,7 +247,7 @@ impl<'k> TileMap<'k> {
 
     /// Whether a head may have fewer query heads than others.
     pub fn is_uneven(&self) -> bool {
-        self.spread.as_ref().is_some_and(|spread| !spread.single)
+        self.spread.as_ref().is_some_and(|spread| !spread.even)
     }
 
     /// The key/value head of a tile's head.

@@ -2,7 +2,7 @@
 
 use crate::attention::backward::plan::facts::Facts;
 use crate::attention::backward::plan::tile_steps;
-use crate::attention::backward::{BackwardConfig, KernelShape};
+use crate::attention::backward::{BackwardConfig, KernelShape, Share, Spread};
 use fulgurite_core::Layout;
 
 /// FLOP/s of a multiprocessor in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
@@ -41,10 +41,25 @@ impl HeadSpread {
         self.group.div_ceil(self.parts)
     }
 
+    /// What kernels' texts depend on.
+    pub fn shape(&self) -> Spread {
+        match (self.is_spread(), self.group % self.parts) {
+            (false, _) => Spread::No,
+            (true, 0) => Spread::Even,
+            (true, _) => Spread::Uneven,
+        }
+    }
+
     /// Whether there are several parts.
     pub fn is_spread(&self) -> bool {
         self.parts > 1
     }
+}
+
+/// Whether a configuration has kernels for spread heads. With CTA pairs, the loading thread has no registers left to divide by
+/// the number of parts.
+pub(crate) fn can_spread(config: &BackwardConfig) -> bool {
+    config.share != Share::Pairs
 }
 
 /// What the choice of parts depends on. Lengths are counted in steps: one step of queries of one query head, for one tile.
@@ -101,8 +116,8 @@ impl Facts {
     /// How query heads are spread: as a configuration says, or by the rule. `splits`: whether the last tiles would be split.
     pub fn spread(&self, config: &BackwardConfig, splits: bool) -> HeadSpread {
         let parts = match config.head_splits {
+            _ if self.group() <= 1 || !can_spread(config) => 1,
             Some(parts) => u64::from(parts),
-            None if self.group() <= 1 => 1,
             None => self.load(config, splits).parts(),
         };
         HeadSpread::new(self.group(), parts)

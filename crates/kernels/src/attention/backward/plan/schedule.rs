@@ -37,7 +37,7 @@ impl Schedule {
         let rounds = engine && facts.is_plain() && config.rounds;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
-        let shape = KernelShape { rounds, single, spreads: spread.is_spread(), ..plain };
+        let shape = KernelShape { rounds, single, spread: spread.shape(), ..plain };
         let steps = steps(facts, u64::from(config.rows));
         let rows = facts.all_heads() * steps * u64::from(config.rows);
         let bands = Bands::new(&tiling(facts, &shape, &spread), &config);
@@ -138,7 +138,7 @@ impl Schedule {
             block_table: facts.block_table_elements() * 4,
             exact_words: facts.all_exact_words() * 8,
             split_sums: self.split_tiles * u64::from(config.keys()) * split_row,
-            head_parts: if self.shape.spreads {
+            head_parts: if self.spread.is_spread() {
                 self.part_tiles(facts) * u64::from(config.keys()) * split_row
             } else {
                 0

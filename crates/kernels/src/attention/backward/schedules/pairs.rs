@@ -96,19 +96,12 @@ impl<'a, 'k> Between<'a, 'k> {
         self.pair.other_keys.wait(w);
     }
 
-    /// A result leaves through a stage that no warpgroup reads any more, in halves of its columns. A part of one leaves from
-    /// registers.
+    /// A result leaves through a stage that no warpgroup reads any more, in halves of its columns.
     fn leave<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, (of, result, to): (Of, &Acc<'k>, Tile<'k>))
     where
         Pair<T>: Word,
     {
         let (main, half) = (self.main, result.cols() / 2);
-        if let Some(parts) = &main.parts {
-            let work = &main.map.read(&main.stages.tickets.again(w));
-            main.stages.tickets.done(w);
-            let at = [work.tile.literal(0), main.first_key(w, work)];
-            return parts.store(w, &main.map, work, (of, result), at);
-        }
         write_result::<T>(w, main, of, result, to);
         // Read the tile again: keeping it over the loop would take registers.
         let work = &main.map.read(&main.stages.tickets.again(w));
