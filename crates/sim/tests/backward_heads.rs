@@ -3,10 +3,14 @@
 mod common;
 
 use common::backward::Case;
+use common::mutate::{change, drop, drop_at};
 use common::{Random, sim};
 use fulgurite_core::{DType, Mask};
+use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
-use fulgurite_sim::{Options, Sim};
+use fulgurite_ptx::{Kernel, Target};
+use fulgurite_sim::{Fault, Line, Options, Sim};
+use std::sync::Arc;
 
 /// The case with its heads in parts, and its configuration changed.
 fn spread(case: Case, parts: u32, change: impl FnOnce(BackwardConfig) -> BackwardConfig) -> Case {
@@ -130,4 +134,46 @@ fn parts_are_added_in_a_fixed_order() {
             assert!(order == Order::Any || one == other, "{case:?}");
         }
     }
+}
+
+/// Bugs where parts are stored and added: found as faults, or as wrong gradients.
+#[test]
+fn planted_bugs_are_found() {
+    let case = Case { heads: [4, 1], q_len: 100, k_len: 130, blocks: 3, ..Case::base() };
+    let case = spread(case, 4, |config| config);
+    let kernels = case.plan().kernels(Target::HOPPER).unwrap();
+    let run = |kernels: Kernels| {
+        let sim = sim(1);
+        let run = case.run(&sim, &kernels);
+        let faults: Vec<Fault> = sim.findings().iter().map(|finding| finding.fault).collect();
+        (faults, run.map(|(_, wrong)| wrong).unwrap_or_default())
+    };
+    let main = |main: Kernel| Kernels { main: Arc::new(main), ..kernels.clone() };
+    let heads = |kernel: Kernel| Kernels { heads: Some(Arc::new(kernel)), ..kernels.clone() };
+    let (of_main, of_heads) = (|| Kernel::clone(&kernels.main), || Kernel::clone(kernels.heads.as_ref().unwrap()));
+    assert_eq!(run(kernels.clone()), (vec![], vec![]));
+
+    // A part that is read before it is written.
+    let mut stores: Vec<Line> = Vec::new();
+    kernels.main.each_op(&mut |op| {
+        let at = Line::from(op.at);
+        if op.inst.name == "st.global.f32" && at.to_string().contains("schedules/bulk.rs") && !stores.contains(&at) {
+            stores.push(at);
+        }
+    });
+    let [store] = stores[..] else { panic!("{stores:?}") };
+    let (faults, _) = run(main(drop_at(of_main(), "st.global.f32", store)));
+    assert!(faults.contains(&Fault::Uninitialised), "{faults:?}");
+    // Parts of d_k and d_v in each other's place, or in that of the next keys.
+    let (faults, wrong) = run(main(change(of_main(), "st.global.f32", 0, 0, |at| at + 2048)));
+    assert!(!faults.is_empty() || wrong.iter().any(|what| what.contains("d_")), "{faults:?}");
+    // The last part is skipped: the loop begins to count with the one after.
+    let (faults, wrong) = run(heads(change(of_heads(), "mov.b32", 0, 1, |first| first + 1)));
+    assert!(faults.is_empty() && wrong.iter().any(|what| what.contains("d_k")), "{faults:?} {wrong:?}");
+    // The first part is added again and again: the address is not moved on.
+    let (faults, wrong) = run(heads(drop(of_heads(), "mov.b64", 3)));
+    assert!(faults.is_empty() && wrong.iter().any(|what| what.contains("d_k")), "{faults:?} {wrong:?}");
+    // Every other part, and beyond the last.
+    let (faults, _) = run(heads(change(of_heads(), "mul.wide", 1, 2, |bytes| 2 * bytes)));
+    assert!(faults.contains(&Fault::Uninitialised) || faults.contains(&Fault::OutOfBounds), "{faults:?}");
 }

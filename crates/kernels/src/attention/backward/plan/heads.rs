@@ -165,3 +165,89 @@ impl Facts {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::backward::Order;
+    use crate::attention::backward::plan::BackwardPlan;
+    use fulgurite_core::{DType, Mask, Problem};
+    use proptest::prelude::*;
+
+    /// Parts by the rule of a causal problem of a model.
+    fn parts([batch, len]: [usize; 2], [heads, kv_heads]: [usize; 2], head_dim: usize, mask: Mask) -> u64 {
+        let problem = Problem::builder().dense(batch, len, len).heads(heads, kv_heads).head_dim(head_dim).mask(mask);
+        let problem = problem.dtype(DType::Bf16).build().unwrap();
+        BackwardPlan::new(&problem, false, Order::Any).unwrap().head_splits()
+    }
+
+    #[test]
+    fn heads_are_spread_where_the_gpu_is_not_full() {
+        let causal = |sizes, heads, head_dim| parts(sizes, heads, head_dim, Mask::causal());
+        // Falcon-7B, Llama-3-70B, Qwen2.5-7B.
+        assert!(causal([4, 2048], [71, 1], 64) >= 8);
+        assert!(causal([2, 4096], [64, 8], 128) >= 2);
+        assert!(causal([2, 4096], [28, 4], 128) >= 2);
+        // Many tiles, single heads, CTA pairs, and tiles that are split anyway.
+        assert_eq!(causal([16, 4096], [64, 32], 128), 1);
+        assert_eq!(causal([2, 4096], [16, 16], 128), 1);
+        assert_eq!(causal([2, 4096], [16, 2], 256), 1);
+        assert_eq!(parts([2, 4096], [64, 8], 128, Mask::none()), 1);
+        // One more kernel takes longer than the few steps it would save.
+        assert_eq!(causal([1, 128], [2, 1], 64), 1);
+    }
+
+    prop_compose! {
+        fn loads()(
+            group in 1u64..100,
+            ctas in 1u64..200,
+            longest in 1u32..500,
+            tiles in 1u32..5000,
+            step in 1u32..50,
+            bytes in 0u32..1 << 30,
+            splits: bool,
+        ) -> Load {
+            let (longest, step) = (f64::from(longest), f64::from(step) * 1e-7);
+            let all = longest * (1.0 + f64::from(tiles) / 2.0);
+            Load { group, ctas, longest, all, step, part_bytes: f64::from(bytes), splits }
+        }
+    }
+
+    proptest! {
+        /// All heads of a group are in one part each, in order; parts differ by one head at most.
+        #[test]
+        fn every_head_is_in_one_part(group in 1u64..200, wanted in 0u64..300, kv_heads in 1u64..9) {
+            let spread = HeadSpread::new(group, wanted);
+            prop_assert!(spread.parts >= 1 && spread.parts <= group);
+            let firsts: Vec<u64> = (0..=spread.parts * kv_heads).map(|part| spread.first(part)).collect();
+            prop_assert_eq!((firsts[0], firsts[firsts.len() - 1]), (0, group * kv_heads));
+            for pair in firsts.windows(2) {
+                let heads = pair[1] - pair[0];
+                prop_assert!(heads >= 1 && heads <= spread.most() && heads + 1 >= spread.most());
+            }
+            // Parts of a key/value head begin with its first query head.
+            for head in 0..kv_heads {
+                prop_assert_eq!(spread.first(head * spread.parts), head * group);
+            }
+        }
+
+        /// The rule takes a number of parts that exists, never loses by its own estimate, and stays within its memory.
+        #[test]
+        fn the_rule_never_loses(load in loads()) {
+            let parts = load.parts();
+            prop_assert!(parts >= 1 && parts <= load.group);
+            let most = load.group.div_ceil(parts);
+            prop_assert!(load.seconds(parts, most) <= load.seconds(1, load.group));
+            prop_assert!(parts == 1 || load.part_bytes * parts as f64 <= MOST_BYTES);
+        }
+
+        /// Dearer parts, or a GPU with fewer multiprocessors, never ask for more parts.
+        #[test]
+        fn dearer_parts_are_fewer(load in loads()) {
+            let dearer = Load { part_bytes: 4.0 * load.part_bytes + 1e6, ..load };
+            prop_assert!(dearer.parts() <= load.parts(), "{} {}", dearer.parts(), load.parts());
+            let single = Load { ctas: 1, splits: true, ..load };
+            prop_assert_eq!(single.parts(), 1);
+        }
+    }
+}
