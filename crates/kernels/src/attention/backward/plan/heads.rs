@@ -100,9 +100,12 @@ impl Load {
     /// is beyond the error of the estimate.
     pub fn parts(&self) -> u64 {
         let mut best = (1, self.seconds(1, self.group));
-        for most in (1..self.group).rev() {
-            // The fewest parts of at most so many heads.
-            let parts = self.group.div_ceil(most);
+        for parts in 2..=self.group {
+            let most = self.group.div_ceil(parts);
+            // Fewer parts of as many heads take as long.
+            if most == self.group.div_ceil(parts - 1) {
+                continue;
+            }
             let seconds = self.seconds(parts, most);
             if seconds < best.1 * GAIN && self.part_bytes * parts as f64 <= MOST_BYTES {
                 best = (parts, seconds);
