@@ -93,7 +93,8 @@ def attention(
     ):
         # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
         kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
-        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds)
+        tuned = _describe.backward_tuning
+        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds, tuned)
         try:
             prepared = _dispatch._known.get(key)
         except TypeError:  # a list, or an array

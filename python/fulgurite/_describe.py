@@ -6,6 +6,9 @@ complete. `python/src/description.rs` parses it and documents the entries.
 
 from __future__ import annotations
 
+# For measurements: changes of the configuration that gradients have on a GPU, as "head_splits=4 pairs=8".
+backward_tuning = ""
+
 _CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;"}
 
 
@@ -38,6 +41,8 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
         raise ValueError(f"`deterministic` is {deterministic!r}, allowed: True, False")
     if deterministic:
         text += "order fixed;"
+    if backward_tuning:
+        text += f"backward {backward_tuning};"
     return text
 
 

@@ -11,7 +11,7 @@ use fulgurite::gpu::{
     self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, Prepared, ProfileSource,
     Stream, TensorOperator,
 };
-use fulgurite::{BlockLists, DType, Error, Inputs, Saved, TensorView, TensorViewMut};
+use fulgurite::{BlockLists, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
 use fulgurite_core::tensor::MAX_RANK;
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -226,8 +226,25 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     on_stream(&session, object, number, |stream| session.forward(&prepared, &inputs, &mut o, lse.as_mut(), stream))
 }
 
-/// Fills the gradients of q, k, v, sinks and auxiliary tensors on the current stream of q's library. `names` are the
-/// names of the gradients.
+/// Options with a changed configuration, for measurements. Entries that the text leaves out are those of the problem's plan.
+fn changed(
+    session: &Gpu,
+    problem: &Problem,
+    options: BackwardOptions,
+    text: Option<&str>,
+) -> PyResult<BackwardOptions> {
+    let Some(text) = text else { return Ok(options) };
+    let usual = session.plan::<Backward>(problem, &options).map_err(refuse)?.config();
+    let config = usual.changed(text).map_err(|e| wrong(e.to_string()))?;
+    let head_dim = problem.head_dim().max(problem.value_dim());
+    match config.has_kernel(head_dim.next_multiple_of(8) as u32) {
+        true => Ok(BackwardOptions { config: Some(config), ..options }),
+        false => Err(wrong(format!("`backward` is {text:?}: head_dim {head_dim} has no kernel with `{config}`"))),
+    }
+}
+
+/// Fills the gradients of q, k, v, sinks and auxiliary tensors on the stream that the library of q works on. `names` are those
+/// of the gradients.
 pub fn backward(
     call: &Call<'_, '_>,
     [o, lse, d_o]: [&Array; 3],
@@ -241,6 +258,7 @@ pub fn backward(
     let (session, prepared) = found(&known.prepared.backward, (number, d_lse.is_some()), || {
         object.py().detach(|| {
             let session = session(number)?;
+            let options = changed(&session, &known.problem, options, description.backward.as_deref())?;
             let prepared = session.prepare::<Backward>(&known.problem, &options).map_err(refuse)?;
             Ok((session, prepared))
         })

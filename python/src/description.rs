@@ -6,6 +6,7 @@
 //! ```text
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
 //! tuning groups=N cols=N ... (of a GPU kernel: for measurements)
+//! backward head_splits=N pairs=N ... (changes of the configuration that gradients have on a GPU: for measurements)
 //! exp NAME   engine NAME   threads N   rescale NAME   order fixed            blocks ROWS COLS
 //! longest Q K (upper bounds of the lengths of packed sequences, - is unknown: a GPU cannot read its offsets)
 //! score EXPRESSION   mask EXPRESSION   (see `expression`)
@@ -15,7 +16,7 @@
 use crate::array::{Array, wrong};
 use crate::cuda::{self, PreparedCalls};
 use crate::expression;
-use fulgurite::gpu::{ForwardConfig, Order, ProfileSource};
+use fulgurite::gpu::{BackwardConfig, ForwardConfig, Order, ProfileSource};
 use fulgurite::{
     BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
 };
@@ -132,7 +133,9 @@ pub struct Description {
     pub choice: Choice,
     pub rescale: Option<Rescale>,
     pub tuning: Option<ForwardConfig>,
-    /// The order in which a GPU accumulates gradients.
+    /// Changes of the configuration of gradients on a GPU, as text that was read once.
+    pub backward: Option<String>,
+    /// In which order a GPU adds up gradients.
     pub order: Order,
     /// Upper bounds of the lengths of packed queries and keys, if the caller gave them.
     longest: [Option<usize>; 2],
@@ -152,6 +155,7 @@ impl Description {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles, mut longest) = (None, None, Vec::new(), [None; 2]);
         let (mut choice, mut settings, mut rescale, mut tuning) = (Choice::Best, Settings::default(), None, None);
+        let mut backward = None;
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
             let (key, rest) = entry.split_once(' ').unwrap_or((entry, ""));
@@ -181,6 +185,10 @@ impl Description {
                 }
                 ("order", ["fixed"]) => settings = settings.order(Order::Fixed),
                 ("tuning", _) => tuning = Some(rest.parse::<ForwardConfig>().map_err(|e| say(&e))?),
+                ("backward", _) => {
+                    rest.parse::<BackwardConfig>().map_err(|e| say(&e))?;
+                    backward = Some(rest.to_string());
+                }
                 ("longest", [q, k]) => {
                     let bound = |text: &str| if text == "-" { Ok(None) } else { number::<usize>(key, text).map(Some) };
                     longest = [bound(q)?, bound(k)?];
@@ -209,6 +217,7 @@ impl Description {
             choice,
             rescale,
             tuning,
+            backward,
             order: settings.order,
             longest,
             recent: Mutex::default(),

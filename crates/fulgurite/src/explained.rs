@@ -131,19 +131,39 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let blocks = plan.steps_of_tiles();
     // o, d_o and d_q in 16 bits; the f32 sums of d_q are zeroed before the kernel and read after it.
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
-    let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64;
+    // Parts of d_k and d_v are written and read once.
+    let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64 + 2.0 * plan.head_part_bytes() as f64;
     let h200 = Architecture::H200;
     let around_seconds = bytes / (h200.global_bytes * f64::from(h200.arch.sms) * h200.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
         cut: config.to_string(),
-        why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}"),
+        why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}{}", heads_of_tiles(&problem, &plan)),
         tile: [config.keys(), config.rows],
         blocks,
         around_seconds,
         bound_seconds: bound(&units, blocks) + around_seconds,
         units,
     })
+}
+
+/// Which CTAs walk over the query heads that share keys; nothing where no heads do.
+fn heads_of_tiles(problem: &Problem, plan: &BackwardPlan) -> String {
+    let (group, parts) = (problem.group(), plan.head_splits());
+    match (group, parts, plan.can_split_heads()) {
+        (..=1, ..) => String::new(),
+        (_, 1, true) => format!("; head_splits 1: a CTA walks over all {group} query heads of its keys"),
+        (_, 1, false) => format!(
+            "; head_splits 1: a pair of CTAs walks over all {group} query heads of its keys, and has no registers left \
+             to share them with others"
+        ),
+        _ => format!(
+            "; head_splits {parts}: {parts} CTAs share the {group} query heads of a tile of keys, at most {} each, and \
+             another kernel adds their parts of d_k and d_v ({:.1} MB in f32) in a fixed order",
+            plan.part_heads(),
+            plan.head_part_bytes() as f64 / 1e6,
+        ),
+    }
 }
 
 fn refuse(missing: NoKernel) -> Unsupported {
@@ -289,4 +309,30 @@ fn apart(
     let mut units: Vec<_> = both.filter(|(unit, _)| counts(unit)).collect();
     units.sort_by(|a, b| b.1.total_cmp(&a.1));
     units
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fulgurite_core::{DType, Mask};
+
+    /// What is said about heads that share keys.
+    #[test]
+    fn heads_that_share_keys_are_explained() {
+        let said = |heads: [usize; 2], head_dim: usize, text: &str| {
+            let builder = Problem::builder().heads(heads[0], heads[1]).head_dim(head_dim).dtype(DType::Bf16);
+            let problem = builder.mask(Mask::causal()).dense(4, 2048, 2048).build().unwrap();
+            let table = ConfigTable::of(BackwardConfig::hopper(head_dim as u32).changed(text).unwrap());
+            let plan = BackwardPlan::by_table(&problem, false, Order::Any, &table).unwrap();
+            heads_of_tiles(&problem, &plan)
+        };
+        assert_eq!(said([8, 8], 64, ""), "");
+        assert!(
+            said([71, 1], 64, "head_splits=8").contains("8 CTAs share the 71 query heads of a tile of keys, at most 9")
+        );
+        assert!(said([71, 1], 64, "head_splits=1").contains("head_splits 1: a CTA walks over all 71"));
+        assert!(said([8, 1], 256, "head_splits=4").contains("head_splits 1: a pair of CTAs"));
+        // By the rule: one key/value head does not fill the GPU.
+        assert!(said([71, 1], 64, "").contains("CTAs share"), "{}", said([71, 1], 64, ""));
+    }
 }

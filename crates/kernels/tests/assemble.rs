@@ -3,8 +3,8 @@
 
 use fulgurite_core::expr::{batch, k, q};
 use fulgurite_core::{BlockSpec, DType, Mask, Problem, ProblemBuilder, expr};
-use fulgurite_kernels::attention::backward::Order;
 use fulgurite_kernels::attention::backward::plan::BackwardPlan;
+use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::{Added, ForwardPlan};
 use fulgurite_kernels::{probe, registry};
 use fulgurite_ptx::assemble::{Assembler, Hints};
@@ -102,6 +102,60 @@ fn gradients_of_tiles_in_pieces_assemble() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Query heads spread over CTAs, in parts of one head and of several: every schedule, service and kind of sequences.
+#[test]
+fn gradients_of_spread_heads_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    // All head dims, masks and numbers of parts: five minutes more.
+    let long = std::env::var_os("FULGURITE_LONG").is_some();
+    let dims: &[usize] = if long { &[64, 96, 128, 192, 256] } else { &[64, 128, 192] };
+    for &d in dims {
+        let base = || Problem::builder().heads(12, 2).head_dim(d).dtype(DType::Bf16);
+        let masked = |mask: Mask| base().mask(mask);
+        let packed = |mask: Mask| masked(mask).packed(&[0, 400, 900], &[0, 500, 3000]);
+        let window = || Mask::window(Some(128), Some(0));
+        let problems = [
+            base().dense(2, 640, 700),
+            masked(Mask::causal()).dense(2, 640, 700).sinks(),
+            packed(Mask::causal()),
+            masked(Mask::causal()).dense(2, 640, 700).softcap(30.0),
+        ];
+        let more = [
+            base().dense(2, 640, 5000),
+            masked(Mask::causal()).dense(2, 640, 5000),
+            masked(window()).dense(2, 640, 700),
+            packed(window()),
+            masked(Mask::causal()).dense(2, 640, 700).used_lengths(true, true),
+        ];
+        let orders = |(i, problem)| [(i, problem, Order::Any), (i + 2, problem, Order::Fixed)];
+        let problems = problems.iter().chain(more.iter().filter(|_| long));
+        for (i, problem, order) in problems.enumerate().flat_map(orders) {
+            // Parts of six heads: three each, one or two, one each.
+            let parts: &[u32] = if long { &[2, 4, 6] } else { &[[2, 4, 6][i % 3]] };
+            for parts in parts {
+                wrong.extend(spread_gradients(&assembler, problem, order, *parts));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Assembles the kernels of a problem's gradients with heads in so many parts; what is wrong with them.
+fn spread_gradients(assembler: &Assembler, problem: &ProblemBuilder, order: Order, parts: u32) -> Vec<String> {
+    let problem = problem.clone().build().unwrap();
+    let plan = BackwardPlan::new(&problem, false, order).unwrap();
+    let config = BackwardConfig { head_splits: Some(parts), ..plan.config() };
+    let plan = plan.with_config(config);
+    assert_eq!(plan.head_splits(), if plan.can_split_heads() { u64::from(parts) } else { 1 });
+    let kernels = plan.kernels(Target::HOPPER).unwrap();
+    let verdict =
+        |kernel: &Arc<Kernel>| Some((kernel.name.clone(), assembler.assemble(kernel).unwrap().verdict().err()?));
+    let (d, layout, mask) = (problem.head_dim(), problem.layout(), problem.mask());
+    let what = |(name, faults)| format!("{d}, {layout:?}, {mask:?}, {order:?}, {parts} parts, {name}: {faults:.200?}");
+    kernels.all().filter_map(verdict).map(what).collect()
 }
 
 /// The copy engine adds in either order, and in a fixed one waits for its turn.

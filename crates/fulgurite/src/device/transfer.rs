@@ -378,7 +378,8 @@ mod tests {
     use super::*;
     use fulgurite_core::cases::{self, Case};
     use fulgurite_core::compare::check_backward;
-    use fulgurite_core::{DType, Gradients, oracle};
+    use fulgurite_core::{DType, Gradients, Layout, Tensor, oracle};
+    use fulgurite_kernels::attention::backward::plan::BackwardPlan;
     use fulgurite_sim::{Options, Sim};
 
     /// Gradients of a case in a fixed order, with all CTAs resident at once; checked against the oracle.
@@ -404,5 +405,65 @@ mod tests {
             let first = fixed(case, 1);
             assert!((2..4).all(|seed| fixed(case, seed) == first), "{case}");
         }
+    }
+
+    /// The engine with the query heads of a problem's key/value heads in so many parts.
+    fn spread(problem: &Problem, order: Order, parts: u32, seed: u64) -> OnDevice<Sim> {
+        let usual = BackwardPlan::new(problem, false, order).unwrap().config();
+        let sim = Sim::new(Options { seed, resident: 8, ..Options::default() });
+        let engine = OnDevice::new(Arc::new(sim), None, Tables::default()).in_order(order);
+        engine.forcing(BackwardConfig { head_splits: Some(parts), ..usual })
+    }
+
+    /// Packed and used lengths, modified scores, sinks and block masks, with heads in two parts: right, and the same bits of
+    /// d_k and d_v whoever comes first.
+    #[test]
+    fn spread_heads_take_every_feature() {
+        let mut table = cases::cases(DType::Bf16);
+        table.retain(|case| {
+            let problem = case.problem();
+            let special = problem.has_used_k() || matches!(problem.layout(), Layout::Packed(_));
+            let special = special || problem.has_sinks() || !problem.aux().is_empty() || problem.blocks().is_some();
+            let finite = !case.features.iter().any(|feature| cases::NOT_ON_GPU.contains(feature));
+            let plan = BackwardPlan::new(problem, false, Order::Any);
+            problem.group() > 1 && special && finite && plan.is_ok_and(|plan| plan.can_split_heads())
+        });
+        assert!(table.len() > 4, "{}", table.len());
+        for (case, seed) in table.iter().zip(1..) {
+            let order = if seed % 2 == 0 { Order::Fixed } else { Order::Any };
+            let forward = oracle::forward(&case.bound()).to_forward(case.problem()).unwrap();
+            let saved = Saved { d_lse: case.d_lse(), ..forward.saved(case.d_o()) };
+            let run = |seed| {
+                let engine = spread(case.problem(), order, 2, seed);
+                engine.backward(case.problem(), &case.inputs(), &saved, &Run::default()).unwrap()
+            };
+            let [one, other] = [seed, seed + 100].map(run);
+            for (name, verdict) in check_backward(&case.bound(), &saved, &one, 0) {
+                assert!(verdict.ok(), "{case} {name}: {verdict}");
+            }
+            assert_eq!((&one.d_k, &one.d_v), (&other.d_k, &other.d_v), "{case}");
+        }
+    }
+
+    /// d_v of one query and one key is the sum of d_o over heads: parts are added in the order of their numbers.
+    #[test]
+    fn parts_are_added_in_the_order_of_their_numbers() {
+        let problem = Problem::builder().dense(1, 1, 1).heads(4, 1).head_dim(64).dtype(DType::Bf16).build().unwrap();
+        let zeros = |shape: &[usize]| Tensor::zeros(DType::Bf16, shape).unwrap();
+        let [q, k, v] = [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| zeros(&shape));
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        let forward = oracle::forward(&inputs.bind(&problem).unwrap()).to_forward(&problem).unwrap();
+        let d_v = |of_heads: [f64; 4]| {
+            let values: Vec<f64> = of_heads.iter().flat_map(|x| [*x; 64]).collect();
+            let d_o = Tensor::from_f64(DType::Bf16, &values, &problem.o_shape()).unwrap();
+            let engine = spread(&problem, Order::Any, 4, 3);
+            let gradients = engine.backward(&problem, &inputs, &forward.saved(d_o.view()), &Run::default()).unwrap();
+            gradients.d_v.view().to_f64()[0]
+        };
+        let large = f64::from(1 << 24);
+        // (2^24 + 1) rounds to 2^24 in f32. In the opposite order both ones count.
+        assert_eq!(d_v([large, 1.0, -large, 1.0]), 1.0);
+        assert_eq!(d_v([1.0, -large, 1.0, large]), 2.0);
+        assert_eq!(d_v([1.0, large, 1.0, -large]), 0.0);
     }
 }

@@ -320,19 +320,36 @@ impl<'k> Sides<'k> {
     /// Index of a sequence's first step of `rows` queries. Sequences do not share steps, and each has at least one.
     #[track_caller]
     pub fn first_step<W: Who>(&self, t: &Scope<'k, W>, sequence: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        self.first_block(t, 0, sequence, rows)
+    }
+
+    /// Number of a sequence's first block of `rows` rows of a side. Sequences do not share blocks, and each has at least one.
+    #[track_caller]
+    pub fn first_block<W: Who>(
+        &self,
+        t: &Scope<'k, W>,
+        side: usize,
+        sequence: Val<'k, u32>,
+        rows: u32,
+    ) -> Val<'k, u32> {
         match self.offsets {
-            Some(offsets) => offsets[0].load(t, sequence).min(self.rows[0]) / rows + sequence,
-            None => ((self.rows[0] + (rows - 1)) / rows).max(1) * sequence,
+            Some(offsets) => offsets[side].load(t, sequence).min(self.rows[side]) / rows + sequence,
+            None => ((self.rows[side] + (rows - 1)) / rows).max(1) * sequence,
         }
     }
 
     /// The sequence of a step: the last one whose first step is not after it.
     pub fn of_step<W: Who>(&self, t: &Scope<'k, W>, step: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
+        self.of_block(t, 0, step, rows)
+    }
+
+    /// The sequence that a block of `rows` rows of a side belongs to: the last one whose first block is not after it.
+    pub fn of_block<W: Who>(&self, t: &Scope<'k, W>, side: usize, block: Val<'k, u32>, rows: u32) -> Val<'k, u32> {
         let (low, high) = (t.var(0u32), t.var(self.count()));
         t.repeat(|t, leave| {
             let middle = (low.get() + high.get()) / 2;
             leave.when((high.get() - low.get()).le(1));
-            let after = self.first_step(t, middle, rows).gt(step);
+            let after = self.first_block(t, side, middle, rows).gt(block);
             low.set(after.select(low.get(), middle));
             high.set(after.select(middle, high.get()));
         });

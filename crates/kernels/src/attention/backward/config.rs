@@ -98,6 +98,9 @@ pub struct BackwardConfig {
     /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
     /// if that takes less time. `None`: never.
     pub join: Option<u32>,
+    /// Parts into which the query heads of a key/value head are divided; each part has CTAs of its own. A key/value head has no more
+    /// parts than query heads, and with CTA pairs one. `None`: derived.
+    pub head_splits: Option<u32>,
 }
 
 impl TileConfig for BackwardConfig {
@@ -119,6 +122,7 @@ impl TileConfig for BackwardConfig {
             sums: None,
             zeroed: None,
             join: None,
+            head_splits: None,
         };
         let columns = BackwardConfig { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
         let engine = BackwardConfig { adds: Adds::Engine, join: Some(JOIN), ..base };
@@ -286,7 +290,7 @@ impl BackwardConfig {
 }
 
 /// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
-/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2`.
+/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule head_splits=rule join=2`.
 impl fmt::Display for BackwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let BackwardConfig { rows, depth, key_depth, registers: [compute, load], early, turn, rounds, .. } = self;
@@ -298,7 +302,13 @@ impl fmt::Display for BackwardConfig {
             "registers={compute}:{load} early={early} drain={drain} pack={pack} turn={turn} rounds={}",
             configs::name_of(&ANSWERS, *rounds)
         )?;
-        let numbers = [("pairs", self.pairs), ("last", self.last), ("sums", self.sums), ("zeroed", self.zeroed)];
+        let numbers = [
+            ("pairs", self.pairs),
+            ("last", self.last),
+            ("sums", self.sums),
+            ("zeroed", self.zeroed),
+            ("head_splits", self.head_splits),
+        ];
         numbers.into_iter().try_for_each(|(name, value)| match value {
             Some(value) => write!(f, " {name}={value}"),
             None => write!(f, " {name}={RULE}"),
@@ -326,7 +336,7 @@ fn or_rule(text: &str) -> Option<Option<u32>> {
 const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
                        key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
                        pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
-                       (1 to 65536) join=never|N (0 to 65536)";
+                       head_splits=rule|N (1 to 65536) join=never|N (0 to 65536)";
 
 impl BackwardConfig {
     /// This configuration with some entries replaced from text.
@@ -348,6 +358,7 @@ impl BackwardConfig {
                 "rounds" => self.rounds = configs::named(&ANSWERS, value)?,
                 "sums" => self.sums = or_rule(value)?,
                 "zeroed" => self.zeroed = or_rule(value)?,
+                "head_splits" => self.head_splits = or_rule(value)?,
                 "join" if value == NEVER => self.join = None,
                 "join" => self.join = Some(configs::number(value, |n| n <= 1 << 16)?),
                 _ => return None,

@@ -13,7 +13,7 @@ use crate::parts::schedule::{SequenceArgs, Sides};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{BuildError, Half, Kernel, Pair, Pointer, Scope, Target, Val, Who, Word};
 
-/// Eight elements of a row of d_q. The row and the number of the eight are each a value plus a constant, which are added only
+/// Eight elements of a row of a result. The row and the number of the eight are each a value plus a constant, which are added only
 /// where they are used: their sum would take a register until then.
 struct Eight<'k> {
     row: (Val<'k, u32>, u32),
@@ -51,7 +51,7 @@ where
 {
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
-        let results = Results::declare::<T, Call>(p, shape, |call| &call.d_q);
+        let results = Results::declare::<T, Call>(p, "d_q", SumLayout::of_queries(shape), |call| &call.d_q);
         // For sequences of different lengths, a CTA with a thread for each item would spill.
         let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
@@ -101,7 +101,7 @@ where
 /// Arguments of [`Results`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ResultArgs {
-    d_q: RowArgs,
+    to: RowArgs,
     /// Rows of a sequence, if all have the same.
     rows: u32,
     /// Elements of a row.
@@ -109,16 +109,41 @@ pub(crate) struct ResultArgs {
 }
 
 impl ResultArgs {
-    pub fn new(d_q: &DeviceTensor, rows: u64, dim: u32) -> ResultArgs {
-        ResultArgs { d_q: RowArgs::new(d_q), rows: rows as u32, dim }
+    pub fn new(to: &DeviceTensor, rows: u64, dim: u32) -> ResultArgs {
+        ResultArgs { to: RowArgs::new(to), rows: rows as u32, dim }
     }
 }
 
-/// The tensor d_q, and the layout of its sums.
-pub(crate) struct Results<'k> {
+/// Where the sums of some rows are: in the layout of accumulators.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SumLayout {
+    /// Rows whose sums lie together.
+    rows: u32,
+    /// Elements of a row.
     d: u32,
-    config: BackwardConfig,
-    d_q: Val<'k, u64>,
+    /// Columns of a warpgroup's part, as a product.
+    cols: u32,
+    /// Whether rows of the product are elements of the result, and columns its rows.
+    transposed: bool,
+}
+
+impl SumLayout {
+    /// Of the d_q of a step.
+    pub fn of_queries(shape: &KernelShape) -> SumLayout {
+        let (d, config) = (shape.dims[0], shape.config);
+        SumLayout { rows: config.rows, d, cols: config.cols(d), transposed: config.adds == Adds::Engine }
+    }
+
+    /// Of the d_k or d_v of 64 keys, with `d` elements each.
+    pub fn of_keys(d: u32) -> SumLayout {
+        SumLayout { rows: 64, d, cols: d, transposed: false }
+    }
+}
+
+/// The tensor of a result, and the layout of its sums.
+pub(crate) struct Results<'k> {
+    layout: SumLayout,
+    to: Val<'k, u64>,
     /// Rows of a sequence, if all have the same.
     pub rows: Val<'k, u32>,
     /// Elements of a row.
@@ -129,8 +154,8 @@ pub(crate) struct Results<'k> {
     head_stride: Val<'k, u32>,
 }
 
-/// Rows of d_q of a step: the rows of its head, the step's number in the head, the head's number of rows, and the factor for
-/// the sums.
+/// Rows of a result that belong to a step: the rows of its head, the step's number in the head, the head's number of rows,
+/// and the factor for the sums.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'k, T> {
     pub to: Pointer<'k, Pair<T>>,
@@ -140,33 +165,37 @@ pub(crate) struct Rows<'k, T> {
 }
 
 impl<'k> Results<'k> {
-    /// Declares the parameters; `args` finds their arguments in a call.
-    pub fn declare<T: Half, C: 'static>(p: &Params<'k, C>, shape: &KernelShape, args: impl Lens<C, ResultArgs>) -> Self
+    /// Declares the parameters of the result with a name; `args` finds their arguments in a call.
+    pub fn declare<T: Half, C: 'static>(
+        p: &Params<'k, C>,
+        name: &str,
+        layout: SumLayout,
+        args: impl Lens<C, ResultArgs>,
+    ) -> Self
     where
         Pair<T>: Word,
     {
-        let d_q = p.pointer::<Pair<T>>("d_q", move |call| args(call).d_q.span).address();
-        let rows = p.u32("d_q_rows", move |call| args(call).rows);
-        let head_dim = p.u32("d_q_dim", move |call| args(call).dim);
-        let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, "d_q", move |call| &args(call).d_q);
-        let (d, config) = (shape.dims[0], shape.config);
-        Results { d, config, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
+        let to = p.pointer::<Pair<T>>(name, move |call| args(call).to.span).address();
+        let rows = p.u32(&format!("{name}_rows"), move |call| args(call).rows);
+        let head_dim = p.u32(&format!("{name}_dim"), move |call| args(call).dim);
+        let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, name, move |call| &args(call).to);
+        Results { layout, to, rows, head_dim, batch_stride, row_stride, head_stride }
     }
 
-    /// Whether rows of the sums are elements of d_q, and columns queries.
+    /// Whether rows of the sums are elements of the result, and columns its rows.
     pub fn transposed(&self) -> bool {
-        self.config.adds == Adds::Engine
+        self.layout.transposed
     }
 
     /// Items of a step. An item is what one thread loads and stores at once.
     pub fn items(&self) -> u32 {
-        self.config.rows / 2 * self.d / if self.transposed() { 16 } else { 8 }
+        self.layout.rows / 2 * self.layout.d / if self.transposed() { 16 } else { 8 }
     }
 
     /// The number of the `nth` item of one half of a step's sums.
     pub fn item_of(&self, half: Val<'k, u32>, nth: Val<'k, u32>) -> Val<'k, u32> {
-        let whole = self.d / 16;
-        match self.config.cols(self.d) == self.config.rows {
+        let whole = self.layout.d / 16;
+        match self.layout.cols == self.layout.rows {
             // A half has half of the elements of every query.
             true => (nth / (whole / 2)) * whole + half * (whole / 2) + nth % (whole / 2),
             false => half * (self.items() / 2) + nth,
@@ -175,7 +204,7 @@ impl<'k> Results<'k> {
 
     /// Fours of an item: the offset of the first in the sums of a step, the distance from one to the next, and their number.
     fn fours(&self, item: Val<'k, u32>) -> (Val<'k, u32>, u32, u32) {
-        let (cols, d) = (self.config.cols(self.d), self.d);
+        let SumLayout { cols, d, .. } = self.layout;
         match self.transposed() {
             // An item has sixteen elements of two neighbouring queries.
             true => {
@@ -200,7 +229,7 @@ impl<'k> Results<'k> {
     fn eights(&self, item: Val<'k, u32>, fours: &[[Val<'k, f32>; 4]]) -> Vec<Eight<'k>> {
         match self.transposed() {
             true => {
-                let (sixteen, pair) = (item % (self.d / 16), item / (self.d / 16));
+                let (sixteen, pair) = (item % (self.layout.d / 16), item / (self.layout.d / 16));
                 let of = |query: usize, half: usize| Eight {
                     row: (pair * 2, query as u32),
                     eight: (sixteen * 2, half as u32),
@@ -209,7 +238,7 @@ impl<'k> Results<'k> {
                 vec![of(0, 0), of(0, 1), of(1, 0), of(1, 1)]
             }
             false => {
-                let (eight, pair) = (item % (self.d / 8), item / (self.d / 8));
+                let (eight, pair) = (item % (self.layout.d / 8), item / (self.layout.d / 8));
                 let of = |half: usize| Eight {
                     row: ((pair / 8) * 16 + (pair & 7), 8 * half as u32),
                     eight: (eight, 0),
@@ -225,7 +254,7 @@ impl<'k> Results<'k> {
     where
         Pair<T>: Word,
     {
-        Pointer::at_address(self.d_q).at_wide(of_sequence + head.mul_wide(self.head_stride))
+        Pointer::at_address(self.to).at_wide(of_sequence + head.mul_wide(self.head_stride))
     }
 
     /// Loads the sums of an item of a step.
@@ -246,7 +275,7 @@ impl<'k> Results<'k> {
         Pair<T>: Word,
     {
         for Eight { row, eight, sums } in self.eights(item, fours) {
-            let (row, eight) = (step * self.config.rows + row.0 + row.1, eight.0 + eight.1);
+            let (row, eight) = (step * self.layout.rows + row.0 + row.1, eight.0 + eight.1);
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {
                 to.at_wide(row.mul_wide(self.row_stride)).store_some(w, eight * 4, pairs);

@@ -182,7 +182,7 @@ impl<'a, 'k> Load<'a, 'k> {
             t.when(step.first, |t| {
                 stages.tickets.put(t, &work.message());
                 let first_key = self.0.first_key(t, work);
-                let at = |of| map.at(of, work, [zero, first_key, work.head]);
+                let at = |of| map.at(of, work, [zero, first_key, map.kv_head(work.head)]);
                 stages.values.put(t, |t, stage| stage.load(t, stage.tile(0), &inputs.v, &at(Of::V)));
                 if let Some(pair) = pair {
                     let (keys, half) = (config.block_keys(), self.0.dims[0] / 2);
@@ -223,8 +223,8 @@ impl<'a, 'k> Load<'a, 'k> {
         again: Again<'_, 'k>,
         load: impl FnOnce(&Scope<'k, Thread>, &Work<'k>, Step<'k>),
     ) {
-        let (work, group) = (again(t), self.0.map.group);
-        let (step, head) = (t.var(work.steps[0]), t.var(work.head * group));
+        let (work, map) = (again(t), &self.0.map);
+        let (step, head) = (t.var(work.steps[0]), t.var(map.first_head(work.head)));
         let started = t.var(false);
         t.repeat(|t, leave| {
             load(t, &again(t), Step { head: head.get(), step: step.get(), first: !started.get() });
@@ -236,7 +236,7 @@ impl<'a, 'k> Load<'a, 'k> {
                 head.set(head.get() + 1);
             });
             // Computed again, not kept: registers are short.
-            leave.when(head.get().eq((work.head + 1) * group));
+            leave.when(head.get().eq(map.first_head(work.head + 1)));
         });
     }
 }

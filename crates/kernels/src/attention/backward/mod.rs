@@ -1,4 +1,4 @@
-//! Gradients of attention on Hopper: two or three kernels.
+//! Gradients of attention on Hopper: two to four kernels.
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
@@ -6,6 +6,7 @@
 //! 1. [`prepare`] computes delta and the LSE in powers of two. It zeroes the f32 sums of d_q that the first tiles need.
 //! 2. [`main`] computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
 //! 3. [`finish`] converts d_q otherwise.
+//! 4. [`heads`] adds the parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
 //!
 //! A row without keys has a gradient of zeros.
 //!
@@ -17,6 +18,7 @@ pub mod config;
 pub mod d_q;
 mod features;
 pub mod finish;
+pub mod heads;
 mod load;
 pub mod main;
 mod modifiers;
@@ -36,4 +38,4 @@ pub use config::{Adds, BackwardConfig, Pack, Share};
 pub use features::Features;
 pub use modifiers::{ModifierGradients, RegisterPressure};
 pub use order::Order;
-pub use shape::KernelShape;
+pub use shape::{KernelShape, Spread};

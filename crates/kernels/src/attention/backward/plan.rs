@@ -4,6 +4,7 @@ mod bands;
 mod calls;
 mod deal;
 mod facts;
+mod heads;
 #[cfg(test)]
 mod properties;
 mod schedule;
@@ -14,7 +15,8 @@ use crate::attention::backward::state::Call;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
-    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, finish, main, prepare, sinks, zero,
+    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, Spread, finish, heads as add_heads, main, prepare,
+    sinks, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -29,6 +31,7 @@ use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
 use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
+pub(crate) use heads::HeadSpread;
 use schedule::Schedule;
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,6 +61,8 @@ pub struct Kernels {
     pub main: Arc<Kernel>,
     /// Converts d_q to 16 bits, unless the main kernel does.
     pub finish: Option<Arc<Kernel>>,
+    /// Adds the parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
+    pub heads: Option<Arc<Kernel>>,
     /// The gradients of sinks, if the problem has sinks.
     pub sinks: Option<Arc<Kernel>>,
     /// Zeros in the gradients of auxiliary tensors, if some are wanted.
@@ -75,6 +80,7 @@ pub struct KernelBindings {
     prepare: Bindings<prepare::Call>,
     main: Bindings<Call>,
     finish: Option<Bindings<finish::Call>>,
+    heads: Option<Bindings<add_heads::Call>>,
     sinks: Option<Bindings<sinks::Call>>,
     zero: Option<Bindings<zero::Call>>,
     exact: Option<Bindings<exact::Call>>,
@@ -83,7 +89,7 @@ pub struct KernelBindings {
 impl Kernels {
     /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let some = [&self.finish, &self.sinks, &self.zero, &self.exact, &self.cover];
+        let some = [&self.finish, &self.heads, &self.sinks, &self.zero, &self.exact, &self.cover];
         [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
     }
 }
@@ -138,6 +144,26 @@ impl BackwardPlan {
         self.schedule.shape.splits
     }
 
+    /// Into how many parts the query heads of a key/value head are divided; each part has CTAs of its own.
+    pub fn head_splits(&self) -> u64 {
+        self.schedule.spread.parts
+    }
+
+    /// Whether the configuration has kernels for several parts.
+    pub fn can_split_heads(&self) -> bool {
+        heads::can_spread(&self.config())
+    }
+
+    /// Query heads of the longest part.
+    pub fn part_heads(&self) -> u64 {
+        self.schedule.spread.most()
+    }
+
+    /// Bytes of the parts of d_k and d_v.
+    pub fn head_part_bytes(&self) -> u64 {
+        self.schedule.scratch(&self.facts).head_parts
+    }
+
     /// The kernels of the call.
     pub fn kernels(&self, target: Target) -> Result<Kernels, BuildError> {
         match self.facts.number {
@@ -156,6 +182,8 @@ impl BackwardPlan {
         let (prepare, of_prepare) = prepare::program::<T>(target, features, shape)?.split();
         let (main, of_main) = main::program::<T>(target, features, shape)?.split();
         let (finish, of_finish) = parts((!shape.rounds).then(|| finish::program::<T>(target, features, shape)))?;
+        let (heads, of_heads) =
+            parts((shape.spread != Spread::No).then(|| add_heads::program::<T>(target, features, shape)))?;
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
@@ -164,11 +192,12 @@ impl BackwardPlan {
             prepare: of_prepare,
             main: of_main,
             finish: of_finish,
+            heads: of_heads,
             sinks: of_sinks,
             zero: of_zero,
             exact: of_exact,
         };
-        Ok(Kernels { prepare, main, finish, sinks, zero, exact, cover, bindings: Arc::new(bindings) })
+        Ok(Kernels { prepare, main, finish, heads, sinks, zero, exact, cover, bindings: Arc::new(bindings) })
     }
 
     /// Whether gradients of auxiliary tensors are summed exactly.
@@ -199,15 +228,8 @@ impl BackwardPlan {
     /// Steps of queries over all key tiles of equal sequences: those in which some query sees a key of the tile.
     pub fn steps_of_tiles(&self) -> u64 {
         let Layout::Dense { batch, q_len, k_len } = self.facts.layout else { return 0 };
-        let (keys, rows) = (self.config().keys() as usize, self.config().rows as usize);
-        let spans: Vec<MaskSpan> = self.facts.features.mask.spans().iter().map(MaskSpan::transposed).collect();
-        let of_tile = |first: usize| {
-            let last = (first + keys).min(k_len) - 1;
-            let (start, end) =
-                (columns(&spans, first, [k_len, q_len]).start, columns(&spans, last, [k_len, q_len]).end);
-            (end.max(start).div_ceil(rows) - start / rows).max(1) as u64
-        };
-        (0..k_len).step_by(keys).map(of_tile).sum::<u64>() * batch as u64 * self.facts.heads[0]
+        let steps = tile_steps(&self.facts.features.mask, [q_len, k_len], self.config());
+        steps.sum::<u64>() * batch as u64 * self.facts.heads[0]
     }
 
     /// The copies of tensors that a call needs before and after its kernels, if any.
@@ -324,6 +346,18 @@ fn config_of(
         (Adds::Engine, _) if largest > 64 && (!fits || short) => BackwardConfig { rows: config.rows.min(64), ..config },
         (Adds::Threads, Share::Pairs) if !fits => BackwardConfig::columns(),
         _ => config,
+    })
+}
+
+/// Steps of queries of each key tile of a head: those in which some query sees a key of the tile, or one.
+fn tile_steps(mask: &Mask, [q_len, k_len]: [usize; 2], config: BackwardConfig) -> impl Iterator<Item = u64> {
+    let (keys, rows) = (config.keys() as usize, config.rows as usize);
+    let spans: Vec<MaskSpan> = mask.spans().iter().map(MaskSpan::transposed).collect();
+    (0..k_len).step_by(keys).map(move |first| {
+        let last = (first + keys).min(k_len) - 1;
+        let start = columns(&spans, first, [k_len, q_len]).start;
+        let end = columns(&spans, last, [k_len, q_len]).end;
+        (end.max(start).div_ceil(rows) - start / rows).max(1) as u64
     })
 }
 

@@ -2,7 +2,19 @@
 
 use crate::attention::backward::{Adds, BackwardConfig, Features};
 
-/// The configuration as a problem's kernels use it, and the services that it requires. Derived from [`Features`], the
+/// Whether the query heads of a key/value head are spread over several CTAs. The main kernel then leaves f32 parts of d_k and
+/// d_v, and another kernel adds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spread {
+    /// Each CTA walks over all of them.
+    No,
+    /// In parts of equally many heads.
+    Even,
+    /// In parts that differ by one head. To find the first head of a part takes a division.
+    Uneven,
+}
+
+/// A configuration as a problem's kernels use it, and the services that it asks for. Derived from [`Features`], the
 /// configuration and the problem's sizes when a [plan](crate::attention::backward::plan::BackwardPlan) is made.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelShape {
@@ -17,19 +29,22 @@ pub struct KernelShape {
     /// Whether the main kernel can split its last tiles. Has the requirements of `rounds`, and also needs no mask and
     /// any order of additions.
     pub splits: bool,
-    /// Whether heads are not grouped: q_heads equals kv_heads. Set only with copy-engine reduction; the step loop then
-    /// skips its test for the next head.
+    /// A tile has one query head: q_heads equals kv_heads, or every head has CTAs of its own. Set only with copy-engine
+    /// reduction; the step loop then skips its test for the next head.
     pub single: bool,
-    /// Whether the main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and
-    /// sequences of equal length.
+    /// Whether the query heads of a key/value head are spread over several CTAs.
+    pub spread: Spread,
+    /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
+    /// length.
     pub zero_fills: bool,
 }
 
 impl KernelShape {
-    /// The shape for a problem whose sizes are not known: `rounds`, `splits` and `single` are false.
+    /// The shape for a problem whose sizes are not known: `rounds`, `splits` and `single` are false, and heads are not
+    /// spread.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
         let zero_fills = config.adds == Adds::Engine && !features.ragged.any();
         let dims = config.padded(features.dims);
-        KernelShape { config, dims, rounds: false, splits: false, single: false, zero_fills }
+        KernelShape { config, dims, rounds: false, splits: false, single: false, spread: Spread::No, zero_fills }
     }
 }

@@ -7,9 +7,10 @@ use crate::attention::backward::d_q::round::{self, Round};
 use crate::attention::backward::d_q::service::{Log, Ring};
 use crate::attention::backward::d_q::split_tiles::{self, SplitTiles};
 use crate::attention::backward::d_q::zero_fill::{self, ZeroFill};
+use crate::attention::backward::heads::HeadParts;
 use crate::attention::backward::modifiers::{ModifierArgs, ModifierParams};
 use crate::attention::backward::tiles::{Of, TileMap, TileMapArgs, Work};
-use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share};
+use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape, Order, Share, Spread};
 use crate::params::Params;
 use crate::parts::mask::Spans;
 use fulgurite_core::Exp;
@@ -37,6 +38,8 @@ pub(crate) struct Call {
     pub delta: Span,
     /// f32 sums of d_q.
     pub sums: Span,
+    /// f32 parts of d_k and d_v, if heads are spread over CTAs.
+    pub head_parts: Span,
     /// The first word counts tiles that are handed out, the next two belong to the zero fill.
     pub counters: Span,
     pub zero_fill: Option<zero_fill::Args>,
@@ -94,12 +97,14 @@ pub(crate) struct Main<'k> {
     pub config: BackwardConfig,
     /// Elements of a row of q and k, and of a row of v and o, as products see them.
     pub dims: [u32; 2],
-    /// No grouped heads ([`KernelShape::single`]).
+    /// A tile has one query head ([`KernelShape::single`]).
     pub single: bool,
     pub exp: Exp,
     pub inputs: Inputs<'k>,
-    d_k: Tensor<'k>,
-    d_v: Tensor<'k>,
+    d_k: Option<Tensor<'k>>,
+    d_v: Option<Tensor<'k>>,
+    /// Where parts of d_k and d_v go instead, if heads are spread over CTAs.
+    pub parts: Option<HeadParts<'k>>,
     /// The first word counts the tiles that are handed out.
     pub counters: Pointer<'k, u32>,
     pub d_q: Services<'k>,
@@ -137,8 +142,10 @@ impl<'k> Main<'k> {
         let key = p.tensor("k", tile(keys, d), rank, |call| call.k.clone());
         let value = p.tensor("v", tile(keys, dv), rank, |call| call.v.clone());
         let other_k = pairs.then(|| p.tensor("k_other", tile(keys, d / 2), rank, |call| call.k.clone()));
-        let d_k = p.tensor("d_k", result(d), rank, |call| call.d_k.clone());
-        let d_v = p.tensor("d_v", result(dv), rank, |call| call.d_v.clone());
+        let spreads = shape.spread != Spread::No;
+        let parts = spreads.then(|| HeadParts::declare(p, |call: &Call| &call.head_parts, shape.dims));
+        let d_k = (!spreads).then(|| p.tensor("d_k", result(d), rank, |call| call.d_k.clone()));
+        let d_v = (!spreads).then(|| p.tensor("d_v", result(dv), rank, |call| call.d_v.clone()));
         let shift = p.pointer::<f32>("shift", |call| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let inputs = Inputs { q, d_o, k: key, v: value, shift, delta };
@@ -191,6 +198,7 @@ impl<'k> Main<'k> {
             inputs,
             d_k,
             d_v,
+            parts,
             counters,
             d_q,
             map,
@@ -202,9 +210,10 @@ impl<'k> Main<'k> {
         }
     }
 
-    /// The tensor of a result, d_k or d_v.
+    /// The tensor of a result, unless heads are spread over CTAs.
     pub fn result(&self, of: Of) -> &Tensor<'k> {
-        if of == Of::DK { &self.d_k } else { &self.d_v }
+        let result = if of == Of::DK { &self.d_k } else { &self.d_v };
+        result.as_ref().expect("bug in fulgurite: a part of a result is no result")
     }
 
     /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.

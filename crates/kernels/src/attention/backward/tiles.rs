@@ -1,6 +1,7 @@
 //! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
-use crate::attention::backward::{BackwardConfig, KernelShape};
+use crate::attention::backward::plan::HeadSpread;
+use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
 use crate::parts::schedule::{BandArgs, Equal, Ragged, SequenceArgs, Unequal, Walk};
@@ -25,7 +26,7 @@ pub(crate) enum Of {
 pub(crate) struct Work<'k> {
     /// Index in its head.
     pub tile: Val<'k, u32>,
-    /// Key/value head.
+    /// Key/value head, or the part of one where query heads are spread over CTAs.
     pub head: Val<'k, u32>,
     pub batch: Val<'k, u32>,
     /// Steps of queries that see it: the first, and past the last. An empty range with end 0 means that there are no more tiles.
@@ -149,14 +150,32 @@ pub(crate) struct Step<'k> {
 pub(crate) struct TileMapArgs {
     /// Steps from one query head to the next.
     pub steps: u32,
-    /// Query heads of each key/value head.
-    pub group: u32,
+    /// How the query heads of a key/value head are spread over CTAs.
+    pub spread: HeadSpread,
     /// Key/value heads.
     pub heads: u32,
+    /// Tiles from one part to the next, where sequences differ in length.
+    pub part_tiles: u32,
     pub tiles: TileArgs,
 }
 
-/// Maps the number of a tile to its keys, its sequence and the queries that see it.
+/// Heads spread over CTAs: what a kernel divides by and multiplies with.
+struct Spread<'k> {
+    /// Parts of the query heads of a key/value head.
+    parts: Divisor<'k>,
+    /// Query heads of a part, at most.
+    most: Val<'k, u32>,
+    /// Query heads.
+    q_heads: Val<'k, u32>,
+    /// Tiles from one part to the next, where sequences differ in length.
+    part_tiles: Option<Val<'k, u32>>,
+    /// Whether every part is one query head, and whether parts have equally many.
+    single: bool,
+    even: bool,
+    packed: bool,
+}
+
+/// From the number of a tile to its keys, its sequence and the queries that see it.
 pub(crate) struct TileMap<'k> {
     config: BackwardConfig,
     /// Spans of the mask with queries and keys exchanged.
@@ -168,9 +187,10 @@ pub(crate) struct TileMap<'k> {
     /// Steps from one query head to the next.
     pub steps: Val<'k, u32>,
     /// Query heads of each key/value head.
-    pub group: Val<'k, u32>,
-    /// Key/value heads.
+    group: Val<'k, u32>,
+    /// Key/value heads, or parts of them where query heads are spread over CTAs.
     pub heads: Divisor<'k>,
+    spread: Option<Spread<'k>>,
     pub tiles: Tiles<'k>,
 }
 
@@ -183,10 +203,79 @@ impl<'k> TileMap<'k> {
         spans: Spans,
     ) -> Self {
         let steps = p.u32("steps", move |call| args(call).steps);
-        let group = p.u32("group", move |call| args(call).group);
-        let heads = p.divisor("heads", move |call| args(call).heads);
+        let group = p.u32("group", move |call| args(call).spread.group as u32);
+        let heads = p.divisor("heads", move |call| args(call).heads * args(call).spread.parts as u32);
+        let spread = (shape.spread != SpreadShape::No).then(|| Spread {
+            parts: p.divisor("head_splits", move |call| args(call).spread.parts as u32),
+            most: p.u32("part_heads", move |call| args(call).spread.most() as u32),
+            q_heads: p.u32("q_heads", move |call| args(call).heads * args(call).spread.group as u32),
+            part_tiles: ragged.any().then(|| p.u32("part_tiles", move |call| args(call).part_tiles)),
+            single: shape.single,
+            even: shape.spread == SpreadShape::Even,
+            packed: ragged.packed,
+        });
         let tiles = Tiles::declare(p, ragged, args);
-        TileMap { config: shape.config, spans, ordered, splits: shape.splits, steps, group, heads, tiles }
+        TileMap { config: shape.config, spans, ordered, splits: shape.splits, steps, group, heads, spread, tiles }
+    }
+
+    /// The first query head of a tile's head, or of the part with this number.
+    #[track_caller]
+    pub fn first_head(&self, head: Val<'k, u32>) -> Val<'k, u32> {
+        match &self.spread {
+            None => head * self.group,
+            Some(spread) if spread.single => head,
+            Some(spread) if spread.even => head * spread.most,
+            Some(spread) => spread.parts.div_rem(head * self.group)[0],
+        }
+    }
+
+    /// Query heads of a tile's head, or of the part with this number.
+    #[track_caller]
+    pub fn heads_of(&self, head: Val<'k, u32>) -> Val<'k, u32> {
+        match &self.spread {
+            None => self.group,
+            Some(spread) if spread.single => head.literal(1),
+            Some(spread) if spread.even => spread.most,
+            Some(_) => self.first_head(head + 1) - self.first_head(head),
+        }
+    }
+
+    /// Query heads of a tile's head, at most.
+    pub fn most_heads(&self) -> Val<'k, u32> {
+        self.spread.as_ref().map_or(self.group, |spread| spread.most)
+    }
+
+    /// Whether a head may have fewer query heads than others.
+    pub fn is_uneven(&self) -> bool {
+        self.spread.as_ref().is_some_and(|spread| !spread.even)
+    }
+
+    /// The key/value head of a tile's head.
+    #[track_caller]
+    pub fn kv_head(&self, head: Val<'k, u32>) -> Val<'k, u32> {
+        self.spread.as_ref().map_or(head, |spread| spread.parts.div_rem(head)[0])
+    }
+
+    /// With heads spread over CTAs: the number of a tile among those of all parts.
+    #[track_caller]
+    pub fn place_of(&self, work: &Work<'k>) -> Val<'k, u32> {
+        let spread = self.spread.as_ref().expect("bug in fulgurite: heads are not spread");
+        let before = match (work.sequence, spread.part_tiles) {
+            (Some(s), Some(part_tiles)) => {
+                let first = match spread.packed {
+                    true => s.k_start / self.config.keys() + work.batch,
+                    false => work.batch * self.tiles_of_head(work.sequence),
+                };
+                work.head * part_tiles + first
+            }
+            _ => self.pair(work) * self.tiles_of_head(None),
+        };
+        before + work.tile
+    }
+
+    /// Keys of a tile.
+    pub fn keys(&self) -> u32 {
+        self.config.keys()
     }
 
     /// Number of words of a message.
@@ -318,7 +407,7 @@ impl<'k> TileMap<'k> {
     /// Steps before the first step of a tile's first query head, in its sequence.
     #[track_caller]
     pub fn steps_before(&self, work: &Work<'k>) -> Val<'k, u32> {
-        self.steps_before_head(work, work.head * self.group)
+        self.steps_before_head(work, self.first_head(work.head))
     }
 
     /// Steps before the first step of a query head, in a tile's sequence.
@@ -326,7 +415,16 @@ impl<'k> TileMap<'k> {
     pub fn steps_before_head(&self, work: &Work<'k>, head: Val<'k, u32>) -> Val<'k, u32> {
         match work.sequence {
             Some(sequence) => head * self.steps + sequence.first_step,
-            None => (work.batch * self.heads.value() * self.group + head) * self.steps,
+            None => (self.heads_before(work) + head) * self.steps,
+        }
+    }
+
+    /// Query heads of the sequences before a tile's.
+    #[track_caller]
+    fn heads_before(&self, work: &Work<'k>) -> Val<'k, u32> {
+        match &self.spread {
+            None => work.batch * self.heads.value() * self.group,
+            Some(spread) => work.batch * spread.q_heads,
         }
     }
 

@@ -39,9 +39,9 @@ impl<'a, 'k> Walk<'a, 'k> {
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let (main, [first, end]) = (self.main, work.steps);
         let (rows, d) = (main.config.rows, main.dims[0]);
-        self.left.set(if main.single { end - first } else { (end - first) * main.map.group });
+        self.left.set(if main.single { end - first } else { (end - first) * main.map.heads_of(work.head) });
         self.step.set(first);
-        self.head.iter().for_each(|head| head.set(work.head * main.map.group));
+        self.head.iter().for_each(|head| head.set(main.map.first_head(work.head)));
         let step = main.d_q.sums_before(&main.map, work) + first;
         let group = main.quarter(w, self.own) * (64 * main.config.cols(d));
         let own = if main.d_q.bulk.is_some() { group } else { group + w.thread_in_group() * 4 };

@@ -19,7 +19,7 @@ use crate::attention::backward::KernelShape;
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
 use crate::attention::backward::d_q::split_tiles::SplitTiles;
 use crate::attention::backward::d_q::zero_fill;
-use crate::attention::backward::finish::{ResultArgs, Results, Rows};
+use crate::attention::backward::finish::{ResultArgs, Results, Rows, SumLayout};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params};
 use fulgurite_ptx::device::Span;
@@ -89,6 +89,8 @@ struct Part<'k> {
     batch: Val<'k, u32>,
     head: Val<'k, u32>,
     pair: Val<'k, u32>,
+    /// Its number in the pair.
+    nth: Val<'k, u32>,
     /// The first step, and past the last.
     steps: [Val<'k, u32>; 2],
     /// The first of the warpgroup's items.
@@ -106,7 +108,8 @@ impl<'k> Round<'k> {
     where
         Pair<T>: Word,
     {
-        let results = Results::declare::<T, C>(p, shape, move |call| &given(args(call)).d_q);
+        let results =
+            Results::declare::<T, C>(p, "d_q", SumLayout::of_queries(shape), move |call| &given(args(call)).d_q);
         let messages = Ring::new(p.builder().relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]), NAME, EVENTS, log);
         let added = p.array("added", move |call| given(args(call)).added);
         let rounded = p.array("rounded", move |call| given(args(call)).rounded);
@@ -207,10 +210,20 @@ impl<'k> Round<'k> {
     /// The part with a number.
     fn part_of(&self, map: &TileMap<'k>, number: Val<'k, u32>) -> Part<'k> {
         let [batch, head, nth] = map.equal().place(map.heads, number);
-        let all = map.group * map.steps;
+        let all = map.heads_of(head) * map.steps;
         let first = nth * self.part;
         let pair = batch * map.heads.value() + head;
-        Part { batch, head, pair, steps: [first.min(all), (first + self.part).min(all)], from: first.literal(0) }
+        let steps = [first.min(all), (first + self.part).min(all)];
+        Part { batch, head, pair, nth, steps, from: first.literal(0) }
+    }
+
+    /// Whether a pair that has the most query heads has steps in this part. Then every pair counts the part, even if it has
+    /// none of its steps: all pairs wait for the same number of parts.
+    fn is_part(&self, map: &TileMap<'k>, part: &Part<'k>) -> Val<'k, bool> {
+        match map.is_uneven() {
+            true => (part.nth * self.part).lt(map.most_heads() * map.steps),
+            false => part.steps[0].lt(part.steps[1]),
+        }
     }
 
     /// Whether another pair will take over a pair's place.
@@ -228,7 +241,7 @@ impl<'k> Round<'k> {
 
     /// The sums of a step of a pair.
     fn sums_of(&self, map: &TileMap<'k>, pair: Val<'k, u32>, step: Val<'k, u32>) -> Pointer<'k, f32> {
-        let step = self.place(pair) * map.group * map.steps + step;
+        let step = self.place(pair) * map.most_heads() * map.steps + step;
         self.sums.at_wide(step.mul_wide(self.step[0] * self.step[1]))
     }
 
@@ -274,7 +287,7 @@ impl<'k> Round<'k> {
         self.each_item(w, part, sums, |w, from, [step, item]| {
             let [nth, step] = self.steps.div_rem(step);
             let of_sequence = part.batch.mul_wide(results.batch_stride);
-            let to = results.head::<T>(of_sequence, part.head * map.group + nth);
+            let to = results.head::<T>(of_sequence, map.first_head(part.head) + nth);
             let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
             results.store(w, Rows { to, step, q_len: results.rows, scale }, item, &fours);
         });
@@ -348,7 +361,7 @@ impl<'k> Service<'k> for Round<'k> {
             self.messages.wait(t, SIGNAL);
             t.when(comes, |t| {
                 let part = self.part_of(map, after - 1 - self.lag);
-                let is_waited_for = part.steps[0].lt(part.steps[1]) & self.is_reused(map, part.pair);
+                let is_waited_for = self.is_part(map, &part) & self.is_reused(map, part.pair);
                 t.when(is_waited_for, |t| self.rounded.at(part.pair).add(t, 0, 1));
             });
             self.messages.pass(t, SIGNAL);

@@ -11,7 +11,7 @@ use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, 
 use crate::attention::backward::state::Call;
 use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::tiles::{EqualArgs, TileArgs, TileMapArgs};
-use crate::attention::backward::{Order, prepare, sinks, zero};
+use crate::attention::backward::{Order, heads, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
 use crate::parts::modifier::AuxArgs;
@@ -58,7 +58,10 @@ impl BackwardPlan {
         if nothing {
             return Ok(Plan { launches });
         }
-        launches.extend(self.main(kernels, tensors, &scratch, multiprocessors)?);
+        let main = self.main(kernels, tensors, &scratch, multiprocessors)?;
+        let heads = main.is_some().then(|| self.heads(kernels, tensors, &scratch)).flatten();
+        launches.extend(main);
+        launches.extend(heads);
         launches.extend(self.finish(kernels, tensors, &scratch));
         launches.extend(rounding);
         Ok(Plan { launches })
@@ -93,7 +96,9 @@ impl BackwardPlan {
             rows: self.head_rows() as u32,
             sequences: self.sequences(tensors),
         };
-        let ctas = schedule.rows.div_ceil(u64::from(prepare::ROWS)).max(1);
+        // Parts of heads may have room for more sums than there are rows.
+        let rows = schedule.rows.max(schedule.zeroed_rows());
+        let ctas = rows.div_ceil(u64::from(prepare::ROWS)).max(1);
         kernels.bindings.prepare.launch(kernels.prepare.clone(), [ctas as u32, 1, 1], &call)
     }
 
@@ -151,6 +156,26 @@ impl BackwardPlan {
         (self.facts.lengths()[0] > 0).then(|| bindings.launch(kernel, grid, &call))
     }
 
+    /// The kernel that adds parts of d_k and d_v, if there are parts.
+    fn heads(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
+        let (kernel, bindings) = kernels.heads.clone().zip(kernels.bindings.heads.as_ref())?;
+        let ([_, rows], [d, dv]) = (self.facts.lengths(), self.facts.features.dims);
+        let blocks = self.schedule.tiles_of_part(&self.facts) * u64::from(self.config().keys() / heads::KEYS);
+        let sequences = if self.facts.features.ragged.any() { 1 } else { self.facts.batch() };
+        let call = heads::Call {
+            d_k: ResultArgs::new(&tensors.d_k, rows, d),
+            d_v: ResultArgs::new(&tensors.d_v, rows, dv),
+            parts: scratch.head_parts,
+            count: self.schedule.spread.parts as u32,
+            blocks: blocks as u32,
+            heads: self.facts.heads[1] as u32,
+            scale: self.facts.scale,
+            sequences: self.sequences(tensors),
+        };
+        let grid = [(sequences * self.facts.heads[1] * blocks) as u32, 1, 1];
+        Some(bindings.launch(kernel, grid, &call))
+    }
+
     fn results(&self, tensors: &Tensors) -> ResultArgs {
         ResultArgs::new(&tensors.d_q, self.facts.lengths()[0], self.facts.features.dims[0])
     }
@@ -176,7 +201,7 @@ impl BackwardPlan {
         let cluster = self.config().blocks();
         let clusters = u64::from(multiprocessors / cluster).max(1);
         let deal = self.schedule.deal(clusters);
-        let works = deal.as_ref().map_or(tiles * self.facts.heads[1], Deal::works);
+        let works = deal.as_ref().map_or(tiles * self.facts.heads[1] * self.schedule.spread.parts, Deal::works);
         let ctas = works.min(clusters) as u32 * cluster;
         let call = self.main_call(tensors, scratch, deal)?;
         Ok(Some(kernels.bindings.main.launch(kernels.main.clone(), [ctas, 1, 1], &call)))
@@ -207,6 +232,7 @@ impl BackwardPlan {
             shift: scratch.shift,
             delta: scratch.delta,
             sums: scratch.d_q_sums,
+            head_parts: scratch.head_parts,
             counters: scratch.counters,
             zero_fill: schedule.shape.zero_fills.then(|| self.zero_fill()),
             round: schedule.shape.rounds.then(|| self.round(tensors, counters(words.added), counters(words.rounded))),
@@ -214,8 +240,9 @@ impl BackwardPlan {
             ordered: (facts.features.order == Order::Fixed).then(|| ordered::Args { last: counters(words.turns) }),
             map: TileMapArgs {
                 steps: schedule.steps as u32,
-                group: facts.group() as u32,
+                spread: schedule.spread,
                 heads: facts.heads[1] as u32,
+                part_tiles: schedule.tiles_of_part(facts) as u32,
                 tiles,
             },
             modifiers: ModifierArgs {
@@ -240,7 +267,7 @@ impl BackwardPlan {
 
     fn round(&self, tensors: &Tensors, added: Span, rounded: Span) -> round::Args {
         let (bands, steps) = (&self.schedule.bands, self.schedule.steps);
-        let parts = Parts::new(self.facts.group() * steps, bands.tiles);
+        let parts = Parts::new(self.schedule.spread.most() * steps, bands.tiles);
         round::Args {
             d_q: self.results(tensors),
             added,

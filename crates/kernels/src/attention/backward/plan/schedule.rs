@@ -4,6 +4,7 @@ use crate::attention::backward::d_q::ordered;
 use crate::attention::backward::plan::bands::{Bands, Tiling};
 use crate::attention::backward::plan::deal::{Deal, Tiles};
 use crate::attention::backward::plan::facts::Facts;
+use crate::attention::backward::plan::heads::HeadSpread;
 use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
 use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
 use fulgurite_core::Layout;
@@ -21,8 +22,8 @@ pub(crate) struct Schedule {
     pub bands: Bands,
     /// Number of tiles that are split on the assumed GPU. The workspace has room for this many.
     pub split_tiles: u64,
-    /// Query heads of each key/value head.
-    group: u64,
+    /// How the query heads of a key/value head are spread over CTAs. To bands and deals, a part is a key/value head.
+    pub spread: HeadSpread,
 }
 
 impl Schedule {
@@ -34,12 +35,13 @@ impl Schedule {
         let plain = KernelShape::plain(&facts.features, config);
         let engine = config.adds == Adds::Engine;
         let rounds = engine && facts.is_plain() && config.rounds;
-        let single = engine && facts.heads[0] == facts.heads[1];
-        let shape = KernelShape { rounds, single, ..plain };
+        let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
+        let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
+        let shape = KernelShape { rounds, single, spread: spread.shape(), ..plain };
         let steps = steps(facts, u64::from(config.rows));
         let rows = facts.all_heads() * steps * u64::from(config.rows);
-        let bands = Bands::new(&tiling(facts, &shape), &config);
-        let schedule = Schedule { shape, steps, rows, bands, split_tiles: 0, group: facts.group() };
+        let bands = Bands::new(&tiling(facts, &shape, &spread), &config);
+        let schedule = Schedule { shape, steps, rows, bands, split_tiles: 0, spread };
         let split_tiles = schedule.split_tiles(facts);
         let splits = split_tiles > 0;
         let crowded = rounds && (splits || facts.features.order == Order::Fixed);
@@ -50,8 +52,7 @@ impl Schedule {
     /// Tiles to split on the assumed GPU. Tiles that differ in length are handed out the longest first, which leaves little
     /// to gain; in a fixed order tiles wait for each other anyway.
     fn split_tiles(&self, facts: &Facts) -> u64 {
-        let equal = facts.features.order == Order::Any && facts.features.mask.spans().is_empty();
-        let splits = self.shape.config.adds == Adds::Engine && facts.is_plain() && equal;
+        let splits = self.shape.config.adds == Adds::Engine && has_equal_tiles(facts);
         let deal = self.best_deal(facts.arch.sms.into()).filter(|_| splits);
         deal.map_or(0, |deal| self.bands.all_tiles() - deal.whole)
     }
@@ -60,7 +61,7 @@ impl Schedule {
     fn best_deal(&self, ctas: u64) -> Option<Deal> {
         let join = u64::from(self.shape.config.join?);
         let count = self.bands.all_tiles();
-        let deal = Deal::best(Tiles { count, steps: self.steps, group: self.group, join }, ctas)?;
+        let deal = Deal::best(Tiles { count, steps: self.steps, group: self.spread.most(), join }, ctas)?;
         // The prepare kernel zeroes one word with each thread, and has 32 threads for 16 rows.
         let zeroed = self.words(count - deal.whole, 0).turns <= 2 * self.rows;
         (self.bands.places_come_free(deal.whole) && zeroed).then_some(deal)
@@ -74,17 +75,24 @@ impl Schedule {
     /// Rows that have sums of d_q at a time.
     pub fn sum_rows(&self) -> u64 {
         match self.shape.rounds {
-            true => self.rows / self.bands.pairs.max(1) * self.bands.owners(),
+            true => self.rows_of_pairs(self.bands.owners()),
             false => self.rows,
         }
+    }
+
+    /// Rows of sums of the first `pairs` pairs of head and sequence. With the rounding service each has room for as many query
+    /// heads as the longest part.
+    fn rows_of_pairs(&self, pairs: u64) -> u64 {
+        let heads = if self.shape.rounds { pairs * self.spread.most() } else { self.spread.first(pairs) };
+        heads * self.steps * u64::from(self.shape.config.rows)
     }
 
     /// Rows whose sums are zero before the main kernel starts: all of them if it does not zero any, or does not run for want
     /// of keys.
     pub fn zeroed_rows(&self) -> u64 {
-        let (all, of_pair) = (self.sum_rows(), self.rows / self.bands.pairs.max(1));
+        let all = self.sum_rows();
         let zero_fills = self.shape.zero_fills && self.bands.tiles > 0;
-        if zero_fills { (of_pair * self.bands.zeroed).min(all) } else { all }
+        if zero_fills { self.rows_of_pairs(self.bands.zeroed).min(all) } else { all }
     }
 
     fn words(&self, split_tiles: u64, turns: u64) -> CounterWords {
@@ -101,6 +109,23 @@ impl Schedule {
         self.words(self.split_tiles, turns)
     }
 
+    /// Tiles from one part of a head to the next, as its results lie in scratch memory: of one sequence if all are equally
+    /// long, else of all sequences, each of which begins with a tile of its own.
+    pub fn tiles_of_part(&self, facts: &Facts) -> u64 {
+        let (keys, [_, rows]) = (u64::from(self.shape.config.keys()), facts.lengths());
+        match facts.layout {
+            Layout::Packed(p) => rows / keys + p.batch as u64 + 1,
+            Layout::Dense { batch, .. } if facts.features.ragged.any() => rows.div_ceil(keys).max(1) * batch as u64,
+            Layout::Dense { .. } => rows.div_ceil(keys),
+        }
+    }
+
+    /// Tiles of all parts.
+    fn part_tiles(&self, facts: &Facts) -> u64 {
+        let sequences = if facts.features.ragged.any() { 1 } else { facts.batch() };
+        self.tiles_of_part(facts) * facts.heads[1] * self.spread.parts * sequences
+    }
+
     /// Bytes of each region of the scratch memory.
     pub fn scratch(&self, facts: &Facts) -> Scratch<u64> {
         let KernelShape { config, dims, .. } = &self.shape;
@@ -113,8 +138,19 @@ impl Schedule {
             block_table: facts.block_table_elements() * 4,
             exact_words: facts.all_exact_words() * 8,
             split_sums: self.split_tiles * u64::from(config.keys()) * split_row,
+            head_parts: if self.spread.is_spread() {
+                self.part_tiles(facts) * u64::from(config.keys()) * split_row
+            } else {
+                0
+            },
         }
     }
+}
+
+/// Whether tiles of equal sequences take equally long, and need not wait for each other.
+fn has_equal_tiles(facts: &Facts) -> bool {
+    let equal = facts.features.order == Order::Any && facts.features.mask.spans().is_empty();
+    facts.is_plain() && equal
 }
 
 /// Steps of queries from one head to the next.
@@ -127,11 +163,11 @@ fn steps(facts: &Facts, rows: u64) -> u64 {
     }
 }
 
-fn tiling(facts: &Facts, shape: &KernelShape) -> Tiling {
+fn tiling(facts: &Facts, shape: &KernelShape, spread: &HeadSpread) -> Tiling {
     let [d, dv] = shape.dims.map(u64::from);
     let [q_len, k_len] = facts.lengths();
     Tiling {
-        pairs: facts.pairs(),
+        pairs: facts.pairs() * spread.parts,
         tiles: k_len.div_ceil(u64::from(shape.config.keys())),
         masked: !facts.features.mask.spans().is_empty(),
         order: facts.features.order,

@@ -26,6 +26,8 @@ pub(crate) struct Scratch<T> {
     pub exact_words: T,
     /// f32 sums of d_k and d_v of split tiles.
     pub split_sums: T,
+    /// f32 parts of d_k and d_v, if the query heads of a key/value head are spread over CTAs.
+    pub head_parts: T,
 }
 
 impl<T> Scratch<T> {
@@ -39,6 +41,7 @@ impl<T> Scratch<T> {
             block_table: f(self.block_table),
             exact_words: f(self.exact_words),
             split_sums: f(self.split_sums),
+            head_parts: f(self.head_parts),
         }
     }
 }
@@ -106,12 +109,14 @@ mod tests {
             block_table: 4,
             exact_words: 0,
             split_sums: 300,
+            head_parts: 257,
         };
         let at = sizes.place(Span::new(1 << 20, sizes.bytes()));
         let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.exact_words, at.split_sums];
-        let starts = starts.map(|span| span.address() - (1 << 20));
-        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 1792]);
-        assert_eq!(sizes.bytes(), 2304);
+        let starts = [&starts[..], &[at.head_parts]].concat();
+        let starts: Vec<u64> = starts.into_iter().map(|span| span.address() - (1 << 20)).collect();
+        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 1792, 2304]);
+        assert_eq!(sizes.bytes(), 2816);
     }
 
     #[test]

@@ -29,8 +29,7 @@ use crate::attention::backward::walk::{
 };
 use crate::parts::mask::{Block, Limits};
 use fulgurite_ptx::{
-    Acc, DoubleTile, Fragment, Group, GroupBarrier, Half, Major, Pair, RoleBarrier, Scope, Sum, Thread, Tile, Turns,
-    Val, Word,
+    Acc, DoubleTile, Fragment, Group, GroupBarrier, Half, Major, Pair, RoleBarrier, Scope, Sum, Tile, Turns, Val, Word,
 };
 
 /// Queries of a step that are modified together.
@@ -217,16 +216,29 @@ where
         queries.done(w);
     }
 
-    /// Stores a result through a tile of shared memory.
-    fn leave_through(&self, w: &Scope<'k, Group>, work: &Work<'k>, (of, result, to): (Of, &Acc<'k>, Tile<'k>)) {
+    /// A result leaves through a tile of shared memory. A part of one leaves from registers.
+    fn leave_through(
+        &self,
+        w: &Scope<'k, Group>,
+        work: &Work<'k>,
+        (of, result): (Of, &Acc<'k>),
+        to: impl FnOnce(&Scope<'k, Group>) -> Tile<'k>,
+    ) {
         let keys = self.main.config.keys();
+        let at = || [self.own.literal(0), work.tile * keys + self.own * 64];
+        if let Some(parts) = &self.main.parts {
+            return parts.store(w, &self.main.map, work, (of, result), at());
+        }
+        let to = to(w);
         write_result::<T>(w, self.main, of, result, to);
-        let at = |t: &Scope<'k, Thread>| [t.constant(0), work.tile * keys + self.own * 64];
-        send_results(w, self.main, work, &self.barrier, |t| vec![(of, to, at(t))]);
+        send_results(w, self.main, work, &self.barrier, |_| vec![(of, to, at())]);
     }
 
     /// Waits until the copy engine has read the stored result.
     fn have_left(&self, w: &Scope<'k, Group>) {
+        if self.main.parts.is_some() {
+            return;
+        }
         w.one_thread_of_group(|t| t.wait_stores_read(0));
         w.sync_group(&self.barrier);
     }
@@ -275,7 +287,7 @@ where
             None => f(w),
         };
         let value_stage = |w: &Scope<'k, Group>| values.current(w)[0].rows(*own, 64);
-        where_last(w, &|w| self.leave_through(w, &work, (Of::DV, d_v, value_stage(w))));
+        where_last(w, &|w| self.leave_through(w, &work, (Of::DV, d_v), value_stage));
         self.query_sums(w);
         w.wait_products(0);
         self.exchange.done_previous(w);
@@ -286,7 +298,7 @@ where
         keys.done(w);
         let part = main.d_q.round.as_ref().map(|round| (round, round.read_part(w, &main.map)));
         let key_stage = |w: &Scope<'k, Group>| self.reduce.as_tile(w, main.result(Of::DK).tile());
-        where_last(w, &|w| self.leave_through(w, &work, (Of::DK, d_k, key_stage(w))));
+        where_last(w, &|w| self.leave_through(w, &work, (Of::DK, d_k), key_stage));
         if let Some((round, sums)) = &part {
             round.round::<T>(w, &main.map, (barrier, main.scale), sums);
         }

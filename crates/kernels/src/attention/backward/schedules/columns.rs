@@ -200,7 +200,7 @@ where
             w,
             products,
             |of, stage| stage.cols(*own, cols[of]),
-            |_, work, of| [*own * cols[of], work.tile * main.config.keys()],
+            |work, of| [*own * cols[of], work.tile * main.config.keys()],
         );
     }
 }

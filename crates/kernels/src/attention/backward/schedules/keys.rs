@@ -186,7 +186,7 @@ where
             w,
             products,
             |_, stage| stage.rows(*own, 64),
-            |t, work, _| [t.constant(0), work.tile * main.config.keys() + *own * 64],
+            |work, _| [own.literal(0), work.tile * main.config.keys() + *own * 64],
         );
     }
 }

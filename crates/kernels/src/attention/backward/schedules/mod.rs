@@ -10,9 +10,9 @@ pub(crate) mod keys;
 pub(crate) mod pairs;
 
 use crate::attention::backward::state::Main;
-use crate::attention::backward::tiles::Work;
+use crate::attention::backward::tiles::{Of, Work};
 use crate::attention::backward::walk::{Walk, store_results};
-use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, RoleBarrier, Scope, Thread, Tile, Val, Word};
+use fulgurite_ptx::{Acc, Group, GroupBarrier, Half, Pair, RoleBarrier, Scope, Tile, Val, Word};
 
 /// The operations of a warpgroup on a tile.
 pub(crate) trait Schedule<'k> {
@@ -78,7 +78,7 @@ impl<'k> TileEnd<'_, 'k> {
         w: &Scope<'k, Group>,
         products: Products<'_, 'k>,
         part: impl Fn(usize, Tile<'k>) -> Tile<'k>,
-        at: impl Fn(&Scope<'k, Thread>, &Work<'k>, usize) -> [Val<'k, u32>; 2],
+        at: impl Fn(&Work<'k>, usize) -> [Val<'k, u32>; 2],
     ) where
         Pair<T>: Word,
     {
@@ -92,11 +92,20 @@ impl<'k> TileEnd<'_, 'k> {
         // Read the tile again: keeping it over the loop would take registers.
         let work = self.main.map.read(&stages.tickets.again(w));
         stages.tickets.done(w);
+        if let Some(parts) = &self.main.parts {
+            // Parts of results leave from registers: the next keys may come meanwhile.
+            stages.values.done(w);
+            stages.keys.done(w);
+            let map = &self.main.map;
+            parts.store(w, map, &work, (Of::DV, self.d_v), at(&work, D_V));
+            parts.store(w, map, &work, (Of::DK, self.d_k), at(&work, D_K));
+            return;
+        }
         // Both warpgroups are done with K and V.
         w.sync_role(self.all);
         let [to_k, to_v] = [(&stages.keys, D_K), (&stages.values, D_V)].map(|(ring, of)| part(of, ring.current(w)[0]));
         let results = [(self.d_k, to_k), (self.d_v, to_v)];
-        store_results::<T>(w, self.main, &work, self.barrier, results, |t, of| at(t, &work, of));
+        store_results::<T>(w, self.main, &work, self.barrier, results, |_, of| at(&work, of));
         w.one_thread_of_group(|t| t.wait_stores_read(0));
         stages.values.done(w);
         stages.keys.done(w);

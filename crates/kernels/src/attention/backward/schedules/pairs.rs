@@ -96,7 +96,7 @@ impl<'a, 'k> Between<'a, 'k> {
         self.pair.other_keys.wait(w);
     }
 
-    /// Stores a result through a stage that no warpgroup reads any longer, in halves of its columns.
+    /// A result leaves through a stage that no warpgroup reads any more, in halves of its columns.
     fn leave<T: Half>(&self, w: &Scope<'k, Group>, barrier: &GroupBarrier, (of, result, to): (Of, &Acc<'k>, Tile<'k>))
     where
         Pair<T>: Word,

@@ -1,0 +1,175 @@
+//! Query heads of a key/value head, spread over CTAs: parts of d_k and d_v in f32, and the kernel that adds them.
+//!
+//! A CTA of the main kernel has a tile of keys and walks over the query heads that share them. With few key/value heads there
+//! are too few tiles for the GPU, or they take so long that the last ones leave most of it idle. The query heads are then
+//! divided into parts, each with tiles of its own. To the schedules of the main kernel a part is a key/value head
+//! (`tiles::TileMap`); its results are f32 sums in scratch memory. This kernel runs after the main kernel, adds the parts of a
+//! head in the order of their numbers, and converts the sums to 16 bits. So d_k and d_v have the same bits in every run.
+//!
+//! Parts of 64 keys lie together, in the layout of accumulators: `[part of a head][64 keys][d_k, d_v][eight columns][thread][4]`.
+
+use crate::attention::backward::finish::{ResultArgs, Results, Rows, SumLayout};
+use crate::attention::backward::tiles::{Of, TileMap, Work};
+use crate::attention::backward::{Features, KernelShape};
+use crate::params::{Lens, Params, Program};
+use crate::parts::schedule::{SequenceArgs, Sides};
+use fulgurite_ptx::device::Span;
+use fulgurite_ptx::{Acc, Block, BuildError, Group, Half, Pair, Pointer, Scope, Target, Val, Var, Word};
+
+/// Keys whose parts lie together.
+pub(crate) const KEYS: u32 = 64;
+/// Threads of a CTA.
+const THREADS: u32 = 256;
+/// Items that a thread adds at once: as many as registers allow.
+const ITEMS: usize = 4;
+
+/// Where the main kernel leaves its parts of d_k and d_v.
+pub(crate) struct HeadParts<'k> {
+    parts: Pointer<'k, f32>,
+    /// Elements of a row of d_k and of d_v.
+    dims: [u32; 2],
+}
+
+impl<'k> HeadParts<'k> {
+    /// Declares the parameter.
+    pub fn declare<C: 'static>(p: &Params<'k, C>, args: impl Lens<C, Span>, dims: [u32; 2]) -> Self {
+        HeadParts { parts: p.pointer("head_parts", move |call| *args(call)), dims }
+    }
+
+    /// Stores a warpgroup's part of a result, which begins at a column and a key.
+    #[track_caller]
+    pub fn store(
+        &self,
+        w: &Scope<'k, Group>,
+        map: &TileMap<'k>,
+        work: &Work<'k>,
+        (of, result): (Of, &Acc<'k>),
+        [col, key]: [Val<'k, u32>; 2],
+    ) {
+        let ([d, dv], keys) = (self.dims, map.keys());
+        let tile = self.parts.at_wide(map.place_of(work).mul_wide(keys * (d + dv)));
+        let before = if of == Of::DV { KEYS * d } else { 0 };
+        let own = (key - work.tile * keys) * (d + dv) + col * KEYS + w.thread_in_group() * 4 + before;
+        let (to, elements) = (tile.at(own), result.elements().collect::<Vec<_>>());
+        for (four, elements) in (0..).step_by(512).zip(elements.chunks_exact(4)) {
+            to.store_some::<_, 4>(w, four, std::array::from_fn(|i| elements[i]));
+        }
+    }
+}
+
+/// A launch: one CTA for each 64 keys of each key/value head.
+pub(crate) struct Call {
+    pub d_k: ResultArgs,
+    pub d_v: ResultArgs,
+    pub parts: Span,
+    /// Parts of a key/value head.
+    pub count: u32,
+    /// Blocks of 64 keys from one part to the next.
+    pub blocks: u32,
+    /// Key/value heads.
+    pub heads: u32,
+    /// The factor of d_k.
+    pub scale: f32,
+    pub sequences: SequenceArgs,
+}
+
+/// Adds the parts of d_k and d_v of 64 keys in each CTA.
+pub(crate) fn program<T: Half>(
+    target: Target,
+    features: &Features,
+    shape: &KernelShape,
+) -> Result<Program<Call>, BuildError>
+where
+    Pair<T>: Word,
+{
+    Program::build("attention_backward_heads", target, |p| {
+        let ([d, dv], tile_keys) = (shape.dims, shape.config.keys());
+        let d_k = Results::declare::<T, Call>(p, "d_k", SumLayout::of_keys(d), |call| &call.d_k);
+        let d_v = Results::declare::<T, Call>(p, "d_v", SumLayout::of_keys(dv), |call| &call.d_v);
+        let parts = p.pointer::<f32>("head_parts", |call| call.parts);
+        let count = p.u32("count", |call| call.count);
+        let (blocks, heads) = (p.divisor("blocks", |call| call.blocks), p.divisor("heads", |call| call.heads));
+        let scale = p.f32("scale", |call| call.scale);
+        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 1, |call: &Call| &call.sequences));
+        p.builder().threads(THREADS, |w| {
+            let [pair, block] = blocks.div_rem(w.block());
+            // The sequence, its first row if it is packed, its rows, the head, and the number of these keys in the sequence.
+            let (batch, start, rows, head, nth) = match &sides {
+                Some(sides) => {
+                    let of_tile = tile_keys / KEYS;
+                    let batch = sides.of_block(w, 1, block / of_tile, tile_keys);
+                    let [start, room] = sides.room(w, 1, batch);
+                    (batch, start, room, pair, block - sides.first_block(w, 1, batch, tile_keys) * of_tile)
+                }
+                None => {
+                    let [batch, head] = heads.div_rem(pair);
+                    (batch, block.literal(0), d_k.rows, head, block)
+                }
+            };
+            let row = KEYS * (d + dv);
+            let first = parts.at_wide((pair * count * blocks.value() + block).mul_wide(row));
+            let part = blocks.value().mul_wide(row * 4);
+            let one = scale.literal(1.0);
+            w.when((nth * KEYS).lt(rows), |w| {
+                for (results, scale, before) in [(&d_k, scale, 0), (&d_v, one, KEYS * d)] {
+                    let of_sequence = match features.ragged.packed {
+                        true => start.mul_wide(results.row_stride),
+                        false => batch.mul_wide(results.batch_stride),
+                    };
+                    let rows = Rows { to: results.head::<T>(of_sequence, head), step: nth, q_len: rows, scale };
+                    let parts = Parts { first: first.at(w.constant(before)), part, count };
+                    for from in (0..results.items()).step_by(ITEMS * THREADS as usize) {
+                        parts.add_items(w, results, rows, from);
+                    }
+                }
+            });
+        });
+    })
+}
+
+/// The parts of a result of 64 keys.
+struct Parts<'k> {
+    /// The first part.
+    first: Pointer<'k, f32>,
+    /// Bytes from one part to the next.
+    part: Val<'k, u64>,
+    count: Val<'k, u32>,
+}
+
+impl<'k> Parts<'k> {
+    /// Adds items of all parts and stores the results: those of the thread, from an item on.
+    fn add_items<T: Half>(&self, w: &Scope<'k, Block>, results: &Results<'k>, rows: Rows<'k, T>, from: u32)
+    where
+        Pair<T>: Word,
+    {
+        let all = results.items();
+        let items: Vec<_> = (0..ITEMS as u32)
+            .map(|i| from + i * THREADS)
+            .filter(|first| *first < all)
+            .map(|first| (w.thread() + first, first + THREADS > all))
+            .collect();
+        let at = w.var(self.first.address());
+        let load = |w: &Scope<'k, Block>| {
+            let from = Pointer::<f32>::at_address(at.get());
+            let load = |(item, _): &(Val<'k, u32>, bool)| results.load(w, from, item.min(all - 1));
+            items.iter().map(load).collect::<Vec<_>>()
+        };
+        // The first part, then one after the other: the order of additions is fixed.
+        let sums: Vec<Vec<[Var<'k, f32>; 4]>> =
+            load(w).into_iter().map(|item| item.into_iter().map(|four| four.map(|x| w.var(x))).collect()).collect();
+        w.each(1, self.count, 1, |w, _| {
+            at.set(at.get() + self.part);
+            let next = load(w);
+            for (sum, next) in sums.iter().flatten().flatten().zip(next.into_iter().flatten().flatten()) {
+                sum.set(sum.get() + next);
+            }
+        });
+        for ((item, beyond), sums) in items.into_iter().zip(sums) {
+            let fours: Vec<_> = sums.iter().map(|four| four.map(|sum| sum.get())).collect();
+            match beyond {
+                true => w.when(item.lt(all), |w| results.store(w, rows, item, &fours)),
+                false => results.store(w, rows, item, &fours),
+            }
+        }
+    }
+}
