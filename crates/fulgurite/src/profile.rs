@@ -1,25 +1,45 @@
-//! Profiles: files with tile configurations that were measured on a GPU and are faster there than the built-in ones.
+//! Profiles: TOML files with tile configurations that were measured on a GPU and are faster there than the built-in ones.
 //!
-//! ```text
-//! fulgurite profile 1
-//! gpu NVIDIA H200
-//! use head_dims 65..128 keys 0..1024: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
-//! tried head_dim 128 length 512 1.0132: groups=2 cols=128 depth=2 end=joined registers=232:40 early=2
-//! use backward head_dims 65..128 keys 0..1024: share=keys rows=64 adds=engine depth=2 key_depth=1 registers=240:24 ..
+//! ```toml
+//! format = 2
+//! gpu = "NVIDIA H200"
+//!
+//! [[forward.use]]
+//! head_dim_from = 65
+//! head_dim_to = 128
+//! keys_from = 0
+//! keys_below = 1024
+//!
+//! [forward.use.config]
+//! groups = 2
+//! cols = 128
+//! depth = 2
+//! end = "joined"
+//! registers = [232, 40]
+//! early = 2
+//! added = "threads"
 //! ```
 //!
-//! `use` lines hold the configurations to use; `tried` lines hold the measurements of a search, so that it can resume.
-//! Lines of the gradients contain the word `backward`. Key ranges exclude their end, head-dimension ranges include it.
+//! `use` holds the configurations to use; `tried` holds the measurements of a search, so that it can resume. The
+//! gradients have the same tables under `backward`. Without `keys_below`, there is no limit.
 
 use fulgurite_cuda::default_cache_dir;
 use fulgurite_kernels::attention::backward::BackwardConfig;
 use fulgurite_kernels::attention::forward::plan::{ConfigRow, ConfigTable, ForwardConfig, TileConfig};
 pub use fulgurite_kernels::operator::Tables;
+use serde::de::{Deserializer, Error as _, Unexpected};
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 use thiserror::Error;
+
+/// The format of the files that this release reads and writes. Format 1 was no TOML.
+const FORMAT: i64 = 2;
+
+/// The first word of files in format 1.
+const FIRST_FORMAT: &str = "fulgurite profile";
 
 /// The fastest tile configurations measured on a GPU.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -33,11 +53,15 @@ pub struct Profile {
 }
 
 /// The measurements of a pass.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, bound(deserialize = "T: TileConfig"))]
 pub struct Measured<T> {
     /// Configurations to use.
+    #[serde(rename = "use", default = "Vec::new", skip_serializing_if = "Vec::is_empty")]
+    #[serde(bound(serialize = "T: TileConfig"))]
     pub rows: Vec<ConfigRow<T>>,
     /// Configurations that a search has measured.
+    #[serde(default = "Vec::new", skip_serializing_if = "Vec::is_empty")]
     pub tried: Vec<Tried<T>>,
 }
 
@@ -48,35 +72,43 @@ impl<T> Default for Measured<T> {
 }
 
 /// One measurement of a search.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Tried<T> {
     /// Head dimension of the measured problem.
     pub head_dim: u32,
     /// Queries and keys per sequence of the measured problem.
+    #[serde(rename = "length")]
     pub len: u64,
+    /// Speed relative to the built-in configuration; 0 if it has no kernel or gives wrong results.
+    #[serde(deserialize_with = "gain")]
+    pub gain: f64,
     /// The measured tile configuration.
     pub config: T,
-    /// Speed relative to the built-in configuration; 0 if it has no kernel or gives wrong results.
-    pub gain: f64,
+}
+
+/// Reads a gain.
+fn gain<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    let gain = f64::deserialize(from)?;
+    match gain.is_finite() && gain >= 0.0 {
+        true => Ok(gain),
+        false => Err(D::Error::invalid_value(Unexpected::Float(gain), &"a finite number, 0 or more")),
+    }
 }
 
 /// A pass with a table of tile configurations: forward or backward.
 pub trait Pass: TileConfig {
-    /// The word for the pass in a profile's lines.
-    const WORD: &'static str;
     /// The measurements of the pass in a profile.
     fn of(profile: &mut Profile) -> &mut Measured<Self>;
 }
 
 impl Pass for ForwardConfig {
-    const WORD: &'static str = "";
     fn of(profile: &mut Profile) -> &mut Measured<Self> {
         &mut profile.forward
     }
 }
 
 impl Pass for BackwardConfig {
-    const WORD: &'static str = "backward ";
     fn of(profile: &mut Profile) -> &mut Measured<Self> {
         &mut profile.backward
     }
@@ -86,15 +118,34 @@ impl Pass for BackwardConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProfileError {
-    /// A line of the file is invalid.
-    #[error("profile {file}, line {line}: {what}; `fulgurite tune` writes it anew if it is deleted")]
-    Line {
+    /// An entry of the file is invalid.
+    #[error("profile {file}, line {line}: {entry:?}: {what}; if the file is deleted, `fulgurite tune` writes it anew")]
+    Entry {
         /// Path of the file.
         file: String,
         /// Line number, from 1.
         line: usize,
-        /// The fault, as text.
+        /// Text of the line.
+        entry: String,
+        /// The fault, and the allowed names or values.
         what: String,
+    },
+    /// The file is in the format of an older release.
+    #[error("profile {file} is in the format of an older fulgurite; delete it and run `fulgurite tune` again")]
+    Outdated {
+        /// Path of the file.
+        file: String,
+    },
+    /// The file is in the format of a newer release.
+    #[error(
+        "profile {file}: `format` is {format}, allowed: {FORMAT}; a newer fulgurite wrote it: update this one, or delete \
+         the file and run `fulgurite tune` again"
+    )]
+    Newer {
+        /// Path of the file.
+        file: String,
+        /// Format of the file.
+        format: i64,
     },
     /// The file cannot be read or written.
     #[error("profile {file}: {what}; FULGURITE_PROFILE names another, or none if it is empty")]
@@ -156,33 +207,58 @@ impl ProfileSource {
     }
 }
 
-const FIRST: &str = "fulgurite profile 1";
+/// The entries of a profile's file.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entries {
+    format: i64,
+    #[serde(deserialize_with = "gpu")]
+    gpu: String,
+    #[serde(default)]
+    forward: Measured<ForwardConfig>,
+    #[serde(default)]
+    backward: Measured<BackwardConfig>,
+}
+
+/// Reads the name of a GPU.
+fn gpu<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let name = String::deserialize(from)?;
+    match name.is_empty() {
+        true => Err(D::Error::invalid_value(Unexpected::Str(""), &"the name of a GPU")),
+        false => Ok(name),
+    }
+}
+
+/// The one entry that files of every format have.
+#[derive(Deserialize)]
+struct Format {
+    format: i64,
+}
 
 impl Profile {
     /// Loads a profile. A missing file, or the profile of another GPU, gives an empty one.
     pub fn load(path: &Path, gpu: &str) -> Result<Profile, ProfileError> {
         let empty = Profile { gpu: gpu.into(), ..Profile::default() };
-        let file = path.display().to_string();
         match fs::read_to_string(path) {
             Ok(text) => {
-                let wrong = |(line, what)| ProfileError::Line { file, line, what };
-                let profile = Profile::parse(&text).map_err(wrong)?;
+                let profile = Profile::parse(&text, path)?;
                 Ok(if profile.gpu == gpu { profile } else { empty })
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(empty),
-            Err(e) => Err(ProfileError::File { file, what: e.to_string() }),
+            Err(e) => Err(ProfileError::File { file: path.display().to_string(), what: e.to_string() }),
         }
     }
 
     /// Writes the profile atomically.
     pub fn save(&self, path: &Path) -> Result<(), ProfileError> {
-        let failed = |e: io::Error| ProfileError::File { file: path.display().to_string(), what: e.to_string() };
+        let failed = |what: String| ProfileError::File { file: path.display().to_string(), what };
+        let text = self.text().map_err(|e| failed(e.to_string()))?;
         if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder).map_err(failed)?;
+            fs::create_dir_all(folder).map_err(|e| failed(e.to_string()))?;
         }
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}", std::process::id()));
-        fs::write(&beside, self.to_string()).and_then(|()| fs::rename(&beside, path)).map_err(failed)
+        fs::write(&beside, text).and_then(|()| fs::rename(&beside, path)).map_err(|e| failed(e.to_string()))
     }
 
     /// The built-in tables, overridden by this profile.
@@ -193,154 +269,42 @@ impl Profile {
         }
     }
 
-    /// Parses the text of a profile. An error has the line number and the fault.
-    fn parse(text: &str) -> Result<Profile, (usize, String)> {
-        let mut profile = Profile::default();
-        for (i, line) in text.lines().enumerate() {
-            let wrong = |what: &str| (i + 1, format!("{line:?} {what}"));
-            match line.split_once(' ') {
-                _ if i == 0 && line == FIRST => {}
-                _ if i == 0 => return Err(wrong(&format!("is not {FIRST:?}"))),
-                Some(("gpu", name)) => profile.gpu = name.into(),
-                Some((kind @ ("use" | "tried"), rest)) => {
-                    let read = match rest.strip_prefix(BackwardConfig::WORD) {
-                        Some(rest) => profile.backward.read(kind, rest),
-                        None => profile.forward.read(kind, rest),
-                    };
-                    read.map_err(|what| wrong(&what))?;
-                }
-                _ if line.is_empty() => {}
-                _ => return Err(wrong("begins with none of gpu, use, tried")),
-            }
+    /// Parses the text of a file. Errors name `path`.
+    fn parse(text: &str, path: &Path) -> Result<Profile, ProfileError> {
+        let file = || path.display().to_string();
+        if text.starts_with(FIRST_FORMAT) {
+            return Err(ProfileError::Outdated { file: file() });
         }
-        match profile.gpu.is_empty() {
-            true => Err((1, "names no gpu".into())),
-            false => Ok(profile),
+        let invalid = |e: toml::de::Error| {
+            let start = e.span().map_or(0, |span| span.start.min(text.len()));
+            let line = text.as_bytes()[..start].iter().filter(|&&byte| byte == b'\n').count();
+            let entry = text.lines().nth(line).unwrap_or_default().trim().to_string();
+            ProfileError::Entry { file: file(), line: line + 1, entry, what: e.message().to_string() }
+        };
+        // The format decides first: another one may have other entries.
+        let Format { format } = toml::from_str(text).map_err(invalid)?;
+        match format {
+            FORMAT => {}
+            ..FORMAT => return Err(ProfileError::Outdated { file: file() }),
+            _ => return Err(ProfileError::Newer { file: file(), format }),
         }
+        let Entries { gpu, forward, backward, .. } = toml::from_str(text).map_err(invalid)?;
+        Ok(Profile { gpu, forward, backward })
+    }
+
+    /// The text of the profile's file: the same for equal profiles.
+    fn text(&self) -> Result<String, toml::ser::Error> {
+        let Profile { gpu, forward, backward } = self.clone();
+        toml::to_string(&Entries { format: FORMAT, gpu, forward, backward })
     }
 }
 
-fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("has {text:?} where a number belongs"))
-}
-
-impl<T: Pass> Measured<T> {
-    /// Reads the rest of a line, after its first word and the word of the pass.
-    fn read(&mut self, kind: &str, text: &str) -> Result<(), String> {
-        match kind {
-            "use" => self.rows.push(row(text)?),
-            _ => self.tried.push(tried(text)?),
-        }
-        Ok(())
-    }
-
-    fn write(&self, text: &mut String) -> fmt::Result {
-        for ConfigRow { head_dims, keys, config } in &self.rows {
-            let (d0, d1) = head_dims.clone().into_inner();
-            writeln!(text, "use {}head_dims {d0}..{d1} keys {}..{}: {config}", T::WORD, keys.start, keys.end)?;
-        }
-        for Tried { head_dim, len, config, gain } in &self.tried {
-            writeln!(text, "tried {}head_dim {head_dim} length {len} {gain:.4}: {config}", T::WORD)?;
-        }
-        Ok(())
-    }
-}
-
-fn config<T: TileConfig>(text: &str) -> Result<T, String> {
-    text.parse::<T>().map_err(|e| format!("is no cut: {e}"))
-}
-
-fn row<T: TileConfig>(text: &str) -> Result<ConfigRow<T>, String> {
-    let (range, cut) = text.split_once(": ").ok_or("has no cut")?;
-    let ["head_dims", dims, "keys", keys] = range.split_whitespace().collect::<Vec<_>>()[..] else {
-        return Err("has no `head_dims A..B keys A..B`".into());
-    };
-    let pair = |text: &str| text.split_once("..").map(|(a, b)| (a.to_string(), b.to_string()));
-    let ((d0, d1), (k0, k1)) = pair(dims).zip(pair(keys)).ok_or("has no ranges A..B")?;
-    Ok(ConfigRow { head_dims: number(&d0)?..=number(&d1)?, keys: number(&k0)?..number(&k1)?, config: config(cut)? })
-}
-
-fn tried<T: TileConfig>(text: &str) -> Result<Tried<T>, String> {
-    let (place, cut) = text.split_once(": ").ok_or("has no cut")?;
-    let ["head_dim", head_dim, "length", len, gain] = place.split_whitespace().collect::<Vec<_>>()[..] else {
-        return Err("has no `head_dim N length N GAIN`".into());
-    };
-    let gain: f64 = number(gain)?;
-    match gain.is_finite() && gain >= 0.0 {
-        true => Ok(Tried { head_dim: number(head_dim)?, len: number(len)?, config: config(cut)?, gain }),
-        false => Err(format!("has the gain {gain}")),
-    }
-}
-
+/// Prints the text of the profile's file.
 impl fmt::Display for Profile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut text = format!("{FIRST}\ngpu {}\n", self.gpu);
-        self.forward.write(&mut text)?;
-        self.backward.write(&mut text)?;
-        f.write_str(&text)
+        f.write_str(&self.text().map_err(|_| fmt::Error)?)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn measured<T: Pass>(config: T) -> Measured<T> {
-        Measured {
-            rows: vec![ConfigRow { head_dims: 65..=128, keys: 0..1024, config }],
-            tried: vec![Tried { head_dim: 128, len: 512, config, gain: 1.25 }],
-        }
-    }
-
-    fn profile() -> Profile {
-        Profile {
-            gpu: "Some GPU".into(),
-            forward: measured(ForwardConfig { cols: 112, ..ForwardConfig::hopper(128, 512) }),
-            backward: measured(BackwardConfig { rows: 96, ..BackwardConfig::hopper(128) }),
-        }
-    }
-
-    #[test]
-    fn it_is_read_as_it_is_written() {
-        assert_eq!(Profile::parse(&profile().to_string()), Ok(profile()));
-        let Tables { forward, backward } = profile().tables();
-        assert_eq!(forward.find(128, 512).cols, 112);
-        assert_eq!(forward.find(128, 1024).cols, 128);
-        assert_eq!(forward.find(64, 512), ForwardConfig::hopper(64, 512));
-        assert_eq!(backward.find(128, 512).rows, 96);
-        assert_eq!(backward.find(128, 1024), BackwardConfig::hopper(128));
-    }
-
-    #[test]
-    fn a_damaged_file_is_refused_with_its_line() {
-        let text = profile().to_string();
-        let damage = [
-            (text.replace("profile 1", "profile 2"), 1),
-            (text.replace("cols=112", "cols=many"), 3),
-            (text.replace("keys 0..1024", "keys all"), 3),
-            (text.replace("1.2500", "NaN"), 4),
-            (text.replace("gpu Some GPU\n", ""), 1),
-            (text.replace("tried", "tied"), 4),
-            (text.replace("rows=96", "rows=97"), 5),
-            (text.replace("backward", "sideward"), 5),
-            (String::new(), 1),
-        ];
-        for (text, line) in damage {
-            assert_eq!(Profile::parse(&text).map_err(|(line, _)| line), Err(line), "{text}");
-        }
-    }
-
-    #[test]
-    fn another_gpus_profile_says_nothing() {
-        let folder = std::env::temp_dir().join(format!("fulgurite-profile-{}", std::process::id()));
-        let path = folder.join("x.profile");
-        profile().save(&path).unwrap();
-        assert_eq!(Profile::load(&path, "Some GPU"), Ok(profile()));
-        assert!(Profile::load(&path, "Another GPU").unwrap().forward.rows.is_empty());
-        assert!(Profile::load(&folder.join("none"), "Some GPU").unwrap().forward.rows.is_empty());
-        fs::write(&path, "nonsense").unwrap();
-        let refused = Profile::load(&path, "Some GPU").unwrap_err().to_string();
-        assert!(refused.contains("line 1") && refused.contains("x.profile"), "{refused}");
-        fs::remove_dir_all(folder).unwrap();
-    }
-}
+mod tests;

@@ -1,13 +1,19 @@
 //! Tables of tile configurations: the configuration of a kernel for each kind of problem. Forward and backward have one
 //! each.
 
+pub(crate) mod text;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::{Range, RangeInclusive};
 use std::str::FromStr;
-use thiserror::Error;
+pub use text::ConfigError;
 
-/// A tile configuration of a kernel, written as `NAME=VALUE NAME=VALUE ..`.
-pub trait TileConfig: Copy + PartialEq + fmt::Debug + fmt::Display + FromStr<Err = ConfigError> {
+/// A tile configuration of a kernel. Files hold it by serde, one line of text as `NAME=VALUE NAME=VALUE ..`.
+pub trait TileConfig:
+    Copy + PartialEq + fmt::Debug + fmt::Display + FromStr<Err = ConfigError> + Serialize + DeserializeOwned
+{
     /// The fastest configurations measured on an H200, for every head dimension and number of keys.
     fn built_in() -> Vec<ConfigRow<Self>>;
 
@@ -21,7 +27,9 @@ pub trait TileConfig: Copy + PartialEq + fmt::Debug + fmt::Display + FromStr<Err
 pub struct ConfigTable<T>(Vec<ConfigRow<T>>);
 
 /// A configuration, and the problems that use it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(into = "RowText<T>", try_from = "RowText<T>")]
+#[serde(bound(serialize = "T: Clone + Serialize", deserialize = "T: Deserialize<'de>"))]
 pub struct ConfigRow<T> {
     /// The larger head dimension, padded.
     pub head_dims: RangeInclusive<u32>,
@@ -72,44 +80,43 @@ impl<T: TileConfig> ConfigTable<T> {
     }
 }
 
-/// A text that is not a configuration.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`tuning` has {entry:?}, allowed: {allowed}")]
-pub struct ConfigError {
-    entry: String,
-    allowed: &'static str,
+/// The entries of a [`ConfigRow`] in a file. TOML has no ranges, and no integer as large as `u64::MAX`.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RowText<T> {
+    /// Smallest head dimension.
+    head_dim_from: u32,
+    /// Largest head dimension.
+    head_dim_to: u32,
+    /// Smallest number of keys.
+    keys_from: u64,
+    /// Numbers of keys are smaller than this one; `None`: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    keys_below: Option<u64>,
+    config: T,
 }
 
-/// Reads the entries of a configuration. `set` takes a name and a value, and returns `None` if there is no such entry.
-pub(crate) fn read(
-    text: &str,
-    allowed: &'static str,
-    mut set: impl FnMut(&str, &str) -> Option<()>,
-) -> Result<(), ConfigError> {
-    text.split_whitespace().try_for_each(|entry| {
-        let known = entry.split_once('=').and_then(|(name, value)| set(name, value));
-        known.ok_or_else(|| ConfigError { entry: entry.into(), allowed })
-    })
+impl<T> From<ConfigRow<T>> for RowText<T> {
+    fn from(ConfigRow { head_dims, keys, config }: ConfigRow<T>) -> Self {
+        let (head_dim_from, head_dim_to) = head_dims.into_inner();
+        let keys_below = (keys.end < u64::MAX).then_some(keys.end);
+        RowText { head_dim_from, head_dim_to, keys_from: keys.start, keys_below, config }
+    }
 }
 
-/// A number that `allowed` accepts.
-pub(crate) fn number(text: &str, allowed: impl FnOnce(u32) -> bool) -> Option<u32> {
-    text.parse().ok().filter(|&n| allowed(n))
-}
+impl<T> TryFrom<RowText<T>> for ConfigRow<T> {
+    type Error = String;
 
-/// Registers of a compute thread and of a load thread, as `232:40`.
-pub(crate) fn registers(text: &str) -> Option<[u32; 2]> {
-    let (compute, load) = text.split_once(':')?;
-    let fits = |n: u32| (24..=256).contains(&n) && n.is_multiple_of(8);
-    Some([number(compute, fits)?, number(load, fits)?])
-}
-
-/// The value that a word stands for.
-pub(crate) fn named<V: Copy>(names: &[(&str, V)], word: &str) -> Option<V> {
-    names.iter().find(|(name, _)| *name == word).map(|(_, value)| *value)
-}
-
-/// The word for a value.
-pub(crate) fn name_of<V: PartialEq>(names: &[(&'static str, V)], value: V) -> &'static str {
-    names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| name)
+    fn try_from(text: RowText<T>) -> Result<Self, String> {
+        let RowText { head_dim_from, head_dim_to, keys_from, keys_below, config } = text;
+        let head_dims = head_dim_from..=head_dim_to;
+        let keys = keys_from..keys_below.unwrap_or(u64::MAX);
+        if head_dims.is_empty() {
+            return Err(format!("`head_dim_to` is {head_dim_to}, allowed: `head_dim_from` = {head_dim_from} or more"));
+        }
+        if keys.is_empty() {
+            return Err(format!("`keys_below` is {}, allowed: more than `keys_from` = {keys_from}", keys.end));
+        }
+        Ok(ConfigRow { head_dims, keys, config })
+    }
 }

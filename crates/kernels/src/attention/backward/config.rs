@@ -1,7 +1,8 @@
 //! Configurations of the main kernel of backward: tiles, stages, registers and services, chosen by measurement.
 
 use crate::attention::backward::RegisterPressure;
-use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
+use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
+use serde::{Deserialize, Deserializer, Serialize, de};
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -16,7 +17,8 @@ const TURNS: [u32; 3] = [1, 2, 4];
 const JOIN: u32 = 2;
 
 /// How the two warpgroups of a CTA share a tile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Share {
     /// A tile has 128 keys. Each warpgroup has d_k and d_v of 64 of them, in whole rows.
     Keys,
@@ -28,12 +30,9 @@ pub enum Share {
     Pairs,
 }
 
-impl Share {
-    const NAMES: [(&str, Share); 3] = [("keys", Share::Keys), ("columns", Share::Columns), ("pairs", Share::Pairs)];
-}
-
 /// When p is converted to the 16-bit operand of d_v.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Pack {
     /// With the exponentials.
     Early,
@@ -41,12 +40,9 @@ pub enum Pack {
     Late,
 }
 
-impl Pack {
-    const NAMES: [(&str, Pack); 2] = [("early", Pack::Early), ("late", Pack::Late)];
-}
-
 /// The unit that adds d_q to its f32 sums in global memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Adds {
     /// The threads that hold it in registers.
     Threads,
@@ -56,50 +52,59 @@ pub enum Adds {
     Engine,
 }
 
-impl Adds {
-    const NAMES: [(&str, Adds); 2] = [("threads", Adds::Threads), ("engine", Adds::Engine)];
-}
-
 /// A configuration of the main kernel.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BackwardConfig {
     /// How the warpgroups share a tile.
     pub share: Share,
     /// Queries of a step. If threads add: 64 (warpgroups share the columns of d_q) or 128 (they share its rows). If the copy engine
     /// adds: any multiple of 16 from 64 to 128.
+    #[serde(deserialize_with = "text::sixteens::<_, 64, 128>")]
     pub rows: u32,
     /// The unit that adds d_q to its sums.
     pub adds: Adds,
     /// Stages of q and d_o, and tiles of d_z.
+    #[serde(deserialize_with = "text::number::<_, 2, 4>")]
     pub depth: u32,
     /// Stages of k and v. A plan lowers it to 1 if the load thread lacks the registers for 2 (`plan::schedule`).
+    #[serde(deserialize_with = "text::number::<_, 1, 2>")]
     pub key_depth: u32,
     /// Registers of a thread of the compute role, and of the load role.
+    #[serde(deserialize_with = "text::registers")]
     pub registers: [u32; 2],
     /// If threads add: eighths of d_q that are added before the scores of the next step are started.
+    #[serde(deserialize_with = "text::number::<_, 0, 8>")]
     pub early: u32,
     /// If threads add: whether to wait for all products before the scores of the next step are started.
     pub drain: bool,
     /// If threads add: when p is converted.
     pub pack: Pack,
     /// If the copy engine adds in a fixed order: steps that a tile adds in one turn, 1, 2 or 4.
+    #[serde(deserialize_with = "turn")]
     pub turn: u32,
-    /// (head, sequence) pairs of a band: tiles of a band run together. `None`: derived.
-    pub pairs: Option<u32>,
-    /// (head, sequence) pairs of the last band, at most. `None`: derived.
-    pub last: Option<u32>,
     /// If the copy engine adds: whether the main kernel converts d_q while other tiles still run. Its sums then stay in the L2 cache.
     pub rounds: bool,
+    /// (head, sequence) pairs of a band: tiles of a band run together. `None`: derived.
+    #[serde(default, with = "text::or_rule")]
+    pub pairs: Option<u32>,
+    /// (head, sequence) pairs of the last band, at most. `None`: derived.
+    #[serde(default, with = "text::or_rule")]
+    pub last: Option<u32>,
     /// With `rounds`: how many (head, sequence) pairs own an f32 d_q accumulator at once; at least twice `pairs`. `None`: derived.
+    #[serde(default, with = "text::or_rule")]
     pub sums: Option<u32>,
     /// If the copy engine adds: (head, sequence) pairs whose sums the prepare kernel zeroes. The main kernel zeroes the others while
     /// its first tiles run. `None`: derived.
+    #[serde(default, with = "text::or_rule")]
     pub zeroed: Option<u32>,
     /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
     /// if that takes less time. `None`: never.
+    #[serde(default, with = "text::or_never")]
     pub join: Option<u32>,
     /// Parts into which the query heads of a key/value head are divided; each part has CTAs of its own. A key/value head has no more
     /// parts than query heads, and with CTA pairs one. `None`: derived.
+    #[serde(default, with = "text::or_rule")]
     pub head_splits: Option<u32>,
 }
 
@@ -289,83 +294,25 @@ impl BackwardConfig {
     }
 }
 
-/// As `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
-/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule head_splits=rule join=2`.
+/// Reads the steps of a turn.
+fn turn<'de, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
+    let steps = text::number::<D, 1, 4>(from)?;
+    let refused = || de::Error::invalid_value(de::Unexpected::Unsigned(steps.into()), &"1, 2 or 4");
+    TURNS.contains(&steps).then_some(steps).ok_or_else(refused)
+}
+
+/// Prints `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
+/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2 head_splits=rule`.
 impl fmt::Display for BackwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let BackwardConfig { rows, depth, key_depth, registers: [compute, load], early, turn, rounds, .. } = self;
-        let (share, adds) = (configs::name_of(&Share::NAMES, self.share), configs::name_of(&Adds::NAMES, self.adds));
-        let (drain, pack) = (configs::name_of(&ANSWERS, self.drain), configs::name_of(&Pack::NAMES, self.pack));
-        write!(f, "share={share} rows={rows} adds={adds} depth={depth} key_depth={key_depth} ")?;
-        write!(
-            f,
-            "registers={compute}:{load} early={early} drain={drain} pack={pack} turn={turn} rounds={}",
-            configs::name_of(&ANSWERS, *rounds)
-        )?;
-        let numbers = [
-            ("pairs", self.pairs),
-            ("last", self.last),
-            ("sums", self.sums),
-            ("zeroed", self.zeroed),
-            ("head_splits", self.head_splits),
-        ];
-        numbers.into_iter().try_for_each(|(name, value)| match value {
-            Some(value) => write!(f, " {name}={value}"),
-            None => write!(f, " {name}={RULE}"),
-        })?;
-        match self.join {
-            Some(steps) => write!(f, " join={steps}"),
-            None => write!(f, " join={NEVER}"),
-        }
+        text::write(self, f)
     }
 }
-
-const ANSWERS: [(&str, bool); 2] = [("no", false), ("yes", true)];
-/// The word for a derived number.
-const RULE: &str = "rule";
-const NEVER: &str = "never";
-/// A number, or `None` for [`RULE`].
-fn or_rule(text: &str) -> Option<Option<u32>> {
-    match text {
-        RULE => Some(None),
-        _ => configs::number(text, |n| (1..=1 << 16).contains(&n)).map(Some),
-    }
-}
-
-/// The syntax of a configuration.
-const ALLOWED: &str = "share=keys|columns|pairs rows=N (64 to 128, a multiple of 16) adds=threads|engine depth=2|3|4 \
-                       key_depth=1|2 registers=N:N (24 to 256, multiples of 8) early=N (0 to 8) drain=no|yes \
-                       pack=early|late turn=1|2|4 rounds=no|yes pairs=rule|N last=rule|N sums=rule|N zeroed=rule|N \
-                       head_splits=rule|N (1 to 65536) join=never|N (0 to 65536)";
 
 impl BackwardConfig {
     /// This configuration with some entries replaced from text.
-    pub fn changed(mut self, text: &str) -> Result<BackwardConfig, ConfigError> {
-        configs::read(text, ALLOWED, |name, value| {
-            match name {
-                "share" => self.share = configs::named(&Share::NAMES, value)?,
-                "rows" => self.rows = configs::number(value, |n| (64..=128).contains(&n) && n.is_multiple_of(16))?,
-                "adds" => self.adds = configs::named(&Adds::NAMES, value)?,
-                "depth" => self.depth = configs::number(value, |n| (2..=4).contains(&n))?,
-                "key_depth" => self.key_depth = configs::number(value, |n| (1..=2).contains(&n))?,
-                "registers" => self.registers = configs::registers(value)?,
-                "early" => self.early = configs::number(value, |n| n <= 8)?,
-                "drain" => self.drain = configs::named(&ANSWERS, value)?,
-                "pack" => self.pack = configs::named(&Pack::NAMES, value)?,
-                "turn" => self.turn = configs::number(value, |n| TURNS.contains(&n))?,
-                "pairs" => self.pairs = or_rule(value)?,
-                "last" => self.last = or_rule(value)?,
-                "rounds" => self.rounds = configs::named(&ANSWERS, value)?,
-                "sums" => self.sums = or_rule(value)?,
-                "zeroed" => self.zeroed = or_rule(value)?,
-                "head_splits" => self.head_splits = or_rule(value)?,
-                "join" if value == NEVER => self.join = None,
-                "join" => self.join = Some(configs::number(value, |n| n <= 1 << 16)?),
-                _ => return None,
-            }
-            Some(())
-        })?;
-        Ok(self)
+    pub fn changed(self, line: &str) -> Result<BackwardConfig, ConfigError> {
+        text::changed(&self, line)
     }
 }
 
@@ -373,8 +320,8 @@ impl BackwardConfig {
 impl FromStr for BackwardConfig {
     type Err = ConfigError;
 
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        BackwardConfig::hopper(128).changed(text)
+    fn from_str(line: &str) -> Result<Self, ConfigError> {
+        BackwardConfig::hopper(128).changed(line)
     }
 }
 
@@ -393,9 +340,31 @@ mod tests {
                 assert_eq!(config.to_string().parse(), Ok(config));
             }
         }
-        for wrong in ["rows=72", "rows=256", "adds=nobody", "registers=240", "early=9", "pairs=0", "depth", "cols=64"] {
+        let written = "share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early \
+                       turn=2 rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2";
+        assert_eq!(BackwardConfig::hopper(128).to_string(), written);
+    }
+
+    /// A refusal names the entry, and what is allowed instead.
+    #[test]
+    fn an_invalid_entry_is_refused() {
+        let cases = [
+            ("rows=72", "integer `72`, expected a multiple of 16 from 64 to 128"),
+            ("rows=256", "integer `256`, expected a multiple of 16 from 64 to 128"),
+            ("adds=nobody", "unknown variant `nobody`, expected `threads` or `engine`"),
+            ("registers=240", "expected an array of length 2"),
+            ("early=9", "integer `9`, expected a number from 0 to 8"),
+            ("turn=3", "integer `3`, expected 1, 2 or 4"),
+            ("drain=maybe", "expected a boolean"),
+            ("pairs=0", "integer `0`, expected a number from 1 to 65536, or \"rule\""),
+            ("pairs=never", "string \"never\", expected a number from 1 to 65536, or \"rule\""),
+            ("join=rule", "string \"rule\", expected a number from 0 to 65536, or \"never\""),
+            ("depth", "an entry is NAME=VALUE"),
+            ("cols=64", "unknown field `cols`, expected one of `share`, `rows`"),
+        ];
+        for (wrong, expected) in cases {
             let refused = wrong.parse::<BackwardConfig>().unwrap_err().to_string();
-            assert!(refused.contains(wrong) && refused.contains("adds=threads|engine"), "{refused}");
+            assert!(refused.contains(&format!("{wrong:?}: ")) && refused.contains(expected), "{refused}");
         }
     }
 

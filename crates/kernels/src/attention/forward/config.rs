@@ -1,44 +1,54 @@
 //! The tile configuration of the forward kernel, chosen by measurement.
 
 use crate::attention::forward::features::Features;
-use crate::configs::{self, ConfigError, ConfigRow, ConfigTable, TileConfig};
+use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
 pub use crate::parts::row_sums::Added;
 use fulgurite_core::{BlockSpec, Rescale};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 /// The tile configuration of the forward kernel.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ForwardConfig {
     /// Compute warpgroups, 64 queries each.
+    #[serde(deserialize_with = "text::number::<_, 1, 4>")]
     pub groups: u32,
     /// Keys per key block.
+    #[serde(deserialize_with = "text::sixteens::<_, 32, 256>")]
     pub cols: u32,
     /// Stages of the rings of K and of V.
+    #[serde(deserialize_with = "text::number::<_, 1, 8>")]
     pub depth: u32,
     /// How a tile ends.
     pub end: End,
     /// Registers of a compute thread and of a load thread.
+    #[serde(deserialize_with = "text::registers")]
     pub registers: [u32; 2],
     /// Number of p v steps still to start when a warpgroup passes its turn at the tensor cores.
+    #[serde(deserialize_with = "text::number::<_, 0, 2>")]
     pub early: u32,
     /// The unit that sums the rows of p.
     pub added: Added,
-    /// Rescale policy of the running maximum.
+    /// Rescale policy of the running maximum. Its callers choose it, so text leaves it out.
+    #[serde(skip, default = "usual_rescale")]
     pub rescale: Rescale,
 }
 
+/// The rescale policy of the built-in configurations.
+fn usual_rescale() -> Rescale {
+    Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT)
+}
+
 /// How a tile ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum End {
     /// The last p v overlaps with the first scores of the next tile. Q has two buffers, O has one for all columns.
     Joined,
     /// A tile ends before the next one starts. Q has one buffer; O is stored in parts through two small buffers.
     Parts,
-}
-
-impl End {
-    const NAMES: [(&str, End); 2] = [("joined", End::Joined), ("parts", End::Parts)];
 }
 
 impl TileConfig for ForwardConfig {
@@ -51,7 +61,7 @@ impl TileConfig for ForwardConfig {
             registers: [232, 40],
             early: 0,
             added: Added::ByThreads,
-            rescale: Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT),
+            rescale: usual_rescale(),
         };
         let small = ForwardConfig { depth: 3, ..base };
         let three = ForwardConfig { groups: 3, cols: 96, registers: [160, 32], ..small };
@@ -145,37 +155,16 @@ impl ForwardConfig {
 /// Prints `groups=2 cols=128 depth=2 end=joined registers=232:40 early=0 added=threads`, without the rescale policy.
 impl fmt::Display for ForwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ForwardConfig { groups, cols, depth, end, registers: [compute, load], early, .. } = self;
-        let (end, added) = (configs::name_of(&End::NAMES, *end), configs::name_of(&Added::NAMES, self.added));
-        write!(f, "groups={groups} cols={cols} depth={depth} end={end} registers={compute}:{load} ")?;
-        write!(f, "early={early} added={added}")
+        text::write(self, f)
     }
 }
-
-/// The entries of a configuration's text.
-const ALLOWED: &str = "groups=1|2|3|4 cols=N (32 to 256, a multiple of 16) depth=N (1 to 8) end=joined|parts \
-                       registers=N:N (24 to 256, multiples of 8) early=0|1|2 added=threads|column";
 
 /// Missing entries take the values for head dimension 128.
 impl FromStr for ForwardConfig {
     type Err = ConfigError;
 
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let mut config = ForwardConfig::hopper(128, 8192);
-        configs::read(text, ALLOWED, |name, value| {
-            match name {
-                "groups" => config.groups = configs::number(value, |n| (1..=4).contains(&n))?,
-                "cols" => config.cols = configs::number(value, |n| (32..=256).contains(&n) && n.is_multiple_of(16))?,
-                "depth" => config.depth = configs::number(value, |n| (1..=8).contains(&n))?,
-                "early" => config.early = configs::number(value, |n| n <= 2)?,
-                "end" => config.end = configs::named(&End::NAMES, value)?,
-                "added" => config.added = configs::named(&Added::NAMES, value)?,
-                "registers" => config.registers = configs::registers(value)?,
-                _ => return None,
-            }
-            Some(())
-        })?;
-        Ok(config)
+    fn from_str(line: &str) -> Result<Self, ConfigError> {
+        text::changed(&ForwardConfig::hopper(128, 8192), line)
     }
 }
 
@@ -189,8 +178,26 @@ mod tests {
             let config = ForwardConfig::hopper(head_dim, k_len);
             assert_eq!(config.to_string().parse(), Ok(config));
         }
-        let refused = "groups=2 cols=x".parse::<ForwardConfig>().unwrap_err().to_string();
-        assert!(refused.contains("cols=x") && refused.contains("end=joined|parts"), "{refused}");
-        assert!("end=abrupt".parse::<ForwardConfig>().is_err() && "cols".parse::<ForwardConfig>().is_err());
+        let written = "groups=2 cols=128 depth=2 end=joined registers=232:40 early=2 added=threads";
+        assert_eq!(ForwardConfig::hopper(128, 512).to_string(), written);
+    }
+
+    /// A refusal names the entry, and what is allowed instead.
+    #[test]
+    fn an_invalid_entry_is_refused() {
+        let cases = [
+            ("groups=2 cols=x", r#""cols=x": invalid value: string "x", expected a multiple of 16 from 32 to 256"#),
+            ("cols=40", r#""cols=40": invalid value: integer `40`, expected a multiple of 16 from 32 to 256"#),
+            ("end=abrupt", r#""end=abrupt": unknown variant `abrupt`, expected `joined` or `parts`"#),
+            ("early=3", r#""early=3": invalid value: integer `3`, expected a number from 0 to 2"#),
+            ("registers=232:41", "expected a multiple of 8 from 24 to 256"),
+            ("registers=232", "expected an array of length 2"),
+            ("cols", r#""cols": an entry is NAME=VALUE"#),
+            ("colz=64", r#""colz=64": unknown field `colz`, expected one of `groups`, `cols`, `depth`, `end`"#),
+        ];
+        for (text, expected) in cases {
+            let refused = text.parse::<ForwardConfig>().unwrap_err().to_string();
+            assert!(refused.starts_with("`tuning` has ") && refused.contains(expected), "{refused}");
+        }
     }
 }
