@@ -67,8 +67,8 @@ def attention(
                   how it is computed: the exponential ("native", "poly:5", "sas"), the rescale policy ("always",
                   "lazy:8", "optimistic"; tau=T is rescale="lazy:T"), one of `fulgurite.engines()`, and the number
                   of threads
-    deterministic makes gradients on a GPU bitwise reproducible, where d_q is otherwise accumulated in any order;
-                  everything else is always reproducible
+    deterministic makes gradients on a GPU bitwise reproducible. Without it, d_q and the gradients of bias and of
+                  captured tensors may differ in their last bits from run to run
     return_lse    also return the log of the softmax denominator, float32 `[batch, heads, sequence]`
     out           array for the result; not allowed if gradients are needed
 

@@ -1,7 +1,7 @@
 //! Calls with arrays on a GPU: the arrays stay there, and the launches go on the caller's stream.
 //!
 //! This module describes arrays as device tensors and finds the session of their GPU. The session does everything else,
-//! including checks: it rejects the same calls as the CPU, with the same messages, before anything is launched.
+//! including checks: it makes the checks of the CPU, except those that would read device memory (offsets, lengths, indices).
 
 use crate::array::{Array, Place, wrong};
 use crate::description::{Description, Known, Role};

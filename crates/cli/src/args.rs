@@ -32,7 +32,7 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Say who would run a problem and why, and what bounds it on a GPU; needs no GPU
     Explain(ExplainArgs),
-    /// Search for faster cuts of the kernel on the GPU that is present, and keep them in a profile
+    /// Search for faster tile configurations on the GPU that is present, and keep them in a profile
     Tune(TuneArgs),
     /// List the GPU kernels, print them, and see what the assembler makes of them; needs no GPU
     Kernel(KernelArgs),
@@ -54,7 +54,7 @@ pub struct EngineArgs {
     /// best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim or oracle
     #[arg(long, default_value = "best", value_name = "NAME")]
     pub engine: Choice,
-    /// Threads; one a core if not given
+    /// Threads; one per core if not given
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
 }
@@ -140,7 +140,7 @@ pub struct CheckArgs {
     /// Only this engine; every one this machine can run if not given
     #[arg(long, value_name = "NAME")]
     pub engine: Option<Choice>,
-    /// Threads; one a core if not given
+    /// Threads; one per core if not given
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Types: f32, f16, bf16
@@ -322,7 +322,7 @@ pub struct ExplainArgs {
 /// Arguments of `tune`.
 #[derive(Debug, clap::Args)]
 pub struct TuneArgs {
-    /// Search for cuts of the kernel of the gradients, not of forward's
+    /// Search tile configurations of the gradients, not of forward
     #[arg(long)]
     pub backward: bool,
     /// Head dimensions

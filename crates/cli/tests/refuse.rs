@@ -42,7 +42,7 @@ fn wrong_usage() {
         ),
         (&["bench", "--lens", "0"], "`--lens` has 0, allowed: 1 to 1048576"),
         (&["bench", "--repeats", "0"], "`--repeats` has 0, allowed: 1 to 1000"),
-        (&["doctor", "--threads", "0"], "`threads` is 0, allowed: 1 to 4096; leave it out for one a core"),
+        (&["doctor", "--threads", "0"], "`threads` is 0, allowed: 1 to 4096; leave it out for one per core"),
     ] {
         refuses(&folder, args, line);
     }

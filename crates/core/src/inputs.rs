@@ -416,8 +416,8 @@ fn used(arg: &'static str, at: usize, got: i32, max: usize) -> Result<usize, Inp
     usize::try_from(got).ok().filter(|&n| n <= max).ok_or(InputError::Used { arg, at, got, max })
 }
 
-/// All checks of the inputs that need no contents: exactly the tensors of the problem are given, on the device of q,
-/// with the right shapes, types and strides.
+/// Checks everything that needs no contents: the call has exactly the problem's tensors, all in `place`, with the right
+/// shapes, types and strides.
 fn fit(inputs: &Inputs<'_>, problem: &Problem, place: Place) -> Result<(), InputError> {
     let [q, k, v, _] = problem.row_dims();
     for (arg, view, want) in [("q", &inputs.q, q), ("k", &inputs.k, k), ("v", &inputs.v, v)] {
@@ -695,7 +695,7 @@ pub struct Gradients {
     pub d_v: Tensor,
     /// Gradient of the sinks: f32, `[q_heads]`, if the problem has sinks.
     pub d_sinks: Option<Tensor>,
-    /// Gradients of auxiliary tensors: f32, one for each that requested a gradient.
+    /// Gradients of auxiliary tensors: f32, one entry per auxiliary tensor of the problem; `None` if it has no gradient.
     pub d_aux: Vec<Option<Tensor>>,
 }
 

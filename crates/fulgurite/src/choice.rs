@@ -19,7 +19,7 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Choice {
-    /// The fastest engine that supports the problem.
+    /// The fastest engine that needs no copies: the CPU with its fastest instruction set.
     #[default]
     Best,
     /// The CPU with its fastest instruction set.
@@ -55,7 +55,7 @@ pub enum ChoiceError {
         has: String,
     },
     /// An invalid number of threads.
-    #[error("`threads` is {got}, allowed: 1 to {max}; leave it out for one a core", max = Settings::MAX_THREADS)]
+    #[error("`threads` is {got}, allowed: 1 to {max}; leave it out for one per core", max = Settings::MAX_THREADS)]
     Threads {
         /// Requested number of threads.
         got: usize,

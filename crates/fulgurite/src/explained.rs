@@ -81,7 +81,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     };
     let why = match plan.least_copies() {
         Some(copies) => format!(
-            "{why}; {} are copied by launches before and after it, for a head_dim is no multiple of 8",
+            "{why}; {} are copied by launches before and after it, because a head_dim is not a multiple of 8",
             copies.names().join(", ")
         ),
         None => why,
@@ -180,9 +180,9 @@ fn unbuilt(e: BuildError) -> Unsupported {
 fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, keys: u64) -> &'static str {
     let head_dim = head_dim as u32;
     match config {
-        _ if config == ConfigTable::default().find(head_dim, keys) => "the built-in cut for them",
-        _ if config == table.find(head_dim, keys) => "the cut that the profile of this GPU has for them",
-        _ => "the cut for them, adapted to the mask, the exponential and what else is kept in registers",
+        _ if config == ConfigTable::default().find(head_dim, keys) => "the built-in tile configuration for them",
+        _ if config == table.find(head_dim, keys) => "the tile configuration that the profile of this GPU has for them",
+        _ => "the tile configuration for them, adapted to the mask, the exponential and what else is kept in registers",
     }
 }
 
@@ -226,7 +226,7 @@ fn units(
     let group = problem.group();
     let q_len = (rows as usize).min(problem.max_q_len()).max(1);
     let cycles = |blocks: usize| {
-        // Added to the keys that a mask may cut off.
+        // Add `q_len` keys, because a causal mask may hide that many.
         let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         // Use the tile configuration of the whole problem, not that of a short sequence.

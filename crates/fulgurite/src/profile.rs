@@ -163,7 +163,7 @@ pub enum ProfileSource {
     /// No profiles: the built-in tile configurations are used.
     #[default]
     None,
-    /// One file for any GPU.
+    /// One file. A GPU with another name than the file's gets the built-in configurations.
     File(PathBuf),
     /// A folder with one file per GPU.
     Folder(PathBuf),

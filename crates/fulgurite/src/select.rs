@@ -30,7 +30,7 @@ pub fn engine(choice: Choice) -> Result<Box<dyn Engine>, Error> {
 /// ```
 /// use fulgurite::{Choice, Settings, engine_with};
 /// let refused = engine_with(Choice::Cpu, &Settings::default().threads(0)).err().unwrap();
-/// assert_eq!(refused.to_string(), "`threads` is 0, allowed: 1 to 4096; leave it out for one a core");
+/// assert_eq!(refused.to_string(), "`threads` is 0, allowed: 1 to 4096; leave it out for one per core");
 /// ```
 pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine>, Error> {
     Ok(match choice {
@@ -231,7 +231,7 @@ mod tests {
         );
         assert_eq!(
             engine_with(Choice::Best, &Settings::default().threads(0)).err().unwrap().to_string(),
-            "`threads` is 0, allowed: 1 to 4096; leave it out for one a core"
+            "`threads` is 0, allowed: 1 to 4096; leave it out for one per core"
         );
     }
 

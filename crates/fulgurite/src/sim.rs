@@ -77,7 +77,9 @@ pub enum SimError {
     #[error("there is no kernel `{0}`; `fulgurite kernel list` names all")]
     Name(String),
     /// The kernel needs inputs other than random tensors.
-    #[error("`{0}` reads tensors that are not made here; `fulgurite check --engine sim` runs what has its features")]
+    #[error(
+        "`{0}` reads tensors that are not made here; `fulgurite check --engine sim` runs problems with these features"
+    )]
     Inputs(String),
     /// An invalid size.
     #[error("`{size}` is {got}, allowed: {allowed}")]
@@ -275,7 +277,7 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Random elements of a type, in the simulator's memory.
+    /// Random elements of a type, in the device's memory.
     fn random(&mut self, number: Number, count: u64) -> Result<Buffer, DeviceError> {
         let element = |x: f64| match number {
             Number::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
@@ -413,7 +415,7 @@ impl Maker<'_> {
         let AttentionExample { number, head_dim: dim, .. } = example;
         let group = heads / kv_heads;
         if part == AttentionPart::Decode && q_len * group > decode::ROWS {
-            let allowed = format!("up to {} for {group} query heads a head of keys", decode::ROWS / group);
+            let allowed = format!("up to {} for {group} query heads per key/value head", decode::ROWS / group);
             return Err(SimError::Size { size: "q-len", got: q_len, allowed });
         }
         let (problem, words) = self.problem(&example)?;

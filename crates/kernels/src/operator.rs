@@ -72,7 +72,8 @@ pub trait Plan: Debug + Send + Sync + 'static {
     /// The plan with its kernels.
     type Executable: Executable;
 
-    /// Whether another plan has the same kernels. Kernels depend on features and tile configuration, never on lengths.
+    /// Whether another plan has the same kernels. Plans of different lengths often share kernels; backward kernels
+    /// also depend on choices that follow from sizes (`KernelShape`).
     fn same_kernels(&self, other: &Self) -> bool;
     /// Builds the kernels.
     fn build(&self, target: Target) -> Result<Self::Kernels, BuildError>;
@@ -136,8 +137,8 @@ pub struct ForwardOptions {
     pub rescale: Option<Rescale>,
     /// Tile configuration; `None` means the one from the tables.
     pub config: Option<ForwardConfig>,
-    /// Whether the caller reads the LSE. The kernel always writes it, but it may carry the rounding error of p if it is
-    /// not read.
+    /// Whether the caller reads the LSE. The kernel always writes it. With `false`, it may sum the rounded p, which makes
+    /// the LSE less accurate.
     pub lse: bool,
 }
 

@@ -150,7 +150,7 @@ impl<'k, const M: usize> RowView<'k> for WarpAcc<'k, M> {
         let base = tile.address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
         let elements: Vec<Val<'k, f32>> = self.elements().collect();
         for columns in 0..self.cols / 8 {
-            // Offsets of whole 16-byte units use address bits that only the row's swizzle reaches, so xor adds them.
+            // The swizzle only xors the bits that select a 16-byte unit, so xor-ing the unit number moves by whole units.
             let address = (base ^ (columns % units * 16)).in_register();
             let chunk = columns / units * shape.chunk_bytes();
             for row in 0..Self::ROWS {
@@ -198,7 +198,7 @@ impl<'k> Blocks<'k> {
         let row = if operand.major() == Major::Inner { row + first } else { row };
         let linear = row.mul_add(line, unit * 16);
         let base = operand.tile().address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
-        // A loop, not a closure: instructions of a closure would be traced to this file.
+        // A closure would record this file as the source of its instructions, not the caller's line.
         let mut blocks = Vec::new();
         for i in 0..count {
             blocks.push(match operand.major() {

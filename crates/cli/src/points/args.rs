@@ -23,7 +23,7 @@ pub struct RowsArgs {
     /// Write a page with a picture: the first two components, coloured
     #[arg(long, value_name = "FILE.html")]
     pub report: Option<PathBuf>,
-    /// Threads, 1 to 4096; one a core if not given
+    /// Threads, 1 to 4096; one per core if not given
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_THREADS))]
     pub threads: Option<usize>,
     /// Print the result as JSON

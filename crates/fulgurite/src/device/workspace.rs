@@ -46,7 +46,7 @@ impl Workspaces {
 
 /// Memory shared by launches that follow each other.
 pub(super) struct Workspace {
-    /// Whether the launches are captured. A replay uses the memory again, so it is never freed.
+    /// Whether the launches are captured. Replays use every buffer again, so no buffer is freed before the graph.
     captured: bool,
     memory: Mutex<Buffers>,
     /// The pool of counters, created on first use.
@@ -84,7 +84,7 @@ impl Workspace {
                     // The device frees the old buffers after the launches that use them.
                     buffers.clear();
                 }
-                // Round up by at most a sixteenth, so that growing lengths do not allocate every time.
+                // Round up by at most an eighth, so that growing lengths do not allocate every time.
                 let fresh = device.allocate(bytes.next_multiple_of(bytes.next_power_of_two() / 16 + 1))?;
                 let span = fresh.span();
                 buffers.push(fresh);
@@ -111,7 +111,7 @@ impl WorkspaceGuard<'_> {
         self.workspace.enough(device, &mut self.memory.copies, bytes)
     }
 
-    /// Counters that are 0, or in the state that an earlier launch left.
+    /// Counters that are ready for a launch: zero at first, then as the previous launch left them.
     pub fn counters(&mut self, device: &(impl Device + ?Sized), bytes: u64) -> Result<Span, DeviceError> {
         let counters = &mut self.memory.counters;
         match counters.last() {

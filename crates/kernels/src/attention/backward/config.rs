@@ -25,8 +25,8 @@ pub enum Share {
     /// A tile has 64 keys, whose rows do not fit the registers of one warpgroup. Each has half of the columns of all results, and
     /// computes p and d_z of half of the queries, for both.
     Columns,
-    /// A tile has 64 keys. One warpgroup has d_v, the other d_k. A pair of CTAs has two such tiles; d_q is multiplied over the keys
-    /// of both, half of its columns in each CTA. Only for rows of 256 elements.
+    /// A CTA pair shares one tile of 128 keys; each CTA has 64 of them. One warpgroup has d_v, the other d_k. Each CTA multiplies
+    /// half of d_q's columns over all 128 keys. Only for rows of 256 elements.
     Pairs,
 }
 

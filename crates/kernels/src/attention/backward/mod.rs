@@ -1,4 +1,4 @@
-//! Gradients of attention on Hopper: two to four kernels.
+//! Gradients of attention on Hopper: two to four kernels, and small ones for sinks, auxiliary gradients and block masks.
 //!
 //! With z = scale s, p = e^(z - LSE) and delta = sum of d_o o over a row, less the gradient of its LSE:
 //! d_p = d_o v^T, d_z = p (d_p - delta), d_v = p^T d_o, d_k = scale d_z^T q, d_q = scale d_z k.
@@ -11,8 +11,8 @@
 //! A row without keys has a gradient of zeros.
 //!
 //! Three types say what is computed and how. [`Features`] holds facts of the problem. [`BackwardConfig`] is a measured
-//! choice of tiles, stages and registers. [`KernelShape`] is derived from both, in one place
-//! ([`plan`]), and decides which services the main kernel has.
+//! choice of tiles, stages and registers. [`KernelShape`] is derived from both
+//! and from the problem's sizes ([`plan`]), and decides which services the main kernel has.
 
 pub mod config;
 pub mod d_q;

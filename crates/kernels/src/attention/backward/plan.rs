@@ -52,7 +52,7 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call, in the order in which they run.
+/// The kernels of a call. They run in this order: prepare, zero, cover, sinks, main, finish, heads, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -334,7 +334,7 @@ fn config_of(
         false => BackwardConfig::with_room(largest, ragged, modifiers.register_pressure()),
     };
     if !config.has_kernel(largest) {
-        return Err(NoKernel { feature: format!("backward of head_dim {largest} cut as `{config}`") });
+        return Err(NoKernel { feature: format!("backward of head_dim {largest} with tile configuration `{config}`") });
     }
     // Longer steps, copy-engine reduction at head dims up to 64, and CTA pairs fit the registers only if the mask has at most
     // one edge and exponentials are the special function unit's.
