@@ -192,7 +192,7 @@ def one(shape, peers, rounds, say):
         if kind == "forward":
             calls = {"ours": ours, **forwards(shape, peers, q, k, v, sinks)}
         else:
-            grads = tuple(torch.empty_like(x) for x in (q, k, v))
+            grads = tuple(torch.empty_like(x) for x in (q, k, v) + ((sinks,) if shape.sinks else ()))
             mine = functools.partial(fulgurite.attention_backward, d_o, q, k, v, o, lse, out=grads, **options)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             made = surviving(forwards(shape, peers, *leaves, sinks), say)
