@@ -24,8 +24,28 @@ class Description:
     ) -> list[Any]:
         """Gradients of q, k, v and of each of `extras` that has one; `saved` is (o, lse, d_o, d_lse)."""
 
+    def judge(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        extras: Sequence[Any],
+        results: Sequence[Any],
+        saved: tuple[Any, Any, Any, Any | None] | None = None,
+    ) -> list[Judged]:
+        """Compares [o] or [o, lse], or with `saved` the gradients, with the f64 oracle, by the tolerance rule."""
+
     def time(self, q: Any, k: Any, v: Any, out: Any, times: int) -> float:
         """Seconds that the engine takes for `times` forward calls, everything around it done once."""
+
+@final
+class Judged:
+    """One tensor of a call beside the oracle's."""
+
+    name: str
+    ok: bool
+    allowed: float
+    text: str
 
 @final
 class Outcome:

@@ -1,6 +1,8 @@
-//! Runs every case of the table on one engine and compares with the oracle, for `python -m fulgurite check`.
+//! The tolerance rule: every case of the table on one engine, for `python -m fulgurite check`, and single calls.
 
-use crate::array::wrong;
+use crate::array::{Array, wrong};
+use crate::description::Description;
+use crate::dispatch::Call;
 use fulgurite::{Choice, DType, Engine, Error, Run};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{self, Verdict};
@@ -19,6 +21,51 @@ pub struct Outcome {
     share: f64,
     /// Results outside the tolerance, and by how much.
     failures: Vec<String>,
+}
+
+/// One tensor of a call beside the oracle's.
+#[pyclass(frozen, get_all)]
+pub struct Judged {
+    /// Name of the tensor.
+    name: String,
+    /// Whether it is within the tolerance.
+    ok: bool,
+    /// The difference that the rule allows at the worst element.
+    allowed: f64,
+    /// The worst element, as text.
+    text: String,
+}
+
+/// o, lse, d_o and d_lse of a backward call.
+pub type SavedObjects<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+
+/// Compares the results of a call with the oracle: o and perhaps the LSE, or with `saved` the gradients.
+pub fn judge(
+    description: &Description,
+    qkv: [&Bound<'_, PyAny>; 3],
+    extras: &[Bound<'_, PyAny>],
+    results: &[Bound<'_, PyAny>],
+    saved: Option<&SavedObjects<'_>>,
+) -> PyResult<Vec<Judged>> {
+    let (py, call) = (qkv[0].py(), Call::new(description, qkv, extras)?);
+    let arrays = results.iter().map(|object| Array::read("results", object)).collect::<PyResult<Vec<_>>>()?;
+    let verdicts = match (saved, &arrays[..]) {
+        (None, [o]) => py.detach(|| call.judge_forward(o, None))?,
+        (None, [o, lse]) => py.detach(|| call.judge_forward(o, Some(lse)))?,
+        (None, _) => return Err(wrong(format!("`results` has {} arrays, allowed: o, or o and lse", arrays.len()))),
+        (Some((o, lse, d_o, d_lse)), gradients) => {
+            let (o, lse, d_o) = (Array::read("o", o)?, Array::read("lse", lse)?, Array::read("d_o", d_o)?);
+            let d_lse = d_lse.as_ref().map(|object| Array::read("d_lse", object)).transpose()?;
+            py.detach(|| call.judge_backward([&o, &lse, &d_o], d_lse.as_ref(), gradients))?
+        }
+    };
+    let judged = |(name, verdict): (String, Verdict)| Judged {
+        name,
+        ok: verdict.ok(),
+        allowed: verdict.allowed,
+        text: verdict.to_string(),
+    };
+    Ok(verdicts.into_iter().map(judged).collect())
 }
 
 /// Runs all cases of a type on an engine.

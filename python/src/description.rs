@@ -149,6 +149,16 @@ where
     text.parse().map_err(|e| format!("`{key}` is {text:?}: {e}"))
 }
 
+/// The gradients of a call, by the tensors that have them.
+pub struct GradientFields<T> {
+    /// Of q, k and v.
+    pub rows: [T; 3],
+    /// Of the sinks.
+    pub d_sinks: Option<T>,
+    /// Of each auxiliary tensor of the problem.
+    pub d_aux: Vec<Option<T>>,
+}
+
 impl Description {
     /// Parses the text.
     pub fn parse(text: &str) -> Result<Description, String> {
@@ -234,15 +244,25 @@ impl Description {
         }
     }
 
-    /// The gradients of a call, in the order of [`Call::gradients`](crate::dispatch::Call::gradients), each assigned to
-    /// its field.
+    /// The gradients of a call as the outputs of an engine.
     pub fn gradient_outputs<'a>(
         &self,
         problem: &Problem,
-        mut views: impl Iterator<Item = PyResult<TensorViewMut<'a>>>,
+        views: impl Iterator<Item = PyResult<TensorViewMut<'a>>>,
     ) -> PyResult<GradientOutputs<'a>> {
-        let mut next = || views.next().unwrap_or_else(|| Err(wrong("a gradient is missing")));
-        let (d_q, d_k, d_v) = (next()?, next()?, next()?);
+        let GradientFields { rows: [d_q, d_k, d_v], d_sinks, d_aux } = self.gradient_fields(problem, views)?;
+        Ok(GradientOutputs { d_q, d_k, d_v, d_sinks, d_aux })
+    }
+
+    /// The gradients of a call, in the order of [`Call::gradients`](crate::dispatch::Call::gradients), each assigned to
+    /// its field.
+    pub fn gradient_fields<T>(
+        &self,
+        problem: &Problem,
+        mut gradients: impl Iterator<Item = PyResult<T>>,
+    ) -> PyResult<GradientFields<T>> {
+        let mut next = || gradients.next().unwrap_or_else(|| Err(wrong("a gradient is missing")));
+        let rows = [next()?, next()?, next()?];
         let mut d_aux: Vec<_> = problem.aux().iter().map(|_| None).collect();
         let mut d_sinks = None;
         for role in &self.roles {
@@ -255,7 +275,7 @@ impl Description {
                 _ => {}
             }
         }
-        Ok(GradientOutputs { d_q, d_k, d_v, d_sinks, d_aux })
+        Ok(GradientFields { rows, d_sinks, d_aux })
     }
 
     /// The problem of these arrays and this description, built on first use.

@@ -6,8 +6,11 @@
 use crate::array::{Array, Claims, Place, fresh, wrong};
 use crate::blocks;
 use crate::cuda;
-use crate::description::{Description, Known, Role};
-use fulgurite::{BlockMask, Choice, Error, Inputs, Outputs, Run, Saved, TensorViewMut};
+use crate::description::{Description, GradientFields, Known, Role};
+use fulgurite::{
+    BlockMask, Choice, DType, Error, Forward, Gradients, Inputs, Outputs, Run, Saved, Tensor, TensorViewMut,
+};
+use fulgurite_core::compare::{self, Verdict};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::cell::RefCell;
@@ -147,14 +150,55 @@ impl<'a> Call<'a> {
         all
     }
 
+    /// Compares o, and the LSE if it is given, with the oracle, by the tolerance rule.
+    pub fn judge_forward(&self, o: &Array, lse: Option<&Array>) -> PyResult<Vec<(String, Verdict)>> {
+        let (problem, mut claims) = (&self.known.problem, Claims::default());
+        let inputs = self.inputs(&mut claims)?;
+        let bound = inputs.bind(problem).map_err(|e| refuse(e.into()))?;
+        let o = tensor("o", o, problem.dtype(), &problem.o_shape(), &mut claims)?;
+        let given = lse.map(|lse| tensor("lse", lse, DType::F32, &problem.lse_shape(), &mut claims)).transpose()?;
+        let is_asked = |name: &str| name != "lse" || lse.is_some();
+        let lse = match given {
+            Some(lse) => lse,
+            None => Tensor::zeros(DType::F32, &problem.lse_shape()).map_err(|e| refuse(e.into()))?,
+        };
+        let verdicts = compare::check_forward(&bound, &Forward { o, lse }, 0);
+        Ok(verdicts.into_iter().filter(|(name, _)| is_asked(name)).collect())
+    }
+
+    /// Compares gradients, in the order of [`Call::gradients`], with the oracle, by the tolerance rule.
+    pub fn judge_backward(
+        &self,
+        saved: [&Array; 3],
+        d_lse: Option<&Array>,
+        gradients: &[Array],
+    ) -> PyResult<Vec<(String, Verdict)>> {
+        let want = self.gradients();
+        count(&want, gradients)?;
+        let (problem, mut claims) = (&self.known.problem, Claims::default());
+        let inputs = self.inputs(&mut claims)?;
+        let bound = inputs.bind(problem).map_err(|e| refuse(e.into()))?;
+        let [o, lse, d_o] = saved;
+        let saved = Saved {
+            o: o.view("o", &mut claims)?,
+            lse: lse.view("lse", &mut claims)?,
+            d_o: d_o.view("d_o", &mut claims)?,
+            d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
+        };
+        saved.check(problem).map_err(|e| refuse(e.into()))?;
+        let tensors = want.iter().zip(gradients).map(|((name, shape, f32), array)| {
+            tensor(name, array, if *f32 { DType::F32 } else { problem.dtype() }, shape, &mut claims)
+        });
+        let GradientFields { rows: [d_q, d_k, d_v], d_sinks, d_aux } =
+            self.description.gradient_fields(problem, tensors)?;
+        Ok(compare::check_backward(&bound, &saved, &Gradients { d_q, d_k, d_v, d_sinks, d_aux }, 0))
+    }
+
     /// Fills `gradients`, in the order of [`Call::gradients`].
     pub fn backward(&self, q: &Bound<'_, PyAny>, saved: [Option<&Array>; 4], gradients: &[Array]) -> PyResult<()> {
         let py = q.py();
         let want = self.gradients();
-        if gradients.len() != want.len() {
-            let names: Vec<&str> = want.iter().map(|(name, ..)| name.as_str()).collect();
-            return Err(wrong(format!("`out` has {} arrays, allowed: {}", gradients.len(), names.join(", "))));
-        }
+        count(&want, gradients)?;
         let names = || want.iter().map(|(name, ..)| name.as_str());
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
         if cuda::number(&self.q).is_some() {
@@ -180,6 +224,30 @@ impl<'a> Call<'a> {
                 .map_err(refuse)
         })
     }
+}
+
+/// Rejects a wrong number of gradients.
+fn count(want: &[(String, Vec<usize>, bool)], gradients: &[Array]) -> PyResult<()> {
+    if gradients.len() == want.len() {
+        return Ok(());
+    }
+    let names: Vec<&str> = want.iter().map(|(name, ..)| name.as_str()).collect();
+    Err(wrong(format!("`out` has {} arrays, allowed: {}", gradients.len(), names.join(", "))))
+}
+
+/// A copy of an array that must have this type and shape.
+fn tensor<'a>(
+    name: &'a str,
+    array: &'a Array,
+    dtype: DType,
+    shape: &[usize],
+    claims: &mut Claims<'a>,
+) -> PyResult<Tensor> {
+    let (got, at) = (array.dtype(name)?, array.shape());
+    if got != dtype || at != shape {
+        return Err(wrong(format!("`{name}` is {got} {at:?}, allowed: {dtype} {shape:?}")));
+    }
+    Ok(array.view(name, claims)?.to_tensor())
 }
 
 /// Rejects arrays on a different device than the first one, and devices that no engine supports.

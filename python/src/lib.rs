@@ -27,6 +27,7 @@ use pyo3::prelude::*;
 mod _fulgurite {
     use crate::array::{Array, wrong};
     use crate::blocks;
+    use crate::check::SavedObjects;
     use crate::dispatch::{self, Call};
     use crate::memory::Buffer;
     use crate::read;
@@ -34,7 +35,7 @@ mod _fulgurite {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::check::Outcome;
+    use crate::check::{Judged, Outcome};
     #[pymodule_export]
     use crate::description::Description;
     #[pymodule_export]
@@ -84,11 +85,26 @@ mod _fulgurite {
             k: &Bound<'_, PyAny>,
             v: &Bound<'_, PyAny>,
             extras: Vec<Bound<'_, PyAny>>,
-            saved: (Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>, Option<Bound<'_, PyAny>>),
+            saved: SavedObjects<'_>,
             out: Option<Vec<Bound<'_, PyAny>>>,
         ) -> PyResult<Vec<Py<PyAny>>> {
             let (o, lse, d_o, d_lse) = &saved;
             dispatch::backward(self, [q, k, v], &extras, [Some(o), Some(lse), Some(d_o), d_lse.as_ref()], out)
+        }
+
+        /// Compares the results of a call in host memory with the f64 oracle, by the tolerance rule. `results` are o, or o
+        /// and lse; with `saved`, as for `backward`, they are the gradients.
+        #[pyo3(signature = (q, k, v, extras, results, saved=None))]
+        fn judge(
+            &self,
+            q: &Bound<'_, PyAny>,
+            k: &Bound<'_, PyAny>,
+            v: &Bound<'_, PyAny>,
+            extras: Vec<Bound<'_, PyAny>>,
+            results: Vec<Bound<'_, PyAny>>,
+            saved: Option<SavedObjects<'_>>,
+        ) -> PyResult<Vec<Judged>> {
+            crate::check::judge(self, [q, k, v], &extras, &results, saved.as_ref())
         }
 
         /// Seconds that the engine takes for `times` forward calls, with everything prepared. The rest of a call's time

@@ -9,3 +9,14 @@ from pathlib import Path
 
 if os.environ.get("FULGURITE_INSTALLED") != "1":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest  # noqa: E402  (after the path)
+
+
+@pytest.fixture
+def judged():
+    """Judges every call of the test by the tolerance rule."""
+    from judge import judged
+
+    with judged():
+        yield

@@ -78,19 +78,18 @@ def flex_attention(q, k, v, score_mod=None, mask_mod=None):
     return np.einsum("bhij,bjhd->bihd", p, v), lse[..., 0]
 
 
-def flex_gradients(d_o, inputs, captures, step=1e-3, **options):
-    """Gradients of q, k, v and of captured arrays by central differences; the arrays are changed in place and back."""
+def flex_gradients(d_o, inputs, captures, step=1e-5, **options):
+    """Gradients of q, k, v and captured float64 arrays by central differences; arrays are changed in place and back."""
     arrays = [np.array(x, np.float64) for x in inputs] + captures
     results = []
     for array in arrays:
         gradient = np.zeros(array.shape)
         for index in np.ndindex(array.shape):
-            value, ends, places = array[index], [], []
+            value, ends = array[index], []
             for sign in (1, -1):
-                array[index] = value + array.dtype.type(sign * step * (64 if array.dtype == np.float16 else 1))
-                places.append(float(array[index]))
+                array[index] = value + sign * step
                 ends.append((flex_attention(*arrays[:3], **options)[0] * d_o).sum())
             array[index] = value
-            gradient[index] = (ends[0] - ends[1]) / (places[0] - places[1])
+            gradient[index] = (ends[0] - ends[1]) / (2 * step)
         results.append(gradient)
     return results

@@ -2,21 +2,18 @@
 
 import numpy as np
 import pytest
+from judge import close
 from reference import attention as reference
 
 import fulgurite
 
 RNG = np.random.default_rng(3)
+pytestmark = pytest.mark.usefixtures("judged")
 
 
 def tensors(q_len=9, k_len=9, heads=4, kv_heads=2, batch=2, dim=8):
     shapes = (batch, q_len, heads, dim), (batch, k_len, kv_heads, dim), (batch, k_len, kv_heads, dim)
     return [RNG.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-
-def close(got, want):
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, atol=3e-5)
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (3, 9), (9, 3)])
@@ -49,10 +46,10 @@ def test_results():
     out, lse, probabilities = fulgurite.flash_attn_func(q, k, v, return_attn_probs=True)
     want, want_lse = reference(q, k, v)
     close(out, want)
-    close(lse, want_lse)
+    close(lse, want_lse, "lse")
     assert probabilities is None
     out, lse = fulgurite.flash_attn_func(q, k, v, return_lse=True, deterministic=True, num_splits=4, pack_gqa=True)
-    close(lse, want_lse)
+    close(lse, want_lse, "lse")
 
 
 def test_packed_arrays():
@@ -72,7 +69,7 @@ def test_varlen():
         rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
         want, want_lse = reference(q[None, rows], k[None, keys], v[None, keys], causal=True)
         close(out[None, rows], want)
-        close(lse[None, :, rows], want_lse)
+        close(lse[None, :, rows], want_lse, "lse")
     used = fulgurite.flash_attn_varlen_func(q, k, v, cu_q, cu_k, seqused_k=np.array([4, 4, 13]))
     close(used[None, :5], reference(q[None, :5], k[None, :4], v[None, :4])[0])
     kv = np.stack([k, v], 1)
@@ -101,7 +98,7 @@ def test_kvcache():
     out, lse = fulgurite.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5, return_softmax_lse=True)
     want, want_lse = reference(q, k_cache[:, :5], v_cache[:, :5])
     close(out, want)
-    close(lse, want_lse)
+    close(lse, want_lse, "lse")
     out = fulgurite.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9, cache_leftpad=np.array([0, 4]))
     close(out[1:], reference(q[1:], k_cache[1:, 4:9], v_cache[1:, 4:9])[0])
     close(fulgurite.flash_attn_with_kvcache(q, k_cache, v_cache), reference(q, k_cache, v_cache)[0])

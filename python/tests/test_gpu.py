@@ -1,5 +1,7 @@
 """Tensors of a Hopper GPU: models of transformers in bf16 against eager and sdpa, and JAX arrays."""
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,6 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 transformers = pytest.importorskip("transformers")
 
 import test_transformers as small  # noqa: E402
+from judge import close, judged  # noqa: E402
 
 import fulgurite  # noqa: E402
 
@@ -29,10 +32,15 @@ def padded(side):
     return {key: value.cuda() for key, value in small.padded(side).items()}
 
 
-def close(got, want, share=0.03):
-    """bf16 noise grows through layers: compared with the spread of what is wanted."""
+def models_agree(got, want, share=0.03):
+    """Two libraries' logits of a whole model: bf16 noise grows through layers, and is compared with their spread."""
     got, want = got.double(), want.double()
     assert (got - want).abs().max() <= share * want.std() * 4 + 1e-3
+
+
+def exact(*tensors):
+    """The same tensors in float64, to be differentiated."""
+    return [x.detach().double().requires_grad_() for x in tensors]
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -45,7 +53,7 @@ def test_prefill(name, side):
         batch["attention_mask"], keep = None, torch.ones_like(keep)
     with torch.no_grad():
         got, want = ours.eval()(**batch).logits, theirs.eval()(**batch).logits
-    close(got[keep], want[keep])
+    models_agree(got[keep], want[keep])
 
 
 @pytest.mark.parametrize("name", small.MODELS)
@@ -59,7 +67,7 @@ def test_generation(name):
     with torch.no_grad():
         for step, logits in enumerate(want.logits):
             out = ours.eval()(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            close(out.logits[:, -1], logits)
+            models_agree(out.logits[:, -1], logits)
             cache = out.past_key_values
             ids = want.sequences[:, batch["input_ids"].shape[1] + step, None]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
@@ -87,7 +95,7 @@ def test_compile():
     with torch.no_grad():
         want = ours.eval()(**batch, use_cache=False).logits
         got = torch.compile(ours, fullgraph=False)(**batch, use_cache=False).logits
-    close(got, want)
+    models_agree(got, want)
 
 
 def test_variable_lengths_have_gradients():
@@ -95,17 +103,18 @@ def test_variable_lengths_have_gradients():
     lengths = [5, 130, 64]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-    o = fulgurite.flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True)
-    d_o = torch.randn_like(o)
-    got = torch.autograd.grad(o, (q, k, v), d_o)
+    with judged():
+        o = fulgurite.flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True)
+        d_o = torch.randn_like(o)
+        got = torch.autograd.grad(o, (q, k, v), d_o)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    parts = []
+    rows, parts = exact(q, k, v), []
     for start, end in zip(cu[:-1], cu[1:]):
-        one = [x[start:end].float().transpose(0, 1)[None] for x in (q, k, v)]
+        one = [x[start:end].transpose(0, 1)[None] for x in rows]
         parts.append(sdpa(*one, is_causal=True)[0].transpose(0, 1))
-    want = torch.autograd.grad(torch.cat(parts), (q, k, v), d_o.float())
-    for a, b in zip(got, want):
-        close(a, b)
+    want = torch.autograd.grad(torch.cat(parts), rows, d_o.double())
+    for a, b, name in zip(got, want, ("d_q", "d_k", "d_v")):
+        close(a, b, name)
 
 
 def test_modifiers_have_gradients():
@@ -116,15 +125,17 @@ def test_modifiers_have_gradients():
     def score_mod(score, b, h, q_idx, kv_idx):
         return 20 * torch.tanh(score / 20) + bias[kv_idx]
 
-    o = fulgurite.attention(q, k, v, causal=True, score_mod=score_mod)
-    d_o = torch.randn_like(o)
-    got = torch.autograd.grad(o, (q, k, v), d_o)
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+    with judged():
+        o = fulgurite.attention(q, k, v, causal=True, score_mod=score_mod)
+        d_o = torch.randn_like(o)
+        got = torch.autograd.grad(o, (q, k, v), d_o)
+    rows = exact(q, k, v)
+    scores = torch.einsum("bihd,bjhd->bhij", *rows[:2]) / 8
     scores = 20 * torch.tanh(scores / 20) + bias
     scores = scores.masked_fill(torch.ones(200, 200, device="cuda").triu(1).bool(), float("-inf"))
-    plain = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
-    for a, b in zip(got, torch.autograd.grad(plain, (q, k, v), d_o.float())):
-        close(a, b)
+    plain = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), rows[2])
+    for a, b, name in zip(got, torch.autograd.grad(plain, rows, d_o.double()), ("d_q", "d_k", "d_v")):
+        close(a, b, name)
 
 
 @pytest.mark.parametrize("queries", [1, 150])
@@ -146,14 +157,17 @@ def test_gradients_of_rows_that_must_be_copied(dim):
     torch.manual_seed(0)
     whole = torch.randn(1, 200, 2, 3 * dim + 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     q, k, v = (whole[..., i * dim + 1 :][..., :dim] for i in range(3))
-    o = fulgurite.attention(q, k, v, causal=True)
-    d_o = torch.randn_like(o)
-    (got,) = torch.autograd.grad(o, whole, d_o)
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / dim**0.5
+    with judged():
+        o = fulgurite.attention(q, k, v, causal=True)
+        d_o = torch.randn_like(o)
+        (got,) = torch.autograd.grad(o, whole, d_o)
+    (rows,) = exact(whole)
+    q, k, v = (rows[..., i * dim + 1 :][..., :dim] for i in range(3))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / dim**0.5
     hidden = torch.ones(200, 200, device="cuda").triu(1).bool()
-    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v.float())
-    (want,) = torch.autograd.grad(plain, whole, d_o.float())
-    assert (got.float() - want).norm() <= 0.01 * want.norm()
+    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    (want,) = torch.autograd.grad(plain, rows, d_o.double())
+    close(got, want, "d_")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -168,9 +182,10 @@ def test_deterministic_gradients_have_the_same_bits(dim):
         o = fulgurite.attention(q, k, v, causal=True, bias=bias, **options)
         return torch.autograd.grad(o, (q, k, v, bias), d_o)
 
-    usual, first = gradients(), gradients(deterministic=True)
-    for a, b in zip(usual, first):
-        close(a, b)
+    # The oracle takes a minute for wider rows.
+    with judged() if dim == 64 else contextlib.nullcontext():
+        gradients()
+        first = gradients(deterministic=True)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(deterministic=True)))
 
@@ -185,17 +200,18 @@ def test_block_masks_have_gradients(size):
         return ((b == 0) & (q_idx // 100 == kv_idx // 100)) | ((b == 1) & (q_idx - kv_idx < 50) & (q_idx >= kv_idx))
 
     blocks = fulgurite.create_block_mask(mask_mod, 2, None, 300, 300, device="cuda", BLOCK_SIZE=size)
-    o = fulgurite.attention(q, k, v, block_mask=blocks)
-    d_o = torch.randn_like(o)
-    got = torch.autograd.grad(o, (q, k, v), d_o)
+    with judged():
+        o = fulgurite.attention(q, k, v, block_mask=blocks)
+        d_o = torch.randn_like(o)
+        got = torch.autograd.grad(o, (q, k, v), d_o)
     i, j = torch.arange(300, device="cuda")[:, None], torch.arange(300, device="cuda")
     seen = torch.stack([i // 100 == j // 100, (i - j < 50) & (i >= j)])[:, None]
-    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
-    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.float())
-    # The first rows of a window see few keys, so that some elements are far larger than most: compared in the norm.
-    wanted = (plain, *torch.autograd.grad(plain, (q, k, v), d_o.float()))
-    for a, b in zip((o, *got), wanted):
-        assert (a.float() - b).norm() <= 0.01 * b.norm()
+    rows = exact(q, k, v)
+    scores = torch.einsum("bihd,bjhd->bhij", *rows[:2]) / 8
+    plain = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), rows[2])
+    wanted = (plain, *torch.autograd.grad(plain, rows, d_o.double()))
+    for a, b, name in zip((o, *got), wanted, ("o", "d_q", "d_k", "d_v")):
+        close(a, b, name)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -219,11 +235,10 @@ def test_without_lse(data, causal):
     if causal:
         s += torch.full((700, 700), float("-inf"), device="cuda").triu(1)
     p = s.softmax(-1)
-    want = torch.einsum("bhqk,bkhd->bqhd", p, v.double())
-    rounded = torch.einsum("bhqk,bkhd->bqhd", p.bfloat16().double(), v.double()).bfloat16()
-    got = fulgurite.attention(q, k, v, causal=causal)
+    with judged():
+        got = fulgurite.attention(q, k, v, causal=causal)
+    close(got, torch.einsum("bhqk,bkhd->bqhd", p, v.double()))
     assert torch.equal(got, fulgurite.attention(q, k, v, causal=causal))
-    assert (got.double() - want).abs().max() <= 2 * (rounded.double() - want).abs().max() + 1e-5
 
 
 def test_jax_arrays():
@@ -233,7 +248,6 @@ def test_jax_arrays():
     q = jax.random.normal(jax.random.key(0), (1, 64, 2, 64)).astype(jax.numpy.bfloat16)
     o = fulgurite.attention(q, q, q, causal=True)
     assert isinstance(o, jax.Array) and next(iter(o.devices())).platform == "gpu"
-    scores = jax.numpy.einsum("bihd,bjhd->bhij", q, q).astype("float32") / 8
-    scores = jax.numpy.where(jax.numpy.tril(jax.numpy.ones((64, 64), bool)), scores, -jax.numpy.inf)
-    want = jax.numpy.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), q.astype("float32"))
-    assert abs(o.astype("float32") - want).max() < 2e-2
+    # The same bits as on a tensor of torch, which other tests judge.
+    same = torch.from_dlpack(q)
+    assert torch.equal(torch.from_dlpack(o), fulgurite.attention(same, same, same, causal=True))

@@ -1,4 +1,5 @@
-//! Profiles: TOML files with tile configurations that were measured on a GPU and are faster there than the built-in ones.
+//! Profiles: TOML files with tile configurations that were measured on a GPU and are faster there than the built-in
+//! ones.
 //!
 //! ```toml
 //! format = 2
