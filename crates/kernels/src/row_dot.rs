@@ -1,4 +1,4 @@
-//! z[i] = sum over j of x[i][j] y[i][j]: the row-wise dot product of two matrices.
+//! `z[i] = sum over j of x[i][j] y[i][j]`: the row-wise dot product of two matrices.
 //!
 //! This file is the template for a new operator (docs/guide/new-operator.md): the value [`ROW_DOT`] is everything that the
 //! registry, the simulator, the assembler, the command line and Python need.
