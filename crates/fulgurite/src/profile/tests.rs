@@ -32,6 +32,13 @@ fn the_text_of_a_profile_is_fixed() {
     assert_eq!(parse(golden), Ok(profile()));
 }
 
+/// A file written before a derived number existed is still read.
+#[test]
+fn a_missing_derived_number_is_derived() {
+    let text = include_str!("golden.toml").replace("head_splits = \"rule\"\n", "").replace("pairs = \"rule\"\n", "");
+    assert_eq!(parse(&text), Ok(profile()));
+}
+
 #[test]
 fn its_tables_override_the_built_in_ones() {
     let Tables { forward, backward } = profile().tables();
