@@ -341,7 +341,7 @@ mod tests {
             }
         }
         let written = "share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early \
-                       turn=2 rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2";
+                       turn=2 rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2 head_splits=rule";
         assert_eq!(BackwardConfig::hopper(128).to_string(), written);
     }
 
