@@ -98,14 +98,14 @@ pub struct BackwardConfig {
     /// its first tiles run. `None`: derived.
     #[serde(default, with = "text::or_rule")]
     pub zeroed: Option<u32>,
-    /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
-    /// if that takes less time. `None`: never.
-    #[serde(default, with = "text::or_never")]
-    pub join: Option<u32>,
     /// Parts into which the query heads of a key/value head are divided; each part has CTAs of its own. A key/value head has no more
     /// parts than query heads, and with CTA pairs one. `None`: derived.
     #[serde(default, with = "text::or_rule")]
     pub head_splits: Option<u32>,
+    /// If the copy engine adds: assumed cost of joining the pieces of a split tile, in steps for each piece. The last tiles are split
+    /// if that takes less time. `None`: never.
+    #[serde(default, with = "text::or_never")]
+    pub join: Option<u32>,
 }
 
 impl TileConfig for BackwardConfig {
@@ -302,7 +302,7 @@ fn turn<'de, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
 }
 
 /// Prints `share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early turn=2
-/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2 head_splits=rule`.
+/// rounds=yes pairs=rule last=rule sums=rule zeroed=rule head_splits=rule join=2`.
 impl fmt::Display for BackwardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         text::write(self, f)
@@ -341,7 +341,7 @@ mod tests {
             }
         }
         let written = "share=keys rows=80 adds=engine depth=2 key_depth=1 registers=240:24 early=4 drain=no pack=early \
-                       turn=2 rounds=yes pairs=rule last=rule sums=rule zeroed=rule join=2 head_splits=rule";
+                       turn=2 rounds=yes pairs=rule last=rule sums=rule zeroed=rule head_splits=rule join=2";
         assert_eq!(BackwardConfig::hopper(128).to_string(), written);
     }
 
