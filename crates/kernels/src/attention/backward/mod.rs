@@ -28,6 +28,7 @@ pub mod prepare;
 mod schedules;
 mod shape;
 pub mod sinks;
+mod spread;
 mod state;
 mod tensors;
 mod tiles;

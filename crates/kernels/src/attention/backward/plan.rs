@@ -9,6 +9,7 @@ mod heads;
 mod properties;
 mod schedule;
 mod scratch;
+mod steps;
 
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::state::Call;
@@ -31,10 +32,10 @@ use fulgurite_core::mask::Span as MaskSpan;
 use fulgurite_core::{DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
 use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
-pub(crate) use heads::HeadSpread;
 use schedule::Schedule;
 use std::ops::Range;
 use std::sync::Arc;
+use steps::{columns, tile_steps};
 
 /// Elements that make 16 bytes: the copy engine's unit.
 const UNIT: usize = 8;
@@ -115,8 +116,11 @@ impl BackwardPlan {
         // The prepare kernel counts threads, and parts of rows of eight elements, in 32 bits.
         let [d, dv] = plan.schedule.shape.dims;
         let most = plan.schedule.rows * u64::from(d.max(dv) / 8);
-        if most.max(plan.facts.lengths()[1]) >= OUTSIDE {
-            return missing(format!("backward of {most} parts of rows or keys (it has less than 2^30)"));
+        if let Some((n, what)) = [(most, "row chunks of 16 bytes"), (plan.facts.lengths()[1], "keys")]
+            .into_iter()
+            .find(|(n, _)| *n >= OUTSIDE)
+        {
+            return missing(format!("backward of {n} {what} (fewer than 2^30 are supported)"));
         }
         let aux = 0..plan.facts.aux_shapes.len();
         if let Some(n) = aux.map(|aux| plan.facts.exact_words(aux)).find(|n| *n >= 1 << 31) {
@@ -349,27 +353,10 @@ fn config_of(
     })
 }
 
-/// Steps of queries of each key tile of a head: those in which some query sees a key of the tile, or one.
-fn tile_steps(mask: &Mask, [q_len, k_len]: [usize; 2], config: BackwardConfig) -> impl Iterator<Item = u64> {
-    let (keys, rows) = (config.keys() as usize, config.rows as usize);
-    let spans: Vec<MaskSpan> = mask.spans().iter().map(MaskSpan::transposed).collect();
-    (0..k_len).step_by(keys).map(move |first| {
-        let last = (first + keys).min(k_len) - 1;
-        let start = columns(&spans, first, [k_len, q_len]).start;
-        let end = columns(&spans, last, [k_len, q_len]).end;
-        (end.max(start).div_ceil(rows) - start / rows).max(1) as u64
-    })
-}
-
 /// The columns that some row of a mask sees. Intervals move right with the row.
 fn seen(spans: &[MaskSpan], [rows, cols]: [usize; 2]) -> Range<usize> {
     if rows == 0 {
         return 0..0;
     }
     columns(spans, 0, [rows, cols]).start..columns(spans, rows - 1, [rows, cols]).end
-}
-
-/// The columns that a row of a mask sees.
-fn columns(spans: &[MaskSpan], row: usize, [rows, cols]: [usize; 2]) -> Range<usize> {
-    spans.iter().map(|span| span.keys(row, rows, cols)).fold(0..cols, |a, b| a.start.max(b.start)..a.end.min(b.end))
 }

@@ -1,6 +1,6 @@
 //! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
-use crate::attention::backward::plan::HeadSpread;
+use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};

@@ -11,8 +11,9 @@ use std::rc::Rc;
 
 const NAME: &str = "bulk_reduce";
 
-/// Warpgroups, and the warp of the load role that has the copy engine add for the first of them.
+/// Warpgroups that compute.
 const GROUPS: u32 = 2;
+/// The warp of the load role that starts the copy engine for the first warpgroup.
 const FIRST_WARP: u32 = 2;
 
 /// Copy-engine reduction, and the services that take part in it.
@@ -25,8 +26,8 @@ pub(crate) struct BulkReduce<'k> {
 }
 
 impl<'k> BulkReduce<'k> {
-    /// Compute role: has d_q added to the sums at the address `to`. `last` is the tile after its last step: when these additions
-    /// have arrived, all of its additions have, and they are counted.
+    /// Compute role: has d_q added to the sums at the address `to`. On a tile's last step, `last` is the tile: when that step's
+    /// additions have arrived, the reducer adds the tile to the rounding service's counter.
     #[track_caller]
     pub fn send(
         &self,

@@ -9,9 +9,9 @@
 //! - CTA pairs: a single thread per CTA waits, lets the warps add, and signals, for its half of the columns.
 //!
 //! Tiles wait for tiles with lower numbers, and a CTA does its tiles in that order. So the lowest tile that is not done can
-//! always go on. Numbers are dealt so that tiles seldom wait: the last keys go first. Under a causal mask they begin at later
-//! steps, so neighbours that start together reach every step one after the other. Without a mask, tiles wait once at the start
-//! and stay as far apart as they had to wait.
+//! always go on. Tiles of the last keys go first, so that tiles seldom wait. Under a causal mask they start at later steps, so
+//! tiles that start together reach a given step in the required order. Without a mask, each tile waits once; the delay persists,
+//! and it does not wait again.
 
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
 use crate::attention::backward::tiles::{Sequence, Step, TileMap, Work};
@@ -125,7 +125,7 @@ impl<'k> Ordered<'k> {
         Ordered { messages: self.messages.map(|ring| ring.behind(compute, d_z)), ..self }
     }
 
-    /// The only thread of a CTA of a pair: waits for the turn of the CTA's part of a step, lets the warps add, and signals.
+    /// CTA pairs, one thread of the load role: waits for the turn of the CTA's part of a step, lets the warps add, and signals.
     pub fn take(&self, t: &Scope<'k, Thread>, map: &TileMap<'k>, tile: Val<'k, u32>, step: [Val<'k, u32>; 2]) {
         let [number, step] = step;
         let own = number.mul_add(self.parts, t.cluster_rank());
@@ -163,7 +163,7 @@ impl<'k> Ordered<'k> {
         first * self.parts + part
     }
 
-    /// Copy engine: the last step of the thread's turn, for a thread without one.
+    /// Copy engine: a variable for the last step of the current turn. It starts as `NONE`: no turn.
     pub fn no_turn(&self, t: &Scope<'k, Thread>) -> Var<'k, u32> {
         t.var(NONE)
     }
@@ -254,8 +254,8 @@ fn tile_before<'k>(
     step: Val<'k, u32>,
     sequence: Option<Sequence<'k>>,
 ) -> Val<'k, u32> {
-    let (next, last) = (tile + 1, map.tiles_of_head(sequence) - 1);
-    // Steps move on with the tile: the next tile has some steps of the turn, unless it begins later.
-    let has = tile.lt(last) & map.steps_of(next.min(last), sequence)[0].le(step);
-    has.select::<u32>(next + 1, 0)
+    let (before, last) = (tile + 1, map.tiles_of_head(sequence) - 1);
+    // Tiles add in descending order, so `tile + 1` adds just before `tile`, unless a mask lets it start after this turn.
+    let has = tile.lt(last) & map.steps_of(before.min(last), sequence)[0].le(step);
+    has.select::<u32>(before + 1, 0)
 }

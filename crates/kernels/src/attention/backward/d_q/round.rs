@@ -1,8 +1,8 @@
 //! Conversion of d_q to 16 bits in the main kernel, while its sums are still in the L2 cache.
 //!
-//! Only some pairs of head and sequence own sums at a time. A pair takes over the place of one whose d_q is converted. With
-//! each tile that a CTA is handed out comes a part of the d_q of a pair whose tiles were all handed out long before. So CTAs
-//! seldom wait for each other, and never in a circle: a part waits for tiles with numbers up to that of its own tile, and a
+//! Only some pairs of head and sequence own sums at a time. A pair takes over the place of one whose d_q is converted. Whenever
+//! a CTA takes a tile, it also converts one part of an older pair's d_q. By then all tiles of that pair have been handed out, so
+//! CTAs seldom wait for each other, and never in a circle: a part waits for tiles with numbers up to that of its own tile, and a
 //! tile waits for parts that came with lower numbers (`plan::bands` says why). Parts that come with no tile are shared among
 //! all CTAs at the end.
 //!
@@ -13,7 +13,7 @@
 //! load, warp 2, 3  signals that the additions of tile m have arrived
 //! ```
 //!
-//! No compute thread waits for global memory or signals other CTAs, except after the last tile.
+//! In this service, compute threads wait for global memory only after the last tile, and never signal other CTAs.
 
 use crate::attention::backward::KernelShape;
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
@@ -124,7 +124,7 @@ impl<'k> Round<'k> {
         Round { results, messages, added, rounded, places, lag, part, parts, steps, sums, step, split: None }
     }
 
-    /// This service in a kernel that splits tiles, if it does.
+    /// Sets the tile splitting of the kernel, if it has any.
     pub fn with_split(self, split: Option<Rc<SplitTiles<'k>>>) -> Self {
         Round { split, ..self }
     }

@@ -18,7 +18,7 @@ pub(crate) trait Service<'k> {
         Vec::new()
     }
 
-    /// Whether a tile may wait for tiles with lower numbers. If so, every number belongs to a CTA that runs.
+    /// Whether a tile may wait for tiles with lower numbers. If so, the load thread draws even its first tile from the counter.
     fn waits_for_tiles(&self) -> bool {
         false
     }
@@ -32,7 +32,7 @@ pub(crate) trait Service<'k> {
     /// Load thread: after the last tile.
     fn on_end(&self, _: &Scope<'k, Thread>) {}
 
-    /// The thread of a job, by its warp.
+    /// Job thread: runs the job of this service on `warp`.
     fn on_warp(&self, _: &Scope<'k, Thread>, _: &TileMap<'k>, _warp: u32) {}
 
     /// Compute role: before a warpgroup's threads add the d_q of a step.
@@ -206,7 +206,7 @@ impl<'k> Flags<'k> {
     }
 }
 
-/// Messages of a service that go from hand to hand within a CTA. Each hand signals an event to the next.
+/// A ring of messages in shared memory. Each visits a fixed list of participants (hands); each hand signals the next when done.
 pub(crate) struct Ring<'k> {
     ring: TokenRing<'k>,
     service: &'static str,

@@ -68,7 +68,7 @@ impl Bands {
         let band = tiling.band(config);
         let places = tiling.places(config, band);
         let last = tiling.last(config, band, places);
-        // Half of the places are between a part's tile and the tile it comes with. By then all tiles of its band are handed
+        // A part lags its tile by half of the places. By then all tiles of its band are handed
         // out, and every CTA has started another tile since. With fewer tiles than that, all parts are left for the end.
         let lag = (places * tiles / 2).min(pairs * tiles);
         let zeroed = tiling.zeroed(config, band, last);
@@ -142,7 +142,7 @@ impl Tiling {
         let by_rule = if differ { 2 * self.multiprocessors / self.tiles.max(1) } else { 0 };
         let wanted = config.last.map_or(by_rule, u64::from);
         // A part must come with a tile after all tiles that add to it, and before the tiles that need its place. Both hold if
-        // the last band, its incomplete band counted as a whole one, has at most half as many pairs as there are places.
+        // the last band, with a trailing incomplete band rounded up, has at most `places / 2` pairs.
         let most = if self.rounds { wanted.min(places / 2) } else { wanted }.min(self.pairs);
         rest(self.pairs, band) + (most / band).saturating_sub(1) * band
     }

@@ -1,8 +1,9 @@
 //! How the query heads of a key/value head are spread over CTAs, and into how many parts.
 
 use crate::attention::backward::plan::facts::Facts;
-use crate::attention::backward::plan::tile_steps;
-use crate::attention::backward::{BackwardConfig, KernelShape, Share, Spread};
+use crate::attention::backward::plan::steps::tile_steps;
+use crate::attention::backward::spread::HeadSpread;
+use crate::attention::backward::{BackwardConfig, KernelShape, Share};
 use fulgurite_core::Layout;
 
 /// FLOP/s of a multiprocessor in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
@@ -19,46 +20,6 @@ const LAUNCH: f64 = 6e-6;
 const GAIN: f64 = 0.98;
 /// Bytes that all parts may have.
 const MOST_BYTES: f64 = (1u64 << 30) as f64;
-
-/// The query heads of a key/value head in parts of consecutive heads. Parts differ by one head at most, and each has one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct HeadSpread {
-    /// Query heads of a key/value head.
-    pub group: u64,
-    /// Parts of them.
-    pub parts: u64,
-}
-
-impl HeadSpread {
-    /// As many parts as wanted, but at least one and no more than there are heads.
-    pub fn new(group: u64, parts: u64) -> HeadSpread {
-        HeadSpread { group, parts: parts.clamp(1, group.max(1)) }
-    }
-
-    /// The first query head of a part; parts of all key/value heads are numbered one after the other. Kernels compute the same.
-    pub fn first(&self, part: u64) -> u64 {
-        part * self.group / self.parts
-    }
-
-    /// Query heads of the longest part.
-    pub fn most(&self) -> u64 {
-        self.group.div_ceil(self.parts)
-    }
-
-    /// What kernels' texts depend on.
-    pub fn shape(&self) -> Spread {
-        match (self.is_spread(), self.group % self.parts) {
-            (false, _) => Spread::No,
-            (true, 0) => Spread::Even,
-            (true, _) => Spread::Uneven,
-        }
-    }
-
-    /// Whether there are several parts.
-    pub fn is_spread(&self) -> bool {
-        self.parts > 1
-    }
-}
 
 /// Whether a configuration has kernels for spread heads. With CTA pairs, the loading thread has no registers left to divide by
 /// the number of parts.

@@ -4,8 +4,8 @@ use crate::attention::backward::d_q::ordered;
 use crate::attention::backward::plan::bands::{Bands, Tiling};
 use crate::attention::backward::plan::deal::{Deal, Tiles};
 use crate::attention::backward::plan::facts::Facts;
-use crate::attention::backward::plan::heads::HeadSpread;
 use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
+use crate::attention::backward::spread::HeadSpread;
 use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
 use fulgurite_core::Layout;
 
@@ -62,12 +62,12 @@ impl Schedule {
         let join = u64::from(self.shape.config.join?);
         let count = self.bands.all_tiles();
         let deal = Deal::best(Tiles { count, steps: self.steps, group: self.spread.most(), join }, ctas)?;
-        // The prepare kernel zeroes one word with each thread, and has 32 threads for 16 rows.
-        let zeroed = self.words(count - deal.whole, 0).turns <= 2 * self.rows;
-        (self.bands.places_come_free(deal.whole) && zeroed).then_some(deal)
+        // The prepare kernel has two threads per row, and each zeroes one counter word.
+        let fits_prepare = self.words(count - deal.whole, 0).turns <= 2 * self.rows;
+        (self.bands.places_come_free(deal.whole) && fits_prepare).then_some(deal)
     }
 
-    /// How tiles are handed out to `ctas`; whole if splitting does not pay or has no scratch memory.
+    /// How to split the last tiles among `ctas`. `None`: hand out whole tiles, as splitting does not pay or has no scratch memory.
     pub fn deal(&self, ctas: u64) -> Option<Deal> {
         self.best_deal(ctas).filter(|deal| self.bands.all_tiles() - deal.whole <= self.split_tiles)
     }

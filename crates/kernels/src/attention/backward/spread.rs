@@ -1,0 +1,43 @@
+//! The query heads of a key/value head in parts, each with CTAs of its own.
+
+use crate::attention::backward::shape::Spread;
+
+/// The query heads of a key/value head in parts of consecutive heads. Parts differ by one head at most, and each has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadSpread {
+    /// Query heads of a key/value head.
+    pub group: u64,
+    /// Parts of them.
+    pub parts: u64,
+}
+
+impl HeadSpread {
+    /// As many parts as wanted, but at least one and no more than there are heads.
+    pub fn new(group: u64, parts: u64) -> HeadSpread {
+        HeadSpread { group, parts: parts.clamp(1, group.max(1)) }
+    }
+
+    /// The first query head of a part; parts of all key/value heads are numbered one after the other. Kernels compute the same.
+    pub fn first(&self, part: u64) -> u64 {
+        part * self.group / self.parts
+    }
+
+    /// Query heads of the longest part.
+    pub fn most(&self) -> u64 {
+        self.group.div_ceil(self.parts)
+    }
+
+    /// What kernels' texts depend on.
+    pub fn shape(&self) -> Spread {
+        match (self.is_spread(), self.group % self.parts) {
+            (false, _) => Spread::No,
+            (true, 0) => Spread::Even,
+            (true, _) => Spread::Uneven,
+        }
+    }
+
+    /// Whether there are several parts.
+    pub fn is_spread(&self) -> bool {
+        self.parts > 1
+    }
+}
