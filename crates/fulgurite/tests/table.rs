@@ -62,7 +62,6 @@ fn table() -> Vec<Case> {
     table.extend(cases::cases(DType::F16).into_iter().filter(|case| case.features.contains(&"large_logits")));
     // No kernel has another precision yet.
     table.retain(|case| case.problem().precision() == Precision::Native);
-    table.retain(|case| !case.features.iter().any(|feature| cases::NOT_ON_GPU.contains(feature)));
     table
 }
 
@@ -79,28 +78,39 @@ const REFUSED_BACKWARD: usize = 3;
 
 #[test]
 fn gradients_of_the_table_are_right() {
-    let table = table();
+    let mut table = table();
+    table.retain(|case| !case.features.iter().any(|feature| cases::NOT_ON_GPU.contains(feature)));
     let (ran, wrong) = run(&table, judge_gradients);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(ran, table.len() - REFUSED_BACKWARD);
 }
 
-/// Random mixtures of shapes and features, most of which kernels have: more of them with `FULGURITE_LONG`.
-fn random_problems(judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
-    let drawn = (0..).map(|seed| cases::random(seed, if seed % 2 == 0 { DType::Bf16 } else { DType::F16 }));
-    let [all, most] = if std::env::var_os("FULGURITE_LONG").is_some() { [140, 100] } else { [8, 4] };
+/// How a case is drawn from a seed.
+type Draw = fn(u64, DType) -> Case;
+
+/// Random mixtures of shapes and features, most of which kernels have: so many by default, and so many with
+/// `FULGURITE_LONG`.
+fn random_problems(draw: Draw, [few, many]: [usize; 2], judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) {
+    let drawn = (0..).map(|seed| draw(seed, if seed % 2 == 0 { DType::Bf16 } else { DType::F16 }));
+    let all = if std::env::var_os("FULGURITE_LONG").is_some() { many } else { few };
     let cases: Vec<Case> = drawn.take(all).collect();
     let (ran, wrong) = run(&cases, judge);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(ran >= most, "{ran} of {all} ran");
+    assert!(ran >= all / 2, "{ran} of {all} ran");
 }
 
 #[test]
 fn outputs_of_random_problems_are_right() {
-    random_problems(judge_forward);
+    random_problems(cases::random, [8, 140], judge_forward);
+}
+
+/// NaN and infinities in what some row is denied, and NaN in rows of q: nothing leaks, and nothing is swallowed.
+#[test]
+fn outputs_of_random_problems_with_nonfinite_values_are_right() {
+    random_problems(cases::random_nonfinite, [24, 1000], judge_forward);
 }
 
 #[test]
 fn gradients_of_random_problems_are_right() {
-    random_problems(judge_gradients);
+    random_problems(cases::random, [8, 140], judge_gradients);
 }

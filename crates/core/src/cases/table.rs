@@ -52,8 +52,8 @@ pub const FEATURES: &[&str] = &[
     "mxfp8",
 ];
 
-/// Features of the table that no GPU engine has yet: its kernels multiply a hidden key's value by a weight of 0, which keeps
-/// NaN, and take a row of NaN scores for one without keys. CPU engines have both.
+/// Features of the table that gradients of GPU engines do not have yet: their kernels multiply what a hidden key or query
+/// holds by a weight of 0, which keeps NaN. CPU engines, and outputs of GPU engines, have both.
 pub const NOT_ON_GPU: &[&str] = &["hidden_nonfinite", "nan_rows"];
 
 /// Seeds of random cases that once failed: long checks begin with them.

@@ -26,7 +26,7 @@ pub fn exp2<'k>(exp: Exp, index: u32, x: Val<'k, f32>) -> Val<'k, f32> {
     }
 }
 
-/// 2^x by Cody-Waite range reduction on the multiply-add units: 0 at and below -127, infinite above 127.
+/// 2^x by Cody-Waite range reduction on the multiply-add units: 0 at and below -127, infinite above 127, NaN for NaN.
 #[track_caller]
 fn polynomial(degree: u8, x: Val<'_, f32>) -> Val<'_, f32> {
     /// Adding it leaves the floor of a small number in the low bits of the sum, rounded down.
@@ -41,15 +41,15 @@ fn polynomial(degree: u8, x: Val<'_, f32>) -> Val<'_, f32> {
     }
     // p is in [1, 2): its exponent takes the whole part as an integer; at -127 the result is 0.
     let y = (p.to_bits() + (shifted.to_bits() << 23)).to_f32_bits();
-    x.gt(127.0).select(f32::INFINITY, y)
+    (!x.le(127.0)).select(x * f32::INFINITY, y)
 }
 
-/// TurboAttention's function of e^(x ln 2), for x <= 0: a table of e^-n times a cubic, 0 below the threshold.
+/// TurboAttention's function of e^(x ln 2), for x <= 0: a table of e^-n times a cubic, 0 below the threshold, NaN for NaN.
 #[track_caller]
 fn sas(threshold: f32, x: Val<'_, f32>) -> Val<'_, f32> {
     // The maximum itself may come out a rounding above 0, where the table has no entry.
-    let y = (x * -LN_2).max(0.0);
-    let n = y.floor();
+    let y = x * -LN_2;
+    let n = y.max(0.0).floor();
     let f = y - n;
     let mut cubic = f.mul_add(SAS_POLY[3], SAS_POLY[2]);
     for &c in SAS_POLY[..2].iter().rev() {

@@ -34,9 +34,10 @@ impl Features {
         self.dims.iter().any(|d| *d > COLUMNS)
     }
 
-    /// Whether some keys are hidden element by element, beyond what intervals hide.
+    /// Whether a key that some query of a tile sees may be hidden from another: by intervals, by a mask, by block lists, or by
+    /// a modified score of -inf.
     pub fn hides_elements(&self) -> bool {
-        self.modifiers.mask.is_some() || self.blocks.is_some()
+        !self.mask.spans().is_empty() || !self.modifiers.is_empty() || self.blocks.is_some()
     }
 
     /// Equal sequences under a mask of intervals, and nothing else.
