@@ -14,7 +14,7 @@ use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorView};
 use std::fmt;
 
-pub use table::{FEATURES, NOT_ON_GPU, SEEDS, cases, random, random_nonfinite};
+pub use table::{FEATURES, SEEDS, cases, random, random_nonfinite};
 
 /// A tensor with the strides under which it is passed.
 #[derive(Debug, Clone)]

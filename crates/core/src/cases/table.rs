@@ -52,10 +52,6 @@ pub const FEATURES: &[&str] = &[
     "mxfp8",
 ];
 
-/// Features of the table that gradients of GPU engines do not have yet: their kernels multiply what a hidden key or query
-/// holds by a weight of 0, which keeps NaN. CPU engines, and outputs of GPU engines, have both.
-pub const NOT_ON_GPU: &[&str] = &["hidden_nonfinite", "nan_rows"];
-
 /// Seeds of random cases that once failed: long checks begin with them.
 ///
 /// 500649 is not among them: in bf16 its d_k of 96 elements is at 1.06 of the allowance on every engine, with the same bits.

@@ -144,7 +144,7 @@ where
 }
 
 /// Whether an element of the thread's `row`-th row is infinite or NaN. Sums of more than the largest f32 also count.
-fn not_finite<'k>(o: &Acc<'k>, row: usize) -> Val<'k, bool> {
+pub(crate) fn not_finite<'k>(o: &Acc<'k>, row: usize) -> Val<'k, bool> {
     /// Chains of additions, which do not wait for each other.
     const CHAINS: usize = 4;
     let own = || o.elements().enumerate().filter(|(i, _)| Acc::row_of(*i) == row).map(|(_, x)| x);

@@ -24,6 +24,11 @@ pub struct Features {
 }
 
 impl Features {
+    /// Whether a query and a key of the same tiles may be hidden from each other.
+    pub fn hides_elements(&self) -> bool {
+        !self.mask.spans().is_empty() || !self.modifiers.is_empty()
+    }
+
     /// Sequences of equal length under a mask of spans, with no other feature.
     pub fn plain(dims: [u32; 2], mask: Mask) -> Features {
         let (ragged, modifiers) = (Ragged::default(), ModifierGradients::default());

@@ -5,6 +5,7 @@
 //! takes eight columns of two of them. If the product is transposed (rows are elements of d_q), a thread takes sixteen
 //! elements of two queries.
 
+use crate::attention::backward::repair::FLAG;
 use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::{Adds, BackwardConfig, Features, KernelShape};
 use crate::params::{Lens, Params, Program};
@@ -30,6 +31,7 @@ pub(crate) struct Call {
     pub heads: u32,
     pub scale: f32,
     pub sequences: SequenceArgs,
+    pub counters: Span,
 }
 
 /// The kernel, without the arguments of its launches, for a problem whose sizes are not known.
@@ -51,7 +53,8 @@ where
 {
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
-        let results = Results::declare::<T, Call>(p, shape, |call| &call.d_q);
+        let flag = features.hides_elements().then(|| p.pointer::<u32>("counters", |call: &Call| call.counters));
+        let results = Results::declare::<T, Call>(p, (shape, flag), |call| &call.d_q);
         // For sequences of different lengths, a CTA with a thread for each item would spill.
         let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
@@ -127,6 +130,8 @@ pub(crate) struct Results<'k> {
     pub batch_stride: Val<'k, u32>,
     pub row_stride: Val<'k, u32>,
     head_stride: Val<'k, u32>,
+    /// Counters with the flag of results that are not finite, if it is raised ([`repair`](crate::attention::backward::repair)).
+    flag: Option<Pointer<'k, u32>>,
 }
 
 /// Rows of d_q of a step: the rows of its head, the step's number in the head, the head's number of rows, and the factor for
@@ -141,7 +146,11 @@ pub(crate) struct Rows<'k, T> {
 
 impl<'k> Results<'k> {
     /// Declares the parameters; `args` finds their arguments in a call.
-    pub fn declare<T: Half, C: 'static>(p: &Params<'k, C>, shape: &KernelShape, args: impl Lens<C, ResultArgs>) -> Self
+    pub fn declare<T: Half, C: 'static>(
+        p: &Params<'k, C>,
+        (shape, flag): (&KernelShape, Option<Pointer<'k, u32>>),
+        args: impl Lens<C, ResultArgs>,
+    ) -> Self
     where
         Pair<T>: Word,
     {
@@ -150,7 +159,7 @@ impl<'k> Results<'k> {
         let head_dim = p.u32("d_q_dim", move |call| args(call).dim);
         let [batch_stride, row_stride, head_stride] = RowArgs::declare_strides(p, "d_q", move |call| &args(call).d_q);
         let (d, config) = (shape.dims[0], shape.config);
-        Results { d, config, d_q, rows, head_dim, batch_stride, row_stride, head_stride }
+        Results { d, config, d_q, rows, head_dim, batch_stride, row_stride, head_stride, flag }
     }
 
     /// Whether rows of the sums are elements of d_q, and columns queries.
@@ -245,7 +254,16 @@ impl<'k> Results<'k> {
     ) where
         Pair<T>: Word,
     {
-        for Eight { row, eight, sums } in self.eights(item, fours) {
+        let eights = self.eights(item, fours);
+        if let Some(flag) = self.flag {
+            // What is not finite spoils its column in all rows of a step: one of an item's two rows tells.
+            let own = eights.iter().take(eights.len() / 2).flat_map(|eight| eight.sums);
+            let sum = own.reduce(|a, b| a + b).expect("bug in fulgurite: an item without elements");
+            w.when_rarely(!(sum * 0.0).eq(0.0), |w| {
+                flag.fetch_add(w, FLAG, 1);
+            });
+        }
+        for Eight { row, eight, sums } in eights {
             let (row, eight) = (step * self.config.rows + row.0 + row.1, eight.0 + eight.1);
             let pairs: [_; 4] = std::array::from_fn(|i| (sums[2 * i] * scale).pair_with::<T>(sums[2 * i + 1] * scale));
             w.when(row.lt(q_len) & (eight * 8).lt(self.head_dim), |w| {

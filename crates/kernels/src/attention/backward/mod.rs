@@ -6,6 +6,7 @@
 //! 1. [`prepare`] computes delta and the LSE in powers of two. It zeroes the f32 sums of d_q that the first tiles need.
 //! 2. [`main`] computes d_k, d_v and the sums of d_q. With the [rounding service](d_q) it also converts d_q to 16 bits.
 //! 3. [`finish`] converts d_q otherwise.
+//! 4. `repair` ends at once unless a result is infinite or NaN and some pairs of query and key do not see each other.
 //!
 //! A row without keys has a gradient of zeros.
 //!
@@ -23,6 +24,7 @@ mod modifiers;
 mod order;
 pub mod plan;
 pub mod prepare;
+mod repair;
 mod schedules;
 mod shape;
 pub mod sinks;

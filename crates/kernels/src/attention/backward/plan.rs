@@ -14,7 +14,7 @@ use crate::attention::backward::state::Call;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
-    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, finish, main, prepare, sinks, zero,
+    Adds, BackwardConfig, Features, ModifierGradients, Order, Share, finish, main, prepare, repair, sinks, zero,
 };
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
@@ -64,6 +64,8 @@ pub struct Kernels {
     pub zero: Option<Arc<Kernel>>,
     /// Rounds exact sums of these gradients, in a fixed order.
     pub exact: Option<Arc<Kernel>>,
+    /// Computes results again that are not finite, if pairs of query and key may be hidden from each other.
+    pub repair: Option<Arc<Kernel>>,
     /// Writes the table of blocks, if the problem has a block mask.
     pub cover: Option<Arc<Kernel>>,
     /// How launches bind their arguments.
@@ -78,12 +80,13 @@ pub struct KernelBindings {
     sinks: Option<Bindings<sinks::Call>>,
     zero: Option<Bindings<zero::Call>>,
     exact: Option<Bindings<exact::Call>>,
+    repair: Option<Bindings<repair::Call>>,
 }
 
 impl Kernels {
     /// All of them.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let some = [&self.finish, &self.sinks, &self.zero, &self.exact, &self.cover];
+        let some = [&self.finish, &self.sinks, &self.zero, &self.exact, &self.repair, &self.cover];
         [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
     }
 }
@@ -158,6 +161,8 @@ impl BackwardPlan {
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
+        let (repair, of_repair) =
+            parts(features.hides_elements().then(|| repair::program::<T>(target, features, shape)))?;
         let cover = self.facts.has_blocks.then(|| block_table::kernel(target)).transpose()?.map(Arc::new);
         let bindings = KernelBindings {
             prepare: of_prepare,
@@ -166,8 +171,9 @@ impl BackwardPlan {
             sinks: of_sinks,
             zero: of_zero,
             exact: of_exact,
+            repair: of_repair,
         };
-        Ok(Kernels { prepare, main, finish, sinks, zero, exact, cover, bindings: Arc::new(bindings) })
+        Ok(Kernels { prepare, main, finish, sinks, zero, exact, repair, cover, bindings: Arc::new(bindings) })
     }
 
     /// Whether gradients of auxiliary tensors are summed exactly.

@@ -23,6 +23,9 @@ const EIGHT: u32 = 8;
 
 /// Columns that four lanes load of a row, eight each: two steps of the tensor cores.
 const PART: u32 = 32;
+/// Stands for -LSE of a row whose LSE is NaN, where some keys may be hidden: probabilities of visible keys are infinite or
+/// NaN, and those of hidden keys, whose scores are -inf, are 0. -inf plus NaN would be NaN.
+const NOT_A_NUMBER: f32 = 1e30;
 /// Parts that are loaded before the first of them is used.
 const AHEAD: usize = 2;
 
@@ -92,6 +95,8 @@ struct Prepare<'k, T> {
     /// Queries of a step of the main kernel.
     step_rows: u32,
     packed: bool,
+    /// Whether a query and a key may be hidden from each other.
+    hides: bool,
     /// o and d_o.
     tensors: [Strided<'k, T>; 2],
     lse: Pointer<'k, f32>,
@@ -139,6 +144,7 @@ where
             dims: shape.dims,
             step_rows: shape.config.rows,
             packed: features.ragged.packed,
+            hides: features.hides_elements(),
             tensors: [(o, o_strides), (d_o, d_o_strides)],
             lse,
             d_lse,
@@ -274,6 +280,10 @@ where
                     });
                     let empty = log.get().eq(f32::NEG_INFINITY);
                     let power = log.get() * -LOG2_E;
+                    let power = match self.hides {
+                        true => power.eq(power).select::<f32>(power, NOT_A_NUMBER),
+                        false => power,
+                    };
                     self.shift.at_wide(row.padded).store(w, 0, empty.select::<f32>(f32::NEG_INFINITY, power));
                     self.delta.at_wide(row.padded).store(w, 0, empty.select::<f32>(0.0, total.get()));
                 });

@@ -101,6 +101,8 @@ pub(crate) struct Main<'k> {
     d_v: Tensor<'k>,
     /// The first word counts the tiles that are handed out.
     pub counters: Pointer<'k, u32>,
+    /// Whether a flag is raised for results that are not finite ([`repair`](crate::attention::backward::repair)).
+    pub flags: bool,
     pub d_q: Services<'k>,
     pub map: TileMap<'k>,
     pub modifiers: Option<ModifierParams<'k>>,
@@ -191,6 +193,7 @@ impl<'k> Main<'k> {
             d_k,
             d_v,
             counters,
+            flags: features.hides_elements(),
             d_q,
             map,
             modifiers,
@@ -239,7 +242,8 @@ where
 {
     let zero_fill =
         shape.zero_fills.then(|| ZeroFill::declare(p, |call: &Call| &call.zero_fill, (sums, counters), log));
-    let round = shape.rounds.then(|| Round::declare::<T, Call>(p, |call| &call.round, (shape, sums), log));
+    let flag = features.hides_elements().then_some(counters);
+    let round = shape.rounds.then(|| Round::declare::<T, Call>(p, |call| &call.round, (shape, sums, flag), log));
     let split = shape.splits.then(|| SplitTiles::declare(p, |call: &Call| &call.split, shape.dims, log)).map(Rc::new);
     let ordered =
         (features.order == Order::Fixed).then(|| Ordered::declare(p, |call: &Call| &call.ordered, &shape.config, log));

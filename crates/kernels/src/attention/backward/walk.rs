@@ -1,9 +1,11 @@
 //! The steps of a tile in the compute role: where a warpgroup stands, and what schedules do with scores and results.
 
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
+use crate::attention::backward::repair::FLAG;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
 use crate::parts::exp::exp2;
+use crate::parts::nonfinite::not_finite;
 use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
@@ -232,11 +234,24 @@ pub(crate) fn clear(acc: &Acc<'_>) {
     (0..acc.elements().count()).for_each(|i| acc.set(i, 0.0));
 }
 
+/// Raises the flag of results that are not finite. What is not finite spoils its column in all rows of the warpgroup: one
+/// row of each thread tells.
+fn flag_nonfinite<'k>(w: &Scope<'k, Group>, main: &Main<'k>, result: &Acc<'k>) {
+    if main.flags {
+        w.when_rarely(w.any(not_finite(result, 0)), |w| {
+            w.when(w.lane().eq(0), |w| {
+                main.counters.fetch_add(w, FLAG, 1);
+            });
+        });
+    }
+}
+
 /// Writes d_k or d_v to a tile that no warpgroup reads any more. d_k is scaled.
 pub(crate) fn write_result<'k, T: Half>(w: &Scope<'k, Group>, main: &Main<'k>, of: Of, result: &Acc<'k>, to: Tile<'k>)
 where
     Pair<T>: Word,
 {
+    flag_nonfinite(w, main, result);
     match of {
         Of::DK => w.write_with::<T>(to, result, |_, x| x * main.scale),
         _ => w.write::<T>(to, result),

@@ -30,7 +30,27 @@ impl<'a, 'k> Modify<'a, 'k> {
         tanh: Tanh,
     ) -> Self {
         // Constant factors stand in the scale where nobody wants the derivative.
-        let fold = !modifiers.transposed;
+        Modify::folding(w, modifiers, parameters, (scale, tanh), !modifiers.transposed)
+    }
+
+    /// The same without constant factors in the scale.
+    pub fn unfolded(
+        w: &Scope<'k, Group>,
+        modifiers: &Modifiers,
+        parameters: &'a Parameters<'k>,
+        scale: Val<'k, f32>,
+        tanh: Tanh,
+    ) -> Self {
+        Modify::folding(w, modifiers, parameters, (scale, tanh), false)
+    }
+
+    fn folding(
+        w: &Scope<'k, Group>,
+        modifiers: &Modifiers,
+        parameters: &'a Parameters<'k>,
+        (scale, tanh): (Val<'k, f32>, Tanh),
+        fold: bool,
+    ) -> Self {
         let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers));
         let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
@@ -137,6 +157,15 @@ impl<'a, 'k> Function<'a, 'k> {
     /// Its values for the raw scores of a block that begins at this column.
     pub fn floats<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, first: Val<'k, i32>) -> Vec<Val<'k, f32>> {
         self.values(w, s, first).into_iter().map(Word::float).collect()
+    }
+
+    /// Its value for the raw score of the thread's `row`-th row at one column.
+    pub fn one(&self, w: &Scope<'k, Group>, raw: Val<'k, f32>, row: usize, column: Val<'k, i32>) -> Val<'k, f32> {
+        let (parameters, running, key) = (self.parameters, &self.running, Some(column));
+        let mut evaluation =
+            Evaluation { w, running, parameters, place: None, key, quick: None, known: HashMap::new() };
+        let last = running.analysed.program.steps().len() - 1;
+        evaluation.step(last, At { row, col: 0, score: Some([raw, self.scale]) }).float()
     }
 
     /// The same for indices.

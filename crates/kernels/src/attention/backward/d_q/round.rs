@@ -100,13 +100,13 @@ impl<'k> Round<'k> {
     pub fn declare<T: Half, C: 'static>(
         p: &Params<'k, C>,
         args: impl Lens<C, Option<Args>>,
-        (shape, sums): (&KernelShape, Pointer<'k, f32>),
+        (shape, sums, flag): (&KernelShape, Pointer<'k, f32>, Option<Pointer<'k, u32>>),
         log: &Rc<Log>,
     ) -> Self
     where
         Pair<T>: Word,
     {
-        let results = Results::declare::<T, C>(p, shape, move |call| &given(args(call)).d_q);
+        let results = Results::declare::<T, C>(p, (shape, flag), move |call| &given(args(call)).d_q);
         let messages = Ring::new(p.builder().relay("rounding", DEPTH, &[1, 1, 4 * GROUPS, 1]), NAME, EVENTS, log);
         let added = p.array("added", move |call| given(args(call)).added);
         let rounded = p.array("rounded", move |call| given(args(call)).rounded);

@@ -170,7 +170,7 @@ impl<'k> ModifierRole<'_, 'k> {
     }
 
     /// Replaces d_p by d_z and adds to the gradients of auxiliary tensors. `after` is called after each eight columns. Where p
-    /// is 0, all terms are 0, whatever the other factors are.
+    /// is 0, all terms are 0, whatever the other factors are. Where p is NaN, so are the terms.
     pub fn gradients(
         &self,
         w: &Scope<'k, Group>,
@@ -185,10 +185,10 @@ impl<'k> ModifierRole<'_, 'k> {
             let delta = delta.pair(w, eight);
             for i in 0..4 {
                 let at = 4 * eight as usize + i;
-                let x = p[at].gt(0.0).select::<f32>((elements[at] - delta[i % 2]) * p[at], 0.0);
+                let x = p[at].eq(0.0).select::<f32>(0.0, (elements[at] - delta[i % 2]) * p[at]);
                 d_m.push(x);
                 let d_z = match &slopes.score {
-                    Some(slope) => p[at].gt(0.0).select::<f32>(x * slope[at], 0.0),
+                    Some(slope) => p[at].eq(0.0).select::<f32>(0.0, x * slope[at]),
                     None => x,
                 };
                 d_p.set(at, d_z);
@@ -201,7 +201,7 @@ impl<'k> ModifierRole<'_, 'k> {
                     .iter()
                     .zip(slope)
                     .zip(&p)
-                    .map(|((x, slope), p)| p.gt(0.0).select::<f32>(*x * *slope, 0.0))
+                    .map(|((x, slope), p)| p.eq(0.0).select::<f32>(0.0, *x * *slope))
                     .collect(),
                 None => d_m.clone(),
             };

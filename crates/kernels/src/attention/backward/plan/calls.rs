@@ -11,10 +11,11 @@ use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, 
 use crate::attention::backward::state::Call;
 use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::tiles::{EqualArgs, TileArgs, TileMapArgs};
-use crate::attention::backward::{Order, prepare, sinks, zero};
+use crate::attention::backward::{Order, prepare, repair, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
 use crate::parts::modifier::AuxArgs;
+use crate::parts::nonfinite::PlainRows;
 use crate::parts::schedule::{BandArgs, SequenceArgs};
 use fulgurite_core::Layout;
 use fulgurite_core::mask::Span as MaskSpan;
@@ -61,6 +62,7 @@ impl BackwardPlan {
         launches.extend(self.main(kernels, tensors, &scratch, multiprocessors)?);
         launches.extend(self.finish(kernels, tensors, &scratch));
         launches.extend(rounding);
+        launches.extend(self.repair(kernels, tensors, &scratch, multiprocessors));
         Ok(Plan { launches })
     }
 
@@ -146,9 +148,58 @@ impl BackwardPlan {
             heads: self.facts.heads[0] as u32,
             scale: self.facts.scale,
             sequences: self.sequences(tensors),
+            counters: scratch.counters,
         };
         let grid = [(self.facts.all_heads() * self.schedule.steps) as u32, 1, 1];
         (self.facts.lengths()[0] > 0).then(|| bindings.launch(kernel, grid, &call))
+    }
+
+    /// The repair kernel, if there may be something to repair.
+    fn repair(
+        &self,
+        kernels: &Kernels,
+        tensors: &Tensors,
+        scratch: &Scratch<Span>,
+        multiprocessors: u32,
+    ) -> Option<Launch> {
+        let (kernel, bindings) = kernels.repair.clone().zip(kernels.bindings.repair.as_ref())?;
+        let facts = &self.facts;
+        let (batch, lens) = match facts.layout {
+            Layout::Dense { batch, q_len, k_len } => (batch, [q_len, k_len]),
+            Layout::Packed(p) => (p.batch, [p.max_q, p.max_k]),
+        };
+        if lens.contains(&0) {
+            return None;
+        }
+        let Tensors { q, k, v, d_o, d_q, d_k, d_v, .. } = tensors;
+        let call = repair::Call {
+            counters: scratch.counters,
+            rows: [q, k, v, d_o, d_q, d_k, d_v].map(PlainRows::new),
+            lse: tensors.lse,
+            delta: scratch.delta,
+            lse_rows: facts.lengths()[0] as u32,
+            padded: self.head_rows() as u32,
+            batch: batch as u32,
+            heads: facts.heads.map(|n| n as u32),
+            lens: lens.map(|n| n as u32),
+            dims: facts.features.dims,
+            sequences: self.sequences(tensors),
+            aux: self.aux(tensors, scratch.block_table),
+            scale_log2: self.scale_log2(),
+            scale: facts.scale,
+        };
+        let tiles = |side: usize| lens[side].div_ceil(repair::ROWS as usize) as u64 * facts.heads[side];
+        let items = batch as u64 * tiles(0).max(tiles(1));
+        let grid = [items.clamp(1, u64::from(multiprocessors)) as u32, 1, 1];
+        Some(bindings.launch(kernel, grid, &call))
+    }
+
+    /// The factor of scores in powers of two. Modified scores already include the scale.
+    fn scale_log2(&self) -> f32 {
+        match self.facts.features.modifiers.modifiers.score.is_some() {
+            true => LOG2_E,
+            false => self.facts.scale * LOG2_E,
+        }
     }
 
     fn results(&self, tensors: &Tensors) -> ResultArgs {
@@ -196,7 +247,6 @@ impl BackwardPlan {
             sums: scratch.split_sums,
             summed: counters(words.summed),
         });
-        let is_modified = facts.features.modifiers.modifiers.score.is_some();
         Ok(Call {
             q: rows.q,
             k: rows.k,
@@ -223,7 +273,7 @@ impl BackwardPlan {
                 d_aux: self.aux_gradients(tensors, scratch.exact_words),
                 q_len: facts.lengths()[0] as u32,
             },
-            scale_log2: if is_modified { LOG2_E } else { facts.scale * LOG2_E },
+            scale_log2: self.scale_log2(),
             scale: facts.scale,
         })
     }
