@@ -160,7 +160,7 @@ where
         let delta = p.pointer("delta", |call| call.delta);
         let lse_rows = p.u32("lse_rows", |call| call.lse_rows);
         let padded = p.u32("padded", |call| call.padded);
-        let batch = p.u32("batch", |call| call.batch);
+        let batch = p.u32("sequence_count", |call| call.batch);
         let heads = [p.divisor("heads", |call| call.heads[0]), p.divisor("kv_heads", |call| call.heads[1])];
         let tiles = [
             p.divisor("q_tiles", |call| call.lens[0].div_ceil(ROWS).max(1)),
