@@ -38,6 +38,21 @@ def test_torch():
         ops.row_dot(x.clone().requires_grad_(), x)
 
 
+def test_cuda():
+    """The kernel on a GPU, on the current stream of torch."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    for rows, cols in ((1, 1), (1000, 333), (77, 4096), (0, 5)):
+        x, y = (torch.randn(rows, cols, device="cuda") for _ in range(2))
+        bound = cols * 2.0**-24 * (x * y).abs().sum(1) + 1e-30
+        assert ((ops.row_dot(x, y) - (x.double() * y.double()).sum(1)).abs() <= bound).all()
+    with pytest.raises(ValueError, match="allowed: one device"):
+        ops.row_dot(x, x.cpu())
+    with pytest.raises(ValueError, match="allowed: contiguous"):
+        ops.row_dot(*[torch.zeros(3, 2, device="cuda").t()] * 2)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -147,7 +147,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     })
 }
 
-/// Which CTAs walk over the query heads that share keys; nothing where no heads do.
+/// Says how the query heads of a key/value head are spread over CTAs. Empty if every key/value head has one query head.
 fn heads_of_tiles(problem: &Problem, plan: &BackwardPlan) -> String {
     let (group, parts) = (problem.group(), plan.head_splits());
     match (group, parts, plan.can_split_heads()) {

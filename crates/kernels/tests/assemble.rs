@@ -143,7 +143,7 @@ fn gradients_of_spread_heads_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Assembles the kernels of a problem's gradients with heads in so many parts; what is wrong with them.
+/// Assembles the gradient kernels of a problem with `parts` parts of heads; returns the assembler's complaints.
 fn spread_gradients(assembler: &Assembler, problem: &ProblemBuilder, order: Order, parts: u32) -> Vec<String> {
     let problem = problem.clone().build().unwrap();
     let plan = BackwardPlan::new(&problem, false, order).unwrap();

@@ -21,7 +21,7 @@ pub(crate) enum End {
     Global(Vec<(u32, u32, u64)>),
     /// Registers, which were read when the copy was started.
     Words,
-    /// The same offset in shared memory of some CTAs of the cluster.
+    /// An offset in shared memory that several CTAs of the cluster share.
     Shared { ranks: Vec<usize>, offset: u32, swizzle: Swizzle },
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Copy {
     /// Phase of each destination's mbarrier when the copy was issued.
     pub phases: Vec<Option<u32>>,
     pub data: Vec<u8>,
-    /// Which bytes were initialised at the source; empty means all.
+    /// One flag per byte: whether the source was initialised. Empty means that all bytes were.
     pub marks: Vec<bool>,
     pub read: bool,
     pub done: bool,

@@ -82,7 +82,7 @@ fn pieces_of_tiles_are_joined_to_parts() {
     }
 }
 
-/// As many heads as Falcon has for one of keys, in parts of eight and nine.
+/// 71 query heads share one key/value head (Falcon), in parts of eight and nine heads.
 #[test]
 fn seventy_one_heads_are_right() {
     let case = Case { heads: [71, 1], q_len: 33, k_len: 140, mask: Mask::causal(), blocks: 8, ..Case::base() };

@@ -296,7 +296,7 @@ impl Kernels {
     }
 
     /// `s[j * stride + r] = q[r] . k[j]` for few rows: `[rows, keys, d]`. `rows` has s and q, whose rows are `ldq`
-    /// apart, and optionally a second pair, with the same bits as in a separate call. Prefetches the memory of
+    /// apart, and optionally a second pair, bitwise equal to a separate call. Prefetches the memory of
     /// `coming`.
     pub fn dots(
         &self,

@@ -36,7 +36,7 @@ pub struct Seen {
 pub struct Books {
     /// Contexts retained but not released.
     pub contexts: i32,
-    /// How many times a context is current.
+    /// Depth of the context stack: pushes minus pops.
     pub current: i32,
     /// Allocations by address.
     pub memory: BTreeMap<u64, Vec<u8>>,

@@ -395,7 +395,7 @@ mod tests {
         gradients
     }
 
-    /// Gradients of auxiliary tensors have the same bits whichever CTA adds first, for every case of the table.
+    /// Gradients of auxiliary tensors are deterministic in a fixed order, for every case of the table.
     #[test]
     fn a_fixed_order_gives_auxiliary_tensors_the_same_bits() {
         let mut table = cases::cases(DType::Bf16);
@@ -407,7 +407,7 @@ mod tests {
         }
     }
 
-    /// The engine with the query heads of a problem's key/value heads in so many parts.
+    /// An engine that divides the query heads of each key/value head into `parts` parts.
     fn spread(problem: &Problem, order: Order, parts: u32, seed: u64) -> OnDevice<Sim> {
         let usual = BackwardPlan::new(problem, false, order).unwrap().config();
         let sim = Sim::new(Options { seed, resident: 8, ..Options::default() });
@@ -415,8 +415,8 @@ mod tests {
         engine.forcing(BackwardConfig { head_splits: Some(parts), ..usual })
     }
 
-    /// Packed and used lengths, modified scores, sinks and block masks, with heads in two parts: right, and the same bits of
-    /// d_k and d_v whoever comes first.
+    /// Two parts of heads with packed and used lengths, modified scores, sinks and block masks: results pass the tolerance
+    /// rule, and d_k and d_v are deterministic.
     #[test]
     fn spread_heads_take_every_feature() {
         let mut table = cases::cases(DType::Bf16);

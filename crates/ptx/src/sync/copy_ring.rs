@@ -8,6 +8,7 @@
 use crate::build::{Builder, Scope, Val, Var, WholeWarps};
 use crate::inst::{Arg, Base};
 use crate::product::{Swizzle, TileShape};
+use crate::sync::stage::stage_layout;
 use crate::table::{bytes, sync};
 use crate::tile::Tile;
 use std::panic::Location;
@@ -53,14 +54,7 @@ impl Builder {
         if depth < 2 {
             self.refuse(format!("ring `{name}` has {depth} stages, allowed: 2 or more"));
         }
-        let mut stage = 0;
-        let mut place = |shape: &TileShape| {
-            let start = stage;
-            stage += shape.bytes().next_multiple_of(shape.swizzle.period());
-            (*shape, start)
-        };
-        let tiles = tiles.iter().map(&mut place).collect();
-        let stage = stage.next_multiple_of(Swizzle::B128.period());
+        let (tiles, stage) = stage_layout(tiles);
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
         CopyRing { k: self, id: self.new_pipe(name, 1), depth, tiles, first, stage, barrier: self.named_barriers(1) }
     }

@@ -7,6 +7,7 @@ mod cluster;
 mod copy_ring;
 mod double_tile;
 pub(crate) mod pipe;
+mod stage;
 mod token_ring;
 mod zeros;
 

@@ -7,6 +7,7 @@ use crate::build::{Builder, Count, Group, GroupBarrier, Pointer, Scope, Thread, 
 use crate::inst::{Arg, Base, Class, Reg};
 use crate::kernel::Stmt;
 use crate::product::{Swizzle, TileShape};
+use crate::sync::stage::stage_layout;
 use crate::table::{bytes, mbarrier, memory};
 use crate::tile::{Tensor, Tile};
 use std::panic::Location;
@@ -189,15 +190,7 @@ impl Builder {
         if !numbers.is_multiple_of(4) {
             self.refuse(format!("ring `{name}` has rows of {numbers} numbers, allowed: multiples of 4"));
         }
-        let mut stage = 0;
-        let mut place = |shape: &TileShape| {
-            let start = stage;
-            stage += shape.bytes().next_multiple_of(shape.swizzle.period());
-            (*shape, start)
-        };
-        let tiles = tiles.iter().map(&mut place).collect();
-        // Whole periods of the widest swizzle, so that every stage starts on a period.
-        let stage = stage.next_multiple_of(Swizzle::B128.period());
+        let (tiles, stage) = stage_layout(tiles);
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
         // Numbers are stored apart from the tiles: between them they would cost a whole swizzle period.
         let row = if numbers == 0 { 0 } else { self.take_small(&format!("{name}.numbers"), depth * numbers * 4, 16) };

@@ -4,7 +4,7 @@
 //! are too few tiles for the GPU, or they take so long that the last ones leave most of it idle. The query heads are then
 //! divided into parts, each with tiles of its own. To the schedules of the main kernel a part is a key/value head
 //! (`tiles::TileMap`); its results are f32 sums in scratch memory. This kernel runs after the main kernel, adds the parts of a
-//! head in the order of their numbers, and converts the sums to 16 bits. So d_k and d_v have the same bits in every run.
+//! head in the order of their numbers, and converts the sums to 16 bits. So d_k and d_v are deterministic.
 //!
 //! Parts of 64 keys lie together, in the layout of accumulators: `[part of a head][64 keys][d_k, d_v][eight columns][thread][4]`.
 

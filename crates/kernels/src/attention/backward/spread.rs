@@ -12,7 +12,7 @@ pub(crate) struct HeadSpread {
 }
 
 impl HeadSpread {
-    /// As many parts as wanted, but at least one and no more than there are heads.
+    /// Divides `group` heads into `parts` parts, clamped to 1..=`group`.
     pub fn new(group: u64, parts: u64) -> HeadSpread {
         HeadSpread { group, parts: parts.clamp(1, group.max(1)) }
     }

@@ -1,4 +1,4 @@
-//! How the query heads of a key/value head are spread over CTAs, and into how many parts.
+//! Chooses the number of parts into which the query heads of a key/value head are divided.
 
 use crate::attention::backward::plan::facts::Facts;
 use crate::attention::backward::plan::steps::tile_steps;
@@ -8,11 +8,11 @@ use fulgurite_core::Layout;
 
 /// FLOP/s of a multiprocessor in the main kernel, as measured on an H200 (about 550 TFLOP/s in all).
 const FLOPS: f64 = 4.2e12;
-/// Bytes of parts a second, written by the main kernel and read by the kernel that adds them: measured on an H200 with
-/// 2 to 8 parts of 64 query heads for 8 key/value heads.
+/// Bytes of parts a second, written by the main kernel and read by the kernel that adds them. Fitted by hand to times on
+/// an H200 (docs/lab/006-hopper-backward.md, 113 to 120), as are `DRIFT` and `GAIN`.
 const BYTES: f64 = 2.6e12;
-/// Share by which the main kernel slows down each time the heads of a part double beyond two: CTAs drift to different
-/// heads, and the sums of d_q leave the L2 cache. Measured on an H200 (docs/lab/006-hopper-backward.md, 119).
+/// Share by which the main kernel slows down each time the heads of a part double beyond two. The likely cause is that CTAs
+/// drift to different heads and the sums of d_q leave the L2 cache; no counter was read to show it.
 const DRIFT: f64 = 0.07;
 /// Seconds that one more kernel takes: its launch, and the CTAs of the kernel before that end at different times.
 const LAUNCH: f64 = 6e-6;
