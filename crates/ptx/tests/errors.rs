@@ -596,17 +596,17 @@ fn the_first_mistake_is_reported() {
 fn outboxes() {
     let message = refused(|k| {
         let ring = k.pipe("q", 3, &[TILE]);
-        let _ = k.outbox("sums", 2, 512).in_step(&ring);
+        let _ = k.bulk_reducer("sums", 2, 512).in_step(&ring);
         in_group(k, |_| {});
     });
-    assert!(message.contains("an outbox in step with a ring of 3 stages, allowed: 2"), "{message}");
+    assert!(message.contains("a bulk reducer in step with a ring of 3 stages, allowed: 2"), "{message}");
     let message = refused(|k| {
-        let _ = k.outbox("sums", 2, 100);
+        let _ = k.bulk_reducer("sums", 2, 100);
         in_group(k, |_| {});
     });
-    assert!(message.contains("outbox `sums` has places for 100 numbers, allowed: multiples of 512"), "{message}");
+    assert!(message.contains("bulk reducer `sums` has places for 100 numbers, allowed: multiples of 512"), "{message}");
     let message = refused(|k| {
-        let outbox = k.outbox("sums", 2, 512);
+        let outbox = k.bulk_reducer("sums", 2, 512);
         in_group(k, |w| {
             outbox.as_tile(w, TILE);
         });
@@ -618,10 +618,10 @@ fn outboxes() {
 fn swaps() {
     let message = refused(|k| {
         let ring = k.pipe("q", 3, &[TILE]);
-        k.swap("d_z", TILE, &ring);
+        k.double_tile("d_z", TILE, &ring);
         in_group(k, |_| {});
     });
-    assert!(message.contains("swap `d_z` in step with a ring of 3 stages, allowed: 2"), "{message}");
+    assert!(message.contains("double tile `d_z` in step with a ring of 3 stages, allowed: 2"), "{message}");
 }
 
 #[test]

@@ -26,7 +26,7 @@ const FOURS: u32 = 2048;
 impl Builder {
     /// A channel for accumulators of 64 rows and `cols` columns.
     #[track_caller]
-    pub fn handover(&self, name: &str, cols: u32) -> AccumulatorChannel<'_> {
+    pub fn accumulator_channel(&self, name: &str, cols: u32) -> AccumulatorChannel<'_> {
         let first = self.take_shared(name, 64 * cols * 4, 16);
         let ring = Ring::filled_by(self, name, 1, 1, Count::Fixed(WARPS));
         AccumulatorChannel { ring, taken: ring, first }

@@ -37,11 +37,11 @@ const BY: i32 = 16;
 impl Builder {
     /// Buffers of `count` numbers (a multiple of 512) for each of `groups` warpgroups.
     #[track_caller]
-    pub fn outbox(&self, name: &str, groups: u32, count: u32) -> BulkReducer<'_> {
+    pub fn bulk_reducer(&self, name: &str, groups: u32, count: u32) -> BulkReducer<'_> {
         let id = self.new_pipe(name, 1);
         self.pipe_filled(id);
         if !count.is_multiple_of(512) {
-            self.refuse(format!("outbox `{name}` has places for {count} numbers, allowed: multiples of 512"));
+            self.refuse(format!("bulk reducer `{name}` has places for {count} numbers, allowed: multiples of 512"));
         }
         // A buffer can also hold a tile (`as_tile`), so it has a tile's alignment.
         let first = self.take_shared(name, 4 * groups * count, Swizzle::B128.period());
@@ -69,7 +69,7 @@ impl<'k> BulkReducer<'k> {
     #[track_caller]
     pub fn in_step(self, leader: &Pipe<'k>) -> Self {
         if leader.depth() != 2 {
-            self.k.refuse(format!("an outbox in step with a ring of {} stages, allowed: 2", leader.depth()));
+            self.k.refuse(format!("a bulk reducer in step with a ring of {} stages, allowed: 2", leader.depth()));
         }
         BulkReducer { leader: Some(leader.id()), ..self }
     }

@@ -39,7 +39,7 @@ const WORDS: u32 = 4;
 impl Builder {
     /// A channel for a sequence of numbers. The kernel must be launched in [clusters](Self::cluster) of two CTAs.
     #[track_caller]
-    pub fn told(&self, name: &str) -> ClusterBroadcast<'_> {
+    pub fn cluster_broadcast(&self, name: &str) -> ClusterBroadcast<'_> {
         let id = self.new_pipe(name, 1);
         self.pipe_filled(id);
         let words = self.take_small(name, 4 * WORDS, 16);
@@ -49,14 +49,14 @@ impl Builder {
 
     /// A ring of `depth` stages. The kernel must be launched in [clusters](Self::cluster) of two CTAs.
     #[track_caller]
-    pub fn exchange(&self, name: &str, depth: u32, shape: TileShape) -> PeerTiles<'_> {
+    pub fn peer_tiles(&self, name: &str, depth: u32, shape: TileShape) -> PeerTiles<'_> {
         let (blocks, bytes) = (self.cluster_blocks(), shape.bytes());
         if blocks != BLOCKS {
-            self.refuse(format!("exchange `{name}` in clusters of {blocks} blocks, allowed: {BLOCKS}"));
+            self.refuse(format!("peer tiles `{name}` in clusters of {blocks} blocks, allowed: {BLOCKS}"));
         }
         if !bytes.is_multiple_of(shape.swizzle.period()) {
             let period = shape.swizzle.period();
-            self.refuse(format!("exchange `{name}` of tiles of {bytes} bytes, allowed: multiples of {period}"));
+            self.refuse(format!("peer tiles `{name}` of tiles of {bytes} bytes, allowed: multiples of {period}"));
         }
         let tiles = |name: &str| self.take_shared(name, depth * bytes, shape.swizzle.period());
         let (own, other) = (tiles(name), tiles(&format!("{name}.other")));

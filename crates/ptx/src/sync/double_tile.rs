@@ -33,9 +33,12 @@ pub struct DoubleTile<'k> {
 impl Builder {
     /// A double-buffered tile for the current role, which takes the stages of `leader`.
     #[track_caller]
-    pub fn swap<'k>(&'k self, name: &str, shape: TileShape, leader: &Pipe<'k>) -> DoubleTile<'k> {
+    pub fn double_tile<'k>(&'k self, name: &str, shape: TileShape, leader: &Pipe<'k>) -> DoubleTile<'k> {
         if leader.depth() != TILES {
-            self.refuse(format!("swap `{name}` in step with a ring of {} stages, allowed: {TILES}", leader.depth()));
+            self.refuse(format!(
+                "double tile `{name}` in step with a ring of {} stages, allowed: {TILES}",
+                leader.depth()
+            ));
         }
         let id = self.new_pipe(name, 1);
         // Two consecutive allocations, so that `nth` reaches both.

@@ -34,10 +34,10 @@ impl Builder {
     /// A ring of `depth` messages (a power of two). `hands` gives the number of warps of each hand; 1 also stands for a
     /// single thread. The first hand writes the messages.
     #[track_caller]
-    pub fn relay(&self, name: &str, depth: u32, hands: &[u32]) -> TokenRing<'_> {
+    pub fn token_ring(&self, name: &str, depth: u32, hands: &[u32]) -> TokenRing<'_> {
         if !depth.is_power_of_two() || !(2..=HANDS.len()).contains(&hands.len()) {
             self.refuse(format!(
-                "relay `{name}` has {depth} messages and {} hands, allowed: a power of two, and 2 to {}",
+                "token ring `{name}` has {depth} messages and {} hands, allowed: a power of two, and 2 to {}",
                 hands.len(),
                 HANDS.len()
             ));
@@ -59,7 +59,9 @@ impl<'k> TokenRing<'k> {
         let ring = *leader.ring();
         if self.depth != 1 || ring.depth() != 1 {
             let (own, other) = (self.depth, ring.depth());
-            self.k.refuse(format!("a relay of {own} messages behind an exchange of {other} places, allowed: 1 and 1"));
+            self.k.refuse(format!(
+                "a token ring of {own} messages behind peer tiles of {other} stages, allowed: 1 and 1"
+            ));
         }
         TokenRing { behind: Some((hand, ring)), ..self }
     }

@@ -166,12 +166,13 @@ impl<'k> Main<'k> {
         let other = other_k.map(|other_k| {
             let other = tile(config.block_keys(), d / 2);
             let other_keys = k.pipe("k_other", config.key_depth, &[other]).in_step(&keys);
-            (other_k, other_keys, k.told("ticket"))
+            (other_k, other_keys, k.cluster_broadcast("ticket"))
         });
         let tickets = k.mailbox("tiles", config.key_depth, map.words()).in_step(&keys);
-        let reducer = (config.adds == Adds::Engine).then(|| k.outbox("d_q", 2, 64 * config.cols(d)).in_step(&queries));
+        let reducer =
+            (config.adds == Adds::Engine).then(|| k.bulk_reducer("d_q", 2, 64 * config.cols(d)).in_step(&queries));
         let pair = other.map(|(other_k, other_keys, ticket)| {
-            let d_z = k.exchange("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), config.rows));
+            let d_z = k.peer_tiles("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), config.rows));
             (other_k, other_keys, ticket, d_z)
         });
         let ordered = match &pair {
@@ -181,8 +182,8 @@ impl<'k> Main<'k> {
         d_q.ordered = ordered.map(Rc::new);
         let pair = pair.map(|(other_k, other_keys, ticket, d_z)| {
             let found = match d_q.ordered {
-                None => k.relay("works", FOUND, &[1, 2]),
-                Some(_) => k.relay("works", 1, &[1, 3]),
+                None => k.token_ring("works", FOUND, &[1, 2]),
+                Some(_) => k.token_ring("works", 1, &[1, 3]),
             };
             let found = Ring::new(found, "load", &["tile found", "tile loaded"], &log);
             CtaPair { other_k, other_keys, ticket, d_z, found }

@@ -101,12 +101,12 @@ impl<'k> Ordered<'k> {
     ) -> Self {
         let (k, parts, adder) = (p.builder(), parts(config), Adder::of(config));
         let (ring, events, compute): (_, &[&str], _) = match adder {
-            Adder::Pairs => (k.relay("turns", 1, &[1, 8]), &["turn has come", "step added"], PAIR_COMPUTE),
+            Adder::Pairs => (k.token_ring("turns", 1, &[1, 8]), &["turn has come", "step added"], PAIR_COMPUTE),
             Adder::Threads => {
                 let events = &["step posted", "turn has come", "step added", "message free"];
-                (k.relay("turns", DEPTH, &[1, 1, 8, 1]), events, COMPUTE)
+                (k.token_ring("turns", DEPTH, &[1, 1, 8, 1]), events, COMPUTE)
             }
-            Adder::Bulk => (k.relay("turns", DEPTH, &[1, parts]), &["step posted", "message free"], COMPUTE),
+            Adder::Bulk => (k.token_ring("turns", DEPTH, &[1, parts]), &["step posted", "message free"], COMPUTE),
         };
         let last = p.array("turns", move |call| given(args(call)).last);
         let last = Flags::new(last, adder.service(), "tile before has added", log);

@@ -80,7 +80,7 @@ where
         let (config, [d, dv]) = (main.config, main.dims);
         let rows = config.rows;
         let reduce = main.d_q.bulk.as_ref().expect("bug in fulgurite: the copy engine does not add");
-        let exchange = main.k.swap("d_z", tile::<T>(config, rows, config.keys()), &main.stages.queries);
+        let exchange = main.k.double_tile("d_z", tile::<T>(config, rows, config.keys()), &main.stages.queries);
         let (s, d_p) = (w.accumulators(rows), w.accumulators(rows));
         // For short rows the assembler finds no registers for the products unless d_q has its own (C7511).
         let d_q = if config.cols(d) == rows { d_p.part(0, rows) } else { w.accumulators(config.cols(d)) };

@@ -72,7 +72,7 @@ impl<'a, 'k> Between<'a, 'k> {
         let pair = main.pair.as_ref().expect("bug in fulgurite: a CTA without its peer");
         let d_z = &pair.d_z;
         // The warpgroup that computes d_z from p multiplies it before the next p.
-        Between { main, pair, p: main.k.handover("p", main.config.rows).taken_with(d_z), d_z }
+        Between { main, pair, p: main.k.accumulator_channel("p", main.config.rows).taken_with(d_z), d_z }
     }
 
     /// Starts d_q of a step: two products, over the own keys and over those of the other CTA.
