@@ -3,7 +3,7 @@
 //! y = 2^((x - m) log2 e) / l, m = row maximum, l = sum of the numerators. A row of -inf gives zeros.
 
 use crate::params::{Params, Program};
-use crate::parts::exp::exp2;
+use crate::parts::exp::{Element, exp2};
 use crate::tensor_operator::{Call, Round, TensorOperator};
 use crate::tensor_type::{TensorType, f32_matrix};
 use fulgurite_core::Exp;
@@ -59,8 +59,8 @@ fn build<'k>(p: &Params<'k, Call>, exp: Exp) {
         let m = of_block(w, partial, 0, m.get(), |a, b| a.max(b));
         // In a row of -inf, subtract 0: inf - inf would be NaN.
         let shift = m.gt(f32::NEG_INFINITY).select::<f32>(m, 0.0);
-        // The loop has one body for all elements, so an `Exp` that mixes polynomials and `ex2` uses polynomials only.
-        let numerator = |w: &Scope<'k, Block>, j| exp2(exp, 0, (x.load(w, j) - shift) * LOG2_E);
+        // The loop has one body for all elements, so an `Exp` that mixes polynomials and `ex2` uses the one with the larger share.
+        let numerator = |w: &Scope<'k, Block>, j| exp2(exp, Element::ALONE, (x.load(w, j) - shift) * LOG2_E);
 
         let l = w.var(0.0f32);
         w.each(w.thread(), cols, THREADS, |w, j| l.set(l.get() + numerator(w, j)));

@@ -52,8 +52,9 @@ pub const FEATURES: &[&str] = &[
     "mxfp8",
 ];
 
-/// Features of the table that no GPU engine supports yet: its kernels multiply a hidden key's value by a weight of 0,
-/// which keeps NaN, and treat a row of NaN scores as one without keys. CPU engines support both.
+/// Features of the table that GPU engines do not support in both passes: kernels multiply the value of a hidden key by a weight
+/// of 0, which keeps NaN, and gradients treat a row of NaN scores as one without keys. Outputs support `nan_rows`. CPU
+/// engines support both.
 pub const NOT_ON_GPU: &[&str] = &["hidden_nonfinite", "nan_rows"];
 
 /// Seeds of random cases that failed at some time: long checks start with them.

@@ -75,7 +75,9 @@ impl<'k> Epilogue<'_, 'k> {
                 Some(_) => (largest + sum.log2()) * LN_2,
                 None => max.mul_add(self.scale, sum.log2()) * LN_2,
             };
-            let mut some = sum.gt(0.0);
+            // A sum of NaN is no empty row: a visible score is NaN, and so are O and the LSE.
+            let any = !sum.eq(0.0);
+            let mut some = any;
             if let Some(unused) = &unused {
                 some = some & !unused[i];
             }
@@ -88,7 +90,7 @@ impl<'k> Epilogue<'_, 'k> {
             w.when(row(i).lt(room) & once, |w| place.store(w, before + row(i), lse));
             let inverse = sum.recip();
             let inverse = factor.map_or(inverse, |factor| inverse * factor);
-            factors.push(sum.gt(0.0).select::<f32>(inverse, 0.0));
+            factors.push(any.select::<f32>(inverse, 0.0));
         }
         for i in 0..o.cols() / self.part {
             let staging = self.staging[i as usize % self.staging.len()];

@@ -215,7 +215,8 @@ where
             None => (max, sum, None),
         };
         let unused = place.unused;
-        let seen = sum.gt(0.0);
+        // A sum of NaN is no empty row: a visible score is NaN, and so are o and the LSE.
+        let seen = !sum.eq(0.0);
         let some = unused.map_or(seen, |unused| seen & !unused);
         let lse = some.select::<f32>((max + sum.log2()) * LN_2, f32::NEG_INFINITY);
         w.when(first, |w| place.lse.store(w, 0, lse));

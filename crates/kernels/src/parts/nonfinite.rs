@@ -1,14 +1,17 @@
 //! The non-finite path: recomputes rows whose result is infinite or NaN, without their hidden keys.
 //!
 //! A hidden key has a probability of 0, but 0 times an infinite or NaN value is NaN. Kernels never load keys that no query
-//! of a sequence can see. Keys that an expression hides are known only element by element, so they are loaded and
-//! multiplied. At the end of a tile, this part checks whether a sum is not finite, which costs next to nothing. If so, it
-//! accumulates the tile again and skips hidden keys. That is slow, and only such data pays for it.
+//! of a sequence can see. Other keys are loaded and multiplied for all rows of a tile, also for rows that do not see them.
+//! At the end of a tile, this part checks whether a sum is not finite, which costs next to nothing. If so, it accumulates
+//! the tile again and skips hidden keys. That is slow, and only such data pays for it.
+//!
+//! Scores of hidden keys are replaced by -inf before they are used, so the sum of a row's probabilities depends on visible
+//! keys alone. If that sum is NaN, the row is NaN, and nothing needs to be computed again for it.
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceTensor;
 use crate::parts::block_lists::{Lists, Tag};
-use crate::parts::exp::exp2;
+use crate::parts::exp::{Element, exp2};
 use crate::parts::mask::Limits;
 use crate::parts::modifier::Modify;
 use crate::parts::schedule::{Of, Unequal, Work};
@@ -16,6 +19,9 @@ use crate::parts::softmax::Totals;
 use fulgurite_core::Exp;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Group, Half, Pair, Pointer, RowView, Scope, Val, Word};
+
+/// Stands for the probability of a hidden key. Those of visible keys are at least 0, or NaN.
+const HIDDEN: f32 = -1.0;
 
 /// Elements that a thread loads at a time.
 const VECTOR: u32 = 8;
@@ -137,6 +143,16 @@ where
     }
 }
 
+/// Whether an element of the thread's `row`-th row is infinite or NaN. Sums of more than the largest f32 also count.
+fn not_finite<'k>(o: &Acc<'k>, row: usize) -> Val<'k, bool> {
+    /// Chains of additions, which do not wait for each other.
+    const CHAINS: usize = 4;
+    let own = || o.elements().enumerate().filter(|(i, _)| Acc::row_of(*i) == row).map(|(_, x)| x);
+    let chain = |first: usize| own().skip(first).step_by(CHAINS).reduce(|a, b| a + b);
+    let sum = (0..CHAINS).filter_map(chain).reduce(|a, b| a + b).expect("bug in fulgurite: a row without columns");
+    !(sum * 0.0).eq(0.0)
+}
+
 impl<'k, T: Half> Careful<'k, T>
 where
     Pair<T>: Word,
@@ -164,13 +180,16 @@ where
         totals: &Totals<'k>,
         turn: [Turn<'_, 'k>; 2],
     ) {
-        // The sum is 0 if all elements are finite, and NaN otherwise.
-        let zero = w.constant(0.0f32);
-        let sum = o.elements().fold(zero, |sum, x| x.mul_add(0.0, sum));
-        w.when_rarely(w.any(!sum.eq(0.0)), |w| {
-            turn[0](w);
-            self.again(w, redo, o, totals);
-            turn[1](w);
+        // A value that is not finite spoils its column in all rows of the warpgroup: one row of each thread tells.
+        w.when_rarely(w.any(not_finite(o, 0)), |w| {
+            let rows = totals.sum.iter().enumerate();
+            let spoiled: Vec<_> = rows.map(|(i, sum)| not_finite(o, i) & sum.eq(*sum)).collect();
+            let some = spoiled.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
+            w.when(w.any(some), |w| {
+                turn[0](w);
+                self.again(w, redo, o, totals);
+                turn[1](w);
+            });
         });
     }
 
@@ -205,19 +224,21 @@ where
                 let number = (key + redo.first).to_i32();
                 let score = redo.modify.one(w, raw, i, number, full);
                 let seen = redo.limits.sees(w, i, key.to_i32(), full) & key.lt(redo.keys);
+                // A score of -inf hides its key.
+                let seen = seen & !score.eq(f32::NEG_INFINITY);
                 let power = score.mul_add(redo.scale, -(totals.max[i] * redo.scale));
                 let p = match redo.exp {
-                    Exp::Sas { .. } => exp2(redo.exp, 0, power),
+                    Exp::Sas { .. } => exp2(redo.exp, Element::ALONE, power),
                     _ => power.exp2(),
                 };
-                seen.select::<f32>(p, 0.0)
+                seen.select::<f32>(p, HIDDEN)
             })
             .collect();
         for other in 0..Acc::LANES {
             let p: Vec<_> = p.iter().map(|&p| if other == 0 { p } else { w.exchange(p, other) }).collect();
             let key = inside(first + (own ^ other));
             let value = self.tensors[2].at(redo, Of::V, key, rows.kv_head);
-            let some: Vec<_> = p.iter().map(|p| p.gt(0.0)).collect();
+            let some: Vec<_> = p.iter().map(|p| !p.eq(HIDDEN)).collect();
             let some = some.into_iter().reduce(|a, b| a | b).expect("bug in fulgurite: a thread without rows");
             w.when(some, |w| {
                 for period in 0..o.cols() / Acc::PERIOD {
@@ -230,7 +251,7 @@ where
                         for (half, value) in halves.into_iter().enumerate() {
                             let at = Acc::index(i, period as usize, half);
                             let x = o.elements().nth(at).expect("bug in fulgurite: counted above");
-                            o.set(at, p.gt(0.0).select::<f32>(p.mul_add(value.widen(), x), x));
+                            o.set(at, p.eq(HIDDEN).select::<f32>(x, p.mul_add(value.widen(), x)));
                         }
                     }
                 }

@@ -3,7 +3,7 @@
 //! m = running maximum of the scores, p = 2^(scale (s - m)), l = running sum of p. The rescale policy decides when m is
 //! updated; all three policies give the same result up to rounding.
 
-use crate::parts::exp::exp2;
+use crate::parts::exp::{Element, exp2};
 use crate::parts::row_sums::Added;
 use fulgurite_core::{Exp, Rescale};
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Pointer, RowView, Scope, Val, Var, Word};
@@ -147,9 +147,10 @@ impl<'k, A: RowView<'k>> Softmax<'k, A> {
         let mut sums = vec![vec![None; A::ROWS]; self.added.chains()];
         let mut bits: Option<Val<'k, u32>> = None;
         let mut low = None;
-        for (i, x) in s.elements().enumerate() {
-            let (row, col) = (A::row_of(i), A::col_of(i));
-            let e = exp2(self.exp, col, scores.exponent(row, col, x, shift[row]));
+        let count = s.elements().count();
+        for (number, x) in s.elements().enumerate() {
+            let (i, row, col) = (number, A::row_of(number), A::col_of(number));
+            let e = exp2(self.exp, Element { number, count }, scores.exponent(row, col, x, shift[row]));
             if let Some(rows) = sums.get_mut(i % 2) {
                 let sum: &mut Option<Val<'k, f32>> = &mut rows[row];
                 *sum = Some(sum.map_or(e, |sum| sum + e));
