@@ -91,10 +91,18 @@ def attention(
         and (ops is not None or "torch" not in sys.modules)
         and (ops is None or not ops.takes(q, k, v, ()))
     ):
-        # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
-        kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
-        tuned = _describe.backward_tuning
-        key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds, tuned)
+        if (
+            window is scale is softcap is exp is rescale is tau is engine is threads is None
+            and causal.__class__ is bool
+            and deterministic is False
+            and not _describe.backward_tuning
+        ):
+            key = causal  # most calls; a short key is found sooner
+        else:
+            # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
+            kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
+            tuned = _describe.backward_tuning
+            key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds, tuned)
         try:
             prepared = _dispatch._known.get(key)
         except TypeError:  # a list, or an array

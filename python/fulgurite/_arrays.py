@@ -114,7 +114,8 @@ def squeezed(name, array):
 def rows(array):
     """The array with a contiguous last axis; copied only if necessary, as in flash-attn and torch."""
     if is_torch(array):
-        return array if array.stride(-1) == 1 else array.contiguous()
+        # Most arrays are contiguous, and this question costs half as much as the stride.
+        return array if array.is_contiguous() or array.stride(-1) == 1 else array.contiguous()
     strides = getattr(array, "strides", None)
     if strides and strides[-1] != array.itemsize:
         import numpy

@@ -56,8 +56,11 @@ def takes(
         return True
     if not recording():
         return False
-    if q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False):
-        return True
+    try:
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return True
+    except AttributeError:  # an array of another library
+        return any(getattr(x, "requires_grad", False) for x in (q, k, v, *extras))
     return bool(extras) and any(getattr(x, "requires_grad", False) for x in extras)
 
 

@@ -26,6 +26,10 @@ _NAMES = {
 }
 
 
+# The default of flash-attn: both sides of the window are open.
+_UNBOUNDED = (-1, -1)
+
+
 def renaming(names: dict[str, str]):
     """Turns the argument names in messages into those of the decorated function."""
 
@@ -65,7 +69,7 @@ def check_dropout(dropout_p):
 
 
 def _window(window_size):
-    if window_size is None:
+    if window_size is None or window_size is _UNBOUNDED:
         return None
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"`window_size` is {window_size!r}, allowed: (left, right), -1 or None is unbounded")
@@ -114,7 +118,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -147,7 +151,9 @@ def flash_attn_func(
             v_descale=(v_descale, None),
             attention_chunk=(attention_chunk, 0),
         )
-    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks = None
+    if not (learnable_sink is s_aux is None):
+        sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
         deterministic=deterministic,
@@ -166,7 +172,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -208,7 +214,9 @@ def flash_attn_varlen_func(
         if offsets is None:
             raise ValueError(f"`{name}` is None, allowed: cumulative offsets, batch + 1 of them")
     used = None if seqused_q is None and seqused_k is None else (seqused_q, seqused_k)
-    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks = None
+    if not (learnable_sink is s_aux is None):
+        sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used, deterministic=deterministic,
@@ -231,7 +239,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -250,7 +258,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -270,7 +278,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -294,7 +302,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
@@ -323,7 +331,7 @@ def flash_attn_with_kvcache(
     block_table: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple = (-1, -1),
+    window_size: tuple = _UNBOUNDED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Array | None = None,

@@ -160,6 +160,14 @@ impl Array {
         }
     }
 
+    /// Reads the description of a result that was just made: its memory holds its elements, and may be written.
+    pub fn of_result(arg: &str, fresh: &Bound<'_, PyAny>) -> PyResult<Array> {
+        match foreign::speaks(fresh)? {
+            Some(speaks) => foreign::read(arg, fresh, speaks),
+            None => Array::read(arg, fresh),
+        }
+    }
+
     /// The size of each axis.
     pub fn shape(&self) -> &[usize] {
         &self.shape[..self.rank]

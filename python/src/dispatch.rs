@@ -296,9 +296,12 @@ pub fn forward(
     let call = Call::new(description, qkv, extras)?;
     let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.known.problem.o_shape(), false)?) } else { None };
     let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.known.problem.lse_shape(), true)?) } else { None };
-    let target = out.or_else(|| made.as_ref().map(|made| made.object(py)));
-    let o = Array::read("out", target.expect("bug in fulgurite: one of the two is there"))?;
-    let lse = made_lse.as_ref().map(|made| Array::read("lse", made.object(py))).transpose()?;
+    let o = match (out, &made) {
+        (Some(out), _) => Array::read("out", out)?,
+        (None, Some(made)) => Array::of_result("out", made.object(py))?,
+        (None, None) => unreachable!("bug in fulgurite: one of the two is there"),
+    };
+    let lse = made_lse.as_ref().map(|made| Array::of_result("lse", made.object(py))).transpose()?;
     match call.q.place() {
         Place::Host => call.forward(py, &o, lse.as_ref())?,
         _ => {
@@ -338,7 +341,7 @@ pub fn backward(
         None => {
             let made =
                 want.iter().map(|(_, shape, f32)| fresh(qkv[0], &call.q, shape, *f32)).collect::<PyResult<Vec<_>>>()?;
-            let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::read(name, made.object(py)));
+            let arrays = want.iter().zip(&made).map(|((name, ..), made)| Array::of_result(name, made.object(py)));
             call.backward(qkv[0], saved, &arrays.collect::<PyResult<Vec<_>>>()?)?;
             made.into_iter().map(|made| made.finish(py)).collect()
         }

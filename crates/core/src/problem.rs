@@ -266,7 +266,7 @@ impl Problem {
         ]
     }
     /// Shape of the LSE, without an allocation.
-    pub(crate) fn lse_dims(&self) -> Dims {
+    pub fn lse_dims(&self) -> Dims {
         match self.layout {
             Layout::Dense { batch, q_len, .. } => Dims::from([batch, self.q_heads, q_len]),
             Layout::Packed(p) => Dims::from([self.q_heads, p.total_q]),

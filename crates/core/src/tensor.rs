@@ -283,38 +283,43 @@ impl DataMut<'_> {
 }
 
 /// Checks shape and strides against the number of elements in the buffer.
+///
+/// One pass without early exits: every call on a GPU makes several views, and their cost is part of the call's.
 fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dims, Dims), TensorError> {
-    let Some(dims) = Dims::new(shape) else { return Err(TensorError::Rank { got: shape.len() }) };
-    let Some(contiguous) = dims.contiguous_strides() else {
-        let strides = strides.unwrap_or(&[]).to_vec();
-        return Err(TensorError::Overflow { shape: shape.to_vec(), strides });
-    };
-    let strides = match strides {
-        None => contiguous,
-        Some(given) => match Dims::new(given) {
-            Some(strides) if given.len() == shape.len() => strides,
-            _ => return Err(TensorError::StrideRank { shape: shape.len(), strides: given.len() }),
-        },
-    };
-    let Some(need) = elements_needed(&dims, &strides) else {
-        return Err(TensorError::Overflow { shape: shape.to_vec(), strides: strides.to_vec() });
-    };
-    match need <= len {
-        true => Ok((dims, strides)),
-        false => Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides.to_vec() }),
+    let rank = shape.len();
+    if rank > MAX_RANK {
+        return Err(TensorError::Rank { got: rank });
     }
-}
-
-/// Number of elements from the first to the end of the last; `None` if that overflows.
-fn elements_needed(shape: &[usize], strides: &[usize]) -> Option<usize> {
-    if shape.contains(&0) {
-        return Some(0);
+    if let Some(given) = strides.filter(|given| given.len() != rank) {
+        return Err(TensorError::StrideRank { shape: rank, strides: given.len() });
     }
-    let mut last = 0usize;
-    for (&size, &stride) in shape.iter().zip(strides) {
-        last = last.checked_add((size - 1).checked_mul(stride)?)?;
+    let mut dims = Dims { rank: rank as u8, axes: [0; MAX_RANK] };
+    let (mut steps, mut count, mut last) = (dims, 1usize, 0usize);
+    let (mut empty, mut too_many, mut too_far) = (false, false, false);
+    for axis in (0..rank).rev() {
+        let size = shape[axis];
+        let stride = strides.map_or(count, |given| given[axis]);
+        (dims.axes[axis], steps.axes[axis]) = (size, stride);
+        empty |= size == 0;
+        // An empty axis must not hide an overflow of the others: the caller means those sizes.
+        let (product, overflow) = count.overflowing_mul(size.max(1));
+        (count, too_many) = (product, too_many | overflow);
+        let (reach, overflow) = size.saturating_sub(1).overflowing_mul(stride);
+        too_far |= overflow;
+        let (sum, overflow) = last.overflowing_add(reach);
+        (last, too_far) = (sum, too_far | overflow);
     }
-    last.checked_add(1)
+    too_many |= count > isize::MAX as usize / 8;
+    too_far |= last == usize::MAX;
+    let strides = || steps[..].to_vec();
+    if too_many || (too_far && !empty) {
+        return Err(TensorError::Overflow { shape: shape.to_vec(), strides: strides() });
+    }
+    let need = if empty { 0 } else { last + 1 };
+    if need > len {
+        return Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides() });
+    }
+    Ok((dims, steps))
 }
 
 /// A device, by its kind and its index among devices of that kind: `cuda:0`.
@@ -522,10 +527,13 @@ fn no_overlap(shape: &Dims, strides: &Dims) -> Result<(), TensorError> {
     }
     // Sorted by stride, each axis must step over everything that the smaller ones can reach.
     let mut axes = [(0, 1); MAX_RANK];
-    for (axis, (&stride, &size)) in axes.iter_mut().zip(strides.iter().zip(shape.iter())) {
+    for (axis, (&stride, &size)) in axes.iter_mut().zip(strides.iter().zip(shape.iter()).rev()) {
         *axis = (stride, size);
     }
-    axes.sort_unstable();
+    // Most tensors are row-major, and already sorted.
+    if !axes[..shape.len()].is_sorted() {
+        axes[..shape.len()].sort_unstable();
+    }
     let mut reach = 0;
     for (stride, size) in axes.into_iter().filter(|&(_, size)| size > 1) {
         if stride <= reach {

@@ -166,20 +166,24 @@ impl<D: Device + ?Sized> Session<D> {
         // If another thread runs the same prepared call, this one plans its launches separately.
         let (mut kept, mut own) = (prepared.last.try_lock().ok(), None);
         let last = kept.as_deref_mut().unwrap_or(&mut own);
-        let current = match last.take() {
-            Some(last) if last.tensors == *tensors => match self.spans(&mut guard, &last.needs)? {
-                spans if spans == last.spans => last,
-                spans => self.planned(prepared, tensors, last.needs, spans)?,
+        // `last` stays in place if it can be used again: it is large.
+        let planned = match last.as_ref().filter(|last| last.tensors == *tensors) {
+            Some(last) => match self.spans(&mut guard, &last.needs)? {
+                spans if spans == last.spans => None,
+                spans => Some((last.needs.clone(), spans)),
             },
-            _ => {
+            None => {
                 let needs = prepared.executable.needs(tensors);
                 let spans = self.spans(&mut guard, &needs)?;
-                self.planned(prepared, tensors, needs, spans)?
+                Some((needs, spans))
             }
         };
-        let current = last.insert(current);
-        guard.hold(current.launches.iter().map(|(module, _)| module));
-        for (module, launch) in &current.launches {
+        if let Some((needs, spans)) = planned {
+            *last = Some(self.planned(prepared, tensors, needs, spans)?);
+        }
+        let launches = || last.iter().flat_map(|last| &last.launches);
+        guard.hold(launches().map(|(module, _)| module));
+        for (module, launch) in launches() {
             self.device.launch(module, launch.grid, &launch.args, stream)?;
         }
         Ok(())
@@ -248,7 +252,7 @@ impl<D: Device + ?Sized> Session<D> {
                 lse_fits("lse", &view, problem, Place::Device(id))?;
                 super::memory::span_of("lse", &view)?
             }
-            None => self.unread(4 * problem.lse_shape().iter().product::<usize>() as u64)?,
+            None => self.unread(4 * problem.lse_dims().count() as u64)?,
         };
         let tensors = tensors::forward(&bound, o, lse, prepared.options.sinks).map_err(|e| self.misfit(e))?;
         self.run(prepared, &tensors, stream)

@@ -24,14 +24,17 @@ impl<E: Into<Error>> From<E> for Misfit {
 
 /// A tensor of rows with four axes: a packed batch is one sequence.
 fn rows(arg: &str, view: &TensorView<'_>) -> Result<DeviceTensor, Error> {
-    let (mut shape, mut strides) = ([1u64; 4], [0u64; 4]);
-    let first = 4 - view.shape().len().min(4);
-    for (axis, (&n, &stride)) in view.shape().iter().zip(view.strides().iter()).enumerate() {
-        (shape[first + axis], strides[first + axis]) = (n as u64, stride as u64);
-    }
+    let (shape, strides) = match (&view.shape()[..], &view.strides()[..]) {
+        (&[batch, rows, heads, dim], &[of_batch, of_row, of_head, _]) => {
+            ([batch, rows, heads, dim], [of_batch, of_row, of_head])
+        }
+        (&[rows, heads, dim], &[of_row, of_head, _]) => ([1, rows, heads, dim], [0, of_row, of_head]),
+        (shape, _) => unreachable!("bug in fulgurite: `{arg}` of shape {shape:?} fits a problem"),
+    };
+    let (shape, strides) = (shape.map(|n| n as u64), strides.map(|n| n as u64));
     // An axis of one element may have any stride; the copy engine requires a multiple of 16 bytes.
     let one = shape[3].next_multiple_of(8);
-    let strides = [0, 1, 2].map(|axis| if shape[axis] == 1 { one } else { strides[axis] });
+    let strides = std::array::from_fn(|axis| if shape[axis] == 1 { one } else { strides[axis] });
     Ok(DeviceTensor { span: span_of(arg, view)?, shape, strides })
 }
 
