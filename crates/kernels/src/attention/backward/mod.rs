@@ -30,6 +30,7 @@ mod shape;
 pub mod sinks;
 mod spread;
 mod state;
+mod step_ranges;
 mod tensors;
 mod tiles;
 mod walk;

@@ -13,6 +13,7 @@ mod steps;
 
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::state::Call;
+use crate::attention::backward::step_ranges;
 pub use crate::attention::backward::tensors::Tensors;
 use crate::attention::backward::tensors::named;
 use crate::attention::backward::{
@@ -53,7 +54,7 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call. They run in this order: prepare, zero, cover, sinks, main, finish, heads, exact.
+/// The kernels of a call. They run in this order: prepare, zero, cover, step ranges, sinks, main, finish, heads, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -72,6 +73,8 @@ pub struct Kernels {
     pub exact: Option<Arc<Kernel>>,
     /// Writes the table of blocks, if the problem has a block mask.
     pub cover: Option<Arc<Kernel>>,
+    /// Finds the steps of each key tile under a block mask, in any order of additions.
+    pub step_ranges: Option<Arc<Kernel>>,
     /// The bindings of the launches' arguments.
     pub bindings: Arc<KernelBindings>,
 }
@@ -90,7 +93,8 @@ pub struct KernelBindings {
 impl Kernels {
     /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let some = [&self.finish, &self.heads, &self.sinks, &self.zero, &self.exact, &self.cover];
+        let Kernels { finish, heads, sinks, zero, exact, cover, step_ranges, .. } = self;
+        let some = [finish, heads, sinks, zero, exact, cover, step_ranges];
         [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
     }
 }
@@ -191,7 +195,8 @@ impl BackwardPlan {
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
-        let cover = self.facts.has_blocks.then(|| block_table::kernel(target)).transpose()?.map(Arc::new);
+        let cover = self.facts.blocks.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
+        let step_ranges = shape.step_ranges.then(|| step_ranges::kernel(target)).transpose()?.map(Arc::new);
         let bindings = KernelBindings {
             prepare: of_prepare,
             main: of_main,
@@ -201,7 +206,18 @@ impl BackwardPlan {
             zero: of_zero,
             exact: of_exact,
         };
-        Ok(Kernels { prepare, main, finish, heads, sinks, zero, exact, cover, bindings: Arc::new(bindings) })
+        Ok(Kernels {
+            prepare,
+            main,
+            finish,
+            heads,
+            sinks,
+            zero,
+            exact,
+            cover,
+            step_ranges,
+            bindings: Arc::new(bindings),
+        })
     }
 
     /// Whether gradients of auxiliary tensors are summed exactly.
@@ -225,8 +241,8 @@ impl BackwardPlan {
     /// Whether another call has the same kernels.
     pub fn same_kernels(&self, other: &BackwardPlan) -> bool {
         let (a, b) = (&self.facts, &other.facts);
-        (a.number, &a.features, self.schedule.shape, a.has_sinks, a.has_blocks)
-            == (b.number, &b.features, other.schedule.shape, b.has_sinks, b.has_blocks)
+        (a.number, &a.features, self.schedule.shape, a.has_sinks, a.blocks.is_some())
+            == (b.number, &b.features, other.schedule.shape, b.has_sinks, b.blocks.is_some())
     }
 
     /// Steps of queries over all key tiles of equal sequences: those in which some query sees a key of the tile.
@@ -320,7 +336,7 @@ fn facts_of(problem: &Problem, d_lse: bool, order: Order) -> Result<Facts, NoKer
         // The main kernel is Hopper's alone.
         arch: Arch::SM_90A,
         has_sinks: problem.has_sinks(),
-        has_blocks: blocks.is_some(),
+        blocks,
         aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),
     })
 }

@@ -34,17 +34,29 @@ pub struct KernelShape {
     pub single: bool,
     /// Whether the query heads of a key/value head are spread over several CTAs.
     pub spread: Spread,
+    /// Whether a table limits the steps of each key tile: those that a block mask leaves. Needs any order of additions, because
+    /// in a fixed order tiles know the steps of others.
+    pub step_ranges: bool,
     /// The main kernel zeroes those sums of d_q that no first tile needs. Needs copy-engine reduction and sequences of equal
     /// length.
     pub zero_fills: bool,
 }
 
 impl KernelShape {
-    /// The shape for a problem whose sizes are not known: `rounds`, `splits` and `single` are false, and heads are not
-    /// spread.
+    /// The shape for a problem whose sizes are not known: `rounds`, `splits`, `single` and `step_ranges` are false, and heads
+    /// are not spread.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
         let zero_fills = config.adds == Adds::Engine && !features.ragged.any();
         let dims = config.padded(features.dims);
-        KernelShape { config, dims, rounds: false, splits: false, single: false, spread: Spread::No, zero_fills }
+        KernelShape {
+            config,
+            dims,
+            rounds: false,
+            splits: false,
+            single: false,
+            spread: Spread::No,
+            step_ranges: false,
+            zero_fills,
+        }
     }
 }

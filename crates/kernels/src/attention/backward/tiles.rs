@@ -1,6 +1,7 @@
 //! Key tiles: the tile of a number, the position of its sequence, and the steps of queries that see it.
 
 use crate::attention::backward::spread::HeadSpread;
+use crate::attention::backward::step_ranges::{RangeArgs, StepRanges};
 use crate::attention::backward::{BackwardConfig, KernelShape, Spread as SpreadShape};
 use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
@@ -156,6 +157,8 @@ pub(crate) struct TileMapArgs {
     pub heads: u32,
     /// Tiles from one part to the next, where sequences differ in length.
     pub part_tiles: u32,
+    /// The steps that a block mask leaves to each tile.
+    pub step_ranges: Option<RangeArgs>,
     pub tiles: TileArgs,
 }
 
@@ -191,6 +194,8 @@ pub(crate) struct TileMap<'k> {
     /// Key/value heads, or parts of them where query heads are spread over CTAs.
     pub heads: Divisor<'k>,
     spread: Option<Spread<'k>>,
+    /// The steps that a block mask leaves to each tile.
+    pub step_ranges: Option<StepRanges<'k>>,
     pub tiles: Tiles<'k>,
 }
 
@@ -215,7 +220,13 @@ impl<'k> TileMap<'k> {
             packed: ragged.packed,
         });
         let tiles = Tiles::declare(p, ragged, args);
-        TileMap { config: shape.config, spans, ordered, splits: shape.splits, steps, group, heads, spread, tiles }
+        let step_ranges = shape.step_ranges.then(|| {
+            StepRanges::declare(p, move |call| {
+                args(call).step_ranges.as_ref().expect("bug in fulgurite: a kernel with step ranges has them")
+            })
+        });
+        let (config, splits) = (shape.config, shape.splits);
+        TileMap { config, spans, ordered, splits, steps, group, heads, spread, step_ranges, tiles }
     }
 
     /// The first query head of a tile's head, or of the part with this number.
@@ -401,7 +412,12 @@ impl<'k> TileMap<'k> {
             (_, None) => unreachable!("bug in fulgurite: a walk was just made"),
         };
         let tile = if self.ordered { self.tiles_of_head(sequence) - 1 - place } else { place };
-        Work { tile, head, batch, steps: self.steps_of(tile, sequence), piece: None, sequence }
+        let steps = self.steps_of(tile, sequence);
+        let steps = match &self.step_ranges {
+            Some(ranges) => ranges.within(t, [batch, self.kv_head(head), tile], steps),
+            None => steps,
+        };
+        Work { tile, head, batch, steps, piece: None, sequence }
     }
 
     /// Steps before the first step of a tile's first query head, in its sequence.

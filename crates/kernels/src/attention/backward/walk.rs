@@ -4,7 +4,7 @@
 use crate::attention::backward::d_q::bulk_reduce::BulkReduce;
 use crate::attention::backward::state::Main;
 use crate::attention::backward::tiles::{END, FIRST, Of, Tiles, Work};
-use crate::parts::exp::exp2;
+use crate::parts::exp::{Element, exp2};
 use fulgurite_ptx::{
     Acc, Fragment, Group, GroupBarrier, Half, Numbers, Pair, Pointer, Scope, Thread, Tile, Val, Var, Word,
 };
@@ -125,7 +125,7 @@ impl<'a, 'k> Walk<'a, 'k> {
     #[track_caller]
     fn end_of_head(&self, w: &Scope<'k, Group>) -> Val<'k, u32> {
         let equal = matches!(self.main.map.tiles, Tiles::Equal { .. }) && self.main.d_q.split.is_none();
-        let all = !self.main.map.spans.bounded_right() && equal;
+        let all = !self.main.map.spans.bounded_right() && equal && self.main.map.step_ranges.is_none();
         if all { self.main.map.steps } else { self.main.stages.tickets.word(w, END) }
     }
 
@@ -172,8 +172,9 @@ pub(crate) fn probabilities<'k>(
     for eight in 0..s.cols() / 8 {
         let shift = shift.pair(w, eight);
         for i in 0..4 {
-            let at = 4 * eight as usize + i;
-            s.set(at, exp2(main.exp, Acc::col_of(at), elements[at].mul_add(main.scale_log2, shift[i % 2])));
+            let number = 4 * eight as usize + i;
+            let exponent = elements[number].mul_add(main.scale_log2, shift[i % 2]);
+            s.set(number, exp2(main.exp, Element { number, count: elements.len() }, exponent));
         }
         after(eight);
     }

@@ -9,9 +9,10 @@ use crate::attention::backward::plan::deal::Deal;
 use crate::attention::backward::plan::scratch::Scratch;
 use crate::attention::backward::plan::{BackwardPlan, Kernels, OUTSIDE, Tensors, UNIT, seen};
 use crate::attention::backward::state::Call;
+use crate::attention::backward::step_ranges::{self, RangeArgs};
 use crate::attention::backward::tensors::RowArgs;
 use crate::attention::backward::tiles::{EqualArgs, TileArgs, TileMapArgs};
-use crate::attention::backward::{Order, heads, prepare, sinks, zero};
+use crate::attention::backward::{BackwardConfig, Order, heads, prepare, sinks, zero};
 use crate::attention::forward::plan::{DeviceAux, DeviceTensor, NoKernel, row_major};
 use crate::parts::block_table;
 use crate::parts::modifier::AuxArgs;
@@ -53,6 +54,7 @@ impl BackwardPlan {
         if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.facts.block_table_elements()) {
             let shape = self.facts.aux_shapes.last().map_or(&[][..], Vec::as_slice);
             launches.push(block_table::launch(kernel, lists, shape, scratch.block_table));
+            launches.extend(self.step_ranges(kernels, &scratch));
         }
         launches.extend(self.sinks(kernels, tensors, &scratch));
         if nothing {
@@ -123,6 +125,14 @@ impl BackwardPlan {
             }
         }
         (before, after)
+    }
+
+    /// The kernel that finds the steps of each key tile under a block mask, if the main kernel asks for them.
+    fn step_ranges(&self, kernels: &Kernels, scratch: &Scratch<Span>) -> Option<Launch> {
+        let (kernel, sizes) = kernels.step_ranges.as_ref().zip(self.schedule.step_ranges(&self.facts))?;
+        let BackwardConfig { rows, .. } = self.config();
+        let memory = [scratch.block_table, scratch.step_ranges];
+        step_ranges::launch(kernel, sizes, [rows, self.config().keys()], memory)
     }
 
     fn sinks(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
@@ -243,6 +253,7 @@ impl BackwardPlan {
                 spread: schedule.spread,
                 heads: facts.heads[1] as u32,
                 part_tiles: schedule.tiles_of_part(facts) as u32,
+                step_ranges: schedule.step_ranges(facts).map(|sizes| RangeArgs { ranges: scratch.step_ranges, sizes }),
                 tiles,
             },
             modifiers: ModifierArgs {
@@ -283,7 +294,7 @@ impl BackwardPlan {
     fn aux(&self, tensors: &Tensors, block_table: Span) -> Vec<AuxArgs> {
         let shapes = &self.facts.aux_shapes;
         let table = DeviceAux { span: block_table, strides: row_major(shapes.last()) };
-        let all = tensors.aux.iter().chain(self.facts.has_blocks.then_some(&table));
+        let all = tensors.aux.iter().chain(self.facts.blocks.map(|_| &table));
         all.zip(shapes).map(|(aux, shape)| AuxArgs::new(aux, shape)).collect()
     }
 

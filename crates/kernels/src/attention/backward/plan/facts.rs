@@ -2,7 +2,7 @@
 
 use crate::attention::backward::d_q::exact;
 use crate::attention::backward::{Features, ModifierGradients};
-use fulgurite_core::Layout;
+use fulgurite_core::{BlockSpec, Layout};
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Arch, Number};
 
@@ -20,7 +20,8 @@ pub(crate) struct Facts {
     /// are waited for.
     pub arch: Arch,
     pub has_sinks: bool,
-    pub has_blocks: bool,
+    /// The blocks of a block mask.
+    pub blocks: Option<BlockSpec>,
     /// Shapes of auxiliary tensors. With a block mask, the last one is its table of blocks.
     pub aux_shapes: Vec<Vec<usize>>,
 }
@@ -66,7 +67,7 @@ impl Facts {
 
     /// Elements of the table of blocks; 0 without a block mask.
     pub fn block_table_elements(&self) -> u64 {
-        let shape = self.aux_shapes.last().filter(|_| self.has_blocks);
+        let shape = self.aux_shapes.last().filter(|_| self.blocks.is_some());
         shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
     }
 

@@ -6,6 +6,7 @@ use crate::attention::backward::plan::deal::{Deal, Tiles};
 use crate::attention::backward::plan::facts::Facts;
 use crate::attention::backward::plan::scratch::{CounterWords, Scratch};
 use crate::attention::backward::spread::HeadSpread;
+use crate::attention::backward::step_ranges::RangeSizes;
 use crate::attention::backward::{Adds, BackwardConfig, KernelShape, Order};
 use fulgurite_core::Layout;
 
@@ -37,7 +38,8 @@ impl Schedule {
         let rounds = engine && facts.is_plain() && config.rounds;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
-        let shape = KernelShape { rounds, single, spread: spread.shape(), ..plain };
+        let step_ranges = facts.blocks.is_some() && facts.features.order == Order::Any;
+        let shape = KernelShape { rounds, single, spread: spread.shape(), step_ranges, ..plain };
         let steps = steps(facts, u64::from(config.rows));
         let rows = facts.all_heads() * steps * u64::from(config.rows);
         let bands = Bands::new(&tiling(facts, &shape, &spread), &config);
@@ -120,6 +122,18 @@ impl Schedule {
         }
     }
 
+    /// Sizes of the table of step ranges, if the main kernel reads one.
+    pub fn step_ranges(&self, facts: &Facts) -> Option<RangeSizes> {
+        let spec = facts.blocks.filter(|_| self.shape.step_ranges)?;
+        let &[.., q_blocks, k_blocks] = facts.aux_shapes.last()?.as_slice() else { return None };
+        let keys = match facts.layout {
+            Layout::Dense { k_len, .. } => k_len,
+            Layout::Packed(p) => p.max_k,
+        };
+        let tiles = (keys as u64).div_ceil(u64::from(self.shape.config.keys()));
+        Some(RangeSizes::new(spec, [q_blocks, k_blocks], facts.heads[1], tiles))
+    }
+
     /// Tiles of all parts.
     fn part_tiles(&self, facts: &Facts) -> u64 {
         let sequences = if facts.features.ragged.any() { 1 } else { facts.batch() };
@@ -136,6 +150,7 @@ impl Schedule {
             delta: self.rows * 4,
             counters: self.counters(facts.features.order).count * 4,
             block_table: facts.block_table_elements() * 4,
+            step_ranges: self.step_ranges(facts).map_or(0, |sizes| sizes.bytes()),
             exact_words: facts.all_exact_words() * 8,
             split_sums: self.split_tiles * u64::from(config.keys()) * split_row,
             head_parts: if self.spread.is_spread() {

@@ -22,6 +22,8 @@ pub(crate) struct Scratch<T> {
     pub counters: T,
     /// Kind of each block of a block mask.
     pub block_table: T,
+    /// Steps that a block mask leaves to each key tile.
+    pub step_ranges: T,
     /// Exact sums of auxiliary gradients.
     pub exact_words: T,
     /// f32 sums of d_k and d_v of split tiles.
@@ -39,6 +41,7 @@ impl<T> Scratch<T> {
             delta: f(self.delta),
             counters: f(self.counters),
             block_table: f(self.block_table),
+            step_ranges: f(self.step_ranges),
             exact_words: f(self.exact_words),
             split_sums: f(self.split_sums),
             head_parts: f(self.head_parts),
@@ -107,6 +110,7 @@ mod tests {
             delta: 1,
             counters: 256,
             block_table: 4,
+            step_ranges: 8,
             exact_words: 0,
             split_sums: 300,
             head_parts: 257,

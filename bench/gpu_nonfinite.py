@@ -1,0 +1,120 @@
+"""Random problems on a GPU with NaN and infinities in keys, values and queries, against float64: a row depends on the keys it
+sees, and on nothing else.
+
+    python python/build.py && python bench/gpu_nonfinite.py [--count N] [--seed N]
+
+Rows that see a poisoned key, or whose query is poisoned, must be NaN in o and LSE (o alone if only a value is). All others
+must be what they are without the poison. An error is a share of the norm of a row's tensor; the tolerance rule is what
+`fulgurite check --engine cuda` applies.
+"""
+
+import argparse
+import math
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+import fulgurite  # noqa: E402
+
+LIMITS = {torch.bfloat16: 0.012, torch.float16: 0.002}
+
+
+def drawn(rng):
+    """Tensors, options and the mask of a random problem."""
+    dtype, dim = rng.choice(list(LIMITS)), rng.choice((64, 64, 72, 96, 128, 128, 192, 256))
+    kv_heads, group, batch = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4, 7)), rng.choice((1, 2))
+    n = rng.choice((1, 3, rng.randint(1, 600), rng.randint(1, 600)))
+    m = rng.choice((max(n, 1), rng.randint(1, 3000), rng.randint(1, 600)))
+    rows, cols = torch.arange(n, device="cuda")[:, None] + (m - n), torch.arange(m, device="cuda")[None]
+    options, mask = {}, torch.ones(n, m, dtype=torch.bool, device="cuda")
+    kind = rng.choice(("causal", "causal", "window", "bool", "documents"))
+    if kind == "causal":
+        options["causal"], mask = True, cols <= rows
+    elif kind == "window":
+        left, right = rng.randint(0, 200), rng.randint(0, 50)
+        options["window"], mask = (left, right), (cols <= rows + right) & (cols >= rows - left)
+    elif kind == "bool":
+        mask = torch.rand(n, m, device="cuda") < rng.choice((0.3, 0.8))
+        options["mask"] = mask[None, None]
+    else:
+        document = torch.arange(max(n, m), device="cuda", dtype=torch.int32) // rng.randint(1, 100)
+        mask = document[:n, None] == document[None, :m]
+        options["mask_mod"] = lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
+    if kind != "bool" and rng.random() < 0.2:
+        options["softcap"] = 20.0
+    q = torch.randn(batch, n, kv_heads * group, dim, device="cuda").to(dtype)
+    k, v = (torch.randn(batch, m, kv_heads, dim, device="cuda").to(dtype) for _ in range(2))
+    return q, k, v, options, mask
+
+
+def reference(q, k, v, mask, softcap):
+    """o in float64."""
+    group = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(group, 2)) / math.sqrt(q.shape[-1])
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~mask, -math.inf)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e30))
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total == 0, 1, total), v.double().repeat_interleave(group, 2))
+
+
+def faults(rng):
+    """The mistakes in the result of a random problem."""
+    q, k, v, options, mask = drawn(rng)
+    want = reference(q, k, v, mask, options.get("softcap"))
+    batch, n, heads, _ = q.shape
+    group = heads // k.shape[2]
+    nan_o = torch.zeros(batch, heads, n, dtype=torch.bool, device="cuda")
+    nan_lse = nan_o.clone()
+    for _ in range(rng.choice((1, 2, 5))):
+        b, h, j = rng.randrange(batch), rng.randrange(k.shape[2]), rng.randrange(k.shape[1])
+        sees = mask[:, j]
+        of = slice(h * group, (h + 1) * group)
+        if rng.random() < 0.5:
+            # An infinite value may cancel to NaN or stay infinite: neither is finite.
+            v[b, j, h] = rng.choice((math.nan, math.inf))
+            nan_o[b, of] |= sees
+        else:
+            k[b, j, h] = math.nan
+            nan_o[b, of] |= sees
+            nan_lse[b, of] |= sees
+    if rng.random() < 0.3:
+        b, h, i = rng.randrange(batch), rng.randrange(heads), rng.randrange(n)
+        q[b, i, h] = math.nan
+        nan_o[b, h, i] |= bool(mask[i].any())
+        nan_lse[b, h, i] |= bool(mask[i].any())
+    o, lse = fulgurite.attention(q, k, v, return_lse=True, **options)
+    what = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {[name for name in options]}"
+    finite = torch.isfinite(o).all(-1).transpose(1, 2)
+    found = []
+    if (finite & nan_o).any():
+        found.append(f"{what}: {int((finite & nan_o).sum())} rows hide a value that is not finite")
+    if (~finite & ~nan_o).any():
+        found.append(f"{what}: {int((~finite & ~nan_o).sum())} rows show a value that they do not see")
+    if (torch.isnan(lse) != nan_lse).any():
+        found.append(f"{what}: the LSE of {int((torch.isnan(lse) != nan_lse).sum())} rows")
+    keep = (finite & ~nan_o).transpose(1, 2)[..., None]
+    error = torch.where(keep, o.double() - want, 0).norm() / max(float(torch.where(keep, want, 0).norm()), 1e-9)
+    if error > LIMITS[q.dtype] and keep.any():
+        found.append(f"{what}: error {float(error):.2g}")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    torch.manual_seed(options.seed)
+    found = [fault for _ in range(options.count) for fault in faults(rng)]
+    print(*found[:20], sep="\n")
+    print(f"{options.count} problems, {len(found)} faults")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
