@@ -78,7 +78,7 @@ pub fn parse<'a>(args: &[&'a str]) -> Result<Fingerprints<'a>, String> {
 
 /// Compares every kernel's text and launch arguments with the accepted ones, and names those that differ.
 pub fn fingerprints(options: &Fingerprints<'_>) -> Result<(), Trouble> {
-    let mut command = cargo(&["test", "--quiet", "-p", "fulgurite-kernels", "--test", "fingerprints"]);
+    let mut command = cargo(&["test", "--quiet", "-p", "fulgurite-kernels", "--test", "all", "fingerprints::"]);
     if options.update {
         command.env("UPDATE", "1");
     }

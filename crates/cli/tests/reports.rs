@@ -1,8 +1,6 @@
 //! `bench`, `check` and `doctor` say what they found.
 
-mod common;
-
-use common::{folder, fulgurite, refuses, succeeds};
+use crate::common::{folder, fulgurite, refuses, succeeds};
 use serde_json::Value;
 use std::fs;
 

@@ -317,7 +317,7 @@ fn a_system_that_refuses_tiles_is_taken_at_its_word() {
             eprintln!("skipped: this machine has no tiles, or the process may not use them");
             return;
         }
-        let name = "a_system_that_refuses_tiles_is_taken_at_its_word";
+        let name = "engine::a_system_that_refuses_tiles_is_taken_at_its_word";
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
         let out = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
         let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
