@@ -34,16 +34,14 @@ const EXAMPLES: &[(&str, &[&str])] = &[
 /// All tests.
 pub fn run(report: &mut Report, extent: Extent) {
     let ptxas = kernels::assembler(report);
-    let ptxas = ptxas.as_ref();
     report.step("unit and integration tests", || {
         let tests: &[&str] = if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
             &["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]
         } else {
             &["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]
         };
-        must(&mut kernels::cargo_with(ptxas, tests))
+        must(&mut kernels::cargo_with(ptxas.as_ref(), tests))
     });
-    report.step("GPU kernels through the assembler", || kernels::assemble(ptxas));
     report.step("documentation tests", || must(&mut cargo(&["test", "--workspace", "--doc", "--no-fail-fast"])));
     report.step("examples", || {
         build_programs()?;
