@@ -68,19 +68,9 @@ pub fn run(report: &mut Report, extent: Extent) {
             must(&mut cargo(&["run", "--release", "--package", "fulgurite-cli", "--", "check", "--long", "300"]))
         });
         report.step("random tests of engines and of kernels on the simulator: more seeds", || {
-            must(
-                cargo(&[
-                    "test",
-                    "--package",
-                    "fulgurite-sim",
-                    "--package",
-                    "fulgurite-cpu",
-                    "--package",
-                    "fulgurite",
-                    "--tests",
-                ])
-                .env("FULGURITE_LONG", "1"),
-            )
+            let crates = ["fulgurite-sim", "fulgurite-cpu", "fulgurite-kernels", "fulgurite"];
+            let mut command = kernels::cargo_with(ptxas.as_ref(), &["test", "--tests"]);
+            must(command.args(crates.iter().flat_map(|name| ["--package", name])).env("FULGURITE_LONG", "1"))
         });
         report.step("NEON under emulation", neon);
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
