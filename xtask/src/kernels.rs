@@ -1,16 +1,13 @@
-//! NVIDIA's assembler for the tests that want it, and every kernel through it.
+//! NVIDIA's assembler for the tests that want it, and the fingerprints of kernels.
 
+use crate::cargo;
 use crate::python;
 use crate::steps::{Report, Trouble, must, works};
-use crate::{build_programs, cargo, program};
 use std::path::PathBuf;
 use std::process::Command;
 
 /// The variable by which tests and the command are told where the assembler is.
 const VARIABLE: &str = "PTXAS";
-
-/// What every kernel is assembled for; a kernel that one of them cannot run is listed as refused.
-const ARCHITECTURES: [&str; 2] = ["sm_90a", "sm_80"];
 
 /// Where the assembler is: what the variable names, or what the package index gives. `None` where a step was
 /// skipped or failed for want of it.
@@ -40,19 +37,6 @@ pub fn cargo_with(ptxas: Option<&PathBuf>, args: &[&str]) -> Command {
     command
 }
 
-/// Assembles every kernel; spills, lost instructions and serialised products fail.
-pub fn assemble(ptxas: Option<&PathBuf>) -> Result<(), Trouble> {
-    if ptxas.is_none() {
-        return Err(Trouble::skip("there is no assembler, see above"));
-    }
-    build_programs()?;
-    for arch in ARCHITECTURES {
-        let args = ["kernel", "assemble", "--all", "--arch", arch];
-        must(program("fulgurite").args(args).envs(ptxas.map(|path| (VARIABLE, path))))?;
-    }
-    Ok(())
-}
-
 /// What `cargo xtask fingerprints` was asked for.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fingerprints<'a> {
@@ -78,7 +62,7 @@ pub fn parse<'a>(args: &[&'a str]) -> Result<Fingerprints<'a>, String> {
 
 /// Compares every kernel's text and launch arguments with the accepted ones, and names those that differ.
 pub fn fingerprints(options: &Fingerprints<'_>) -> Result<(), Trouble> {
-    let mut command = cargo(&["test", "--quiet", "-p", "fulgurite-kernels", "--test", "fingerprints"]);
+    let mut command = cargo(&["test", "--quiet", "-p", "fulgurite-kernels", "--test", "all", "fingerprints::"]);
     if options.update {
         command.env("UPDATE", "1");
     }

@@ -34,16 +34,14 @@ const EXAMPLES: &[(&str, &[&str])] = &[
 /// All tests.
 pub fn run(report: &mut Report, extent: Extent) {
     let ptxas = kernels::assembler(report);
-    let ptxas = ptxas.as_ref();
     report.step("unit and integration tests", || {
         let tests: &[&str] = if works(cargo(&["nextest", "--version"]).env_remove("CARGO_TERM_COLOR")) {
             &["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"]
         } else {
             &["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]
         };
-        must(&mut kernels::cargo_with(ptxas, tests))
+        must(&mut kernels::cargo_with(ptxas.as_ref(), tests))
     });
-    report.step("GPU kernels through the assembler", || kernels::assemble(ptxas));
     report.step("documentation tests", || must(&mut cargo(&["test", "--workspace", "--doc", "--no-fail-fast"])));
     report.step("examples", || {
         build_programs()?;
@@ -70,19 +68,9 @@ pub fn run(report: &mut Report, extent: Extent) {
             must(&mut cargo(&["run", "--release", "--package", "fulgurite-cli", "--", "check", "--long", "300"]))
         });
         report.step("random tests of engines and of kernels on the simulator: more seeds", || {
-            must(
-                cargo(&[
-                    "test",
-                    "--package",
-                    "fulgurite-sim",
-                    "--package",
-                    "fulgurite-cpu",
-                    "--package",
-                    "fulgurite",
-                    "--tests",
-                ])
-                .env("FULGURITE_LONG", "1"),
-            )
+            let crates = ["fulgurite-sim", "fulgurite-cpu", "fulgurite-kernels", "fulgurite"];
+            let mut command = kernels::cargo_with(ptxas.as_ref(), &["test", "--tests"]);
+            must(command.args(crates.iter().flat_map(|name| ["--package", name])).env("FULGURITE_LONG", "1"))
         });
         report.step("NEON under emulation", neon);
         report.step("the wheel, installed where there is only NumPy", python::wheel_tests);
@@ -101,11 +89,15 @@ fn neon() -> Result<(), Trouble> {
             )));
         }
     }
-    must(
-        cargo(&["test", "--package", "fulgurite-cpu", "--target", ARM, "--lib", "--test", "engine"])
-            .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", linker)
-            .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", format!("{emulator} -L /usr/aarch64-linux-gnu")),
-    )
+    for tests in [&["--lib"][..], &["--test", "all", "engine::"]] {
+        must(
+            cargo(&["test", "--package", "fulgurite-cpu", "--target", ARM])
+                .args(tests)
+                .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", linker)
+                .env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", format!("{emulator} -L /usr/aarch64-linux-gnu")),
+        )?;
+    }
+    Ok(())
 }
 
 /// What CI runs: style first, because it is quick, then all tests.

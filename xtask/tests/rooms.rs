@@ -195,6 +195,20 @@ fn unsafe_is_forbidden_outside_the_leaves() {
     }
 }
 
+/// A file that its crate's one test program does not name would never run.
+#[test]
+fn every_test_file_is_in_its_program() {
+    for (room, folder) in built() {
+        let Ok(files) = std::fs::read_dir(folder.join("tests")) else { continue };
+        let program = std::fs::read_to_string(folder.join("tests/all.rs")).unwrap_or_default();
+        for file in files.map(|file| file.unwrap().path()).filter(|file| file.extension() == Some("rs".as_ref())) {
+            let name = file.file_stem().unwrap().to_string_lossy().into_owned();
+            let named = name == "all" || program.contains(&format!("mod {name};\n"));
+            assert!(named, "{}: `mod {name};` is missing in tests/all.rs of {}", file.display(), room.name);
+        }
+    }
+}
+
 #[test]
 fn every_dependency_is_named_with_its_reason() {
     let architecture = read(&root().join("ARCHITECTURE.md"));

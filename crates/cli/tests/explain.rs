@@ -1,8 +1,6 @@
 //! `explain` needs no GPU; `tune` refuses in one line where there is none, and before anything is measured.
 
-mod common;
-
-use common::{folder, fulgurite, refuses, succeeds};
+use crate::common::{folder, fulgurite, refuses, succeeds};
 use serde_json::Value;
 
 fn explained(args: &[&str]) -> Value {

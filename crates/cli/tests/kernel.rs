@@ -3,9 +3,7 @@
 //! Assembling needs `ptxas`: the variable PTXAS names it, as `cargo xtask test` does. Without it those tests say
 //! that they were skipped.
 
-mod common;
-
-use common::{Done, folder, refuses, succeeds};
+use crate::common::{Done, folder, refuses, succeeds};
 use serde_json::Value;
 use std::process::Command;
 
@@ -93,7 +91,7 @@ fn wrong_calls() {
     ] {
         refuses(&folder, args, line);
     }
-    let done = common::fulgurite(&folder, &["kernel", "ptx", "gemm-f16-nn", "--arch", "sm_80"]);
+    let done = crate::common::fulgurite(&folder, &["kernel", "ptx", "gemm-f16-nn", "--arch", "sm_80"]);
     assert_eq!((done.code, done.err.lines().count()), (2, 1), "{}", done.err);
 }
 

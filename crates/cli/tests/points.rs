@@ -1,8 +1,6 @@
 //! `cluster`, `neighbors` and `svd`: what they write, what they tell, and what they refuse.
 
-mod common;
-
-use common::{folder, fulgurite, read, refuses, succeeds, write};
+use crate::common::{folder, fulgurite, read, refuses, succeeds, write};
 use fulgurite::{DType, Tensor};
 use fulgurite_core::random::Rng;
 use std::path::Path;

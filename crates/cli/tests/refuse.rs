@@ -1,8 +1,6 @@
 //! Wrong calls and wrong files: one line, exit code 2, never a panic.
 
-mod common;
-
-use common::{folder, fulgurite, refuses, write};
+use crate::common::{folder, fulgurite, refuses, write};
 use fulgurite::{DType, Tensor};
 use std::fs;
 

@@ -1,8 +1,6 @@
 //! Files and sizes that would end the process, outputs that are all there or as they were, names that are shown plainly.
 
-mod common;
-
-use common::{folder, fulgurite, succeeds, write};
+use crate::common::{folder, fulgurite, succeeds, write};
 use fulgurite::Tensor;
 use std::path::Path;
 

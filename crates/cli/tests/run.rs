@@ -1,8 +1,6 @@
 //! `run` computes what the oracle says, whatever the file.
 
-mod common;
-
-use common::{folder, normal, read, succeeds, write};
+use crate::common::{folder, normal, read, succeeds, write};
 use fulgurite::{Attention, DType, Forward, Gradients, Tensor, attention};
 use fulgurite_core::compare;
 use fulgurite_core::random::Rng;

@@ -1,8 +1,6 @@
 //! `sim` runs kernels on a simulator; wrong calls are refused in one line.
 
-mod common;
-
-use common::{folder, refuses, succeeds};
+use crate::common::{folder, refuses, succeeds};
 
 #[test]
 fn kernels_run_clean_and_are_counted() {

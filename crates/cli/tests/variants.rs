@@ -1,8 +1,6 @@
 //! `run --op`, `run --skip` and `explain --skip`: what the oracles say, and what is refused.
 
-mod common;
-
-use common::{folder, normal, read, refuses, succeeds, write};
+use crate::common::{folder, normal, read, refuses, succeeds, write};
 use fulgurite::{DType, Tensor, attention};
 use fulgurite_core::cases::variants::{DeltaCase, DeltaSizes, LighthouseCase};
 use fulgurite_core::compare::Verdict;

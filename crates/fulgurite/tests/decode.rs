@@ -1,14 +1,12 @@
 //! Few queries over many keys on the simulated GPU, with every feature that goes with them: against the oracle, by the
 //! tolerance rule. Lengths make several splits, so that partial results are merged.
 
-mod common;
-
-use common::More;
+use crate::common::More;
 use fulgurite_core::expr::{head, k, k_len, q, q_len, score, select};
 use fulgurite_core::{DType, Mask, Packed, Problem, ProblemBuilder};
 
 fn check(name: &str, builder: ProblemBuilder, more: &More) {
-    common::check(name, DType::Bf16, builder, more);
+    crate::common::check(name, DType::Bf16, builder, more);
 }
 
 fn dense(batch: usize, q_len: usize, k_len: usize) -> ProblemBuilder {

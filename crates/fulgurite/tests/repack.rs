@@ -1,8 +1,6 @@
 //! Tensors that lie so that the copy engine cannot take them, on the simulated GPU: copied by launches before and after,
 //! against the oracle by the tolerance rule. What lies between elements is NaN, and must neither be read nor written.
 
-mod common;
-
 use fulgurite_core::expr::{k, q};
 use fulgurite_core::random::Rng;
 use fulgurite_core::{DType, Forward, Inputs, Mask, Problem, ProblemBuilder, Tensor, compare};
@@ -204,6 +202,6 @@ fn head_dims_that_are_no_multiple_of_8() {
         (7, 20, 2, Mask::causal()),
     ] {
         let problem = Problem::builder().dense(1, q_len, 90).heads(4, 2).head_dims(d, dv).mask(mask);
-        common::check(&format!("{d}, {dv}, {q_len} queries"), DType::F16, problem, &Default::default());
+        crate::common::check(&format!("{d}, {dv}, {q_len} queries"), DType::F16, problem, &Default::default());
     }
 }

@@ -2,9 +2,7 @@
 //! columns of a row, and the table exponential, for which all keys are walked twice. Against the oracle, by the tolerance
 //! rule, with every feature that goes with them.
 
-mod common;
-
-use common::{More, check};
+use crate::common::{More, check};
 use fulgurite_core::expr::{k, k_len, load, q, q_len, score};
 use fulgurite_core::{DType, Mask, Packed, Problem, ProblemBuilder};
 

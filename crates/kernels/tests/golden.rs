@@ -2,7 +2,7 @@
 //! how in its diff.
 //!
 //! Rust lines (`.file`, `.loc`) are left out, so that moving code changes nothing. `UPDATE=1 cargo test -p
-//! fulgurite-kernels --test golden` writes the files anew.
+//! fulgurite-kernels --test all golden::` writes the files anew.
 
 use fulgurite_kernels::registry;
 use fulgurite_ptx::Target;

@@ -1,7 +1,7 @@
 //! What the types of the kernel language forbid, with the messages that a reader gets.
 //!
 //! The wording is the compiler's and changes with it: the messages are compared with the compiler that wrote them.
-//! `TRYBUILD=overwrite cargo test -p fulgurite-ptx --test ui` writes them anew.
+//! `TRYBUILD=overwrite cargo test -p fulgurite-ptx --test all ui::` writes them anew.
 
 use std::process::Command;
 

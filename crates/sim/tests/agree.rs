@@ -1,8 +1,6 @@
 //! Kernels on the simulator give what references in f64 give.
 
-mod common;
-
-use common::{Float, Gemm, INNER, SMALL, download, sim, upload};
+use crate::common::{Float, Gemm, INNER, SMALL, download, sim, upload};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::{Major, Pair, Target, Word, bf16, f16};
@@ -36,7 +34,7 @@ where
     });
     assert!(worst <= 1.0, "{gemm:?}: error {worst} of the bound");
     // The same seed and another one give the same bits: products do not depend on the order.
-    let other = common::sim(seed + 1000);
+    let other = crate::common::sim(seed + 1000);
     assert_eq!(gemm.run::<T>(&other, gemm.kernel::<T>(), blocks).unwrap().0, bits);
 }
 

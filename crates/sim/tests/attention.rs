@@ -1,12 +1,10 @@
 //! The forward kernel on the simulator: clean, and what a reference in f64 gives.
 
-mod common;
-
-use common::attention::{BASE, Case};
+use crate::common::attention::{BASE, Case};
 use fulgurite_core::Rescale;
 
 fn check(case: Case, seed: u64) {
-    let sim = common::sim(seed);
+    let sim = crate::common::sim(seed);
     let worst = case.run(&sim, case.kernel()).unwrap_or_else(|e| {
         panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
     });
@@ -45,7 +43,7 @@ fn tensor_cores_add_up_rows() {
 /// Warpgroups that take turns, joined tiles, a mailbox and an accumulator in flight across blocks: in any order.
 #[test]
 fn forward_is_clean_whatever_the_order() {
-    for seed in common::seeds() {
+    for seed in crate::common::seeds() {
         let dim = [64, 128, 256][seed as usize % 3];
         check(Case { q_len: 140, k_len: 70 + 10 * (seed % 9) as u32, heads: [1, 1], dim, ..BASE }, seed);
     }

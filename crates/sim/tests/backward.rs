@@ -1,9 +1,7 @@
 //! The kernels of the gradients on the simulator: clean, and right by the tolerance rule.
 
-mod common;
-
-use common::backward::Case;
-use common::{Random, sim};
+use crate::common::backward::Case;
+use crate::common::{Random, sim};
 use fulgurite_core::{DType, Mask};
 use fulgurite_kernels::attention::backward::d_q::exact;
 use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order};
@@ -195,7 +193,7 @@ fn pieces_of_tiles_are_joined() {
 #[test]
 fn gradients_are_clean_whatever_the_order() {
     let mut random = Random(11);
-    for seed in common::seeds() {
+    for seed in crate::common::seeds() {
         let mut below = |n: u64| random.below(n) as usize;
         let mask = match below(4) {
             0 => Mask::none(),
@@ -309,7 +307,7 @@ fn exact_sums(rows: &[[f32; 32]], seed: u64) -> Vec<f32> {
     run(add.unwrap(), count, &[terms, words.clone(), to.clone()]);
     let grid = count.div_ceil(exact::THREADS as usize);
     run(exact::kernel(Target::HOPPER).unwrap(), grid, &[words, to, Value::U32(count as u32)]);
-    let bytes = common::download(&sim, &memory[2]);
+    let bytes = crate::common::download(&sim, &memory[2]);
     bytes.chunks_exact(4).take(count).map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect()
 }
 

@@ -1,10 +1,8 @@
 //! Query heads of a key/value head spread over CTAs: gradients on the simulator, and planted bugs where parts are added.
 
-mod common;
-
-use common::backward::Case;
-use common::mutate::{change, drop, drop_at};
-use common::{Random, sim};
+use crate::common::backward::Case;
+use crate::common::mutate::{change, drop, drop_at};
+use crate::common::{Random, sim};
 use fulgurite_core::{DType, Mask};
 use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
@@ -95,7 +93,7 @@ fn seventy_one_heads_are_right() {
 #[test]
 fn random_groups_are_right() {
     let mut random = Random(23);
-    for seed in common::seeds() {
+    for seed in crate::common::seeds() {
         let mut below = |n: u64| random.below(n) as usize;
         let mask = match below(4) {
             0 => Mask::none(),

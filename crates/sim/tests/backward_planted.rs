@@ -1,9 +1,7 @@
 //! Planted bugs in the kernels of the gradients: every one is found as what it is, with the lines of both sides.
 
-mod common;
-
-use common::backward::Case;
-use common::mutate::{change, drop, drop_at, drop_loops_at, drop_wait, drop_waits_at, line, replace};
+use crate::common::backward::Case;
+use crate::common::mutate::{change, drop, drop_at, drop_loops_at, drop_wait, drop_waits_at, line, replace};
 use fulgurite_core::DType;
 use fulgurite_kernels::attention::backward::plan::Kernels;
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};

@@ -1,8 +1,6 @@
 //! Kernels that are right run clean, whatever the order.
 
-mod common;
-
-use common::{Gemm, INNER, SMALL, pipeline, seeds, sim};
+use crate::common::{Gemm, INNER, SMALL, pipeline, seeds, sim};
 use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 

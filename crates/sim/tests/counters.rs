@@ -1,8 +1,6 @@
 //! Counters equal what can be counted by hand.
 
-mod common;
-
-use common::{Gemm, INNER, SMALL, pipeline, sim};
+use crate::common::{Gemm, INNER, SMALL, pipeline, sim};
 use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::bf16;
 use fulgurite_ptx::inst::Unit;
@@ -86,7 +84,7 @@ fn a_tile_of_attention_is_bound_by_its_products() {
     // No exponentials but those of the scores.
     let rescale = Some(Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT));
     let run = |keys: u64| {
-        let buffer = |rows: u64| common::upload(&sim, &vec![bf16::from_f32(0.25); rows as usize * 128]);
+        let buffer = |rows: u64| crate::common::upload(&sim, &vec![bf16::from_f32(0.25); rows as usize * 128]);
         let shape = Problem::builder().dense(1, 128, keys as usize).heads(1, 1).head_dim(128).dtype(DType::Bf16);
         let plan = ForwardPlan::new(&shape.build().unwrap(), rescale).unwrap();
         let buffers = [128, keys, keys, 128].map(buffer);
@@ -94,7 +92,7 @@ fn a_tile_of_attention_is_bound_by_its_products() {
             let rows = buffers[i].span().bytes() / 256;
             DeviceTensor::packed(buffers[i].span(), [1, rows, 1, 128])
         });
-        let (lse, counters) = (sim.allocate(512).unwrap(), common::upload(&sim, &[0u32; 2]));
+        let (lse, counters) = (sim.allocate(512).unwrap(), crate::common::upload(&sim, &[0u32; 2]));
         let kernel = std::sync::Arc::new(plan.kernel(Target::HOPPER).unwrap());
         let tensors = Tensors::new(tensors, lse.span(), counters.span());
         let launch = plan.launch(kernel, &tensors, 1).unwrap().unwrap();

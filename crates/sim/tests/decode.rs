@@ -1,14 +1,12 @@
 //! Attention of few queries: clean in any order, right by the tolerance rule, the same bits whoever merges.
 
-mod common;
-
-use common::decode::Case;
-use common::mutate::{drop, line, replace};
+use crate::common::decode::Case;
+use crate::common::mutate::{drop, line, replace};
 use fulgurite_core::{Mask, Rescale};
 use fulgurite_sim::{Fault, Options, Sim};
 
-fn run(case: &Case, seed: u64) -> common::decode::Left {
-    let (sim, tensors) = (common::sim(seed), case.tensors());
+fn run(case: &Case, seed: u64) -> crate::common::decode::Left {
+    let (sim, tensors) = (crate::common::sim(seed), case.tensors());
     let left = case.run(&sim, case.kernel(), &tensors).unwrap_or_else(|e| {
         panic!("{case:?}: {e}\n{}", sim.findings().iter().map(|f| format!("{f}\n")).collect::<String>())
     });
@@ -33,7 +31,7 @@ fn it_agrees_with_the_oracle() {
 
 #[test]
 fn random_calls_are_clean_and_right() {
-    for seed in common::seeds() {
+    for seed in crate::common::seeds() {
         run(&Case::random(seed), seed);
     }
 }
@@ -59,7 +57,7 @@ fn the_bits_do_not_depend_on_who_merges() {
 fn the_bits_do_not_depend_on_the_batch() {
     let pair = Case { batch: 2, ..Case::base() };
     let tensors = pair.tensors();
-    let both = pair.run(&common::sim(1), pair.kernel(), &tensors).unwrap();
+    let both = pair.run(&crate::common::sim(1), pair.kernel(), &tensors).unwrap();
     let one = Case::base();
     let second = [0, 1, 2].map(|i| {
         let all = tensors[i].view();
@@ -68,7 +66,7 @@ fn the_bits_do_not_depend_on_the_batch() {
         shape[0] = 1;
         fulgurite_core::Tensor::from_f64(one.dtype, &values[values.len() / 2..], &shape).unwrap()
     });
-    let alone = one.run(&common::sim(2), one.kernel(), &second).unwrap();
+    let alone = one.run(&crate::common::sim(2), one.kernel(), &second).unwrap();
     assert_eq!(both.o[both.o.len() / 2..], alone.o);
     assert_eq!(both.lse[both.lse.len() / 2..], alone.lse);
 }
@@ -111,7 +109,7 @@ fn a_counter_that_is_left_is_seen() {
     let case = Case { k_len: 520, heads: [1, 1], ..Case::base() };
     // The only word that the kernel stores to global memory as it is: results go in pairs and floats.
     let kernel = drop(case.kernel(), "st.global.b32", counter_store(&case));
-    let left = case.run(&common::sim(1), kernel, &case.tensors()).unwrap();
+    let left = case.run(&crate::common::sim(1), kernel, &case.tensors()).unwrap();
     assert_eq!(left.counters[2], 2, "splits of 520 keys");
 }
 

@@ -1,9 +1,7 @@
 //! The product of single warps: right against f64, clean in every order, and wrong in every way that `cp.async` can be.
 
-mod common;
-
-use common::mutate::{change, drop, line};
-use common::{Gemm, INNER, SMALL, seeds};
+use crate::common::mutate::{change, drop, line};
+use crate::common::{Gemm, INNER, SMALL, seeds};
 use fulgurite_kernels::gemm::mma_sync::{SyncGemm, kernel};
 use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 use fulgurite_ptx::{Kernel, Major, Number, Target, bf16, f16};

@@ -1,8 +1,6 @@
 //! Odd kernels: the simulator answers with an error or a finding, and never panics.
 
-mod common;
-
-use common::Random;
+use crate::common::Random;
 use fulgurite_ptx::device::{Device, Stream, TensorSpan, Value};
 use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
 use fulgurite_ptx::kernel::{BoxShape, Kernel, Param, ParamKind, Stmt, Target};

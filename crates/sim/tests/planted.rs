@@ -1,13 +1,11 @@
 //! Every planted bug is found, as what it is and with the lines of both sides; none by a limit on steps.
 
-mod common;
-
-use common::attention::{self, Case};
-use common::mutate::{
+use crate::common::attention::{self, Case};
+use crate::common::mutate::{
     change, change_at, drop, drop_at, drop_wait, drop_waits_at, find, flip_parity, freeze_parity, line, only_one_lane,
     replace,
 };
-use common::{Gemm, INNER, SMALL, pipeline};
+use crate::common::{Gemm, INNER, SMALL, pipeline};
 use fulgurite_kernels::gemm::GemmConfig;
 use fulgurite_ptx::inst::Arg;
 use fulgurite_ptx::{Kernel, bf16};

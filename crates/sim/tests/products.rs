@@ -1,8 +1,6 @@
 //! Products of every element type, by warpgroups and by single warps, against f64; and what they cost.
 
-mod common;
-
-use common::{Random, download, sim, upload};
+use crate::common::{Random, download, sim, upload};
 use fulgurite_ptx::device::{Device, Stream, Value};
 use fulgurite_ptx::inst::{Arg, Class, Op, Reg};
 use fulgurite_ptx::kernel::Stmt;

@@ -1,8 +1,6 @@
 //! One small kernel for each way of being wrong, beside one that is right.
 
-mod common;
-
-use common::{download, upload};
+use crate::common::{download, upload};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, LaunchError, Stream, Value};
 use fulgurite_ptx::inst::{Arg, Base, Class, Op, Reg};
 use fulgurite_ptx::kernel::{Kernel, Param, ParamKind, RoleUse, Stmt, Target};

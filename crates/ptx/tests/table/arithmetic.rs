@@ -1,6 +1,6 @@
 //! Rows that compute: against wider arithmetic, and by hand where a number is special.
 
-use crate::machine::{Given, compute};
+use super::machine::{Given, compute};
 use fulgurite_ptx::inst::Inst;
 use fulgurite_ptx::table::{convert, float, integer, logic};
 use fulgurite_ptx::{bf16, f16};
@@ -395,12 +395,12 @@ fn eight_bit_floats_and_tf32() {
         assert_eq!(compute(&convert::CVT_TF32, &[bits], &[]), away);
         assert_eq!(compute(&convert::CVT_TF32_EVEN, &[bits], &[]), even);
     }
-    assert_eq!(compute(&convert::CVT_TF32, &[f32::INFINITY.to_bits().into()], &[]), f32::INFINITY.to_bits().into());
+    assert_eq!(compute(&convert::CVT_TF32, &[f32::INFINITY.to_bits().into()], &[]), u64::from(f32::INFINITY.to_bits()));
 }
 
 #[test]
 fn moves_and_halves_of_registers() {
-    use crate::machine::{Warp, execute, same};
+    use super::machine::{Warp, execute, same};
     for (inst, x) in [
         (&convert::MOV_16, 0xbeef),
         (&convert::MOV_32, 0xdead_beef),

@@ -1,8 +1,8 @@
 //! Every row, with every combination of its words, is given to the assembler; so is every combination that a row says
 //! does not exist.
 
-use crate::ptxas;
-use crate::uses::{Use, uses};
+use super::ptxas;
+use super::uses::{Use, uses};
 use fulgurite_ptx::Arch;
 use fulgurite_ptx::inst::{Archs, Inst, Needs};
 use fulgurite_ptx::table;

@@ -33,7 +33,7 @@ fn page() -> String {
     let mut page = String::from(
         "# Instructions\n\n\
          Every instruction that kernels can be built from. This page is written by a test from the table in \
-         `crates/ptx/src/table`; `UPDATE=1 cargo test -p fulgurite-ptx --test table` writes it again.\n\n\
+         `crates/ptx/src/table`; `UPDATE=1 cargo test -p fulgurite-ptx --test all table::` writes it again.\n\n\
          In a text, names in braces are operands: registers, addresses, constants, or one of a few words. *Needs* is the \
          PTX version and the target from which on the assembler takes every form of the row; targets with `a` are the \
          only ones that have it. *Source* is a chapter of the PTX ISA manual.\n\n",
@@ -54,7 +54,7 @@ fn the_page_is_what_the_table_says() {
     let found = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         found == page,
-        "docs/guide/instructions.md is stale; write it again with UPDATE=1 cargo test -p fulgurite-ptx --test table"
+        "docs/guide/instructions.md is stale; write it again with UPDATE=1 cargo test -p fulgurite-ptx --test all table::"
     );
 }
 

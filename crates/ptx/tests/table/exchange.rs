@@ -1,6 +1,6 @@
 //! Rows that exchange between lanes, and the products of a warp.
 
-use crate::machine::{Given, Warp, execute, same};
+use super::machine::{Given, Warp, execute, same};
 use fulgurite_ptx::table::warp;
 
 fn lanes(f: impl Fn(u64) -> u64) -> Given {

@@ -1,6 +1,6 @@
 //! Kernels built with the language, executed: its operators compute what Rust's do, folded or not.
 
-use crate::machine::{GLOBAL, Warp};
+use super::machine::{GLOBAL, Warp};
 use fulgurite_ptx::{Kernel, Target, Val, Word};
 use proptest::prelude::*;
 

@@ -3,7 +3,7 @@
 //! What happens later on hardware (copies) happens at once here, so waits never wait. What needs more than a warp
 //! (boxes of tensors, other blocks, products of warpgroups) is only written down.
 
-use crate::uses::Registers;
+use super::uses::Registers;
 use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
 use fulgurite_ptx::kernel::{Kernel, Stmt};
 use fulgurite_ptx::machine::{

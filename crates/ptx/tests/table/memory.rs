@@ -1,6 +1,6 @@
 //! Rows that read and write memory.
 
-use crate::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
+use super::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
 use fulgurite_ptx::f16;
 use fulgurite_ptx::inst::Inst;
 use fulgurite_ptx::machine::Fence;

@@ -1,6 +1,6 @@
 //! Products against a plain product in f64: small integers, so that every order and rounding gives the same.
 
-use crate::machine::{Given, Warp, execute};
+use super::machine::{Given, Warp, execute};
 use fulgurite_ptx::inst::{Class, Inst, Reg};
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::{Left, Major, Product};

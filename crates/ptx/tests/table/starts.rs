@@ -1,7 +1,7 @@
 //! Rows that start something for the machine to finish: what they hand over. And every row, once.
 
-use crate::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
-use crate::uses::uses;
+use super::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
+use super::uses::uses;
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
 use fulgurite_ptx::machine::{Done, Machine, Place, Queue, Reduction, Transfer};

@@ -1,0 +1,11 @@
+//! Tests of the library's interface, one program: a program for each file would link every crate below once more.
+
+mod common;
+mod decode;
+mod modified;
+mod repack;
+mod session;
+mod sim;
+mod table;
+mod tensor_operators;
+mod wide;

@@ -1,0 +1,5 @@
+//! The kernels' tests, one program: a program for each file would link every crate below once more.
+
+mod assemble;
+mod fingerprints;
+mod golden;

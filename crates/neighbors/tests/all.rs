@@ -1,0 +1,7 @@
+//! Tests of the neighbours' functions, one program: a program for each file would link every crate below once more.
+
+mod density;
+mod kmeans;
+mod knn;
+mod streams;
+mod svd;

@@ -1,0 +1,17 @@
+//! The simulator's tests, one program: a program for each file would link every crate below once more.
+
+mod agree;
+mod attention;
+mod backward;
+mod backward_heads;
+mod backward_planted;
+mod clean;
+mod common;
+mod counters;
+mod decode;
+mod mma_sync;
+mod odd;
+mod planted;
+mod products;
+mod roles;
+mod small;
