@@ -7,6 +7,7 @@ use crate::array::{Array, Element, Place, wrong};
 use pyo3::exceptions::PyException;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyType};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::slice::from_raw_parts;
@@ -170,14 +171,24 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
 
 const MAX_TYPES: usize = 64;
 
-/// A copy of a torch tensor whose memory does not hold its elements: one with the negative or the conjugate bit.
+/// A copy of a torch tensor whose memory does not hold its elements: one with the negative bit.
 pub fn resolved<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// `is_neg` of torch's tensors, which subclasses do not replace. Looking it up on every object would cost as much as the call.
+    static IS_NEG: PyOnceLock<Option<Py<PyAny>>> = PyOnceLock::new();
     let py = object.py();
-    let Ok(negative) = object.call_method0(pyo3::intern!(py, "is_neg")) else { return Ok(None) };
-    if !negative.is_truthy()? {
-        return Ok(None);
+    let is_neg = IS_NEG.get_or_init(py, || {
+        let torch = py.import("torch").ok()?;
+        torch.getattr("Tensor").and_then(|tensor| tensor.getattr("is_neg")).ok().map(Bound::unbind)
+    });
+    let negative = match is_neg {
+        Some(is_neg) => is_neg.bind(py).call1((object,)),
+        None => return Ok(None),
+    };
+    // An array of another library with torch's methods has no such bit.
+    match negative {
+        Ok(negative) if negative.is_truthy()? => object.call_method0("resolve_neg").map(Some),
+        _ => Ok(None),
     }
-    object.call_method0("resolve_neg").map(Some)
 }
 
 fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
