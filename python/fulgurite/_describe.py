@@ -23,6 +23,9 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
         text += _CAUSAL[causal]
     if window is not None:
         left, right = pair("window", window, "keys before and after the diagonal, None for all")
+        # A negative side is an offset, but then the other one must reach further.
+        if type(left) is int and type(right) is int and left + right < 0:
+            raise ValueError(f"`window` is {(left, right)}, which hides every key, allowed: None for an unbounded side")
         text += f"window {_side(left)} {_side(right)};"
     if scale is not None:
         text += f"scale {_number('scale', scale)};"

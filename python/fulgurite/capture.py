@@ -15,12 +15,52 @@ _TAKEN = ("alibi_slopes", "alibi_slopes_of_batch", "bias", "mask", "prefix_lengt
 
 
 class TracedMask:
-    """A mask that was already traced: its expression, and the arrays that it captured."""
+    """A mask that was already traced: its expression, and the arrays that it captured.
 
-    __slots__ = ("text", "tracer")
+    Code that expects a torch tensor of booleans can index it, add it to scores and read its attributes: it becomes dense then,
+    by `make`.
+    """
 
-    def __init__(self, text: str, tracer: Tracer):
-        self.text, self.tracer = text, tracer
+    __slots__ = ("_dense", "_make", "text", "tracer")
+
+    def __init__(self, text: str, tracer: Tracer, make: Callable | None = None):
+        self.text, self.tracer, self._make, self._dense = text, tracer, make, None
+
+    def dense(self):
+        """The mask as a tensor of booleans; True keeps the key."""
+        if self._dense is None:
+            if self._make is None:
+                raise AttributeError("this mask has no dense form, allowed: mask_mod=")
+            self._dense = self._make()
+        return self._dense
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, at):
+        return self.dense()[at]
+
+    def __add__(self, scores):
+        return scores + self
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        import torch
+
+        adds = function.__name__.strip("_").lstrip("ri") == "add"
+        others = [x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+        def plain(x):
+            if not isinstance(x, cls):
+                return x
+            # A mask that is added to scores is 0 where it keeps a key.
+            return torch.where(x.dense(), 0.0, torch.finfo(others[0]).min).to(others[0]) if adds and others else x.dense()
+
+        return function(*map(plain, args), **{name: plain(x) for name, x in (kwargs or {}).items()})
 
 
 class Tracer:

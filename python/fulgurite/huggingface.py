@@ -6,6 +6,7 @@ is made; padding is a captured tensor. Inside torch.compile masks are dense bool
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ._api import attention
@@ -13,6 +14,11 @@ from .capture import TracedMask, Tracer
 from .trace import TraceError
 
 NAME = "fulgurite"
+# Tensors that models hand to every attention, and that do not change its result.
+_HARMLESS = {
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch",
+    "position_ids", "seq_idx", "token_type_ids",
+}  # fmt: skip
 
 
 def register_with_transformers(name: str = NAME) -> None:
@@ -40,13 +46,9 @@ def attention_mask_for(
     from transformers import masking_utils as masks
 
     mask_function = mask_function or masks.causal_mask_function
-    if not torch.compiler.is_compiling():
-        try:
-            return _traced(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, masks)
-        except TraceError:
-            pass
     kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
-    return masks.sdpa_mask(
+    dense = functools.partial(
+        masks.sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -56,10 +58,17 @@ def attention_mask_for(
         attention_mask=attention_mask,
         **kwargs,
     )
+    # A cache with room for later tokens is made to be compiled: generation then prepares one mask for all layers, and
+    # recognises it by its four axes.
+    if torch.compiler.is_compiling() or kv_length > int(q_offset) - int(kv_offset) + q_length:
+        return dense()
+    try:
+        return _traced(q_length, kv_length, int(q_offset), int(kv_offset), mask_function, attention_mask, masks, dense)
+    except TraceError:
+        return dense()
 
 
-def _traced(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, masks):
-    q_offset, kv_offset = int(q_offset), int(kv_offset)
+def _traced(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, masks, dense):
     if attention_mask is not None and not bool(attention_mask.all()):
         padding = masks.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = masks.and_masks(mask_function, masks.padding_mask_function(padding))
@@ -73,7 +82,7 @@ def _traced(q_length, kv_length, q_offset, kv_offset, mask_function, attention_m
         return mask_function(b, h, q_idx, kv_idx)
 
     tracer = Tracer()
-    return TracedMask(tracer.mask("mask_function", shifted), tracer)
+    return TracedMask(tracer.mask("mask_function", shifted), tracer, dense)
 
 
 def attention_forward(
@@ -100,6 +109,12 @@ def attention_forward(
         )
     if kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
         raise NotImplementedError("`cache`: paged caches are not here; use another attn_implementation for serving")
+    for name, value_given in kwargs.items():
+        if name not in _HARMLESS and hasattr(value_given, "shape") and hasattr(value_given, "dtype"):
+            raise NotImplementedError(
+                f"`{name}` is a tensor that {type(module).__name__} hands to its attention, and fulgurite does not know what "
+                "it changes; use another attn_implementation for this model"
+            )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
     bias = position_bias

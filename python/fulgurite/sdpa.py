@@ -63,6 +63,7 @@ def scaled_dot_product_attention(
     check_dropout(dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("`is_causal` is True and `attn_mask` was given, allowed: one of them")
+    causal = "top-left" if is_causal else False
     shapes = [shape_of(name, x, "[..., L, E]") for name, x in (("query", query), ("key", key), ("value", value))]
     rank = len(shapes[0])
     for name, shape in zip(("query", "key", "value"), shapes):
@@ -95,14 +96,27 @@ def scaled_dot_product_attention(
     flat = [x.reshape((-1, *x.shape[-3:])) if len(batch) != 1 else x for x in flat]
     q, k, v = (rows(_swap(x)) for x in flat)
     mask = bias = None
+    if (variant := getattr(attn_mask, "variant", None)) is not None:
+        causal, attn_mask = _causal_bias(attn_mask, variant, q_len, k_len), None
     if attn_mask is not None:
         attn_mask = _scores("attn_mask", attn_mask, batch, rank, (heads, q_len, k_len))
         mask, bias = (attn_mask, None) if kind_of(attn_mask) == "bool" else (None, attn_mask)
-    causal = "top-left" if is_causal else False
     o = _swap(attention(q, k, v, causal=causal, scale=scale, mask=mask, bias=bias))
     if rank < 4:
         return o[0, 0] if rank == 2 else o[:, 0]
     return o.reshape((*batch, *o.shape[-3:])) if len(batch) != 1 else o
+
+
+def _causal_bias(attn_mask, variant, q_len, k_len):
+    """The alignment of torch's `CausalBias`, a tensor without elements."""
+    aligned = {"UPPER_LEFT": "top-left", "LOWER_RIGHT": "bottom-right"}.get(getattr(variant, "name", None))
+    if aligned is None:
+        kinds = "causal_upper_left, causal_lower_right"
+        raise ValueError(f"`attn_mask` is a {type(attn_mask).__name__} of {variant}, allowed: {kinds}, or a tensor")
+    sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    if sizes != (q_len, k_len):
+        raise ValueError(f"`attn_mask` is for {sizes[0]} queries and {sizes[1]} keys, allowed: {q_len} and {k_len}")
+    return aligned
 
 
 def _scores(name, array, batch, rank, sizes):

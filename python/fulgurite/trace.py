@@ -309,6 +309,23 @@ def _floor_divide(a, b) -> Traced:
     return as_float(_unary("floor", _true_divide(a, b)))
 
 
+def _divide(a, b, rounding_mode=None) -> Traced:
+    """torch.div: true division, or rounded down or towards zero."""
+    if rounding_mode is None:
+        return _true_divide(a, b)
+    floor = _floor_divide(a, b)
+    if rounding_mode == "floor":
+        return floor
+    if rounding_mode != "trunc":
+        raise TraceError(f"`rounding_mode` is {rounding_mode!r}, allowed: None, 'floor', 'trunc'")
+    a, b = _number(a), _number(b)
+    if floor.kind == "int":
+        exact, opposite = _compare("eq", floor * b, a), _not(_compare("eq", a < 0, b < 0))
+        return _where(_not(exact) & opposite, floor + 1, floor)
+    quotient = _true_divide(a, b)
+    return _where(quotient < 0, -as_float(_unary("floor", -quotient)), floor)
+
+
 def _remainder(a, b) -> Traced:
     a, b = _number(a), _number(b)
     if a.kind == b.kind == "int":
@@ -445,8 +462,8 @@ _FUNCTIONS: dict[str, Callable] = {
     "rsub": lambda a, b: _arithmetic("sub", b, a),
     "mul": lambda a, b: _arithmetic("mul", a, b),
     "multiply": lambda a, b: _arithmetic("mul", a, b),
-    "div": lambda a, b, rounding_mode=None: _floor_divide(a, b) if rounding_mode == "floor" else _true_divide(a, b),
-    "divide": _true_divide,
+    "div": _divide,
+    "divide": _divide,
     "true_divide": _true_divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,

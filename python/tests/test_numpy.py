@@ -221,3 +221,11 @@ def test_read_sum():
         assert total == want and seconds > 0
     with pytest.raises(ValueError, match="null pointer"):
         fulgurite._fulgurite.read_sum([(0, 64)], 1)
+
+
+def test_a_window_that_hides_every_key():
+    """-1 is unbounded in flash-attn; here a negative side is an offset."""
+    q = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=r"`window` is \(-1, -1\), which hides every key, allowed: None"):
+        fulgurite.attention(q, q, q, window=(-1, -1))
+    assert fulgurite.attention(q, q, q, window=(3, -1)).shape == q.shape

@@ -73,3 +73,34 @@ def test_other_devices_are_refused():
     q = torch.empty((1, 4, 2, 8), device="meta")
     with pytest.raises(ValueError, match="`q` is on meta, allowed: cpu"):
         fulgurite.attention(q, q, q)
+
+
+def test_causal_bias():
+    """torch's `CausalBias` is a tensor without elements."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (5, 9, 9))
+    rows, cols = torch.arange(5)[:, None], torch.arange(9)[None]
+    for make, mask in ((causal_upper_left, cols <= rows), (causal_lower_right, cols <= rows + 4)):
+        got = fulgurite.scaled_dot_product_attention(q, k, v, attn_mask=make(5, 9))
+        torch.testing.assert_close(got, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    with pytest.raises(ValueError, match="`attn_mask` is for 5 queries and 8 keys, allowed: 5 and 9"):
+        fulgurite.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(5, 8))
+
+
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_rounded_division(mode):
+    """Quotients of either sign, whole and not, of integers and of floats."""
+    q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
+
+    def divided(i, j):
+        return torch.div(i - j, 3, rounding_mode=mode) + torch.div(j - i, -4, rounding_mode=mode) + torch.div(
+            0.3 * (i - 2 * j), 0.7, rounding_mode=mode
+        )
+
+    i, j = torch.arange(12)[:, None], torch.arange(12)[None]
+    got = fulgurite.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + divided(i, j))
+    want = fulgurite.attention(q, k, v, bias=divided(i, j).float()[None, None])
+    torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="`rounding_mode` is 'up', allowed: None, 'floor', 'trunc'"):
+        fulgurite.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + torch.div(i, 2, rounding_mode="up"))

@@ -85,10 +85,11 @@ def test_prefill(name, side):
     torch.testing.assert_close(got[keep], want[keep], atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_generation(name):
+def test_generation(name, cache):
     ours, theirs = pair(name)
-    batch = padded("left")
+    batch = {**padded("left"), "cache_implementation": cache}
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     got, want = (each.eval().generate(**batch, **options) for each in (ours, theirs))
     assert (got.sequences == want.sequences).all()
@@ -159,6 +160,20 @@ def test_no_dense_mask_is_made():
     assert later.text == "le k add q sub k_len q_len"
 
 
+def test_a_traced_mask_stands_for_a_tensor():
+    """Models may read, index and add the mask that they are handed."""
+    from fulgurite.huggingface import attention_mask_for
+
+    masks = transformers.masking_utils
+    mask = attention_mask_for(2, 3, 5, 2, 0, masks.causal_mask_function, None, device=torch.device("cpu"))
+    want = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    assert mask.ndim == 4 and mask.dtype == torch.bool and mask.contiguous().shape[-2:] == (3, 5)
+    assert (mask[..., 1:] == want[:, 1:]).all()
+    bias = torch.randn(2, 4, 3, 5)
+    for got in (bias + mask, mask + bias, torch.add(bias, mask)):
+        assert (got[..., want] == bias[..., want]).all() and (got[..., ~want] < -1e30).all()
+
+
 def test_what_is_refused():
     attention_forward = transformers.AttentionInterface()["fulgurite"]
     q = torch.zeros(1, 2, 4, 8)
@@ -168,3 +183,8 @@ def test_what_is_refused():
         attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=True)
     with pytest.raises(NotImplementedError, match="paged caches"):
         attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+    for name in ("indices", "block_indices", "sinks"):
+        with pytest.raises(NotImplementedError, match=f"`{name}` is a tensor that Module hands"):
+            attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
+    o, _ = attention_forward(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(4)[None], indices=None)
+    assert o.shape == (1, 4, 2, 8)
