@@ -378,9 +378,12 @@ mod tests {
     use super::*;
     use fulgurite_core::cases::{self, Case};
     use fulgurite_core::compare::check_backward;
-    use fulgurite_core::{DType, Gradients, Layout, Tensor, oracle};
+    use fulgurite_core::expr::Coverage;
+    use fulgurite_core::random::Rng;
+    use fulgurite_core::{BlockMask, BlockSpec, DType, Gradients, Layout, Tensor, oracle};
     use fulgurite_kernels::attention::backward::plan::BackwardPlan;
     use fulgurite_sim::{Options, Sim};
+    use std::collections::BTreeSet;
 
     /// Gradients of a case in a fixed order, with all CTAs resident at once; checked against the oracle.
     fn fixed(case: &Case, seed: u64) -> Gradients {
@@ -465,5 +468,73 @@ mod tests {
         assert_eq!(d_v([large, 1.0, -large, 1.0]), 1.0);
         assert_eq!(d_v([1.0, -large, 1.0, large]), 2.0);
         assert_eq!(d_v([1.0, large, 1.0, -large]), 0.0);
+    }
+
+    /// Gradients under a random block mask with `heads` lists for 4 query heads and 2 key/value heads. Returns the
+    /// exponentials of the main kernel in tiles of a step and 64 keys, and how many tiles the ranges of the mask have.
+    fn tiles_under_a_block_mask(seed: u64, heads: usize, order: Order) -> [u64; 2] {
+        let mut rng = Rng::new(seed);
+        let spec = BlockSpec { rows: 48, cols: 80, batch: 1, heads };
+        let len = 330;
+        let blocks = spec.blocks(len, len);
+        // A few blocks in a window that differs from row to row, some of them with holes, some rows empty.
+        let lists = |rng: &mut Rng| -> Vec<i32> {
+            let first = rng.range(0..blocks[1]) as i32;
+            (first..blocks[1].min(first as usize + 3) as i32).filter(|_| rng.chance(0.7)).collect()
+        };
+        let full: Vec<Vec<i32>> = (0..heads * blocks[0]).map(|_| lists(&mut rng)).collect();
+        let mask = BlockMask::new(spec, blocks, vec![Vec::new(); full.len()], full).unwrap();
+        let problem = Problem::builder().dense(1, len, len).heads(4, 2).head_dim(64).dtype(DType::Bf16);
+        let problem = problem.block_mask(spec).build().unwrap();
+        let mut drawn = |shape: Vec<usize>| {
+            let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.normal()).collect();
+            Tensor::from_f64(DType::Bf16, &values, &shape).unwrap()
+        };
+        let [q, k, v, d_o] =
+            [problem.q_shape(), problem.k_shape(), problem.v_shape(), problem.o_shape()].map(&mut drawn);
+        let inputs = Inputs::new(q.view(), k.view(), v.view()).block_mask(&mask);
+        let bound = inputs.bind(&problem).unwrap();
+        let forward = oracle::forward(&bound).to_forward(&problem).unwrap();
+        let saved = forward.saved(d_o.view());
+        let sim = Arc::new(Sim::new(Options { seed, ..Options::default() }));
+        let engine = OnDevice::new(sim.clone(), None, Tables::default()).in_order(order);
+        let gradients = engine.backward(&problem, &inputs, &saved, &Run::default()).unwrap();
+        for (name, verdict) in check_backward(&bound, &saved, &gradients, 0) {
+            assert!(verdict.ok(), "seed {seed}, {heads} lists, {name}: {verdict}");
+        }
+        let config = BackwardPlan::new(&problem, false, order).unwrap().config();
+        let [rows, keys] = [config.rows as usize, config.keys() as usize];
+        let sees = |head: usize, q: usize, k: usize| {
+            mask.coverage(0, head.min(heads - 1), q * spec.rows, k * spec.cols) != Coverage::Empty
+        };
+        let steps = (0..2 * len.div_ceil(keys)).map(|at| {
+            let (kv_head, tile) = (at % 2, at / 2);
+            let columns = (tile * keys..(tile + 1) * keys).map(|key| key / spec.cols);
+            let columns: BTreeSet<usize> = columns.filter(|&column| column < blocks[1]).collect();
+            let sees =
+                |row: usize| (2 * kv_head..2 * kv_head + 2).any(|h| columns.iter().any(|&column| sees(h, row, column)));
+            let seen = || (0..blocks[0]).filter(|&row| sees(row));
+            match (seen().min(), seen().max()) {
+                (Some(first), Some(last)) => {
+                    let end = ((last + 1) * spec.rows).div_ceil(rows).min(len.div_ceil(rows));
+                    end - first * spec.rows / rows
+                }
+                _ => 1,
+            }
+        });
+        let tile = (rows * keys) as u64;
+        [sim.counts_of("attention_backward").exps / tile, 2 * steps.sum::<usize>() as u64]
+    }
+
+    /// The main kernel computes the steps from the first to the last query block that sees a key tile, and no others; in a
+    /// fixed order it computes all of them.
+    #[test]
+    fn gradients_skip_what_a_block_mask_hides() {
+        let [computed, expected] = tiles_under_a_block_mask(1, 1, Order::Any);
+        assert_eq!(computed, expected, "lists that heads share");
+        let [all, _] = tiles_under_a_block_mask(1, 1, Order::Fixed);
+        assert!(all > computed, "{all} and {computed}");
+        let [computed, expected] = tiles_under_a_block_mask(2, 4, Order::Any);
+        assert_eq!(computed, expected, "lists of each head");
     }
 }
