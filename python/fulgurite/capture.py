@@ -17,8 +17,8 @@ _TAKEN = ("alibi_slopes", "alibi_slopes_of_batch", "bias", "mask", "prefix_lengt
 class TracedMask:
     """A mask that was already traced: its expression, and the arrays that it captured.
 
-    Code that expects a torch tensor of booleans can index it, add it to scores and read its attributes: it becomes dense then,
-    by `make`.
+    Code that expects a torch tensor of booleans can index it, compare it, add it to scores and read its attributes; `make`
+    then builds the dense tensor.
     """
 
     __slots__ = ("_dense", "_make", "text", "tracer")
@@ -43,24 +43,43 @@ class TracedMask:
         return self.dense()[at]
 
     def __add__(self, scores):
-        return scores + self
+        # Adding to a tensor goes through `__torch_function__`.
+        return scores + self if hasattr(type(scores), "__torch_function__") and type(scores) is not TracedMask else self.dense() + scores
 
     __radd__ = __add__
+
+    def __eq__(self, other):
+        return self.dense() == other
+
+    def __ne__(self, other):
+        return self.dense() != other
+
+    def __invert__(self):
+        return ~self.dense()
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         import torch
 
+        from torch.utils._pytree import tree_map
+
+        kwargs = kwargs or {}
         adds = function.__name__.strip("_").lstrip("ri") == "add"
-        others = [x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        given = (*args, *kwargs.values())
+        others = [x.dtype for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
         def plain(x):
             if not isinstance(x, cls):
                 return x
+            if not (adds and others):
+                return x.dense()
             # A mask that is added to scores is 0 where it keeps a key.
-            return torch.where(x.dense(), 0.0, torch.finfo(others[0]).min).to(others[0]) if adds and others else x.dense()
+            scores = torch.zeros(x.shape, dtype=others[0], device=x.device)
+            return scores.masked_fill(~x.dense(), torch.finfo(others[0]).min)
 
-        return function(*map(plain, args), **{name: plain(x) for name, x in (kwargs or {}).items()})
+        return function(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 class Tracer:

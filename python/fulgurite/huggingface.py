@@ -14,7 +14,7 @@ from .capture import TracedMask, Tracer
 from .trace import TraceError
 
 NAME = "fulgurite"
-# Tensors that models hand to every attention, and that do not change its result.
+# Tensors that models hand to every attention: known below, or without effect on its result.
 _HARMLESS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch",
     "position_ids", "seq_idx", "token_type_ids",
@@ -59,7 +59,7 @@ def attention_mask_for(
         **kwargs,
     )
     # A cache with room for later tokens is made to be compiled: generation then prepares one mask for all layers, and
-    # recognises it by its four axes.
+    # recognises it by its four axes. Attention to more keys than tokens so far, as to an encoder, looks alike.
     if torch.compiler.is_compiling() or kv_length > int(q_offset) - int(kv_offset) + q_length:
         return dense()
     try:

@@ -174,16 +174,19 @@ const MAX_TYPES: usize = 64;
 /// A copy of a torch tensor whose memory does not hold its elements: one with the negative bit.
 pub fn resolved<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     /// `is_neg` of torch's tensors, which subclasses do not replace. Looking it up on every object would cost as much as the call.
-    static IS_NEG: PyOnceLock<Option<Py<PyAny>>> = PyOnceLock::new();
+    static IS_NEG: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = object.py();
-    let is_neg = IS_NEG.get_or_init(py, || {
-        let torch = py.import("torch").ok()?;
-        torch.getattr("Tensor").and_then(|tensor| tensor.getattr("is_neg")).ok().map(Bound::unbind)
-    });
-    let negative = match is_neg {
-        Some(is_neg) => is_neg.bind(py).call1((object,)),
-        None => return Ok(None),
+    let is_neg = match IS_NEG.get(py) {
+        Some(is_neg) => is_neg,
+        // Do not import torch for an array of another library.
+        None => match py.import("sys")?.getattr("modules")?.get_item("torch") {
+            Ok(torch) => {
+                IS_NEG.get_or_try_init(py, || Ok::<_, PyErr>(torch.getattr("Tensor")?.getattr("is_neg")?.unbind()))?
+            }
+            Err(_) => return Ok(None),
+        },
     };
+    let negative = is_neg.bind(py).call1((object,));
     // An array of another library with torch's methods has no such bit.
     match negative {
         Ok(negative) if negative.is_truthy()? => object.call_method0("resolve_neg").map(Some),

@@ -170,8 +170,10 @@ def test_a_traced_mask_stands_for_a_tensor():
     assert mask.ndim == 4 and mask.dtype == torch.bool and mask.contiguous().shape[-2:] == (3, 5)
     assert (mask[..., 1:] == want[:, 1:]).all()
     bias = torch.randn(2, 4, 3, 5)
-    for got in (bias + mask, mask + bias, torch.add(bias, mask)):
+    for got in (bias + mask, mask + bias, torch.add(bias, mask), torch.add(input=bias, other=mask)):
         assert (got[..., want] == bias[..., want]).all() and (got[..., ~want] < -1e30).all()
+    assert ((mask == 0) == ~want).all() and (~mask == ~want).all() and (mask + 1 == want.long() + 1).all()
+    assert torch.cat([mask, torch.ones(2, 1, 3, 1, dtype=torch.bool)], -1).shape == (2, 1, 3, 6)
 
 
 def test_what_is_refused():

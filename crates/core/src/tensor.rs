@@ -311,13 +311,13 @@ fn layout(len: usize, shape: &[usize], strides: Option<&[usize]>) -> Result<(Dim
     }
     too_many |= count > isize::MAX as usize / 8;
     too_far |= last == usize::MAX;
-    let strides = || steps[..].to_vec();
     if too_many || (too_far && !empty) {
-        return Err(TensorError::Overflow { shape: shape.to_vec(), strides: strides() });
+        let strides = strides.unwrap_or(&[]).to_vec();
+        return Err(TensorError::Overflow { shape: shape.to_vec(), strides });
     }
     let need = if empty { 0 } else { last + 1 };
     if need > len {
-        return Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: strides() });
+        return Err(TensorError::TooShort { got: len, need, shape: shape.to_vec(), strides: steps.to_vec() });
     }
     Ok((dims, steps))
 }

@@ -523,7 +523,9 @@ mod tests {
             }
         });
         let tile = (rows * keys) as u64;
-        [sim.counts_of("attention_backward").exps / tile, 2 * steps.sum::<usize>() as u64]
+        let exps = sim.counts_of("attention_backward").exps;
+        assert_eq!(exps % tile, 0, "whole tiles");
+        [exps / tile, 2 * steps.sum::<usize>() as u64]
     }
 
     /// The main kernel computes the steps from the first to the last query block that sees a key tile, and no others; in a

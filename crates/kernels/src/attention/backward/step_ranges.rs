@@ -1,7 +1,7 @@
 //! The steps of queries that a block mask leaves to each key tile: from the first query block that sees a key of the tile to
 //! the last one. The main kernel skips all other steps.
 //!
-//! Hidden blocks between the two are computed and masked. Documents, windows and causal masks have none.
+//! Hidden blocks between the two are computed and masked. Documents, windows and causal masks have none in between.
 
 use crate::params::{Bindings, Lens, Params, Program};
 use fulgurite_core::BlockSpec;
@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 /// Ranges that a CTA computes, one for each warp.
 const WARPS: u32 = 4;
-/// Words of a range: the first step, and past the last.
+/// Words of a range: the first step, and one past the last step.
 const WORDS: u64 = 2;
 
 /// Sizes of the ranges of a problem.
@@ -132,7 +132,10 @@ pub(crate) fn kernel(target: Target) -> Result<Kernel, BuildError> {
             // Without a block the range is empty: 0 to 0.
             let low = low.min(high).to_i32().to_u32();
             let first = c.step.div_rem(low * c.rows)[0];
-            let end = c.step.div_rem(high.to_i32().to_u32() * c.rows + c.step.value() - 1)[0];
+            let high = high.to_i32().to_u32();
+            let end = c.step.div_rem(high * c.rows + c.step.value() - 1)[0];
+            // The last block also has the rows of a packed sequence that is longer than its caller said.
+            let end = high.eq(q_blocks).select::<u32>(u32::MAX, end);
             w.when(w.lane().eq(0) & own.lt(c.count), |w| {
                 c.to.store(w, own * 2, first);
                 c.to.store(w, own * 2 + 1, end);

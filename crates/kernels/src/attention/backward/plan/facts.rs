@@ -71,6 +71,12 @@ impl Facts {
         shape.map_or(0, |shape| shape.iter().map(|&n| n as u64).product())
     }
 
+    /// Whether a block mask has few enough query blocks for the kernel that finds step ranges, which counts them in f32.
+    pub fn has_step_ranges(&self) -> bool {
+        let q_blocks = self.aux_shapes.last().and_then(|shape| shape.iter().rev().nth(1));
+        self.blocks.is_some() && q_blocks.is_some_and(|&n| n < 1 << 24)
+    }
+
     /// 64-bit words in which the gradient of an auxiliary tensor is summed exactly; 0 if it is not.
     pub fn exact_words(&self, aux: usize) -> u64 {
         let ModifierGradients { aux: gradients, exact, .. } = &self.features.modifiers;

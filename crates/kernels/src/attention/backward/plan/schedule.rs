@@ -38,7 +38,7 @@ impl Schedule {
         let rounds = engine && facts.is_plain() && config.rounds;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
-        let step_ranges = facts.blocks.is_some() && facts.features.order == Order::Any;
+        let step_ranges = facts.features.order == Order::Any && facts.has_step_ranges();
         let shape = KernelShape { rounds, single, spread: spread.shape(), step_ranges, ..plain };
         let steps = steps(facts, u64::from(config.rows));
         let rows = facts.all_heads() * steps * u64::from(config.rows);

@@ -116,11 +116,11 @@ mod tests {
             head_parts: 257,
         };
         let at = sizes.place(Span::new(1 << 20, sizes.bytes()));
-        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.exact_words, at.split_sums];
-        let starts = [&starts[..], &[at.head_parts]].concat();
+        let starts = [at.d_q_sums, at.shift, at.delta, at.counters, at.block_table, at.step_ranges];
+        let starts = [&starts[..], &[at.exact_words, at.split_sums, at.head_parts]].concat();
         let starts: Vec<u64> = starts.into_iter().map(|span| span.address() - (1 << 20)).collect();
-        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 1792, 2304]);
-        assert_eq!(sizes.bytes(), 2816);
+        assert_eq!(starts, [0, 1024, 1024, 1280, 1536, 1792, 2048, 2048, 2560]);
+        assert_eq!(sizes.bytes(), 3072);
     }
 
     #[test]
