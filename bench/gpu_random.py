@@ -22,9 +22,8 @@ LIMITS = {torch.bfloat16: 0.012, torch.float16: 0.002}
 RUNS = 200
 
 
-def reference(q, k, v, d_o, mask, softcap):
-    """o and the gradients in float64."""
-    q, k, v = (x.double().detach().requires_grad_() for x in (q, k, v))
+def output(q, k, v, mask, softcap):
+    """o of tensors in float64."""
     group = q.shape[2] // k.shape[2]
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) / math.sqrt(q.shape[-1])
     if softcap:
@@ -32,7 +31,13 @@ def reference(q, k, v, d_o, mask, softcap):
     scores = scores.masked_fill(~mask, -math.inf)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp_min(-1e30))
     total = weights.sum(-1, keepdim=True)
-    o = torch.einsum("bhij,bjhd->bihd", weights / torch.where(total == 0, 1, total), v.repeat_interleave(group, 2))
+    return torch.einsum("bhij,bjhd->bihd", weights / torch.where(total == 0, 1, total), v.repeat_interleave(group, 2))
+
+
+def reference(q, k, v, d_o, mask, softcap):
+    """o and the gradients in float64."""
+    q, k, v = (x.double().detach().requires_grad_() for x in (q, k, v))
+    o = output(q, k, v, mask, softcap)
     return o.detach(), *torch.autograd.grad(o, (q, k, v), d_o.double())
 
 

@@ -12,7 +12,7 @@ from ._fulgurite import Description
 
 _MAX_KNOWN = 4096
 # Descriptions by their text, and by the options of a plain call, which then needs no text.
-_known: dict[str | tuple, Description] = {}
+_known: dict[str | tuple | bool, Description] = {}
 _ops = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
 from typing import Any, Callable
@@ -43,8 +44,7 @@ class TracedMask:
         return self.dense()[at]
 
     def __add__(self, scores):
-        # Adding to a tensor goes through `__torch_function__`.
-        return scores + self if hasattr(type(scores), "__torch_function__") and type(scores) is not TracedMask else self.dense() + scores
+        return self.__torch_function__(operator.add, (), (scores, self))
 
     __radd__ = __add__
 
@@ -62,11 +62,10 @@ class TracedMask:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         import torch
-
         from torch.utils._pytree import tree_map
 
         kwargs = kwargs or {}
-        adds = function.__name__.strip("_").lstrip("ri") == "add"
+        adds = function.__name__.strip("_") in ("add", "iadd", "radd")
         given = (*args, *kwargs.values())
         others = [x.dtype for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
 

@@ -81,14 +81,11 @@ def _softcap(softcap):
     return None if softcap is None or (isinstance(softcap, (int, float)) and softcap == 0) else softcap
 
 
-def _one_of(**arguments):
-    """The value that was given, among several names of the same argument."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if not given:
-        return None
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(f'`{name}`' for name in given)} are one argument, allowed: one of them")
-    return next(iter(given.values()))
+def _sinks(learnable_sink, s_aux):
+    """The sinks, which have two names."""
+    if learnable_sink is None or s_aux is None:
+        return s_aux if learnable_sink is None else learnable_sink
+    raise ValueError("`learnable_sink` and `s_aux` are one argument, allowed: one of them")
 
 
 def _flash(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, probs, lse, **more):
@@ -151,9 +148,7 @@ def flash_attn_func(
             v_descale=(v_descale, None),
             attention_chunk=(attention_chunk, 0),
         )
-    sinks = None
-    if not (learnable_sink is s_aux is None):
-        sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks = _sinks(learnable_sink, s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
         deterministic=deterministic,
@@ -214,9 +209,7 @@ def flash_attn_varlen_func(
         if offsets is None:
             raise ValueError(f"`{name}` is None, allowed: cumulative offsets, batch + 1 of them")
     used = None if seqused_q is None and seqused_k is None else (seqused_q, seqused_k)
-    sinks = None
-    if not (learnable_sink is s_aux is None):
-        sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks = _sinks(learnable_sink, s_aux)
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k), used_lengths=used, deterministic=deterministic,
@@ -370,7 +363,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         leftpad = _lengths("cache_leftpad", cache_leftpad, q, batch, room)
         more["mask_mod"] = lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
-    sinks = _one_of(learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks = _sinks(learnable_sink, s_aux)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, False, return_softmax_lse)
     if (k is None) != (v is None):
         raise ValueError("`k` and `v` belong together; give both or neither")

@@ -7,7 +7,7 @@ use crate::log::Log;
 use crate::map::MapArguments;
 use fulgurite_ptx::assemble::{Assembler, Hints};
 use fulgurite_ptx::device::{
-    Buffer, Device, DeviceError, Launch, LaunchError, Module, Span, Stream, TensorSpan, Token, Value, check_launch,
+    Buffer, Device, DeviceError, LaunchError, Module, Span, Stream, TensorSpan, Token, Value, check_launch,
 };
 use fulgurite_ptx::kernel::{BoxShape, ParamKind};
 use fulgurite_ptx::{Kernel, Target, table};
@@ -62,8 +62,6 @@ struct Encoded {
     /// Grid of the launch; `None` before the first one.
     grid: Option<[u32; 3]>,
     values: Vec<Value>,
-    /// The number of the launch, if it has one ([`Device::launch_numbered`]).
-    number: Option<u64>,
     arguments: Vec<Argument>,
     /// [`Allocations::frees`] when the memory was last found alive.
     frees: u64,
@@ -85,15 +83,11 @@ impl Encoded {
         &mut self,
         (entered, live): (&Entered<'_>, &Allocations),
         kernel: &Kernel,
-        (grid, args, number): (&[u32; 3], &[Value], Option<u64>),
+        grid: [u32; 3],
+        args: &[Value],
     ) -> Result<(), DeviceError> {
-        let frees = live.frees();
-        if number.is_some() && number == self.number && frees == self.frees {
-            return Ok(());
-        }
-        let (mut old, grid) = (std::mem::take(self), *grid);
+        let (mut old, frees) = (std::mem::take(self), live.frees());
         let same = old.grid == Some(grid) && old.values == args;
-        old.number = number;
         if same && old.frees == frees {
             *self = old;
             return Ok(());
@@ -122,7 +116,7 @@ impl Encoded {
                 (Value::Tensor(_), _) => unreachable!("bug in fulgurite: a tensor passed the check of its kind"),
             };
         }
-        *self = Encoded { grid: Some(grid), values: args.to_vec(), number, arguments, frees };
+        *self = Encoded { grid: Some(grid), values: args.to_vec(), arguments, frees };
         Ok(())
     }
 }
@@ -238,37 +232,6 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// Checks a launch, encodes what differs from the launch before, and starts it.
-    fn start(
-        &self,
-        module: &Module,
-        (grid, args, number): (&[u32; 3], &[Value], Option<u64>),
-        stream: Stream<'_>,
-    ) -> Result<(), DeviceError> {
-        let kernel = module.kernel();
-        let ours = module.handle::<Loaded>().filter(|loaded| loaded.code.belongs_to(&self.context));
-        let loaded = ours.ok_or_else(|| DeviceError::Failed {
-            call: "launch",
-            what: format!("the module of `{}` is another device's; load the kernel on this one", kernel.name),
-        })?;
-        let entered = self.context.enter()?;
-        // If another thread launches the same kernel, this one encodes its arguments separately.
-        let (mut kept, mut own) = (loaded.last.try_lock().ok(), Encoded::default());
-        let encoded = kept.as_deref_mut().unwrap_or(&mut own);
-        let live = self.context.live().read();
-        encoded.renew((&entered, &live), kernel, (grid, args, number))?;
-        let grid = Grid {
-            blocks: *grid,
-            threads: kernel.threads,
-            shared_bytes: kernel.shared_bytes,
-            cluster: kernel.cluster,
-            overlaps: loaded.overlaps,
-        };
-        entered.launch(&loaded.code, grid, &encoded.arguments, stream)?;
-        driver::note_launch(module, args.iter().filter_map(memory));
-        Ok(())
-    }
-
     /// Compiles a kernel, and caches its code if possible.
     fn compile(
         &self,
@@ -409,17 +372,28 @@ impl Device for Cuda {
     }
 
     fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError> {
-        self.start(module, (&grid, args, None), stream)
-    }
-
-    fn launch_numbered(
-        &self,
-        module: &Module,
-        launch: &Launch,
-        number: u64,
-        stream: Stream<'_>,
-    ) -> Result<(), DeviceError> {
-        self.start(module, (&launch.grid, &launch.args, Some(number)), stream)
+        let kernel = module.kernel();
+        let ours = module.handle::<Loaded>().filter(|loaded| loaded.code.belongs_to(&self.context));
+        let loaded = ours.ok_or_else(|| DeviceError::Failed {
+            call: "launch",
+            what: format!("the module of `{}` is another device's; load the kernel on this one", kernel.name),
+        })?;
+        let entered = self.context.enter()?;
+        // If another thread launches the same kernel, this one encodes its arguments separately.
+        let (mut kept, mut own) = (loaded.last.try_lock().ok(), Encoded::default());
+        let encoded = kept.as_deref_mut().unwrap_or(&mut own);
+        let live = self.context.live().read();
+        encoded.renew((&entered, &live), kernel, grid, args)?;
+        let grid = Grid {
+            blocks: grid,
+            threads: kernel.threads,
+            shared_bytes: kernel.shared_bytes,
+            cluster: kernel.cluster,
+            overlaps: loaded.overlaps,
+        };
+        entered.launch(&loaded.code, grid, &encoded.arguments, stream)?;
+        driver::note_launch(module, args.iter().filter_map(memory));
+        Ok(())
     }
 
     fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError> {

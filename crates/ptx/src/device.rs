@@ -486,18 +486,6 @@ pub trait Device: Send + Sync {
     fn load(&self, kernel: Arc<Kernel>) -> Result<Module, DeviceError>;
     /// Checks every argument, then starts a kernel.
     fn launch(&self, module: &Module, grid: [u32; 3], args: &[Value], stream: Stream<'_>) -> Result<(), DeviceError>;
-    /// Like [`launch`](Device::launch), for a launch that is repeated unchanged. The number is unique to the launch in this
-    /// process, so a device need not compare its arguments with those of the launch before.
-    fn launch_numbered(
-        &self,
-        module: &Module,
-        launch: &Launch,
-        number: u64,
-        stream: Stream<'_>,
-    ) -> Result<(), DeviceError> {
-        let _ = number;
-        self.launch(module, launch.grid, &launch.args, stream)
-    }
     /// Waits for all work on a stream, and returns its errors.
     fn synchronize(&self, stream: Stream<'_>) -> Result<(), DeviceError>;
     /// The id of the graph capture that records this stream, whoever began it; `None` if launches run at once. Ids are

@@ -17,7 +17,6 @@ use fulgurite_kernels::operator::{
 use fulgurite_ptx::BuildError;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Launch, Module, Span, Stream, Value, check_launch};
 use std::any::Any;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Number of prepared calls that are kept.
@@ -74,12 +73,7 @@ struct Last<T> {
     needs: Needs,
     spans: Spans,
     launches: Vec<(Module, Launch)>,
-    /// Number of the first launch; the others follow ([`Device::launch_numbered`]).
-    first: u64,
 }
-
-/// The number of the next launch that is planned, in this process.
-static NEXT_LAUNCH: AtomicU64 = AtomicU64::new(0);
 
 /// Memory of a workspace.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -189,9 +183,8 @@ impl<D: Device + ?Sized> Session<D> {
         }
         let launches = || last.iter().flat_map(|last| &last.launches);
         guard.hold(launches().map(|(module, _)| module));
-        let first = last.as_ref().map_or(0, |last| last.first);
-        for ((module, launch), number) in launches().zip(first..) {
-            self.device.launch_numbered(module, launch, number, stream)?;
+        for (module, launch) in launches() {
+            self.device.launch(module, launch.grid, &launch.args, stream)?;
         }
         Ok(())
     }
@@ -237,9 +230,8 @@ impl<D: Device + ?Sized> Session<D> {
             launch.args.iter().filter_map(span_of_value).try_for_each(|span| self.device.check_memory(span))?;
             Ok((module.clone(), launch))
         };
-        let launches = launches.into_iter().map(with_module).collect::<Result<Vec<_>, DeviceError>>()?;
-        let first = NEXT_LAUNCH.fetch_add(launches.len() as u64, Ordering::Relaxed);
-        Ok(Last { tensors: tensors.clone(), needs, spans, launches, first })
+        let launches = launches.into_iter().map(with_module).collect::<Result<_, DeviceError>>()?;
+        Ok(Last { tensors: tensors.clone(), needs, spans, launches })
     }
 
     /// Enqueues forward attention on a stream, without waiting. Writes o, and the LSE if it is given.
