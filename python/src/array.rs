@@ -91,8 +91,9 @@ impl fmt::Display for Place {
     }
 }
 
-/// An array as its library describes it; strides are in elements.
-pub struct Array {
+/// The description of an array: memory, elements and layout. Strides are in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
     address: usize,
     element: Element,
     place: Place,
@@ -103,6 +104,11 @@ pub struct Array {
     shape: [usize; MAX_RANK],
     /// Strides; `None` means contiguous, derived from the shape.
     strides: [Option<isize>; MAX_RANK],
+}
+
+/// An array as its library describes it.
+pub struct Array {
+    layout: Layout,
     /// An object that must live as long as this one.
     kept: Option<Py<PyAny>>,
 }
@@ -126,12 +132,12 @@ impl Array {
             Place::Cuda(number) => [2, number],
             Place::Other(kind) => [kind, 0],
         };
-        Ok(Array { address, element, place, device, writable, rank, shape, strides, kept: None })
+        Ok(Array { layout: Layout { address, element, place, device, writable, rank, shape, strides }, kept: None })
     }
 
     /// Sets the size and the stride of an axis.
     pub fn set(&mut self, axis: usize, size: usize, stride: Option<isize>) {
-        (self.shape[axis], self.strides[axis]) = (size, stride);
+        (self.layout.shape[axis], self.layout.strides[axis]) = (size, stride);
     }
 
     /// Keeps `object` alive as long as this array.
@@ -139,20 +145,24 @@ impl Array {
         self.kept = Some(object);
     }
 
+    /// The description, if the object of the caller owns the memory: it tells two calls on the same memory.
+    pub fn own_layout(&self) -> Option<&Layout> {
+        self.kept.is_none().then_some(&self.layout)
+    }
+
     /// Reads the description of an object.
     pub fn read(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
         match foreign::speaks(object)? {
-            Some(speaks @ (Speaks::Table(_) | Speaks::Methods)) => match foreign::resolved(object)? {
+            Some(speaks) => match foreign::resolved(object, speaks)? {
                 None => foreign::read(arg, object, speaks),
                 // Read a copy, and do not allow writes to it in place of the original.
                 Some(copy) => {
                     let mut array = foreign::read(arg, &copy, speaks)?;
-                    array.writable = false;
+                    array.layout.writable = false;
                     array.keep(copy.unbind());
                     Ok(array)
                 }
             },
-            Some(speaks) => foreign::read(arg, object, speaks),
             None => Err(wrong(format!(
                 "`{arg}` is a {}, allowed: a NumPy array, a torch tensor or an array that speaks DLPack",
                 object.get_type().name()?
@@ -170,24 +180,23 @@ impl Array {
 
     /// The size of each axis.
     pub fn shape(&self) -> &[usize] {
-        &self.shape[..self.rank]
+        &self.layout.shape[..self.layout.rank]
     }
 
     /// The device of the array.
     pub fn place(&self) -> Place {
-        self.place
+        self.layout.place
     }
 
     /// The element type in the library's numbering.
     pub fn element(&self) -> Element {
-        self.element
+        self.layout.element
     }
 
     /// The element type.
     pub fn dtype(&self, arg: &str) -> PyResult<DType> {
-        self.element
-            .dtype()
-            .ok_or_else(|| wrong(format!("`{arg}` is {}, allowed: f32, f16, bf16, i32; convert it", self.element)))
+        let element = self.layout.element;
+        element.dtype().ok_or_else(|| wrong(format!("`{arg}` is {element}, allowed: f32, f16, bf16, i32; convert it")))
     }
 
     /// Strides as unsigned numbers, and the memory from the first to the last element.
@@ -200,10 +209,10 @@ impl Array {
         let overflow = || wrong(format!("`{arg}` of shape {shape:?} overflows the address space"));
         let mut steps = [0usize; MAX_RANK];
         let (mut last, mut contiguous) = (0usize, 1usize);
-        for axis in (0..self.rank).rev() {
+        for axis in (0..self.layout.rank).rev() {
             let size = shape[axis];
             // The stride of an axis of one element is never used either.
-            let stride = if size == 1 { 0 } else { self.strides[axis].unwrap_or(contiguous as isize) };
+            let stride = if size == 1 { 0 } else { self.layout.strides[axis].unwrap_or(contiguous as isize) };
             steps[axis] = usize::try_from(stride).map_err(|_| {
                 wrong(format!("`{arg}` has stride {stride} on axis {axis}, allowed: 0 or more; copy it"))
             })?;
@@ -212,19 +221,19 @@ impl Array {
             contiguous = contiguous.checked_mul(size).ok_or_else(overflow)?;
         }
         let len = last.checked_add(1).ok_or_else(overflow)?;
-        let span = Span::new(self.address, dtype, len).map_err(|e| wrong(format!("`{arg}` {e}")))?;
+        let span = Span::new(self.layout.address, dtype, len).map_err(|e| wrong(format!("`{arg}` {e}")))?;
         Ok((steps, span))
     }
 
     /// Strides, address and bytes, for arrays on a device.
     pub fn memory(&self, arg: &str) -> PyResult<([usize; MAX_RANK], usize, usize)> {
         let (strides, span) = self.span(arg)?;
-        Ok((strides, self.address, span.bytes()))
+        Ok((strides, self.layout.address, span.bytes()))
     }
 
     /// Rejects an address outside host memory: reading it would crash the process.
     fn on_host(&self, arg: &str) -> PyResult<()> {
-        match self.place {
+        match self.layout.place {
             Place::Host => Ok(()),
             place => Err(wrong(format!("`{arg}` is on {place}, allowed here: cpu; move it with .cpu()"))),
         }
@@ -238,12 +247,13 @@ impl Array {
         // SAFETY: the extension's contract holds. No slice for writing overlaps this one: `view_mut` checks every
         // claimed span, and nothing is claimed for reading after something is claimed for writing.
         let data = unsafe { span.read() };
-        TensorView::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
+        TensorView::strided(data, self.shape(), &strides[..self.layout.rank])
+            .map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 
     /// A writable tensor view, valid until `self` is dropped at the end of the call.
     pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
-        if !self.writable {
+        if !self.layout.writable {
             return Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it")));
         }
         self.on_host(arg)?;
@@ -254,7 +264,8 @@ impl Array {
         claims.0.push((arg, span));
         // SAFETY: the extension's contract holds, and no other slice of this call overlaps the memory.
         let data = unsafe { span.write() };
-        TensorViewMut::strided(data, self.shape(), &strides[..self.rank]).map_err(|e| wrong(format!("`{arg}`: {e}")))
+        TensorViewMut::strided(data, self.shape(), &strides[..self.layout.rank])
+            .map_err(|e| wrong(format!("`{arg}`: {e}")))
     }
 }
 
@@ -300,17 +311,19 @@ pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool)
     let py = like.py();
     let speaks = foreign::speaks(like)?;
     if let Some(Speaks::Table(table)) = speaks {
-        let element = if f32 { Element::F32 } else { array.element };
-        return Ok(Fresh { object: table.allocate(py, element, array.device, shape)?, into: None });
+        let element = if f32 { Element::F32 } else { array.layout.element };
+        return Ok(Fresh { object: table.allocate(py, element, array.layout.device, shape)?, into: None });
     }
     let dimensions = PyTuple::new(py, shape)?;
     let object = match speaks {
-        Some(Speaks::Methods) if f32 => {
+        Some(Speaks::Methods(_)) if f32 => {
             let options = PyDict::new(py);
             options.set_item("dtype", py.import("torch")?.getattr("float32")?)?;
             like.call_method("new_empty", (dimensions,), Some(&options))?
         }
-        Some(Speaks::Table(_) | Speaks::Methods) => like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?,
+        Some(Speaks::Table(_) | Speaks::Methods(_)) => {
+            like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?
+        }
         Some(Speaks::Capsule) if matches!(array.place(), Place::Cuda(_)) => return on_its_gpu(like, shape, f32),
         Some(Speaks::Capsule) => return aligned(like, shape, f32),
         Some(Speaks::Struct) | None => {

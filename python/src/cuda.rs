@@ -3,15 +3,16 @@
 //! This module describes arrays as device tensors and finds the session of their GPU. The session does everything else,
 //! including checks: it makes the checks of the CPU, except those that would read device memory (offsets, lengths, indices).
 
-use crate::array::{Array, Place, wrong};
+use crate::array::{Array, Layout, Place, wrong};
 use crate::description::{Description, Known, Role};
 use crate::dispatch::refuse;
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, Prepared, ProfileSource,
-    Stream, TensorOperator,
+    self, Backward, BackwardOptions, CheckedCall, DeviceSpan, Forward, ForwardOptions, Gpu, Operator, Options,
+    Prepared, ProfileSource, Stream, TensorOperator,
 };
 use fulgurite::{BlockLists, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
+use fulgurite_core::lru::Lru;
 use fulgurite_core::tensor::MAX_RANK;
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -63,6 +64,53 @@ fn found<K: PartialEq, T>(
     let (session, prepared) = make()?;
     all().push((key, session.clone(), prepared.clone()));
     Ok((session, prepared))
+}
+
+/// Number of calls of a description that are repeated without checks: the layers of a model.
+const MAX_CALLS: usize = 64;
+
+/// The last calls of a description on GPUs. The arrays of a call determine its problem and the outcome of all checks, so a
+/// call with the same arrays skips them.
+#[derive(Default)]
+pub struct RecentCalls {
+    forward: Recent<Forward>,
+    backward: Recent<Backward>,
+}
+
+/// Calls by their arrays.
+struct Recent<O: Operator>(Mutex<Lru<RecentCall<O>>>);
+
+struct RecentCall<O: Operator> {
+    arrays: Box<[Layout]>,
+    session: Arc<Gpu>,
+    call: Arc<CheckedCall<O>>,
+}
+
+impl<O: Operator> Default for Recent<O> {
+    fn default() -> Self {
+        Recent(Mutex::new(Lru::new(MAX_CALLS)))
+    }
+}
+
+impl<O: Operator> Recent<O> {
+    fn find<'a>(&self, arrays: impl Iterator<Item = &'a Array> + Clone) -> Option<(Arc<Gpu>, Arc<CheckedCall<O>>)> {
+        let mut recent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = |known: &RecentCall<O>| {
+            let mut given = arrays.clone();
+            known.arrays.iter().all(|known| given.next().and_then(Array::own_layout) == Some(known))
+                && given.next().is_none()
+        };
+        recent.find(same).map(|known| (known.session.clone(), known.call.clone()))
+    }
+
+    /// Remembers a call, unless an array of it lives only as long as the call.
+    fn insert<'a>(&self, arrays: impl Iterator<Item = &'a Array>, session: Arc<Gpu>, call: Arc<CheckedCall<O>>) {
+        let arrays = arrays.map(|array| array.own_layout().copied()).collect::<Option<Box<[Layout]>>>();
+        if let Some(arrays) = arrays {
+            let entry = RecentCall { arrays, session, call };
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(entry);
+        }
+    }
 }
 
 /// Index of the GPU that holds an array.
@@ -159,6 +207,11 @@ impl<'a> Call<'a, '_> {
         Ok(inputs)
     }
 
+    /// q, k, v and the extra tensors.
+    fn given(&self) -> impl Iterator<Item = &'a Array> + Clone {
+        self.rows.into_iter().chain(self.extras)
+    }
+
     fn number(&self) -> i32 {
         number(self.rows[0]).expect("bug in fulgurite: q lies on a GPU")
     }
@@ -208,6 +261,11 @@ pub fn apply(
 /// Computes o, and the LSE if requested, on the current stream of q's library.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
     let &Call { description, known, object, .. } = call;
+    let all = call.given().chain([o]).chain(lse);
+    let recent = &description.recent_calls.forward;
+    if let Some((session, checked)) = recent.find(all.clone()) {
+        return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
+    }
     let (number, sinks) = (call.number(), call.sinks()?);
     let options =
         ForwardOptions { sinks, rescale: description.rescale, config: description.tuning, lse: lse.is_some() };
@@ -223,7 +281,10 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     let o = DeviceArray::new(&session, "out", o)?;
     let lse = lse.map(|lse| DeviceArray::new(&session, "lse", lse)).transpose()?;
     let (mut o, mut lse) = (o.view_mut()?, lse.as_ref().map(DeviceArray::view_mut).transpose()?);
-    on_stream(&session, object, number, |stream| session.forward(&prepared, &inputs, &mut o, lse.as_mut(), stream))
+    let checked = session.checked_forward(&prepared, &inputs, &mut o, lse.as_mut()).map_err(refuse)?;
+    on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
+    recent.insert(all, session.clone(), checked);
+    Ok(())
 }
 
 /// Options with a changed configuration, for measurements. Entries that the text leaves out are those of the problem's plan.
@@ -253,6 +314,11 @@ pub fn backward(
     gradients: &[Array],
 ) -> PyResult<()> {
     let &Call { description, known, object, .. } = call;
+    let all = call.given().chain([o, lse, d_o]).chain(d_lse).chain(gradients);
+    let recent = &description.recent_calls.backward;
+    if let Some((session, checked)) = recent.find(all.clone()) {
+        return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
+    }
     let number = call.number();
     let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None };
     let (session, prepared) = found(&known.prepared.backward, (number, d_lse.is_some()), || {
@@ -275,6 +341,9 @@ pub fn backward(
         .zip(gradients)
         .map(|(name, gradient)| DeviceArray::new(&session, name, gradient))
         .collect::<PyResult<Vec<_>>>()?;
-    let mut gradients = description.gradient_outputs(&known.problem, results.iter().map(DeviceArray::view_mut))?;
-    on_stream(&session, object, number, |stream| session.backward(&prepared, &inputs, &saved, &mut gradients, stream))
+    let mut outputs = description.gradient_outputs(&known.problem, results.iter().map(DeviceArray::view_mut))?;
+    let checked = session.checked_backward(&prepared, &inputs, &saved, &mut outputs).map_err(refuse)?;
+    on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
+    recent.insert(all, session.clone(), checked);
+    Ok(())
 }

@@ -14,16 +14,16 @@
 //! ```
 
 use crate::array::{Array, wrong};
-use crate::cuda::{self, PreparedCalls};
+use crate::cuda::{self, PreparedCalls, RecentCalls};
 use crate::expression;
 use fulgurite::gpu::{BackwardConfig, ForwardConfig, Order, ProfileSource};
 use fulgurite::{
     BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
 };
+use fulgurite_core::lru::Lru;
 use fulgurite_core::problem::ALIBI_SLOPES;
 use fulgurite_core::{Packed, TensorView};
 use pyo3::prelude::*;
-use std::collections::HashMap;
 use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex};
@@ -92,30 +92,6 @@ pub struct Known {
     pub prepared: PreparedCalls,
 }
 
-/// The problems of a description by the shapes and types of their arrays, each with the time of its last use.
-#[derive(Default)]
-struct Recent {
-    known: HashMap<Vec<usize>, (Arc<Known>, u64)>,
-    time: u64,
-}
-
-impl Recent {
-    fn get(&mut self, key: &[usize]) -> Option<Arc<Known>> {
-        self.time += 1;
-        let (known, used) = self.known.get_mut(key)?;
-        *used = self.time;
-        Some(known.clone())
-    }
-
-    fn insert(&mut self, key: Vec<usize>, known: Arc<Known>) {
-        if self.known.len() >= MAX_KNOWN {
-            let oldest = self.known.iter().min_by_key(|(_, (_, used))| *used).map(|(key, _)| key.clone());
-            oldest.and_then(|key| self.known.remove(&key));
-        }
-        self.known.insert(key, (known, self.time));
-    }
-}
-
 /// A parsed description, its engine, and the problems that were built for it so far.
 #[pyclass(frozen)]
 pub struct Description {
@@ -139,7 +115,10 @@ pub struct Description {
     pub order: Order,
     /// Upper bounds of the lengths of packed queries and keys, if the caller gave them.
     longest: [Option<usize>; 2],
-    recent: Mutex<Recent>,
+    /// The problems of the last calls, by the types and shapes of their arrays.
+    recent: Mutex<Lru<(Vec<usize>, Arc<Known>)>>,
+    /// The last calls on GPUs.
+    pub recent_calls: RecentCalls,
 }
 
 fn number<T: FromStr>(key: &str, text: &str) -> Result<T, String>
@@ -230,7 +209,8 @@ impl Description {
             backward,
             order: settings.order,
             longest,
-            recent: Mutex::default(),
+            recent: Mutex::new(Lru::new(MAX_KNOWN)),
+            recent_calls: RecentCalls::default(),
         })
     }
 
@@ -281,22 +261,20 @@ impl Description {
     /// The problem of these arrays and this description, built on first use.
     pub fn known(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Known>> {
         let packed = self.packed(q, k, extras)?;
-        let mut key = Vec::with_capacity(16 + 8 * extras.len());
-        for array in [q, k, v].into_iter().chain(extras) {
+        let type_word = |array: &Array| {
             let element = array.element();
-            key.push(array.shape().len() << 16 | usize::from(element.code) << 8 | usize::from(element.bits));
-            key.extend_from_slice(array.shape());
-        }
-        if let Some(packed) = packed {
-            key.extend([packed.batch, packed.max_q, packed.max_k]);
-        }
+            array.shape().len() << 16 | usize::from(element.code) << 8 | usize::from(element.bits)
+        };
+        let arrays = [q, k, v].into_iter().chain(extras);
+        let words = arrays.flat_map(|array| std::iter::once(type_word(array)).chain(array.shape().iter().copied()));
+        let words = words.chain(packed.iter().flat_map(|packed| [packed.batch, packed.max_q, packed.max_k]));
         let mut recent = self.recent.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(known) = recent.get(&key) {
-            return Ok(known);
+        if let Some((_, known)) = recent.find(|(key, _)| key.iter().copied().eq(words.clone())) {
+            return Ok(known.clone());
         }
         let problem = self.build([q, k, v], extras, packed)?;
         let known = Arc::new(Known { problem, prepared: PreparedCalls::default() });
-        recent.insert(key, known.clone());
+        recent.insert((words.collect(), known.clone()));
         Ok(known)
     }
 

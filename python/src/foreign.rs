@@ -7,7 +7,6 @@ use crate::array::{Array, Element, Place, wrong};
 use pyo3::exceptions::PyException;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyType};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::slice::from_raw_parts;
@@ -77,7 +76,7 @@ pub enum Speaks {
     /// NumPy's `__array_struct__`.
     Struct,
     /// Methods `data_ptr`, `stride`, attributes `shape`, `dtype`, `device`: any torch version.
-    Methods,
+    Methods(Option<IsNeg>),
     /// `__dlpack__`: JAX and others.
     Capsule,
 }
@@ -89,6 +88,18 @@ pub struct Table {
     allocate: Allocate,
     wrap: Wrap,
     current: Option<Current>,
+    is_neg: Option<IsNeg>,
+}
+
+impl Speaks {
+    /// Tells whether an array has the negative bit; `None` if arrays of the type cannot have it.
+    fn is_neg(self) -> Option<IsNeg> {
+        match self {
+            Speaks::Table(table) => table.is_neg,
+            Speaks::Methods(is_neg) => is_neg,
+            Speaks::Struct | Speaks::Capsule => None,
+        }
+    }
 }
 
 impl Table {
@@ -143,12 +154,12 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
         return Ok(Some(known));
     }
     let ty = object.get_type();
-    let found = if let Some(table) = table(&ty)? {
+    let found = if let Some(table) = table(object)? {
         Some(Speaks::Table(table))
     } else if ty.hasattr("__array_struct__")? {
         Some(Speaks::Struct)
     } else if ty.hasattr("data_ptr")? && ty.hasattr("stride")? {
-        Some(Speaks::Methods)
+        Some(Speaks::Methods(IsNeg::find(object)?))
     } else if ty.hasattr("__dlpack__")? {
         Some(Speaks::Capsule)
     } else {
@@ -172,37 +183,57 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
 const MAX_TYPES: usize = 64;
 
 /// A copy of a torch tensor whose memory does not hold its elements: one with the negative bit.
-pub fn resolved<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    /// `is_neg` of torch's tensors, which subclasses do not replace. Looking it up on every object would cost as much as the call.
-    static IS_NEG: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let py = object.py();
-    let is_neg = match IS_NEG.get(py) {
-        Some(is_neg) => is_neg,
-        // Do not import torch for an array of another library.
-        None => match py.import("sys")?.getattr("modules")?.get_item("torch") {
-            Ok(torch) => {
-                IS_NEG.get_or_try_init(py, || Ok::<_, PyErr>(torch.getattr("Tensor")?.getattr("is_neg")?.unbind()))?
-            }
-            Err(_) => return Ok(None),
-        },
-    };
-    let negative = is_neg.bind(py).call1((object,));
-    // An array of another library with torch's methods has no such bit.
-    match negative {
-        Ok(negative) if negative.is_truthy()? => object.call_method0("resolve_neg").map(Some),
+pub fn resolved<'py>(object: &Bound<'py, PyAny>, speaks: Speaks) -> PyResult<Option<Bound<'py, PyAny>>> {
+    match speaks.is_neg() {
+        Some(is_neg) if is_neg.of(object)? => object.call_method0("resolve_neg").map(Some),
         _ => Ok(None),
     }
 }
 
-fn table(ty: &Bound<'_, PyType>) -> PyResult<Option<Table>> {
-    let Ok(capsule) = ty.getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
+/// The C function behind `torch.Tensor.is_neg`; `None` if the method is something else. A call of the method through Python
+/// costs as much again as the function.
+#[derive(Clone, Copy)]
+pub struct IsNeg(Option<ffi::PyCFunction>);
+
+impl IsNeg {
+    /// The function, if the object is a torch tensor; arrays of other libraries have no negative bit.
+    fn find(object: &Bound<'_, PyAny>) -> PyResult<Option<IsNeg>> {
+        // Do not import torch for an array of another library.
+        let Ok(torch) = object.py().import("sys")?.getattr("modules")?.get_item("torch") else { return Ok(None) };
+        let Ok(tensor) = torch.getattr("Tensor") else { return Ok(None) };
+        if !object.is_instance(&tensor)? {
+            return Ok(None);
+        }
+        let bound = tensor.getattr("is_neg")?.call_method1("__get__", (object,))?;
+        // SAFETY: `bound` is alive, and the first function checks that the other two may read it.
+        let function = unsafe {
+            let readable = ffi::PyCFunction_Check(bound.as_ptr()) != 0;
+            match readable && ffi::PyCFunction_GetFlags(bound.as_ptr()) == ffi::METH_NOARGS {
+                true => ffi::PyCFunction_GetFunction(bound.as_ptr()),
+                false => None,
+            }
+        };
+        Ok(Some(IsNeg(function)))
+    }
+
+    fn of(self, object: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(function) = self.0 else { return object.call_method0("is_neg")?.is_truthy() };
+        // SAFETY: the function is a method without arguments of torch's tensor type, and the type of `object` is that or a
+        // subclass. The function returns a new reference, or null with an error set.
+        unsafe { Bound::from_owned_ptr_or_err(object.py(), function(object.as_ptr(), std::ptr::null_mut()))? }
+            .is_truthy()
+    }
+}
+
+fn table(object: &Bound<'_, PyAny>) -> PyResult<Option<Table>> {
+    let Ok(capsule) = object.get_type().getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
     let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
     let Ok(pointer) = capsule.pointer_checked(Some(c"dlpack_exchange_api")) else { return Ok(None) };
     // SAFETY: a capsule of this name holds such a table, which its library keeps for the life of the process.
     let table = unsafe { pointer.cast::<ExchangeTable>().as_ref() };
     Ok(match (table.major, table.tensor_from_object, table.allocate, table.managed_to_object) {
         (1, Some(fill), Some(allocate), Some(wrap)) => {
-            Some(Table { fill, allocate, wrap, current: table.current_stream })
+            Some(Table { fill, allocate, wrap, current: table.current_stream, is_neg: IsNeg::find(object)? })
         }
         _ => None,
     })
@@ -235,7 +266,7 @@ pub fn read(arg: &str, object: &Bound<'_, PyAny>, speaks: Speaks) -> PyResult<Ar
     match speaks {
         Speaks::Table(table) => from_table(arg, object, table),
         Speaks::Struct => from_struct(arg, object),
-        Speaks::Methods => from_methods(arg, object),
+        Speaks::Methods(_) => from_methods(arg, object),
         Speaks::Capsule => from_capsule(arg, object),
     }
 }

@@ -251,3 +251,18 @@ def test_jax_arrays():
     # The same bits as on a tensor of torch, which other tests judge.
     same = torch.from_dlpack(q)
     assert torch.equal(torch.from_dlpack(o), fulgurite.attention(same, same, same, causal=True))
+
+
+def test_a_repeated_call_reads_its_arrays_again():
+    """A call with the arrays of an earlier one skips the checks, but not what tells two arrays apart."""
+    q, k, v = (torch.randn(1, 40, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    out = torch.empty_like(q)
+    first = fulgurite.attention(q, k, v, out=out).clone()
+    assert torch.equal(fulgurite.attention(q, k, v, out=out), first)
+    assert torch.equal(fulgurite.attention(torch._neg_view(q), k, v), fulgurite.attention(-q, k, v))
+    turned = out.view(1, 2, 40, 64).transpose(1, 2)  # the same memory with other strides
+    assert torch.equal(fulgurite.attention(q, k, v, out=turned), first)
+    with pytest.raises(ValueError, match="out"):
+        fulgurite.attention(q, k, v, out=out[:, :20])
+    q.mul_(2)
+    assert torch.equal(fulgurite.attention(q, k, v, out=out), fulgurite.attention(q.clone(), k, v))

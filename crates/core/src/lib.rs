@@ -21,6 +21,7 @@ pub mod gated_delta;
 pub mod inputs;
 pub mod lighthouse;
 mod limits;
+pub mod lru;
 pub mod mask;
 pub mod merge;
 pub mod oracle;

@@ -140,6 +140,37 @@ fn a_known_call_only_launches() {
     assert_eq!(books(|books| books.modules), modules + 1);
 }
 
+/// A checked call is enqueued again without checks, also when others ran in between. It is refused if its memory is freed, and
+/// by the session of another device.
+#[test]
+fn checked_calls_are_repeated() {
+    let session = fake_session();
+    let problem = problem(4, 4096).build().unwrap(); // decode: counters and scratch memory
+    let prepared = session.prepare::<Forward>(&problem, &ForwardOptions::default()).unwrap();
+    let layers: Vec<Call> = (0..3).map(|_| Call::new(&**session.device(), problem.clone())).collect();
+    let checked: Vec<_> = layers
+        .iter()
+        .map(|call| session.checked_forward(&prepared, &call.inputs(), &mut call.o(), Some(&mut call.lse())).unwrap())
+        .collect();
+    assert_eq!(books(|books| books.seen.len()), 0, "nothing is enqueued by checks");
+    let run = || checked.iter().for_each(|call| session.run_call(call, Stream::default()).unwrap());
+    run();
+    let addresses = || books(|books| books.seen.iter().map(|launch| launch.args.clone()).collect::<Vec<_>>());
+    let first = addresses();
+    let allocated = books(|books| books.allocated);
+    run();
+    let both = addresses();
+    assert_eq!(both.len(), 2 * first.len());
+    assert_eq!(both[..first.len()], both[first.len()..], "the launches of the first time");
+    assert_eq!(books(|books| books.allocated), allocated);
+    drop(layers);
+    let freed = session.run_call(&checked[0], Stream::default());
+    assert!(matches!(freed, Err(Error::Device(_))), "{freed:?}");
+    let other = Session::new(Arc::new(fake::open(Options::default()).unwrap()), Tables::default());
+    assert!(other.run_call(&checked[1], Stream::default()).is_err());
+    assert_eq!(addresses().len(), both.len(), "nothing is launched");
+}
+
 /// Rows that do not begin at multiples of 16 bytes are copied by launches before and after the kernel.
 #[test]
 fn strides_that_the_kernel_cannot_take_are_copied() {

@@ -86,7 +86,7 @@ pub trait Plan: Debug + Send + Sync + 'static {
 /// A plan with its kernels.
 pub trait Executable: Send + Sync + 'static {
     /// Addresses and shapes of a call's tensors.
-    type Tensors: Clone + PartialEq + Send + 'static;
+    type Tensors: Clone + PartialEq + Send + Sync + 'static;
 
     /// The memory that a call needs besides its tensors.
     fn needs(&self, tensors: &Self::Tensors) -> Needs;

@@ -2,16 +2,16 @@
 //!
 //! ```text
 //! session    prepare(problem, options) -> Prepared; run(prepared, tensors, stream); attention over core tensors
+//! call       a call whose tensors were checked: it is repeated without checks
 //! modules    compiled kernels, by the plans that share them
 //! workspace  counters, scratch memory and copies for launches that follow each other
 //! memory     device memory as core's tensors see it
 //! tensors    tensors that fit a problem, as the kernels take them
 //! transfer   tensors in host memory: copied to the device and back
 //! tensor_operator  operators over whole tensors, which are called by name
-//! lru        the one bounded cache
 //! ```
 
-mod lru;
+mod call;
 mod memory;
 mod modules;
 mod session;
@@ -20,6 +20,7 @@ mod tensors;
 mod transfer;
 mod workspace;
 
+pub use call::CheckedCall;
 pub use memory::DeviceSpan;
 pub use session::{Prepared, Session};
 pub(crate) use transfer::OnDevice;

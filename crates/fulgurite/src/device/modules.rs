@@ -1,8 +1,8 @@
 //! Compiled kernels. A kernel's text depends on features and tile configuration, never on lengths, so a plan for
 //! another length reuses the kernels of an earlier one.
 
-use super::lru::Lru;
 use crate::Error;
+use fulgurite_core::lru::Lru;
 use fulgurite_kernels::attention::forward::plan::Copying;
 use fulgurite_kernels::operator::Plan;
 use fulgurite_ptx::device::{Device, Module};

@@ -1,14 +1,15 @@
 //! A session: a device with its compiled kernels, prepared calls and workspaces.
 //!
 //! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A prepared call also
-//! remembers its last launches, because most calls repeat the previous one.
+//! remembers its last [`CheckedCall`], because most calls repeat the previous one.
 
-use super::lru::Lru;
+use super::call::{CheckedCall, Compiled, ExecutableOf, PlannedLaunches, Spans, TensorsOf};
 use super::modules::{Modules, is_of};
 use super::tensors::{self, Misfit};
 use super::workspace::{WorkspaceGuard, Workspaces};
 use crate::{Error, Unsupported};
 use fulgurite_core::inputs::{check_o, lse_fits};
+use fulgurite_core::lru::Lru;
 use fulgurite_core::{DeviceId, GradientOutputs, Inputs, Place, Saved, TensorViewMut};
 use fulgurite_kernels::gemm::plan::{Gemm, Matrix};
 use fulgurite_kernels::operator::{
@@ -21,9 +22,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Number of prepared calls that are kept.
 const MAX_PREPARED: usize = 512;
-
-type ExecutableOf<O> = <<O as Operator>::Plan as Plan>::Executable;
-type TensorsOf<O> = <ExecutableOf<O> as Executable>::Tensors;
 
 /// A device, the kernels compiled for it, and the memory that its launches need.
 ///
@@ -60,43 +58,33 @@ pub struct Session<D: Device + ?Sized> {
 
 /// A problem that is planned and compiled for a device.
 pub struct Prepared<O: Operator> {
-    problem: O::Problem,
-    options: O::Options,
-    executable: ExecutableOf<O>,
-    modules: Vec<Module>,
-    last: Mutex<Option<Last<TensorsOf<O>>>>,
-}
-
-/// A call and its launches.
-struct Last<T> {
-    tensors: T,
-    needs: Needs,
-    spans: Spans,
-    launches: Vec<(Module, Launch)>,
-}
-
-/// Memory of a workspace.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Spans {
-    counters: Option<Span>,
-    scratch: Option<Span>,
-    copies: Option<Span>,
+    compiled: Arc<Compiled<O>>,
+    last: Mutex<Option<Arc<CheckedCall<O>>>>,
 }
 
 impl<O: Operator> Prepared<O> {
     /// The problem of the call.
     pub fn problem(&self) -> &O::Problem {
-        &self.problem
+        &self.compiled.problem
     }
 
     /// The options of the call.
     pub fn options(&self) -> &O::Options {
-        &self.options
+        &self.compiled.options
     }
 
     /// The plan with its kernels.
     pub fn executable(&self) -> &ExecutableOf<O> {
-        &self.executable
+        &self.compiled.executable
+    }
+
+    /// The call with these tensors: the last one if it had the same.
+    fn call(&self, tensors: &TensorsOf<O>) -> Arc<CheckedCall<O>> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*last {
+            Some(call) if call.tensors == *tensors => call.clone(),
+            _ => last.insert(Arc::new(CheckedCall::new(self.compiled.clone(), tensors.clone()))).clone(),
+        }
     }
 }
 
@@ -139,7 +127,7 @@ impl<D: Device + ?Sized> Session<D> {
         let same = |entry: &Box<dyn Any + Send + Sync>| {
             entry
                 .downcast_ref::<Arc<Prepared<O>>>()
-                .is_some_and(|known| known.problem == *problem && known.options == *options)
+                .is_some_and(|known| known.problem() == problem && known.options() == options)
         };
         if let Some(known) = all().find(same).and_then(as_ours) {
             return Ok(known);
@@ -147,9 +135,8 @@ impl<D: Device + ?Sized> Session<D> {
         let plan = self.plan::<O>(problem, options)?;
         let (kernels, modules) = self.modules.get(&*self.device, &plan, |e| self.unbuilt(e))?;
         let (problem, options) = (problem.clone(), options.clone());
-        let prepared =
-            Prepared { problem, options, executable: plan.with_kernels(kernels), modules, last: Mutex::default() };
-        let prepared = Arc::new(prepared);
+        let compiled = Compiled { problem, options, executable: plan.with_kernels(kernels), modules };
+        let prepared = Arc::new(Prepared { compiled: Arc::new(compiled), last: Mutex::default() });
         all().insert(Box::new(prepared.clone()));
         Ok(prepared)
     }
@@ -161,27 +148,21 @@ impl<D: Device + ?Sized> Session<D> {
         tensors: &TensorsOf<O>,
         stream: Stream<'_>,
     ) -> Result<(), Error> {
+        self.run_call(&prepared.call(tensors), stream)
+    }
+
+    /// Enqueues the launches of a checked call on a stream, without waiting.
+    pub fn run_call<O: Operator>(&self, call: &CheckedCall<O>, stream: Stream<'_>) -> Result<(), Error> {
         let workspace = self.workspaces.of(&*self.device, stream)?;
         let mut guard = workspace.lock();
-        // If another thread runs the same prepared call, this one plans its launches separately.
-        let (mut kept, mut own) = (prepared.last.try_lock().ok(), None);
-        let last = kept.as_deref_mut().unwrap_or(&mut own);
-        // `last` stays in place if it can be used again: it is large.
-        let planned = match last.as_ref().filter(|last| last.tensors == *tensors) {
-            Some(last) => match self.spans(&mut guard, &last.needs)? {
-                spans if spans == last.spans => None,
-                spans => Some((last.needs.clone(), spans)),
-            },
-            None => {
-                let needs = prepared.executable.needs(tensors);
-                let spans = self.spans(&mut guard, &needs)?;
-                Some((needs, spans))
-            }
-        };
-        if let Some((needs, spans)) = planned {
-            *last = Some(self.planned(prepared, tensors, needs, spans)?);
+        let spans = self.spans(&mut guard, &call.needs)?;
+        // If another thread runs the same call, this one plans its launches separately.
+        let (mut kept, mut own) = (call.planned.try_lock().ok(), None);
+        let planned = kept.as_deref_mut().unwrap_or(&mut own);
+        if planned.as_ref().is_none_or(|planned| planned.spans != spans) {
+            *planned = Some(PlannedLaunches { spans, launches: self.launches(call, &spans)? });
         }
-        let launches = || last.iter().flat_map(|last| &last.launches);
+        let launches = || planned.iter().flat_map(|planned| &planned.launches);
         guard.hold(launches().map(|(module, _)| module));
         for (module, launch) in launches() {
             self.device.launch(module, launch.grid, &launch.args, stream)?;
@@ -201,13 +182,8 @@ impl<D: Device + ?Sized> Session<D> {
     }
 
     /// The launches of a call, each checked and paired with its module.
-    fn planned<O: Operator>(
-        &self,
-        prepared: &Prepared<O>,
-        tensors: &TensorsOf<O>,
-        needs: Needs,
-        spans: Spans,
-    ) -> Result<Last<TensorsOf<O>>, Error> {
+    fn launches<O: Operator>(&self, call: &CheckedCall<O>, spans: &Spans) -> Result<Vec<(Module, Launch)>, Error> {
+        let compiled = &call.compiled;
         let copying = match spans.copies {
             Some(_) => Some(self.modules.copying(&*self.device, |e| self.unbuilt(e))?),
             None => None,
@@ -217,9 +193,9 @@ impl<D: Device + ?Sized> Session<D> {
             scratch: spans.scratch,
             copies: copying.as_ref().map(|(kernels, _)| kernels.clone()).zip(spans.copies),
         };
-        let launches = prepared.executable.launches(tensors, &memory, self.device.multiprocessors());
+        let launches = compiled.executable.launches(&call.tensors, &memory, self.device.multiprocessors());
         let launches = launches.map_err(|e| self.refuse(e))?;
-        let loaded = || prepared.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
+        let loaded = || compiled.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
         let with_module = |launch: Launch| {
             let module = loaded().find(|module| is_of(module, &launch.kernel));
             let module = module.ok_or_else(|| DeviceError::Failed {
@@ -230,8 +206,7 @@ impl<D: Device + ?Sized> Session<D> {
             launch.args.iter().filter_map(span_of_value).try_for_each(|span| self.device.check_memory(span))?;
             Ok((module.clone(), launch))
         };
-        let launches = launches.into_iter().map(with_module).collect::<Result<_, DeviceError>>()?;
-        Ok(Last { tensors: tensors.clone(), needs, spans, launches })
+        Ok(launches.into_iter().map(with_module).collect::<Result<_, DeviceError>>()?)
     }
 
     /// Enqueues forward attention on a stream, without waiting. Writes o, and the LSE if it is given.
@@ -243,7 +218,18 @@ impl<D: Device + ?Sized> Session<D> {
         lse: Option<&mut TensorViewMut<'_>>,
         stream: Stream<'_>,
     ) -> Result<(), Error> {
-        let (problem, id) = (&prepared.problem, self.id());
+        self.run_call(&*self.checked_forward(prepared, inputs, o, lse)?, stream)
+    }
+
+    /// Checks the tensors of forward attention, and enqueues nothing.
+    pub fn checked_forward(
+        &self,
+        prepared: &Prepared<Forward>,
+        inputs: &Inputs<'_>,
+        o: &mut TensorViewMut<'_>,
+        lse: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<Arc<CheckedCall<Forward>>, Error> {
+        let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         check_o(o, problem, Place::Device(id))?;
         let lse = match lse {
@@ -254,8 +240,8 @@ impl<D: Device + ?Sized> Session<D> {
             }
             None => self.unread(4 * problem.lse_dims().count() as u64)?,
         };
-        let tensors = tensors::forward(&bound, o, lse, prepared.options.sinks).map_err(|e| self.misfit(e))?;
-        self.run(prepared, &tensors, stream)
+        let tensors = tensors::forward(&bound, o, lse, prepared.options().sinks).map_err(|e| self.misfit(e))?;
+        Ok(prepared.call(&tensors))
     }
 
     /// Enqueues the gradients of attention on a stream, without waiting.
@@ -267,12 +253,23 @@ impl<D: Device + ?Sized> Session<D> {
         gradients: &mut GradientOutputs<'_>,
         stream: Stream<'_>,
     ) -> Result<(), Error> {
-        let (problem, id) = (&prepared.problem, self.id());
+        self.run_call(&*self.checked_backward(prepared, inputs, saved, gradients)?, stream)
+    }
+
+    /// Checks the tensors of the gradients of attention, and enqueues nothing.
+    pub fn checked_backward(
+        &self,
+        prepared: &Prepared<Backward>,
+        inputs: &Inputs<'_>,
+        saved: &Saved<'_>,
+        gradients: &mut GradientOutputs<'_>,
+    ) -> Result<Arc<CheckedCall<Backward>>, Error> {
+        let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         saved.check_on(problem, Place::Device(id))?;
         gradients.check_on(problem, Place::Device(id))?;
         let tensors = tensors::backward(&bound, saved, gradients).map_err(|e| self.misfit(e))?;
-        self.run(prepared, &tensors, stream)
+        Ok(prepared.call(&tensors))
     }
 
     /// Enqueues C = A B on a stream, without waiting.
@@ -297,7 +294,7 @@ impl<D: Device + ?Sized> Session<D> {
 
     /// Number of blocks that forward attention has recomputed, over all launches of a stream so far.
     pub(super) fn blocks_redone(&self, prepared: &Prepared<Forward>, stream: Stream<'_>) -> Result<u32, DeviceError> {
-        let (device, bytes) = (&*self.device, prepared.executable.plan().counter_bytes());
+        let (device, bytes) = (&*self.device, prepared.executable().plan().counter_bytes());
         let counters = self.workspaces.of(device, stream)?.lock().counters(device, bytes)?;
         let mut word = [0; 4];
         device.download(counters.from(4).first(4), &mut word)?;

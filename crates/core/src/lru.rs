@@ -2,7 +2,7 @@
 
 /// Entries, the most recently used at the front. Lookups compare linearly: there are a few hundred entries, and equal
 /// problems tend to follow each other.
-pub(crate) struct Lru<T> {
+pub struct Lru<T> {
     entries: Vec<T>,
     capacity: usize,
 }
