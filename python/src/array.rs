@@ -2,9 +2,10 @@
 
 use crate::foreign::{self, Speaks};
 use crate::memory::Span;
+use fulgurite::Error;
 use fulgurite_core::tensor::MAX_RANK;
 use fulgurite_core::{DType, TensorView, TensorViewMut};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
@@ -13,6 +14,22 @@ use std::fmt;
 /// A `ValueError` for a mistake of the caller.
 pub fn wrong(text: impl Into<String>) -> PyErr {
     PyValueError::new_err(text.into())
+}
+
+/// Maps mistakes of the caller to `ValueError`, and device failures to `RuntimeError`.
+pub fn refuse(error: Error) -> PyErr {
+    match error {
+        Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
+        _ => wrong(error.to_string()),
+    }
+}
+
+/// Like [`refuse`], for a forward call: the caller knows its result as `out`.
+pub fn refuse_forward(error: Error) -> PyErr {
+    match error {
+        Error::Device(_) => refuse(error),
+        _ => wrong(error.to_string().replace("`o`", "`out`")),
+    }
 }
 
 /// An element type in DLPack's numbering.
@@ -188,6 +205,14 @@ impl Array {
         self.layout.place
     }
 
+    /// Index of the GPU that holds the array.
+    pub fn gpu(&self) -> Option<i32> {
+        match self.layout.place {
+            Place::Cuda(number) => Some(number),
+            _ => None,
+        }
+    }
+
     /// The element type in the library's numbering.
     pub fn element(&self) -> Element {
         self.layout.element
@@ -231,6 +256,14 @@ impl Array {
         Ok((strides, self.layout.address, span.bytes()))
     }
 
+    /// Rejects an array that must not be written, or whose memory is a copy that the caller does not see.
+    pub fn check_writable(&self, arg: &str) -> PyResult<()> {
+        match self.layout.writable {
+            true => Ok(()),
+            false => Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it"))),
+        }
+    }
+
     /// Rejects an address outside host memory: reading it would crash the process.
     fn on_host(&self, arg: &str) -> PyResult<()> {
         match self.layout.place {
@@ -253,9 +286,7 @@ impl Array {
 
     /// A writable tensor view, valid until `self` is dropped at the end of the call.
     pub fn view_mut<'a>(&'a self, arg: &'a str, claims: &mut Claims<'a>) -> PyResult<TensorViewMut<'a>> {
-        if !self.layout.writable {
-            return Err(wrong(format!("`{arg}` is read-only, allowed: memory that may be written; copy it")));
-        }
+        self.check_writable(arg)?;
         self.on_host(arg)?;
         let (strides, span) = self.span(arg)?;
         if let Some((other, _)) = claims.0.iter().find(|(_, claimed)| claimed.overlaps(&span)) {

@@ -3,16 +3,14 @@
 //! This module describes arrays as device tensors and finds the session of their GPU. The session does everything else,
 //! including checks: it makes the checks of the CPU, except those that would read device memory (offsets, lengths, indices).
 
-use crate::array::{Array, Layout, Place, wrong};
-use crate::description::{Description, Known, Role};
-use crate::dispatch::refuse;
+use crate::array::{Array, refuse, refuse_forward, wrong};
+use crate::description::{Description, Role};
 use crate::foreign;
 use fulgurite::gpu::{
-    self, Backward, BackwardOptions, CheckedCall, DeviceSpan, Forward, ForwardOptions, Gpu, Operator, Options,
-    Prepared, ProfileSource, Stream, TensorOperator,
+    self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, ProfileSource, Stream,
+    TensorOperator,
 };
 use fulgurite::{BlockLists, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
-use fulgurite_core::lru::Lru;
 use fulgurite_core::tensor::MAX_RANK;
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,90 +35,6 @@ fn session(number: i32) -> PyResult<Arc<Gpu>> {
     Ok(session)
 }
 
-/// The prepared calls of one problem, each with its GPU.
-#[derive(Default)]
-pub struct PreparedCalls {
-    /// Calls by GPU, element type of the sinks and whether the LSE is read.
-    forward: Entries<ForwardKey, Prepared<Forward>>,
-    /// Calls by GPU and whether the LSE has a gradient.
-    backward: Entries<BackwardKey, Prepared<Backward>>,
-}
-
-/// Prepared calls by key, each with its GPU.
-type Entries<K, T> = Mutex<Vec<(K, Arc<Gpu>, Arc<T>)>>;
-type ForwardKey = (i32, Option<DType>, bool);
-type BackwardKey = (i32, bool);
-
-/// The entry for a key, or a new one from `make`. There are only a few entries per GPU.
-fn found<K: PartialEq, T>(
-    all: &Entries<K, T>,
-    key: K,
-    make: impl FnOnce() -> PyResult<(Arc<Gpu>, Arc<T>)>,
-) -> PyResult<(Arc<Gpu>, Arc<T>)> {
-    let all = || all.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, session, prepared)) = all().iter().find(|(known, ..)| *known == key) {
-        return Ok((session.clone(), prepared.clone()));
-    }
-    let (session, prepared) = make()?;
-    all().push((key, session.clone(), prepared.clone()));
-    Ok((session, prepared))
-}
-
-/// Number of calls of a description that are repeated without checks: the layers of a model.
-const MAX_CALLS: usize = 64;
-
-/// The last calls of a description on GPUs. The arrays of a call determine its problem and the outcome of all checks, so a
-/// call with the same arrays skips them.
-#[derive(Default)]
-pub struct RecentCalls {
-    forward: Recent<Forward>,
-    backward: Recent<Backward>,
-}
-
-/// Calls by their arrays.
-struct Recent<O: Operator>(Mutex<Lru<RecentCall<O>>>);
-
-struct RecentCall<O: Operator> {
-    arrays: Box<[Layout]>,
-    session: Arc<Gpu>,
-    call: Arc<CheckedCall<O>>,
-}
-
-impl<O: Operator> Default for Recent<O> {
-    fn default() -> Self {
-        Recent(Mutex::new(Lru::new(MAX_CALLS)))
-    }
-}
-
-impl<O: Operator> Recent<O> {
-    fn find<'a>(&self, arrays: impl Iterator<Item = &'a Array> + Clone) -> Option<(Arc<Gpu>, Arc<CheckedCall<O>>)> {
-        let mut recent = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |known: &RecentCall<O>| {
-            let mut given = arrays.clone();
-            known.arrays.iter().all(|known| given.next().and_then(Array::own_layout) == Some(known))
-                && given.next().is_none()
-        };
-        recent.find(same).map(|known| (known.session.clone(), known.call.clone()))
-    }
-
-    /// Remembers a call, unless an array of it lives only as long as the call.
-    fn insert<'a>(&self, arrays: impl Iterator<Item = &'a Array>, session: Arc<Gpu>, call: Arc<CheckedCall<O>>) {
-        let arrays = arrays.map(|array| array.own_layout().copied()).collect::<Option<Box<[Layout]>>>();
-        if let Some(arrays) = arrays {
-            let entry = RecentCall { arrays, session, call };
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(entry);
-        }
-    }
-}
-
-/// Index of the GPU that holds an array.
-pub fn number(array: &Array) -> Option<i32> {
-    match array.place() {
-        Place::Cuda(number) => Some(number),
-        _ => None,
-    }
-}
-
 /// An array on a GPU, as a device tensor.
 struct DeviceArray<'a> {
     memory: DeviceSpan,
@@ -133,13 +47,14 @@ struct DeviceArray<'a> {
 impl<'a> DeviceArray<'a> {
     fn new(session: &Gpu, arg: &'a str, array: &'a Array) -> PyResult<DeviceArray<'a>> {
         let (strides, address, bytes) = array.memory(arg)?;
-        let number = number(array).filter(|number| *number == session.id().number as i32);
+        let number = array.gpu().filter(|number| *number == session.id().number as i32);
         if number.is_none() {
             let (got, want) = (array.place(), session.id().number);
             return Err(wrong(format!("`{arg}` is on {got}, `q` on cuda:{want}, allowed: one device")));
         }
-        // SAFETY: the extension's contract (`memory`) holds: the array is on this GPU, as its library says, and the
-        // library does not reuse the memory before work that it later enqueues on the same stream.
+        // SAFETY: the array is on this GPU, as its library says, and the library does not reuse the memory before work that
+        // it later enqueues on the same stream. A remembered call uses the span again only for an array that is alive and
+        // has the same memory.
         let span = unsafe { session.device().memory(address as u64, bytes as u64) };
         let memory = DeviceSpan::new(&**session.device(), span);
         Ok(DeviceArray { memory, arg, array, strides, dtype: array.dtype(arg)? })
@@ -152,6 +67,7 @@ impl<'a> DeviceArray<'a> {
     }
 
     fn view_mut(&self) -> PyResult<TensorViewMut<'_>> {
+        self.array.check_writable(self.arg)?;
         let shape = self.array.shape();
         TensorViewMut::on_device(&self.memory, self.dtype, shape, Some(&self.strides[..shape.len()]))
             .map_err(|e| wrong(format!("`{}`: {e}", self.arg)))
@@ -161,7 +77,7 @@ impl<'a> DeviceArray<'a> {
 /// A call with arrays on a GPU.
 pub struct Call<'a, 'py> {
     pub description: &'a Description,
-    pub known: &'a Arc<Known>,
+    pub problem: &'a Problem,
     /// The object of q; its library gives the current stream.
     pub object: &'a Bound<'py, PyAny>,
     /// q, k and v.
@@ -213,7 +129,7 @@ impl<'a> Call<'a, '_> {
     }
 
     fn number(&self) -> i32 {
-        number(self.rows[0]).expect("bug in fulgurite: q lies on a GPU")
+        self.rows[0].gpu().expect("bug in fulgurite: q lies on a GPU")
     }
 
     fn sinks(&self) -> PyResult<Option<DType>> {
@@ -248,7 +164,7 @@ pub fn apply(
     arrays: &[Array],
     output: &Array,
 ) -> PyResult<()> {
-    let number = number(output).ok_or_else(|| wrong("the output does not lie on a GPU"))?;
+    let number = output.gpu().ok_or_else(|| wrong("the output does not lie on a GPU"))?;
     let session = object.py().detach(|| session(number))?;
     let arrays = operator.inputs.iter().zip(arrays).map(|(arg, array)| DeviceArray::new(&session, arg, array));
     let arrays = arrays.collect::<PyResult<Vec<_>>>()?;
@@ -260,7 +176,7 @@ pub fn apply(
 
 /// Computes o, and the LSE if requested, on the current stream of q's library.
 pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<()> {
-    let &Call { description, known, object, .. } = call;
+    let &Call { description, problem, object, .. } = call;
     let all = call.given().chain([o]).chain(lse);
     let recent = &description.recent_calls.forward;
     if let Some((session, checked)) = recent.find(all.clone()) {
@@ -269,19 +185,18 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
     let (number, sinks) = (call.number(), call.sinks()?);
     let options =
         ForwardOptions { sinks, rescale: description.rescale, config: description.tuning, lse: lse.is_some() };
-    let (session, prepared) = found(&known.prepared.forward, (number, sinks, lse.is_some()), || {
-        object.py().detach(|| {
-            let session = session(number)?;
-            let prepared = session.prepare::<Forward>(&known.problem, &options).map_err(refuse)?;
-            Ok((session, prepared))
-        })
+    let (session, prepared) = object.py().detach(|| -> PyResult<_> {
+        let session = session(number)?;
+        let prepared = session.prepare::<Forward>(problem, &options).map_err(refuse)?;
+        Ok((session, prepared))
     })?;
     let arrays = call.arrays(&session)?;
     let inputs = call.inputs(&arrays)?;
     let o = DeviceArray::new(&session, "out", o)?;
     let lse = lse.map(|lse| DeviceArray::new(&session, "lse", lse)).transpose()?;
     let (mut o, mut lse) = (o.view_mut()?, lse.as_ref().map(DeviceArray::view_mut).transpose()?);
-    let checked = session.checked_forward(&prepared, &inputs, &mut o, lse.as_mut()).map_err(refuse)?;
+    let checked =
+        session.checked_forward(&prepared, &inputs, &mut o, lse.as_mut()).map(Arc::new).map_err(refuse_forward)?;
     on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
     recent.insert(all, session.clone(), checked);
     Ok(())
@@ -313,7 +228,7 @@ pub fn backward(
     names: &[&str],
     gradients: &[Array],
 ) -> PyResult<()> {
-    let &Call { description, known, object, .. } = call;
+    let &Call { description, problem, object, .. } = call;
     let all = call.given().chain([o, lse, d_o]).chain(d_lse).chain(gradients);
     let recent = &description.recent_calls.backward;
     if let Some((session, checked)) = recent.find(all.clone()) {
@@ -321,13 +236,11 @@ pub fn backward(
     }
     let number = call.number();
     let options = BackwardOptions { d_lse: d_lse.is_some(), order: description.order, config: None };
-    let (session, prepared) = found(&known.prepared.backward, (number, d_lse.is_some()), || {
-        object.py().detach(|| {
-            let session = session(number)?;
-            let options = changed(&session, &known.problem, options, description.backward.as_deref())?;
-            let prepared = session.prepare::<Backward>(&known.problem, &options).map_err(refuse)?;
-            Ok((session, prepared))
-        })
+    let (session, prepared) = object.py().detach(|| -> PyResult<_> {
+        let session = session(number)?;
+        let options = changed(&session, problem, options, description.backward.as_deref())?;
+        let prepared = session.prepare::<Backward>(problem, &options).map_err(refuse)?;
+        Ok((session, prepared))
     })?;
     let arrays = call.arrays(&session)?;
     let inputs = call.inputs(&arrays)?;
@@ -341,8 +254,8 @@ pub fn backward(
         .zip(gradients)
         .map(|(name, gradient)| DeviceArray::new(&session, name, gradient))
         .collect::<PyResult<Vec<_>>>()?;
-    let mut outputs = description.gradient_outputs(&known.problem, results.iter().map(DeviceArray::view_mut))?;
-    let checked = session.checked_backward(&prepared, &inputs, &saved, &mut outputs).map_err(refuse)?;
+    let mut outputs = description.gradient_outputs(problem, results.iter().map(DeviceArray::view_mut))?;
+    let checked = session.checked_backward(&prepared, &inputs, &saved, &mut outputs).map(Arc::new).map_err(refuse)?;
     on_stream(&session, object, number, |stream| session.run_call(&checked, stream))?;
     recent.insert(all, session.clone(), checked);
     Ok(())

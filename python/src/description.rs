@@ -14,9 +14,9 @@
 //! ```
 
 use crate::array::{Array, wrong};
-use crate::cuda::{self, PreparedCalls, RecentCalls};
 use crate::expression;
-use fulgurite::gpu::{BackwardConfig, ForwardConfig, Order, ProfileSource};
+use crate::recent::RecentCalls;
+use fulgurite::gpu::{BackwardConfig, DECODE_ROWS, ForwardConfig, Order, ProfileSource};
 use fulgurite::{
     BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
 };
@@ -84,13 +84,7 @@ impl Role {
 }
 
 /// Number of problems that are kept for one description; the least recently used one is dropped first.
-const MAX_KNOWN: usize = 512;
-
-/// A problem, and the calls that were prepared for it on GPUs.
-pub struct Known {
-    pub problem: Problem,
-    pub prepared: PreparedCalls,
-}
+const MAX_PROBLEMS: usize = 512;
 
 /// A parsed description, its engine, and the problems that were built for it so far.
 #[pyclass(frozen)]
@@ -116,7 +110,7 @@ pub struct Description {
     /// Upper bounds of the lengths of packed queries and keys, if the caller gave them.
     longest: [Option<usize>; 2],
     /// The problems of the last calls, by the types and shapes of their arrays.
-    recent: Mutex<Lru<(Vec<usize>, Arc<Known>)>>,
+    recent: Mutex<Lru<(Vec<usize>, Arc<Problem>)>>,
     /// The last calls on GPUs.
     pub recent_calls: RecentCalls,
 }
@@ -209,7 +203,7 @@ impl Description {
             backward,
             order: settings.order,
             longest,
-            recent: Mutex::new(Lru::new(MAX_KNOWN)),
+            recent: Mutex::new(Lru::new(MAX_PROBLEMS)),
             recent_calls: RecentCalls::default(),
         })
     }
@@ -259,7 +253,7 @@ impl Description {
     }
 
     /// The problem of these arrays and this description, built on first use.
-    pub fn known(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Known>> {
+    pub fn problem(&self, [q, k, v]: [&Array; 3], extras: &[Array]) -> PyResult<Arc<Problem>> {
         let packed = self.packed(q, k, extras)?;
         let type_word = |array: &Array| {
             let element = array.element();
@@ -269,13 +263,12 @@ impl Description {
         let words = arrays.flat_map(|array| std::iter::once(type_word(array)).chain(array.shape().iter().copied()));
         let words = words.chain(packed.iter().flat_map(|packed| [packed.batch, packed.max_q, packed.max_k]));
         let mut recent = self.recent.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some((_, known)) = recent.find(|(key, _)| key.iter().copied().eq(words.clone())) {
-            return Ok(known.clone());
+        if let Some((_, problem)) = recent.find(|(key, _)| key.iter().copied().eq(words.clone())) {
+            return Ok(problem.clone());
         }
-        let problem = self.build([q, k, v], extras, packed)?;
-        let known = Arc::new(Known { problem, prepared: PreparedCalls::default() });
-        recent.insert((words.collect(), known.clone()));
-        Ok(known)
+        let problem = Arc::new(self.build([q, k, v], extras, packed)?);
+        recent.insert((words.collect(), problem.clone()));
+        Ok(problem)
     }
 
     /// Sizes of a packed batch, read from its offsets; `None` for a dense batch.
@@ -284,7 +277,7 @@ impl Description {
         match (find(Role::CuQ), find(Role::CuK)) {
             (None, None) => Ok(None),
             // Offsets on a device are not read back.
-            (Some(cu_q), Some(_)) if cuda::number(q).is_some() => {
+            (Some(cu_q), Some(_)) if q.gpu().is_some() => {
                 let rows = |array: &Array| array.shape().first().copied().unwrap_or(0);
                 let batch = cu_q.shape().first().copied().unwrap_or(0).saturating_sub(1);
                 let (total_q, total_k) = (rows(q), rows(k));
@@ -306,20 +299,15 @@ impl Description {
     /// Upper bounds of the lengths of packed sequences on a GPU; `group` is the number of query heads per key/value
     /// head.
     ///
-    /// The caller's bound of the queries chooses the decode kernel, whose tile holds all queries of a group of heads.
-    /// The bound is raised to the whole tile, so that a sequence longer than the caller said stays inside the tile's
-    /// memory. The totals remain the bounds if the group does not divide the tile, or if there are modifiers, whose
-    /// indices are planned from the lengths.
+    /// The caller's bound of the queries counts if they are few enough for the decode kernel. The totals remain the bounds
+    /// of all other calls, which gain nothing from less, and of modifiers, whose indices are planned from the lengths.
     fn bounds(&self, [total_q, total_k]: [usize; 2], group: usize) -> [usize; 2] {
-        /// Rows per tile of the decode kernel.
-        const TILE: usize = 64;
         if self.roles.iter().any(|role| matches!(role, Role::Aux { .. } | Role::Blocks(_))) {
             return [total_q, total_k];
         }
         let [q, k] = self.longest;
-        let fits = |q: &usize| group > 0 && TILE.is_multiple_of(group) && q.saturating_mul(group) <= TILE;
-        let max_q = q.filter(fits).map_or(total_q, |_| (TILE / group).min(total_q));
-        [max_q, k.map_or(total_k, |k| k.min(total_k))]
+        let decodes = |q: &usize| q.saturating_mul(group.max(1)) <= DECODE_ROWS as usize;
+        [q.filter(decodes).map_or(total_q, |q| q.min(total_q)), k.map_or(total_k, |k| k.min(total_k))]
     }
 
     fn build(&self, [q, k, v]: [&Array; 3], extras: &[Array], packed: Option<Packed>) -> PyResult<Problem> {

@@ -3,15 +3,14 @@
 //! Arrays in host memory go to the engine that the description names. A call with arrays on a GPU branches off to
 //! `cuda`, with the same description and the same arrays.
 
-use crate::array::{Array, Claims, Place, fresh, wrong};
+use crate::array::{Array, Claims, Place, fresh, refuse, refuse_forward, wrong};
 use crate::blocks;
 use crate::cuda;
-use crate::description::{Description, GradientFields, Known, Role};
+use crate::description::{Description, GradientFields, Role};
 use fulgurite::{
-    BlockMask, Choice, DType, Error, Forward, Gradients, Inputs, Outputs, Run, Saved, Tensor, TensorViewMut,
+    BlockMask, Choice, DType, Forward, Gradients, Inputs, Outputs, Problem, Run, Saved, Tensor, TensorViewMut,
 };
 use fulgurite_core::compare::{self, Verdict};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -22,14 +21,6 @@ thread_local! {
     static LSE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Maps mistakes of the caller to `ValueError`, and device failures to `RuntimeError`.
-pub fn refuse(error: Error) -> PyErr {
-    match error {
-        Error::Device(_) => PyRuntimeError::new_err(error.to_string()),
-        _ => wrong(error.to_string()),
-    }
-}
-
 /// The arrays of a call.
 pub struct Call<'a> {
     description: &'a Description,
@@ -37,7 +28,7 @@ pub struct Call<'a> {
     k: Array,
     v: Array,
     extras: Vec<Array>,
-    known: Arc<Known>,
+    problem: Arc<Problem>,
     blocks: Option<BlockMask>,
 }
 
@@ -56,16 +47,16 @@ impl<'a> Call<'a> {
         let pairs = description.roles.iter().zip(extras);
         let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
         one_place(("q", &q), [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
-        if cuda::number(&q).is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
+        if q.gpu().is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
             let (place, choice) = (q.place(), description.choice);
             return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
         }
-        let known = description.known([&q, &k, &v], &extras)?;
+        let problem = description.problem([&q, &k, &v], &extras)?;
         let blocks = match q.place() {
-            Place::Host => blocks::from_lists(description, &known.problem, &extras)?,
+            Place::Host => blocks::from_lists(description, &problem, &extras)?,
             _ => None,
         };
-        Ok(Call { description, q, k, v, extras, known, blocks })
+        Ok(Call { description, q, k, v, extras, problem, blocks })
     }
 
     fn inputs<'b>(&'b self, claims: &mut Claims<'b>) -> PyResult<Inputs<'b>> {
@@ -96,7 +87,7 @@ impl<'a> Call<'a> {
     }
 
     fn engine_forward(&self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> PyResult<()> {
-        self.description.engine.forward_into(&self.known.problem, inputs, outputs, &Run::default()).map_err(refuse)
+        self.description.engine.forward_into(&self.problem, inputs, outputs, &Run::default()).map_err(refuse_forward)
     }
 
     /// Seconds that the engine takes for `times` calls; the work around it is done once.
@@ -120,7 +111,7 @@ impl<'a> Call<'a> {
         match lse {
             Some(lse) => run(&inputs, &mut Outputs { o, lse: lse.view_mut("lse", &mut claims)? }),
             None => LSE.with_borrow_mut(|room| {
-                let shape = self.known.problem.lse_shape();
+                let shape = self.problem.lse_shape();
                 let need = shape.iter().product();
                 if room.len() < need {
                     room.resize(need, 0.0);
@@ -133,13 +124,13 @@ impl<'a> Call<'a> {
 
     /// This call for arrays on a GPU; `object` is the object of q.
     fn on_gpu<'b, 'py>(&'b self, object: &'b Bound<'py, PyAny>) -> cuda::Call<'b, 'py> {
-        let Call { description, q, k, v, extras, known, .. } = self;
-        cuda::Call { description, known, object, rows: [q, k, v], extras }
+        let Call { description, q, k, v, extras, problem, .. } = self;
+        cuda::Call { description, problem, object, rows: [q, k, v], extras }
     }
 
     /// For each result of backward: its name, its shape, and whether it is f32 regardless of q.
     pub fn gradients(&self) -> Vec<(String, Vec<usize>, bool)> {
-        let problem = &self.known.problem;
+        let problem = &self.problem;
         let rows = [("d_q", problem.q_shape()), ("d_k", problem.k_shape()), ("d_v", problem.v_shape())];
         let mut all: Vec<_> = rows.into_iter().map(|(name, shape)| (name.to_string(), shape, false)).collect();
         for (role, array) in self.description.roles.iter().zip(&self.extras) {
@@ -152,7 +143,7 @@ impl<'a> Call<'a> {
 
     /// Compares o, and the LSE if it is given, with the oracle, by the tolerance rule.
     pub fn judge_forward(&self, o: &Array, lse: Option<&Array>) -> PyResult<Vec<(String, Verdict)>> {
-        let (problem, mut claims) = (&self.known.problem, Claims::default());
+        let (problem, mut claims) = (&self.problem, Claims::default());
         let inputs = self.inputs(&mut claims)?;
         let bound = inputs.bind(problem).map_err(|e| refuse(e.into()))?;
         let o = tensor("o", o, problem.dtype(), &problem.o_shape(), &mut claims)?;
@@ -175,7 +166,7 @@ impl<'a> Call<'a> {
     ) -> PyResult<Vec<(String, Verdict)>> {
         let want = self.gradients();
         count(&want, gradients)?;
-        let (problem, mut claims) = (&self.known.problem, Claims::default());
+        let (problem, mut claims) = (&self.problem, Claims::default());
         let inputs = self.inputs(&mut claims)?;
         let bound = inputs.bind(problem).map_err(|e| refuse(e.into()))?;
         let [o, lse, d_o] = saved;
@@ -201,7 +192,7 @@ impl<'a> Call<'a> {
         count(&want, gradients)?;
         let names = || want.iter().map(|(name, ..)| name.as_str());
         let [Some(o), Some(lse), Some(d_o), d_lse] = saved else { return Err(wrong("`o`, `lse` or `d_o` is missing")) };
-        if cuda::number(&self.q).is_some() {
+        if self.q.gpu().is_some() {
             let names: Vec<&str> = names().collect();
             return cuda::backward(&self.on_gpu(q), [o, lse, d_o], d_lse, &names, gradients);
         }
@@ -217,10 +208,10 @@ impl<'a> Call<'a> {
                 d_lse: d_lse.map(|array| array.view("d_lse", &mut claims)).transpose()?,
             };
             let views = names().zip(gradients).map(|(name, array)| array.view_mut(name, &mut claims));
-            let mut results = self.description.gradient_outputs(&self.known.problem, views)?;
+            let mut results = self.description.gradient_outputs(&self.problem, views)?;
             self.description
                 .engine
-                .backward_into(&self.known.problem, &inputs, &saved, &mut results, &Run::default())
+                .backward_into(&self.problem, &inputs, &saved, &mut results, &Run::default())
                 .map_err(refuse)
         })
     }
@@ -294,8 +285,8 @@ pub fn forward(
 ) -> PyResult<(Py<PyAny>, Option<Py<PyAny>>)> {
     let py = qkv[0].py();
     let call = Call::new(description, qkv, extras)?;
-    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.known.problem.o_shape(), false)?) } else { None };
-    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.known.problem.lse_shape(), true)?) } else { None };
+    let made = if out.is_none() { Some(fresh(qkv[0], &call.q, &call.problem.o_shape(), false)?) } else { None };
+    let made_lse = if want_lse { Some(fresh(qkv[0], &call.q, &call.problem.lse_shape(), true)?) } else { None };
     let o = match (out, &made) {
         (Some(out), _) => Array::read("out", out)?,
         (None, Some(made)) => Array::of_result("out", made.object(py))?,

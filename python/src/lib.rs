@@ -19,6 +19,7 @@ mod memory;
 mod neighbors;
 mod operators;
 mod read;
+mod recent;
 
 use pyo3::prelude::*;
 

@@ -1,8 +1,8 @@
 //! Operators over whole tensors, called by name: on a GPU where the arrays lie there, else by definition or on the simulator.
 
-use crate::array::{Array, Claims, fresh, wrong};
+use crate::array::{Array, Claims, fresh, refuse, wrong};
 use crate::cuda;
-use crate::dispatch::{one_place, refuse};
+use crate::dispatch::one_place;
 use fulgurite::gpu::{Session, Tables, TensorOperator, TensorType, tensor_operators};
 use fulgurite::sim::{Options, Sim};
 use fulgurite::{DType, Tensor, TensorViewMut};
@@ -34,7 +34,7 @@ pub fn apply(py: Python<'_>, name: &str, objects: &[Bound<'_, PyAny>], engine: &
         return Err(wrong(format!("`{name}` has no inputs")));
     };
     one_place((operator.inputs[0], first), names().zip(&arrays).skip(1))?;
-    let on_gpu = cuda::number(first).is_some();
+    let on_gpu = first.gpu().is_some();
     let engines: &[&str] = if on_gpu { &["best", "cuda"] } else { &["best", "oracle", "sim"] };
     if !engines.contains(&engine) {
         let (place, allowed) = (first.place(), engines.join(", "));

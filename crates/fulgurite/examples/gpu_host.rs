@@ -59,13 +59,15 @@ fn run() -> Result<(), Box<dyn Error>> {
     let bare = || Ok(device.launch(&module, launch.grid, &launch.args, Stream::default())?);
     let shape = [batch, len, heads, dim].map(|n| n as usize);
     let spans: Vec<DeviceSpan> = memory.iter().map(|buffer| DeviceSpan::of(&**device, buffer)).collect();
-    let whole = || {
+    let check = || -> Result<_, Box<dyn Error>> {
         let view = |i: usize| TensorView::on_device(&spans[i], DType::Bf16, &shape, None);
         let inputs = Inputs::new(view(0)?, view(1)?, view(2)?);
         let mut o = TensorViewMut::on_device(&spans[3], DType::Bf16, &shape, None)?;
-        Ok(gpu.forward(&prepared, &inputs, &mut o, None, Stream::default())?)
+        Ok(gpu.checked_forward(&prepared, &inputs, &mut o, None)?)
     };
-    let ready = || Ok(gpu.run(&prepared, &tensors, Stream::default())?);
+    let checked = check()?;
+    let whole = || Ok(gpu.run_call(&check()?, Stream::default())?);
+    let ready = || Ok(gpu.run_call(&checked, Stream::default())?);
     println!("{}, medians of {rounds} rounds of {CALLS} calls", gpu.name());
     // Twice each, in turn: the first round of all pays for what is made once.
     for _ in 0..2 {

@@ -18,6 +18,9 @@ use fulgurite_ptx::{BuildError, Kernel, Target};
 use fulgurite_sim::{Architecture, Sim};
 use std::sync::Arc;
 
+/// The machine that is explained: attention kernels exist for Hopper.
+const TARGET: Target = Target::HOPPER;
+
 /// How attention on a problem, or its gradients, runs on Hopper.
 #[derive(Debug, Clone)]
 pub struct Explained {
@@ -57,7 +60,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
     let plan = ForwardPlan::by_table(&problem, None, table).map_err(refuse)?;
-    let kernel = plan.kernel(Target::HOPPER).map_err(unbuilt)?;
+    let kernel = plan.kernel(TARGET).map_err(unbuilt)?;
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
     let (tile, cut, why) = match plan.decode_config() {
@@ -65,8 +68,8 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
             [ROWS, config.cols],
             format!("cols={} depth={} whole={}", config.cols, config.depth, config.whole),
             format!(
-                "{rows} rows of queries ({q_len} x {group} heads of a group) fit one tile: few queries, whose keys are split \
-                 over blocks by a rule of their number alone"
+                "{rows} rows of queries ({q_len} x {group} heads of a group) fit one tile: decode. Keys are split over CTAs; \
+                 the split depends on their number alone"
             ),
         ),
         None => {
@@ -108,18 +111,18 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
 pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> Result<Explained, Error> {
     let [batch, q_len, k_len] = sizes;
     let problem = builder.clone().dense(batch, q_len, k_len).build()?;
-    let plan = BackwardPlan::by_table(&problem, false, Order::Any, &tables.backward).map_err(refuse)?;
-    let kernels = plan.kernels(Target::HOPPER).map_err(unbuilt)?;
+    let plan = BackwardPlan::by_table(&problem, (false, Order::Any), &tables.backward, TARGET.arch).map_err(refuse)?;
+    let kernels = plan.kernels(TARGET).map_err(unbuilt)?;
     let (config, longest) = (plan.config(), problem.head_dim().max(problem.value_dim()));
     let shares = match config.share {
         Share::Keys => "warpgroups share the keys of a tile and keep whole rows of d_k and d_v",
         Share::Columns => {
-            "warpgroups share the columns of d_k, d_v and d_q, whose whole rows and what else is kept take \
-                           more registers than one has"
+            "warpgroups share the columns of d_k, d_v and d_q, because whole rows need more registers than one \
+                           warpgroup has"
         }
         Share::Pairs => {
-            "warpgroups share the columns of d_k and d_v, and a pair of blocks those of d_q, over the keys of both: half \
-                           as much is added to its sums"
+            "warpgroups share the columns of d_k and d_v, and a pair of CTAs those of d_q, over the keys of both, which \
+                           halves the d_q traffic"
         }
     };
     let adds = match config.adds {
@@ -133,8 +136,8 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     let row_bytes = 2 * (2 * problem.value_dim() + problem.head_dim()) + 2 * 4 * problem.head_dim();
     // Parts of d_k and d_v are written and read once.
     let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64 + 2.0 * plan.head_part_bytes() as f64;
-    let h200 = Architecture::H200;
-    let around_seconds = bytes / (h200.global_bytes * f64::from(h200.arch.sms) * h200.gigahertz * 1e9);
+    let gpu = Architecture::of(&TARGET.arch);
+    let around_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
         cut: config.to_string(),
@@ -188,8 +191,8 @@ fn origin<T: TileConfig>(config: T, table: &ConfigTable<T>, head_dim: usize, key
 
 /// Seconds of the busiest unit for this many blocks.
 fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
-    let (busiest, h200) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::H200);
-    busiest * blocks as f64 / f64::from(h200.arch.sms) / (h200.gigahertz * 1e9)
+    let (busiest, gpu) = (units.first().map_or(0.0, |(_, cycles)| *cycles), Architecture::of(&TARGET.arch));
+    busiest * blocks as f64 / f64::from(gpu.arch.sms) / (gpu.gigahertz * 1e9)
 }
 
 /// Number of key blocks that some row of a tile sees, over all tiles.
@@ -259,7 +262,8 @@ fn step_units(
     let k_len = TILES * config.keys() as usize;
     let cycles = |q_len: usize| {
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
-        let plan = BackwardPlan::by_table(&small, false, Order::Any, &tables.backward).map_err(refuse)?;
+        let plan =
+            BackwardPlan::by_table(&small, (false, Order::Any), &tables.backward, TARGET.arch).map_err(refuse)?;
         let steps = plan.with_config(config).steps_of_tiles();
         // Zeros instead of forward's LSE make the sums of p wrong, but the work is the same.
         let [o, d_o] =
@@ -295,7 +299,7 @@ fn simulated(
     let mut inputs = Inputs::new(q.view(), k.view(), v.view());
     inputs.aux = problem.aux().iter().zip(&aux).map(|(spec, tensor)| (&spec.name[..], tensor.view())).collect();
     call(&engine, &inputs)?;
-    Ok(Architecture::H200.cycles(&sim.counts_of(kernel)))
+    Ok(Architecture::of(&TARGET.arch).cycles(&sim.counts_of(kernel)))
 }
 
 /// The cost of one more block for each unit, the busiest unit first.
@@ -323,7 +327,7 @@ mod tests {
             let builder = Problem::builder().heads(heads[0], heads[1]).head_dim(head_dim).dtype(DType::Bf16);
             let problem = builder.mask(Mask::causal()).dense(4, 2048, 2048).build().unwrap();
             let table = ConfigTable::of(BackwardConfig::hopper(head_dim as u32).changed(text).unwrap());
-            let plan = BackwardPlan::by_table(&problem, false, Order::Any, &table).unwrap();
+            let plan = BackwardPlan::by_table(&problem, (false, Order::Any), &table, TARGET.arch).unwrap();
             heads_of_tiles(&problem, &plan)
         };
         assert_eq!(said([8, 8], 64, ""), "");

@@ -17,6 +17,7 @@ pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
 // Sessions, operators and their options.
 pub use crate::device::{CheckedCall, DeviceSpan, Prepared, Session};
 pub use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Pack, Share};
+pub use fulgurite_kernels::attention::decode::ROWS as DECODE_ROWS;
 pub use fulgurite_kernels::attention::forward::plan::{ConfigError, ConfigRow, ConfigTable, ForwardConfig, TileConfig};
 pub use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};

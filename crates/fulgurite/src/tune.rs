@@ -5,7 +5,7 @@
 //! built-in configuration are timed alternately, with and without a causal mask.
 
 use crate::Error;
-use crate::device::{OnDevice, Prepared, Session};
+use crate::device::{CheckedCall, OnDevice, Session, TensorsOf};
 use crate::engine::{Engine, Run};
 use crate::profile::{Pass, Profile, ProfileError, Tables, Tried};
 use fulgurite_core::random::Rng;
@@ -15,7 +15,7 @@ use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::attention::forward::plan::{
     ConfigRow, ConfigTable, DeviceTensor, ForwardConfig, ForwardPlan, NoKernel, Tensors,
 };
-use fulgurite_kernels::operator::{Backward, Executable, Forward, Operator, Plan};
+use fulgurite_kernels::operator::{Backward, Forward, Operator};
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Span, Stream};
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
@@ -196,9 +196,6 @@ pub trait Raced: Pass {
     fn is_right(engine: &dyn Engine, problem: &Problem, inputs: &Inputs<'_>, d_o: &Tensor) -> bool;
 }
 
-/// Addresses of the tensors of an operator's call.
-type TensorsOf<O> = <<<O as Operator>::Plan as Plan>::Executable as Executable>::Tensors;
-
 impl Raced for ForwardConfig {
     type Operator = Forward;
     const ROWS: usize = 4;
@@ -286,8 +283,7 @@ pub struct Race<T: Raced> {
 /// A problem prepared with one tile configuration, and its tensors.
 struct Contender<O: Operator> {
     session: Session<dyn Device>,
-    prepared: Arc<Prepared<O>>,
-    tensors: TensorsOf<O>,
+    call: CheckedCall<O>,
 }
 
 impl<T: Raced> Race<T> {
@@ -378,7 +374,7 @@ impl<T: Raced> Race<T> {
     {
         let session = Session::new(self.device.clone(), tables);
         let prepared = session.prepare::<O>(problem, &O::Options::default()).ok()?;
-        Some(Contender { session, prepared, tensors })
+        Some(Contender { session, call: CheckedCall::new(prepared, tensors) })
     }
 
     fn race(&self, others: &[Contender<T::Operator>; 2]) -> Result<f64, TuneError> {
@@ -400,10 +396,10 @@ impl<T: Raced> Race<T> {
 
     /// Seconds of one call, over `count` calls in a row.
     fn time<O: Operator>(&self, contender: &Contender<O>, count: usize) -> Result<f64, TuneError> {
-        let Contender { session, prepared, tensors } = contender;
+        let Contender { session, call } = contender;
         let mut work = || {
             (0..count).try_for_each(|_| {
-                session.run(prepared, tensors, Stream::default()).map_err(|e| match e {
+                session.run_call(call, Stream::default()).map_err(|e| match e {
                     Error::Device(e) => e,
                     other => DeviceError::Failed { call: "tune", what: other.to_string() },
                 })

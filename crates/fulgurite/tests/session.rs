@@ -8,9 +8,9 @@ use fulgurite::{
     BlockLists, DType, Error, GradientOutputs, Inputs, Mask, Problem, ProblemBuilder, Saved, Tensor, TensorView,
     TensorViewMut, engine,
 };
-use fulgurite_core::InputError;
 use fulgurite_core::compare::check_forward;
 use fulgurite_core::random::Rng;
+use fulgurite_core::{InputError, Packed};
 use fulgurite_cuda::fake::{self, books};
 use fulgurite_ptx::device::{Buffer, Device};
 use fulgurite_sim::Sim;
@@ -181,6 +181,61 @@ fn strides_that_the_kernel_cannot_take_are_copied() {
     let inputs = Inputs::new(q, call.view(1), call.view(2));
     call.forward(&session, &inputs, Stream::default()).unwrap();
     assert_eq!(books(|books| books.seen.len()), 2, "the copy, and the kernel");
+}
+
+/// Offsets on the device give sequences more queries than the problem says. The decode kernel stays inside its workspace,
+/// which the simulator checks, and the rows within the bound are right.
+#[test]
+fn packed_sequences_longer_than_their_bound_stay_in_the_workspace() {
+    for (q_heads, kv_heads) in [(16, 2), (14, 2), (3, 1)] {
+        let sim = Arc::new(Sim::default());
+        let session = Session::new(sim.clone(), Tables::default());
+        let packed = Packed { batch: 3, total_q: 60, total_k: 3000, max_q: 1, max_k: 2900 };
+        let problem = Problem::builder().packed_sizes(packed).heads(q_heads, kv_heads).head_dim(64).dtype(DType::Bf16);
+        let problem = problem.build().unwrap();
+        let mut rng = Rng::new(9);
+        let mut draw =
+            |shape: &[usize]| Tensor::from_f64(DType::Bf16, &rng.normals(shape.iter().product(), 1.0), shape).unwrap();
+        let host = [problem.q_shape(), problem.k_shape(), problem.v_shape()].map(|shape| draw(&shape));
+        let words = |tensor: &Tensor| -> Vec<u8> {
+            tensor.as_slice::<half::bf16>().unwrap().iter().flat_map(|x| x.to_le_bytes()).collect()
+        };
+        let call = Call::new(&*sim, problem.clone());
+        for (held, tensor) in call.rows.iter().zip(&host) {
+            sim.upload(held.0.span(), &words(tensor)).unwrap();
+        }
+        // One sequence as promised, one of 58 queries, one of one query.
+        let offsets = [[0i32, 1, 59, 60], [0, 50, 2950, 3000]];
+        let cu = [held(&*sim, 16), held(&*sim, 16)];
+        for (held, offsets) in cu.iter().zip(offsets) {
+            let words: Vec<u8> = offsets.iter().flat_map(|x| x.to_le_bytes()).collect();
+            sim.upload(held.0.span(), &words).unwrap();
+        }
+        let view = |i: usize| TensorView::on_device(&cu[i].0, DType::I32, &[4], None).unwrap();
+        let mut inputs = call.inputs();
+        (inputs.cu_seqlens_q, inputs.cu_seqlens_k) = (Some(view(0)), Some(view(1)));
+        let prepared = session.prepare::<Forward>(&problem, &ForwardOptions::default()).unwrap();
+        session.forward(&prepared, &inputs, &mut call.o(), None, Stream::default()).unwrap();
+        let mut all = vec![0; bytes(&problem.o_shape(), DType::Bf16) as usize];
+        sim.download(call.rows[3].0.span().first(all.len() as u64), &mut all).unwrap();
+        // The first sequence: one query over 50 keys.
+        let alone = Problem::builder().dense(1, 1, 50).heads(q_heads, kv_heads).head_dim(64).dtype(DType::Bf16);
+        let alone = alone.build().unwrap();
+        let first = |tensor: &Tensor, rows: usize, heads: usize| {
+            let values = tensor.as_slice::<half::bf16>().unwrap()[..rows * heads * 64].to_vec();
+            Tensor::new(values, &[1, rows, heads, 64]).unwrap()
+        };
+        let [q, k, v] = [first(&host[0], 1, q_heads), first(&host[1], 50, kv_heads), first(&host[2], 50, kv_heads)];
+        let own = Inputs::new(q.view(), k.view(), v.view());
+        let o: Vec<half::bf16> =
+            all[..q_heads * 64 * 2].chunks_exact(2).map(|pair| half::bf16::from_le_bytes([pair[0], pair[1]])).collect();
+        let bound = own.bind(&alone).unwrap();
+        let lse = fulgurite_core::oracle::forward(&bound).to_forward(&alone).unwrap().lse;
+        let got = fulgurite::Forward { o: Tensor::new(o, &alone.o_shape()).unwrap(), lse };
+        for (name, verdict) in check_forward(&bound, &got, 1) {
+            assert!(verdict.ok(), "{q_heads}/{kv_heads} {name}: {verdict}");
+        }
+    }
 }
 
 /// A captured call uses memory of its own and holds its kernels, and its graph can be replayed.

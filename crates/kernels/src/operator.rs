@@ -20,7 +20,7 @@ use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
 use crate::tensor_type::TensorRefusal;
 use fulgurite_core::{DType, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Span};
-use fulgurite_ptx::{BuildError, Kernel, Number, Target};
+use fulgurite_ptx::{BuildError, Kernel, Number, Target, TensorUnit};
 use std::fmt::Debug;
 use std::sync::Arc;
 use thiserror::Error;
@@ -116,11 +116,11 @@ pub struct Memory {
     pub copies: Option<(Copying, Span)>,
 }
 
-/// Attention kernels exist for Hopper only.
+/// Attention kernels multiply by `wgmma`.
 fn check_target(target: Target) -> Result<(), NoKernel> {
-    match target.sm() {
-        90 => Ok(()),
-        other => Err(NoKernel { feature: format!("kernels for sm_{other} (it has them for sm_90)") }),
+    match target.arch.tensor {
+        TensorUnit::Wgmma => Ok(()),
+        _ => Err(NoKernel { feature: format!("kernels for sm_{} (it has them for sm_90)", target.sm()) }),
     }
 }
 
@@ -275,12 +275,12 @@ impl Operator for Backward {
         target: Target,
         tables: &Tables,
     ) -> Result<BackwardPlan, Refusal> {
-        let plan = BackwardPlan::by_table(problem, options.d_lse, options.order, &tables.backward)?;
         check_target(target)?;
-        Ok(match options.config {
-            Some(config) => plan.with_config(config),
-            None => plan,
-        })
+        let pass = (options.d_lse, options.order);
+        let plan = BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?;
+        let Some(config) = options.config else { return Ok(plan) };
+        plan.takes(&config)?;
+        Ok(plan.with_config(config))
     }
 }
 

@@ -249,6 +249,29 @@ fn gradients_of_modified_scores_assemble() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Block masks whose blocks are whole steps, with masks in partial blocks from none to four conditions.
+#[test]
+fn gradients_of_block_masks_assemble() {
+    let Some(assembler) = assembler() else { return };
+    let mut wrong = Vec::new();
+    for (d, own) in [(64, false), (96, true), (128, false), (128, true), (256, true)] {
+        let blocks = BlockSpec { rows: 128, cols: 128, batch: 1 + usize::from(own), heads: if own { 4 } else { 1 } };
+        let base = || Problem::builder().dense(2, 640, 700).heads(4, 2).head_dim(d).block_mask(blocks);
+        let near = (expr::q() - expr::k()).less(100) | expr::k().less(expr::batch() * 7 + 5);
+        for problem in [
+            base(),
+            base().mask(Mask::causal()),
+            base().mask(Mask::documents().and(Mask::causal())),
+            base().mask(Mask::documents().and(Mask::causal()).and(Mask::custom(near))),
+            base().mask(Mask::documents().and(Mask::causal())).softcap(30.0),
+        ] {
+            wrong.extend(gradients(&assembler, problem, Order::Any));
+        }
+        wrong.extend(gradients(&assembler, base().mask(Mask::documents().and(Mask::causal())), Order::Fixed));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn odd_head_dimensions_assemble() {
     let Some(assembler) = assembler() else { return };

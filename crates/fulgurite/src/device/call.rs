@@ -4,21 +4,39 @@ use fulgurite_kernels::operator::{Executable, Needs, Operator, Plan};
 use fulgurite_ptx::device::{Launch, Module, Span};
 use std::sync::{Arc, Mutex};
 
-pub(super) type ExecutableOf<O> = <<O as Operator>::Plan as Plan>::Executable;
-pub(super) type TensorsOf<O> = <ExecutableOf<O> as Executable>::Tensors;
+pub(crate) type ExecutableOf<O> = <<O as Operator>::Plan as Plan>::Executable;
+/// Addresses and shapes of the tensors of a call.
+pub(crate) type TensorsOf<O> = <ExecutableOf<O> as Executable>::Tensors;
 
-/// A problem with its plan and its compiled kernels.
-pub(super) struct Compiled<O: Operator> {
-    pub problem: O::Problem,
-    pub options: O::Options,
-    pub executable: ExecutableOf<O>,
-    pub modules: Vec<Module>,
+/// A problem that is planned and compiled for a device.
+pub struct Prepared<O: Operator> {
+    pub(super) problem: O::Problem,
+    pub(super) options: O::Options,
+    pub(super) executable: ExecutableOf<O>,
+    pub(super) modules: Vec<Module>,
+}
+
+impl<O: Operator> Prepared<O> {
+    /// The problem of the call.
+    pub fn problem(&self) -> &O::Problem {
+        &self.problem
+    }
+
+    /// The options of the call.
+    pub fn options(&self) -> &O::Options {
+        &self.options
+    }
+
+    /// The plan with its kernels.
+    pub fn executable(&self) -> &ExecutableOf<O> {
+        &self.executable
+    }
 }
 
 /// A call whose tensors fit its problem, with its launches. [`Session::run_call`](super::Session::run_call) enqueues it
 /// again without checking the tensors again.
 pub struct CheckedCall<O: Operator> {
-    pub(super) compiled: Arc<Compiled<O>>,
+    pub(super) prepared: Arc<Prepared<O>>,
     pub(super) tensors: TensorsOf<O>,
     pub(super) needs: Needs,
     /// The launches of the last run; `None` before the first.
@@ -26,9 +44,10 @@ pub struct CheckedCall<O: Operator> {
 }
 
 impl<O: Operator> CheckedCall<O> {
-    pub(super) fn new(compiled: Arc<Compiled<O>>, tensors: TensorsOf<O>) -> CheckedCall<O> {
-        let needs = compiled.executable.needs(&tensors);
-        CheckedCall { compiled, tensors, needs, planned: Mutex::default() }
+    /// A call with these tensors, which the caller has checked.
+    pub(crate) fn new(prepared: Arc<Prepared<O>>, tensors: TensorsOf<O>) -> CheckedCall<O> {
+        let needs = prepared.executable.needs(&tensors);
+        CheckedCall { prepared, tensors, needs, planned: Mutex::default() }
     }
 }
 

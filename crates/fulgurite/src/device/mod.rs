@@ -1,7 +1,7 @@
 //! Operators on a device: one session plans, compiles, provides memory and launches, on a GPU and on the simulator.
 //!
 //! ```text
-//! session    prepare(problem, options) -> Prepared; run(prepared, tensors, stream); attention over core tensors
+//! session    prepare(problem, options) -> Prepared; checked_forward(prepared, tensors) -> CheckedCall; run_call
 //! call       a call whose tensors were checked: it is repeated without checks
 //! modules    compiled kernels, by the plans that share them
 //! workspace  counters, scratch memory and copies for launches that follow each other
@@ -20,7 +20,8 @@ mod tensors;
 mod transfer;
 mod workspace;
 
-pub use call::CheckedCall;
+pub(crate) use call::TensorsOf;
+pub use call::{CheckedCall, Prepared};
 pub use memory::DeviceSpan;
-pub use session::{Prepared, Session};
+pub use session::Session;
 pub(crate) use transfer::OnDevice;

@@ -1,9 +1,9 @@
 //! A session: a device with its compiled kernels, prepared calls and workspaces.
 //!
-//! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A prepared call also
-//! remembers its last [`CheckedCall`], because most calls repeat the previous one.
+//! It has two caches: problem -> prepared call (here), and plan -> compiled kernels (`modules`). A [`CheckedCall`] keeps its
+//! launches: a program that repeats a call keeps it.
 
-use super::call::{CheckedCall, Compiled, ExecutableOf, PlannedLaunches, Spans, TensorsOf};
+use super::call::{CheckedCall, PlannedLaunches, Prepared, Spans};
 use super::modules::{Modules, is_of};
 use super::tensors::{self, Misfit};
 use super::workspace::{WorkspaceGuard, Workspaces};
@@ -56,38 +56,6 @@ pub struct Session<D: Device + ?Sized> {
     device: Arc<D>,
 }
 
-/// A problem that is planned and compiled for a device.
-pub struct Prepared<O: Operator> {
-    compiled: Arc<Compiled<O>>,
-    last: Mutex<Option<Arc<CheckedCall<O>>>>,
-}
-
-impl<O: Operator> Prepared<O> {
-    /// The problem of the call.
-    pub fn problem(&self) -> &O::Problem {
-        &self.compiled.problem
-    }
-
-    /// The options of the call.
-    pub fn options(&self) -> &O::Options {
-        &self.compiled.options
-    }
-
-    /// The plan with its kernels.
-    pub fn executable(&self) -> &ExecutableOf<O> {
-        &self.compiled.executable
-    }
-
-    /// The call with these tensors: the last one if it had the same.
-    fn call(&self, tensors: &TensorsOf<O>) -> Arc<CheckedCall<O>> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*last {
-            Some(call) if call.tensors == *tensors => call.clone(),
-            _ => last.insert(Arc::new(CheckedCall::new(self.compiled.clone(), tensors.clone()))).clone(),
-        }
-    }
-}
-
 impl<D: Device + ?Sized> Session<D> {
     /// A session on a device, with these tile configurations.
     pub fn new(device: Arc<D>, tables: Tables) -> Session<D> {
@@ -135,23 +103,13 @@ impl<D: Device + ?Sized> Session<D> {
         let plan = self.plan::<O>(problem, options)?;
         let (kernels, modules) = self.modules.get(&*self.device, &plan, |e| self.unbuilt(e))?;
         let (problem, options) = (problem.clone(), options.clone());
-        let compiled = Compiled { problem, options, executable: plan.with_kernels(kernels), modules };
-        let prepared = Arc::new(Prepared { compiled: Arc::new(compiled), last: Mutex::default() });
+        let prepared = Arc::new(Prepared { problem, options, executable: plan.with_kernels(kernels), modules });
         all().insert(Box::new(prepared.clone()));
         Ok(prepared)
     }
 
-    /// Enqueues the launches of a call on a stream, without waiting. Everything is checked before the first launch.
-    pub fn run<O: Operator>(
-        &self,
-        prepared: &Prepared<O>,
-        tensors: &TensorsOf<O>,
-        stream: Stream<'_>,
-    ) -> Result<(), Error> {
-        self.run_call(&prepared.call(tensors), stream)
-    }
-
-    /// Enqueues the launches of a checked call on a stream, without waiting.
+    /// Enqueues the launches of a checked call on a stream, without waiting. Everything else is checked before the first
+    /// launch.
     pub fn run_call<O: Operator>(&self, call: &CheckedCall<O>, stream: Stream<'_>) -> Result<(), Error> {
         let workspace = self.workspaces.of(&*self.device, stream)?;
         let mut guard = workspace.lock();
@@ -183,7 +141,7 @@ impl<D: Device + ?Sized> Session<D> {
 
     /// The launches of a call, each checked and paired with its module.
     fn launches<O: Operator>(&self, call: &CheckedCall<O>, spans: &Spans) -> Result<Vec<(Module, Launch)>, Error> {
-        let compiled = &call.compiled;
+        let prepared = &call.prepared;
         let copying = match spans.copies {
             Some(_) => Some(self.modules.copying(&*self.device, |e| self.unbuilt(e))?),
             None => None,
@@ -193,9 +151,9 @@ impl<D: Device + ?Sized> Session<D> {
             scratch: spans.scratch,
             copies: copying.as_ref().map(|(kernels, _)| kernels.clone()).zip(spans.copies),
         };
-        let launches = compiled.executable.launches(&call.tensors, &memory, self.device.multiprocessors());
+        let launches = prepared.executable.launches(&call.tensors, &memory, self.device.multiprocessors());
         let launches = launches.map_err(|e| self.refuse(e))?;
-        let loaded = || compiled.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
+        let loaded = || prepared.modules.iter().chain(copying.iter().flat_map(|(_, modules)| modules));
         let with_module = |launch: Launch| {
             let module = loaded().find(|module| is_of(module, &launch.kernel));
             let module = module.ok_or_else(|| DeviceError::Failed {
@@ -212,23 +170,23 @@ impl<D: Device + ?Sized> Session<D> {
     /// Enqueues forward attention on a stream, without waiting. Writes o, and the LSE if it is given.
     pub fn forward(
         &self,
-        prepared: &Prepared<Forward>,
+        prepared: &Arc<Prepared<Forward>>,
         inputs: &Inputs<'_>,
         o: &mut TensorViewMut<'_>,
         lse: Option<&mut TensorViewMut<'_>>,
         stream: Stream<'_>,
     ) -> Result<(), Error> {
-        self.run_call(&*self.checked_forward(prepared, inputs, o, lse)?, stream)
+        self.run_call(&self.checked_forward(prepared, inputs, o, lse)?, stream)
     }
 
     /// Checks the tensors of forward attention, and enqueues nothing.
     pub fn checked_forward(
         &self,
-        prepared: &Prepared<Forward>,
+        prepared: &Arc<Prepared<Forward>>,
         inputs: &Inputs<'_>,
         o: &mut TensorViewMut<'_>,
         lse: Option<&mut TensorViewMut<'_>>,
-    ) -> Result<Arc<CheckedCall<Forward>>, Error> {
+    ) -> Result<CheckedCall<Forward>, Error> {
         let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         check_o(o, problem, Place::Device(id))?;
@@ -241,40 +199,40 @@ impl<D: Device + ?Sized> Session<D> {
             None => self.unread(4 * problem.lse_dims().count() as u64)?,
         };
         let tensors = tensors::forward(&bound, o, lse, prepared.options().sinks).map_err(|e| self.misfit(e))?;
-        Ok(prepared.call(&tensors))
+        Ok(CheckedCall::new(prepared.clone(), tensors))
     }
 
     /// Enqueues the gradients of attention on a stream, without waiting.
     pub fn backward(
         &self,
-        prepared: &Prepared<Backward>,
+        prepared: &Arc<Prepared<Backward>>,
         inputs: &Inputs<'_>,
         saved: &Saved<'_>,
         gradients: &mut GradientOutputs<'_>,
         stream: Stream<'_>,
     ) -> Result<(), Error> {
-        self.run_call(&*self.checked_backward(prepared, inputs, saved, gradients)?, stream)
+        self.run_call(&self.checked_backward(prepared, inputs, saved, gradients)?, stream)
     }
 
     /// Checks the tensors of the gradients of attention, and enqueues nothing.
     pub fn checked_backward(
         &self,
-        prepared: &Prepared<Backward>,
+        prepared: &Arc<Prepared<Backward>>,
         inputs: &Inputs<'_>,
         saved: &Saved<'_>,
         gradients: &mut GradientOutputs<'_>,
-    ) -> Result<Arc<CheckedCall<Backward>>, Error> {
+    ) -> Result<CheckedCall<Backward>, Error> {
         let (problem, id) = (prepared.problem(), self.id());
         let bound = inputs.bind_on(problem, id)?;
         saved.check_on(problem, Place::Device(id))?;
         gradients.check_on(problem, Place::Device(id))?;
         let tensors = tensors::backward(&bound, saved, gradients).map_err(|e| self.misfit(e))?;
-        Ok(prepared.call(&tensors))
+        Ok(CheckedCall::new(prepared.clone(), tensors))
     }
 
     /// Enqueues C = A B on a stream, without waiting.
     pub fn product(&self, gemm: &Gemm, matrices: [Matrix; 3], stream: Stream<'_>) -> Result<(), Error> {
-        self.run(&*self.prepare::<Product>(gemm, &())?, &matrices, stream)
+        self.run_call(&CheckedCall::new(self.prepare::<Product>(gemm, &())?, matrices), stream)
     }
 
     /// Memory for an LSE that the caller does not read; several launches may write it concurrently.

@@ -1,5 +1,6 @@
 //! Operators over whole tensors on a session: tensors of its device, or host tensors that are copied there and back.
 
+use super::call::CheckedCall;
 use super::memory::span_of;
 use super::session::Session;
 use super::transfer::Copied;
@@ -29,7 +30,7 @@ impl<D: Device + ?Sized> Session<D> {
         }
         let inputs = operator.inputs.iter().zip(inputs).map(|(arg, view)| self.operand(arg, view));
         let call = Call { inputs: inputs.collect::<Result<_, _>>()?, output: self.operand("output", &output)? };
-        self.run(&prepared, &call, stream)
+        self.run_call(&CheckedCall::new(prepared, call), stream)
     }
 
     /// [`apply`](Self::apply) on host tensors: copies them to the device, waits, and copies the result back.

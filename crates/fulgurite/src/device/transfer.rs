@@ -378,9 +378,9 @@ mod tests {
     use super::*;
     use fulgurite_core::cases::{self, Case};
     use fulgurite_core::compare::check_backward;
-    use fulgurite_core::expr::Coverage;
+    use fulgurite_core::expr::{Coverage, k, q};
     use fulgurite_core::random::Rng;
-    use fulgurite_core::{BlockMask, BlockSpec, DType, Gradients, Layout, Tensor, oracle};
+    use fulgurite_core::{BlockMask, BlockSpec, DType, Gradients, Layout, Mask, Tensor, oracle};
     use fulgurite_kernels::attention::backward::plan::BackwardPlan;
     use fulgurite_sim::{Options, Sim};
     use std::collections::BTreeSet;
@@ -470,11 +470,12 @@ mod tests {
         assert_eq!(d_v([1.0, large, 1.0, -large]), 0.0);
     }
 
-    /// Gradients under a random block mask with `heads` lists for 4 query heads and 2 key/value heads. Returns the
-    /// exponentials of the main kernel in tiles of a step and 64 keys, and how many tiles the ranges of the mask have.
-    fn tiles_under_a_block_mask(seed: u64, heads: usize, order: Order) -> [u64; 2] {
+    /// Gradients under a random block mask with `heads` lists for 4 query heads and 2 key/value heads, and a mask in partial
+    /// blocks. Returns the exponentials of the main kernel in tiles of a step and 64 keys, and how many tiles the ranges of
+    /// the mask have.
+    fn tiles_under_a_block_mask([rows, cols]: [usize; 2], seed: u64, heads: usize, order: Order) -> [u64; 2] {
         let mut rng = Rng::new(seed);
-        let spec = BlockSpec { rows: 48, cols: 80, batch: 1, heads };
+        let spec = BlockSpec { rows, cols, batch: 1, heads };
         let len = 330;
         let blocks = spec.blocks(len, len);
         // A few blocks in a window that differs from row to row, some of them with holes, some rows empty.
@@ -482,10 +483,12 @@ mod tests {
             let first = rng.range(0..blocks[1]) as i32;
             (first..blocks[1].min(first as usize + 3) as i32).filter(|_| rng.chance(0.7)).collect()
         };
-        let full: Vec<Vec<i32>> = (0..heads * blocks[0]).map(|_| lists(&mut rng)).collect();
-        let mask = BlockMask::new(spec, blocks, vec![Vec::new(); full.len()], full).unwrap();
+        let all: Vec<Vec<i32>> = (0..heads * blocks[0]).map(|_| lists(&mut rng)).collect();
+        let (partial, full): (Vec<Vec<i32>>, Vec<Vec<i32>>) =
+            all.into_iter().map(|list| list.into_iter().partition(|_| rng.chance(0.5))).unzip();
+        let mask = BlockMask::new(spec, blocks, partial, full).unwrap();
         let problem = Problem::builder().dense(1, len, len).heads(4, 2).head_dim(64).dtype(DType::Bf16);
-        let problem = problem.block_mask(spec).build().unwrap();
+        let problem = problem.mask(Mask::custom(((q() * 3 + k()) % 5).less(3))).block_mask(spec).build().unwrap();
         let mut drawn = |shape: Vec<usize>| {
             let values: Vec<f64> = (0..shape.iter().product()).map(|_| rng.normal()).collect();
             Tensor::from_f64(DType::Bf16, &values, &shape).unwrap()
@@ -532,11 +535,15 @@ mod tests {
     /// fixed order it computes all of them.
     #[test]
     fn gradients_skip_what_a_block_mask_hides() {
-        let [computed, expected] = tiles_under_a_block_mask(1, 1, Order::Any);
-        assert_eq!(computed, expected, "lists that heads share");
-        let [all, _] = tiles_under_a_block_mask(1, 1, Order::Fixed);
+        // Blocks that are whole steps, and blocks that are not.
+        for (block, seed) in [([48, 80], 1), ([64, 128], 2)] {
+            let [computed, expected] = tiles_under_a_block_mask(block, seed, 1, Order::Any);
+            assert_eq!(computed, expected, "{block:?}, lists that heads share");
+            let [computed, expected] = tiles_under_a_block_mask(block, seed, 4, Order::Any);
+            assert_eq!(computed, expected, "{block:?}, lists of each head");
+        }
+        let [computed, _] = tiles_under_a_block_mask([64, 64], 1, 1, Order::Any);
+        let [all, _] = tiles_under_a_block_mask([64, 64], 1, 1, Order::Fixed);
         assert!(all > computed, "{all} and {computed}");
-        let [computed, expected] = tiles_under_a_block_mask(2, 4, Order::Any);
-        assert_eq!(computed, expected, "lists of each head");
     }
 }

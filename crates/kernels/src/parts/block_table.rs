@@ -1,7 +1,8 @@
 //! The table of a block mask: the kind of each block (hidden 0, partial 1, full 2), made from the lists.
 //!
-//! Two kernels look up the block of each element: forward attention whose tile sizes do not divide the blocks, and
-//! backward attention, which iterates from keys to queries while the lists go from queries to keys.
+//! Forward attention looks up the block of each element if its tile sizes do not divide the blocks. Backward attention
+//! iterates from keys to queries while the lists go from queries to keys: it looks up the block of each step, or of each
+//! element if blocks are not whole steps.
 
 use crate::params::{Bindings, Params, Program};
 use crate::parts::arguments::DeviceBlockLists;
@@ -87,17 +88,36 @@ pub(crate) fn launch(kernel: &Arc<Kernel>, lists: DeviceBlockLists, shape: &[usi
     bindings.launch(kernel.clone(), [rows as u32, 1, 1], &TableCall { to, lists, columns: columns as u32 })
 }
 
-/// The mask of a problem whose blocks no tile size divides: a program that looks up the block of each element. Adds the
-/// table to the auxiliary tensors.
-pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> expr::Program {
+/// The kind of a block as an expression over the table, which joins the auxiliary tensors.
+fn kind(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> Expr {
     let [q_blocks, k_blocks] = spec.blocks(problem.max_q_len(), problem.max_k_len());
     let shape = vec![spec.batch, spec.heads, q_blocks, k_blocks];
     aux.push(AuxSpec { name: COVERAGE.into(), dtype: DType::I32, shape, grad: false });
     let shared = |n: usize, index: Expr| if n == 1 { 0.into() } else { index };
     let at = [shared(spec.batch, batch()), shared(spec.heads, head()), q() / spec.rows as i32, k() / spec.cols as i32];
-    let coverage = load(COVERAGE, at);
-    let partial = coverage.clone().equals(1);
+    load(COVERAGE, at)
+}
+
+fn compiled(expr: &Expr, aux: &[AuxSpec], ty: Type) -> expr::Program {
+    expr::Program::compile(expr, aux, ty).unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
+}
+
+/// The mask of a problem whose blocks no tile size divides: a program that looks up the block of each element. Adds the
+/// table to the auxiliary tensors.
+pub(crate) fn covered(problem: &Problem, spec: BlockSpec, aux: &mut Vec<AuxSpec>) -> expr::Program {
+    let kind = kind(problem, spec, aux);
+    let partial = kind.clone().equals(1);
     let partial = problem.mask().expr().map_or(partial.clone(), |mask| partial & mask);
-    expr::Program::compile(&(coverage.equals(2) | partial), aux, Type::Bool)
-        .unwrap_or_else(|e| panic!("bug in fulgurite: the mask of blocks: {e}"))
+    compiled(&(kind.equals(2) | partial), aux, Type::Bool)
+}
+
+/// A block mask in two programs, for tiles that lie in one block each: the kind of the block, and the mask of partial blocks
+/// if there is one. Adds the table to the auxiliary tensors.
+pub(crate) fn by_block(
+    problem: &Problem,
+    spec: BlockSpec,
+    aux: &mut Vec<AuxSpec>,
+) -> (expr::Program, Option<expr::Program>) {
+    let kind = kind(problem, spec, aux);
+    (compiled(&kind, aux, Type::Int), problem.mask().expr().map(|mask| compiled(&mask, aux, Type::Bool)))
 }

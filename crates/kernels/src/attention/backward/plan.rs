@@ -23,14 +23,14 @@ use crate::attention::backward::{
 use crate::attention::forward::plan::NoKernel;
 use crate::configs::ConfigTable;
 use crate::params::{Bindings, Program};
-use crate::parts::block_table::{self, covered};
+use crate::parts::block_table::{self, by_block, covered};
 use crate::parts::mask::Spans;
 use crate::parts::repack::{Copies, Copying};
 use crate::parts::schedule::Ragged;
 pub(crate) use deal::Deal;
 use facts::Facts;
 use fulgurite_core::mask::Span as MaskSpan;
-use fulgurite_core::{DType, Exp, Layout, Mask, Precision, Problem};
+use fulgurite_core::{BlockSpec, DType, Exp, Layout, Mask, Precision, Problem};
 use fulgurite_ptx::device::{Plan, Span};
 use fulgurite_ptx::{Arch, BuildError, Half, Kernel, Number, Pair, Target, Word, bf16, f16};
 use schedule::Schedule;
@@ -44,6 +44,8 @@ const UNIT: usize = 8;
 const MOST: usize = 256;
 /// Up to this many queries, longer steps waste more at the edges of a mask than they save.
 const SHORT: usize = 2048;
+/// Blocks of a mask that are multiples of this in both directions consist of whole steps and whole tiles of a warpgroup.
+const STEP: usize = 64;
 /// A row coordinate past every tensor: the copy engine reads zeros there.
 const OUTSIDE: u64 = 1 << 30;
 
@@ -102,19 +104,19 @@ impl Kernels {
 impl BackwardPlan {
     /// The plan of a problem, with built-in configurations. `d_lse`: its LSE has a gradient.
     pub fn new(problem: &Problem, d_lse: bool, order: Order) -> Result<BackwardPlan, NoKernel> {
-        BackwardPlan::by_table(problem, d_lse, order, &ConfigTable::default())
+        BackwardPlan::by_table(problem, (d_lse, order), &ConfigTable::default(), Arch::SM_90A)
     }
 
     /// The plan of a problem, with configurations of the main kernel from a table. The table is for sequences of equal length
     /// and scores without modifiers. Other problems keep more in registers and have built-in configurations.
     pub fn by_table(
         problem: &Problem,
-        d_lse: bool,
-        order: Order,
+        (d_lse, order): (bool, Order),
         table: &ConfigTable<BackwardConfig>,
+        arch: Arch,
     ) -> Result<BackwardPlan, NoKernel> {
         let missing = |feature: String| Err(NoKernel { feature });
-        let facts = facts_of(problem, d_lse, order)?;
+        let facts = facts_of(problem, (d_lse, order), arch)?;
         let config = config_of(problem, &facts.features, table)?;
         let plan = BackwardPlan { schedule: Schedule::new(&facts, config), facts };
         // The prepare kernel counts threads, and parts of rows of eight elements, in 32 bits.
@@ -133,6 +135,17 @@ impl BackwardPlan {
             ));
         }
         Ok(plan)
+    }
+
+    /// Refuses a configuration whose steps are not in one block each, if the kernel looks up blocks by steps.
+    pub fn takes(&self, config: &BackwardConfig) -> Result<(), NoKernel> {
+        let by_steps = self.facts.features.modifiers.modifiers.block_kind.is_some();
+        match self.facts.blocks.filter(|_| by_steps) {
+            Some(BlockSpec { rows, .. }) if !rows.is_multiple_of(config.rows as usize) => {
+                Err(NoKernel { feature: format!("blocks of {rows} queries with tile configuration `{config}`") })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// This plan with another configuration, which must fit the problem's head dims. [`config`](Self::config) is the
@@ -288,7 +301,7 @@ fn parts<C: 'static>(program: Option<Result<Program<C>, BuildError>>) -> Result<
 }
 
 /// The facts of a problem, or why there is no kernel for it.
-fn facts_of(problem: &Problem, d_lse: bool, order: Order) -> Result<Facts, NoKernel> {
+fn facts_of(problem: &Problem, (d_lse, order): (bool, Order), arch: Arch) -> Result<Facts, NoKernel> {
     let missing = |feature: String| Err(NoKernel { feature });
     let number = match problem.dtype() {
         DType::Bf16 => Number::Bf16,
@@ -320,11 +333,19 @@ fn facts_of(problem: &Problem, d_lse: bool, order: Order) -> Result<Facts, NoKer
     // Without scores there is nothing to modify or to mask. Auxiliary tensors may be empty then; none is read.
     let has_scores = problem.batch() > 0 && problem.max_q_len() > 0 && problem.max_k_len() > 0;
     let blocks = problem.blocks().filter(|_| has_scores);
+    let mut block_kind = None;
     if let Some(spec) = blocks {
-        (mask, rest) = (Mask::none(), Some(covered(problem, spec, &mut aux)));
+        mask = Mask::none();
+        (block_kind, rest) = match spec.rows.is_multiple_of(STEP) && spec.cols.is_multiple_of(STEP) {
+            true => {
+                let (kind, mask) = by_block(problem, spec, &mut aux);
+                (Some(kind), mask)
+            }
+            false => (None, Some(covered(problem, spec, &mut aux))),
+        };
     }
     let modifiers = match has_scores {
-        true => ModifierGradients::of(problem, rest.as_ref(), &aux, order)?,
+        true => ModifierGradients::of(problem, (rest.as_ref(), block_kind), &aux, order)?,
         false => ModifierGradients::zeros(problem),
     };
     Ok(Facts {
@@ -333,8 +354,7 @@ fn facts_of(problem: &Problem, d_lse: bool, order: Order) -> Result<Facts, NoKer
         layout,
         heads: [problem.q_heads() as u64, problem.kv_heads() as u64],
         scale: problem.scale(),
-        // The main kernel is Hopper's alone.
-        arch: Arch::SM_90A,
+        arch,
         has_sinks: problem.has_sinks(),
         blocks,
         aux_shapes: aux.into_iter().map(|spec| spec.shape).collect(),

@@ -71,9 +71,15 @@ impl DecodePlan {
             Layout::Dense { batch, .. } => batch,
             Layout::Packed(p) => p.batch,
         } as u64;
-        let rows = q_len * (self.heads[0] / self.heads[1].max(1));
+        let group = self.heads[0] / self.heads[1].max(1);
+        let rows = q_len * group;
         let tiles = rows.div_ceil(ROWS.into()).max(1);
-        let room = rows.min(ROWS.into());
+        // Offsets on the device may give a packed sequence more queries than the caller said, up to a whole tile.
+        let most_rows = match self.layout {
+            Layout::Packed(p) => p.total_q as u64 * group,
+            Layout::Dense { .. } => rows,
+        };
+        let room = most_rows.min(ROWS.into());
         let ragged = self.features.ragged.any();
         let visible = match ragged {
             true => Visible { first: 0, count: k_len },
@@ -116,10 +122,8 @@ impl DecodePlan {
     /// Tiles whose splits one CTA computes: whole rounds, which keep all SMs busy for equally long. The remaining tiles are
     /// handed out by splits, unless they nearly fill a round themselves.
     fn whole(&self, counts: &Counts, multiprocessors: u64) -> u64 {
-        /// In a ragged batch, a long sequence keeps its CTA busy for longer. Only many rounds balance that.
-        const UNEQUAL_ROUNDS: u64 = 8;
         let (rounds, rest) = (counts.all / multiprocessors, counts.all % multiprocessors);
-        let enough = if self.features.ragged.any() { UNEQUAL_ROUNDS } else { 1 };
+        let enough = self.balancing_rounds();
         match self.config.whole && counts.splits > 1 {
             true if rest * 10 >= multiprocessors * 9 && rounds + 1 >= enough => counts.all,
             true if rounds >= enough => rounds * multiprocessors,
@@ -127,9 +131,33 @@ impl DecodePlan {
         }
     }
 
+    /// Rounds of whole tiles that keep SMs busy for equally long. A sequence that is longer than the mean keeps its CTA busy for
+    /// longer, and only many rounds balance that. The offsets are on the device, but the totals bound how unequal they are:
+    /// if all sequences together have as many keys as the longest of them times the batch, all are equal.
+    fn balancing_rounds(&self) -> u64 {
+        /// Measured with lengths between 1 and the longest.
+        const UNEQUAL_ROUNDS: u64 = 8;
+        match self.layout {
+            _ if !self.features.ragged.any() => 1,
+            Layout::Packed(p) if !self.features.ragged.used_k => {
+                let longest = (p.batch * p.max_k).max(1) as u64;
+                let missing = longest.saturating_sub(p.total_k as u64);
+                (2 * UNEQUAL_ROUNDS * missing).div_ceil(longest).clamp(1, UNEQUAL_ROUNDS)
+            }
+            _ => UNEQUAL_ROUNDS,
+        }
+    }
+
     /// Number of CTAs in the grid. All heads of a key are adjacent in memory, which reads them faster together. So the
     /// heads of a sequence run together, unless that takes one more round or leaves SMs idle that had work.
+    ///
+    /// Splits of unequal sequences need an odd grid. The number of splits is a power of two, and only long sequences have the
+    /// last ones: in an even grid, a CTA would get splits of few numbers, or always of the same.
     fn together(&self, counts: &Counts, multiprocessors: u64) -> u64 {
+        let unequal = self.features.ragged.any() && counts.all / multiprocessors < self.balancing_rounds();
+        if unequal && counts.splits > 1 {
+            return (multiprocessors - 1) | 1;
+        }
         let sequence = counts.tiles * self.heads[1];
         let whole = multiprocessors / sequence.max(1) * sequence;
         let as_soon = whole > 0 && counts.all.div_ceil(whole) == counts.all.div_ceil(multiprocessors);

@@ -8,7 +8,7 @@ mod evaluate;
 mod modify;
 
 pub use evaluate::Tanh;
-pub use modify::{Function, Modify};
+pub use modify::{BlockKind, Function, Modify};
 
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceAux;
@@ -26,6 +26,9 @@ pub struct Modifiers {
     pub score: Option<Program>,
     /// The part of the mask that is not an interval of keys.
     pub mask: Option<Program>,
+    /// The kind of the block that a tile lies in (0 hidden, 1 partial, 2 full), for a block mask whose blocks are whole
+    /// tiles. The mask then holds in partial blocks only.
+    pub block_kind: Option<Program>,
     /// Type and number of axes of each auxiliary tensor.
     pub aux: Vec<(DType, usize)>,
     /// Whether sums of a few lengths may need more bits than the mantissa of a float has.
@@ -43,6 +46,7 @@ impl Modifiers {
         Modifiers {
             score: score.cloned(),
             mask: mask.cloned(),
+            block_kind: None,
             aux,
             long: longest > SHORT as usize,
             mixed_heads: false,
@@ -52,7 +56,12 @@ impl Modifiers {
 
     /// Whether there is no modifier.
     pub fn is_empty(&self) -> bool {
-        self.score.is_none() && self.mask.is_none()
+        self.score.is_none() && !self.hides()
+    }
+
+    /// Whether single elements may be hidden.
+    pub fn hides(&self) -> bool {
+        self.mask.is_some() || self.block_kind.is_some()
     }
 
     /// Whether a modifier loads from an auxiliary tensor for each score.
@@ -71,6 +80,10 @@ impl Modifiers {
         let weigh = |program: Option<&Program>| program.map_or(Weight::default(), |program| self.weight(program));
         let (score, slope, mask) = (weigh(self.score.as_ref()), weigh(derivative), weigh(self.mask.as_ref()));
         match (&self.score, &self.mask) {
+            // A mask of partial blocks is evaluated where fewer values are live.
+            (None, _) if self.block_kind.is_some() => {
+                mask.within(Weight { kept: 6, steps: 12, tangents: 0, axes: 2, heavy: 8 })
+            }
             (None, _) => mask.within(Weight { kept: 3, steps: 3, tangents: 0, axes: 2, heavy: 0 }),
             (Some(_), None) => {
                 let most = Weight { kept: 5, steps: 12, tangents: 1, axes: 0, heavy: 0 };

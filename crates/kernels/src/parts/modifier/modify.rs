@@ -13,6 +13,7 @@ pub struct Modify<'a, 'k> {
     parameters: &'a Parameters<'k>,
     score: Option<Running<'k>>,
     mask: Option<Running<'k>>,
+    block_kind: Option<Running<'k>>,
     /// Factor of the scores before the modifier.
     scale: Val<'k, f32>,
     /// Approximation of tanh where it need not be exact.
@@ -32,7 +33,8 @@ impl<'a, 'k> Modify<'a, 'k> {
         // Constant factors are folded into the scale, unless the backward pass needs the derivative.
         let fold = !modifiers.transposed;
         let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers));
-        let mask = modifiers.mask.as_ref().map(|program| Running::new(w, program, false, modifiers));
+        let running = |program: &Program| Running::new(w, program, false, modifiers);
+        let (mask, block_kind) = (modifiers.mask.as_ref().map(running), modifiers.block_kind.as_ref().map(running));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
         let bent = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends));
         let polynomial = bent.filter(|_| tanh == Tanh::Polynomial).map(|_| {
@@ -45,12 +47,16 @@ impl<'a, 'k> Modify<'a, 'k> {
             });
             (coefficients, w.var(scale.recip() * TANH_BOUND))
         });
-        Modify { parameters, score, mask, scale, tanh, polynomial }
+        Modify { parameters, score, mask, block_kind, scale, tanh, polynomial }
     }
 
     /// Computes the values that are constant over a tile.
     pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
-        self.score.iter().chain(&self.mask).for_each(|running| running.set(w, self.parameters, place));
+        self.score
+            .iter()
+            .chain(&self.mask)
+            .chain(&self.block_kind)
+            .for_each(|running| running.set(w, self.parameters, place));
     }
 
     /// The scores of a block, modified on their way into the exponents by fast paths. If the block needs a mask
@@ -87,6 +93,38 @@ impl<'a, 'k> Modify<'a, 'k> {
         changer.change(At { row, col: 0, score: Some([raw, self.scale]) }, raw, full)
     }
 
+    /// The kind of the block that holds a tile, whose first column is `key` of the sequence.
+    pub fn block_kind(&self, w: &Scope<'k, Group>, key: Val<'k, i32>) -> Option<BlockKind<'k>> {
+        let running = self.block_kind.as_ref()?;
+        let (parameters, place, quick, known) = (self.parameters, None, None, HashMap::new());
+        let mut evaluation = Evaluation { w, running, parameters, place, key: Some(key), quick, known };
+        let last = running.analysed.program.steps().len() - 1;
+        Some(BlockKind(evaluation.step(last, At { row: 0, col: 0, score: None }).int()))
+    }
+
+    /// Modifies the scores of a tile that starts at `key` of the sequence and lies in a block of this kind. The mask is
+    /// evaluated in partial blocks only.
+    pub fn apply_in_block<A: RowView<'k>>(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &A,
+        key: Val<'k, i32>,
+        BlockKind(kind): BlockKind<'k>,
+    ) {
+        let key = key + A::first_col(w).to_i32();
+        let at = |i: usize, x| At { row: A::row_of(i), col: A::col_of(i), score: Some([x, self.scale]) };
+        let mut changer = Changer { mask: None, ..Changer::new(self, w, key) };
+        if self.score.is_some() {
+            s.elements().enumerate().for_each(|(i, x)| s.set(i, changer.change(at(i, x), x, None)));
+        }
+        w.when(kind.ne(BlockKind::FULL), |w| {
+            let (mut changer, partial) = (Changer::new(self, w, key), kind.eq(BlockKind::PARTIAL));
+            for (i, x) in s.elements().enumerate() {
+                s.set(i, partial.select(changer.hide(at(i, x), x, None), f32::NEG_INFINITY));
+            }
+        });
+    }
+
     /// Modifies the scores of the block that starts at `key` of the sequence. The mask is ignored in a block that is
     /// known to be `full`.
     pub fn apply<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
@@ -99,6 +137,15 @@ impl<'a, 'k> Modify<'a, 'k> {
             s.set(i, changer.change(at, x, full));
         }
     }
+}
+
+/// The kind of a block of a block mask, read from its table.
+#[derive(Clone, Copy)]
+pub struct BlockKind<'k>(Val<'k, i32>);
+
+impl BlockKind<'_> {
+    const PARTIAL: i32 = 1;
+    const FULL: i32 = 2;
 }
 
 /// Another program over scores and indices in the compute role, such as a derivative.

@@ -31,18 +31,20 @@ pub enum RegisterPressure {
 }
 
 impl ModifierGradients {
-    /// The modifiers of a problem. `rest` is the part of its mask that is not a span.
+    /// The modifiers of a problem. `rest` is the part of its mask that is not a span, and `block_kind` that of
+    /// [`Modifiers`].
     pub(crate) fn of(
         problem: &Problem,
-        rest: Option<&Program>,
+        (rest, block_kind): (Option<&Program>, Option<Program>),
         aux: &[AuxSpec],
         order: Order,
     ) -> Result<ModifierGradients, NoKernel> {
-        if problem.score_program().is_none() && rest.is_none() {
+        let longest = problem.max_q_len().max(problem.max_k_len());
+        let plain = Modifiers::new(problem.score_program(), rest, aux, longest);
+        let modifiers = Modifiers { transposed: true, block_kind, ..plain };
+        if modifiers.is_empty() {
             return Ok(ModifierGradients::default());
         }
-        let longest = problem.max_q_len().max(problem.max_k_len());
-        let modifiers = Modifiers { transposed: true, ..Modifiers::new(problem.score_program(), rest, aux, longest) };
         let by_score = |gradient: &AuxGradient| gradient.at.iter().any(|index| index.reads(Index::Score));
         if problem.aux_gradients().iter().any(by_score) {
             return Err(NoKernel { feature: "gradients of auxiliary tensors that scores are indices of".into() });

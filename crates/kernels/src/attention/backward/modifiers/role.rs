@@ -5,7 +5,7 @@ use crate::attention::backward::d_q::service::Log;
 use crate::attention::backward::modifiers::{ModifierGradients, is_one};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params};
-use crate::parts::modifier::{AuxArgs, Function, Modify, Parameters, Place, Tanh};
+use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Place, Tanh};
 use fulgurite_core::expr::Program;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
@@ -89,7 +89,7 @@ impl<'k> ModifierParams<'k> {
 
     /// Whether a mask hides single elements.
     pub fn hides(&self) -> bool {
-        self.modifiers.modifiers.mask.is_some()
+        self.modifiers.modifiers.hides()
     }
 
     /// The modifiers in a compute role.
@@ -146,12 +146,36 @@ impl<'k> ModifierRole<'_, 'k> {
         self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));
     }
 
-    /// Modifies the scores of a block that begins at query `first`. Returns the derivatives.
-    pub fn apply(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>) -> Slopes<'k> {
+    /// The kind of the block that holds the step from query `first` on, if blocks are whole steps.
+    pub fn block_kind(&self, w: &Scope<'k, Group>, first: Val<'k, i32>) -> Option<BlockKind<'k>> {
+        self.modify.block_kind(w, first)
+    }
+
+    /// Whether the modifiers hide elements and change no score.
+    pub fn only_masks(&self) -> bool {
+        self.of.modifiers.modifiers.score.is_none()
+    }
+
+    /// Hides elements of a step that begins at query `first` and lies in a block of this kind.
+    pub fn mask(&self, w: &Scope<'k, Group>, s: &Acc<'k>, first: Val<'k, i32>, kind: BlockKind<'k>) {
+        self.modify.apply_in_block(w, s, first, kind);
+    }
+
+    /// Modifies the scores of a part of a step that begins at query `first`. Returns the derivatives.
+    pub fn apply(
+        &self,
+        w: &Scope<'k, Group>,
+        s: &Acc<'k>,
+        first: Val<'k, i32>,
+        kind: Option<BlockKind<'k>>,
+    ) -> Slopes<'k> {
         let floats = |function: &Function<'_, 'k>| function.floats(w, s, first);
         let score = self.derivative.as_ref().map(floats);
         let aux = self.aux.iter().map(|(_, derivative)| derivative.as_ref().map(floats)).collect();
-        self.modify.apply(w, s, first, None);
+        match kind {
+            Some(kind) => self.modify.apply_in_block(w, s, first, kind),
+            None => self.modify.apply(w, s, first, None),
+        }
         Slopes { score, aux, first }
     }
 

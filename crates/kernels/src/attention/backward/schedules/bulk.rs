@@ -141,18 +141,24 @@ where
         let Bulk { s, d_p, p, d_z, limits, turns, .. } = self;
         let set_again = |w: &Scope<'k, Group>| self.set_limits(w, &self.work(w));
         let block = Block { first: self.walk.first_query(), full: None };
-        let Some(modifiers) = &self.modifiers else {
+        let masked = |mask: &dyn Fn(&Acc<'k>)| {
             w.wait_products(1); // s
+            mask(s);
             limits.apply_set(w, s, &block, set_again);
             probabilities(w, main, s, queries.numbers(w), |_| {});
             // d_p. The assembler waits before the exponentials; holding it back gains nothing.
             w.wait_products_anywhere(0);
             w.pass_turn(turns);
-            return score_gradients(w, [s, d_p], outputs.numbers(w), |eight| {
+            score_gradients(w, [s, d_p], outputs.numbers(w), |eight| {
                 pack(p, eight, s);
                 pack(d_z, eight, d_p);
             });
         };
+        let Some(modifiers) = &self.modifiers else { return masked(&|_| {}) };
+        let kind = modifiers.block_kind(w, self.walk.first_query());
+        if let Some(kind) = kind.filter(|_| modifiers.only_masks()) {
+            return masked(&|s| modifiers.mask(w, s, self.walk.first_query(), kind));
+        }
         w.wait_products(0); // s and d_p
         w.pass_turn(turns);
         let rows = main.config.rows;
@@ -160,7 +166,7 @@ where
             let [s, d_p] = [s, d_p].map(|all| all.part(part, PART));
             let [shift, delta] = [queries, outputs].map(|ring| ring.numbers(w).part(w.constant(part), PART));
             let first = self.walk.first_query() + (part * PART) as i32;
-            let slopes = modifiers.apply(w, &s, first);
+            let slopes = modifiers.apply(w, &s, first, kind);
             probabilities(w, main, &s, shift, |_| {});
             modifiers.gradients(w, [&s, &d_p], delta, &slopes, |eight| {
                 let whole = part * PART / 8 + eight;

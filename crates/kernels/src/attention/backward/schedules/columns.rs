@@ -158,7 +158,8 @@ where
         let (Columns { s, d_p, p, d_z, own, .. }, half) = (self, self.half());
         w.wait_products(1); // s
         let first = self.walk.first_query() + (*own * half).to_i32();
-        let slopes = self.modifiers.as_ref().map(|modifiers| modifiers.apply(w, s, first));
+        let slopes =
+            self.modifiers.as_ref().map(|modifiers| modifiers.apply(w, s, first, modifiers.block_kind(w, first)));
         self.limits.apply(w, s, &Block { first, full: None });
         probabilities(w, main, s, queries.numbers(w).part(*own, half), |eight| pack(p, eight, s));
         w.write_fragment(self.tile_of(w, &self.p_tiles).cols(*own, half), p);
