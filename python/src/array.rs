@@ -1,6 +1,6 @@
 //! An array of the caller: its memory, its elements, and how to make another of its kind.
 
-use crate::foreign::{self, Speaks};
+use crate::foreign::{self, ArrayProtocol};
 use crate::memory::Span;
 use fulgurite::Error;
 use fulgurite_core::tensor::MAX_RANK;
@@ -169,19 +169,19 @@ impl Array {
 
     /// Reads the description of an object.
     pub fn read(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<Array> {
-        match foreign::speaks(object)? {
-            Some(speaks) => match foreign::resolved(object, speaks)? {
-                None => foreign::read(arg, object, speaks),
+        match foreign::protocol(object)? {
+            Some(protocol) => match foreign::resolved(object, protocol)? {
+                None => foreign::read(arg, object, protocol),
                 // Read a copy, and do not allow writes to it in place of the original.
                 Some(copy) => {
-                    let mut array = foreign::read(arg, &copy, speaks)?;
+                    let mut array = foreign::read(arg, &copy, protocol)?;
                     array.layout.writable = false;
                     array.keep(copy.unbind());
                     Ok(array)
                 }
             },
             None => Err(wrong(format!(
-                "`{arg}` is a {}, allowed: a NumPy array, a torch tensor or an array that speaks DLPack",
+                "`{arg}` is a {}, allowed: a NumPy array, a torch tensor or an array that protocol DLPack",
                 object.get_type().name()?
             ))),
         }
@@ -189,8 +189,8 @@ impl Array {
 
     /// Reads the description of a result that was just made: its memory holds its elements, and may be written.
     pub fn of_result(arg: &str, fresh: &Bound<'_, PyAny>) -> PyResult<Array> {
-        match foreign::speaks(fresh)? {
-            Some(speaks) => foreign::read(arg, fresh, speaks),
+        match foreign::protocol(fresh)? {
+            Some(protocol) => foreign::read(arg, fresh, protocol),
             None => Array::read(arg, fresh),
         }
     }
@@ -340,24 +340,24 @@ const ALIGN_BYTES: usize = 64;
 pub fn fresh(like: &Bound<'_, PyAny>, array: &Array, shape: &[usize], f32: bool) -> PyResult<Fresh> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = like.py();
-    let speaks = foreign::speaks(like)?;
-    if let Some(Speaks::Table(table)) = speaks {
+    let protocol = foreign::protocol(like)?;
+    if let Some(ArrayProtocol::Table(table)) = protocol {
         let element = if f32 { Element::F32 } else { array.layout.element };
         return Ok(Fresh { object: table.allocate(py, element, array.layout.device, shape)?, into: None });
     }
     let dimensions = PyTuple::new(py, shape)?;
-    let object = match speaks {
-        Some(Speaks::Methods(_)) if f32 => {
+    let object = match protocol {
+        Some(ArrayProtocol::Methods(_)) if f32 => {
             let options = PyDict::new(py);
             options.set_item("dtype", py.import("torch")?.getattr("float32")?)?;
             like.call_method("new_empty", (dimensions,), Some(&options))?
         }
-        Some(Speaks::Table(_) | Speaks::Methods(_)) => {
+        Some(ArrayProtocol::Table(_) | ArrayProtocol::Methods(_)) => {
             like.call_method1(pyo3::intern!(py, "new_empty"), (dimensions,))?
         }
-        Some(Speaks::Capsule) if matches!(array.place(), Place::Cuda(_)) => return on_its_gpu(like, shape, f32),
-        Some(Speaks::Capsule) => return aligned(like, shape, f32),
-        Some(Speaks::Struct) | None => {
+        Some(ArrayProtocol::Capsule) if matches!(array.place(), Place::Cuda(_)) => return on_its_gpu(like, shape, f32),
+        Some(ArrayProtocol::Capsule) => return aligned(like, shape, f32),
+        Some(ArrayProtocol::Struct) | None => {
             let dtype = if f32 {
                 pyo3::intern!(py, "float32").clone().into_any()
             } else {

@@ -70,7 +70,7 @@ const NUMPY_WRITEABLE: c_int = 0x400;
 
 /// How the arrays of a Python type describe themselves.
 #[derive(Clone, Copy)]
-pub enum Speaks {
+pub enum ArrayProtocol {
     /// A table of C functions on the type: torch 2.10 and later.
     Table(Table),
     /// NumPy's `__array_struct__`.
@@ -91,13 +91,13 @@ pub struct Table {
     is_neg: Option<IsNeg>,
 }
 
-impl Speaks {
+impl ArrayProtocol {
     /// Tells whether an array has the negative bit; `None` if arrays of the type cannot have it.
     fn is_neg(self) -> Option<IsNeg> {
         match self {
-            Speaks::Table(table) => table.is_neg,
-            Speaks::Methods(is_neg) => is_neg,
-            Speaks::Struct | Speaks::Capsule => None,
+            ArrayProtocol::Table(table) => table.is_neg,
+            ArrayProtocol::Methods(is_neg) => is_neg,
+            ArrayProtocol::Struct | ArrayProtocol::Capsule => None,
         }
     }
 }
@@ -143,25 +143,26 @@ impl Table {
 }
 
 /// The types seen so far. Each is kept alive, so that its address stays unique.
-static TYPES: Mutex<Vec<(Py<PyType>, Speaks)>> = Mutex::new(Vec::new());
+static TYPES: Mutex<Vec<(Py<PyType>, ArrayProtocol)>> = Mutex::new(Vec::new());
 
 /// How this object describes itself; `None` if it is not an array.
-pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
+pub fn protocol(object: &Bound<'_, PyAny>) -> PyResult<Option<ArrayProtocol>> {
     // SAFETY: every object has a type, and the pointer is only compared.
     let address = unsafe { ffi::Py_TYPE(object.as_ptr()) }.cast::<ffi::PyObject>();
-    let seen = |types: &[(Py<PyType>, Speaks)]| types.iter().find(|(ty, _)| ty.as_ptr() == address).map(|seen| seen.1);
+    let seen =
+        |types: &[(Py<PyType>, ArrayProtocol)]| types.iter().find(|(ty, _)| ty.as_ptr() == address).map(|seen| seen.1);
     if let Some(known) = seen(&TYPES.lock().unwrap_or_else(|e| e.into_inner())) {
         return Ok(Some(known));
     }
     let ty = object.get_type();
     let found = if let Some(table) = table(object)? {
-        Some(Speaks::Table(table))
+        Some(ArrayProtocol::Table(table))
     } else if ty.hasattr("__array_struct__")? {
-        Some(Speaks::Struct)
+        Some(ArrayProtocol::Struct)
     } else if ty.hasattr("data_ptr")? && ty.hasattr("stride")? {
-        Some(Speaks::Methods(IsNeg::find(object)?))
+        Some(ArrayProtocol::Methods(IsNeg::find(object)?))
     } else if ty.hasattr("__dlpack__")? {
-        Some(Speaks::Capsule)
+        Some(ArrayProtocol::Capsule)
     } else {
         None
     };
@@ -183,8 +184,8 @@ pub fn speaks(object: &Bound<'_, PyAny>) -> PyResult<Option<Speaks>> {
 const MAX_TYPES: usize = 64;
 
 /// A copy of a torch tensor whose memory does not hold its elements: one with the negative bit.
-pub fn resolved<'py>(object: &Bound<'py, PyAny>, speaks: Speaks) -> PyResult<Option<Bound<'py, PyAny>>> {
-    match speaks.is_neg() {
+pub fn resolved<'py>(object: &Bound<'py, PyAny>, protocol: ArrayProtocol) -> PyResult<Option<Bound<'py, PyAny>>> {
+    match protocol.is_neg() {
         Some(is_neg) if is_neg.of(object)? => object.call_method0("resolve_neg").map(Some),
         _ => Ok(None),
     }
@@ -243,8 +244,8 @@ fn table(object: &Bound<'_, PyAny>) -> PyResult<Option<Table>> {
 /// capsules orders its work before later work on the default stream.
 pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option<u64>> {
     const CUDA: i32 = 2;
-    match speaks(object)? {
-        Some(Speaks::Table(Table { current: Some(current), .. })) => {
+    match protocol(object)? {
+        Some(ArrayProtocol::Table(Table { current: Some(current), .. })) => {
             let mut stream = std::ptr::null_mut();
             // SAFETY: the table's function is called with a device that holds an array of the library; `stream` is
             // written.
@@ -253,7 +254,7 @@ pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option
             }
             PyErr::take(object.py());
         }
-        Some(Speaks::Capsule) => return Ok(None),
+        Some(ArrayProtocol::Capsule) => return Ok(None),
         _ => {}
     }
     let torch = object.py().import("torch")?;
@@ -262,12 +263,12 @@ pub fn current_stream(object: &Bound<'_, PyAny>, number: i32) -> PyResult<Option
 }
 
 /// Reads the description of an object's array.
-pub fn read(arg: &str, object: &Bound<'_, PyAny>, speaks: Speaks) -> PyResult<Array> {
-    match speaks {
-        Speaks::Table(table) => from_table(arg, object, table),
-        Speaks::Struct => from_struct(arg, object),
-        Speaks::Methods(_) => from_methods(arg, object),
-        Speaks::Capsule => from_capsule(arg, object),
+pub fn read(arg: &str, object: &Bound<'_, PyAny>, protocol: ArrayProtocol) -> PyResult<Array> {
+    match protocol {
+        ArrayProtocol::Table(table) => from_table(arg, object, table),
+        ArrayProtocol::Struct => from_struct(arg, object),
+        ArrayProtocol::Methods(_) => from_methods(arg, object),
+        ArrayProtocol::Capsule => from_capsule(arg, object),
     }
 }
 

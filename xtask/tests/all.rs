@@ -1,5 +1,5 @@
 //! Tests of the workspace itself, one program: a program for each file would link every crate below once more.
 
 mod circles;
+mod crates;
 mod environment;
-mod rooms;

@@ -25,14 +25,14 @@ struct Results {
 struct Hopper {
     kernel: String,
     why: String,
-    cut: String,
+    tile_config: String,
     /// What the assembler makes of it, where there is one.
     assembler: Option<String>,
     tile: [u32; 2],
     blocks: u64,
     units: Vec<Unit>,
     /// Of the bound: what runs before and after the kernel.
-    around_us: f64,
+    other_launches_us: f64,
     bound_us: f64,
     bound_tflops: f64,
     /// On the GPU of this machine, where there is one.
@@ -149,12 +149,12 @@ fn hopper(args: &ExplainArgs, problem: &Problem, explained: &Explained) -> Resul
     Ok(Hopper {
         kernel: explained.kernel.name.clone(),
         why: explained.why.clone(),
-        cut: explained.cut.clone(),
+        tile_config: explained.tile_config.clone(),
         assembler: report,
         tile: explained.tile,
         blocks: explained.blocks,
         units: units.collect(),
-        around_us: explained.around_seconds * 1e6,
+        other_launches_us: explained.other_launches_seconds * 1e6,
         bound_us: explained.bound_seconds * 1e6,
         bound_tflops: args.flops(problem) / explained.bound_seconds.max(1e-12) / 1e12,
         measured_us: measure(args, problem)?.map(|seconds| seconds * 1e6),
@@ -197,7 +197,7 @@ fn text(results: &Results) -> String {
         Ok(hopper) => {
             let [rows, cols] = hopper.tile;
             lines.push(format!("on Hopper: {}, {}", hopper.kernel, hopper.why));
-            lines.push(format!("  cut        {}", hopper.cut));
+            lines.push(format!("  tiles      {}", hopper.tile_config));
             let backward = results.pass == "backward";
             let of_tiles = match backward {
                 false => format!("{rows} rows of queries, {cols} keys a block, {} blocks", hopper.blocks),
@@ -211,10 +211,10 @@ fn text(results: &Results) -> String {
                 lines.push(format!("    {name:<24} {cycles_a_block:>7.0}  {:>4.0} %", share * 100.0));
             }
             let (bound, tflops) = (hopper.bound_us, hopper.bound_tflops);
-            if hopper.around_us > 0.0 {
+            if hopper.other_launches_us > 0.0 {
                 lines.push(format!(
                     "  around     {:.1} us of memory for the launches before and after it, part of the bound",
-                    hopper.around_us
+                    hopper.other_launches_us
                 ));
             }
             lines.push(format!(

@@ -14,7 +14,7 @@ fn a_problem_is_explained_without_a_gpu() {
     let found = explained(&["--causal", "--q-len", "2048"]);
     let hopper = &found["hopper"]["Ok"];
     assert_eq!(hopper["kernel"], "attention_forward");
-    assert!(hopper["cut"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
+    assert!(hopper["tile_config"].as_str().unwrap().starts_with("groups=2 cols=128"), "{found}");
     // 16 tiles of 128 rows see 1 to 16 blocks of 128 keys each, in 16 heads.
     assert_eq!(hopper["blocks"], 16 * (16 * 17 / 2));
     // A block is 4 x 128 x 128 x 128 FLOP, of which a multiprocessor does 4096 a cycle.
@@ -29,7 +29,7 @@ fn gradients_are_explained_without_a_gpu() {
     let found = explained(&["--backward", "--q-len", "4096"]);
     let hopper = &found["hopper"]["Ok"];
     assert_eq!((&found["pass"], &hopper["kernel"]), (&"backward".into(), &"attention_backward".into()));
-    assert!(hopper["cut"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
+    assert!(hopper["tile_config"].as_str().unwrap().starts_with("share=keys rows=80 adds=engine"), "{found}");
     assert!(hopper["why"].as_str().unwrap().contains("the copy engine adds d_q"), "{found}");
     // 32 tiles of 128 keys see 52 steps of 80 queries each, the last not whole, in 16 heads.
     assert_eq!(hopper["blocks"], 16 * 32 * 52);
@@ -38,7 +38,7 @@ fn gradients_are_explained_without_a_gpu() {
     assert_eq!(tensor["cycles_a_block"], 3200.0);
     // o, d_o, d_q, and sums twice, of 16 x 4096 rows.
     let around = (16 * 4096) as f64 * (3.0 * 2.0 + 2.0 * 4.0) * 128.0 / 4.8e12 * 1e6;
-    assert!((hopper["around_us"].as_f64().unwrap() / around - 1.0).abs() < 1e-3, "{found}");
+    assert!((hopper["other_launches_us"].as_f64().unwrap() / around - 1.0).abs() < 1e-3, "{found}");
     assert!(hopper["bound_tflops"].as_f64().unwrap() < 989.5, "{found}");
     // Another mask, other cuts: half the steps and those on the diagonal.
     let causal = explained(&["--backward", "--causal", "--q-len", "512", "--heads", "2"]);

@@ -123,7 +123,7 @@ impl<'a> Inputs<'a> {
     /// Like [`bind`](Self::bind), for engines that check the elements of quantised tensors while they read them. If one
     /// is not finite, the engine calls [`bind`](Self::bind) for the error.
     #[doc(hidden)]
-    pub fn bind_unlooked(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
+    pub fn bind_without_content_check(&self, problem: &'a Problem) -> Result<Bound<'a>, InputError>
     where
         Self: 'a,
     {

@@ -186,7 +186,7 @@ pub fn forward_inputs(
         return Ok(forward(&inputs.bind(problem)?, outputs, options));
     };
     let (kernels, threads) = (options.kernels(), options.threads());
-    let bound = inputs.bind_unlooked(problem)?;
+    let bound = inputs.bind_without_content_check(problem)?;
     let unit = int8::Int8Unit::new(&bound, &spec, kernels, threads);
     if unit.suspicious() {
         inputs.bind(problem)?;

@@ -60,7 +60,7 @@ pub trait Engine: Send + Sync {
     fn forward(&self, problem: &Problem, inputs: &Inputs<'_>, run: &Run<'_>) -> Result<Forward, Error> {
         // Check everything before allocating: invalid offsets may name more rows than exist.
         self.supports(problem)?;
-        inputs.bind_unlooked(problem)?;
+        inputs.bind_without_content_check(problem)?;
         let mut forward = Forward::zeros(problem)?;
         self.forward_into(problem, inputs, &mut forward.outputs(), run)?;
         Ok(forward)
@@ -75,7 +75,7 @@ pub trait Engine: Send + Sync {
         run: &Run<'_>,
     ) -> Result<Gradients, Error> {
         self.supports(problem)?;
-        inputs.bind_unlooked(problem)?;
+        inputs.bind_without_content_check(problem)?;
         saved.check(problem)?;
         let mut gradients = Gradients::zeros(problem)?;
         self.backward_into(problem, inputs, saved, &mut gradients.outputs(), run)?;

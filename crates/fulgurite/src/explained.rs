@@ -27,7 +27,7 @@ pub struct Explained {
     /// The kernel; for backward, the one that computes the gradients.
     pub kernel: Kernel,
     /// The tile configuration as text.
-    pub cut: String,
+    pub tile_config: String,
     /// The reason for this kernel and this tile configuration.
     pub why: String,
     /// Forward: queries per tile and keys per block. Backward: keys per tile and queries per step.
@@ -37,9 +37,9 @@ pub struct Explained {
     /// Cycles of each unit of an SM per block or step, the busiest unit first.
     pub units: Vec<(&'static str, f64)>,
     /// Seconds of H200 memory time for the launches before and after the kernel.
-    pub around_seconds: f64,
+    pub other_launches_seconds: f64,
     /// Seconds of the busiest unit for the whole problem, on all SMs of an H200 at its full clock, plus
-    /// `around_seconds`.
+    /// `other_launches_seconds`.
     pub bound_seconds: f64,
 }
 
@@ -63,7 +63,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
     let kernel = plan.kernel(TARGET).map_err(unbuilt)?;
     let (rows, group) = (problem.max_q_len() * problem.group(), problem.group());
     let longest = problem.head_dim().max(problem.value_dim());
-    let (tile, cut, why) = match plan.decode_config() {
+    let (tile, tile_config, why) = match plan.decode_config() {
         Some(config) => (
             [ROWS, config.cols],
             format!("cols={} depth={} whole={}", config.cols, config.depth, config.whole),
@@ -89,11 +89,11 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
         ),
         None => why,
     };
-    let is_few = plan.decode_config().is_some();
-    let blocks = blocks(&problem, tile, is_few);
-    let units = units(builder, &problem, (tile, is_few), (&kernel.name, tables))?;
-    let (around_seconds, bound_seconds) = (0.0, bound(&units, blocks));
-    Ok(Explained { kernel, cut, why, tile, blocks, units, around_seconds, bound_seconds })
+    let is_decode = plan.decode_config().is_some();
+    let blocks = blocks(&problem, tile, is_decode);
+    let units = units(builder, &problem, (tile, is_decode), (&kernel.name, tables))?;
+    let (other_launches_seconds, bound_seconds) = (0.0, bound(&units, blocks));
+    Ok(Explained { kernel, tile_config, why, tile, blocks, units, other_launches_seconds, bound_seconds })
 }
 
 /// Explains the gradients of a problem, given by its builder and its sizes.
@@ -127,7 +127,7 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     };
     let adds = match config.adds {
         Adds::Threads => "threads add d_q from registers",
-        Adds::Engine => "the copy engine adds d_q from shared memory",
+        Adds::CopyEngine => "the copy engine adds d_q from shared memory",
     };
     let from = origin(config, &tables.backward, longest.next_multiple_of(8), k_len as u64);
     let units = step_units(builder, &problem, config, (&kernels.main.name, tables))?;
@@ -137,15 +137,15 @@ pub fn explain_backward(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Ta
     // Parts of d_k and d_v are written and read once.
     let bytes = (batch * problem.q_heads() * q_len * row_bytes) as f64 + 2.0 * plan.head_part_bytes() as f64;
     let gpu = Architecture::of(&TARGET.arch);
-    let around_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
+    let other_launches_seconds = bytes / (gpu.global_bytes * f64::from(gpu.arch.sms) * gpu.gigahertz * 1e9);
     Ok(Explained {
         kernel: kernels.main.as_ref().clone(),
-        cut: config.to_string(),
+        tile_config: config.to_string(),
         why: format!("head_dim {longest}, {k_len} keys: {from}; {shares}; {adds}{}", heads_of_tiles(&problem, &plan)),
         tile: [config.keys(), config.rows],
         blocks,
-        around_seconds,
-        bound_seconds: bound(&units, blocks) + around_seconds,
+        other_launches_seconds,
+        bound_seconds: bound(&units, blocks) + other_launches_seconds,
         units,
     })
 }
@@ -196,7 +196,7 @@ fn bound(units: &[(&'static str, f64)], blocks: u64) -> f64 {
 }
 
 /// Number of key blocks that some row of a tile sees, over all tiles.
-fn blocks(problem: &Problem, [rows, cols]: [u32; 2], few: bool) -> u64 {
+fn blocks(problem: &Problem, [rows, cols]: [u32; 2], decode: bool) -> u64 {
     let (q_len, k_len) = (problem.max_q_len(), problem.max_k_len());
     let of_rows = |first: usize, last: usize| {
         let (start, end) =
@@ -207,7 +207,7 @@ fn blocks(problem: &Problem, [rows, cols]: [u32; 2], few: bool) -> u64 {
         return 0;
     }
     let batch = problem.batch() as u64;
-    match few {
+    match decode {
         true => of_rows(0, q_len - 1) * batch * problem.kv_heads() as u64,
         false => {
             let tiles = (0..q_len).step_by(rows as usize);
@@ -221,7 +221,7 @@ fn blocks(problem: &Problem, [rows, cols]: [u32; 2], few: bool) -> u64 {
 fn units(
     builder: &ProblemBuilder,
     problem: &Problem,
-    ([rows, cols], is_few): ([u32; 2], bool),
+    ([rows, cols], is_decode): ([u32; 2], bool),
     (kernel, tables): (&str, &Tables),
 ) -> Result<Vec<(&'static str, f64)>, Error> {
     /// Key blocks of the two runs.
@@ -230,7 +230,7 @@ fn units(
     let q_len = (rows as usize).min(problem.max_q_len()).max(1);
     let cycles = |blocks: usize| {
         // Add `q_len` keys, because a causal mask may hide that many.
-        let k_len = blocks * cols as usize + if is_few { 0 } else { q_len };
+        let k_len = blocks * cols as usize + if is_decode { 0 } else { q_len };
         let small = builder.clone().heads(group, 1).dense(1, q_len, k_len).build()?;
         // Use the tile configuration of the whole problem, not that of a short sequence.
         let forward = tables.forward.clone().as_for(ForwardPlan::keys_seen(problem));
@@ -244,9 +244,9 @@ fn units(
     };
     let [few, many] = [cycles(RUNS[0])?, cycles(RUNS[1])?];
     // Each head of the group has its own tile, except in decode.
-    let each = ((RUNS[1] - RUNS[0]) * if is_few { 1 } else { group }) as f64;
+    let each = ((RUNS[1] - RUNS[0]) * if is_decode { 1 } else { group }) as f64;
     // In forward attention, many tiles read the keys of a head, so they come from L2. Only decode is bound by memory.
-    Ok(apart(few, many, each, |unit| is_few || unit != "global memory"))
+    Ok(apart(few, many, each, |unit| is_decode || unit != "global memory"))
 }
 
 /// Cycles of each unit per step of queries, for backward. Both runs have the same key tiles but different numbers of

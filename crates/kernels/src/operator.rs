@@ -181,7 +181,7 @@ pub struct ForwardKernels {
     /// The attention kernel.
     pub main: Arc<Kernel>,
     /// The kernel that writes the table of blocks.
-    pub cover: Option<Arc<Kernel>>,
+    pub block_table: Option<Arc<Kernel>>,
 }
 
 impl Plan for ForwardPlan {
@@ -193,22 +193,25 @@ impl Plan for ForwardPlan {
     }
 
     fn build(&self, target: Target) -> Result<ForwardKernels, BuildError> {
-        Ok(ForwardKernels { main: Arc::new(self.kernel(target)?), cover: self.cover_kernel(target)?.map(Arc::new) })
+        Ok(ForwardKernels {
+            main: Arc::new(self.kernel(target)?),
+            block_table: self.block_table_kernel(target)?.map(Arc::new),
+        })
     }
 
     fn list(kernels: &ForwardKernels) -> Vec<Arc<Kernel>> {
-        [Some(&kernels.main), kernels.cover.as_ref()].into_iter().flatten().cloned().collect()
+        [Some(&kernels.main), kernels.block_table.as_ref()].into_iter().flatten().cloned().collect()
     }
 
     fn with_kernels(self, kernels: ForwardKernels) -> ForwardExecutable {
-        ForwardExecutable { ready: self.ready(kernels.main), cover: kernels.cover }
+        ForwardExecutable { ready: self.ready(kernels.main), block_table: kernels.block_table }
     }
 }
 
 /// Forward attention with its kernels.
 pub struct ForwardExecutable {
     ready: Ready,
-    cover: Option<Arc<Kernel>>,
+    block_table: Option<Arc<Kernel>>,
 }
 
 impl ForwardExecutable {
@@ -243,7 +246,7 @@ impl Executable for ForwardExecutable {
             _ => self.ready.launch(&tensors, multiprocessors)?.into_iter().collect(),
         };
         if !launches.is_empty() {
-            launches.splice(0..0, self.cover.as_ref().and_then(|kernel| plan.cover(kernel, &tensors)));
+            launches.splice(0..0, self.block_table.as_ref().and_then(|kernel| plan.block_table(kernel, &tensors)));
         }
         Ok(launches)
     }

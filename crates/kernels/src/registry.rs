@@ -146,7 +146,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, FEW_FEATURES].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -196,7 +196,7 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
 /// Forward attention in bf16 with a feature, planned for a call of 2 x 8192 tokens.
 fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) -> Result<Kernel, BuildError> {
     let (batch, len, heads) = (2, 8192, 16);
-    let q_len = if queries == Queries::Few { 4 } else { len };
+    let q_len = if queries == Queries::Decode { 4 } else { len };
     let offsets = |len: usize| [0, len / 2, 2 * len].map(|at| at as i32);
     let base = Problem::builder().heads(heads, heads / 4).head_dim(head_dim).dtype(DType::Bf16);
     let problem = match feature {
@@ -226,7 +226,7 @@ fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) ->
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Queries {
     Many,
-    Few,
+    Decode,
 }
 
 /// Entries of features at three head dimensions.
@@ -246,11 +246,11 @@ macro_rules! features {
             example: None,
         }
     };
-    (@few $dim:literal, $feature:literal, $summary:literal) => {
+    (@decode $dim:literal, $feature:literal, $summary:literal) => {
         Entry {
             name: concat!("attention-decode-bf16-d", $dim, "-", $feature),
-            summary: concat!("decode attention (few queries), bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Queries::Few),
+            summary: concat!("decode attention, bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| featured(target, $dim, $feature, Queries::Decode),
             example: None,
         }
     };
@@ -264,17 +264,17 @@ features! {
     "packed": "packed sequences under a causal mask";
     "blocks": "block mask over a causal one";
 }
-const FEW_FEATURES: &[Entry] = &[
-    features!(@few 128, "softcap", "softcap"),
-    features!(@few 256, "softcap", "softcap"),
-    features!(@few 128, "alibi", "causal mask and ALiBi"),
-    features!(@few 128, "bias", "a bias for each head"),
-    features!(@few 256, "bias", "a bias for each head"),
-    features!(@few 128, "documents", "document mask"),
-    features!(@few 256, "documents", "document mask"),
-    features!(@few 128, "sinks", "window and sinks"),
-    features!(@few 128, "packed", "packed sequences under a causal mask"),
-    features!(@few 256, "packed", "packed sequences under a causal mask"),
+const DECODE_FEATURES: &[Entry] = &[
+    features!(@decode 128, "softcap", "softcap"),
+    features!(@decode 256, "softcap", "softcap"),
+    features!(@decode 128, "alibi", "causal mask and ALiBi"),
+    features!(@decode 128, "bias", "a bias for each head"),
+    features!(@decode 256, "bias", "a bias for each head"),
+    features!(@decode 128, "documents", "document mask"),
+    features!(@decode 256, "documents", "document mask"),
+    features!(@decode 128, "sinks", "window and sinks"),
+    features!(@decode 128, "packed", "packed sequences under a causal mask"),
+    features!(@decode 256, "packed", "packed sequences under a causal mask"),
 ];
 
 const ALL: &[Entry] = &[
@@ -415,31 +415,31 @@ const ALL: &[Entry] = &[
     },
     Entry {
         name: "attention-decode-bf16-d64-full",
-        summary: "decode attention (few queries), bf16, head_dim 64, no mask",
+        summary: "decode attention, bf16, head_dim 64, no mask",
         build: |target| attention_decode::<bf16>(target, 64, Mask::none()),
         example: Some(decode_example(Number::Bf16, 64, false)),
     },
     Entry {
         name: "attention-decode-bf16-d128-full",
-        summary: "decode attention (few queries), bf16, head_dim 128, no mask",
+        summary: "decode attention, bf16, head_dim 128, no mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::none()),
         example: Some(decode_example(Number::Bf16, 128, false)),
     },
     Entry {
         name: "attention-decode-bf16-d128-causal",
-        summary: "decode attention (few queries), bf16, head_dim 128, causal mask",
+        summary: "decode attention, bf16, head_dim 128, causal mask",
         build: |target| attention_decode::<bf16>(target, 128, Mask::causal()),
         example: Some(decode_example(Number::Bf16, 128, true)),
     },
     Entry {
         name: "attention-decode-bf16-d256-full",
-        summary: "decode attention (few queries), bf16, head_dim 256, no mask",
+        summary: "decode attention, bf16, head_dim 256, no mask",
         build: |target| attention_decode::<bf16>(target, 256, Mask::none()),
         example: Some(decode_example(Number::Bf16, 256, false)),
     },
     Entry {
         name: "attention-decode-f16-d128-full",
-        summary: "decode attention (few queries), f16, head_dim 128, no mask",
+        summary: "decode attention, f16, head_dim 128, no mask",
         build: |target| attention_decode::<f16>(target, 128, Mask::none()),
         example: Some(decode_example(Number::F16, 128, false)),
     },

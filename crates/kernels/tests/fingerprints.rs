@@ -112,8 +112,8 @@ fn told(launches: &[Launch]) -> String {
 
 fn forward(plan: &ForwardPlan, problem: &Problem) -> Entry {
     let kernel = Arc::new(plan.kernel(Target::HOPPER).unwrap());
-    let cover = plan.cover_kernel(Target::HOPPER).unwrap().map(Arc::new);
-    let texts = [Some(&kernel), cover.as_ref()].into_iter().flatten().map(|kernel| text_of(kernel)).collect();
+    let block_table = plan.block_table_kernel(Target::HOPPER).unwrap().map(Arc::new);
+    let texts = [Some(&kernel), block_table.as_ref()].into_iter().flatten().map(|kernel| text_of(kernel)).collect();
     let mut memory = Memory { end: 4096 };
     let rows = rows(&mut memory, problem);
     let lse = memory.span(4 * (rows[0].shape[0] * rows[0].shape[1] * rows[0].shape[2]));
@@ -123,7 +123,8 @@ fn forward(plan: &ForwardPlan, problem: &Problem) -> Entry {
     (tensors.cu_seqlens, tensors.used) = lengths(&mut memory, problem);
     tensors.aux = aux(&mut memory, problem);
     tensors.lists = problem.blocks().map(|spec| lists(&mut memory, spec, problem.max_q_len()));
-    let mut launches: Vec<Launch> = cover.iter().filter_map(|kernel| plan.cover(kernel, &tensors)).collect();
+    let mut launches: Vec<Launch> =
+        block_table.iter().filter_map(|kernel| plan.block_table(kernel, &tensors)).collect();
     let ready = plan.clone().ready(kernel);
     match plan.copies(&tensors.rows) {
         None => launches.extend(ready.launch(&tensors, MULTIPROCESSORS).unwrap()),

@@ -274,7 +274,7 @@ fn turns_of_any_length_give_the_same_bits() {
     ] {
         let with = |turn: u32| {
             let config = BackwardConfig { turn, ..case.plan().config() };
-            assert_eq!(config.adds, Adds::Engine);
+            assert_eq!(config.adds, Adds::CopyEngine);
             let options = Options { seed: turn.into(), resident: case.blocks, ..Options::default() };
             Case { config: Some(config), ..case.clone() }.check(&Sim::new(options)).d_q
         };

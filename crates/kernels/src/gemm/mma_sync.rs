@@ -34,7 +34,7 @@ struct Stored {
 
 /// A product: operands and sizes.
 #[derive(Debug, Clone)]
-struct Call {
+struct SyncGemmCall {
     matrices: [Stored; 3],
     m: u32,
     n: u32,
@@ -52,7 +52,7 @@ struct MatrixParam<'k> {
 }
 
 impl<'k> MatrixParam<'k> {
-    fn declare(p: &Params<'k, Call>, name: &str, i: usize) -> Self {
+    fn declare(p: &Params<'k, SyncGemmCall>, name: &str, i: usize) -> Self {
         MatrixParam {
             memory: p.pointer(name, move |call| call.matrices[i].span),
             row: p.u64(&format!("{name}_row"), move |call| call.matrices[i].row),
@@ -79,7 +79,7 @@ struct CallParams<'k> {
 }
 
 impl<'k> CallParams<'k> {
-    fn declare(p: &Params<'k, Call>) -> Self {
+    fn declare(p: &Params<'k, SyncGemmCall>) -> Self {
         CallParams {
             a: MatrixParam::declare(p, "a", 0),
             b: MatrixParam::declare(p, "b", 1),
@@ -125,7 +125,7 @@ where
     Ok(Program::build("gemm_sync", target, |p| build::<T>(p, layouts))?.into_kernel())
 }
 
-fn build<'k, T: Half>(p: &Params<'k, Call>, layouts: Layouts)
+fn build<'k, T: Half>(p: &Params<'k, SyncGemmCall>, layouts: Layouts)
 where
     Pair<T>: Word,
 {
@@ -244,14 +244,14 @@ impl SyncGemm {
         }
         let matrices = [matrices[0], matrices[1], matrices[2]];
         let (m_tiles, n_tiles) = (m_tiles as u32, n_tiles as u32);
-        let call = Call { matrices, m: m as u32, n: n as u32, k: k as u32, m_tiles, n_tiles };
+        let call = SyncGemmCall { matrices, m: m as u32, n: n as u32, k: k as u32, m_tiles, n_tiles };
         Ok(bindings().launch(kernel, [tiles as u32, 1, 1], &call))
     }
 }
 
 /// The bindings of every product. They depend neither on the element type nor on layouts.
-fn bindings() -> &'static Bindings<Call> {
-    static BINDINGS: OnceLock<Bindings<Call>> = OnceLock::new();
+fn bindings() -> &'static Bindings<SyncGemmCall> {
+    static BINDINGS: OnceLock<Bindings<SyncGemmCall>> = OnceLock::new();
     BINDINGS.get_or_init(|| {
         Bindings::declared(|p| {
             CallParams::declare(p);

@@ -68,7 +68,7 @@ fn place<'k>(major: Major, outer: Val<'k, u32>, inner: Val<'k, u32>, batch: Val<
 
 /// The first row and column of a tile of C, and its batch.
 #[derive(Clone, Copy)]
-struct Place<'k> {
+struct TileCoord<'k> {
     row: Val<'k, u32>,
     col: Val<'k, u32>,
     batch: Val<'k, u32>,
@@ -165,7 +165,7 @@ where
         let height = (m_tiles - first).min(band);
         let t = t % per_band;
         let row = (first + t % height).mul_add(cluster, rank) * rows;
-        Place { row, col: t / height * cols, batch }
+        TileCoord { row, col: t / height * cols, batch }
     };
 
     k.role("load", Warpgroups(1).registers(40), |w| {

@@ -56,7 +56,7 @@ impl<'k> TableParams<'k> {
 
 /// Writes one row of the table. Lists in device memory are not validated, so entries outside the table are ignored.
 pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
-    let program = Program::build("attention_cover", target, |p| {
+    let program = Program::build("attention_block_table", target, |p| {
         let TableParams { to, lists, columns } = TableParams::declare(p);
         p.builder().threads(THREADS, |w| {
             let row = w.block();

@@ -109,7 +109,7 @@ pub struct Partials<'k, T> {
 }
 
 /// Addresses of a row's results.
-struct Place<'k, T> {
+struct RowOutput<'k, T> {
     o: Pointer<'k, Pair<T>>,
     lse: Pointer<'k, f32>,
     /// Query head of the row.
@@ -187,20 +187,20 @@ where
     }
 
     /// Addresses of the results of a tile's row.
-    fn place(&self, slot: &Slot<'k>, row: Val<'k, u32>) -> Place<'k, T> {
+    fn place(&self, slot: &Slot<'k>, row: Val<'k, u32>) -> RowOutput<'k, T> {
         let [query, own] = self.group.div_rem(slot.row + row);
         let head = slot.head * self.group.value() + own;
         let unused = slot.used.map(|used| query.ge(used.count));
         let query = slot.used.map_or(query, |used| used.start + query);
         let [o, lse] = self.offsets(slot.batch, query, head);
-        Place { o: self.o.at_wide(o), lse: self.lse.at_wide(lse), head, unused }
+        RowOutput { o: self.o.at_wide(o), lse: self.lse.at_wide(lse), head, unused }
     }
 
     /// Writes a row's LSE where `first` holds. Returns the function that normalises the row's elements of o.
     fn end(
         &self,
         w: &Scope<'k, Group>,
-        place: &Place<'k, T>,
+        place: &RowOutput<'k, T>,
         [max, sum]: [Val<'k, f32>; 2],
         first: Val<'k, bool>,
     ) -> impl Fn(Val<'k, f32>) -> Val<'k, f32> {

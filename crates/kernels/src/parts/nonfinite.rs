@@ -42,7 +42,7 @@ impl PlainRows {
     }
 }
 
-/// Launch arguments of [`Careful`].
+/// Launch arguments of [`NonfinitePath`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlainArgs {
     pub q: PlainRows,
@@ -76,7 +76,7 @@ struct Plain<'k, T> {
 }
 
 /// The parameters of the non-finite path.
-pub struct Careful<'k, T> {
+pub struct NonfinitePath<'k, T> {
     /// q, k and v.
     tensors: [Plain<'k, T>; 3],
     vectors: Val<'k, u32>,
@@ -153,13 +153,13 @@ fn not_finite<'k>(o: &Acc<'k>, row: usize) -> Val<'k, bool> {
     !(sum * 0.0).eq(0.0)
 }
 
-impl<'k, T: Half> Careful<'k, T>
+impl<'k, T: Half> NonfinitePath<'k, T>
 where
     Pair<T>: Word,
 {
     /// Declares the parameters with their arguments.
     pub fn declare<C: 'static>(p: &Params<'k, C>, at: impl Lens<C, PlainArgs>) -> Self {
-        Careful {
+        NonfinitePath {
             tensors: [
                 Plain::declare(p, "plain_q", move |call| &at(call).q),
                 Plain::declare(p, "plain_k", move |call| &at(call).k),

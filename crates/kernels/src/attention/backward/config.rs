@@ -49,7 +49,8 @@ pub enum Adds {
     /// The copy engine, from shared memory. d_q is multiplied transposed: rows of the product are 64 elements of d_q, columns are
     /// queries, as many as registers allow. A warpgroup has 64 elements of longer rows, or all elements of shorter rows for half of
     /// the queries.
-    Engine,
+    #[serde(rename = "engine")]
+    CopyEngine,
 }
 
 /// A configuration of the main kernel.
@@ -130,7 +131,7 @@ impl TileConfig for BackwardConfig {
             head_splits: None,
         };
         let columns = BackwardConfig { share: Share::Columns, early: 8, drain: true, registers: [232, 40], ..base };
-        let engine = BackwardConfig { adds: Adds::Engine, join: Some(JOIN), ..base };
+        let engine = BackwardConfig { adds: Adds::CopyEngine, join: Some(JOIN), ..base };
         let narrow = BackwardConfig { rows: 128, key_depth: 2, ..engine };
         let usual = BackwardConfig { rows: 80, ..engine };
         let row = |head_dims, keys, config| ConfigRow { head_dims, keys, config };
@@ -149,15 +150,15 @@ impl TileConfig for BackwardConfig {
     fn neighbours(self, head_dim: u32) -> Vec<BackwardConfig> {
         let rows = [self.rows.saturating_sub(16), self.rows + 16, 64, 128].map(|rows| BackwardConfig { rows, ..self });
         let adds = match self.adds {
-            Adds::Threads => BackwardConfig { adds: Adds::Engine, ..self },
-            Adds::Engine => self.of_threads(head_dim),
+            Adds::Threads => BackwardConfig { adds: Adds::CopyEngine, ..self },
+            Adds::CopyEngine => self.of_threads(head_dim),
         };
         let depth = [2, 3].map(|depth| BackwardConfig { depth, ..self });
         let key_depth = [1, 2].map(|key_depth| BackwardConfig { key_depth, ..self });
         let registers = [[240, 24], [232, 40]].map(|registers| BackwardConfig { registers, ..self });
         let pairs = [None, Some(1), Some(8), Some(32)].map(|pairs| BackwardConfig { pairs, ..self });
         let of_engine = [BackwardConfig { rounds: !self.rounds, ..self }, BackwardConfig { join: None, ..self }];
-        let of_engine = of_engine.into_iter().filter(|_| self.adds == Adds::Engine);
+        let of_engine = of_engine.into_iter().filter(|_| self.adds == Adds::CopyEngine);
         // Only the schedule `keys` reads these.
         let of_threads = [
             BackwardConfig { early: self.early.saturating_sub(2), ..self },
@@ -230,7 +231,7 @@ impl BackwardConfig {
             (Share::Pairs, Adds::Threads) => {
                 self.rows == 64 && self.depth == 2 && self.key_depth == 1 && (193..=256).contains(&head_dim)
             }
-            (Share::Columns | Share::Pairs, Adds::Engine) => false,
+            (Share::Columns | Share::Pairs, Adds::CopyEngine) => false,
             // Warpgroups share the columns of d_q, whose halves must be whole chunks of a tile, or its rows, of which 128 fit the
             // registers if they are short.
             (Share::Keys, Adds::Threads) => match head_dim {
@@ -239,7 +240,7 @@ impl BackwardConfig {
                 _ => false,
             },
             // d_k and d_v leave through memory that is large enough from 64 rows on; d_z and d_q are in step with two stages.
-            (Share::Keys, Adds::Engine) => {
+            (Share::Keys, Adds::CopyEngine) => {
                 (64..=128).contains(&self.rows) && self.rows.is_multiple_of(16) && self.depth == 2 && head_dim <= 128
             }
         };
@@ -278,7 +279,7 @@ impl BackwardConfig {
             (Share::Columns, _) => dims.map(|d| d.next_multiple_of(64)),
             (Share::Pairs, _) => [256, dv.next_multiple_of(128)],
             (Share::Keys, _) if d.max(dv) > 64 => [128, dv],
-            (Share::Keys, Adds::Engine) => [64, dv],
+            (Share::Keys, Adds::CopyEngine) => [64, dv],
             (Share::Keys, Adds::Threads) => [d, dv],
         }
     }
@@ -286,8 +287,8 @@ impl BackwardConfig {
     /// Columns of a warpgroup's part of d_q, as a product, for rows of `dim` elements.
     pub fn cols(&self, dim: u32) -> u32 {
         match (self.adds, self.rows) {
-            (Adds::Engine, rows) if dim > 64 => rows,
-            (Adds::Engine, rows) => rows / 2,
+            (Adds::CopyEngine, rows) if dim > 64 => rows,
+            (Adds::CopyEngine, rows) => rows / 2,
             (Adds::Threads, 64) => dim / (2 * self.blocks()),
             (Adds::Threads, _) => dim,
         }
@@ -379,7 +380,7 @@ mod tests {
         assert!(
             !BackwardConfig::hopper(64).has_kernel(192) && !BackwardConfig::hopper(64).of_threads(64).has_kernel(128)
         );
-        assert!(!BackwardConfig { adds: Adds::Engine, ..BackwardConfig::hopper(256) }.has_kernel(256));
+        assert!(!BackwardConfig { adds: Adds::CopyEngine, ..BackwardConfig::hopper(256) }.has_kernel(256));
         assert!(!BackwardConfig::hopper(256).has_kernel(192) && BackwardConfig::hopper(192).has_kernel(256));
     }
 }

@@ -22,7 +22,7 @@ struct Eight<'k> {
 }
 
 /// A launch: one CTA for each step of each head.
-pub(crate) struct Call {
+pub(crate) struct FinishCall {
     pub d_q: ResultArgs,
     pub sums: Span,
     /// Steps of a head.
@@ -45,13 +45,13 @@ pub(crate) fn program<T: Half>(
     target: Target,
     features: &Features,
     shape: &KernelShape,
-) -> Result<Program<Call>, BuildError>
+) -> Result<Program<FinishCall>, BuildError>
 where
     Pair<T>: Word,
 {
     Program::build("attention_backward_finish", target, |p| {
         let (d, rows) = (shape.dims[0], shape.config.rows);
-        let results = Results::declare::<T, Call>(p, "d_q", SumLayout::of_queries(shape), |call| &call.d_q);
+        let results = Results::declare::<T, FinishCall>(p, "d_q", SumLayout::of_queries(shape), |call| &call.d_q);
         // For sequences of different lengths, a CTA with a thread for each item would spill.
         let threads = match results.transposed() {
             true if features.ragged.any() => results.items() / 2,
@@ -61,7 +61,8 @@ where
         let sums = p.pointer::<f32>("sums", |call| call.sums);
         let (steps, heads) = (p.divisor("steps", |call| call.steps), p.divisor("heads", |call| call.heads));
         let scale = p.f32("scale", |call| call.scale);
-        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &Call| &call.sequences));
+        let sides =
+            features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &FinishCall| &call.sequences));
         p.builder().threads(threads, |w| {
             // The last sums go first: they are still in the L2 cache.
             let number = w.blocks() - 1 - w.block();
@@ -128,10 +129,10 @@ pub(crate) struct SumLayout {
 }
 
 impl SumLayout {
-    /// Of the d_q of a step.
+    /// Layout of one step's d_q sums.
     pub fn of_queries(shape: &KernelShape) -> SumLayout {
         let (d, config) = (shape.dims[0], shape.config);
-        SumLayout { rows: config.rows, d, cols: config.cols(d), transposed: config.adds == Adds::Engine }
+        SumLayout { rows: config.rows, d, cols: config.cols(d), transposed: config.adds == Adds::CopyEngine }
     }
 
     /// Of the d_k or d_v of 64 keys, with `d` elements each.

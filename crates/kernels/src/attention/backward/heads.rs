@@ -58,7 +58,7 @@ impl<'k> HeadParts<'k> {
 }
 
 /// A launch: one CTA for each 64 keys of each key/value head.
-pub(crate) struct Call {
+pub(crate) struct HeadsCall {
     pub d_k: ResultArgs,
     pub d_v: ResultArgs,
     pub parts: Span,
@@ -78,19 +78,20 @@ pub(crate) fn program<T: Half>(
     target: Target,
     features: &Features,
     shape: &KernelShape,
-) -> Result<Program<Call>, BuildError>
+) -> Result<Program<HeadsCall>, BuildError>
 where
     Pair<T>: Word,
 {
     Program::build("attention_backward_heads", target, |p| {
         let ([d, dv], tile_keys) = (shape.dims, shape.config.keys());
-        let d_k = Results::declare::<T, Call>(p, "d_k", SumLayout::of_keys(d), |call| &call.d_k);
-        let d_v = Results::declare::<T, Call>(p, "d_v", SumLayout::of_keys(dv), |call| &call.d_v);
+        let d_k = Results::declare::<T, HeadsCall>(p, "d_k", SumLayout::of_keys(d), |call| &call.d_k);
+        let d_v = Results::declare::<T, HeadsCall>(p, "d_v", SumLayout::of_keys(dv), |call| &call.d_v);
         let parts = p.pointer::<f32>("head_parts", |call| call.parts);
         let count = p.u32("count", |call| call.count);
         let (blocks, heads) = (p.divisor("blocks", |call| call.blocks), p.divisor("heads", |call| call.heads));
         let scale = p.f32("scale", |call| call.scale);
-        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 1, |call: &Call| &call.sequences));
+        let sides =
+            features.ragged.any().then(|| Sides::declare(p, features.ragged, 1, |call: &HeadsCall| &call.sequences));
         p.builder().threads(THREADS, |w| {
             let [pair, block] = blocks.div_rem(w.block());
             // The sequence, its first row if it is packed, its rows, the head, and the number of these keys in the sequence.

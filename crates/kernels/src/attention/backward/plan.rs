@@ -56,7 +56,7 @@ pub struct BackwardPlan {
     schedule: Schedule,
 }
 
-/// The kernels of a call. They run in this order: prepare, zero, cover, step ranges, sinks, main, finish, heads, exact.
+/// The kernels of a call. They run in this order: prepare, zero, block_table, step ranges, sinks, main, finish, heads, exact.
 #[derive(Clone)]
 pub struct Kernels {
     /// Runs first: delta, the LSE in powers of two, and zeros.
@@ -74,7 +74,7 @@ pub struct Kernels {
     /// Rounds exact sums of these gradients, in a fixed order.
     pub exact: Option<Arc<Kernel>>,
     /// Writes the table of blocks, if the problem has a block mask.
-    pub cover: Option<Arc<Kernel>>,
+    pub block_table: Option<Arc<Kernel>>,
     /// Finds the steps of each key tile under a block mask, in any order of additions.
     pub step_ranges: Option<Arc<Kernel>>,
     /// The bindings of the launches' arguments.
@@ -83,20 +83,20 @@ pub struct Kernels {
 
 /// The bindings of the arguments for a call's kernels.
 pub struct KernelBindings {
-    prepare: Bindings<prepare::Call>,
+    prepare: Bindings<prepare::PrepareCall>,
     main: Bindings<Call>,
-    finish: Option<Bindings<finish::Call>>,
-    heads: Option<Bindings<add_heads::Call>>,
-    sinks: Option<Bindings<sinks::Call>>,
-    zero: Option<Bindings<zero::Call>>,
-    exact: Option<Bindings<exact::Call>>,
+    finish: Option<Bindings<finish::FinishCall>>,
+    heads: Option<Bindings<add_heads::HeadsCall>>,
+    sinks: Option<Bindings<sinks::SinksCall>>,
+    zero: Option<Bindings<zero::ZeroCall>>,
+    exact: Option<Bindings<exact::ExactCall>>,
 }
 
 impl Kernels {
     /// All kernels of the call.
     pub fn all(&self) -> impl Iterator<Item = &Arc<Kernel>> {
-        let Kernels { finish, heads, sinks, zero, exact, cover, step_ranges, .. } = self;
-        let some = [finish, heads, sinks, zero, exact, cover, step_ranges];
+        let Kernels { finish, heads, sinks, zero, exact, block_table, step_ranges, .. } = self;
+        let some = [finish, heads, sinks, zero, exact, block_table, step_ranges];
         [&self.prepare, &self.main].into_iter().chain(some.into_iter().flatten())
     }
 }
@@ -208,7 +208,7 @@ impl BackwardPlan {
         let (sinks, of_sinks) = parts(self.facts.has_sinks.then(|| sinks::program(target)))?;
         let (zero, of_zero) = parts(has_aux.then(|| zero::program(target)))?;
         let (exact, of_exact) = parts(is_exact.then(|| exact::program(target)))?;
-        let cover = self.facts.blocks.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
+        let block_table = self.facts.blocks.map(|_| block_table::kernel(target)).transpose()?.map(Arc::new);
         let step_ranges = shape.step_ranges.then(|| step_ranges::kernel(target)).transpose()?.map(Arc::new);
         let bindings = KernelBindings {
             prepare: of_prepare,
@@ -227,7 +227,7 @@ impl BackwardPlan {
             sinks,
             zero,
             exact,
-            cover,
+            block_table,
             step_ranges,
             bindings: Arc::new(bindings),
         })
@@ -382,8 +382,10 @@ fn config_of(
     let fits = matches!(features.exp, Exp::Auto | Exp::Native) && !spans.bounded_right();
     let short = spans.bounded_left() && problem.max_q_len() <= SHORT;
     Ok(match (config.adds, config.share) {
-        (Adds::Engine, _) if largest <= 64 && !fits => config.of_threads(largest),
-        (Adds::Engine, _) if largest > 64 && (!fits || short) => BackwardConfig { rows: config.rows.min(64), ..config },
+        (Adds::CopyEngine, _) if largest <= 64 && !fits => config.of_threads(largest),
+        (Adds::CopyEngine, _) if largest > 64 && (!fits || short) => {
+            BackwardConfig { rows: config.rows.min(64), ..config }
+        }
         (Adds::Threads, Share::Pairs) if !fits => BackwardConfig::columns(),
         _ => config,
     })

@@ -27,7 +27,7 @@ const PART: u32 = 32;
 const AHEAD: usize = 2;
 
 /// A launch.
-pub(crate) struct Call {
+pub(crate) struct PrepareCall {
     pub o: RowArgs,
     pub d_o: RowArgs,
     pub lse: Span,
@@ -65,7 +65,7 @@ pub(crate) fn program<T: Half>(
     target: Target,
     features: &Features,
     shape: &KernelShape,
-) -> Result<Program<Call>, BuildError>
+) -> Result<Program<PrepareCall>, BuildError>
 where
     Pair<T>: Word,
 {
@@ -114,7 +114,7 @@ impl<'k, T: Half> Prepare<'k, T>
 where
     Pair<T>: Word,
 {
-    fn declare(p: &Params<'k, Call>, features: &Features, shape: &KernelShape) -> Self {
+    fn declare(p: &Params<'k, PrepareCall>, features: &Features, shape: &KernelShape) -> Self {
         let o = p.pointer("o", |call| call.o.span);
         let d_o = p.pointer("d_o", |call| call.d_o.span);
         let lse = p.pointer("lse", |call| call.lse);
@@ -132,9 +132,10 @@ where
         let words = p.u32("words", |call| call.words);
         let heads = p.divisor("heads", |call| call.heads);
         let rows = p.divisor("rows", |call| call.rows);
-        let sides = features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &Call| &call.sequences));
-        let o_strides = RowArgs::declare_strides(p, "o", |call: &Call| &call.o);
-        let d_o_strides = RowArgs::declare_strides(p, "d_o", |call: &Call| &call.d_o);
+        let sides =
+            features.ragged.any().then(|| Sides::declare(p, features.ragged, 0, |call: &PrepareCall| &call.sequences));
+        let o_strides = RowArgs::declare_strides(p, "o", |call: &PrepareCall| &call.o);
+        let d_o_strides = RowArgs::declare_strides(p, "d_o", |call: &PrepareCall| &call.d_o);
         Prepare {
             dims: shape.dims,
             step_rows: shape.config.rows,

@@ -46,7 +46,7 @@ impl KernelShape {
     /// The shape for a problem whose sizes are not known: `rounds`, `splits`, `single` and `step_ranges` are false, and heads
     /// are not spread.
     pub fn plain(features: &Features, config: BackwardConfig) -> KernelShape {
-        let zero_fills = config.adds == Adds::Engine && !features.ragged.any();
+        let zero_fills = config.adds == Adds::CopyEngine && !features.ragged.any();
         let dims = config.padded(features.dims);
         KernelShape {
             config,

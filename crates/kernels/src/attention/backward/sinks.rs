@@ -12,7 +12,7 @@ pub const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
 
 /// A launch: one CTA for each head.
-pub(crate) struct Call {
+pub(crate) struct SinksCall {
     /// -LSE in powers of two, and delta, of padded rows ([`prepare`](crate::attention::backward::prepare)).
     pub shift: Span,
     pub delta: Span,
@@ -26,9 +26,9 @@ pub(crate) struct Call {
 }
 
 /// Builds the kernel.
-pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+pub(crate) fn program(target: Target) -> Result<Program<SinksCall>, BuildError> {
     Program::build("attention_backward_sinks", target, |p| {
-        let shift = p.pointer::<f32>("shift", |call: &Call| call.shift);
+        let shift = p.pointer::<f32>("shift", |call: &SinksCall| call.shift);
         let delta = p.pointer::<f32>("delta", |call| call.delta);
         let sinks = p.pointer::<f32>("sinks", |call| call.sinks);
         let d_sinks = p.pointer::<f32>("d_sinks", |call| call.d_sinks);

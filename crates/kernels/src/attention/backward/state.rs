@@ -170,7 +170,7 @@ impl<'k> Main<'k> {
         });
         let tickets = k.mailbox("tiles", config.key_depth, map.words()).in_step(&keys);
         let reducer =
-            (config.adds == Adds::Engine).then(|| k.bulk_reducer("d_q", 2, 64 * config.cols(d)).in_step(&queries));
+            (config.adds == Adds::CopyEngine).then(|| k.bulk_reducer("d_q", 2, 64 * config.cols(d)).in_step(&queries));
         let pair = other.map(|(other_k, other_keys, ticket)| {
             let d_z = k.peer_tiles("d_z", 1, TileShape::new(T::NUMBER, config.block_keys(), config.rows));
             (other_k, other_keys, ticket, d_z)
@@ -214,7 +214,7 @@ impl<'k> Main<'k> {
     /// The tensor of a result, unless heads are spread over CTAs.
     pub fn result(&self, of: Of) -> &Tensor<'k> {
         let result = if of == Of::DK { &self.d_k } else { &self.d_v };
-        result.as_ref().expect("bug in fulgurite: a part of a result is no result")
+        result.as_ref().expect("bug in fulgurite: d_k and d_v have no tensor when heads are spread")
     }
 
     /// Index of a warpgroup's part of d_q, from the warpgroup's index in its CTA.
@@ -237,7 +237,7 @@ impl<'k> Main<'k> {
     }
 }
 
-/// Declares the services of a kernel. The turns of tiles are not complete: they may depend on shared memory of CTA pairs.
+/// Declares the services of a kernel. `ordered` is finished later, because CTA pairs add shared memory to it.
 fn services<'k, T: Half>(
     p: &Params<'k, Call>,
     features: &Features,

@@ -56,7 +56,7 @@ impl RangeSizes {
 
 /// A launch: the table of blocks, and the ranges to write.
 #[derive(Debug, Clone, Copy)]
-struct Call {
+struct RangesCall {
     table: Span,
     to: Span,
     sizes: RangeSizes,
@@ -81,7 +81,7 @@ struct CallParams<'k> {
 }
 
 impl<'k> CallParams<'k> {
-    fn declare(p: &Params<'k, Call>) -> Self {
+    fn declare(p: &Params<'k, RangesCall>) -> Self {
         CallParams {
             table: p.array("table", |call| call.table),
             to: p.array("to", |call| call.to),
@@ -152,14 +152,14 @@ pub(crate) fn launch(
     [step, keys]: [u32; 2],
     [table, to]: [Span; 2],
 ) -> Option<Launch> {
-    static BINDINGS: OnceLock<Bindings<Call>> = OnceLock::new();
+    static BINDINGS: OnceLock<Bindings<RangesCall>> = OnceLock::new();
     let bindings = BINDINGS.get_or_init(|| {
         Bindings::declared(|p| {
             CallParams::declare(p);
         })
     });
     let grid = [sizes.count().div_ceil(u64::from(WARPS)) as u32, 1, 1];
-    let call = Call { table, to, sizes, step, keys };
+    let call = RangesCall { table, to, sizes, step, keys };
     (grid[0] > 0).then(|| bindings.launch(kernel.clone(), grid, &call))
 }
 

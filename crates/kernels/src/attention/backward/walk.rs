@@ -33,7 +33,7 @@ impl<'a, 'k> Walk<'a, 'k> {
         Walk { main, own, step: w.var(0u32), left: w.var(0u32), head, place: w.var(0u64) }
     }
 
-    /// Goes to the first step of a tile. Sums have the layout of accumulators:
+    /// Goes to the first step of a tile. Sums are stored in accumulator order:
     /// `[head][step][warpgroup][eight columns][thread][4]`.
     #[track_caller]
     pub fn start(&self, w: &Scope<'k, Group>, work: &Work<'k>) {

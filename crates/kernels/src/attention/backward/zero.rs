@@ -8,16 +8,16 @@ use fulgurite_ptx::{BuildError, Target};
 pub const THREADS: u32 = 256;
 
 /// A launch.
-pub(crate) struct Call {
+pub(crate) struct ZeroCall {
     pub to: Span,
     /// Zeros to write, of 32 bits each.
     pub count: u32,
 }
 
 /// Builds the kernel.
-pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+pub(crate) fn program(target: Target) -> Result<Program<ZeroCall>, BuildError> {
     Program::build("attention_backward_zero", target, |p| {
-        let to = p.array::<f32>("to", |call: &Call| call.to);
+        let to = p.array::<f32>("to", |call: &ZeroCall| call.to);
         let count = p.u32("count", |call| call.count);
         p.builder().threads(THREADS, |w| {
             let i = w.block().mul_add(THREADS, w.thread());

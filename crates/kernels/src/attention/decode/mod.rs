@@ -2,9 +2,9 @@
 //!
 //! The kernel has the inner loop of the forward kernel (`Compute`) with another schedule and another epilogue. A
 //! key/value head is read once for all query heads of its group: row r of a tile is query r / group, head r % group. One
-//! thread loads keys and values as far ahead as shared memory allows. One warpgroup gathers the rows of Q, which for most
-//! group sizes are no box of the copy engine. One warpgroup computes. A tile's keys are divided into splits by a rule of
-//! the sequence's own length ([`Cut`]); the last CTA to finish a tile merges the results of its splits.
+//! thread loads keys and values as far ahead as shared memory allows. One warpgroup gathers the rows of Q, which TMA
+//! cannot load as one box for most group sizes. One warpgroup computes. A tile's keys are divided into splits by a rule of
+//! the sequence's own length ([`SplitRule`]); the last CTA to finish a tile merges the results of its splits.
 //!
 //! Memory bounds this kernel: the tensor cores multiply 64 rows however few are in use, which takes about half as long as
 //! loading their keys.
@@ -15,7 +15,7 @@ pub(crate) mod plan;
 mod schedule;
 
 pub use config::{DecodeConfig, ROWS, padded};
-pub use schedule::Cut;
+pub use schedule::SplitRule;
 
 use crate::attention::compute::{Compute, Cursor, Held, Rings, Setup};
 use crate::attention::decode::call::DecodeCall;
@@ -25,8 +25,8 @@ use crate::attention::source::{Interval, KeySource};
 use crate::params::{Bindings, Params, Program};
 use crate::parts::mask::Spans;
 use crate::parts::merge::{Merged, Partials, Slot};
-use crate::parts::modifier::{Parameters, Place};
-use crate::parts::nonfinite::{Careful, Redo, Rows};
+use crate::parts::modifier::{Parameters, TilePosition};
+use crate::parts::nonfinite::{NonfinitePath, Redo, Rows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::{Of, Work};
 use crate::parts::sequences::{Counts, QueryTile, Sequences};
@@ -68,7 +68,7 @@ struct DecodeParams<'k, T> {
     schedule: Schedule<'k>,
     scale: Val<'k, f32>,
     modifiers: Parameters<'k>,
-    careful: Option<Careful<'k, T>>,
+    nonfinite: Option<NonfinitePath<'k, T>>,
     partials: Partials<'k, T>,
 }
 
@@ -103,11 +103,11 @@ where
             false => sequences.counting(p, |call| call.common.dense()),
         };
         let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
-        let careful = features.hides_elements().then(|| Careful::declare(p, |call| call.common.plain()));
+        let nonfinite = features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
         let partials = Partials::declare(p, features.dims[1], features.sinks, group, counters, |call| &call.partials);
         let (spans, cols) = (Spans::of(&features.mask), config.cols);
         let schedule = Schedule { items, whole, splits, tiles, kv_heads, group, sequences, most_blocks, spans, cols };
-        DecodeParams { keys, values, q, q_strides, counters, schedule, scale, modifiers, careful, partials }
+        DecodeParams { keys, values, q, q_strides, counters, schedule, scale, modifiers, nonfinite, partials }
     }
 }
 
@@ -328,14 +328,14 @@ where
         let Counts { q_len, k_len, first_key } = schedule.sequences.counts(item.sequence)?;
         let (batch, heads) = (item.slot.batch, own.map(|row| row.head));
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, Place { batch, heads, rows: queries, q_len, k_len });
+        self.core.modify.set(w, TilePosition { batch, heads, rows: queries, q_len, k_len });
         Some(first_key)
     }
 
     /// Computes a split again without its hidden keys, if they hold infinities or NaN.
     fn redo_nonfinite(&self, w: &Scope<'k, Group>, item: &Item<'k>, blocks: [Val<'k, u32>; 2], totals: &Totals<'k>) {
-        let DecodeParams { careful, schedule, .. } = &self.kernel.params;
-        let Some(careful) = careful else { return };
+        let DecodeParams { nonfinite, schedule, .. } = &self.kernel.params;
+        let Some(nonfinite) = nonfinite else { return };
         let rows = |w: &Scope<'k, Group>| {
             let own = schedule.own_rows(w, &item.slot);
             Rows { queries: own.map(|row| row.query), heads: own.map(|row| row.head), kv_head: item.slot.head }
@@ -355,6 +355,6 @@ where
             exp: self.kernel.features.exp,
             scale: self.core.scale,
         };
-        careful.run(w, &redo, &self.core.o, totals, [&|_| {}, &|_| {}]);
+        nonfinite.run(w, &redo, &self.core.o, totals, [&|_| {}, &|_| {}]);
     }
 }

@@ -1,7 +1,7 @@
 //! The plan of a decode call: the problems that the decode kernel handles, its workspace, and its launch arguments.
 
 use crate::attention::decode::call::{DecodeCall, DecodeLaunch};
-use crate::attention::decode::{self, Cut, DecodeConfig, ROWS, padded};
+use crate::attention::decode::{self, DecodeConfig, ROWS, SplitRule, padded};
 use crate::attention::forward::call::RowTensors;
 use crate::attention::forward::facts::Facts;
 use crate::attention::forward::features::Features;
@@ -86,16 +86,16 @@ impl DecodePlan {
             false => Visible::of(&self.features.mask, q_len, k_len),
         };
         let blocks = visible.count.div_ceil(self.config.cols.into()).max(1);
-        let cut = |rows| Cut::of(self.config.cols, rows);
+        let rule = |rows| SplitRule::of(self.config.cols, rows);
         let [splits, room] = match ragged {
             // A sequence with fewer rows may have more splits.
             true => {
-                let room = [16, 32, room].map(|rows| rows.min(room) * cut(rows.min(room)).most(blocks));
-                [cut(1).most(blocks), room.into_iter().max().unwrap_or(0)]
+                let room = [16, 32, room].map(|rows| rows.min(room) * rule(rows.min(room)).most(blocks));
+                [rule(1).most(blocks), room.into_iter().max().unwrap_or(0)]
             }
             // A single tile sees all visible keys; each of several tiles may see fewer.
             false => {
-                let splits = if tiles == 1 { cut(rows).splits(blocks) } else { cut(rows).most(blocks) };
+                let splits = if tiles == 1 { rule(rows).splits(blocks) } else { rule(rows).most(blocks) };
                 [splits, splits * room]
             }
         };
@@ -171,7 +171,7 @@ impl DecodePlan {
             Some(scratch) if scratch.bytes() >= bytes => scratch,
             // Without a second split, nothing is written there.
             _ if bytes == 0 => tensors.counters,
-            _ => return Err(NoKernel { feature: format!("few queries without {bytes} bytes of scratch") }),
+            _ => return Err(NoKernel { feature: format!("decode without {bytes} bytes of scratch") }),
         };
         Ok(Workspace { partial: scratch, sums: scratch.from(sums) })
     }
@@ -330,6 +330,6 @@ mod tests {
         let at = |s, h| DeviceTensor::packed(memory, [1, s, h, 64]);
         let tensors = Tensors::new([at(1, 4), at(1024, 1), at(1024, 1), at(1, 4)], memory, memory);
         let refused = plan.launch(kernel, &tensors, 132).err().unwrap().to_string();
-        assert_eq!(refused, "few queries without 2112 bytes of scratch");
+        assert_eq!(refused, "decode without 2112 bytes of scratch");
     }
 }

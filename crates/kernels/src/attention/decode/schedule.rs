@@ -17,14 +17,14 @@ use fulgurite_ptx::{Divisor, Group, Scope, Val, Who};
 /// saturate memory, and shorter splits cost more to merge than they save. Long sequences have up to 16 longer splits: the
 /// last CTA reads the results of all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct SplitRule {
     /// Keys of a key block.
     pub cols: u32,
     /// log2 of the most splits of a tile.
     most_log2: u32,
 }
 
-impl Cut {
+impl SplitRule {
     const WANTED_LOG2: u32 = 3;
     const KEYS: [u32; 2] = [512, 1024];
     /// (rows, log2 of the most splits) for tiles up to that many rows. Tiles with more rows have
@@ -32,9 +32,9 @@ impl Cut {
     const MOST: [(u32, u32); 1] = [(ROWS, 4)];
 
     /// The rule for a sequence of `rows` packed rows.
-    pub fn of(cols: u32, rows: u64) -> Cut {
+    pub fn of(cols: u32, rows: u64) -> SplitRule {
         let most = Self::MOST.into_iter().find(|(most, _)| rows <= u64::from(*most));
-        Cut { cols, most_log2: most.map_or(Self::WANTED_LOG2, |(_, log2)| log2) }
+        SplitRule { cols, most_log2: most.map_or(Self::WANTED_LOG2, |(_, log2)| log2) }
     }
 
     /// Length of the shortest and of the longest wanted split, in key blocks.
@@ -172,7 +172,7 @@ impl<'k> Schedule<'k> {
             // than the longest length that the call gave.
             end = end.min(start + most);
         }
-        let [each, count] = Cut::in_kernel(self.cols, q_len * group, end - start);
+        let [each, count] = SplitRule::in_kernel(self.cols, q_len * group, end - start);
         let used = sequence.map(|s| UsedQueries { start: s.q_start, count: s.q_len });
         let ours = [split, takes_all.map_or(split + 1, |all| all.select::<u32>(count, split + 1))];
         let slot = Slot { tile, ours, splits: count, batch, head, row, rows, used };
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn splits_follow_from_the_length() {
-        let splits = |rows: u64, keys: u64| Cut::of(64, rows).splits(keys.div_ceil(64));
+        let splits = |rows: u64, keys: u64| SplitRule::of(64, rows).splits(keys.div_ceil(64));
         assert_eq!([1, 512, 513, 4096, 8192].map(|keys| splits(4, keys)), [1, 1, 2, 8, 8]);
         // Merging is expensive, so the number of splits is bounded.
         assert_eq!([4, 32, 64].map(|rows| splits(rows, 65536)), [16, 16, 16]);
@@ -240,11 +240,11 @@ mod tests {
 
     #[test]
     fn no_length_has_more_splits_than_its_bound() {
-        for cut in [Cut::of(64, 1), Cut::of(64, 64), Cut::of(128, 20)] {
+        for rule in [SplitRule::of(64, 1), SplitRule::of(64, 64), SplitRule::of(128, 20)] {
             let mut most = 0;
             for blocks in 1..5000 {
-                most = most.max(cut.splits(blocks));
-                assert!(most <= cut.most(blocks), "{cut:?}, {blocks} blocks");
+                most = most.max(rule.splits(blocks));
+                assert!(most <= rule.most(blocks), "{rule:?}, {blocks} blocks");
             }
         }
     }

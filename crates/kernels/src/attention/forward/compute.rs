@@ -7,7 +7,7 @@ use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
 use crate::attention::forward::construction::ForwardKernel;
 use crate::attention::source::KeySource;
 use crate::parts::epilogue::Epilogue;
-use crate::parts::modifier::Place;
+use crate::parts::modifier::TilePosition;
 use crate::parts::nonfinite::{Redo, Rows};
 use crate::parts::schedule::{Work, WorkVars};
 use crate::parts::sequences::Counts;
@@ -201,7 +201,7 @@ where
         }
         let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below);
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, Place { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
+        self.core.modify.set(w, TilePosition { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
     }
 
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.
@@ -214,7 +214,7 @@ where
     /// Recomputes a tile without its hidden keys, if they contain infinities or NaN.
     fn redo_nonfinite(&self, w: &Scope<'k, Group>, work: &Work<'k>, next: Option<&Work<'k>>, totals: &Totals<'k>) {
         let params = &self.kernel.params;
-        let Some(careful) = &params.careful else { return };
+        let Some(nonfinite) = &params.nonfinite else { return };
         let rows = |w: &Scope<'k, Group>| {
             // Rows past the last one repeat the last one.
             let all = params.sequences.q_rows(work.sequence);
@@ -242,6 +242,6 @@ where
         };
         let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| self.set_tile(w, next));
         let o = self.core.o.part(0, self.kernel.tiling.columns);
-        careful.run(w, &redo, &o, totals, [&|w| self.set_tile(w, work), &back]);
+        nonfinite.run(w, &redo, &o, totals, [&|w| self.set_tile(w, work), &back]);
     }
 }

@@ -23,7 +23,7 @@ pub enum BlockForm {
     /// Lists: the kernel computes only listed blocks.
     Lists,
     /// A table in which each element looks up its block, if no tile size divides the blocks.
-    /// [`ForwardPlan::cover`](super::plan::ForwardPlan::cover) makes it from the lists.
+    /// [`ForwardPlan::block_table`](super::plan::ForwardPlan::block_table) makes it from the lists.
     Coverage,
 }
 

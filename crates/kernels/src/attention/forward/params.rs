@@ -7,7 +7,7 @@ use crate::attention::forward::tiling::Tiling;
 use crate::params::Params;
 use crate::parts::block_lists::Lists;
 use crate::parts::modifier::{Parameters, Sinks};
-use crate::parts::nonfinite::Careful;
+use crate::parts::nonfinite::NonfinitePath;
 use crate::parts::schedule::Equal;
 use crate::parts::sequences::Sequences;
 use fulgurite_ptx::{Divisor, Half, Pair, Pointer, Tensor, TileShape, Val, Word};
@@ -33,7 +33,7 @@ pub(super) struct ForwardParams<'k, T> {
     pub lists: Option<Lists<'k>>,
     pub modifiers: Parameters<'k>,
     pub sinks: Option<Sinks<'k>>,
-    pub careful: Option<Careful<'k, T>>,
+    pub nonfinite: Option<NonfinitePath<'k, T>>,
 }
 
 impl<'k, T: Half> ForwardParams<'k, T>
@@ -59,7 +59,7 @@ where
         let lists = features.blocks.map(|blocks| Lists::declare(p, blocks, config.cols, |call| call.lists()));
         let modifiers = Parameters::declare(p, &features.modifiers, |call| &call.common.aux);
         let sinks = features.sinks.map(|dtype| Sinks::declare(p, dtype, |call| call.results.sinks()));
-        let careful = features.hides_elements().then(|| Careful::declare(p, |call| call.common.plain()));
+        let nonfinite = features.hides_elements().then(|| NonfinitePath::declare(p, |call| call.common.plain()));
         let sequences = match features.modifiers.is_empty() {
             true => sequences,
             false => sequences.counting(p, |call| call.common.dense()),
@@ -80,7 +80,7 @@ where
             lists,
             modifiers,
             sinks,
-            careful,
+            nonfinite,
         }
     }
 }

@@ -132,13 +132,13 @@ impl ForwardPlan {
     }
 
     /// The kernel that makes the table of blocks, if each element looks up its block.
-    pub fn cover_kernel(&self, target: Target) -> Result<Option<Kernel>, BuildError> {
+    pub fn block_table_kernel(&self, target: Target) -> Result<Option<Kernel>, BuildError> {
         self.facts.coverage().map(|_| block_table::kernel(target)).transpose()
     }
 
     /// The launch that makes the table from the lists, in the workspace. It must precede the launch of
     /// [`kernel`](Self::kernel).
-    pub fn cover(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
+    pub fn block_table(&self, kernel: &Arc<Kernel>, tensors: &Tensors) -> Option<Launch> {
         Some(block_table::launch(kernel, tensors.lists?, self.facts.coverage()?, tensors.scratch?))
     }
 

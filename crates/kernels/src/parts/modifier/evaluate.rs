@@ -1,6 +1,6 @@
 //! Evaluates the steps of a program on demand, and each of them once.
 
-use crate::parts::modifier::{Index, Parameters, Place, Running, SHORT, Word};
+use crate::parts::modifier::{Index, Parameters, Running, SHORT, TilePosition, Word};
 use fulgurite_core::expr::{Binary, Step, Type, Unary};
 use fulgurite_ptx::{Group, Number, Scope, Val};
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ pub(crate) struct Evaluation<'a, 'k> {
     pub(crate) running: &'a Running<'k>,
     pub(crate) parameters: &'a Parameters<'k>,
     /// Position of the tile; `None` if kept values replace it.
-    pub(crate) place: Option<Place<'k>>,
+    pub(crate) place: Option<TilePosition<'k>>,
     /// Index of the key (or query) in the thread's first column.
     pub(crate) key: Option<Val<'k, i32>>,
     /// State of the fast paths, some of which are wrong for large arguments; `None` if only exact paths are allowed.
@@ -489,7 +489,7 @@ fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
 
 impl<'k> Running<'k> {
     /// Computes the values that are constant over a tile.
-    pub(super) fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: Place<'k>) {
+    pub(super) fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: TilePosition<'k>) {
         let (place, known) = (Some(place), HashMap::new());
         let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
         for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {

@@ -362,7 +362,7 @@ struct Aux<'k> {
 
 /// Position of a tile.
 #[derive(Clone, Copy)]
-pub struct Place<'k> {
+pub struct TilePosition<'k> {
     pub batch: Val<'k, u32>,
     /// Heads of the thread's two rows; `rows`: their queries in the sequence, or keys if rows are keys.
     pub heads: [Val<'k, u32>; 2],

@@ -2,7 +2,7 @@
 //! into the exponentials.
 
 use crate::parts::modifier::evaluate::{At, Evaluation, Line, Quick, TANH, TANH_BOUND, Tanh};
-use crate::parts::modifier::{Modifiers, Parameters, Place, Running, Word};
+use crate::parts::modifier::{Modifiers, Parameters, Running, TilePosition, Word};
 use crate::parts::softmax::Scores;
 use fulgurite_core::expr::{Program, Step, Unary};
 use fulgurite_ptx::{Group, RowView, Scope, Val, Var};
@@ -51,7 +51,7 @@ impl<'a, 'k> Modify<'a, 'k> {
     }
 
     /// Computes the values that are constant over a tile.
-    pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
+    pub fn set(&self, w: &Scope<'k, Group>, place: TilePosition<'k>) {
         self.score
             .iter()
             .chain(&self.mask)
@@ -167,7 +167,7 @@ impl<'a, 'k> Function<'a, 'k> {
     }
 
     /// Computes the values that are constant over a tile.
-    pub fn set(&self, w: &Scope<'k, Group>, place: Place<'k>) {
+    pub fn set(&self, w: &Scope<'k, Group>, place: TilePosition<'k>) {
         self.running.set(w, self.parameters, place);
     }
 

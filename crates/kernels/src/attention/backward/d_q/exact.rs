@@ -78,7 +78,7 @@ pub fn add<'k, W: Who>(
 }
 
 /// A launch.
-pub(crate) struct Call {
+pub(crate) struct ExactCall {
     pub words: Span,
     pub to: Span,
     /// Elements.
@@ -91,9 +91,9 @@ pub fn kernel(target: Target) -> Result<Kernel, BuildError> {
 }
 
 /// Adds the sums in the words to the elements, which hold 0 or a sum that is not finite.
-pub(crate) fn program(target: Target) -> Result<Program<Call>, BuildError> {
+pub(crate) fn program(target: Target) -> Result<Program<ExactCall>, BuildError> {
     Program::build("attention_backward_exact", target, |p| {
-        let words = p.pointer::<u32>("words", |call: &Call| call.words);
+        let words = p.pointer::<u32>("words", |call: &ExactCall| call.words);
         let to = p.array::<f32>("to", |call| call.to);
         let count = p.u32("count", |call| call.count);
         p.builder().threads(THREADS, |w| {

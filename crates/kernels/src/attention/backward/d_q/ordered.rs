@@ -10,8 +10,8 @@
 //!
 //! Tiles wait for tiles with lower numbers, and a CTA does its tiles in that order. So the lowest tile that is not done can
 //! always go on. Tiles of the last keys go first, so that tiles seldom wait. Under a causal mask they start at later steps, so
-//! tiles that start together reach a given step in the required order. Without a mask, each tile waits once; the delay persists,
-//! and it does not wait again.
+//! tiles that start together reach a given step in the required order. Without a mask a tile waits only at its first step;
+//! it then stays behind its predecessor.
 
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
 use crate::attention::backward::tiles::{Sequence, Step, TileMap, Work};
@@ -29,13 +29,13 @@ const NONE: u32 = u32::MAX;
 
 /// Steps of a turn, from a multiple of this number on. A tile waits before its first step of a turn and signals after its last.
 fn turn(config: &BackwardConfig) -> u32 {
-    if config.adds == Adds::Engine { config.turn } else { 1 }
+    if config.adds == Adds::CopyEngine { config.turn } else { 1 }
 }
 
 /// Parts of a step that have turns of their own: one for each warpgroup that has the copy engine add, or each CTA of a pair.
 pub(crate) fn parts(config: &BackwardConfig) -> u32 {
     match (config.adds, config.share) {
-        (Adds::Engine, _) | (_, Share::Pairs) => 2,
+        (Adds::CopyEngine, _) | (_, Share::Pairs) => 2,
         (Adds::Threads, Share::Keys | Share::Columns) => 1,
     }
 }
@@ -51,7 +51,7 @@ enum Adder {
 impl Adder {
     fn of(config: &BackwardConfig) -> Adder {
         match (config.adds, config.share) {
-            (Adds::Engine, _) => Adder::Bulk,
+            (Adds::CopyEngine, _) => Adder::Bulk,
             (Adds::Threads, Share::Pairs) => Adder::Pairs,
             (Adds::Threads, Share::Keys | Share::Columns) => Adder::Threads,
         }

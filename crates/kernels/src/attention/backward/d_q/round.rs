@@ -1,6 +1,6 @@
 //! Conversion of d_q to 16 bits in the main kernel, while its sums are still in the L2 cache.
 //!
-//! Only some pairs of head and sequence own sums at a time. A pair takes over the place of one whose d_q is converted. Whenever
+//! Only some pairs of head and sequence own sums at a time. A pair reuses the sums of a pair whose d_q is already converted. Whenever
 //! a CTA takes a tile, it also converts one part of an older pair's d_q. By then all tiles of that pair have been handed out, so
 //! CTAs seldom wait for each other, and never in a circle: a part waits for tiles with numbers up to that of its own tile, and a
 //! tile waits for parts that came with lower numbers (`plan::bands` says why). Parts that come with no tile are shared among

@@ -5,7 +5,7 @@ use crate::attention::backward::d_q::service::Log;
 use crate::attention::backward::modifiers::{ModifierGradients, is_one};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params};
-use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Place, Tanh};
+use crate::parts::modifier::{AuxArgs, BlockKind, Function, Modify, Parameters, Tanh, TilePosition};
 use fulgurite_core::expr::Program;
 use fulgurite_ptx::device::Span;
 use fulgurite_ptx::{Acc, Group, Half, Numbers, Pair, Pointer, Scope, Tile, Val, Word};
@@ -140,7 +140,7 @@ impl<'k> ModifierRole<'_, 'k> {
             (None, None) => unreachable!("bug in fulgurite: equal sequences have a length"),
         };
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        let place = Place { batch: work.batch, heads: [head; 2], rows: [first, first + 8], q_len, k_len };
+        let place = TilePosition { batch: work.batch, heads: [head; 2], rows: [first, first + 8], q_len, k_len };
         self.modify.set(w, place);
         let aux = self.aux.iter().flat_map(|(at, derivative)| at.iter().chain(derivative));
         self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));

@@ -20,7 +20,7 @@ const MASKED_BAND: u64 = 16;
 const BAND_TILES: u64 = 32;
 /// Pairs of a band in a fixed order, at most.
 const FIXED_BAND: u64 = 64;
-/// A part of the L2 cache.
+/// The share of an H200's L2 cache (60 MB) that the sums of a band may take.
 const CACHE_BYTES: u64 = 32 << 20;
 
 /// Inputs from which bands are made.
@@ -69,7 +69,8 @@ impl Bands {
         let places = tiling.places(config, band);
         let last = tiling.last(config, band, places);
         // A part lags its tile by half of the places. By then all tiles of its band are handed
-        // out, and every CTA has started another tile since. With fewer tiles than that, all parts are left for the end.
+        // out, and every CTA has started another tile since. If there are fewer tiles than the lag, all parts are
+        // converted at the end.
         let lag = (places * tiles / 2).min(pairs * tiles);
         let zeroed = tiling.zeroed(config, band, last);
         Bands { pairs, tiles, rounds, band, last, places, lag, zeroed }

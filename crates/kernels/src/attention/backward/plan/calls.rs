@@ -51,7 +51,9 @@ impl BackwardPlan {
         }
         let (zeros, rounding) = self.aux_sums(kernels, tensors, scratch.exact_words);
         launches.extend(zeros);
-        if let (Some(kernel), Some(lists), 1..) = (&kernels.cover, tensors.lists, self.facts.block_table_elements()) {
+        if let (Some(kernel), Some(lists), 1..) =
+            (&kernels.block_table, tensors.lists, self.facts.block_table_elements())
+        {
             let shape = self.facts.aux_shapes.last().map_or(&[][..], Vec::as_slice);
             launches.push(block_table::launch(kernel, lists, shape, scratch.block_table));
             launches.extend(self.step_ranges(kernels, &scratch));
@@ -80,7 +82,7 @@ impl BackwardPlan {
 
     fn prepare(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Launch {
         let (facts, schedule) = (&self.facts, &self.schedule);
-        let call = prepare::Call {
+        let call = prepare::PrepareCall {
             o: RowArgs::new(&tensors.o),
             d_o: RowArgs::new(&tensors.d_o),
             lse: tensors.lse,
@@ -110,7 +112,7 @@ impl BackwardPlan {
         let zeros = |span: Span, count: u64| {
             let (kernel, bindings) = kernels.zero.clone().zip(kernels.bindings.zero.as_ref())?;
             let grid = [count.div_ceil(u64::from(zero::THREADS)) as u32, 1, 1];
-            Some(bindings.launch(kernel, grid, &zero::Call { to: span, count: count as u32 }))
+            Some(bindings.launch(kernel, grid, &zero::ZeroCall { to: span, count: count as u32 }))
         };
         for (aux, (span, shape)) in tensors.d_aux.iter().zip(&self.facts.aux_shapes).enumerate() {
             let count = shape.iter().product::<usize>() as u64;
@@ -121,7 +123,7 @@ impl BackwardPlan {
                 // The kernel writes 32 bits at a time.
                 before.extend(zeros(words, words.bytes() / 4));
                 let grid = [count.div_ceil(u64::from(exact::THREADS)) as u32, 1, 1];
-                after.push(bindings.launch(kernel, grid, &exact::Call { words, to: span, count: count as u32 }));
+                after.push(bindings.launch(kernel, grid, &exact::ExactCall { words, to: span, count: count as u32 }));
             }
         }
         (before, after)
@@ -139,7 +141,7 @@ impl BackwardPlan {
         let (kernel, bindings) = kernels.sinks.clone().zip(kernels.bindings.sinks.as_ref())?;
         let [sinks, d_sinks] = tensors.sinks?;
         let heads = self.facts.heads[0];
-        let call = sinks::Call {
+        let call = sinks::SinksCall {
             shift: scratch.shift,
             delta: scratch.delta,
             sinks,
@@ -154,7 +156,7 @@ impl BackwardPlan {
     /// The finish kernel, unless the main kernel converts d_q or there are no queries.
     fn finish(&self, kernels: &Kernels, tensors: &Tensors, scratch: &Scratch<Span>) -> Option<Launch> {
         let (kernel, bindings) = kernels.finish.clone().zip(kernels.bindings.finish.as_ref())?;
-        let call = finish::Call {
+        let call = finish::FinishCall {
             d_q: self.results(tensors),
             sums: scratch.d_q_sums,
             steps: self.schedule.steps as u32,
@@ -172,7 +174,7 @@ impl BackwardPlan {
         let ([_, rows], [d, dv]) = (self.facts.lengths(), self.facts.features.dims);
         let blocks = self.schedule.tiles_of_part(&self.facts) * u64::from(self.config().keys() / heads::KEYS);
         let sequences = if self.facts.features.ragged.any() { 1 } else { self.facts.batch() };
-        let call = heads::Call {
+        let call = heads::HeadsCall {
             d_k: ResultArgs::new(&tensors.d_k, rows, d),
             d_v: ResultArgs::new(&tensors.d_v, rows, dv),
             parts: scratch.head_parts,

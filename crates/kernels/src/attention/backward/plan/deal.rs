@@ -36,8 +36,8 @@ impl Deal {
         Deal { whole: tiles, runs: 0, run: 0, longer: 0 }
     }
 
-    /// The split among `ctas` that takes the least time, if it takes less than whole tiles. Tiles that remain after every CTA
-    /// has had equally many are split. With more runs each is shorter, but more pieces must be joined.
+    /// The split among `ctas` that takes the least time, if it takes less than whole tiles. The remainder, tiles modulo CTAs,
+    /// is split. With more runs each is shorter, but more pieces must be joined.
     pub fn best(tiles: Tiles, ctas: u64) -> Option<Deal> {
         let Tiles { count, steps, group, join } = tiles;
         let left = count.checked_rem(ctas)?;

@@ -16,8 +16,8 @@ pub(crate) struct Facts {
     /// Query heads, key/value heads.
     pub heads: [u64; 2],
     pub scale: f32,
-    /// The GPU that the schedule is made for. On a GPU with another SM count results stay right: sums are kept for too long, or
-    /// are waited for.
+    /// The GPU that the schedule is made for. On a GPU with another SM count results stay right: sums stay allocated longer than
+    /// needed, or CTAs wait for them.
     pub arch: Arch,
     pub has_sinks: bool,
     /// The blocks of a block mask.

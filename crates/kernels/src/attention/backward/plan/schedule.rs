@@ -34,7 +34,7 @@ impl Schedule {
     /// `key_depth` becomes 1, because the loading thread has no registers left for a second stage of keys.
     pub fn new(facts: &Facts, config: BackwardConfig) -> Schedule {
         let plain = KernelShape::plain(&facts.features, config);
-        let engine = config.adds == Adds::Engine;
+        let engine = config.adds == Adds::CopyEngine;
         let rounds = engine && facts.is_plain() && config.rounds;
         let spread = facts.spread(&config, engine && config.join.is_some() && has_equal_tiles(facts));
         let single = engine && (facts.heads[0] == facts.heads[1] || spread.most() == 1);
@@ -54,7 +54,7 @@ impl Schedule {
     /// Tiles to split on the assumed GPU. Tiles that differ in length are handed out the longest first, which leaves little
     /// to gain; in a fixed order tiles wait for each other anyway.
     fn split_tiles(&self, facts: &Facts) -> u64 {
-        let splits = self.shape.config.adds == Adds::Engine && has_equal_tiles(facts);
+        let splits = self.shape.config.adds == Adds::CopyEngine && has_equal_tiles(facts);
         let deal = self.best_deal(facts.arch.sms.into()).filter(|_| splits);
         deal.map_or(0, |deal| self.bands.all_tiles() - deal.whole)
     }

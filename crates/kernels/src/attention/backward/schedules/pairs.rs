@@ -6,9 +6,17 @@
 //! halves of the queries would cause. d_z also goes to the other CTA, which multiplies it by its half of the columns of these
 //! keys, so each CTA adds half as much to the sums in global memory. Each warpgroup has half of its CTA's d_q.
 //!
-//! A step of the first: start d_v and the next s | d_v is done, add the d_q before | next p, passed on | wait for both d_z,
-//! start d_q. A step of the second, of which d_p is done: d_z, written and sent | start d_k | add the d_q before | start half of
-//! the next d_p | wait for the other CTA's d_z, start d_q and the other half of d_p.
+//! A step of the first warpgroup:
+//! 1. Start d_v and the next s.
+//! 2. Wait for d_v; add the previous step's d_q.
+//! 3. Compute the next p and pass it on.
+//! 4. Wait for the d_z of both CTAs; start d_q.
+//!
+//! A step of the second warpgroup, whose d_p is complete:
+//! 1. Compute d_z, write it, and send it to the other CTA.
+//! 2. Start d_k; add the previous step's d_q.
+//! 3. Start half of the next d_p.
+//! 4. Wait for the other CTA's d_z; start d_q and the other half of d_p.
 
 use crate::attention::backward::schedules::{Schedule, run};
 use crate::attention::backward::state::{CtaPair, Main, Stages};
@@ -34,31 +42,31 @@ struct Queries<'k> {
     /// Index of the warpgroup.
     own: Val<'k, u32>,
     d_q: Acc<'k>,
-    /// Whether the registers hold no d_q of this tile that is still to be added.
-    fresh: Var<'k, bool>,
+    /// Whether the registers hold a d_q that is not yet added.
+    pending: Var<'k, bool>,
 }
 
 impl<'k> Queries<'k> {
     fn new(w: &Scope<'k, Group>, main: &Main<'k>, own: u32) -> Self {
         let d_q = w.accumulators(main.config.cols(main.dims[0]));
-        Queries { own: w.constant(own), d_q, fresh: w.var(true) }
+        Queries { own: w.constant(own), d_q, pending: w.var(false) }
     }
 
     /// Adds the d_q of the step before, if there is one, and moves on to the sums of this step.
     #[track_caller]
     fn add_before(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
-        w.when(!self.fresh.get(), |w| {
+        w.when(self.pending.get(), |w| {
             self.add(w, walk);
             walk.forward_sums(w);
         });
-        self.fresh.set(false);
+        self.pending.set(true);
     }
 
     /// Adds the d_q of the last step.
     #[track_caller]
     fn add_last(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
         self.add(w, walk);
-        self.fresh.set(true);
+        self.pending.set(false);
     }
 
     #[track_caller]

@@ -1,41 +1,41 @@
-//! The house as its manifests tell it: which room may use which, which crates from outside, and where
+//! The rules of the workspace, read from its manifests: which crate may use which, which crates from outside, and where
 //! `unsafe` is forbidden. A new arrow is a decision, and this is the place to write it down.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// What a room may use.
-struct Room {
+/// The dependencies that a crate may have.
+struct CrateRule {
     /// The package.
     name: &'static str,
     /// Its folder.
     folder: &'static str,
-    /// Rooms it may use, in code and in tests.
+    /// Crates it may use, in code and in tests.
     uses: &'static [&'static str],
-    /// Rooms that only its tests may use.
+    /// Crates that only its tests may use.
     in_tests: &'static [&'static str],
     /// Whether `unsafe` is forbidden in it.
     forbids_unsafe: bool,
 }
 
-const ROOMS: &[Room] = &[
-    Room { name: "fulgurite-core", folder: "crates/core", uses: &[], in_tests: &[], forbids_unsafe: true },
-    Room { name: "fulgurite-ptx", folder: "crates/ptx", uses: &[], in_tests: &[], forbids_unsafe: true },
-    Room {
+const CRATES: &[CrateRule] = &[
+    CrateRule { name: "fulgurite-core", folder: "crates/core", uses: &[], in_tests: &[], forbids_unsafe: true },
+    CrateRule { name: "fulgurite-ptx", folder: "crates/ptx", uses: &[], in_tests: &[], forbids_unsafe: true },
+    CrateRule {
         name: "fulgurite-cpu",
         folder: "crates/cpu",
         uses: &["fulgurite-core"],
         in_tests: &[],
         forbids_unsafe: false,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-neighbors",
         folder: "crates/neighbors",
         uses: &["fulgurite-core", "fulgurite-cpu"],
         in_tests: &[],
         forbids_unsafe: true,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-sim",
         folder: "crates/sim",
         uses: &["fulgurite-ptx"],
@@ -43,21 +43,21 @@ const ROOMS: &[Room] = &[
         // One leaf, `sums`: a function compiled for wider vectors can be called no other way.
         forbids_unsafe: false,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-cuda",
         folder: "crates/cuda",
         uses: &["fulgurite-ptx"],
         in_tests: &["fulgurite-kernels"],
         forbids_unsafe: false,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-kernels",
         folder: "crates/kernels",
         uses: &["fulgurite-core", "fulgurite-ptx"],
         in_tests: &["fulgurite-sim"],
         forbids_unsafe: true,
     },
-    Room {
+    CrateRule {
         name: "fulgurite",
         folder: "crates/fulgurite",
         uses: &[
@@ -72,33 +72,33 @@ const ROOMS: &[Room] = &[
         in_tests: &[],
         forbids_unsafe: true,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-cli",
         folder: "crates/cli",
         uses: &["fulgurite", "fulgurite-core"],
         in_tests: &[],
         forbids_unsafe: true,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-python",
         folder: "python",
         uses: &["fulgurite", "fulgurite-core"],
         in_tests: &[],
         forbids_unsafe: false,
     },
-    Room {
+    CrateRule {
         name: "fulgurite-guide",
         folder: "docs",
         uses: &["fulgurite", "fulgurite-ptx"],
         in_tests: &[],
         forbids_unsafe: true,
     },
-    Room { name: "xtask", folder: "xtask", uses: &[], in_tests: &[], forbids_unsafe: true },
+    CrateRule { name: "xtask", folder: "xtask", uses: &[], in_tests: &[], forbids_unsafe: true },
 ];
 
-/// Where core and ptx end: the two ground floors use these and the standard library.
-const GROUND_FLOORS: [&str; 2] = ["fulgurite-core", "fulgurite-ptx"];
-const GROUND_FLOORS_USE: [&str; 2] = ["half", "thiserror"];
+/// The crates at the bottom, and the crates from outside that they may use besides the standard library.
+const BASE_CRATES: [&str; 2] = ["fulgurite-core", "fulgurite-ptx"];
+const BASE_CRATES_USE: [&str; 2] = ["half", "thiserror"];
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dependency {
@@ -133,19 +133,19 @@ fn dependencies(manifest: &str) -> Vec<Dependency> {
 }
 
 /// Everything that is wrong with the arrows of one manifest.
-fn faults(room: &Room, manifest: &str) -> Vec<String> {
+fn faults(rule: &CrateRule, manifest: &str) -> Vec<String> {
     let mut faults = Vec::new();
     for dependency in dependencies(manifest) {
         let name = dependency.name.as_str();
-        let known = ROOMS.iter().any(|other| other.name == name);
-        let allowed = room.uses.contains(&name)
-            || dependency.only_in_tests && (room.in_tests.contains(&name) || name == room.name);
+        let known = CRATES.iter().any(|other| other.name == name);
+        let allowed = rule.uses.contains(&name)
+            || dependency.only_in_tests && (rule.in_tests.contains(&name) || name == rule.name);
         if (known || name.starts_with("fulgurite")) && !allowed {
-            faults.push(format!("{} uses {name}, allowed: {:?}", room.name, room.uses));
+            faults.push(format!("{} uses {name}, allowed: {:?}", rule.name, rule.uses));
         }
-        let ground = GROUND_FLOORS.contains(&room.name) && !dependency.only_in_tests;
-        if ground && !known && !GROUND_FLOORS_USE.contains(&name) {
-            faults.push(format!("{} uses {name}, allowed from outside: {GROUND_FLOORS_USE:?}", room.name));
+        let ground = BASE_CRATES.contains(&rule.name) && !dependency.only_in_tests;
+        if ground && !known && !BASE_CRATES_USE.contains(&name) {
+            faults.push(format!("{} uses {name}, allowed from outside: {BASE_CRATES_USE:?}", rule.name));
         }
     }
     faults
@@ -159,15 +159,15 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The rooms that exist so far.
-fn built() -> impl Iterator<Item = (&'static Room, PathBuf)> {
-    ROOMS.iter().map(|room| (room, root().join(room.folder))).filter(|(_, folder)| folder.join("Cargo.toml").exists())
+/// The crates that exist so far.
+fn built() -> impl Iterator<Item = (&'static CrateRule, PathBuf)> {
+    CRATES.iter().map(|rule| (rule, root().join(rule.folder))).filter(|(_, folder)| folder.join("Cargo.toml").exists())
 }
 
 #[test]
 fn arrows_point_one_way() {
     let faults: Vec<String> =
-        built().flat_map(|(room, folder)| faults(room, &read(&folder.join("Cargo.toml")))).collect();
+        built().flat_map(|(rule, folder)| faults(rule, &read(&folder.join("Cargo.toml")))).collect();
     assert!(faults.is_empty(), "{faults:#?}");
 }
 
@@ -177,20 +177,20 @@ fn every_crate_is_a_room() {
         let manifest = entry.unwrap().path().join("Cargo.toml");
         if manifest.exists() {
             let text = read(&manifest);
-            let known = ROOMS.iter().any(|room| text.contains(&format!("name = \"{}\"", room.name)));
-            assert!(known, "{} is no room of the house; add it to ROOMS", manifest.display());
+            let known = CRATES.iter().any(|rule| text.contains(&format!("name = \"{}\"", rule.name)));
+            assert!(known, "{} is no rule of the house; add it to CRATES", manifest.display());
         }
     }
 }
 
 #[test]
 fn unsafe_is_forbidden_outside_the_leaves() {
-    for (room, folder) in built().filter(|(room, _)| room.forbids_unsafe) {
+    for (rule, folder) in built().filter(|(rule, _)| rule.forbids_unsafe) {
         for source in
             ["src/lib.rs", "src/main.rs", "lib.rs"].map(|file| folder.join(file)).iter().filter(|file| file.exists())
         {
             let forbids = read(source).contains("#![forbid(unsafe_code)]");
-            assert!(forbids, "{} of {} does not forbid unsafe code", source.display(), room.name);
+            assert!(forbids, "{} of {} does not forbid unsafe code", source.display(), rule.name);
         }
     }
 }
@@ -198,14 +198,14 @@ fn unsafe_is_forbidden_outside_the_leaves() {
 /// A file that its crate's one test program does not name would never run.
 #[test]
 fn every_test_file_is_in_its_program() {
-    for (room, folder) in built() {
+    for (rule, folder) in built() {
         let Ok(files) = std::fs::read_dir(folder.join("tests")) else { continue };
         let program = std::fs::read_to_string(folder.join("tests/all.rs")).unwrap_or_default();
         let is_module = |file: &PathBuf| file.extension() == Some("rs".as_ref()) || file.join("mod.rs").exists();
         for file in files.map(|file| file.unwrap().path()).filter(is_module) {
             let name = file.file_stem().unwrap().to_string_lossy().into_owned();
             let named = name == "all" || program.lines().any(|line| line == format!("mod {name};"));
-            assert!(named, "{}: `mod {name};` is missing in tests/all.rs of {}", file.display(), room.name);
+            assert!(named, "{}: `mod {name};` is missing in tests/all.rs of {}", file.display(), rule.name);
         }
     }
 }
@@ -216,7 +216,7 @@ fn every_dependency_is_named_with_its_reason() {
     let outside: BTreeSet<String> = built()
         .flat_map(|(_, folder)| dependencies(&read(&folder.join("Cargo.toml"))))
         .map(|dependency| dependency.name)
-        .filter(|name| !ROOMS.iter().any(|room| room.name == name))
+        .filter(|name| !CRATES.iter().any(|rule| rule.name == name))
         .collect();
     let unnamed: Vec<&String> =
         outside.iter().filter(|name| !architecture.contains(&format!("| `{name}` |"))).collect();
@@ -225,7 +225,7 @@ fn every_dependency_is_named_with_its_reason() {
 
 #[test]
 fn planted_arrows_are_caught() {
-    let room = |name: &str| ROOMS.iter().find(|room| room.name == name).unwrap();
+    let rule = |name: &str| CRATES.iter().find(|rule| rule.name == name).unwrap();
     let cases = [
         ("fulgurite-core", "[dependencies]\nhalf.workspace = true\n", 0),
         ("fulgurite-core", "[dependencies]\nfulgurite-cpu.workspace = true\n", 1),
@@ -243,7 +243,7 @@ fn planted_arrows_are_caught() {
         ("xtask", "[build-dependencies]\nfulgurite-unheard-of = \"1\"\n", 1),
     ];
     for (name, manifest, wrong) in cases {
-        let found = faults(room(name), manifest);
+        let found = faults(rule(name), manifest);
         assert_eq!(found.len(), wrong, "{name}: {manifest}{found:?}");
     }
 }
