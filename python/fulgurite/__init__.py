@@ -20,6 +20,7 @@ registered operators over whole tensors.
 
 from . import ops
 from ._api import attention, attention_backward
+from ._combine import flash_attn_combine, get_scheduler_metadata
 from ._fulgurite import __version__, engines
 from .capture import captured
 from .flash import (
@@ -46,6 +47,7 @@ __all__ = [
     "captured",
     "create_block_mask",
     "engines",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -54,6 +56,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "get_scheduler_metadata",
     "ops",
     "or_masks",
     "register_with_transformers",
