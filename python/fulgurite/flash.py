@@ -600,22 +600,53 @@ def flash_attn_with_kvcache(
             raise ValueError("`rotary_seqlens` was given without `rotary_cos` and `rotary_sin`, allowed: with them")
         else:
             turned = k
-        # Run all checks, with no queries, before the caches are written.
-        nothing = (q[:0] if packed else q[:, :0]).reshape((batch, 0, *q.shape[-2:]))
-        _without_gradients(nothing, k_cache[:batch], v_cache[:batch], options, {**more, "used_lengths": (None, used)})
         at = used[rows_k.sequence] + rows_k.place
+        if _cache.on_gpu(q):
+            _check_on_gpu(q, k_cache, v_cache, used, cache_rows, cu_q, max_seqlen_q, options, more)
+        else:
+            # Run all checks, with no queries, before the caches are written.
+            nothing = (q[:0] if packed else q[:, :0]).reshape((batch, 0, *q.shape[-2:]))
+            checked = {**more, "used_lengths": (None, used)}
+            _without_gradients(nothing, k_cache[:batch], v_cache[:batch], options, checked)
         for cache, new in ((k_cache, turned), (v_cache, v)):
             _cache.append(cache, new, cache_rows, rows_k, at)
         used = used + rows_k.lengths
+    lengths = None if cache_seqlens is None else used
+    return _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more)
+
+
+def _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more):
+    """Attention over the keys in use; `lengths` is None if all are."""
     if cache_rows is not None:
-        longest = room if _cache.on_gpu(q) else min(room, max([1, *used.tolist()]))
+        room = k_cache.shape[1]
+        longest = room if lengths is None or _cache.on_gpu(q) else min(room, max([1, *lengths.tolist()]))
         k_cache, v_cache = (_cache.selected(cache, cache_rows, longest) for cache in (k_cache, v_cache))
-    if cache_seqlens is not None:
-        more["used_lengths"] = (None, used)
-    if packed:
+    more = {**more, "used_lengths": None if lengths is None else (None, lengths)}
+    if cu_q is not None:
         k_cache, v_cache, cu_k = _flat(k_cache, v_cache, q)
         more.update(cu_seqlens=(cu_q, cu_k), max_lengths=(max_seqlen_q, None))
     return _without_gradients(q, k_cache, v_cache, options, more)
+
+
+# Calls on a GPU that were accepted, by everything that could be refused.
+_accepted: set[tuple] = set()
+
+
+def _check_on_gpu(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more):
+    """Computes a call with new keys once before they are written, if its like was not accepted before. A call without
+    queries would need a kernel of its own."""
+    tensors = (q, k_cache, v_cache, cache_rows, cu_q, *options[4:6])  # slopes and sinks are among them
+    plain = (max_seqlen_q, *options[:2], _window(options[2]), options[3], options[7], "mask_mod" in more)
+    key = (*((x.shape, x.dtype, x.device) if is_torch(x) else x for x in tensors), *plain)
+    try:
+        accepted = key in _accepted
+    except TypeError:  # an option that is an array or a list
+        accepted = False
+    if not accepted:
+        _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more)
+        if len(_accepted) > 4096:
+            _accepted.clear()
+        _accepted.add(key)
 
 
 def _rotated(q, k, tables, start, cu_q, rows_k, batch, room, local):
