@@ -33,11 +33,13 @@ from .flash import (
     flash_attn_with_kvcache,
 )
 from .huggingface import register_with_transformers
-from .masks import BlockMask, and_masks, create_block_mask, or_masks
-from .sdpa import flex_attention, scaled_dot_product_attention
+from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
 from .trace import TraceError
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BlockMask",
     "TraceError",
     "__version__",
@@ -46,6 +48,7 @@ __all__ = [
     "attention_backward",
     "captured",
     "create_block_mask",
+    "create_mask",
     "engines",
     "flash_attn_combine",
     "flash_attn_func",
@@ -57,6 +60,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "get_scheduler_metadata",
+    "noop_mask",
     "ops",
     "or_masks",
     "register_with_transformers",

@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any, Callable
 
+from . import _composed  # noqa: F401  (adds functions to those that can be traced)
 from ._arrays import is_torch, kind_of, readable
 from .trace import Captured, Traced, TraceError, as_float, call, has_traced, lift, tracing
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, TypeVar, Union
 
@@ -55,8 +56,16 @@ _NAMES = {
 _UNBOUNDED = (-1, -1)
 
 
-def renaming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turns the argument names in messages into those of the decorated function, whose signature stays."""
+# A message about q, k or v, and the four axes of a shape in it.
+_IS_ROWS = re.compile("`[qkv]` ")
+_HEADS = re.compile(r"\[([\w ]+), ([\w ]+), ([\w ]+), ([\w ]+)\]")
+
+
+def renaming(names: dict[str, str], heads_first: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Turns the argument names in messages into those of the decorated function, whose signature stays.
+
+    `heads_first` also shows the shapes of q, k and v with heads before the sequence.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -65,7 +74,7 @@ def renaming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]
                 return function(*args, **kwargs)
             except ValueError as error:
                 text = str(error)
-                renamed = text
+                renamed = _HEADS.sub(r"[\1, \3, \2, \4]", text) if heads_first and _IS_ROWS.match(text) else text
                 for own, theirs in names.items():
                     renamed = renamed.replace(f"`{own}`", f"`{theirs}`")
                 if renamed == text:
