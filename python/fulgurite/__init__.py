@@ -10,7 +10,8 @@ operator. Invalid calls raise ValueError with a message that says what is allowe
 
 `attention` covers all features. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
 (`scaled_dot_product_attention`, `flex_attention`) offer them under familiar signatures, and
-`register_with_transformers()` registers `attn_implementation="fulgurite"`. `python -m fulgurite doctor` describes the
+`register_with_transformers()` registers `attn_implementation="fulgurite"`, `register_with_diffusers()` the attention
+backend of that name. `python -m fulgurite doctor` describes the
 machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
@@ -32,7 +33,7 @@ from .flash import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .huggingface import register_with_transformers
+from .huggingface import register_with_diffusers, register_with_transformers
 from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
 from .trace import TraceError
@@ -63,6 +64,7 @@ __all__ = [
     "noop_mask",
     "ops",
     "or_masks",
+    "register_with_diffusers",
     "register_with_transformers",
     "scaled_dot_product_attention",
 ]

@@ -24,6 +24,7 @@ from . import _cache
 from ._api import attention
 from ._arrays import is_torch, rows, shape_of
 from .capture import Captured, Tracer
+from .masks import and_masks
 
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, Protocol
@@ -109,6 +110,11 @@ def _window(window_size):
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"`window_size` is {window_size!r}, allowed: (left, right), -1 or None is unbounded")
     left, right = (side if type(side) is int else _side(side) for side in sides)
+    if None in (left, right) and -1 in (left, right):
+        raise ValueError(
+            f"`window_size` is {window_size!r}: -1 is unbounded in flash-attn 2 and an offset in FlashAttention-4, "
+            f"where None is unbounded, allowed: (None, None) or (-1, -1); `fulgurite.attention` has `window` with offsets"
+        )
     left, right = (None if side == -1 else side for side in (left, right))
     return None if left is None and right is None else (left, right)
 
@@ -167,8 +173,8 @@ class _Lengths:
     seqlen_q, seqlen_k = Tracer.q_len, Tracer.k_len
 
 
-def _modifiers(score_mod, mask_mod, aux_tensors, causal, out):
-    """The keywords of `attention` for the callables of FlashAttention-4.
+def _modifiers(score_mod, mask_mod, aux_tensors, causal, out, attention_chunk):
+    """The keywords of `attention` for `out`, for the callables of FlashAttention-4, and for `attention_chunk`.
 
     A callable has FlexAttention's arguments, or two more: `seqlen_info` and `aux_tensors`.
     """
@@ -192,7 +198,28 @@ def _modifiers(score_mod, mask_mod, aux_tensors, causal, out):
         raise ValueError(
             "`causal` is True and `mask_mod` was given, allowed: one of them; put `causal` into `mask_mod`"
         )
+    chunks = _chunks(attention_chunk)
+    if chunks is not None:
+        more["mask_mod"] = and_masks(more["mask_mod"], chunks) if mask_mod is not None else chunks
     return more
+
+
+def _chunks(attention_chunk, leftpad=None):
+    """The mask of `attention_chunk`: a query sees the keys of its own chunk. None without chunks.
+
+    The last query is at the position of the last key; `leftpad` keys before the first chunk do not count.
+    """
+    if isinstance(attention_chunk, bool) or not hasattr(attention_chunk, "__index__") or attention_chunk < 0:
+        raise ValueError(f"`attention_chunk` is {attention_chunk!r}, allowed: an integer, 0 for no chunks")
+    size = int(attention_chunk)
+    if not size:
+        return None
+
+    def same_chunk(b, h, q_idx, kv_idx):
+        first = 0 if leftpad is None else leftpad[b]
+        return (q_idx + (Tracer.k_len - Tracer.q_len) - first) // size == (kv_idx - first) // size
+
+    return same_chunk
 
 
 def _takes(function, count):
@@ -276,7 +303,6 @@ def flash_attn_func(
             q_descale=(q_descale, None),
             k_descale=(k_descale, None),
             v_descale=(v_descale, None),
-            attention_chunk=(attention_chunk, 0),
             gather_kv_indices=(gather_kv_indices, None),
             score_mod_bwd=(score_mod_bwd, None),
             aux_scalars=(aux_scalars, None),
@@ -285,7 +311,7 @@ def flash_attn_func(
         )
         return _flash(
             q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
-            deterministic=deterministic, **_modifiers(score_mod, mask_mod, aux_tensors, causal, out),
+            deterministic=deterministic, **_modifiers(score_mod, mask_mod, aux_tensors, causal, out, attention_chunk),
         )  # fmt: skip
     return _flash(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, return_attn_probs, return_lse,
@@ -356,13 +382,12 @@ def flash_attn_varlen_func(
         q_descale=(q_descale, None),
         k_descale=(k_descale, None),
         v_descale=(v_descale, None),
-        attention_chunk=(attention_chunk, 0),
         gather_kv_indices=(gather_kv_indices, None),
         score_mod_bwd=(score_mod_bwd, None),
         aux_scalars=(aux_scalars, None),
         block_sparse_tensors=(block_sparse_tensors, None),
     )
-    more = _modifiers(score_mod, mask_mod, aux_tensors, causal, out)
+    more = _modifiers(score_mod, mask_mod, aux_tensors, causal, out, attention_chunk)
     padded_q = None
     if cu_seqlens_q is None or cu_seqlens_k is None:
         for name, x, offsets in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
@@ -551,7 +576,6 @@ def flash_attn_with_kvcache(
         q_descale=(q_descale, None),
         k_descale=(k_descale, None),
         v_descale=(v_descale, None),
-        attention_chunk=(attention_chunk, 0),
     )
     packed = cu_seqlens_q is not None
     layout = "[total, heads, head_dim]" if packed else "[batch, sequence, heads, head_dim]"
@@ -572,10 +596,13 @@ def flash_attn_with_kvcache(
     cache_rows = None
     if cache_batch_idx is not None:
         cache_rows = _cache.per_sequence("cache_batch_idx", cache_batch_idx, q, batch, wanted - 1)
-    more: dict[str, Any] = {}
+    masks, leftpad = [], None
     if cache_leftpad is not None:
         leftpad = _cache.per_sequence("cache_leftpad", cache_leftpad, q, batch, room)
-        more["mask_mod"] = lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b]
+        masks.append(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b])
+    chunks = _chunks(attention_chunk, leftpad)
+    masks += [] if chunks is None else [chunks]
+    more: dict[str, Any] = {"mask_mod": and_masks(*masks)} if masks else {}
     sinks = _sinks(learnable_sink, s_aux)
     options = (softmax_scale, _causal(causal), window_size, softcap, alibi_slopes, sinks, False, return_softmax_lse)
     if (k is None) != (v is None):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from judge import close
 from reference import attention as reference
+from reference import flex_attention as flex
 
 import fulgurite
 
@@ -106,7 +107,7 @@ def test_kvcache():
 
 def test_what_is_not_there_is_named():
     q, k, v = tensors()
-    for name, value in (("qv", q), ("q_descale", q), ("attention_chunk", 4)):
+    for name, value in (("qv", q), ("q_descale", q)):
         with pytest.raises(NotImplementedError, match=f"`{name}` is "):
             fulgurite.flash_attn_func(q, k, v, **{name: value})
     for name in ("block_table", "page_table", "qv", "q_descale", "k_descale", "v_descale"):
@@ -194,12 +195,21 @@ def test_windows_and_causal_of_other_types():
         pass
     for window in given:
         close(fulgurite.flash_attn_func(q, k, v, window_size=window), want)
-    for window in (None, [-1, -1], np.array([-1, -1]), (None, None), (np.int64(-1), None)):
+    for window in (None, [-1, -1], np.array([-1, -1]), (None, None), (np.int64(-1), -1)):
         close(fulgurite.flash_attn_func(q, k, v, window_size=window), reference(q, k, v)[0])
     for causal, alike in ((None, False), (np.True_, True), (np.False_, False)):
         close(fulgurite.flash_attn_func(q, k, v, causal=causal), reference(q, k, v, causal=alike)[0])
     flash = fulgurite.flash_attn_func
-    for window in (np.array([1, 2, 3]), np.array(3), [1], "12", np.array([1.5, 2.0]), (True, 1), ("1", "2")):
+    for window in (
+        np.array([1, 2, 3]),
+        np.array(3),
+        [1],
+        "12",
+        np.array([1.5, 2.0]),
+        (True, 1),
+        ("1", "2"),
+        (None, -1),
+    ):
         assert refused(flash, q, k, v, window_size=window).startswith("`window_size` is ")
     for causal in (1, 0, "bottom-right", np.array([True]), np.int64(1), 0.0):
         assert refused(flash, q, k, v, causal=causal) == f"`causal` is {causal!r}, allowed: True, False"
@@ -339,3 +349,37 @@ def test_combine(library):
     assert refused(combine, outs, lses, kept, half).endswith("allowed: one type")
     with pytest.raises(NotImplementedError, match="`virtual_batch_idx`"):
         combine(outs, lses, virtual_batch_idx=np.array([1, 0]))
+
+
+def in_chunks(q, k, v, size, first=0, causal=False):
+    """The reference of one sequence with `attention_chunk`; keys before `first` are hidden."""
+    rows, keys = np.arange(q.shape[1]) + k.shape[1] - q.shape[1] - first, np.arange(k.shape[1]) - first
+    keep = (rows[:, None] // size == keys // size) & (keys >= 0) & ((keys <= rows[:, None]) | (not causal))
+    return flex(q, k, v, mask_mod=lambda b, h, i, j: keep[i, j])
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("lengths", [(9, 9), (4, 9), (9, 4)])
+def test_attention_chunk(size, lengths):
+    q, k, v = tensors(*lengths)
+    out, lse = fulgurite.flash_attn_func(q, k, v, attention_chunk=size, return_lse=True)
+    want, want_lse = in_chunks(q, k, v, size)
+    close(out, want)
+    close(lse, want_lse, "lse")
+    close(fulgurite.flash_attn_func(q, k, v, attention_chunk=size, causal=True), in_chunks(q, k, v, size, 0, True)[0])
+    odd = lambda b, h, i, j: j % 2 == 1
+    if lengths[0] <= lengths[1]:  # a query before the first key is in the chunk before
+        both = fulgurite.flash_attn_func(q, k, v, attention_chunk=100, mask_mod=odd)
+        assert (both == fulgurite.flash_attn_func(q, k, v, mask_mod=odd)).all()
+    used = np.array([4, 3])
+    out = fulgurite.flash_attn_varlen_func(q, k, v, seqused_k=used, attention_chunk=size)
+    for b, n in enumerate(used):
+        close(out[b : b + 1], in_chunks(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], size)[0])
+    pads = np.array([0, 2])
+    out = fulgurite.flash_attn_with_kvcache(q, k, v, cache_leftpad=pads, attention_chunk=size)
+    for b, n in enumerate(pads):
+        close(out[b : b + 1], in_chunks(q[b : b + 1], k[b : b + 1], v[b : b + 1], size, n)[0])
+    for wrong in (-1, 2.5, True, "3", None):
+        assert refused(fulgurite.flash_attn_func, q, k, v, attention_chunk=wrong, out=np.empty_like(q)).startswith(
+            f"`attention_chunk` is {wrong!r}, allowed: an integer, 0 for no chunks"
+        )

@@ -22,7 +22,8 @@ def arguments(packed):
         "k_cache": draw(4, 64, 2, 64), "v_cache": draw(4, 64, 2, 64),
         "k": draw(4, 2, 64) if packed else draw(2, 3, 2, 64), "v": draw(4, 2, 64) if packed else draw(2, 3, 2, 64),
         "rotary_cos": torch.cos(angles).bfloat16(), "rotary_sin": torch.sin(angles).bfloat16(),
-        "cache_seqlens": torch.tensor([7, 40], dtype=torch.int32), "cache_leftpad": torch.tensor([2, 5], dtype=torch.int32),
+        "cache_seqlens": torch.tensor([7, 40], dtype=torch.int32),
+        "cache_leftpad": torch.tensor([2, 5], dtype=torch.int32),
         "cache_batch_idx": torch.tensor([3, 1], dtype=torch.int32),
     }  # fmt: skip
     if packed:
