@@ -1,4 +1,4 @@
-"""All models of transformers that take an attention interface, with small random configurations, beside eager attention.
+"""Every model of transformers that takes an attention interface, in a small random configuration, beside eager.
 
     python bench/transformers_walk.py [--only REGEX] [--seconds 90] [--out docs/lab/results/transformers-walk.txt]
 
@@ -26,10 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 CHECKS = ("none", "left", "right", "dynamic", "static", "train")
-VOCABULARY, BATCH, LENGTH, MAX_PARAMETERS = 120, 3, 14, 60_000_000
+VOCABULARY, BATCH, LENGTH, MAX_PARAMETERS = 120, 3, 14, 100_000_000
 # Values by the names of configuration entries. Later attempts leave some of them at their defaults.
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "d_model": 64, "n_embd": 64, "embedding_size": 64, "emb_dim": 64,
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "embedding_size": 64, "emb_dim": 64,
     "intermediate_size": 96, "ffn_dim": 96, "d_ff": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "n_inner": 96,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
     "num_encoder_layers": 2, "num_decoder_layers": 2, "depth": 2, "num_hidden_groups": 1,
@@ -44,6 +45,17 @@ FINER = {
     "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "sliding_window": 6, "attention_window": 6,
 }  # fmt: skip
+# Entries of single types: layers with attention among two, and sizes that depend on others.
+SPECIAL = {
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"topk_method": "greedy"},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 6},
+}
 FEWER = {key: value for key, value in SIZES.items() if "layer" in key or key in ("vocab_size", "depth", "num_experts")}
 ATTEMPTS = [
     {**SIZES, **FINER},
@@ -65,25 +77,31 @@ def shrunk(config, sizes, kind):
     given = {}
     entries = {**config.to_dict(), **{key: getattr(config, key, None) for key in config.attribute_map}}
     for key, value in entries.items():
-        inner = getattr(config, key, None)
+        if isinstance(getattr(type(config), key, None), property):
+            continue  # follows from other entries
+        try:
+            inner = getattr(config, key, None)
+        except Exception:  # differs from layer to layer
+            continue
         if isinstance(inner, transformers.PreTrainedConfig):
             part = type(inner)(**shrunk(inner, sizes, kind))
             given[key] = part
         elif key in sizes and (isinstance(value, int) or value is None) and not isinstance(value, bool):
-            if value is not None or key in ("num_key_value_heads", "vocab_size"):
+            if value is not None or key in ("num_key_value_heads", "vocab_size", "head_dim"):
                 given[key] = sizes[key]
         elif isinstance(value, float) and ("dropout" in key or "pdrop" in key or "layerdrop" in key):
             given[key] = 0.0
         elif key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
             given[key] = VOCABULARY - 10
-        elif key.endswith("layer_types") and isinstance(value, list) and "num_hidden_layers" in sizes:
+        elif key.endswith(("layer_types", "block_type")) and isinstance(value, list) and "num_hidden_layers" in sizes:
             kinds = list(dict.fromkeys(value))
             given[key] = [kinds[at % len(kinds)] for at in range(sizes["num_hidden_layers"])]
     if sizes and kind == "decoder" and entries.get("is_decoder") is False:
         given["is_decoder"] = True
     if sizes:
-        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1}
+        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
         given.update({key: value for key, value in ids.items() if key in entries})
+        given.update(SPECIAL.get(config.model_type, {}))
     # An entry and its alias are one entry.
     for alias, name in config.attribute_map.items():
         if alias in given and name in given:
@@ -141,6 +159,10 @@ def inputs(model, kind, padding, generator, more=()):
             part = _part(config, "audio_config")
             length = 2 * (getattr(part, "max_source_positions", None) or 50)
             given[name] = torch.randn(BATCH, getattr(part, "num_mel_bins", 80), length, generator=generator)
+            if "transposed" in more:
+                given[name] = given[name].transpose(1, 2).contiguous()
+        elif name == "transposed":
+            continue
         else:
             raise NotSmall(f"takes `{name}`, for which the walk has no input")
     if padding != "none" and "input_ids" not in given:
@@ -153,7 +175,7 @@ def _part(config, name):
 
 
 # Inputs beside the main one, until the model runs.
-MORE = [(), ("decoder_input_ids",), ("pixel_values",), ("input_ids",), ("input_ids", "pixel_values")]
+MORE = [(), ("decoder_input_ids",), ("pixel_values",), ("input_ids",), ("input_ids", "pixel_values"), ("transposed",)]
 
 
 class NotSmall(Exception):
@@ -211,7 +233,7 @@ def difference(got, want):
 
 
 def built(model_type, cls, kind):
-    """(the model with its own attention, its configuration, which attention that is, its inputs beside the main one)."""
+    """(the model with its own attention, its configuration, which attention that is, inputs beside the main one)."""
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -220,6 +242,9 @@ def built(model_type, cls, kind):
         try:
             default = CONFIG_MAPPING[model_type]()
             config = type(default)(**shrunk(default, sizes, kind)) if sizes else default
+            if cls.config_class is not type(config):  # the text part of a model of several
+                parts = [getattr(config, key, None) for key in config.sub_configs]
+                config = next((part for part in parts if type(part) is cls.config_class), config)
             with torch.device("meta"):
                 count = sum(each.numel() for each in cls(copy.deepcopy(config)).parameters())
             if count > MAX_PARAMETERS:
@@ -266,7 +291,8 @@ def checked(model_type):
 
 
 def blank(model_type):
-    return {"type": model_type, "class": "", "calls": 0, "remark": "", "state": "unbuilt", "cells": dict.fromkeys(CHECKS, "-")}  # fmt: skip
+    cells = dict.fromkeys(CHECKS, "-")
+    return {"type": model_type, "class": "", "calls": 0, "remark": "", "state": "unbuilt", "cells": cells}
 
 
 def checked_class(model_type, cls, kind):
@@ -367,7 +393,8 @@ def generated(model, kind, cache, more):
     """The logits of each generated token up to the first that is nearly a tie: another rounding may choose another."""
     import torch
 
-    given, _ = inputs(model, kind, "left" if model.main_input_name == "input_ids" else "none", torch.Generator().manual_seed(1), more)  # fmt: skip
+    padding = "left" if model.main_input_name == "input_ids" else "none"
+    given, _ = inputs(model, kind, padding, torch.Generator().manual_seed(1), more)
     given.pop("decoder_input_ids", None)
     torch.manual_seed(0)
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:

@@ -11,9 +11,9 @@ them is in this repository. Their test files are read, "cuda" becomes "cpu", and
 
 Cases are drawn with a seed, small shapes only (`--scores` bounds queries x keys). A case has passed, was wrong, was
 skipped by the test itself, was refused with an error that names an argument, or is internal: the test reaches into
-kernels that only the other project has. `bound 0` is an assertion that allows no difference at all: with a single key the
-gradient of q is 0, PyTorch on a CPU finds exactly 0, and the bound is a multiple of PyTorch's error; the difference is
-below 1e-5. The exit status is 1 if a case was wrong.
+kernels that only the other project has. `bound 0` is an assertion that allows no difference at all: with a single key
+the gradient of q is 0, PyTorch on a CPU finds exactly 0, and the bound is a multiple of PyTorch's error. The difference
+is below 1e-5. The exit status is 1 if a case was wrong.
 """
 
 import argparse
@@ -45,6 +45,7 @@ ELSEWHERE = {
     "cache_separates": "their cache of compiled kernels",
     "generator_arg": "their C++ entry point",
     "block_table_bounds": "their C++ entry point",
+    "cumsum_metadata": "the fields of their schedules",
     "invalid_head_dim": "head sizes that only their kernels lack",
     "sm120": "one generation of GPUs",
 }
@@ -152,51 +153,54 @@ def four(function):
     return call
 
 
+def axes(test):
+    """(names, choices) of each parametrization of a test; a choice has one value for each name."""
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, choices = mark.args[:2]
+            names = [part.strip() for part in names.split(",")] if isinstance(names, str) else list(names)
+            choices = [getattr(choice, "values", choice if len(names) > 1 else (choice,)) for choice in choices]
+            yield names, choices
+
+
+def elsewhere(name, test):
+    """Why a test is not drawn; None if it is."""
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "skipif" and mark.args and mark.args[0]:
+            return mark.kwargs.get("reason", "skipped by its author")
+    return next((reason for part, reason in ELSEWHERE.items() if part in name), None)
+
+
 def drawn(module, count, scores, seed):
-    """Cases of the tests in a module, as (name, function, arguments); every test gets the same share."""
+    """Cases of the tests in a module, as (name, function, arguments), and the tests that are not drawn. Every test has
+    the same share as long as it has cases that differ."""
     generator = random.Random(seed)
     tests = {name: each for name, each in vars(module).items() if name.startswith("test_") and callable(each)}
-    chosen, elsewhere = {}, {}
+    skipped = {name: reason for name, test in tests.items() if (reason := elsewhere(name, test)) is not None}
+    pools = []
     for name, test in tests.items():
-        reason = next((reason for part, reason in ELSEWHERE.items() if part in name), None)
-        if reason is not None:
-            elsewhere[name] = reason
+        if name in skipped:
             continue
-        axes = [mark.args for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-        skips = [
-            mark for mark in getattr(test, "pytestmark", []) if mark.name == "skipif" and mark.args and mark.args[0]
-        ]
-        if skips:
-            elsewhere[name] = skips[0].kwargs.get("reason", "skipped by its author")
-            continue
-        names = [tuple(part.strip() for part in each[0].split(",")) if isinstance(each[0], str) else tuple(each[0]) for each in axes]  # fmt: skip
-        options = [list(each[1]) for each in axes]
-        known = set()
+        cases = {}
         for _ in range(50 * count):
-            case = {}
-            for keys, values in zip(names, options):
-                value = generator.choice(values)
-                value = getattr(value, "values", value) if not isinstance(value, (tuple, list)) else value
-                case.update(zip(keys, value if len(keys) > 1 else [value[0] if isinstance(value, tuple) and hasattr(value, "_fields") else value]))  # fmt: skip
-            lengths = [value for key, value in case.items() if "seqlen" in key and isinstance(value, int)]
-            if len(lengths) and max(lengths) * (lengths[-1] if len(lengths) > 1 else max(lengths)) > scores:
-                continue
-            known.add(repr(case))
-            chosen.setdefault(name, {}).setdefault(repr(case), (name, test, case))
-            if len(known) >= count:
+            case = {key: value for names, choices in axes(test) for key, value in zip(names, generator.choice(choices))}
+            lengths = [value for key, value in case.items() if "seqlen" in key and type(value) is int]
+            if not lengths or max(lengths) * lengths[-1] <= scores:
+                cases[repr(case)] = (name, test, case)
+            if len(cases) >= count:
                 break
-    pools = [list(cases.values()) for cases in chosen.values()]
+        pools.append(list(cases.values()))
     mixed = [case for turn in itertools.zip_longest(*pools) for case in turn if case is not None]
-    return mixed[:count], elsewhere
+    return mixed[:count], skipped
 
 
 def named(error):
-    """The argument that a refusal of ours names; None if the error is something else."""
+    """The message of a refusal of ours that names an argument; None if the error is something else."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = any("fulgurite" in frame.filename and "bench" not in frame.filename for frame in frames[-4:])
     found = re.match(r"(?:`\w+`: )?`(\w[\w.]*)`", str(error))
     if ours and found and isinstance(error, (NotImplementedError, ValueError)):
-        return found[1]
+        return re.sub(r"\d+", "N", str(error))[:100]
     return None
 
 
@@ -227,7 +231,7 @@ def outcome(call):
 
 
 def beside_zero(error):
-    """The difference from a reference that PyTorch meets exactly, where the assertion then allows nothing; else None."""
+    """The difference from a reference of 0 that PyTorch meets exactly, so that the assertion allows nothing; or None."""
     if not isinstance(error, AssertionError):
         return None
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -362,17 +366,19 @@ def run(suite, given):
     """(rows of (test, kind, detail), tests that need a GPU)."""
     if suite == "gym":
         cases = [(name, call) for name, call in gym_cases(given.attention_gym, given.cases, given.seed)]
-        elsewhere = {}
+        skipped = {}
     else:
-        chosen, elsewhere = drawn(SUITES[suite](given.flash_attention), given.cases, given.scores, given.seed)
+        chosen, skipped = drawn(SUITES[suite](given.flash_attention), 4 * given.cases, given.scores, given.seed)
         cases = [(f"{name} {case}", quiet(lambda test=test, case=case: test(**case))) for name, test, case in chosen]
     rows = []
     for at, (name, call) in enumerate(cases):
         kind, detail = outcome(call)
         rows.append((name, kind, detail))
+        if sum(kind not in ("skipped", "internal") for _, kind, _ in rows) >= given.cases:
+            break
         if kind == "wrong" or given.verbose:
-            print(f"{suite} {at + 1}/{len(cases)} {kind}: {name}: {detail}", flush=True)
-    return rows, elsewhere
+            print(f"{suite} {at + 1} {kind}: {name}: {detail}", flush=True)
+    return rows, skipped
 
 
 def report(results, given):
@@ -387,12 +393,12 @@ def report(results, given):
     for suite, (rows, _) in results.items():
         counts = collections.Counter(kind for _, kind, _ in rows)
         lines.append(f"{suite:8} {len(rows):6} " + " ".join(f"{counts[kind]:9}" for kind in kinds))
-    for suite, (rows, elsewhere) in results.items():
+    for suite, (rows, skipped) in results.items():
         lines += ["", f"## {suite}", ""]
         for kind in ("wrong", "bound 0", "refused", "internal", "skipped"):
             details = collections.Counter(detail for _, found, detail in rows if found == kind)
             lines += [f"{kind:9} {count:4}  {detail}" for detail, count in details.most_common()]
-        lines += [f"not drawn       {name}: {reason}" for name, reason in elsewhere.items()]
+        lines += [f"not drawn       {name}: {reason}" for name, reason in skipped.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -401,7 +407,7 @@ def main():
     parser.add_argument("--flash-attention", type=Path, help="a checkout of flash-attention")
     parser.add_argument("--attention-gym", type=Path, help="a checkout of attention-gym")
     parser.add_argument("--suite", choices=[*SUITES, "gym"], action="append", help="default: all")
-    parser.add_argument("--cases", type=int, default=200, help="of each suite")
+    parser.add_argument("--cases", type=int, default=200, help="of each suite, those not counted that it skips itself")
     parser.add_argument("--scores", type=int, default=256 * 256, help="at most this many scores per head")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="print every case")

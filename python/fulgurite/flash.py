@@ -112,8 +112,8 @@ def _window(window_size):
     left, right = (side if type(side) is int else _side(side) for side in sides)
     if None in (left, right) and -1 in (left, right):
         raise ValueError(
-            f"`window_size` is {window_size!r}: -1 is unbounded in flash-attn 2 and an offset in FlashAttention-4, "
-            f"where None is unbounded, allowed: (None, None) or (-1, -1); `fulgurite.attention` has `window` with offsets"
+            f"`window_size` is {window_size!r}: -1 is unbounded in flash-attn 2, an offset in FlashAttention-4, "
+            f"where None is unbounded, allowed: (None, None) or (-1, -1); `attention` has `window` with offsets"
         )
     left, right = (None if side == -1 else side for side in (left, right))
     return None if left is None and right is None else (left, right)
@@ -607,7 +607,7 @@ def flash_attn_with_kvcache(
     options = (softmax_scale, _causal(causal), window_size, softcap, alibi_slopes, sinks, False, return_softmax_lse)
     if (k is None) != (v is None):
         raise ValueError("`k` and `v` belong together; give both or neither")
-    if k is None and not (rotary_cos is rotary_sin is rotary_seqlens is None):
+    if k is None and not (rotary_cos is rotary_sin is None):
         raise ValueError("`rotary_cos` was given without `k` and `v`, allowed: new keys, which are rotated with q")
     if k is None and cu_seqlens_k_new is not None:
         raise ValueError("`cu_seqlens_k_new` was given without `k` and `v`, allowed: packed new keys")
@@ -632,8 +632,6 @@ def flash_attn_with_kvcache(
             start = used if rotary_seqlens is None else rotary_seqlens
             local = options[1] or _window(window_size) is not None
             q, turned = _rotated(q, k, tables, start, cu_q, rows_k, batch, room, local)
-        elif rotary_seqlens is not None:
-            raise ValueError("`rotary_seqlens` was given without `rotary_cos` and `rotary_sin`, allowed: with them")
         else:
             turned = k
         at = used[rows_k.sequence] + rows_k.place

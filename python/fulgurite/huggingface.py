@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -49,12 +50,12 @@ _registered: set[str] = set()
 
 
 @functools.lru_cache(None)
-def _has_table(module):
-    """Whether models of this module choose among their own classes by the name of the implementation."""
+def _source(module):
+    """The source text of a module; empty if there is none."""
     try:
-        return "_ATTENTION_CLASSES[" in inspect.getsource(sys.modules[module])
+        return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
-        return False
+        return ""
 
 
 # By these flags a model says that its attention may be replaced.
@@ -68,12 +69,14 @@ def _checking(chosen):
     def checked(self, requested_attention=None, *args, **kwargs):
         if requested_attention in _registered:
             model = type(self)
-            reason = None
+            reason, source = None, _source(model.__module__)
             if not getattr(model, "_can_set_attn_implementation", lambda: True)():
                 reason = "computes its own attention and asks for no attention interface"
-            elif not any(getattr(model, flag, True) for flag in _FLAGS):
+            elif re.search(r"^class \w*Attention\w*\(", source, re.M) and not any(
+                getattr(model, flag, True) for flag in _FLAGS
+            ):
                 reason = "says that it supports eager attention only"
-            elif _has_table(model.__module__):
+            elif "_ATTENTION_CLASSES[" in source:  # by the name of the implementation
                 reason = "looks its attention up in a table of its own"
             if reason is not None:
                 raise ValueError(
@@ -145,8 +148,8 @@ def _cut(mask, module, q_length, kv_length):
     if q_length != mask.lengths[0] or kv_length > mask.lengths[1]:
         raise NotImplementedError(
             f"`attention_mask` is for {mask.lengths[0]} queries and {mask.lengths[1]} keys, but "
-            f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and what hides the others is not known; use another "
-            f"attn_implementation for this model"
+            f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and what hides the "
+            f"others is not known; use another attn_implementation for this model"
         )
     return mask.dense()
 
@@ -178,8 +181,8 @@ def attention_forward(
     for name, value_given in kwargs.items():
         if name not in _HARMLESS and hasattr(value_given, "shape") and hasattr(value_given, "dtype"):
             raise NotImplementedError(
-                f"`{name}` is a tensor that {type(module).__name__} hands to its attention, and fulgurite does not know "
-                "what it changes; use another attn_implementation for this model"
+                f"`{name}` is a tensor that {type(module).__name__} hands to its attention, and fulgurite does not "
+                "know what it changes; use another attn_implementation for this model"
             )
     q, k, v = (rows(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}

@@ -166,7 +166,6 @@ def test_refusals_come_before_any_write():
         ({"cache_seqlens": np.array([1, 7])}, "`cache_seqlens`[1] is 7, 2 new keys do not fit a room of 8"),
         ({"rotary_sin": None}, "`rotary_cos` and `rotary_sin` belong together"),
         ({"rotary_cos": None}, "`rotary_cos` and `rotary_sin` belong together"),
-        ({"rotary_cos": None, "rotary_sin": None, "rotary_seqlens": 1}, "`rotary_seqlens` was given without"),
         ({"rotary_cos": tables(8, 18)[0]}, "`rotary_cos` has shape [8, 9], allowed: [positions, at most 8]"),
         ({"rotary_sin": tables(9, 8)[1]}, "`rotary_sin` has shape [9, 4], allowed: [8, 4], as `rotary_cos`"),
         ({"rotary_seqlens": np.array([7, 0])}, "`rotary_cos` has 8 positions, allowed: at least 9; the highest"),

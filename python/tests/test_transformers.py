@@ -203,7 +203,10 @@ def test_models_that_compute_their_own_attention_are_named():
         config = transformers.SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32)
         config._attn_implementation = "fulgurite"
         transformers.SamVisionModel(config)
-    model("llama")  # and others are not
+    model("llama")  # and others are not, nor are models without attention
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
+    config._attn_implementation = "fulgurite"
+    transformers.ConvNextModel(config)
 
 
 def test_masks_for_other_lengths():
