@@ -261,7 +261,9 @@ def built(model_type, cls, kind):
                     try:
                         given, _ = inputs(theirs, kind, "none", torch.Generator().manual_seed(1), more)
                         with torch.no_grad():
-                            theirs(**given)
+                            result = outputs(theirs(**given), None)
+                        if not result.isfinite().all():
+                            raise NotSmall(f"its {own} attention gives NaN or infinity")
                         return theirs, config, own, more
                     except Exception as error:
                         reasons.append(shown(error))

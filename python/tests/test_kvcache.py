@@ -200,3 +200,41 @@ def test_indices_may_repeat_where_nothing_is_written():
     out = fulgurite.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, cache_batch_idx=np.array([1, 1, 0]))
     for b, row in enumerate([1, 1, 0]):
         close(out[b : b + 1], reference(q[b : b + 1], k[row : row + 1, :4], v[row : row + 1, :4])[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_way_of_a_gpu_reads_no_number_back(packed, monkeypatch):
+    """What a GPU does differently, on CPU tensors: the same results and caches, without `tolist`."""
+    torch = pytest.importorskip("torch")
+    from fulgurite import _cache, flash
+
+    lead = (4,) if packed else (2, 2)
+    given = {
+        "q": normal(*lead, 4, 16), "k_cache": normal(3, 12, 2, 16), "v_cache": normal(3, 12, 2, 16),
+        "k": normal(*lead, 2, 16), "v": normal(*lead, 2, 16), "cache_seqlens": np.array([3, 7], np.int32),
+        "cache_batch_idx": np.array([2, 0], np.int32), "cache_leftpad": np.array([1, 2], np.int32),
+    }  # fmt: skip
+    given["rotary_cos"], given["rotary_sin"] = tables(12, 16)
+    if packed:
+        given["cu_seqlens_q"] = given["cu_seqlens_k_new"] = np.array([0, 1, 4], np.int32)
+    here, there = ({name: torch.from_numpy(x.copy()) for name, x in given.items()} for _ in range(2))
+    want = fulgurite.flash_attn_with_kvcache(**here, causal=True)
+    monkeypatch.setattr(_cache, "on_gpu", lambda x: isinstance(x, torch.Tensor))
+    monkeypatch.setattr(flash, "_accepted", set())
+
+    def read_back(self):
+        raise AssertionError("a number was read back")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read_back)
+    got = fulgurite.flash_attn_with_kvcache(**there, causal=True)
+    assert len(flash._accepted) == 1
+    refused = {name: x.clone() for name, x in there.items()}
+    with pytest.raises(ValueError, match="`softmax_scale` is -1"):
+        fulgurite.flash_attn_with_kvcache(**refused, causal=True, softmax_scale=-1.0)
+    assert torch.equal(refused["k_cache"], there["k_cache"]) and torch.equal(refused["v_cache"], there["v_cache"])
+    # Out of range is clamped: no write leaves the cache.
+    there["cache_batch_idx"] += 100
+    fulgurite.flash_attn_with_kvcache(**there, causal=True)
+    monkeypatch.undo()
+    close(got, want)
+    assert torch.equal(refused["k_cache"], here["k_cache"]) and torch.equal(refused["v_cache"], here["v_cache"])
