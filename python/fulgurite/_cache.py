@@ -139,7 +139,34 @@ def _as(x, values):
     return values.to(x.dtype) if is_torch(x) else values.astype(x.dtype)
 
 
-def check_fresh(k_cache, v_cache, k, v, leading):
+def sizes(k_cache, v_cache, sequences):
+    """The number of sequences of the caches and the number of keys of each; `sequences` is "batch" if any will do."""
+    room = "room"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        allowed = f"[{sequences}, {room}, heads, head_dim]"
+        shape = shape_of(name, cache, allowed)
+        if len(shape) != 4 or sequences not in ("batch", shape[0]) or room not in ("room", shape[1]):
+            raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {allowed}")
+        sequences, room = shape[:2]
+    return sequences, room
+
+
+def fresh_rows(k_cache, v_cache, k, v, cu_seqlens, batch, like) -> Rows:
+    """The rows of the new keys, after checks that they fit the caches."""
+    shape = shape_of("k", k, "[batch, new, heads, head_dim]")
+    cu_seqlens = offsets("cu_seqlens_k_new", cu_seqlens, like, shape[0] if shape else 0)
+    if cu_seqlens is not None and cu_seqlens.shape[0] != batch + 1:
+        raise ValueError(f"`cu_seqlens_k_new` has {cu_seqlens.shape[0]} offsets, allowed: {batch + 1}")
+    leading = [batch, *(shape[1:2] or ("new",))] if cu_seqlens is None else [*(shape[:1] or ("total",))]
+    _check_fresh(k_cache, v_cache, k, v, leading)
+    if k_cache.shape[0] < batch:
+        raise ValueError(
+            f"`k_cache` has {k_cache.shape[0]} sequences, `q` {batch}, allowed with `k` and `v`: as many or more"
+        )
+    return Rows(cu_seqlens, batch, leading[-1], like)
+
+
+def _check_fresh(k_cache, v_cache, k, v, leading):
     """Checks that the new k and v, whose first axes are `leading`, fit the caches."""
     for name, fresh, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = [*leading, *cache.shape[2:]]

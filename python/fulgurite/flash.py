@@ -585,24 +585,15 @@ def flash_attn_with_kvcache(
     cu_q = _cache.offsets("cu_seqlens_q", cu_seqlens_q, q, shape[0])
     batch = cu_q.shape[0] - 1 if packed else shape[0]
     # With indices, the cache may have any number of sequences.
-    wanted, room = (batch if cache_batch_idx is None else "batch"), "room"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        allowed = f"[{wanted}, {room}, heads, head_dim]"
-        shape = shape_of(name, cache, allowed)
-        if len(shape) != 4 or wanted not in ("batch", shape[0]) or room not in ("room", shape[1]):
-            raise ValueError(f"`{name}` has shape {list(shape)}, allowed: {allowed}")
-        wanted, room = shape[:2]
+    sequences, room = _cache.sizes(k_cache, v_cache, batch if cache_batch_idx is None else "batch")
     used = _cache.per_sequence("cache_seqlens", cache_seqlens, q, batch, room)
     cache_rows = None
     if cache_batch_idx is not None:
-        cache_rows = _cache.per_sequence("cache_batch_idx", cache_batch_idx, q, batch, wanted - 1)
-    masks, leftpad = [], None
+        cache_rows = _cache.per_sequence("cache_batch_idx", cache_batch_idx, q, batch, sequences - 1)
+    leftpad = None
     if cache_leftpad is not None:
         leftpad = _cache.per_sequence("cache_leftpad", cache_leftpad, q, batch, room)
-        masks.append(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b])
-    chunks = _chunks(attention_chunk, leftpad)
-    masks += [] if chunks is None else [chunks]
-    more: dict[str, Any] = {"mask_mod": and_masks(*masks)} if masks else {}
+    more = _cache_masks(leftpad, _chunks(attention_chunk, leftpad))
     sinks = _sinks(learnable_sink, s_aux)
     options = (softmax_scale, _causal(causal), window_size, softcap, alibi_slopes, sinks, False, return_softmax_lse)
     if (k is None) != (v is None):
@@ -614,17 +605,7 @@ def flash_attn_with_kvcache(
     if k is not None:
         if cache_seqlens is None:
             raise ValueError("`cache_seqlens` is None, allowed with `k` and `v`: how many keys are in use before them")
-        fresh = shape_of("k", k, "[batch, new, heads, head_dim]")
-        cu_k = _cache.offsets("cu_seqlens_k_new", cu_seqlens_k_new, q, fresh[0] if fresh else 0)
-        if cu_k is not None and cu_k.shape[0] != batch + 1:
-            raise ValueError(f"`cu_seqlens_k_new` has {cu_k.shape[0]} offsets, allowed: {batch + 1}")
-        leading = [*(fresh[:1] or ("total",))] if cu_k is not None else [batch, *(fresh[1:2] or ("new",))]
-        _cache.check_fresh(k_cache, v_cache, k, v, leading)
-        rows_k = _cache.Rows(cu_k, batch, leading[-1], q)
-        if wanted < batch:
-            raise ValueError(
-                f"`k_cache` has {wanted} sequences, `q` {batch}, allowed with `k` and `v`: as many or more"
-            )
+        rows_k = _cache.fresh_rows(k_cache, v_cache, k, v, cu_seqlens_k_new, batch, q)
         if not _cache.on_gpu(q):
             _cache.check_room(used, rows_k.lengths, room, cache_rows)
         if rotary_cos is not None or rotary_sin is not None:
@@ -647,6 +628,14 @@ def flash_attn_with_kvcache(
         used = used + rows_k.lengths
     lengths = None if cache_seqlens is None else used
     return _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more)
+
+
+def _cache_masks(leftpad, chunks) -> dict[str, Any]:
+    """The keywords of `attention` for the masks of a cache, either of which may be None."""
+    masks = [] if chunks is None else [chunks]
+    if leftpad is not None:
+        masks.append(lambda b, h, q_idx, kv_idx: kv_idx >= leftpad[b])
+    return {"mask_mod": and_masks(*masks)} if masks else {}
 
 
 def _attend(q, k_cache, v_cache, lengths, cache_rows, cu_q, max_seqlen_q, options, more):
