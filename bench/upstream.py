@@ -200,7 +200,7 @@ def named(error):
     ours = any("fulgurite" in frame.filename and "bench" not in frame.filename for frame in frames[-4:])
     found = re.match(r"(?:`\w+`: )?`(\w[\w.]*)`", str(error))
     if ours and found and isinstance(error, (NotImplementedError, ValueError)):
-        return re.sub(r"\d+", "N", str(error))[:100]
+        return re.sub(r"\d{2,}", "N", str(error))[:100]
     return None
 
 
