@@ -10,7 +10,8 @@ operator. Invalid calls raise ValueError with a message that says what is allowe
 
 `attention` covers all features. The functions of flash-attn (`flash_attn_func` and its relatives) and of torch
 (`scaled_dot_product_attention`, `flex_attention`) offer them under familiar signatures, and
-`register_with_transformers()` registers `attn_implementation="fulgurite"`. `python -m fulgurite doctor` describes the
+`register_with_transformers()` registers `attn_implementation="fulgurite"`, `register_with_diffusers()` the attention
+backend of that name. `python -m fulgurite doctor` describes the
 machine.
 
 `fulgurite.cluster`, `fulgurite.neighbors` and `fulgurite.decomposition` contain k-means, HDBSCAN, DBSCAN, nearest
@@ -20,6 +21,7 @@ registered operators over whole tensors.
 
 from . import ops
 from ._api import attention, attention_backward
+from ._combine import flash_attn_combine, get_scheduler_metadata
 from ._fulgurite import __version__, engines
 from .capture import captured
 from .flash import (
@@ -31,12 +33,14 @@ from .flash import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .huggingface import register_with_transformers
-from .masks import BlockMask, and_masks, create_block_mask, or_masks
-from .sdpa import flex_attention, scaled_dot_product_attention
+from .huggingface import register_with_diffusers, register_with_transformers
+from .masks import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from .sdpa import AuxOutput, AuxRequest, flex_attention, scaled_dot_product_attention
 from .trace import TraceError
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BlockMask",
     "TraceError",
     "__version__",
@@ -45,7 +49,9 @@ __all__ = [
     "attention_backward",
     "captured",
     "create_block_mask",
+    "create_mask",
     "engines",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -54,8 +60,11 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "get_scheduler_metadata",
+    "noop_mask",
     "ops",
     "or_masks",
+    "register_with_diffusers",
     "register_with_transformers",
     "scaled_dot_product_attention",
 ]

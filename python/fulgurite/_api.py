@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from typing import Any, Callable, Literal
 
 from . import _describe, _dispatch
 from ._arrays import integers, kind_of, needs_grad, readable, shape_of, squeezed
@@ -19,14 +19,14 @@ def attention(
     k: Array,
     v: Array,
     *,
-    causal: bool | str = False,
+    causal: bool | Literal["bottom-right", "top-left"] = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mask: Array | None = None,
     bias: Array | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     block_mask: Any | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
@@ -224,14 +224,14 @@ def attention_backward(
     lse: Array,
     *,
     d_lse: Array | None = None,
-    causal: bool | str = False,
+    causal: bool | Literal["bottom-right", "top-left"] = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mask: Array | None = None,
     bias: Array | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     block_mask: Any | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
@@ -244,8 +244,8 @@ def attention_backward(
     engine: str | None = None,
     threads: int | None = None,
     deterministic: bool = False,
-    out: tuple | None = None,
-) -> tuple:
+    out: tuple[Array, ...] | None = None,
+) -> tuple[Any, ...]:
     """The gradients of `attention`, from its arguments, its results, and the gradient of o.
 
     For arrays without autograd; torch tensors have `backward()`. Returns (d_q, d_k, d_v), followed by the gradients of

@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any, Callable
 
+from . import _composed  # noqa: F401  (adds functions to those that can be traced)
 from ._arrays import is_torch, kind_of, readable
 from .trace import Captured, Traced, TraceError, as_float, call, has_traced, lift, tracing
 
@@ -18,14 +19,15 @@ _TAKEN = ("alibi_slopes", "alibi_slopes_of_batch", "bias", "mask", "prefix_lengt
 class TracedMask:
     """A mask that was already traced: its expression, and the arrays that it captured.
 
-    Code that expects a torch tensor of booleans can index it, compare it, add it to scores and read its attributes; `make`
-    then builds the dense tensor.
+    Code that expects a torch tensor of booleans can index it, compare it, add it to scores and read its attributes;
+    `make` then builds the dense tensor. `lengths` are the numbers of queries and keys that it is for, or None.
     """
 
-    __slots__ = ("_dense", "_make", "text", "tracer")
+    __slots__ = ("_dense", "_make", "lengths", "text", "tracer")
 
-    def __init__(self, text: str, tracer: Tracer, make: Callable | None = None):
+    def __init__(self, text: str, tracer: Tracer, make: Callable | None = None, lengths: tuple[int, int] | None = None):
         self.text, self.tracer, self._make, self._dense = text, tracer, make, None
+        self.lengths = lengths
 
     def dense(self):
         """The mask as a tensor of booleans; True keeps the key."""

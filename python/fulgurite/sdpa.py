@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import sys
+from typing import Any, Callable, NamedTuple
 
 from ._api import attention
 from ._arrays import is_torch, kind_of, rows, shape_of
@@ -10,6 +11,20 @@ from .flash import check_dropout, refuse, renaming
 
 Array = Any
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask"}
+
+
+class AuxRequest(NamedTuple):
+    """What `flex_attention` returns beside its output, as in torch; `max_scores` is not supported."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """What `AuxRequest` asked for; None for the rest."""
+
+    lse: Any = None
+    max_scores: Any = None
 
 
 def _swap(array):
@@ -40,7 +55,7 @@ def _leading(query, key, value, rank):
     return tuple(sizes)
 
 
-@renaming(_NAMES)
+@renaming(_NAMES, heads_first=True)
 def scaled_dot_product_attention(
     query: Array,
     key: Array,
@@ -136,26 +151,28 @@ def _scores(name, array, batch, rank, sizes):
     return array
 
 
-@renaming({**_NAMES, "bias": "bias", "mask": "mask", "mask_mod": "block_mask"})
+@renaming({**_NAMES, "bias": "bias", "mask": "mask", "mask_mod": "block_mask"}, heads_first=True)
 def flex_attention(
     query: Array,
     key: Array,
     value: Array,
-    score_mod: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
     block_mask: Any | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: Any | None = None,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`: `[batch, heads, sequence, head_dim]` in and out.
 
     `score_mod` is traced, so it needs no compilation; `block_mask` is fulgurite's or torch's. `kernel_options` tune
-    torch's kernels and have no effect here. Returns out, or (out, lse) with lse float32 `[batch, heads, sequence]`.
+    torch's kernels and have no effect here. key and value of batch 1 serve every sequence of query.
+
+    Returns out; with `return_lse` (out, lse), lse float32 `[batch, heads, sequence]`; with
+    `return_aux=AuxRequest(lse=True)`, torch's or fulgurite's, (out, AuxOutput).
     """
-    refuse(return_aux=(return_aux, None))
     for name, x in (("query", query), ("key", key), ("value", value)):
         shape = shape_of(name, x, "[batch, heads, sequence, head_dim]")
         if len(shape) != 4:
@@ -164,6 +181,24 @@ def flex_attention(
         raise ValueError(
             f"`query` has {query.shape[1]} heads, `key` {key.shape[1]}, allowed: fewer with enable_gqa=True"
         )
+    if return_aux is not None:
+        return_lse = _asked(return_aux, return_lse)
+    batch = query.shape[0]
+    key, value = (_broadcast(x, (batch, *x.shape[1:])) if x.shape[0] == 1 else x for x in (key, value))
     q, k, v = (rows(_swap(x)) for x in (query, key, value))
     result = attention(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, return_lse=return_lse)
-    return (_swap(result[0]), result[1]) if return_lse else _swap(result)
+    out, lse = (_swap(result[0]), result[1]) if return_lse else (_swap(result), None)
+    if return_aux is not None:
+        kind = getattr(sys.modules.get(type(return_aux).__module__), "AuxOutput", AuxOutput)
+        return out, kind(lse=lse)
+    return (out, lse) if return_lse else out
+
+
+def _asked(return_aux, return_lse):
+    """Whether an `AuxRequest`, torch's or ours, asks for the LSE."""
+    if not hasattr(return_aux, "lse"):
+        raise ValueError(f"`return_aux` is {return_aux!r}, allowed: AuxRequest(lse=True)")
+    if return_lse:
+        raise ValueError("`return_lse` is True and `return_aux` was given, allowed: one of them")
+    refuse(max_scores=(getattr(return_aux, "max_scores", False), False))
+    return bool(return_aux.lse)

@@ -3,7 +3,7 @@
     score_mod(score, b, h, q_idx, kv_idx) -> score          mask_mod(b, h, q_idx, kv_idx) -> bool
 
 A callable runs once with stand-ins that record the operations on them. It may use operators, the functions of torch and
-NumPy that are listed in `_FUNCTIONS`, and methods of the same names; stand-ins index the arrays that the callable
+NumPy that are listed in `FUNCTIONS`, and methods of the same names; stand-ins index the arrays that the callable
 captures. An operation that cannot be recorded raises an error that names it. Gradients need no second function.
 """
 
@@ -35,9 +35,10 @@ class TraceError(ValueError):
     """A callable performs an operation that cannot be recorded."""
 
 
-def _no(what):
+def untraceable(what):
+    """Raises the error for an operation that expressions do not have."""
     raise TraceError(
-        f"{what} cannot be traced; allowed: arithmetic, comparisons, & | ~, {', '.join(sorted(_FUNCTIONS))}"
+        f"{what} cannot be traced; allowed: arithmetic, comparisons, & | ^ ~ << >>, {', '.join(sorted(FUNCTIONS))}"
     )
 
 
@@ -61,22 +62,22 @@ class Traced:
         return f"<{self.kind} {self.text}>"
 
     def __add__(self, other):
-        return _arithmetic("add", self, other)
+        return arithmetic("add", self, other)
 
     def __radd__(self, other):
-        return _arithmetic("add", other, self)
+        return arithmetic("add", other, self)
 
     def __sub__(self, other):
-        return _arithmetic("sub", self, other)
+        return arithmetic("sub", self, other)
 
     def __rsub__(self, other):
-        return _arithmetic("sub", other, self)
+        return arithmetic("sub", other, self)
 
     def __mul__(self, other):
-        return _arithmetic("mul", self, other)
+        return arithmetic("mul", self, other)
 
     def __rmul__(self, other):
-        return _arithmetic("mul", other, self)
+        return arithmetic("mul", other, self)
 
     def __truediv__(self, other):
         return _true_divide(self, other)
@@ -103,13 +104,13 @@ class Traced:
         return _power(other, self)
 
     def __neg__(self):
-        return _unary("neg", self)
+        return unary("neg", self)
 
     def __pos__(self):
         return self
 
     def __abs__(self):
-        return _unary("abs", self)
+        return unary("abs", self)
 
     def __eq__(self, other):
         return _compare("eq", self, other)
@@ -140,9 +141,21 @@ class Traced:
     __ror__ = __or__
 
     def __xor__(self, other):
-        return _logic("or", self, other) & _not(_logic("and", self, other))
+        return _exclusive(self, other)
 
     __rxor__ = __xor__
+
+    def __lshift__(self, other):
+        return _bits().shift(self, other, True)
+
+    def __rshift__(self, other):
+        return _bits().shift(self, other, False)
+
+    def __rlshift__(self, other):
+        return _bits().shift(other, self, True)
+
+    def __rrshift__(self, other):
+        return _bits().shift(other, self, False)
 
     def __invert__(self):
         return _not(self)
@@ -168,9 +181,9 @@ class Traced:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in _FUNCTIONS:
-            return functools.partial(_FUNCTIONS[name], self)
-        _no(f"`.{name}` of a traced value")
+        if name in FUNCTIONS:
+            return functools.partial(FUNCTIONS[name], self)
+        untraceable(f"`.{name}` of a traced value")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -178,7 +191,7 @@ class Traced:
 
     def __array_ufunc__(self, ufunc, method, *args, **kwargs):
         if method != "__call__":
-            _no(f"numpy.{ufunc.__name__}.{method}")
+            untraceable(f"numpy.{ufunc.__name__}.{method}")
         return call(ufunc, args, kwargs, "numpy")
 
     def __array_function__(self, func, types, args, kwargs):
@@ -265,20 +278,20 @@ def _load(array, at) -> Traced:
     return Traced(f"not eq {text} i0", "bool") if kind == "bool" else Traced(text, kind)
 
 
-def _number(value) -> Traced:
+def number(value) -> Traced:
     """Converts booleans to 0 and 1 where numbers are expected."""
     value = lift(value)
     return Traced(f"select {value.text} i1 i0", "int") if value.kind == "bool" else value
 
 
 def as_float(value) -> Traced:
-    value = _number(value)
+    value = number(value)
     return value if value.kind == "float" else Traced(f"float {value.text}", "float")
 
 
-def _integer(value) -> Traced:
+def integer(value) -> Traced:
     """Truncates toward zero, as torch does."""
-    value = _number(value)
+    value = number(value)
     if value.kind == "int":
         return value
     down, up = f"floor {value.text}", f"neg floor neg {value.text}"
@@ -292,8 +305,8 @@ def _boolean(value) -> Traced:
     return value if value.kind == "bool" else _not(_compare("eq", value, 0 if value.kind == "int" else 0.0))
 
 
-def _arithmetic(op, a, b) -> Traced:
-    a, b = _number(a), _number(b)
+def arithmetic(op, a, b) -> Traced:
+    a, b = number(a), number(b)
     return Traced(f"{op} {a.text} {b.text}", "float" if "float" in (a.kind, b.kind) else "int")
 
 
@@ -303,13 +316,13 @@ def _true_divide(a, b) -> Traced:
 
 
 def _floor_divide(a, b) -> Traced:
-    a, b = _number(a), _number(b)
+    a, b = number(a), number(b)
     if a.kind == b.kind == "int":
         return Traced(f"div {a.text} {b.text}", "int")
-    return as_float(_unary("floor", _true_divide(a, b)))
+    return as_float(unary("floor", _true_divide(a, b)))
 
 
-def _divide(a, b, rounding_mode=None) -> Traced:
+def divide(a, b, rounding_mode=None) -> Traced:
     """torch.div: true division, or rounded down or towards zero."""
     if rounding_mode is None:
         return _true_divide(a, b)
@@ -318,16 +331,16 @@ def _divide(a, b, rounding_mode=None) -> Traced:
         return floor
     if rounding_mode != "trunc":
         raise TraceError(f"`rounding_mode` is {rounding_mode!r}, allowed: None, 'floor', 'trunc'")
-    a, b = _number(a), _number(b)
+    a, b = number(a), number(b)
     if floor.kind == "int":
         exact, opposite = _compare("eq", floor * b, a), _not(_compare("eq", a < 0, b < 0))
-        return _where(_not(exact) & opposite, floor + 1, floor)
+        return where(_not(exact) & opposite, floor + 1, floor)
     quotient = _true_divide(a, b)
-    return _where(quotient < 0, -as_float(_unary("floor", -quotient)), floor)
+    return where(quotient < 0, -as_float(unary("floor", -quotient)), floor)
 
 
 def _remainder(a, b) -> Traced:
-    a, b = _number(a), _number(b)
+    a, b = number(a), number(b)
     if a.kind == b.kind == "int":
         return Traced(f"rem {a.text} {b.text}", "int")
     return a - b * _floor_divide(a, b)
@@ -335,71 +348,87 @@ def _remainder(a, b) -> Traced:
 
 def _power(a, b) -> Traced:
     if isinstance(a, (int, float)) and not isinstance(a, bool) and a > 0:
-        return _unary("exp", as_float(b) * math.log(a))
+        return unary("exp", as_float(b) * math.log(a))
     if not isinstance(b, (int, float)) or isinstance(b, bool):
-        _no("a power with a traced exponent and a traced base")
+        untraceable("a power with a traced exponent and a traced base")
     if b == 0.5:
-        return _unary("sqrt", as_float(a))
+        return unary("sqrt", as_float(a))
     if b != int(b) or abs(b) > 8:
-        _no(f"the power {b}")
+        untraceable(f"the power {b}")
     result = lift(1 if isinstance(b, int) and b >= 0 else 1.0)
     for step in range(abs(int(b))):
-        result = _number(a) if step == 0 else result * a
+        result = number(a) if step == 0 else result * a
     return _true_divide(1.0, result) if b < 0 else result
 
 
 _FLOATS = ("exp", "log", "sqrt", "tanh")
 
 
-def _unary(op, a) -> Traced:
-    a = as_float(a) if op in _FLOATS or op == "floor" else _number(a)
+def unary(op, a) -> Traced:
+    a = as_float(a) if op in _FLOATS or op == "floor" else number(a)
     return Traced(f"{op} {a.text}", "int" if op == "floor" else a.kind)
 
 
 def _compare(op, a, b) -> Traced:
-    a, b = _number(a), _number(b)
+    a, b = number(a), number(b)
     return Traced(f"{op} {a.text} {b.text}", "bool")
 
 
 def _logic(op, a, b) -> Traced:
     a, b = lift(a), lift(b)
     if not a.kind == b.kind == "bool":
-        _no(f"`{'&' if op == 'and' else '|'}` of a {a.kind} and a {b.kind}")
+        return _bits().integers("&" if op == "and" else "|", a, b)
     for x, y in ((a, b), (b, a)):
         if x.text in ("true", "false"):
             return y if (x.text == "true") == (op == "and") else x
     return Traced(f"{op} {a.text} {b.text}", "bool")
 
 
+def _exclusive(a, b) -> Traced:
+    a, b = lift(a), lift(b)
+    if not a.kind == b.kind == "bool":
+        return _bits().integers("^", a, b)
+    return _logic("or", a, b) & _not(_logic("and", a, b))
+
+
+def _bits():
+    """Operations on the bits of integers, which are made of other operations."""
+    from . import _composed
+
+    return _composed
+
+
 def _not(a) -> Traced:
     a = lift(a)
+    if a.kind == "int":
+        return -a - 1
     if a.kind != "bool":
-        _no(f"`~` of a {a.kind}")
+        untraceable(f"`~` of a {a.kind}")
     return Traced(a.text[4:] if a.text.startswith("not ") else f"not {a.text}", "bool")
 
 
-def _where(condition, yes, no) -> Traced:
+def where(condition, yes, no) -> Traced:
     condition, yes, no = _boolean(condition), lift(yes), lift(no)
     if yes.kind != no.kind:
-        yes, no = _number(yes), _number(no)
+        yes, no = number(yes), number(no)
     if yes.kind != no.kind:
         yes, no = as_float(yes), as_float(no)
     return Traced(f"select {condition.text} {yes.text} {no.text}", yes.kind)
 
 
 def _extreme(op, a, b) -> Traced:
-    return _arithmetic(op, a, b)
+    return arithmetic(op, a, b)
 
 
 def _clamp(a, min=None, max=None, **numpy) -> Traced:
     min, max = numpy.pop("a_min", min), numpy.pop("a_max", max)
-    result = _number(a)
+    result = number(a)
     if min is not None:
         result = _extreme("max", result, min)
     return result if max is None else _extreme("min", result, max)
 
 
-def _to(a, *args, **kwargs) -> Traced:
+def to(a, *args, **kwargs) -> Traced:
     """Converts to the type that is among the arguments; devices and layouts have no effect."""
     a = lift(a)
     for want in (*args, *kwargs.values()):
@@ -416,54 +445,52 @@ def _to(a, *args, **kwargs) -> Traced:
 
 
 def _as(a, kind) -> Traced:
-    return {"float": as_float, "int": _integer, "bool": _boolean}[kind](a)
+    return {"float": as_float, "int": integer, "bool": _boolean}[kind](a)
 
 
 def _filled(value):
     def make(_, shape=(), *more, dtype=None, **kwargs):
         if shape not in ((), []) or more:
-            _no("a new tensor with axes")
-        return _to(lift(value), dtype) if dtype is not None else lift(value)
+            untraceable("a new tensor with axes")
+        return to(lift(value), dtype) if dtype is not None else lift(value)
 
     return make
 
 
 def _add_scaled(op):
     def function(a, b, alpha=1, **kwargs):
-        return _arithmetic(op, a, b if alpha == 1 else _arithmetic("mul", b, alpha))
+        return arithmetic(op, a, b if alpha == 1 else arithmetic("mul", b, alpha))
 
     return function
 
 
-_FUNCTIONS: dict[str, Callable] = {
-    "abs": lambda a: _unary("abs", a),
-    "exp": lambda a: _unary("exp", a),
-    "exp2": lambda a: _unary("exp", as_float(a) * math.log(2)),
-    "log": lambda a: _unary("log", a),
-    "log2": lambda a: _unary("log", a) * (1 / math.log(2)),
-    "log1p": lambda a: _unary("log", as_float(a) + 1.0),
-    "sqrt": lambda a: _unary("sqrt", a),
-    "rsqrt": lambda a: _true_divide(1.0, _unary("sqrt", a)),
+FUNCTIONS: dict[str, Callable] = {
+    "abs": lambda a: unary("abs", a),
+    "exp": lambda a: unary("exp", a),
+    "exp2": lambda a: unary("exp", as_float(a) * math.log(2)),
+    "log": lambda a: unary("log", a),
+    "log2": lambda a: unary("log", a) * (1 / math.log(2)),
+    "log1p": lambda a: unary("log", as_float(a) + 1.0),
+    "sqrt": lambda a: unary("sqrt", a),
+    "rsqrt": lambda a: _true_divide(1.0, unary("sqrt", a)),
     "reciprocal": lambda a: _true_divide(1.0, a),
-    "tanh": lambda a: _unary("tanh", a),
-    "sigmoid": lambda a: _true_divide(1.0, _unary("exp", -as_float(a)) + 1.0),
-    "relu": lambda a: _extreme("max", a, 0.0 if _number(a).kind == "float" else 0),
-    "square": lambda a: _number(a) * a,
-    "sign": lambda a: _where(lift(a) > 0, 1, _where(lift(a) < 0, -1, 0)),
-    "neg": lambda a: _unary("neg", a),
-    "negative": lambda a: _unary("neg", a),
-    "positive": _number,
-    "floor": lambda a: as_float(_unary("floor", a)) if _number(a).kind == "float" else _number(a),
-    "ceil": lambda a: -as_float(_unary("floor", -as_float(a))) if _number(a).kind == "float" else _number(a),
-    "trunc": lambda a: as_float(_integer(a)) if _number(a).kind == "float" else _number(a),
+    "tanh": lambda a: unary("tanh", a),
+    "square": lambda a: number(a) * a,
+    "sign": lambda a: where(lift(a) > 0, 1, where(lift(a) < 0, -1, 0)),
+    "neg": lambda a: unary("neg", a),
+    "negative": lambda a: unary("neg", a),
+    "positive": number,
+    "floor": lambda a: as_float(unary("floor", a)) if number(a).kind == "float" else number(a),
+    "ceil": lambda a: -as_float(unary("floor", -as_float(a))) if number(a).kind == "float" else number(a),
+    "trunc": lambda a: as_float(integer(a)) if number(a).kind == "float" else number(a),
     "add": _add_scaled("add"),
     "sub": _add_scaled("sub"),
     "subtract": _add_scaled("sub"),
-    "rsub": lambda a, b: _arithmetic("sub", b, a),
-    "mul": lambda a, b: _arithmetic("mul", a, b),
-    "multiply": lambda a, b: _arithmetic("mul", a, b),
-    "div": _divide,
-    "divide": _divide,
+    "rsub": lambda a, b: arithmetic("sub", b, a),
+    "mul": lambda a, b: arithmetic("mul", a, b),
+    "multiply": lambda a, b: arithmetic("mul", a, b),
+    "div": divide,
+    "divide": divide,
     "true_divide": _true_divide,
     "floor_divide": _floor_divide,
     "remainder": _remainder,
@@ -478,7 +505,7 @@ _FUNCTIONS: dict[str, Callable] = {
     "clip": _clamp,
     "clamp_min": lambda a, min: _clamp(a, min),
     "clamp_max": lambda a, max: _clamp(a, None, max),
-    "where": _where,
+    "where": where,
     "eq": lambda a, b: _compare("eq", a, b),
     "equal": lambda a, b: _compare("eq", a, b),
     "ne": lambda a, b: _not(_compare("eq", a, b)),
@@ -497,16 +524,21 @@ _FUNCTIONS: dict[str, Callable] = {
     "logical_not": lambda a: _not(_boolean(a)),
     "bitwise_and": lambda a, b: _logic("and", a, b),
     "bitwise_or": lambda a, b: _logic("or", a, b),
+    "bitwise_xor": _exclusive,
+    "bitwise_left_shift": lambda a, b: _bits().shift(a, b, True),
+    "left_shift": lambda a, b: _bits().shift(a, b, True),
+    "bitwise_right_shift": lambda a, b: _bits().shift(a, b, False),
+    "right_shift": lambda a, b: _bits().shift(a, b, False),
     "bitwise_not": _not,
     "invert": _not,
     "float": as_float,
-    "int": _integer,
-    "long": _integer,
+    "int": integer,
+    "long": integer,
     "bool": _boolean,
-    "to": _to,
-    "type": _to,
-    "type_as": _to,
-    "astype": _to,
+    "to": to,
+    "type": to,
+    "type_as": to,
+    "astype": to,
     "clone": lift,
     "detach": lift,
     "contiguous": lift,
@@ -517,9 +549,9 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 # Names under which torch passes operators to a function mode.
 _OPERATORS = {
-    "__radd__": lambda a, b: _arithmetic("add", b, a),
-    "__rsub__": lambda a, b: _arithmetic("sub", b, a),
-    "__rmul__": lambda a, b: _arithmetic("mul", b, a),
+    "__radd__": lambda a, b: arithmetic("add", b, a),
+    "__rsub__": lambda a, b: arithmetic("sub", b, a),
+    "__rmul__": lambda a, b: arithmetic("mul", b, a),
     "__rdiv__": lambda a, b: _true_divide(b, a),
     "__rtruediv__": lambda a, b: _true_divide(b, a),
     "__rfloordiv__": lambda a, b: _floor_divide(b, a),
@@ -531,6 +563,12 @@ _OPERATORS = {
     "__or__": lambda a, b: _logic("or", a, b),
     "__ror__": lambda a, b: _logic("or", a, b),
     "__invert__": _not,
+    "__xor__": _exclusive,
+    "__rxor__": _exclusive,
+    "__lshift__": lambda a, b: _bits().shift(a, b, True),
+    "__rlshift__": lambda a, b: _bits().shift(b, a, True),
+    "__rshift__": lambda a, b: _bits().shift(a, b, False),
+    "__rrshift__": lambda a, b: _bits().shift(b, a, False),
     "__pow__": _power,
     "__mod__": _remainder,
     "__floordiv__": _floor_divide,
@@ -540,11 +578,11 @@ _OPERATORS = {
 def call(func, args, kwargs, library="torch"):
     """Applies a function of torch or NumPy to traced values."""
     name = getattr(func, "__name__", str(func))
-    function = _OPERATORS.get(name) or _FUNCTIONS.get(name)
+    function = _OPERATORS.get(name) or FUNCTIONS.get(name)
     if function is None:
-        function = _FUNCTIONS.get(name.strip("_"))
+        function = FUNCTIONS.get(name.strip("_"))
     if function is None:
-        _no(f"`{getattr(func, '__module__', None) or library}.{name}`")
+        untraceable(f"`{getattr(func, '__module__', None) or library}.{name}`")
     kwargs = {"b" if key == "other" else key: value for key, value in kwargs.items() if key not in ("out", "device")}
     try:
         return function(*args, **kwargs)

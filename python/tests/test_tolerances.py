@@ -8,6 +8,8 @@ OTHERS = {
     "test_estimators.py": None,  # any number: clusters, neighbours and projections against NumPy and scikit-learn
     "test_transformers.py": None,  # any number: whole models against another library
     "test_gpu.py": 2,  # logits and losses of whole models in bf16 against another library
+    "test_diffusers.py": 1,  # a whole model against another library
+    "test_sentence_transformers.py": 1,  # embeddings of a whole model against another library
     "test_ops.py": 1,  # a row-wise product, whose bound is derived there
     "test_torch_autograd.py": 1,  # gradients of a compiled graph against those of the same graph without the compiler
 }

@@ -45,6 +45,10 @@ SCORES = {
     "floats": lambda s, b, h, q, k: np.exp(-(s**2)) + np.sqrt(abs(s) + 1) - np.minimum(s, 0.5) + np.maximum(s, k),
     "rounding": lambda s, b, h, q, k: s + np.floor(q / 3) - np.ceil(k / 4) + (k / 3).astype(np.int32) + q % 2.5,
     "booleans": lambda s, b, h, q, k: s + (q > k) * 0.5 - ((q == k) ^ (k != 3)) + (~(k < q) & (b == 1)),
+    "bits": lambda s, b, h, q, k: s + ((q & 6) | (k ^ 3)) * 0.1 - ((k << 2) >> 3) * 0.1 + (~q & 5) * 0.1,
+    "bits of two": lambda s, b, h, q, k: s + ((q - 5) & (k - 9)) * 0.1 - (q ^ k) * 0.1 + ((q - 9) | k) * 0.1,
+    "bits of negatives": lambda s, b, h, q, k: s + ((q - 9) & -4) * 0.1 + (((q - 9) & 2147483647) >> 28) * 0.1,
+    "rounding to even": lambda s, b, h, q, k: s + np.rint(q / 2) - np.fmod(q - k, 3) + np.fmod(s, 0.75),
     "partial": functools.partial(shifted, by=0.25),
     "default": shifted,
     "another function": lambda s, b, h, q, k: add_table(5 * np.tanh(s / 5), h, k),
@@ -56,6 +60,9 @@ MASKS = {
     "heads": lambda b, h, q, k: (h % 2 == 0) | (k < 9),
     "nothing": lambda b, h, q, k: k < 0,
     "everything": lambda b, h, q, k: True,
+    "noop": fulgurite.noop_mask,
+    "morton": lambda b, h, q, k: ((q & 1) | (q >> 1 & 2)) == ((k & 1) | (k >> 1 & 2)),
+    "parity": lambda b, h, q, k: ((q ^ k) & 3) != 2,
     "and": fulgurite.and_masks(lambda b, h, q, k: q + 4 >= k, lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]),
     "or": fulgurite.or_masks(lambda b, h, q, k: k < 3, fulgurite.and_masks(lambda b, h, q, k: KEEP[q, k])),
 }
@@ -142,7 +149,10 @@ def test_refusals_name_the_operation():
     assert "has 3 indices, allowed: 2" in score(lambda s, b, h, q, k: s + TABLE[h, k, q])
     assert "indexed by a float, allowed: integers" in score(lambda s, b, h, q, k: s + TABLE[h, s])
     assert "a slice, None or ..." in score(lambda s, b, h, q, k: s + TABLE[h, 0:1])
-    assert "`&` of a int and a int" in score(lambda s, b, h, q, k: s + (q & k))
+    assert "`&` of a float and a int" in score(lambda s, b, h, q, k: s + (s & k))
+    assert "`<<` of a int by a traced value" in score(lambda s, b, h, q, k: s + (q << k))
+    assert "`>>` of a float" in score(lambda s, b, h, q, k: s + (s >> 1))
+    assert "`<<` is by 31, allowed: 0 to 30" in score(lambda s, b, h, q, k: s + (q << 31))
     assert "the power 2.5" in score(lambda s, b, h, q, k: s**2.5)
     assert "Python float" in score(lambda s, b, h, q, k: float(s))
     assert "Python integer" in score(lambda s, b, h, q, k: [1, 2][k])
@@ -246,3 +256,85 @@ def test_gradients_of_a_bias(shape):
     out = [np.empty_like(x) for x in (q, k, v, sinks)] + [np.empty_like(bias)]
     assert fulgurite.attention_backward(d_o, q, k, v, o, lse, bias=bias, sinks=sinks, out=out)[-1] is out[-1]
     assert (out[-1] == d_bias).all()
+
+
+def test_dense_masks():
+    """`create_mask` calls a mask on arrays of indices; block lists find the same elements by intervals."""
+    for name, mask_mod in MASKS.items():
+        dense = fulgurite.create_mask(mask_mod, 2, 4, 13, 17)
+        assert dense.shape == (2, 4, 13, 17) and dense.dtype == bool
+        at = np.meshgrid(*(np.arange(n) for n in dense.shape), indexing="ij")
+        assert (dense == mask_mod(*at)).all(), name
+        blocks = fulgurite.create_block_mask(mask_mod, 2, 4, 13, 17, BLOCK_SIZE=4, _compile=True)
+        seen = np.zeros((2, 4, 16, 20), bool)
+        seen[:, :, :13, :17] = dense
+        seen = seen.reshape(2, 4, 4, 4, 5, 4).any(axis=(3, 5))
+        assert (blocks.to_dense() | ~seen).all(), name
+    hidden = fulgurite.create_mask(lambda s, b, h, q, k: np.where(q >= k, s, -np.inf), None, None, 3, 4)
+    assert (hidden == np.tri(3, 4, dtype=bool)).all() and hidden.shape == (1, 1, 3, 4)
+    with pytest.raises(ValueError, match="`mod_fn` is a int, allowed"):
+        fulgurite.create_mask(3, 1, 1, 2, 2)
+    with pytest.raises(ValueError, match="`H` is 0, allowed: an integer of at least 1"):
+        fulgurite.create_mask(MASKS["causal"], 1, 0, 2, 2)
+    with pytest.raises(ValueError, match="`mod_fn` does not take arrays of indices"):
+        fulgurite.create_mask(lambda b: b, 1, 1, 2, 2)
+
+
+def test_lists_of_blocks():
+    q, k, v = tensors((1, 8, 4, 8), 2, 12)
+    made = fulgurite.create_block_mask(lambda b, h, q, k: q + 4 >= k, None, None, 8, 12, BLOCK_SIZE=4)
+    assert made.numel() == 96 and made.to("cuda") is made
+    q_len, k_len, *lists, rows, cols, mask_mod = made.as_tuple()
+    assert (q_len, k_len, rows, cols) == (8, 12, 4, 4) and mask_mod is made.mask_mod
+    assert made.as_tuple(flatten=False)[0] == (8, 12)
+    again = fulgurite.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=4, mask_mod=mask_mod)
+    assert again.shape == made.shape
+    close(fulgurite.attention(q, k, v, block_mask=again), flex_attention(q, k, v, mask_mod=mask_mod)[0])
+    # Listed blocks without a mask are seen completely.
+    counts, blocks = np.array([[1, 2]]), np.array([[[2, 0, 0], [0, 1, 0]]])
+    listed = fulgurite.BlockMask.from_kv_blocks(counts, blocks, BLOCK_SIZE=(4, 4))
+    keep = lambda b, h, q, k: np.where(q < 4, k >= 8, k < 8)
+    close(fulgurite.attention(q, k, v, block_mask=listed), flex_attention(q, k, v, mask_mod=keep)[0])
+    make = fulgurite.BlockMask.from_kv_blocks
+    for args, options, message in (
+        ((counts, blocks, counts), {}, "`full_kv_num_blocks` and `full_kv_indices` belong together"),
+        ((counts, blocks[:, :1]), {}, r"`kv_num_blocks` has shape \[1, 1, 2\], allowed: \[1, 1, 1\]"),
+        ((counts * 4, blocks), {}, "`kv_num_blocks` reaches from 4 to 8, allowed: 0 to 3"),
+        ((counts, blocks - 1), {}, "`kv_indices` reaches from -1 to 1, allowed: 0 to 2"),
+        ((counts, blocks), {"BLOCK_SIZE": 0}, "`BLOCK_SIZE` is 0"),
+        ((counts * 1.0, blocks), {}, "`kv_num_blocks` is float64, allowed: integers"),
+        ((counts, blocks[0, 0]), {}, r"`kv_indices` has shape \[3\], allowed: 4 axes"),
+        ((counts, blocks), {"mask_mod": 3}, "`mask_mod` is a int, allowed: a callable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(*args, **options)
+
+
+def test_flex_attention_shows_the_order_of_its_caller():
+    q, k, v = (x.swapaxes(1, 2) for x in tensors(kv_heads=4))
+    for call in (fulgurite.flex_attention, fulgurite.scaled_dot_product_attention):
+        with pytest.raises(ValueError) as error:
+            call(q, k, v[..., :16, :])
+        assert "17" in str(error.value) and "[2, 17, 4, 8]" not in str(error.value)
+    with pytest.raises(ValueError) as error:
+        fulgurite.flex_attention(q, k, v[..., :16, :])
+    assert str(error.value).startswith("`value` has shape [2, 4, 16, 8], allowed: [2, 4, 17, 8]")
+
+
+def test_flex_attention_of_shared_keys():
+    q, k, v = tensors(kv_heads=4)
+    swap = lambda x: x.swapaxes(1, 2)
+    out, aux = fulgurite.flex_attention(swap(q), swap(k)[:1], swap(v)[:1], return_aux=fulgurite.AuxRequest(lse=True))
+    want, want_lse = flex_attention(q, k[[0, 0]], v[[0, 0]])
+    close(swap(out), want)
+    close(aux.lse, want_lse, "lse")
+    assert aux.max_scores is None and isinstance(aux, fulgurite.AuxOutput)
+    flex = functools.partial(fulgurite.flex_attention, swap(q), swap(k), swap(v))
+    assert flex(return_aux=fulgurite.AuxRequest())[1] == (None, None)
+    with pytest.raises(NotImplementedError, match="`max_scores` is True, allowed: False"):
+        flex(return_aux=fulgurite.AuxRequest(max_scores=True))
+    for options in ({"return_aux": 3}, {"return_aux": fulgurite.AuxRequest(lse=True), "return_lse": True}):
+        with pytest.raises(ValueError, match="`return_(aux|lse)` is"):
+            flex(**options)
+    with pytest.raises(ValueError, match=r"`key` has shape \[3, 4, 17, 8\], allowed: \[2, 4, 17, 8\]"):
+        fulgurite.flex_attention(swap(q), np.concatenate([swap(k), swap(k)])[:3], swap(v))

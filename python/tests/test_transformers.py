@@ -190,3 +190,47 @@ def test_what_is_refused():
             attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
     o, _ = attention_forward(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(4)[None], indices=None)
     assert o.shape == (1, 4, 2, 8)
+
+
+def test_models_that_compute_their_own_attention_are_named():
+    small = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for family, config in (("Falcon", small), ("Bloom", small), ("Mpt", {"d_model": 32, "n_heads": 2, "n_layers": 1})):
+        config = getattr(transformers, f"{family}Config")(**config)
+        config._attn_implementation = "fulgurite"
+        with pytest.raises(ValueError, match=f"`attn_implementation` is 'fulgurite', but {family}\\w+ "):
+            getattr(transformers, f"{family}ForCausalLM")(config)
+    with pytest.raises(ValueError, match="looks its attention up in a table of its own"):
+        config = transformers.SamVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32)
+        config._attn_implementation = "fulgurite"
+        transformers.SamVisionModel(config)
+    model("llama")  # and others are not, nor are models without attention
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
+    config._attn_implementation = "fulgurite"
+    transformers.ConvNextModel(config)
+
+
+def test_masks_for_other_lengths():
+    """A layer may keep fewer keys than its mask has; more keys are not masked by it."""
+    from fulgurite.huggingface import attention_forward, attention_mask_for
+
+    masks = transformers.masking_utils
+    q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 6, 8)
+    mask = attention_mask_for(2, 3, 5, 2, 0, masks.causal_mask_function, None, device=torch.device("cpu"))
+    got, _ = attention_forward(torch.nn.Module(), q, k[:, :, :4], k[:, :, :4], mask)
+    want, _ = attention_forward(torch.nn.Module(), q, k[:, :, :4], k[:, :, :4], mask.dense()[..., :4])
+    assert torch.equal(got, want)
+    with pytest.raises(
+        NotImplementedError, match="`attention_mask` is for 3 queries and 5 keys, but Module has 3 queries and 6"
+    ):
+        attention_forward(torch.nn.Module(), q, k, k, mask)
+    with pytest.raises(NotImplementedError, match="but Module has 2 queries"):
+        attention_forward(torch.nn.Module(), q[:, :, :2], k[:, :, :5], k[:, :, :5], mask)
+
+
+def test_keys_of_any_strides():
+    from fulgurite.huggingface import attention_forward
+
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 8, 6).transpose(2, 3)
+    got, _ = attention_forward(torch.nn.Module(), q, k, k, is_causal=False)
+    want, _ = attention_forward(torch.nn.Module(), q, k.contiguous(), k.contiguous(), is_causal=False)
+    assert torch.equal(got, want)

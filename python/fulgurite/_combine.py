@@ -1,0 +1,121 @@
+"""Results over parts of the keys: `flash_attn_combine`; and `get_scheduler_metadata`, which has nothing to plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from ._arrays import is_torch, kind_of, shape_of
+from .flash import refuse
+
+Array = Any
+
+
+def flash_attn_combine(
+    out_partial: Array,
+    lse_partial: Array,
+    out: Array | None = None,
+    out_dtype: Any = None,
+    cu_seqlens: Array | None = None,
+    seqused: Array | None = None,
+    virtual_batch_idx: Array | None = None,
+    return_lse: bool = True,
+) -> tuple[Any, Any]:
+    """The attention over all keys, from its results over parts of them.
+
+    out_partial   `[parts, batch, sequence, heads, head_dim]`, or `[parts, total, heads, head_dim]`
+    lse_partial   `[parts, batch, sequence, heads]`, or `[parts, total, heads]`; a part with LSE -inf saw no key
+    out           takes the result
+    out_dtype     of the result; default: that of `out`, or of `out_partial`
+    cu_seqlens, seqused
+                  rows outside of them may have any value, and have no effect here
+
+    Returns (out, lse); lse is float32 `[batch, sequence, heads]`, or None without `return_lse`.
+    """
+    refuse(virtual_batch_idx=(virtual_batch_idx, None))
+    shape = shape_of("out_partial", out_partial, "[parts, batch, sequence, heads, head_dim]")
+    if len(shape) not in (4, 5) or not shape[0]:
+        raise ValueError(
+            f"`out_partial` has shape {list(shape)}, allowed: [parts, batch, sequence, heads, head_dim], or "
+            f"[parts, total, heads, head_dim], with at least one part"
+        )
+    if shape_of("lse_partial", lse_partial, "[parts, ..., heads]") != shape[:-1]:
+        raise ValueError(f"`lse_partial` has shape {list(lse_partial.shape)}, allowed: {list(shape[:-1])}")
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if kind_of(x) != "float" or is_torch(x) != is_torch(out_partial):
+            raise ValueError(f"`{name}` is {type(x).__name__} of {x.dtype}, allowed: floats of one library")
+    if out is not None:
+        if shape_of("out", out, "[batch, sequence, heads, head_dim]") != shape[1:]:
+            raise ValueError(f"`out` has shape {list(out.shape)}, allowed: {list(shape[1:])}")
+        if out_dtype is not None and out_dtype != out.dtype:
+            raise ValueError(f"`out_dtype` is {out_dtype}, `out` is {out.dtype}, allowed: one type")
+        out_dtype = out.dtype
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    total, lse = (_by_torch if is_torch(out_partial) else _by_numpy)(out_partial, lse_partial)
+    total = total.to(dtype) if is_torch(total) else total.astype(dtype)
+    if out is not None:
+        out[...] = total
+    return total if out is None else out, lse if return_lse else None
+
+
+def _by_torch(out_partial, lse_partial):
+    import torch
+
+    lse_partial = lse_partial.float()
+    lse = torch.logsumexp(lse_partial, 0)
+    shares = torch.exp(lse_partial - torch.where(lse == -float("inf"), 0.0, lse))[..., None]
+    # A part that saw no key may hold anything.
+    return torch.where(shares == 0, 0.0, shares * out_partial.float()).sum(0), lse
+
+
+def _by_numpy(out_partial, lse_partial):
+    lse_partial = numpy.asarray(lse_partial).astype(numpy.float32)
+    most = lse_partial.max(0)
+    most = numpy.where(numpy.isneginf(most), numpy.float32(0), most)
+    shares = numpy.exp(lse_partial - most)
+    with numpy.errstate(divide="ignore"):
+        lse = most + numpy.log(shares.sum(0))
+    shares = numpy.exp(lse_partial - numpy.where(numpy.isneginf(lse), numpy.float32(0), lse))[..., None]
+    with numpy.errstate(invalid="ignore"):
+        return numpy.where(shares == 0, 0, shares * numpy.asarray(out_partial).astype(numpy.float32)).sum(0), lse
+
+
+def get_scheduler_metadata(
+    *sizes: Any,
+    batch_size: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    nheads: int | None = None,
+    nheads_kv: int | None = None,
+    headdim: int | None = None,
+    headdim_v: int | None = None,
+    cache_seqlens: Array | None = None,
+    qkv_dtype: Any = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    cu_seqlens_k_new: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    cache_leftpad: Array | None = None,
+    leftpad_k: Array | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Any = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    seqlen_k_per_split: int | None = None,
+) -> None:
+    """None, for `scheduler_metadata=` of the other functions: fulgurite plans each call by itself.
+
+    It takes the arguments of FlashAttention-3 and of FlashAttention-4, and uses none of them.
+    """
