@@ -187,6 +187,11 @@ fn walk(
         };
         let mut ahead = [Ahead::default(); 2];
         let _held = cx.unit.hold();
+        if cx.slopes() && matches!(passes, [Policy::Trust(_)]) {
+            let (scratch, ahead, counters) = (&mut scratch, &mut ahead, &mut counters);
+            let state = &mut State { s: &mut *s, scratch, ahead, counters, modifier: &mut modifier };
+            look_near(cx, item.kv_head, &mut walk, &mut buffers[0], state);
+        }
         for &policy in passes {
             for start in (0..last).step_by(span * block_keys) {
                 let starts = (start..last.min(start + span * block_keys)).step_by(block_keys);
@@ -237,6 +242,36 @@ fn walk(
         }
         counters
     })
+}
+
+/// Gives lanes the maximum of the keys at their own place. With distances in the scores the largest are there, and the
+/// first keys of a sequence would be trusted in vain: every block towards the query would be computed again.
+fn look_near(
+    cx: &Context<'_>,
+    kv_head: usize,
+    walk: &mut [Row<'_>],
+    [k, v]: &mut [&mut [f32]; 2],
+    state: &mut State<'_, '_, '_>,
+) {
+    let block = cx.unit.block(cx);
+    for row in walk {
+        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let queries = cx.queries(&row.tile);
+        let place = |q: usize| (q + sequence.k_len).saturating_sub(sequence.q_len);
+        let (first, last) = row.lanes.reach();
+        let middle = place((queries.start + queries.end) / 2);
+        if !(first..last).contains(&middle) || cx.problem.blocks().is_some() {
+            continue;
+        }
+        let start = middle / block * block;
+        let own = start..(start + block).min(sequence.k_len);
+        let keys = place(queries.start).clamp(own.start, own.end)..place(queries.end).clamp(own.start, own.end);
+        let piece = Piece { keys, masked: true };
+        if let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) {
+            let rows = cx.unit.block_of(cx, &Keys { sequence, head: kv_head, range: own }, [&mut **k, &mut **v]);
+            fold(cx, row, &step, start, rows, Policy::MaxOnly, state);
+        }
+    }
 }
 
 /// Keys and values that are packed together.

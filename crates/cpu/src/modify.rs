@@ -53,6 +53,8 @@ pub(crate) struct Modifier<'a> {
     mask: Option<Evaluator<'a>>,
     /// Sequence, head, first row and lanes of the tile.
     tile: Option<(usize, usize, usize, Range<usize>)>,
+    /// The tile's part of the call's bits, if there are any.
+    words: Option<Range<usize>>,
 }
 
 impl Modifier<'_> {
@@ -63,7 +65,10 @@ impl Modifier<'_> {
             return;
         }
         let env = cx.env(tile, lanes, range);
-        [&mut self.score, &mut self.derivative, &mut self.mask].into_iter().flatten().for_each(|x| x.prepare(&env));
+        self.words = cx.place_of_bits(tile);
+        // Where a mask has become bits, nothing is evaluated.
+        let mask = self.mask.as_mut().filter(|_| self.words.is_none());
+        [self.score.as_mut(), self.derivative.as_mut(), mask].into_iter().flatten().for_each(|x| x.prepare(&env));
         self.tile = Some(own);
     }
 }
@@ -83,7 +88,13 @@ impl Context<'_> {
             derivative: all.derivative.as_ref().map(|plan| Evaluator::new(plan, aux, scale, short)),
             mask: all.mask.as_ref().map(|plan| Evaluator::new(plan, aux, scale, short)),
             tile: None,
+            words: None,
         }
+    }
+
+    /// Whether scores may grow or fall along the keys, however similar queries and keys are.
+    pub fn slopes(&self) -> bool {
+        self.expressions.score.as_ref().is_some_and(Plan::slopes)
     }
 
     /// Whether the derivative of the modifiers is not 1 everywhere.
@@ -110,7 +121,7 @@ impl Context<'_> {
     ) {
         let stride = lanes.stride;
         modifier.prepare(self, tile, lanes, 0..stride);
-        let Modifier { score, derivative: slope, mask, .. } = modifier;
+        let Modifier { score, derivative: slope, mask, words: bits, .. } = modifier;
         if let (Some(slope), Some(out)) = (slope, derivative) {
             for keys in in_blocks(step.hull()) {
                 let (first, rows) = ((origin + keys.start) as i32, keys.start * stride..keys.end * stride);
@@ -127,7 +138,7 @@ impl Context<'_> {
             for keys in in_blocks(step.hull()) {
                 let rows = keys.start * stride..keys.end * stride;
                 let mut room = [0; KEYS];
-                let words = self.words(mask, tile, origin + keys.start..origin + keys.end, &mut room);
+                let words = self.words(mask, bits, origin + keys.start..origin + keys.end, &mut room);
                 self.kernels.hide((&mut s[rows], stride), words, 0);
             }
         }
@@ -144,13 +155,9 @@ impl Context<'_> {
         }
         if let Some(mask) = &mut modifier.mask {
             let mut room = [0; KEYS];
-            let (words, first) = match self.bits_of(tile) {
-                Some(words) => (&words[key..key + n], first),
-                None => {
-                    self.kernels.conditions(mask, key as i32, &mut room[..n]);
-                    (&room[..n], 0)
-                }
-            };
+            let words = self.words(mask, &modifier.words, key..key + n, &mut room);
+            // Bits of the call are those of all lanes, evaluated ones those of the strip.
+            let first = if modifier.words.is_some() { first } else { 0 };
             let all = words.iter().fold(u64::MAX, |all, word| all & word) >> first;
             if all & u64::from(u32::MAX) != u64::from(u32::MAX) {
                 self.kernels.hide((s, STRIP_LANES), words, first);
@@ -169,12 +176,12 @@ impl Context<'_> {
     fn words<'b>(
         &'b self,
         mask: &mut Evaluator<'_>,
-        tile: &Tile,
+        bits: &Option<Range<usize>>,
         keys: Range<usize>,
         room: &'b mut [u64; KEYS],
     ) -> &'b [u64] {
-        if let Some(words) = self.bits_of(tile) {
-            return &words[keys];
+        if let (Some(bits), Some(own)) = (self.expressions.bits.get(), bits) {
+            return &bits.words[own.clone()][keys];
         }
         let room = &mut room[..keys.len()];
         self.kernels.conditions(mask, keys.start as i32, room);
@@ -184,9 +191,13 @@ impl Context<'_> {
     /// The bits of a tile, a word for each key of its sequence, if the call has them.
     fn bits_of(&self, tile: &Tile) -> Option<&[u64]> {
         let bits = self.expressions.bits.get()?;
-        let &(start, keys) = bits.sequences.get(tile.sequence)?;
+        Some(&bits.words[self.place_of_bits(tile)?])
+    }
+
+    fn place_of_bits(&self, tile: &Tile) -> Option<Range<usize>> {
+        let &(start, keys) = self.expressions.bits.get()?.sequences.get(tile.sequence)?;
         let at = start + self.slot(tile.sequence, tile.first) * keys;
-        Some(&bits.words[at..at + keys])
+        Some(at..at + keys)
     }
 
     /// Index of a tile that begins at a packed row, among those of its sequence and a head.

@@ -222,7 +222,7 @@ impl Rows<'_> {
                 drop &= if whole {
                     walker.is_below_whole(cx, block.k, limit, s)
                 } else {
-                    walker.is_below(cx, block.k, block.start, limit, s, &mut space.ahead[0], &mut space.modifier)
+                    walker.is_below(cx, (block.k, block.start), limit, s, &mut space.ahead[0], &mut space.modifier)
                 };
             }
             if drop {
@@ -423,8 +423,7 @@ impl<'w> Walker<'w> {
     fn is_below(
         &mut self,
         cx: &Context<'_>,
-        k: KeyRows<'_>,
-        origin: usize,
+        (k, origin): (KeyRows<'_>, usize),
         limit: f32,
         s: &mut [f32],
         ahead: &mut Ahead,

@@ -29,9 +29,25 @@ impl Offsets {
         let pace = self.starts[1] - self.starts[0];
         self.pace = starts.windows(2).all(|pair| pair[1] - pair[0] == pace).then_some(pace);
     }
+}
 
+/// The elements of a block: offsets that count from a key so far before its first.
+#[derive(Clone, Copy)]
+struct Elements<'a> {
+    offsets: &'a Offsets,
+    first: i64,
+}
+
+impl Elements<'_> {
+    /// The distance from lane to lane; the same at every key if all lanes have the same step.
+    fn pace(&self) -> Option<i64> {
+        self.offsets.pace
+    }
+    fn start(&self, lane: usize) -> i64 {
+        self.offsets.starts[lane] + self.offsets.steps[lane] * self.first
+    }
     fn at(&self, lane: usize, key: usize) -> usize {
-        (self.starts[lane] + self.steps[lane] * key as i64) as usize
+        (self.offsets.starts[lane] + self.offsets.steps[lane] * (self.first + key as i64)) as usize
     }
 }
 
@@ -78,21 +94,6 @@ impl Evaluator<'_> {
         self.known[i] = Some(Box::new(Known { offsets, keys }));
     }
 
-    /// The offsets of a block, if all its elements are inside the tensor.
-    #[inline(always)]
-    fn offsets(&self, i: usize, lanes: usize, at: &Cells) -> Option<Offsets> {
-        let Known { offsets, keys } = self.known[i].as_deref()?;
-        let first = i64::from(at.first);
-        if first < keys.start || first + at.n as i64 > keys.end {
-            return None;
-        }
-        let mut own = Offsets { starts: [0; MAX_LANES], ..*offsets };
-        for lane in 0..lanes {
-            own.starts[lane] = offsets.starts[lane] + offsets.steps[lane] * first;
-        }
-        Some(own)
-    }
-
     /// A load that changes from key to key.
     ///
     /// # Safety
@@ -100,40 +101,74 @@ impl Evaluator<'_> {
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(&mut self, i: usize, tensor: usize, index: &[usize], at: &Cells) {
         let lanes = if self.plan.axes[i].lanes { self.lanes } else { 1 };
-        let Some(offsets) = self.offsets(i, lanes, at).or_else(|| self.block_offsets(tensor, index, lanes, at)) else {
-            return self.load_anywhere(i, tensor, index, at);
+        // The block is not one that the indices are in; what depends on the key alone has none.
+        let place = self.plan.axes[i].lanes.then_some(self.plan.block[i]);
+        let mut block = place.map_or(Vec::new(), |place| std::mem::take(&mut self.blocks[place]));
+        let (known, first) = (self.known[i].take(), i64::from(at.first));
+        let inside = known.as_deref().filter(|own| own.keys.start <= first && first + at.n as i64 <= own.keys.end);
+        let own = if inside.is_some() { None } else { self.block_offsets(tensor, index, lanes, at) };
+        let elements = match (inside, &own) {
+            (Some(known), _) => Some(Elements { offsets: &known.offsets, first }),
+            (None, Some(offsets)) => Some(Elements { offsets, first: 0 }),
+            (None, None) => None,
         };
+        if let Some(elements) = elements {
+            // SAFETY: passed on.
+            unsafe { self.read::<S>(i, tensor, elements, [at.n, lanes], &mut block) };
+        }
+        let found = elements.is_some();
+        self.known[i] = known;
+        if let Some(place) = place {
+            self.blocks[place] = block;
+        }
+        if !found {
+            self.load_anywhere(i, tensor, index, at);
+        }
+    }
+
+    /// Reads the elements of a block, into the step's column or `block`.
+    ///
+    /// # Safety
+    /// As for [`Evaluator::run`].
+    #[inline(always)]
+    unsafe fn read<S: Simd>(
+        &mut self,
+        i: usize,
+        tensor: usize,
+        elements: Elements<'_>,
+        [n, lanes]: [usize; 2],
+        block: &mut [u32],
+    ) {
         let view = &self.aux[tensor];
         if lanes == 1 {
-            let all: [usize; KEYS] = std::array::from_fn(|key| if key < at.n { offsets.at(0, key) } else { 0 });
-            gather(&view.data(), &all[..at.n], &mut self.columns[i][..at.n]);
+            let mut all = [0; KEYS];
+            all.iter_mut().enumerate().take(n).for_each(|(key, o)| *o = elements.at(0, key));
+            gather(&view.data(), &all[..n], &mut self.columns[i][..n]);
             self.forms[i] = Form::Keys;
             return;
         }
-        let mut block = std::mem::take(&mut self.blocks[self.plan.block[i]]);
         let scratch = &mut self.scratch[..];
         // SAFETY: passed on; the block has room for all keys of the tile's lanes.
         let done = unsafe {
             match view.data() {
-                Data::F32(x) => rows::<S, f32>(x, &offsets, [at.n, lanes], &mut block, scratch),
-                Data::F16(x) => rows::<S, _>(x, &offsets, [at.n, lanes], &mut block, scratch),
-                Data::Bf16(x) => rows::<S, _>(x, &offsets, [at.n, lanes], &mut block, scratch),
+                Data::F32(x) => rows::<S, f32>(x, elements, [n, lanes], block, scratch),
+                Data::F16(x) => rows::<S, _>(x, elements, [n, lanes], block, scratch),
+                Data::Bf16(x) => rows::<S, _>(x, elements, [n, lanes], block, scratch),
                 Data::I32(x) => {
                     // SAFETY: an i32 has the size and alignment of an f32, and only moves.
                     let x = std::slice::from_raw_parts(x.as_ptr().cast::<f32>(), x.len());
-                    rows::<S, f32>(x, &offsets, [at.n, lanes], &mut block, scratch)
+                    rows::<S, f32>(x, elements, [n, lanes], block, scratch)
                 }
                 _ => false,
             }
         };
         if !done {
-            for (key, out) in block.chunks_exact_mut(lanes).enumerate().take(at.n) {
+            for (key, out) in block.chunks_exact_mut(lanes).enumerate().take(n) {
                 let mut all = [0; MAX_LANES];
-                all.iter_mut().enumerate().take(lanes).for_each(|(lane, o)| *o = offsets.at(lane, key));
+                all.iter_mut().enumerate().take(lanes).for_each(|(lane, o)| *o = elements.at(lane, key));
                 gather(&view.data(), &all[..lanes], out);
             }
         }
-        self.blocks[self.plan.block[i]] = block;
         self.forms[i] = Form::Plane;
     }
 
@@ -145,7 +180,7 @@ impl Evaluator<'_> {
             let (last, stride) = (view.shape()[axis] as i64 - 1, view.strides()[axis] as i64);
             let (rows, steep) = match self.forms[step] {
                 Form::Lanes => (step, 0),
-                Form::Ramp { rows, .. } => (rows, 1),
+                Form::Ramp { rows, magnitude: false, .. } => (rows, 1),
                 _ => return None,
             };
             let (rows, n) = (&self.rows[rows], at.n as i64);
@@ -223,16 +258,16 @@ fn gather(data: &Data<'_>, offsets: &[usize], out: &mut [u32]) {
 #[inline(always)]
 unsafe fn rows<S: Simd, T: Row>(
     data: &[T],
-    offsets: &Offsets,
+    elements: Elements<'_>,
     [n, lanes]: [usize; 2],
     block: &mut [u32],
     scratch: &mut [f32],
 ) -> bool {
-    let Some(step) = offsets.step else { return false };
+    let Some(step) = elements.offsets.step else { return false };
     // Offsets are linear, so the ends are at corners.
     let (mut least, mut most) = (i64::MAX, 0);
-    for start in &offsets.starts[..lanes] {
-        (least, most) = (least.min(*start), most.max(*start));
+    for lane in 0..lanes {
+        (least, most) = (least.min(elements.start(lane)), most.max(elements.start(lane)));
     }
     let far = step * (n as i64 - 1);
     let (least, most) = (least + far.min(0), most + far.max(0));
@@ -240,12 +275,12 @@ unsafe fn rows<S: Simd, T: Row>(
     let out = block.as_mut_ptr().cast::<f32>();
     // SAFETY: all elements are inside the tensor, as just checked, and the block holds the keys of its lanes.
     unsafe {
-        match (offsets.pace, step) {
+        match (elements.pace(), step) {
             (Some(pace @ (1 | -1)), _) => {
                 let first = if pace == 1 { 0 } else { lanes - 1 };
                 for key in 0..n {
                     let row = out.add(key * lanes);
-                    copy::<S, T>(data.as_ptr().add(offsets.at(first, key)), row, lanes);
+                    copy::<S, T>(data.as_ptr().add(elements.at(first, key)), row, lanes);
                     if pace == -1 {
                         std::slice::from_raw_parts_mut(row, lanes).reverse();
                     }
@@ -254,7 +289,7 @@ unsafe fn rows<S: Simd, T: Row>(
             }
             (_, 1 | -1) => {
                 let (to, mut starts) = (Plane { data: out, stride: lanes }, [0; MAX_LANES]);
-                starts.iter_mut().zip(&offsets.starts).for_each(|(o, &start)| *o = start as usize);
+                starts.iter_mut().enumerate().take(lanes).for_each(|(lane, o)| *o = elements.start(lane) as usize);
                 turned::<S, T>(data.as_ptr(), &starts[..lanes], step == -1, to, n, (scratch, KEYS));
                 true
             }

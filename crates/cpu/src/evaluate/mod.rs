@@ -41,8 +41,8 @@ enum Form {
     Keys,
     /// `base + slope k` per lane, from the rows of a step, and for floats times the value of another. Integers count
     /// keys from the first of the sequence; floats from the first of the block, and are integers below 2^24 until they
-    /// are scaled, so that their sums are exact.
-    Ramp { rows: usize, factor: Option<usize> },
+    /// are scaled, so that their sums are exact. With `magnitude`, the sign is dropped before the factor.
+    Ramp { rows: usize, factor: Option<usize>, magnitude: bool },
     /// One value per key and lane, in the step's block.
     Plane,
     /// The scores themselves, times the scale.
@@ -245,18 +245,20 @@ impl<'a> Evaluator<'a> {
             Form::Lanes => return &self.rows[step].value[..lanes],
             Form::Plane => return &self.blocks[self.plan.block[step]][key * lanes..(key + 1) * lanes],
             Form::Keys => room.fill(self.columns[step][key]),
-            Form::Ramp { rows, factor } if self.plan.float(step) => {
+            Form::Ramp { rows, factor, magnitude } if self.plan.float(step) => {
                 let rows = &self.rows[rows];
                 for (lane, o) in room.iter_mut().enumerate() {
                     let [base, slope] = [rows.value[lane], rows.slope[lane]].map(f32::from_bits);
                     let factor = factor.map_or(1.0, |step| f32::from_bits(self.rows[step].value[lane]));
-                    *o = (factor * (base + slope * key as f32)).to_bits();
+                    let x = base + slope * key as f32;
+                    *o = (factor * if magnitude { x.abs() } else { x }).to_bits();
                 }
             }
-            Form::Ramp { rows, .. } => {
+            Form::Ramp { rows, magnitude, .. } => {
                 let (rows, key) = (&self.rows[rows], (at.first as u32).wrapping_add(key as u32));
                 for ((o, &base), &slope) in room.iter_mut().zip(&rows.value).zip(&rows.slope) {
-                    *o = base.wrapping_add(slope.wrapping_mul(key));
+                    let x = base.wrapping_add(slope.wrapping_mul(key));
+                    *o = if magnitude { (x as i32).wrapping_abs() as u32 } else { x };
                 }
             }
             Form::Score => {
@@ -326,10 +328,10 @@ impl<'a> Evaluator<'a> {
         match self.forms[step] {
             Form::Lanes => Some(Term::Lanes(self.rows[step].value.as_ptr().cast())),
             Form::Keys => Some(Term::Keys(self.columns[step].as_ptr().cast())),
-            Form::Ramp { rows, factor } => {
+            Form::Ramp { rows, factor, magnitude } => {
                 let factor = factor.map_or(ONES.as_ptr(), |step| self.rows[step].value.as_ptr().cast());
                 let rows = &self.rows[rows];
-                Some(Term::Ramp([rows.value.as_ptr().cast(), rows.slope.as_ptr().cast(), factor]))
+                Some(Term::Ramp([rows.value.as_ptr().cast(), rows.slope.as_ptr().cast(), factor], magnitude))
             }
             Form::Plane => Some(Term::Plane(Plane { data: self.blocks[block].as_ptr().cast(), stride: self.lanes })),
             Form::Score => None,

@@ -82,6 +82,12 @@ impl<'a> Plan<'a> {
         loads.all(|(_, &axes)| !both(axes)) && self.axes.last().is_some_and(|&axes| both(axes))
     }
 
+    /// Whether the result may grow or fall evenly along the keys, as with a distance that is added.
+    pub fn slopes(&self) -> bool {
+        let steps = self.program.steps().iter().zip(&self.axes);
+        steps.into_iter().any(|(step, axes)| axes.keys && matches!(step, Step::Unary(Unary::ToFloat, _)))
+    }
+
     /// Whether the program reads a variable.
     pub fn reads(&self, v: Var) -> bool {
         self.program.reads(v)

@@ -23,9 +23,7 @@ impl Evaluator<'_> {
     fn even(&self, step: usize) -> Option<([u32; MAX_LANES], [u32; MAX_LANES])> {
         match self.forms[step] {
             _ if !self.plan.axes[step].keys => Some((self.rows[step].value, [0; MAX_LANES])),
-            Form::Ramp { rows, factor: None } if self.fixed[step] => {
-                Some((self.rows[rows].value, self.rows[rows].slope))
-            }
+            Form::Ramp { rows, .. } if self.fixed[step] => Some((self.rows[rows].value, self.rows[rows].slope)),
             _ => None,
         }
     }
@@ -60,11 +58,11 @@ impl Evaluator<'_> {
             _ => return,
         }
         (self.rows[i].value, self.rows[i].slope) = (value, slope);
-        self.forms[i] = Form::Ramp { rows: i, factor: None };
+        self.forms[i] = Form::Ramp { rows: i, factor: None, magnitude: false };
         self.fixed[i] = true;
     }
 
-    /// What a step is at the ends of a block, if no integer wraps in between.
+    /// What a step is at the ends of a block before its sign is dropped, if no integer wraps in between.
     #[inline(always)]
     fn ends(&self, step: usize, at: &Cells) -> Option<Ends> {
         let (rows, steep) = match self.forms[step] {
@@ -94,14 +92,14 @@ impl Evaluator<'_> {
     /// Computes a step of one operand as a ramp, if it is one in this block.
     #[inline(always)]
     pub(super) fn ramp_unary(&mut self, i: usize, op: Unary, a: usize, at: &Cells) -> bool {
-        let Form::Ramp { rows, factor } = self.forms[a] else { return false };
+        let Form::Ramp { rows, factor, magnitude } = self.forms[a] else { return false };
         match op {
             Unary::Neg if self.plan.float(a) => {
                 let own = factor.map_or([1.0; MAX_LANES], |step| self.rows[step].value.map(f32::from_bits));
                 self.rows[i].value = own.map(|x| (-x).to_bits());
-                self.forms[i] = Form::Ramp { rows, factor: Some(i) };
+                self.forms[i] = Form::Ramp { rows, factor: Some(i), magnitude };
             }
-            Unary::Abs if !self.plan.float(a) => {
+            Unary::Abs if !self.plan.float(a) && !magnitude => {
                 let Some(ends) = self.ends(a, at) else { return false };
                 if ends.low >= 0 {
                     self.forms[i] = self.forms[a];
@@ -109,7 +107,8 @@ impl Evaluator<'_> {
                 }
                 let crosses = |lane: usize| (ends.first[lane] < 0) != (ends.last[lane] < 0);
                 if ends.high > 0 && (0..self.lanes).any(crosses) {
-                    return false;
+                    self.forms[i] = Form::Ramp { rows, factor: None, magnitude: true };
+                    return true;
                 }
                 let mut own = self.rows[rows].clone();
                 for lane in 0..self.lanes {
@@ -118,7 +117,7 @@ impl Evaluator<'_> {
                     own.slope[lane] = own.slope[lane].wrapping_mul(sign);
                 }
                 self.rows[i] = own;
-                self.forms[i] = Form::Ramp { rows: i, factor: None };
+                self.forms[i] = Form::Ramp { rows: i, factor: None, magnitude: false };
             }
             Unary::ToFloat => {
                 let Some(ends) = self.ends(a, at) else { return false };
@@ -127,11 +126,9 @@ impl Evaluator<'_> {
                 }
                 let slope = self.rows[rows].slope;
                 let own = &mut self.rows[i];
-                for lane in 0..self.lanes {
-                    own.value[lane] = (ends.first[lane] as f32).to_bits();
-                    own.slope[lane] = (slope[lane] as i32 as f32).to_bits();
-                }
-                self.forms[i] = Form::Ramp { rows: i, factor: None };
+                own.value = ends.first.map(|x| (x as f32).to_bits());
+                own.slope = slope.map(|x| (x as i32 as f32).to_bits());
+                self.forms[i] = Form::Ramp { rows: i, factor: None, magnitude };
             }
             _ => return false,
         }
@@ -144,8 +141,12 @@ impl Evaluator<'_> {
         if self.plan.float(a) {
             // A ramp of floats times a value of each lane.
             let made = match (self.forms[a], self.forms[b]) {
-                (Form::Ramp { rows, factor: None }, Form::Lanes) => Form::Ramp { rows, factor: Some(b) },
-                (Form::Lanes, Form::Ramp { rows, factor: None }) => Form::Ramp { rows, factor: Some(a) },
+                (Form::Ramp { rows, factor: None, magnitude }, Form::Lanes) => {
+                    Form::Ramp { rows, factor: Some(b), magnitude }
+                }
+                (Form::Lanes, Form::Ramp { rows, factor: None, magnitude }) => {
+                    Form::Ramp { rows, factor: Some(a), magnitude }
+                }
                 _ => return false,
             };
             if op == Binary::Mul {
@@ -153,7 +154,8 @@ impl Evaluator<'_> {
             }
             return op == Binary::Mul;
         }
-        if !matches!(op, Binary::Min | Binary::Max) {
+        let signed = |step: usize| !matches!(self.forms[step], Form::Ramp { magnitude: true, .. });
+        if !matches!(op, Binary::Min | Binary::Max) || !signed(a) || !signed(b) {
             return false;
         }
         let (Some(x), Some(y)) = (self.ends(a, at), self.ends(b, at)) else { return false };
@@ -174,7 +176,7 @@ impl Evaluator<'_> {
             Form::Lanes => {
                 self.rows[i].value = self.rows[chosen].value;
                 self.rows[i].slope = [0; MAX_LANES];
-                Form::Ramp { rows: i, factor: None }
+                Form::Ramp { rows: i, factor: None, magnitude: false }
             }
             form => form,
         };

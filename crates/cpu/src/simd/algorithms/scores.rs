@@ -20,8 +20,8 @@ pub(crate) enum Term {
     Lanes(*const f32),
     /// One value per key.
     Keys(*const f32),
-    /// `factor (base + slope i)` at key i, each of the three per lane.
-    Ramp([*const f32; 3]),
+    /// `factor (base + slope i)` at key i, each of the three per lane; with true, the sum without its sign.
+    Ramp([*const f32; 3], bool),
     Plane(Plane<*const f32>),
 }
 
@@ -48,7 +48,7 @@ struct Lanes(*const f32);
 #[derive(Clone, Copy)]
 struct Keys(*const f32);
 #[derive(Clone, Copy)]
-struct Ramp([*const f32; 3]);
+struct Ramp<const MAGNITUDE: bool>([*const f32; 3]);
 
 impl<S: Simd> Operand<S> for Lanes {
     type Held = S::V;
@@ -74,7 +74,7 @@ impl<S: Simd> Operand<S> for Keys {
     }
 }
 
-impl<S: Simd> Operand<S> for Ramp {
+impl<S: Simd, const MAGNITUDE: bool> Operand<S> for Ramp<MAGNITUDE> {
     type Held = [S::V; 3];
     #[inline(always)]
     unsafe fn hold(self, lane: usize, sign: S::V) -> [S::V; 3] {
@@ -87,7 +87,10 @@ impl<S: Simd> Operand<S> for Ramp {
     #[inline(always)]
     unsafe fn at(self, [base, slope, factor]: [S::V; 3], key: usize, _: usize, _: S::V) -> S::V {
         // SAFETY: as above. Base and slope are integers below 2^24, so that the sum is exact.
-        unsafe { S::mul(S::fma(slope, S::splat(key as f32), base), factor) }
+        unsafe {
+            let x = S::fma(slope, S::splat(key as f32), base);
+            S::mul(if MAGNITUDE { S::max(x, S::sub(S::splat(0.0), x)) } else { x }, factor)
+        }
     }
 }
 
@@ -119,7 +122,8 @@ pub(crate) unsafe fn pass<S: Simd>(
         match term {
             Term::Lanes(b) => pass_with::<S, _>(out, a, size, how, Lanes(b)),
             Term::Keys(b) => pass_with::<S, _>(out, a, size, how, Keys(b)),
-            Term::Ramp(b) => pass_with::<S, _>(out, a, size, how, Ramp(b)),
+            Term::Ramp(b, false) => pass_with::<S, _>(out, a, size, how, Ramp::<false>(b)),
+            Term::Ramp(b, true) => pass_with::<S, _>(out, a, size, how, Ramp::<true>(b)),
             Term::Plane(b) => pass_with::<S, _>(out, a, size, how, b),
         }
     }
@@ -172,22 +176,14 @@ struct Tangent<const P: usize, const Q: usize> {
 /// Error of 2e-6 at most, far below the rounding of a weight of 16 bits.
 const SHORT: Tangent<4, 4> = Tangent {
     limit: 7.0,
-    p: [0.999_995_7, 0.123_021_81, 0.002_276_987_1, 3.930_000_7e-6],
+    p: [0.999_995_7, 0.123_021_81, 0.002_276_987, 3.930_000_7e-6],
     q: [1.0, 0.456_340_3, 0.021_072_172, 0.000_142_350_6],
 };
 /// Error of a few units in the last place (coefficients of Eigen).
 const LONG: Tangent<7, 4> = Tangent {
     limit: 7.905_311,
-    p: [
-        4.893_524_6e-3,
-        6.372_619_3e-4,
-        1.485_722_4e-5,
-        5.122_297e-8,
-        -8.604_671_5e-11,
-        2.000_188e-13,
-        -2.760_768_5e-16,
-    ],
-    q: [4.893_525_2e-3, 2.268_434_6e-3, 1.185_347e-4, 1.198_258_4e-6],
+    p: [4.893_524_6e-3, 6.372_619_3e-4, 1.485_722_4e-5, 5.122_297e-8, -8.604_672e-11, 2.000_188e-13, -2.760_768_5e-16],
+    q: [4.893_525e-3, 2.268_434_6e-3, 1.185_347e-4, 1.198_258_4e-6],
 };
 
 /// Computes `post tanh(pre a)`; `short` selects the function for results of 16 bits.
