@@ -8,8 +8,9 @@ mod cold;
 mod on_tiles;
 mod rows;
 
-use crate::evaluate::Evaluator;
+use crate::evaluate::{KEYS, Plan};
 use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::modify::{Modifier, evaluator, in_blocks};
 use crate::pool;
 use crate::simd::{Ahead, GROUP, GradArgs, Matrix, MatrixMut, Sum};
 use crate::step::Step;
@@ -35,6 +36,7 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         dense = saved.d_o.to_tensor();
         saved.d_o = dense.view();
     }
+    cx.prepare_mask(threads);
     let rows = RowTable::new(cx);
     let stats = Stats::new(cx, &saved, &rows, threads);
     if let Some(d_sinks) = &mut gradients.d_sinks {
@@ -158,6 +160,7 @@ struct Space<'w> {
     s: &'w mut [f32],
     dp: &'w mut [f32],
     derivative: &'w mut [f32],
+    modifier: Modifier<'w>,
     /// Rows of Q and dO `[lane][width]`, Q in the unit's layout, and dO transposed, `[width][lane]`.
     q: &'w mut [f32],
     d_o: &'w mut [f32],
@@ -196,7 +199,7 @@ impl Work<'_> {
             n * cx.dv_pad,
             BLOCK * lanes,
             BLOCK * lanes,
-            if cx.problem.score_derivative().is_some() { BLOCK * lanes } else { 0 },
+            if cx.has_derivative() { BLOCK * lanes } else { 0 },
             2 * Arena::room(lanes * cx.d_pad),
             lanes * cx.dv_pad,
             room.queries,
@@ -207,7 +210,8 @@ impl Work<'_> {
             let mut arena = Arena::new(workspace);
             let [k_packed, k, v, d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q] =
                 sizes.map(|n| arena.take(n));
-            let mut space = Space { d_k, d_v, s, dp, derivative, q, d_o, q_packed, d_o_turned, d_q };
+            let modifier = cx.modifier(cx.unit.score_scale(cx));
+            let mut space = Space { d_k, d_v, s, dp, derivative, modifier, q, d_o, q_packed, d_o_turned, d_q };
             space.d_k.fill(0.0);
             space.d_v.fill(0.0);
             let sequence = &cx.bound.sequences()[item.sequence];
@@ -247,7 +251,7 @@ impl Work<'_> {
         let cx = self.cx;
         // Lanes past the last row get probabilities of 0.
         let (mut lse, mut delta, mut max) = ([f32::INFINITY; MAX_LANES], [0.0; MAX_LANES], [0.0; MAX_LANES]);
-        let scale = if cx.problem.score_program().is_some() { 1.0 } else { cx.problem.scale() };
+        let scale = if self.goes_through() { 1.0 } else { cx.problem.scale() };
         let mut inverse = None;
         for lane in 0..tile.rows {
             let (q, head) = cx.row(tile, lane);
@@ -321,28 +325,33 @@ impl Work<'_> {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
         let (d, dv) = (cx.d_pad, cx.dv_pad);
-        cx.unit.scores(cx, Products { step, stride, ahead: &mut Ahead::default() }, k, space.q_packed, space.s);
-        cx.scale_scores(step, stride, space.s);
+        let products = Products { step, stride, ahead: &mut Ahead::default() };
+        cx.unit.scores(cx, products, k, space.q_packed, space.s);
+        let modified = cx.is_modified();
+        if !modified {
+            cx.scale_scores(step, stride, space.s);
+        }
         for seg in step.segments(1) {
             let ((key, keys), (lane, lanes)) = (seg.keys(), seg.lanes(width));
             let d_o = Matrix::new(space.d_o_turned, stride).at(0, lane);
             let dp = MatrixMut::at(space.dp, stride, key, lane);
             cx.kernels.gemm(dp, v.at(key, 0), d_o, [keys, lanes, cx.dv], Sum::Fresh, &mut Ahead::default());
         }
-        let modified = cx.problem.score_program().is_some();
         if step.rest || modified {
-            let derivative = modified.then_some(&mut *space.derivative);
-            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+            let lanes = (&row.tile, &row.lanes);
+            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
         let seen = if finite { None } else { self.partly_seen(row, step, start, space.s) };
-        cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        cx.kernels.grad(&mut self.grad_args(row, step, [space.s, space.dp], space.derivative));
         self.normalise(row, step, [space.s, space.dp]);
         if let Some(seen) = &seen {
             [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         }
         if modified {
             cold::clear_past(&row.tile, stride, step, [space.s, space.dp]);
-            self.through_modifier(row, step, start, [space.dp, space.derivative]);
+        }
+        if self.goes_through() {
+            self.through_modifier(row, step, start, (space.dp, space.derivative));
         }
         self.round_weights(row, step, space.s);
         if let Some(seen) = &seen {
@@ -367,8 +376,13 @@ impl Work<'_> {
     }
 
     /// The element-wise part of a block, from S and dP to P and dS.
-    fn grad_args<'b>(&self, row: &'b Row, step: &'b Step, s: &'b mut [f32], dp: &'b mut [f32]) -> GradArgs<'b> {
-        let modified = self.cx.problem.score_program().is_some();
+    fn grad_args<'b>(
+        &self,
+        row: &'b Row,
+        step: &'b Step,
+        [s, dp]: [&'b mut [f32]; 2],
+        derivative: &'b [f32],
+    ) -> GradArgs<'b> {
         GradArgs {
             s,
             dp,
@@ -377,11 +391,12 @@ impl Work<'_> {
             inner: step.inner,
             lo: &step.lo,
             hi: &step.hi,
-            hidden: step.rest || modified,
+            hidden: step.rest || self.cx.is_modified(),
             lse: &row.lse,
             max: &row.max,
             delta: &row.delta,
-            scale: if modified { 1.0 } else { self.cx.problem.scale() },
+            scale: if self.goes_through() { 1.0 } else { self.cx.problem.scale() },
+            derivative: (self.cx.has_derivative() && !self.goes_through()).then_some(derivative),
             exp: self.cx.exp,
         }
     }
@@ -416,8 +431,13 @@ impl Work<'_> {
         cx.kernels.scale_lanes(&mut p[seen.start * stride..], &share[..stride]);
     }
 
+    /// Whether dS of the modified score is wanted, before it becomes that of the product of q and k.
+    fn goes_through(&self) -> bool {
+        !self.cx.problem.aux_gradients().is_empty()
+    }
+
     /// Converts dS of the modified score to that of the product of q and k; adds to gradients of auxiliary tensors.
-    fn through_modifier(&self, row: &Row, step: &Step, start: usize, [dp, derivative]: [&mut [f32]; 2]) {
+    fn through_modifier(&self, row: &Row, step: &Step, start: usize, (dp, derivative): (&mut [f32], &[f32])) {
         let cx = self.cx;
         let stride = row.lanes.stride;
         let width = cx.kernels.lanes;
@@ -425,6 +445,11 @@ impl Work<'_> {
             self.aux_gradients(row, step, start, dp);
         }
         let scale = cx.problem.scale();
+        if !cx.has_derivative() {
+            let seen = step.hull();
+            let factors = [scale; MAX_LANES];
+            return cx.kernels.scale_lanes(&mut dp[seen.start * stride..seen.end * stride], &factors[..stride]);
+        }
         for (z, &(a, b)) in step.ranges.iter().enumerate() {
             for key in a..b {
                 let at = key * stride + z * width;
@@ -439,36 +464,40 @@ impl Work<'_> {
     fn aux_gradients(&self, row: &Row, step: &Step, start: usize, dp: &[f32]) {
         let cx = self.cx;
         let (stride, width) = (row.lanes.stride, cx.kernels.lanes);
-        let env = cx.env(&row.tile, &row.lanes);
+        let env = cx.env(&row.tile, &row.lanes, 0..stride);
         let mut sums = self.aux.lock().unwrap_or_else(|e| e.into_inner());
+        let [mut scores, mut made] = [(); 2].map(|_| vec![0.0f32; KEYS * stride]);
         for gradient in cx.problem.aux_gradients() {
             let shape = &cx.problem.aux()[gradient.aux].shape;
-            let mut at: Vec<Evaluator<'_>> = gradient.at.iter().map(|p| Evaluator::new(p, env)).collect();
-            let mut derivative = Evaluator::new(&gradient.derivative, env);
+            let programs = gradient.at.iter().chain([&gradient.derivative]);
+            let plans: Vec<Plan<'_>> = programs.map(|program| Plan::new(program, cx.pack == 1)).collect();
+            let mut all: Vec<_> = plans.iter().map(|plan| evaluator(plan, cx.bound)).collect();
+            all.iter_mut().for_each(|own| own.prepare(&env));
+            let Some((derivative, at)) = all.split_last_mut() else { continue };
             // If the derivative reads the score, recompute it, because P has replaced it.
             let needs_score = gradient.derivative.reads(fulgurite_core::expr::Var::Score);
-            let mut scores = vec![0.0f32; stride];
-            for key in step.hull() {
-                let number = (start + key) as i32;
+            for keys in in_blocks(step.hull()) {
+                let (first, n) = ((start + keys.start) as i32, keys.len());
                 if needs_score {
-                    self.scores_again(row, key, start, &mut scores);
+                    let rows = keys.clone().zip(scores.chunks_exact_mut(stride));
+                    rows.for_each(|(key, scores)| self.scores_again(row, key, start, scores));
                 }
-                for index in &mut at {
-                    cx.kernels.evaluate(index, number, &scores);
-                }
-                cx.kernels.evaluate(&mut derivative, number, &scores);
-                let mut offsets = vec![0usize; stride];
-                for (index, &size) in at.iter().zip(shape) {
-                    for (offset, i) in offsets.iter_mut().zip(index.ints()) {
-                        *offset = *offset * size + (i.max(0) as usize).min(size - 1);
+                let mut offsets = vec![0usize; n * stride];
+                for (index, &size) in at.iter_mut().zip(shape) {
+                    cx.kernels.evaluate(index, first, n, (&scores, stride), &mut made);
+                    for (offset, i) in offsets.iter_mut().zip(&made) {
+                        *offset = *offset * size + ((i.to_bits() as i32).max(0) as usize).min(size - 1);
                     }
                 }
-                for (lane, (offset, f)) in offsets.into_iter().zip(derivative.floats()).enumerate().take(row.tile.rows)
-                {
-                    let (a, b) = step.ranges[lane / width];
-                    let ds = dp[key * stride + lane];
-                    if (a..b).contains(&key) && ds != 0.0 {
-                        sums[gradient.aux][offset] += f64::from(ds) * f64::from(f);
+                cx.kernels.evaluate(derivative, first, n, (&scores, stride), &mut made);
+                for (i, key) in keys.enumerate() {
+                    for lane in 0..row.tile.rows {
+                        let (a, b) = step.ranges[lane / width];
+                        let ds = dp[key * stride + lane];
+                        if (a..b).contains(&key) && ds != 0.0 {
+                            let at = i * stride + lane;
+                            sums[gradient.aux][offsets[at]] += f64::from(ds) * f64::from(made[at]);
+                        }
                     }
                 }
             }

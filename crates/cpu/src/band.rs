@@ -22,7 +22,7 @@ const PACE: usize = 3;
 /// Whether this path handles heads of a class. The decision must not depend on an item, whose length depends on the
 /// threads.
 pub(crate) fn suits(cx: &Context<'_>, class: HeadClass) -> bool {
-    let plain = !cx.is_modified() && cx.rounding.is_none() && !matches!(cx.problem.precision(), Precision::Int8(_));
+    let plain = !cx.has_expressions() && cx.rounding.is_none() && !matches!(cx.problem.precision(), Precision::Int8(_));
     let few = matches!(class, HeadClass::Window { keys, sinks } if keys.saturating_add(sinks) <= MOST);
     plain && few && cx.kernels.matrix_for(cx.problem.dtype()).is_none()
 }

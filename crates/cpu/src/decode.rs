@@ -7,6 +7,7 @@
 
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
+use crate::modify::Modifier;
 use crate::simd::{Coming, ExpKind, LaneProbe, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
@@ -217,6 +218,8 @@ fn on_vectors(
             })
             .collect();
         let value = arena.take(cx.dv_pad);
+        // Queries contain the scale here.
+        let mut modifier = cx.modifier(1.0);
         let mut counters = Counters::default();
         let Range { start: first, end } = part.keys(sequence);
         let whole = sees_all(cx, part);
@@ -241,7 +244,7 @@ fn on_vectors(
                 }
             }
             for head in &mut walk {
-                head.softmax(cx, start, rescale, &mut counters);
+                head.softmax(cx, start, rescale, &mut counters, &mut modifier);
             }
             for strip in (0..BLOCK).step_by(STRIP) {
                 for (h, head) in walk.iter_mut().enumerate() {
@@ -338,11 +341,18 @@ impl Head<'_> {
         }
     }
 
-    fn softmax(&mut self, cx: &Context<'_>, start: usize, rescale: Rescale, counters: &mut Counters) {
+    fn softmax(
+        &mut self,
+        cx: &Context<'_>,
+        start: usize,
+        rescale: Rescale,
+        counters: &mut Counters,
+        modifier: &mut Modifier<'_>,
+    ) {
         let Some(step) = &self.step else { return };
         let stride = self.lanes.stride;
         if step.rest || cx.problem.score_program().is_some() {
-            cx.modify(&self.tile, &self.lanes, step, start, self.s, None);
+            cx.modify(modifier, (&self.tile, &self.lanes), (step, start), self.s, None);
         }
         let decided = !step.rest && cx.problem.score_program().is_none();
         let whole = decided && step.inner_of_all() == step.hull();
@@ -463,7 +473,7 @@ fn merge(cx: &Context<'_>, sequence: usize, kv_head: usize, partial: &[f32], out
         let nan = all.iter().any(|part| part[FEW + lane].is_nan());
         let top = if nan { f32::NAN } else { top };
         sum = if nan { f32::NAN } else { sum };
-        crate::evaluate::finish(&[top], &[sum], &mut inverse, &mut lse);
+        crate::functions::finish(&[top], &[sum], &mut inverse, &mut lse);
         let (q, head) = cx.row(&tile, lane);
         let (mut factor, mut lse) = (inverse[0], lse[0]);
         if let Some(sink) = cx.bound.sink(head) {

@@ -4,7 +4,10 @@
 //! of P, O = running P V as `[column][lane]`.
 
 use crate::memory::{Arena, SharedRows, with_workspace};
-use crate::simd::{Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, TurnedRows, WovenTile};
+use crate::modify::Modifier;
+use crate::simd::{
+    Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, Square, TurnedRows, WovenTile,
+};
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
 use crate::unit::{Keys, Operands, Products, Run, Scratch};
@@ -36,6 +39,7 @@ pub(crate) fn run(cx: &Context<'_>, outputs: &mut Outputs<'_>, plan: &Plan) -> C
         lse: SharedRows::new(&mut outputs.lse),
         lse_strides: &lse_strides,
     };
+    cx.prepare_mask(plan.threads);
     let (few, many): (Vec<usize>, Vec<usize>) =
         (0..cx.bound.sequences().len()).partition(|&s| decode::suits(cx, &cx.bound.sequences()[s]));
     let total = Mutex::new(Counters::default());
@@ -174,6 +178,7 @@ fn walk(
             })
             .collect();
         let mut counters = Counters::default();
+        let mut modifier = cx.modifier(cx.unit.score_scale(cx));
         // Stop after the last key that some lane sees.
         let last = if cx.problem.blocks().is_some() {
             sequence.k_len
@@ -182,6 +187,11 @@ fn walk(
         };
         let mut ahead = [Ahead::default(); 2];
         let _held = cx.unit.hold();
+        if cx.slopes() && matches!(passes, [Policy::Trust(_)]) {
+            let (scratch, ahead, counters) = (&mut scratch, &mut ahead, &mut counters);
+            let state = &mut State { s: &mut *s, scratch, ahead, counters, modifier: &mut modifier };
+            look_near(cx, item.kv_head, &mut walk, &mut buffers[0], state);
+        }
         for &policy in passes {
             for start in (0..last).step_by(span * block_keys) {
                 let starts = (start..last.min(start + span * block_keys)).step_by(block_keys);
@@ -202,7 +212,13 @@ fn walk(
                 if let (Some(next), 0) = (next, start) {
                     ask_item(cx, next, span * block_keys, &mut ahead);
                 }
-                let mut state = State { s: &mut *s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
+                let mut state = State {
+                    s: &mut *s,
+                    scratch: &mut scratch,
+                    ahead: &mut ahead,
+                    counters: &mut counters,
+                    modifier: &mut modifier,
+                };
                 // If the unit takes several blocks at once, the other blocks come first.
                 let woven = matches!(policy, Policy::Trust(_)) && span > 1;
                 let begins: Vec<usize> =
@@ -228,6 +244,36 @@ fn walk(
     })
 }
 
+/// Gives lanes the maximum of the keys at their own place. With distances in the scores the largest are there, and the
+/// first keys of a sequence would be trusted in vain: every block towards the query would be computed again.
+fn look_near(
+    cx: &Context<'_>,
+    kv_head: usize,
+    walk: &mut [Row<'_>],
+    [k, v]: &mut [&mut [f32]; 2],
+    state: &mut State<'_, '_, '_>,
+) {
+    let block = cx.unit.block(cx);
+    for row in walk {
+        let sequence = &cx.bound.sequences()[row.tile.sequence];
+        let queries = cx.queries(&row.tile);
+        let place = |q: usize| (q + sequence.k_len).saturating_sub(sequence.q_len);
+        let (first, last) = row.lanes.reach();
+        let middle = place((queries.start + queries.end) / 2);
+        if !(first..last).contains(&middle) || cx.problem.blocks().is_some() {
+            continue;
+        }
+        let start = middle / block * block;
+        let own = start..(start + block).min(sequence.k_len);
+        let keys = place(queries.start).clamp(own.start, own.end)..place(queries.end).clamp(own.start, own.end);
+        let piece = Piece { keys, masked: true };
+        if let Some(step) = cx.step(&row.tile, &row.lanes, &piece, start) {
+            let rows = cx.unit.block_of(cx, &Keys { sequence, head: kv_head, range: own }, [&mut **k, &mut **v]);
+            fold(cx, row, &step, start, rows, Policy::MaxOnly, state);
+        }
+    }
+}
+
 /// Keys and values that are packed together.
 struct Block<'b, F> {
     keys: Range<usize>,
@@ -235,11 +281,12 @@ struct Block<'b, F> {
 }
 
 /// Scratch state of a pass over the keys.
-pub(crate) struct State<'w, 'a> {
+pub(crate) struct State<'w, 'a, 'm> {
     pub s: &'w mut [f32],
     pub scratch: &'w mut Scratch<'a>,
     pub ahead: &'w mut [Ahead; 2],
     pub counters: &'w mut Counters,
+    pub modifier: &'w mut Modifier<'m>,
 }
 
 /// The first block from which on all lanes of a tile see every key up to their ends, if they see any; else one past the
@@ -259,18 +306,24 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     begins: &[usize],
     blocks: &[Block<'b, F>],
     policy: Policy,
-    state: &mut State<'_, '_>,
+    state: &mut State<'_, '_, '_>,
 ) {
     let earliest = begins.iter().copied().min().unwrap_or(blocks.len());
     let (Policy::Trust(limit), Some(first)) = (policy, blocks.get(earliest)) else { return };
-    let rows: Vec<[KeyRows<'_>; 2]> = blocks[earliest..].iter().map(|block| *block.rows).collect();
-    let mut walk: Vec<(&mut Row<'_>, usize)> = walk
-        .iter_mut()
-        .zip(begins)
-        .filter(|(_, begin)| **begin < blocks.len())
-        .map(|(row, n)| (row, n - earliest))
-        .collect();
-    weave_rows(cx, &mut walk, first.keys.start, (&rows, false), limit, state);
+    let blocks = &blocks[earliest..];
+    let mut own: Vec<Woven<'_, '_>> = Vec::with_capacity(walk.len());
+    for (row, &begin) in walk.iter_mut().zip(begins).filter(|(_, begin)| **begin < earliest + blocks.len()) {
+        let sees_none = |block: &Block<'b, F>| cx.sees_none(&row.tile, &row.lanes, &block.keys);
+        let hidden = if cx.problem.mask_rest().is_some() { blocks.iter().map(sees_none).collect() } else { Vec::new() };
+        own.push(Woven { row, begin: begin - earliest, hidden });
+    }
+    let seen =
+        |block: usize| own.iter().any(|own| own.begin <= block && !own.hidden.get(block).is_some_and(|&hidden| hidden));
+    let Some(some) = (0..blocks.len()).find(|&block| seen(block)) else { return };
+    // Blocks that no tile sees are not packed: nothing reads what stands in their place.
+    let rows: Vec<[KeyRows<'_>; 2]> =
+        (0..blocks.len()).map(|block| *blocks[if seen(block) { block } else { some }].rows).collect();
+    weave_rows(cx, &mut own, first.keys.start, (&rows, false), limit, state);
 }
 
 /// Processes blocks that a tile sees whole, relative to a trusted maximum.
@@ -279,33 +332,48 @@ pub(crate) fn weave_whole(
     row: &mut Row<'_>,
     blocks: &[[KeyRows<'_>; 2]],
     limit: f32,
-    state: &mut State<'_, '_>,
+    state: &mut State<'_, '_, '_>,
 ) {
     // Treat them as the first keys, and as the last that it sees.
     let seen = Lanes::whole(row.lanes.stride, blocks.len() * cx.unit.block(cx));
     let own = std::mem::replace(&mut row.lanes, seen);
-    weave_rows(cx, &mut [(row, 0)], 0, (blocks, true), limit, state);
+    weave_rows(cx, &mut [Woven { row, begin: 0, hidden: Vec::new() }], 0, (blocks, true), limit, state);
     row.lanes = own;
+}
+
+/// A tile among those that go through blocks together, its first block, and the blocks of which it sees nothing.
+struct Woven<'r, 'w> {
+    row: &'r mut Row<'w>,
+    begin: usize,
+    hidden: Vec<bool>,
 }
 
 /// Takes each tile through the blocks, whose keys start at `origin`, from its own first block. With `whole`, every tile
 /// sees all of them.
 fn weave_rows(
     cx: &Context<'_>,
-    walk: &mut [(&mut Row<'_>, usize)],
+    walk: &mut [Woven<'_, '_>],
     origin: usize,
     (rows, whole): (&[[KeyRows<'_>; 2]], bool),
     limit: f32,
-    state: &mut State<'_, '_>,
+    state: &mut State<'_, '_, '_>,
 ) {
     let block_keys = cx.unit.block(cx);
     let mut place = Place::default();
     loop {
-        let mut tiles = Vec::with_capacity(walk.len());
-        for (row, begin) in walk.iter_mut() {
-            let Row { q, o, m, l, lanes, .. } = &mut **row;
-            tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin });
+        let (mut tiles, mut places) = (Vec::with_capacity(walk.len()), Vec::with_capacity(walk.len()));
+        for Woven { row, begin, hidden } in walk.iter_mut() {
+            let Row { tile, q, o, m, l, lanes } = &mut **row;
+            let lanes = &*lanes;
+            tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin, hidden });
+            places.push((*tile, lanes));
         }
+        let modifier = &mut *state.modifier;
+        let mut modify = |square: Square<'_>| {
+            let (tile, lanes) = &places[square.tile];
+            cx.modify_square(modifier, (tile, lanes), square);
+        };
+        let modifies = cx.has_expressions() && !whole;
         let run = Run {
             blocks: rows,
             origin,
@@ -315,10 +383,11 @@ fn weave_rows(
             s: state.s,
             weights: state.scratch.weights,
             ahead: state.ahead,
+            modify: if modifies { Some(&mut modify) } else { None },
         };
         let Some(stop) = cx.unit.weave(cx, run) else { return };
         // One block of one strip that the fast path cannot handle.
-        let (own, block) = (&mut *walk[stop.tile].0, stop.block.unwrap_or(0));
+        let (own, block) = (&mut *walk[stop.tile].row, stop.block.unwrap_or(0));
         let start = origin + block * block_keys;
         let k_len = cx.bound.sequences()[own.tile.sequence].k_len;
         let piece = Piece { keys: start..(start + block_keys).min(k_len), masked: true };
@@ -354,9 +423,9 @@ pub(crate) fn fold(
     start: usize,
     [k, v]: [KeyRows<'_>; 2],
     policy: Policy,
-    State { s, scratch, ahead, counters }: &mut State<'_, '_>,
+    State { s, scratch, ahead, counters, modifier }: &mut State<'_, '_, '_>,
 ) {
-    scores(cx, row, step, start, k, s, &mut ahead[0]);
+    scores(cx, row, (step, start), k, s, &mut ahead[0], modifier);
     let stride = row.lanes.stride;
     let seen = match policy {
         Policy::MaxOnly => None,
@@ -368,7 +437,7 @@ pub(crate) fn fold(
         // The cold path: the trusted maximum was too low. Recompute with the true one.
         counters.blocks_redone += 1;
         (row.m, row.l) = before;
-        scores(cx, row, step, start, k, s, &mut ahead[0]);
+        scores(cx, row, (step, start), k, s, &mut ahead[0], modifier);
         (stats, alpha) = softmax(cx, row, step, s, [k, v], scratch, Policy::Raise(0.0));
     }
     if policy == Policy::MaxOnly {
@@ -391,19 +460,16 @@ pub(crate) fn fold(
 pub(crate) fn scores(
     cx: &Context<'_>,
     row: &Row<'_>,
-    step: &Step,
-    start: usize,
+    (step, start): (&Step, usize),
     k: KeyRows<'_>,
     s: &mut [f32],
     ahead: &mut Ahead,
+    modifier: &mut Modifier<'_>,
 ) {
     let stride = row.lanes.stride;
     cx.unit.scores(cx, Products { step, stride, ahead }, k, row.q, s);
-    if cx.is_modified() {
-        cx.scale_scores(step, stride, s);
-    }
-    if step.rest || cx.problem.score_program().is_some() {
-        cx.modify(&row.tile, &row.lanes, step, start, s, None);
+    if step.rest || cx.is_modified() {
+        cx.modify(modifier, (&row.tile, &row.lanes), (step, start), s, None);
     }
 }
 

@@ -257,7 +257,7 @@ impl Int8Unit {
 
     /// Whether scores stay integers until softmax.
     fn raw(&self, cx: &Context<'_>) -> bool {
-        self.even && !cx.is_modified() && self.kernels.suits(cx.exp)
+        self.even && !cx.has_expressions() && self.kernels.suits(cx.exp)
     }
 
     fn panels(&self, keys: &Keys<'_>) -> &KeyPanels {

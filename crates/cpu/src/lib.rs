@@ -11,11 +11,13 @@ mod dense;
 mod evaluate;
 mod expanded;
 mod forward;
+mod functions;
 mod gated_delta;
 mod groups;
 mod int8;
 mod lighthouse;
 mod memory;
+mod modify;
 mod packed_qkv;
 mod parallax;
 #[doc(hidden)]

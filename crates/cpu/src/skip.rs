@@ -6,6 +6,7 @@
 
 use crate::forward::{Out, Row, State, finish, items_of, scores, softmax, weave_whole};
 use crate::memory::{Arena, SharedRows, with_workspace};
+use crate::modify::Modifier;
 use crate::simd::{Ahead, Policy, Seen, SoftmaxArgs};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
@@ -48,7 +49,7 @@ pub(crate) struct Item {
 pub fn skip_forward(skip: &SkipBound<'_>, outputs: &mut Outputs<'_>, options: &Options) -> SkipOutcome {
     let bound = skip.bound();
     // Heads may see different tiles, so rows of different heads do not share one.
-    let cx = Context { pack: 1, ..Context::new(bound, options.kernels()) };
+    let cx = Context::with_pack(bound, options.kernels(), 1);
     if !bound.all_queries_used() {
         outputs.o.fill(0.0);
         outputs.lse.fill(f64::NEG_INFINITY);
@@ -177,7 +178,8 @@ struct Block<'b, F> {
 }
 
 /// Scratch memory of a pass over the keys.
-struct Space<'w, 'a> {
+struct Space<'w, 'a, 'm> {
+    modifier: Modifier<'m>,
     /// Scores, for each tile of lanes of a tile of rows.
     scored: Vec<&'w mut [f32]>,
     scratch: Scratch<'a>,
@@ -185,10 +187,10 @@ struct Space<'w, 'a> {
     counters: Counters,
 }
 
-impl<'a> Space<'_, 'a> {
-    fn state(&mut self, walker: usize) -> State<'_, 'a> {
-        let Space { scored, scratch, ahead, counters } = self;
-        State { s: &mut *scored[walker], scratch, ahead, counters }
+impl<'a, 'm> Space<'_, 'a, 'm> {
+    fn state(&mut self, walker: usize) -> State<'_, 'a, 'm> {
+        let Space { scored, scratch, ahead, counters, modifier } = self;
+        State { s: &mut *scored[walker], scratch, ahead, counters, modifier }
     }
 }
 
@@ -200,7 +202,7 @@ impl Rows<'_> {
         cx: &Context<'_>,
         (t, keys): (usize, Range<usize>),
         (i, block): (usize, &Block<'b, F>),
-        space: &mut Space<'_, '_>,
+        space: &mut Space<'_, '_, '_>,
     ) {
         let whole = block.finite
             && keys.len() == cx.unit.block(cx)
@@ -220,7 +222,7 @@ impl Rows<'_> {
                 drop &= if whole {
                     walker.is_below_whole(cx, block.k, limit, s)
                 } else {
-                    walker.is_below(cx, block.k, block.start, limit, s, &mut space.ahead[0])
+                    walker.is_below(cx, (block.k, block.start), limit, s, &mut space.ahead[0], &mut space.modifier)
                 };
             }
             if drop {
@@ -265,6 +267,7 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         let [rows, values, weights] = sizes.map(|n| arena.take(n));
         let mut buffers: Vec<[&mut [f32]; 2]> = (0..span).map(|_| block_sizes.map(|n| arena.take(n))).collect();
         let mut space = Space {
+            modifier: cx.modifier(cx.unit.score_scale(cx)),
             scored: (0..subs).map(|_| arena.take(block * lanes)).collect(),
             scratch: Scratch::new(values, weights),
             ahead: [Ahead::default(); 2],
@@ -388,7 +391,7 @@ impl<'w> Walker<'w> {
         o.fill(0.0);
         let row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
         let steps = parts.iter().map(|_| None).collect();
-        let whole = !window && tile.rows == cx.kernels.tile && cx.unit.span(cx) > 1 && finite;
+        let whole = !window && tile.rows == cx.kernels.tile && cx.unit.span(cx) > 1 && !cx.has_expressions() && finite;
         let top = [f32::NEG_INFINITY; MAX_LANES];
         Walker { row, kept: whole.then(Vec::new), parts, steps, top, near: false, finite }
     }
@@ -420,18 +423,18 @@ impl<'w> Walker<'w> {
     fn is_below(
         &mut self,
         cx: &Context<'_>,
-        k: KeyRows<'_>,
-        origin: usize,
+        (k, origin): (KeyRows<'_>, usize),
         limit: f32,
         s: &mut [f32],
         ahead: &mut Ahead,
+        modifier: &mut Modifier<'_>,
     ) -> bool {
         let mut top = [f32::NEG_INFINITY; MAX_LANES];
         for step in self.steps.iter_mut().flatten() {
             let seen = step.ranges;
             for ranges in in_pairs(seen, cx.whole_products()) {
                 step.ranges = ranges;
-                scores(cx, &self.row, step, origin, k, s, ahead);
+                scores(cx, &self.row, (step, origin), k, s, ahead, modifier);
                 let (mut l, mut alpha) = ([0.0; MAX_LANES], [1.0; MAX_LANES]);
                 cx.kernels.softmax(
                     &mut SoftmaxArgs {
@@ -474,7 +477,7 @@ impl<'w> Walker<'w> {
         &mut self,
         cx: &Context<'_>,
         blocks: &[Block<'b, F>],
-        mut state: State<'_, '_>,
+        mut state: State<'_, '_, '_>,
     ) {
         let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };
         let rows: Vec<[KeyRows<'_>; 2]> = kept.drain(..).map(|i| [blocks[i].k, *blocks[i].v]).collect();
@@ -482,15 +485,22 @@ impl<'w> Walker<'w> {
     }
 
     /// Folds the tile into the running summary. With `scored`, the scores of a single part are already in `s`.
-    fn fold(&mut self, cx: &Context<'_>, [k, v]: [KeyRows<'_>; 2], origin: usize, scored: bool, state: State<'_, '_>) {
-        let State { s, scratch, ahead, .. } = state;
+    fn fold(
+        &mut self,
+        cx: &Context<'_>,
+        [k, v]: [KeyRows<'_>; 2],
+        origin: usize,
+        scored: bool,
+        state: State<'_, '_, '_>,
+    ) {
+        let State { s, scratch, ahead, modifier, .. } = state;
         // Rows whose reference is near need no maximum.
         let policy = if scored && self.near { Policy::Trust(f32::INFINITY) } else { Policy::Raise(0.0) };
         let alone = self.steps.iter().flatten().count() == 1;
         let stride = self.row.lanes.stride;
         for step in self.steps.iter().flatten() {
             if !(scored && alone) {
-                scores(cx, &self.row, step, origin, k, s, &mut ahead[0]);
+                scores(cx, &self.row, (step, origin), k, s, &mut ahead[0], modifier);
             }
             let seen = cx.hidden_values((&self.row.tile, stride), (step, origin), v, s, scratch.values);
             let (stats, alpha) = softmax(cx, &mut self.row, step, s, [k, v], scratch, policy);

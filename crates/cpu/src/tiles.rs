@@ -6,14 +6,15 @@
 //! (row p is query p / pack, head p % pack), so that a group reads each key once. A lane's result never depends on its
 //! neighbours, so skipping invisible parts changes no bits.
 
-use crate::evaluate::{Evaluator, LaneEnv};
+use crate::modify::Expressions;
 use crate::simd::{Ahead, ExpKind, GROUP, Kernels, MAX_VECTORS, Matrix, Source};
 use crate::step::Step;
 use crate::unit::{Packer, QueryRows, Unit, Vectors};
-use fulgurite_core::expr::{Coverage, Domain, Program};
+use fulgurite_core::expr::Coverage;
 use fulgurite_core::format::GroupFormat;
 use fulgurite_core::{BlockMask, Bound, DType, Data, Exp, Precision, Problem, Rows, Sequence, Side, TensorView};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Keys whose visibility differs inside a vector are computed in steps of this many.
 const GRAIN: usize = 8;
@@ -41,6 +42,8 @@ pub(crate) struct Context<'a> {
     pub rounding: Option<GroupFormat>,
     /// Keys per block, if it is not the unit's usual number: a multiple of 64.
     pub block: Option<usize>,
+    /// Modifiers and masks.
+    pub expressions: Arc<Expressions<'a>>,
 }
 
 impl<'a> Context<'a> {
@@ -50,7 +53,13 @@ impl<'a> Context<'a> {
 
     /// This context with products on vectors.
     pub fn on_vectors(&self) -> Self {
-        Context { unit: &Vectors, packer: &Vectors, ..*self }
+        Context { unit: &Vectors, packer: &Vectors, expressions: self.expressions.clone(), ..*self }
+    }
+
+    /// A context in which so many query heads share a tile.
+    pub fn with_pack(bound: &'a Bound<'a>, kernels: &'static Kernels, pack: usize) -> Self {
+        let expressions = Arc::new(Expressions::new(bound.problem(), pack == 1));
+        Context { pack, expressions, ..Context::new(bound, kernels) }
     }
 
     /// A context with the call's own unit.
@@ -70,6 +79,7 @@ impl<'a> Context<'a> {
             Exp::Sas { threshold } => ExpKind::Sas(threshold),
         };
         let (d, dv) = (problem.head_dim(), problem.value_dim());
+        let pack = if own_blocks { 1 } else { problem.group() };
         Context {
             bound,
             problem,
@@ -80,21 +90,27 @@ impl<'a> Context<'a> {
             dv,
             d_pad: d.next_multiple_of(kernels.lanes),
             dv_pad: dv.next_multiple_of(kernels.lanes),
-            pack: if own_blocks { 1 } else { problem.group() },
+            pack,
             exp,
             rounding: None,
             block: None,
+            expressions: Arc::new(Expressions::new(problem, pack == 1)),
         }
     }
 
-    /// Whether expressions read or hide scores, so that scores must be in natural units.
+    /// Whether expressions read scores, which are in natural units afterwards.
     pub fn is_modified(&self) -> bool {
-        self.problem.score_program().is_some() || self.problem.mask_rest().is_some()
+        self.problem.score_program().is_some()
+    }
+
+    /// Whether expressions change scores: they read or hide them.
+    pub fn has_expressions(&self) -> bool {
+        self.is_modified() || self.problem.mask_rest().is_some()
     }
 
     /// Whether scores are processed in tiles of all lanes; otherwise in pairs of vectors, which stay in the L1 cache.
     pub fn whole_tiles(&self) -> bool {
-        self.is_modified() || self.kernels.matrix_for(self.problem.dtype()).is_none()
+        self.has_expressions() || self.kernels.matrix_for(self.problem.dtype()).is_none()
     }
 
     /// Whether products use tiles of all lanes, if all lanes see the same keys. Keys in parts are larger than the L1
@@ -130,8 +146,7 @@ impl<'a> Context<'a> {
         let s = self.bound.sequences()[sequence];
         let group = self.problem.group();
         let lanes = self.kernels.tile;
-        // A tile must not straddle two rows of blocks.
-        let unit = self.problem.blocks().map_or(s.q_len * self.pack, |spec| spec.rows * self.pack).max(1);
+        let unit = self.tile_unit(sequence);
         (0..group / self.pack).flat_map(move |h| {
             let total = s.q_len * self.pack;
             (0..total).step_by(unit).flat_map(move |start| {
@@ -144,6 +159,12 @@ impl<'a> Context<'a> {
                 })
             })
         })
+    }
+
+    /// Packed rows that no tile straddles: those of a sequence, or of one row of blocks.
+    pub fn tile_unit(&self, sequence: usize) -> usize {
+        let s = &self.bound.sequences()[sequence];
+        self.problem.blocks().map_or(s.q_len * self.pack, |spec| spec.rows * self.pack).max(1)
     }
 
     /// Query, head and interval of each lane of a tile.
@@ -300,75 +321,6 @@ impl<'a> Context<'a> {
         step.ranges[..vectors].fill(own);
         step.inner[..vectors].fill(own);
         true
-    }
-
-    fn coverage(&self, rest: &Program, tile: &Tile, keys: &Range<usize>) -> Coverage {
-        let s = &self.bound.sequences()[tile.sequence];
-        rest.coverage(&Domain {
-            batch: s.batch..s.batch + 1,
-            heads: tile.head..tile.head + self.pack,
-            q: self.queries(tile),
-            k: keys.clone(),
-            q_len: (s.q_len, s.q_len),
-            k_len: (s.k_len, s.k_len),
-            aux: self.bound.aux(),
-        })
-    }
-
-    /// The environment of an expression on a tile.
-    pub fn env<'b>(&'b self, tile: &Tile, lanes: &'b Lanes) -> LaneEnv<'b> {
-        let s = &self.bound.sequences()[tile.sequence];
-        LaneEnv {
-            batch: s.batch,
-            q_len: s.q_len,
-            k_len: s.k_len,
-            q: &lanes.q[..lanes.stride],
-            head: &lanes.head[..lanes.stride],
-            aux: self.bound.aux(),
-        }
-    }
-
-    /// Applies the score modifiers, then hides what the rest of the mask hides (as -inf). Writes the derivative of the
-    /// modifiers to `derivative` first, if it is given.
-    pub fn modify(
-        &self,
-        tile: &Tile,
-        lanes: &Lanes,
-        step: &Step,
-        origin: usize,
-        s: &mut [f32],
-        derivative: Option<&mut [f32]>,
-    ) {
-        let keys = step.hull();
-        let stride = lanes.stride;
-        let row = |key: usize| key * stride..(key + 1) * stride;
-        if let (Some(program), Some(out)) = (self.problem.score_derivative(), derivative) {
-            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
-            for key in keys.clone() {
-                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, &s[row(key)]);
-                out[row(key)].iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
-            }
-        }
-        if let Some(program) = self.problem.score_program() {
-            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
-            for key in keys.clone() {
-                let scores = &mut s[row(key)];
-                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
-                scores.iter_mut().zip(evaluator.floats()).for_each(|(o, x)| *o = x);
-            }
-        }
-        if step.rest
-            && let Some(program) = self.problem.mask_rest()
-        {
-            let mut evaluator = Evaluator::new(program, self.env(tile, lanes));
-            for key in keys {
-                let scores = &mut s[row(key)];
-                self.kernels.evaluate(&mut evaluator, (origin + key) as i32, scores);
-                for (score, seen) in scores.iter_mut().zip(evaluator.bools()) {
-                    *score = if seen { *score } else { f32::NEG_INFINITY };
-                }
-            }
-        }
     }
 
     /// Converts rows of queries (or their gradients) of a tile to f32, `[lane][width]`, zero padded. Returns true if

@@ -6,7 +6,7 @@
 use crate::memory::Arena;
 use crate::simd::{
     Ahead, DEPTH, GROUP, Hold, Kernels, LaneProbe, Matrix, MatrixKernels, MatrixMut, Panels, Place, Policy, RowsAt,
-    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Sum, Woven, WovenBlock, WovenTile, parts,
+    SLOTS, Seen, SoftmaxArgs, SoftmaxStats, Source, Square, Sum, Woven, WovenBlock, WovenTile, parts,
 };
 use crate::step::{Cover, Step};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
@@ -76,6 +76,7 @@ pub(crate) struct Run<'a, 't> {
     pub s: &'a mut [f32],
     pub weights: &'a mut [f32],
     pub ahead: &'a mut [Ahead; 2],
+    pub modify: Option<&'t mut (dyn FnMut(Square<'_>) + 't)>,
 }
 
 pub(crate) trait Unit: Sync {
@@ -221,7 +222,11 @@ impl Packer for Vectors {
         cx.keys_from(from, cx.d_pad, buffer)
     }
     fn values_from<'b>(&self, cx: &Context<'b>, from: Source<'b>, buffer: &'b mut [f32]) -> KeyRows<'b> {
-        cx.keys_from(from, cx.dv_pad, buffer)
+        // Where expressions hide keys, every tile asks for this; a block answers for all.
+        let row = |key: usize, to: &mut [f32]| cx.kernels.widen(&from.data, from.offset + key * from.row, to);
+        let finite = cx.has_expressions() && (0..from.rows).all(|key| row(key, &mut buffer[..from.n]));
+        let values = cx.keys_from(from, cx.dv_pad, buffer);
+        KeyRows { finite: values.finite || finite, ..values }
     }
 }
 
@@ -291,7 +296,7 @@ impl Unit for MatrixKernels {
     }
     /// Eight blocks: Q and O then stay in the L1 cache over 1024 keys.
     fn span(&self, cx: &Context<'_>) -> usize {
-        let plain = !cx.is_modified() && cx.rounding.is_none() && cx.problem.blocks().is_none();
+        let plain = cx.rounding.is_none() && cx.problem.blocks().is_none();
         let Sizes { parts, block, d, dv, .. } = Sizes::new(self, cx);
         if plain && parts == 1 && self.narrow.suits(cx.exp) && self.weaves([block, d, dv]) { 8 } else { 1 }
     }
@@ -309,6 +314,7 @@ impl Unit for MatrixKernels {
             limit: run.limit,
             s: run.s,
             weights: run.weights,
+            modify: run.modify,
         };
         MatrixKernels::weave(self, &mut woven, [block, d, dv], run.ahead)
     }

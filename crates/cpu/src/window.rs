@@ -79,8 +79,10 @@ pub(crate) fn walk(
     if band::suits(cx, class) {
         return band::walk(cx, skip, item, spans, out, done);
     }
-    let with =
-        |keys: &Range<usize>| Context { block: Some(keys.len().next_multiple_of(2 * DEPTH).max(2 * DEPTH)), ..*cx };
+    let with = |keys: &Range<usize>| {
+        let block = Some(keys.len().next_multiple_of(2 * DEPTH).max(2 * DEPTH));
+        Context { block, expressions: cx.expressions.clone(), ..*cx }
+    };
     let (near, far) = (with(&spans.window), with(&spans.sinks));
     let (rooms, blocks) = ([near.unit.room(&near), far.unit.room(&far)], [&near, &far].map(|cx| cx.unit.block(cx)));
     let tile = cx.kernels.tile;
@@ -104,6 +106,7 @@ pub(crate) fn walk(
         let mut arena = Arena::new(workspace);
         let [near_k, near_v, far_k, far_v, values, weights, s, rows, q, o] = sizes.map(|n| arena.take(n));
         let mut scratch = Scratch::new(values, weights);
+        let mut modifier = cx.modifier(cx.unit.score_scale(cx));
         let _held = cx.unit.hold();
         let head = item.head / cx.problem.group();
         let keys = |range: &Range<usize>| Keys { sequence, head, range: range.clone() };
@@ -158,7 +161,13 @@ pub(crate) fn walk(
                     let all = std::mem::take(&mut step.ranges);
                     for ranges in in_pairs(all, cx.whole_tiles()) {
                         step.ranges = ranges;
-                        let state = &mut State { s, scratch: &mut scratch, ahead: &mut ahead, counters: &mut counters };
+                        let state = &mut State {
+                            s,
+                            scratch: &mut scratch,
+                            ahead: &mut ahead,
+                            counters: &mut counters,
+                            modifier: &mut modifier,
+                        };
                         fold(cx, &mut row, &step, origin, block, policy, state);
                     }
                 }

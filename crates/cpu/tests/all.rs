@@ -4,6 +4,7 @@ mod cache;
 mod engine;
 mod gated_delta;
 mod lighthouse;
+mod modified;
 mod nonfinite;
 mod parallax;
 mod quantised;

@@ -5,6 +5,7 @@
 
 use super::{BLOCK, Item, Row, Work, cold};
 use crate::memory::{Arena, with_workspace};
+use crate::modify::Modifier;
 use crate::simd::{
     Ahead, DEPTH, GROUP, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt, Source,
     Sum,
@@ -52,6 +53,7 @@ struct Space<'w> {
     s: &'w mut [f32],
     dp: &'w mut [f32],
     derivative: &'w mut [f32],
+    modifier: Modifier<'w>,
     /// Q and dO as columns (summed over dimensions) and as the summed axis.
     q: &'w mut [f32],
     d_o: &'w mut [f32],
@@ -112,7 +114,7 @@ impl Work<'_> {
             n * dv_groups * GROUP,
             BLOCK * lanes,
             BLOCK * lanes,
-            if cx.problem.score_derivative().is_some() { BLOCK * lanes } else { 0 },
+            if cx.has_derivative() { BLOCK * lanes } else { 0 },
             Panels::room(lanes / GROUP, d, 1),
             Panels::room(lanes / GROUP, dv, 1),
             Panels::room(d_groups, LANE_TILES, 1),
@@ -160,9 +162,10 @@ impl Work<'_> {
             let panels = KeyPanels { k, v, k_turned, finite };
             d_k.fill(0.0);
             d_v.fill(0.0);
+            let modifier = cx.modifier(cx.unit.score_scale(cx));
             #[rustfmt::skip]
             let mut space = Space {
-                d_k, d_v, s, dp, derivative, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q,
+                d_k, d_v, s, dp, derivative, modifier, q, d_o, q_pairs, d_o_pairs, p_rows, ds_rows, ds_lanes, d_q,
             };
             let _held = unit.hold();
             for (number, tile) in self.tiles[item.pair].iter().enumerate() {
@@ -246,10 +249,10 @@ impl Work<'_> {
             unit.multiply(to, v, d_o, [keys / GROUP, lanes / GROUP, dv], Sum::Fresh, &mut none());
         }
         let first_of = [first * d_groups * GROUP, first * dv_groups * GROUP];
-        if !finite && self.weigh_visible(row, step, start, space, first_of) {
+        if !finite && self.weigh_visible(row, (step, start), space, first_of) {
             return;
         }
-        self.weigh(row, step, start, unit, space);
+        self.weigh(row, (step, start), unit, space);
         for seg in step.segments(GROUP) {
             let ((key, keys), (z, end)) = (seg.keys(), seg.vectors);
             let (tile, depth) = (z / 2, end.div_ceil(2) - z / 2);
@@ -275,28 +278,37 @@ impl Work<'_> {
     }
 
     /// Computes P and dS in panels from S and dP.
-    fn weigh(&self, row: &Row, step: &Step, start: usize, unit: &MatrixKernels, space: &mut Space<'_>) {
+    fn weigh(&self, row: &Row, (step, start): (&Step, usize), unit: &MatrixKernels, space: &mut Space<'_>) {
         let cx = self.cx;
-        let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
-        let fused = unit.narrow.suits(cx.exp) && !modified && cx.rounding.is_none() && row.inverse.is_none();
-        if !fused || step.rest {
+        let (stride, modified) = (row.lanes.stride, cx.is_modified());
+        let through = self.goes_through();
+        let fused = unit.narrow.suits(cx.exp) && !through && cx.rounding.is_none() && row.inverse.is_none();
+        if !fused && !modified {
             cx.scale_scores(step, stride, space.s);
         }
         if step.rest || modified {
-            let derivative = modified.then_some(&mut *space.derivative);
-            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+            let lanes = (&row.tile, &row.lanes);
+            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
-        let mut args = self.grad_args(row, step, space.s, space.dp);
+        if fused && modified && row.tile.rows < stride {
+            // Lanes past the last row, whose scores a modifier may have changed to anything.
+            let (hull, rows) = (step.hull(), u64::MAX >> (64 - row.tile.rows));
+            let s = &mut space.s[hull.start * stride..];
+            cx.kernels.hide((s, stride), &[rows; BLOCK][..hull.len()], 0);
+        }
+        let mut args = self.grad_args(row, step, [space.s, space.dp], space.derivative);
         let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
         if fused {
-            let scale = if step.rest { 1.0 } else { cx.unit.score_scale(cx) };
+            let scale = cx.score_scale();
             return unit.narrow.grad(&args, scale, &mut out);
         }
         cx.kernels.grad(&mut args);
         self.normalise(row, step, [args.s, args.dp]);
         if modified {
             cold::clear_past(&row.tile, stride, step, [args.s, args.dp]);
-            self.through_modifier(row, step, start, [args.dp, space.derivative]);
+        }
+        if through {
+            self.through_modifier(row, step, start, (args.dp, space.derivative));
         }
         self.round_weights(row, step, args.s);
         unit.narrow.pack_grad(&args, &mut out);
@@ -304,25 +316,33 @@ impl Work<'_> {
 
     /// Computes P, dS and all gradients, if rows of Q, dO or K are not finite and some lane does not see them;
     /// otherwise returns false.
-    fn weigh_visible(&self, row: &Row, step: &Step, start: usize, space: &mut Space<'_>, first: [usize; 2]) -> bool {
+    fn weigh_visible(
+        &self,
+        row: &Row,
+        (step, start): (&Step, usize),
+        space: &mut Space<'_>,
+        first: [usize; 2],
+    ) -> bool {
         let cx = self.cx;
         let Sizes { d_groups, dv_groups, .. } = Sizes::new(cx);
-        let (stride, modified) = (row.lanes.stride, cx.problem.score_program().is_some());
+        let (stride, modified) = (row.lanes.stride, cx.is_modified());
         let seen = self.partly_seen(row, step, start, space.s);
         if seen.is_none() && !step.rest && !modified {
             return false;
         }
-        cx.scale_scores(step, stride, space.s);
+        if !modified {
+            cx.scale_scores(step, stride, space.s);
+        }
         if step.rest || modified {
-            let derivative = modified.then_some(&mut *space.derivative);
-            cx.modify(&row.tile, &row.lanes, step, start, space.s, derivative);
+            let lanes = (&row.tile, &row.lanes);
+            cx.modify(&mut space.modifier, lanes, (step, start), space.s, Some(&mut *space.derivative));
         }
         let seen = Visible::new(step, [stride, cx.kernels.lanes, row.tile.rows], space.s);
-        cx.kernels.grad(&mut self.grad_args(row, step, space.s, space.dp));
+        cx.kernels.grad(&mut self.grad_args(row, step, [space.s, space.dp], space.derivative));
         self.normalise(row, step, [space.s, space.dp]);
         [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
-        if modified {
-            self.through_modifier(row, step, start, [space.dp, space.derivative]);
+        if self.goes_through() {
+            self.through_modifier(row, step, start, (space.dp, space.derivative));
         }
         self.round_weights(row, step, space.s);
         let sums = cold::Sums {

@@ -109,6 +109,7 @@ impl Work<'_> {
                 let rows = self.rows(&tile, &d_o[..stride * cx.dv_pad]);
                 [&mut *d_q, &mut *d_r].into_iter().for_each(|x| x.fill(0.0));
                 // P, U and P a of all keys; b on the way.
+                let mut modifier = cx.modifier(1.0);
                 let (mut b, mut steps) = ([0.0f32; MAX_LANES], Vec::new());
                 for start in (0..n).step_by(BLOCK) {
                     let keys = start..(start + BLOCK).min(n);
@@ -120,7 +121,7 @@ impl Work<'_> {
                         [&mut *p, &mut *u, &mut *a].into_iter().for_each(|x| x[part.clone()].fill(0.0));
                         Vectors.scores(cx, Products { step: &step, stride, ahead }, from(start), q_turned, p);
                         if step.rest {
-                            cx.modify(&tile, &lanes, &step, start, p, None);
+                            cx.modify(&mut modifier, (&tile, &lanes), (&step, start), p, None);
                         }
                         Vectors.scores(self.rx, Products { step: &step, stride, ahead }, from(start), r_turned, u);
                         for seg in step.segments(1) {
@@ -143,6 +144,7 @@ impl Work<'_> {
                             max: &rows.lse,
                             delta: &[0.0; MAX_LANES],
                             scale: 1.0,
+                            derivative: None,
                             exp: cx.exp,
                         });
                         // Scores that a vector does not see were not computed, and must have no weight.

@@ -111,6 +111,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             .collect();
         let _held = cx.unit.hold();
         let ahead = &mut Ahead::default();
+        let mut modifier = cx.modifier(cx.unit.score_scale(cx));
         for &tile in tiles {
             let lanes = cx.lanes(&tile);
             let stride = lanes.stride;
@@ -121,7 +122,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
             // From here on attention takes several blocks at once, if it does at all.
             let seen_from = row.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
-            let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && stride == cx.kernels.tile;
+            let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && !cx.has_expressions();
+            let woven = woven && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
@@ -142,7 +144,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let (seen, mut visible) = (std::mem::take(&mut step.ranges), Vec::new());
                     for ranges in in_pairs(seen, cx.whole_products()) {
                         step.ranges = ranges;
-                        scores(cx, &row, &step, start, *k, s, ahead);
+                        scores(cx, &row, (&step, start), *k, s, ahead, &mut modifier);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                         visible.push(cx.hidden_values((&row.tile, stride), (&step, start), *v, s, values));
                         if woven && start >= seen_from && v.finite {
@@ -160,7 +162,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         let (mut stats, mut alpha) = fold(&mut row, s, u, &mut sums[..stride], policy);
                         if stats.distrusted > 0 {
                             (row.m, row.l, sums) = before;
-                            scores(cx, &row, &step, start, *k, s, ahead);
+                            scores(cx, &row, (&step, start), *k, s, ahead, &mut modifier);
                             rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                             (stats, alpha) = fold(&mut row, s, u, &mut sums[..stride], Policy::Raise(0.0));
                         }

@@ -371,9 +371,20 @@ impl Fresh<'_, '_> {
     unsafe fn ds(&self, key: usize, z: usize, p: __m512) -> __m512 {
         // SAFETY: inside the tile (callers).
         unsafe {
-            let dp = _mm512_loadu_ps(self.args.dp.as_ptr().add(key * self.args.stride + z * 16));
-            _mm512_mul_ps(p, _mm512_fmsub_ps(dp, self.scale, self.lanes[z].1))
+            let at = key * self.args.stride + z * 16;
+            let dp = _mm512_loadu_ps(self.args.dp.as_ptr().add(at));
+            let ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp, self.scale, self.lanes[z].1));
+            let Some(derivative) = self.args.derivative else { return ds };
+            // Where dS is 0, the derivative may be anything.
+            let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(ds, _mm512_setzero_ps());
+            _mm512_mask_mul_ps(ds, some, ds, _mm512_loadu_ps(derivative.as_ptr().add(at)))
         }
+    }
+    /// The lanes whose score is not hidden.
+    #[inline(always)]
+    unsafe fn shown(&self, x: __m512) -> __mmask16 {
+        // SAFETY: AVX-512 is present (callers).
+        unsafe { !_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, _mm512_set1_ps(f32::MIN)) }
     }
 }
 
@@ -381,14 +392,21 @@ impl Gradient for Fresh<'_, '_> {
     #[inline(always)]
     unsafe fn whole(&self, first: usize, z: usize) -> bool {
         let inner = self.args.inner[z];
-        self.fused && !self.args.hidden && inner.0 <= first && first + 32 <= inner.1
+        self.fused && inner.0 <= first && first + 32 <= inner.1
     }
     #[inline(always)]
     unsafe fn inner(&self, key: usize, z: usize) -> (__m512, __m512) {
         // SAFETY: passed on.
         unsafe {
-            let p = self.lanes[z].0.exp::<true>(self.score(key, z));
-            (p, self.ds(key, z, p))
+            let x = self.score(key, z);
+            let p = self.lanes[z].0.exp::<true>(x);
+            let ds = self.ds(key, z, p);
+            if self.args.hidden {
+                // A hidden key may hold anything: its dP is not multiplied away but replaced.
+                let seen = self.shown(x);
+                return (_mm512_maskz_mov_ps(seen, p), _mm512_maskz_mov_ps(seen, ds));
+            }
+            (p, ds)
         }
     }
     #[inline(always)]
@@ -412,7 +430,7 @@ impl Gradient for Fresh<'_, '_> {
                     & _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_set1_ps(key as f32), hi);
             }
             if args.hidden {
-                seen &= !_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, _mm512_set1_ps(f32::MIN));
+                seen &= self.shown(x);
             }
             (_mm512_maskz_mov_ps(seen, p), _mm512_maskz_mov_ps(seen, ds))
         }

@@ -18,7 +18,7 @@ use super::amx::{hold, multiply};
 use super::amx_bf16::{CUBIC, FUSED_LIMIT};
 use super::avx512::Avx512;
 use super::matrix::SLOTS;
-use super::narrow::{KEY_TILES, Place, STRIP_LANES, Woven, WovenBlock};
+use super::narrow::{KEY_TILES, Place, STRIP_LANES, Square, Woven, WovenBlock};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -257,6 +257,7 @@ struct Strip {
     whole: usize,
     end: usize,
     blocks: Range<usize>,
+    hidden: *const [bool],
 }
 
 impl Strip {
@@ -276,7 +277,7 @@ impl Strip {
                 let hi = &own.hi[lanes..lanes + STRIP_LANES];
                 let [whole, end] = [hi.iter().min(), hi.iter().max()].map(|key| key.map_or(0, |&key| inside(key)));
                 let blocks = begin.unwrap_or(own.begin)..end.div_ceil(BLOCK);
-                if !blocks.is_empty() {
+                if blocks.clone().any(|block| !own.hidden.get(block).is_some_and(|&hidden| hidden)) {
                     strips.push(Strip {
                         tile,
                         strip,
@@ -288,11 +289,19 @@ impl Strip {
                         whole,
                         end,
                         blocks,
+                        hidden: own.hidden,
                     });
                 }
             }
         }
         strips
+    }
+
+    /// The first block from `from` on of which it sees a key.
+    fn next(&self, from: usize) -> Option<usize> {
+        // SAFETY: the flags outlive the strips: they are borrowed by the arguments.
+        let hidden = unsafe { &*self.hidden };
+        (from..self.blocks.end).find(|&block| !hidden.get(block).is_some_and(|&hidden| hidden))
     }
 
     fn place(&self, block: usize) -> Option<Place> {
@@ -315,7 +324,9 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
     unsafe {
         for (i, strip) in strips.iter().enumerate() {
             let mut constants_of = None;
-            for block in strip.blocks.clone() {
+            let mut next_block = strip.next(strip.blocks.start);
+            while let Some(block) = next_block {
+                next_block = strip.next(block + 1);
                 let WovenBlock { k, v, finite } = args.blocks[block];
                 let [k, v] = [k, v].map(<[f32]>::as_ptr);
                 let stages = (strip.end - block * BLOCK).min(BLOCK).div_ceil(KEYS);
@@ -329,6 +340,10 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
                         made = true;
                     }
                     let key = block * BLOCK + stage * KEYS;
+                    if let Some(modify) = &mut args.modify {
+                        let s = std::slice::from_raw_parts_mut(own, KEYS * STRIP_LANES);
+                        modify(Square { tile: strip.tile, strip: strip.strip, key: args.origin + key, s });
+                    }
                     if key + KEYS > strip.whole {
                         hide(own, args.origin + key, strip.hi);
                     }
@@ -346,10 +361,11 @@ pub(super) unsafe fn weave<const DEPTH: usize>(args: &mut Woven<'_, '_>, ahead: 
                     let first_of = |block: usize| args.blocks[block].k.as_ptr();
                     let (next_k, q) = if stage + 1 < stages {
                         (k.add((stage + 1) * 2 * panel), strip.q)
-                    } else if block + 1 < strip.blocks.end {
-                        (first_of(block + 1), strip.q)
+                    } else if let Some(next) = next_block {
+                        (first_of(next), strip.q)
                     } else {
-                        follower.map_or((k, strip.q), |own| (first_of(own.blocks.start), own.q))
+                        let first = |own: &Strip| own.next(own.blocks.start).map(|block| (first_of(block), own.q));
+                        follower.and_then(first).unwrap_or((k, strip.q))
                     };
                     let w = waiting.unwrap_or(Waiting { v, p, o: strip.o, tiles: 0 });
                     let at = Stage {

@@ -65,6 +65,16 @@ unsafe impl Simd for Avx2 {
         unsafe { _mm256_max_ps(a, b) }
     }
     #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: as in `splat`.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn reciprocal(a: __m256) -> __m256 {
+        // SAFETY: as in `splat`.
+        unsafe { _mm256_div_ps(_mm256_set1_ps(1.0), a) }
+    }
+    #[inline(always)]
     unsafe fn floor(a: __m256) -> __m256 {
         // SAFETY: as in `splat`.
         unsafe { _mm256_floor_ps(a) }
@@ -83,6 +93,20 @@ unsafe impl Simd for Avx2 {
     unsafe fn count(m: __m256) -> u32 {
         // SAFETY: as in `splat`.
         unsafe { _mm256_movemask_ps(m).count_ones() }
+    }
+    #[inline(always)]
+    unsafe fn bits(m: __m256) -> u32 {
+        // SAFETY: as in `splat`.
+        unsafe { _mm256_movemask_ps(m) as u32 }
+    }
+    #[inline(always)]
+    unsafe fn mask(bits: u32) -> __m256 {
+        // SAFETY: as in `splat`.
+        unsafe {
+            let own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            let set = _mm256_and_si256(_mm256_set1_epi32(bits as i32), own);
+            _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, own))
+        }
     }
     #[inline(always)]
     unsafe fn select(m: __m256, a: __m256, b: __m256) -> __m256 {

@@ -66,6 +66,20 @@ unsafe impl Simd for Avx512 {
         unsafe { _mm512_max_ps(a, b) }
     }
     #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: as in `splat`.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn reciprocal(a: __m512) -> __m512 {
+        // SAFETY: as in `splat`.
+        unsafe {
+            // 14 bits, and twice as many after a step of Newton's: a third of the time of a division.
+            let x = _mm512_rcp14_ps(a);
+            _mm512_fmadd_ps(_mm512_fnmadd_ps(a, x, _mm512_set1_ps(1.0)), x, x)
+        }
+    }
+    #[inline(always)]
     unsafe fn floor(a: __m512) -> __m512 {
         // SAFETY: as in `splat`.
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
@@ -82,6 +96,14 @@ unsafe impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn count(m: __mmask16) -> u32 {
         m.count_ones()
+    }
+    #[inline(always)]
+    unsafe fn bits(m: __mmask16) -> u32 {
+        u32::from(m)
+    }
+    #[inline(always)]
+    unsafe fn mask(bits: u32) -> __mmask16 {
+        bits as __mmask16
     }
     #[inline(always)]
     unsafe fn select(m: __mmask16, a: __m512, b: __m512) -> __m512 {

@@ -187,12 +187,23 @@ macro_rules! define_kernels {
                 }
             }
             $(#[$feature])?
-            unsafe fn evaluate(evaluator: &mut crate::evaluate::Evaluator<'_>, key: i32, scores: &[f32]) {
-                evaluator.row(key, scores)
+            unsafe fn evaluate(evaluator: &mut crate::evaluate::Evaluator<'_>, at: &crate::evaluate::Cells) {
+                // SAFETY: passed on.
+                unsafe { evaluator.run::<$simd>(at) }
+            }
+            $(#[$feature])?
+            unsafe fn words(evaluator: &crate::evaluate::Evaluator<'_>, at: &crate::evaluate::Cells, out: &mut [u64]) {
+                // SAFETY: passed on.
+                unsafe { evaluator.words::<$simd>(at, out) }
+            }
+            $(#[$feature])?
+            unsafe fn hide(s: alg::Plane<*mut f32>, words: &[u64], first: usize, lanes: usize) {
+                // SAFETY: passed on.
+                unsafe { alg::hide::<$simd>(s, words, first, lanes) }
             }
             $(#[$feature])?
             unsafe fn finish(m: &[f32], l: &[f32], inverse: &mut [f32], lse: &mut [f32]) {
-                crate::evaluate::finish(m, l, inverse, lse)
+                crate::functions::finish(m, l, inverse, lse)
             }
             $(#[$feature])?
             unsafe fn lane_dots(a: *const f32, b: *const f32, rows: usize, stride: usize, out: *mut f32) {
@@ -244,6 +255,8 @@ macro_rules! define_kernels {
                 combine_f16: combine::<f16>,
                 combine_bf16: combine::<bf16>,
                 evaluate,
+                words,
+                hide,
                 finish,
                 lane_dots,
                 folds: super::folds::define_folds!($simd, [$($feature)?]),

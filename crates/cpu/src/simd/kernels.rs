@@ -1,10 +1,10 @@
 //! The table of entry points of an instruction set, and its safe interface.
 
 use super::MatrixKernels;
-use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, SoftmaxArgs, SoftmaxStats, Stage, paired};
+use super::algorithms::{Ahead, FewRows, GradArgs, LaneProbe, Plane, SoftmaxArgs, SoftmaxStats, Stage, paired};
 use super::coming::Coming;
 use crate::Isa;
-use crate::evaluate::Evaluator;
+use crate::evaluate::{Cells, Evaluator};
 use fulgurite_core::format::{GroupFormat, Grouped};
 use fulgurite_core::{DType, Data};
 use half::{bf16, f16};
@@ -50,7 +50,9 @@ pub(crate) struct Kernels {
     pub(super) combine_f32: Few<f32>,
     pub(super) combine_f16: Few<f16>,
     pub(super) combine_bf16: Few<bf16>,
-    pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, i32, &[f32]),
+    pub(super) evaluate: unsafe fn(&mut Evaluator<'_>, &Cells),
+    pub(super) words: unsafe fn(&Evaluator<'_>, &Cells, &mut [u64]),
+    pub(super) hide: unsafe fn(Plane<*mut f32>, &[u64], usize, usize),
     pub(super) finish: Finish,
     pub(super) lane_dots: unsafe fn(*const f32, *const f32, usize, usize, *mut f32),
     pub(super) folds: super::folds::Folds,
@@ -217,7 +219,7 @@ impl Kernels {
 
     /// The element-wise part of backward.
     pub fn grad(&self, args: &mut GradArgs<'_>) {
-        self.check_tile(args.s.len().min(args.dp.len()), args.stride, &args.ranges);
+        self.check_tile(args.len(), args.stride, &args.ranges);
         let lanes = [args.lse.len(), args.max.len(), args.delta.len(), args.lo.len(), args.hi.len()];
         assert!(lanes.iter().all(|&n| n >= args.stride), "lane arrays too small");
         // SAFETY: the machine has the instruction set, and the extents were just checked.
@@ -359,10 +361,48 @@ impl Kernels {
         (0..d).map(|i| if i < whole { element(i) } else { i }).collect()
     }
 
-    /// Evaluates an expression on one row of lanes; the result is in the evaluator.
-    pub fn evaluate(&self, evaluator: &mut Evaluator<'_>, key: i32, scores: &[f32]) {
-        // SAFETY: the machine has the instruction set.
-        unsafe { (self.evaluate)(evaluator, key, scores) }
+    /// Evaluates an expression on `n` keys, whose scores are `[key][lane]` with the given stride; the bits of the result
+    /// go to `out`, laid out alike.
+    pub fn evaluate(
+        &self,
+        evaluator: &mut Evaluator<'_>,
+        first: i32,
+        n: usize,
+        (s, stride): (&[f32], usize),
+        out: &mut [f32],
+    ) {
+        assert!(s.len().min(out.len()) >= extent(n, stride, evaluator.lanes()), "scores too small");
+        let out = Plane { data: out.as_mut_ptr(), stride };
+        let at = Cells { first, n, s: Plane { data: s.as_ptr(), stride }, out: Some(out) };
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.evaluate)(evaluator, &at) }
+    }
+
+    /// Like [`evaluate`](Self::evaluate), in the place of the scores.
+    pub fn modify(&self, evaluator: &mut Evaluator<'_>, first: i32, n: usize, (s, stride): (&mut [f32], usize)) {
+        assert!(s.len() >= extent(n, stride, evaluator.lanes()), "scores too small");
+        let data = s.as_mut_ptr();
+        let at = Cells { first, n, s: Plane { data, stride }, out: Some(Plane { data, stride }) };
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.evaluate)(evaluator, &at) }
+    }
+
+    /// Evaluates a condition that does not read scores, for one key per word: a bit for each lane that sees it.
+    pub fn conditions(&self, evaluator: &mut Evaluator<'_>, first: i32, words: &mut [u64]) {
+        let at = Cells { first, n: words.len(), s: Plane { data: std::ptr::null(), stride: 0 }, out: None };
+        // SAFETY: the machine has the instruction set, and a mask does not read scores.
+        unsafe {
+            (self.evaluate)(evaluator, &at);
+            (self.words)(evaluator, &at, words);
+        }
+    }
+
+    /// Writes -inf over scores `[key][lane]` whose bit is not set; lane 0 has bit `first` of a key's word.
+    pub fn hide(&self, (s, stride): (&mut [f32], usize), words: &[u64], first: usize) {
+        assert!(stride.is_multiple_of(self.lanes) && first + stride <= 64, "lanes of the tile");
+        assert!(s.len() >= words.len() * stride, "scores too small");
+        // SAFETY: the machine has the instruction set, and the extents were just checked.
+        unsafe { (self.hide)(Plane { data: s.as_mut_ptr(), stride }, words, first, stride) }
     }
 
     /// From running maximum and sum: 1 / sum (0 if there was no key) and the natural LSE.

@@ -59,6 +59,7 @@ pub(crate) use algorithms::{
     Ahead, ExpKind, GradArgs, INVERT, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
 };
 pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
+pub(crate) use algorithms::{Pass, Plane, Row, Term, bits, capped, copy, pass, turned};
 pub(crate) use coding::BYTES;
 pub(crate) use coming::{Coming, Share};
 pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};
@@ -66,7 +67,8 @@ pub(crate) use int8::{Int8Kernels, Integers};
 pub(crate) use kernels::{Kernels, MAX_VECTORS, Matrix, MatrixMut, Strided, Sum, kernels};
 pub(crate) use matrix::{DEPTH, GROUP, Hold, MatrixKernels, Panels, SLOTS, Source, parts};
 pub(crate) use narrow::{
-    GradPanels, KEY_TILES, LANE_TILES, Place, RowsAt, STRIP_LANES, Seen, TurnedRows, Woven, WovenBlock, WovenTile,
+    GradPanels, KEY_TILES, LANE_TILES, Place, RowsAt, STRIP_LANES, Seen, Square, TurnedRows, Woven, WovenBlock,
+    WovenTile,
 };
 pub(crate) use strips::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
 
@@ -108,12 +110,19 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger; the second operand where one is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller; the second operand where one is NaN.
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// 1 / a for normal a, with an error of about one unit in the last place.
+    unsafe fn reciprocal(a: Self::V) -> Self::V;
     unsafe fn floor(a: Self::V) -> Self::V;
     /// a < b, false where one is NaN.
     unsafe fn lt(a: Self::V, b: Self::V) -> Self::M;
     unsafe fn and(a: Self::M, b: Self::M) -> Self::M;
     /// Lanes where the mask holds.
     unsafe fn count(m: Self::M) -> u32;
+    /// One bit per lane, the first lane lowest; [`mask`](Self::mask) is the reverse and ignores further bits.
+    unsafe fn bits(m: Self::M) -> u32;
+    unsafe fn mask(bits: u32) -> Self::M;
     /// a where the mask holds, else b.
     unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
     /// 2^t with the given coefficients of 2^r on [0, 1), lowest first: 0 below -126, infinite above 128.

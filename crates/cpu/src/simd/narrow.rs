@@ -43,6 +43,16 @@ pub(crate) struct Woven<'a, 't> {
     /// Scratch.
     pub s: &'a mut [f32],
     pub weights: &'a mut [f32],
+    /// Changes scores before their exponentials are taken.
+    pub modify: Option<&'t mut (dyn FnMut(Square<'_>) + 't)>,
+}
+
+/// The scores of one strip of a tile and 32 keys from `key` on, `[key][lane]` without gaps.
+pub(crate) struct Square<'a> {
+    pub tile: usize,
+    pub strip: usize,
+    pub key: usize,
+    pub s: &'a mut [f32],
 }
 
 pub(super) type Look = unsafe fn([*const f32; 2], *mut f32, &mut Seen<'_>) -> [bool; 2];
@@ -81,6 +91,8 @@ pub(crate) struct WovenTile<'a> {
     pub hi: &'a [i32],
     /// The first block for this tile.
     pub begin: usize,
+    /// Whether it sees no key of each block; nothing is hidden past the end.
+    pub hidden: &'a [bool],
 }
 
 /// A block of one strip of a tile; `None` means the strip's first block.
@@ -268,7 +280,7 @@ impl NarrowKernels {
     }
 
     fn check_grad(&self, args: &GradArgs<'_>, out: &GradPanels<'_>) {
-        let vectors = check_tile(args.s.len().min(args.dp.len()), args.stride, &args.ranges);
+        let vectors = check_tile(args.len(), args.stride, &args.ranges);
         assert!(args.stride > 0, "lanes of the tile");
         assert!(args.ranges[..vectors].iter().all(|r| r.1 <= KEY_TILES * DEPTH), "keys of the block");
         let lanes = [args.lse.len(), args.delta.len(), args.lo.len(), args.hi.len()];
@@ -376,14 +388,14 @@ mod tests {
                 let mut tiles = Vec::new();
                 for (((o, m, l), begin), (q, hi)) in got.iter_mut().zip(begins).zip(q.iter().zip(&hi)) {
                     m[40] = odd;
-                    tiles.push(WovenTile { q, o, m, l, hi, begin });
+                    tiles.push(WovenTile { q, o, m, l, hi, begin, hidden: &[] });
                 }
                 let own = blocks.iter().zip(finite).map(|([k, v], finite)| WovenBlock { k, v, finite });
                 let blocks: Vec<WovenBlock<'_>> = own.collect();
                 let log2_e = std::f32::consts::LOG2_E * scale;
                 let (s, weights) = (&mut s[..], &mut weights[..]);
                 let tiles = &mut tiles[..];
-                let mut args = Woven { blocks: &blocks, origin, tiles, first, log2_e, limit, s, weights };
+                let mut args = Woven { blocks: &blocks, origin, tiles, first, log2_e, limit, s, weights, modify: None };
                 unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2])
             };
             let place = |tile, strip, block| Place { tile, strip, block: Some(block) };
@@ -419,7 +431,7 @@ mod tests {
         let (mut o, mut m, mut l) = (vec![0.0f32; dv * GROUP * 64], [f32::NEG_INFINITY; 64], [0.0f32; 64]);
         m[5] = 70.0;
         let hi: [i32; 64] = std::array::from_fn(|lane| if lane == 0 { 3 } else { 128 });
-        let tile = WovenTile { q: &q, o: &mut o, m: &mut m, l: &mut l, hi: &hi, begin: 0 };
+        let tile = WovenTile { q: &q, o: &mut o, m: &mut m, l: &mut l, hi: &hi, begin: 0, hidden: &[] };
         let (mut s, mut weights) = (vec![f32::NAN; 2 * DEPTH * STRIP_LANES], vec![f32::NAN; Panels::room(4, 4, 1)]);
         let mut args = Woven {
             blocks: &[WovenBlock { k: &k, v: &v, finite: true }],
@@ -430,6 +442,7 @@ mod tests {
             limit: f32::MAX,
             s: &mut s,
             weights: &mut weights,
+            modify: None,
         };
         assert_eq!(unit.weave(&mut args, [KEY_TILES, d, dv], &mut [Ahead::default(); 2]), None);
         assert_eq!([m[0], m[1], m[5], m[63]], [64.0, 128.0, 70.0, 128.0]);

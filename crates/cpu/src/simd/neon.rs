@@ -65,6 +65,16 @@ unsafe impl Simd for Neon {
         unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
     }
     #[inline(always)]
+    unsafe fn min(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: as in `splat`. The contract wants b where a is NaN: compare and select.
+        unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
+    }
+    #[inline(always)]
+    unsafe fn reciprocal(a: float32x4_t) -> float32x4_t {
+        // SAFETY: as in `splat`.
+        unsafe { vdivq_f32(vdupq_n_f32(1.0), a) }
+    }
+    #[inline(always)]
     unsafe fn floor(a: float32x4_t) -> float32x4_t {
         // SAFETY: as in `splat`.
         unsafe { vrndmq_f32(a) }
@@ -83,6 +93,18 @@ unsafe impl Simd for Neon {
     unsafe fn count(m: uint32x4_t) -> u32 {
         // SAFETY: as in `splat`.
         unsafe { vaddvq_u32(vshrq_n_u32::<31>(m)) }
+    }
+    #[inline(always)]
+    unsafe fn bits(m: uint32x4_t) -> u32 {
+        let own = [1u32, 2, 4, 8];
+        // SAFETY: as in `splat`; four elements.
+        unsafe { vaddvq_u32(vandq_u32(m, vld1q_u32(own.as_ptr()))) }
+    }
+    #[inline(always)]
+    unsafe fn mask(bits: u32) -> uint32x4_t {
+        let own = [1u32, 2, 4, 8];
+        // SAFETY: as in `splat`; four elements.
+        unsafe { vtstq_u32(vdupq_n_u32(bits), vld1q_u32(own.as_ptr())) }
     }
     #[inline(always)]
     unsafe fn select(m: uint32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t {

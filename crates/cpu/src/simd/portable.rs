@@ -68,6 +68,14 @@ unsafe impl Simd for Portable {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
+    unsafe fn min(a: V, b: V) -> V {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn reciprocal(a: V) -> V {
+        V(a.0.map(|a| 1.0 / a))
+    }
+    #[inline(always)]
     unsafe fn floor(a: V) -> V {
         V(a.0.map(f32::floor))
     }
@@ -82,6 +90,14 @@ unsafe impl Simd for Portable {
     #[inline(always)]
     unsafe fn count(m: [bool; LANES]) -> u32 {
         m.iter().map(|&x| u32::from(x)).sum()
+    }
+    #[inline(always)]
+    unsafe fn bits(m: [bool; LANES]) -> u32 {
+        m.iter().rev().fold(0, |bits, &x| 2 * bits + u32::from(x))
+    }
+    #[inline(always)]
+    unsafe fn mask(bits: u32) -> [bool; LANES] {
+        std::array::from_fn(|i| bits >> i & 1 != 0)
     }
     #[inline(always)]
     unsafe fn select(m: [bool; LANES], a: V, b: V) -> V {

@@ -9,6 +9,7 @@ mod lanes;
 mod product;
 mod rounding;
 mod rows;
+mod scores;
 mod softmax;
 
 pub(crate) use band::{BAND, BAND_ROWS, BandOutput, BandWeights, PANEL, Seen as BandSeen};
@@ -26,7 +27,9 @@ pub(super) use lanes::{lane_dots, scale_lanes, stream, transpose};
 pub(crate) use product::Ahead;
 pub(super) use product::block;
 pub(super) use rounding::{expand, round_rows, round_weights};
-pub(super) use rows::{Row, narrow_bf16, narrow_f16, widen};
+pub(crate) use rows::Row;
+pub(super) use rows::{narrow_bf16, narrow_f16, widen};
+pub(crate) use scores::{Pass, Plane, Term, bits, capped, copy, hide, pass, turned};
 pub(crate) use softmax::{GradArgs, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats};
 #[cfg(target_arch = "x86_64")]
 pub(super) use softmax::{begin, end, settle};

@@ -257,7 +257,7 @@ pub(in crate::simd) unsafe fn end<S: Simd>(
 }
 
 /// The element-wise part of backward over a tile `[keys][lanes]`:
-/// P = e^(s - lse), dS = P (scale dP - scale D).
+/// P = e^(s - lse), dS = P (scale dP - scale D), times the derivative of a modifier.
 pub(crate) struct GradArgs<'a> {
     /// Scores in, probabilities out.
     pub s: &'a mut [f32],
@@ -279,9 +279,18 @@ pub(crate) struct GradArgs<'a> {
     pub max: &'a [f32],
     /// `scale` times D of each lane.
     pub delta: &'a [f32],
-    /// The problem's scale, if no modifier is between score and dS; else 1.
+    /// The problem's scale; 1 if dS of modified scores is wanted.
     pub scale: f32,
+    /// The factor of each element of dS, laid out like it.
+    pub derivative: Option<&'a [f32]>,
     pub exp: ExpKind,
+}
+
+impl GradArgs<'_> {
+    /// Elements that all tiles have.
+    pub fn len(&self) -> usize {
+        self.s.len().min(self.dp.len()).min(self.derivative.map_or(usize::MAX, <[f32]>::len))
+    }
 }
 
 /// # Safety
@@ -323,6 +332,12 @@ unsafe fn grad_with<S: Simd, E: Exponential<S>>(args: &mut GradArgs<'_>, exp: &E
                     p = S::mul(p, factor);
                 }
                 let mut ds = S::mul(p, S::fma(S::load(dp_at), scale, delta));
+                if let Some(derivative) = args.derivative {
+                    // Where dS is 0, the derivative may be anything.
+                    let through = S::mul(ds, S::load(derivative.as_ptr().add(key * stride + lane)));
+                    let below = S::select(S::lt(ds, zero), through, ds);
+                    ds = S::select(S::lt(zero, ds), through, below);
+                }
                 // A hidden key may hold anything: its dP is not multiplied away but replaced.
                 if key < first || key >= last {
                     let seen = S::and(S::lt(lo, S::splat(key as f32 + 1.0)), S::lt(S::splat(key as f32), hi));
