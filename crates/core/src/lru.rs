@@ -25,11 +25,6 @@ impl<T> Lru<T> {
         self.entries.truncate(self.capacity - 1);
         self.entries.insert(0, entry);
     }
-
-    #[cfg(test)]
-    pub fn len(&self) -> usize {
-        self.entries.len()
-    }
 }
 
 #[cfg(test)]
@@ -43,7 +38,7 @@ mod tests {
         assert_eq!(lru.find(|n| *n == 1), Some(&1));
         lru.insert(4);
         assert_eq!(lru.find(|n| *n == 2), None);
-        assert_eq!(lru.len(), 3);
+        assert_eq!(lru.entries.len(), 3);
         assert!([1, 3, 4].into_iter().all(|n| lru.find(|known| *known == n).is_some()));
     }
 }
