@@ -189,10 +189,13 @@ impl Array {
 
     /// Reads the description of a result that was just made: its memory holds its elements, and may be written.
     pub fn of_result(arg: &str, fresh: &Bound<'_, PyAny>) -> PyResult<Array> {
-        match foreign::protocol(fresh)? {
-            Some(protocol) => foreign::read(arg, fresh, protocol),
-            None => Array::read(arg, fresh),
-        }
+        let mut array = match foreign::protocol(fresh)? {
+            Some(protocol) => foreign::read(arg, fresh, protocol)?,
+            None => Array::read(arg, fresh)?,
+        };
+        // Libraries that give capsules do not say so.
+        array.layout.writable = true;
+        Ok(array)
     }
 
     /// The size of each axis.

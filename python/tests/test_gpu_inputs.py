@@ -32,7 +32,8 @@ def test_shapes_types_and_strides_are_refused_as_on_the_cpu():
     assert refused(wide[..., ::2], k, v).startswith("`q` has stride 2 on its last axis, allowed: 1")
     assert "allowed: one device" in refused(q, k.cpu(), v)
     out = torch.zeros(2, 40, 4, 32, dtype=torch.bfloat16, device="cuda")
-    assert refused(q, k, v, out=out).startswith("`o` has shape [2, 40, 4, 32], allowed: [2, 40, 4, 64]")
+    assert refused(q, k, v, out=out).startswith("`out` has shape [2, 40, 4, 32], allowed: [2, 40, 4, 64]")
+    assert refused(q, k, v, out=torch._neg_view(torch.zeros_like(q))).startswith("`out` is read-only")
     for call in (lambda *a: fulgurite.attention(*a), lambda *a: fulgurite.attention(*(x.cpu() for x in a))):
         with pytest.raises(ValueError) as error:
             call(q, k, v[:, :39])

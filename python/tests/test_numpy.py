@@ -191,7 +191,7 @@ def test_refused_memory():
     repeated = np.lib.stride_tricks.as_strided(narrow, q.shape, (128, 32, 0, 4))
     assert "overlap" in refused(out=repeated)
     wide = np.zeros((1, 4, 4, 9), np.float32)
-    assert refused(out=wide).startswith("`o` has shape [1, 4, 4, 9], allowed: [1, 4, 4, 8]")
+    assert refused(out=wide).startswith("`out` has shape [1, 4, 4, 9], allowed: [1, 4, 4, 8]")
     odd = np.frombuffer(bytearray(q.nbytes + 1), np.uint8)[1:].view(np.float32).reshape(q.shape)
     assert "allowed: multiples of 4; copy it" in refused(odd, k, v)
     assert "foreign byte order" in refused(q.astype(">f4"), k, v)
