@@ -2,7 +2,9 @@
 
 use crate::args::TuneArgs;
 use crate::{Failure, json, progress, say};
-use fulgurite::gpu::{BackwardConfig, Cuda, ForwardConfig, Measured, Options, Pass, Place, Tried, TuneError, tune};
+use fulgurite::gpu::{
+    BackwardConfig, Cuda, ForwardConfig, Measured, Options, Pass, SearchCell, Tried, TuneError, tune,
+};
 use fulgurite::sim::Device;
 use serde::Serialize;
 use std::ops::ControlFlow;
@@ -35,7 +37,7 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
     if let Some(got) = args.dims.iter().find(|dim| !DIMS.contains(dim)) {
         return Err(Failure::input(format_args!("`--dims` has {got}, allowed: 64, 96, 128, 192, 256")));
     }
-    let mut places = Place::usual(&args.dims);
+    let mut places = SearchCell::usual(&args.dims);
     if let Some(lens) = &args.lens {
         let usual: Vec<u64> = places.iter().map(|place| place.len).collect();
         if let Some(got) = lens.iter().find(|len| !usual.contains(len)) {
@@ -50,7 +52,7 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
     let (start, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
     let bar = progress(places.len());
     let mut finished = true;
-    let mut report = |place: &Place, gain: f64, tuning: &dyn std::fmt::Display| {
+    let mut report = |place: &SearchCell, gain: f64, tuning: &dyn std::fmt::Display| {
         let done = places.iter().position(|other| other == place).unwrap_or(0);
         bar.set_position(done as u64);
         bar.set_message(format!("head_dim {} length {}: {gain:.3} {tuning}", place.head_dim, place.len));
@@ -63,11 +65,13 @@ pub fn main(args: &TuneArgs) -> Result<(), Failure> {
     let gpu = device.name();
     let (used, tried) = match args.backward {
         false => {
-            let mut report = |place: &Place, tried: &Tried<ForwardConfig>| report(place, tried.gain, &tried.config);
+            let mut report =
+                |place: &SearchCell, tried: &Tried<ForwardConfig>| report(place, tried.gain, &tried.config);
             used(&tune(device, &places, &path, &mut report).map_err(failure)?.forward)
         }
         true => {
-            let mut report = |place: &Place, tried: &Tried<BackwardConfig>| report(place, tried.gain, &tried.config);
+            let mut report =
+                |place: &SearchCell, tried: &Tried<BackwardConfig>| report(place, tried.gain, &tried.config);
             used(&tune(device, &places, &path, &mut report).map_err(failure)?.backward)
         }
     };

@@ -34,7 +34,7 @@ pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target};
 // Explanations, profiles and the search for better tile configurations.
 pub use crate::explained::{Explained, explain, explain_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, ProfileSource, Tried};
-pub use crate::tune::{Place, TuneError, tune};
+pub use crate::tune::{SearchCell, TuneError, tune};
 
 use crate::Error;
 use fulgurite_ptx::device::Device as _;

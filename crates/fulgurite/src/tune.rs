@@ -44,7 +44,7 @@ const GPU: Scale = Scale { tokens: 16384, width: 2048, rounds: 7, seconds: 2e-3,
 
 /// A point of the search: the head dimension and length to measure, and the problems that will use the result.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct SearchCell {
     /// Head dimension to measure.
     pub head_dim: u32,
     /// Length to measure without a mask. Forward is measured at twice this length under a causal mask, because its
@@ -54,11 +54,11 @@ pub struct Place {
     pub keys: Range<u64>,
 }
 
-impl Place {
+impl SearchCell {
     /// The usual points for some head dimensions: short, medium and long sequences.
-    pub fn usual(head_dims: &[u32]) -> Vec<Place> {
+    pub fn usual(head_dims: &[u32]) -> Vec<SearchCell> {
         let lengths = [(512, 0..1024), (1024, 1024..2048), (2048, 2048..4096), (8192, 4096..u64::MAX)];
-        let of = |&head_dim| lengths.clone().map(|(len, keys)| Place { head_dim, len, keys });
+        let of = |&head_dim| lengths.clone().map(|(len, keys)| SearchCell { head_dim, len, keys });
         head_dims.iter().flat_map(of).collect()
     }
 
@@ -91,7 +91,7 @@ pub enum TuneError {
     },
     /// The built-in tile configuration gives wrong results, or the point cannot be measured.
     #[error("head_dim {head_dim}, length {len}: {what}")]
-    Place {
+    Cell {
         /// Head dimension of the point.
         head_dim: u32,
         /// Length of the point.
@@ -105,9 +105,9 @@ pub enum TuneError {
 /// each candidate and its gain, and may stop the search. `T` is the pass: [`ForwardConfig`] or [`BackwardConfig`].
 pub fn tune<T: Raced>(
     device: Arc<dyn Device>,
-    places: &[Place],
+    places: &[SearchCell],
     path: &Path,
-    report: &mut dyn FnMut(&Place, &Tried<T>) -> ControlFlow<()>,
+    report: &mut dyn FnMut(&SearchCell, &Tried<T>) -> ControlFlow<()>,
 ) -> Result<Profile, TuneError> {
     tune_at(GPU, device, places, path, report)
 }
@@ -115,9 +115,9 @@ pub fn tune<T: Raced>(
 fn tune_at<T: Raced>(
     scale: Scale,
     device: Arc<dyn Device>,
-    places: &[Place],
+    places: &[SearchCell],
     path: &Path,
-    report: &mut dyn FnMut(&Place, &Tried<T>) -> ControlFlow<()>,
+    report: &mut dyn FnMut(&SearchCell, &Tried<T>) -> ControlFlow<()>,
 ) -> Result<Profile, TuneError> {
     if device.timed(Stream::default(), &mut || Ok(()))?.is_none() {
         return Err(TuneError::Clock { device: device.name() });
@@ -269,7 +269,7 @@ impl Raced for BackwardConfig {
 pub struct Race<T: Raced> {
     scale: Scale,
     device: Arc<dyn Device>,
-    place: Place,
+    place: SearchCell,
     usual: T,
     problems: [Problem; 2],
     /// The usual tile configuration on both problems, once it is known to be correct.
@@ -287,9 +287,9 @@ struct Contender<O: Operator> {
 }
 
 impl<T: Raced> Race<T> {
-    fn new(scale: Scale, device: Arc<dyn Device>, place: &Place) -> Result<Race<T>, TuneError> {
-        let Place { head_dim, len, .. } = *place;
-        let wrong = |what: String| TuneError::Place { head_dim, len, what };
+    fn new(scale: Scale, device: Arc<dyn Device>, place: &SearchCell) -> Result<Race<T>, TuneError> {
+        let SearchCell { head_dim, len, .. } = *place;
+        let wrong = |what: String| TuneError::Cell { head_dim, len, what };
         let heads = (scale.width / u64::from(head_dim)).max(1) as usize;
         let problem = |mask, len: u64| {
             let batch = (scale.tokens / len).max(1);
@@ -342,7 +342,7 @@ impl<T: Raced> Race<T> {
     }
 
     fn wrong(&self, what: &str) -> TuneError {
-        TuneError::Place { head_dim: self.place.head_dim, len: self.place.len, what: what.into() }
+        TuneError::Cell { head_dim: self.place.head_dim, len: self.place.len, what: what.into() }
     }
 
     /// Speed of a configuration relative to the usual one, over both masks; 0 if it has no kernel or is wrong. The
@@ -481,7 +481,7 @@ mod tests {
     #[test]
     fn a_device_without_a_clock_is_refused() {
         let path = std::env::temp_dir().join(format!("fulgurite-tune-{}.profile", std::process::id()));
-        let place = Place { head_dim: 64, len: 64, keys: 0..128 };
+        let place = SearchCell { head_dim: 64, len: 64, keys: 0..128 };
         let refused =
             tune::<ForwardConfig>(Arc::new(Sim::default()), &[place], &path, &mut |_, _| ControlFlow::Continue(()));
         assert!(matches!(refused, Err(TuneError::Clock { .. })), "{refused:?}");
@@ -550,10 +550,10 @@ mod tests {
         let scale = Scale { tokens: 64, width: 128, rounds: 1, seconds: 0.0, odd: [[9, 20], [17, 12]] };
         let device: Arc<dyn Device> = Arc::new(Clocked::default());
         let path = std::env::temp_dir().join(format!("fulgurite-tune-backward-{}.profile", std::process::id()));
-        let places = [Place { head_dim: 128, len: 64, keys: 0..128 }];
+        let places = [SearchCell { head_dim: 128, len: 64, keys: 0..128 }];
         let run = |most: usize| {
             let mut tried = Vec::new();
-            let mut report = |_: &Place, one: &Tried<BackwardConfig>| {
+            let mut report = |_: &SearchCell, one: &Tried<BackwardConfig>| {
                 tried.push(one.config.to_string());
                 if tried.len() == most { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             };
@@ -591,7 +591,7 @@ mod tests {
     #[test]
     fn a_cut_without_a_kernel_gains_nothing() {
         let scale = Scale { tokens: 64, width: 64, rounds: 1, seconds: 0.0, odd: [[5, 9], [9, 5]] };
-        let place = Place { head_dim: 64, len: 64, keys: 0..128 };
+        let place = SearchCell { head_dim: 64, len: 64, keys: 0..128 };
         let race = Race::<BackwardConfig>::new(scale, Arc::new(Clocked::default()), &place).unwrap();
         let pairs = BackwardConfig { share: fulgurite_kernels::attention::backward::Share::Pairs, ..race.usual };
         assert_eq!(race.gain(&pairs), Ok(0.0));

@@ -68,7 +68,7 @@ impl Special {
 
 /// An address in a memory space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct MemoryAddress {
     /// Memory space.
     pub space: Space,
     /// Byte address in the space.
@@ -213,7 +213,7 @@ pub enum Reduction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Done {
     /// Counts its bytes on an mbarrier, in each destination CTA.
-    Mbarrier(Place),
+    Mbarrier(MemoryAddress),
     /// Belongs to the open group of the thread's queue.
     Group(Queue),
     /// Gives no signal.
@@ -226,9 +226,9 @@ pub enum Transfer {
     /// A contiguous run of bytes.
     Bytes {
         /// Destination address.
-        to: Place,
+        to: MemoryAddress,
         /// Source address.
-        from: Place,
+        from: MemoryAddress,
         /// Bytes that are copied; the rest of `padded` is filled with zeros.
         bytes: u32,
         /// Bytes that are written.
@@ -243,7 +243,7 @@ pub enum Transfer {
     /// Words from registers, stored asynchronously.
     Words {
         /// Destination address.
-        to: Place,
+        to: MemoryAddress,
         /// The words, in memory order.
         data: Vec<u8>,
         /// Operation and element type that combine the data with the destination's, instead of replacing them.
@@ -258,7 +258,7 @@ pub enum Transfer {
         /// Coordinates of the box, innermost first.
         coordinates: Vec<i32>,
         /// The tile in shared memory.
-        tile: Place,
+        tile: MemoryAddress,
         /// `true`: tensor to shared memory; `false`: shared memory to tensor.
         inward: bool,
         /// Operation that combines the data with the tensor's instead of replacing them (outward only).
@@ -302,15 +302,22 @@ pub trait Machine {
     /// Maps a shared-memory address to the corresponding address in another CTA of the cluster.
     fn peer(&mut self, shared: u32, rank: u32) -> u32;
     /// Reads memory for one lane.
-    fn load(&mut self, lane: u32, at: Place, order: Order, bytes: &mut [u8]);
+    fn load(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &mut [u8]);
     /// Writes memory for one lane.
-    fn store(&mut self, lane: u32, at: Place, order: Order, bytes: &[u8]);
+    fn store(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &[u8]);
     /// Reads, changes and writes an element of up to 8 bytes atomically, and returns the old value.
-    fn update(&mut self, lane: u32, at: Place, order: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64;
+    fn update(
+        &mut self,
+        lane: u32,
+        at: MemoryAddress,
+        order: Order,
+        bytes: u32,
+        change: &mut dyn FnMut(u64) -> u64,
+    ) -> u64;
     /// Performs an operation on an mbarrier.
-    fn mbarrier(&mut self, lane: u32, at: Place, what: Mbarrier);
+    fn mbarrier(&mut self, lane: u32, at: MemoryAddress, what: Mbarrier);
     /// Whether the phase with this parity is complete. A machine may answer no for a while after completion.
-    fn mbarrier_done(&mut self, lane: u32, at: Place, parity: u32, order: Order) -> bool;
+    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool;
     /// Starts an asynchronous copy.
     fn transfer(&mut self, lane: u32, what: Transfer);
     /// Starts a product of the warpgroup.

@@ -10,7 +10,7 @@ use crate::warpgroup::Pending;
 use crate::world::{Event, Status, Wait, access_of};
 use fulgurite_ptx::Swizzle;
 use fulgurite_ptx::inst::Space;
-use fulgurite_ptx::machine::{Done, Group, Place, Queue, Transfer};
+use fulgurite_ptx::machine::{Done, Group, MemoryAddress, Queue, Transfer};
 use fulgurite_ptx::product::{Left, Product};
 use std::rc::Rc;
 
@@ -46,7 +46,7 @@ impl View<'_, '_> {
     fn shared_end(
         &mut self,
         lane: u32,
-        at: Place,
+        at: MemoryAddress,
         bytes: u32,
         swizzle: Swizzle,
         multicast: Option<u16>,
@@ -62,7 +62,7 @@ impl View<'_, '_> {
         Some(End::Shared { ranks, offset: there.offset, swizzle })
     }
 
-    fn place(&mut self, lane: u32, at: Place, bytes: u32, multicast: Option<u16>) -> Option<End> {
+    fn place(&mut self, lane: u32, at: MemoryAddress, bytes: u32, multicast: Option<u16>) -> Option<End> {
         match at.space {
             Space::Global | Space::Param => Some(End::Global(vec![(0, bytes, at.address)])),
             Space::Shared | Space::Cluster => self.shared_end(lane, at, bytes, Swizzle::None, multicast),

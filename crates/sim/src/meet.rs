@@ -6,7 +6,7 @@ use crate::mbarrier::{BarAt, User};
 use crate::view::View;
 use crate::world::{Cluster, Named, Status, Wait, World, access_of};
 use fulgurite_ptx::inst::Space;
-use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, Order, Place};
+use fulgurite_ptx::machine::{Fence, Mbarrier, Meeting, MemoryAddress, Order};
 
 /// Executes a fence for the warp.
 pub(crate) fn fence(v: &mut View<'_, '_>, what: Fence) {
@@ -150,7 +150,7 @@ fn named(v: &mut View<'_, '_>, id: u32, threads: u32, waits: bool) {
 }
 
 /// Performs an operation on an mbarrier.
-pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: Place, what: Mbarrier) {
+pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, what: Mbarrier) {
     let Some(there) = v.resolve(lane, at, 8) else { return };
     let at = BarAt { rank: there.rank, offset: there.offset };
     let far = at.rank != v.warp.rank;
@@ -176,7 +176,7 @@ pub(crate) fn mbarrier(v: &mut View<'_, '_>, lane: u32, at: Place, what: Mbarrie
 }
 
 /// Whether a phase is over. If not, the warp waits until asking again can succeed.
-pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: Place, parity: u32, order: Order) -> bool {
+pub(crate) fn mbarrier_done(v: &mut View<'_, '_>, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool {
     let Some(there) = v.resolve(lane, at, 8) else { return true };
     let at = BarAt { rank: there.rank, offset: there.offset };
     let access = access_of(v.warp, v.block_index(), v.warp.pc, true);

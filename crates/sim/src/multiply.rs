@@ -4,7 +4,7 @@
 //! the same bits as [`model::accumulate`], which defines them.
 
 use crate::program::Program;
-use crate::sums::{Columns, DEPTH, LOW, Row, Sums};
+use crate::sums::{Columns, DEPTH, LOW, OperandRow, Sums};
 use crate::world::{SHARED_BASE, Warp};
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::Reg;
@@ -133,7 +133,7 @@ impl Four<'_> {
         let slots: Vec<usize> = what.d.iter().map(|&reg| self.program.slot(reg)).collect();
         let mut sums = Sums::new(columns.count);
         for r in 0..64usize {
-            let row = Row {
+            let row = OperandRow {
                 values: std::array::from_fn(|i| a.get(r, i)),
                 exponents: std::array::from_fn(|i| exponents[i * a.outer + r]),
             };

@@ -22,7 +22,7 @@ const KEPT: i32 = 25;
 const SAFE: RangeInclusive<i16> = -100..=120;
 
 /// A row of the left operand, with the exponents of its elements.
-pub(crate) struct Row {
+pub(crate) struct OperandRow {
     pub values: [f32; DEPTH],
     pub exponents: [i16; DEPTH],
 }
@@ -61,7 +61,7 @@ impl Sums {
     }
 
     /// Adds the products of a row with every column. Returns whether a column was not computed.
-    pub fn add(&mut self, row: &Row, columns: &Columns<'_>) -> bool {
+    pub fn add(&mut self, row: &OperandRow, columns: &Columns<'_>) -> bool {
         #[cfg(target_arch = "x86_64")]
         if let Some(left_out) = x86::add(self, row, columns) {
             return left_out;
@@ -70,7 +70,7 @@ impl Sums {
     }
 
     #[inline(always)]
-    fn add_here(&mut self, row: &Row, columns: &Columns<'_>) -> bool {
+    fn add_here(&mut self, row: &OperandRow, columns: &Columns<'_>) -> bool {
         let Sums { values, left_out, top, scale, halves } = self;
         for (top, sum) in top.iter_mut().zip(&*values) {
             let exponent = (sum.to_bits() >> 23 & 0xff) as i16 - 127;
@@ -141,19 +141,19 @@ fn four<T>(lines: &[T], n: usize) -> [&[T]; 4] {
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // a function for instructions that not every machine has can be called no other way
 mod x86 {
-    use super::{Columns, Row, Sums};
+    use super::{Columns, OperandRow, Sums};
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    fn avx512(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> bool {
+    fn avx512(sums: &mut Sums, row: &OperandRow, columns: &Columns<'_>) -> bool {
         sums.add_here(row, columns)
     }
     #[target_feature(enable = "avx2")]
-    fn avx2(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> bool {
+    fn avx2(sums: &mut Sums, row: &OperandRow, columns: &Columns<'_>) -> bool {
         sums.add_here(row, columns)
     }
 
     /// Adds with the widest available vectors; `None` if there are none.
-    pub fn add(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> Option<bool> {
+    pub fn add(sums: &mut Sums, row: &OperandRow, columns: &Columns<'_>) -> Option<bool> {
         let wide = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
@@ -165,7 +165,7 @@ mod x86 {
         is_x86_feature_detected!("avx2").then(|| add_avx2(sums, row, columns))
     }
 
-    pub fn add_avx2(sums: &mut Sums, row: &Row, columns: &Columns<'_>) -> bool {
+    pub fn add_avx2(sums: &mut Sums, row: &OperandRow, columns: &Columns<'_>) -> bool {
         assert!(is_x86_feature_detected!("avx2"), "bug in fulgurite: this machine has no AVX2");
         // SAFETY: the check above found the feature that `avx2` is compiled for.
         unsafe { avx2(sums, row, columns) }
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    type Way = fn(&mut Sums, &Row, &Columns<'_>) -> bool;
+    type Way = fn(&mut Sums, &OperandRow, &Columns<'_>) -> bool;
 
     /// Every implementation gives the bits of the model, or reports that it did not compute them.
     #[test]
@@ -245,7 +245,10 @@ mod tests {
                 a.set(0, DEPTH - 1, draw(&mut random, number, spread).into());
             }
             let (left, right) = (a.exponents(number).unwrap(), b.exponents(number).unwrap());
-            let row = Row { values: std::array::from_fn(|i| a.get(0, i)), exponents: std::array::from_fn(|i| left[i]) };
+            let row = OperandRow {
+                values: std::array::from_fn(|i| a.get(0, i)),
+                exponents: std::array::from_fn(|i| left[i]),
+            };
             let columns = b.columns(&right);
             let old: Vec<f32> = (0..COUNT).map(|_| accumulator(&mut random, spread)).collect();
             for way in &ways {

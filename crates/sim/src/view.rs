@@ -10,7 +10,9 @@ use crate::world::{
 };
 use fulgurite_ptx::device::Value;
 use fulgurite_ptx::inst::{Class, Op, Reg, Space};
-use fulgurite_ptx::machine::{Fence, Group, Machine, Mbarrier, Meeting, Order, Place, Queue, Special, Transfer, lanes};
+use fulgurite_ptx::machine::{
+    Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, lanes,
+};
 use fulgurite_ptx::product::Product;
 
 /// A warp that executes an instruction.
@@ -58,7 +60,7 @@ impl View<'_, '_> {
     }
 
     /// CTA and offset of bytes in shared memory, if they are in bounds.
-    pub fn resolve(&mut self, lane: u32, at: Place, bytes: u64) -> Option<SharedAt> {
+    pub fn resolve(&mut self, lane: u32, at: MemoryAddress, bytes: u64) -> Option<SharedAt> {
         let rank = usize::try_from(at.address >> WINDOW).ok().filter(|&rank| match at.space {
             Space::Cluster => rank < self.cluster.blocks.len(),
             _ => rank == self.warp.rank,
@@ -166,7 +168,7 @@ impl View<'_, '_> {
         }
     }
 
-    fn outside(&mut self, lane: u32, at: Place, bytes: usize) {
+    fn outside(&mut self, lane: u32, at: MemoryAddress, bytes: usize) {
         self.fault(Fault::OutOfBounds, format!("{bytes} bytes of {:?} memory", at.space), Some(lane), Some(at.address));
     }
 
@@ -356,7 +358,7 @@ impl Machine for View<'_, '_> {
         (shared & ((1 << WINDOW) - 1)) | rank << WINDOW
     }
 
-    fn load(&mut self, lane: u32, at: Place, order: Order, bytes: &mut [u8]) {
+    fn load(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &mut [u8]) {
         let n = bytes.len() as u32;
         if !self.aligned(lane, at.address, n.into()) {
             return;
@@ -388,7 +390,7 @@ impl Machine for View<'_, '_> {
         }
     }
 
-    fn store(&mut self, lane: u32, at: Place, order: Order, bytes: &[u8]) {
+    fn store(&mut self, lane: u32, at: MemoryAddress, order: Order, bytes: &[u8]) {
         let n = bytes.len() as u32;
         if !self.aligned(lane, at.address, n.into()) {
             return;
@@ -421,7 +423,14 @@ impl Machine for View<'_, '_> {
         }
     }
 
-    fn update(&mut self, lane: u32, at: Place, order: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64 {
+    fn update(
+        &mut self,
+        lane: u32,
+        at: MemoryAddress,
+        order: Order,
+        bytes: u32,
+        change: &mut dyn FnMut(u64) -> u64,
+    ) -> u64 {
         let n = bytes.min(8) as usize;
         let mut word = [0; 8];
         if !self.aligned(lane, at.address, n as u64) {
@@ -467,10 +476,10 @@ impl Machine for View<'_, '_> {
         old
     }
 
-    fn mbarrier(&mut self, lane: u32, at: Place, what: Mbarrier) {
+    fn mbarrier(&mut self, lane: u32, at: MemoryAddress, what: Mbarrier) {
         meet::mbarrier(self, lane, at, what);
     }
-    fn mbarrier_done(&mut self, lane: u32, at: Place, parity: u32, order: Order) -> bool {
+    fn mbarrier_done(&mut self, lane: u32, at: MemoryAddress, parity: u32, order: Order) -> bool {
         meet::mbarrier_done(self, lane, at, parity, order)
     }
     fn transfer(&mut self, lane: u32, what: Transfer) {

@@ -12,7 +12,7 @@
 //! ```
 
 use super::chunk::{CHUNK, Gates, Need, Shared, Work};
-use super::{Context, PACE, Place};
+use super::{Context, PACE, ValueHead};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixMut, Stage, Sum};
@@ -114,7 +114,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
         let [state, d_state] = [size; 2].map(|n| arena.take(n));
         let group = cx.problem.group();
         for head in key_head * group..(key_head + 1) * group {
-            let at = Place { sequence: s, head };
+            let at = ValueHead { sequence: s, head };
             cx.load_state(s.number, head, cx.bound.initial_state(), state, cx.vs);
             for (chunk, kept) in states.chunks_exact_mut(size).enumerate() {
                 kept.copy_from_slice(state);
@@ -173,7 +173,7 @@ fn back(
     cx: &Context<'_>,
     keys: &Shared<'_>,
     work: &mut Work<'_>,
-    at: &Place<'_>,
+    at: &ValueHead<'_>,
     first: usize,
     state: &mut [f32],
     d_state: &mut [f32],
@@ -342,7 +342,7 @@ fn gate_sums(d: &[f32], x: &[f32], d_g: &mut [f64; CHUNK]) {
 fn state_before(
     cx: &Context<'_>,
     keys: &Shared<'_>,
-    at: &Place<'_>,
+    at: &ValueHead<'_>,
     first: usize,
     d_o: &[f32],
     d_state: &[f32],

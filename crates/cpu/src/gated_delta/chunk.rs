@@ -8,7 +8,7 @@
 //! W = V - e (K S)       V' = Ag W       O = scale (e (Q S) + (G (Q K^T)) V')       S' = e_last S + K^T (t V')
 //! ```
 
-use super::{Context, Place};
+use super::{Context, ValueHead};
 use crate::memory::Arena;
 use crate::simd::{Ahead, INVERT, Matrix, MatrixMut, Stage, Sum, TOKENS};
 use fulgurite_core::gated_delta::Tokens;
@@ -42,7 +42,7 @@ pub(super) struct Gates {
 }
 
 impl Gates {
-    pub fn new(cx: &Context<'_>, at: &Place<'_>, first: usize) -> Self {
+    pub fn new(cx: &Context<'_>, at: &ValueHead<'_>, first: usize) -> Self {
         let mut gates = Gates { decay: [1.0; CHUNK], beta: [0.0; CHUNK], head: [1.0; CHUNK] };
         let mut product = 1.0f32;
         for i in 0..CHUNK {
@@ -167,7 +167,7 @@ impl<'w> Work<'w> {
         &mut self,
         cx: &Context<'_>,
         keys: &Shared<'_>,
-        at: &Place<'_>,
+        at: &ValueHead<'_>,
         first: usize,
         state: &mut [f32],
         need: Need,
@@ -204,7 +204,7 @@ impl<'w> Work<'w> {
         &mut self,
         cx: &Context<'_>,
         keys: &Shared<'_>,
-        at: &Place<'_>,
+        at: &ValueHead<'_>,
         gates: &Gates,
         first: usize,
         state: &[f32],

@@ -145,7 +145,7 @@ impl<'a> Context<'a> {
     }
 
     /// Prefetches the rows of v of a chunk, and those of k (and q for outputs) if `keys` says that they are new.
-    fn ask(&self, ahead: &mut Ahead, at: &Place<'_>, first: usize, need: chunk::Need, keys: bool) {
+    fn ask(&self, ahead: &mut Ahead, at: &ValueHead<'_>, first: usize, need: chunk::Need, keys: bool) {
         if first >= at.sequence.len {
             return;
         }
@@ -169,7 +169,7 @@ impl<'a> Context<'a> {
         &self,
         data: &TensorView<'_>,
         rows: &Rows,
-        at: &Place<'_>,
+        at: &ValueHead<'_>,
         first: usize,
         to: &mut [f32],
         width: usize,
@@ -186,7 +186,7 @@ impl<'a> Context<'a> {
 
 /// A value head of a sequence.
 #[derive(Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct ValueHead<'a> {
     pub sequence: &'a Tokens,
     pub head: usize,
 }
@@ -200,7 +200,7 @@ pub(crate) struct Out<'a> {
 
 impl Out<'_> {
     /// Writes the rows of a chunk.
-    fn rows(&self, cx: &Context<'_>, at: &Place<'_>, first: usize, from: &[f32], width: usize) {
+    fn rows(&self, cx: &Context<'_>, at: &ValueHead<'_>, first: usize, from: &[f32], width: usize) {
         let rows = cx.bound.rows(self.o_strides, at.sequence);
         let n = (at.sequence.len - first).min(CHUNK);
         for (i, row) in from.chunks_exact(width).take(n).enumerate() {
@@ -210,7 +210,7 @@ impl Out<'_> {
     }
 
     /// Writes a final state.
-    fn state(&self, cx: &Context<'_>, at: &Place<'_>, from: &[f32], width: usize) {
+    fn state(&self, cx: &Context<'_>, at: &ValueHead<'_>, from: &[f32], width: usize) {
         if let Some((to, strides)) = &self.state {
             for i in 0..cx.kd {
                 let offset = at.sequence.number * strides[0] + at.head * strides[1] + i * strides[2];
@@ -314,7 +314,7 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
             let mut loaded = None;
             for (state, head) in states.iter_mut().zip(item.heads.clone()) {
                 let key_head = head / cx.problem.group();
-                let at = Place { sequence: s, head };
+                let at = ValueHead { sequence: s, head };
                 // Prefetch the outputs of this chunk, unless they bypass the caches, then the inputs of the next one.
                 let ahead = pass.ahead();
                 *ahead = Ahead::paced(PACE);
@@ -324,9 +324,9 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
                 }
                 if head + 1 < item.heads.end {
                     let new = (head + 1) / cx.problem.group() != key_head;
-                    cx.ask(ahead, &Place { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
+                    cx.ask(ahead, &ValueHead { head: head + 1, ..at }, first, chunk::Need::Outputs, new);
                 } else {
-                    let next = Place { head: item.heads.start, ..at };
+                    let next = ValueHead { head: item.heads.start, ..at };
                     cx.ask(ahead, &next, first + CHUNK, chunk::Need::Outputs, true);
                 }
                 if loaded.replace(key_head) != Some(key_head) {
@@ -337,7 +337,7 @@ fn item(cx: &Context<'_>, item: &Item<'_>, plan: &Plan, starts: &[f32], out: &Ou
         }
         if item.segment.chunks.end == s.len.div_ceil(CHUNK) {
             for (state, head) in states.iter().zip(item.heads.clone()) {
-                out.state(cx, &Place { sequence: s, head }, state, cx.vs);
+                out.state(cx, &ValueHead { sequence: s, head }, state, cx.vs);
             }
         }
     });

@@ -2,7 +2,7 @@
 
 use super::chunk::{Need, Shared, Work};
 use super::tiled::Tiled;
-use super::{Context, Out, Place};
+use super::{Context, Out, ValueHead};
 use crate::memory::Arena;
 use crate::simd::Ahead;
 use fulgurite_core::gated_delta::Tokens;
@@ -50,7 +50,14 @@ impl<'w> Pass<'w> {
 
     /// Processes a chunk of a value head starting at `first`: `state` becomes the state after it, and `out` gets its
     /// outputs.
-    pub fn chunk(&mut self, cx: &Context<'_>, at: &Place<'_>, first: usize, state: &mut [f32], out: Option<&Out<'_>>) {
+    pub fn chunk(
+        &mut self,
+        cx: &Context<'_>,
+        at: &ValueHead<'_>,
+        first: usize,
+        state: &mut [f32],
+        out: Option<&Out<'_>>,
+    ) {
         match self {
             Pass::Vectors(pass) => {
                 let (shared, work) = &mut **pass;

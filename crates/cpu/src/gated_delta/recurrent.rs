@@ -1,6 +1,6 @@
 //! Token by token: each value head separately, with its state in the nearest cache that holds it.
 
-use super::{Context, Out, Place};
+use super::{Context, Out, ValueHead};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Stage, Token};
@@ -8,7 +8,7 @@ use crate::simd::{Stage, Token};
 pub(super) fn run(cx: &Context<'_>, out: &Out<'_>, threads: usize) {
     let heads = cx.problem.value_heads();
     pool::run(threads, cx.bound.sequences().len() * heads, &|i| {
-        let at = Place { sequence: &cx.bound.sequences()[i / heads], head: i % heads };
+        let at = ValueHead { sequence: &cx.bound.sequences()[i / heads], head: i % heads };
         let room = Arena::room(cx.kp * cx.vp) + 2 * Arena::room(cx.kp) + 2 * Arena::room(cx.vp);
         with_workspace(room, |workspace| {
             let mut arena = Arena::new(workspace);

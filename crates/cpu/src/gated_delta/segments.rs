@@ -7,7 +7,7 @@
 
 use super::chunk::{CHUNK, Need};
 use super::pass::Pass;
-use super::{Context, DeltaCounters, DeltaSegments, PACE, Place};
+use super::{Context, DeltaCounters, DeltaSegments, PACE, ValueHead};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, Matrix, MatrixKernels, MatrixMut, Sum};
@@ -120,7 +120,7 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Ve
         {
             let (states, maps) = (SharedRows::over(&mut states), SharedRows::over(&mut maps));
             pool::run(threads, plan.ways.len(), &|i| {
-                let at = Place { sequence: s, head: i % heads };
+                let at = ValueHead { sequence: s, head: i % heads };
                 let map = if plan.ways[i] == Way::Exact { cx.kp * cx.kp } else { 0 };
                 // SAFETY: each segment and head has its own room.
                 let (state, map) = unsafe { (states.row(i * size, size), maps.row(places[i], map)) };
@@ -143,7 +143,7 @@ pub(super) fn starts(cx: &Context<'_>, plans: &[Plan], threads: usize) -> Vec<Ve
 }
 
 /// Computes the state after a segment, and its map if needed.
-fn end_of(cx: &Context<'_>, at: &Place<'_>, segment: &Segment, way: Way, state: &mut [f32], map: &mut [f32]) {
+fn end_of(cx: &Context<'_>, at: &ValueHead<'_>, segment: &Segment, way: Way, state: &mut [f32], map: &mut [f32]) {
     let width = if way == Way::Exact { cx.vp + cx.kp } else { cx.vp };
     let stride = cx.stride(width);
     let room = Pass::room(cx, width) + Arena::room(cx.kp * stride);

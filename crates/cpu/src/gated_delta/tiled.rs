@@ -9,7 +9,7 @@
 //! product to product stay in the L1 cache. Steps of two slices alternate, so that tiles are multiplied while vectors
 //! work on something else.
 
-use super::{Context, Out, Place};
+use super::{Context, Out, ValueHead};
 use crate::memory::Arena;
 use crate::simd::{
     Ahead, DEPTH, DeltaGates, DeltaKernels, DeltaValues, GROUP, HALF, MatrixKernels, MatrixMut, Panels, SLICE, Source,
@@ -66,7 +66,7 @@ pub(super) struct Tiled<'w> {
 /// The outputs of a chunk, and its number of tokens.
 struct To<'a, 'b> {
     out: Option<&'a Out<'b>>,
-    at: Place<'a>,
+    at: ValueHead<'a>,
     first: usize,
     tokens: usize,
 }
@@ -187,7 +187,14 @@ impl<'w> Tiled<'w> {
     }
 
     /// Processes a chunk starting at `first`: `state` becomes the state after it, and `out` gets its outputs.
-    pub fn chunk(&mut self, cx: &Context<'_>, at: &Place<'_>, first: usize, state: &mut [f32], out: Option<&Out<'_>>) {
+    pub fn chunk(
+        &mut self,
+        cx: &Context<'_>,
+        at: &ValueHead<'_>,
+        first: usize,
+        state: &mut [f32],
+        out: Option<&Out<'_>>,
+    ) {
         let to = To { out, at: *at, first, tokens: TOKENS.min(at.sequence.len - first) };
         let (mut g, mut beta) = ([0.0f32; TOKENS], [0.0f32; TOKENS]);
         for i in 0..to.tokens {

@@ -98,7 +98,7 @@ pub struct Redo<'a, 'k> {
     pub modify: &'a Modify<'a, 'k>,
     /// Finds the thread's two rows when they are needed. A row past the last one may be any row of the sequence,
     /// because its result is not stored.
-    pub rows: &'a dyn Fn(&Scope<'k, Group>) -> Rows<'k>,
+    pub rows: &'a dyn Fn(&Scope<'k, Group>) -> ThreadRows<'k>,
     /// First column of v, if it is not 0.
     pub first_column: Option<Val<'k, u32>>,
     /// The exponential that computes p.
@@ -112,7 +112,7 @@ type Turn<'a, 'k> = &'a dyn Fn(&Scope<'k, Group>);
 
 /// The queries of a thread's two rows.
 #[derive(Clone, Copy)]
-pub struct Rows<'k> {
+pub struct ThreadRows<'k> {
     pub queries: [Val<'k, u32>; 2],
     pub heads: [Val<'k, u32>; 2],
     /// Key/value head of both rows.
@@ -209,7 +209,7 @@ where
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k>,
-        rows: &Rows<'k>,
+        rows: &ThreadRows<'k>,
         (first, tag): (Val<'k, u32>, Option<Tag<'k>>),
         o: &Acc<'k>,
         totals: &Totals<'k>,
@@ -264,7 +264,7 @@ where
         &self,
         w: &Scope<'k, Group>,
         redo: &Redo<'_, 'k>,
-        rows: &Rows<'k>,
+        rows: &ThreadRows<'k>,
         i: usize,
         key: Val<'k, u32>,
     ) -> Val<'k, f32> {

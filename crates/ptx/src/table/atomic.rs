@@ -5,7 +5,7 @@ use super::memory::{VECTOR, reading};
 use super::sync::scope;
 use crate::inst::Class::{B32, B64, F32};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, arg, at, loaded, out, stored, word};
-use crate::machine::{Machine, Order, Place, Scope, address, lanes, value};
+use crate::machine::{Machine, MemoryAddress, Order, Scope, address, lanes, value};
 use crate::model;
 
 const RELAXED: Order = Order::Relaxed(Scope::Device);
@@ -58,7 +58,7 @@ fn one(m: &mut dyn Machine, op: &Op, [to, at]: [Option<usize>; 2], space: Space,
     let at = at.unwrap_or(0);
     let bytes = if operation.ends_with("64") { 8 } else { 4 };
     for lane in lanes(m.active()) {
-        let (place, x) = (Place { space, address: address(m, lane, op, at) }, value(m, lane, op, at + 1));
+        let (place, x) = (MemoryAddress { space, address: address(m, lane, op, at) }, value(m, lane, op, at + 1));
         let old = m.update(lane, place, order, bytes, &mut |old| change(operation, old, x));
         if let Some(to) = to {
             m.set(lane, op.reg(to), old);
@@ -72,7 +72,7 @@ fn several(m: &mut dyn Machine, op: &Op, to: Option<usize>, at: usize, operation
         let start = address(m, lane, op, at);
         for (i, &reg) in op.list(at + 1).iter().enumerate() {
             let x = m.get(lane, reg);
-            let place = Place { space: Space::Global, address: start.wrapping_add(4 * i as u64) };
+            let place = MemoryAddress { space: Space::Global, address: start.wrapping_add(4 * i as u64) };
             let old = m.update(lane, place, RELAXED, 4, &mut |old| change(operation, old, x));
             if let Some(to) = to {
                 m.set(lane, op.list(to)[i], old);
@@ -145,7 +145,7 @@ pub static ATOM_CAS: Inst = updating(
     Needs::AMPERE,
     |m, op| {
         for lane in lanes(m.active()) {
-            let place = Place { space: Space::Global, address: address(m, lane, op, 1) };
+            let place = MemoryAddress { space: Space::Global, address: address(m, lane, op, 1) };
             let (want, new) = (value(m, lane, op, 2), value(m, lane, op, 3));
             let swap = &mut |old| if old == want & 0xffff_ffff { new & 0xffff_ffff } else { old };
             let old = m.update(lane, place, order(op.word(4), Scope::Device), 4, swap);

@@ -3,7 +3,7 @@
 use super::any;
 use crate::inst::Class::{B16, B32, B64};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, reg, word};
-use crate::machine::{Done, Machine, Place, Queue, Reduction, Transfer, address, lanes, value};
+use crate::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions, asynchronous copy";
 const RANKS: &[&str] = &["1d", "2d", "3d", "4d", "5d"];
@@ -36,8 +36,8 @@ pub(super) fn reduction(word: &str) -> Reduction {
 }
 
 /// The place in a space to which an address operand points.
-pub(super) fn place(m: &mut dyn Machine, lane: u32, op: &Op, i: usize, space: Space) -> Place {
-    Place { space, address: address(m, lane, op, i) }
+pub(super) fn place(m: &mut dyn Machine, lane: u32, op: &Op, i: usize, space: Space) -> MemoryAddress {
+    MemoryAddress { space, address: address(m, lane, op, i) }
 }
 fn coordinates(m: &mut dyn Machine, lane: u32, op: &Op, i: usize) -> Vec<i32> {
     op.list(i).iter().map(|&reg| m.get(lane, reg) as u32 as i32).collect()

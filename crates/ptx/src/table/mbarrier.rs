@@ -4,7 +4,7 @@ use super::any;
 use super::sync::scope;
 use crate::inst::Class::{B32, Pred};
 use crate::inst::{Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, at, out, word};
-use crate::machine::{Machine, Mbarrier, Order, Place, Scope, address, lanes, value};
+use crate::machine::{Machine, Mbarrier, MemoryAddress, Order, Scope, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, parallel synchronization and communication instructions, mbarrier";
 
@@ -22,7 +22,7 @@ const fn signal(
 /// Applies `f(operand)` to the mbarrier in each lane; `operand` is the one after the address.
 fn each(m: &mut dyn Machine, op: &Op, space: Space, f: impl Fn(u32) -> Mbarrier) {
     for lane in lanes(m.active()) {
-        let place = Place { space, address: address(m, lane, op, 0) };
+        let place = MemoryAddress { space, address: address(m, lane, op, 0) };
         let x = if op.args.len() > 1 { value(m, lane, op, 1) as u32 } else { 1 };
         m.mbarrier(lane, place, f(x));
     }
@@ -96,7 +96,7 @@ pub static ARRIVE_RELAXED: Inst = signal(
     |m, op| {
         let order = Order::Relaxed(scope(op.word(1)));
         for lane in lanes(m.active()) {
-            let place = Place { space: Space::Shared, address: address(m, lane, op, 0) };
+            let place = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 0) };
             m.mbarrier(lane, place, Mbarrier::Arrive(1, order));
         }
     },
@@ -177,7 +177,7 @@ pub static ARRIVE_COPIES: Inst = signal(
     |m, op| {
         let expected = op.word(1) == ".noinc";
         for lane in lanes(m.active()) {
-            let place = Place { space: Space::Shared, address: address(m, lane, op, 0) };
+            let place = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 0) };
             m.mbarrier(lane, place, Mbarrier::ArriveAfterCopies(expected));
         }
     },
@@ -185,7 +185,7 @@ pub static ARRIVE_COPIES: Inst = signal(
 
 fn test(m: &mut dyn Machine, op: &Op, order: Order) {
     for lane in lanes(m.active()) {
-        let place = Place { space: Space::Shared, address: address(m, lane, op, 1) };
+        let place = MemoryAddress { space: Space::Shared, address: address(m, lane, op, 1) };
         let parity = value(m, lane, op, 2) as u32;
         let done = m.mbarrier_done(lane, place, parity, order);
         m.set(lane, op.reg(0), u64::from(done));

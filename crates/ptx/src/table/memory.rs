@@ -7,7 +7,7 @@ use crate::inst::{
     Arg, Base, Effect, Inst, Needs, Op, Operand, Space, Together, Unit, arg, args, at, loaded, out, outs, reg, stored,
     word,
 };
-use crate::machine::{Machine, Order, Place, WARP, address, lanes, value};
+use crate::machine::{Machine, MemoryAddress, Order, WARP, address, lanes, value};
 
 const SOURCE: &str = "PTX ISA, data movement and conversion instructions";
 /// One register, or two or four for adjacent memory.
@@ -31,7 +31,7 @@ pub(super) fn load(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
         let start = address(m, lane, op, 1);
         let size = bytes(op.list(0)[0].class) as usize;
         let mut data = vec![0; size * op.list(0).len()];
-        m.load(lane, Place { space, address: start }, order, &mut data);
+        m.load(lane, MemoryAddress { space, address: start }, order, &mut data);
         for (&reg, part) in op.list(0).iter().zip(data.chunks_exact(size)) {
             let mut word = [0; 8];
             word[..size].copy_from_slice(part);
@@ -49,7 +49,7 @@ pub(super) fn store(m: &mut dyn Machine, op: &Op, space: Space, order: Order) {
         for &reg in op.list(1) {
             data.extend_from_slice(&m.get(lane, reg).to_le_bytes()[..size]);
         }
-        m.store(lane, Place { space, address: start }, order, &data);
+        m.store(lane, MemoryAddress { space, address: start }, order, &data);
     }
 }
 
@@ -133,7 +133,7 @@ pub static LD_GLOBAL_8: Inst = reading(
     Needs::AMPERE,
     |m, op| {
         for lane in lanes(m.active()) {
-            let place = Place { space: Space::Global, address: address(m, lane, op, 1) };
+            let place = MemoryAddress { space: Space::Global, address: address(m, lane, op, 1) };
             let mut byte = [0];
             m.load(lane, place, Order::Weak, &mut byte);
             let wide = if op.word(2) == "s8" { byte[0] as i8 as u32 } else { byte[0].into() };
@@ -150,7 +150,7 @@ pub static ST_GLOBAL_8: Inst = writing(
     Needs::AMPERE,
     |m, op| {
         for lane in lanes(m.active()) {
-            let place = Place { space: Space::Global, address: address(m, lane, op, 0) };
+            let place = MemoryAddress { space: Space::Global, address: address(m, lane, op, 0) };
             let x = value(m, lane, op, 1);
             m.store(lane, place, Order::Weak, &[x as u8]);
         }
@@ -304,7 +304,8 @@ pub static LDMATRIX: Inst = Inst {
                     let mut pair = 0;
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
                         let mut half = [0; 2];
-                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
+                        let place =
+                            MemoryAddress { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.load(row, place, Order::Weak, &mut half);
                         pair |= u64::from(u16::from_le_bytes(half)) << (16 * i);
                     }
@@ -332,7 +333,8 @@ pub static STMATRIX: Inst = Inst {
                 for lane in 0..WARP {
                     let pair = m.get(lane, reg);
                     for (i, (row, offset)) in matrix_halves(lane, matrix as u32, transposed).into_iter().enumerate() {
-                        let place = Place { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
+                        let place =
+                            MemoryAddress { space: Space::Shared, address: rows[row as usize].wrapping_add(offset) };
                         m.store(row, place, Order::Weak, &((pair >> (16 * i)) as u16).to_le_bytes());
                     }
                 }

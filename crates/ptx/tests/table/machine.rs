@@ -7,7 +7,7 @@ use super::uses::Registers;
 use fulgurite_ptx::inst::{Arg, Base, Class, Flow, Inst, Kind, Op, Reg, Space};
 use fulgurite_ptx::kernel::{Kernel, Stmt};
 use fulgurite_ptx::machine::{
-    Done, Fence, Group, Machine, Mbarrier, Meeting, Order, Place, Queue, Special, Transfer, WARP, lanes,
+    Done, Fence, Group, Machine, Mbarrier, Meeting, MemoryAddress, Order, Queue, Special, Transfer, WARP, lanes,
 };
 use fulgurite_ptx::model;
 use fulgurite_ptx::product::Product;
@@ -101,7 +101,7 @@ impl Warp {
         lanes(mask).filter(|&lane| self.get(lane, cond) == 1).fold(0, |bits, lane| bits | 1 << lane)
     }
 
-    fn bytes(&mut self, at: Place, count: usize) -> &mut [u8] {
+    fn bytes(&mut self, at: MemoryAddress, count: usize) -> &mut [u8] {
         let (memory, start) = match at.space {
             Space::Global => (&mut self.global, at.address.checked_sub(GLOBAL)),
             _ => (&mut self.shared, at.address.checked_sub(SHARED.into())),
@@ -115,7 +115,7 @@ impl Warp {
         memory.get_mut(start..start + count).unwrap_or_else(|| panic!("{at:?}: {count} bytes past {size}"))
     }
 
-    fn barrier(&mut self, at: Place) -> &mut Counting {
+    fn barrier(&mut self, at: MemoryAddress) -> &mut Counting {
         self.barriers.get_mut(&at.address).unwrap_or_else(|| panic!("no barrier at {at:?}"))
     }
     fn delivered(&mut self, done: Done, bytes: usize) {
@@ -167,13 +167,13 @@ impl Machine for Warp {
     fn peer(&mut self, shared: u32, rank: u32) -> u32 {
         shared | rank << 24
     }
-    fn load(&mut self, _: u32, at: Place, _: Order, bytes: &mut [u8]) {
+    fn load(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: &mut [u8]) {
         bytes.copy_from_slice(self.bytes(at, bytes.len()));
     }
-    fn store(&mut self, _: u32, at: Place, _: Order, bytes: &[u8]) {
+    fn store(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: &[u8]) {
         self.bytes(at, bytes.len()).copy_from_slice(bytes);
     }
-    fn update(&mut self, _: u32, at: Place, _: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64 {
+    fn update(&mut self, _: u32, at: MemoryAddress, _: Order, bytes: u32, change: &mut dyn FnMut(u64) -> u64) -> u64 {
         let place = self.bytes(at, bytes as usize);
         let mut word = [0; 8];
         word[..bytes as usize].copy_from_slice(place);
@@ -181,7 +181,7 @@ impl Machine for Warp {
         place.copy_from_slice(&change(old).to_le_bytes()[..bytes as usize]);
         old
     }
-    fn mbarrier(&mut self, _: u32, at: Place, what: Mbarrier) {
+    fn mbarrier(&mut self, _: u32, at: MemoryAddress, what: Mbarrier) {
         if let Mbarrier::Init(n) = what {
             self.barriers.insert(at.address, Counting { phase: 0, expected: n, pending: n, bytes: 0 });
             return;
@@ -208,7 +208,7 @@ impl Machine for Warp {
         }
         barrier.step();
     }
-    fn mbarrier_done(&mut self, _: u32, at: Place, parity: u32, _: Order) -> bool {
+    fn mbarrier_done(&mut self, _: u32, at: MemoryAddress, parity: u32, _: Order) -> bool {
         self.barrier(at).phase & 1 != parity
     }
     fn transfer(&mut self, _: u32, what: Transfer) {
@@ -221,7 +221,7 @@ impl Machine for Warp {
             }
             Transfer::Words { to, data, reduce, done } => {
                 for (i, word) in data.chunks_exact(4).enumerate() {
-                    let at = Place { address: to.address + 4 * i as u64, ..to };
+                    let at = MemoryAddress { address: to.address + 4 * i as u64, ..to };
                     let x = u64::from(u32::from_le_bytes(word.try_into().expect("four bytes")));
                     self.update(0, at, Order::Weak, 4, &mut |old| match reduce {
                         Some((way, number)) => model::combine(way, number, old, x),

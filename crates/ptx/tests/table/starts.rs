@@ -4,7 +4,7 @@ use super::machine::{Counting, GLOBAL, Given, SHARED, Warp, at, execute, same};
 use super::uses::uses;
 use fulgurite_ptx::Number;
 use fulgurite_ptx::inst::{Arg, Base, Class, Effect, Inst, Reg, Space};
-use fulgurite_ptx::machine::{Done, Machine, Place, Queue, Reduction, Transfer};
+use fulgurite_ptx::machine::{Done, Machine, MemoryAddress, Queue, Reduction, Transfer};
 use fulgurite_ptx::product::{Left, Major};
 use fulgurite_ptx::table::{self, bulk, bytes, tensor};
 
@@ -12,8 +12,8 @@ const TILE: u64 = SHARED as u64 + 1024;
 const BAR: u64 = SHARED as u64 + 8;
 const MAP: u64 = 0x7700;
 
-fn place(space: Space, address: u64) -> Place {
-    Place { space, address }
+fn place(space: Space, address: u64) -> MemoryAddress {
+    MemoryAddress { space, address }
 }
 fn started(inst: &'static Inst, given: &[Given]) -> Transfer {
     let mut warp = Warp::new(64, 4096);

@@ -84,7 +84,7 @@ where
                 }
             };
             let to = results.head::<T>(of_sequence, head);
-            let rows = Rows { to, step, q_len, scale };
+            let rows = StepRows { to, step, q_len, scale };
             let rounds: Vec<u32> = (0..results.items().div_ceil(threads)).collect();
             // Several loads precede their stores, as many as registers allow.
             for rounds in rounds.chunks(if results.transposed() { 1 } else { 4 }) {
@@ -158,7 +158,7 @@ pub(crate) struct Results<'k> {
 /// Rows of a result that belong to a step: the rows of its head, the step's number in the head, the head's number of rows,
 /// and the factor for the sums.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'k, T> {
+pub(crate) struct StepRows<'k, T> {
     pub to: Pointer<'k, Pair<T>>,
     pub step: Val<'k, u32>,
     pub q_len: Val<'k, u32>,
@@ -269,7 +269,7 @@ impl<'k> Results<'k> {
     pub fn store<T: Half, W: Who>(
         &self,
         w: &Scope<'k, W>,
-        Rows { to, step, q_len, scale }: Rows<'k, T>,
+        StepRows { to, step, q_len, scale }: StepRows<'k, T>,
         item: Val<'k, u32>,
         fours: &[[Val<'k, f32>; 4]],
     ) where

@@ -8,7 +8,7 @@
 //!
 //! Parts of 64 keys lie together, in the layout of accumulators: `[part of a head][64 keys][d_k, d_v][eight columns][thread][4]`.
 
-use crate::attention::backward::finish::{ResultArgs, Results, Rows, SumLayout};
+use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
 use crate::attention::backward::tiles::{Of, TileMap, Work};
 use crate::attention::backward::{Features, KernelShape};
 use crate::params::{Lens, Params, Program};
@@ -117,7 +117,7 @@ where
                         true => start.mul_wide(results.row_stride),
                         false => batch.mul_wide(results.batch_stride),
                     };
-                    let rows = Rows { to: results.head::<T>(of_sequence, head), step: nth, q_len: rows, scale };
+                    let rows = StepRows { to: results.head::<T>(of_sequence, head), step: nth, q_len: rows, scale };
                     let parts = Parts { first: first.at(w.constant(before)), part, count };
                     for from in (0..results.items()).step_by(ITEMS * THREADS as usize) {
                         parts.add_items(w, results, rows, from);
@@ -139,7 +139,7 @@ struct Parts<'k> {
 
 impl<'k> Parts<'k> {
     /// Adds items of all parts and stores the results: those of the thread, from an item on.
-    fn add_items<T: Half>(&self, w: &Scope<'k, Block>, results: &Results<'k>, rows: Rows<'k, T>, from: u32)
+    fn add_items<T: Half>(&self, w: &Scope<'k, Block>, results: &Results<'k>, rows: StepRows<'k, T>, from: u32)
     where
         Pair<T>: Word,
     {

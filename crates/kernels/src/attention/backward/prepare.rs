@@ -175,7 +175,7 @@ where
     }
 
     /// A row by its number among the padded rows of all heads.
-    fn row(&self, w: &Scope<'k, Block>, row: Val<'k, u32>) -> Row<'k, T> {
+    fn row(&self, w: &Scope<'k, Block>, row: Val<'k, u32>) -> LaneRow<'k, T> {
         let Prepare { heads, rows, step_rows, packed, .. } = *self;
         let [eight, head] = heads.div_rem(row / EIGHT);
         let rest = eight * EIGHT + row % EIGHT;
@@ -200,7 +200,7 @@ where
         });
         let here = row.lt(self.all_rows);
         let place = if packed { head } else { batch * heads.value() + head };
-        Row {
+        LaneRow {
             here,
             inside: here & query.lt(q_len),
             memory,
@@ -211,7 +211,12 @@ where
     }
 
     /// The products of o with d_o of the upper rows, and with d_o of the lower rows.
-    fn products(&self, w: &Scope<'k, Block>, own: &[Row<'k, T>; 2], lane_col: Val<'k, u32>) -> [[Val<'k, f32>; 4]; 2] {
+    fn products(
+        &self,
+        w: &Scope<'k, Block>,
+        own: &[LaneRow<'k, T>; 2],
+        lane_col: Val<'k, u32>,
+    ) -> [[Val<'k, f32>; 4]; 2] {
         let mut products = [[w.constant(0.0f32); 4]; 2];
         let parts: Vec<u32> = (0..self.dims[1].div_ceil(PART)).collect();
         let first_lanes = lane_col.lt(2);
@@ -256,7 +261,7 @@ where
     fn write(
         &self,
         w: &Scope<'k, Block>,
-        own: [Row<'k, T>; 2],
+        own: [LaneRow<'k, T>; 2],
         products: [[Val<'k, f32>; 4]; 2],
         [lane_row, lane_col]: [Val<'k, u32>; 2],
     ) {
@@ -284,7 +289,7 @@ where
 }
 
 /// A row of a lane.
-struct Row<'k, T> {
+struct LaneRow<'k, T> {
     /// Whether there is a row.
     here: Val<'k, bool>,
     /// Whether the row is a query, not padding.

@@ -26,7 +26,7 @@ use crate::params::{Bindings, Params, Program};
 use crate::parts::mask::Spans;
 use crate::parts::merge::{Merged, Partials, Slot};
 use crate::parts::modifier::{Parameters, TilePosition};
-use crate::parts::nonfinite::{NonfinitePath, Redo, Rows};
+use crate::parts::nonfinite::{NonfinitePath, Redo, ThreadRows};
 use crate::parts::row_sums::Added;
 use crate::parts::schedule::{Of, Work};
 use crate::parts::sequences::{Counts, QueryTile, Sequences};
@@ -338,7 +338,7 @@ where
         let Some(nonfinite) = nonfinite else { return };
         let rows = |w: &Scope<'k, Group>| {
             let own = schedule.own_rows(w, &item.slot);
-            Rows { queries: own.map(|row| row.query), heads: own.map(|row| row.head), kv_head: item.slot.head }
+            ThreadRows { queries: own.map(|row| row.query), heads: own.map(|row| row.head), kv_head: item.slot.head }
         };
         let keys = schedule.sequences.visible(item.sequence);
         let redo = Redo {

@@ -8,7 +8,7 @@ use crate::attention::forward::construction::ForwardKernel;
 use crate::attention::source::KeySource;
 use crate::parts::epilogue::Epilogue;
 use crate::parts::modifier::TilePosition;
-use crate::parts::nonfinite::{Redo, Rows};
+use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::schedule::{Work, WorkVars};
 use crate::parts::sequences::Counts;
 use crate::parts::softmax::Totals;
@@ -219,7 +219,7 @@ where
             // Rows past the last one repeat the last one.
             let all = params.sequences.q_rows(work.sequence);
             let row = work.row + self.own * 64 + w.first_row();
-            Rows {
+            ThreadRows {
                 queries: [0, 8].map(|below| (row + below).min(all.max(1) - 1)),
                 heads: [work.head; 2],
                 kv_head: params.group.div_rem(work.head)[0],

@@ -19,7 +19,7 @@ use crate::attention::backward::KernelShape;
 use crate::attention::backward::d_q::service::{Flags, Job, Log, Ring, Service, given};
 use crate::attention::backward::d_q::split_tiles::SplitTiles;
 use crate::attention::backward::d_q::zero_fill;
-use crate::attention::backward::finish::{ResultArgs, Results, Rows, SumLayout};
+use crate::attention::backward::finish::{ResultArgs, Results, StepRows, SumLayout};
 use crate::attention::backward::tiles::{TileMap, Work};
 use crate::params::{Lens, Params};
 use fulgurite_ptx::device::Span;
@@ -289,7 +289,7 @@ impl<'k> Round<'k> {
             let of_sequence = part.batch.mul_wide(results.batch_stride);
             let to = results.head::<T>(of_sequence, map.first_head(part.head) + nth);
             let fours: Vec<_> = from.iter().map(|four| four.map(|x| x.get())).collect();
-            results.store(w, Rows { to, step, q_len: results.rows, scale }, item, &fours);
+            results.store(w, StepRows { to, step, q_len: results.rows, scale }, item, &fours);
         });
     }
 

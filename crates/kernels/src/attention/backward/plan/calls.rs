@@ -24,7 +24,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// The tensors of rows that the copy engine moves.
-struct Rows {
+struct CopiedRows {
     q: TensorSpan,
     k: TensorSpan,
     v: TensorSpan,
@@ -318,7 +318,7 @@ impl BackwardPlan {
     }
 
     /// Tensors and tiles of sequences of equal length.
-    fn equal(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (Rows, TileArgs) {
+    fn equal(&self, tensors: &Tensors, [q_len, k_len]: [usize; 2]) -> (CopiedRows, TileArgs) {
         // Keys that no query sees, and queries that see no key, are read as zeros: their values, multiplied by a probability
         // of 0, must not show.
         let spans = self.facts.features.mask.spans();
@@ -331,7 +331,7 @@ impl BackwardPlan {
             true => DeviceTensor { shape: [1, 1, 1, UNIT as u64], ..tensors.k }.tensor(number),
             false => placed.rows(seen.start as u64, seen.len() as u64).tensor(number),
         };
-        let rows = Rows {
+        let rows = CopiedRows {
             q: some(&tensors.q, &seen_queries),
             k: some(&tensors.k, &seen_keys),
             v: some(&tensors.v, &seen_keys),
@@ -352,14 +352,14 @@ impl BackwardPlan {
     }
 
     /// Tensors and tiles of sequences of different lengths.
-    fn unequal(&self, tensors: &Tensors) -> Result<(Rows, TileArgs), NoKernel> {
+    fn unequal(&self, tensors: &Tensors) -> Result<(CopiedRows, TileArgs), NoKernel> {
         let Tensors { q, k, v, d_o, d_k, d_v, .. } = tensors;
         let ragged = |name: &str, placed: &DeviceTensor| {
             placed.or(k).ragged(self.facts.number).ok_or_else(|| NoKernel {
                 feature: format!("`{name}` whose sequences do not begin at whole rows, where lengths differ"),
             })
         };
-        let rows = Rows {
+        let rows = CopiedRows {
             q: ragged("q", q)?,
             k: ragged("k", k)?,
             v: ragged("v", v)?,

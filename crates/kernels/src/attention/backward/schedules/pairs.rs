@@ -42,31 +42,31 @@ struct Queries<'k> {
     /// Index of the warpgroup.
     own: Val<'k, u32>,
     d_q: Acc<'k>,
-    /// Whether the registers hold a d_q that is not yet added.
-    pending: Var<'k, bool>,
+    /// Whether the d_q in the registers is already added.
+    added: Var<'k, bool>,
 }
 
 impl<'k> Queries<'k> {
     fn new(w: &Scope<'k, Group>, main: &Main<'k>, own: u32) -> Self {
         let d_q = w.accumulators(main.config.cols(main.dims[0]));
-        Queries { own: w.constant(own), d_q, pending: w.var(false) }
+        Queries { own: w.constant(own), d_q, added: w.var(true) }
     }
 
     /// Adds the d_q of the step before, if there is one, and moves on to the sums of this step.
     #[track_caller]
     fn add_before(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
-        w.when(self.pending.get(), |w| {
+        w.when(!self.added.get(), |w| {
             self.add(w, walk);
             walk.forward_sums(w);
         });
-        self.pending.set(true);
+        self.added.set(false);
     }
 
     /// Adds the d_q of the last step.
     #[track_caller]
     fn add_last(&self, w: &Scope<'k, Group>, walk: &Walk<'_, 'k>) {
         self.add(w, walk);
-        self.pending.set(false);
+        self.added.set(true);
     }
 
     #[track_caller]
