@@ -273,8 +273,12 @@ def gym_cases(folder, count, seed):
     vsa = importlib.import_module("attn_gym.masks.vsa")
     generator = random.Random(seed)
     pick, draw = generator.choice, torch.Generator().manual_seed(seed)
-    whole = lambda *shape, high: torch.randint(0, high, shape, generator=draw)  # noqa: E731
-    normal = lambda *shape: torch.randn(*shape, generator=draw).requires_grad_()  # noqa: E731
+
+    def whole(*shape, high):
+        return torch.randint(0, high, shape, generator=draw)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw).requires_grad_()
 
     def offsets(length):
         cuts = sorted(generator.sample(range(1, length), 3))

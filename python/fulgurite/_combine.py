@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 
 from ._arrays import is_torch, kind_of, shape_of
-from .flash import refuse
+from ._messages import refuse
 
 Array = Any
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Union
 
 import numpy
 
 from . import _cache
 from ._api import attention
 from ._arrays import is_torch, rows, shape_of
+from ._messages import check_dropout, refuse, renaming
 from .capture import Captured, Tracer
 from .masks import and_masks
 
 if TYPE_CHECKING:
-    from typing_extensions import ParamSpec, Protocol
-
-    P = ParamSpec("P")
+    from typing_extensions import Protocol
 
     class _TwoIntegers(Protocol):
         """An array of two integers."""
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
         def tolist(self) -> Any: ...
 
 
-R = TypeVar("R")
 Array = Any
 # (left, right); None or -1 is unbounded.
 Window = Union[Sequence[Union[int, None]], "_TwoIntegers", None]
@@ -55,52 +52,6 @@ _NAMES = {
 
 # The default of flash-attn: both sides of the window are open.
 _UNBOUNDED = (-1, -1)
-
-
-# A message about q, k or v, and the four axes of a shape in it.
-_IS_ROWS = re.compile("`[qkv]` ")
-_HEADS = re.compile(r"\[([\w ]+), ([\w ]+), ([\w ]+), ([\w ]+)\]")
-
-
-def renaming(names: dict[str, str], heads_first: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turns the argument names in messages into those of the decorated function, whose signature stays.
-
-    `heads_first` also shows the shapes of q, k and v with heads before the sequence.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except ValueError as error:
-                text = str(error)
-                renamed = _HEADS.sub(r"[\1, \3, \2, \4]", text) if heads_first and _IS_ROWS.match(text) else text
-                for own, theirs in names.items():
-                    renamed = renamed.replace(f"`{own}`", f"`{theirs}`")
-                if renamed == text:
-                    raise
-                raise type(error)(renamed) from error.__cause__
-
-        return call
-
-    return decorate
-
-
-def refuse(**arguments):
-    """Raises if one of the arguments differs from its default: `name=(value, default)`."""
-    for name, (value, *defaults) in arguments.items():
-        if not any(value is default or (isinstance(value, (int, float)) and value == default) for default in defaults):
-            shown = "a tensor" if hasattr(value, "shape") else repr(value)
-            raise NotImplementedError(f"`{name}` is {shown}, allowed: {defaults[0]!r}; fulgurite does not have it")
-
-
-def check_dropout(dropout_p):
-    """Rejects dropout, which is not supported."""
-    if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
-        raise ValueError(
-            f"`dropout_p` is {dropout_p!r}, allowed: 0.0; fulgurite has no dropout, a random mask could not be checked"
-        )
 
 
 def _window(window_size):

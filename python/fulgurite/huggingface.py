@@ -16,7 +16,7 @@ from typing import Any
 from ._api import attention
 from ._arrays import rows
 from .capture import TracedMask, Tracer
-from .flash import refuse
+from ._messages import refuse
 from .sdpa import scaled_dot_product_attention
 from .trace import TraceError
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, NamedTuple
 
 from ._api import attention
 from ._arrays import is_torch, kind_of, rows, shape_of
-from .flash import check_dropout, refuse, renaming
+from ._messages import check_dropout, refuse, renaming
 
 Array = Any
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "mask": "attn_mask"}
