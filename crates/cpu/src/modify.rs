@@ -275,8 +275,7 @@ impl Context<'_> {
             self.fill_bits(plan, rest, tile, &mut words.lock().unwrap_or_else(|e| e.into_inner()));
         });
         drop(slots);
-        // Another thread may have been faster, with the same bits.
-        let _ = expressions.bits.set(MaskBits { words, sequences });
+        expressions.bits.get_or_init(|| MaskBits { words, sequences });
     }
 
     fn fill_bits(&self, plan: &Plan<'_>, rest: &Program, tile: &Tile, words: &mut [u64]) {

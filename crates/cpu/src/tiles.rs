@@ -56,7 +56,7 @@ impl<'a> Context<'a> {
         Context { unit: &Vectors, packer: &Vectors, expressions: self.expressions.clone(), ..*self }
     }
 
-    /// A context in which so many query heads share a tile.
+    /// A context in which `pack` query heads share a tile.
     pub fn with_pack(bound: &'a Bound<'a>, kernels: &'static Kernels, pack: usize) -> Self {
         let expressions = Arc::new(Expressions::new(bound.problem(), pack == 1));
         Context { pack, expressions, ..Context::new(bound, kernels) }

@@ -63,10 +63,19 @@ const ONES: [f32; MAX_LANES] = [1.0; MAX_LANES];
 #[derive(Clone, Copy)]
 pub(crate) struct Cells {
     /// The first key and the number of keys, at most [`KEYS`].
-    pub first: i32,
-    pub n: usize,
-    pub s: Plane<*const f32>,
-    pub out: Option<Plane<*mut f32>>,
+    first: i32,
+    n: usize,
+    s: Plane<*const f32>,
+    out: Option<Plane<*mut f32>>,
+}
+
+impl Cells {
+    /// # Safety
+    /// While the value lives, `s` and `out` have `n` keys and the lanes of every evaluator that gets it. `s` is not read by
+    /// a program without scores.
+    pub unsafe fn new(first: i32, n: usize, s: Plane<*const f32>, out: Option<Plane<*mut f32>>) -> Cells {
+        Cells { first, n, s, out }
+    }
 }
 
 /// A program with its values for one tile.
@@ -113,6 +122,11 @@ impl<'a> Evaluator<'a> {
         self.lanes
     }
 
+    /// Whether the program reads scores.
+    pub fn reads_scores(&self) -> bool {
+        self.plan.reads(Var::Score)
+    }
+
     /// Computes the steps that are constant over all keys, for the lanes of another tile.
     pub fn prepare(&mut self, env: &LaneEnv<'_>) {
         let lanes = env.q.len();
@@ -147,7 +161,7 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    /// Evaluates a block. The result goes to `out`, if it is given; [`row`](Self::row) and [`words`](Self::words) read
+    /// Evaluates a block. The result goes to `out`, if it is given; [`words`](Self::words) reads
     /// it otherwise.
     ///
     /// # Safety
@@ -213,7 +227,7 @@ impl<'a> Evaluator<'a> {
     }
 
     /// One row of the result of the last block, in `room` if it must be computed.
-    pub fn row<'x>(&'x self, key: usize, room: &'x mut [u32; MAX_LANES], at: &Cells) -> &'x [u32] {
+    fn row<'x>(&'x self, key: usize, room: &'x mut [u32; MAX_LANES], at: &Cells) -> &'x [u32] {
         self.row_of(self.forms.len() - 1, key, room, at)
     }
 
@@ -262,8 +276,9 @@ impl<'a> Evaluator<'a> {
                 }
             }
             Form::Score => {
+                assert!(key < at.n, "a key of the block");
                 for (lane, o) in room.iter_mut().enumerate() {
-                    // SAFETY: the scores have this key and this lane (contract of `run`).
+                    // SAFETY: `Cells::new` promises that the scores have every lane of its keys.
                     *o = (unsafe { *at.s.data.add(key * at.s.stride + lane) } * self.scale).to_bits();
                 }
             }

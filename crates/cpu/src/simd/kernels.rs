@@ -373,25 +373,30 @@ impl Kernels {
     ) {
         assert!(s.len().min(out.len()) >= extent(n, stride, evaluator.lanes()), "scores too small");
         let out = Plane { data: out.as_mut_ptr(), stride };
-        let at = Cells { first, n, s: Plane { data: s.as_ptr(), stride }, out: Some(out) };
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.evaluate)(evaluator, &at) }
+        unsafe {
+            let at = Cells::new(first, n, Plane { data: s.as_ptr(), stride }, Some(out));
+            (self.evaluate)(evaluator, &at);
+        }
     }
 
     /// Like [`evaluate`](Self::evaluate), in the place of the scores.
     pub fn modify(&self, evaluator: &mut Evaluator<'_>, first: i32, n: usize, (s, stride): (&mut [f32], usize)) {
         assert!(s.len() >= extent(n, stride, evaluator.lanes()), "scores too small");
         let data = s.as_mut_ptr();
-        let at = Cells { first, n, s: Plane { data, stride }, out: Some(Plane { data, stride }) };
         // SAFETY: the machine has the instruction set, and the extents were just checked.
-        unsafe { (self.evaluate)(evaluator, &at) }
+        unsafe {
+            let at = Cells::new(first, n, Plane { data, stride }, Some(Plane { data, stride }));
+            (self.evaluate)(evaluator, &at);
+        }
     }
 
     /// Evaluates a condition that does not read scores, for one key per word: a bit for each lane that sees it.
     pub fn conditions(&self, evaluator: &mut Evaluator<'_>, first: i32, words: &mut [u64]) {
-        let at = Cells { first, n: words.len(), s: Plane { data: std::ptr::null(), stride: 0 }, out: None };
-        // SAFETY: the machine has the instruction set, and a mask does not read scores.
+        assert!(!evaluator.reads_scores(), "a condition of indices");
+        // SAFETY: the machine has the instruction set, and the program does not read scores.
         unsafe {
+            let at = Cells::new(first, words.len(), Plane { data: std::ptr::null(), stride: 0 }, None);
             (self.evaluate)(evaluator, &at);
             (self.words)(evaluator, &at, words);
         }

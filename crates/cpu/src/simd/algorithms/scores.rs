@@ -108,7 +108,7 @@ impl<S: Simd> Operand<S> for Plane<*const f32> {
 /// Applies a pass to `[keys, lanes]` of `a`; `out` may be `a`.
 ///
 /// # Safety
-/// As for [`Simd`]; all operands have so many keys and lanes, the latter in whole vectors.
+/// As for [`Simd`]; all operands have this number of keys and lanes, and the lanes are whole vectors.
 #[inline(always)]
 pub(crate) unsafe fn pass<S: Simd>(
     out: Plane<*mut f32>,
