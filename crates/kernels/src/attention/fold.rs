@@ -1,10 +1,11 @@
 //! Folds: how the scores of a tile's key blocks become numerators.
 
 use crate::parts::softmax::{Scores, Softmax, Totals};
-use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, Scope, Word};
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Word};
 
-/// Turns the scores of successive key blocks into numerators p, which the kernel multiplies by v.
-pub(crate) trait Fold<'k, T: Half>
+/// Turns the scores of successive key blocks into numerators p, which the kernel multiplies by v. Scores are accumulators
+/// of any tensor unit ([`RowView`]).
+pub(crate) trait Fold<'k, T: Half, A = Acc<'k>>
 where
     Pair<T>: Word,
 {
@@ -15,19 +16,19 @@ where
     fn forget(&self);
 
     /// Sees the scores of a block without computing p.
-    fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>);
+    fn see(&self, w: &Scope<'k, Group>, s: &A);
 
     /// Computes p of a tile's first block.
-    fn first(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>);
+    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>);
 
     /// Computes p of a later block. Products into `o` may still run: the fold waits for them and rescales `o`.
-    fn next(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, scores: &mut dyn Scores<'k>);
+    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>);
 
     /// Maximum and sum of each row, after the last block.
-    fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k>;
+    fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k>;
 }
 
-impl<'k, T: Half> Fold<'k, T> for Softmax<'k>
+impl<'k, T: Half, A: RowView<'k>> Fold<'k, T, A> for Softmax<'k, A>
 where
     Pair<T>: Word,
 {
@@ -39,19 +40,19 @@ where
         Softmax::forget(self);
     }
 
-    fn see(&self, w: &Scope<'k, Group>, s: &Acc<'k>) {
+    fn see(&self, w: &Scope<'k, Group>, s: &A) {
         Softmax::see(self, w, s);
     }
 
-    fn first(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>) {
+    fn first(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>) {
         Softmax::first(self, w, s, p);
     }
 
-    fn next(&self, w: &Scope<'k, Group>, s: &Acc<'k>, p: &Fragment<'k, T>, o: &Acc<'k>, scores: &mut dyn Scores<'k>) {
+    fn next(&self, w: &Scope<'k, Group>, s: &A, p: &Fragment<'k, T>, o: &A, scores: &mut dyn Scores<'k>) {
         Softmax::next(self, w, s, p, o, scores);
     }
 
-    fn totals(&self, w: &Scope<'k, Group>, o: &Acc<'k>) -> Totals<'k> {
+    fn totals(&self, w: &Scope<'k, Group>, o: &A) -> Totals<'k> {
         Softmax::totals(self, w, o)
     }
 }

@@ -149,11 +149,11 @@ where
 
     /// Ends the CTA's splits of a tile. If they are all of the tile, writes the results; otherwise writes partial results,
     /// which the tile's last CTA merges.
-    pub fn finish(
+    pub fn finish<A: RowView<'k>>(
         &self,
         w: &Scope<'k, Group>,
         slot: &Slot<'k>,
-        o: &Acc<'k>,
+        o: &A,
         totals: Totals<'k>,
         barrier: &GroupBarrier,
         last: Shared<'k, u32>,
@@ -229,17 +229,17 @@ where
     }
 
     /// Writes o and LSE of a tile whose splits are all in registers.
-    fn write(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
+    fn write<A: RowView<'k>>(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &A, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
-        for i in 0..Acc::ROWS {
-            let row = Acc::first_row(w) + Acc::row_offset(i);
+        for i in 0..A::ROWS {
+            let row = A::first_row(w) + A::row_offset(i);
             w.when(row.lt(slot.rows), |w| {
                 let place = self.place(slot, row);
-                let result = self.end(w, &place, [totals.max[i], totals.sum[i]], Acc::is_first_of_row(w));
-                let to = place.o.at(Acc::first_col(w) / 2);
-                for j in 0..self.dv / Acc::PERIOD {
-                    let [a, b] = pair(&elements, i, j).map(&result);
-                    to.store(w, j * (Acc::PERIOD / 2), a.pair_with::<T>(b));
+                let result = self.end(w, &place, [totals.max[i], totals.sum[i]], A::is_first_of_row(w));
+                let to = place.o.at(A::first_col(w) / 2);
+                for j in 0..self.dv / A::PERIOD {
+                    let [a, b] = pair::<A>(&elements, i, j).map(&result);
+                    to.store(w, j * (A::PERIOD / 2), a.pair_with::<T>(b));
                 }
             });
         }
@@ -251,20 +251,20 @@ where
     }
 
     /// Writes a split's partial result to the workspace.
-    fn leave(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &Acc<'k>, totals: &Totals<'k>) {
+    fn leave<A: RowView<'k>>(&self, w: &Scope<'k, Group>, slot: &Slot<'k>, o: &A, totals: &Totals<'k>) {
         let elements: Vec<Val<'k, f32>> = o.elements().collect();
         let first = self.first_row(slot, slot.ours[0]);
-        for i in 0..Acc::ROWS {
-            let row = Acc::first_row(w) + Acc::row_offset(i);
+        for i in 0..A::ROWS {
+            let row = A::first_row(w) + A::row_offset(i);
             w.when(row.lt(slot.rows), |w| {
                 let row = first + row.to_u64();
-                w.when(Acc::is_first_of_row(w), |w| {
+                w.when(A::is_first_of_row(w), |w| {
                     let sums = [totals.max[i], totals.sum[i]];
                     self.sums.at_wide(row.mul_wide_64(2)).store_some(w, 0, sums);
                 });
-                let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(Acc::first_col(w));
-                for j in 0..self.dv / Acc::PERIOD {
-                    to.store_some(w, j * Acc::PERIOD, pair(&elements, i, j));
+                let to = self.partial.at_wide(row.mul_wide_64(u64::from(self.dv))).at(A::first_col(w));
+                for j in 0..self.dv / A::PERIOD {
+                    to.store_some(w, j * A::PERIOD, pair::<A>(&elements, i, j));
                 }
             });
         }
@@ -342,37 +342,37 @@ impl<'k> Weights<'k> {
 }
 
 /// The merged splits of a tile in registers.
-pub struct Merged<'k> {
-    pub o: Acc<'k>,
+pub struct Merged<'k, A = Acc<'k>> {
+    pub o: A,
     max: Vec<Var<'k, f32>>,
     sum: Vec<Var<'k, f32>>,
 }
 
-impl<'k> Merged<'k> {
-    /// Accumulators for rows of `dv` elements.
-    pub fn new(w: &Scope<'k, Group>, dv: u32) -> Self {
-        let rows = || (0..Acc::ROWS).map(|_| w.var(0.0f32)).collect();
-        Merged { o: w.accumulators(dv), max: rows(), sum: rows() }
+impl<'k, A: RowView<'k>> Merged<'k, A> {
+    /// Merged splits in the accumulators `o`.
+    pub fn new(w: &Scope<'k, Group>, o: A) -> Self {
+        let rows = || (0..A::ROWS).map(|_| w.var(0.0f32)).collect();
+        Merged { max: rows(), sum: rows(), o }
     }
 
     /// Prepares for the first split of a tile.
     pub fn clear(&self) {
         self.max.iter().for_each(|max| max.set(f32::MIN));
         self.sum.iter().for_each(|sum| sum.set(0.0));
-        (0..self.o.elements().count()).for_each(|i| self.o.set(i, 0.0));
+        self.o.elements().enumerate().for_each(|(i, x)| self.o.set(i, x.literal(0.0)));
     }
 
     /// Merges the next split.
-    pub fn add(&self, o: &Acc<'k>, totals: Totals<'k>) {
+    pub fn add(&self, o: &A, totals: Totals<'k>) {
         let weights = |i: usize| {
             let weights = Weights::of(&self.max[i], totals.max[i]);
             weights.add(&self.sum[i], totals.sum[i]);
             weights
         };
-        let weights: Vec<Weights<'k>> = (0..Acc::ROWS).map(weights).collect();
+        let weights: Vec<Weights<'k>> = (0..A::ROWS).map(weights).collect();
         let pairs: Vec<_> = self.o.elements().zip(o.elements()).collect();
         for (i, (sum, x)) in pairs.into_iter().enumerate() {
-            let weights = &weights[Acc::row_of(i)];
+            let weights = &weights[A::row_of(i)];
             self.o.set(i, x.mul_add(weights.new, sum * weights.old));
         }
     }
@@ -385,6 +385,6 @@ impl<'k> Merged<'k> {
 }
 
 /// The two neighbouring elements of the thread's `row`-th row in the `j`-th period of columns.
-fn pair<'k>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
-    [0, 1].map(|at| elements[Acc::index(row, j as usize, at)])
+fn pair<'k, A: RowView<'k>>(elements: &[Val<'k, f32>], row: usize, j: u32) -> [Val<'k, f32>; 2] {
+    [0, 1].map(|at| elements[A::index(row, j as usize, at)])
 }

@@ -265,7 +265,7 @@ where
         };
         let core = Compute::new(w, &kernel.rings, source, &setup);
         let barrier = w.group_barrier();
-        let merged = params.schedule.whole.map(|_| Merged::new(w, dv));
+        let merged = params.schedule.whole.map(|_| Merged::new(w, w.accumulators(dv)));
         ComputeRole { kernel, core, barrier, merged }
     }
 
@@ -328,7 +328,7 @@ where
         let Counts { q_len, k_len, first_key } = schedule.sequences.counts(item.sequence)?;
         let (batch, heads) = (item.slot.batch, own.map(|row| row.head));
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, TilePosition { batch, heads, rows: queries, q_len, k_len });
+        self.core.modify.set(w, &TilePosition { batch, heads: heads.to_vec(), rows: queries.to_vec(), q_len, k_len });
         Some(first_key)
     }
 

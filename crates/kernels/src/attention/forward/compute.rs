@@ -199,9 +199,9 @@ where
         if let Some(offset) = self.cursor.key_offset {
             offset.set(first_key);
         }
-        let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below);
+        let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec();
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, TilePosition { batch: work.batch, heads: [work.head; 2], rows, q_len, k_len });
+        self.core.modify.set(w, &TilePosition { batch: work.batch, heads: vec![work.head; 2], rows, q_len, k_len });
     }
 
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.

@@ -22,7 +22,7 @@ pub(crate) struct Evaluation<'a, 'k> {
     pub(crate) running: &'a Running<'k>,
     pub(crate) parameters: &'a Parameters<'k>,
     /// Position of the tile; `None` if kept values replace it.
-    pub(crate) place: Option<TilePosition<'k>>,
+    pub(crate) place: Option<&'a TilePosition<'k>>,
     /// Index of the key (or query) in the thread's first column.
     pub(crate) key: Option<Val<'k, i32>>,
     /// State of the fast paths, some of which are wrong for large arguments; `None` if only exact paths are allowed.
@@ -156,7 +156,7 @@ impl<'k> Evaluation<'_, 'k> {
         if self.place.is_none()
             && let Some(kept) = running.kept.get(&i)
         {
-            return self.remember(i, at, Form::Plain, |_| kept[at.row].get());
+            return self.remember(i, at, Form::Plain, |_| kept[at.row.min(kept.len() - 1)].get());
         }
         self.remember(i, at, Form::Plain, |this| {
             match running.analysed.slopes[i] {
@@ -489,12 +489,11 @@ fn int_binary<'k>(op: Binary, x: Val<'k, i32>, y: Val<'k, i32>) -> Word<'k> {
 
 impl<'k> Running<'k> {
     /// Computes the values that are constant over a tile.
-    pub(super) fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: TilePosition<'k>) {
+    pub(super) fn set(&self, w: &Scope<'k, Group>, parameters: &Parameters<'k>, place: &TilePosition<'k>) {
         let (place, known) = (Some(place), HashMap::new());
         let mut evaluation = Evaluation { w, running: self, parameters, place, key: None, quick: None, known };
         for (&i, vars) in self.analysed.kept.iter().map(|i| (i, &self.kept[i])) {
-            let rows = if self.analysed.reads[i].row { 2 } else { 1 };
-            for (row, var) in vars.iter().enumerate().take(rows) {
+            for (row, var) in vars.iter().enumerate() {
                 let value = evaluation.step(i, At { row, col: 0, score: None });
                 var.set(value);
             }

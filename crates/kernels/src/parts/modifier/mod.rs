@@ -361,12 +361,12 @@ struct Aux<'k> {
 }
 
 /// Position of a tile.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct TilePosition<'k> {
     pub batch: Val<'k, u32>,
-    /// Heads of the thread's two rows; `rows`: their queries in the sequence, or keys if rows are keys.
-    pub heads: [Val<'k, u32>; 2],
-    pub rows: [Val<'k, i32>; 2],
+    /// Heads of the thread's rows; `rows`: their queries in the sequence, or keys if rows are keys.
+    pub heads: Vec<Val<'k, u32>>,
+    pub rows: Vec<Val<'k, i32>>,
     pub q_len: Val<'k, i32>,
     pub k_len: Val<'k, i32>,
 }
@@ -410,9 +410,8 @@ impl AuxArgs {
 /// A program in a role. Values that are constant over a tile stay in registers.
 struct Running<'k> {
     analysed: Analysed,
-    /// For each kept step, its value in the thread's two rows; both share a register if the value does not depend on
-    /// the row.
-    kept: HashMap<usize, [Kept<'k>; 2]>,
+    /// For each kept step, its value in each of the thread's rows, or one value if it does not depend on the row.
+    kept: HashMap<usize, Vec<Kept<'k>>>,
 }
 
 #[derive(Clone, Copy)]
@@ -448,14 +447,14 @@ impl<'k> Kept<'k> {
 }
 
 impl<'k> Running<'k> {
-    fn new(w: &Scope<'k, Group>, program: &Program, fold: bool, modifiers: &Modifiers) -> Self {
+    /// A program for threads that hold elements of `rows` rows.
+    fn new(w: &Scope<'k, Group>, program: &Program, fold: bool, modifiers: &Modifiers, rows: usize) -> Self {
         let analysed = Analysed::new(program, fold, modifiers);
-        let two = |&i: &usize| {
-            let ty = analysed.program.types()[i];
-            let first = Kept::new(w, ty);
-            (i, [first, if analysed.reads[i].row { Kept::new(w, ty) } else { first }])
+        let values = |&i: &usize| {
+            let count = if analysed.reads[i].row { rows } else { 1 };
+            (i, (0..count).map(|_| Kept::new(w, analysed.program.types()[i])).collect())
         };
-        let kept = analysed.kept.iter().map(two).collect();
+        let kept = analysed.kept.iter().map(values).collect();
         Running { analysed, kept }
     }
 }

@@ -5,11 +5,12 @@ use crate::parts::modifier::evaluate::{At, Evaluation, Line, Quick, TANH, TANH_B
 use crate::parts::modifier::{Modifiers, Parameters, Running, TilePosition, Word};
 use crate::parts::softmax::Scores;
 use fulgurite_core::expr::{Program, Step, Unary};
-use fulgurite_ptx::{Group, RowView, Scope, Val, Var};
+use fulgurite_ptx::{Acc, Group, RowView, Scope, Val, Var};
 use std::collections::HashMap;
+use std::marker::PhantomData;
 
 /// The modifiers of a problem in the compute role.
-pub struct Modify<'a, 'k> {
+pub struct Modify<'a, 'k, A = Acc<'k>> {
     parameters: &'a Parameters<'k>,
     score: Option<Running<'k>>,
     mask: Option<Running<'k>>,
@@ -20,10 +21,25 @@ pub struct Modify<'a, 'k> {
     tanh: Tanh,
     /// Coefficients and bound of the tanh polynomial for unscaled scores, if the score program contains a tanh.
     polynomial: Option<([Var<'k, f32>; 4], Var<'k, f32>)>,
+    view: PhantomData<A>,
 }
 
 impl<'a, 'k> Modify<'a, 'k> {
+    /// Modifiers for the accumulators of `wgmma`.
     pub fn new(
+        w: &Scope<'k, Group>,
+        modifiers: &Modifiers,
+        parameters: &'a Parameters<'k>,
+        scale: Val<'k, f32>,
+        tanh: Tanh,
+    ) -> Self {
+        Modify::of_view(w, modifiers, parameters, scale, tanh)
+    }
+}
+
+impl<'a, 'k, A: RowView<'k>> Modify<'a, 'k, A> {
+    /// Modifiers for the accumulators of any tensor unit.
+    pub fn of_view(
         w: &Scope<'k, Group>,
         modifiers: &Modifiers,
         parameters: &'a Parameters<'k>,
@@ -32,8 +48,8 @@ impl<'a, 'k> Modify<'a, 'k> {
     ) -> Self {
         // Constant factors are folded into the scale, unless the backward pass needs the derivative.
         let fold = !modifiers.transposed;
-        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers));
-        let running = |program: &Program| Running::new(w, program, false, modifiers);
+        let score = modifiers.score.as_ref().map(|program| Running::new(w, program, fold, modifiers, A::ROWS));
+        let running = |program: &Program| Running::new(w, program, false, modifiers, A::ROWS);
         let (mask, block_kind) = (modifiers.mask.as_ref().map(running), modifiers.block_kind.as_ref().map(running));
         let bends = |step: &Step| matches!(step, Step::Unary(Unary::Tanh, _));
         let bent = modifiers.score.as_ref().filter(|program| program.steps().iter().any(bends));
@@ -47,11 +63,11 @@ impl<'a, 'k> Modify<'a, 'k> {
             });
             (coefficients, w.var(scale.recip() * TANH_BOUND))
         });
-        Modify { parameters, score, mask, block_kind, scale, tanh, polynomial }
+        Modify { parameters, score, mask, block_kind, scale, tanh, polynomial, view: PhantomData }
     }
 
     /// Computes the values that are constant over a tile.
-    pub fn set(&self, w: &Scope<'k, Group>, place: TilePosition<'k>) {
+    pub fn set(&self, w: &Scope<'k, Group>, place: &TilePosition<'k>) {
         self.score
             .iter()
             .chain(&self.mask)
@@ -71,13 +87,13 @@ impl<'a, 'k> Modify<'a, 'k> {
         (cuts, cols): (Val<'k, bool>, u32),
         settle: &'b dyn Fn(&Scope<'k, Group>),
     ) -> Unsettled<'b, 'k> {
-        let mut changer = Changer::new(self, w, key + w.first_col().to_i32());
+        let mut changer = Changer::new(self, w, key + A::first_col(w).to_i32());
         if let Some(score) = &mut changer.score {
             let of_raw = self.polynomial.map(|(coefficients, bound)| (coefficients.map(|c| c.get()), bound.get()));
             score.quick = Some(Quick { tanh: self.tanh, of_raw, largest: [None; 2], turns: None, cols });
         }
         let (factor, both) = (self.scale, self.scale * log2);
-        Unsettled { changer, factor, full, log2, both, cuts, settle, lines: [None; 2] }
+        Unsettled { changer, factor, full, log2, both, cuts, settle, lines: vec![None; A::ROWS] }
     }
 
     /// One score of the thread's `row`-th row, modified as [`apply`](Self::apply) does, for a key of the sequence.
@@ -104,13 +120,7 @@ impl<'a, 'k> Modify<'a, 'k> {
 
     /// Modifies the scores of a tile that starts at `key` of the sequence and lies in a block of this kind. The mask is
     /// evaluated in partial blocks only.
-    pub fn apply_in_block<A: RowView<'k>>(
-        &self,
-        w: &Scope<'k, Group>,
-        s: &A,
-        key: Val<'k, i32>,
-        BlockKind(kind): BlockKind<'k>,
-    ) {
+    pub fn apply_in_block(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, BlockKind(kind): BlockKind<'k>) {
         let key = key + A::first_col(w).to_i32();
         let at = |i: usize, x| At { row: A::row_of(i), col: A::col_of(i), score: Some([x, self.scale]) };
         let mut changer = Changer { mask: None, ..Changer::new(self, w, key) };
@@ -127,7 +137,7 @@ impl<'a, 'k> Modify<'a, 'k> {
 
     /// Modifies the scores of the block that starts at `key` of the sequence. The mask is ignored in a block that is
     /// known to be `full`.
-    pub fn apply<A: RowView<'k>>(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
+    pub fn apply(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, full: Option<Val<'k, bool>>) {
         if self.score.is_none() && self.mask.is_none() {
             return;
         }
@@ -163,11 +173,11 @@ impl<'a, 'k> Function<'a, 'k> {
         parameters: &'a Parameters<'k>,
         scale: Val<'k, f32>,
     ) -> Self {
-        Function { parameters, running: Running::new(w, program, false, modifiers), scale }
+        Function { parameters, running: Running::new(w, program, false, modifiers, Acc::ROWS), scale }
     }
 
     /// Computes the values that are constant over a tile.
-    pub fn set(&self, w: &Scope<'k, Group>, place: TilePosition<'k>) {
+    pub fn set(&self, w: &Scope<'k, Group>, place: &TilePosition<'k>) {
         self.running.set(w, self.parameters, place);
     }
 
@@ -206,7 +216,7 @@ struct Changer<'a, 'k> {
 }
 
 impl<'a, 'k> Changer<'a, 'k> {
-    fn new(modify: &'a Modify<'_, 'k>, w: &'a Scope<'k, Group>, key: Val<'k, i32>) -> Self {
+    fn new<A>(modify: &'a Modify<'_, 'k, A>, w: &'a Scope<'k, Group>, key: Val<'k, i32>) -> Self {
         let evaluation = |running| Evaluation {
             w,
             running,
@@ -250,7 +260,7 @@ pub struct Unsettled<'a, 'k> {
     cuts: Val<'k, bool>,
     settle: &'a dyn Fn(&Scope<'k, Group>),
     /// For each row, the term added to its scaled scores (in powers of two, including the shift), if that is linear.
-    lines: [Option<Option<Line<'k>>>; 2],
+    lines: Vec<Option<Option<Line<'k>>>>,
 }
 
 impl<'k> Unsettled<'_, 'k> {

@@ -140,7 +140,8 @@ impl<'k> ModifierRole<'_, 'k> {
             (None, None) => unreachable!("bug in fulgurite: equal sequences have a length"),
         };
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        let place = TilePosition { batch: work.batch, heads: [head; 2], rows: [first, first + 8], q_len, k_len };
+        let place =
+            &TilePosition { batch: work.batch, heads: vec![head; 2], rows: vec![first, first + 8], q_len, k_len };
         self.modify.set(w, place);
         let aux = self.aux.iter().flat_map(|(at, derivative)| at.iter().chain(derivative));
         self.derivative.iter().chain(aux).for_each(|function| function.set(w, place));
