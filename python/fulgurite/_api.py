@@ -101,7 +101,7 @@ def attention(
         else:
             # Include types: 1 == True and 2.0 == 2, but not every argument accepts both.
             kinds = (type(causal), type(threads), type(window) is tuple and tuple(map(type, window)))
-            tuned = _describe.backward_tuning
+            tuned = (_describe.backward_tuning, _describe.sync_tuning)
             key = (causal, window, scale, softcap, exp, rescale, tau, engine, threads, deterministic, kinds, tuned)
         try:
             prepared = _dispatch._known.get(key)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 # For measurements: changes of the configuration that gradients have on a GPU, as "head_splits=4 pairs=8".
 backward_tuning = ""
+# For measurements: the tile configuration of forward by mma.sync on a GPU, as "blocks=2 cols=64".
+sync_tuning = ""
 
 _CAUSAL = {"bottom-right": "causal bottom-right;", "top-left": "causal top-left;"}
 
@@ -46,6 +48,8 @@ def options(causal, window, scale, softcap, exp, rescale, tau, engine, threads, 
         text += "order fixed;"
     if backward_tuning:
         text += f"backward {backward_tuning};"
+    if sync_tuning:
+        text += f"sync_tuning {sync_tuning};"
     return text
 
 

@@ -10,7 +10,7 @@ use fulgurite::gpu::{
     self, Backward, BackwardOptions, DeviceSpan, Forward, ForwardOptions, Gpu, Options, ProfileSource, Stream,
     TensorOperator,
 };
-use fulgurite::{BlockLists, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
+use fulgurite::{BlockLists, Choice, DType, Error, Inputs, Problem, Saved, TensorView, TensorViewMut};
 use fulgurite_core::tensor::MAX_RANK;
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -183,8 +183,17 @@ pub fn forward(call: &Call<'_, '_>, o: &Array, lse: Option<&Array>) -> PyResult<
         return on_stream(&session, object, call.number(), |stream| session.run_call(&checked, stream));
     }
     let (number, sinks) = (call.number(), call.sinks()?);
-    let options =
-        ForwardOptions { sinks, rescale: description.rescale, config: description.tuning, lse: lse.is_some() };
+    let options = ForwardOptions {
+        sinks,
+        rescale: description.rescale,
+        config: description.tuning,
+        sync_config: description.sync_tuning,
+        lse: lse.is_some(),
+        unit: match description.choice {
+            Choice::CudaUnit(unit) => Some(unit),
+            _ => None,
+        },
+    };
     let (session, prepared) = object.py().detach(|| -> PyResult<_> {
         let session = session(number)?;
         let prepared = session.prepare::<Forward>(problem, &options).map_err(refuse)?;

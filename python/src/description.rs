@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! causal bottom-right | top-left      window LEFT RIGHT (- is unbounded)     scale X      softcap X
-//! tuning groups=N cols=N ... (of a GPU kernel: for measurements)
+//! tuning groups=N cols=N ...   sync_tuning blocks=N cols=N ...   (of a GPU kernel: for measurements)
 //! backward head_splits=N pairs=N ... (changes of the configuration that gradients have on a GPU: for measurements)
 //! exp NAME   engine NAME   threads N   rescale NAME   order fixed            blocks ROWS COLS
 //! longest Q K (upper bounds of the lengths of packed sequences, - is unknown: a GPU cannot read its offsets)
@@ -16,7 +16,7 @@
 use crate::array::{Array, wrong};
 use crate::expression;
 use crate::recent::RecentCalls;
-use fulgurite::gpu::{BackwardConfig, DECODE_ROWS, ForwardConfig, Order, ProfileSource};
+use fulgurite::gpu::{BackwardConfig, DECODE_ROWS, ForwardConfig, Order, ProfileSource, SyncConfig};
 use fulgurite::{
     BlockLists, BlockSpec, Choice, Engine, Exp, Expr, GradientOutputs, Mask, Problem, Rescale, Settings, TensorViewMut,
 };
@@ -103,6 +103,7 @@ pub struct Description {
     pub choice: Choice,
     pub rescale: Option<Rescale>,
     pub tuning: Option<ForwardConfig>,
+    pub sync_tuning: Option<SyncConfig>,
     /// Changes of the configuration of gradients on a GPU, as text that was read once.
     pub backward: Option<String>,
     /// In which order a GPU adds up gradients.
@@ -138,7 +139,7 @@ impl Description {
         let (mut mask, mut score, mut scale, mut softcap) = (Mask::none(), None, None, None);
         let (mut exp, mut blocks, mut roles, mut longest) = (None, None, Vec::new(), [None; 2]);
         let (mut choice, mut settings, mut rescale, mut tuning) = (Choice::Best, Settings::default(), None, None);
-        let mut backward = None;
+        let (mut backward, mut sync_tuning) = (None, None);
         let say = |e: &dyn Display| e.to_string();
         for entry in text.split(';').filter(|entry| !entry.is_empty()) {
             let (key, rest) = entry.split_once(' ').unwrap_or((entry, ""));
@@ -168,6 +169,7 @@ impl Description {
                 }
                 ("order", ["fixed"]) => settings = settings.order(Order::Fixed),
                 ("tuning", _) => tuning = Some(rest.parse::<ForwardConfig>().map_err(|e| say(&e))?),
+                ("sync_tuning", _) => sync_tuning = Some(rest.parse::<SyncConfig>().map_err(|e| say(&e))?),
                 ("backward", _) => {
                     rest.parse::<BackwardConfig>().map_err(|e| say(&e))?;
                     backward = Some(rest.to_string());
@@ -200,6 +202,7 @@ impl Description {
             choice,
             rescale,
             tuning,
+            sync_tuning,
             backward,
             order: settings.order,
             longest,

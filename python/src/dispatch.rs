@@ -47,9 +47,12 @@ impl<'a> Call<'a> {
         let pairs = description.roles.iter().zip(extras);
         let extras = pairs.map(|(role, object)| Array::read(role.name(), object)).collect::<PyResult<Vec<_>>>()?;
         one_place(("q", &q), [("k", &k), ("v", &v)].into_iter().chain(names(description).zip(&extras)))?;
-        if q.gpu().is_some() && !matches!(description.choice, Choice::Best | Choice::Cuda) {
+        let reaches = matches!(description.choice, Choice::Best | Choice::Cuda | Choice::CudaUnit(_));
+        if q.gpu().is_some() && !reaches {
             let (place, choice) = (q.place(), description.choice);
-            return Err(wrong(format!("`engine` is {choice}, which does not reach {place}, allowed: best, cuda")));
+            return Err(wrong(format!(
+                "`engine` is {choice}, which does not reach {place}, allowed: best, cuda, cuda:wgmma, cuda:mma.sync"
+            )));
         }
         let problem = description.problem([&q, &k, &v], &extras)?;
         let blocks = match q.place() {

@@ -62,8 +62,9 @@ impl<'a> Cell<'a> {
         let problem = Problem::builder().dense(batch, self.length, self.length).heads(heads, heads);
         let problem = problem.head_dim(self.dim).dtype(DType::Bf16).mask(mask).build()?;
         let plan = ForwardPlan::new(&problem, None)?;
-        let whole = format!("{} {}", plan.config(), config.replace(',', " "));
-        let rescale = plan.config().rescale;
+        let usual = plan.config().ok_or("a plan for wgmma")?;
+        let whole = format!("{usual} {}", config.replace(',', " "));
+        let rescale = usual.rescale;
         let config = ForwardConfig { rescale, ..whole.parse()? };
         let plan = plan.with_config(|_| config);
         let module = self.gpu.load(Arc::new(plan.kernel(self.gpu.target())?))?;

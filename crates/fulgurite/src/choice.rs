@@ -4,6 +4,7 @@ use crate::profile::ProfileSource;
 use fulgurite_core::{Rescale, RescaleError};
 use fulgurite_cpu::Isa;
 use fulgurite_kernels::attention::backward::Order;
+use fulgurite_ptx::{Arch, TensorUnit};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
@@ -11,9 +12,12 @@ use thiserror::Error;
 /// The engine to use.
 ///
 /// ```
+/// use fulgurite::gpu::{Arch, TensorUnit};
 /// use fulgurite::{Choice, Isa};
 /// assert_eq!("best".parse(), Ok(Choice::Best));
 /// assert_eq!("cpu:avx2".parse(), Ok(Choice::CpuIsa(Isa::Avx2)));
+/// assert_eq!("cuda:mma.sync".parse(), Ok(Choice::CudaUnit(TensorUnit::MmaSync)));
+/// assert_eq!("sim:sm_80".parse(), Ok(Choice::SimArch(Arch::SM_80)));
 /// assert_eq!(Choice::Oracle.to_string(), "oracle");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -28,8 +32,13 @@ pub enum Choice {
     CpuIsa(Isa),
     /// The first NVIDIA GPU. Host tensors are copied there and back, so it is used only on request.
     Cuda,
+    /// The first NVIDIA GPU, with this instruction for the products of forward attention; [`Cuda`](Self::Cuda) uses the
+    /// GPU's fastest one.
+    CudaUnit(TensorUnit),
     /// The GPU kernels on a simulator that checks every access. Slow, so it is used only on request.
     Sim,
+    /// The GPU kernels of an architecture on the simulator; [`Sim`](Self::Sim) simulates an H200.
+    SimArch(Arch),
     /// The f64 definition: exact and slow. Used only on request.
     Oracle,
 }
@@ -40,7 +49,8 @@ pub enum Choice {
 pub enum ChoiceError {
     /// An unknown name.
     #[error(
-        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, sim, oracle"
+        "`engine` is {got:?}, allowed: best, cpu, cpu:amx, cpu:avx512, cpu:avx512bf16, cpu:avx2, cpu:neon, cpu:portable, cuda, cuda:wgmma, cuda:mma.sync, sim, sim:ARCH with one of {archs}, oracle",
+        archs = Arch::names()
     )]
     Name {
         /// The text given.
@@ -74,9 +84,14 @@ impl FromStr for Choice {
             "best" => Some(Choice::Best),
             "cpu" => Some(Choice::Cpu),
             "cuda" => Some(Choice::Cuda),
+            "cuda:wgmma" => Some(Choice::CudaUnit(TensorUnit::Wgmma)),
+            "cuda:mma.sync" => Some(Choice::CudaUnit(TensorUnit::MmaSync)),
             "sim" => Some(Choice::Sim),
             "oracle" => Some(Choice::Oracle),
-            _ => text.strip_prefix("cpu:").and_then(isa),
+            _ => match text.strip_prefix("sim:") {
+                Some(name) => Arch::named(name).map(Choice::SimArch),
+                None => text.strip_prefix("cpu:").and_then(isa),
+            },
         }
         .ok_or_else(|| ChoiceError::Name { got: text.to_string() })
     }
@@ -89,7 +104,9 @@ impl fmt::Display for Choice {
             Choice::Cpu => f.write_str("cpu"),
             Choice::CpuIsa(isa) => write!(f, "cpu:{}", isa.name()),
             Choice::Cuda => f.write_str("cuda"),
+            Choice::CudaUnit(unit) => write!(f, "cuda:{unit}"),
             Choice::Sim => f.write_str("sim"),
+            Choice::SimArch(arch) => write!(f, "sim:{arch}"),
             Choice::Oracle => f.write_str("oracle"),
         }
     }

@@ -73,7 +73,7 @@ pub fn explain(builder: &ProblemBuilder, sizes: [usize; 3], tables: &Tables) -> 
             ),
         ),
         None => {
-            let config = plan.config();
+            let config = plan.config().expect("bug in fulgurite: a plan for wgmma has its configuration");
             let from = origin(config, table, longest, ForwardPlan::keys_seen(&problem));
             (
                 [plan.tile_rows(), config.cols],

@@ -18,7 +18,9 @@ pub use fulgurite_cuda::{Cuda, Losses, Options, default_cache_dir};
 pub use crate::device::{CheckedCall, DeviceSpan, Prepared, Session};
 pub use fulgurite_kernels::attention::backward::{Adds, BackwardConfig, Order, Pack, Share};
 pub use fulgurite_kernels::attention::decode::ROWS as DECODE_ROWS;
-pub use fulgurite_kernels::attention::forward::plan::{ConfigError, ConfigRow, ConfigTable, ForwardConfig, TileConfig};
+pub use fulgurite_kernels::attention::forward::plan::{
+    ConfigError, ConfigRow, ConfigTable, ForwardConfig, SyncConfig, TileConfig,
+};
 pub use fulgurite_kernels::gemm::plan::{Gemm, GemmError, Matrix};
 pub use fulgurite_kernels::gemm::{GemmConfig, Layouts};
 pub use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Operator, Product, Tables};
@@ -30,7 +32,7 @@ pub use fulgurite_kernels::tensor_type::{TensorRefusal, TensorType};
 pub use fulgurite_ptx::assemble::{
     AssembleError, Assembler, Fault, Hints, Message, MovedWait, Report, RustLine, Severity,
 };
-pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target};
+pub use fulgurite_ptx::{Arch, BuildError, Kernel, Major, Number, Target, TensorUnit};
 // Explanations, profiles and the search for better tile configurations.
 pub use crate::explained::{Explained, explain, explain_backward};
 pub use crate::profile::{Measured, Pass, Profile, ProfileError, ProfileSource, Tried};

@@ -11,7 +11,8 @@ use fulgurite_core::{GradientOutputs, Inputs, Outputs, Problem, Saved};
 use fulgurite_cpu::Isa;
 use fulgurite_cuda::{Cuda, Options};
 use fulgurite_ptx::device::Device;
-use fulgurite_sim::Sim;
+use fulgurite_ptx::{Target, TensorUnit};
+use fulgurite_sim::{Options as SimOptions, Sim};
 use std::sync::Arc;
 
 /// Makes an engine with default settings.
@@ -37,17 +38,31 @@ pub fn engine_with(choice: Choice, settings: &Settings) -> Result<Box<dyn Engine
         Choice::Best => Box::new(Best::new(settings)?),
         Choice::Cpu => Box::new(Cpu::new(None, settings)?),
         Choice::CpuIsa(isa) => Box::new(Cpu::new(Some(isa), settings)?),
-        Choice::Cuda => {
-            let cuda = Cuda::open(0, Options::default())?;
-            let tables = settings.profile.tables(&cuda.name())?;
-            Box::new(OnDevice::new(Arc::new(cuda), settings.rescale, tables).in_order(settings.order))
-        }
-        Choice::Sim => {
-            let sim = Arc::new(Sim::default());
-            Box::new(OnDevice::new(sim, settings.rescale, Tables::default()).in_order(settings.order))
+        Choice::Cuda => cuda(settings, None)?,
+        Choice::CudaUnit(unit) => cuda(settings, Some(unit))?,
+        Choice::Sim => on_device(Sim::default(), Tables::default(), settings, None),
+        Choice::SimArch(arch) => {
+            on_device(Sim::on(Target::new(arch), SimOptions::default()), Tables::default(), settings, None)
         }
         Choice::Oracle => Box::new(Oracle),
     })
+}
+
+/// The first GPU.
+fn cuda(settings: &Settings, unit: Option<TensorUnit>) -> Result<Box<dyn Engine>, Error> {
+    let cuda = Cuda::open(0, Options::default())?;
+    let tables = settings.profile.tables(&cuda.name())?;
+    Ok(on_device(cuda, tables, settings, unit))
+}
+
+fn on_device<D: Device + 'static>(
+    device: D,
+    tables: Tables,
+    settings: &Settings,
+    unit: Option<TensorUnit>,
+) -> Box<dyn Engine> {
+    let engine = OnDevice::new(Arc::new(device), settings.rescale, tables);
+    Box::new(engine.in_order(settings.order).with_unit(unit))
 }
 
 /// Every engine that this machine can run, fastest first; the oracle is last. The simulator runs everywhere but is not
@@ -92,17 +107,17 @@ fn unit(choice: Choice, problem: &Problem) -> String {
 fn explain_with(problem: &Problem, choice: Choice, settings: &Settings) -> String {
     let asked = match choice {
         Choice::Cpu => Isa::available().first().copied().map(Choice::CpuIsa),
-        Choice::CpuIsa(_) | Choice::Cuda | Choice::Sim | Choice::Oracle => Some(choice),
         Choice::Best => None,
+        other => Some(other),
     };
     let mut lines = Vec::new();
     if let Some(Err(e)) = asked.map(|asked| engine_with(asked, settings).map(|_| ())) {
         lines.push(format!("{choice}: cannot run, {e}"));
     }
     let mut runs = false;
-    // The simulator is a candidate only if it was requested.
-    let simulated = asked.filter(|asked| *asked == Choice::Sim);
-    for candidate in simulated.into_iter().chain(engines()) {
+    // The simulator, and a GPU with another instruction than its fastest, are candidates only if they were requested.
+    let named = asked.filter(|asked| matches!(asked, Choice::Sim | Choice::SimArch(_) | Choice::CudaUnit(_)));
+    for candidate in named.into_iter().chain(engines()) {
         let refusal = match engine_with(candidate, settings) {
             Ok(engine) => engine.supports(problem).err().map(|e| e.to_string()),
             Err(e) => Some(e.to_string()),

@@ -210,7 +210,8 @@ impl Raced for ForwardConfig {
     }
 
     fn usual(problem: &Problem) -> Result<ForwardConfig, NoKernel> {
-        ForwardPlan::new(problem, None).map(|plan| plan.config())
+        ForwardPlan::new(problem, None)
+            .map(|plan| plan.config().expect("bug in fulgurite: a plan for wgmma has its configuration"))
     }
 
     fn lead_in(_: &Race<ForwardConfig>, _: &Problem) -> Result<(), TuneError> {

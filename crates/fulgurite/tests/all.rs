@@ -2,6 +2,7 @@
 
 mod common;
 mod decode;
+mod explain;
 mod modified;
 mod repack;
 mod session;

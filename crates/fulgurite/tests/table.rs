@@ -1,5 +1,6 @@
 //! The table of cases through the simulated GPU, forward and backward: every feature, judged by the tolerance rule.
 
+use fulgurite::gpu::Arch;
 use fulgurite::{Choice, DType, Engine, Error, Run, engine};
 use fulgurite_core::cases::{self, Case};
 use fulgurite_core::compare::{check_backward, check_forward};
@@ -36,13 +37,21 @@ fn judge_gradients(sim: &dyn Engine, case: &Case) -> Verdict {
 
 /// Judges all cases, one thread a core; the number that the engine did not refuse, and what is wrong with them.
 fn run(cases: &[Case], judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync) -> (usize, Vec<String>) {
+    run_on(Choice::Sim, cases, judge)
+}
+
+fn run_on(
+    choice: Choice,
+    cases: &[Case],
+    judge: impl Fn(&dyn Engine, &Case) -> Verdict + Sync,
+) -> (usize, Vec<String>) {
     let judged = Mutex::new((0, Vec::new()));
     let next = AtomicUsize::new(0);
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let sim = engine(Choice::Sim).unwrap();
+                let sim = engine(choice).unwrap();
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if let Some(wrong) = judge(sim.as_ref(), case) {
                         let mut all = judged.lock().unwrap();
@@ -78,6 +87,18 @@ fn outputs_of_the_table_are_right() {
     let (ran, wrong) = run(&table, judge_forward);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(ran, table.len());
+}
+
+/// Cases that `mma.sync` refuses: head dimensions above 256, and the table exponential.
+const REFUSED_BY_MMA_SYNC: usize = 3;
+
+/// The kernels of every GPU since Ampere.
+#[test]
+fn outputs_of_the_table_are_right_by_mma_sync() {
+    let table = table_without(cases::NOT_ON_GPU);
+    let (ran, wrong) = run_on(Choice::SimArch(Arch::SM_80), &table, judge_forward);
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(ran, table.len() - REFUSED_BY_MMA_SYNC);
 }
 
 /// Cases that backward refuses: head dimensions above 256, and the table exponential.

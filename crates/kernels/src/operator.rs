@@ -14,7 +14,7 @@
 use crate::attention::backward::plan::{BackwardPlan, Kernels as BackwardKernels, Tensors as BackwardTensors};
 use crate::attention::backward::{BackwardConfig, Order};
 use crate::attention::forward::plan::{
-    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, Tensors as ForwardTensors,
+    ConfigTable, Copies, Copying, ForwardConfig, ForwardPlan, NoKernel, Ready, SyncConfig, Tensors as ForwardTensors,
 };
 use crate::gemm::plan::{Gemm, GemmError, KernelError, Matrix};
 use crate::tensor_type::TensorRefusal;
@@ -116,11 +116,26 @@ pub struct Memory {
     pub copies: Option<(Copying, Span)>,
 }
 
-/// Attention kernels multiply by `wgmma`.
-fn check_target(target: Target) -> Result<(), NoKernel> {
+/// Gradients multiply by `wgmma`.
+fn check_wgmma(target: Target) -> Result<(), NoKernel> {
     match target.arch.tensor {
         TensorUnit::Wgmma => Ok(()),
-        _ => Err(NoKernel { feature: format!("kernels for sm_{} (it has them for sm_90)", target.sm()) }),
+        _ => Err(NoKernel { feature: format!("gradients for sm_{} (it has them for sm_90)", target.sm()) }),
+    }
+}
+
+/// The unit that multiplies matrices in forward attention: the fastest one of the target for which there are kernels,
+/// unless the caller asks for another one.
+fn forward_unit(target: Target, asked: Option<TensorUnit>) -> Result<TensorUnit, NoKernel> {
+    let own = match target.arch.tensor {
+        TensorUnit::Wgmma => TensorUnit::Wgmma,
+        // Tensor cores of every GPU since Ampere multiply by `mma.sync`, too.
+        TensorUnit::MmaSync | TensorUnit::Tcgen05 => TensorUnit::MmaSync,
+    };
+    match asked.unwrap_or(own) {
+        TensorUnit::MmaSync => Ok(TensorUnit::MmaSync),
+        unit if unit == own => Ok(unit),
+        unit => Err(NoKernel { feature: format!("{unit} on {} (it has {own})", target.name()) }),
     }
 }
 
@@ -135,16 +150,20 @@ pub struct ForwardOptions {
     pub sinks: Option<DType>,
     /// Rescale policy; `None` means the fastest one.
     pub rescale: Option<Rescale>,
-    /// Tile configuration; `None` means the one from the tables.
+    /// Tile configuration of the `wgmma` kernel; `None` means the one from the tables.
     pub config: Option<ForwardConfig>,
+    /// Tile configuration of the `mma.sync` kernel; `None` means the one from the tables.
+    pub sync_config: Option<SyncConfig>,
     /// Whether the caller reads the LSE. The kernel always writes it. With `false`, it may sum the rounded p, which makes
     /// the LSE less accurate.
     pub lse: bool,
+    /// The unit that multiplies matrices; `None` means the fastest one of the GPU for which there are kernels.
+    pub unit: Option<TensorUnit>,
 }
 
 impl Default for ForwardOptions {
     fn default() -> Self {
-        ForwardOptions { sinks: None, rescale: None, config: None, lse: true }
+        ForwardOptions { sinks: None, rescale: None, config: None, sync_config: None, lse: true, unit: None }
     }
 }
 
@@ -159,18 +178,26 @@ impl Operator for Forward {
         target: Target,
         tables: &Tables,
     ) -> Result<ForwardPlan, Refusal> {
-        let ForwardOptions { sinks, rescale, config, lse } = *options;
-        let mut plan = ForwardPlan::by_table(problem, rescale, &tables.forward)?;
+        let ForwardOptions { sinks, rescale, config, sync_config, lse, unit } = *options;
+        let mut plan = match forward_unit(target, unit)? {
+            TensorUnit::MmaSync => ForwardPlan::mma_sync(problem, rescale, &ConfigTable::default())?,
+            _ => ForwardPlan::by_table(problem, rescale, &tables.forward)?,
+        };
         if !lse {
             plan = plan.without_lse();
         }
         if let Some(config) = config {
+            if plan.config().is_none() {
+                return Err(NoKernel { feature: "a tile configuration of wgmma for mma.sync".into() }.into());
+            }
             plan = plan.with_config(|usual| ForwardConfig { rescale: usual.rescale, ..config });
+        }
+        if let Some(config) = sync_config {
+            plan = plan.with_sync_config(|usual| SyncConfig { rescale: usual.rescale, ..config });
         }
         if problem.has_sinks() {
             plan = plan.with_sinks(sinks.unwrap_or(DType::F32));
         }
-        check_target(target)?;
         Ok(plan)
     }
 }
@@ -278,7 +305,7 @@ impl Operator for Backward {
         target: Target,
         tables: &Tables,
     ) -> Result<BackwardPlan, Refusal> {
-        check_target(target)?;
+        check_wgmma(target)?;
         let pass = (options.d_lse, options.order);
         let plan = BackwardPlan::by_table(problem, pass, &tables.backward, target.arch)?;
         let Some(config) = options.config else { return Ok(plan) };

@@ -14,7 +14,7 @@ use crate::add::VECTOR_ADD;
 use crate::attention::backward::BackwardConfig;
 use crate::attention::decode::DecodeConfig;
 use crate::attention::forward::config::ForwardConfig;
-use crate::attention::forward::plan::ForwardPlan;
+use crate::attention::forward::plan::{ConfigTable, ForwardPlan};
 use crate::attention::{backward, decode, forward};
 use crate::gemm;
 use crate::gemm::{GemmConfig, Layouts};
@@ -146,7 +146,7 @@ macro_rules! entry {
 /// Every kernel, in the order in which they are listed.
 pub fn all() -> &'static [Entry] {
     static JOINED: OnceLock<Vec<Entry>> = OnceLock::new();
-    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES].concat())
+    JOINED.get_or_init(|| [ALL, FEATURES, DECODE_FEATURES, MMA_SYNC].concat())
 }
 
 /// Operand layouts in the letters of BLAS, for row-major matrices: `t` means transposed.
@@ -194,9 +194,9 @@ fn of_backward(head_dim: u32, mask: Mask) -> backward::Features {
 }
 
 /// Forward attention in bf16 with a feature, planned for a call of 2 x 8192 tokens.
-fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) -> Result<Kernel, BuildError> {
+fn featured(target: Target, head_dim: usize, feature: &str, variant: Variant) -> Result<Kernel, BuildError> {
     let (batch, len, heads) = (2, 8192, 16);
-    let q_len = if queries == Queries::Decode { 4 } else { len };
+    let q_len = if variant == Variant::Decode { 4 } else { len };
     let offsets = |len: usize| [0, len / 2, 2 * len].map(|at| at as i32);
     let base = Problem::builder().heads(heads, heads / 4).head_dim(head_dim).dtype(DType::Bf16);
     let problem = match feature {
@@ -212,21 +212,27 @@ fn featured(target: Target, head_dim: usize, feature: &str, queries: Queries) ->
             let problem = problem.mask(Mask::documents());
             ids.into_iter().fold(problem, |p, (name, len)| p.aux(name, DType::I32, &[batch, len]))
         }
+        "causal" => problem.mask(Mask::causal()),
         "sinks" => problem.sinks().mask(Mask::window(1024, 0)),
         "blocks" => problem.block_mask(BlockSpec::default()).mask(Mask::causal()),
         _ => problem,
     };
     let problem = problem.build().unwrap_or_else(|e| panic!("bug in fulgurite: {feature}: {e}"));
-    let plan = ForwardPlan::new(&problem, None).unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
+    let plan = match variant {
+        Variant::Wgmma | Variant::Decode => ForwardPlan::new(&problem, None),
+        Variant::MmaSync => ForwardPlan::mma_sync(&problem, None, &ConfigTable::default()),
+    };
+    let plan = plan.unwrap_or_else(|e| panic!("bug in fulgurite: no {e}"));
     let plan = if problem.has_sinks() { plan.with_sinks(DType::F32) } else { plan };
     plan.kernel(target)
 }
 
-/// Whether the forward or the decode kernel is built.
+/// The kernel of forward attention that is built.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Queries {
-    Many,
+enum Variant {
+    Wgmma,
     Decode,
+    MmaSync,
 }
 
 /// Entries of features at three head dimensions.
@@ -242,7 +248,15 @@ macro_rules! features {
         Entry {
             name: concat!("attention-bf16-d", $dim, "-", $feature),
             summary: concat!("forward attention, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Queries::Many),
+            build: |target| featured(target, $dim, $feature, Variant::Wgmma),
+            example: None,
+        }
+    };
+    (@sync $dim:literal, $feature:literal, $summary:literal) => {
+        Entry {
+            name: concat!("attention-sync-bf16-d", $dim, "-", $feature),
+            summary: concat!("forward attention by mma.sync, bf16, head_dim ", $dim, ", ", $summary),
+            build: |target| featured(target, $dim, $feature, Variant::MmaSync),
             example: None,
         }
     };
@@ -250,7 +264,7 @@ macro_rules! features {
         Entry {
             name: concat!("attention-decode-bf16-d", $dim, "-", $feature),
             summary: concat!("decode attention, bf16, head_dim ", $dim, ", ", $summary),
-            build: |target| featured(target, $dim, $feature, Queries::Decode),
+            build: |target| featured(target, $dim, $feature, Variant::Decode),
             example: None,
         }
     };
@@ -275,6 +289,38 @@ const DECODE_FEATURES: &[Entry] = &[
     features!(@decode 128, "sinks", "window and sinks"),
     features!(@decode 128, "packed", "packed sequences under a causal mask"),
     features!(@decode 256, "packed", "packed sequences under a causal mask"),
+];
+/// Forward attention on every GPU since Ampere.
+const MMA_SYNC: &[Entry] = &[
+    features!(@sync 64, "full", "no mask"),
+    features!(@sync 64, "causal", "causal mask"),
+    features!(@sync 96, "full", "no mask"),
+    features!(@sync 96, "causal", "causal mask"),
+    features!(@sync 128, "full", "no mask"),
+    features!(@sync 128, "causal", "causal mask"),
+    features!(@sync 256, "full", "no mask"),
+    features!(@sync 256, "causal", "causal mask"),
+    features!(@sync 64, "softcap", "softcap"),
+    features!(@sync 64, "alibi", "causal mask and ALiBi"),
+    features!(@sync 64, "bias", "a bias for each head"),
+    features!(@sync 64, "documents", "document mask"),
+    features!(@sync 64, "sinks", "window and sinks"),
+    features!(@sync 64, "packed", "packed sequences under a causal mask"),
+    features!(@sync 64, "blocks", "block mask over a causal one"),
+    features!(@sync 128, "softcap", "softcap"),
+    features!(@sync 128, "alibi", "causal mask and ALiBi"),
+    features!(@sync 128, "bias", "a bias for each head"),
+    features!(@sync 128, "documents", "document mask"),
+    features!(@sync 128, "sinks", "window and sinks"),
+    features!(@sync 128, "packed", "packed sequences under a causal mask"),
+    features!(@sync 128, "blocks", "block mask over a causal one"),
+    features!(@sync 256, "softcap", "softcap"),
+    features!(@sync 256, "alibi", "causal mask and ALiBi"),
+    features!(@sync 256, "bias", "a bias for each head"),
+    features!(@sync 256, "documents", "document mask"),
+    features!(@sync 256, "sinks", "window and sinks"),
+    features!(@sync 256, "packed", "packed sequences under a causal mask"),
+    features!(@sync 256, "blocks", "block mask over a causal one"),
 ];
 
 const ALL: &[Entry] = &[

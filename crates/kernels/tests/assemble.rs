@@ -369,7 +369,7 @@ fn rows_added_by_products_assemble() {
     for problem in problems {
         let problem = problem.build().unwrap();
         let plan = ForwardPlan::new(&problem, None).unwrap().without_lse();
-        assert_eq!(plan.config().added, Added::ByColumn);
+        assert_eq!(plan.config().map(|config| config.added), Some(Added::ByColumn));
         let report = assembler.assemble(&plan.kernel(Target::HOPPER).unwrap()).unwrap();
         assert!(report.verdict().is_ok(), "{:?}, {:?}: {:?}", problem.layout(), problem.mask(), report.verdict());
     }

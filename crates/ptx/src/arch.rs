@@ -13,6 +13,16 @@ pub enum TensorUnit {
     Tcgen05,
 }
 
+impl fmt::Display for TensorUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TensorUnit::MmaSync => "mma.sync",
+            TensorUnit::Wgmma => "wgmma",
+            TensorUnit::Tcgen05 => "tcgen05",
+        })
+    }
+}
+
 /// A GPU architecture: its name in PTX, its limits, and the hardware features that decide which kernel is used.
 ///
 /// [`Arch::ALL`] holds the architectures that kernels are built for. A GPU that is not among them gets the limits of the

@@ -8,7 +8,7 @@ use crate::inst::{Arg, Base, Class, Inst, Reg};
 use crate::product::{Major, Number, Swizzle};
 use crate::row_view::RowView;
 use crate::table::{convert, memory, tensor};
-use crate::tile::{Operand, Tile};
+use crate::tile::{Fragment, Operand, Tile};
 use std::marker::PhantomData;
 
 /// Rows of A, or columns of B, that one `ldmatrix` loads.
@@ -177,8 +177,15 @@ enum Side {
 /// An operand as `ldmatrix` loads it: 16 rows (of A) or columns (of B) and 32 bytes of the summed dimension at a time.
 struct Blocks<'k> {
     operand: Operand<'k>,
-    /// The lane's address for the first step of each block.
-    first: Vec<Val<'k, u32>>,
+    /// The lane's address for the first step of the first block, if blocks and steps lie at constant distances from it.
+    /// Otherwise, its address for the first step of each block.
+    lane: LaneAddress<'k>,
+}
+
+enum LaneAddress<'k> {
+    /// The address for each 32 bytes of a line of the swizzle, and the number of the first block.
+    Lines(Vec<Val<'k, u32>>, u32),
+    Blocks(Vec<Val<'k, u32>>),
 }
 
 impl<'k> Blocks<'k> {
@@ -198,28 +205,42 @@ impl<'k> Blocks<'k> {
         let row = if operand.major() == Major::Inner { row + first } else { row };
         let linear = row.mul_add(line, unit * 16);
         let base = operand.tile().address() + (linear ^ ((linear >> 3) & shape.swizzle.mask()));
+        let number = match operand.major() {
+            Major::Inner => Some(0),
+            Major::Outer => first.known().map(|first| first / BLOCK),
+        };
         // A closure would record this file as the source of its instructions, not the caller's line.
-        let mut blocks = Vec::new();
-        for i in 0..count {
-            blocks.push(match operand.major() {
-                Major::Inner => base + i * BLOCK * line,
-                Major::Outer => {
-                    let at = first / BLOCK + i;
-                    (at / units).mul_add(shape.chunk_bytes(), base ^ ((at % units) * 32))
-                }
-            });
+        let mut addresses = Vec::new();
+        if let Some(number) = number {
+            // The bits that select 32 bytes of a line do not carry, so they can be flipped before constants are added.
+            for line in 0..units {
+                addresses.push(if line == 0 { base } else { base ^ (line * 32) });
+            }
+            return Blocks { operand, lane: LaneAddress::Lines(addresses, number) };
         }
-        Blocks { operand, first: blocks }
+        for i in 0..count {
+            let at = first / BLOCK + i;
+            addresses.push((at / units).mul_add(shape.chunk_bytes(), base ^ ((at % units) * 32)));
+        }
+        Blocks { operand, lane: LaneAddress::Blocks(addresses) }
     }
 
     /// Loads a block at a step of the summed dimension.
     #[track_caller]
-    fn load(&self, k: &'k Builder, block: usize, step: u32) -> [Reg; 4] {
+    fn load(&self, k: &'k Builder, block: u32, step: u32) -> [Reg; 4] {
         let shape = self.operand.tile().shape();
         let (line, units) = (shape.swizzle.line(), shape.swizzle.line() / 32);
-        let (address, offset, way) = match self.operand.major() {
-            Major::Inner => (self.first[block] ^ (step % units * 32), step / units * shape.chunk_bytes(), ""),
-            Major::Outer => (self.first[block], step * shape.number.depth() * line, ".trans"),
+        let down = step * shape.number.depth() * line;
+        let (address, offset, way) = match (self.operand.major(), &self.lane) {
+            (Major::Inner, LaneAddress::Lines(lines, _)) => {
+                let offset = step / units * shape.chunk_bytes() + block * BLOCK * line;
+                (lines[(step % units) as usize], offset, "")
+            }
+            (Major::Outer, LaneAddress::Lines(lines, first)) => {
+                let at = first + block;
+                (lines[(at % units) as usize], at / units * shape.chunk_bytes() + down, ".trans")
+            }
+            (_, LaneAddress::Blocks(blocks)) => (blocks[block as usize], down, ".trans"),
         };
         let regs: [Reg; 4] = std::array::from_fn(|_| k.register(Class::B32));
         let place = Arg::Address(Base::Reg(address.in_register()), offset as i32);
@@ -242,6 +263,26 @@ fn row(a: Number, b: Number) -> Option<(&'static Inst, Vec<&'static str>)> {
     }
 }
 
+/// Multiplies the row blocks of A by the `columns`-th 16 columns of B, for one step of the summed dimension.
+#[track_caller]
+fn multiply_blocks<const M: usize, N: AccNumber>(
+    k: &Builder,
+    acc: &WarpAcc<'_, M, N>,
+    (lefts, both): (&[[Reg; 4]], &[Reg; 4]),
+    columns: u32,
+    (inst, words): (&'static Inst, &[&'static str]),
+) {
+    for half in 0..2 {
+        for (block, a) in lefts.iter().enumerate() {
+            let d = acc.block(2 * columns + half, block);
+            let b = &both[2 * half as usize..2 * half as usize + 2];
+            let lists = [d, a, b, d].map(|regs| Arg::List(regs.into()));
+            let args: Vec<Arg> = lists.into_iter().chain(words.iter().map(|w| Arg::Word(w))).collect();
+            k.emit(inst, args);
+        }
+    }
+}
+
 impl<'k, W: WholeWarps> Scope<'k, W> {
     /// Allocates accumulators of 16 `M` rows and `cols` columns per warp: f32, or i32 for products of bytes.
     #[track_caller]
@@ -253,6 +294,57 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         }
         let regs = (0..M * cols as usize / 2).map(|_| self.k.register(N::CLASS)).collect();
         WarpAcc { k: self.k, regs, cols, number: PhantomData }
+    }
+
+    /// Allocates a left operand with the rows of [`WarpAcc`]s of `M` blocks.
+    #[track_caller]
+    pub fn warp_fragment<const M: usize, T: Half>(&self, cols: u32) -> Fragment<'k, T>
+    where
+        Pair<T>: Word,
+    {
+        if !cols.is_multiple_of(BLOCK) {
+            self.k.refuse(format!("a fragment of {cols} columns, allowed: multiples of {BLOCK}"));
+        }
+        Fragment::new(self.k, M * cols as usize / 4, cols)
+    }
+
+    /// Computes acc += a b in each warp: a fragment of 16 `M` rows, and the accumulators' columns of `b` starting at
+    /// `b_first`, a multiple of 16.
+    #[track_caller]
+    pub fn multiply_warp_fragment<const M: usize, T: Half>(
+        &self,
+        acc: &WarpAcc<'k, M>,
+        a: &Fragment<'k, T>,
+        (b, b_first): (Operand<'k>, Val<'k, u32>),
+    ) where
+        Pair<T>: Word,
+    {
+        let (k, shape) = (self.k, b.tile().shape());
+        let fits = (a.cols(), shape.number) == (b.inner(), T::NUMBER) && b.outer() >= acc.cols;
+        if !fits || a.regs().len() != M * a.cols() as usize / 4 || shape.swizzle == Swizzle::None {
+            k.refuse(format!(
+                "a product of {}x{} {} in registers and {}x{} {shape:?} into {} columns, allowed: equal inner sizes and types, as many columns, swizzled tiles",
+                BLOCK * M as u32,
+                a.cols(),
+                T::NAME,
+                b.inner(),
+                b.outer(),
+                acc.cols
+            ));
+            return;
+        }
+        let right = Blocks::new(self, b, b_first, acc.cols / BLOCK, Side::B);
+        for step in 0..a.cols() / BLOCK {
+            // Four pairs of each block: two rows of the step's first eight columns, then of its last eight.
+            let pair = |columns: u32, block: usize, row: usize| a.regs()[2 * (columns as usize * M + block) + row];
+            let lefts: Vec<[Reg; 4]> = (0..M)
+                .map(|block| [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(half, row)| pair(2 * step + half, block, row)))
+                .collect();
+            for columns in 0..acc.cols / BLOCK {
+                let both = right.load(k, columns, step);
+                multiply_blocks(k, acc, (&lefts, &both), columns, (&tensor::MMA_HALF, &[T::NUMBER.name()]));
+            }
+        }
     }
 
     /// Computes acc += a b in each warp: 16 `M` rows of `a` starting at `a_first`, and the accumulators' columns of `b`
@@ -302,19 +394,11 @@ impl<'k, W: WholeWarps> Scope<'k, W> {
         for step in 0..inner / numbers[0].depth() {
             let mut lefts = Vec::new();
             for block in 0..M {
-                lefts.push(left.load(k, block, step));
+                lefts.push(left.load(k, block as u32, step));
             }
             for columns in 0..acc.cols / BLOCK {
-                let both = right.load(k, columns as usize, step);
-                for half in 0..2 {
-                    for (block, a) in lefts.iter().enumerate() {
-                        let d = acc.block(2 * columns + half, block);
-                        let b = &both[2 * half as usize..2 * half as usize + 2];
-                        let lists = [d, a, b, d].map(|regs| Arg::List(regs.into()));
-                        let args: Vec<Arg> = lists.into_iter().chain(words.iter().map(|w| Arg::Word(w))).collect();
-                        k.emit(inst, args);
-                    }
-                }
+                let both = right.load(k, columns, step);
+                multiply_blocks(k, acc, (&lefts, &both), columns, (inst, &words));
             }
         }
     }

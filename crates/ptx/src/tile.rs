@@ -173,13 +173,40 @@ impl<'k> Tile<'k> {
     /// Writes the `unit`-th 16 bytes of a row, given as four words.
     #[track_caller]
     pub fn write_unit<W: Who>(self, w: &Scope<'k, W>, row: Val<'k, u32>, unit: Val<'k, u32>, words: [Val<'k, u32>; 4]) {
-        let (swizzle, units) = (self.shape.swizzle, self.shape.swizzle.line() / 16);
-        let linear = row.mul_add(swizzle.line(), (unit % units) * 16);
-        let spread = linear ^ ((linear >> 3) & swizzle.mask());
-        let address = (unit / units).mul_add(self.shape.chunk_bytes(), self.address + spread).in_register();
+        let address = self.unit_at(row, unit);
         let words = w.k.placed(Location::caller(), || words.map(|word| word.in_register()));
         let place = Arg::Address(Base::Reg(address), 0);
         w.k.emit(&memory::ST_SHARED_32, [place, Arg::List(words.into()), Arg::Word(".v4")]);
+    }
+
+    /// Reads the `unit`-th 16 bytes of a row as four words.
+    #[track_caller]
+    pub fn read_unit<W: Who>(self, w: &Scope<'k, W>, row: Val<'k, u32>, unit: Val<'k, u32>) -> [Val<'k, u32>; 4] {
+        let words: [Reg; 4] = std::array::from_fn(|_| w.k.register(Class::B32));
+        let place = Arg::Address(Base::Reg(self.unit_at(row, unit)), 0);
+        w.k.emit(&memory::LD_SHARED_32, [Arg::List(words.into()), place, Arg::Word(".v4")]);
+        words.map(|word| Val::reg(w.k, word))
+    }
+
+    /// Address of the `unit`-th 16 bytes of a row.
+    #[track_caller]
+    fn unit_at(self, row: Val<'k, u32>, unit: Val<'k, u32>) -> Reg {
+        let (swizzle, units) = (self.shape.swizzle, self.shape.swizzle.line() / 16);
+        let linear = row.mul_add(swizzle.line(), (unit % units) * 16);
+        let spread = linear ^ ((linear >> 3) & swizzle.mask());
+        (unit / units).mul_add(self.shape.chunk_bytes(), self.address + spread).in_register()
+    }
+
+    /// A tile of another shape in the same memory, for data whose lifetimes do not overlap.
+    #[track_caller]
+    pub fn overlay(self, shape: TileShape) -> Tile<'k> {
+        if shape.bytes() > self.shape.bytes() || shape.swizzle.period() > self.shape.swizzle.period() {
+            let (new, own) = (shape, self.shape);
+            self.address
+                .k
+                .refuse(format!("{new:?} over {own:?}, allowed: at most as many bytes and as wide a swizzle"));
+        }
+        Tile::at(shape, self.address)
     }
 
     /// Address of a chunk of columns.
@@ -324,8 +351,8 @@ impl<'k> Acc<'k> {
     }
 }
 
-/// 64 rows and `cols` columns of 16-bit floats in the registers of a warpgroup, in the layout of a product's left
-/// operand. Accumulators have the same layout.
+/// Rows and `cols` columns of 16-bit floats in registers, in the layout of a product's left operand. Accumulators have the
+/// same layout. A warpgroup holds 64 rows, or 16 for each block of rows of its warps' [`WarpAcc`](crate::WarpAcc).
 pub struct Fragment<'k, T> {
     k: &'k Builder,
     regs: Vec<Reg>,
@@ -337,6 +364,19 @@ impl<'k, T: Half> Fragment<'k, T>
 where
     Pair<T>: Word,
 {
+    /// A fragment of `pairs` registers per thread.
+    pub(crate) fn new(k: &'k Builder, pairs: usize, cols: u32) -> Self {
+        let regs = (0..pairs).map(|_| k.register(Class::B32)).collect();
+        Fragment { k, regs, cols, number: std::marker::PhantomData }
+    }
+    /// The registers of all pairs.
+    pub(crate) fn regs(&self) -> &[Reg] {
+        &self.regs
+    }
+    /// Number of columns.
+    pub(crate) fn cols(&self) -> u32 {
+        self.cols
+    }
     /// Rounds elements `2i` and `2i + 1` of the accumulators' order into the `i`-th pair.
     #[track_caller]
     pub fn set_pair(&self, i: usize, low: Val<'k, f32>, high: Val<'k, f32>) {
@@ -403,12 +443,14 @@ impl<'k> Scope<'k, Group> {
 
     /// Allocates a fragment with 64 rows per warpgroup.
     #[track_caller]
-    pub fn fragment<T: Half>(&self, cols: u32) -> Fragment<'k, T> {
+    pub fn fragment<T: Half>(&self, cols: u32) -> Fragment<'k, T>
+    where
+        Pair<T>: Word,
+    {
         if !cols.is_multiple_of(16) {
             self.k.refuse(format!("a fragment of {cols} columns, allowed: multiples of 16"));
         }
-        let regs = (0..cols / 4).map(|_| self.k.register(Class::B32)).collect();
-        Fragment { k: self.k, regs, cols, number: std::marker::PhantomData }
+        Fragment::new(self.k, cols as usize / 4, cols)
     }
 
     /// The first of the thread's two rows among the 64 of its warpgroup; the other is 8 below.

@@ -14,6 +14,7 @@ use fulgurite_core::{
 };
 use fulgurite_kernels::attention::backward::{BackwardConfig, Order};
 use fulgurite_kernels::operator::{Backward, BackwardOptions, Forward, ForwardOptions, Tables};
+use fulgurite_ptx::TensorUnit;
 use fulgurite_ptx::device::{Buffer, Device, DeviceError, Stream};
 use std::sync::Arc;
 
@@ -24,11 +25,13 @@ pub(crate) struct OnDevice<D: Device + ?Sized> {
     order: Order,
     /// A tile configuration of backward that overrides the tables.
     forced: Option<BackwardConfig>,
+    /// The unit that multiplies matrices in forward.
+    unit: Option<TensorUnit>,
 }
 
 impl<D: Device + ?Sized> OnDevice<D> {
     pub fn new(device: Arc<D>, rescale: Option<Rescale>, tables: Tables) -> Self {
-        OnDevice { session: Session::new(device, tables), rescale, order: Order::Any, forced: None }
+        OnDevice { session: Session::new(device, tables), rescale, order: Order::Any, forced: None, unit: None }
     }
 
     /// This engine, accumulating gradients in the given order.
@@ -41,9 +44,14 @@ impl<D: Device + ?Sized> OnDevice<D> {
         OnDevice { forced: Some(config), ..self }
     }
 
+    /// This engine with the unit that multiplies matrices in forward; `None` means the fastest one.
+    pub fn with_unit(self, unit: Option<TensorUnit>) -> Self {
+        OnDevice { unit, ..self }
+    }
+
     fn forward_options(&self, inputs: &Inputs<'_>) -> ForwardOptions {
         let sinks = inputs.sinks.as_ref().map(TensorView::dtype);
-        ForwardOptions { sinks, rescale: self.rescale, ..ForwardOptions::default() }
+        ForwardOptions { sinks, rescale: self.rescale, unit: self.unit, ..ForwardOptions::default() }
     }
 
     /// Runs a call, waits for it, and times it if requested.
@@ -274,7 +282,7 @@ impl<D: Device + ?Sized> Engine for OnDevice<D> {
     }
 
     fn supports(&self, problem: &Problem) -> Result<(), Unsupported> {
-        let options = ForwardOptions { rescale: self.rescale, ..ForwardOptions::default() };
+        let options = ForwardOptions { rescale: self.rescale, unit: self.unit, ..ForwardOptions::default() };
         match self.session.plan::<Forward>(problem, &options) {
             Ok(_) => Ok(()),
             Err(Error::Unsupported(e)) => Err(e),

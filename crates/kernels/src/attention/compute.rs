@@ -6,14 +6,14 @@
 
 use crate::attention::fold::Fold;
 use crate::attention::forward::features::Features;
+use crate::attention::scoring::{Scoring, ScoringInputs};
 use crate::attention::source::KeySource;
-use crate::parts::mask::{Block, Limits, Spans};
-use crate::parts::modifier::{Modify, Parameters, Tanh};
+use crate::parts::mask::{Block, Spans};
+use crate::parts::modifier::{Parameters, Tanh};
 use crate::parts::row_sums::Added;
-use crate::parts::softmax::{Settled, Softmax, Totals};
+use crate::parts::softmax::{Softmax, Totals};
 use fulgurite_core::Rescale;
 use fulgurite_ptx::{Acc, Fragment, Group, Half, Major, Pair, Pipe, Pointer, Scope, Sum, Tile, Turns, Val, Var, Word};
-use std::f32::consts::LOG2_E;
 
 /// The rings in shared memory between the roles.
 pub(crate) struct Rings<'k> {
@@ -31,7 +31,7 @@ pub(crate) enum Held<'k, V> {
 
 impl<'k, V: Word> Held<'k, V> {
     #[track_caller]
-    fn get(self) -> Val<'k, V> {
+    pub fn get(self) -> Val<'k, V> {
         match self {
             Held::Known(value) => value,
             Held::Carried(var) => var.get(),
@@ -99,21 +99,12 @@ where
 {
     rings: &'a Rings<'k>,
     source: &'a dyn KeySource<'k>,
-    /// Keys per block.
-    cols: u32,
     s: Acc<'k>,
     pub o: Acc<'k>,
     /// Two fragments: one is packed while the product of the other runs.
     pub p: [Fragment<'k, T>; 2],
     pub fold: Box<dyn Fold<'k, T> + 'k>,
-    pub limits: Limits<'k>,
-    pub modify: Modify<'a, 'k>,
-    pub modifies: bool,
-    /// Factor from modified scores to powers of two.
-    pub scale: Val<'k, f32>,
-    /// Whether to modify scores inside the exponential pass. Not for modifiers that load per element: the assembler
-    /// would hoist all loads and spill.
-    pub fuses: bool,
+    pub scoring: Scoring<'a, 'k>,
     /// Index of the warpgroup's tile in a stage of queries, if a stage has several.
     pub q_tile: Option<Val<'k, u32>>,
     /// Index of the warpgroup's tile in a stage of values, if a stage has several.
@@ -134,31 +125,27 @@ where
         setup: &Setup<'a, 'k>,
     ) -> Self {
         let Setup { cols, columns, rescale, added, counters, .. } = *setup;
-        let modifiers = &setup.features.modifiers;
         let s = w.accumulators(cols);
         let o = w.accumulators(columns);
         let p = [w.fragment::<T>(cols), w.fragment::<T>(cols)];
-        // Modified scores already contain the scale.
-        let scale = match modifiers.score {
-            Some(_) => w.constant(LOG2_E * modifiers.factors()[1]),
-            None => setup.scale,
+        let inputs = ScoringInputs {
+            modifiers: &setup.features.modifiers,
+            parameters: setup.parameters,
+            spans: setup.spans,
+            scale: setup.scale,
+            tanh: Tanh::of(T::NUMBER),
         };
-        let softmax = Softmax::new(w, scale, rescale, setup.features.exp, added, counters);
-        let limits = Limits::new(w, setup.spans);
-        let modify = Modify::new(w, modifiers, setup.parameters, setup.scale, Tanh::of(T::NUMBER));
+        let power = inputs.power(w);
+        let softmax = Softmax::new(w, power, rescale, setup.features.exp, added, counters);
+        let scoring = inputs.scoring(w, power);
         Compute {
             rings,
             source,
-            cols,
             s,
             o,
             p,
             fold: Box::new(softmax),
-            limits,
-            modify,
-            modifies: !modifiers.is_empty(),
-            scale,
-            fuses: false,
+            scoring,
             q_tile: None,
             v_tile: None,
             ones: None,
@@ -209,10 +196,7 @@ where
 
     /// Modifies and masks the scores of a block.
     pub fn settle(&self, w: &Scope<'k, Group>, cursor: &Cursor<'k>, block: &Block<'k>) {
-        if self.modifies {
-            self.modify.apply(w, &self.s, cursor.first_key(block), block.is_full());
-        }
-        self.limits.apply(w, &self.s, block);
+        self.scoring.settle(w, &self.s, cursor.first_key(block), block);
     }
 
     /// Computes the scores of the `n`-th block, without overlap.
@@ -247,16 +231,7 @@ where
         self.output(w, old, true);
         w.wait_products(1);
         let block = self.take_block(w, cursor, n.get());
-        if self.fuses {
-            let settle = |w: &Scope<'k, Group>| self.settle(w, cursor, &block);
-            let cut = (self.limits.cuts(&block, self.cols), self.cols);
-            let (key, full) = (cursor.first_key(&block), block.is_full());
-            let mut quick = self.modify.quick(w, key, full, self.scale, cut, &settle);
-            self.fold.next(w, &self.s, new, &self.o, &mut quick);
-        } else {
-            self.settle(w, cursor, &block);
-            self.fold.next(w, &self.s, new, &self.o, &mut Settled(self.scale));
-        }
+        self.scoring.fold(w, &*self.fold, (&self.s, new, &self.o), &|| cursor.first_key(&block), &block);
         self.rings.values.done(w);
     }
 

@@ -5,4 +5,5 @@ pub(crate) mod compute;
 pub mod decode;
 pub(crate) mod fold;
 pub mod forward;
-pub(crate) mod source;
+pub(crate) mod scoring;
+mod source;

@@ -7,7 +7,7 @@ use crate::parts::block_lists::{Lists, Tag};
 use crate::parts::mask::{Block, Lengths, Spans};
 use crate::parts::schedule::{Of, Work};
 use crate::parts::sequences::{QueryTile, Sequences};
-use fulgurite_ptx::{Group, Pipe, Scope, Thread, Val};
+use fulgurite_ptx::{Group, Pipe, Scope, Thread, Val, Who};
 
 /// The queries of a tile.
 pub(crate) struct TileQueries<'k> {
@@ -33,19 +33,29 @@ impl<'k> KeyBlock<'k> {
     pub fn first_key(self, cols: u32) -> Val<'k, u32> {
         self.tag.map_or(self.n * cols, |tag| tag.key())
     }
+
+    /// The block for masks. `all_keys` gives the number of visible keys of the tile's sequence.
+    #[track_caller]
+    pub fn block(self, cols: u32, all_keys: &dyn Fn() -> Val<'k, i32>) -> Block<'k> {
+        let first = self.first_key(cols).to_i32();
+        Block { first, full: self.tag.map(|tag| (tag.full(), all_keys())) }
+    }
 }
 
-/// How the key blocks of a tile are found and loaded.
-pub(crate) trait KeySource<'k> {
+/// How the key blocks of a tile are found, by threads `W`.
+pub(crate) trait KeyBlocks<'k, W: Who> {
     /// First and past-the-last key block of a tile; at least one block.
-    fn blocks(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2];
+    fn blocks(&self, t: &Scope<'k, W>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2];
 
-    /// Whether blocks carry tags through the ring.
+    /// Whether blocks have tags.
     fn tagged(&self) -> bool;
 
     /// The tag of a tile's `n`-th block.
-    fn tag(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>>;
+    fn tag(&self, t: &Scope<'k, W>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>>;
+}
 
+/// Key blocks that the copy engine loads into a ring.
+pub(crate) trait KeySource<'k>: KeyBlocks<'k, Thread> {
     /// Coordinates in k or v of the block that starts at `key`.
     fn coordinates(
         &self,
@@ -75,8 +85,8 @@ pub(crate) struct Interval<'a, 'k> {
     pub cols: u32,
 }
 
-impl<'k> KeySource<'k> for Interval<'_, 'k> {
-    fn blocks(&self, _: &Scope<'k, Thread>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
+impl<'k, W: Who> KeyBlocks<'k, W> for Interval<'_, 'k> {
+    fn blocks(&self, _: &Scope<'k, W>, tile: &Work<'k>, queries: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
         let last = (tile.row + (queries.rows - 1)).min(queries.q_len - 1);
         self.spans.blocks(tile.row.to_i32(), last.to_i32(), self.cols, queries.lengths)
     }
@@ -85,10 +95,12 @@ impl<'k> KeySource<'k> for Interval<'_, 'k> {
         false
     }
 
-    fn tag(&self, _: &Scope<'k, Thread>, _: &Work<'k>, _: Val<'k, u32>) -> Option<Tag<'k>> {
+    fn tag(&self, _: &Scope<'k, W>, _: &Work<'k>, _: Val<'k, u32>) -> Option<Tag<'k>> {
         None
     }
+}
 
+impl<'k> KeySource<'k> for Interval<'_, 'k> {
     fn coordinates(
         &self,
         tile: &dyn QueryTile<'k>,
@@ -100,9 +112,15 @@ impl<'k> KeySource<'k> for Interval<'_, 'k> {
         self.sequences.at(tile, of, column, key, head)
     }
 
-    fn take(&self, w: &Scope<'k, Group>, ring: &Pipe<'k>, n: Val<'k, u32>, _: &dyn Fn() -> Val<'k, i32>) -> Block<'k> {
+    fn take(
+        &self,
+        w: &Scope<'k, Group>,
+        ring: &Pipe<'k>,
+        n: Val<'k, u32>,
+        all_keys: &dyn Fn() -> Val<'k, i32>,
+    ) -> Block<'k> {
         ring.done(w);
-        Block { first: KeyBlock { n, tag: None }.first_key(self.cols).to_i32(), full: None }
+        KeyBlock { n, tag: None }.block(self.cols, all_keys)
     }
 }
 
@@ -114,8 +132,8 @@ pub(crate) struct Listed<'a, 'k> {
     pub cols: u32,
 }
 
-impl<'k> KeySource<'k> for Listed<'_, 'k> {
-    fn blocks(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, _: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
+impl<'k, W: Who> KeyBlocks<'k, W> for Listed<'_, 'k> {
+    fn blocks(&self, t: &Scope<'k, W>, tile: &Work<'k>, _: &TileQueries<'k>) -> [Val<'k, u32>; 2] {
         [tile.row.literal(0), self.lists.count(t, tile)]
     }
 
@@ -123,11 +141,13 @@ impl<'k> KeySource<'k> for Listed<'_, 'k> {
         true
     }
 
-    fn tag(&self, t: &Scope<'k, Thread>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>> {
+    fn tag(&self, t: &Scope<'k, W>, tile: &Work<'k>, n: Val<'k, u32>) -> Option<Tag<'k>> {
         let keys = self.sequences.visible(tile.sequence);
         Some(self.lists.block(t, tile, n, keys.count))
     }
+}
 
+impl<'k> KeySource<'k> for Listed<'_, 'k> {
     fn coordinates(
         &self,
         tile: &dyn QueryTile<'k>,
@@ -148,7 +168,6 @@ impl<'k> KeySource<'k> for Listed<'_, 'k> {
     ) -> Block<'k> {
         let tag = Tag(ring.tag(w));
         ring.done(w);
-        let first = KeyBlock { n, tag: Some(tag) }.first_key(self.cols).to_i32();
-        Block { first, full: Some((tag.full(), all_keys())) }
+        KeyBlock { n, tag: Some(tag) }.block(self.cols, all_keys)
     }
 }

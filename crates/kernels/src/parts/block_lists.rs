@@ -6,7 +6,7 @@
 use crate::params::{Lens, Params};
 use crate::parts::arguments::DeviceBlockLists;
 use crate::parts::schedule::Work;
-use fulgurite_ptx::{Pointer, Scope, Thread, Val, Who};
+use fulgurite_ptx::{Pointer, Scope, Val, Who};
 
 /// Block size of a block mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl<'k> Lists<'k> {
 
     /// Number of the kernel's key blocks that a tile has; at least one.
     #[track_caller]
-    pub fn count(&self, t: &Scope<'k, Thread>, work: &Work<'k>) -> Val<'k, u32> {
+    pub fn count<W: Who>(&self, t: &Scope<'k, W>, work: &Work<'k>) -> Val<'k, u32> {
         let row = self.row(work);
         let [partial, full] = self.counts.map(|counts| counts.load(t, row));
         ((partial + full) * (self.blocks.cols / self.cols)).max(1)

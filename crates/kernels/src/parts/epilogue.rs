@@ -14,18 +14,16 @@ pub struct Epilogue<'a, 'k> {
     pub heads: Val<'k, u32>,
     /// Queries per sequence, in a batch of equal sequences.
     pub q_len: Option<Val<'k, u32>>,
-    /// The sequences of a ragged batch.
-    pub unequal: Option<&'a Unequal<'k>>,
     /// Whether the LSE has the shape `[heads, total]`; otherwise it has `[batch, heads, room]`.
     pub packed: bool,
     pub sinks: Option<Sinks<'k>>,
-    pub barrier: &'a GroupBarrier,
     pub own: Val<'k, u32>,
     /// The warpgroup's first column of O, if several warpgroups share the columns of a row.
     pub first_column: Option<Val<'k, u32>>,
     /// Factor from scores to powers of two.
     pub scale: Val<'k, f32>,
-    pub o: &'a Tensor<'k>,
+    /// The way from a staging buffer to O.
+    pub output: &'a dyn Output<'k>,
     /// Shared-memory buffers of the warpgroup for O, used in rotation. Each holds all rows of `part` columns.
     pub staging: &'a [Tile<'k>],
     /// Columns per staging buffer.
@@ -94,26 +92,63 @@ impl<'k> Epilogue<'_, 'k> {
         }
         for i in 0..o.cols() / self.part {
             let staging = self.staging[i as usize % self.staging.len()];
-            // The copy engine must have read this buffer's previous contents.
-            w.one_thread_of_group(|t| t.wait_stores_read(self.staging.len() as u32 - 1));
-            w.sync_group(self.barrier);
+            self.output.reserve(w, self.staging.len() as u32);
             o.part(i, self.part).write_with::<T>(w, staging, |row, x| {
                 let x = x * factors[row];
                 unused.as_ref().map_or(x, |unused| unused[row].select::<f32>(0.0, x))
             });
-            w.publish_shared();
-            w.sync_group(self.barrier);
-            w.one_thread_of_group(|t| {
-                let col = t.constant(i * self.part);
-                let col = self.first_column.map_or(col, |first| first + col);
-                match self.unequal {
-                    Some(unequal) => {
-                        t.store_tile(self.o, &unequal.slice(work, Of::O).at(col, first, work.head), staging);
-                    }
-                    None => t.store_tile(self.o, &[col, first, work.head, work.batch], staging),
-                }
-                t.commit_stores();
-            });
+            let corner = Corner { row: first, first_column: self.first_column, col: i * self.part };
+            self.output.store(w, work, staging, corner);
         }
+    }
+}
+
+/// Position of a staging buffer's first element in a tile's rows of O.
+#[derive(Clone, Copy)]
+pub struct Corner<'k> {
+    /// Row in the sequence.
+    pub row: Val<'k, u32>,
+    /// The warpgroup's first column of O, if it is not 0.
+    pub first_column: Option<Val<'k, u32>>,
+    /// Column among the warpgroup's.
+    pub col: u32,
+}
+
+/// The way from staging buffers in shared memory to O in global memory.
+pub trait Output<'k> {
+    /// Waits until the next of `buffers` staging buffers may be overwritten by all threads of the warpgroup.
+    fn reserve(&self, w: &Scope<'k, Group>, buffers: u32);
+
+    /// Stores a buffer that the warpgroup has written. The buffer must not change before it is reserved again.
+    fn store(&self, w: &Scope<'k, Group>, work: &Work<'k>, staging: Tile<'k>, corner: Corner<'k>);
+}
+
+/// O is stored by the copy engine.
+pub struct CopyEngineOutput<'a, 'k> {
+    pub o: &'a Tensor<'k>,
+    /// The sequences of a ragged batch.
+    pub unequal: Option<&'a Unequal<'k>>,
+    pub barrier: &'a GroupBarrier,
+}
+
+impl<'k> Output<'k> for CopyEngineOutput<'_, 'k> {
+    fn reserve(&self, w: &Scope<'k, Group>, buffers: u32) {
+        // The copy engine must have read this buffer's previous contents.
+        w.one_thread_of_group(|t| t.wait_stores_read(buffers - 1));
+        w.sync_group(self.barrier);
+    }
+
+    fn store(&self, w: &Scope<'k, Group>, work: &Work<'k>, staging: Tile<'k>, corner: Corner<'k>) {
+        w.publish_shared();
+        w.sync_group(self.barrier);
+        w.one_thread_of_group(|t| {
+            let col = t.constant(corner.col);
+            let (col, row) = (corner.first_column.map_or(col, |first| first + col), corner.row);
+            match self.unequal {
+                Some(unequal) => t.store_tile(self.o, &unequal.slice(work, Of::O).at(col, row, work.head), staging),
+                None => t.store_tile(self.o, &[col, row, work.head, work.batch], staging),
+            }
+            t.commit_stores();
+        });
     }
 }

@@ -7,7 +7,7 @@ use crate::params::{Lens, Params};
 use crate::parts::mask::{Lengths, Spans};
 use fulgurite_core::Layout;
 use fulgurite_ptx::device::Span;
-use fulgurite_ptx::{Divisor, Pointer, Scope, Slice, Thread, Val, Var, Who};
+use fulgurite_ptx::{Divisor, Pointer, Scope, Slice, Val, Var, Who};
 
 /// The lengths that differ between sequences.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -442,7 +442,7 @@ impl<'k> Unequal<'k> {
     }
 
     /// Starts a walk before the first tile.
-    pub fn start(&self, t: &Scope<'k, Thread>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
+    pub fn start<W: Who>(&self, t: &Scope<'k, W>, rows: u32, heads: Val<'k, u32>) -> Walk<'k> {
         let [start, room] = self.sides.room(t, self.sides.walked, t.constant(0u32));
         Walk {
             sequence: t.var(0u32),
@@ -455,9 +455,9 @@ impl<'k> Unequal<'k> {
 
     /// Advances the walk to the sequence of a tile, and returns whether the tile exists. Callers must ask in ascending
     /// order.
-    pub fn seek(
+    pub fn seek<W: Who>(
         &self,
-        t: &Scope<'k, Thread>,
+        t: &Scope<'k, W>,
         walk: &Walk<'k>,
         tile: Val<'k, u32>,
         rows: u32,
@@ -491,9 +491,9 @@ impl<'k> Unequal<'k> {
     }
 
     /// A tile of the walk's sequence.
-    pub fn find(
+    pub fn find<W: Who>(
         &self,
-        t: &Scope<'k, Thread>,
+        t: &Scope<'k, W>,
         walk: &Walk<'k>,
         tile: Val<'k, u32>,
         heads: Divisor<'k>,

@@ -119,6 +119,13 @@ impl<'k, T: Word> Val<'k, T> {
     pub(crate) fn new(k: &'k Builder, src: Src) -> Self {
         Val { k, src, word: PhantomData, brand: PhantomData }
     }
+    /// The value, if it is a constant of 32 bits.
+    pub(crate) fn known(self) -> Option<u32> {
+        match self.src {
+            Src::Imm(bits) => u32::try_from(bits).ok(),
+            _ => None,
+        }
+    }
     pub(crate) fn reg(k: &'k Builder, reg: Reg) -> Self {
         Val::new(k, Src::Reg(reg))
     }

@@ -51,10 +51,23 @@ impl Builder {
     /// A ring of `depth` stages (two or more) that `cp.async` fills, with one tile of each shape per stage.
     #[track_caller]
     pub fn copy_ring(&self, name: &str, depth: u32, tiles: &[TileShape]) -> CopyRing<'_> {
+        let (tiles, stage) = stage_layout(tiles);
+        self.copy_ring_of(name, depth, tiles, stage)
+    }
+
+    /// A ring of `depth` stages that `cp.async` fills, each with one tile of one of several shapes. The stage's tiles
+    /// share its memory: [`put`](CopyRing::put) fills one of them.
+    #[track_caller]
+    pub fn copy_ring_of_either(&self, name: &str, depth: u32, shapes: &[TileShape]) -> CopyRing<'_> {
+        let stage = shapes.iter().map(|shape| stage_layout(&[*shape]).1).max().unwrap_or_default();
+        self.copy_ring_of(name, depth, shapes.iter().map(|shape| (*shape, 0)).collect(), stage)
+    }
+
+    #[track_caller]
+    fn copy_ring_of(&self, name: &str, depth: u32, tiles: Vec<(TileShape, u32)>, stage: u32) -> CopyRing<'_> {
         if depth < 2 {
             self.refuse(format!("ring `{name}` has {depth} stages, allowed: 2 or more"));
         }
-        let (tiles, stage) = stage_layout(tiles);
         let first = self.take_shared(name, depth * stage, Swizzle::B128.period());
         CopyRing { k: self, id: self.new_pipe(name, 1), depth, tiles, first, stage, barrier: self.named_barriers(1) }
     }
@@ -97,38 +110,43 @@ impl<'k> CopyRing<'k> {
         let (k, at) = (self.k, Location::caller());
         let (shape, threads) = (to.shape(), 32 * self.k.role_warps().1);
         let (line, per_row) = (shape.swizzle.line(), shape.cols * shape.number.bytes() / UNIT);
-        let rows = threads / per_row.max(1);
-        // Required so that all units of a thread have the same swizzle.
-        if !per_row.is_power_of_two() || !threads.is_multiple_of(per_row) || !rows.is_multiple_of(8) {
+        let per_line = line / UNIT;
+        // All units of a thread must have the same swizzle: a power of two of them across, and multiples of 8 rows at a
+        // time. Where whole rows do not fit that, threads copy one chunk of columns after the other.
+        let fits = |across: u32| across.is_power_of_two() && threads.is_multiple_of(8 * across);
+        let Some(across) = [per_row, per_line].into_iter().find(|&across| fits(across)) else {
             k.refuse(format!(
-                "{threads} threads copy rows of {per_row} units of 16 bytes, allowed: powers of two, with 8 rows or a multiple at a time"
+                "{threads} threads copy rows of {per_row} units of 16 bytes, allowed: 8 threads or a multiple for each unit of a chunk"
             ));
             return;
-        }
-        let (own, per_line) = (w.thread_in_role(), line / UNIT);
-        let (row, unit) = (own / per_row, own % per_row);
-        let linear = row.mul_add(line, (unit % per_line) * UNIT);
+        };
+        let (own, rows) = (w.thread_in_role(), threads / across);
+        let (row, first) = (own / across, own % across);
+        let linear = row.mul_add(line, (first % per_line) * UNIT);
         let spread = linear ^ ((linear >> 3) & shape.swizzle.mask());
-        let place = (unit / per_line).mul_add(shape.chunk_bytes(), to.address() + spread).in_register();
-        let there = unit * UNIT;
-        let used = there.lt(from.bytes).select((from.bytes - there).min(UNIT), 0u32);
-        let mut address = from.address + row.to_u64().mul_wide_64(from.stride) + there.to_u64();
+        let place = (first / per_line).mul_add(shape.chunk_bytes(), to.address() + spread).in_register();
         let step = from.stride.mul_wide_64(u64::from(rows));
-        for i in 0..shape.rows.div_ceil(rows) {
-            let inside = (row + i * rows).lt(from.rows);
-            let args = [
-                Arg::Address(Base::Reg(place), (i * rows * line) as i32),
-                Arg::Address(Base::Reg(address.in_register()), 0),
-                inside.select(used, 0u32).arg(),
-                Arg::Imm(UNIT.into()),
-                Arg::Word("cg"),
-            ];
-            let copy = || k.placed(at, || k.emit(&bytes::COPY, args.clone()));
-            match shape.rows.is_multiple_of(rows) || (i + 1) * rows <= shape.rows {
-                true => copy(),
-                false => w.when((row + i * rows).lt(shape.rows), |_| copy()),
+        for group in 0..per_row / across {
+            let there = if group == 0 { first * UNIT } else { (first + group * across) * UNIT };
+            let used = there.lt(from.bytes).select((from.bytes - there).min(UNIT), 0u32);
+            let mut address = from.address + row.to_u64().mul_wide_64(from.stride) + there.to_u64();
+            let chunks = group * across / per_line * shape.chunk_bytes();
+            for i in 0..shape.rows.div_ceil(rows) {
+                let inside = (row + i * rows).lt(from.rows);
+                let args = [
+                    Arg::Address(Base::Reg(place), (chunks + i * rows * line) as i32),
+                    Arg::Address(Base::Reg(address.in_register()), 0),
+                    inside.select(used, 0u32).arg(),
+                    Arg::Imm(UNIT.into()),
+                    Arg::Word("cg"),
+                ];
+                let copy = || k.placed(at, || k.emit(&bytes::COPY, args.clone()));
+                match shape.rows.is_multiple_of(rows) || (i + 1) * rows <= shape.rows {
+                    true => copy(),
+                    false => w.when((row + i * rows).lt(shape.rows), |_| copy()),
+                }
+                address = address + step;
             }
-            address = address + step;
         }
     }
 

@@ -271,7 +271,7 @@ where
 
     fn run(&self, w: &Scope<'k, Group>) {
         let (schedule, queries) = (&self.kernel.params.schedule, &self.kernel.rings.queries);
-        let scale = self.core.scale;
+        let scale = self.core.scoring.scale;
         schedule.each(w, |w, item| {
             let n = w.var(0u32);
             let cursor = Cursor { n, key_offset: self.set_tile(w, &item).map(Held::Known), all_keys: None };
@@ -321,14 +321,17 @@ where
         let schedule = &self.kernel.params.schedule;
         let own = schedule.own_rows(w, &item.slot);
         let queries = own.map(|row| row.query.to_i32());
-        self.core.limits.set_queries(w, queries, item.queries.map(|query| query.to_i32()), item.lengths);
-        if !self.core.modifies {
+        self.core.scoring.limits.set_queries(w, queries, item.queries.map(|query| query.to_i32()), item.lengths);
+        if !self.core.scoring.modifies {
             return None;
         }
         let Counts { q_len, k_len, first_key } = schedule.sequences.counts(item.sequence)?;
         let (batch, heads) = (item.slot.batch, own.map(|row| row.head));
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, &TilePosition { batch, heads: heads.to_vec(), rows: queries.to_vec(), q_len, k_len });
+        self.core
+            .scoring
+            .modify
+            .set(w, &TilePosition { batch, heads: heads.to_vec(), rows: queries.to_vec(), q_len, k_len });
         Some(first_key)
     }
 
@@ -348,12 +351,12 @@ where
             cols: self.kernel.config.cols,
             keys: keys.count,
             first: keys.first,
-            limits: &self.core.limits,
-            modify: &self.core.modify,
+            limits: &self.core.scoring.limits,
+            modify: &self.core.scoring.modify,
             rows: &rows,
             first_column: None,
             exp: self.kernel.features.exp,
-            scale: self.core.scale,
+            scale: self.core.scoring.scale,
         };
         nonfinite.run(w, &redo, &self.core.o, totals, [&|_| {}, &|_| {}]);
     }

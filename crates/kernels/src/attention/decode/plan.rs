@@ -297,7 +297,7 @@ mod tests {
     fn heads_of_a_sequence_run_together_where_that_costs_no_round() {
         let blocks = |batch: usize, kv_heads: usize| {
             let plan = plan([batch, 1, 8192], [4 * kv_heads, kv_heads], [128; 2], Mask::none());
-            let decode = plan.decode.as_ref().unwrap();
+            let decode = plan.decode().unwrap();
             decode.together(&decode.counts(), 132)
         };
         // Two rounds of 16 sequences; of 132 blocks the second round would have a few less.

@@ -6,7 +6,7 @@
 use crate::attention::compute::{Compute, Cursor, Held, InTurn, Setup};
 use crate::attention::forward::construction::ForwardKernel;
 use crate::attention::source::KeySource;
-use crate::parts::epilogue::Epilogue;
+use crate::parts::epilogue::{CopyEngineOutput, Epilogue};
 use crate::parts::modifier::TilePosition;
 use crate::parts::nonfinite::{Redo, ThreadRows};
 use crate::parts::schedule::{Work, WorkVars};
@@ -60,8 +60,8 @@ where
         core.q_tile = (!tiling.wide).then_some(own);
         core.v_tile = tiling.wide.then_some(group);
         core.ones = kernel.ones;
-        core.fuses = core.modifies && !kernel.features.modifiers.loads_move();
-        let key_offset = (core.modifies && kernel.work_shape.first).then(|| Held::Carried(w.var(0u32)));
+        core.scoring.fuses = core.scoring.modifies && !kernel.features.modifiers.loads_move();
+        let key_offset = (core.scoring.modifies && kernel.work_shape.first).then(|| Held::Carried(w.var(0u32)));
         let all_keys = source.tagged().then(|| match params.sequences.q_len() {
             Some(_) => Held::Known(params.sequences.lengths(None).k),
             None => Held::Carried(w.var(0i32)),
@@ -74,6 +74,7 @@ where
         let now = WorkVars::new(w, kernel.work_shape);
         let cursor = Cursor { n: w.var(0u32), key_offset, all_keys };
         let staging: Vec<Tile<'k>> = kernel.staging.iter().map(|tile| tile.rows(group, 64)).collect();
+        let output = CopyEngineOutput { o: &params.o, unequal: params.sequences.ragged(), barrier: &barrier };
         let epilogue = Epilogue {
             staging: &staging,
             part: config.parts(tiling.columns)[0],
@@ -81,14 +82,12 @@ where
             lse_rows: params.lse_rows,
             heads: params.heads.value(),
             q_len: params.sequences.q_len(),
-            unequal: params.sequences.ragged(),
             packed: kernel.features.ragged.packed,
             sinks: params.sinks,
-            barrier: &barrier,
             own,
             first_column,
-            scale: core.scale,
-            o: &params.o,
+            scale: core.scoring.scale,
+            output: &output,
         };
         ComputeRole { kernel, core, now, cursor, epilogue, own, first_column }.all_tiles(w);
     }
@@ -187,11 +186,11 @@ where
     fn set_tile(&self, w: &Scope<'k, Group>, work: &Work<'k>) {
         let sequences = &self.kernel.params.sequences;
         let lengths = sequences.lengths(work.sequence);
-        self.core.limits.set(w, self.first_row(work), lengths);
+        self.core.scoring.limits.set(w, self.first_row(work), lengths);
         if let Some(all_keys) = self.cursor.all_keys {
             all_keys.set(lengths.k);
         }
-        if !self.core.modifies {
+        if !self.core.scoring.modifies {
             return;
         }
         let counts = sequences.counts(work.sequence);
@@ -201,7 +200,10 @@ where
         }
         let rows = [0, 8].map(|below| self.first_row(work) + w.first_row().to_i32() + below).to_vec();
         let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
-        self.core.modify.set(w, &TilePosition { batch: work.batch, heads: vec![work.head; 2], rows, q_len, k_len });
+        self.core
+            .scoring
+            .modify
+            .set(w, &TilePosition { batch: work.batch, heads: vec![work.head; 2], rows, q_len, k_len });
     }
 
     /// Writes the rows of a tile. Masks and modifiers may already be prepared for the `next` one.
@@ -233,12 +235,12 @@ where
             cols: self.kernel.config.cols,
             keys: keys.count,
             first: keys.first,
-            limits: &self.core.limits,
-            modify: &self.core.modify,
+            limits: &self.core.scoring.limits,
+            modify: &self.core.scoring.modify,
             rows: &rows,
             first_column: self.first_column,
             exp: self.kernel.features.exp,
-            scale: self.core.scale,
+            scale: self.core.scoring.scale,
         };
         let back = |w: &Scope<'k, Group>| next.iter().for_each(|next| self.set_tile(w, next));
         let o = self.core.o.part(0, self.kernel.tiling.columns);

@@ -3,7 +3,7 @@
 use crate::attention::forward::config::ForwardConfig;
 use crate::attention::forward::features::Features;
 use crate::attention::forward::tiling::Tiling;
-use crate::configs::ConfigTable;
+use crate::configs::{ConfigTable, TileConfig};
 use crate::no_kernel::NoKernel;
 use crate::parts::block_lists::Blocks;
 use crate::parts::block_table::covered;
@@ -53,11 +53,11 @@ pub(crate) struct Facts {
 impl Facts {
     /// The facts of a problem, and its tile configuration from a table. The rescale policy comes from the configuration
     /// unless it is given.
-    pub fn of(
+    pub fn of<C: ForwardTile>(
         problem: &Problem,
         rescale: Option<Rescale>,
-        table: &ConfigTable<ForwardConfig>,
-    ) -> Result<(Facts, ForwardConfig), NoKernel> {
+        table: &ConfigTable<C>,
+    ) -> Result<(Facts, C), NoKernel> {
         let number = supported(problem, rescale)?;
         let base = BaseTile::find(problem, table);
         let blocks = base.block_plan(problem);
@@ -78,7 +78,7 @@ impl Facts {
             exp: problem.exp(),
         };
         let config = base.config(&features, lists);
-        let config = ForwardConfig { rescale: policy(number, rescale.unwrap_or(config.rescale)), ..config };
+        let config = config.with_rescale(policy(number, rescale.unwrap_or(config.rescale())));
         let facts = Facts {
             number,
             features,
@@ -148,9 +148,50 @@ fn policy(number: Number, rescale: Rescale) -> Rescale {
     }
 }
 
+/// A tile configuration of a kernel of forward attention.
+pub(crate) trait ForwardTile: TileConfig {
+    /// The unit of which the columns of v must be a multiple. `wide`: a row is too wide for one warpgroup.
+    fn value_unit(&self, wide: bool) -> u32;
+
+    /// This configuration, adjusted so that the problem's features have enough registers.
+    fn with_room(self, head_dim: u32, features: &Features) -> Self;
+
+    /// This configuration with tiles that divide the blocks of a block mask; `None` if no such tiles exist.
+    fn dividing(self, spec: &BlockSpec, wide: bool) -> Option<Self>;
+
+    /// The rescale policy of the running maximum.
+    fn rescale(&self) -> Rescale;
+
+    /// This configuration with another rescale policy.
+    fn with_rescale(self, rescale: Rescale) -> Self;
+}
+
+impl ForwardTile for ForwardConfig {
+    fn value_unit(&self, wide: bool) -> u32 {
+        Tiling::value_unit(wide, self)
+    }
+
+    fn with_room(self, head_dim: u32, features: &Features) -> Self {
+        ForwardConfig::with_room(self, head_dim, features)
+    }
+
+    /// Warpgroups that share columns keep their number.
+    fn dividing(self, spec: &BlockSpec, wide: bool) -> Option<Self> {
+        ForwardConfig::dividing(self, spec).filter(|config| !wide || config.groups == self.groups)
+    }
+
+    fn rescale(&self) -> Rescale {
+        self.rescale
+    }
+
+    fn with_rescale(self, rescale: Rescale) -> Self {
+        ForwardConfig { rescale, ..self }
+    }
+}
+
 /// Padded head dimensions, and the table's configuration for them.
-struct BaseTile {
-    config: ForwardConfig,
+struct BaseTile<C> {
+    config: C,
     /// The larger head dimension, by which the table is searched.
     head_dim: u32,
     /// Padded head dimensions.
@@ -159,19 +200,19 @@ struct BaseTile {
     wide: bool,
 }
 
-impl BaseTile {
-    fn find(problem: &Problem, table: &ConfigTable<ForwardConfig>) -> BaseTile {
+impl<C: ForwardTile> BaseTile<C> {
+    fn find(problem: &Problem, table: &ConfigTable<C>) -> BaseTile<C> {
         let mut dims = [problem.head_dim(), problem.value_dim()].map(|d| d.next_multiple_of(16) as u32);
         let head_dim = dims[0].max(dims[1]);
         let config = table.find(head_dim, keys_seen(problem));
         let wide = Features::plain(dims, Mask::none()).wide();
-        dims[1] = dims[1].next_multiple_of(Tiling::value_unit(wide, &config));
+        dims[1] = dims[1].next_multiple_of(config.value_unit(wide));
         BaseTile { config, head_dim, dims, wide }
     }
 
-    /// A configuration whose tiles divide the blocks, if one exists. Warpgroups that share columns keep their number.
-    fn dividing(&self, spec: &BlockSpec) -> Option<ForwardConfig> {
-        self.config.dividing(spec).filter(|config| !self.wide || config.groups == self.config.groups)
+    /// A configuration whose tiles divide the blocks, if one exists.
+    fn dividing(&self, spec: &BlockSpec) -> Option<C> {
+        self.config.dividing(spec, self.wide)
     }
 
     /// The form in which a problem's block mask reaches the kernel.
@@ -182,13 +223,13 @@ impl BaseTile {
     }
 
     /// The configuration adjusted to the features, with tiles that divide the blocks of `lists`.
-    fn config(&self, features: &Features, lists: Option<BlockSpec>) -> ForwardConfig {
+    fn config(&self, features: &Features, lists: Option<BlockSpec>) -> C {
         let mut config = self.config.with_room(self.head_dim, features);
         if let Some(spec) = lists {
-            config = config.dividing(&spec).unwrap_or(config);
+            config = config.dividing(&spec, false).unwrap_or(config);
         }
         if let Exp::Sas { .. } = features.exp {
-            config.rescale = Rescale::Always;
+            config = config.with_rescale(Rescale::Always);
         }
         config
     }

@@ -4,7 +4,7 @@
 //! allow. Within a tile it loads in the order of use: k of a block before v of the previously loaded block.
 
 use crate::attention::forward::construction::ForwardKernel;
-use crate::attention::forward::tiles::{FoundTile, Tiles};
+use crate::attention::forward::tiles::{FoundTile, TileParams, Tiles};
 use crate::attention::source::{KeyBlock, KeySource, TileQueries};
 use crate::parts::block_lists::Tag;
 use crate::parts::schedule::{Of, Work, WorkVars};
@@ -14,7 +14,7 @@ use fulgurite_ptx::{Half, Pair, Scope, Thread, Val, Var, Word};
 pub(super) struct Load<'a, 'k, T> {
     kernel: &'a ForwardKernel<'a, 'k, T>,
     source: &'a dyn KeySource<'k>,
-    tiles: Box<dyn Tiles<'k> + 'a>,
+    tiles: Box<dyn Tiles<'k, Thread> + 'a>,
     /// The tile whose keys are being loaded.
     now: WorkVars<'k>,
     /// Key/value head of the tile, kept to avoid repeating the division.
@@ -33,7 +33,9 @@ where
         let kv_head = t.var(0u32);
         let now = WorkVars::new(t, kernel.work_shape);
         let spans = (!source.tagged()).then_some(&kernel.spans);
-        let tiles = kernel.params.tiles(t, kernel.tiling.rows, spans);
+        let params = &kernel.params;
+        let tiles = TileParams { sequences: &params.sequences, bands: params.bands.as_ref(), heads: params.heads };
+        let tiles = tiles.tiles(t, kernel.tiling.rows, spans);
         let n = t.var(0u32);
         let tag = source.tagged().then(|| t.var(0u32));
         Load { kernel, source, tiles, now, kv_head, n, tag }

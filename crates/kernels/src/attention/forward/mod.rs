@@ -14,6 +14,7 @@ mod construction;
 pub(crate) mod facts;
 pub mod features;
 mod load;
+pub mod mma_sync;
 mod params;
 pub mod plan;
 mod tiles;

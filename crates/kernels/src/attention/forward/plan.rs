@@ -8,8 +8,9 @@ pub use crate::attention::forward::config::{Added, End, ForwardConfig};
 pub use crate::attention::forward::facts::BlockForm;
 pub(crate) use crate::attention::forward::facts::row_major;
 use crate::attention::forward::facts::{Facts, keys_seen};
+pub use crate::attention::forward::mma_sync::config::SyncConfig;
 use crate::attention::forward::tiling::Tiling;
-use crate::attention::forward::{self, Features};
+use crate::attention::forward::{self, Features, mma_sync};
 use crate::configs;
 pub use crate::configs::{ConfigError, TileConfig};
 pub use crate::no_kernel::NoKernel;
@@ -18,7 +19,7 @@ pub use crate::parts::arguments::{COUNTERS, DeviceAux, DeviceBlockLists, DeviceT
 use crate::parts::block_table;
 pub use crate::parts::repack::{Copies, Copying};
 use crate::parts::repack::{Direction, Named};
-use fulgurite_core::{DType, Layout, Problem, Rescale};
+use fulgurite_core::{DType, Exp, Layout, Problem, Rescale};
 use fulgurite_ptx::device::{Launch, Plan, Span};
 use fulgurite_ptx::{BuildError, Kernel, Number, Target, bf16, f16};
 use std::sync::Arc;
@@ -28,17 +29,26 @@ pub type ConfigTable<T = ForwardConfig> = configs::ConfigTable<T>;
 /// A row of a table of tile configurations.
 pub type ConfigRow<T = ForwardConfig> = configs::ConfigRow<T>;
 
-/// The plan of a forward call on Hopper: everything that determines its kernel, and its sizes.
+/// The plan of a forward call: everything that determines its kernel, and its sizes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ForwardPlan {
     facts: Facts,
-    config: ForwardConfig,
-    /// The plan of the decode kernel, if it handles the call.
-    pub(crate) decode: Option<DecodePlan>,
+    family: Family,
+}
+
+/// The kernels for one kind of tensor unit, with their tile configurations.
+#[derive(Debug, Clone, PartialEq)]
+enum Family {
+    Wgmma {
+        config: ForwardConfig,
+        /// The plan of the decode kernel, if it handles the call.
+        decode: Option<DecodePlan>,
+    },
+    MmaSync(SyncConfig),
 }
 
 impl ForwardPlan {
-    /// Plans a problem. The rescale policy is the fastest one, unless it is given.
+    /// Plans a problem for `wgmma`. The rescale policy is the fastest one, unless it is given.
     pub fn new(problem: &Problem, rescale: Option<Rescale>) -> Result<ForwardPlan, NoKernel> {
         ForwardPlan::by_table(problem, rescale, &ConfigTable::default())
     }
@@ -53,13 +63,41 @@ impl ForwardPlan {
     pub fn by_table(problem: &Problem, rescale: Option<Rescale>, table: &ConfigTable) -> Result<ForwardPlan, NoKernel> {
         let (facts, config) = Facts::of(problem, rescale, table)?;
         let decode = DecodePlan::new(&facts, config.rescale);
-        Ok(ForwardPlan { facts, config, decode })
+        Ok(ForwardPlan { facts, family: Family::Wgmma { config, decode } })
+    }
+
+    /// Plans a problem for `mma.sync`, which every GPU since Ampere has.
+    pub fn mma_sync(
+        problem: &Problem,
+        rescale: Option<Rescale>,
+        table: &ConfigTable<SyncConfig>,
+    ) -> Result<ForwardPlan, NoKernel> {
+        let (facts, config) = Facts::of(problem, rescale, table)?;
+        let missing = |what: String| Err(NoKernel { feature: format!("{what} by mma.sync") });
+        if facts.features.wide() {
+            let [d, dv] = facts.dims;
+            return missing(format!("head dims {d} and {dv} (it has up to 256)"));
+        }
+        if let exp @ Exp::Sas { .. } = facts.features.exp {
+            return missing(format!("exp {exp}"));
+        }
+        Ok(ForwardPlan { facts, family: Family::MmaSync(config) })
+    }
+
+    /// The plan of the decode kernel, if it handles the call.
+    pub(crate) fn decode(&self) -> Option<&DecodePlan> {
+        match &self.family {
+            Family::Wgmma { decode, .. } => decode.as_ref(),
+            Family::MmaSync(_) => None,
+        }
     }
 
     /// This plan with sinks of an element type.
     pub fn with_sinks(mut self, dtype: DType) -> ForwardPlan {
         self.facts.features.sinks = Some(dtype);
-        self.decode.iter_mut().for_each(|decode| decode.features.sinks = Some(dtype));
+        if let Family::Wgmma { decode: Some(decode), .. } = &mut self.family {
+            decode.features.sinks = Some(dtype);
+        }
         self
     }
 
@@ -69,14 +107,15 @@ impl ForwardPlan {
     /// cores are.
     pub fn without_lse(mut self) -> ForwardPlan {
         let Features { dims, modifiers, blocks, .. } = &self.facts.features;
-        let optimistic = matches!(self.config.rescale, Rescale::Optimistic(_));
+        let Family::Wgmma { config, .. } = &mut self.family else { return self };
+        let optimistic = matches!(config.rescale, Rescale::Optimistic(_));
         if self.facts.number == Number::Bf16
             && optimistic
             && *dims == [64; 2]
             && modifiers.is_empty()
             && blocks.is_none()
         {
-            self.config.added = Added::ByColumn;
+            config.added = Added::ByColumn;
         }
         self
     }
@@ -86,24 +125,49 @@ impl ForwardPlan {
         self.facts.blocks.map(|blocks| blocks.form)
     }
 
-    /// The tile configuration of the forward kernel. The decode kernel has its own.
-    pub fn config(&self) -> ForwardConfig {
-        self.config
+    /// The tile configuration of the `wgmma` kernel; `None` if `mma.sync` runs the call. The decode kernel has its own.
+    pub fn config(&self) -> Option<ForwardConfig> {
+        match self.family {
+            Family::Wgmma { config, .. } => Some(config),
+            Family::MmaSync(_) => None,
+        }
+    }
+
+    /// The tile configuration of the `mma.sync` kernel, if that runs the call.
+    pub fn sync_config(&self) -> Option<SyncConfig> {
+        match self.family {
+            Family::Wgmma { .. } => None,
+            Family::MmaSync(config) => Some(config),
+        }
     }
 
     /// Queries per tile of the forward kernel.
     pub fn tile_rows(&self) -> u32 {
-        Tiling::new(&self.facts.features, &self.config).rows
+        match &self.family {
+            Family::Wgmma { config, .. } => Tiling::new(&self.facts.features, config).rows,
+            Family::MmaSync(config) => config.rows(),
+        }
     }
 
     /// The tile configuration of the decode kernel, if it handles the call.
     pub fn decode_config(&self) -> Option<decode::DecodeConfig> {
-        self.decode.as_ref().map(|decode| decode.config)
+        self.decode().map(|decode| decode.config)
     }
 
-    /// This plan with another tile configuration. Its tiles must divide the blocks of a block mask.
+    /// This plan with another tile configuration of the `wgmma` kernel. Its tiles must divide the blocks of a block mask.
     pub fn with_config(mut self, change: impl FnOnce(ForwardConfig) -> ForwardConfig) -> ForwardPlan {
-        self.config = change(self.config);
+        if let Family::Wgmma { config, .. } = &mut self.family {
+            *config = change(*config);
+        }
+        self
+    }
+
+    /// This plan with another tile configuration of the `mma.sync` kernel, if that runs the call. Its tiles must divide
+    /// the blocks of a block mask.
+    pub fn with_sync_config(mut self, change: impl FnOnce(SyncConfig) -> SyncConfig) -> ForwardPlan {
+        if let Family::MmaSync(config) = &mut self.family {
+            *config = change(*config);
+        }
         self
     }
 
@@ -112,7 +176,7 @@ impl ForwardPlan {
         mut self,
         change: impl FnOnce(decode::DecodeConfig) -> decode::DecodeConfig,
     ) -> ForwardPlan {
-        if let Some(decode) = &mut self.decode {
+        if let Family::Wgmma { decode: Some(decode), .. } = &mut self.family {
             decode.config = change(decode.config);
         }
         self
@@ -120,14 +184,14 @@ impl ForwardPlan {
 
     /// Bytes of counters that a launch needs. [`Tensors`] documents their contents.
     pub fn counter_bytes(&self) -> u64 {
-        self.decode.as_ref().map_or(COUNTERS, DecodePlan::counter_bytes)
+        self.decode().map_or(COUNTERS, DecodePlan::counter_bytes)
     }
 
     /// Bytes of workspace that a launch needs, with any content.
     pub fn scratch_bytes(&self) -> u64 {
         match self.facts.coverage() {
             Some(shape) => 4 * shape.iter().map(|&n| n as u64).product::<u64>(),
-            None => self.decode.as_ref().map_or(0, DecodePlan::scratch_bytes),
+            None => self.decode().map_or(0, DecodePlan::scratch_bytes),
         }
     }
 
@@ -144,22 +208,23 @@ impl ForwardPlan {
 
     /// Builds the kernel of the plan.
     pub fn kernel(&self, target: Target) -> Result<Kernel, BuildError> {
-        if let Some(decode) = &self.decode {
-            return decode.kernel(target);
-        }
-        match self.facts.number {
-            Number::Bf16 => forward::kernel::<bf16>(target, &self.facts.features, self.config),
-            _ => forward::kernel::<f16>(target, &self.facts.features, self.config),
+        let Facts { features, number, .. } = &self.facts;
+        match (&self.family, number) {
+            (Family::Wgmma { decode: Some(decode), .. }, _) => decode.kernel(target),
+            (Family::Wgmma { config, .. }, Number::Bf16) => forward::kernel::<bf16>(target, features, *config),
+            (Family::Wgmma { config, .. }, _) => forward::kernel::<f16>(target, features, *config),
+            (Family::MmaSync(config), Number::Bf16) => mma_sync::kernel::<bf16>(target, features, *config),
+            (Family::MmaSync(config), _) => mma_sync::kernel::<f16>(target, features, *config),
         }
     }
 
     /// Whether another plan has the same kernel.
     pub fn same_kernel(&self, other: &ForwardPlan) -> bool {
-        if self.decode.is_some() || other.decode.is_some() {
-            return self.decode.as_ref().zip(other.decode.as_ref()).is_some_and(|(one, other)| one.same_kernel(other));
+        if self.decode().is_some() || other.decode().is_some() {
+            return self.decode().zip(other.decode()).is_some_and(|(one, other)| one.same_kernel(other));
         }
         let (one, other_facts) = (&self.facts, &other.facts);
-        (one.number, &one.features, self.config) == (other_facts.number, &other_facts.features, other.config)
+        (one.number, &one.features, &self.family) == (other_facts.number, &other_facts.features, &other.family)
     }
 
     /// The copies of tensors that a call needs before and after its kernel, if any.
@@ -188,9 +253,13 @@ impl ForwardPlan {
     /// The plan with its kernel, ready for any number of launches. Construction takes tens of microseconds, so callers
     /// keep it.
     pub fn ready(self, kernel: Arc<Kernel>) -> Ready {
-        let bindings = match &self.decode {
-            Some(decode) => KernelBindings::Decode { plan: Box::new(decode.clone()), bindings: decode.bindings() },
-            None => KernelBindings::Forward(forward::bindings(&self.facts.features, self.config)),
+        let features = &self.facts.features;
+        let bindings = match &self.family {
+            Family::Wgmma { decode: Some(decode), .. } => {
+                KernelBindings::Decode { plan: Box::new(decode.clone()), bindings: decode.bindings() }
+            }
+            Family::Wgmma { config, .. } => KernelBindings::Persistent(forward::bindings(features, *config)),
+            Family::MmaSync(config) => KernelBindings::CtaPerTile(mma_sync::bindings(features, *config)),
         };
         Ready { bindings: Arc::new(bindings), plan: self, kernel }
     }
@@ -208,8 +277,13 @@ impl ForwardPlan {
 
 /// The launch arguments of the plan's kernel.
 enum KernelBindings {
-    Forward(Bindings<ForwardCall>),
-    Decode { plan: Box<DecodePlan>, bindings: Bindings<DecodeCall> },
+    /// One CTA for each SM, and each of them takes tiles from a counter.
+    Persistent(Bindings<ForwardCall>),
+    CtaPerTile(Bindings<ForwardCall>),
+    Decode {
+        plan: Box<DecodePlan>,
+        bindings: Bindings<DecodeCall>,
+    },
 }
 
 /// A forward call with its kernel.
@@ -233,9 +307,13 @@ impl Ready {
         }
         let (plan, kernel) = (&self.plan, self.kernel.clone());
         Ok(Some(match &*self.bindings {
-            KernelBindings::Forward(bindings) => {
+            KernelBindings::Persistent(bindings) => {
                 let ForwardLaunch { grid, call } =
                     plan.facts.forward_launch(tensors, plan.tile_rows(), multiprocessors)?;
+                bindings.launch(kernel, grid, &call)
+            }
+            KernelBindings::CtaPerTile(bindings) => {
+                let ForwardLaunch { grid, call } = plan.facts.forward_launch(tensors, plan.tile_rows(), u32::MAX)?;
                 bindings.launch(kernel, grid, &call)
             }
             KernelBindings::Decode { plan: decode, bindings } => {
@@ -269,7 +347,7 @@ fn named(&[q, k, v, o]: &[DeviceTensor; 4]) -> [Named; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fulgurite_core::{BlockSpec, Exp, Mask};
+    use fulgurite_core::{BlockSpec, Mask};
 
     fn problem(d: usize, dv: usize, dtype: DType) -> fulgurite_core::ProblemBuilder {
         Problem::builder().dense(2, 300, 500).heads(4, 2).head_dims(d, dv).dtype(dtype)

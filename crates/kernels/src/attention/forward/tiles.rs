@@ -1,10 +1,9 @@
 //! The tile scheduler of the forward kernel: maps tickets to query tiles.
 
-use crate::attention::forward::params::ForwardParams;
 use crate::parts::mask::{Lengths, Spans};
 use crate::parts::schedule::{Equal, RaggedTile, Sequence, Unequal, Walk};
-use crate::parts::sequences::Dense;
-use fulgurite_ptx::{Divisor, Scope, Thread, Val};
+use crate::parts::sequences::{Dense, Sequences};
+use fulgurite_ptx::{Divisor, Scope, Val, Who};
 
 /// A tile of queries, found by its index.
 pub(super) struct FoundTile<'k> {
@@ -19,16 +18,16 @@ pub(super) struct FoundTile<'k> {
     pub q_len: Val<'k, u32>,
 }
 
-/// The tiles of a batch, ordered by index.
-pub(super) trait Tiles<'k> {
+/// The tiles of a batch, ordered by index and found by threads `W`.
+pub(super) trait Tiles<'k, W: Who> {
     /// Whether every CTA has a first tile.
     fn always_some(&self) -> bool;
 
     /// Whether a tile exists. Callers must ask in ascending order.
-    fn seek(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool>;
+    fn seek(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool>;
 
     /// The tile that was sought last, or a CTA's first tile.
-    fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k>;
+    fn find(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> FoundTile<'k>;
 
     /// Number of tiles, if the host knows it.
     fn total(&self) -> Option<Val<'k, u32>>;
@@ -37,18 +36,26 @@ pub(super) trait Tiles<'k> {
     fn total_at_end(&self) -> Option<Val<'k, u32>>;
 }
 
-impl<'k, T> ForwardParams<'k, T> {
+/// The parameters of a batch's tiles.
+pub(super) struct TileParams<'a, 'k> {
+    pub sequences: &'a Sequences<'k>,
+    /// Tile order of a batch of equal sequences.
+    pub bands: Option<&'a Equal<'k>>,
+    /// Query heads.
+    pub heads: Divisor<'k>,
+}
+
+impl<'a, 'k> TileParams<'a, 'k> {
     /// The tiles of the batch, of `rows` queries each. `spans` bound the visible keys of a ragged sequence.
-    pub fn tiles<'a>(&'a self, t: &Scope<'k, Thread>, rows: u32, spans: Option<&'a Spans>) -> Box<dyn Tiles<'k> + 'a> {
-        use crate::parts::sequences::Sequences::{Dense, Ragged};
+    pub fn tiles<W: Who>(self, t: &Scope<'k, W>, rows: u32, spans: Option<&'a Spans>) -> Box<dyn Tiles<'k, W> + 'a> {
         let heads = self.heads;
-        match (&self.sequences, &self.bands) {
-            (Dense(dense), Some(bands)) => Box::new(DenseTiles { bands, dense, heads }),
-            (Ragged(unequal), _) => {
+        match (self.sequences, self.bands) {
+            (Sequences::Dense(dense), Some(bands)) => Box::new(DenseTiles { bands, dense, heads }),
+            (Sequences::Ragged(unequal), _) => {
                 let walk = unequal.start(t, rows, heads.value());
                 Box::new(RaggedTiles { unequal, walk, rows, heads, spans })
             }
-            (Dense(_), None) => unreachable!("bug in fulgurite: equal sequences without bands"),
+            (Sequences::Dense(_), None) => unreachable!("bug in fulgurite: equal sequences without bands"),
         }
     }
 }
@@ -60,16 +67,16 @@ struct DenseTiles<'a, 'k> {
     heads: Divisor<'k>,
 }
 
-impl<'k> Tiles<'k> for DenseTiles<'_, 'k> {
+impl<'k, W: Who> Tiles<'k, W> for DenseTiles<'_, 'k> {
     fn always_some(&self) -> bool {
         true
     }
 
-    fn seek(&self, _: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool> {
+    fn seek(&self, _: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool> {
         tile.lt(self.bands.tiles)
     }
 
-    fn find(&self, _: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k> {
+    fn find(&self, _: &Scope<'k, W>, tile: Val<'k, u32>) -> FoundTile<'k> {
         let [batch, head, number] = self.bands.find(self.heads, tile);
         let Dense { q_len, lengths, .. } = *self.dense;
         FoundTile { batch, head, number, sequence: None, lengths, q_len }
@@ -94,16 +101,16 @@ struct RaggedTiles<'a, 'k> {
     spans: Option<&'a Spans>,
 }
 
-impl<'k> Tiles<'k> for RaggedTiles<'_, 'k> {
+impl<'k, W: Who> Tiles<'k, W> for RaggedTiles<'_, 'k> {
     fn always_some(&self) -> bool {
         false
     }
 
-    fn seek(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> Val<'k, bool> {
+    fn seek(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> Val<'k, bool> {
         self.unequal.seek(t, &self.walk, tile, self.rows, self.heads.value())
     }
 
-    fn find(&self, t: &Scope<'k, Thread>, tile: Val<'k, u32>) -> FoundTile<'k> {
+    fn find(&self, t: &Scope<'k, W>, tile: Val<'k, u32>) -> FoundTile<'k> {
         let found = self.unequal.find(t, &self.walk, tile, self.heads, self.spans);
         let RaggedTile { batch, head, number, sequence } = found;
         let lengths = sequence.lengths();

@@ -1,0 +1,156 @@
+"""Forward attention by mma.sync beside FlashAttention-2 (torch's flash backend), in one process on any GPU since Ampere.
+
+    python python/build.py && python bench/gpu_sync.py check grid models
+    python bench/gpu_sync.py tune --dims 64 128
+
+`check` compares with float32, `grid` has square problems, `models` the shapes of known models, and `tune` races tile
+configurations against each other. Every line is a ratio of medians in one run; above 1 we are faster.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+import fulgurite  # noqa: E402
+from fulgurite import _describe  # noqa: E402
+from gpu_models import MODELS  # noqa: E402
+from gpu_race import race  # noqa: E402
+
+ENGINE = "cuda:mma.sync"
+
+
+def tensors(batch, length, heads, kv_heads, dim, dtype=torch.bfloat16):
+    return [torch.randn(batch, length, h, dim, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)]
+
+
+def flash2(q, k, v, causal):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+        )
+
+
+def cell(name, sizes, causal, rounds, results, tuning=("",), **options):
+    """Races ours, with each tile configuration, against FlashAttention-2."""
+    batch, length, heads, kv_heads, dim = sizes
+    q, k, v = tensors(*sizes)
+    out = torch.empty_like(q)
+    calls = {}
+    for text in tuning:
+
+        def ours(text=text):
+            _describe.sync_tuning = text
+            fulgurite.attention(q, k, v, causal=causal, out=out, engine=ENGINE, **options)
+
+        try:
+            ours()
+        except Exception as e:
+            print(f"{name}: {text}: {e}")
+            continue
+        calls[text or "ours"] = ours
+    if not options:
+        calls["flash2"] = functools.partial(flash2, q, k, v, causal)
+    calls["wgmma"] = functools.partial(fulgurite.attention, q, k, v, causal=causal, out=out, engine="cuda", **options)
+    ms = race(calls, rounds)
+    _describe.sync_tuning = ""
+    pairs = length * (length + 1) / 2 if causal else length * length
+    rate = {who: 4 * batch * heads * dim * pairs / t / 1e9 for who, t in ms.items()}
+    best = max((who for who in rate if who not in ("flash2", "wgmma")), key=rate.get)
+    ratio = rate[best] / rate["flash2"] if "flash2" in rate else math.nan
+    print(f"{name}: " + ", ".join(f"{who} {x:.0f}" for who, x in rate.items()) + f" TFLOP/s; {best} / flash2 {ratio:.3f}", flush=True)
+    results.append({"name": name, "tflops": rate, "best": best, "ratio": ratio})
+    return ratio
+
+
+def check():
+    """Random problems against float32 on the same inputs."""
+    rng = torch.Generator().manual_seed(1)
+    for i in range(60):
+        pick = lambda *xs: xs[int(torch.randint(len(xs), (1,), generator=rng))]  # noqa: E731
+        batch, group, kv_heads, dim = pick(1, 2, 3), pick(1, 2, 5), pick(1, 2, 3), pick(16, 40, 64, 72, 96, 128, 160, 192, 256)
+        q_len, k_len, causal, dtype = pick(1, 63, 64, 129, 300, 1000), pick(1, 31, 64, 200, 777, 2000), pick(True, False), pick(torch.bfloat16, torch.float16)
+        q = torch.randn(batch, q_len, group * kv_heads, dim, device="cuda").to(dtype)
+        k, v = (torch.randn(batch, k_len, kv_heads, dim, device="cuda").to(dtype) for _ in range(2))
+        ours, lse = fulgurite.attention(q, k, v, causal=causal, engine=ENGINE, return_lse=True)
+        wide = [x.double().transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))]
+        scores = wide[0] @ wide[1].mT / math.sqrt(dim)
+        if causal:
+            seen = torch.ones(q_len, k_len, device="cuda", dtype=torch.bool).tril(k_len - q_len)
+            scores = scores.masked_fill(~seen, -math.inf)
+        want = torch.nan_to_num(scores.softmax(-1)) @ wide[2]
+        error = (ours.double() - want.transpose(1, 2)).abs().max().item()
+        lse_error = torch.nan_to_num(lse.double() - scores.logsumexp(-1), nan=0.0).abs().max().item()
+        allowed = 3e-2 if dtype is torch.bfloat16 else 4e-3
+        assert error < allowed and lse_error < 1e-3, (q.shape, k.shape, causal, dtype, error, lse_error)
+    print("check: 60 random problems agree with float64")
+
+
+def geomean(ratios):
+    ratios = [r for r in ratios if not math.isnan(r)]
+    if ratios:
+        print(f"{len(ratios)} cells: lowest {min(ratios):.3f}, geometric mean {math.exp(statistics.fmean(map(math.log, ratios))):.3f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("check", "grid", "models", "tune"))
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", help="write the results here, as JSON")
+    args = parser.parse_args()
+    results = []
+    if "check" in args.parts:
+        check()
+    if "tune" in args.parts:
+        for dim, causal in itertools.product(args.dims, (False, True)):
+            tuning = [f"blocks={b} cols={c} depth={d}" for b, c, d in itertools.product((1, 2), (32, 48, 64, 96, 128), (2, 3, 4))]
+            fits = [t for t in tuning if shared(t, dim) <= 99 * 1024 and not ("blocks=2" in t and registers(t, dim) > 230)]
+            heads = max(1, 2048 // dim)
+            cell(f"tune d {dim} causal {causal}", (4, 4096, heads, heads, dim), causal, args.rounds, results, fits)
+    if "grid" in args.parts:
+        grid = itertools.product(args.dims, args.lengths, (False, True))
+        sizes = ((f"d {d} {n} causal {c}", (16384 // n, n, 2048 // d, 2048 // d, d), c) for d, n, c in grid)
+        geomean([cell(name, size, causal, args.rounds, results) for name, size, causal in sizes])
+    if "models" in args.parts:
+        ratios = []
+        for model in MODELS:
+            if model.sinks:
+                continue
+            options = {} if model.window is None else {"window": (model.window, 0)}
+            options |= {"softcap": model.softcap} if model.softcap else {}
+            size = (model.batch, model.length, model.heads, model.kv_heads, model.dim)
+            ratios.append(cell(model.text(), size, True, args.rounds, results, **options))
+        geomean(ratios)
+    if args.out:
+        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def numbers(text):
+    return [int(word.split("=")[1]) for word in text.split()]
+
+
+def shared(text, dim):
+    """Bytes of shared memory of a configuration."""
+    blocks, cols, depth = numbers(text)
+    return 2 * dim * (64 * blocks + depth * cols)
+
+
+def registers(text, dim):
+    """Registers of a thread for accumulators and probabilities."""
+    blocks, cols, _ = numbers(text)
+    return blocks * (dim // 2 + cols // 2 + cols // 4)
+
+
+if __name__ == "__main__":
+    main()

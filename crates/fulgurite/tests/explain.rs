@@ -1,0 +1,90 @@
+//! `explain` answers for any problem: with a text, a plan or a typed error, never with a panic.
+
+use fulgurite::gpu::{self, Arch, TensorUnit};
+use fulgurite::{Choice, DType, Exp, Int8Attention, Mask, Precision, Problem, ProblemBuilder, explain};
+use fulgurite_core::BlockSpec;
+use fulgurite_core::cases;
+use fulgurite_core::random::Rng;
+
+fn pick<T: Clone>(rng: &mut Rng, from: &[T]) -> T {
+    from[rng.range(0..from.len())].clone()
+}
+
+/// A problem without its sizes: sensible and extreme parts in any mixture.
+fn builder(rng: &mut Rng) -> ProblemBuilder {
+    let heads = [(1, 1), (2, 1), (71, 1), (6, 3), (3, 2), (0, 0), (usize::MAX, 1)];
+    let (heads, kv_heads) = pick(rng, &heads);
+    let dims = [0, 1, 7, 16, 64, 72, 96, 128, 192, 256, 257, 512, 513, usize::MAX];
+    let builder = Problem::builder().heads(heads, kv_heads).head_dims(pick(rng, &dims), pick(rng, &dims));
+    let builder = builder.dtype(pick(rng, &[DType::Bf16, DType::F16, DType::F32, DType::I32]));
+    let masks = [Mask::none(), Mask::causal(), Mask::window(3, 0), Mask::window(i64::MAX, i64::MIN), Mask::documents()];
+    let builder = builder.mask(pick(rng, &masks));
+    match rng.range(0..8) {
+        0 => builder.softcap(pick(rng, &[0.0, 30.0, f32::NAN, -1.0])),
+        1 => builder.alibi(),
+        2 => builder.sinks(),
+        3 => builder.bias([1, 1, 64, 64], DType::Bf16, true),
+        4 => builder.block_mask(BlockSpec { rows: pick(rng, &[0, 1, 64, 128]), ..BlockSpec::default() }),
+        5 => builder.exp(pick(rng, &[Exp::Native, Exp::Sas { threshold: Exp::SAS_THRESHOLD }])),
+        6 => builder.precision(pick(rng, &[Precision::Int8(Int8Attention::default()), Precision::Native])),
+        _ => builder.scale(pick(rng, &[1.0, 0.0, f32::INFINITY, f32::NAN])),
+    }
+}
+
+const CHOICES: [Choice; 8] = [
+    Choice::Best,
+    Choice::Cpu,
+    Choice::Cuda,
+    Choice::CudaUnit(TensorUnit::MmaSync),
+    Choice::CudaUnit(TensorUnit::Tcgen05),
+    Choice::Sim,
+    Choice::SimArch(Arch::SM_86),
+    Choice::Oracle,
+];
+
+/// Every problem that can be built is explained for every engine: one line says that it runs, or why it cannot.
+#[test]
+fn every_engine_is_explained_for_any_problem() {
+    let mut rng = Rng::new(34);
+    let mut explained = 0;
+    for seed in 0..300 {
+        let sizes = [0, 1, 2, 65, 4096, 1 << 20, 1 << 33, usize::MAX];
+        let [batch, q_len, k_len] = [0; 3].map(|_| pick(&mut rng, &sizes));
+        let problem = match builder(&mut rng).dense(batch, q_len, k_len).build() {
+            Ok(problem) => problem,
+            Err(_) => cases::random(seed, DType::Bf16).problem().clone(),
+        };
+        let choice = pick(&mut rng, &CHOICES);
+        let text = explain(&problem, choice);
+        assert!(text.contains("run"), "{choice}: {text}");
+        explained += 1;
+    }
+    assert_eq!(explained, 300);
+}
+
+/// A plan on Hopper, or an error with a text, for any sizes.
+#[test]
+fn any_problem_is_planned_or_refused() {
+    let mut rng = Rng::new(35);
+    let tables = Default::default();
+    let [mut planned, mut refused] = [0; 2];
+    for i in 0..60 {
+        let small = [0, 1, 2, 65, 300];
+        let sizes =
+            [0; 3].map(|_| if i % 4 == 0 { pick(&mut rng, &[1 << 33, usize::MAX]) } else { pick(&mut rng, &small) });
+        let builder = builder(&mut rng);
+        for found in [gpu::explain(&builder, sizes, &tables), gpu::explain_backward(&builder, sizes, &tables)] {
+            match found {
+                Ok(explained) => {
+                    assert!(explained.bound_seconds.is_finite() && !explained.why.is_empty());
+                    planned += 1;
+                }
+                Err(e) => {
+                    assert!(!e.to_string().is_empty());
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(planned >= 4 && refused >= 40, "{planned} planned, {refused} refused");
+}

@@ -1,0 +1,285 @@
+//! The only role of the `mma.sync` kernel: four warps that load, multiply and store one tile of queries.
+
+use crate::attention::compute::Held;
+use crate::attention::fold::Fold;
+use crate::attention::forward::call::ForwardCall;
+use crate::attention::forward::features::Features;
+use crate::attention::forward::mma_sync::config::SyncConfig;
+use crate::attention::forward::mma_sync::output::ThreadOutput;
+use crate::attention::forward::mma_sync::params::SyncParams;
+use crate::attention::forward::tiles::{FoundTile, TileParams};
+use crate::attention::scoring::{Scoring, ScoringInputs};
+use crate::attention::source::{Interval, KeyBlock, KeyBlocks, Listed, TileQueries};
+use crate::params::Params;
+use crate::parts::epilogue::Epilogue;
+use crate::parts::mask::{Block, Spans};
+use crate::parts::modifier::{Tanh, TilePosition};
+use crate::parts::row_sums::Added;
+use crate::parts::schedule::Work;
+use crate::parts::sequences::Counts;
+use crate::parts::softmax::Softmax;
+use fulgurite_ptx::{
+    CopyRing, Fragment, Group, Half, Major, Pair, RowView, Scope, Tile, TileShape, Val, WarpAcc, Word,
+};
+use std::marker::PhantomData;
+
+/// The kernel under construction: parameters and shared memory.
+pub(super) struct SyncKernel<'a, 'k, const M: usize, T> {
+    features: &'a Features,
+    config: SyncConfig,
+    spans: Spans,
+    params: SyncParams<'k>,
+    /// The tile's queries, and in the same memory its rows of O.
+    q: Tile<'k>,
+    o: Tile<'k>,
+    /// K and V of the key blocks in turn.
+    ring: CopyRing<'k>,
+    number: PhantomData<T>,
+}
+
+impl<'a, 'k, const M: usize, T: Half> SyncKernel<'a, 'k, M, T>
+where
+    Pair<T>: Word,
+{
+    pub fn new(p: &Params<'k, ForwardCall>, features: &'a Features, config: SyncConfig) -> Self {
+        let (builder, [d, dv]) = (p.builder(), features.dims);
+        let shape = |rows, cols| TileShape::new(T::NUMBER, rows, cols);
+        let [q, o] = [shape(config.rows(), d), shape(config.rows(), dv)];
+        // Queries are read for the last time before O is written. The wider swizzle decides the alignment.
+        let both = match (q.bytes(), q.swizzle.period()) >= (o.bytes(), o.swizzle.period()) {
+            true => q,
+            false => o,
+        };
+        let fits = |tile: TileShape| tile.bytes() <= both.bytes() && tile.swizzle.period() <= both.swizzle.period();
+        let memory = builder
+            .tile("q", if fits(q) && fits(o) { both } else { shape(config.rows(), d.max(dv).next_multiple_of(64)) });
+        SyncKernel {
+            features,
+            config,
+            spans: Spans::of(&features.mask),
+            params: SyncParams::declare(p, features, &config),
+            q: memory.overlay(q),
+            o: memory.overlay(o),
+            ring: builder.copy_ring_of_either("kv", config.depth, &[shape(config.cols, d), shape(config.cols, dv)]),
+            number: PhantomData,
+        }
+    }
+
+    /// The source of the kernel's key blocks.
+    fn source(&self) -> Box<dyn KeyBlocks<'k, Group> + '_> {
+        let (sequences, cols) = (&self.params.sequences, self.config.cols);
+        match &self.params.lists {
+            Some(lists) => Box::new(Listed { lists, sequences, cols }),
+            None => Box::new(Interval { spans: &self.spans, sequences, cols }),
+        }
+    }
+
+    /// Computes the CTA's tile, if it has one.
+    pub fn run(&self, w: &Scope<'k, Group>) {
+        let params = &self.params;
+        let source = self.source();
+        let spans = (!source.tagged()).then_some(&self.spans);
+        let tiles = TileParams { sequences: &params.sequences, bands: params.bands.as_ref(), heads: params.heads };
+        let tiles = tiles.tiles(w, self.config.rows(), spans);
+        let some = tiles.seek(w, w.block());
+        w.when(some, |w| {
+            let FoundTile { batch, head, number, sequence, lengths, q_len } = tiles.find(w, w.block());
+            let rows = self.config.rows();
+            let row = number * rows;
+            let zero = row.literal(0);
+            let work = Work { row, head, batch, blocks: [zero, zero], sequence };
+            let work = Work { blocks: source.blocks(w, &work, &TileQueries { rows, q_len, lengths }), ..work };
+            SyncTile::new(w, self, &*source, work).run(w);
+        });
+    }
+}
+
+/// A tile of queries, its accumulators and its softmax.
+struct SyncTile<'a, 'k, const M: usize, T>
+where
+    T: Half,
+    Pair<T>: Word,
+{
+    kernel: &'a SyncKernel<'a, 'k, M, T>,
+    source: &'a dyn KeyBlocks<'k, Group>,
+    work: Work<'k>,
+    kv_head: Val<'k, u32>,
+    /// Visible keys of the sequence.
+    keys: Val<'k, u32>,
+    /// First of the warp's rows in the tile.
+    own_row: Val<'k, u32>,
+    s: WarpAcc<'k, M>,
+    o: WarpAcc<'k, M>,
+    p: Fragment<'k, T>,
+    fold: Box<dyn Fold<'k, T, WarpAcc<'k, M>> + 'k>,
+    scoring: Scoring<'a, 'k, WarpAcc<'k, M>>,
+    /// Index of the first visible key, from which expressions count, if it may differ from 0.
+    key_offset: Option<Held<'k, u32>>,
+}
+
+impl<'a, 'k, const M: usize, T: Half> SyncTile<'a, 'k, M, T>
+where
+    Pair<T>: Word,
+{
+    fn new(
+        w: &Scope<'k, Group>,
+        kernel: &'a SyncKernel<'a, 'k, M, T>,
+        source: &'a dyn KeyBlocks<'k, Group>,
+        work: Work<'k>,
+    ) -> Self {
+        let (params, features, config) = (&kernel.params, kernel.features, &kernel.config);
+        let inputs = ScoringInputs {
+            modifiers: &features.modifiers,
+            parameters: &params.modifiers,
+            spans: &kernel.spans,
+            scale: params.scale,
+            tanh: Tanh::of(T::NUMBER),
+        };
+        let power = inputs.power(w);
+        let softmax = Softmax::of_view(w, power, config.rescale, features.exp, Added::ByThreads, params.counters);
+        let mut scoring: Scoring<'a, 'k, WarpAcc<'k, M>> = inputs.scoring(w, power);
+        scoring.fuses = scoring.modifies && !features.modifiers.loads_move();
+        let tile = SyncTile {
+            kernel,
+            source,
+            kv_head: params.group.div_rem(work.head)[0],
+            keys: params.sequences.visible(work.sequence).count,
+            own_row: (w.thread_in_group() / 32) * (16 * M as u32),
+            s: w.warp_accumulators(config.cols),
+            o: w.warp_accumulators(features.dims[1]),
+            p: w.warp_fragment::<M, T>(config.cols),
+            fold: Box::new(softmax),
+            scoring,
+            key_offset: None,
+            work,
+        };
+        tile.prepared(w)
+    }
+
+    /// Prepares masks and modifiers.
+    fn prepared(mut self, w: &Scope<'k, Group>) -> Self {
+        let sequences = &self.kernel.params.sequences;
+        let lengths = sequences.lengths(self.work.sequence);
+        let first = self.work.row.to_i32();
+        self.scoring.limits.set(w, first, lengths);
+        if self.scoring.modifies {
+            let counts = sequences.counts(self.work.sequence);
+            let Counts { q_len, k_len, first_key } = counts.expect("bug in fulgurite: modifiers without lengths");
+            let starts_late = self.kernel.spans.bounded_left() && !self.source.tagged();
+            self.key_offset = starts_late.then_some(Held::Known(first_key));
+            type View<'k, const M: usize> = WarpAcc<'k, M>;
+            let row = first + View::<M>::first_row(w).to_i32();
+            let rows: Vec<_> = (0..View::<M>::ROWS).map(|i| row + View::<M>::row_offset(i) as i32).collect();
+            let (batch, heads) = (self.work.batch, vec![self.work.head; rows.len()]);
+            let (q_len, k_len) = (q_len.to_i32(), k_len.to_i32());
+            self.scoring.modify.set(w, &TilePosition { batch, heads, rows, q_len, k_len });
+        }
+        self
+    }
+
+    /// The tile's `j`-th key block, counted from the last.
+    fn key_block(&self, w: &Scope<'k, Group>, j: Val<'k, u32>) -> KeyBlock<'k> {
+        let n = self.work.blocks[1] - 1 - j;
+        KeyBlock { n, tag: self.source.tag(w, &self.work, n) }
+    }
+
+    /// Starts copying K (`side` 0) or V (`side` 1) of the `j`-th key block to the next stage of the ring. Past the last
+    /// block, the stage stays empty.
+    fn put(&self, w: &Scope<'k, Group>, side: usize, j: Val<'k, u32>) {
+        let (params, ring) = (&self.kernel.params, &self.kernel.ring);
+        let [first, end] = self.work.blocks;
+        let memory = [&params.k, &params.v][side];
+        ring.put(w, |w, tiles| {
+            w.when(j.lt(end - first), |w| {
+                let key = self.key_block(w, j).first_key(self.kernel.config.cols);
+                let rows = memory.rows(&params.sequences, &self.work, self.kv_head, [key, self.keys]);
+                ring.copy(w, tiles[side], rows);
+            });
+        });
+    }
+
+    /// Puts the item that is `depth - 1` items after the `side` of the `j`-th block.
+    fn put_ahead(&self, w: &Scope<'k, Group>, side: usize, j: Val<'k, u32>) {
+        let ahead = side as u32 + self.kernel.config.depth - 1;
+        self.put(w, (ahead % 2) as usize, j + ahead / 2);
+    }
+
+    /// Starts the copies of the queries and of the first stages.
+    fn start(&self, w: &Scope<'k, Group>) {
+        let (params, ring) = (&self.kernel.params, &self.kernel.ring);
+        let count = params.sequences.q_rows(self.work.sequence);
+        let queries = params.q.rows(&params.sequences, &self.work, self.work.head, [self.work.row, count]);
+        // The copies belong to the group of the first stage.
+        ring.copy(w, self.kernel.q, queries);
+        for item in 0..self.kernel.config.depth - 1 {
+            self.put(w, (item % 2) as usize, w.constant(item / 2));
+        }
+    }
+
+    /// Computes the raw scores of the `j`-th block.
+    fn scores(&self, w: &Scope<'k, Group>, j: Val<'k, u32>) -> Block<'k> {
+        let tiles = self.kernel.ring.wait(w);
+        self.put_ahead(w, 0, j);
+        self.s.clear();
+        let zero = w.constant(0u32);
+        let q = (self.kernel.q.operand(Major::Inner), self.own_row);
+        w.multiply_warp(&self.s, q, (tiles[0].operand(Major::Inner), zero));
+        self.kernel.ring.done(w);
+        self.key_block(w, j).block(self.kernel.config.cols, &|| self.keys.to_i32())
+    }
+
+    /// Adds p v of the `j`-th block to o.
+    fn output(&self, w: &Scope<'k, Group>, j: Val<'k, u32>) {
+        let tiles = self.kernel.ring.wait(w);
+        self.put_ahead(w, 1, j);
+        w.multiply_warp_fragment(&self.o, &self.p, (tiles[1].operand(Major::Outer), w.constant(0u32)));
+        self.kernel.ring.done(w);
+    }
+
+    /// Index of a block's first key in its sequence.
+    fn first_key(&self, block: &Block<'k>) -> Val<'k, i32> {
+        self.key_offset.map_or(block.first, |offset| block.first + offset.get().to_i32())
+    }
+
+    fn run(&self, w: &Scope<'k, Group>) {
+        let [first, end] = self.work.blocks;
+        let barrier = w.group_barrier();
+        self.start(w);
+        self.o.clear();
+        let zero = w.constant(0u32);
+        let block = self.scores(w, zero);
+        self.scoring.settle(w, &self.s, self.first_key(&block), &block);
+        self.fold.first(w, &self.s, &self.p);
+        self.output(w, zero);
+        w.each(1u32, end - first, 1u32, |w, j| {
+            let block = self.scores(w, j);
+            let first_key = || self.first_key(&block);
+            self.scoring.fold(w, &*self.fold, (&self.s, &self.p, &self.o), &first_key, &block);
+            self.output(w, j);
+        });
+        let totals = self.fold.totals(w, &self.o);
+        let (params, features) = (&self.kernel.params, self.kernel.features);
+        let output = ThreadOutput {
+            o: &params.o,
+            sequences: &params.sequences,
+            barrier: &barrier,
+            rows: self.kernel.config.rows(),
+            units: features.dims[1] * 2 / 16,
+        };
+        let epilogue = Epilogue {
+            lse: params.lse,
+            lse_rows: params.lse_rows,
+            heads: params.heads.value(),
+            q_len: params.sequences.q_len(),
+            packed: features.ragged.packed,
+            sinks: params.sinks,
+            own: zero,
+            first_column: None,
+            scale: self.scoring.scale,
+            output: &output,
+            staging: &[self.kernel.o],
+            part: features.dims[1],
+        };
+        epilogue.run::<T>(w, &self.work, &self.o, totals);
+    }
+}

@@ -1,0 +1,104 @@
+//! The tile configuration of the `mma.sync` kernel.
+
+use crate::attention::forward::facts::ForwardTile;
+use crate::attention::forward::features::Features;
+use crate::configs::{ConfigError, ConfigRow, ConfigTable, TileConfig, text};
+use fulgurite_core::{BlockSpec, Rescale};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// The tile configuration of the `mma.sync` kernel. A CTA has four warps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SyncConfig {
+    /// Blocks of 16 queries per warp.
+    #[serde(deserialize_with = "text::number::<_, 1, 2>")]
+    pub blocks: u32,
+    /// Keys per key block.
+    #[serde(deserialize_with = "text::sixteens::<_, 16, 128>")]
+    pub cols: u32,
+    /// Stages of the ring, each of which holds K or V of one key block.
+    #[serde(deserialize_with = "text::number::<_, 2, 8>")]
+    pub depth: u32,
+    /// Rescale policy of the running maximum. Its callers choose it, so text leaves it out.
+    #[serde(skip, default = "usual_rescale")]
+    pub rescale: Rescale,
+}
+
+/// The rescale policy of the built-in configurations.
+fn usual_rescale() -> Rescale {
+    Rescale::Optimistic(Rescale::OPTIMISTIC_LIMIT)
+}
+
+impl SyncConfig {
+    /// Queries per tile.
+    pub fn rows(&self) -> u32 {
+        64 * self.blocks
+    }
+}
+
+impl TileConfig for SyncConfig {
+    fn built_in() -> Vec<ConfigRow<SyncConfig>> {
+        let base = SyncConfig { blocks: 2, cols: 64, depth: 2, rescale: usual_rescale() };
+        let rows = [
+            (0..=64, SyncConfig { depth: 3, ..base }),
+            (65..=128, base),
+            (129..=192, SyncConfig { blocks: 1, ..base }),
+            (193..=u32::MAX, SyncConfig { blocks: 1, cols: 32, ..base }),
+        ];
+        rows.map(|(head_dims, config)| ConfigRow { head_dims, keys: 0..u64::MAX, config }).to_vec()
+    }
+
+    fn neighbours(self, _: u32) -> Vec<SyncConfig> {
+        let cols = [16, 32, 48, 64, 96, 128].map(|cols| SyncConfig { cols, ..self });
+        let depth = [2, 3, 4].map(|depth| SyncConfig { depth, ..self });
+        let blocks = [1, 2].map(|blocks| SyncConfig { blocks, ..self });
+        cols.into_iter().chain(depth).chain(blocks).filter(|config| *config != self).collect()
+    }
+}
+
+impl ForwardTile for SyncConfig {
+    fn value_unit(&self, _: bool) -> u32 {
+        16
+    }
+
+    fn with_room(self, head_dim: u32, features: &Features) -> Self {
+        // Modifiers that load per element keep addresses and values of many elements in registers.
+        match (head_dim, features.modifiers.loads_move(), features.modifiers.is_empty()) {
+            (_, true, _) => SyncConfig { blocks: 1, cols: self.cols.min(32), ..self },
+            (65.., _, false) => SyncConfig { blocks: 1, ..self },
+            _ => self,
+        }
+    }
+
+    fn dividing(self, spec: &BlockSpec, _: bool) -> Option<Self> {
+        let blocks = (1..=self.blocks).rev().find(|n| spec.rows.is_multiple_of(64 * *n as usize))?;
+        let cols = (1..=self.cols / 16).rev().map(|n| 16 * n).find(|cols| spec.cols.is_multiple_of(*cols as usize))?;
+        Some(SyncConfig { blocks, cols, ..self })
+    }
+
+    fn rescale(&self) -> Rescale {
+        self.rescale
+    }
+
+    fn with_rescale(self, rescale: Rescale) -> Self {
+        SyncConfig { rescale, ..self }
+    }
+}
+
+/// Prints `blocks=2 cols=64 depth=2`, without the rescale policy.
+impl fmt::Display for SyncConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        text::write(self, f)
+    }
+}
+
+/// Missing entries take the values for head dimension 128.
+impl FromStr for SyncConfig {
+    type Err = ConfigError;
+
+    fn from_str(line: &str) -> Result<Self, ConfigError> {
+        text::changed(&ConfigTable::<SyncConfig>::default().find(128, 8192), line)
+    }
+}

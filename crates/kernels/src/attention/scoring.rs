@@ -1,0 +1,81 @@
+//! From raw scores to masked and modified ones, for accumulators of any tensor unit.
+
+use crate::attention::fold::Fold;
+use crate::parts::mask::{Block, Limits, Spans};
+use crate::parts::modifier::{Modifiers, Modify, Parameters, Tanh};
+use crate::parts::softmax::Settled;
+use fulgurite_ptx::{Acc, Fragment, Group, Half, Pair, RowView, Scope, Val, Word};
+use std::f32::consts::LOG2_E;
+
+/// The masks and modifiers of a warpgroup's rows.
+pub(crate) struct Scoring<'a, 'k, A = Acc<'k>> {
+    pub limits: Limits<'k, A>,
+    pub modify: Modify<'a, 'k, A>,
+    pub modifies: bool,
+    /// Factor from modified scores to powers of two.
+    pub scale: Val<'k, f32>,
+    /// Whether to modify scores inside the exponential pass. Not for modifiers that load per element: the assembler
+    /// would hoist all loads and spill.
+    pub fuses: bool,
+}
+
+/// Inputs of [`Scoring`].
+pub(crate) struct ScoringInputs<'a, 'k> {
+    pub modifiers: &'a Modifiers,
+    pub parameters: &'a Parameters<'k>,
+    pub spans: &'a Spans,
+    /// Factor of the raw scores.
+    pub scale: Val<'k, f32>,
+    pub tanh: Tanh,
+}
+
+impl<'a, 'k> ScoringInputs<'a, 'k> {
+    /// Factor from modified scores to powers of two. Modified scores already contain the scale.
+    pub fn power(&self, w: &Scope<'k, Group>) -> Val<'k, f32> {
+        match self.modifiers.score {
+            Some(_) => w.constant(LOG2_E * self.modifiers.factors()[1]),
+            None => self.scale,
+        }
+    }
+
+    /// Masks and modifiers whose scores have the factor `power`.
+    pub fn scoring<A: RowView<'k>>(&self, w: &Scope<'k, Group>, power: Val<'k, f32>) -> Scoring<'a, 'k, A> {
+        let limits = Limits::of_view(w, self.spans);
+        let modify = Modify::of_view(w, self.modifiers, self.parameters, self.scale, self.tanh);
+        Scoring { limits, modify, modifies: !self.modifiers.is_empty(), scale: power, fuses: false }
+    }
+}
+
+impl<'k, A: RowView<'k>> Scoring<'_, 'k, A> {
+    /// Modifies and masks the scores of a block, whose first key is `key` of the sequence.
+    pub fn settle(&self, w: &Scope<'k, Group>, s: &A, key: Val<'k, i32>, block: &Block<'k>) {
+        if self.modifies {
+            self.modify.apply(w, s, key, block.is_full());
+        }
+        self.limits.apply(w, s, block);
+    }
+
+    /// Folds the raw scores `s` of a later block into p. Products into `o` may still run. `first_key` gives the index of
+    /// the block's first key in its sequence.
+    pub fn fold<T: Half>(
+        &self,
+        w: &Scope<'k, Group>,
+        fold: &dyn Fold<'k, T, A>,
+        (s, p, o): (&A, &Fragment<'k, T>, &A),
+        first_key: &dyn Fn() -> Val<'k, i32>,
+        block: &Block<'k>,
+    ) where
+        Pair<T>: Word,
+    {
+        if self.fuses {
+            let settle = |w: &Scope<'k, Group>| self.settle(w, s, first_key(), block);
+            let cut = (self.limits.cuts(block, s.cols()), s.cols());
+            let (key, full) = (first_key(), block.is_full());
+            let mut quick = self.modify.quick(w, key, full, self.scale, cut, &settle);
+            fold.next(w, s, p, o, &mut quick);
+        } else {
+            self.settle(w, s, first_key(), block);
+            fold.next(w, s, p, o, &mut Settled(self.scale));
+        }
+    }
+}
