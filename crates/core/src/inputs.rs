@@ -146,9 +146,9 @@ pub struct Sequence {
     pub k_len: usize,
 }
 
-/// The rows of one sequence in a tensor: row i of head h starts at offset + i * row + h * head.
+/// Where the rows of one sequence are in a tensor: row i of head h starts at offset + i * row + h * head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rows {
+pub struct RowLayout {
     /// Offset of row 0 of head 0, in elements.
     pub offset: usize,
     /// Distance between rows, in elements.
@@ -157,7 +157,7 @@ pub struct Rows {
     pub head: usize,
 }
 
-impl Rows {
+impl RowLayout {
     /// Offset of row `i` of head `h`.
     pub fn at(&self, i: usize, h: usize) -> usize {
         self.offset + i * self.row + h * self.head
@@ -264,19 +264,23 @@ impl<'a> Bound<'a> {
     }
 
     /// Positions of a sequence's rows in a tensor of the shape of q, o (queries) or k, v (keys).
-    pub fn rows(&self, strides: &[usize], sequence: &Sequence, side: Side) -> Rows {
+    pub fn row_layout(&self, strides: &[usize], sequence: &Sequence, side: Side) -> RowLayout {
         let start = if side == Side::Query { sequence.q_start } else { sequence.k_start };
         match self.problem.layout() {
-            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[1], head: strides[2] },
-            Layout::Packed(_) => Rows { offset: start * strides[0], row: strides[0], head: strides[1] },
+            Layout::Dense { .. } => {
+                RowLayout { offset: sequence.batch * strides[0], row: strides[1], head: strides[2] }
+            }
+            Layout::Packed(_) => RowLayout { offset: start * strides[0], row: strides[0], head: strides[1] },
         }
     }
 
     /// Positions of a sequence's rows in a tensor of the shape of the LSE.
-    pub fn lse_rows(&self, strides: &[usize], sequence: &Sequence) -> Rows {
+    pub fn lse_layout(&self, strides: &[usize], sequence: &Sequence) -> RowLayout {
         match self.problem.layout() {
-            Layout::Dense { .. } => Rows { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] },
-            Layout::Packed(_) => Rows { offset: sequence.q_start * strides[1], row: strides[1], head: strides[0] },
+            Layout::Dense { .. } => {
+                RowLayout { offset: sequence.batch * strides[0], row: strides[2], head: strides[1] }
+            }
+            Layout::Packed(_) => RowLayout { offset: sequence.q_start * strides[1], row: strides[1], head: strides[0] },
         }
     }
 }

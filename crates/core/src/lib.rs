@@ -44,7 +44,7 @@ pub use exp::{Exp, ExpError, Rescale, RescaleError};
 pub use expr::Expr;
 pub use half::{bf16, f16};
 pub use inputs::{
-    BlockLists, Bound, DeviceBound, Forward, GradientOutputs, Gradients, Inputs, Outputs, Rows, Saved, Sequence,
+    BlockLists, Bound, DeviceBound, Forward, GradientOutputs, Gradients, Inputs, Outputs, RowLayout, Saved, Sequence,
 };
 pub use mask::{Mask, Span};
 pub use precision::{Delta, GroupAttention, Int8Attention, Precision, PrecisionError};

@@ -11,7 +11,7 @@ use crate::skip::{Found, Item};
 use crate::tiles::Context;
 use crate::window::Spans;
 use fulgurite_core::skip::{HeadClass, SkipBound};
-use fulgurite_core::{Data, Precision, Sequence, TensorView};
+use fulgurite_core::{Data, Precision, RowLayout, Sequence, TensorView};
 use std::ops::Range;
 
 /// Number of keys per row beyond which scores leave the L1 cache.
@@ -55,7 +55,7 @@ impl<'a> Packed<'_, 'a> {
             turned(
                 cx,
                 cx.bound.k(),
-                cx.key_rows(cx.bound.k().strides(), self.sequence),
+                cx.key_layout(cx.bound.k().strides(), self.sequence),
                 first..first + n,
                 self.head,
                 [rows, to],
@@ -63,7 +63,7 @@ impl<'a> Packed<'_, 'a> {
             );
             if !in_place {
                 let v = cx.bound.v();
-                let at = cx.key_rows(v.strides(), self.sequence);
+                let at = cx.key_layout(v.strides(), self.sequence);
                 let to = self.values[panel * PANEL * cx.dv_pad..].chunks_exact_mut(cx.dv_pad);
                 for (key, row) in (first..first + n).zip(to) {
                     let start = at.at(key, self.head);
@@ -85,7 +85,7 @@ impl<'a> Packed<'_, 'a> {
         let v = cx.bound.v();
         match v.data() {
             Data::F32(all) if in_place(cx, self.sequence) => {
-                let at = cx.key_rows(v.strides(), self.sequence);
+                let at = cx.key_layout(v.strides(), self.sequence);
                 (&all[at.at(self.keys.start, self.head).min(all.len())..], at.row)
             }
             _ => (self.values, cx.dv_pad),
@@ -96,7 +96,7 @@ impl<'a> Packed<'_, 'a> {
 /// Whether values are read in place: rows that are far apart cost a page each, every time.
 fn in_place(cx: &Context<'_>, sequence: &Sequence) -> bool {
     let v = cx.bound.v();
-    let row = cx.key_rows(v.strides(), sequence).row;
+    let row = cx.key_layout(v.strides(), sequence).row;
     matches!(v.data(), Data::F32(_)) && cx.dv == cx.dv_pad && row <= 2 * cx.dv
 }
 
@@ -105,7 +105,7 @@ fn in_place(cx: &Context<'_>, sequence: &Sequence) -> bool {
 fn turned(
     cx: &Context<'_>,
     view: &TensorView<'_>,
-    at: fulgurite_core::Rows,
+    at: RowLayout,
     range: Range<usize>,
     head: usize,
     [rows, to]: [&mut [f32]; 2],
@@ -239,10 +239,11 @@ pub(crate) fn walk(
             Packed { sequence, head, keys: far, panels: far_k, values: far_v, done: 0 },
             Packed { sequence, head, keys: near, panels: near_k, values: near_v, done: 0 },
         ];
-        let (o_rows, lse_rows) = (cx.query_rows(out.o_strides, sequence), cx.bound.lse_rows(out.lse_strides, sequence));
-        let q_rows = cx.query_rows(cx.bound.q().strides(), sequence);
+        let (o_rows, lse_rows) =
+            (cx.query_layout(out.o_strides, sequence), cx.bound.lse_layout(out.lse_strides, sequence));
+        let q_rows = cx.query_layout(cx.bound.q().strides(), sequence);
         for number in item.tiles.clone() {
-            let own = skip.rows(sequence, number);
+            let own = skip.tile_rows(sequence, number);
             let mut found = Found::default();
             let admitted = skip.admitted(sequence, item.head, number, &mut found.counts);
             found.kept = admitted.into_iter().map(|t| t as i32).collect();
@@ -260,7 +261,7 @@ pub(crate) fn walk(
                 out.o.ask(&mut ahead, o_at, o_rows.row, cx.dv, n);
                 let coming = packed[1].keys.start + packed[1].done * PANEL;
                 for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
-                    let at = cx.key_rows(view.strides(), sequence);
+                    let at = cx.key_layout(view.strides(), sequence);
                     ahead.push_rows(&view.data(), at.at(coming, head), at.row, n, lanes);
                 }
                 cx.ask_queries(sequence, item.head, next, &mut ahead);

@@ -33,7 +33,7 @@ impl Rounded {
         let (dim, strides) = (problem.value_dim(), *dense.view().strides());
         for s in bound.sequences() {
             for head in 0..problem.kv_heads() {
-                let rows = |s: &Sequence| bound.rows(&strides, s, Side::Key);
+                let rows = |s: &Sequence| bound.row_layout(&strides, s, Side::Key);
                 let mut columns: Vec<f32> =
                     (0..s.k_len).flat_map(|j| values[rows(s).at(j, head)..][..dim].to_vec()).collect();
                 format.fake_columns(&mut columns, dim);

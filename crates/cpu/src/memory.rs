@@ -235,7 +235,7 @@ impl<'a> SharedRows<'a> {
     }
 
     /// The address of `rows` rows of `n` elements, `row` apart, for a kernel that writes them.
-    pub fn place(&self, offset: usize, [row, rows, n]: [usize; 3]) -> *mut u8 {
+    pub fn rows_mut_ptr(&self, offset: usize, [row, rows, n]: [usize; 3]) -> *mut u8 {
         let extent = rows.saturating_sub(1).checked_mul(row).and_then(|x| x.checked_add(n));
         let end = extent.and_then(|x| x.checked_add(offset));
         assert!(end.is_some_and(|end| end <= self.len), "rows outside the tensor");

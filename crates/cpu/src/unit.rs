@@ -415,7 +415,7 @@ pub(crate) struct QueryRows<'a> {
 impl<'a> QueryRows<'a> {
     fn of(cx: &Context<'a>, tile: &Tile) -> Self {
         let q = cx.bound.q();
-        let at = cx.query_rows(q.strides(), &cx.bound.sequences()[tile.sequence]);
+        let at = cx.query_layout(q.strides(), &cx.bound.sequences()[tile.sequence]);
         let starts = cx.row_starts(tile, q.strides());
         QueryRows { data: q.data(), starts, rows: tile.rows, row: (cx.pack == 1).then_some(at.row) }
     }
@@ -424,9 +424,9 @@ impl<'a> QueryRows<'a> {
 impl Context<'_> {
     /// Offsets of a tile's rows in a tensor of queries.
     pub fn row_starts(&self, tile: &Tile, strides: &[usize]) -> [usize; MAX_LANES] {
-        let at = self.query_rows(strides, &self.bound.sequences()[tile.sequence]);
+        let at = self.query_layout(strides, &self.bound.sequences()[tile.sequence]);
         std::array::from_fn(|lane| {
-            let (q, head) = self.row(tile, lane.min(tile.rows - 1));
+            let (q, head) = self.query_and_head(tile, lane.min(tile.rows - 1));
             at.at(q, head)
         })
     }
@@ -434,6 +434,6 @@ impl Context<'_> {
 
 /// Rows of keys in the form that packers take.
 pub(crate) fn source<'b>(cx: &Context<'b>, view: &TensorView<'b>, keys: &Keys<'_>, n: usize) -> Source<'b> {
-    let rows = cx.key_rows(view.strides(), keys.sequence);
+    let rows = cx.key_layout(view.strides(), keys.sequence);
     Source { data: view.data(), offset: rows.at(keys.range.start, keys.head), row: rows.row, rows: keys.range.len(), n }
 }

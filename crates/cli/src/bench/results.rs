@@ -25,5 +25,5 @@ pub struct Results {
     /// The grid.
     pub cells: Vec<Cell>,
     /// The systems around attention.
-    pub around: Vec<variants::Row>,
+    pub around: Vec<variants::Measurement>,
 }

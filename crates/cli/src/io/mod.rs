@@ -77,13 +77,13 @@ pub fn encoded(path: &Path, format: Format, tensors: &[(String, &Tensor)]) -> Re
 
 /// Writes a file, creating the folders above it.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    place(&[(path, bytes)])
+    replace_files(&[(path, bytes)])
 }
 
 /// Writes files, creating the folders above them. Each gets its name when all of them are written: where one cannot be,
 /// what was there before stays.
 pub fn write_files(files: &[(PathBuf, Vec<u8>)]) -> Result<(), Failure> {
-    place(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
+    replace_files(&files.iter().map(|(path, bytes)| (path.as_path(), &bytes[..])).collect::<Vec<_>>())
 }
 
 /// Refuses an output that cannot be written, before any work.
@@ -99,7 +99,7 @@ fn failed(path: &Path, e: &std::io::Error) -> Failure {
     Failure::work(format_args!("cannot write {}: {}", path.display(), reason(e)))
 }
 
-fn place(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
+fn replace_files(files: &[(&Path, &[u8])]) -> Result<(), Failure> {
     let mut names: Vec<PathBuf> = files.iter().map(|(path, _)| target(path)).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {

@@ -79,10 +79,10 @@ pub(super) fn part(
         let mut arena = Arena::new(workspace);
         // The queries of a head, or its probes, as columns starting at `first`.
         let load = |own: &Context<'_>, head: usize, first: usize, to: &mut [f32]| {
-            let (data, q_rows) = (own.bound.q().slice()?, cx.query_rows(own.bound.q().strides(), sequence));
+            let (data, q_rows) = (own.bound.q().slice()?, cx.query_layout(own.bound.q().strides(), sequence));
             let tile = tile(cx, part.sequence, head);
             let start = |lane: usize| {
-                let (q, head) = cx.row(&tile, lane);
+                let (q, head) = cx.query_and_head(&tile, lane);
                 q_rows.at(q, head)
             };
             let starts: [usize; FEW] = std::array::from_fn(|lane| start(lane.min(rows - 1)));
@@ -203,7 +203,7 @@ fn at<'b>(
     first: usize,
     n: usize,
 ) -> impl Fn(usize) -> StripRows<'b> + use<'b> {
-    let rows = cx.key_rows(view.strides(), sequence);
+    let rows = cx.key_layout(view.strides(), sequence);
     let data = view.slice().expect("bug in fulgurite: strips are bf16");
     move |kv_head| StripRows { data, offset: rows.at(first, kv_head), row: rows.row, n }
 }

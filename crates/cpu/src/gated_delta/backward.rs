@@ -151,7 +151,7 @@ fn item(cx: &Context<'_>, s: &Tokens, key_head: usize, saved: &DeltaSaved<'_>, o
         }
     });
     for (i, (d, (to, strides))) in [(&mut d_q, &out.d_q), (&mut d_k, &out.d_k)].into_iter().enumerate() {
-        let rows = cx.bound.rows(strides, s);
+        let rows = cx.bound.row_layout(strides, s);
         for (t, d) in d.chunks_exact_mut(cx.kp).take(s.len).enumerate() {
             if let Some(&inverse) = lengths[i].get(t) {
                 // y = x / |x|: dx = (dy - y (y . dy)) / |x|
@@ -186,7 +186,7 @@ fn back(
     let vs = cx.vs;
     let gates = Gates::new(cx, at, first);
     work.corrections(cx, keys, at, &gates, first, state);
-    let do_rows = cx.bound.rows(saved.d_o.strides(), at.sequence);
+    let do_rows = cx.bound.row_layout(saved.d_o.strides(), at.sequence);
     cx.load_values(&saved.d_o, &do_rows, at, first, space.d_o, vs);
     let tail: [f32; CHUNK] = std::array::from_fn(|j| work.g[(CHUNK - 1) * CHUNK + j]);
     let head = &gates.head;
@@ -215,7 +215,7 @@ fn back(
     let ag = Matrix::new(work.ag, CHUNK);
     cx.kernels.gemm_transposed(MatrixMut::at(space.d_w, vs, 0, 0), ag, d_vn, values, Sum::Fresh, ahead);
     let (to, strides) = &out.d_v;
-    let rows = cx.bound.rows(strides, at.sequence);
+    let rows = cx.bound.row_layout(strides, at.sequence);
     let tokens = (at.sequence.len - first).min(CHUNK);
     for (i, row) in space.d_w.chunks_exact(vs).take(tokens).enumerate() {
         // SAFETY: each token of a value head belongs to one item.
@@ -316,7 +316,7 @@ fn back(
     }
     let d_g = d_g.map(|d| d as f32);
     for (values, (to, strides)) in [(&d_g, &out.d_g), (&d_beta, &out.d_beta)] {
-        let rows = cx.bound.rows(&[strides, &[0][..]].concat(), at.sequence);
+        let rows = cx.bound.row_layout(&[strides, &[0][..]].concat(), at.sequence);
         for (i, value) in values.iter().take(tokens).enumerate() {
             // SAFETY: each gate belongs to one value head, and that to this item.
             unsafe { to.store(cx.kernels, rows.at(first + i, at.head), &[*value]) };

@@ -101,12 +101,12 @@ impl Work<'_> {
                     (self.rx.bound.q(), cx.d, cx.d_pad, &mut *r),
                     (&self.d_o, cx.dv, cx.dv_pad, &mut *d_o),
                 ] {
-                    let rows = cx.query_rows(view.strides(), sequence);
+                    let rows = cx.query_layout(view.strides(), sequence);
                     cx.gather(&tile, &view.data(), &rows, dim, &mut to[..stride * width], width);
                 }
                 q[..stride * cx.d_pad].iter_mut().for_each(|x| *x *= cx.problem.scale());
                 cx.kernels.transpose(d_o, cx.dv_pad, d_o_turned, stride, stride, cx.dv_pad);
-                let rows = self.rows(&tile, &d_o[..stride * cx.dv_pad]);
+                let stats = self.lane_stats(&tile, &d_o[..stride * cx.dv_pad]);
                 [&mut *d_q, &mut *d_r].into_iter().for_each(|x| x.fill(0.0));
                 // P, U and P a of all keys; b on the way.
                 let mut modifier = cx.modifier(1.0);
@@ -140,8 +140,8 @@ impl Work<'_> {
                             lo: &step.lo,
                             hi: &step.hi,
                             hidden: step.rest,
-                            lse: &rows.lse,
-                            max: &rows.lse,
+                            lse: &stats.lse,
+                            max: &stats.lse,
                             delta: &[0.0; MAX_LANES],
                             scale: 1.0,
                             derivative: None,
@@ -168,7 +168,7 @@ impl Work<'_> {
                     let keys = seen.rows.at(hull.start, 0);
                     let (p, u, a) = (&mut p[part.clone()], &mut u[part.clone()], &mut a[part]);
                     let g = &mut g[..p.len()];
-                    form(&rows, &b, stride, p, u, a, g);
+                    form(&stats, &b, stride, p, u, a, g);
                     // p is W now, a is gl, g is gu.
                     let size = hull.len();
                     let (first, width) = (start + hull.start, cx.d_pad);
@@ -187,9 +187,9 @@ impl Work<'_> {
                 }
                 d_q.iter_mut().for_each(|x| *x *= cx.problem.scale());
                 for (i, sums) in [(0, &*d_q), (1, &*d_r)] {
-                    let rows = cx.query_rows(self.strides[i], sequence);
+                    let rows = cx.query_layout(self.strides[i], sequence);
                     for lane in 0..tile.rows {
-                        let (q, head) = cx.row(&tile, lane);
+                        let (q, head) = cx.query_and_head(&tile, lane);
                         let row = &sums[lane * cx.d_pad..lane * cx.d_pad + cx.d];
                         // SAFETY: every (sequence, head, query) belongs to one tile, and that to one item.
                         unsafe { self.out[i].store(cx.kernels, rows.at(q, head), row) };
@@ -197,7 +197,7 @@ impl Work<'_> {
                 }
             }
             for (i, from, width, dim) in [(2, &*d_k, cx.d_pad, cx.d), (3, &*d_v, cx.dv_pad, cx.dv)] {
-                let rows = cx.key_rows(self.strides[i], sequence);
+                let rows = cx.key_layout(self.strides[i], sequence);
                 for key in 0..n {
                     let row = &from[key * width..key * width + dim];
                     // SAFETY: every key of a key/value head belongs to one item.
@@ -208,42 +208,43 @@ impl Work<'_> {
     }
 
     /// LSE, t and t' of a tile's lanes; lanes past the last row have no weight.
-    fn rows(&self, tile: &Tile, d_o: &[f32]) -> Rows {
+    fn lane_stats(&self, tile: &Tile, d_o: &[f32]) -> LaneStats {
         let cx = self.cx;
         let sequence = &cx.bound.sequences()[tile.sequence];
-        let mut rows = Rows { lse: [f32::INFINITY; MAX_LANES], mean: [0.0; MAX_LANES], dot: [0.0; MAX_LANES] };
+        let mut stats = LaneStats { lse: [f32::INFINITY; MAX_LANES], mean: [0.0; MAX_LANES], dot: [0.0; MAX_LANES] };
         let (o, lse, mean) = (self.forward.own.o.view(), self.forward.own.lse.view(), self.forward.mean.view());
-        let o_rows = cx.query_rows(o.strides(), sequence);
-        let lse_rows = cx.bound.lse_rows(lse.strides(), sequence);
+        let o_rows = cx.query_layout(o.strides(), sequence);
+        let lse_rows = cx.bound.lse_layout(lse.strides(), sequence);
         for lane in 0..tile.rows {
-            let (q, head) = cx.row(tile, lane);
+            let (q, head) = cx.query_and_head(tile, lane);
             let own = lse.at(lse_rows.at(q, head)) as f32;
-            rows.lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
-            rows.mean[lane] = mean.at(lse_rows.at(q, head)) as f32;
+            stats.lse[lane] = if own == f32::NEG_INFINITY { f32::INFINITY } else { own };
+            stats.mean[lane] = mean.at(lse_rows.at(q, head)) as f32;
             let at = o_rows.at(q, head);
             let own = &d_o[lane * cx.dv_pad..lane * cx.dv_pad + cx.dv];
-            rows.dot[lane] = own.iter().enumerate().map(|(i, d)| d * o.at(at + i) as f32).sum();
+            stats.dot[lane] = own.iter().enumerate().map(|(i, d)| d * o.at(at + i) as f32).sum();
         }
-        rows
+        stats
     }
 }
 
-struct Rows {
+/// LSE, t and t' of each lane.
+struct LaneStats {
     lse: PerLane,
     mean: PerLane,
     dot: PerLane,
 }
 
 /// Computes from P, U and P a: W into `p`, gl into `a`, gu into `g`.
-fn form(rows: &Rows, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
+fn form(stats: &LaneStats, b: &PerLane, stride: usize, p: &mut [f32], u: &[f32], a: &mut [f32], g: &mut [f32]) {
     let all = p.chunks_exact_mut(stride).zip(u.chunks_exact(stride)).zip(a.chunks_exact_mut(stride));
     for (((p, u), a), g) in all.zip(g.chunks_exact_mut(stride)) {
         for lane in 0..stride {
             let weight = p[lane];
             // A key that this row does not see may hold anything, so its u is replaced, not multiplied by 0.
-            let off = if weight == 0.0 { 0.0 } else { rows.mean[lane] - u[lane] };
+            let off = if weight == 0.0 { 0.0 } else { stats.mean[lane] - u[lane] };
             let pull = a[lane] - weight * b[lane];
-            a[lane] = a[lane] - weight * rows.dot[lane] + off * pull;
+            a[lane] = a[lane] - weight * stats.dot[lane] + off * pull;
             g[lane] = -pull;
             p[lane] = weight * (1.0 + off);
         }

@@ -2,7 +2,7 @@
 //! known, and V is multiplied once. Memory is a tile times the number of keys.
 
 use crate::decode::Probe;
-use crate::forward::{Out, Plan, Row, finish, items, scores, softmax};
+use crate::forward::{Out, Plan, QueryTile, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
 use crate::pool;
 use crate::simd::{Ahead, DEPTH, GROUP, LaneProbe, Panels, Policy, Stage, parts};
@@ -40,7 +40,7 @@ struct Done {
 }
 
 /// The packed weights and U of a piece: its own, or those of all blocks from offset `at`.
-fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n: usize) -> [&'a mut [f32]; 2] {
+fn piece_buffers<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n: usize) -> [&'a mut [f32]; 2] {
     let [weights, probes] = own;
     if !weights.is_empty() {
         return [weights, probes];
@@ -53,20 +53,20 @@ fn places<'a>(own: &'a mut [Vec<f32>; 2], all: [&'a mut [f32]; 2], at: usize, n:
 /// once: all later bits depend on it.
 fn settle(
     cx: &Context<'_>,
-    row: &mut Row<'_>,
+    queries: &mut QueryTile<'_>,
     step: &Step,
     s: &mut [f32],
     kv: [KeyRows<'_>; 2],
     scratch: &mut Scratch<'_>,
 ) {
-    let before = row.m;
+    let before = queries.m;
     let lanes = |z: usize| z * cx.kernels.lanes..(z + 1) * cx.kernels.lanes;
     let fresh = |(z, &(a, b)): (usize, &(usize, usize))| a < b && before[lanes(z)].contains(&f32::NEG_INFINITY);
     if !step.ranges.iter().enumerate().any(fresh) {
         return;
     }
-    softmax(cx, row, &step.part(&(0..DEPTH)), s, kv, scratch, Policy::MaxOnly);
-    for (m, before) in row.m.iter_mut().zip(before).filter(|(_, before)| *before != f32::NEG_INFINITY) {
+    softmax(cx, queries, &step.part(&(0..DEPTH)), s, kv, scratch, Policy::MaxOnly);
+    for (m, before) in queries.m.iter_mut().zip(before).filter(|(_, before)| *before != f32::NEG_INFINITY) {
         *m = before;
     }
 }
@@ -119,22 +119,22 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             rx.unit.queries(rx, &tile, stride, rows, r);
             let o = &mut o[..cx.dv_pad * stride];
             o.fill(0.0);
-            let mut row = Row { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
+            let mut queries = QueryTile { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
             // From here on attention takes several blocks at once, if it does at all.
-            let seen_from = row.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
+            let seen_from = queries.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
             let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && !cx.has_expressions();
             let woven = woven && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
                 let keys = start..(start + block).min(sequence.k_len);
-                for (n, piece) in cx.pieces(&row.tile, keys).enumerate() {
-                    let Some(mut step) = cx.step(&row.tile, &row.lanes, &piece, start) else { continue };
+                for (n, piece) in cx.pieces(&queries.tile, keys).enumerate() {
+                    let Some(mut step) = cx.step(&queries.tile, &queries.lanes, &piece, start) else { continue };
                     // Packed weights are whole tiles: a second piece of a block may share one with the first.
                     let mut own = [(); 2].map(|_| vec![0.0; if n == 0 { 0 } else { room.weights }]);
                     let at = i.min(kept - 1) * room.weights;
                     let packed = packs && v.finite;
-                    let [to, packed_u] = places(&mut own, [weights, probes], at, room.weights);
+                    let [to, packed_u] = piece_buffers(&mut own, [weights, probes], at, room.weights);
                     // Packed blocks need no memory for S and U.
                     let place = if packed { 0 } else { start * stride };
                     let s = &mut s_all[place..][..block * stride];
@@ -144,27 +144,30 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let (seen, mut visible) = (std::mem::take(&mut step.ranges), Vec::new());
                     for ranges in in_pairs(seen, cx.whole_products()) {
                         step.ranges = ranges;
-                        scores(cx, &row, (&step, start), *k, s, ahead, &mut modifier);
+                        scores(cx, &queries, (&step, start), *k, s, ahead, &mut modifier);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                        visible.push(cx.hidden_values((&row.tile, stride), (&step, start), *v, s, values));
+                        visible.push(cx.hidden_values((&queries.tile, stride), (&step, start), *v, s, values));
                         if woven && start >= seen_from && v.finite {
-                            settle(cx, &mut row, &step, s, [*k, *v], &mut Scratch::new(values, to));
+                            settle(cx, &mut queries, &step, s, [*k, *v], &mut Scratch::new(values, to));
                         }
-                        let before = (row.m, row.l, sums);
-                        let mut fold =
-                            |row: &mut Row<'_>, s: &mut [f32], u: &mut [f32], sums: &mut [f32], policy: Policy| {
-                                let mut scratch = Scratch::new(values, to);
-                                scratch.probe = Some(LaneProbe { u, packed: packed_u, sums });
-                                let did = softmax(cx, row, &step, s, [*k, *v], &mut scratch, policy);
-                                assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
-                                did
-                            };
-                        let (mut stats, mut alpha) = fold(&mut row, s, u, &mut sums[..stride], policy);
+                        let before = (queries.m, queries.l, sums);
+                        let mut fold = |queries: &mut QueryTile<'_>,
+                                        s: &mut [f32],
+                                        u: &mut [f32],
+                                        sums: &mut [f32],
+                                        policy: Policy| {
+                            let mut scratch = Scratch::new(values, to);
+                            scratch.probe = Some(LaneProbe { u, packed: packed_u, sums });
+                            let did = softmax(cx, queries, &step, s, [*k, *v], &mut scratch, policy);
+                            assert!(scratch.packed == packed, "bug in fulgurite: weights were to be packed");
+                            did
+                        };
+                        let (mut stats, mut alpha) = fold(&mut queries, s, u, &mut sums[..stride], policy);
                         if stats.distrusted > 0 {
-                            (row.m, row.l, sums) = before;
-                            scores(cx, &row, (&step, start), *k, s, ahead, &mut modifier);
+                            (queries.m, queries.l, sums) = before;
+                            scores(cx, &queries, (&step, start), *k, s, ahead, &mut modifier);
                             rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
-                            (stats, alpha) = fold(&mut row, s, u, &mut sums[..stride], Policy::Raise(0.0));
+                            (stats, alpha) = fold(&mut queries, s, u, &mut sums[..stride], Policy::Raise(0.0));
                         }
                         rescaled |= stats.rescaled > 0;
                         factors.iter_mut().zip(alpha).for_each(|(factor, own)| *factor *= own);
@@ -176,7 +179,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             }
             let mut mean = [0.0; MAX_LANES];
             for lane in 0..stride {
-                mean[lane] = if row.l[lane] == 0.0 { 0.0 } else { sums[lane] / row.l[lane] };
+                mean[lane] = if queries.l[lane] == 0.0 { 0.0 } else { sums[lane] / queries.l[lane] };
             }
             // The last blocks are still in the cache, so go back. But with zero probes this is attention, whose sums
             // start with the first block.
@@ -187,10 +190,10 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 let i = if back { done.len() - 1 - i } else { i };
                 let Done { start, step, alpha, packed: weighed, own, seen: visible } = &mut done[i];
                 if let (Some(alpha), false) = (&*alpha, back) {
-                    cx.kernels.scale_lanes(row.o, &alpha[..stride]);
+                    cx.kernels.scale_lanes(queries.o, &alpha[..stride]);
                 }
                 let at = (*start / block).min(kept - 1) * room.weights;
-                let [to, packed_u] = places(own, [weights, probes], at, room.weights);
+                let [to, packed_u] = piece_buffers(own, [weights, probes], at, room.weights);
                 let (s, pu) = (&mut s_all[*start * stride..], &mut u_all[*start * stride..]);
                 let (s, pu) = (&mut s[..block * stride], &mut pu[..block * stride]);
                 if let Some(later) = &later {
@@ -223,11 +226,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         _ => cx.kernels.stage(Stage::Reweigh { p: s, pu, mean, ranges }),
                     }
                     if let Some(seen) = visible {
-                        cx.add_visible(&row.tile, *start, seen, s, row.o, scratch.values);
+                        cx.add_visible(&queries.tile, *start, seen, s, queries.o, scratch.values);
                         continue;
                     }
                     let products = Products { step, stride, ahead };
-                    cx.unit.output(cx, products, v, s, row.o, &mut scratch);
+                    cx.unit.output(cx, products, v, s, queries.o, &mut scratch);
                 }
                 if let (Some(alpha), true) = (&*alpha, back) {
                     let before = later.unwrap_or([1.0; MAX_LANES]);
@@ -235,11 +238,11 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                 }
             }
             let scale = cx.score_scale();
-            row.m.iter_mut().for_each(|m| *m *= scale);
-            finish(cx, &mut row, rows, out);
-            let mean_rows = cx.bound.lse_rows(probe.mean_strides, sequence);
-            for lane in 0..row.tile.rows {
-                let (q, head) = cx.row(&row.tile, lane);
+            queries.m.iter_mut().for_each(|m| *m *= scale);
+            finish(cx, &mut queries, rows, out);
+            let mean_rows = cx.bound.lse_layout(probe.mean_strides, sequence);
+            for lane in 0..queries.tile.rows {
+                let (q, head) = cx.query_and_head(&queries.tile, lane);
                 // SAFETY: every (sequence, head, query) belongs to exactly one tile, and each tile to one item.
                 unsafe { probe.mean.store(cx.kernels, mean_rows.at(q, head), &mean[lane..lane + 1]) };
             }

@@ -5,7 +5,7 @@
 //! The shape of the tiles is state of the thread. Setting it takes 200 to 450 cycles, so code with many products holds
 //! it over all of them. Afterwards it is released, and the system has no tiles to save.
 
-use super::algorithms::{Ahead, Row};
+use super::algorithms::{Ahead, SimdElement};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
 use super::{Kernels, Simd, amx_bf16, amx_delta, amx_look, amx_strips, amx_woven};
@@ -402,7 +402,7 @@ pub(super) unsafe fn join(first: __m512i, second: __m512i) -> __m512i {
 /// # Safety
 /// As for [`Simd`], with `left` elements at `p`.
 #[inline(always)]
-unsafe fn vector<T: Row>(p: *const T, left: usize) -> __m512 {
+unsafe fn vector<T: SimdElement>(p: *const T, left: usize) -> __m512 {
     // SAFETY: inside the extents.
     unsafe {
         if left >= 16 {
@@ -417,7 +417,7 @@ unsafe fn vector<T: Row>(p: *const T, left: usize) -> __m512 {
 /// # Safety
 /// As for [`Simd`]: `rows` rows of `n` elements, `row` apart, and room for their panels of `depth` tiles.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_rows<T: Row, const PARTS: usize>(
+unsafe fn pack_rows<T: SimdElement, const PARTS: usize>(
     src: *const T,
     row: usize,
     [rows, n]: [usize; 2],
@@ -450,7 +450,7 @@ unsafe fn pack_rows<T: Row, const PARTS: usize>(
 /// # Safety
 /// As for [`Simd`]: `rows` rows of `n` elements, `row` apart, and room for panels of `n` rows and `depth` tiles.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
-unsafe fn pack_turned<T: Row, const PARTS: usize>(
+unsafe fn pack_turned<T: SimdElement, const PARTS: usize>(
     src: *const T,
     row: usize,
     [rows, n]: [usize; 2],

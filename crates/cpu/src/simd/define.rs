@@ -8,7 +8,7 @@ macro_rules! define_kernels {
         pub(super) const TABLE: super::Kernels = {
             use crate::simd::algorithms as alg;
             use crate::simd::Coming;
-            use crate::simd::algorithms::{FewRows, Row};
+            use crate::simd::algorithms::{FewRows, SimdElement};
             use half::{bf16, f16};
 
             #[inline(always)]
@@ -65,7 +65,7 @@ macro_rules! define_kernels {
                 unsafe { alg::transpose::<$simd>(src, ss, dst, ds, rows, cols) }
             }
             $(#[$feature])?
-            unsafe fn widen<T: Row>(src: *const T, dst: *mut f32, n: usize) -> bool {
+            unsafe fn widen<T: SimdElement>(src: *const T, dst: *mut f32, n: usize) -> bool {
                 // SAFETY: passed on.
                 unsafe { alg::widen::<$simd, T>(src, dst, n) }
             }
@@ -90,7 +90,7 @@ macro_rules! define_kernels {
             }
             /// Rows four at a time (else one by one, or one of each pair), and as many keys as one transpose can take.
             $(#[$feature])?
-            unsafe fn dots<T: Row>(
+            unsafe fn dots<T: SimdElement>(
                 rows: FewRows, [stride, ldq]: [usize; 2], k: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
             ) {
                 const BY_FOUR: usize = $simd::LANES / 4;
@@ -137,7 +137,7 @@ macro_rules! define_kernels {
             }
             /// Rows four at a time, columns four vectors at a time, the last columns one by one.
             $(#[$feature])?
-            unsafe fn combine<T: Row>(
+            unsafe fn combine<T: SimdElement>(
                 rows: FewRows, [stride, ldo]: [usize; 2], v: *const T, row: usize, [n, keys, d]: [usize; 3], mut coming: Coming,
             ) {
                 let both = if rows.both { 2 } else { 1 };

@@ -59,7 +59,7 @@ pub(crate) use algorithms::{
     Ahead, ExpKind, GradArgs, INVERT, LaneProbe, Policy, SoftmaxArgs, SoftmaxStats, Stage, Token,
 };
 pub(crate) use algorithms::{BAND, BAND_ROWS, BandOutput, BandSeen, BandWeights, PANEL};
-pub(crate) use algorithms::{Pass, Plane, Row, Term, bits, capped, copy, pass, turned};
+pub(crate) use algorithms::{Pass, Plane, SimdElement, Term, bits, capped, copy, pass, turned};
 pub(crate) use coding::BYTES;
 pub(crate) use coming::{Coming, Share};
 pub(crate) use delta::{DeltaGates, DeltaKernels, DeltaValues, HALF, SLICE, TOKENS};

@@ -1,6 +1,6 @@
 //! Few queries against many keys, read in place: vectors run along the head dimension.
 
-use super::rows::Row;
+use super::elements::SimdElement;
 use crate::simd::Simd;
 use crate::simd::coming::{Coming, LINE};
 
@@ -32,7 +32,7 @@ impl FewRows {
 /// # Safety
 /// As for [`Simd`]: K rows of `d` elements, `row` apart, at `k`; `d` elements at each of `q`.
 #[inline(always)]
-pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usize>(
+pub(in crate::simd) unsafe fn dots<S: Simd, T: SimdElement, const R: usize, const K: usize>(
     s: [*mut f32; R],
     stride: usize,
     q: [*const f32; R],
@@ -98,7 +98,7 @@ pub(in crate::simd) unsafe fn dots<S: Simd, T: Row, const R: usize, const K: usi
 /// # Safety
 /// As for [`Simd`]: `keys` rows of at least `V * LANES` elements, `row` apart, at `v`.
 #[inline(always)]
-pub(in crate::simd) unsafe fn combine<S: Simd, T: Row, const R: usize, const V: usize>(
+pub(in crate::simd) unsafe fn combine<S: Simd, T: SimdElement, const R: usize, const V: usize>(
     o: [*mut f32; R],
     p: [*const f32; R],
     stride: usize,

@@ -3,7 +3,7 @@
 //!
 //! Lanes are the outer loop, so that operands of lanes stay in registers from key to key.
 
-use super::Row;
+use super::SimdElement;
 use crate::simd::Simd;
 
 /// Rows of lanes, `stride` elements apart.
@@ -247,7 +247,7 @@ unsafe fn capped_with<S: Simd, const P: usize, const Q: usize>(
 /// # Safety
 /// As for [`Simd`]; every row has `keys` elements in `data`, and `out` has rows for `keys` rounded up to `LANES`.
 #[inline(always)]
-pub(crate) unsafe fn turned<S: Simd, T: Row>(
+pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
     data: *const T,
     starts: &[usize],
     descending: bool,
@@ -285,7 +285,7 @@ pub(crate) unsafe fn turned<S: Simd, T: Row>(
 /// # Safety
 /// As for [`Simd`], with `n` elements on both sides.
 #[inline(always)]
-pub(crate) unsafe fn copy<S: Simd, T: Row>(src: *const T, dst: *mut f32, n: usize) {
+pub(crate) unsafe fn copy<S: Simd, T: SimdElement>(src: *const T, dst: *mut f32, n: usize) {
     // SAFETY: inside the extents (caller).
     unsafe {
         let whole = n - n % S::LANES;
