@@ -4,8 +4,8 @@
 //! keys of one key/value head: it keeps their dK and dV and goes through all tiles of queries. dQ is summed over the
 //! runs of keys in ascending order, whichever thread gets there first, because the runs take turns on each tile.
 
-mod cold;
-mod on_tiles;
+mod nonfinite;
+mod on_matrix_unit;
 mod row_stats;
 
 use crate::evaluate::{KEYS, Plan};
@@ -84,8 +84,8 @@ pub(crate) fn run(cx: &Context<'_>, saved: &Saved<'_>, gradients: &mut GradientO
         // Several elements of the scores may add to one element of an auxiliary tensor: a single thread keeps their
         // order.
         let threads = if cx.problem.aux_gradients().is_empty() { threads } else { 1 };
-        pool::run(threads, items.len(), &|i| match on_tiles::unit(cx) {
-            Some(unit) => work.item_on_tiles(&items[i], unit),
+        pool::run(threads, items.len(), &|i| match on_matrix_unit::unit(cx) {
+            Some(unit) => work.item_on_matrix_unit(&items[i], unit),
             None => work.item(&items[i]),
         });
     }
@@ -217,7 +217,7 @@ impl Work<'_> {
             let sequence = &cx.bound.sequences()[item.sequence];
             let k = cx.keys(cx.bound.k(), sequence, item.kv_head, keys.clone(), [cx.d, cx.d_pad], k);
             let v = cx.keys(cx.bound.v(), sequence, item.kv_head, keys.clone(), [cx.dv, cx.dv_pad], v).rows;
-            let finite = cold::finite_blocks(cx, k, keys.len());
+            let finite = nonfinite::finite_blocks(cx, k, keys.len());
             let own = Keys { sequence, head: item.kv_head, range: keys.clone() };
             let packed = cx.packer.keys(cx, &own, k_packed);
             let _held = cx.unit.hold();
@@ -348,14 +348,14 @@ impl Work<'_> {
             [&mut *space.s, &mut *space.dp].into_iter().for_each(|x| seen.clear(x));
         }
         if modified {
-            cold::clear_past(&stats.tile, stride, step, [space.s, space.dp]);
+            nonfinite::clear_past(&stats.tile, stride, step, [space.s, space.dp]);
         }
         if self.goes_through() {
             self.through_modifier(stats, step, start, (space.dp, space.derivative));
         }
         self.round_weights(stats, step, space.s);
         if let Some(seen) = &seen {
-            let sums = cold::Sums {
+            let sums = nonfinite::Sums {
                 d_k: (&mut space.d_k[first * d..], d),
                 d_v: (&mut space.d_v[first * dv..], dv),
                 d_q: (space.d_q, [d, 1]),

@@ -259,10 +259,10 @@ pub(crate) fn walk(
                 let mut ahead = Ahead::paced(PACE);
                 let (o_at, next) = (o_rows.at(first, item.head), range.end..range.end + lanes);
                 out.o.ask(&mut ahead, o_at, o_rows.row, cx.dv, n);
-                let coming = packed[1].keys.start + packed[1].done * PANEL;
+                let next_key = packed[1].keys.start + packed[1].done * PANEL;
                 for (view, n) in [(cx.bound.k(), cx.d), (cx.bound.v(), cx.dv)] {
                     let at = cx.key_layout(view.strides(), sequence);
-                    ahead.push_rows(&view.data(), at.at(coming, head), at.row, n, lanes);
+                    ahead.push_rows(&view.data(), at.at(next_key, head), at.row, n, lanes);
                 }
                 cx.ask_queries(sequence, item.head, next, &mut ahead);
                 let (mut m, mut l) = ([0.0; BAND_ROWS], [0.0; BAND_ROWS]);

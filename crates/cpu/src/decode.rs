@@ -8,17 +8,17 @@
 use crate::forward::{Out, Plan, with_sink};
 use crate::memory::{Arena, SharedRows, with_results, with_workspace};
 use crate::modify::Modifier;
-use crate::simd::{Coming, ExpKind, LaneProbe, Policy, Share, SoftmaxArgs, SoftmaxStats, Strided};
+use crate::nonfinite::Visible;
+use crate::simd::{ExpKind, LaneProbe, Policy, Prefetch, Share, SoftmaxArgs, SoftmaxStats, Strided};
 use crate::step::Step;
 use crate::tiles::{Context, Lanes, MAX_LANES, Piece, Tile};
-use crate::visible::Visible;
 use crate::{Counters, pool};
 use fulgurite_core::merge::{Log, Natural, Weights};
 use fulgurite_core::{Precision, Rescale, RowLayout, Sequence, TensorView};
 use std::ops::Range;
 use std::sync::Mutex;
 
-mod on_unit;
+mod on_matrix_unit;
 
 /// Largest number of rows of a group for this path: their scores fill one narrow tile.
 const FEW: usize = 16;
@@ -149,7 +149,7 @@ struct Head<'w> {
 struct Strip {
     start: usize,
     strip: usize,
-    coming: Coming,
+    prefetch: Prefetch,
 }
 
 /// The sums of a probe: r, u (then p u) of the current block, the sum of p u, and O weighted by u.
@@ -168,7 +168,7 @@ fn part(
     rescale: Rescale,
     probe: Option<&Probe<'_>>,
 ) -> Counters {
-    let on_unit = on_unit::part(cx, part, next, results, rescale, probe);
+    let on_unit = on_matrix_unit::part(cx, part, next, results, rescale, probe);
     on_unit.unwrap_or_else(|| on_vectors(cx, part, results, rescale, probe))
 }
 
@@ -235,7 +235,7 @@ fn on_vectors(
             let at = |strip: usize, h: usize, [first, second]: [(&TensorView<'_>, usize); 2], then: usize| {
                 let ((view, n), key) =
                     if strip + STRIP < BLOCK { (first, start + strip + STRIP) } else { (second, then) };
-                Strip { start, strip, coming: coming(cx, view, sequence, key, n, [h, heads]) }
+                Strip { start, strip, prefetch: prefetch(cx, view, sequence, key, n, [h, heads]) }
             };
             let (k, v) = ((cx.bound.k(), cx.d), (cx.bound.v(), cx.dv));
             for strip in (0..BLOCK).step_by(STRIP) {
@@ -272,16 +272,16 @@ fn on_vectors(
 }
 
 /// A head's share of the strip that starts at a key.
-fn coming(
+fn prefetch(
     cx: &Context<'_>,
     view: &TensorView<'_>,
     sequence: &Sequence,
     first: usize,
     n: usize,
     [head, heads]: [usize; 2],
-) -> Coming {
+) -> Prefetch {
     if first + STRIP > sequence.k_len {
-        return Coming::NOTHING;
+        return Prefetch::NOTHING;
     }
     let rows = cx.key_layout(view.strides(), sequence);
     let strip = Strided { data: view.data(), offset: rows.at(first, head), row: rows.row };
@@ -318,7 +318,13 @@ impl Head<'_> {
         start..end.max(start)
     }
 
-    fn scores(&mut self, cx: &Context<'_>, sequence: &Sequence, kv_head: usize, Strip { start, strip, coming }: Strip) {
+    fn scores(
+        &mut self,
+        cx: &Context<'_>,
+        sequence: &Sequence,
+        kv_head: usize,
+        Strip { start, strip, prefetch }: Strip,
+    ) {
         let seen = self.seen(strip);
         let k = cx.bound.k();
         let rows = cx.key_layout(k.strides(), sequence);
@@ -332,11 +338,11 @@ impl Head<'_> {
         s.fill(0.0);
         let (steps, own) = ([stride, cx.d_pad], (s, &*self.q));
         match &mut self.second {
-            None => cx.kernels.dots(&mut [own], steps, &keys, size, coming),
+            None => cx.kernels.dots(&mut [own], steps, &keys, size, prefetch),
             Some(second) => {
                 let u = &mut second.u[seen.start * stride..seen.end * stride];
                 u.fill(0.0);
-                cx.kernels.dots(&mut [own, (u, &*second.r)], steps, &keys, size, coming);
+                cx.kernels.dots(&mut [own, (u, &*second.r)], steps, &keys, size, prefetch);
             }
         }
     }
@@ -397,7 +403,7 @@ impl Head<'_> {
         cx: &Context<'_>,
         sequence: &Sequence,
         kv_head: usize,
-        Strip { start, strip, coming }: Strip,
+        Strip { start, strip, prefetch }: Strip,
         value: &mut [f32],
     ) {
         let seen = self.seen(strip);
@@ -411,10 +417,10 @@ impl Head<'_> {
         let values = Strided { data: v.data(), offset: rows.at(start + seen.start, kv_head), row: rows.row };
         let (steps, own) = ([stride, cx.dv_pad], (&mut *self.o, p));
         match &mut self.second {
-            None => cx.kernels.combine(&mut [own], steps, &values, size, coming),
+            None => cx.kernels.combine(&mut [own], steps, &values, size, prefetch),
             Some(second) => {
                 let u = &second.u[seen.start * stride..];
-                cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, coming);
+                cx.kernels.combine(&mut [own, (&mut *second.o, u)], steps, &values, size, prefetch);
             }
         }
     }

@@ -6,7 +6,7 @@
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::modify::Modifier;
 use crate::simd::{
-    Ahead, ExpKind, Place, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, Square, TurnedRows, WovenTile,
+    Ahead, BlockPosition, ExpKind, PipelinedTile, Policy, STRIP_LANES, SoftmaxArgs, SoftmaxStats, Square, TurnedRows,
 };
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Lanes, MAX_LANES, Piece, Tile};
@@ -206,8 +206,8 @@ fn walk(
                     .collect();
                 let end = blocks.last().map_or(last, |block| block.keys.end);
                 if end < last {
-                    let coming = end..(end + span * block_keys).min(sequence.k_len);
-                    cx.ask_keys(sequence, item.kv_head, coming, &mut ahead);
+                    let next_keys = end..(end + span * block_keys).min(sequence.k_len);
+                    cx.ask_keys(sequence, item.kv_head, next_keys, &mut ahead);
                 }
                 if let (Some(next), 0) = (next, start) {
                     ask_item(cx, next, span * block_keys, &mut ahead);
@@ -220,9 +220,11 @@ fn walk(
                     modifier: &mut modifier,
                 };
                 // If the unit takes several blocks at once, the other blocks come first.
-                let woven = matches!(policy, Policy::Trust(_)) && span > 1;
-                let begins: Vec<usize> =
-                    walk.iter().map(|queries| if woven { begin(cx, queries, &blocks) } else { blocks.len() }).collect();
+                let pipelined = matches!(policy, Policy::Trust(_)) && span > 1;
+                let begins: Vec<usize> = walk
+                    .iter()
+                    .map(|queries| if pipelined { begin(cx, queries, &blocks) } else { blocks.len() })
+                    .collect();
                 for (queries, &begin) in walk.iter_mut().zip(&begins) {
                     for block in &blocks[..begin] {
                         let origin = block.keys.start;
@@ -232,7 +234,7 @@ fn walk(
                         }
                     }
                 }
-                weave(cx, &mut walk, &begins, &blocks, policy, &mut state);
+                pipeline(cx, &mut walk, &begins, &blocks, policy, &mut state);
             }
         }
         let scale = cx.score_scale();
@@ -300,7 +302,7 @@ fn begin<F>(cx: &Context<'_>, queries: &QueryTile<'_>, blocks: &[Block<'_, F>]) 
 }
 
 /// Takes each tile through the blocks, starting at its own first block, all together.
-fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
+fn pipeline<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     cx: &Context<'_>,
     walk: &mut [QueryTile<'_>],
     begins: &[usize],
@@ -311,11 +313,11 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     let earliest = begins.iter().copied().min().unwrap_or(blocks.len());
     let (Policy::Trust(limit), Some(first)) = (policy, blocks.get(earliest)) else { return };
     let blocks = &blocks[earliest..];
-    let mut own: Vec<Woven<'_, '_>> = Vec::with_capacity(walk.len());
+    let mut own: Vec<PipelinedQueries<'_, '_>> = Vec::with_capacity(walk.len());
     for (queries, &begin) in walk.iter_mut().zip(begins).filter(|(_, begin)| **begin < earliest + blocks.len()) {
         let sees_none = |block: &Block<'b, F>| cx.sees_none(&queries.tile, &queries.lanes, &block.keys);
         let hidden = if cx.problem.mask_rest().is_some() { blocks.iter().map(sees_none).collect() } else { Vec::new() };
-        own.push(Woven { queries, begin: begin - earliest, hidden });
+        own.push(PipelinedQueries { queries, begin: begin - earliest, hidden });
     }
     let seen =
         |block: usize| own.iter().any(|own| own.begin <= block && !own.hidden.get(block).is_some_and(|&hidden| hidden));
@@ -323,11 +325,11 @@ fn weave<'b, F: FnOnce() -> [KeyRows<'b>; 2]>(
     // Blocks that no tile sees are not packed: nothing reads what stands in their place.
     let rows: Vec<[KeyRows<'_>; 2]> =
         (0..blocks.len()).map(|block| *blocks[if seen(block) { block } else { some }].rows).collect();
-    weave_rows(cx, &mut own, first.keys.start, (&rows, false), limit, state);
+    pipeline_rows(cx, &mut own, first.keys.start, (&rows, false), limit, state);
 }
 
 /// Processes blocks that a tile sees whole, relative to a trusted maximum.
-pub(crate) fn weave_whole(
+pub(crate) fn pipeline_whole(
     cx: &Context<'_>,
     queries: &mut QueryTile<'_>,
     blocks: &[[KeyRows<'_>; 2]],
@@ -337,12 +339,19 @@ pub(crate) fn weave_whole(
     // Treat them as the first keys, and as the last that it sees.
     let seen = Lanes::whole(queries.lanes.stride, blocks.len() * cx.unit.block(cx));
     let own = std::mem::replace(&mut queries.lanes, seen);
-    weave_rows(cx, &mut [Woven { queries, begin: 0, hidden: Vec::new() }], 0, (blocks, true), limit, state);
+    pipeline_rows(
+        cx,
+        &mut [PipelinedQueries { queries, begin: 0, hidden: Vec::new() }],
+        0,
+        (blocks, true),
+        limit,
+        state,
+    );
     queries.lanes = own;
 }
 
 /// A tile among those that go through blocks together, its first block, and the blocks of which it sees nothing.
-struct Woven<'r, 'w> {
+struct PipelinedQueries<'r, 'w> {
     queries: &'r mut QueryTile<'w>,
     begin: usize,
     hidden: Vec<bool>,
@@ -350,22 +359,22 @@ struct Woven<'r, 'w> {
 
 /// Takes each tile through the blocks, whose keys start at `origin`, from its own first block. With `whole`, every tile
 /// sees all of them.
-fn weave_rows(
+fn pipeline_rows(
     cx: &Context<'_>,
-    walk: &mut [Woven<'_, '_>],
+    walk: &mut [PipelinedQueries<'_, '_>],
     origin: usize,
     (rows, whole): (&[[KeyRows<'_>; 2]], bool),
     limit: f32,
     state: &mut State<'_, '_, '_>,
 ) {
     let block_keys = cx.unit.block(cx);
-    let mut place = Place::default();
+    let mut position = BlockPosition::default();
     loop {
         let (mut tiles, mut places) = (Vec::with_capacity(walk.len()), Vec::with_capacity(walk.len()));
-        for Woven { queries, begin, hidden } in walk.iter_mut() {
+        for PipelinedQueries { queries, begin, hidden } in walk.iter_mut() {
             let QueryTile { tile, q, o, m, l, lanes } = &mut **queries;
             let lanes = &*lanes;
-            tiles.push(WovenTile { q, o, m, l, hi: &lanes.hi, begin: *begin, hidden });
+            tiles.push(PipelinedTile { q, o, m, l, hi: &lanes.hi, begin: *begin, hidden });
             places.push((*tile, lanes));
         }
         let modifier = &mut *state.modifier;
@@ -378,14 +387,14 @@ fn weave_rows(
             blocks: rows,
             origin,
             tiles: &mut tiles,
-            first: place,
+            first: position,
             limit,
             s: state.s,
             weights: state.scratch.weights,
             ahead: state.ahead,
             modify: if modifies { Some(&mut modify) } else { None },
         };
-        let Some(stop) = cx.unit.weave(cx, run) else { return };
+        let Some(stop) = cx.unit.pipeline(cx, run) else { return };
         // One block of one strip that the fast path cannot handle.
         let (own, block) = (&mut *walk[stop.tile].queries, stop.block.unwrap_or(0));
         let start = origin + block * block_keys;
@@ -399,7 +408,7 @@ fn weave_rows(
             let v = KeyRows { finite: v.finite || whole, ..v };
             fold(cx, own, &step, start, [k, v], Policy::Trust(limit), state);
         }
-        place = Place { block: Some(block + 1), ..stop };
+        position = BlockPosition { block: Some(block + 1), ..stop };
     }
 }
 

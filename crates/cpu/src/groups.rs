@@ -1,8 +1,8 @@
 //! Attention on minifloats in groups: operands are rounded as they are read (for backward, before), then the ordinary
 //! path runs with rounded weights.
 
-use crate::expanded::{Expanded, Operand};
 use crate::forward::{Plan, run};
+use crate::minifloat_unit::{Expanded, Operand};
 use crate::tiles::Context;
 use crate::{Counters, Options};
 use fulgurite_core::{

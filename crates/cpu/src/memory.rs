@@ -257,7 +257,7 @@ impl<'a> SharedRows<'a> {
         assert!(rows.starts.iter().all(inside), "row outside the tensor");
         rows.past = self.large;
         // SAFETY: inside the borrowed tensor (just checked), and the caller guarantees that there is no other access.
-        unsafe { unit.narrow.store(&rows, to) };
+        unsafe { unit.bf16.store(&rows, to) };
         true
     }
 

@@ -4,7 +4,7 @@
 //! A window with sinks is two intervals of keys per row. Each is processed by the closed form of spans, so no
 //! expression is evaluated and a vector of rows computes little more than it sees.
 
-use crate::forward::{Out, QueryTile, State, finish, items_of, scores, softmax, weave_whole};
+use crate::forward::{Out, QueryTile, State, finish, items_of, pipeline_whole, scores, softmax};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::modify::Modifier;
 use crate::simd::{Ahead, Policy, Seen, SoftmaxArgs};
@@ -302,8 +302,8 @@ fn walk(cx: &Context<'_>, skip: &SkipBound<'_>, item: &Item, out: &Out<'_>, done
         while let Some(visits) = spans.next() {
             let head = item.head / cx.problem.group();
             if let Some([last, .., first] | [last @ first]) = spans.peek() {
-                let coming = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
-                cx.ask_keys(sequence, head, coming, &mut space.ahead);
+                let next_keys = at(first) * block..((at(last) + 1) * block).min(sequence.k_len);
+                cx.ask_keys(sequence, head, next_keys, &mut space.ahead);
             }
             let groups = || visits.chunk_by(|a, b| at(a) == at(b));
             let blocks: Vec<Block<'_, _>> = groups()
@@ -413,7 +413,7 @@ impl<'w> Walker<'w> {
     /// Whether all scores of a block that it sees whole are below the running maximum by more than `limit`.
     fn is_below_whole(&mut self, cx: &Context<'_>, k: KeyRows<'_>, limit: f32, s: &mut [f32]) -> bool {
         let seen = &mut Seen { top: &mut self.top, m: &self.queries.m, limit, near: NEAR / cx.score_scale() };
-        let [high, near] = cx.unit.look(cx, k, self.queries.q, s, seen);
+        let [high, near] = cx.unit.block_max(cx, k, self.queries.q, s, seen);
         self.near = near;
         !high
     }
@@ -482,7 +482,7 @@ impl<'w> Walker<'w> {
     ) {
         let Some(kept) = self.kept.as_mut().filter(|kept| !kept.is_empty()) else { return };
         let rows: Vec<[KeyRows<'_>; 2]> = kept.drain(..).map(|i| [blocks[i].k, *blocks[i].v]).collect();
-        weave_whole(cx, &mut self.queries, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
+        pipeline_whole(cx, &mut self.queries, &rows, Rescale::OPTIMISTIC_LIMIT, &mut state);
     }
 
     /// Folds the tile into the running summary. With `scored`, the scores of a single part are already in `s`.

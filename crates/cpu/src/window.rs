@@ -112,15 +112,15 @@ pub(crate) fn walk(
         let keys = |range: &Range<usize>| Keys { sequence, head, range: range.clone() };
         let window = near.unit.block_of(&near, &keys(&spans.window), [near_k, near_v]);
         let sinks = far.unit.block_of(&far, &keys(&spans.sinks), [far_k, far_v]);
-        let mut coming = next.map(|(item, spans)| (*item, spans.window.clone()));
+        let mut next_keys = next.map(|(item, spans)| (*item, spans.window.clone()));
         let mut counters = Counters::default();
         for (i, number) in item.tiles.clone().enumerate() {
             let own = skip.tile_rows(sequence, number);
             let mut ahead = [Ahead::paced(PACE); 2];
             let o_rows = cx.query_layout(out.o_strides, sequence);
             out.o.ask(&mut ahead[1], o_rows.at(own.start, item.head), o_rows.row, cx.dv, own.len());
-            // Pack equally many of the coming keys with each tile.
-            if let Some((next, keys)) = &mut coming {
+            // Pack equally many of the next keys with each tile.
+            if let Some((next, keys)) = &mut next_keys {
                 let rows = keys.len().div_ceil(item.tiles.len() - i);
                 let (sequence, head) = (&cx.bound.sequences()[next.sequence], next.head / cx.problem.group());
                 cx.ask_keys(sequence, head, keys.start..keys.start + rows, &mut ahead);

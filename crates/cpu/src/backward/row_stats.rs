@@ -1,6 +1,6 @@
 //! Per-row data of backward that are known before the keys: LSE and D, and what follows from them alone.
 
-use super::{on_tiles, pairs};
+use super::{on_matrix_unit, pairs};
 use crate::memory::{Arena, SharedRows, with_workspace};
 use crate::pool;
 use crate::simd::ExpKind;
@@ -80,7 +80,7 @@ impl Stats {
         let (lse_out, delta_out) = (SharedRows::over(&mut self.lse), SharedRows::over(&mut self.delta));
         let pairs: Vec<(usize, usize)> = pairs(cx).collect();
         let size = cx.kernels.tile * cx.dv_pad;
-        let unit = on_tiles::unit(cx);
+        let unit = on_matrix_unit::unit(cx);
         pool::run(threads, pairs.len(), &|i| {
             with_workspace(3 * Arena::room(size), |workspace| {
                 let mut arena = Arena::new(workspace);
@@ -91,7 +91,7 @@ impl Stats {
                 for tile in cx.tiles(pairs[i].0, pairs[i].1) {
                     let stride = tile.rows.next_multiple_of(cx.kernels.lanes);
                     let dots = if let Some(unit) = unit {
-                        on_tiles::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
+                        on_matrix_unit::row_dots(cx, unit, &tile, [&saved.o, &saved.d_o])
                     } else {
                         for (view, turned) in [(&saved.o, &mut *o), (&saved.d_o, &mut *d_o)] {
                             let own = &mut rows[..stride * cx.dv_pad];

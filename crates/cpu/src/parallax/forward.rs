@@ -4,12 +4,12 @@
 use crate::decode::Probe;
 use crate::forward::{Out, Plan, QueryTile, finish, items, scores, softmax};
 use crate::memory::{Arena, with_workspace};
+use crate::nonfinite::Visible;
 use crate::pool;
 use crate::simd::{Ahead, DEPTH, GROUP, LaneProbe, Panels, Policy, Stage, parts};
 use crate::step::{Step, in_pairs};
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, Scratch};
-use crate::visible::Visible;
 use fulgurite_core::{DType, Rescale};
 
 pub(super) fn run(cx: &Context<'_>, sequences: &[usize], out: &Out<'_>, plan: &Plan, probe: &Probe<'_>) {
@@ -82,7 +82,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
     let kept = if bf16 { blocks } else { blocks.min(1) };
     // Whether softmax packs finite data: all of its blocks do the same.
     let unit = cx.kernels.matrix_for(cx.problem.dtype());
-    let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.narrow.suits(cx.exp));
+    let packs = bf16 && cx.rounding.is_none() && unit.is_some_and(|unit| unit.bf16.suits(cx.exp));
     let scratch = Arena::room(tile * cx.d_pad) + tile * cx.d_pad.max(cx.dv_pad);
     let sizes = [
         blocks * block * room.key,
@@ -122,8 +122,8 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
             let mut queries = QueryTile { tile, lanes, q, o, m: [f32::NEG_INFINITY; MAX_LANES], l: [0.0; MAX_LANES] };
             // From here on attention takes several blocks at once, if it does at all.
             let seen_from = queries.lanes.lo[..stride].iter().max().map_or(0, |&lo| lo as usize);
-            let woven = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && !cx.has_expressions();
-            let woven = woven && stride == cx.kernels.tile;
+            let pipelined = matches!(policy, Policy::Trust(_)) && cx.unit.span(cx) > 1 && !cx.has_expressions();
+            let pipelined = pipelined && stride == cx.kernels.tile;
             let (mut sums, mut done) = ([0.0; MAX_LANES], Vec::with_capacity(blocks));
             for (i, [k, v]) in packed.iter().enumerate() {
                 let start = i * block;
@@ -147,7 +147,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                         scores(cx, &queries, (&step, start), *k, s, ahead, &mut modifier);
                         rx.unit.scores(rx, Products { step: &step, stride, ahead }, *k, r, u);
                         visible.push(cx.hidden_values((&queries.tile, stride), (&step, start), *v, s, values));
-                        if woven && start >= seen_from && v.finite {
+                        if pipelined && start >= seen_from && v.finite {
                             settle(cx, &mut queries, &step, s, [*k, *v], &mut Scratch::new(values, to));
                         }
                         let before = (queries.m, queries.l, sums);
@@ -209,7 +209,7 @@ fn item(cx: &Context<'_>, kv_head: usize, tiles: &[Tile], policy: Policy, out: &
                     let v = packed[*start / block][1];
                     match unit {
                         Some(unit) if *weighed => {
-                            unit.narrow.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
+                            unit.bf16.reweigh(scratch.weights, packed_u, block / DEPTH, &ranges, mean);
                         }
                         // Correct the weights on the way into the panels. Non-finite values need the weights
                         // themselves.

@@ -8,7 +8,7 @@
 use super::algorithms::{Ahead, SimdElement};
 use super::avx512::{Avx512, TABLE};
 use super::matrix::{Hold, MatrixKernels, SLOTS};
-use super::{Kernels, Simd, amx_bf16, amx_delta, amx_look, amx_strips, amx_woven};
+use super::{Kernels, Simd, amx_bf16, amx_block_max, amx_decode, amx_delta, amx_pipelined};
 use half::f16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -37,10 +37,10 @@ pub(super) const TABLE_OF_TILES: MatrixKernels = MatrixKernels {
     turned_bf16: amx_bf16::turn_columns,
     lanes: [pack_lanes::<1>, pack_lanes::<2>, pack_lanes::<3>],
     lanes_reweighed: [pack_reweighed::<1>, pack_reweighed::<2>, pack_reweighed::<3>],
-    narrow: &amx_bf16::NARROW,
-    weave: Some([amx_woven::weave::<2>, amx_woven::weave::<4>]),
-    look: Some([amx_look::look::<2>, amx_look::look::<4>]),
-    strips: &amx_strips::STRIPS,
+    bf16: &amx_bf16::BF16,
+    pipeline: Some([amx_pipelined::pipeline::<2>, amx_pipelined::pipeline::<4>]),
+    block_max: Some([amx_block_max::block_max::<2>, amx_block_max::block_max::<4>]),
+    strips: &amx_decode::STRIPS,
     delta: &amx_delta::DELTA,
 };
 

@@ -6,7 +6,7 @@
 
 use super::Kernels;
 use super::algorithms::{ExpKind, SoftmaxArgs, SoftmaxStats};
-use super::coding::{self, BYTES, Coding, slot};
+use super::int8_codes::{self, BYTES, Coding, slot};
 use super::kernels::extent;
 use super::matrix::{GROUP, SLOTS};
 
@@ -41,7 +41,7 @@ static PLAIN: Int8Kernels = Int8Kernels {
     softmax: None,
     pack_weights,
     add: plain::add,
-    coding: &coding::PLAIN,
+    coding: &int8_codes::PLAIN,
 };
 
 impl Kernels {

@@ -263,9 +263,9 @@ pub(crate) unsafe fn turned<S: Simd, T: SimdElement>(
             for (lane, &start) in starts.iter().enumerate() {
                 let row = to.add(lane * room);
                 // Rows are far apart, which the hardware does not foresee: ask for the block after the next.
-                let coming = data.wrapping_add(start).wrapping_offset(if descending { -2 } else { 2 } * room as isize);
-                S::prefetch(coming.cast());
-                S::prefetch(coming.wrapping_add(room / 2).cast());
+                let ahead = data.wrapping_add(start).wrapping_offset(if descending { -2 } else { 2 } * room as isize);
+                S::prefetch(ahead.cast());
+                S::prefetch(ahead.wrapping_add(room / 2).cast());
                 if descending {
                     copy::<S, T>(data.add(start + 1 - keys), row, keys);
                     std::slice::from_raw_parts_mut(row, keys).reverse();

@@ -3,7 +3,7 @@
 use super::{FEW, PART, Part, Probe, record, sees_all, tau, tile};
 use crate::Counters;
 use crate::memory::{Arena, with_workspace};
-use crate::simd::{Coming, GROUP, RowsAt, STRIP, Share, Strided, StripKernels, StripProbe, StripRows, StripSoftmax};
+use crate::simd::{GROUP, Prefetch, RowsAt, STRIP, Share, Strided, StripKernels, StripProbe, StripRows, StripSoftmax};
 use crate::tiles::Context;
 use fulgurite_core::{DType, Rescale, Sequence, TensorView};
 
@@ -49,7 +49,7 @@ fn kernels(cx: &Context<'_>, part: &Part) -> Option<&'static StripKernels> {
     let rows = sequence.q_len * cx.pack;
     let plain = cx.problem.dtype() == DType::Bf16 && cx.problem.score_program().is_none() && cx.rounding.is_none();
     let whole = part.keys(sequence).len().is_multiple_of(STRIP);
-    let suits = plain && whole && unit.narrow.suits(cx.exp) && StripKernels::suits(rows, cx.d, cx.dv);
+    let suits = plain && whole && unit.bf16.suits(cx.exp) && StripKernels::suits(rows, cx.d, cx.dv);
     (suits && sees_all(cx, part)).then_some(unit.strips)
 }
 
@@ -125,22 +125,22 @@ pub(super) fn part(
             };
             let after = after.filter(|(s, first)| first + STRIP <= s.k_len);
             let after = after.map(|(s, first)| at(cx, k, s, first, cx.d));
-            let coming = |share: Share, head: usize| {
+            let prefetch = |share: Share, head: usize| {
                 let share = |strip| share.of(&Strided::from(strip), [STRIP, cx.d], [head, heads]);
-                after.as_ref().map_or(Coming::NOTHING, |strip| share(strip(head)))
+                after.as_ref().map_or(Prefetch::NOTHING, |strip| share(strip(head)))
             };
             for (h, head) in walk.iter_mut().enumerate() {
-                let coming = Share::ALL.of(&own_v(h).into(), [STRIP, cx.dv], [h, heads]);
-                strips.scores(head.q, own_k(h), head.s, coming);
+                let prefetch = Share::ALL.of(&own_v(h).into(), [STRIP, cx.dv], [h, heads]);
+                strips.scores(head.q, own_k(h), head.s, prefetch);
                 if let Some(own) = head.apart() {
-                    strips.scores(own.r, own_k(h), own.u, Coming::NOTHING);
+                    strips.scores(own.r, own_k(h), own.u, Prefetch::NOTHING);
                 }
             }
             for (h, head) in walk.iter_mut().enumerate() {
-                let (mut alpha, coming) = ([1.0; GROUP], coming(Share::FIRST, h));
+                let (mut alpha, prefetch) = ([1.0; GROUP], prefetch(Share::FIRST, h));
                 let (m, l, scale, tau) = (&mut head.m, &mut head.l, cx.problem.scale(), tau(rescale));
                 let (s, weights, alpha) = (&*head.s, &mut *head.weights, &mut alpha);
-                let stats = strips.softmax(&mut StripSoftmax { s, weights, m, l, alpha, scale, tau, coming });
+                let stats = strips.softmax(&mut StripSoftmax { s, weights, m, l, alpha, scale, tau, prefetch });
                 counters.rescales_possible += u64::from(stats.possible);
                 counters.rescales_done += u64::from(stats.rescaled);
                 // A probe's sums are rescaled with its query's.
@@ -162,9 +162,9 @@ pub(super) fn part(
                 }
             }
             for (h, head) in walk.iter_mut().enumerate() {
-                strips.output(head.weights, own_v(h), head.o, coming(Share::REST, h));
+                strips.output(head.weights, own_v(h), head.o, prefetch(Share::REST, h));
                 if let Some(own) = head.apart() {
-                    strips.output(own.weights, own_v(h), own.o, Coming::NOTHING);
+                    strips.output(own.weights, own_v(h), own.o, Prefetch::NOTHING);
                 }
             }
         }

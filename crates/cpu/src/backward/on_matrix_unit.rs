@@ -3,9 +3,10 @@
 //! S^T and dP^T are `[key][lane]` as on the vectors. P and dS are rounded into panels: dV += P^T dO and dK += dS^T Q
 //! sum over the lanes of a tile, dQ^T += K^T dS^T over the keys of a block.
 
-use super::{BLOCK, Item, TileStats, Work, cold};
+use super::{BLOCK, Item, TileStats, Work, nonfinite};
 use crate::memory::{Arena, with_workspace};
 use crate::modify::Modifier;
+use crate::nonfinite::Visible;
 use crate::simd::{
     Ahead, DEPTH, GROUP, GradPanels, KEY_TILES, LANE_TILES, Matrix, MatrixKernels, MatrixMut, Panels, RowsAt, Source,
     Sum,
@@ -13,7 +14,6 @@ use crate::simd::{
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, MAX_LANES, Tile};
 use crate::unit::{Keys, Products, source};
-use crate::visible::Visible;
 use fulgurite_core::{DType, TensorView, bf16};
 use std::ops::Range;
 
@@ -81,8 +81,8 @@ pub(super) fn row_dots(
         let mut arena = Arena::new(workspace);
         let [a, b, c] = [lanes, lanes, GROUP * GROUP].map(|n| arena.take(n));
         let starts = [o, d_o].map(|x| cx.row_starts(tile, x.strides()));
-        unit.narrow.copy(rows_at(o, &starts[0][..tile.rows], cx.dv), a, dv);
-        unit.narrow.turn(rows_at(d_o, &starts[1][..tile.rows], cx.dv), b, dv);
+        unit.bf16.copy(rows_at(o, &starts[0][..tile.rows], cx.dv), a, dv);
+        unit.bf16.turn(rows_at(d_o, &starts[1][..tile.rows], cx.dv), b, dv);
         let _held = unit.hold();
         for (z, dots) in dots.chunks_exact_mut(GROUP).enumerate().take(tile.rows.div_ceil(GROUP)) {
             let [a, b] = [&*a, &*b].map(|x| Panels::new(x, dv, 1).at(z, 0));
@@ -100,7 +100,7 @@ fn rows_at<'a>(view: &TensorView<'a>, starts: &'a [usize], n: usize) -> RowsAt<'
 
 impl Work<'_> {
     /// Processes a run of keys for all tiles of queries that see it.
-    pub(super) fn item_on_tiles(&self, item: &Item, unit: &MatrixKernels) {
+    pub(super) fn item_on_matrix_unit(&self, item: &Item, unit: &MatrixKernels) {
         let cx = self.cx;
         let keys = self.keys(item, item.number);
         let (n, lanes) = (keys.len().next_multiple_of(DEPTH), cx.kernels.tile);
@@ -173,7 +173,7 @@ impl Work<'_> {
                 if !cx.sees_any(tile, &stats.lanes, keys.clone(), BLOCK) {
                     continue;
                 }
-                self.tile_on_tiles(&stats, keys.clone(), &panels, unit, &mut space);
+                self.tile_on_matrix_unit(&stats, keys.clone(), &panels, unit, &mut space);
                 let (stride, width) = (stats.lanes.stride, d_groups * GROUP);
                 cx.kernels.transpose(space.d_q, stride, d_q_rows, width, width, stride);
                 self.add_to_d_q(item, number, &stats, d_q_rows, width);
@@ -184,7 +184,7 @@ impl Work<'_> {
     }
 
     /// Processes all blocks of a run of keys for one tile: adds to dK and dV, and leaves the run's dQ^T in `space`.
-    fn tile_on_tiles(
+    fn tile_on_matrix_unit(
         &self,
         stats: &TileStats,
         keys: Range<usize>,
@@ -210,20 +210,20 @@ impl Work<'_> {
         ] {
             let starts = cx.row_starts(&stats.tile, view.strides());
             let rows = rows_at(view, &starts[..stats.tile.rows], n);
-            unit.narrow.turn(rows, columns, depth);
-            unit.narrow.pair(rows, pairs, LANE_TILES);
+            unit.bf16.turn(rows, columns, depth);
+            unit.bf16.pair(rows, pairs, LANE_TILES);
         }
         space.d_q[..d_groups * GROUP * stride].fill(0.0);
         for (number, start) in keys.clone().step_by(BLOCK).enumerate() {
             for piece in cx.pieces(&stats.tile, start..(start + BLOCK).min(keys.end)) {
                 let Some(step) = cx.step(&stats.tile, &stats.lanes, &piece, start) else { continue };
                 let finite = rows_finite && panels.finite[number];
-                self.block_on_tiles(stats, &step, (start, number, finite), panels, unit, space);
+                self.block_on_matrix_unit(stats, &step, (start, number, finite), panels, unit, space);
             }
         }
     }
 
-    fn block_on_tiles(
+    fn block_on_matrix_unit(
         &self,
         stats: &TileStats,
         step: &Step,
@@ -282,7 +282,7 @@ impl Work<'_> {
         let cx = self.cx;
         let (stride, modified) = (stats.lanes.stride, cx.is_modified());
         let through = self.goes_through();
-        let fused = unit.narrow.suits(cx.exp) && !through && cx.rounding.is_none() && stats.inverse.is_none();
+        let fused = unit.bf16.suits(cx.exp) && !through && cx.rounding.is_none() && stats.inverse.is_none();
         if !fused && !modified {
             cx.scale_scores(step, stride, space.s);
         }
@@ -300,18 +300,18 @@ impl Work<'_> {
         let mut out = GradPanels { p_rows: space.p_rows, ds_rows: space.ds_rows, ds_lanes: space.ds_lanes };
         if fused {
             let scale = cx.score_scale();
-            return unit.narrow.grad(&args, scale, &mut out);
+            return unit.bf16.grad(&args, scale, &mut out);
         }
         cx.kernels.grad(&mut args);
         self.normalise(stats, step, [args.s, args.dp]);
         if modified {
-            cold::clear_past(&stats.tile, stride, step, [args.s, args.dp]);
+            nonfinite::clear_past(&stats.tile, stride, step, [args.s, args.dp]);
         }
         if through {
             self.through_modifier(stats, step, start, (args.dp, space.derivative));
         }
         self.round_weights(stats, step, args.s);
-        unit.narrow.pack_grad(&args, &mut out);
+        unit.bf16.pack_grad(&args, &mut out);
     }
 
     /// Computes P, dS and all gradients, if rows of Q, dO or K are not finite and some lane does not see them;
@@ -345,7 +345,7 @@ impl Work<'_> {
             self.through_modifier(stats, step, start, (space.dp, space.derivative));
         }
         self.round_weights(stats, step, space.s);
-        let sums = cold::Sums {
+        let sums = nonfinite::Sums {
             d_k: (&mut space.d_k[first[0]..], d_groups * GROUP),
             d_v: (&mut space.d_v[first[1]..], dv_groups * GROUP),
             d_q: (space.d_q, [1, stride]),

@@ -2,9 +2,9 @@
 //! computed element by element over visible keys, in f32.
 
 use super::{BLOCK, TileStats, Work};
+use crate::nonfinite::Visible;
 use crate::step::Step;
 use crate::tiles::{Context, KeyRows, Tile};
-use crate::visible::Visible;
 use fulgurite_core::{Data, TensorView};
 
 /// The sums of a block's gradients: rows of keys with their width, and dQ with its strides between lanes and columns.
