@@ -69,7 +69,7 @@ pub(crate) use matrix_bf16::{
     BlockPosition, GradPanels, KEY_TILES, LANE_TILES, Pipelined, PipelinedBlock, PipelinedTile, RowsAt, STRIP_LANES,
     Seen, Square, TurnedRows,
 };
-pub(crate) use matrix_decode::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax};
+pub(crate) use matrix_decode::{STRIP, StripKernels, StripProbe, StripRows, StripSoftmax, Strips};
 pub(crate) use prefetch::{Prefetch, Share};
 
 /// Whether vectors multiply bytes in fours.
