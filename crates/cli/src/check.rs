@@ -90,7 +90,7 @@ pub fn main(args: &CheckArgs) -> Result<(), Failure> {
     Err(Failure::work(format_args!("{failed} of {all} comparisons are outside the tolerance; they are listed above")))
 }
 
-/// Runs one case on one engine, forward and (where it has one) backward, and enters what the oracle says.
+/// Runs one case on one engine, forward and (where it has one) backward, and enters the oracle's verdicts.
 fn compare_case(engine: &dyn Engine, case: &Case, ledger: &mut Ledger) -> Result<(), Failure> {
     let (problem, inputs, bound) = (case.problem(), case.inputs(), case.bound());
     let on_gpu = ["sim", "cuda"].iter().any(|name| engine.name().starts_with(name));

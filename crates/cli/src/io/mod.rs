@@ -33,7 +33,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// What the path asks for: a name ending in `.safetensors`, or a folder.
+    /// The format of a path: a name ending in `.safetensors`, or a folder.
     pub fn of(path: &Path) -> Result<Format, Failure> {
         match path.extension().and_then(|e| e.to_str()) {
             Some("safetensors") if !path.is_dir() => Ok(Format::Safetensors),
@@ -132,7 +132,7 @@ fn target(path: &Path) -> PathBuf {
     std::fs::canonicalize(&path).unwrap_or(path)
 }
 
-/// Files under other names, and their own; what is left of them at the end is removed.
+/// Temporary files and their final names; those that still exist at the end are removed.
 struct Parts(Vec<(PathBuf, PathBuf)>);
 
 impl Parts {
@@ -163,7 +163,7 @@ impl Parts {
     }
 }
 
-/// Removes what earlier processes, ended while they wrote, left beside a file.
+/// Removes temporary files beside a file that earlier processes left when they ended early.
 fn remove_left(to: &Path) {
     let (Some(folder), Some(name)) = (to.parent(), to.file_name().and_then(|name| name.to_str())) else { return };
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };

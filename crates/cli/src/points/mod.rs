@@ -1,4 +1,4 @@
-//! `cluster`, `neighbors` and `svd`: rows of a file, what was found about them, and a picture of it.
+//! `cluster`, `neighbors` and `svd`: rows of a file, the results, and a picture of them.
 
 pub mod args;
 mod picture;
@@ -20,7 +20,7 @@ impl From<fulgurite::neighbors::Error> for Failure {
     }
 }
 
-/// What a command found, for people and for `--json`.
+/// The results of a command, for people and for `--json`.
 #[derive(Debug, Default, Serialize)]
 struct Summary {
     command: &'static str,
@@ -130,7 +130,7 @@ fn tensor_i32(data: impl Iterator<Item = i32>, shape: &[usize]) -> Result<Tensor
     Ok(Tensor::new(data.collect::<Vec<i32>>(), shape).map_err(fulgurite::Error::from)?)
 }
 
-/// Writes what was asked for and tells about it. Everything was computed before: nothing is left half.
+/// Writes the requested files and prints a summary. Everything was computed before, so no result is left half written.
 fn finish(
     args: &RowsArgs,
     format: Option<Format>,

@@ -23,7 +23,7 @@ use std::time::Instant;
 /// The measured times and errors of one system.
 #[derive(Debug, Clone, Serialize)]
 pub struct Measurement {
-    /// Which system.
+    /// The system.
     pub system: System,
     /// Type of the tensors.
     pub dtype: String,
@@ -33,9 +33,9 @@ pub struct Measurement {
     pub seconds: f64,
     /// Seconds of causal attention over tensors of the same shape, median, in turn with it.
     pub attention_seconds: f64,
-    /// The largest error as a share of what the tolerance rule allows.
+    /// The largest error as a share of the one that the tolerance rule allows.
     pub worst_share: f64,
-    /// Whether all of it is within the rule.
+    /// Whether every tensor is within the rule.
     pub ok: bool,
 }
 

@@ -308,7 +308,7 @@ thread_local! {
 }
 
 fn release() {
-    // SAFETY: whoever releases has shaped the tiles, so the machine has them and the process may use them; no product
+    // SAFETY: tiles are shaped before they are released, so the machine has them and the process may use them; no product
     // is under way, because each holds the shape itself.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
     HELD.set(Held::Nothing);
@@ -338,7 +338,7 @@ fn shape(shapes: &Shapes, held: Held) -> Hold {
 }
 
 /// Numbers in parts: the upper halves of the results are bf16, whose sum is the number where PARTS suffice. Each but the
-/// last is rounded to nearest: were it cut off, what is left would be twice as large and of one sign, and the products
+/// last is rounded to nearest: were it cut off, the remainder would be twice as large and of one sign, and the products
 /// that are left out would show.
 ///
 /// # Safety
@@ -354,7 +354,7 @@ unsafe fn split<const PARTS: usize>(x: __m512) -> [__m512i; PARTS] {
             }
             let bits = rounded(rest);
             let upper = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32));
-            // Exact: what is left has the number's last digits only. A NaN ends in the last part.
+            // Exact: the remainder has the number's last digits only. A NaN ends in the last part.
             rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(upper));
             bits
         })

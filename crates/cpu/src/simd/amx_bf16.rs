@@ -120,7 +120,7 @@ unsafe fn copy(at: impl Fn(usize) -> *const bf16, [rows, n]: [usize; 2], dst: *m
     }
 }
 
-/// Rows as columns of B, neighbours of a row in a slot: what multiplies with [`copy_rows`].
+/// Rows as columns of B, neighbours of a row in a slot: the other operand of [`copy_rows`].
 ///
 /// # Safety
 /// As for [`Simd`]: rows of `n` elements at `starts`, and room for their panels of `depth` tiles.

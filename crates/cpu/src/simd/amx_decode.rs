@@ -110,7 +110,7 @@ unsafe fn scores(q: *const f32, columns: usize, k: *const bf16, row: usize, d: u
 unsafe fn turn([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     let (ab, ab2) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let (cd, cd2) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    // Lane 4 i + j of what follows is key 4 j + i.
+    // Lane 4 i + j of the result comes from lane 4 j + i.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let (a, b) = (_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     let (c, d) = (_mm512_unpacklo_epi64(ab2, cd2), _mm512_unpackhi_epi64(ab2, cd2));
@@ -144,7 +144,7 @@ unsafe fn rows_of<const N: usize>(x: &[__m512i; N]) -> [__m512i; 8] {
 /// Writes the weights of 16 keys of a row: for even columns the weight comes first in its pair, for odd ones second.
 ///
 /// # Safety
-/// AVX-512 is present; room for a vector at `to`, and for one so many rows behind.
+/// AVX-512 is present; room for a vector at `to`, and for another one `rows` rows behind it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")]
 unsafe fn store_weights(to: *mut f32, rows: usize, bits: __m512i) {
@@ -275,7 +275,7 @@ unsafe fn softmax_of<const N: usize>(args: &mut StripSoftmax<'_>, [queries, rows
 
 /// # Safety
 /// The tiles have the shapes of [`hold`]; 32 rows of `columns` elements, a multiple of 32, at `v`; the weights of each
-/// row at `p`; O of so many rows and columns.
+/// row at `p`; O has `rows` rows and `columns` columns.
 unsafe fn output(
     p: *const f32,
     rows: usize,

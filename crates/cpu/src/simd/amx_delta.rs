@@ -329,7 +329,7 @@ unsafe fn gate_rows<const INVERSE: usize, const WEIGHTS: usize, const G: usize>(
     decay: &[f32; TOKENS],
     row: &mut [__m512; 4],
 ) {
-    // SAFETY: inside the extents. Above the diagonal G is zero, and what was there of the products is finite.
+    // SAFETY: inside the extents. Above the diagonal G is zero, and the products that were there are finite.
     unsafe {
         let half = G / 2;
         for r in 0..GROUP {

@@ -13,7 +13,7 @@ use super::matrix::{GROUP, SLOTS};
 type ToScores = unsafe fn(&mut [f32], usize, &[f32], &[f32], &[f32]);
 pub(super) type Multiply = unsafe fn(*mut f32, usize, *const f32, usize, *const f32, usize, [usize; 3]);
 
-/// Scores that are still integers, and what makes numbers of them: `key * lane * integer + bias`.
+/// Scores that are still integers, and the factors that convert them: `key * lane * integer + bias`.
 pub(crate) struct Integers<'a> {
     /// Scales of keys, 16 of them from `at` on in every `pitch`; the same for each 64 keys of a block.
     pub keys: &'a [f32],

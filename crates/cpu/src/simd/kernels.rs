@@ -12,7 +12,7 @@ use half::{bf16, f16};
 /// No instruction set has wider tiles, in vectors.
 pub(crate) const MAX_VECTORS: usize = 4;
 
-/// Whether a product replaces or adds to what is there.
+/// Whether a product replaces its destination or adds to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sum {
     Fresh,

@@ -34,7 +34,7 @@ pub(crate) struct Pipelined<'a, 't> {
     /// The first key.
     pub origin: usize,
     pub tiles: &'a mut [PipelinedTile<'t>],
-    /// The place to start.
+    /// The block to start with.
     pub first: BlockPosition,
     /// The factor that converts a score to a power of two.
     pub log2_e: f32,
@@ -60,9 +60,9 @@ pub(super) type BlockMaxKernel = unsafe fn([*const f32; 2], *mut f32, &mut Seen<
 /// Scratch of [`MatrixKernels::block_max`], in f32.
 pub(super) const BLOCK_MAX_ROOM: usize = 8 * SLOTS;
 
-/// What 64 lanes have seen, in units of scores.
+/// The maxima of 64 lanes, in units of scores.
 pub(crate) struct Seen<'a> {
-    /// The largest score so far, and what sums are relative to.
+    /// The largest score so far, and the reference of the sums.
     pub top: &'a mut [f32],
     pub m: &'a [f32],
     /// How far a score may be below the largest (negative); `near`: above the reference.
@@ -215,15 +215,15 @@ impl Bf16Kernels {
         unsafe { (self.store)(rows, to) }
     }
 
-    /// Rows of A, neighbours in a slot, `depth` tiles a group; what is missing is zero.
+    /// Rows of A, neighbours in a slot, `depth` tiles a group; missing elements are zero.
     pub fn copy(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.copy_at, rows, to, [rows.starts.len().div_ceil(GROUP), depth], rows.n <= depth * DEPTH);
     }
-    /// Columns of B, neighbours in a slot, `depth` tiles a group; what is missing is zero.
+    /// Columns of B, neighbours in a slot, `depth` tiles a group; missing elements are zero.
     pub fn turn(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.turn_at, rows, to, [rows.starts.len().div_ceil(GROUP), depth], rows.n <= depth * DEPTH);
     }
-    /// The summed axis of B, `depth` tiles of rows for each group of columns; what is missing is zero.
+    /// The summed axis of B, `depth` tiles of rows for each group of columns; missing elements are zero.
     pub fn pair(&self, rows: RowsAt<'_>, to: &mut [f32], depth: usize) {
         self.pack(self.pair_at, rows, to, [rows.n.div_ceil(GROUP), depth], rows.starts.len() <= depth * DEPTH);
     }

@@ -144,7 +144,7 @@ impl StripKernels {
         l[row..].iter().step_by(columns(rows)).sum()
     }
 
-    /// Writes what [`Strips::output`] has summed as rows of `dv` elements, in the pair order of 16 lanes.
+    /// Writes the sums of [`Strips::output`] as rows of `dv` elements, in the pair order of 16 lanes.
     pub fn rows_of(o: &[f32], rows: usize, dv: usize, to: &mut [f32]) {
         for (i, slots) in o.chunks_exact(GROUP).enumerate() {
             // In each 32 columns, first the even ones of all rows, then the odd ones.

@@ -80,7 +80,7 @@ pub(crate) fn has_quads() -> bool {
     false
 }
 
-/// A vector of f32 and what the kernels do with it.
+/// A vector of f32, and the operations that the kernels need.
 ///
 /// # Safety
 /// Every method may only be called where the CPU has the instruction set of the implementing type, and with

@@ -55,7 +55,7 @@ unsafe fn encode(x: &[f32], mean: &[f32], scale: f32, to: &mut [i8]) {
     }
     let (by, inverse) = (_mm512_set1_ps(scale), _mm512_set1_ps(inverse));
     let (most, near) = (_mm512_set1_ps(127.0), _mm512_set1_ps(NEAR));
-    // Dword 4 v + l of the result is what packing left at 4 l + v.
+    // Packing leaves dword 4 v + l of the result in dword 4 l + v.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for at in (0..x.len()).step_by(BYTES) {
         let mut codes = [_mm512_setzero_si512(); 4];

@@ -25,7 +25,7 @@ pub(crate) enum Term {
     Plane(Plane<*const f32>),
 }
 
-/// What is done with a score and a [`Term`].
+/// The operation on a score and a [`Term`].
 #[derive(Clone, Copy)]
 pub(crate) enum Pass {
     /// `scale a + sign b`
@@ -37,7 +37,7 @@ pub(crate) enum Pass {
 /// A second operand for one kind of [`Term`]. Methods instead of closures: these are inlined into functions that enable
 /// the instruction set.
 trait Operand<S: Simd>: Copy {
-    /// What stays in registers for a vector of lanes.
+    /// Values that stay in registers for a vector of lanes.
     type Held: Copy;
     unsafe fn hold(self, lane: usize, sign: S::V) -> Self::Held;
     unsafe fn at(self, held: Self::Held, key: usize, lane: usize, sign: S::V) -> S::V;
