@@ -1,4 +1,5 @@
-//! `sim`: runs a GPU kernel on the simulator, and reports its errors, work and timeline. `sim-vs-gpu`: compares the simulator with a GPU.
+//! `sim`: runs a GPU kernel on the simulator, and reports its errors, work and timeline. `sim-vs-gpu`: compares the
+//! simulator with a GPU.
 
 use crate::args::{SimArgs, SimVsGpuArgs};
 use crate::{Failure, io, progress, say};

@@ -13,7 +13,8 @@ use crate::compare::{Rule, Verdict, judge_lse};
 use crate::dtype::DType;
 use crate::error::{InputError, ProblemError};
 use crate::exp::Exp;
-use crate::inputs::{Bound, Forward, Inputs, Outputs, Sequence};
+use crate::inputs::{Bound, Inputs, Sequence};
+use crate::outputs::{Forward, Outputs};
 use crate::precision::Precision;
 use crate::problem::{Problem, Side};
 use crate::tensor::{Dims, Tensor, TensorError, TensorView, TensorViewMut};
@@ -108,8 +109,8 @@ impl ParallaxOutputs<'_> {
     /// Checks that these tensors fit.
     pub fn check(&self, parallax: &Parallax) -> Result<(), InputError> {
         self.own.check(&parallax.problem)?;
-        crate::inputs::shape_is("mean", self.mean.shape(), &parallax.problem.lse_shape())?;
-        crate::inputs::dtype_is("mean", self.mean.dtype(), DType::F32)
+        crate::fit::shape_is("mean", self.mean.shape(), &parallax.problem.lse_shape())?;
+        crate::fit::dtype_is("mean", self.mean.dtype(), DType::F32)
     }
 }
 

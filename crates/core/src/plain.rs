@@ -8,8 +8,9 @@
 use crate::codes;
 use crate::exact::{Exact, sink_share};
 use crate::exp::{self, Exp};
-use crate::inputs::{Bound, Forward, Gradients};
+use crate::inputs::Bound;
 use crate::oracle::{Answer, At, GradientAnswer, KeyGradient, RowAnswer};
+use crate::outputs::{Forward, Gradients};
 use crate::precision::{Delta, Precision};
 use crate::problem::Problem;
 use crate::tensor::{Tensor, TensorError, TensorView};

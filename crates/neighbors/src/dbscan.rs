@@ -1,4 +1,5 @@
-//! DBSCAN: points with enough neighbours are cores, cores within reach are one cluster, and points within reach of a core belong to its cluster.
+//! DBSCAN: points with enough neighbours are cores, cores within reach are one cluster, and points
+//! within reach of a core belong to its cluster.
 
 use crate::knn::NeighborIndex;
 use crate::points::precision;

@@ -180,8 +180,8 @@ impl<'a> Kept<'a> {
     }
 }
 
-/// The digits that products keep if scores may be off by this share of their rows' norms, and whether results within the
-/// error of products are computed again in f64.
+/// The digits that products keep if scores may be off by this share of their rows' norms, and whether results within
+/// the error of products are computed again in f64.
 pub(crate) fn precision(score_tolerance: Option<f64>) -> (Digits, bool) {
     match score_tolerance {
         // One bf16 leaves 2^-7 of a product, two leave 2^-14.

@@ -1,5 +1,5 @@
-//! Selects the blocks of keys that a block of queries should see: keys and queries sorted by clusters, and blocks kept until they hold
-//! most of the weight that their means promise.
+//! Selects the blocks of keys that a block of queries should see: keys and queries are sorted by clusters, and blocks
+//! are kept until they hold most of the weight that their means promise.
 //!
 //! Attention without a mask does not care about the order of its keys, so keys that point the same way can be put into
 //! the same blocks. Where two clusters meet in a block each speaks for its own part: the mean of both would

@@ -246,7 +246,8 @@ impl Data<'_> {
     }
 
     /// A random subspace, drawn towards the largest singular vectors by multiplying with X^T X, until the singular
-    /// values that it shows move by less than the tolerance (an eighth: the remaining error shrinks by a factor each time).
+    /// values that it shows move by less than an eighth of the tolerance: the remaining error shrinks by a factor each
+    /// time.
     fn sketch(&self, [wide, k]: [usize; 2], seed: u64, tolerance: f64) -> Result<Vec<f64>, Error> {
         let d = self.points.dim();
         let width = self.scanner.padded(wide);

@@ -1,4 +1,4 @@
-//! The tiles of scores of each head as a picture: the tiles that are kept, and the level at which the others were left out.
+//! A picture of each head's tiles of scores: those that are kept, and the level at which the others were left out.
 
 use std::fmt::Write;
 

@@ -3,7 +3,8 @@
 use super::{GatedDelta, TokenLayout};
 use crate::dtype::DType;
 use crate::error::InputError;
-use crate::inputs::{RowLayout, asked, dtype_is, integers, last_stride, shape_is};
+use crate::fit::{asked, dtype_is, integers, last_stride, shape_is};
+use crate::inputs::RowLayout;
 use crate::problem::check_offsets;
 use crate::tensor::{Tensor, TensorError, TensorView, TensorViewMut};
 

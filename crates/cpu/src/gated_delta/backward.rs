@@ -389,7 +389,7 @@ impl Chunk<'_> {
     }
 }
 
-/// Adds x . y of each token. d_g is a sum of large terms that nearly cancel, so f32 dot products are not accurate enough.
+/// Adds x . y of each token. d_g is a sum of large terms that nearly cancel, so f32 dot products are too inaccurate.
 fn add_dots(d_g: &mut [f64; CHUNK], x: &[f32], y: &[f32], width: usize) {
     for ((d, x), y) in d_g.iter_mut().zip(x.chunks_exact(width)).zip(y.chunks_exact(width)) {
         *d += x.iter().zip(y).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();

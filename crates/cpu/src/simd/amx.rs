@@ -308,8 +308,8 @@ thread_local! {
 }
 
 fn release() {
-    // SAFETY: tiles are shaped before they are released, so the machine has them and the process may use them; no product
-    // is under way, because each holds the shape itself.
+    // SAFETY: tiles are shaped before they are released, so the machine has them and the process may use them; no
+    // product is under way, because each holds the shape itself.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
     HELD.set(Held::Nothing);
 }

@@ -179,8 +179,8 @@ impl MatrixKernels {
         }
     }
 
-    /// Rows as rows of A, `depth` tiles a group; missing elements of the last group and tile are zero. In bf16 they want
-    /// columns from [`Bf16Kernels::turn`]. True if all elements are finite.
+    /// Rows as rows of A, `depth` tiles a group; missing elements of the last group and tile are zero. In bf16 they
+    /// want columns from [`Bf16Kernels::turn`]. True if all elements are finite.
     pub fn pack_rows(&self, from: &Source<'_>, to: &mut [f32], depth: usize) -> bool {
         assert!(from.n <= depth * DEPTH, "rows too long");
         let (row, size, range) = self.packed(from, to, [from.rows, depth]);

@@ -208,7 +208,7 @@ impl<'a> Parts<'a> {
         let (filled_in, filled) = mpsc::sync_channel::<Filled>(0);
         let (spare_in, spare) = mpsc::channel::<Vec<f32>>();
         self.spare.drain(..).for_each(|buffer| _ = spare_in.send(buffer));
-        // The closure owns its ends of the channels: if it returns early, the reader's calls fail and the reader ends too.
+        // The closure owns its ends of the channels: if it returns early, the reader's calls fail, and the reader ends.
         std::thread::scope(move |scope| {
             let reader = scope.spawn(move || {
                 for first in (0..n).step_by(rows) {
